@@ -1,0 +1,119 @@
+"""Who owns which elements of a flat buffer, and what must move when that changes.
+
+A `Layout` is one contiguous slice per rank, in rank order, without gaps: so it is nothing but its boundaries,
+and two layouts of one buffer differ by a list of transfers. Re-planning and checkpoints both move state by that
+one list. Elements, never bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+from poplar import _core
+
+ALIGNMENT = 64
+"""Boundaries are multiples of this many elements: vector kernels and block sums then see whole blocks, so what they
+compute does not depend on the cut (`AdamW(fused=True)` gives other bits at cuts of 4 elements, the same from 8 on)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """One flat buffer cut into one contiguous slice per rank; slices may be empty."""
+
+    offsets: tuple[int, ...]
+    """`world_size + 1` boundaries: rank `r` owns `[offsets[r], offsets[r + 1])`."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "offsets", tuple(int(offset) for offset in self.offsets))
+        if len(self.offsets) < 2:
+            raise ValueError(
+                f"Layout.offsets must hold one boundary more than there are ranks, got {self.offsets}"
+            )
+        if self.offsets[0] != 0:
+            raise ValueError(f"Layout.offsets must start at 0, got {self.offsets[0]}")
+        for rank, (start, stop) in enumerate(pairwise(self.offsets)):
+            if stop < start:
+                raise ValueError(
+                    f"Layout.offsets must not decrease, but rank {rank} would own [{start}, {stop})"
+                )
+
+    @classmethod
+    def from_shares(cls, numel: int, shares: Sequence[float], alignment: int = ALIGNMENT) -> Layout:
+        """Cut `numel` elements by `shares`, at multiples of `alignment`.
+
+        Args:
+            numel: elements in the buffer, padding included.
+            shares: fraction owned by each rank; non-negative, sums to 1. Zero gives an empty slice.
+            alignment: every boundary inside the buffer is a multiple of this many elements.
+
+        Raises:
+            ValueError: shares that are negative, not finite, or do not sum to 1.
+        """
+        return cls(tuple(_core.shard_boundaries(numel, shares, alignment)))
+
+    @classmethod
+    def even(cls, numel: int, world_size: int) -> Layout:
+        """Cut `numel` elements into slices that differ by at most one `ALIGNMENT`."""
+        if world_size < 1:
+            raise ValueError(f"world_size must be at least 1, got {world_size}")
+        return cls.from_shares(numel, (1.0 / world_size,) * world_size)
+
+    @property
+    def numel(self) -> int:
+        """Elements in the whole buffer."""
+        return self.offsets[-1]
+
+    @property
+    def world_size(self) -> int:
+        """Ranks that the buffer is cut for."""
+        return len(self.offsets) - 1
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Elements owned by each rank."""
+        return tuple(stop - start for start, stop in pairwise(self.offsets))
+
+    def bounds(self, rank: int) -> tuple[int, int]:
+        """First element of `rank` and the one after its last."""
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"rank {rank}: this layout is for ranks 0 to {self.world_size - 1}")
+        return self.offsets[rank], self.offsets[rank + 1]
+
+    def size(self, rank: int) -> int:
+        """Elements owned by `rank`."""
+        start, stop = self.bounds(rank)
+        return stop - start
+
+
+class Transfer(NamedTuple):
+    """Elements `[start, stop)` of the flat buffer go from rank `source` of the old layout to `target` of the new."""
+
+    source: int
+    target: int
+    start: int
+    stop: int
+
+
+def transfers(old: Layout, new: Layout) -> tuple[Transfer, ...]:
+    """What must move for a buffer laid out as `old` to be laid out as `new`.
+
+    Args:
+        old: who owns the elements now.
+        new: who shall own them; the number of ranks may differ.
+
+    Returns:
+        Ascending and without gaps: together they cover every element exactly once. What stays where it is
+        (`source == target`) is included, so that a rank can build its new slice from this list alone.
+
+    Raises:
+        ValueError: layouts of buffers of different length.
+    """
+    if old.numel != new.numel:
+        raise ValueError(
+            f"cannot turn a layout of {old.numel} elements into one of {new.numel}: both must describe the same "
+            "buffer; was the model changed, or padded for another alignment?"
+        )
+    return tuple(Transfer(*moved) for moved in _core.transfers(old.offsets, new.offsets))
