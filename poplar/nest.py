@@ -1,8 +1,9 @@
-"""Batches as trainers really have them: tensors nested in dicts, lists, tuples, dataclasses and their relatives.
+"""Batches as trainers really have them: tensors nested in containers of many kinds.
 
-Everything that holds samples is cut along dim 0, everything else is passed on as it is, and every container comes back
-as the type it was: subclasses of dict and `UserDict` (Hugging Face's `BatchEncoding`), named tuples, dataclasses (frozen
-and slotted ones too). Containers are copied shallowly and never changed in place.
+Everything that holds samples is cut along dim 0, everything else is passed on as it is, and every
+container comes back as the type it was: dicts, lists, tuples and their subclasses, `UserDict`s
+(Hugging Face's `BatchEncoding`), named tuples, dataclasses (frozen and slotted ones too).
+Containers are copied shallowly and never changed in place.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from itertools import accumulate, pairwise
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -23,10 +24,12 @@ def samples_in(batch: Any) -> int:
     """How many samples a batch holds: the size of dim 0, on which all its tensors must agree.
 
     Args:
-        batch: any nest of tensors. Tensors without dimensions and everything that is no tensor are ignored.
+        batch: any nest of tensors. Tensors without dimensions and everything that is no tensor are
+            ignored.
 
     Raises:
-        ValueError: tensors that disagree (the message names where they are), or no tensor with a dim 0.
+        ValueError: tensors that disagree (the message names where they are), or no tensor with a
+            dim 0.
     """
     first: tuple[str, int] | None = None
     for path, tensor in _tensors_with_paths(batch, "batch"):
@@ -37,13 +40,14 @@ def samples_in(batch: Any) -> int:
             first = (path, size)
         elif size != first[1]:
             raise ValueError(
-                f"{path} has {size} samples (shape {tuple(tensor.shape)}), but {first[0]} has {first[1]}; dim 0 of every "
-                "tensor in a batch must be the samples: move what all samples share into a 0-dim tensor or the model"
+                f"{path} has {size} samples (shape {tuple(tensor.shape)}), but {first[0]} has "
+                f"{first[1]}; dim 0 of every tensor in a batch must be the samples: move what all "
+                "samples share into a 0-dim tensor or the model"
             )
     if first is None:
         raise ValueError(
-            f"no tensor with a dim 0 in this batch ({type(batch).__name__}), so its samples cannot be counted; give a "
-            "tensor, or a dict, list, tuple, dataclass or named tuple of tensors"
+            f"no tensor with a dim 0 in this batch ({type(batch).__name__}), so its samples cannot "
+            "be counted; give a tensor, or a dict, list, tuple, dataclass or named tuple of tensors"
         )
     return first[1]
 
@@ -53,11 +57,13 @@ def cut(batch: Nest, sizes: Sequence[int]) -> list[Nest]:
 
     Args:
         batch: any nest of tensors.
-        sizes: samples of each micro-batch, in order; 0 gives an empty one. They sum to `samples_in(batch)`.
+        sizes: samples of each micro-batch, in order; 0 gives an empty one. They sum to
+            `samples_in(batch)`.
 
     Returns:
-        One nest per size, of the same types. Tensors are views of the batch. Lists and tuples without a tensor inside,
-        and arrays, are cut too if they are as long as the batch (a list of strings); all else is the same object in all.
+        One nest per size, of the same types. Tensors are views of the batch. Lists and tuples
+        without a tensor inside, and arrays, are cut too if they are as long as the batch (a list of
+        strings); all else is the same object in all.
 
     Raises:
         ValueError: as `samples_in`, or sizes that are negative or do not sum to the batch.
@@ -65,8 +71,8 @@ def cut(batch: Nest, sizes: Sequence[int]) -> list[Nest]:
     samples = samples_in(batch)
     if any(size < 0 for size in sizes) or sum(sizes) != samples:
         raise ValueError(
-            f"a batch of {samples} samples cannot be cut into {list(sizes)}, which is {sum(sizes)}; sizes must be 0 or "
-            "more and sum to the batch"
+            f"a batch of {samples} samples cannot be cut into {list(sizes)}, which is "
+            f"{sum(sizes)}; sizes must be 0 or more and sum to the batch"
         )
     bounds = pairwise(accumulate(sizes, initial=0))
     return [_slice(batch, samples, start, stop) for start, stop in bounds]
@@ -80,8 +86,8 @@ def tensors(nest: Any) -> list[Tensor]:
 def map_tensors(fn: Callable[[Tensor], Any], nest: Nest) -> Nest:
     """The same nest with `fn(tensor)` in the place of every tensor."""
     if isinstance(nest, Tensor):
-        return fn(nest)  # type: ignore[no-any-return]
-    return _rebuild(nest, lambda child: map_tensors(fn, child))
+        return cast(Nest, fn(nest))
+    return cast(Nest, _rebuild(nest, lambda child: map_tensors(fn, child)))
 
 
 def _slice(nest: Any, samples: int, start: int, stop: int) -> Any:
@@ -124,7 +130,8 @@ def _children(nest: Any) -> Iterator[tuple[str, Any]]:
 def _rebuild(nest: Any, fn: Callable[[Any], Any]) -> Any:
     """A copy of a container with `fn(member)` for each member; a leaf is returned as it is."""
     if isinstance(nest, MutableMapping):
-        # A shallow copy keeps what a subclass holds beside its items (default_factory, BatchEncoding's encodings).
+        # A shallow copy keeps what a subclass holds beside its items (default_factory,
+        # BatchEncoding's encodings).
         copied = copy.copy(nest)
         for key in nest:
             copied[key] = fn(nest[key])
@@ -133,10 +140,10 @@ def _rebuild(nest: Any, fn: Callable[[Any], Any]) -> Any:
         return type(nest)({key: fn(nest[key]) for key in nest})  # type: ignore[call-arg]
     if dataclasses.is_dataclass(nest) and not isinstance(nest, type):
         # Not dataclasses.replace: it refuses fields with init=False and runs __post_init__ again.
-        copied = copy.copy(nest)
+        duplicate = copy.copy(nest)
         for member in _set_fields(nest):
-            object.__setattr__(copied, member, fn(getattr(nest, member)))
-        return copied
+            object.__setattr__(duplicate, member, fn(getattr(nest, member)))
+        return duplicate
     if isinstance(nest, tuple) and hasattr(nest, "_fields"):
         return type(nest)._make(fn(child) for child in nest)  # type: ignore[attr-defined]
     if isinstance(nest, (list, tuple)) and not isinstance(nest, torch.Size):

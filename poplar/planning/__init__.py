@@ -1,6 +1,7 @@
 """What was decided, as values: plans, shard layouts and the arithmetic between them.
 
-Knows no processes, no tensors and no clock: everything here runs in a test in milliseconds, without torch.
+Knows no processes, no tensors and no clock: everything here runs in a test in milliseconds, without
+torch.
 """
 
 from __future__ import annotations

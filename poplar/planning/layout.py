@@ -1,8 +1,8 @@
 """Who owns which elements of a flat buffer, and what must move when that changes.
 
-A `Layout` is one contiguous slice per rank, in rank order, without gaps: so it is nothing but its boundaries,
-and two layouts of one buffer differ by a list of transfers. Re-planning and checkpoints both move state by that
-one list. Elements, never bytes.
+A `Layout` is one contiguous slice per rank, in rank order, without gaps: so it is nothing but its
+boundaries, and two layouts of one buffer differ by a list of transfers. Re-planning and checkpoints
+both move state by that one list. Elements, never bytes.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from typing import NamedTuple
 from poplar import _core
 
 ALIGNMENT = 64
-"""Boundaries are multiples of this many elements: vector kernels and block sums then see whole blocks, so what they
-compute does not depend on the cut (`AdamW(fused=True)` gives other bits at cuts of 4 elements, the same from 8 on)."""
+"""Boundaries are multiples of this many elements: vector kernels and block sums then see whole
+blocks, so what they compute does not depend on the cut (`AdamW(fused=True)` gives other bits at
+cuts of 4 elements, the same from 8 on)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,8 @@ class Layout:
         object.__setattr__(self, "offsets", tuple(int(offset) for offset in self.offsets))
         if len(self.offsets) < 2:
             raise ValueError(
-                f"Layout.offsets must hold one boundary more than there are ranks, got {self.offsets}"
+                f"Layout.offsets must hold one boundary more than there are ranks, got "
+                f"{self.offsets}"
             )
         if self.offsets[0] != 0:
             raise ValueError(f"Layout.offsets must start at 0, got {self.offsets[0]}")
@@ -89,7 +91,7 @@ class Layout:
 
 
 class Transfer(NamedTuple):
-    """Elements `[start, stop)` of the flat buffer go from rank `source` of the old layout to `target` of the new."""
+    """Elements `[start, stop)` go from rank `source` of the old layout to `target` of the new."""
 
     source: int
     target: int
@@ -105,15 +107,16 @@ def transfers(old: Layout, new: Layout) -> tuple[Transfer, ...]:
         new: who shall own them; the number of ranks may differ.
 
     Returns:
-        Ascending and without gaps: together they cover every element exactly once. What stays where it is
-        (`source == target`) is included, so that a rank can build its new slice from this list alone.
+        Ascending and without gaps: together they cover every element exactly once. What stays where
+        it is (`source == target`) is included, so that a rank can build its new slice from this
+        list alone.
 
     Raises:
         ValueError: layouts of buffers of different length.
     """
     if old.numel != new.numel:
         raise ValueError(
-            f"cannot turn a layout of {old.numel} elements into one of {new.numel}: both must describe the same "
-            "buffer; was the model changed, or padded for another alignment?"
+            f"cannot turn a layout of {old.numel} elements into one of {new.numel}: both must "
+            "describe the same buffer; was the model changed, or padded for another alignment?"
         )
     return tuple(Transfer(*moved) for moved in _core.transfers(old.offsets, new.offsets))

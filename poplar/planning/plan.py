@@ -1,8 +1,9 @@
-"""What was decided: how many samples each rank takes, in which passes, and what it owns of the training state.
+"""What was decided: each rank's samples, its passes, and what it owns of the training state.
 
-A `Plan` is a value: frozen, comparable, hashable, JSON both ways. It is checked where it is made, so whoever holds one
-may rely on it: its micro-batches sum to the global batch, its shares to 1, and where ranks meet at every pass
-they all have the same number of passes. No plan changes the global batch, so learning rate and schedule stay.
+A `Plan` is a value: frozen, comparable, hashable, JSON both ways. It is checked where it is made,
+so whoever holds one may rely on it: its micro-batches sum to the global batch, its shares to 1, and
+where ranks meet at every pass they all have the same number of passes. No plan changes the global
+batch, so learning rate and schedule stay.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _ROWS_BEFORE_COLLAPSING = 32
 
 @dataclass(frozen=True, slots=True)
 class UnitPlan:
-    """What one unit (the parameters gathered and reduced together) does differently from its plan."""
+    """What one unit (parameters that are gathered and reduced together) does in its own way."""
 
     name: str
     strategy: str
@@ -48,11 +49,13 @@ class UnitPlan:
             raise TypeError(f"UnitPlan.name must be a string, got {self.name!r}")
         if self.strategy not in STRATEGIES:
             raise ValueError(
-                f"unit {self.name!r}: unknown strategy {self.strategy!r}; known are {', '.join(STRATEGIES)}"
+                f"unit {self.name!r}: unknown strategy {self.strategy!r}; known are "
+                f"{', '.join(STRATEGIES)}"
             )
         if not isinstance(self.keep_gathered, bool):
             raise TypeError(
-                f"unit {self.name!r}: keep_gathered must be True or False, got {self.keep_gathered!r}"
+                f"unit {self.name!r}: keep_gathered must be True or False, got "
+                f"{self.keep_gathered!r}"
             )
         if self.transport is not None and not isinstance(self.transport, str):
             raise TypeError(
@@ -76,14 +79,16 @@ class Plan:
     global_batch: int
     """Samples behind one optimizer step, over all ranks."""
     micro_batches: tuple[tuple[int, ...], ...]
-    """`micro_batches[r][s]`: samples of pass `s` on rank `r`; 0 is allowed. At stages 2 and 3 every rank has the same
-    number of passes; at 0 and 1 they may differ, and `()` is a rank without work."""
+    """`micro_batches[r][s]`: samples of pass `s` on rank `r`; 0 is allowed. At stages 2 and 3 every
+    rank has the same number of passes; at 0 and 1 they may differ, and `()` is a rank without
+    work."""
     shares: tuple[float, ...]
     """Fraction of every sharded buffer that each rank owns; sums to 1, zeros allowed."""
     units: tuple[UnitPlan, ...] = ()
     """Empty: every unit follows the stage. Otherwise one entry per unit, by name."""
     prediction: Mapping[str, Any] | None = field(default=None, compare=False)
-    """What the planner expects of this plan (JSON values); takes no part in equality, hash and digest."""
+    """What the planner expects of this plan (JSON values); takes no part in equality, hash and
+    digest."""
 
     def __post_init__(self) -> None:
         freeze = object.__setattr__
@@ -101,12 +106,13 @@ class Plan:
         total = sum(map(sum, self.micro_batches))
         if total != self.global_batch:
             raise ValueError(
-                f"the micro-batches sum to {total} samples, but global_batch is {self.global_batch}; change one of the two"
+                f"the micro-batches sum to {total} samples, but global_batch is "
+                f"{self.global_batch}; change one of the two"
             )
         if len(self.shares) != self.world_size:
             raise ValueError(
-                f"{len(self.shares)} shares for {self.world_size} ranks; give one share per rank, 0 for a rank that "
-                "owns nothing"
+                f"{len(self.shares)} shares for {self.world_size} ranks; give one share per rank, "
+                "0 for a rank that owns nothing"
             )
 
     def _check_units(self) -> None:
@@ -119,7 +125,8 @@ class Plan:
                 raise ValueError(f"unit {unit.name!r} has two entries in Plan.units; keep one")
             if unit.shares is not None and len(unit.shares) != self.world_size:
                 raise ValueError(
-                    f"unit {unit.name!r} has {len(unit.shares)} shares for {self.world_size} ranks; give one per rank"
+                    f"unit {unit.name!r} has {len(unit.shares)} shares for {self.world_size} "
+                    "ranks; give one per rank"
                 )
             names.add(unit.name)
             strategies.add(unit.strategy)
@@ -127,8 +134,9 @@ class Plan:
         if strategies & _MEETS_EVERY_PASS and len(set(counts)) > 1:
             odd = next(rank for rank, count in enumerate(counts) if count != counts[0])
             raise ValueError(
-                f"rank {odd} has {counts[odd]} passes and rank 0 has {counts[0]}, but at stage {self.stage} ranks meet "
-                "at every pass, so all need the same number; fill up with passes of 0 samples, in front"
+                f"rank {odd} has {counts[odd]} passes and rank 0 has {counts[0]}, but at stage "
+                f"{self.stage} ranks meet at every pass, so all need the same number; fill up with "
+                "passes of 0 samples, in front"
             )
 
     # How a plan is made
@@ -139,7 +147,8 @@ class Plan:
 
         Args:
             world_size: number of ranks.
-            global_batch: samples of one optimizer step over all ranks; if it does not divide, the first ranks take one more.
+            global_batch: samples of one optimizer step over all ranks; if it does not divide, the
+                first ranks take one more.
             micro_batch: most samples of one pass on one rank.
             stage: ZeRO stage, 0 to 3.
 
@@ -174,7 +183,8 @@ class Plan:
         """A micro-batch per rank, by hand.
 
         Args:
-            micro_batches: samples of one pass on each rank, as `"2,2,2,15"` or a sequence; 0 for a rank without work.
+            micro_batches: samples of one pass on each rank, as `"2,2,2,15"` or a sequence; 0 for a
+                rank without work.
             stage: ZeRO stage, 0 to 3.
             passes: how often each rank runs its micro-batch in one optimizer step.
             shares: fraction of the sharded state owned by each rank; None: even.
@@ -213,19 +223,23 @@ class Plan:
         """Samples in proportion to measured speed, so that all ranks finish together.
 
         Args:
-            speeds: samples per second of each rank, or anything proportional to it; 0 for a rank that gets no work.
+            speeds: samples per second of each rank, or anything proportional to it; 0 for a rank
+                that gets no work.
             global_batch: samples of one optimizer step over all ranks.
             stage: ZeRO stage, 0 to 3.
-            max_micro_batch: most samples of one pass; one number for all or one per rank (0: this rank gets no work).
+            max_micro_batch: most samples of one pass; one number for all or one per rank (0: this
+                rank gets no work).
             shares: fraction of the sharded state owned by each rank; None: even.
 
         Returns:
-            Stages 0 and 1: each rank cuts its samples into the fewest passes, the one with the remainder first.
-            Stages 2 and 3: all ranks run the same number of passes, and each rank spreads its samples evenly over
-            them, so every pass is in proportion to within a sample; the smaller passes come first, on all ranks alike.
+            Stages 0 and 1: each rank cuts its samples into the fewest passes, the one with the
+            remainder first. Stages 2 and 3: all ranks run the same number of passes, and each rank
+            spreads its samples evenly over them, so every pass is in proportion to within a sample;
+            the smaller passes come first, on all ranks alike.
 
         Raises:
-            ValueError: speeds that are negative, not finite or all 0; as many limits as ranks were not given.
+            ValueError: speeds that are negative, not finite or all 0; a number of limits that is
+                not the number of speeds.
         """
         stage = _checked_stage(stage)
         global_batch = _checked_count(global_batch, "global_batch", minimum=1)
@@ -273,11 +287,13 @@ class Plan:
             samples: samples in this global batch, at most `global_batch`.
 
         Returns:
-            What the plan says if the batch is whole. Otherwise in the same proportion (largest remainder), at least 1
-            for every rank that has samples in the plan, and never more than the plan gives: it fits in memory.
+            What the plan says if the batch is whole. Otherwise in the same proportion (largest
+            remainder), at least 1 for every rank that has samples in the plan, and never more than
+            the plan gives: it fits in memory.
 
         Raises:
-            ValueError: more samples than the global batch, or fewer than there are ranks with samples.
+            ValueError: more samples than the global batch, or fewer than there are ranks with
+                samples.
         """
         samples = _checked_count(samples, "samples")
         planned = [sum(passes) for passes in self.micro_batches]
@@ -286,15 +302,18 @@ class Plan:
         working = sum(count > 0 for count in planned)
         if samples > self.global_batch:
             raise ValueError(
-                f"a global batch of {samples} samples, but the plan's is {self.global_batch}; plan for the larger batch"
+                f"a global batch of {samples} samples, but the plan's is {self.global_batch}; plan "
+                "for the larger batch"
             )
         if samples < working:
             raise ValueError(
-                f"a short global batch of {samples} samples cannot give one to each of the {working} ranks that have "
-                "samples in the plan; pass drop_last=True, or leave some ranks without samples in the plan"
+                f"a short global batch of {samples} samples cannot give one to each of the "
+                f"{working} ranks that have samples in the plan; pass drop_last=True, or leave "
+                "some ranks without samples in the plan"
             )
-        # A rank whose quota rounds to 0 gets 1, and the others divide the rest. Their mean quota stays at 1 or more,
-        # so at least one of them keeps its place in every round, and the loop ends.
+        # A rank whose quota rounds to 0 gets 1, and the others divide the rest. Their mean quota
+        # stays at 1 or more, so at least one of them keeps its place in every round, and the loop
+        # ends.
         at_least_one: set[int] = set()
         while True:
             weights = [0 if rank in at_least_one else count for rank, count in enumerate(planned)]
@@ -314,7 +333,8 @@ class Plan:
             samples: at most what the plan gives this rank; fewer in a short global batch.
 
         Returns:
-            As many sizes as the plan has passes, none above the plan's: filled pass by pass, the last ones may be 0.
+            As many sizes as the plan has passes, none above the plan's: filled pass by pass, the
+            last ones may be 0.
 
         Raises:
             ValueError: more samples than the plan gives this rank.
@@ -323,8 +343,8 @@ class Plan:
         samples = _checked_count(samples, "samples")
         if samples > sum(planned):
             raise ValueError(
-                f"rank {rank}: a batch of {samples} samples, but the plan gives this rank {sum(planned)}; build the loader "
-                "with HeteroBatchSampler(len(dataset), plan)"
+                f"rank {rank}: a batch of {samples} samples, but the plan gives this rank "
+                f"{sum(planned)}; build the loader with HeteroBatchSampler(len(dataset), plan)"
             )
         sizes = []
         for size in planned:
@@ -333,7 +353,7 @@ class Plan:
         return tuple(sizes)
 
     def digest(self) -> str:
-        """SHA-256 of everything but the prediction, as hex: equal on ranks that hold equal plans."""
+        """SHA-256 of everything but the prediction, as hex: equal for equal plans."""
         content = self.to_dict()
         del content["prediction"]
         return hashlib.sha256(
@@ -359,7 +379,8 @@ class Plan:
         """The plan that `to_dict` wrote.
 
         Raises:
-            ValueError: another schema version, unknown or missing fields, or values that no plan has.
+            ValueError: another schema version, unknown or missing fields, or values that no plan
+                has.
         """
         if not isinstance(content, Mapping):
             raise ValueError(f"a plan is a JSON object, got {type(content).__name__}")
@@ -367,8 +388,9 @@ class Plan:
             raise ValueError("no field 'version': this is not a plan that Plan.to_json wrote")
         if content["version"] != _SCHEMA_VERSION:
             raise ValueError(
-                f"plan format {content['version']!r}, but this version of Poplar reads format {_SCHEMA_VERSION}; "
-                "write the plan again with the version of Poplar that shall read it"
+                f"plan format {content['version']!r}, but this version of Poplar reads format "
+                f"{_SCHEMA_VERSION}; write the plan again with the version of Poplar that shall "
+                "read it"
             )
         fields = {key: value for key, value in content.items() if key != "version"}
         _check_fields(
@@ -392,7 +414,8 @@ class Plan:
         """Read a plan that `to_json` wrote.
 
         Raises:
-            ValueError: the file is damaged, or not a plan; the message names the file and what is wrong.
+            ValueError: the file is damaged, or not a plan; the message names the file and what is
+                wrong.
         """
         try:
             content = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -409,13 +432,15 @@ class Plan:
         ranks = "rank" if self.world_size == 1 else "ranks"
         strategy = STRATEGIES[self.stage].replace("_", " ")
         lines = [
-            f"stage {self.stage} ({strategy}), global batch {self.global_batch}, {self.world_size} {ranks}"
+            f"stage {self.stage} ({strategy}), global batch {self.global_batch}, {self.world_size} "
+            f"{ranks}"
         ]
         rows = [("rank", "samples", "passes", "share"), *self._rows()]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         for rank, samples, passes, share in rows:
             lines.append(
-                f"{rank:>{widths[0]}}  {samples:>{widths[1]}}  {passes:<{widths[2]}}  {share:>{widths[3]}}"
+                f"{rank:>{widths[0]}}  {samples:>{widths[1]}}  {passes:<{widths[2]}}  "
+                f"{share:>{widths[3]}}"
             )
         if self.units:
             lines.append(f"units with a plan of their own: {len(self.units)}")
@@ -499,7 +524,8 @@ def _checked_micro_batches(micro_batches: Any) -> tuple[tuple[int, ...], ...]:
         per_rank = [tuple(passes) for passes in micro_batches]
     except TypeError:
         raise TypeError(
-            f"micro_batches must hold one tuple of passes per rank, as in ((3, 3), (2, 2)), got {micro_batches!r}"
+            f"micro_batches must hold one tuple of passes per rank, as in ((3, 3), (2, 2)), got "
+            f"{micro_batches!r}"
         ) from None
     if not per_rank:
         raise ValueError("micro_batches is empty: a plan needs at least one rank")
@@ -527,7 +553,8 @@ def _checked_shares(shares: Any, whose: str) -> tuple[float, ...]:
             )
     if abs(math.fsum(checked) - 1) > _SHARE_TOLERANCE:
         raise ValueError(
-            f"the shares of {whose} must sum to 1, got {math.fsum(checked):.9g}; divide each by their sum"
+            f"the shares of {whose} must sum to 1, got {math.fsum(checked):.9g}; divide each by "
+            "their sum"
         )
     return checked
 
@@ -540,8 +567,8 @@ def _checked_speeds(speeds: Sequence[float], limits: Sequence[int]) -> list[floa
     weights = [float(speed) if limit else 0.0 for speed, limit in zip(speeds, limits, strict=True)]
     if not any(weights):
         raise ValueError(
-            f"no rank can take a sample: speeds {list(speeds)}, max_micro_batch {list(limits)}; at least one rank needs "
-            "both above 0"
+            f"no rank can take a sample: speeds {list(speeds)}, max_micro_batch {list(limits)}; at "
+            "least one rank needs both above 0"
         )
     return weights
 
@@ -556,7 +583,8 @@ def _checked_limits(max_micro_batch: int | Sequence[int], world_size: int) -> li
         limits = [_checked_count(max_micro_batch, "max_micro_batch", minimum=1)] * world_size
     if len(limits) != world_size:
         raise ValueError(
-            f"{len(limits)} values of max_micro_batch for {world_size} speeds; give one number, or one per rank"
+            f"{len(limits)} values of max_micro_batch for {world_size} speeds; give one number, or "
+            "one per rank"
         )
     return limits
 
@@ -569,8 +597,8 @@ def _check_fields(
     if missing or unknown:
         complaints = [f"missing {missing}"] * bool(missing) + [f"unknown {unknown}"] * bool(unknown)
         raise ValueError(
-            f"the fields of this {what} are not those of format {_SCHEMA_VERSION}: {', '.join(complaints)}; expected "
-            f"{sorted(required)}, optional {sorted(optional)}"
+            f"the fields of this {what} are not those of format {_SCHEMA_VERSION}: "
+            f"{', '.join(complaints)}; expected {sorted(required)}, optional {sorted(optional)}"
         )
 
 
