@@ -1,0 +1,140 @@
+// What both bindings (CPU, CUDA) ask of their arguments, and how they say no.
+//
+// Messages name the operator, what was given and what was expected; they reach Python as
+// RuntimeError. poplar/ops.py makes the same checks in its fallbacks, with the same words.
+#pragma once
+
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <cstdint>
+#include <sstream>
+#include <stdexcept>
+#include <vector>
+
+#include "poplar/segments.h"
+
+namespace poplar {
+
+using torch::stable::Tensor;
+
+template <typename... Parts>
+void check(bool holds, const Parts&... parts) {
+  if (!holds) {
+    std::ostringstream text;
+    text << "poplar::";
+    (text << ... << parts);
+    throw std::runtime_error(text.str());
+  }
+}
+
+inline Dtype dtype_of(const Tensor& tensor, const char* name) {
+  using torch::headeronly::ScalarType;
+  switch (tensor.scalar_type()) {
+    case ScalarType::Float:
+      return Dtype::kFloat;
+    case ScalarType::BFloat16:
+      return Dtype::kBFloat16;
+    case ScalarType::Half:
+      return Dtype::kHalf;
+    default:
+      check(false, name, " must be float32, bfloat16 or float16");
+      return Dtype::kFloat;
+  }
+}
+
+// Calls function(T*) with a null pointer of the dtype's C++ type.
+template <typename Function>
+void with_type(Dtype dtype, const Function& function) {
+  switch (dtype) {
+    case Dtype::kFloat:
+      return function(static_cast<float*>(nullptr));
+    case Dtype::kBFloat16:
+      return function(static_cast<BFloat16*>(nullptr));
+    case Dtype::kHalf:
+      return function(static_cast<Half*>(nullptr));
+  }
+}
+
+inline bool same_device(const Tensor& a, const Tensor& b) { return a.device() == b.device(); }
+
+inline void check_flat(const Tensor& tensor, const char* name) {
+  check(tensor.dim() == 1 && tensor.is_contiguous(), name, " must be 1-D and contiguous, got ",
+        tensor.dim(), " dimensions");
+}
+
+// The tensors' places in a flat buffer of `numel` elements; checked for order and bounds.
+inline std::vector<std::int64_t> numels_of(const char* name, std::int64_t numel,
+                                           const std::vector<Tensor>& tensors,
+                                           const std::vector<std::int64_t>& offsets) {
+  check(tensors.size() == offsets.size(), name, ": got ", tensors.size(), " tensors and ",
+        offsets.size(), " offsets");
+  std::vector<std::int64_t> numels(tensors.size());
+  std::int64_t previous_end = 0;
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    numels[i] = tensors[i].numel();
+    check(offsets[i] >= previous_end, name, ": tensor ", i, " starts at ", offsets[i], ", before ",
+          previous_end, ", where the one before it ends; offsets must ascend");
+    check(numels[i] <= numel && offsets[i] <= numel - numels[i], name, ": tensor ", i, " (offset ",
+          offsets[i], ", ", numels[i], " elements) reaches past the end of the buffer, ", numel);
+    previous_end = offsets[i] + numels[i];
+  }
+  return numels;
+}
+
+// Tensors as the loops want them: contiguous, with raw pointers and dtypes side by side.
+struct Sources {
+  std::vector<Tensor> keep_alive;
+  std::vector<const void*> data;
+  std::vector<Dtype> dtypes;
+};
+
+inline Sources sources_of(const char* name, const Tensor& buffer,
+                          const std::vector<Tensor>& tensors) {
+  Sources sources;
+  sources.keep_alive.reserve(tensors.size());
+  sources.data.reserve(tensors.size());
+  sources.dtypes.reserve(tensors.size());
+  for (const Tensor& tensor : tensors) {
+    check(same_device(buffer, tensor), name, ": all tensors must be on the buffer's device");
+    sources.dtypes.push_back(dtype_of(tensor, name));
+    sources.keep_alive.push_back(tensor.is_contiguous() ? tensor
+                                                        : torch::stable::contiguous(tensor));
+    sources.data.push_back(sources.keep_alive.back().const_data_ptr());
+  }
+  return sources;
+}
+
+struct Targets {
+  std::vector<void*> data;
+  std::vector<Dtype> dtypes;
+};
+
+inline Targets targets_of(const char* name, const Tensor& buffer,
+                          const std::vector<Tensor>& tensors) {
+  Targets targets;
+  targets.data.reserve(tensors.size());
+  targets.dtypes.reserve(tensors.size());
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    check(same_device(buffer, tensors[i]), name, ": all tensors must be on the buffer's device");
+    check(tensors[i].is_contiguous(), name, ": outs must be contiguous, number ", i, " is not");
+    targets.dtypes.push_back(dtype_of(tensors[i], name));
+    targets.data.push_back(tensors[i].mutable_data_ptr());
+  }
+  return targets;
+}
+
+// Elements of one rank's part of `received`.
+inline std::int64_t check_rank_sum(const Tensor& out, const Tensor& received, std::int64_t ranks) {
+  check_flat(out, "rank_sum_: out");
+  check_flat(received, "rank_sum_: received");
+  check(dtype_of(out, "rank_sum_: out") == Dtype::kFloat, "rank_sum_: out must be float32");
+  check(same_device(out, received), "rank_sum_: out and received must be on one device");
+  check(ranks >= 1, "rank_sum_: ranks must be at least 1, got ", ranks);
+  const std::int64_t numel = out.numel();
+  check(received.numel() % ranks == 0 && received.numel() / ranks == numel,
+        "rank_sum_: received must hold ", ranks, " x ", numel, " elements, got ", received.numel());
+  return numel;
+}
+
+}  // namespace poplar

@@ -1,0 +1,22 @@
+// The CPU operators, as library.cpp registers them. Schemas and contracts: poplar/ops.py.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+
+#include <cstdint>
+#include <vector>
+
+namespace poplar::cpu {
+
+using torch::stable::Tensor;
+
+void pack_(Tensor bucket, std::vector<Tensor> grads, std::vector<std::int64_t> offsets,
+           double weight, bool accumulate);
+
+void rank_sum_(Tensor out, Tensor received, std::int64_t ranks, bool accumulate);
+
+void unpack_(Tensor flat, std::vector<Tensor> outs, std::vector<std::int64_t> offsets);
+
+Tensor block_sums_of_squares(Tensor flat);
+
+}  // namespace poplar::cpu

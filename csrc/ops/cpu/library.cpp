@@ -1,0 +1,11 @@
+// CPU kernels of the operators whose schemas poplar/ops.py defines.
+#include <torch/csrc/stable/library.h>
+
+#include "kernels.h"
+
+STABLE_TORCH_LIBRARY_IMPL(poplar, CPU, library) {
+  library.impl("pack_", TORCH_BOX(&poplar::cpu::pack_));
+  library.impl("rank_sum_", TORCH_BOX(&poplar::cpu::rank_sum_));
+  library.impl("unpack_", TORCH_BOX(&poplar::cpu::unpack_));
+  library.impl("block_sums_of_squares", TORCH_BOX(&poplar::cpu::block_sums_of_squares));
+}
