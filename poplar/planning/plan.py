@@ -71,7 +71,7 @@ class Plan:
 
     Build one with `even`, `manual` or `proportional`, or spell it out:
 
-        Plan(stage=2, global_batch=12, micro_batches=((1, 4), (1, 4), (0, 2)), shares=(0.4, 0.4, 0.2))
+        Plan(stage=2, global_batch=12, micro_batches=((1, 4), (1, 4), (0, 2)), shares=(0.5, 0.5, 0))
     """
 
     stage: int
