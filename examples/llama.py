@@ -1,0 +1,172 @@
+"""A byte-level Llama, small enough to read in one sitting.
+
+The model that the example, the demo and the benchmarks train. Plain PyTorch and nothing else: no
+line of it knows that ranks are unequal, and none has to. Two things always hold: the blocks are one
+`nn.ModuleList`, so every sharding engine finds its units by itself, and the loss is a mean over
+samples of equal length, so it is one of the losses whose weighted gradient is exact.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LlamaConfig:
+    """The sizes of a model, checked where they are made."""
+
+    vocabulary: int = 256
+    """One token per byte: no tokenizer to ship or to disagree about."""
+    width: int = 256
+    layers: int = 4
+    heads: int = 4
+    kv_heads: int = 2
+    """Heads of keys and values; each serves `heads / kv_heads` heads of queries."""
+    hidden: int = 0
+    """Width inside the feed-forward layers; 0 takes 8/3 of `width`, rounded up to 32."""
+    context: int = 256
+    """Bytes per sample."""
+    rotary_base: float = 10_000.0
+    epsilon: float = 1e-5
+    recompute: bool = False
+    """Activation checkpointing: keep one activation per block and compute the rest again."""
+
+    def __post_init__(self) -> None:
+        if min(self.vocabulary, self.width, self.layers, self.heads, self.kv_heads) < 1:
+            raise ValueError(f"LlamaConfig: every size must be at least 1, got {self}")
+        if self.width % (2 * self.heads):
+            raise ValueError(
+                f"LlamaConfig.width {self.width} must be a multiple of 2 x heads, "
+                f"{2 * self.heads}: rotary positions turn pairs of each head's channels"
+            )
+        if self.heads % self.kv_heads:
+            raise ValueError(
+                f"LlamaConfig.heads {self.heads} must be a multiple of kv_heads {self.kv_heads}"
+            )
+
+    @property
+    def feed_forward(self) -> int:
+        """Width inside the feed-forward layers."""
+        return self.hidden or -(-8 * self.width // (3 * 32)) * 32
+
+
+SIZES = {
+    "tiny": LlamaConfig(width=64, layers=2, heads=2, kv_heads=1, context=64),
+    "demo": LlamaConfig(width=160, layers=4, heads=5, kv_heads=1, context=256),
+    "small": LlamaConfig(width=384, layers=8, heads=6, kv_heads=2, context=512),
+    "base": LlamaConfig(width=768, layers=12, heads=12, kv_heads=4, context=1024),
+    "large": LlamaConfig(width=1536, layers=24, heads=16, kv_heads=4, context=2048),
+}
+
+
+def rotary_tables(config: LlamaConfig, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of shape [context, width / heads / 2], always in fp32."""
+    channels = config.width // config.heads
+    exponents = torch.arange(0, channels, 2, device=device, dtype=torch.float32) / channels
+    positions = torch.arange(config.context, device=device, dtype=torch.float32)
+    angles = torch.outer(positions, config.rotary_base**-exponents)
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    """Turn each pair (channel i, channel i + half) of `x` [batch, heads, length, channels]."""
+    first, second = x.float().chunk(2, dim=-1)
+    turned = (first * cosines - second * sines, second * cosines + first * sines)
+    return torch.cat(turned, dim=-1).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Causal self-attention; several heads of queries share one head of keys and values."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.channels = config.width // config.heads
+        self.queries = nn.Linear(config.width, config.width, bias=False)
+        self.keys = nn.Linear(config.width, config.kv_heads * self.channels, bias=False)
+        self.values = nn.Linear(config.width, config.kv_heads * self.channels, bias=False)
+        self.out = nn.Linear(config.width, config.width, bias=False)
+
+    def forward(self, x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+        """[batch, length, width] in and out."""
+
+        def heads(projected: Tensor) -> Tensor:
+            return projected.unflatten(-1, (-1, self.channels)).transpose(1, 2)
+
+        queries = rotate(heads(self.queries(x)), cosines, sines)
+        keys = rotate(heads(self.keys(x)), cosines, sines)
+        mixed = F.scaled_dot_product_attention(
+            queries, keys, heads(self.values(x)), is_causal=True, enable_gqa=True
+        )
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: one projection gates the other."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.gate = nn.Linear(config.width, config.feed_forward, bias=False)
+        self.up = nn.Linear(config.width, config.feed_forward, bias=False)
+        self.down = nn.Linear(config.feed_forward, config.width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., width] in and out."""
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nn.Module):
+    """Attention, then feed-forward, each on a normalised copy of the stream it adds to."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.width, eps=config.epsilon)
+        self.attention = Attention(config)
+        self.feed_forward_norm = nn.RMSNorm(config.width, eps=config.epsilon)
+        self.feed_forward = FeedForward(config)
+
+    def forward(self, x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+        """[batch, length, width] in and out."""
+        x = x + self.attention(self.attention_norm(x), cosines, sines)
+        return x + self.feed_forward(self.feed_forward_norm(x))
+
+
+class Llama(nn.Module):
+    """Bytes [batch, length] in, logits of the next byte [batch, length, vocabulary] out."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocabulary, config.width)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = nn.RMSNorm(config.width, eps=config.epsilon)
+        self.head = nn.Linear(config.width, config.vocabulary, bias=False)
+        self.apply(self._initialise)
+
+    def _initialise(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=0.02)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Any length up to the context."""
+        length = tokens.shape[1]
+        if length > self.config.context:
+            raise ValueError(f"{length} bytes do not fit the context of {self.config.context}")
+        cosines, sines = (t[:length] for t in rotary_tables(self.config, tokens.device))
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            if self.config.recompute and torch.is_grad_enabled():
+                x = checkpoint(block, x, cosines, sines, use_reentrant=False)
+            else:
+                x = block(x, cosines, sines)
+        return self.head(self.norm(x))
+
+
+def next_byte_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Mean cross-entropy of the next byte, in nats: a mean over samples of equal length."""
+    logits = model(batch["input"])
+    return F.cross_entropy(logits.flatten(0, 1).float(), batch["target"].flatten())

@@ -1,0 +1,151 @@
+"""The yardstick: what the ranks could do together if working together cost nothing.
+
+Plain PyTorch passes (forward and backward), no Poplar and no communication, each rank at its best
+batch that fits, in samples per second; added up it is the *sum of speeds*. All ranks run at once,
+and a rank that is done keeps running until the last one is, so whatever they share (a core, a
+memory bus, a power budget) is shared while it is measured. Measure before and after a run: the
+larger counts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+Batch = Any
+"""Whatever the loss function takes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Speed:
+    """What one rank does on its own, at its best batch."""
+
+    samples_per_second: float
+    batch: int
+
+
+def measure_speeds(
+    model: nn.Module,
+    loss_fn: Callable[[nn.Module, Batch], Tensor],
+    make_batch: Callable[[int], Batch],
+    *,
+    max_batch: int,
+    seconds: float = 10.0,
+    group: dist.ProcessGroup | None = None,
+) -> tuple[Speed, ...]:
+    """Measure every rank's speed while all of them run. Every rank must call it.
+
+    Args:
+        model: the plain model; its gradients are dropped, its parameters are not changed.
+        loss_fn: as for `train_step`.
+        make_batch: a batch of that many samples, on the device of the model.
+        max_batch: the largest batch to try; memory may end the search earlier.
+        seconds: how long to measure; half of it goes into finding the best batch.
+        group: a gloo group of all ranks (see `control_group`); the default one if it is gloo.
+
+    Returns:
+        One `Speed` per rank, the same on every rank.
+
+    Raises:
+        RuntimeError: a pass failed on some rank; raised on all of them.
+    """
+    best, error = None, ""
+    dist.barrier(group=group)
+    try:
+        size = _best_batch(model, loss_fn, make_batch, max_batch, seconds / 2)
+        batch = make_batch(size)
+        # Measured again: the best of several noisy measurements is one that was lucky.
+        best = Speed(samples_per_second=_measure(model, loss_fn, batch, seconds / 2), batch=size)
+    except Exception as failure:
+        error = f"{type(failure).__name__}: {failure}"
+    everyone_is_done = dist.barrier(group=group, async_op=True)
+    while best and not everyone_is_done.is_completed():
+        _pass(model, loss_fn, batch)
+    everyone_is_done.wait()
+    model.zero_grad(set_to_none=True)
+
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, (best, error), group=group)
+    for rank, (speed, failure) in enumerate(gathered):
+        if failure or speed is None:
+            raise RuntimeError(
+                f"rank {rank} could not run plain passes to measure its speed: {failure}"
+            )
+    return tuple(speed for speed, _ in gathered)
+
+
+def control_group() -> dist.ProcessGroup | None:
+    """A gloo group of all ranks, to wait without occupying the devices. Every rank must call it."""
+    return None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
+
+
+def sum_of_speeds(*measurements: tuple[Speed, ...]) -> float:
+    """Samples per second of all ranks together; of several measurements the larger counts."""
+    return max(sum(speed.samples_per_second for speed in speeds) for speeds in measurements)
+
+
+def _best_batch(
+    model: nn.Module,
+    loss_fn: Callable[[nn.Module, Batch], Tensor],
+    make_batch: Callable[[int], Batch],
+    max_batch: int,
+    seconds: float,
+) -> int:
+    """The batch with the most samples per second among those that fit in memory."""
+    sizes = list(_sizes(max_batch))
+    measured: dict[int, float] = {}
+    for size in sizes:
+        try:
+            batch = make_batch(size)
+            _pass(model, loss_fn, batch)
+            measured[size] = _measure(model, loss_fn, batch, seconds / len(sizes))
+        except torch.OutOfMemoryError:
+            if not measured:
+                raise
+            break
+    return max(measured, key=measured.__getitem__)
+
+
+def _sizes(max_batch: int) -> Iterator[int]:
+    """1, 2, 4, ... and `max_batch` itself."""
+    size = 1
+    while size < max_batch:
+        yield size
+        size *= 2
+    yield max_batch
+
+
+def _measure(
+    model: nn.Module, loss_fn: Callable[[nn.Module, Batch], Tensor], batch: Batch, seconds: float
+) -> float:
+    """Passes per second over a slot of time, times samples.
+
+    A mean, not a median of passes: ranks that share a core take turns on it, so single passes are
+    either much too fast or much too slow.
+    """
+    passes = 0
+    start = time.perf_counter()
+    while True:
+        _pass(model, loss_fn, batch)
+        passes += 1
+        elapsed = time.perf_counter() - start
+        if elapsed >= seconds:
+            return passes * _samples(batch) / elapsed
+
+
+def _pass(model: nn.Module, loss_fn: Callable[[nn.Module, Batch], Tensor], batch: Batch) -> None:
+    loss_fn(model, batch).backward()
+    model.zero_grad(set_to_none=True)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _samples(batch: Batch) -> int:
+    tensors = batch.values() if isinstance(batch, dict) else [batch]
+    return next(iter(tensors)).shape[0]
