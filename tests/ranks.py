@@ -1,0 +1,443 @@
+"""Many ranks in one test run: a persistent pool of processes, and nothing that can hang a test.
+
+A `Pool` spawns its workers once and calls module-level functions on all of them. What always
+holds: every call has a deadline; an exception on any rank comes home with its rank and its
+traceback; a rank that is silent at the deadline is reported with the stacks of all its threads, the
+workers are killed, and the next call gets fresh ones. A call on fewer ranks runs on the first
+`ranks` workers; inside the called function `group()` is the process group of exactly the ranks that
+take part, and a call that failed never leaves a half-used process group to the next one.
+
+`one_off` starts ranks of its own, for tests that kill or stop them.
+
+Gloo on CPU; NCCL with one device per rank where there are CUDA devices (`device()` says which).
+`POPLAR_TEST_BACKEND=gloo|nccl` decides otherwise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+WORLD = 4
+"""Ranks in the pool; a call may use fewer."""
+
+GRACE_SECONDS = 20.0
+"""After one rank has failed, the others get this long at most to finish or fail."""
+
+GROUP_SECONDS = 300.0
+"""Timeout of process groups: longer than any deadline, so that a hang is shown with its stacks."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An exception on one rank, as values: the classes themselves may not exist in this process."""
+
+    rank: int
+    type: str
+    """Name of the class, without its module."""
+    bases: tuple[str, ...]
+    """Full names of the class and of everything it inherits from."""
+    message: str
+    traceback: str
+
+    @staticmethod
+    def of(error: BaseException, rank: int | None = None) -> Failure:
+        """Describe `error`; the rank defaults to the one this runs on."""
+        return Failure(
+            rank=_Here.rank if rank is None else rank,
+            type=type(error).__name__,
+            bases=tuple(_full_name(base) for base in type(error).__mro__),
+            message=str(error),
+            traceback="".join(traceback.format_exception(error)),
+        )
+
+    def is_a(self, base: type[BaseException]) -> bool:
+        """Whether the exception was an instance of `base`."""
+        return _full_name(base) in self.bases
+
+    def __str__(self) -> str:
+        return f"--- rank {self.rank}: {self.type}: {self.message}\n{self.traceback}"
+
+
+@dataclass(frozen=True)
+class Silent:
+    """A rank that had not answered when the call ended, or whose process was gone."""
+
+    rank: int
+    exit_code: int | None
+    """None while the process lives; negative: the signal that ended it."""
+    stacks: str
+
+    def __str__(self) -> str:
+        what = "still running" if self.exit_code is None else f"gone, exit code {self.exit_code}"
+        return f"--- rank {self.rank}: {what}\n{self.stacks}"
+
+
+class RanksFailed(Exception):
+    """Some ranks raised, were silent at the deadline, or died: every traceback and stack."""
+
+    def __init__(self, summary: str, failures: Sequence[Failure], silent: Sequence[Silent] = ()):
+        self.failures = tuple(failures)
+        self.silent = tuple(silent)
+        super().__init__("\n".join([summary, *map(str, failures), *map(str, silent)]))
+
+
+def _full_name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+# Inside a worker
+
+
+class _Here:
+    """What the code in a worker may ask about the call it runs in."""
+
+    rank: int = 0
+    size: int = 1
+    group: dist.ProcessGroup | None = None
+    device: torch.device = torch.device("cpu")
+    notes: Path | None = None
+
+
+def rank() -> int:
+    """This worker's rank, in the world and (sub-worlds are the first ranks) in `group()`."""
+    return _Here.rank
+
+
+def size() -> int:
+    """Ranks that take part in the current call."""
+    return _Here.size
+
+
+def group() -> dist.ProcessGroup:
+    """The process group of the ranks that take part in the current call."""
+    if _Here.group is None:
+        raise RuntimeError("ranks.group() is for functions that a pool calls on its workers")
+    return _Here.group
+
+
+def device() -> torch.device:
+    """Where this rank's tensors live: its CUDA device under NCCL, else the CPU."""
+    return _Here.device
+
+
+def note(text: str) -> None:
+    """Say what this rank is at: shown if it is silent at the deadline."""
+    if _Here.notes is not None:
+        _Here.notes.write_text(f"at: {text}\n")
+
+
+@contextlib.contextmanager
+def catching() -> Iterator[list[Failure]]:
+    """Catch an exception on this rank and go on; the list that is yielded holds it afterwards."""
+    caught: list[Failure] = []
+    try:
+        yield caught
+    except Exception as error:
+        caught.append(Failure.of(error))
+        # The frames hold tensors and process groups that the test wants to see gone.
+        traceback.clear_frames(error.__traceback__)
+
+
+@dataclass(frozen=True)
+class _Call:
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    ranks: int
+    generation: int
+
+
+def _backend() -> str:
+    chosen = os.environ.get("POPLAR_TEST_BACKEND")
+    if chosen:
+        return chosen
+    return "nccl" if torch.cuda.is_available() and torch.cuda.device_count() >= 2 else "gloo"
+
+
+def _work(me: int, world_size: int, folder: str, backend: str, channel: Connection) -> None:
+    """A worker: join the world, then answer calls until the other end of `channel` is gone."""
+    stacks = open(Path(folder) / f"stacks-{me}", "w")  # noqa: SIM115 (as long as the process)
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    torch.set_num_threads(1)
+    _Here.rank = me
+    _Here.notes = Path(folder) / f"note-{me}"
+    if backend == "nccl":
+        _Here.device = torch.device("cuda", me % torch.cuda.device_count())
+        torch.cuda.set_device(_Here.device)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo",
+        init_method=f"file://{folder}/rendezvous",
+        rank=me,
+        world_size=world_size,
+        timeout=timedelta(seconds=GROUP_SECONDS),
+    )
+    channel.send_bytes(pickle.dumps(None))
+
+    groups: dict[tuple[int, int], dist.ProcessGroup] = {}
+    while True:
+        try:
+            call: _Call | Failure = pickle.loads(channel.recv_bytes())
+        except EOFError:
+            os._exit(0)
+        except Exception as error:  # a test module that cannot be imported here
+            channel.send_bytes(pickle.dumps((False, Failure.of(error, me))))
+            continue
+        answer: tuple[bool, Any]
+        try:
+            key = (call.generation, call.ranks)
+            if key not in groups:
+                # Every worker makes every group: new_group is collective over the world.
+                groups[key] = dist.new_group(
+                    list(range(call.ranks)), timeout=timedelta(seconds=GROUP_SECONDS)
+                )
+            _Here.group, _Here.size = groups[key], call.ranks
+            torch.manual_seed(0)
+            value = call.function(*call.args, **call.kwargs) if me < call.ranks else None
+            answer = (True, value)
+            payload = pickle.dumps(answer)
+        except BaseException as error:
+            payload = pickle.dumps((False, Failure.of(error, me)))
+            traceback.clear_frames(error.__traceback__)
+        answer = value = call = None  # type: ignore[assignment]
+        gc.collect()
+        channel.send_bytes(payload)
+
+
+# In the test process
+
+
+class _World:
+    """`size` fresh worker processes that share a process group."""
+
+    def __init__(self, size: int, backend: str):
+        self.folder = tempfile.mkdtemp(prefix="poplar-ranks-")
+        self.generation = 0
+        self.channels: list[Connection] = []
+        self.processes: list[Any] = []
+        context = multiprocessing.get_context("spawn")
+        # One thread per rank from the first import on; several ranks may share one card.
+        inherited = {"OMP_NUM_THREADS": "1", "NCCL_MULTI_RANK_GPU_ENABLE": "1"}
+        before = {name: os.environ.get(name) for name in inherited}
+        os.environ.update(inherited)
+        try:
+            for rank in range(size):
+                here, there = context.Pipe()
+                process = context.Process(
+                    target=_work,
+                    args=(rank, size, self.folder, backend, there),
+                    name=f"rank {rank}",
+                    daemon=True,
+                )
+                process.start()
+                there.close()
+                self.channels.append(here)
+                self.processes.append(process)
+        finally:
+            for name, value in before.items():
+                os.environ.pop(name, None)
+                if value is not None:
+                    os.environ[name] = value
+        self._collect(range(size), time.monotonic() + 120, "start the workers")
+
+    def call(self, call: _Call, timeout: float, lost: Sequence[int] = ()) -> list[Any]:
+        """One answer per rank of the call: a value, a `Failure`, or a `Silent` for `lost` ranks."""
+        message = pickle.dumps(call)
+        for channel in self.channels:
+            channel.send_bytes(message)
+        awaited = [rank for rank in range(len(self.channels)) if rank not in lost]
+        name = getattr(call.function, "__name__", repr(call.function))
+        answers = self._collect(awaited, time.monotonic() + timeout, f"{name} in {timeout:g} s")
+        for rank in lost:
+            answers[rank] = self._silent(rank)
+        return [
+            answers[rank] if isinstance(answers[rank], Silent) else answers[rank][1]
+            for rank in range(call.ranks)
+        ]
+
+    def _collect(self, ranks: Sequence[int], deadline: float, what: str) -> dict[int, Any]:
+        answers: dict[int, Any] = {}
+        channels = {self.channels[rank]: rank for rank in ranks}
+        gone: list[int] = []
+        while channels:
+            ready = wait(list(channels), timeout=max(0.0, deadline - time.monotonic()))
+            for channel in ready:
+                rank = channels.pop(channel)  # type: ignore[index]
+                try:
+                    answers[rank] = pickle.loads(channel.recv_bytes())  # type: ignore[union-attr]
+                except (EOFError, ConnectionError):
+                    self.processes[rank].join(5)
+                    gone.append(rank)
+                failed = rank in gone or (answers[rank] is not None and not answers[rank][0])
+                if failed:
+                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+            if not ready and time.monotonic() >= deadline:
+                break
+        missing = sorted([*gone, *channels.values()])
+        if missing:
+            silent = [self._silent(rank) for rank in missing]
+            failures = [a[1] for a in answers.values() if a is not None and not a[0]]
+            self.kill()
+            raise RanksFailed(f"ranks {missing} did not finish: {what}", failures, silent)
+        return answers
+
+    def _silent(self, rank: int) -> Silent:
+        process = self.processes[rank]
+        path = Path(self.folder) / f"stacks-{rank}"
+        notes = Path(self.folder) / f"note-{rank}"
+        note = notes.read_text() if notes.exists() else ""
+        if process.exitcode is None and process.pid is not None:
+            os.kill(process.pid, signal.SIGUSR1)
+            end = time.monotonic() + 1.0  # a stopped process never answers
+            while time.monotonic() < end and not path.read_text().strip():
+                time.sleep(0.02)
+            time.sleep(0.05)
+        return Silent(rank=rank, exit_code=process.exitcode, stacks=note + path.read_text())
+
+    def kill(self) -> None:
+        for channel in self.channels:
+            channel.close()
+        for process in self.processes:
+            process.kill()  # SIGKILL ends a stopped process too
+        for process in self.processes:
+            process.join(10)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class Pool:
+    """`size` workers that live until something goes wrong with them; then new ones are started."""
+
+    def __init__(self, size: int = WORLD, backend: str | None = None):
+        self.size = size
+        self.backend = backend or _backend()
+        self._world: _World | None = None
+        self._generation = 0
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        timeout: float = 60.0,
+        ranks: int | None = None,
+        **kwargs: Any,
+    ) -> list[Any]:
+        """Call `function(*args, **kwargs)` on every rank and return what each of them returned.
+
+        Args:
+            function: a module-level function (workers import its module by name).
+            timeout: seconds until ranks that have not answered are reported and killed.
+            ranks: how many ranks take part, the pool's size by default.
+
+        Raises:
+            RanksFailed: a rank raised, was silent at the deadline, or died.
+        """
+        answers = self._call(function, args, kwargs, timeout, ranks)
+        failures = [answer for answer in answers if isinstance(answer, Failure)]
+        if failures:
+            raise RanksFailed(f"ranks {[f.rank for f in failures]} raised", failures)
+        return answers
+
+    def run_expecting_errors(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        timeout: float = 60.0,
+        ranks: int | None = None,
+        **kwargs: Any,
+    ) -> list[Failure]:
+        """As `run`, for calls in which every rank must raise: returns what each of them raised.
+
+        Raises:
+            RanksFailed: a rank was silent at the deadline, or died.
+            AssertionError: a rank raised nothing.
+        """
+        answers = self._call(function, args, kwargs, timeout, ranks)
+        quiet = [rank for rank, answer in enumerate(answers) if not isinstance(answer, Failure)]
+        if quiet:
+            raised = "\n".join(str(a) for a in answers if isinstance(a, Failure))
+            raise AssertionError(f"ranks {quiet} raised nothing; raised elsewhere:\n{raised}")
+        return answers
+
+    def close(self) -> None:
+        """End the workers. The next call would start new ones."""
+        if self._world is not None:
+            self._world.kill()
+            self._world = None
+
+    def pids(self) -> list[int]:
+        """Process ids of the workers (started if there are none)."""
+        return [process.pid for process in self._started().processes]
+
+    def _started(self) -> _World:
+        if self._world is None:
+            self._world = _World(self.size, self.backend)
+        return self._world
+
+    def _call(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        timeout: float,
+        ranks: int | None,
+    ) -> list[Any]:
+        count = self.size if ranks is None else ranks
+        if not 1 <= count <= self.size:
+            raise ValueError(f"ranks must be between 1 and {self.size}, got {count}")
+        world = self._started()
+        call = _Call(function, args, kwargs, count, self._generation)
+        try:
+            answers = world.call(call, timeout)
+        except BaseException:
+            # Also on Ctrl-C: answers of this call may still be on their way.
+            self.close()
+            raise
+        if any(isinstance(answer, Failure) for answer in answers):
+            # Ranks may have left collectives unfinished: the next call gets fresh process groups.
+            self._generation += 1
+        return answers
+
+
+def one_off(
+    world_size: int,
+    function: Callable[..., Any],
+    *args: Any,
+    lost: Sequence[int] = (),
+    timeout: float = 60.0,
+    **kwargs: Any,
+) -> list[Any]:
+    """Call a function on fresh ranks that end with the call: for tests that kill or stop ranks.
+
+    Args:
+        lost: ranks that are not waited for.
+
+    Returns:
+        Per rank what it returned, a `Failure` if it raised, or a `Silent` if it is one of `lost`.
+
+    Raises:
+        RanksFailed: a rank that is not `lost` was silent at the deadline, or died.
+    """
+    world = _World(world_size, _backend())
+    try:
+        return world.call(_Call(function, args, kwargs, world_size, 0), timeout, lost)
+    finally:
+        world.kill()

@@ -1,0 +1,165 @@
+"""The oracle: one process, the whole global batch, a plain torch optimizer.
+
+It restates what training means and imports values only: nothing of the engine. A `Recipe` holds
+everything that the trajectory depends on; how the batch is cut over ranks and what the ranks own is
+not part of it, because neither may matter.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import models
+import torch
+from models import ModelSpec
+from torch import Tensor, nn
+
+LOSSES = ("samples", "tokens", "sum", "token_sum", "divided")
+
+
+@dataclass(frozen=True)
+class Steering:
+    """Samples `start` to `stop` of every global batch take a way of their own through the model."""
+
+    start: int
+    stop: int
+    key: str
+    """`skip` or `order`."""
+    value: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """A training run, without a word on ranks."""
+
+    spec: ModelSpec = field(default_factory=ModelSpec)
+    optimizer: str = "AdamW"
+    """A class of torch.optim."""
+    options: tuple[tuple[str, Any], ...] = (("lr", 1e-3), ("eps", 1e-5), ("weight_decay", 0.05))
+    """Keyword arguments of the optimizer. About eps: see test_exact_steps.py."""
+    batches: tuple[int, ...] = (12,) * 5
+    """Samples of each global batch, one per step."""
+    loss: str = "samples"
+    """What the loss function returns for a micro-batch: samples, its mean over samples; tokens, its
+    mean over the tokens that count (samples have different numbers of them); sum and token_sum,
+    sums of the same; divided, a sum that is divided by the samples of the whole batch. The gradient
+    of a step is that of the mean over the whole batch each time."""
+    max_norm: float | None = None
+    steering: tuple[Steering, ...] = ()
+    seed: int = 1
+
+    def __post_init__(self) -> None:
+        if self.loss not in LOSSES:
+            raise ValueError(f"loss must be one of {LOSSES}, got {self.loss!r}")
+
+    @property
+    def optimizer_class(self) -> type[torch.optim.Optimizer]:
+        """The class that `optimizer` names."""
+        return getattr(torch.optim, self.optimizer)
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether the mean is over tokens."""
+        return self.loss in ("tokens", "token_sum")
+
+    def batch(self, step: int) -> dict[str, Any]:
+        """The whole global batch of a step."""
+        samples = self.batches[step]
+        batch: dict[str, Any] = models.data(
+            samples, seed=1000 * self.seed + step, masked=self.counts_tokens
+        )
+        if self.loss == "divided":
+            batch["divisor"] = samples
+        return batch
+
+    def part(self, step: int, start: int, stop: int) -> dict[str, Any]:
+        """Some samples of a step, steered as the recipe says."""
+        part = models.part(self.batch(step), start, stop)
+        for steering in self.steering:
+            if steering.start <= start and stop <= steering.stop:
+                part[steering.key] = steering.value
+        return part
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trajectory:
+    """What a training run left: compared between the oracle and the engine."""
+
+    parameters: dict[str, Tensor]
+    losses: tuple[float | None, ...]
+    """None where nobody added them up."""
+    norms: tuple[float | None, ...]
+    """Norm of each step's gradient before clipping; None where the recipe does not clip."""
+
+
+@functools.cache
+def train(recipe: Recipe) -> Trajectory:
+    """Follow the recipe in this process."""
+    spec = recipe.spec
+    model = models.build(spec)
+    masters = _Masters(model)
+    optimizer = recipe.optimizer_class(
+        masters.swap(models.parameter_groups(spec, model)), **dict(recipe.options)
+    )
+    losses, norms = [], []
+    for step in range(len(recipe.batches)):
+        loss = sum(_weighted_losses(recipe, model, step))
+        loss.backward()
+        masters.take_gradients()
+        norm = None
+        if recipe.max_norm is not None:
+            norm = torch.nn.utils.clip_grad_norm_(masters.values(), recipe.max_norm).item()
+        optimizer.step()
+        optimizer.zero_grad()
+        masters.write_back()
+        losses.append(loss.item())
+        norms.append(norm)
+    return Trajectory(
+        parameters={name: p.detach().clone() for name, p in model.named_parameters()},
+        losses=tuple(losses),
+        norms=tuple(norms),
+    )
+
+
+def _weighted_losses(recipe: Recipe, model: nn.Module, step: int) -> Iterator[Tensor]:
+    """Losses that sum to the mean over the whole batch: one, unless the recipe steers parts."""
+    mean = models.mean_over_tokens if recipe.counts_tokens else models.mean_over_samples
+    size = models.counted_tokens if recipe.counts_tokens else (lambda part: len(part["tokens"]))
+    parts = [(s.start, s.stop) for s in recipe.steering] or [(0, recipe.batches[step])]
+    for start, stop in parts:
+        part = recipe.part(step, start, stop)
+        yield mean(model, part) * (size(part) / size(recipe.batch(step)))
+
+
+class _Masters:
+    """What the optimizer steps: the parameters, or fp32 copies of those that are in less."""
+
+    def __init__(self, model: nn.Module):
+        self.of = {
+            p: p if p.dtype == torch.float32 else nn.Parameter(p.detach().float())
+            for p in model.parameters()
+            if p.requires_grad
+        }
+
+    def values(self) -> list[Tensor]:
+        return list(self.of.values())
+
+    def swap(self, groups: list[dict[str, Any]] | None) -> list[Any]:
+        if groups is None:
+            return self.values()
+        return [{**group, "params": [self.of[p] for p in group["params"]]} for group in groups]
+
+    def take_gradients(self) -> None:
+        for parameter, master in self.of.items():
+            if master is not parameter:
+                grad, parameter.grad = parameter.grad, None
+                master.grad = None if grad is None else grad.float()
+
+    @torch.no_grad()
+    def write_back(self) -> None:
+        for parameter, master in self.of.items():
+            if master is not parameter:
+                parameter.copy_(master)

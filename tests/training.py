@@ -1,0 +1,195 @@
+"""How the ranks of a test follow a recipe with the engine, and how what they made is compared.
+
+The functions that run on ranks (`train`, `train_many`, and the pieces they are made of) are written
+as a user would write them. The others compare in the test process, and say what differs where.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import models
+import ranks
+import reference
+import torch
+from ranks import Failure
+from reference import Recipe, Trajectory
+from torch import Tensor, nn
+
+from poplar import HeteroZeroOptimizer, Plan
+
+STAGES = (0, 1, 2, 3)
+
+RELATIVE = 1e-5
+"""Largest error of a parameter, relative to the largest element of its tensor, in fp32."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A recipe, and how ranks follow it."""
+
+    recipe: Recipe
+    plan: Plan
+    open_form: bool = False
+    """Through `micro_batches`, `backward`, `clip_grad_norm_` and `step`, not `train_step`."""
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    """Further keyword arguments of the optimizer."""
+
+
+# On ranks
+
+
+def prepare(run: Run) -> tuple[nn.Module, HeteroZeroOptimizer]:
+    """The model and its optimizer, on this rank."""
+    model = models.build(run.recipe.spec).to(ranks.device())
+    optimizer = HeteroZeroOptimizer(
+        model,
+        run.recipe.optimizer_class,
+        plan=run.plan,
+        params=models.parameter_groups(run.recipe.spec, model),
+        process_group=ranks.group(),
+        **dict(run.recipe.options),
+        **run.engine,
+    )
+    return model, optimizer
+
+
+def batch_of(run: Run, step: int) -> dict[str, Any] | None:
+    """This rank's part of a global batch; None if it has no samples."""
+    counts = run.plan.cut(run.recipe.batches[step])
+    start = sum(counts[: ranks.rank()])
+    stop = start + counts[ranks.rank()]
+    if start == stop:
+        return None
+    return on_device(run.recipe.part(step, start, stop))
+
+
+def on_device(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """The batch, where this rank computes."""
+    return {k: v.to(ranks.device()) if isinstance(v, Tensor) else v for k, v in batch.items()}
+
+
+def loss_of(recipe: Recipe) -> Callable[[nn.Module, Any], Tensor]:
+    """The loss function of a recipe."""
+    return {
+        "samples": models.mean_over_samples,
+        "tokens": models.mean_over_tokens,
+        "sum": models.sum_over_samples,
+        "token_sum": models.sum_over_tokens,
+        "divided": models.already_divided,
+    }[recipe.loss]
+
+
+def how_weighted(recipe: Recipe) -> dict[str, Any]:
+    """What the engine is told about the loss."""
+    return {
+        "weight": models.counted_tokens if recipe.counts_tokens else None,
+        "loss": {"sum": "sum", "token_sum": "sum", "divided": "global_mean"}.get(
+            recipe.loss, "mean"
+        ),
+    }
+
+
+def take_step(
+    run: Run, model: nn.Module, optimizer: HeteroZeroOptimizer, step: int
+) -> tuple[float | None, float | None]:
+    """One optimizer step; loss and norm of the gradient."""
+    recipe, loss = run.recipe, loss_of(run.recipe)
+    batch = batch_of(run, step)
+    if not run.open_form:
+        result = optimizer.train_step(loss, batch, max_norm=recipe.max_norm, **how_weighted(recipe))
+        norm = None if recipe.max_norm is None else float(result.grad_norm)
+        return float(result.loss), norm
+    for micro_batch in optimizer.micro_batches(batch, **how_weighted(recipe)):
+        loss(model, micro_batch).backward()
+    norm = None
+    if recipe.max_norm is not None:
+        norm = float(optimizer.clip_grad_norm_(recipe.max_norm))
+    optimizer.step()
+    optimizer.zero_grad()
+    return None, norm
+
+
+def whole_parameters(model: nn.Module, optimizer: HeteroZeroOptimizer) -> dict[str, Tensor]:
+    """A copy of every parameter in full, on the CPU."""
+    with optimizer.full_parameters():
+        return {name: p.detach().cpu().clone() for name, p in model.named_parameters()}
+
+
+def train(run: Run) -> Trajectory:
+    """Follow the recipe on this rank."""
+    model, optimizer = prepare(run)
+    made = [take_step(run, model, optimizer, step) for step in range(len(run.recipe.batches))]
+    return Trajectory(
+        parameters=whole_parameters(model, optimizer),
+        losses=tuple(loss for loss, _ in made),
+        norms=tuple(norm for _, norm in made),
+    )
+
+
+def train_many(runs: Sequence[Run]) -> list[Trajectory]:
+    """Several runs in one call, one after the other."""
+    made = []
+    for run in runs:
+        ranks.note(f"{run.plan!r} {run.recipe!r}")
+        made.append(train(run))
+    return made
+
+
+# In the test process
+
+
+def assert_exact(trajectories: Sequence[Trajectory], recipe: Recipe, what: str = "") -> None:
+    """Every rank holds what one process on the whole batch computes, and all hold the same bits."""
+    expected = reference.train(recipe)
+    first = trajectories[0]
+    for rank, trajectory in enumerate(trajectories):
+        for name, value in trajectory.parameters.items():
+            assert torch.equal(value, first.parameters[name]), f"{what} {name}: rank {rank} differs"
+        assert trajectory.losses == first.losses, f"{what}: rank {rank} reports other losses"
+        assert trajectory.norms == first.norms, f"{what}: rank {rank} reports other norms"
+    assert_close(first.parameters, expected.parameters, what)
+    for kind in ("losses", "norms"):
+        pairs = zip(getattr(first, kind), getattr(expected, kind), strict=True)
+        for step, (value, wanted) in enumerate(pairs):
+            if value is not None and wanted is not None:
+                assert abs(value - wanted) <= RELATIVE * abs(wanted), (
+                    f"{what} step {step}, {kind}: {value}, expected {wanted}"
+                )
+
+
+def assert_close(
+    parameters: Mapping[str, Tensor], expected: Mapping[str, Tensor], what: str = ""
+) -> None:
+    """Within `RELATIVE` of each tensor's largest element; exactly, where nothing may move."""
+    assert parameters.keys() == expected.keys()
+    wrong = []
+    for name, wanted in expected.items():
+        assert parameters[name].dtype == wanted.dtype, name
+        error = (parameters[name].double() - wanted.double()).abs().max() / wanted.abs().max()
+        if not error <= RELATIVE:
+            wrong.append(f"{name}: relative error {error:.2e}")
+    assert not wrong, f"{what}\n" + "\n".join(wrong)
+
+
+def assert_same(parameters: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """The same bits."""
+    assert parameters.keys() == expected.keys()
+    for name, wanted in expected.items():
+        assert torch.equal(parameters[name], wanted), f"{name} differs"
+
+
+def assert_raised(
+    failures: Sequence[Failure | None], *patterns: str, kind: type[BaseException] | None = None
+) -> None:
+    """Every rank raised (an instance of `kind`), and each message holds every pattern."""
+    for rank, failure in enumerate(failures):
+        assert failure is not None, f"rank {rank} raised nothing; others: {failures}"
+        for pattern in patterns:
+            assert pattern.lower() in failure.message.lower(), (
+                f"rank {rank}: {pattern!r} is not in its message\n{failure}"
+            )
+        if kind is not None:
+            assert failure.is_a(kind), f"rank {rank}: not a {kind.__name__}\n{failure}"
