@@ -213,7 +213,7 @@ class StreamSplit(IterableDataset[list[T]]):
             if self._position.read_by_workers:
                 raise RuntimeError(
                     "DataLoader workers read this stream ahead of training, so it cannot know "
-                    "where training is; pass state_dict(steps_done=...) with the trainer's own count"
+                    "where training is; pass steps_done=, the trainer's own count"
                 )
             steps_done = self._position.drawn
         if steps_done < 0:
@@ -283,7 +283,7 @@ class _StreamPosition:
     def __init__(self) -> None:
         self.drawn = 0
         # start, how often it was set, seed of the pass that used it up, whether workers have read
-        self._shared = torch.zeros(4, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+        self._shared = torch.zeros(4, dtype=torch.int64).share_memory_()
         self._used_up = -1  # the setting that this copy has used up: persistent workers live on
 
     @property
@@ -331,8 +331,8 @@ def _check_tail(tail: int, plan: Plan, why: str) -> None:
     if tail < working:
         raise ValueError(
             f"{why}, and its last global batch has {tail} samples (of {plan.global_batch}), too "
-            f"few for the {working} ranks that have samples in the plan; pass drop_last=True, or pad "
-            f"the data by {working - tail} samples"
+            f"few for the {working} ranks that have samples in the plan; pass drop_last=True, or "
+            f"pad the data by {working - tail} samples"
         )
 
 
@@ -353,7 +353,7 @@ def _check_state(
         if state[name] != value:
             raise ValueError(
                 f"the state was saved with {name}={state[name]!r}, but here it is {value!r}, so "
-                f"its step would be other samples; use {name}={state[name]!r}, or start the epoch anew"
+                f"its step would be other samples; use {name}={state[name]!r}, or start anew"
             )
 
 

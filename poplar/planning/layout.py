@@ -47,12 +47,13 @@ class Layout:
         """Cut `numel` elements by `shares`, at multiples of `alignment`.
 
         Args:
-            numel: elements in the buffer, padding included.
+            numel: elements in the buffer, padding included: a multiple of `alignment`.
             shares: fraction owned by each rank; non-negative, sums to 1. Zero gives an empty slice.
             alignment: every boundary inside the buffer is a multiple of this many elements.
 
         Raises:
-            ValueError: shares that are negative, not finite, or do not sum to 1.
+            ValueError: shares that are negative, not finite, or do not sum to 1; a buffer that is
+                not padded.
         """
         return cls(tuple(_core.shard_boundaries(numel, shares, alignment)))
 
