@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 ALIGNMENT = 64
-"""Elements per block of the norm's tree, and what every boundary of a flat buffer is a multiple of."""
+"""Elements per block of the norm's tree; every boundary of a flat buffer is a multiple of it."""
 
 _FLOATING = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -257,26 +257,32 @@ for _name, _function in _PLAIN.items():
 # Fake kernels: what torch.compile and FakeTensorMode need to know, shapes and dtypes.
 
 
-@torch.library.register_fake("poplar::pack_", lib=_library)
 def _fake_pack_(
     bucket: Tensor, grads: list[Tensor], offsets: list[int], weight: float, accumulate: bool = False
 ) -> None:
     return None
 
 
-@torch.library.register_fake("poplar::rank_sum_", lib=_library)
 def _fake_rank_sum_(out: Tensor, received: Tensor, ranks: int, accumulate: bool = False) -> None:
     return None
 
 
-@torch.library.register_fake("poplar::unpack_", lib=_library)
 def _fake_unpack_(flat: Tensor, outs: list[Tensor], offsets: list[int]) -> None:
     return None
 
 
-@torch.library.register_fake("poplar::block_sums_of_squares", lib=_library)
 def _fake_block_sums_of_squares(flat: Tensor) -> Tensor:
     return flat.new_empty((flat.numel() + ALIGNMENT - 1) // ALIGNMENT, dtype=torch.float32)
+
+
+_FAKE: dict[str, Callable[..., Tensor | None]] = {
+    "pack_": _fake_pack_,
+    "rank_sum_": _fake_rank_sum_,
+    "unpack_": _fake_unpack_,
+    "block_sums_of_squares": _fake_block_sums_of_squares,
+}
+for _name, _function in _FAKE.items():
+    torch.library.register_fake(f"poplar::{_name}", _function, lib=_library)
 
 
 # The libraries, which lie beside `_core` (not beside this file in an editable install).

@@ -1,0 +1,84 @@
+# Two commands on a fresh machine (Debian, Python, a C++ compiler): `make demo` and `make test`.
+# Everything lives in $(VENV) and build/; nothing outside this folder is touched.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# Pinned: with no version asked for, pip may choose a build with gigabytes of CUDA beside it.
+TORCH ?= torch==2.13.0
+# Passed to pip, e.g. an index of CPU wheels: make setup PIP_FLAGS="--extra-index-url ..."
+PIP_FLAGS ?=
+DEMO_FLAGS ?=
+TEST_FLAGS ?=
+CUDA_BUILD := build/cuda-check
+
+PIP := $(BIN)/python -m pip --disable-pip-version-check -q install $(PIP_FLAGS)
+NATIVE_SOURCES := CMakeLists.txt $(shell find csrc -type f)
+.DEFAULT_GOAL := help
+
+.PHONY: help
+help: ## List these commands
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' \
+	  | awk -F '\t' '{ printf "  make %-12s %s\n", $$1, $$2 }'
+
+.PHONY: setup
+setup: $(VENV)/.poplar-built ## Make .venv, install what is needed and build; only when something changed
+
+# On a machine with CUDA devices the torch that its owner chose is kept; it sees them, and ours might not.
+$(VENV)/.poplar-dependencies: pyproject.toml
+	@if [ ! -x $(BIN)/python ]; then \
+	  if nvidia-smi -L 2>/dev/null | grep -q GPU \
+	      && $(PYTHON) -c 'import torch, sys; sys.exit(not torch.version.cuda)' 2>/dev/null; then \
+	    echo "setup: CUDA devices found, keeping the torch of $$($(PYTHON) -c 'import sys; print(sys.executable)')"; \
+	    $(PYTHON) -m venv --system-site-packages $(VENV); \
+	  else \
+	    $(PYTHON) -m venv $(VENV); \
+	  fi; \
+	fi
+	@if ! $(BIN)/python -c 'import torch' 2>/dev/null; then \
+	  echo "setup: installing $(TORCH)"; $(PIP) '$(TORCH)'; \
+	fi
+	@echo "setup: installing what the build and the tests need"
+	@$(PIP) 'scikit-build-core>=1.0' 'pybind11>=2.13' cmake ninja
+	@touch $@
+
+$(VENV)/.poplar-built: $(VENV)/.poplar-dependencies pyproject.toml $(NATIVE_SOURCES)
+	@echo "setup: building"
+	@$(PIP) --no-build-isolation -e '.[dev]'
+	@$(BIN)/python -c 'from poplar import ops; print("setup:", ops.describe())'
+	@touch $@
+
+.PHONY: test
+test: setup ## Run all tests
+	$(BIN)/python -m pytest -q $(TEST_FLAGS)
+
+.PHONY: demo
+demo: setup ## Train a Llama on four CPU ranks of unequal speed: an even plan against a planned one
+	$(BIN)/python examples/demo.py $(DEMO_FLAGS)
+
+.PHONY: lint
+lint: setup ## Check style and types: ruff, mypy (strict, on poplar/), clang-format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cuh' -o -name '*.cu' \
+	  | xargs $(BIN)/clang-format --dry-run -Werror
+
+.PHONY: format
+format: setup ## Rewrite the code in the project's style
+	$(BIN)/ruff check --fix-only .
+	$(BIN)/ruff format .
+	find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cuh' -o -name '*.cu' \
+	  | xargs $(BIN)/clang-format -i
+
+.PHONY: cuda-check
+cuda-check: setup ## Compile the CUDA operators for every architecture of nvcc (needs nvcc, no GPU)
+	PATH="$(CURDIR)/$(BIN):$$PATH" cmake -G Ninja -S . -B $(CUDA_BUILD) -DPOPLAR_CUDA=ON \
+	  -DCMAKE_CUDA_ARCHITECTURES=all -DPython_EXECUTABLE="$(CURDIR)/$(BIN)/python" \
+	  -Dpybind11_DIR="$$($(BIN)/python -m pybind11 --cmakedir)"
+	PATH="$(CURDIR)/$(BIN):$$PATH" cmake --build $(CUDA_BUILD) --target poplar_ops_cuda
+
+.PHONY: clean
+clean: ## Remove what was built, and .venv
+	rm -rf build dist $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
