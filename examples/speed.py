@@ -140,10 +140,11 @@ def _measure(
 
 
 def _pass(model: nn.Module, loss_fn: Callable[[nn.Module, Batch], Tensor], batch: Batch) -> None:
-    loss_fn(model, batch).backward()
+    loss = loss_fn(model, batch)
+    loss.backward()
     model.zero_grad(set_to_none=True)
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    if loss.is_cuda:
+        torch.cuda.synchronize(loss.device)
 
 
 def _samples(batch: Batch) -> int:
