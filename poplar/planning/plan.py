@@ -98,6 +98,11 @@ class Plan:
         freeze(self, "shares", _checked_shares(self.shares, "this plan"))
         freeze(self, "units", tuple(self.units))
         if self.prediction is not None:
+            if not isinstance(self.prediction, Mapping):
+                raise TypeError(
+                    "prediction must be an object with names and values, or None, got "
+                    f"{self.prediction!r}"
+                )
             freeze(self, "prediction", dict(self.prediction))
         self._check_batches_and_ranks_agree()
         self._check_units()
@@ -399,8 +404,11 @@ class Plan:
             optional={"units", "prediction"},
             what="plan",
         )
+        units = fields.get("units", [])
+        if not isinstance(units, list):
+            raise ValueError(f"units must be a list of units, got {units!r}")
         try:
-            fields["units"] = tuple(_unit_from_dict(unit) for unit in fields.get("units", ()))
+            fields["units"] = tuple(_unit_from_dict(unit) for unit in units)
             return cls(**fields)
         except TypeError as error:
             raise ValueError(str(error)) from error
