@@ -50,10 +50,10 @@ def run_ranks(
         try:
             while not started.join(grace_period=GRACE_SECONDS):
                 pass
-        except (mp.ProcessRaisedException, mp.ProcessExitedException):
+        except (mp.ProcessRaisedException, mp.ProcessExitedException) as failure:
             stories = sorted(Path(folder).glob("failed-*"))
             told = _ended_without_a_word(started) + [story.read_text() for story in stories]
-            raise LaunchError("\n".join(told)) from None
+            raise LaunchError("\n".join(told) or str(failure)) from None
 
 
 def _ended_without_a_word(started: mp.ProcessContext) -> list[str]:
