@@ -196,7 +196,7 @@ class StreamSplit(IterableDataset[list[T]]):
                     _check_tail(len(batch), self._plan, "the stream ended")
                 self._position.drawn = step + 1
                 yield batch[slice(*_part(self._plan, self._rank, len(batch)))]
-        self._position.finish()
+        self._position.drawn = 0
 
     def state_dict(self, steps_done: int | None = None) -> dict[str, Any]:
         """Where training is, for `load_state_dict`: under any plan of this global batch.
@@ -223,8 +223,8 @@ class StreamSplit(IterableDataset[list[T]]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where `state_dict` was taken: the next pass over the stream skips what is done.
 
-        Skipping reads the samples that were done and drops them. The pass after that one is whole
-        again.
+        Skipping reads the samples that were done and drops them. Only the first pass that begins
+        after this call skips, even if it is left early; every later one is whole.
 
         Raises:
             ValueError: a state from another global batch size, or not from a stream.
@@ -273,18 +273,19 @@ def split_stream(
 
 
 class _StreamPosition:
-    """Where a stream was resumed, kept so that `DataLoader` workers, who hold copies, agree on it.
+    """Where the next pass over a stream begins; `DataLoader` workers hold copies and must agree.
 
-    The resumed position holds for one whole pass: for the pass that reads to the end, not for one
-    that is left early. Workers of the same pass share a seed, by which a worker that starts late
-    tells whether another one has finished this pass or an earlier one.
+    A resumed position belongs to the first pass that begins after it was set, and to no other. That
+    does not depend on how far anybody has read, which differs between workers and between ranks.
+    Workers know each other by the seed that they share during a pass; persistent ones keep it for
+    good, but each remembers whether it has begun the pass before.
     """
 
     def __init__(self) -> None:
         self.drawn = 0
-        # start, how often it was set, seed of the pass that used it up, whether workers have read
+        # start, how often it was set, whose pass it belongs to (0: not begun), workers have read
         self._shared = torch.zeros(4, dtype=torch.int64).share_memory_()
-        self._used_up = -1  # the setting that this copy has used up: persistent workers live on
+        self._begun = 0  # the setting that this copy has begun a pass with
 
     @property
     def read_by_workers(self) -> bool:
@@ -292,30 +293,21 @@ class _StreamPosition:
 
     def resume_at(self, step: int) -> None:
         self.drawn = step
-        self._shared[0] = step
-        self._shared[1] += 1
-        self._shared[2] = 0
-        self._shared[3] = 0
+        setting = int(self._shared[1]) + 1
+        self._shared.copy_(torch.tensor([step, setting, 0, 0]))
 
     def begin(self) -> int:
-        if get_worker_info() is not None:
-            self._shared[3] = 1
-        start, setting, used_up_by, _ = self._shared.tolist()
-        if self._used_up == setting or used_up_by not in (0, _pass_seed()):
+        worker = get_worker_info()
+        reader = 1 if worker is None else worker.seed - worker.id
+        start, setting, owner, _ = self._shared.tolist()
+        if self._begun == setting or owner not in (0, reader):
             start = 0
+        else:
+            self._begun = setting
+            self._shared[2] = reader
+        self._shared[3] = worker is not None
         self.drawn = start
         return int(start)
-
-    def finish(self) -> None:
-        self.drawn = 0
-        self._used_up = int(self._shared[1])
-        self._shared[2] = _pass_seed()
-
-
-def _pass_seed() -> int:
-    """The same in all workers of one pass, another in the next; 1 outside workers."""
-    worker = get_worker_info()
-    return 1 if worker is None else worker.seed - worker.id
 
 
 def _part(plan: Plan, rank: int, samples: int) -> tuple[int, int]:
