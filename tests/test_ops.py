@@ -1,0 +1,342 @@
+"""Every operator: C++ against plain PyTorch bit for bit, and plain PyTorch against numpy loops."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from poplar import ops
+
+ROOT = Path(__file__).resolve().parents[1]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+INTEGERS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
+SPECIAL = [float("inf"), -float("inf"), float("nan"), -0.0, 0.0, 1e-45, -3e-39, 6e-8, 65520.0, 3e38]
+PLAIN = {
+    "pack_": ops._plain_pack_,
+    "rank_sum_": ops._plain_rank_sum_,
+    "unpack_": ops._plain_unpack_,
+    "block_sums_of_squares": ops._plain_block_sums_of_squares,
+}
+
+pytestmark = pytest.mark.parametrize("device", DEVICES)
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """The bits, with one NaN for all: their payloads depend on the CPU in PyTorch itself."""
+    one_nan = torch.where(tensor.isnan(), torch.full_like(tensor, float("nan")), tensor)
+    return one_nan.view(INTEGERS[tensor.dtype])
+
+
+def assert_same_bits(actual: Tensor, expected: Tensor) -> None:
+    assert actual.dtype == expected.dtype
+    differ = bits(actual) != bits(expected)
+    assert not differ.any(), (
+        f"{int(differ.sum())} of {differ.numel()} elements differ, the first at "
+        f"{int(differ.flatten().nonzero()[0])}: {actual[differ][0]}, not {expected[differ][0]}"
+    )
+
+
+class Draw:
+    """Tensors drawn from one seed: every magnitude, special values, odd shapes and strides."""
+
+    def __init__(self, seed: int, device: str) -> None:
+        self.random = random.Random(seed)
+        self.generator = torch.Generator().manual_seed(seed)
+        self.device = device
+
+    def values(self, numel: int, dtype: torch.dtype) -> Tensor:
+        scale = torch.exp2(torch.randint(-30, 16, (numel,), generator=self.generator).float())
+        values = torch.randn(numel, generator=self.generator) * scale
+        for _ in range(min(numel, self.random.randrange(4))):
+            values[self.random.randrange(numel)] = self.random.choice(SPECIAL)
+        return values.to(dtype).to(self.device)
+
+    def tensor(self, dtype: torch.dtype) -> Tensor:
+        shape = self.random.choice(
+            [(), (0,), (1,), (7,), (64,), (65,), (3, 5), (2, 3, 4), (31, 33)]
+        )
+        values = self.values(int(np.prod(shape)), dtype).reshape(shape)
+        strided = [values.transpose(0, -1), values.repeat(2, 1)[::2]] if len(shape) == 2 else []
+        return self.random.choice([values, *strided])
+
+    def tensors(self, count: int) -> tuple[list[Tensor], list[int], int]:
+        """Tensors of any dtype, their offsets in a buffer with gaps, and its size."""
+        tensors = [self.tensor(self.random.choice(DTYPES)) for _ in range(count)]
+        offsets, end = [], 0
+        for tensor in tensors:
+            offsets.append(end + self.random.choice([0, 0, 1, 70]))
+            end = offsets[-1] + tensor.numel()
+        return tensors, offsets, end + self.random.choice([0, 3])
+
+
+def naive_pack(
+    bucket: Tensor, grads: list[Tensor], offsets: list[int], weight: float, add: bool
+) -> Tensor:
+    """In numpy, one element after the other: fp32 products, then fp32 sums."""
+    old = bucket.float().cpu().numpy()
+    result = old.copy() if add else np.zeros_like(old)
+    for grad, offset in zip(grads, offsets, strict=True):
+        for i, value in enumerate(grad.float().cpu().flatten().numpy()):
+            product = np.float32(weight) * value
+            result[offset + i] = old[offset + i] + product if add else product
+    return torch.from_numpy(result).to(bucket.dtype)
+
+
+def both(name: str, mutated: list[Tensor], call) -> tuple[list[Tensor], list[Tensor]]:
+    """Run the dispatched operator and the plain one on copies of what they change."""
+    dispatched = [tensor.clone() for tensor in mutated]
+    plain = [tensor.clone() for tensor in mutated]
+    call(getattr(ops, name), dispatched)
+    call(PLAIN[name], plain)
+    return dispatched, plain
+
+
+def test_the_libraries_that_were_built_are_the_ones_that_serve(device):
+    built = (Path(ops._core.__file__).parent / "libpoplar_ops.so").exists()
+    assert ops.native == (built and os.environ.get("POPLAR_OPS") != "off")
+    assert "operators on CPU: " in ops.describe()
+    if not ops.native:
+        pytest.skip(f"plain PyTorch is compared with itself here: {ops.describe()}")
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_pack_gives_the_same_bits_as_plain_pytorch(device, dtype, accumulate, seed):
+    draw = Draw(seed, device)
+    grads, offsets, numel = draw.tensors(draw.random.choice([0, 1, 3, 20]))
+    weight = draw.random.choice([1.0, 1 / 3, 0.0, -2.5, 1e-8])
+    before = draw.values(numel, dtype)
+    (actual,), (expected,) = both(
+        "pack_", [before], lambda pack_, out: pack_(out[0], grads, offsets, weight, accumulate)
+    )
+    assert_same_bits(actual, expected)
+
+
+@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_pack_is_a_rounded_product_and_a_rounded_sum(device, dtype, accumulate, seed):
+    draw = Draw(seed + 100, device)
+    grads, offsets, numel = draw.tensors(6)
+    before = draw.values(numel, dtype)
+    actual = before.clone()
+    ops.pack_(actual, grads, offsets, 1 / 3, accumulate)
+    expected = naive_pack(before, grads, offsets, 1 / 3, accumulate)
+    assert_same_bits(actual.cpu(), expected)
+
+
+def test_pack_writes_every_element_unless_it_accumulates(device):
+    grads = [torch.ones(3, device=device), torch.ones(2, device=device)]
+    bucket = torch.full((10,), float("nan"), device=device)
+    ops.pack_(bucket, grads, [1, 6], 0.5)
+    assert bucket.tolist() == [0, 0.5, 0.5, 0.5, 0, 0, 0.5, 0.5, 0, 0]
+    ops.pack_(bucket, grads, [0, 8], 1.0, accumulate=True)
+    assert bucket.tolist() == [1, 1.5, 1.5, 0.5, 0, 0, 0.5, 0.5, 1, 1]
+    ops.pack_(bucket, [], [], 1.0)
+    assert bucket.tolist() == [0] * 10
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_pack_takes_thousands_of_tensors_and_buckets_beyond_one_thread(device, accumulate):
+    draw = Draw(7, device)
+    grads = [draw.values(i % 97, DTYPES[i % 3]) for i in range(3000)]
+    grads.append(draw.values(300_001, torch.float32))
+    numels = [grad.numel() for grad in grads]
+    offsets = [sum(numels[:i]) + i // 2 for i in range(len(numels))]
+    before = draw.values(offsets[-1] + numels[-1] + 40_000, torch.float32)
+    (actual,), (expected,) = both(
+        "pack_", [before], lambda pack_, out: pack_(out[0], grads, offsets, 0.37, accumulate)
+    )
+    assert_same_bits(actual, expected)
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rank_sum_gives_the_same_bits_as_plain_pytorch(device, dtype, accumulate, seed):
+    draw = Draw(seed, device)
+    ranks, numel = (
+        draw.random.choice([1, 2, 3, 8, 33]),
+        draw.random.choice([0, 1, 64, 1025, 40_000]),
+    )
+    received, before = draw.values(ranks * numel, dtype), draw.values(numel, torch.float32)
+    (actual,), (expected,) = both(
+        "rank_sum_", [before], lambda sum_, out: sum_(out[0], received, ranks, accumulate)
+    )
+    assert_same_bits(actual, expected)
+
+
+def test_rank_sum_adds_in_rank_order_and_adds_the_total_last(device):
+    big = 2.0**24  # where fp32 can no longer count by ones
+    out = torch.zeros(1, device=device)
+    ops.rank_sum_(out, torch.tensor([big, 1.0, 1.0], device=device), 3)
+    assert out.item() == big
+    ops.rank_sum_(out, torch.tensor([1.0, 1.0, big], device=device), 3)
+    assert out.item() == big + 2
+    out.fill_(1.0)
+    ops.rank_sum_(out, torch.tensor([1.0, big], device=device), 2, accumulate=True)
+    assert out.item() == big, "1 + (1 + 2^24), not (1 + 1) + 2^24"
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_unpack_gives_the_same_bits_as_plain_pytorch(device, dtype, seed):
+    draw = Draw(seed, device)
+    outs, offsets, numel = draw.tensors(draw.random.choice([0, 1, 3, 20]))
+    outs = [out.contiguous() for out in outs]
+    flat = draw.values(numel, dtype)
+    actual, expected = both("unpack_", outs, lambda unpack_, out: unpack_(flat, out, offsets))
+    for one, other, offset in zip(actual, expected, offsets, strict=True):
+        assert_same_bits(one, other)
+        assert_same_bits(one.flatten(), flat[offset : offset + one.numel()].to(one.dtype))
+
+
+@pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16])
+def test_narrowing_rounds_to_nearest_even_everywhere(device, narrow):
+    """Every value of the narrow dtype, the midpoints between neighbours, and just beside them."""
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(narrow).float()
+    integers = every.view(torch.int32)
+    unit = 1 << 16 if narrow == torch.bfloat16 else 1 << 13
+    flat = torch.cat(
+        [
+            (integers + delta).view(torch.float32)
+            for delta in (-1, 0, 1, unit // 2 - 1, unit // 2, unit // 2 + 1)
+        ]
+        + [torch.linspace(-1, 1, 100_001) * 6.2e-5, torch.linspace(65_400, 65_600, 1001)]
+    ).to(device)
+    out = torch.empty(flat.shape, dtype=narrow, device=device)
+    ops.unpack_(flat, [out], [0])
+    assert_same_bits(out.cpu(), flat.cpu().to(narrow))
+    back = torch.empty_like(flat)
+    ops.unpack_(out, [back], [0])
+    assert_same_bits(back.cpu(), out.cpu().float())
+
+
+@pytest.mark.parametrize("numel", [0, 1, 63, 64, 65, 128, 5000, 300_000])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_block_sums_give_the_same_bits_as_plain_pytorch(device, dtype, numel):
+    flat = Draw(numel, device).values(numel, dtype)
+    actual = ops.block_sums_of_squares(flat)
+    assert_same_bits(actual, ops._plain_block_sums_of_squares(flat))
+    assert actual.shape == (-(-numel // 64),)
+
+
+def test_block_sums_follow_the_halving_tree_and_ignore_where_shards_are_cut(device):
+    flat = Draw(3, device).values(64 * 9 + 5, torch.float32).nan_to_num(0, 1, 1).clamp(-1e4, 1e4)
+    sums = ops.block_sums_of_squares(flat)
+    for block, values in enumerate(flat.cpu().split(64)):
+        lanes = [np.float32(value) * np.float32(value) for value in values.numpy()]
+        lanes += [np.float32(0)] * (64 - len(lanes))
+        while len(lanes) > 1:
+            half = len(lanes) // 2
+            lanes = [lanes[i] + lanes[i + half] for i in range(half)]
+        assert sums[block].item() == lanes[0]
+    exact = flat.double().square().sum().item()
+    assert sums.double().sum().item() == pytest.approx(exact, rel=1e-6)
+    cut = torch.cat([ops.block_sums_of_squares(flat[:192]), ops.block_sums_of_squares(flat[192:])])
+    assert_same_bits(cut, sums)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("pack_", lambda f: (f(10), [f(4), f(4)], [0, 3], 1.0), "tensor 1 starts at 3, before 4"),
+        ("pack_", lambda f: (f(10), [f(4)], [7], 1.0), "reaches past the end of the buffer, 10"),
+        ("pack_", lambda f: (f(10), [f(4)], [2**63 - 2], 1.0), "reaches past the end"),
+        ("pack_", lambda f: (f(10), [f(4)], [-1], 1.0), "starts at -1"),
+        ("pack_", lambda f: (f(10), [f(4)], [0, 4], 1.0), "got 1 tensors and 2 offsets"),
+        ("pack_", lambda f: (f(10), [f(4).long()], [0], 1.0), "must be float32, bfloat16 or"),
+        ("pack_", lambda f: (f(10).double(), [f(4)], [0], 1.0), "must be float32, bfloat16 or"),
+        ("pack_", lambda f: (f(10).view(2, 5), [], [], 1.0), "1-D and contiguous, got 2"),
+        ("pack_", lambda f: (f(10)[::2], [], [], 1.0), "1-D and contiguous"),
+        ("rank_sum_", lambda f: (f(4), f(9), 2), "must hold 2 x 4 elements, got 9"),
+        ("rank_sum_", lambda f: (f(4), f(8), 0), "ranks must be at least 1, got 0"),
+        ("rank_sum_", lambda f: (f(4).half(), f(8), 2), "out must be float32"),
+        ("rank_sum_", lambda f: (f(4), f(8).int(), 2), "must be float32, bfloat16 or"),
+        ("rank_sum_", lambda f: (f(4), f(16)[::2], 2), "1-D and contiguous"),
+        (
+            "unpack_",
+            lambda f: (f(9), [f(4), f(6)], [0, 4]),
+            "reaches past the end of the buffer, 9",
+        ),
+        ("unpack_", lambda f: (f(9), [f(8)[::2]], [0]), "outs must be contiguous, number 0"),
+        ("unpack_", lambda f: (f(9), [f(4).int()], [0]), "must be float32, bfloat16 or"),
+        ("block_sums_of_squares", lambda f: (f(64).view(8, 8),), "1-D and contiguous, got 2"),
+        ("block_sums_of_squares", lambda f: (f(64).double(),), "must be float32, bfloat16 or"),
+    ],
+)
+@pytest.mark.parametrize("plain", [False, True])
+def test_bad_arguments_get_the_same_error_from_everyone(device, name, arguments, message, plain):
+    function = PLAIN[name] if plain else getattr(ops, name)
+    with pytest.raises(RuntimeError, match=message):
+        function(*arguments(lambda numel: torch.zeros(numel, device=device)))
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("pack_", lambda f: (f(200), [f(8, 3).t(), f(0), f(5).half()], [2, 30, 64], 0.3)),
+        ("pack_", lambda f: (f(200).half(), [f(8).bfloat16()], [64], 0.3, True)),
+        ("rank_sum_", lambda f: (f(64), f(256).bfloat16(), 4, True)),
+        ("unpack_", lambda f: (f(200), [f(8, 3), f(0), f(5).half()], [2, 30, 64])),
+        ("block_sums_of_squares", lambda f: (f(100),)),
+    ],
+)
+def test_operators_keep_their_promises_to_pytorch(device, name, arguments):
+    sample = arguments(lambda *shape: torch.randn(*shape, device=device))
+    torch.library.opcheck(getattr(torch.ops.poplar, name).default, sample)
+
+
+def test_operators_write_leaves_that_require_gradients(device):
+    parameter = torch.nn.Parameter(torch.zeros(4, device=device))
+    ops.unpack_(torch.arange(4.0, device=device), [parameter], [0])
+    assert parameter.tolist() == [0, 1, 2, 3]
+    assert parameter.requires_grad
+    assert parameter.is_leaf
+
+
+def test_plain_pytorch_serves_when_the_libraries_are_switched_off(device):
+    program = (
+        "import torch; from poplar import ops; assert not ops.native; print(ops.describe());"
+        f"b = torch.ones(5, device='{device}');"
+        f"ops.pack_(b, [torch.ones(3, device='{device}')], [1], 0.5); print(b.tolist())"
+    )
+    environment = {**os.environ, "POPLAR_OPS": "off"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
+    )
+    assert "plain PyTorch (POPLAR_OPS=off)" in done.stdout
+    assert "[0.0, 0.5, 0.5, 0.5, 0.0]" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ["75", "90", "120"])
+@pytest.mark.parametrize("source", ["norm", "pack", "rank_sum", "unpack"])
+def test_cuda_operators_compile_and_round_every_product(device, tmp_path, source, architecture):
+    """No GPU is needed: what nvcc made is searched for fused multiply-adds, which change bits."""
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        pytest.skip("nvcc is not on the path: the CUDA operators were not compiled")
+    torch_headers = Path(torch.__file__).parent / "include"
+    ptx = tmp_path / "out.ptx"
+    subprocess.run(
+        [nvcc, "-ptx", f"-arch=compute_{architecture}", "-std=c++20", "-fmad=false", "-o", str(ptx),
+         "-DTORCH_TARGET_VERSION=0x020a000000000000ULL", f"-I{ROOT / 'csrc/include'}",
+         "-isystem", str(torch_headers), str(ROOT / f"csrc/ops/cuda/{source}.cu")],
+        check=True,
+    )  # fmt: skip
+    code = ptx.read_text()
+    assert ".entry" in code
+    assert "fma.rn.f32" not in code
