@@ -1,0 +1,169 @@
+"""The house keeps its rooms: data walks one way, and planning works without torch."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import poplar
+
+PACKAGE = Path(poplar.__file__).parent
+
+MAY_ENTER = {
+    "poplar.errors": set(),
+    "poplar.nest": set(),
+    "poplar.ops": {"poplar._core"},
+    "poplar.planning": {"poplar._core"},
+    "poplar.data": {"poplar.planning"},
+    "poplar.comm": {"poplar.planning.layout", "poplar.ops", "poplar.errors", "poplar._core"},
+    "poplar.zero": {
+        "poplar.comm",
+        "poplar.planning",
+        "poplar.ops",
+        "poplar.errors",
+        "poplar.nest",
+        "poplar._core",
+    },
+}
+"""Which rooms each room may enter, besides its own. Whoever is not listed is the face of the engine
+(optimizer, checkpoint, scaler, ...): it may enter every room, and no room may enter it."""
+
+MODULES = {
+    ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in sorted(PACKAGE.rglob("*.py"))
+}
+
+
+def inside(module: str, room: str) -> bool:
+    return module == room or module.startswith(room + ".")
+
+
+def imports(module: str, *, when_loaded: bool = False) -> Iterator[str]:
+    """Every module that `module` imports: anywhere in it, or only what loading it needs."""
+    tree = ast.parse(MODULES[module].read_text(encoding="utf-8"))
+    for node in tree.body if when_loaded else ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            source = absolute(module, node)
+            for alias in node.names:
+                submodule = f"{source}.{alias.name}"
+                known = submodule in MODULES or submodule == "poplar._core"
+                yield submodule if known else source
+
+
+def absolute(module: str, node: ast.ImportFrom) -> str:
+    if node.level == 0:
+        return str(node.module)
+    is_package = MODULES[module].name == "__init__.py"
+    parts = module.split(".")
+    parts = parts[: len(parts) - node.level + is_package]
+    return ".".join([*parts, node.module] if node.module else parts)
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if name != "poplar"])
+def test_nobody_enters_a_room_above_its_own(module):
+    room = next((room for room in MAY_ENTER if inside(module, room)), None)
+    if room is None:
+        return
+    allowed = MAY_ENTER[room] | {room}
+    trespasses = [
+        imported
+        for imported in imports(module)
+        if inside(imported, "poplar") and not any(inside(imported, door) for door in allowed)
+    ]
+    assert not trespasses, f"{module} may enter {sorted(allowed)} only"
+
+
+def test_no_module_needs_itself_to_be_loaded():
+    graph = {
+        module: {needed for needed in imports(module, when_loaded=True) if needed in MODULES}
+        for module in MODULES
+        if MODULES[module].name != "__init__.py"
+    }
+    try:
+        list(TopologicalSorter(graph).static_order())
+    except CycleError as error:
+        pytest.fail(f"circular imports: {' -> '.join(error.args[1])}")
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if inside(name, "poplar.planning")])
+def test_planning_knows_no_torch(module):
+    assert not [imported for imported in imports(module) if inside(imported, "torch")]
+
+
+@pytest.mark.parametrize(
+    "module", [name for name in MODULES if not inside(name, "poplar.comm") and name != "poplar"]
+)
+def test_backends_have_names_only_in_comm(module):
+    tree = ast.parse(MODULES[module].read_text(encoding="utf-8"))
+    strings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+    assert not strings & {"nccl", "gloo"}
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if inside(name, "poplar.zero")])
+def test_strategies_compare_no_stage_numbers(module):
+    tree = ast.parse(MODULES[module].read_text(encoding="utf-8"))
+    compared = [
+        f"line {node.lineno}: {ast.unparse(node)}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Compare)
+        for side in (node.left, *node.comparators)
+        if ast.unparse(side).split(".")[-1] == "stage"
+    ]
+    assert not compared
+
+
+def test_planning_loads_without_torch():
+    run_fresh(
+        """
+        import sys
+        import poplar
+        import poplar.planning
+        plan = poplar.Plan.manual("2,2,2,15", stage=0)
+        assert plan.global_batch == 21
+        assert "torch" not in sys.modules, "import poplar.planning must not load torch"
+        assert "numpy" not in sys.modules
+        """
+    )
+
+
+def test_planning_works_where_torch_is_not_installed():
+    run_fresh(
+        """
+        import sys
+        sys.modules["torch"] = None  # as if it were not there: importing it raises
+        from poplar.planning import Layout, Plan, transfers
+        print(Plan.proportional([3, 1], 24, 3, 8))
+        assert len(transfers(Layout.even(640, 2), Layout.even(640, 3))) == 4
+        """
+    )
+
+
+def test_the_public_names_are_where_the_package_says():
+    for name in poplar.__all__:
+        home = poplar._HOME[name]
+        if home in MODULES:
+            assert getattr(poplar, name).__name__ == name
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        poplar.nothing  # noqa: B018
+
+
+def run_fresh(program: str) -> None:
+    """Run a program in a new interpreter: this one has everything loaded."""
+    lines = [line.removeprefix(" " * 8) for line in program.splitlines()]
+    # From the package's parent, so that it is found the way it is here.
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=PACKAGE.parent,
+    )
+    assert done.returncode == 0, done.stderr
