@@ -43,8 +43,8 @@ class ModelSpec:
     two_groups: bool = False
     """Matrices decay, vectors do not."""
     checkpointing: bool = False
-    compiled: bool = False
-    """torch.compile on every block."""
+    compiled: str = ""
+    """Backend of torch.compile on every block; empty: not compiled."""
     dtype: torch.dtype = torch.float32
     width: int = WIDTH
     hidden: int = HIDDEN
@@ -152,7 +152,7 @@ def build(spec: ModelSpec, seed: int = 0) -> nn.Module:
         model.blocks[1].norm1.weight.requires_grad_(False)
     if spec.compiled:
         for block in model.blocks:
-            block.compile()
+            block.compile(backend=spec.compiled)
     return model
 
 

@@ -29,6 +29,8 @@ class Steering:
     key: str
     """`skip` or `order`."""
     value: Any
+    steps: tuple[int, ...] | None = None
+    """In these steps only; None: in all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +50,10 @@ class Recipe:
     sums of the same; divided, a sum that is divided by the samples of the whole batch. The gradient
     of a step is that of the mean over the whole batch each time."""
     max_norm: float | None = None
+    decaying: bool = False
+    """The learning rate falls from step to step, by a LambdaLR."""
     steering: tuple[Steering, ...] = ()
+    """If any, it must cover the whole batch (`stop == start` of the next)."""
     seed: int = 1
 
     def __post_init__(self) -> None:
@@ -59,6 +64,12 @@ class Recipe:
     def optimizer_class(self) -> type[torch.optim.Optimizer]:
         """The class that `optimizer` names."""
         return getattr(torch.optim, self.optimizer)
+
+    def scheduler(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
+        """What changes the learning rate between steps."""
+        return torch.optim.lr_scheduler.LambdaLR(
+            optimizer, (lambda step: 1 / (1 + step)) if self.decaying else (lambda step: 1.0)
+        )
 
     @property
     def counts_tokens(self) -> bool:
@@ -79,7 +90,8 @@ class Recipe:
         """Some samples of a step, steered as the recipe says."""
         part = models.part(self.batch(step), start, stop)
         for steering in self.steering:
-            if steering.start <= start and stop <= steering.stop:
+            inside = steering.start <= start and stop <= steering.stop
+            if inside and (steering.steps is None or step in steering.steps):
                 part[steering.key] = steering.value
         return part
 
@@ -104,6 +116,7 @@ def train(recipe: Recipe) -> Trajectory:
     optimizer = recipe.optimizer_class(
         masters.swap(models.parameter_groups(spec, model)), **dict(recipe.options)
     )
+    scheduler = recipe.scheduler(optimizer)
     losses, norms = [], []
     for step in range(len(recipe.batches)):
         loss = sum(_weighted_losses(recipe, model, step))
@@ -115,6 +128,7 @@ def train(recipe: Recipe) -> Trajectory:
         optimizer.step()
         optimizer.zero_grad()
         masters.write_back()
+        scheduler.step()
         losses.append(loss.item())
         norms.append(norm)
     return Trajectory(

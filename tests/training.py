@@ -121,7 +121,12 @@ def whole_parameters(model: nn.Module, optimizer: HeteroZeroOptimizer) -> dict[s
 def train(run: Run) -> Trajectory:
     """Follow the recipe on this rank."""
     model, optimizer = prepare(run)
-    made = [take_step(run, model, optimizer, step) for step in range(len(run.recipe.batches))]
+    scheduler = run.recipe.scheduler(optimizer) if run.recipe.decaying else None
+    made = []
+    for step in range(len(run.recipe.batches)):
+        made.append(take_step(run, model, optimizer, step))
+        if scheduler is not None:
+            scheduler.step()
     return Trajectory(
         parameters=whole_parameters(model, optimizer),
         losses=tuple(loss for loss, _ in made),

@@ -1,0 +1,558 @@
+"""Mistakes: a clear error on every rank, never a hang, and nothing is lost.
+
+A mistake in a step is made between two good steps. Afterwards the parameters are the bits that
+they were, the next good step works, and what it leaves is what the oracle gets from the good steps
+alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import models
+import pytest
+import ranks as harness
+import reference
+import torch
+import training
+from models import ModelSpec
+from ranks import Failure, Pool
+from reference import Recipe
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from training import STAGES, Run, assert_raised
+
+import poplar
+from poplar import HeteroZeroOptimizer, Plan, PoplarError, RankFailed
+
+RECIPE = Recipe(batches=(12, 12))
+MICRO_BATCHES = ((1, 1), (0, 1), (1, 2), (3, 3))
+IDLE_RANK = ((2, 3), (0, 0), (1, 2), (2, 2))
+SHARES = (0.55, 0.25, 0.0, 0.2)
+BAD = 2
+"""The rank that makes the mistake, where only one does."""
+
+Mistake = Callable[[Run, nn.Module, HeteroZeroOptimizer], None]
+
+
+class Boom(Exception):
+    """What a user's loss may raise."""
+
+
+def plan_of(stage: int, micro_batches: tuple = MICRO_BATCHES) -> Plan:
+    return Plan(stage=stage, global_batch=12, micro_batches=micro_batches, shares=SHARES)
+
+
+def between_good_steps(run: Run, mistake: Mistake) -> tuple[Failure | None, list[str], dict]:
+    """A good step, the mistake, a good step: what was raised, what changed, what is left."""
+    model, optimizer = training.prepare(run)
+    training.take_step(run, model, optimizer, 0)
+    before = training.whole_parameters(model, optimizer)
+    harness.note(f"making the mistake {mistake.__name__}")
+    with harness.catching() as caught:
+        mistake(run, model, optimizer)
+    harness.note("looking at the parameters after it")
+    after = training.whole_parameters(model, optimizer)
+    changed = [name for name, value in before.items() if not torch.equal(after[name], value)]
+    harness.note("taking a good step after it")
+    training.take_step(run, model, optimizer, 1)
+    return (caught or [None])[0], changed, training.whole_parameters(model, optimizer)
+
+
+def assert_nothing_lost(answers: list) -> list[Failure | None]:
+    expected = reference.train(RECIPE).parameters
+    for rank, (failure, changed, left) in enumerate(answers):
+        assert not changed, f"rank {rank}: the mistake changed {changed}"
+        training.assert_close(left, expected, f"rank {rank}, after {failure}")
+    return [failure for failure, _, _ in answers]
+
+
+# Batches
+
+
+def resized(batch: dict, samples: int) -> dict:
+    """The batch with another number of samples: some left out, or the first again and again."""
+    index = [i if i < len(batch["tokens"]) else 0 for i in range(samples)]
+    return {key: value[index] for key, value in batch.items()}
+
+
+def one_sample_too_many(run: Run, model: nn.Module, optimizer: HeteroZeroOptimizer) -> None:
+    batch = training.batch_of(run, 1)
+    if harness.rank() == BAD:
+        batch = resized(batch, len(batch["tokens"]) + 1)
+    optimizer.train_step(training.loss_of(run.recipe), batch)
+
+
+def one_rank_short(run: Run, model: nn.Module, optimizer: HeteroZeroOptimizer) -> None:
+    batch = training.batch_of(run, 1)
+    if harness.rank() == BAD:
+        batch = resized(batch, 1)  # no short global batch is cut like this
+    optimizer.train_step(training.loss_of(run.recipe), batch)
+
+
+def no_batch(run: Run, model: nn.Module, optimizer: HeteroZeroOptimizer) -> None:
+    batch = None if harness.rank() == BAD else training.batch_of(run, 1)
+    optimizer.train_step(training.loss_of(run.recipe), batch)
+
+
+def sizes_that_differ(run: Run, model: nn.Module, optimizer: HeteroZeroOptimizer) -> None:
+    batch = training.batch_of(run, 1)
+    if harness.rank() == BAD:
+        batch["targets"] = batch["targets"][:-1]
+    optimizer.train_step(training.loss_of(run.recipe), batch)
+
+
+def too_many_in_the_open_form(run: Run, model: nn.Module, optimizer: HeteroZeroOptimizer) -> None:
+    batch = training.batch_of(run, 1)
+    if harness.rank() == BAD:
+        batch = resized(batch, len(batch["tokens"]) + 1)
+    for micro_batch in optimizer.micro_batches(batch):
+        training.loss_of(run.recipe)(model, micro_batch).backward()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    ("mistake", "expected"),
+    [
+        (one_sample_too_many, "4 samples"),
+        (one_rank_short, "1 sample"),
+        (no_batch, ""),
+        (sizes_that_differ, ""),
+        (too_many_in_the_open_form, "4 samples"),
+    ],
+)
+def test_a_batch_that_is_not_the_plans(
+    ranks: Pool, mistake: Mistake, expected: str, stage: int
+) -> None:
+    answers = ranks.run(between_good_steps, Run(RECIPE, plan_of(stage)), mistake)
+    failures = assert_nothing_lost(answers)
+    assert_raised(failures, f"rank {BAD}")
+    assert expected in failures[BAD].message
+    assert failures[BAD].is_a(ValueError) or failures[BAD].is_a(PoplarError)
+
+
+def a_batch_for_an_idle_rank(run: Run, model: nn.Module, optimizer: HeteroZeroOptimizer) -> None:
+    batch = training.batch_of(run, 1) or training.on_device(models.data(2, seed=0))
+    optimizer.train_step(training.loss_of(run.recipe), batch)
+
+
+def test_samples_for_a_rank_that_the_plan_gives_none(ranks: Pool) -> None:
+    run = Run(RECIPE, plan_of(0, ((2, 3), (), (1, 2), (2, 2))))
+    failures = assert_nothing_lost(ranks.run(between_good_steps, run, a_batch_for_an_idle_rank))
+    assert_raised(failures, "rank 1")
+    assert "2 samples" in failures[1].message
+
+
+def train_with_placeholders(run: Run) -> dict[str, Tensor]:
+    """A rank without samples has one in its batch, as the sampler gives it; it does not count."""
+    model, optimizer = training.prepare(run)
+    for step in range(len(run.recipe.batches)):
+        placeholder = training.on_device(models.data(1, seed=0))
+        batch = training.batch_of(run, step) or placeholder
+        optimizer.train_step(training.loss_of(run.recipe), batch)
+    return training.whole_parameters(model, optimizer)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_samplers_placeholder_is_dropped(ranks: Pool, stage: int) -> None:
+    for parameters in ranks.run(train_with_placeholders, Run(RECIPE, plan_of(stage, IDLE_RANK))):
+        training.assert_close(parameters, reference.train(RECIPE).parameters)
+
+
+# Exceptions
+
+
+def boom_when(where: str, run: Run) -> Callable[[nn.Module, dict], Tensor]:
+    """The recipe's loss, but for an exception on one rank."""
+    loss_fn, entered = training.loss_of(run.recipe), [0]
+
+    def boom(*_: object) -> None:
+        raise Boom(f"no more samples in {where}")
+
+    def loss(model: nn.Module, micro_batch: dict) -> Tensor:
+        entered[0] += 1
+        if harness.rank() != BAD:
+            return loss_fn(model, micro_batch)
+        if where == "the first pass" or (where == "the second pass" and entered[0] == 2):
+            boom()
+        if where != "the middle of backward":
+            return loss_fn(model, micro_batch)
+        handle = model.blocks[0].register_forward_hook(
+            lambda module, args, out: out.register_hook(boom) and None
+        )
+        try:
+            return loss_fn(model, micro_batch)
+        finally:
+            handle.remove()
+
+    return loss
+
+
+def boom_in_the_first_pass(run: Run, model: nn.Module, optimizer: HeteroZeroOptimizer) -> None:
+    optimizer.train_step(boom_when("the first pass", run), training.batch_of(run, 1))
+
+
+def boom_in_the_second_pass(run: Run, model: nn.Module, optimizer: HeteroZeroOptimizer) -> None:
+    optimizer.train_step(boom_when("the second pass", run), training.batch_of(run, 1))
+
+
+def boom_in_backward(run: Run, model: nn.Module, optimizer: HeteroZeroOptimizer) -> None:
+    optimizer.train_step(boom_when("the middle of backward", run), training.batch_of(run, 1))
+
+
+def boom_in_a_forward(run: Run, model: nn.Module, optimizer: HeteroZeroOptimizer) -> None:
+    def boom(*_: object) -> None:
+        raise Boom("no more samples in the middle of forward")
+
+    hook = model.blocks[1].up.register_forward_hook
+    handle = hook(boom) if harness.rank() == BAD else None
+    try:
+        optimizer.train_step(training.loss_of(run.recipe), training.batch_of(run, 1))
+    finally:
+        if handle is not None:
+            handle.remove()
+
+
+def boom_in_the_open_form(run: Run, model: nn.Module, optimizer: HeteroZeroOptimizer) -> None:
+    loss = boom_when("the second pass", run)
+    for micro_batch in optimizer.micro_batches(training.batch_of(run, 1)):
+        loss(model, micro_batch).backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        boom_in_the_first_pass,
+        boom_in_the_second_pass,
+        boom_in_a_forward,
+        boom_in_backward,
+        boom_in_the_open_form,
+    ],
+)
+def test_an_exception_in_one_ranks_loss(ranks: Pool, mistake: Mistake, stage: int) -> None:
+    answers = ranks.run(between_good_steps, Run(RECIPE, plan_of(stage)), mistake)
+    failures = assert_nothing_lost(answers)
+    assert_raised(failures)
+    for rank, failure in enumerate(failures):
+        if rank == BAD:
+            assert failure.is_a(Boom), failure
+        else:
+            assert failure.is_a(RankFailed), failure
+            assert f"rank {BAD}" in failure.message, failure
+            if mistake is not boom_in_the_open_form:
+                assert "no more samples" in failure.message, failure
+
+
+def boom_everywhere(run: Run, model: nn.Module, optimizer: HeteroZeroOptimizer) -> None:
+    def loss(model: nn.Module, micro_batch: dict) -> Tensor:
+        raise Boom("nobody can")
+
+    optimizer.train_step(loss, training.batch_of(run, 1))
+
+
+def loss_per_sample(run: Run, model: nn.Module, optimizer: HeteroZeroOptimizer) -> None:
+    optimizer.train_step(
+        lambda model, batch: model(batch["tokens"]).sum((1, 2)), training.batch_of(run, 1)
+    )
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("mistake", [boom_everywhere, loss_per_sample])
+def test_a_loss_that_fails_on_every_rank(ranks: Pool, mistake: Mistake, stage: int) -> None:
+    answers = ranks.run(between_good_steps, Run(RECIPE, plan_of(stage)), mistake)
+    assert_raised(assert_nothing_lost(answers))
+
+
+# The open form
+
+
+def leave_after_one(run: Run, model: nn.Module, optimizer: HeteroZeroOptimizer) -> None:
+    for micro_batch in optimizer.micro_batches(training.batch_of(run, 1)):
+        training.loss_of(run.recipe)(model, micro_batch).backward()
+        if len(run.plan.micro_batches[harness.rank()]) > 1:
+            break
+    optimizer.step()
+
+
+def one_leaves_after_one(run: Run, model: nn.Module, optimizer: HeteroZeroOptimizer) -> None:
+    for micro_batch in optimizer.micro_batches(training.batch_of(run, 1)):
+        training.loss_of(run.recipe)(model, micro_batch).backward()
+        if harness.rank() == BAD:
+            break
+    optimizer.step()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    ("mistake", "who"),
+    [(leave_after_one, ""), (one_leaves_after_one, f"rank {BAD}")],
+)
+def test_micro_batches_left_half_way(ranks: Pool, mistake: Mistake, who: str, stage: int) -> None:
+    answers = ranks.run(between_good_steps, Run(RECIPE, plan_of(stage)), mistake)
+    assert_raised(assert_nothing_lost(answers), who, kind=RuntimeError)
+
+
+def step_alone(run: Run, model: nn.Module, optimizer: HeteroZeroOptimizer) -> None:
+    optimizer.step()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_step_without_backward(ranks: Pool, stage: int) -> None:
+    answers = ranks.run(between_good_steps, Run(RECIPE, plan_of(stage)), step_alone)
+    assert_raised(assert_nothing_lost(answers), "backward", kind=RuntimeError)
+
+
+# What belongs together
+
+
+def another_optimizer(run: Run, model: nn.Module, optimizer: HeteroZeroOptimizer) -> None:
+    HeteroZeroOptimizer(
+        model, torch.optim.SGD, plan=run.plan, process_group=harness.group(), lr=0.1
+    )
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_second_optimizer_on_the_same_model(ranks: Pool, stage: int) -> None:
+    answers = ranks.run(between_good_steps, Run(RECIPE, plan_of(stage)), another_optimizer)
+    failures = assert_nothing_lost(answers)
+    assert_raised(failures, "optimizer")
+    assert all(f.is_a(ValueError) or f.is_a(RuntimeError) for f in failures)
+
+
+def plain_grad_scaler(run: Run, model: nn.Module, optimizer: HeteroZeroOptimizer) -> None:
+    scaler = torch.amp.GradScaler(harness.device().type, init_scale=256.0)
+    loss = training.loss_of(run.recipe)
+    try:
+        for micro_batch in optimizer.micro_batches(training.batch_of(run, 1)):
+            scaler.scale(loss(model, micro_batch)).backward()
+        scaler.step(optimizer)
+    finally:
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_plain_grad_scaler(ranks: Pool, stage: int) -> None:
+    answers = ranks.run(between_good_steps, Run(RECIPE, plan_of(stage)), plain_grad_scaler)
+    assert_raised(assert_nothing_lost(answers), "poplar.GradScaler")
+
+
+# Construction
+
+
+def then_train_well(run: Run, construct: Callable[[Run, nn.Module], object]) -> tuple:
+    """Construct wrongly; then rightly, on the same model, and train."""
+    model = models.build(run.recipe.spec).to(harness.device())
+    with harness.catching() as caught:
+        construct(run, model)
+    optimizer = HeteroZeroOptimizer(
+        model,
+        run.recipe.optimizer_class,
+        plan=run.plan,
+        process_group=harness.group(),
+        **dict(run.recipe.options),
+    )
+    for step in range(2):
+        training.take_step(run, model, optimizer, step)
+    return (caught or [None])[0], [], training.whole_parameters(model, optimizer)
+
+
+def construct_with(run: Run, model: nn.Module, **changes: object) -> HeteroZeroOptimizer:
+    arguments = {"plan": run.plan, "lr": 1e-3, "process_group": harness.group(), **changes}
+    optimizer_class = arguments.pop("optimizer_class", torch.optim.AdamW)
+    return HeteroZeroOptimizer(model, optimizer_class, **arguments)
+
+
+def with_a_plan_for_two(run: Run, model: nn.Module) -> None:
+    construct_with(run, model, plan=Plan.even(2, 12, 3, run.plan.stage))
+
+
+def with_a_plan_of_ones_own(run: Run, model: nn.Module) -> None:
+    micro_batches = run.plan.micro_batches[::-1] if harness.rank() == BAD else None
+    plan = replace(run.plan, micro_batches=micro_batches) if micro_batches else run.plan
+    construct_with(run, model, plan=plan)
+
+
+def with_a_stage_of_ones_own(run: Run, model: nn.Module) -> None:
+    stage = 3 - run.plan.stage if harness.rank() == BAD else run.plan.stage
+    construct_with(run, model, plan=plan_of(stage))
+
+
+def with_a_model_of_ones_own(run: Run, model: nn.Module) -> None:
+    if harness.rank() == BAD:
+        model = models.build(ModelSpec(hidden=33))
+    construct_with(run, model.to(harness.device()))
+
+
+def with_frozen_parameters_of_ones_own(run: Run, model: nn.Module) -> None:
+    if harness.rank() == BAD:
+        model = models.build(ModelSpec(frozen=True))
+    construct_with(run, model.to(harness.device()))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    ("construct", "pattern"),
+    [
+        (with_a_plan_for_two, "2 ranks"),
+        (with_a_plan_of_ones_own, "plan"),
+        (with_a_stage_of_ones_own, "plan"),
+        (with_a_model_of_ones_own, "model"),
+        (with_frozen_parameters_of_ones_own, "model"),
+    ],
+)
+def test_plans_and_models_that_do_not_fit(
+    ranks: Pool, construct: Callable, pattern: str, stage: int
+) -> None:
+    answers = ranks.run(then_train_well, Run(RECIPE, plan_of(stage)), construct)
+    failures = assert_nothing_lost(answers)
+    assert_raised(failures, pattern)
+    assert all(f.is_a(ValueError) or f.is_a(RuntimeError) for f in failures)
+
+
+def test_ranks_that_disagree_are_named(ranks: Pool) -> None:
+    for construct in (with_a_plan_of_ones_own, with_a_model_of_ones_own):
+        answers = ranks.run(then_train_well, Run(RECIPE, plan_of(0)), construct)
+        assert_raised([failure for failure, _, _ in answers], str(BAD))
+
+
+def with_lbfgs(run: Run, model: nn.Module) -> None:
+    construct_with(run, model, optimizer_class=torch.optim.LBFGS)
+
+
+def with_adafactor(run: Run, model: nn.Module) -> None:
+    construct_with(run, model, optimizer_class=torch.optim.Adafactor)
+
+
+def with_muon(run: Run, model: nn.Module) -> None:
+    construct_with(run, model, optimizer_class=torch.optim.Muon)
+
+
+def with_sparse_adam(run: Run, model: nn.Module) -> None:
+    construct_with(run, model, optimizer_class=torch.optim.SparseAdam)
+
+
+@pytest.mark.parametrize(
+    ("construct", "name"),
+    [
+        (with_lbfgs, "LBFGS"),
+        (with_adafactor, "Adafactor"),
+        (with_muon, "Muon"),
+        (with_sparse_adam, "SparseAdam"),
+    ],
+)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_optimizers_that_are_not_elementwise(
+    ranks: Pool, construct: Callable, name: str, stage: int
+) -> None:
+    if not hasattr(torch.optim, name):
+        pytest.skip(f"this torch has no {name}")
+    answers = ranks.run(then_train_well, Run(RECIPE, plan_of(stage)), construct)
+    failures = assert_nothing_lost(answers)
+    assert_raised(failures, name, "elementwise")
+    assert all(f.is_a(ValueError) or f.is_a(TypeError) for f in failures)
+
+
+def with_ddp(run: Run, model: nn.Module) -> None:
+    wrapped = nn.parallel.DistributedDataParallel(model, process_group=harness.group())
+    construct_with(run, wrapped)
+
+
+def with_ddp_inside(run: Run, model: nn.Module) -> None:
+    wrapped = nn.parallel.DistributedDataParallel(model, process_group=harness.group())
+    construct_with(run, nn.Sequential(wrapped))
+
+
+def with_fsdp2(run: Run, model: nn.Module) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    other = models.build(run.recipe.spec).to(harness.device())
+    mesh = DeviceMesh.from_group(harness.group(), harness.device().type)
+    fully_shard(other, mesh=mesh)
+    construct_with(run, other)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize(
+    ("construct", "pattern"),
+    [
+        (with_ddp, "DistributedDataParallel"),
+        (with_ddp_inside, "DistributedDataParallel"),
+        (with_fsdp2, "FSDP"),
+    ],
+)
+def test_models_that_somebody_else_averages(
+    ranks: Pool, construct: Callable, pattern: str, stage: int
+) -> None:
+    answers = ranks.run(then_train_well, Run(RECIPE, plan_of(stage)), construct)
+    failures = assert_nothing_lost(answers)
+    assert_raised(failures, pattern)
+    assert all(f.is_a(ValueError) or f.is_a(TypeError) for f in failures)
+
+
+def train_with_batch_norm(stage: int, engine: dict, mode: bool) -> bool:
+    """One step in training or evaluation mode; whether anything moved."""
+    spec = ModelSpec(kind="batch_norm")
+    run = Run(Recipe(spec=spec, batches=(12,)), plan_of(stage), engine=engine)
+    model, optimizer = training.prepare(run)
+    model.train(mode)
+    before = training.whole_parameters(model, optimizer)
+    training.take_step(run, model, optimizer, 0)
+    after = training.whole_parameters(model, optimizer)
+    return any(not torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_batch_norm_in_training_mode(ranks: Pool, stage: int) -> None:
+    failures = ranks.run_expecting_errors(train_with_batch_norm, stage, {}, True)
+    assert_raised(failures, "BatchNorm", "allow_batch_norm")
+    assert all(f.is_a(ValueError) or f.is_a(RuntimeError) for f in failures)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_batch_norm_that_is_allowed(ranks: Pool, stage: int) -> None:
+    assert all(ranks.run(train_with_batch_norm, stage, {"allow_batch_norm": True}, True))
+
+
+def full_state_dict(run: Run) -> tuple[dict | None, dict]:
+    model, optimizer = training.prepare(run)
+    training.take_step(run, model, optimizer, 0)
+    state = None
+    with harness.catching():
+        state = {name: value.cpu().clone() for name, value in model.state_dict().items()}
+    return state, training.whole_parameters(model, optimizer)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_models_state_dict_is_full_or_an_error(ranks: Pool, stage: int) -> None:
+    recipe = replace(RECIPE, spec=ModelSpec(tied=True))
+    for state, whole in ranks.run(full_state_dict, Run(recipe, plan_of(stage))):
+        if state is None:
+            assert stage == 3, "below stage 3 every rank has every parameter"
+            continue
+        for name, value in whole.items():
+            assert torch.equal(state[name], value), name
+
+
+def test_shares_that_do_not_sum_to_one() -> None:
+    with pytest.raises(ValueError, match=r"0\.9"):
+        Plan(stage=1, global_batch=4, micro_batches=((2,), (2,)), shares=(0.5, 0.4))
+
+
+def test_without_a_process_group() -> None:
+    with pytest.raises(RuntimeError, match="init_process_group"):
+        HeteroZeroOptimizer(models.build(ModelSpec()), torch.optim.AdamW, stage=0, lr=1e-3)
+
+
+def test_no_trainable_parameter(ranks: Pool) -> None:
+    failures = ranks.run_expecting_errors(optimize_nothing)
+    assert_raised(failures, "parameter", kind=ValueError)
+
+
+def optimize_nothing() -> None:
+    model = models.build(ModelSpec()).requires_grad_(False)
+    poplar.HeteroZeroOptimizer(
+        model, torch.optim.AdamW, stage=0, process_group=harness.group(), lr=1e-3
+    )

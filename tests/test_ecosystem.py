@@ -1,0 +1,620 @@
+"""What schedulers, scalers, checkpoints, compilers and trainers expect of an optimizer."""
+
+from __future__ import annotations
+
+import copy
+import math
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import models
+import pytest
+import ranks as harness
+import reference
+import torch
+import torch.distributed as dist
+import training
+from models import ModelSpec
+from ranks import Failure, Pool
+from reference import Recipe, Trajectory
+from torch import Tensor, nn
+from training import STAGES, Run, assert_close, assert_exact, assert_raised, assert_same
+
+import poplar
+from poplar import HeteroZeroOptimizer, Plan
+
+SHARES = (0.55, 0.25, 0.0, 0.2)
+OTHER_SHARES = (0.0, 0.3, 0.6, 0.1)
+MICRO_BATCHES = ((1, 1), (0, 1), (1, 2), (3, 3))
+RECIPE = Recipe(batches=(12,) * 3)
+
+
+def plan_of(stage: int, shares: tuple[float, ...] = SHARES) -> Plan:
+    return Plan(stage=stage, global_batch=12, micro_batches=MICRO_BATCHES, shares=shares)
+
+
+# An optimizer like any other
+
+
+def look_at(run: Run) -> list[str]:
+    """What is wrong with this optimizer, as an optimizer."""
+    model, optimizer = training.prepare(run)
+    wrong = []
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        wrong.append("it is no torch.optim.Optimizer")
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    ours = [p for group in models.parameter_groups(run.recipe.spec, model) for p in group["params"]]
+    if [id(p) for p in held] != [id(p) for p in ours]:
+        wrong.append("param_groups do not hold the user's parameters")
+    if [group["weight_decay"] for group in optimizer.param_groups] != [0.1, 0.0]:
+        wrong.append("param_groups lost their options")
+    if not all(isinstance(p, nn.Parameter) for p in model.parameters()):
+        wrong.append("the model lost its parameters")
+    if optimizer.plan != run.plan:
+        wrong.append("plan")
+    training.take_step(run, model, optimizer, 0)
+    if any(p.grad is not None for p in model.parameters()):
+        wrong.append("gradients outlive the step")
+    return wrong
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_it_is_an_optimizer_of_the_users_parameters(ranks: Pool, stage: int) -> None:
+    recipe = Recipe(spec=ModelSpec(two_groups=True), batches=(12,))
+    assert ranks.run(look_at, Run(recipe, plan_of(stage))) == [[]] * 4
+
+
+OPTIMIZERS = {
+    "SGD": (("lr", 0.1),),
+    "SGD with momentum": (("lr", 0.1), ("momentum", 0.9), ("nesterov", True)),
+    "Adam": (("lr", 1e-3), ("eps", 1e-5), ("amsgrad", True)),
+    "NAdam": (("lr", 1e-3), ("eps", 1e-5)),
+    "RMSprop": (("lr", 1e-3), ("eps", 1e-5)),
+    "Adagrad": (("lr", 1e-3), ("eps", 1e-5)),
+    "AdamW": (("lr", 1e-3), ("eps", 1e-5), ("foreach", True)),
+}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_every_elementwise_optimizer_is_exact(ranks: Pool, stage: int) -> None:
+    recipes = {
+        name: replace(RECIPE, optimizer=name.split()[0], options=options)
+        for name, options in OPTIMIZERS.items()
+    }
+    runs = [Run(recipe, plan_of(stage)) for recipe in recipes.values()]
+    trained = ranks.run(training.train_many, runs)
+    for index, (name, recipe) in enumerate(recipes.items()):
+        assert_exact([of_rank[index] for of_rank in trained], recipe, name)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_schedulers_change_the_learning_rate(ranks: Pool, stage: int) -> None:
+    recipe = Recipe(decaying=True, spec=ModelSpec(two_groups=True))
+    runs = [Run(recipe, plan_of(stage), open_form) for open_form in (False, True)]
+    trained = ranks.run(training.train_many, runs)
+    for index in range(len(runs)):
+        assert_exact([of_rank[index] for of_rank in trained], recipe)
+
+
+def train_in_the_world(run: Run) -> Trajectory:
+    """With no word on process groups."""
+    model = models.build(run.recipe.spec).to(harness.device())
+    optimizer = HeteroZeroOptimizer(
+        model, run.recipe.optimizer_class, plan=run.plan, **dict(run.recipe.options)
+    )
+    for step in range(len(run.recipe.batches)):
+        training.take_step(run, model, optimizer, step)
+    return training.whole_parameters(model, optimizer)
+
+
+def test_the_default_process_group_is_the_world(ranks: Pool) -> None:
+    for parameters in ranks.run(train_in_the_world, Run(RECIPE, plan_of(3))):
+        assert_close(parameters, reference.train(RECIPE).parameters)
+
+
+def train_plainly(run: Run) -> dict[str, Tensor]:
+    """The loop of any PyTorch tutorial."""
+    model, optimizer = training.prepare(run)
+    for step in range(len(run.recipe.batches)):
+        loss = training.loss_of(run.recipe)(model, training.batch_of(run, step))
+        loss.backward()
+        if run.recipe.max_norm is not None:
+            optimizer.clip_grad_norm_(run.recipe.max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+    return training.whole_parameters(model, optimizer)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_plain_loop_averages_over_ranks(ranks: Pool, stage: int) -> None:
+    recipe = replace(RECIPE, max_norm=0.1)
+    plan = Plan.manual("3,3,3,3", stage=stage, shares=SHARES)
+    for parameters in ranks.run(train_plainly, Run(recipe, plan)):
+        assert_close(parameters, reference.train(recipe).parameters)
+
+
+def accumulate_without_sync(run: Run) -> dict[str, Tensor]:
+    """Two backwards before each step, the first of them in `no_sync`."""
+    model, optimizer = training.prepare(run)
+    loss = training.loss_of(run.recipe)
+    for step in range(0, len(run.recipe.batches), 2):
+        with optimizer.no_sync():
+            loss(model, training.batch_of(run, step)).backward()
+        loss(model, training.batch_of(run, step + 1)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return training.whole_parameters(model, optimizer)
+
+
+def accumulate_alone(recipe: Recipe) -> dict[str, Tensor]:
+    model = models.build(recipe.spec)
+    optimizer = recipe.optimizer_class(model.parameters(), **dict(recipe.options))
+    for step in range(len(recipe.batches)):
+        models.mean_over_samples(model, recipe.batch(step)).backward()
+        if step % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    return dict(model.named_parameters())
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_no_sync_accumulates(ranks: Pool, stage: int) -> None:
+    recipe = Recipe(batches=(12,) * 4, optimizer="SGD", options=(("lr", 0.1), ("momentum", 0.9)))
+    plan = Plan.manual("3,3,3,3", stage=stage, shares=SHARES)
+    for parameters in ranks.run(accumulate_without_sync, Run(recipe, plan)):
+        assert_close(parameters, accumulate_alone(recipe))
+
+
+def gradients_before_the_step(run: Run) -> dict[str, Tensor]:
+    model, optimizer = training.prepare(run)
+    for micro_batch in optimizer.micro_batches(training.batch_of(run, 0)):
+        training.loss_of(run.recipe)(model, micro_batch).backward()
+    return {name: p.grad.cpu().clone() for name, p in model.named_parameters()}
+
+
+def test_at_stage_0_grad_is_the_mean_over_the_whole_batch(ranks: Pool) -> None:
+    model = models.build(RECIPE.spec)
+    models.mean_over_samples(model, RECIPE.batch(0)).backward()
+    expected = {name: p.grad for name, p in model.named_parameters()}
+    for gradients in ranks.run(gradients_before_the_step, Run(RECIPE, plan_of(0))):
+        assert_close(gradients, expected)
+
+
+def norms_of_other_kinds(run: Run) -> list[float]:
+    model, optimizer = training.prepare(run)
+    norms = []
+    for norm_type in (1.0, 2.0, 3.0, math.inf):
+        for micro_batch in optimizer.micro_batches(training.batch_of(run, 0)):
+            training.loss_of(run.recipe)(model, micro_batch).backward()
+        norms.append(float(optimizer.clip_grad_norm_(1e9, norm_type=norm_type)))
+        optimizer.zero_grad()
+    return norms
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_norms_of_other_kinds(ranks: Pool, stage: int) -> None:
+    model = models.build(RECIPE.spec)
+    models.mean_over_samples(model, RECIPE.batch(0)).backward()
+    expected = [
+        float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9, norm_type))
+        for norm_type in (1.0, 2.0, 3.0, math.inf)
+    ]
+    for norms in ranks.run(norms_of_other_kinds, Run(RECIPE, plan_of(stage))):
+        assert norms == pytest.approx(expected, rel=1e-5)
+
+
+# Compilers
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_blocks_that_dynamo_traced(ranks: Pool, stage: int, checkpointing: bool) -> None:
+    recipe = replace(RECIPE, spec=ModelSpec(compiled="aot_eager", checkpointing=checkpointing))
+    plan = Plan.manual("3,3,3,3", stage=stage, shares=SHARES)
+    assert_exact(ranks.run(training.train, Run(recipe, plan), timeout=150), recipe)
+
+
+@pytest.mark.slow
+def test_blocks_that_inductor_compiled(ranks: Pool) -> None:
+    if shutil.which("c++") is None and shutil.which("g++") is None:
+        pytest.skip("torch.compile needs a C++ compiler")
+    recipe = Recipe(batches=(4, 4), spec=ModelSpec(compiled="inductor", blocks=2))
+    plan = Plan.manual("2,2", stage=3, shares=(0.7, 0.3))
+    assert_exact(ranks.run(training.train, Run(recipe, plan), ranks=2, timeout=300), recipe)
+
+
+# Gradient scaling
+
+
+def train_with_scaler(run: Run) -> tuple[dict[str, Tensor], list[float]]:
+    model, optimizer = training.prepare(run)
+    scaler = poplar.GradScaler(harness.device().type, init_scale=1024.0, growth_interval=1000)
+    scales = []
+    for step in range(len(run.recipe.batches)):
+        loss, batch = training.loss_of(run.recipe), training.batch_of(run, step)
+        if run.open_form:
+            for micro_batch in optimizer.micro_batches(batch):
+                scaler.scale(loss(model, micro_batch)).backward()
+            scaler.unscale_(optimizer)
+            optimizer.clip_grad_norm_(run.recipe.max_norm)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        else:
+            optimizer.train_step(loss, batch, max_norm=run.recipe.max_norm, scaler=scaler)
+        scales.append(scaler.get_scale())
+    return training.whole_parameters(model, optimizer), scales
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("open_form", [False, True], ids=["train_step", "own loop"])
+def test_scaled_gradients_are_exact(ranks: Pool, open_form: bool, stage: int) -> None:
+    recipe = replace(RECIPE, max_norm=0.1)
+    answers = ranks.run(train_with_scaler, Run(recipe, plan_of(stage), open_form))
+    for parameters, scales in answers:
+        assert scales == [1024.0] * 3
+        assert_close(parameters, reference.train(recipe).parameters)
+
+
+def overflow_on_one_rank(run: Run, bad: int) -> tuple[bool, list[str], float, dict[str, Tensor]]:
+    """A good step, one with an infinite loss on one rank, a good step."""
+    model, optimizer = training.prepare(run)
+    scaler = poplar.GradScaler(harness.device().type, init_scale=1024.0, growth_interval=1000)
+    loss = training.loss_of(run.recipe)
+    optimizer.train_step(loss, training.batch_of(run, 0), scaler=scaler)
+    before = training.whole_parameters(model, optimizer)
+    factor = math.inf if harness.rank() == bad else 1.0
+    result = optimizer.train_step(
+        lambda model, batch: loss(model, batch) * factor,
+        training.batch_of(run, 1),
+        scaler=scaler,
+        max_norm=1.0,
+    )
+    after = training.whole_parameters(model, optimizer)
+    changed = [name for name, value in before.items() if not torch.equal(after[name], value)]
+    optimizer.train_step(loss, training.batch_of(run, 1), scaler=scaler)
+    left = training.whole_parameters(model, optimizer)
+    return result.skipped, changed, scaler.get_scale(), left
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks: Pool, stage: int) -> None:
+    recipe = replace(RECIPE, batches=(12, 12))
+    for answer in ranks.run(overflow_on_one_rank, Run(recipe, plan_of(stage)), 2):
+        skipped, changed, scale, left = answer
+        assert skipped
+        assert not changed
+        assert scale == 512.0
+        assert_close(left, reference.train(recipe).parameters)
+
+
+# Checkpoints
+
+
+def ask_one_rank_for_its_state(run: Run) -> tuple[bool, dict[str, Tensor]]:
+    """As trainers do: right after construction, on rank 0 alone, without a collective."""
+    model, optimizer = training.prepare(run)
+    good = True
+    if harness.rank() == 0:
+        state = optimizer.state_dict()
+        good = {"state", "param_groups"} <= state.keys()
+    training.take_step(run, model, optimizer, 0)
+    return good, training.whole_parameters(model, optimizer)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_state_of_one_rank_alone(ranks: Pool, stage: int) -> None:
+    recipe = replace(RECIPE, batches=(12,))
+    for good, parameters in ranks.run(ask_one_rank_for_its_state, Run(recipe, plan_of(stage))):
+        assert good
+        assert_close(parameters, reference.train(recipe).parameters)
+
+
+def save_and_go_on(run: Run, folder: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Train on, or stop half-way, load into a fresh process's objects, and train on."""
+    model, optimizer = training.prepare(run)
+    half = len(run.recipe.batches) // 2
+    for step in range(half):
+        training.take_step(run, model, optimizer, step)
+    whole = training.whole_parameters(model, optimizer)
+    path = Path(folder) / f"rank-{harness.rank()}.pt"
+    torch.save(optimizer.state_dict(), path)
+    for step in range(half, len(run.recipe.batches)):
+        training.take_step(run, model, optimizer, step)
+    straight = training.whole_parameters(model, optimizer)
+
+    model = models.build(run.recipe.spec)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(whole[name])
+    model.to(harness.device())
+    optimizer = HeteroZeroOptimizer(
+        model,
+        run.recipe.optimizer_class,
+        plan=run.plan,
+        params=models.parameter_groups(run.recipe.spec, model),
+        process_group=harness.group(),
+        **dict(run.recipe.options),
+    )
+    optimizer.load_state_dict(torch.load(path, weights_only=False))
+    for step in range(half, len(run.recipe.batches)):
+        training.take_step(run, model, optimizer, step)
+    return straight, training.whole_parameters(model, optimizer)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_training_resumes_from_its_state_with_the_same_bits(
+    ranks: Pool, stage: int, tmp_path: Path
+) -> None:
+    recipe = Recipe(batches=(12,) * 4, spec=ModelSpec(two_groups=True, unused=True))
+    run = Run(recipe, plan_of(stage))
+    for straight, resumed in ranks.run(save_and_go_on, run, str(tmp_path)):
+        assert_close(straight, reference.train(recipe).parameters)
+        assert_same(resumed, straight)
+
+
+def load_anothers_state(run: Run, what: str) -> None:
+    _, optimizer = training.prepare(run)
+    state = optimizer.state_dict()
+    if what == "rank":
+        states: list = [None] * harness.size()
+        dist.all_gather_object(states, state, group=harness.group())
+        state = states[(harness.rank() + 1) % harness.size()]
+    else:
+        other = replace(run, plan=plan_of(run.plan.stage, OTHER_SHARES))
+        _, optimizer = training.prepare(other)
+    optimizer.load_state_dict(state)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("what", ["rank", "plan"])
+def test_a_state_that_does_not_fit_is_refused(ranks: Pool, what: str, stage: int) -> None:
+    failures = ranks.run_expecting_errors(load_anothers_state, Run(RECIPE, plan_of(stage)), what)
+    assert_raised(failures, what)
+    assert all(f.is_a(ValueError) or f.is_a(RuntimeError) for f in failures)
+
+
+def train_after_an_empty_step(run: Run) -> tuple[list[str], dict[str, Tensor]]:
+    """What torch.distributed.checkpoint does to an optimizer to make it build its state."""
+    model, optimizer = training.prepare(run)
+    before = training.whole_parameters(model, optimizer)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter)
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = torch.tensor(0.0) if isinstance(group["lr"], Tensor) else 0.0
+    optimizer.step(closure=None)
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    optimizer.zero_grad(set_to_none=True)
+    after = training.whole_parameters(model, optimizer)
+    changed = [name for name, value in before.items() if not torch.equal(after[name], value)]
+    training.take_step(run, model, optimizer, 0)
+    return changed, training.whole_parameters(model, optimizer)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_step_with_which_checkpointing_begins_changes_nothing(ranks: Pool, stage: int) -> None:
+    recipe = replace(RECIPE, batches=(12,), optimizer="SGD", options=(("lr", 0.1),))
+    for changed, left in ranks.run(train_after_an_empty_step, Run(recipe, plan_of(stage))):
+        assert not changed
+        assert_close(left, reference.train(recipe).parameters)
+
+
+def consolidate_half_way(run: Run, to: int) -> tuple[dict | None, dict[str, Tensor]]:
+    model, optimizer = training.prepare(run)
+    for step in range(2):
+        training.take_step(run, model, optimizer, step)
+    state = optimizer.consolidate_state_dict(to=to)
+    return copy.deepcopy(state), training.whole_parameters(model, optimizer)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    "spec", [ModelSpec(), ModelSpec(two_groups=True, tied=True, frozen=True, unused=True)]
+)
+def test_a_consolidated_state_goes_on_in_plain_pytorch(
+    ranks: Pool, spec: ModelSpec, stage: int
+) -> None:
+    recipe = Recipe(batches=(12,) * 4, spec=spec)
+    answers = ranks.run(consolidate_half_way, Run(recipe, plan_of(stage)), 1)
+    assert [state is not None for state, _ in answers] == [False, True, False, False]
+    state, parameters = answers[1]
+    model = models.build(spec)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(parameters[name])
+    groups = models.parameter_groups(spec, model) or model.parameters()
+    optimizer = torch.optim.AdamW(groups, **dict(recipe.options))
+    optimizer.load_state_dict(state)
+    for step in (2, 3):
+        models.mean_over_samples(model, recipe.batch(step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_close(dict(model.named_parameters()), reference.train(recipe).parameters)
+
+
+def save_after_a_step(run: Run, path: str) -> dict[str, Tensor]:
+    model, optimizer = training.prepare(run)
+    training.take_step(run, model, optimizer, 0)
+    optimizer.save_model(path)
+    dist.barrier(harness.group())
+    return training.whole_parameters(model, optimizer)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_saved_model_holds_full_weights(ranks: Pool, stage: int, tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    path = tmp_path / "model.safetensors"
+    recipe = replace(RECIPE, spec=ModelSpec(tied=True, frozen=True))
+    whole = ranks.run(save_after_a_step, Run(recipe, plan_of(stage)), str(path))[0]
+    saved = safetensors.load_file(path)
+    assert saved.keys() <= models.build(recipe.spec).state_dict().keys()
+    assert whole.keys() <= saved.keys() | {"embedding.weight", "head.weight"}
+    for name, value in saved.items():
+        assert torch.equal(value, whole.get(name, whole["embedding.weight"])), name
+
+
+def change_plans(run: Run, later: Plan) -> dict[str, Tensor]:
+    model, optimizer = training.prepare(run)
+    for step in range(2):
+        training.take_step(run, model, optimizer, step)
+    optimizer.apply_plan(later)
+    run = replace(run, plan=later)
+    for step in range(2, len(run.recipe.batches)):
+        training.take_step(run, model, optimizer, step)
+    return training.whole_parameters(model, optimizer)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_new_plan_in_the_middle_of_training(ranks: Pool, stage: int) -> None:
+    recipe = Recipe(batches=(12,) * 4, max_norm=0.2)
+    later = Plan(
+        stage=stage,
+        global_batch=12,
+        micro_batches=((2, 2), (1, 1), (1, 1), (0, 4)),
+        shares=OTHER_SHARES,
+    )
+    for parameters in ranks.run(change_plans, Run(recipe, plan_of(stage)), later):
+        assert_close(parameters, reference.train(recipe).parameters)
+
+
+# Parameters and evaluation
+
+
+def evaluate_between_steps(
+    run: Run, counts: tuple[int, ...], weight: Callable | None, loss: Callable
+) -> tuple[float, float, dict[str, Tensor], bool]:
+    model, optimizer = training.prepare(run)
+    start = sum(counts[: harness.rank()])
+    loader = [
+        training.on_device(models.data(1 + index % 3, seed=500 + index, masked=True))
+        for index in range(start, start + counts[harness.rank()])
+    ]
+    first = optimizer.evaluate(loss, loader, weight=weight)
+    training.take_step(run, model, optimizer, 0)
+    second = optimizer.evaluate(loss, loader, weight=weight)
+    training.take_step(run, model, optimizer, 1)
+    return first, second, training.whole_parameters(model, optimizer), model.training
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("counts", [(3, 1, 2, 5), (0, 4, 0, 1)])
+@pytest.mark.parametrize("by_tokens", [True, False])
+def test_evaluation_is_the_mean_over_everything(
+    ranks: Pool, by_tokens: bool, counts: tuple[int, ...], stage: int
+) -> None:
+    recipe = replace(RECIPE, batches=(12, 12))
+    loss = models.mean_over_tokens if by_tokens else models.mean_over_samples
+    weight = models.counted_tokens if by_tokens else None
+    size = models.counted_tokens if by_tokens else lambda batch: len(batch["tokens"])
+
+    def mean(model: nn.Module) -> float:
+        batches = [models.data(1 + i % 3, seed=500 + i, masked=True) for i in range(sum(counts))]
+        with torch.no_grad():
+            total = sum(loss(model, batch).item() * size(batch) for batch in batches)
+        return total / sum(map(size, batches))
+
+    model = models.build(recipe.spec)
+    expected = [mean(model)]
+    after_one = reference.train(replace(recipe, batches=(12,))).parameters
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(after_one[name])
+    expected.append(mean(model))
+    run = Run(recipe, plan_of(stage))
+    for first, second, parameters, training_mode in ranks.run(
+        evaluate_between_steps, run, counts, weight, loss
+    ):
+        assert [first, second] == pytest.approx(expected, rel=1e-5)
+        assert training_mode, "evaluate left the model in another mode"
+        assert_close(parameters, reference.train(recipe).parameters)
+
+
+def double_a_parameter(run: Run, writeback: bool) -> tuple[dict[str, Tensor], Tensor]:
+    model, optimizer = training.prepare(run)
+    training.take_step(run, model, optimizer, 0)
+    with optimizer.full_parameters(writeback=writeback), torch.no_grad():
+        model.blocks[1].up.weight.mul_(2)
+        batch = training.on_device(run.recipe.batch(1))
+        logits = model(batch["tokens"]).cpu()
+    return training.whole_parameters(model, optimizer), logits
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_is_written_into_full_parameters_stays_if_asked(ranks: Pool, stage: int) -> None:
+    recipe = replace(RECIPE, batches=(12, 12))
+    expected = dict(reference.train(replace(recipe, batches=(12,))).parameters)
+    expected["blocks.1.up.weight"] = expected["blocks.1.up.weight"] * 2
+    model = models.build(recipe.spec)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(expected[name])
+        logits = model(recipe.batch(1)["tokens"])
+    for parameters, computed in ranks.run(double_a_parameter, Run(recipe, plan_of(stage)), True):
+        assert_close(parameters, expected)
+        torch.testing.assert_close(computed, logits, rtol=1e-4, atol=1e-5)
+
+
+def test_stage_3_forgets_what_was_written_without_writeback(ranks: Pool) -> None:
+    recipe = replace(RECIPE, batches=(12,))
+    for parameters, _ in ranks.run(
+        double_a_parameter, Run(replace(RECIPE, batches=(12, 12)), plan_of(3)), False
+    ):
+        assert_close(parameters, reference.train(recipe).parameters)
+
+
+def result_of_a_step(run: Run) -> tuple[float, float | None, int, float, float, bool]:
+    _, optimizer = training.prepare(run)
+    made = optimizer.train_step(training.loss_of(run.recipe), training.batch_of(run, 0))
+    return (
+        made.loss,
+        made.grad_norm,
+        made.samples,
+        made.seconds,
+        made.waiting_seconds,
+        made.skipped,
+    )
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_steps_result(ranks: Pool, stage: int) -> None:
+    recipe = replace(RECIPE, batches=(12,))
+    expected = reference.train(recipe)
+    for loss, norm, samples, seconds, waiting, skipped in ranks.run(
+        result_of_a_step, Run(recipe, plan_of(stage))
+    ):
+        assert loss == pytest.approx(expected.losses[0], rel=1e-5)
+        assert norm is None or math.isfinite(norm)
+        assert samples == 12
+        assert 0 <= waiting <= seconds
+        assert not skipped
+
+
+def leave_traces(run: Run) -> list[Failure]:
+    """An optimizer that went out of scope does not stand in the way of the next."""
+    model = models.build(run.recipe.spec).to(harness.device())
+    raised: list[Failure] = []
+    for _ in range(2):
+        with harness.catching() as caught:
+            optimizer = HeteroZeroOptimizer(
+                model,
+                torch.optim.SGD,
+                plan=run.plan,
+                process_group=harness.group(),
+                lr=0.1,
+            )
+            training.take_step(run, model, optimizer, 0)
+        del optimizer
+        raised += caught
+    return raised
+
+
+def test_a_model_outlives_its_optimizer_below_stage_3(ranks: Pool) -> None:
+    for stage in (0, 1, 2):
+        assert (
+            ranks.run(leave_traces, Run(replace(RECIPE, batches=(12,)), plan_of(stage))) == [[]] * 4
+        )

@@ -1,0 +1,54 @@
+"""A rank that dies or stops in the middle of a step: the others say so, and which one, in time."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from datetime import timedelta
+
+import pytest
+import ranks as harness
+import training
+from ranks import Failure, one_off
+from reference import Recipe
+from training import Run
+
+from poplar import Plan, PoplarError
+
+TIMEOUT = timedelta(seconds=4)
+LOST = 1
+
+
+def train_until(run: Run, how: signal.Signals) -> float:
+    """Train; in its second step one rank is lost in the middle of its loss."""
+    model, optimizer = training.prepare(run)
+    loss = training.loss_of(run.recipe)
+    training.take_step(run, model, optimizer, 0)
+
+    def lose_one(model, micro_batch):
+        if harness.rank() == LOST:
+            os.kill(os.getpid(), how)
+        return loss(model, micro_batch)
+
+    began = time.monotonic()
+    with harness.catching() as caught:
+        optimizer.train_step(lose_one, training.batch_of(run, 1))
+    return time.monotonic() - began, (caught or [None])[0]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_survivors_raise_in_time_and_name_the_lost_rank(how: signal.Signals, stage: int) -> None:
+    plan = Plan.manual("1,1,2", stage=stage)
+    run = Run(Recipe(batches=(4, 4)), plan, engine={"timeout": TIMEOUT})
+    answers = one_off(3, train_until, run, how, lost=[LOST], timeout=45)
+    for rank, answer in enumerate(answers):
+        if rank == LOST:
+            continue
+        assert not isinstance(answer, Failure), answer
+        seconds, failure = answer
+        assert failure is not None, f"rank {rank} took the step without rank {LOST}"
+        assert failure.is_a(PoplarError), failure
+        assert f"rank {LOST}" in failure.message, failure
+        assert seconds < 4 * TIMEOUT.total_seconds()

@@ -1,0 +1,153 @@
+"""Units in the order that the ranks agreed on: entered often, skipped, or in another order."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import ranks as harness
+import reference
+import training
+from models import ModelSpec
+from ranks import Failure, Pool
+from reference import Recipe, Steering
+from training import STAGES, Run, assert_exact, assert_same
+
+from poplar import OutOfOrder, Plan, PoplarError
+
+SHARES = (0.55, 0.25, 0.0, 0.2)
+
+
+def plan_of(stage: int, *samples: int, passes: int = 1) -> Plan:
+    return Plan.manual(samples, stage=stage, passes=passes, shares=SHARES)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_unit_may_be_entered_several_times(ranks: Pool, stage: int, checkpointing: bool) -> None:
+    recipe = Recipe(spec=ModelSpec(kind="albert", checkpointing=checkpointing), batches=(12,) * 4)
+    plan = plan_of(stage, 1, 2, 3, 0, passes=2)
+    assert_exact(ranks.run(training.train, Run(recipe, plan)), recipe)
+
+
+LAYER_DROP = {
+    "one rank skips a block": (Steering(0, 4, "skip", 1), Steering(4, 12, "skip", None)),
+    "each rank skips another": (
+        Steering(0, 4, "skip", 0),
+        Steering(4, 7, "skip", 1),
+        Steering(7, 10, "skip", 2),
+        Steering(10, 12, "skip", None),
+    ),
+    "one rank skips a block now and then": (
+        Steering(0, 4, "skip", None),
+        Steering(4, 7, "skip", 2, steps=(1, 3)),
+        Steering(7, 12, "skip", None),
+    ),
+    "nobody uses a block": (Steering(0, 12, "skip", 1),),
+    "nobody uses a block now and then": (Steering(0, 12, "skip", 1, steps=(1, 2)),),
+    "all go through the blocks backwards": (Steering(0, 12, "order", "reversed"),),
+}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("case", LAYER_DROP)
+@pytest.mark.parametrize("open_form", [False, True], ids=["train_step", "own loop"])
+def test_ranks_need_not_use_every_unit(ranks: Pool, stage: int, case: str, open_form: bool) -> None:
+    recipe = Recipe(steering=LAYER_DROP[case], batches=(12,) * 4, max_norm=0.2)
+    run = Run(recipe, plan_of(stage, 4, 3, 3, 2), open_form)
+    assert_exact(ranks.run(training.train, run), recipe)
+
+
+def go_another_way(run: Run, me: int, first: int) -> tuple[Failure | None, bool, dict]:
+    """From step `first` on one rank enters its blocks in reverse; then a good step."""
+    model, optimizer = training.prepare(run)
+    for step in range(first):
+        training.take_step(run, model, optimizer, step)
+    before = training.whole_parameters(model, optimizer)
+    batch = training.batch_of(run, first)
+    if harness.rank() == me:
+        batch["order"] = "reversed"
+    with harness.catching() as caught:
+        optimizer.train_step(training.loss_of(run.recipe), batch)
+    after = training.whole_parameters(model, optimizer)
+    same = all(after[name].equal(value) for name, value in before.items())
+    if caught:
+        training.take_step(run, model, optimizer, first)
+    return (caught or [None])[0], same, training.whole_parameters(model, optimizer)
+
+
+@pytest.mark.parametrize("me", [0, 1])
+def test_a_rank_in_another_order_is_an_error_that_names_the_unit(ranks: Pool, me: int) -> None:
+    """Where parameters are gathered unit by unit: everybody raises, nothing is lost."""
+    recipe = Recipe(batches=(12,) * 3)
+    run = Run(recipe, plan_of(3, 4, 3, 3, 2))
+    answers = ranks.run(go_another_way, run, me, 2)
+    training.assert_raised([failure for failure, _, _ in answers], "blocks.", f"rank {me}")
+    for failure, same, parameters in answers:
+        assert failure.is_a(OutOfOrder) or failure.is_a(PoplarError), failure
+        assert same, "the step in which a rank went another way changed parameters"
+        training.assert_close(parameters, reference.train(recipe).parameters)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_order_does_not_matter_where_parameters_are_whole(ranks: Pool, stage: int) -> None:
+    """An error on all ranks or the exact gradient, but neither a hang nor something in between."""
+    recipe = Recipe(batches=(12,) * 3)
+    steered = replace(
+        recipe,
+        steering=(
+            Steering(0, 4, "order", "forward"),
+            Steering(4, 7, "order", "reversed", steps=(2,)),
+            Steering(7, 12, "order", "forward"),
+        ),
+    )
+    answers = ranks.run(go_another_way, Run(recipe, plan_of(stage, 4, 3, 3, 2)), 1, 2)
+    failures = [failure for failure, _, _ in answers if failure is not None]
+    expected = reference.train(recipe if failures else steered).parameters
+    assert len(failures) in (0, len(answers)), failures
+    for failure, same, parameters in answers:
+        assert same == (failure is not None)
+        training.assert_close(parameters, expected)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_given_units_and_found_ones_agree(ranks: Pool, stage: int) -> None:
+    recipe = Recipe(batches=(12,) * 2, max_norm=0.1)
+    plan = plan_of(stage, 4, 3, 3, 2)
+    given = Run(recipe, plan, engine={"units": ["blocks.0", "blocks.2", "norm"]})
+    assert_exact(ranks.run(training.train, given), recipe)
+
+
+def count_passes(run: Run) -> int:
+    """How many micro-batches the open form yields, with samples and without."""
+    model, optimizer = training.prepare(run)
+    loss = training.loss_of(run.recipe)
+    yielded = 0
+    for micro_batch in optimizer.micro_batches(training.batch_of(run, 0)):
+        yielded += 1
+        assert len(micro_batch["tokens"]) > 0
+        loss(model, micro_batch).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return yielded
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_empty_passes_are_played_without_the_user(ranks: Pool, stage: int) -> None:
+    micro_batches = ((0, 1, 2), (0, 0, 0), (3, 3, 3), (0, 0, 1))
+    plan = Plan(stage=stage, global_batch=13, micro_batches=micro_batches, shares=SHARES)
+    run = Run(Recipe(batches=(13,)), plan)
+    assert ranks.run(count_passes, run) == [2, 0, 3, 1]
+
+
+def train_twice_the_same(run: Run) -> bool:
+    """Two trainings in one process do not see each other."""
+    first, second = training.train(run), training.train(run)
+    assert_same(first.parameters, second.parameters)
+    return first.losses == second.losses
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_run_after_run_gives_the_same_bits(ranks: Pool, stage: int) -> None:
+    run = Run(Recipe(batches=(12,) * 2), plan_of(stage, 4, 3, 3, 2))
+    assert all(ranks.run(train_twice_the_same, run))
