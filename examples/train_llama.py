@@ -32,12 +32,7 @@ from poplar import HeteroBatchSampler, HeteroZeroOptimizer, Plan
 
 Batch = dict[str, Tensor]
 
-DTYPES = {
-    "auto": "auto",
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def main() -> None:
@@ -58,7 +53,8 @@ def train(options: argparse.Namespace, device: torch.device) -> None:
         config.context, patterns=options.text, held_out=options.held_out, limit=options.text_bytes
     )
     check_same_text(training)
-    speeds = measure(config, training, device, options)
+    dtype = compute_dtype(options.dtype, device)
+    speeds = measure(config, dtype, training, device, options)
     plan = make_plan(options, speeds, world_size)
     console.print(str(plan))
 
@@ -73,7 +69,7 @@ def train(options: argparse.Namespace, device: torch.device) -> None:
         model,
         torch.optim.AdamW,
         plan=plan,
-        compute_dtype=DTYPES[options.dtype],
+        compute_dtype=dtype,
         lr=options.learning_rate,
         betas=(0.9, 0.95),
         weight_decay=0.1,
@@ -111,7 +107,7 @@ def train(options: argparse.Namespace, device: torch.device) -> None:
         optimizer.save_model(options.save)
         console.print(f"saved {options.save}")
     if speeds:
-        total = sum_of_speeds(speeds, measure(config, training, device, options))
+        total = sum_of_speeds(speeds, measure(config, dtype, training, device, options))
         console.print(
             f"{reached:.4g} samples/s over all steps · "
             f"{100 * reached / total:.0f} % of sum of speeds, {total:.4g} samples/s"
@@ -153,14 +149,30 @@ def check_same_text(text: ByteWindows) -> None:
         )
 
 
+def compute_dtype(asked: str, device: torch.device) -> torch.dtype:
+    """What is asked for; for auto as the optimizer's own "auto", but known before there is one."""
+    if asked != "auto":
+        return DTYPES[asked]
+    if device.type == "cpu":
+        return torch.float32
+    # Emulated bf16 does not count: speeds are measured in this dtype, and emulation is slow.
+    native: list[bool] = [False] * dist.get_world_size()
+    dist.all_gather_object(native, torch.cuda.get_device_capability(device) >= (8, 0))
+    return torch.bfloat16 if all(native) else torch.float16
+
+
 def measure(
-    config: LlamaConfig, text: ByteWindows, device: torch.device, options: argparse.Namespace
+    config: LlamaConfig,
+    dtype: torch.dtype,
+    text: ByteWindows,
+    device: torch.device,
+    options: argparse.Namespace,
 ) -> tuple[Speed, ...]:
     """Every rank's speed on a plain model of its own; empty if `--measure-seconds` is 0."""
     if options.measure_seconds == 0:
         return ()
     return measure_speeds(
-        Llama(config).to(device, torch.bfloat16 if options.dtype == "bf16" else torch.float32),
+        Llama(config).to(device, dtype),
         next_byte_loss,
         lambda samples: to_device(default_collate([text[i] for i in range(samples)]), device),
         max_batch=options.max_micro_batch,
@@ -229,8 +241,7 @@ def report(
     parts = [f"step {step}", f"loss {result.loss:.2f}", f"{samples_per_second:.4g} samples/s"]
     if speeds:
         parts.append(f"{100 * samples_per_second / sum_of_speeds(speeds):.0f} % of sum of speeds")
-    if result.waiting_on is not None:
-        parts.append(f"waiting on rank {result.waiting_on}")
+    parts.append(f"waiting on rank {result.waiting_on}")
     return " · ".join(parts)
 
 
@@ -315,7 +326,7 @@ def parse_options() -> argparse.Namespace:
     model.add_argument("--heads", type=positive, help="heads of queries, in place of the set's")
     model.add_argument("--kv-heads", type=positive, help="heads of keys and values, likewise")
     model.add_argument("--context", type=positive, help="bytes per sample, in place of the set's")
-    model.add_argument("--dtype", choices=tuple(DTYPES), default="auto", help="compute dtype")
+    model.add_argument("--dtype", choices=("auto", *DTYPES), default="auto", help="to compute in")
     model.add_argument("--recompute", action="store_true", help="activation checkpointing")
     model.add_argument("--compile", action="store_true", help="torch.compile each block")
 
