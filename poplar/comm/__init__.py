@@ -1,0 +1,11 @@
+"""Collectives over unequal shards: who takes part, what is sent, and the transports that carry it.
+
+Knows layouts and tensors, not what they mean: no unit, no stage, no model is ever named here.
+"""
+
+from poplar.comm.bucket import Bucket, Codec
+from poplar.comm.communicator import Communicator, Pending, connect
+from poplar.comm.control import Control
+from poplar.comm.group import Group
+
+__all__ = ["Bucket", "Codec", "Communicator", "Control", "Group", "Pending", "connect"]

@@ -1,0 +1,59 @@
+"""What is sent: a flat buffer that packing writes into and the transport sends from.
+
+The transport hands buckets out (`Communicator.buffer`), so that it can place them where sending is
+free: a shared segment, a registered buffer. The codec decides how values travel: which dtype is on
+the wire, how gradients enter the bucket, how the slices of all ranks become one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from poplar import ops
+from poplar.planning.layout import Layout
+
+
+@dataclass(frozen=True)
+class Codec:
+    """Values travel in `wire_dtype`, rounded once when packed; sums are fp32, in rank order."""
+
+    wire_dtype: torch.dtype = torch.float32
+
+    def pack(
+        self,
+        data: Tensor,
+        gradients: Sequence[Tensor],
+        offsets: Sequence[int],
+        weight: float,
+        accumulate: bool,
+    ) -> None:
+        ops.pack_(data, list(gradients), list(offsets), weight, accumulate)
+
+    def reduce(self, out: Tensor, received: Tensor, ranks: int, accumulate: bool) -> None:
+        ops.rank_sum_(out, received, ranks, accumulate)
+
+
+@dataclass(frozen=True, eq=False)
+class Bucket:
+    """One flat buffer of `layout.numel` elements in the codec's wire dtype."""
+
+    data: Tensor
+    layout: Layout
+    codec: Codec
+
+    def pack(
+        self,
+        gradients: Sequence[Tensor],
+        offsets: Sequence[int],
+        weight: float,
+        *,
+        accumulate: bool = False,
+    ) -> None:
+        """Write `weight * gradients[i]` at `offsets[i]`; without `accumulate` all the rest becomes
+        zero.
+        """
+        self.codec.pack(self.data, gradients, offsets, weight, accumulate)

@@ -1,0 +1,104 @@
+"""The seam between the engine and the transports: three collectives over uneven layouts.
+
+Each is issued by every rank of the group, in the same order, and returns at once; `Pending.wait`
+ends it, within the group's deadline. Every transport declares the order in which it adds.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from poplar.comm.bucket import Bucket, Codec
+from poplar.comm.group import Group
+from poplar.planning.layout import Layout
+
+
+class Pending(Protocol):
+    """A collective that has been issued."""
+
+    def wait(self) -> float:
+        """Finish it: the result is usable on the current stream. Returns the seconds this rank was held up.
+
+        Raises:
+            CollectiveTimeout: names the ranks that did not take part before the deadline.
+        """
+        ...
+
+
+class Communicator(ABC):
+    """A transport. All methods are collective over `group`; `what` names the call in errors."""
+
+    reduction_order: ClassVar[str]
+    """`"rank"`: ((r0 + r1) + r2) + ...; equal declared orders give equal bits."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+
+    def buffer(
+        self, layout: Layout, dtype: torch.dtype, device: torch.device, codec: Codec | None = None
+    ) -> Bucket:
+        """A bucket for one flat buffer, uninitialised, placed where this transport sends from
+        best.
+        """
+        codec = codec if codec is not None else Codec(dtype)
+        data = torch.empty(layout.numel, dtype=codec.wire_dtype, device=device)
+        return Bucket(data=data, layout=layout, codec=codec)
+
+    @abstractmethod
+    def reduce_scatter(
+        self, bucket: Bucket, out: Tensor, *, accumulate: bool, what: str
+    ) -> Pending:
+        """`out` = (or +=) the sum over ranks of this rank's slice of their buckets.
+
+        Args:
+            bucket: packed; must stay unchanged until the wait is over.
+            out: fp32, `bucket.layout.size(rank)` elements; may be that very slice of `bucket.data`.
+        """
+
+    @abstractmethod
+    def all_gather(self, data: Tensor, layout: Layout, *, what: str) -> Pending:
+        """Complete `data` (`layout.numel` elements) in place: each rank has filled its own
+        slice.
+        """
+
+    @abstractmethod
+    def broadcast(self, data: Tensor, source: int, *, what: str) -> None:
+        """Make `data` equal to group rank `source`'s on every rank; returns when it is."""
+
+    @abstractmethod
+    def reshard(self, shard: Tensor, old: Layout, new: Layout, *, what: str) -> Tensor:
+        """This rank's slice under `new` of a buffer of which every rank holds its slice under
+        `old`.
+        """
+
+
+def connect(group: Group, choice: str | Communicator) -> Communicator:
+    """The transport for a group.
+
+    Args:
+        choice: `"auto"`, `"process_group"`, or a communicator built by the caller.
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    from poplar.comm.process_group import ProcessGroupCommunicator
+
+    if isinstance(choice, Communicator):
+        return choice
+    if choice in ("auto", "process_group"):
+        return ProcessGroupCommunicator(group)
+    raise ValueError(
+        f"communicator={choice!r} is not known; use 'auto', 'process_group' or a "
+        f"poplar.comm.Communicator"
+    )
+
+
+def own_slice(data: Tensor, layout: Layout, rank: int) -> Tensor:
+    """The view of `data` that `rank` owns under `layout`."""
+    low, high = layout.bounds(rank)
+    return data[low:high]

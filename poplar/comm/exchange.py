@@ -1,0 +1,119 @@
+"""Direct exchange: sends and receives between pairs of ranks, all in flight at once, with one deadline.
+
+Every collective of `process_group` and every agreement of `control` is one of these. Because each
+receive belongs to one peer, a wait that fails knows whom it waited for. On gloo this moves 64 MiB
+in
+0.25 to 0.4 of the time of `all_to_all_single` or `all_gather_single` (2 and 4 ranks on 2 cores).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch import Tensor
+
+from poplar.comm.group import Group
+from poplar.errors import CollectiveTimeout
+
+# After the first peer has been found missing, what is left of the others' answers is only asked
+# for this long.
+_LAST_CALL = timedelta(milliseconds=50)
+
+
+@dataclass(frozen=True)
+class Message:
+    """One tensor to or from one peer (a group rank). Both ends skip empty tensors."""
+
+    peer: int
+    tensor: Tensor
+    incoming: bool
+
+
+class Exchange:
+    """Messages in flight on a process group; `finish` runs once, when all have arrived."""
+
+    def __init__(
+        self,
+        group: Group,
+        process_group: dist.ProcessGroup,
+        messages: Sequence[Message],
+        *,
+        tag: int,
+        what: str,
+        finish: Callable[[], None] | None = None,
+    ) -> None:
+        self._group = group
+        self._what = what
+        self._finish = finish
+        self._messages = [message for message in messages if message.tensor.numel() > 0]
+        self._blocks_host = dist.get_backend(process_group) == "gloo"
+        try:
+            self._works = _start(process_group, self._messages, tag)
+        except RuntimeError as error:
+            raise self._failure(sorted({m.peer for m in self._messages}), error) from error
+
+    def wait(self) -> float:
+        began = time.perf_counter()
+        if self._blocks_host:
+            self._wait_for_peers()
+        else:
+            # NCCL: orders the current stream behind the transfer; its own watchdog holds the
+            # deadline.
+            for work in self._works:
+                work.wait()
+        held_up = time.perf_counter() - began
+        if self._finish is not None:
+            self._finish()
+        self._works, self._messages, self._finish = [], [], None
+        return held_up
+
+    def _wait_for_peers(self) -> None:
+        deadline = time.monotonic() + self._group.timeout.total_seconds()
+        missing: set[int] = set()
+        cause: RuntimeError | None = None
+        for message, work in zip(self._messages, self._works, strict=True):
+            left = timedelta(seconds=max(deadline - time.monotonic(), 0.001))
+            try:
+                work.wait(min(left, _LAST_CALL) if missing else left)
+            except RuntimeError as error:
+                missing.add(message.peer)
+                cause = cause or error
+        if missing:
+            raise self._failure(sorted(missing), cause) from cause
+
+    def _failure(self, peers: list[int], cause: RuntimeError | None) -> CollectiveTimeout:
+        names = ", ".join(str(peer) for peer in peers)
+        seconds = self._group.timeout.total_seconds()
+        return CollectiveTimeout(
+            f"rank {self._group.rank}: {self._what} failed, waiting for rank(s) {names} "
+            f"(deadline {seconds:g} s). Look at the log of rank(s) {names} first: stopped, killed "
+            f"or far behind? "
+            f"A longer deadline: HeteroZeroOptimizer(..., timeout=timedelta(...)). Cause: "
+            f"{_first_line(cause)}"
+        )
+
+
+def _start(
+    process_group: dist.ProcessGroup, messages: Sequence[Message], tag: int
+) -> list[dist.Work]:
+    if not messages:
+        return []
+    operations = [
+        dist.P2POp(
+            dist.irecv if message.incoming else dist.isend,
+            message.tensor,
+            group=process_group,
+            group_peer=message.peer,
+            tag=tag,
+        )
+        for message in messages
+    ]
+    return list(dist.batch_isend_irecv(operations))
+
+
+def _first_line(error: RuntimeError | None) -> str:
+    return str(error).splitlines()[0] if error is not None and str(error) else "unknown"

@@ -1,0 +1,86 @@
+"""Who takes part: the one place that knows ranks, world size, deadlines and the torch process
+groups.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_process_group_store
+
+DEFAULT_TIMEOUT = timedelta(minutes=5)
+
+# A gloo group beside an NCCL one costs sockets and threads: one per process group, however many
+# optimizers.
+_CONTROL_GROUPS: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """The ranks of one job as long as nobody joins or leaves; `epoch` counts such changes."""
+
+    epoch: int
+    ranks: tuple[int, ...]
+    """Global ranks, in group order: `ranks[r]` is the global rank of group rank `r`."""
+    store: torch._C._distributed_c10d.Store
+    process_group: dist.ProcessGroup
+    """Carries tensors: NCCL on CUDA, gloo on CPU."""
+    control_group: dist.ProcessGroup
+    """Carries small host values; always gloo, so that agreeing never waits for a GPU stream."""
+    timeout: timedelta
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank(self.process_group)
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def backend(self) -> str:
+        return str(dist.get_backend(self.process_group))
+
+    @classmethod
+    def of(cls, process_group: dist.ProcessGroup | None, timeout: timedelta | None) -> Group:
+        """Describe `process_group` (None: WORLD). Collective over the group on its first use with NCCL.
+
+        Raises:
+            RuntimeError: torch.distributed is not initialised; that is the user's to do.
+        """
+        if not dist.is_available() or not dist.is_initialized():
+            raise RuntimeError(
+                "torch.distributed is not initialised; call torch.distributed.init_process_group() "
+                "before building the optimizer and start the script with torchrun"
+            )
+        chosen = process_group if process_group is not None else dist.group.WORLD
+        assert chosen is not None
+        return cls(
+            epoch=0,
+            ranks=tuple(dist.get_process_group_ranks(chosen)),
+            store=_get_process_group_store(chosen),
+            process_group=chosen,
+            control_group=_control_group(chosen),
+            timeout=timeout if timeout is not None else DEFAULT_TIMEOUT,
+        )
+
+
+def _control_group(process_group: dist.ProcessGroup) -> dist.ProcessGroup:
+    if dist.get_backend(process_group) == "gloo":
+        return process_group
+    control = _CONTROL_GROUPS.get(process_group)
+    if control is None:
+        control = dist.new_group(
+            ranks=dist.get_process_group_ranks(process_group),
+            backend="gloo",
+            use_local_synchronization=True,
+        )
+        assert control is not None
+        _CONTROL_GROUPS[process_group] = control
+    return control

@@ -1,0 +1,840 @@
+"""`HeteroZeroOptimizer`: the face of the engine, and a real `torch.optim.Optimizer`.
+
+Here a step is put together: cut the batch, open, run the passes, close, update. What a ZeRO stage
+does in each of these is the strategy's matter (`poplar.zero`), how tensors travel the transport's
+(`poplar.comm`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from poplar import nest
+from poplar.comm import Communicator, Control, Group, connect
+from poplar.errors import CollectiveTimeout, PoplarError
+from poplar.planning.plan import Plan
+from poplar.scaler import GradScaler
+from poplar.zero import checks
+from poplar.zero.agreement import (
+    Closing,
+    Opening,
+    agree,
+    close_step,
+    join_norm,
+    local_norm,
+    open_step,
+)
+from poplar.zero.conductor import Mode
+from poplar.zero.setup import agree_on_request, build, check_request
+from poplar.zero.update import OptimizerFactory
+
+Loss = Literal["mean", "sum", "global_mean"]
+LossFunction = Callable[[nn.Module, Any], Tensor]
+Weight = Callable[[Any], "float | int | Tensor"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """What one `train_step` did. The same on every rank, but for `waiting_seconds`."""
+
+    loss: float
+    """Weighted loss of the whole global batch."""
+    grad_norm: float | None
+    """Of the whole gradient, before clipping; None without `max_norm`."""
+    samples: int
+    """In the global batch."""
+    seconds: float
+    waiting_seconds: float
+    """Of these, how long this rank was held up by others."""
+    waiting_on: int
+    """The rank that was held up least: the one that the others waited for."""
+    skipped: bool
+    """The gradient was not finite under the loss scale, so no rank stepped."""
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """One pass of this rank."""
+
+    batch: Any
+    samples: int
+    weight: float
+    leader: int | None
+    last: bool
+
+
+class HeteroZeroOptimizer(torch.optim.Optimizer):
+    """Trains `model` with ZeRO over ranks that differ in batch, passes and share of the state.
+
+    The gradient is that of one big device, whatever the plan:
+
+        g = sum over ranks r, passes s of  w[r][s] * grad(mean loss of micro-batch (r, s))
+        w[r][s] = samples of micro-batch (r, s) / samples of all ranks in this step
+
+    With `weight=f` (tokens that count, say) `f(micro_batch)` takes the place of samples.
+    `loss="sum"`
+    makes each weight `1 / total`, `loss="global_mean"` 1, for losses that are divided already.
+    Gradients
+    are weighted and added in fp32, in rank order; the same batches give the same bits whatever the
+    shares.
+
+        plan = Plan.proportional(speeds, global_batch=512, stage=2, max_micro_batch=16)
+        optimizer = HeteroZeroOptimizer(model, torch.optim.AdamW, plan=plan, lr=3e-4)
+        for batch in loader:                                  # this rank's part of a global batch
+            result = optimizer.train_step(loss_fn, batch, max_norm=1.0)
+
+    Trainers that own their loop use the open form, which is exact in the same way:
+
+            for micro_batch in optimizer.micro_batches(batch):
+                loss_fn(model, micro_batch).backward()
+            optimizer.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    A backward outside `micro_batches` is one pass of weight `1 / ranks`, and the last one of the
+    step
+    unless it runs inside `no_sync()`; then every rank must run one. Gradients leave `.grad` as
+    soon as a
+    unit is done; at stage 0 `.grad` holds the mean gradient between the last pass and `step()`.
+
+    Collective, to be called by every rank: the constructor, `train_step`, `micro_batches`,
+    `clip_grad_norm_`, `step`, `evaluate`, `full_parameters`, `consolidate_state_dict`, `save_model`,
+    `apply_plan`. If a rank fails in a step, all ranks raise, nothing is applied, and training may
+    go on.
+
+    Args:
+        model: on this rank's device, the same on every rank; the first rank's values and buffers
+        are
+            broadcast. Not wrapped in DDP or FSDP.
+        optimizer_class: elementwise (AdamW, Adam, SGD, ...); tried out, others are refused.
+        plan: batches, passes and shares of each rank. None: even shares at `stage`, and whatever
+            batch each rank brings in one pass.
+        params: parameters or param groups of the model, as `torch.optim` takes them; default: all
+        that
+            require a gradient.
+        process_group: default WORLD. NCCL for CUDA, gloo for CPU.
+        units: module names, modules or classes whose parameters travel together; default: repeated
+            blocks are found, the rest is the root unit.
+        compute_dtype: dtype of the parameters in forward and backward, and of floating-point
+        inputs;
+            masters stay fp32. "auto": an fp32 model on CUDA is computed in bf16 if every rank has
+            it, else in
+            fp16 with a loss scale; any other model as it is.
+        reduce_dtype: dtype in which gradients travel; they are added in fp32.
+        communicator: "auto" or a `poplar.comm.Communicator`.
+        timeout: how long a rank waits for another, 5 minutes by default.
+        allow_batch_norm: accept BatchNorm in training mode, whose statistics are per micro-batch.
+        **optimizer_kwargs: for `optimizer_class`; `fused=True` is added where it exists.
+
+    Raises:
+        ValueError, TypeError, RuntimeError: what this rank was given is wrong, or ranks differ.
+        RankFailed: another rank was given something wrong.
+    """
+
+    # GradScaler.step then calls step() with the scale, so that a plain scaler can be named and
+    # refused.
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer_class: OptimizerFactory,
+        *,
+        plan: Plan | None = None,
+        stage: int | None = None,
+        params: Iterable[Any] | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        units: Sequence[str | nn.Module | type[nn.Module]] | None = None,
+        compute_dtype: torch.dtype | Literal["auto"] = "auto",
+        reduce_dtype: torch.dtype = torch.float32,
+        communicator: str | Communicator = "auto",
+        timeout: timedelta | None = None,
+        allow_batch_norm: bool = False,
+        **optimizer_kwargs: Any,
+    ) -> None:
+        self._group = Group.of(process_group, timeout)
+        self._control = Control(self._group)
+        error: Exception | None = None
+        try:
+            comm = connect(self._group, communicator)
+            request = check_request(
+                model,
+                optimizer_class,
+                optimizer_kwargs,
+                plan=plan,
+                stage=stage,
+                params=params,
+                units=units,
+                compute_dtype=compute_dtype,
+                reduce_dtype=reduce_dtype,
+                world_size=self._group.size,
+                allow_batch_norm=allow_batch_norm,
+            )
+        except Exception as caught:
+            error = caught
+        agree(self._control, error, doing="building the optimizer")
+        dtype = agree_on_request(self._control, request)
+        self._model = model
+        self._plan = plan
+        self._stage = request.stage
+        self._allow_batch_norm = allow_batch_norm
+        self._compute_dtype = dtype
+        self._default_scaler = GradScaler(request.device.type) if dtype is torch.float16 else None
+        self._engine, self._update = build(request, comm, self._control, dtype)
+        super().__init__(request.groups, self._update.inner.defaults)
+        self._settings_are_final = True
+        checks.claim(list(model.named_parameters()), self)
+        self._forget_step()
+        self._guard_model_state()
+
+    # The step.
+
+    def train_step(
+        self,
+        loss_fn: LossFunction,
+        batch: Any,
+        *,
+        weight: Weight | None = None,
+        loss: Loss = "mean",
+        max_norm: float | None = None,
+        scaler: GradScaler | None = None,
+    ) -> StepResult:
+        """One optimizer step on one global batch. Collective.
+
+        Args:
+            loss_fn: `loss_fn(model, micro_batch)` -> scalar loss of the micro-batch.
+            batch: this rank's part of the global batch, any nest of tensors, cut on dim 0. A rank
+            to
+                which the plan gives no samples may pass anything, None too.
+            weight: what a micro-batch counts for; default: its samples.
+            loss: what `loss_fn` returns: the "mean" over what `weight` counts, its "sum", or the
+            sum
+                divided by the global total already ("global_mean").
+            max_norm: clip the gradient to this norm.
+            scaler: for fp16; without one an own `GradScaler` is used where the model computes in
+            fp16.
+
+        Raises:
+            RankFailed: another rank failed. What this rank's `loss_fn` raises comes through as it
+            is.
+                In both cases no rank has stepped.
+            CollectiveTimeout: a rank did not answer before the deadline.
+        """
+        began = time.perf_counter()
+        if scaler is not None and not isinstance(scaler, GradScaler):
+            raise TypeError(_PLAIN_SCALER)
+        scaler = scaler if scaler is not None else self._default_scaler
+        pieces = self._open_step(batch, weight, loss)
+        own_loss: Tensor | float = 0.0
+        error: Exception | None = None
+        for piece in pieces:
+            if not self._begin_pass(piece):
+                continue
+            try:
+                if piece.samples and error is None:
+                    value = loss_fn(self._model, piece.batch)
+                    _check_loss(value, self._group.rank)
+                    (value if scaler is None else scaler.scale(value)).backward()
+                    own_loss = own_loss + value.detach().double() * piece.weight
+            except CollectiveTimeout:
+                self._engine.abort()
+                raise
+            except Exception as caught:
+                error = caught
+            self._end_pass(failed=error is not None)
+        self._engine.settle()
+        self._loss = float(own_loss)
+        norm_type = 2.0 if max_norm is not None or scaler is not None else None
+        closing = self._close(norm_type, error)
+        norm = None
+        if scaler is not None:
+            scaler.unscale_(self)
+        if max_norm is not None:
+            norm = float(self.clip_grad_norm_(max_norm))
+        skipped = scaler is not None and not self._gradient_is_finite
+        samples = sum(self._opening.samples) if self._opening is not None else 0
+        if scaler is None:
+            self.step()
+        else:
+            scaler.step(self)
+            scaler.update()
+        self._forget_step()
+        return StepResult(
+            loss=closing.loss,
+            grad_norm=norm,
+            samples=samples,
+            seconds=time.perf_counter() - began,
+            waiting_seconds=self._opening_wait + self._engine.strategy.waited,
+            waiting_on=min(range(self._group.size), key=closing.waited.__getitem__),
+            skipped=skipped,
+        )
+
+    def micro_batches(
+        self, batch: Any, weight: Weight | None = None, loss: Loss = "mean"
+    ) -> Iterator[Any]:
+        """Cut this rank's part of a global batch by the plan, for trainers that own their loop. Collective.
+
+        Yields the micro-batches that have samples; run one backward for each. Passes without
+        samples
+        are played in between. Leaving the loop before its end abandons the step on all ranks. The
+        arguments are those of `train_step`.
+        """
+        pieces = self._open_step(batch, weight, loss)
+        played = 0
+        try:
+            for piece in pieces:
+                if self._begin_pass(piece):
+                    if piece.samples:
+                        yield piece.batch
+                    self._end_pass()
+                played += 1
+            self._engine.settle()
+        except GeneratorExit:
+            if self._pass_open or played < len(pieces) - 1:
+                self._abandon(pieces[played + 1 :])
+            raise
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Apply the step's gradient. Collective.
+
+        Gradients that the user has set in `.grad` without a backward count as one pass of weight
+        `1 / ranks`.
+
+        Raises:
+            RankFailed: another rank could not finish its passes; nobody has stepped.
+            RuntimeError: no backward since the last step, or a plain `GradScaler`.
+        """
+        result: float | None = None
+        if closure is not None:
+            with torch.enable_grad():
+                result = closure()
+        if hasattr(self, "found_inf"):  # set by torch's GradScaler.step, which ours does not call
+            for name in ("found_inf", "grad_scale"):
+                vars(self).pop(name, None)
+            raise RuntimeError(_PLAIN_SCALER)
+        self._finish_passes()
+        closing = self._closing or self._close(None)
+        self._update.step(self.param_groups, closing.unused, self._factor)
+        self._engine.strategy.publish(self._engine.units)
+        self._forget_step()
+        return result
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale the whole gradient so that its norm is at most `max_norm`. Collective.
+
+        The norm is over all parameters of all ranks, and for `norm_type` 2 and infinity its bits
+        don't depend on the shares. Returns the norm before clipping.
+        """
+        norm_type = float(norm_type)
+        self._finish_passes()
+        closing = self._closing or self._close(norm_type)
+        norm = closing.norm
+        if closing.norm_type != norm_type:
+            ours = local_norm(self._engine.trained, self._group.rank, norm_type)
+            norm = join_norm(self._control.exchange(ours, what="a gradient norm")(), norm_type)
+        norm *= abs(self._factor)
+        self._factor *= min(1.0, float(max_norm) / (norm + 1e-6))
+        return torch.tensor(norm, dtype=torch.float32, device=self._engine.trained[0].device)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients of this step. `.grad` is always set to None."""
+        for flat in self._engine.trained:
+            for parameter in flat.parameters:
+                parameter.grad = None
+        if self._engine.has_gradients and not self._pass_open:
+            self._forget_step()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards in this context are not the last of their step (outside `micro_batches`
+        only).
+        """
+        before, self._engine.syncs = self._engine.syncs, False
+        try:
+            yield
+        finally:
+            self._engine.syncs = before
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
+        """As FSDP2's: `no_sync` without a context."""
+        self._engine.syncs = requires_gradient_sync
+
+    # Without a step.
+
+    @torch.no_grad()
+    def evaluate(
+        self, loss_fn: LossFunction, loader: Iterable[Any], weight: Weight | None = None
+    ) -> float:
+        """Exact mean loss over what all ranks' loaders yield, in eval mode. Collective.
+
+        Ranks may have different numbers of batches, none too. `weight` as in `train_step`.
+        """
+        was_training = self._model.training
+        self._model.eval()
+        batches = iter(loader)
+        total, count = 0.0, 0.0
+        error: Exception | None = None
+        lockstep = self._engine.strategy.gathers
+        try:
+            while True:
+                batch, found = None, False
+                if error is None:
+                    try:
+                        batch = next(batches)
+                        found = True
+                    except StopIteration:
+                        pass
+                    except Exception as caught:
+                        error = caught
+                leader: int | None = None
+                if lockstep:
+                    leader = self._first_with_batch(found)
+                    if leader is None:
+                        break
+                    self._engine.pass_begin(
+                        weight=0.0, leader=leader, last=True, mode=Mode.EVALUATE
+                    )
+                elif not found:
+                    break
+                if found:
+                    try:
+                        batch = self._cast(batch)
+                        counts = (
+                            float(weight(batch)) if weight is not None else nest.samples_in(batch)
+                        )
+                        total += float(loss_fn(self._model, batch)) * counts
+                        count += counts
+                    except CollectiveTimeout:
+                        self._engine.abort()
+                        raise
+                    except Exception as caught:
+                        error = caught
+                if lockstep:
+                    self._engine.pass_end(failed=error is not None)
+        finally:
+            self._model.train(was_training)
+        return self._join_evaluation(total, count, error)
+
+    def _first_with_batch(self, found: bool) -> int | None:
+        flags = self._control.exchange(torch.tensor([found]), what="a round of evaluate()")()
+        return next((rank for rank, flag in enumerate(flags) if bool(flag)), None)
+
+    def _join_evaluation(self, total: float, count: float, error: Exception | None) -> float:
+        agree(self._control, error, doing="evaluate()")
+        values = torch.tensor([total, count], dtype=torch.float64)
+        parts = self._control.exchange(values, what="the result of evaluate()")()
+        total, count = torch.stack(parts).sum(0).tolist()
+        if count == 0:
+            raise ValueError("evaluate(): no rank's loader yielded anything that counts")
+        return total / count
+
+    def full_parameters(self, writeback: bool = False) -> AbstractContextManager[None]:
+        """A context in which every parameter is whole on every rank. Collective at both ends.
+
+        Args:
+            writeback: take over what was written into the parameters (the same on all ranks), as by
+                `model.load_state_dict`; otherwise changes are lost at stage 3.
+        """
+        return self._full_parameters(writeback)
+
+    @contextmanager
+    def _full_parameters(self, writeback: bool) -> Iterator[None]:
+        self._writeback = writeback
+        with self._engine.all_values(writeback=writeback):
+            yield
+        if writeback:
+            for flat in self._engine.trained:
+                self._update.refresh(flat)
+
+    _writeback = False
+    _opening: Opening | None = None
+    _closing: Closing | None = None
+
+    @property
+    def plan(self) -> Plan | None:
+        """What is run; None without a plan."""
+        return self._plan
+
+    def memory(self) -> dict[str, int]:
+        """Bytes of training state on this rank: parameters, gradients, optimizer (masters
+        included).
+        """
+        from poplar.checkpoint import state_bytes
+
+        return state_bytes(self._engine, self._update)
+
+    def apply_plan(self, plan: Plan, *, at_step: int | None = None) -> None:
+        """Go on under another plan of the same stage: batches, passes and shares. Collective, between steps.
+
+        State moves directly from its old to its new owners.
+
+        Raises:
+            ValueError: another stage or world size, or ranks that give different plans.
+        """
+        from poplar.checkpoint import reshard
+
+        error: Exception | None = None
+        if at_step is not None:
+            error = ValueError(
+                "apply_plan(at_step=...) is not supported yet; call it between two steps"
+            )
+        elif plan.stage != self._stage or plan.world_size != self._group.size or plan.units:
+            error = ValueError(
+                f"apply_plan takes a plan of stage {self._stage} for {self._group.size} ranks "
+                f"without units of its "
+                f"own, got stage {plan.stage} for {plan.world_size}; build a new optimizer for that"
+            )
+        elif self._engine.has_gradients or self._engine.conductor.active:
+            error = RuntimeError("apply_plan() in the middle of a step; call it after step()")
+        agree(self._control, error, doing="apply_plan()")
+        digests = self._control.exchange_objects(plan.digest(), what="apply_plan()")
+        if len(set(digests)) > 1:
+            raise ValueError(f"the ranks gave different plans to apply_plan(): {digests}")
+        reshard(self._engine, self._update, plan.shares)
+        self._plan = plan
+
+    # Saving.
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's part, without a collective; loads at the same rank, world and plan.
+
+        For a checkpoint that any optimizer can read: `consolidate_state_dict`.
+        """
+        from poplar.checkpoint import local_state
+
+        state = super().state_dict()
+        state["poplar"] = local_state(self._engine, self._update, self._identity())
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` gave on this rank.
+
+        Raises:
+            ValueError: it is another rank's, or from another world, stage or shares.
+        """
+        from poplar.checkpoint import load_local_state
+
+        state_dict = dict(state_dict)
+        own = state_dict.pop("poplar", None)
+        if own is None:
+            raise ValueError(
+                "this state_dict is not a HeteroZeroOptimizer's; it must come from state_dict() "
+                "on the same rank"
+            )
+        load_local_state(self._engine, self._update, own, self._identity())
+        super().load_state_dict(state_dict)
+
+    def consolidate_state_dict(self, to: int = 0) -> dict[str, Any] | None:
+        """The whole optimizer state on one rank, as a plain `optimizer_class` saves it. Collective.
+
+        Returns:
+            On rank `to` a state dict that `optimizer_class(same param groups).load_state_dict`
+            takes;
+            None elsewhere.
+        """
+        from poplar.checkpoint import whole_state
+
+        return whole_state(
+            self._engine, self._update, super().state_dict()["param_groups"], self, to
+        )
+
+    def save_model(self, path: str | Path) -> None:
+        """Write the full weights, from rank 0, as safetensors. Collective."""
+        from poplar.checkpoint import save_model
+
+        save_model(self._engine, self._control, self._model, Path(path))
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if getattr(self, "_settings_are_final", False):
+            raise RuntimeError(
+                "the parameters of a HeteroZeroOptimizer are laid out when it is built; give all "
+                "param groups to "
+                "the constructor: params=[{...}, {...}]"
+            )
+        super().add_param_group(param_group)
+
+    # The parts of a step.
+
+    def _open_step(self, batch: Any, weight: Weight | None, loss: Loss) -> list[_Piece]:
+        """Check and cut the batch, and agree on weights with all ranks. Collective."""
+        error: Exception | None = None
+        sizes: tuple[int, ...] = ()
+        batches: list[Any] = []
+        counts: list[float] = []
+        try:
+            self._check_before_step(loss)
+            samples = self._samples_in(batch)
+            sizes = self._sizes(self._group.rank, samples)
+            batches = nest.cut(self._cast(batch), sizes) if samples else [None] * len(sizes)
+            for piece, size in zip(batches, sizes, strict=True):
+                counts.append(float(weight(piece)) if weight is not None and size else float(size))
+        except Exception as caught:
+            error = caught
+        self._opening, self._opening_wait = open_step(
+            self._control, samples=sum(sizes), weight=sum(counts), error=error
+        )
+        self._check_samples(self._opening)
+        self._engine.begin_step()
+        self._forget_closing()
+        total = self._opening.total_weight
+        factors = {"mean": counts, "sum": [1.0] * len(sizes), "global_mean": [total] * len(sizes)}[
+            loss
+        ]
+        return self._pieces(batches, sizes, [factor / total for factor in factors], self._opening)
+
+    def _pieces(
+        self, batches: list[Any], sizes: Sequence[int], weights: Sequence[float], opening: Opening
+    ) -> list[_Piece]:
+        if self._engine.strategy.reduces_every_pass:
+            passes = range(len(sizes))
+            others = [self._sizes(rank, samples) for rank, samples in enumerate(opening.samples)]
+            leaders = [opening.leader([own[place] for own in others]) for place in passes]
+        else:
+            leaders = [opening.leader(opening.samples)] * len(sizes)
+            passes = [place for place in range(len(sizes)) if sizes[place]]  # type: ignore[assignment]
+        pieces = [
+            _Piece(
+                batches[place], sizes[place], weights[place], leaders[place], place == passes[-1]
+            )
+            for place in passes
+        ]
+        return pieces or [_Piece(None, 0, 0.0, opening.leader(opening.samples), True)]
+
+    def _check_before_step(self, loss: Loss) -> None:
+        if loss not in ("mean", "sum", "global_mean"):
+            raise ValueError(f"loss={loss!r}; use 'mean', 'sum' or 'global_mean'")
+        if self._engine.conductor.active:
+            raise RuntimeError("a step begins inside another one's micro_batches loop")
+        if not self._allow_batch_norm:
+            checks.refuse_batch_norm(self._model)
+        mine = {id(p) for flat in self._engine.trained for p in flat.parameters}
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.requires_grad and id(parameter) not in mine:
+                    raise RuntimeError(
+                        f"a parameter of shape {tuple(parameter.shape)} was frozen when the "
+                        f"optimizer was built and "
+                        "requires a gradient now; build a new optimizer after unfreezing"
+                    )
+
+    def _samples_in(self, batch: Any) -> int:
+        rank = self._group.rank
+        if self._plan is None:
+            return 0 if batch is None else nest.samples_in(batch)
+        expected = self._plan.samples(rank)
+        if expected == 0:
+            return 0
+        if batch is None:
+            raise ValueError(
+                f"rank {rank}: no batch, but the plan gives this rank {expected} samples"
+            )
+        size = nest.samples_in(batch)
+        if size > expected:
+            raise ValueError(_wrong_size(rank, size, expected))
+        return size
+
+    def _sizes(self, rank: int, samples: int) -> tuple[int, ...]:
+        if self._plan is None:
+            return (samples,)
+        return self._plan.micro_batch_sizes(rank, samples)
+
+    def _check_samples(self, opening: Opening) -> None:
+        """All ranks know all sizes now, so all raise the same."""
+        total = sum(opening.samples)
+        if self._plan is not None and total != self._plan.global_batch:
+            try:
+                expected = self._plan.cut(total)
+            except ValueError:
+                expected = tuple(self._plan.samples(rank) for rank in range(self._group.size))
+            for rank, (size, should) in enumerate(zip(opening.samples, expected, strict=True)):
+                if size != should:
+                    raise ValueError(_wrong_size(rank, size, self._plan.samples(rank)))
+        if not opening.total_weight > 0.0:
+            raise ValueError(
+                f"the weights of this global batch of {total} samples sum to "
+                f"{opening.total_weight}; at least one "
+                "sample or token must count"
+            )
+
+    def _begin_pass(self, piece: _Piece) -> bool:
+        opened = self._engine.pass_begin(weight=piece.weight, leader=piece.leader, last=piece.last)
+        self._pass_open = opened
+        self._pass_is_last = piece.last
+        return opened
+
+    def _end_pass(self, *, failed: bool = False) -> None:
+        if self._pass_open:
+            self._pass_open = False
+            self._engine.pass_end(failed=failed)
+
+    def _finish_passes(self) -> None:
+        """Bring the step's gradients to their final form, whichever way they came. Collective."""
+        if self._abandoned:
+            raise RuntimeError(
+                f"rank {self._group.rank}: the micro_batches loop of this step was left before "
+                f"its end, so the step "
+                "was abandoned on all ranks; begin the next one with a new micro_batches()"
+            )
+        if self._pass_open:
+            if not self._pass_is_last:
+                raise RuntimeError(
+                    f"rank {self._group.rank}: step() inside the micro_batches loop, before its "
+                    f"last micro-batch"
+                )
+            self._end_pass()
+        elif not self._engine.has_gradients:
+            if not any(p.grad is not None for f in self._engine.trained for p in f.parameters):
+                raise RuntimeError(
+                    f"rank {self._group.rank}: step() without a backward since the last step: no "
+                    f"gradient to apply"
+                )
+            self._engine.begin_step(keep_gradients=True)
+            self._engine.reduce_without_backward()
+        elif not self._engine.reduced:
+            self._engine.reduce_without_backward()  # all passes were inside no_sync()
+        self._engine.settle()
+
+    def _close(self, norm_type: float | None, error: Exception | None = None) -> Closing:
+        waited = self._opening_wait + self._engine.strategy.waited
+        try:
+            closing = close_step(
+                self._control,
+                self._engine.trained,
+                loss=self._loss,
+                waited=waited,
+                norm_type=norm_type,
+                error=error,
+            )
+        except BaseException:
+            self._forget_step()
+            raise
+        self._closing = closing
+        return closing
+
+    def _abandon(self, rest: Sequence[_Piece]) -> None:
+        """This rank left its loop early: play the rest for the others, and let them know."""
+        self._end_pass(failed=True)
+        for piece in rest:
+            if self._begin_pass(piece):
+                self._end_pass(failed=True)
+        self._engine.settle()
+        reason = PoplarError(
+            "it left the micro_batches loop early (an exception in its body, or break)"
+        )
+        try:
+            self._close(None, reason)
+        except PoplarError as error:
+            if error is not reason:
+                raise
+        self._abandoned = True
+
+    def _unscale(self, inverse: float) -> bool:
+        """Divide the gradient by a loss scale; returns whether it is finite, agreed by all.
+        Collective.
+        """
+        self._finish_passes()
+        closing = self._closing or self._close(2.0)
+        norm = closing.norm
+        if closing.norm_type != 2.0:
+            ours = local_norm(self._engine.trained, self._group.rank, 2.0)
+            norm = join_norm(self._control.exchange(ours, what="a gradient norm")(), 2.0)
+        self._factor *= inverse
+        self._gradient_is_finite = norm != float("inf")
+        return self._gradient_is_finite
+
+    def _forget_closing(self) -> None:
+        self._closing = None
+        self._factor = 1.0
+        self._loss = 0.0
+        self._gradient_is_finite = True
+        self._abandoned = False
+        self._pass_open = False
+        self._pass_is_last = False
+
+    def _forget_step(self) -> None:
+        self._opening = None
+        self._opening_wait = getattr(self, "_opening_wait", 0.0)
+        self._engine.begin_step()
+        self._forget_closing()
+
+    def _cast(self, batch: Any) -> Any:
+        dtype = self._compute_dtype
+        if dtype is None or dtype is torch.float32:
+            return batch
+        return nest.map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, batch)
+
+    def _identity(self) -> dict[str, Any]:
+        return {
+            "rank": self._group.rank,
+            "world_size": self._group.size,
+            "stage": self._stage,
+            "layouts": [flat.layout.offsets for flat in self._engine.flats],
+        }
+
+    def _guard_model_state(self) -> None:
+        """Sharded parameters are not the model's to save or load; say so instead of saving NaN."""
+
+        def before(*_: Any) -> None:
+            if not self._engine.values_are_readable:
+                raise RuntimeError(
+                    "the model's parameters are sharded (stage 3), so model.state_dict() has "
+                    "nothing to give; use "
+                    "`with optimizer.full_parameters(): model.state_dict()` on all ranks, or "
+                    "optimizer.save_model(path)"
+                )
+
+        def before_loading(*_: Any) -> None:
+            if not self._engine.values_are_readable or (
+                self._engine.strategy.gathers and not self._writeback
+            ):
+                raise RuntimeError(
+                    "the model's parameters are sharded (stage 3); load inside "
+                    "`with optimizer.full_parameters(writeback=True):` on all ranks"
+                )
+
+        def after_loading(*_: Any) -> None:
+            if not self._engine.strategy.gathers:
+                for flat in self._engine.trained:
+                    self._update.refresh(flat)
+
+        for module in self._model.modules():
+            module.register_state_dict_pre_hook(before)
+            module.register_load_state_dict_pre_hook(before_loading)
+        self._model.register_load_state_dict_post_hook(after_loading)
+
+
+_PLAIN_SCALER = (
+    "torch.amp.GradScaler looks at .grad on each rank alone; the gradients here are reduced and "
+    "sharded, and all "
+    "ranks must skip a step together: use poplar.GradScaler, with the same arguments"
+)
+
+
+def _wrong_size(rank: int, size: int, expected: int) -> str:
+    return (
+        f"rank {rank}: this batch has {size} samples, but the plan gives this rank {expected}; "
+        f"build the loader "
+        "with HeteroBatchSampler(len(dataset), plan), or pass drop_last=True"
+    )
+
+
+def _check_loss(value: Any, rank: int) -> None:
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        raise TypeError(
+            f"rank {rank}: loss_fn(model, micro_batch) must return a scalar tensor, got {shape}; "
+            f"return the mean "
+            "over the micro-batch"
+        )

@@ -1,0 +1,52 @@
+"""Loss scaling for fp16, agreed by all ranks: either all of them step, or none does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.amp.grad_scaler import GradScaler as TorchGradScaler
+from torch.amp.grad_scaler import OptState
+
+
+class GradScaler(TorchGradScaler):
+    """As `torch.amp.GradScaler`, for a `HeteroZeroOptimizer`: pass it to `train_step`, or use it as torch's.
+
+    The gradients that it unscales and checks are the reduced ones, in fp32, sharded over the ranks;
+    whether one of them is not finite is agreed by all. Unscaling costs no pass of its own: it is
+    one
+    factor that the optimizer step multiplies in. `unscale_` and `step` are collective.
+    """
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        from poplar.optimizer import HeteroZeroOptimizer
+
+        if not isinstance(optimizer, HeteroZeroOptimizer):
+            super().unscale_(optimizer)
+            return
+        if not self._enabled:
+            return
+        state = self._per_optimizer_states[id(optimizer)]
+        if state["stage"] is not OptState.READY:
+            raise RuntimeError(
+                "unscale_() has already been called on this optimizer since the last update()"
+            )
+        assert self._scale is not None, "scale a loss before unscale_()"
+        finite = optimizer._unscale(1.0 / self._scale.item())
+        flag = torch.full((), 0.0 if finite else 1.0, device=self._scale.device)
+        state["found_inf_per_device"] = {flag.device: flag}
+        state["stage"] = OptState.UNSCALED
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        from poplar.optimizer import HeteroZeroOptimizer
+
+        if not isinstance(optimizer, HeteroZeroOptimizer) or not self._enabled:
+            return super().step(optimizer, *args, **kwargs)
+        state = self._per_optimizer_states[id(optimizer)]
+        if state["stage"] is OptState.STEPPED:
+            raise RuntimeError("step() has already been called since the last update()")
+        if state["stage"] is OptState.READY:
+            self.unscale_(optimizer)
+        result = self._maybe_opt_step(optimizer, state, *args, **kwargs)
+        state["stage"] = OptState.STEPPED
+        return result

@@ -1,0 +1,278 @@
+"""The engine: a model's units under one strategy, and the hooks that tell when one is needed or done.
+
+Passes are explicit (`pass_begin`, `pass_end`) where `train_step` or `micro_batches` own the loop. A
+backward that comes on its own is a pass too: it begins at its first unit or gradient and ends when
+autograd does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+
+from poplar import nest
+from poplar.comm import Communicator, Control
+from poplar.zero.conductor import Conductor, Mode
+from poplar.zero.flat import Flat
+from poplar.zero.replicated import Replicated
+from poplar.zero.sharded_gradients import ShardedGradients
+from poplar.zero.sharded_optimizer import ShardedOptimizer
+from poplar.zero.sharded_parameters import ShardedParameters
+from poplar.zero.strategy import Strategy
+from poplar.zero.unit import Unit
+
+STRATEGIES: tuple[type[Strategy], ...] = (
+    Replicated,
+    ShardedOptimizer,
+    ShardedGradients,
+    ShardedParameters,
+)
+"""By ZeRO stage."""
+
+
+class Engine:
+    """One model on this rank. Collective methods say so; all others are local."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Sequence[Unit],
+        strategy: Strategy,
+        comm: Communicator,
+        control: Control,
+    ) -> None:
+        self.model = model
+        self.units = tuple(units)
+        self.strategy = strategy
+        self.comm = comm
+        self.control = control
+        self.conductor = Conductor(self.units, strategy, control)
+        self.syncs = True
+        """A backward of its own is the step's last (False inside `no_sync`)."""
+        self._owned_pass = False
+        self._ending = False
+        self._passes_to_reduce = False
+        self.reduced = False
+        """This step's gradients have been reduced (at stages that reduce once, the last pass is
+        over).
+        """
+        self.settled = False
+        """This step's mean gradient is final."""
+        self._all_shown = False
+        self._depth = 0
+        self._visits: dict[Unit, int] = {}
+        self._hooks = list(self._register_hooks())
+
+    @property
+    def flats(self) -> list[Flat]:
+        return [flat for unit in self.units for flat in unit.flats]
+
+    @property
+    def trained(self) -> list[Flat]:
+        return [flat for unit in self.units for flat in unit.trained]
+
+    # A step.
+
+    def begin_step(self, *, keep_gradients: bool = False) -> None:
+        """Forget what the step before left behind, `.grad` included unless the user has just set
+        it.
+        """
+        for flat in self.trained:
+            flat.used.clear()
+            for parameter in flat.parameters:
+                if not keep_gradients:
+                    parameter.grad = None
+        self.strategy.begin_step()
+        self.reduced = self.settled = self._passes_to_reduce = False
+
+    @property
+    def has_gradients(self) -> bool:
+        """A pass has contributed to this step."""
+        return self.reduced or self._passes_to_reduce
+
+    def pass_begin(
+        self, *, weight: float, leader: int | None, last: bool, mode: Mode = Mode.TRAIN
+    ) -> bool:
+        """Open a pass whose end is announced by `pass_end`. Collective where it gathers or reduces.
+
+        Args:
+            weight: what this pass's mean gradient counts for in the step.
+            leader: first rank that has samples in it; None if no rank has.
+            last: this rank's last pass of the step.
+
+        Returns:
+            False if there is nothing to play: no rank has samples, and no order has been agreed
+            yet.
+        """
+        reduces = mode is Mode.TRAIN and (last or self.strategy.reduces_every_pass)
+        if leader is None:
+            if not self.conductor.knows(mode, reduces):
+                return False
+            leader = 0
+        self._owned_pass = True
+        self.conductor.begin(mode, reduces=reduces, weight=weight, leader=leader)
+        return True
+
+    def pass_end(self, *, failed: bool = False) -> None:
+        """Close the open pass; after a failure the rest of it is played with zeros. Collective."""
+        reduces = self.conductor.mode is Mode.TRAIN
+        try:
+            self.conductor.finish(failed=failed)
+        finally:
+            self._owned_pass = False
+            self.conductor.active = False
+        if reduces:
+            self._passes_to_reduce = True
+            self.reduced = self.reduced or self.conductor.reduces
+
+    def settle(self) -> None:
+        """Wait until the step's gradients are final. Collective."""
+        if not self.settled:
+            self.strategy.settle(self.units)
+            self.settled = True
+
+    def abort(self) -> None:
+        """After a collective failed there is nothing to play any more: drop the open pass."""
+        self._owned_pass = False
+        self.conductor.active = False
+
+    def reduce_without_backward(self) -> None:
+        """Reduce what lies in `.grad` and in the accumulators as a last pass of weight 1/n.
+        Collective.
+        """
+        self.pass_begin(weight=1.0 / self.comm.group.size, leader=0, last=True)
+        self.pass_end()
+        self.settle()
+
+    # Values.
+
+    @contextmanager
+    def all_values(self, *, writeback: bool) -> Iterator[None]:
+        """Gather everything for the time of a `with` block. Collective at both ends."""
+        gathers = self.strategy.gathers
+        if self.conductor.active:
+            raise RuntimeError("full_parameters() inside a pass; end the backward first")
+        if gathers:
+            for unit in self.units:
+                self.strategy.gather(unit)
+            for unit in self.units:
+                self.strategy.show(unit)
+        self._all_shown = True
+        try:
+            yield
+        finally:
+            self._all_shown = False
+            if writeback:
+                for flat in self.flats:
+                    self.strategy.store(flat)
+            if gathers:
+                for unit in self.units:
+                    self.strategy.release(unit)
+
+    @property
+    def values_are_readable(self) -> bool:
+        return self._all_shown or not self.strategy.gathers
+
+    # Hooks.
+
+    def _register_hooks(self) -> Iterator[Any]:
+        for unit in self.units:
+            for flat in unit.trained:
+                for parameter in flat.parameters:
+                    yield parameter.register_post_accumulate_grad_hook(self._arrival(unit))
+        if not self.strategy.gathers:
+            return
+        for unit in self.units:
+            for module in unit.modules:
+                yield module.register_forward_pre_hook(self._entry(unit), prepend=True)
+                if not unit.resident:
+                    yield module.register_forward_hook(self._exit(unit))
+        entry, leave = _untraced(self._model_entry), _untraced(self._model_exit)
+        yield self.model.register_forward_pre_hook(entry, prepend=True)
+        yield self.model.register_forward_hook(leave, always_call=True)
+
+    def _arrival(self, unit: Unit) -> Callable[[Tensor], None]:
+        def gradient_arrived(parameter: Tensor) -> None:
+            if not self.conductor.active:
+                self._begin_own(Mode.TRAIN)
+            if not self._owned_pass and not self._ending:
+                self._ending = True
+                Variable._execution_engine.queue_callback(self._backward_over)
+            self.conductor.gradient_arrived(unit, parameter)  # type: ignore[arg-type]
+
+        return gradient_arrived
+
+    def _entry(self, unit: Unit) -> Callable[..., None]:
+        def enter(_module: nn.Module, _inputs: Any) -> None:
+            if self._all_shown:
+                return
+            if not self.conductor.active:
+                self._begin_own(Mode.TRAIN if torch.is_grad_enabled() else Mode.EVALUATE)
+            if _in_backward():
+                self.conductor.need(unit)  # recomputation for activation checkpointing
+            else:
+                self._visits[unit] = self.conductor.visit(unit)
+
+        return _untraced(enter)
+
+    def _exit(self, unit: Unit) -> Callable[..., None]:
+        def leave(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            if self._all_shown or _in_backward() or not torch.is_grad_enabled():
+                return
+            visit = self._visits[unit]
+            outputs = [value for value in nest.tensors(output) if value.requires_grad]
+
+            def enter_backward(_gradient: Tensor) -> None:
+                self.conductor.revisit(unit, visit)
+
+            for value in outputs:
+                value.register_hook(enter_backward)
+
+        return _untraced(leave)
+
+    def _model_entry(self, _module: nn.Module, _inputs: Any) -> None:
+        self._depth += 1
+
+    def _model_exit(self, _module: nn.Module, _inputs: Any, _output: Any) -> None:
+        self._depth -= 1
+        own = self.conductor.active and not self._owned_pass
+        if own and self._depth == 0 and self.conductor.mode is Mode.EVALUATE:
+            self.conductor.finish()
+
+    def _begin_own(self, mode: Mode) -> None:
+        """A pass that nobody opened: the user's own loop, in which all ranks have samples."""
+        if mode is Mode.TRAIN and self.settled:
+            raise RuntimeError(
+                f"rank {self.comm.group.rank}: a backward after the gradients of this step were "
+                f"reduced; "
+                "call step() and zero_grad() first, or run all but the last backward of a step in "
+                "no_sync()"
+            )
+        if mode is Mode.TRAIN and not self.has_gradients:
+            self.begin_step()
+        reduces = mode is Mode.TRAIN and (self.syncs or self.strategy.reduces_every_pass)
+        weight = 1.0 / self.comm.group.size
+        self.conductor.begin(mode, reduces=reduces, weight=weight, leader=0)
+
+    def _backward_over(self) -> None:
+        self._ending = False
+        if self._owned_pass or not self.conductor.active:
+            return
+        self.pass_end()
+        if self.syncs:
+            self.settle()
+
+
+def _untraced(hook: Callable[..., None]) -> Callable[..., None]:
+    """Under `torch.compile` a hook that talks to other ranks runs between graphs, not in one."""
+    disabled: Callable[..., None] = torch.compiler.disable(hook)
+    return disabled
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1

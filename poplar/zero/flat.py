@@ -1,0 +1,129 @@
+"""A flat buffer: parameters of one kind laid end to end, so that they are gathered and reduced as one.
+
+Every parameter starts at a multiple of 64 elements. So every cut, of a shard or of a parameter, is
+aligned: the vector loops of an optimizer then see the same lanes whatever the shares, and give the
+same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from poplar import ops
+from poplar.planning.layout import ALIGNMENT, Layout
+
+PACKABLE = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Flat:
+    """Parameters that share a dtype, a device and whether they are trained.
+
+    What a strategy makes of it is in the attributes below the parameters: how it is cut, which part
+    this rank's optimizer updates, and where values and gradients live.
+    """
+
+    layout: Layout
+    """How the buffer is cut among ranks."""
+    owned: tuple[int, int]
+    """The part whose optimizer state this rank holds."""
+    values: Tensor
+    """All parameter values, in `dtype`; at stage 3 without storage unless gathered."""
+    shard: Tensor
+    """Values of the owned part, in `dtype`: a view of `values` unless the parameters are
+    sharded.
+    """
+    master: Tensor
+    """fp32 values of the owned part: `shard` itself if that is fp32 already."""
+    gradient: Tensor
+    """fp32 mean gradient of the owned part, once reduced."""
+
+    def __init__(
+        self,
+        name: str,
+        parameters: Sequence[tuple[str, nn.Parameter]],
+        *,
+        dtype: torch.dtype,
+        trained: bool,
+        groups: Sequence[int],
+    ) -> None:
+        self.name = name
+        self.names = tuple(name for name, _ in parameters)
+        self.parameters = tuple(parameter for _, parameter in parameters)
+        self.dtype = dtype
+        self.trained = trained
+        self.groups = tuple(groups)
+        """Index of the optimizer's param group of each parameter, ascending; -1 if it is in
+        none.
+        """
+        self.device = self.parameters[0].device
+        self.offsets, self.numel = _lay_out([p.numel() for p in self.parameters])
+        self.used: set[int] = set()
+        """Parameters (by position) that got a gradient on this rank in this step."""
+        self._absent = [_absent(p.shape, dtype, self.device) for p in self.parameters]
+
+    def initial_values(self) -> tuple[Tensor, Tensor]:
+        """The model's present values, flat: in fp32 and in `dtype` (one tensor if that is fp32)."""
+        exact = torch.empty(self.numel, dtype=torch.float32, device=self.device)
+        with torch.no_grad():
+            ops.pack_(exact, [p.detach() for p in self.parameters], list(self.offsets), 1.0)
+        return exact, exact if self.dtype is torch.float32 else exact.to(self.dtype)
+
+    def show_values(self) -> None:
+        """Point the user's parameters into `values`."""
+        for parameter, offset in zip(self.parameters, self.offsets, strict=True):
+            part = self.values[offset : offset + parameter.numel()]
+            parameter.data = part.view(parameter.shape)
+
+    def hide_values(self) -> None:
+        """Leave the user's parameters with their shape and NaN for every value.
+
+        Reading memory that has been given back would crash the process; NaN is loud and safe.
+        """
+        for parameter, absent in zip(self.parameters, self._absent, strict=True):
+            parameter.data = absent
+
+    def take_gradients(self) -> tuple[list[Tensor], list[int]]:
+        """Move the gradients out of the parameters, with their offsets; none are left behind."""
+        gradients, offsets = [], []
+        for position, parameter in enumerate(self.parameters):
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            if gradient.is_sparse:
+                raise TypeError(
+                    f"parameter {self.names[position]!r} has a sparse gradient; flat buffers are "
+                    f"dense: "
+                    "build the embedding with sparse=False"
+                )
+            parameter.grad = None
+            self.used.add(position)
+            gradients.append(gradient)
+            offsets.append(self.offsets[position])
+        return gradients, offsets
+
+    def span(self, position: int) -> tuple[int, int]:
+        """The aligned part of the buffer that belongs to one parameter, its padding included."""
+        end = self.offsets[position + 1] if position + 1 < len(self.offsets) else self.numel
+        return self.offsets[position], end
+
+    def restrict(self, start: int, stop: int) -> slice | None:
+        """`[start, stop)` of the buffer as a slice of the owned part; None if the two don't
+        meet.
+        """
+        low, high = max(start, self.owned[0]), min(stop, self.owned[1])
+        return slice(low - self.owned[0], high - self.owned[0]) if low < high else None
+
+
+def _lay_out(numels: Sequence[int]) -> tuple[tuple[int, ...], int]:
+    offsets, end = [], 0
+    for numel in numels:
+        offsets.append(end)
+        end += -(-numel // ALIGNMENT) * ALIGNMENT
+    return tuple(offsets), end
+
+
+def _absent(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.full((), float("nan"), dtype=dtype, device=device).expand(shape)

@@ -1,0 +1,53 @@
+"""The schedule: the agreed order of gathers and reductions in a pass.
+
+[Note: one order for all]
+Collectives match by the order in which ranks issue them, so all ranks must issue the same ones in
+the same order, even a rank that has no samples, skips a layer, or has failed. In the first pass of
+a kind the leader (the first rank with samples) announces each slot as its own model demands it, and
+the others follow. From then on the recorded order is everybody's: no announcements, and each gather
+is issued one step ahead of its use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Kind(Enum):
+    GATHER = 0
+    REDUCE = 1
+    END = 2
+    ABANDON = 3
+    """The leader failed: nothing more will be announced, and nothing of this pass is recorded."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    kind: Kind
+    unit: int = 0
+
+    def encode(self) -> int:
+        return self.unit * len(Kind) + self.kind.value
+
+    @classmethod
+    def decode(cls, code: int) -> Slot:
+        unit, kind = divmod(code, len(Kind))
+        return cls(Kind(kind), unit)
+
+
+def with_prefetch(recorded: Sequence[Slot]) -> tuple[Slot, ...]:
+    """Move each gather ahead of the reductions right before it, so that it can start one step early.
+
+    A recorded backward reads `gather 2, reduce 2, gather 1, reduce 1`: the gather of 1 is demanded
+    when 2 is over. Issued before `reduce 2` it runs under the backward of 2.
+    """
+    slots: list[Slot] = []
+    for slot in recorded:
+        place = len(slots)
+        if slot.kind is Kind.GATHER:
+            while place and slots[place - 1].kind is Kind.REDUCE:
+                place -= 1
+        slots.insert(place, slot)
+    return tuple(slots)

@@ -1,0 +1,294 @@
+"""From a model and a plan to an engine: checked on every rank, agreed by all, then built.
+
+Nothing is touched before all ranks have agreed that they hold the same model and the same plan, so
+a mistake on one rank leaves every model as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from poplar.comm import Communicator, Control
+from poplar.planning.plan import STRATEGIES as STRATEGY_NAMES
+from poplar.planning.plan import Plan
+from poplar.zero import checks
+from poplar.zero.agreement import agree
+from poplar.zero.engine import STRATEGIES, Engine
+from poplar.zero.unit import Member, Unit, build_units, resolve_units
+from poplar.zero.update import OptimizerFactory, ShardedUpdate, check_elementwise, fastest_options
+
+Groups = list[dict[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What the user asked for, as checked on this rank."""
+
+    model: nn.Module
+    factory: OptimizerFactory
+    options: Mapping[str, Any]
+    groups: Groups
+    stage: int
+    plan: Plan | None
+    unit_names: Sequence[str]
+    compute_dtype: torch.dtype | str
+    reduce_dtype: torch.dtype
+    device: torch.device
+    group_of: dict[int, int] = field(default_factory=dict)
+    """Param group of each parameter that is trained, by id."""
+
+    def identity(self) -> dict[str, Any]:
+        """What must be equal on all ranks, in words that an error can quote."""
+        return {
+            "plan": self.plan.digest() if self.plan is not None else "none",
+            "stage": self.stage,
+            "optimizer": getattr(self.factory, "__name__", repr(self.factory)),
+            "optimizer options": _plain(self.options),
+            "param groups": [_plain(group) for group in self.groups],
+            "units": list(self.unit_names),
+            "compute_dtype": str(self.compute_dtype),
+            "reduce_dtype": str(self.reduce_dtype),
+            "model": [
+                (name, tuple(p.shape), str(p.dtype), self.group_of.get(id(p), -1))
+                for name, p in self.model.named_parameters()
+            ],
+        }
+
+
+def check_request(
+    model: nn.Module,
+    factory: OptimizerFactory,
+    options: Mapping[str, Any],
+    *,
+    plan: Plan | None,
+    stage: int | None,
+    params: Iterable[Any] | None,
+    units: Sequence[str | nn.Module | type[nn.Module]] | None,
+    compute_dtype: torch.dtype | str,
+    reduce_dtype: torch.dtype,
+    world_size: int,
+    allow_batch_norm: bool,
+) -> Request:
+    """Check on this rank alone what can be checked there.
+
+    Raises:
+        ValueError, TypeError, RuntimeError: what is wrong, and the way out.
+    """
+    checks.refuse_wrapped(model)
+    if not allow_batch_norm:
+        checks.refuse_batch_norm(model)
+    chosen = _stage_of(plan, stage, world_size)
+    groups = _param_groups(model, params)
+    named = list(model.named_parameters())
+    names = {id(parameter): name for name, parameter in named}
+    group_of: dict[int, int] = {}
+    for index, group in enumerate(groups):
+        for parameter in group["params"]:
+            if id(parameter) not in names:
+                raise ValueError(
+                    f"params: group {index} has a parameter of shape {tuple(parameter.shape)} "
+                    f"that the model does "
+                    "not have; optimize the model's own parameters"
+                )
+            if parameter.requires_grad:
+                group_of[id(parameter)] = index
+    device = checks.check_parameters(named, set(group_of))
+    for name, dtype in (("compute_dtype", compute_dtype), ("reduce_dtype", reduce_dtype)):
+        allowed = (torch.float32, torch.bfloat16, torch.float16)
+        if dtype not in allowed and not (name == "compute_dtype" and dtype == "auto"):
+            raise ValueError(
+                f"{name}={dtype!r} is not supported; use torch.float32, torch.bfloat16 or "
+                f"torch.float16"
+            )
+    if plan is not None:
+        for unit in plan.units:
+            if unit.strategy != STRATEGY_NAMES[plan.stage]:
+                raise ValueError(
+                    f"unit {unit.name!r}: strategy {unit.strategy!r} under a stage-{plan.stage} "
+                    f"plan; units of "
+                    f"different stages are not supported yet, use {STRATEGY_NAMES[plan.stage]!r}"
+                )
+    options = fastest_options(factory, options)
+    complaint = check_elementwise(factory, options, device)
+    if complaint is not None:
+        name = getattr(factory, "__name__", repr(factory))
+        raise ValueError(
+            f"{name} can't update flat shards, which cut parameters anywhere: {complaint}. Use an "
+            f"elementwise "
+            "optimizer: AdamW, Adam, SGD, RMSprop, Adagrad, ..."
+        )
+    return Request(
+        model=model,
+        factory=factory,
+        options=options,
+        groups=groups,
+        stage=chosen,
+        plan=plan,
+        unit_names=resolve_units(model, units),
+        compute_dtype=compute_dtype,
+        reduce_dtype=reduce_dtype,
+        device=device,
+        group_of=group_of,
+    )
+
+
+def agree_on_request(control: Control, request: Request) -> torch.dtype | None:
+    """Compare the requests of all ranks; returns the dtype to compute in (None: as the model is). Collective.
+
+    Raises:
+        ValueError: ranks differ, or can't compute in the dtype that was asked for; on every rank.
+    """
+    mine = (request.identity(), _computes_bf16(request.device), request.device.type)
+    received = control.exchange_objects(mine, what="building the optimizer")
+    identities = [identity for identity, _, _ in received]
+    for key, expected in identities[0].items():
+        differing = [rank for rank, other in enumerate(identities) if other[key] != expected]
+        if differing:
+            raise ValueError(_difference(key, expected, identities[differing[0]][key], differing))
+    if len({kind for _, _, kind in received}) > 1:
+        raise ValueError(
+            f"the ranks' models lie on {[kind for _, _, kind in received]}; all on cuda or all on "
+            f"cpu"
+        )
+    lacking = [rank for rank, (_, bf16, _) in enumerate(received) if not bf16]
+    if request.compute_dtype is torch.bfloat16 and lacking:
+        raise ValueError(
+            f"compute_dtype=torch.bfloat16, but the devices of rank(s) {lacking} compute it by "
+            f"emulation "
+            "(compute capability below 8.0); use torch.float16 with poplar.GradScaler, or 'auto'"
+        )
+    if isinstance(request.compute_dtype, torch.dtype):
+        return request.compute_dtype
+    floating = {p.dtype for p in request.model.parameters() if p.is_floating_point()}
+    if request.device.type == "cpu" or floating != {torch.float32}:
+        return None
+    return torch.float16 if lacking else torch.bfloat16
+
+
+def build(
+    request: Request, comm: Communicator, control: Control, compute_dtype: torch.dtype | None
+) -> tuple[Engine, ShardedUpdate]:
+    """Take the model over. Collective: the first rank's values and buffers become everybody's."""
+    plan, world = request.plan, comm.group.size
+    strategy = STRATEGIES[request.stage](comm, request.reduce_dtype)
+    shares = plan.shares if plan is not None else (1.0 / world,) * world
+    members = []
+    for name, parameter in request.model.named_parameters():
+        trained = id(parameter) in request.group_of
+        dtype = parameter.dtype
+        if compute_dtype is not None and parameter.is_floating_point():
+            dtype = compute_dtype
+        if trained or strategy.gathers:
+            group = request.group_of.get(id(parameter), -1)
+            members.append(Member(name, parameter, group, trained, dtype))
+        elif dtype is not parameter.dtype:
+            parameter.data = parameter.data.to(dtype)
+    unit_plans = {unit.name: unit for unit in plan.units} if plan is not None else {}
+    units = build_units(
+        request.model,
+        members,
+        request.unit_names,
+        merge=not strategy.gathers and not unit_plans,
+        resident=[name for name, unit in unit_plans.items() if unit.keep_gathered],
+    )
+    _check_unit_plans(control, unit_plans, units)
+    for unit in units:
+        own = unit_plans.get(unit.name)
+        unit_shares = own.shares if own is not None and own.shares is not None else shares
+        for flat in unit.flats:
+            strategy.adopt(flat, unit_shares)
+    for name, buffer in request.model.named_buffers():
+        if buffer.device == request.device and buffer.numel():
+            whole = buffer.contiguous()
+            comm.broadcast(whole, 0, what=f"the broadcast of buffer {name}")
+            buffer.copy_(whole)
+    engine = Engine(request.model, units, strategy, comm, control)
+    hyper = [
+        {key: value for key, value in group.items() if key != "params"} for group in request.groups
+    ]
+    update = ShardedUpdate(request.factory, engine.trained, hyper, request.options)
+    return engine, update
+
+
+def _check_unit_plans(control: Control, plans: Mapping[str, Any], units: Sequence[Unit]) -> None:
+    unknown = sorted(set(plans) - {unit.name for unit in units})
+    error = None
+    if unknown:
+        error = ValueError(
+            f"the plan names units {unknown} that the model does not have; it has "
+            f"{[u.name for u in units]}"
+        )
+    agree(control, error, doing="building the optimizer")
+
+
+def _stage_of(plan: Plan | None, stage: int | None, world_size: int) -> int:
+    if plan is None:
+        if stage is None:
+            raise ValueError(
+                "give a plan, or a stage (0, 1, 2 or 3) for even batches and shares at that stage"
+            )
+        if stage not in range(len(STRATEGIES)):
+            raise ValueError(f"stage={stage!r} is not a ZeRO stage; use 0, 1, 2 or 3")
+        return stage
+    if stage is not None and stage != plan.stage:
+        raise ValueError(
+            f"stage={stage} contradicts the plan's stage {plan.stage}; leave stage out"
+        )
+    if plan.world_size != world_size:
+        raise ValueError(
+            f"the plan is for {plan.world_size} ranks, but the process group has {world_size}; "
+            "plan again for this group, or start as many processes as the plan has ranks"
+        )
+    return plan.stage
+
+
+def _param_groups(model: nn.Module, params: Iterable[Any] | None) -> Groups:
+    given: list[Any] = (
+        list(params) if params is not None else [p for p in model.parameters() if p.requires_grad]
+    )
+    if given and not isinstance(given[0], dict):
+        given = [{"params": given}]
+    groups = []
+    for group in given:
+        inside = group["params"]
+        inside = [inside] if isinstance(inside, torch.Tensor) else list(inside)
+        inside = [p[1] if isinstance(p, tuple) else p for p in inside]
+        groups.append({**group, "params": inside})
+    return groups
+
+
+def _plain(values: Mapping[str, Any]) -> dict[str, str]:
+    """The values that have the same text in every process."""
+    kinds = (bool, int, float, str, tuple, list, type(None))
+    return {
+        key: repr(value)
+        for key, value in values.items()
+        if key != "params" and isinstance(value, kinds)
+    }
+
+
+def _computes_bf16(device: torch.device) -> bool:
+    """Really, not by emulation as `torch.cuda.is_bf16_supported()` counts it."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def _difference(key: str, expected: Any, found: Any, ranks: Sequence[int]) -> str:
+    if key == "model":
+        pairs = zip([*expected, ("nothing",)], [*found, ("nothing",)], strict=False)
+        expected, found = next((a, b) for a, b in pairs if a != b)
+        key = "model (first differing parameter: name, shape, dtype, param group)"
+    return (
+        f"the ranks disagree on the {key}: rank 0 has {_short(expected)}, rank(s) {list(ranks)} "
+        f"have "
+        f"{_short(found)}; build the same model, plan and optimizer on every rank"
+    )
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 200 else text[:200] + "..."

@@ -1,0 +1,73 @@
+"""ZeRO-3: parameters are sharded too; a unit's are gathered when it runs, and given back after."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from poplar.comm import Communicator, Pending
+from poplar.comm.communicator import own_slice
+from poplar.planning.layout import Layout
+from poplar.zero.flat import Flat
+from poplar.zero.sharded_gradients import ShardedGradients
+from poplar.zero.unit import Unit
+
+
+class ShardedParameters(ShardedGradients):
+    """Between uses a rank holds nothing but its slice of the values.
+
+    [Note: one storage]
+    Autograd saves views of the weights for the backward. So a buffer's storage is emptied and
+    refilled, never replaced: what was saved in the forward sees the values gathered in the
+    backward.
+    Meanwhile the parameters themselves point elsewhere (`Flat.hide_values`).
+    """
+
+    gathers = True
+
+    def __init__(self, comm: Communicator, reduce_dtype: torch.dtype) -> None:
+        super().__init__(comm, reduce_dtype)
+        self._gathering: dict[Unit, list[Pending]] = {}
+
+    def adopt(self, flat: Flat, shares: Sequence[float]) -> None:
+        super().adopt(flat, shares)
+        whole = flat.master.untyped_storage().data_ptr() == flat.shard.untyped_storage().data_ptr()
+        flat.shard = flat.shard.clone()
+        if whole:
+            flat.master = flat.shard
+        flat.hide_values()
+        flat.values.untyped_storage().resize_(0)
+
+    def relayout(self, flat: Flat, new: Layout, master: Tensor | None) -> None:
+        what = f"moving unit {flat.name}"
+        flat.shard = self.comm.reshard(flat.shard, flat.layout, new, what=what)
+        flat.master = flat.shard if master is None else master
+        flat.layout, flat.owned = new, new.bounds(self.comm.group.rank)
+        self._allocate_gradient(flat)
+
+    def gather(self, unit: Unit) -> None:
+        pending: list[Pending] = []
+        for flat in unit.flats:
+            flat.values.untyped_storage().resize_(flat.numel * flat.values.element_size())
+            own_slice(flat.values, flat.layout, self.comm.group.rank).copy_(flat.shard)
+            what = f"the gather of unit {unit.name}"
+            pending.append(self.comm.all_gather(flat.values, flat.layout, what=what))
+        self._gathering[unit] = pending
+
+    def show(self, unit: Unit) -> None:
+        for pending in self._gathering.pop(unit, ()):
+            self.wait(pending)
+        for flat in unit.flats:
+            flat.show_values()
+
+    def release(self, unit: Unit) -> None:
+        for pending in self._gathering.pop(unit, ()):
+            self.wait(pending)
+        for flat in unit.flats:
+            flat.hide_values()
+            flat.values.untyped_storage().resize_(0)
+
+    def publish(self, units: Sequence[Unit]) -> None:
+        """Nothing to bring anywhere: the next gather sends the new shards."""

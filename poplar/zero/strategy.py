@@ -1,0 +1,130 @@
+"""What a ZeRO stage has to say: where values, gradients and state live, and when they move.
+
+The engine calls these methods in one order on every rank; a strategy never sees a stage number, and
+reads like the paragraph that explains its stage.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from poplar.comm import Codec, Communicator, Pending
+from poplar.planning.layout import Layout
+from poplar.zero.flat import Flat
+from poplar.zero.unit import Unit
+
+IN_FLIGHT = 4
+"""Reductions that may be under way at once; bounds the memory of buckets (each <= 32 MiB
+packed).
+"""
+
+
+class Strategy(ABC):
+    gathers: ClassVar[bool]
+    """Parameters have to be gathered before a unit runs."""
+    reduces_every_pass: ClassVar[bool]
+    """Gradients are reduced in each pass, not only in a rank's last one."""
+
+    def __init__(self, comm: Communicator, reduce_dtype: torch.dtype) -> None:
+        self.comm = comm
+        self.codec = Codec(reduce_dtype)
+        self.waited = 0.0
+        """Seconds this rank was held up by its peers since the step began."""
+        self._in_flight: deque[Pending] = deque()
+
+    @abstractmethod
+    def layout_for(self, flat: Flat, shares: Sequence[float]) -> Layout:
+        """How `flat` is cut under `shares`."""
+
+    def state_layout(self, flat: Flat, to: int) -> Layout:
+        """Where optimizer state lies, seen as one owner per element (rank `to`, where all have
+        it).
+        """
+        return flat.layout
+
+    @abstractmethod
+    def relayout(self, flat: Flat, new: Layout, master: Tensor | None) -> None:
+        """Go on under another layout: move the values, take the moved master over. Collective,
+        between steps.
+        """
+
+    @abstractmethod
+    def adopt(self, flat: Flat, shares: Sequence[float]) -> None:
+        """Lay out `flat` under `shares`, take its values over and allocate its gradient."""
+
+    def accumulate(self, flat: Flat, weight: float) -> None:
+        """Add the parameters' gradients, times `weight`, to this rank's own sums (unless every
+        pass reduces).
+        """
+        raise NotImplementedError(f"{type(self).__name__} reduces in every pass")
+
+    @abstractmethod
+    def reduce(self, flat: Flat, weight: float) -> None:
+        """Take the parameters' gradients, times `weight`, and start to reduce over ranks.
+
+        Collective; a rank without gradients contributes zeros.
+        """
+
+    def settle(self, units: Sequence[Unit]) -> None:
+        """Wait until `flat.gradient` holds the step's mean gradient. Collective."""
+        self._drain(0)
+
+    def begin_step(self) -> None:
+        self.waited = 0.0
+
+    @abstractmethod
+    def publish(self, units: Sequence[Unit]) -> None:
+        """After the optimizer changed the shards: bring them to where the parameters are read.
+        Collective.
+        """
+
+    def gather(self, unit: Unit) -> None:
+        """Start to gather a unit's values. Collective."""
+
+    def show(self, unit: Unit) -> None:
+        """Wait for the unit's values and point its parameters at them."""
+
+    def release(self, unit: Unit) -> None:
+        """Give the gathered values back."""
+
+    def store(self, flat: Flat) -> None:
+        """Take over values that the user wrote into the shown parameters."""
+        flat.shard.copy_(flat.values[flat.owned[0] : flat.owned[1]])
+
+    def wait(self, pending: Pending) -> None:
+        self.waited += pending.wait()
+
+    def _launch(self, pending: Pending) -> None:
+        self._in_flight.append(pending)
+        self._drain(IN_FLIGHT)
+
+    def _drain(self, leave: int) -> None:
+        while len(self._in_flight) > leave:
+            self.wait(self._in_flight.popleft())
+
+    def _gather_values(self, units: Sequence[Unit]) -> None:
+        """Complete everybody's `values` from the owners' shards."""
+        pending = [
+            self.comm.all_gather(flat.values, flat.layout, what=f"the new values of {unit.name}")
+            for unit in units
+            for flat in unit.trained
+        ]
+        for gather in pending:
+            self.wait(gather)
+
+    def _take_values(self, flat: Flat, layout: Layout, owned: tuple[int, int]) -> None:
+        """Broadcast the first rank's values and make the parameters views of them."""
+        exact, values = flat.initial_values()
+        self.comm.broadcast(exact, 0, what=f"the broadcast of {flat.name}'s initial values")
+        if values is not exact:
+            values.copy_(exact)
+        low, high = flat.owned = owned
+        flat.layout, flat.values, flat.shard = layout, values, values[low:high]
+        flat.master = flat.shard if values is exact else exact[low:high].clone()
+        flat.show_values()

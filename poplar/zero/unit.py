@@ -1,0 +1,234 @@
+"""Units: which parameters travel together, found in the module tree or named by the user.
+
+A unit is what is gathered before it runs and reduced once its backward is over: a transformer block,
+usually. What belongs to no block, or to several, is the root unit's.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from poplar.zero.flat import PACKABLE, Flat
+
+MAX_FLAT_BYTES = 32 << 20
+"""Above this a unit is reduced in several buckets, below it small units share one (DDP's default:
+25 MiB).
+"""
+
+ROOT = "root"
+
+
+@dataclass(frozen=True, eq=False)
+class Unit:
+    index: int
+    name: str
+    modules: tuple[nn.Module, ...]
+    """Entering any of these needs the unit's parameters."""
+    flats: tuple[Flat, ...]
+    resident: bool
+    """Stays gathered until the pass is over."""
+
+    @property
+    def trained(self) -> tuple[Flat, ...]:
+        return tuple(flat for flat in self.flats if flat.trained)
+
+
+@dataclass(frozen=True, eq=False)
+class Member:
+    """A parameter on its way into a flat buffer."""
+
+    name: str
+    parameter: nn.Parameter
+    group: int
+    trained: bool
+    dtype: torch.dtype
+
+
+def find_blocks(model: nn.Module) -> list[str]:
+    """Names of the repeated blocks: children of one container that share a class and hold parameters.
+
+    The outermost such containers count, so a block inside a block stays part of it.
+    """
+    found: list[str] = []
+
+    def visit(module: nn.Module, prefix: str) -> None:
+        children = [(name, child) for name, child in module.named_children()]
+        kinds = Counter(
+            type(child) for _, child in children if next(child.parameters(), None) is not None
+        )
+        repeated = {kind for kind, count in kinds.items() if count > 1}
+        is_container = isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
+        for name, child in children:
+            if is_container and type(child) in repeated:
+                found.append(prefix + name)
+            else:
+                visit(child, f"{prefix}{name}.")
+
+    visit(model, "")
+    return found
+
+
+def resolve_units(
+    model: nn.Module, units: Sequence[str | nn.Module | type[nn.Module]] | None
+) -> list[str]:
+    """Module names of the units, in registration order.
+
+    Args:
+        units: module names, modules or module classes; None finds repeated blocks.
+
+    Raises:
+        ValueError: a name or module that the model does not have, or units inside each other.
+    """
+    if units is None:
+        return find_blocks(model)
+    names_of = {id(module): name for name, module in model.named_modules()}
+    chosen: set[str] = set()
+    for unit in units:
+        if isinstance(unit, str):
+            matches = [unit] if unit in names_of.values() else []
+        elif isinstance(unit, type):
+            matches = [name for name, module in model.named_modules() if isinstance(module, unit)]
+        else:
+            matches = [names_of[id(unit)]] if id(unit) in names_of else []
+        if not matches:
+            raise ValueError(
+                f"units: {unit!r} is not in the model; give module names as named_modules() "
+                "lists them, modules of the model, or module classes"
+            )
+        chosen.update(matches)
+    ordered = [name for name in names_of.values() if name in chosen]
+    for outer in ordered:
+        for inner in ordered:
+            if inner != outer and (outer == "" or inner.startswith(outer + ".")):
+                raise ValueError(
+                    f"units: {inner!r} lies inside {outer!r}; units must not be nested, name one "
+                    f"of the two"
+                )
+    return ordered
+
+
+def build_units(
+    model: nn.Module,
+    members: Sequence[Member],
+    unit_names: Sequence[str],
+    *,
+    merge: bool,
+    resident: Sequence[str] = (),
+) -> list[Unit]:
+    """Sort the parameters into units and flat buffers.
+
+    Args:
+        members: each parameter once, in registration order.
+        unit_names: module names, as `resolve_units` gives them.
+        merge: let small units travel together (nothing gathers them one by one).
+        resident: units that stay gathered; the root always does.
+    """
+    modules = dict(model.named_modules())
+    home = _homes(modules, unit_names)
+    belongs: dict[str, list[Member]] = {ROOT: [], **{name: [] for name in unit_names}}
+    for member in members:
+        homes = home[id(member.parameter)]
+        belongs[next(iter(homes)) if len(homes) == 1 else ROOT].append(member)
+    # The root comes first: it holds what runs before the first block.
+    batches: list[tuple[tuple[str, ...], list[Member]]] = [
+        ((name,), inside) for name, inside in belongs.items() if inside
+    ]
+    if merge:
+        batches = _merge_small(batches)
+    units = []
+    for index, (names, inside) in enumerate(batches):
+        name = names[0] if len(names) == 1 else f"{names[0]}..{names[-1]}"
+        units.append(
+            Unit(
+                index=index,
+                name=name,
+                modules=tuple(
+                    module for unit in names for module in _doors(model, modules, unit, inside)
+                ),
+                flats=tuple(_flats(name, inside)),
+                resident=ROOT in names or any(unit in resident for unit in names),
+            )
+        )
+    return units
+
+
+def _homes(modules: dict[str, nn.Module], unit_names: Sequence[str]) -> dict[int, set[str]]:
+    """For each parameter the units that hold it; a tied one may have several."""
+    homes: dict[int, set[str]] = {}
+    inside: dict[int, set[str]] = {}
+    for name in unit_names:
+        for module in modules[name].modules():
+            inside.setdefault(id(module), set()).add(name)
+    for module in modules.values():
+        for parameter in module.parameters(recurse=False):
+            homes.setdefault(id(parameter), set()).update(inside.get(id(module), {ROOT}))
+    return homes
+
+
+def _doors(
+    model: nn.Module, modules: dict[str, nn.Module], unit: str, inside: Sequence[Member]
+) -> list[nn.Module]:
+    """Modules whose entry shows that the unit is needed now."""
+    if unit != ROOT:
+        return [modules[unit]]
+    mine = {id(member.parameter) for member in inside}
+    holders = [
+        module
+        for module in modules.values()
+        if any(id(p) in mine for p in module.parameters(recurse=False))
+    ]
+    return [model, *(module for module in holders if module is not model)]
+
+
+def _merge_small(
+    batches: list[tuple[tuple[str, ...], list[Member]]],
+) -> list[tuple[tuple[str, ...], list[Member]]]:
+    merged: list[tuple[tuple[str, ...], list[Member]]] = []
+    size = 0
+    for names, inside in batches:
+        numel = sum(member.parameter.numel() for member in inside)
+        if merged and (size + numel) * 4 <= MAX_FLAT_BYTES:
+            before, members = merged[-1]
+            merged[-1] = (before + names, members + inside)
+            size += numel
+        else:
+            merged.append((names, list(inside)))
+            size = numel
+    return merged
+
+
+def _flats(unit: str, inside: Sequence[Member]) -> Iterator[Flat]:
+    """One buffer per dtype and trained or frozen, cut before it would exceed `MAX_FLAT_BYTES`."""
+    kinds: dict[tuple[torch.dtype, bool], list[Member]] = {}
+    for member in inside:
+        if member.dtype in PACKABLE:
+            kinds.setdefault((member.dtype, member.trained), []).append(member)
+    for (dtype, trained), members in kinds.items():
+        members.sort(key=lambda member: member.group)
+        for part in _cut_by_size(members):
+            yield Flat(
+                unit,
+                [(member.name, member.parameter) for member in part],
+                dtype=dtype,
+                trained=trained,
+                groups=[member.group for member in part],
+            )
+
+
+def _cut_by_size(members: Sequence[Member]) -> Iterator[list[Member]]:
+    part: list[Member] = []
+    size = 0
+    for member in members:
+        numel = member.parameter.numel()
+        if part and (size + numel) * 4 > MAX_FLAT_BYTES:
+            yield part
+            part, size = [], 0
+        part.append(member)
+        size += numel
+    if part:
+        yield part

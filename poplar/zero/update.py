@@ -1,0 +1,265 @@
+"""The sharded update: the user's optimizer class, stepping the slices that this rank owns.
+
+[Note: runs]
+The inner optimizer's tensors are runs: stretches of a flat buffer whose parameters share a param
+group and a history of being used. A parameter that no rank used in a step must not be decayed, and
+its step counter must stay, so its run is skipped; where a run was used only in part it is split,
+state
+and all. Runs are cut at the same places on every rank, owned there or not, so state can always
+move.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from poplar.zero.flat import Flat
+
+OptimizerFactory = Callable[..., torch.optim.Optimizer]
+
+
+@dataclass(eq=False)
+class Run:
+    """A stretch `[start, stop)` of `flat`, parameters `[first, last)` of it, updated as one
+    tensor.
+    """
+
+    flat: Flat
+    group: int
+    first: int
+    last: int
+    tensor: Tensor | None
+    """fp32 view of the owned part; None where this rank owns nothing of the run."""
+
+    @property
+    def start(self) -> int:
+        return self.flat.span(self.first)[0]
+
+    @property
+    def stop(self) -> int:
+        return self.flat.span(self.last - 1)[1]
+
+    @property
+    def owned(self) -> slice | None:
+        return self.flat.restrict(self.start, self.stop)
+
+
+class ShardedUpdate:
+    """The inner optimizer and its runs."""
+
+    def __init__(
+        self,
+        factory: OptimizerFactory,
+        flats: Sequence[Flat],
+        groups: Sequence[Mapping[str, Any]],
+        options: Mapping[str, Any],
+    ) -> None:
+        """
+        Args:
+            factory: the user's optimizer class.
+            groups: hyper-parameters of each param group, without its parameters.
+            options: keyword arguments of the class.
+        """
+        self.runs = [run for flat in flats for run in _first_runs(flat)]
+        inner_groups = [
+            {**group, "params": [run.tensor for run in self.runs if _is_in(run, index)]}
+            for index, group in enumerate(groups)
+        ]
+        self.inner = factory(inner_groups, **options)
+
+    def step(
+        self,
+        groups: Sequence[Mapping[str, Any]],
+        unused: Mapping[Flat, Sequence[int]],
+        scale: float,
+    ) -> None:
+        """Update the masters by `scale` times the mean gradient, then the values in the parameters' dtype.
+
+        Args:
+            groups: the outer param groups, whose hyper-parameters count.
+            unused: parameters (positions) that no rank used in this step.
+        """
+        for mine, theirs in zip(self.inner.param_groups, groups, strict=True):
+            mine.update({key: value for key, value in theirs.items() if key != "params"})
+        self._split_where_used_in_part(unused)
+        stepped = []
+        for run in self.runs:
+            owned = run.owned
+            if run.tensor is None or owned is None:
+                continue
+            if run.first in unused.get(run.flat, ()):
+                run.tensor.grad = None
+                continue
+            run.tensor.grad = run.flat.gradient[owned]
+            if scale != 1.0:
+                run.tensor.grad.mul_(scale)
+            stepped.append(run)
+        self.inner.step()
+        for run in stepped:
+            assert run.tensor is not None
+            run.tensor.grad = None
+            if run.flat.shard is not run.flat.master:
+                owned = run.owned
+                assert owned is not None
+                run.flat.shard[owned].copy_(run.tensor)
+
+    def refresh(self, flat: Flat) -> None:
+        """Take over values that were written into `flat.shard`, keeping masters that still round
+        to them.
+        """
+        if flat.master is flat.shard:
+            return
+        changed = flat.master.to(flat.dtype) != flat.shard
+        flat.master[changed] = flat.shard[changed].float()
+
+    def release(self, run: Run) -> None:
+        """Forget a run's tensor and state."""
+        if run.tensor is not None:
+            self._forget(run.tensor)
+            run.tensor = None
+
+    def rebind(self, flat: Flat, states: Mapping[Run, dict[str, Any]]) -> None:
+        """After `flat` changed hands: new views for its runs, with the state that came along."""
+        for run in self.runs:
+            if run.flat is not flat:
+                continue
+            self.release(run)
+            run.tensor = _view(run)
+            if run.tensor is not None:
+                self.inner.param_groups[run.group]["params"].append(run.tensor)
+                if states.get(run):
+                    self.inner.state[run.tensor] = states[run]
+
+    def state_of(self, run: Run) -> dict[str, Any]:
+        """State tensors of the owned part and scalars of a run; empty where there is none."""
+        return dict(self.inner.state.get(run.tensor, {})) if run.tensor is not None else {}
+
+    def _split_where_used_in_part(self, unused: Mapping[Flat, Sequence[int]]) -> None:
+        if not any(unused.values()):
+            return
+        whole, self.runs = self.runs, []
+        for run in whole:
+            idle = set(unused.get(run.flat, ()))
+            cuts = [run.first]
+            for position in range(run.first + 1, run.last):
+                if (position in idle) != (position - 1 in idle):
+                    cuts.append(position)
+            parts = [
+                Run(run.flat, run.group, first, last, None)
+                for first, last in zip(cuts, [*cuts[1:], run.last], strict=True)
+            ]
+            self.runs += [run] if len(parts) == 1 else parts
+            if len(parts) > 1:
+                self._hand_over(run, parts)
+
+    def _hand_over(self, run: Run, parts: Sequence[Run]) -> None:
+        if run.tensor is None:
+            return
+        state = self.state_of(run)
+        whole = run.tensor
+        self._forget(whole)
+        base = run.owned
+        assert base is not None
+        for part in parts:
+            part.tensor = _view(part)
+            owned = part.owned
+            if part.tensor is None or owned is None:
+                continue
+            self.inner.param_groups[run.group]["params"].append(part.tensor)
+            if state:
+                local = slice(owned.start - base.start, owned.stop - base.start)
+                self.inner.state[part.tensor] = {
+                    key: _part_of(value, whole, local) for key, value in state.items()
+                }
+
+    def _forget(self, tensor: Tensor) -> None:
+        self.inner.state.pop(tensor, None)
+        for group in self.inner.param_groups:
+            group["params"] = [other for other in group["params"] if other is not tensor]
+
+
+def is_elementwise(value: Any, like: Tensor | None) -> bool:
+    """Whether an optimizer's state value belongs to elements (and so to shards), not to a whole
+    tensor.
+    """
+    return isinstance(value, Tensor) and like is not None and value.shape == like.shape
+
+
+def fastest_options(factory: OptimizerFactory, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Add `fused=True` where the class has it and the user chose no other implementation."""
+    try:
+        known = inspect.signature(factory).parameters
+    except (TypeError, ValueError):
+        return dict(options)
+    choices = ("fused", "foreach", "capturable", "differentiable")
+    if "fused" not in known or any(options.get(choice) is not None for choice in choices):
+        return dict(options)
+    return {**options, "fused": True}
+
+
+def check_elementwise(
+    factory: OptimizerFactory, options: Mapping[str, Any], device: torch.device
+) -> str | None:
+    """Try whether cutting a parameter anywhere changes what the optimizer does to it.
+
+    Returns:
+        What is wrong with this class for flat shards, or None. Found by experiment, so that any
+        class works: three steps on one matrix, and on the same elements in two flat pieces.
+    """
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(8, 32, generator=generator)
+    gradients = [torch.randn(8, 32, generator=generator) for _ in range(3)]
+
+    def after(shapes: Callable[[Tensor], list[Tensor]]) -> Tensor:
+        parts = [part.clone().to(device) for part in shapes(start)]
+        optimizer = factory([{"params": parts}], **options)
+        for gradient in gradients:
+            for part, piece in zip(parts, shapes(gradient), strict=True):
+                part.grad = piece.clone().to(device)
+            optimizer.step()
+        return torch.cat([part.flatten() for part in parts]).cpu()
+
+    factory(
+        [{"params": [start.clone().to(device)]}], **options
+    )  # wrong options are the caller's to see
+    try:
+        whole = after(lambda values: [values])
+        cut = after(lambda values: [values.flatten()[:64], values.flatten()[64:]])
+    except Exception as error:
+        return f"it does not step a flat slice of a parameter ({type(error).__name__}: {error})"
+    if torch.allclose(whole, cut, rtol=1e-5, atol=1e-7, equal_nan=True):
+        return None
+    return "its update of an element depends on the other elements of the parameter"
+
+
+def _first_runs(flat: Flat) -> list[Run]:
+    runs: list[Run] = []
+    for position, group in enumerate(flat.groups):
+        if runs and runs[-1].group == group:
+            runs[-1].last = position + 1
+        else:
+            runs.append(Run(flat, group, position, position + 1, None))
+    for run in runs:
+        run.tensor = _view(run)
+    return runs
+
+
+def _view(run: Run) -> Tensor | None:
+    owned = run.owned
+    return None if owned is None else run.flat.master[owned]
+
+
+def _is_in(run: Run, group: int) -> bool:
+    return run.group == group and run.tensor is not None
+
+
+def _part_of(value: Any, like: Tensor, part: slice) -> Any:
+    if is_elementwise(value, like):
+        return value[part].clone()
+    return value.clone() if isinstance(value, Tensor) else value
