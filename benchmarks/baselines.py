@@ -66,7 +66,8 @@ class Row:
     bytes: int
     """Of the model's gradients in fp32: what a step has to reduce."""
     ratio: float
-    """Speed over the peer's: its median seconds over ours; 1 for the peer itself."""
+    """Speed over the peer's: the median over steps of its seconds over ours in the same step, which
+    were taken close together; 1 for the peer itself."""
     device: str
     versions: str
     commit: str
@@ -219,7 +220,7 @@ def rows_of(
     device: torch.device,
 ) -> list[Row]:
     """Ours and the peer's; every rank must call it."""
-    quantiles = [statistics.quantiles(c.slowest_seconds(), n=10) for c in contenders]
+    seconds = [contender.slowest_seconds() for contender in contenders]
     gradients = sum(p.numel() for p in Llama(SIZES[options.size]).parameters()) * 4
     return [
         Row(
@@ -228,16 +229,18 @@ def rows_of(
             size=options.size,
             ranks=dist.get_world_size(),
             batch=options.batch,
-            p20_seconds=deciles[1],
-            p50_seconds=deciles[4],
-            p80_seconds=deciles[7],
+            p20_seconds=statistics.quantiles(own, n=5)[0],
+            p50_seconds=statistics.median(own),
+            p80_seconds=statistics.quantiles(own, n=5)[3],
             bytes=gradients,
-            ratio=quantiles[1][4] / deciles[4],
+            ratio=statistics.median(
+                peers / ours for peers, ours in zip(seconds[1], own, strict=True)
+            ),
             device=device_name(device),
             versions=f"torch {torch.__version__}, python {platform.python_version()}",
             commit=commit(),
         )
-        for provider, deciles in zip(("poplar even", peer), quantiles, strict=True)
+        for provider, own in zip(("poplar even", peer), seconds, strict=True)
     ]
 
 

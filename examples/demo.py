@@ -166,7 +166,7 @@ def report(
 ) -> None:
     """A table for people; the last line is for programs."""
     table = Table(title=f"stage {stage}, {GLOBAL_BATCH} samples a step", title_justify="left")
-    table.add_column("plan")
+    table.add_column("plan", no_wrap=True)
     for heading in ("samples per rank", "s a step, p20", "p50", "p80", "samples/s", "of sum"):
         table.add_column(heading, justify="right", no_wrap=True)
     reached = []
