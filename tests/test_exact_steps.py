@@ -23,7 +23,7 @@ import training
 from models import ModelSpec
 from ranks import Pool
 from reference import Recipe
-from training import STAGES, Run, assert_exact, train_many
+from training import STAGES, Run, assert_exact, assert_same, train_many
 
 from poplar import HeteroZeroOptimizer, Plan
 
@@ -182,21 +182,27 @@ def test_any_number_of_ranks(ranks: Pool, stage: int, count: int) -> None:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_bf16_parameters_stay_within_their_rounding(ranks: Pool, stage: int) -> None:
-    """As near to the fp32 truth as one process with bf16 parameters and fp32 masters is."""
-    micro_batches, shares = PASSES_WITH_A_REMAINDER, UNEVEN
-    plan = Plan(stage=stage, global_batch=12, micro_batches=micro_batches, shares=shares)
-    truth = Recipe(options=(("lr", 1e-2), ("eps", 1e-5), ("weight_decay", 0.05)))
-    recipe = replace(truth, spec=ModelSpec(dtype=torch.bfloat16))
-    engine = {"compute_dtype": torch.bfloat16}
-    trained = ranks.run(training.train, Run(recipe, plan, engine=engine))
-    wanted, one_process = reference.train(truth).parameters, reference.train(recipe).parameters
-    for rank, trajectory in enumerate(trained):
-        for name, value in trajectory.parameters.items():
-            assert value.dtype == torch.bfloat16
-            assert torch.equal(value, trained[0].parameters[name]), f"rank {rank}, {name}"
-            error = (value.float() - wanted[name]).norm() / wanted[name].norm()
-            rounding = (one_process[name].float() - wanted[name]).norm() / wanted[name].norm()
-            assert error <= 1.5 * rounding + 2.0**-9, f"{name}: {error:.1e}, alone {rounding:.1e}"
+    """As near to the fp32 truth as one process with bf16 parameters and fp32 masters is.
+
+    Over all parameters together: AdamW turns a rounding that flips the sign of a small gradient
+    into a step of 2 * lr, so that single elements stray, in one process as on many ranks.
+    """
+    plan = Plan(stage=stage, global_batch=12, micro_batches=PASSES_WITH_A_REMAINDER, shares=UNEVEN)
+    for truth in (Recipe(), with_sgd(Recipe())):
+        recipe = replace(truth, spec=ModelSpec(dtype=torch.bfloat16))
+        run = Run(recipe, plan, engine={"compute_dtype": torch.bfloat16})
+        trained = ranks.run(training.train, run)
+        for trajectory in trained:
+            assert_same(trajectory.parameters, trained[0].parameters)
+        assert {p.dtype for p in trained[0].parameters.values()} == {torch.bfloat16}
+        wanted = flattened(reference.train(truth).parameters)
+        rounding = (flattened(reference.train(recipe).parameters) - wanted).norm()
+        error = (flattened(trained[0].parameters) - wanted).norm()
+        assert error <= 1.2 * rounding, f"{recipe.optimizer}: {error:.2e}, alone {rounding:.2e}"
+
+
+def flattened(parameters: dict[str, torch.Tensor]) -> torch.Tensor:
+    return torch.cat([value.float().flatten() for value in parameters.values()])
 
 
 @pytest.mark.parametrize("stage", STAGES)
