@@ -65,6 +65,7 @@ cudaError_t pack(Bucket* bucket, std::int64_t numel, const std::vector<std::int6
                           const auto kernel =
                               accumulate ? pack_kernel<Bucket, true> : pack_kernel<Bucket, false>;
                           kernel<<<blocks, kThreads, 0, stream>>>(bucket, table, weight);
+                          return cudaGetLastError();
                         });
 }
 

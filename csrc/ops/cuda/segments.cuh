@@ -35,8 +35,9 @@ struct SegmentTable {
 
 static_assert(sizeof(SegmentTable<void*>) + 64 <= 32764, "kernel parameters are limited");
 
-// Calls launch(blocks, table) once per kSegments tensors, covering [0, numel) exactly once. With
-// none there is still one launch: a bucket without tensors has a gap to fill.
+// Calls launch(blocks, table), which returns its error, once per kSegments tensors, covering [0,
+// numel) exactly once. With none there is still one launch: a bucket without tensors has a gap to
+// fill.
 template <typename Pointer, typename Launch>
 cudaError_t for_each_table(std::int64_t numel, const std::vector<std::int64_t>& offsets,
                            const std::vector<std::int64_t>& numels,
@@ -56,8 +57,8 @@ cudaError_t for_each_table(std::int64_t numel, const std::vector<std::int64_t>& 
     std::copy(data.begin() + first, data.begin() + last, table.data);
     std::copy(dtypes.begin() + first, dtypes.begin() + last, table.dtypes);
     if (table.begin < table.end) {
-      launch(static_cast<unsigned>((table.end - table.begin + kTile - 1) / kTile), table);
-      const cudaError_t error = cudaGetLastError();
+      const cudaError_t error =
+          launch(static_cast<unsigned>((table.end - table.begin + kTile - 1) / kTile), table);
       if (error != cudaSuccess) {
         return error;
       }

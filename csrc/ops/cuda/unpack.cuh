@@ -49,6 +49,7 @@ cudaError_t unpack(const Flat* flat, std::int64_t numel, const std::vector<std::
   return for_each_table(numel, offsets, numels, data, dtypes,
                         [&](unsigned blocks, const SegmentTable<void*>& table) {
                           unpack_kernel<Flat><<<blocks, kThreads, 0, stream>>>(flat, table);
+                          return cudaGetLastError();
                         });
 }
 
