@@ -73,6 +73,7 @@ def pack_(
     """
     with torch.no_grad():
         torch.ops.poplar.pack_(bucket, grads, offsets, weight, accumulate)
+    _written(bucket)
 
 
 def rank_sum_(out: Tensor, received: Tensor, ranks: int, accumulate: bool = False) -> None:
@@ -89,6 +90,7 @@ def rank_sum_(out: Tensor, received: Tensor, ranks: int, accumulate: bool = Fals
     """
     with torch.no_grad():
         torch.ops.poplar.rank_sum_(out, received, ranks, accumulate)
+    _written(out)
 
 
 def unpack_(flat: Tensor, outs: Sequence[Tensor], offsets: Sequence[int]) -> None:
@@ -105,6 +107,7 @@ def unpack_(flat: Tensor, outs: Sequence[Tensor], offsets: Sequence[int]) -> Non
     """
     with torch.no_grad():
         torch.ops.poplar.unpack_(flat, outs, offsets)
+    _written(*outs)
 
 
 def block_sums_of_squares(flat: Tensor) -> Tensor:
@@ -128,6 +131,15 @@ def block_sums_of_squares(flat: Tensor) -> Tensor:
 def describe() -> str:
     """Say in a line what serves the operators, and why, for `poplar doctor` and bug reports."""
     return f"operators on CPU: {_cpu_state}; on CUDA: {_cuda_state}"
+
+
+def _written(*tensors: Tensor) -> None:
+    """Tell autograd, as every in-place operation of PyTorch does; the C++ kernels cannot.
+
+    Without it, a backward that saved one of these tensors would use the new values unnoticed.
+    """
+    if not torch.compiler.is_compiling():
+        torch.autograd.graph.increment_version([t for t in tensors if not t.is_inference()])
 
 
 # Plain PyTorch: the fallback on every device and the oracle of the tests. Checks and messages are

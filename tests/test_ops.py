@@ -307,6 +307,27 @@ def test_operators_write_leaves_that_require_gradients(device):
     assert parameter.is_leaf
 
 
+def test_autograd_notices_that_a_tensor_it_saved_was_overwritten(device):
+    weight = torch.ones(4, device=device, requires_grad=True)
+    saved = torch.ones(4, device=device)
+    loss = (weight * saved).sum()
+    ops.unpack_(torch.zeros(4, device=device), [saved], [0])
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_operators_compile_into_one_graph_and_run_in_inference_mode(device):
+    def packed_norm(bucket, grads):
+        ops.pack_(bucket, grads, [0, 64], 0.5)
+        return ops.block_sums_of_squares(bucket)
+
+    grads = [torch.ones(3, device=device), torch.ones(4, 2, device=device)]
+    compiled = torch.compile(packed_norm, backend="aot_eager", fullgraph=True)
+    assert compiled(torch.empty(100, device=device), grads).tolist() == [0.75, 2.0]
+    with torch.inference_mode():
+        assert packed_norm(torch.empty(100, device=device), grads).tolist() == [0.75, 2.0]
+
+
 def test_plain_pytorch_serves_when_the_libraries_are_switched_off(device):
     program = (
         "import torch; from poplar import ops; assert not ops.native; print(ops.describe());"
