@@ -165,9 +165,11 @@ def report(
     total: float,
 ) -> None:
     """A table for people; the last line is for programs."""
-    table = Table(title=f"stage {stage}, {GLOBAL_BATCH} samples a step", title_justify="left")
+    table = Table(
+        title=f"stage {stage}, seconds of a step of {GLOBAL_BATCH} samples", title_justify="left"
+    )
     table.add_column("plan", no_wrap=True)
-    for heading in ("samples per rank", "s a step, p20", "p50", "p80", "samples/s", "of sum"):
+    for heading in ("samples per rank", "p20 s", "p50 s", "p80 s", "samples/s", "of sum"):
         table.add_column(heading, justify="right", no_wrap=True)
     reached = []
     for run, seconds in zip(runs, timings, strict=True):
