@@ -43,6 +43,9 @@ $(VENV)/.poplar-dependencies: pyproject.toml
 	@touch $@
 
 $(VENV)/.poplar-built: $(VENV)/.poplar-dependencies pyproject.toml $(NATIVE_SOURCES)
+	@$(BIN)/python -c 'import os, sys, sysconfig as s; sys.exit(0 if os.path.exists(os.path.join(s.get_path("include"), "Python.h")) \
+	  else "setup: the headers of Python are missing; on Debian: apt install python3-dev")'
+	@command -v $${CXX:-c++} >/dev/null || { echo "setup: no C++ compiler; on Debian: apt install g++"; exit 1; }
 	@echo "setup: building"
 	@$(PIP) --no-build-isolation -e '.[dev]'
 	@$(BIN)/python -c 'from poplar import ops; print("setup:", ops.describe())'
