@@ -580,6 +580,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             batches = nest.cut(self._cast(batch), sizes) if samples else [None] * len(sizes)
             for piece, size in zip(batches, sizes, strict=True):
                 counts.append(float(weight(piece)) if weight is not None and size else float(size))
+        except (ValueError, TypeError) as caught:
+            error = _about_rank(self._group.rank, caught)
         except Exception as caught:
             error = caught
         self._opening, self._opening_wait = open_step(
@@ -634,16 +636,15 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         if self._plan is None:
             return 0 if batch is None else nest.samples_in(batch)
         expected = self._plan.samples(rank)
-        if expected == 0:
-            return 0
         if batch is None:
-            raise ValueError(
-                f"rank {rank}: no batch, but the plan gives this rank {expected} samples"
-            )
+            if expected:
+                raise ValueError(f"no batch, but the plan gives this rank {expected} samples")
+            return 0
         size = nest.samples_in(batch)
-        if size > expected:
+        # A loader can't yield an empty batch: a rank without samples is sent one, and drops it.
+        if size > max(expected, 1):
             raise ValueError(_wrong_size(rank, size, expected))
-        return size
+        return size if expected else 0
 
     def _sizes(self, rank: int, samples: int) -> tuple[int, ...]:
         if self._plan is None:
@@ -828,6 +829,12 @@ def _wrong_size(rank: int, size: int, expected: int) -> str:
         f"build the loader "
         "with HeteroBatchSampler(len(dataset), plan), or pass drop_last=True"
     )
+
+
+def _about_rank(rank: int, error: Exception) -> Exception:
+    """The same error, with the rank that it is about at its head."""
+    text = str(error)
+    return error if text.startswith("rank ") else type(error)(f"rank {rank}: {text}")
 
 
 def _check_loss(value: Any, rank: int) -> None:

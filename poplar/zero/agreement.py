@@ -110,8 +110,6 @@ def close_step(
     """
     head = torch.tensor([float(error is not None), loss, waited], dtype=torch.float64)
     ours = local_norm(flats, control.group.rank, norm_type if error is None else None)
-    if error is not None:
-        ours = torch.zeros(_norm_length(norm_type), dtype=torch.float64)
     used = torch.zeros(sum(len(flat.parameters) for flat in flats), dtype=torch.float64)
     first = 0
     for flat in flats:
@@ -139,11 +137,13 @@ def _unused(flats: Sequence[Flat], used: Tensor) -> dict[Flat, list[int]]:
 
 
 def local_norm(flats: Sequence[Flat], rank: int, norm_type: float | None) -> Tensor:
-    """This rank's part of the gradient norm, over the slices that it owns in the layouts;
-    float64.
+    """This rank's part of the gradient norm, over the slices that it owns in the layouts.
+
+    float64, always `norm.BINS` long: a rank that has failed does not know what the others ask for.
     """
+    result = torch.zeros(norm.BINS, dtype=torch.float64)
     if norm_type is None:
-        return torch.zeros(0, dtype=torch.float64)
+        return result
     parts = []
     for flat in flats:
         owned = flat.restrict(*flat.layout.bounds(rank))
@@ -152,8 +152,10 @@ def local_norm(flats: Sequence[Flat], rank: int, norm_type: float | None) -> Ten
     if norm_type == 2.0:
         return norm.square_bins(parts)
     if norm_type == float("inf"):
-        return torch.tensor([norm.largest(parts)], dtype=torch.float64)
-    return torch.tensor([norm.power_sum(parts, norm_type)], dtype=torch.float64)
+        result[0] = norm.largest(parts)
+    else:
+        result[0] = norm.power_sum(parts, norm_type)
+    return result
 
 
 def join_norm(parts: Sequence[Tensor], norm_type: float | None) -> float:
@@ -164,11 +166,5 @@ def join_norm(parts: Sequence[Tensor], norm_type: float | None) -> float:
     if norm_type == 2.0:
         return math.sqrt(norm.total_of_bins(stacked.sum(0)))
     if norm_type == float("inf"):
-        return float(stacked.max())
-    return math.pow(float(stacked.sum()), 1.0 / norm_type)
-
-
-def _norm_length(norm_type: float | None) -> int:
-    if norm_type is None:
-        return 0
-    return norm.BINS if norm_type == 2.0 else 1
+        return float(stacked[:, 0].max())
+    return math.pow(float(stacked[:, 0].sum()), 1.0 / norm_type)

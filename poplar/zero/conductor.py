@@ -16,7 +16,7 @@ from torch import nn
 
 from poplar.comm import Control
 from poplar.errors import OutOfOrder
-from poplar.zero.schedule import Kind, Slot, with_prefetch
+from poplar.zero.schedule import Kind, Slot, agreed_order
 from poplar.zero.strategy import Strategy
 from poplar.zero.unit import Unit
 
@@ -74,8 +74,8 @@ class Conductor:
         self._current: Unit | None = None
         self._gathered: set[Unit] = set()
         self._shown: set[Unit] = set()
+        self._path: list[Unit] = []
         self._first_visit: dict[Unit, int] = {}
-        self._visits = 0
         self._backward_visit: int | None = None
         self._arrived: dict[Unit, set[nn.Parameter]] = {}
         self._complete: set[Unit] = set()
@@ -86,15 +86,45 @@ class Conductor:
 
     def visit(self, unit: Unit) -> int:
         """The forward enters `unit`: gather it; returns the number of this visit."""
+        self._announce_passed_by(unit.index)
         self.need(unit)
-        self._first_visit.setdefault(unit, self._visits)
-        self._visits += 1
-        return self._visits - 1
+        self._first_visit.setdefault(unit, len(self._path))
+        self._path.append(unit)
+        return len(self._path) - 1
 
     def revisit(self, unit: Unit, visit: int) -> None:
         """The backward enters a visit of the forward."""
+        if self._backward_visit is None:
+            self._announce_passed_by(len(self._units))
+        self._announce_passed_by_backwards(visit)
         self._backward_visit = visit
         self.need(unit)
+
+    def _announce_passed_by(self, index: int) -> None:
+        """As the leader: units before `index` in the module tree that this rank's forward skips."""
+        if self._led and self._leads and self._strategy.gathers:
+            for unit in self._units[:index]:
+                if not unit.resident and unit not in self._path:
+                    self._pass_by(unit)
+                    self._path.append(unit)
+
+    def _announce_passed_by_backwards(self, visit: int) -> None:
+        """As the leader: skipped units between the last visit that the backward entered and `visit`."""
+        if self._led and self._leads and self._strategy.gathers:
+            last = len(self._path) if self._backward_visit is None else self._backward_visit
+            for unit in reversed(self._path[visit + 1 : last]):
+                if unit not in self._first_visit:
+                    self._pass_by(unit)
+
+    def _pass_by(self, unit: Unit) -> None:
+        last = next(
+            (slot for slot in reversed(self._recorded) if slot.kind is not Kind.REDUCE), None
+        )
+        if last is not None and last.unit == unit.index:
+            return  # whoever needs it has it still
+        self._release_current()
+        self._announce_and_play(Slot(Kind.SKIPPED, unit.index))
+        self._release(unit)
 
     def need(self, unit: Unit) -> None:
         """`unit`'s parameters are read next: return when they are there.
@@ -140,7 +170,9 @@ class Conductor:
             self._accumulate(unit)
         elif not self._led:
             self._play_what_is_complete()
-        elif self._leads:
+        elif self._leads and not (unit.resident and self._strategy.gathers):
+            # A resident unit's reduction comes last: its backward may be over while others' units
+            # that this rank skips are still to be gathered.
             self._announce_and_play(Slot(Kind.REDUCE, unit.index))
 
     def finish(self, *, failed: bool = False) -> None:
@@ -241,14 +273,18 @@ class Conductor:
                 raise self._out_of_order(self._units[wanted.unit])
             self._heard = None
             self._play(slot)
-            if slot == wanted:
+            if slot.kind is not Kind.REDUCE and slot.unit == wanted.unit:
                 return
-            if slot.kind is Kind.GATHER and not unit.resident:
+            if slot.kind is not Kind.REDUCE and not unit.resident:
                 self._release(unit)
 
     def _finish_led(self, failed: bool) -> None:
         if self._leads:
             if not failed:
+                if self._backward_visit is None:
+                    self._announce_passed_by(len(self._units))
+                if self.mode is Mode.TRAIN:
+                    self._announce_passed_by_backwards(-1)
                 for unit in self._units:
                     if self.reduces and unit.trained and unit not in self._reduced:
                         self._announce_and_play(Slot(Kind.REDUCE, unit.index))
@@ -259,7 +295,7 @@ class Conductor:
                 self._heard = None
                 self._play(last)
         if last.kind is Kind.END:
-            self._orders[self.mode, self.reduces] = with_prefetch(self._recorded)
+            self._orders[self.mode, self.reduces] = agreed_order(self._recorded)
 
     def _announce_and_play(self, slot: Slot) -> None:
         self._control.announce(slot.encode())
@@ -275,7 +311,7 @@ class Conductor:
     def _play(self, slot: Slot) -> None:
         unit = self._units[slot.unit]
         self._recorded.append(slot)
-        if slot.kind is Kind.GATHER:
+        if slot.kind is not Kind.REDUCE:
             self._strategy.gather(unit)
             self._gathered.add(unit)
             if self._finishing:

@@ -24,6 +24,7 @@ class Replicated(Strategy):
 
     gathers = False
     reduces_every_pass = False
+    in_flight = 4
 
     def __init__(self, comm: Communicator, reduce_dtype: torch.dtype) -> None:
         super().__init__(comm, reduce_dtype)
@@ -60,6 +61,7 @@ class Replicated(Strategy):
 
     def reduce(self, flat: Flat, weight: float) -> None:
         self.accumulate(flat, weight)
+        self._make_room()
         sums = self._sums[flat]
         bucket = sums
         if self.codec.wire_dtype is not torch.float32:
@@ -67,7 +69,7 @@ class Replicated(Strategy):
             bucket.pack([sums.data], [0], 1.0)
         own = own_slice(sums.data, flat.layout, self.comm.group.rank)
         what = f"the reduction of unit {flat.name}"
-        self._launch(self.comm.reduce_scatter(bucket, own, accumulate=False, what=what))
+        self._pending.append(self.comm.reduce_scatter(bucket, own, accumulate=False, what=what))
 
     def settle(self, units: Sequence[Unit]) -> None:
         super().settle(units)
@@ -91,14 +93,16 @@ class Replicated(Strategy):
 
 
 def _show_gradients(flat: Flat) -> None:
-    """Let `.grad` hold the mean gradient: a view where the dtypes agree, else rounded to the
-    parameter's.
+    """Let `.grad` hold the mean gradient: the fp32 sums themselves where torch allows it.
+
+    Since torch 2.10 a parameter may say that its gradient has a dtype of its own; before, a parameter in
+    low precision gets a rounded copy.
     """
-    views = [
-        flat.gradient[offset : offset + parameter.numel()].view(parameter.shape)
-        for parameter, offset in zip(flat.parameters, flat.offsets, strict=True)
-    ]
-    if flat.dtype is not torch.float32:
-        views = [view.to(flat.dtype) for view in views]
-    for parameter, view in zip(flat.parameters, views, strict=True):
+    for parameter, offset in zip(flat.parameters, flat.offsets, strict=True):
+        view = flat.gradient[offset : offset + parameter.numel()].view(parameter.shape)
+        if flat.dtype is not torch.float32:
+            if hasattr(parameter, "grad_dtype"):
+                parameter.grad_dtype = None
+            else:
+                view = view.to(flat.dtype)
         parameter.grad = view

@@ -4,7 +4,8 @@
 Collectives match by the order in which ranks issue them, so all ranks must issue the same ones in
 the same order, even a rank that has no samples, skips a layer, or has failed. In the first pass of
 a kind the leader (the first rank with samples) announces each slot as its own model demands it, and
-the others follow. From then on the recorded order is everybody's: no announcements, and each gather
+the others follow. Units that the leader passes by, going by the module tree, are announced too, for
+those that don't. From then on the recorded order is everybody's: no announcements, and each gather
 is issued one step ahead of its use.
 """
 
@@ -17,9 +18,11 @@ from enum import Enum
 
 class Kind(Enum):
     GATHER = 0
-    REDUCE = 1
-    END = 2
-    ABANDON = 3
+    SKIPPED = 1
+    """A gather that the leader does not need: it skips the unit, others may not."""
+    REDUCE = 2
+    END = 3
+    ABANDON = 4
     """The leader failed: nothing more will be announced, and nothing of this pass is recorded."""
 
 
@@ -37,7 +40,21 @@ class Slot:
         return cls(Kind(kind), unit)
 
 
-def with_prefetch(recorded: Sequence[Slot]) -> tuple[Slot, ...]:
+def agreed_order(recorded: Sequence[Slot]) -> tuple[Slot, ...]:
+    """What all later passes of the kind play, from what was played in the first."""
+    entered = {slot.unit for slot in recorded if slot.kind is Kind.GATHER}
+    slots: list[Slot] = []
+    gathered = None
+    for slot in recorded:
+        if slot.kind is Kind.REDUCE:
+            slots.append(slot)
+        elif slot.unit != gathered and (slot.kind is Kind.GATHER or slot.unit not in entered):
+            gathered = slot.unit
+            slots.append(Slot(Kind.GATHER, slot.unit))
+    return _with_prefetch(slots)
+
+
+def _with_prefetch(recorded: Sequence[Slot]) -> tuple[Slot, ...]:
     """Move each gather ahead of the reductions right before it, so that it can start one step early.
 
     A recorded backward reads `gather 2, reduce 2, gather 1, reduce 1`: the gather of 1 is demanded

@@ -25,6 +25,7 @@ class ShardedGradients(Strategy):
 
     gathers = False
     reduces_every_pass = True
+    in_flight = 2
 
     def __init__(self, comm: Communicator, reduce_dtype: torch.dtype) -> None:
         super().__init__(comm, reduce_dtype)
@@ -50,6 +51,7 @@ class ShardedGradients(Strategy):
         self._allocate_gradient(flat)
 
     def reduce(self, flat: Flat, weight: float) -> None:
+        self._make_room()
         gradients, offsets = flat.take_gradients()
         bucket = self.comm.buffer(flat.layout, self.codec.wire_dtype, flat.device, self.codec)
         bucket.pack(gradients, offsets, weight)
@@ -57,7 +59,9 @@ class ShardedGradients(Strategy):
         again = flat in self._started
         self._started.add(flat)
         what = f"the reduction of unit {flat.name}"
-        self._launch(self.comm.reduce_scatter(bucket, flat.gradient, accumulate=again, what=what))
+        self._pending.append(
+            self.comm.reduce_scatter(bucket, flat.gradient, accumulate=again, what=what)
+        )
 
     def _allocate_gradient(self, flat: Flat) -> None:
         if flat.trained:

@@ -19,24 +19,21 @@ from poplar.planning.layout import Layout
 from poplar.zero.flat import Flat
 from poplar.zero.unit import Unit
 
-IN_FLIGHT = 4
-"""Reductions that may be under way at once; bounds the memory of buckets (each <= 32 MiB
-packed).
-"""
-
 
 class Strategy(ABC):
     gathers: ClassVar[bool]
     """Parameters have to be gathered before a unit runs."""
     reduces_every_pass: ClassVar[bool]
     """Gradients are reduced in each pass, not only in a rank's last one."""
+    in_flight: ClassVar[int]
+    """Reductions under way at once: each holds its bucket (if not kept anyway) and what it receives."""
 
     def __init__(self, comm: Communicator, reduce_dtype: torch.dtype) -> None:
         self.comm = comm
         self.codec = Codec(reduce_dtype)
         self.waited = 0.0
         """Seconds this rank was held up by its peers since the step began."""
-        self._in_flight: deque[Pending] = deque()
+        self._pending: deque[Pending] = deque()
 
     @abstractmethod
     def layout_for(self, flat: Flat, shares: Sequence[float]) -> Layout:
@@ -100,13 +97,13 @@ class Strategy(ABC):
     def wait(self, pending: Pending) -> None:
         self.waited += pending.wait()
 
-    def _launch(self, pending: Pending) -> None:
-        self._in_flight.append(pending)
-        self._drain(IN_FLIGHT)
+    def _make_room(self) -> None:
+        """Before the next reduction takes memory: wait for the oldest if there are enough."""
+        self._drain(self.in_flight - 1)
 
     def _drain(self, leave: int) -> None:
-        while len(self._in_flight) > leave:
-            self.wait(self._in_flight.popleft())
+        while len(self._pending) > leave:
+            self.wait(self._pending.popleft())
 
     def _gather_values(self, units: Sequence[Unit]) -> None:
         """Complete everybody's `values` from the owners' shards."""
