@@ -117,8 +117,8 @@ def too_many_in_the_open_form(run: Run, model: nn.Module, optimizer: HeteroZeroO
     [
         (one_sample_too_many, "4 samples"),
         (one_rank_short, "1 sample"),
-        (no_batch, ""),
-        (sizes_that_differ, ""),
+        (no_batch, "no batch"),
+        (sizes_that_differ, "targets"),
         (too_many_in_the_open_form, "4 samples"),
     ],
 )
@@ -127,8 +127,10 @@ def test_a_batch_that_is_not_the_plans(
 ) -> None:
     answers = ranks.run(between_good_steps, Run(RECIPE, plan_of(stage)), mistake)
     failures = assert_nothing_lost(answers)
-    assert_raised(failures, f"rank {BAD}")
     assert expected in failures[BAD].message
+    for rank, failure in enumerate(failures):
+        assert failure is not None, f"rank {rank} raised nothing"
+        assert rank == BAD or f"rank {BAD}" in failure.message, failure
     assert failures[BAD].is_a(ValueError) or failures[BAD].is_a(PoplarError)
 
 
@@ -392,7 +394,7 @@ def with_frozen_parameters_of_ones_own(run: Run, model: nn.Module) -> None:
     construct_with(run, model.to(harness.device()))
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize(
     ("construct", "pattern"),
     [
@@ -443,7 +445,7 @@ def with_sparse_adam(run: Run, model: nn.Module) -> None:
         (with_sparse_adam, "SparseAdam"),
     ],
 )
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [1])
 def test_optimizers_that_are_not_elementwise(
     ranks: Pool, construct: Callable, name: str, stage: int
 ) -> None:

@@ -16,26 +16,25 @@ from poplar import Plan
 SHARES = (
     (0.25, 0.25, 0.25, 0.25),
     (0.55, 0.25, 0.15, 0.05),
-    (0.6, 0.0, 0.4, 0.0),
     (0.0, 0.0, 0.0, 1.0),
     (0.013, 0.329, 0.331, 0.327),
 )
 MICRO_BATCHES = ((1, 3), (1, 2), (2, 2), (0, 1))
 
 RECIPES = {
-    "plain": Recipe(batches=(12,) * 3),
-    "clipped": Recipe(batches=(12,) * 3, max_norm=0.1),
+    "plain": Recipe(batches=(12,) * 2),
+    "clipped": Recipe(batches=(12,) * 2, max_norm=0.1),
     "clipped, tied, two groups, tokens": Recipe(
-        batches=(12, 12, 7),
+        batches=(12, 7),
         max_norm=0.1,
         loss="tokens",
         spec=ModelSpec(tied=True, unused=True, frozen=True, two_groups=True),
     ),
     "bf16, clipped": Recipe(
-        batches=(12,) * 3, max_norm=0.1, spec=ModelSpec(dtype=torch.bfloat16, norm="rms")
+        batches=(12,) * 2, max_norm=0.1, spec=ModelSpec(dtype=torch.bfloat16, norm="rms")
     ),
     "sgd": Recipe(
-        batches=(12,) * 3, optimizer="SGD", options=(("lr", 0.1), ("momentum", 0.9)), max_norm=0.1
+        batches=(12,) * 2, optimizer="SGD", options=(("lr", 0.1), ("momentum", 0.9)), max_norm=0.1
     ),
 }
 
