@@ -173,17 +173,34 @@ def whole_state(
 
 
 def save_model(engine: Engine, control: Control, model: nn.Module, path: Path) -> None:
-    """Write all weights and buffers, once each, from rank 0. Collective."""
-    from safetensors.torch import save_model as write
+    """Write all weights and buffers, tied ones once, from rank 0. Collective."""
+    from safetensors.torch import save_file
 
     error: Exception | None = None
     with engine.all_values(writeback=False):
         if control.group.rank == 0:
             try:
-                write(model, str(path))
+                state, tied = _distinct(model)
+                # What is left out is named as safetensors.torch.save_model does, so load_model finds it.
+                save_file(state, path, metadata={"format": "pt", **tied})
             except Exception as caught:
                 error = caught
     agree(control, error, doing=f"save_model({str(path)!r})")
+
+
+def _distinct(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The model's state without second names of one tensor, and which name stands for each of those."""
+    state: dict[str, Tensor] = {}
+    tied: dict[str, str] = {}
+    first: dict[tuple[int, torch.Size, torch.dtype], str] = {}
+    for name, value in model.state_dict().items():
+        key = (value.data_ptr(), value.shape, value.dtype)
+        if value.numel() and first.setdefault(key, name) != name:
+            tied[name] = first[key]
+        else:
+            # A view into a flat buffer would be written with the whole buffer behind it.
+            state[name] = value.detach().cpu().clone(memory_format=torch.contiguous_format)
+    return state, tied
 
 
 def _schemas(engine: Engine, update: ShardedUpdate) -> list[dict[str, tuple[Any, Any]]]:

@@ -24,6 +24,8 @@ from poplar.zero.unit import Unit
 class Mode(Enum):
     TRAIN = "training"
     EVALUATE = "evaluation"
+    GIVEN = "reduction-only"
+    """No forward and no backward: what lies in `.grad` is reduced."""
 
 
 class Conductor:
@@ -281,7 +283,7 @@ class Conductor:
     def _finish_led(self, failed: bool) -> None:
         if self._leads:
             if not failed:
-                if self._backward_visit is None:
+                if self._backward_visit is None and self.mode is not Mode.GIVEN:
                     self._announce_passed_by(len(self._units))
                 if self.mode is Mode.TRAIN:
                     self._announce_passed_by_backwards(-1)

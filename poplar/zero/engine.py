@@ -109,7 +109,7 @@ class Engine:
             False if there is nothing to play: no rank has samples, and no order has been agreed
             yet.
         """
-        reduces = mode is Mode.TRAIN and (last or self.strategy.reduces_every_pass)
+        reduces = mode is not Mode.EVALUATE and (last or self.strategy.reduces_every_pass)
         if leader is None:
             if not self.conductor.knows(mode, reduces):
                 return False
@@ -120,13 +120,13 @@ class Engine:
 
     def pass_end(self, *, failed: bool = False) -> None:
         """Close the open pass; after a failure the rest of it is played with zeros. Collective."""
-        reduces = self.conductor.mode is Mode.TRAIN
+        has_gradients = self.conductor.mode is not Mode.EVALUATE
         try:
             self.conductor.finish(failed=failed)
         finally:
             self._owned_pass = False
             self.conductor.active = False
-        if reduces:
+        if has_gradients:
             self._passes_to_reduce = True
             self.reduced = self.reduced or self.conductor.reduces
 
@@ -145,7 +145,8 @@ class Engine:
         """Reduce what lies in `.grad` and in the accumulators as a last pass of weight 1/n.
         Collective.
         """
-        self.pass_begin(weight=1.0 / self.comm.group.size, leader=0, last=True)
+        weight = 1.0 / self.comm.group.size
+        self.pass_begin(weight=weight, leader=0, last=True, mode=Mode.GIVEN)
         self.pass_end()
         self.settle()
 
@@ -254,7 +255,7 @@ class Engine:
                 "no_sync()"
             )
         if mode is Mode.TRAIN and not self.has_gradients:
-            self.begin_step()
+            self.begin_step(keep_gradients=True)  # the first one is there already
         reduces = mode is Mode.TRAIN and (self.syncs or self.strategy.reduces_every_pass)
         weight = 1.0 / self.comm.group.size
         self.conductor.begin(mode, reduces=reduces, weight=weight, leader=0)

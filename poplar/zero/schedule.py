@@ -55,16 +55,17 @@ def agreed_order(recorded: Sequence[Slot]) -> tuple[Slot, ...]:
 
 
 def _with_prefetch(recorded: Sequence[Slot]) -> tuple[Slot, ...]:
-    """Move each gather ahead of the reductions right before it, so that it can start one step early.
+    """Move each gather ahead of the reductions right before it, so that it starts one step early.
 
     A recorded backward reads `gather 2, reduce 2, gather 1, reduce 1`: the gather of 1 is demanded
     when 2 is over. Issued before `reduce 2` it runs under the backward of 2.
     """
     slots: list[Slot] = []
+    overtaken: list[Slot] = []
     for slot in recorded:
-        place = len(slots)
         if slot.kind is Kind.GATHER:
-            while place and slots[place - 1].kind is Kind.REDUCE:
-                place -= 1
-        slots.insert(place, slot)
-    return tuple(slots)
+            slots += [slot, *overtaken]
+            overtaken = []
+        else:
+            overtaken.append(slot)
+    return (*slots, *overtaken)
