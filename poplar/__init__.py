@@ -1,4 +1,4 @@
-"""Poplar: one PyTorch model on unequal GPUs at nearly the sum of their speeds, with the exact gradient.
+"""Poplar: one PyTorch model on unequal GPUs at the sum of their speeds, with the exact gradient.
 
 The names below are the public face. They are loaded when they are first used, so that
 `import poplar` is quick and planning works where torch is not installed.

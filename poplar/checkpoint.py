@@ -181,7 +181,7 @@ def save_model(engine: Engine, control: Control, model: nn.Module, path: Path) -
         if control.group.rank == 0:
             try:
                 state, tied = _distinct(model)
-                # What is left out is named as safetensors.torch.save_model does, so load_model finds it.
+                # Names left out are noted as safetensors does, so that load_model finds them.
                 save_file(state, path, metadata={"format": "pt", **tied})
             except Exception as caught:
                 error = caught
@@ -189,7 +189,7 @@ def save_model(engine: Engine, control: Control, model: nn.Module, path: Path) -
 
 
 def _distinct(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The model's state without second names of one tensor, and which name stands for each of those."""
+    """The model's state without second names of one tensor, and what those names stand for."""
     state: dict[str, Tensor] = {}
     tied: dict[str, str] = {}
     first: dict[tuple[int, torch.Size, torch.dtype], str] = {}
@@ -204,7 +204,7 @@ def _distinct(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def _schemas(engine: Engine, update: ShardedUpdate) -> list[dict[str, tuple[Any, Any]]]:
-    """For each run what its state consists of: dtype of elementwise tensors, or the value itself. Collective.
+    """Say of what each run's state consists: dtype if elementwise, else the value. Collective.
 
     A rank that owns nothing of a run learns it from those that do.
     """
@@ -251,7 +251,7 @@ def _state_under(  # type: ignore[no-untyped-def]
                 shard[start - low : stop - low] = value[start - base : stop - base]
         moved[key] = engine.comm.reshard(shard, old, new, what=f"moving the state of {flat.name}")
     new_low, new_high = new.bounds(rank)
-    table = {run: schema for run, schema in runs}
+    table = dict(runs)
 
     def local(run: Run) -> dict[str, Any]:
         start, stop = max(run.start, new_low), min(run.stop, new_high)

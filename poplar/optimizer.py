@@ -108,7 +108,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
     unit is done; at stage 0 `.grad` holds the mean gradient between the last pass and `step()`.
 
     Collective, to be called by every rank: the constructor, `train_step`, `micro_batches`,
-    `clip_grad_norm_`, `step`, `evaluate`, `full_parameters`, `consolidate_state_dict`, `save_model`,
+    `clip_grad_norm_`, `step`, `evaluate`, `full_parameters`, `consolidate_state_dict`,
+    `save_model`,
     `apply_plan`. If a rank fails in a step, all ranks raise, nothing is applied, and training may
     go on.
 
@@ -282,7 +283,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
     def micro_batches(
         self, batch: Any, weight: Weight | None = None, loss: Loss = "mean"
     ) -> Iterator[Any]:
-        """Cut this rank's part of a global batch by the plan, for trainers that own their loop. Collective.
+        """Cut this rank's part of a global batch, for trainers that own their loop. Collective.
 
         Yields the micro-batches that have samples; run one backward for each. Passes without
         samples
@@ -476,7 +477,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         return state_bytes(self._engine, self._update)
 
     def apply_plan(self, plan: Plan, *, at_step: int | None = None) -> None:
-        """Go on under another plan of the same stage: batches, passes and shares. Collective, between steps.
+        """Go on under another plan of the same stage. Collective, between steps.
 
         State moves directly from its old to its new owners.
 

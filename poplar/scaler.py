@@ -10,7 +10,7 @@ from torch.amp.grad_scaler import OptState
 
 
 class GradScaler(TorchGradScaler):
-    """As `torch.amp.GradScaler`, for a `HeteroZeroOptimizer`: pass it to `train_step`, or use it as torch's.
+    """As `torch.amp.GradScaler`: pass it to `train_step`, or use it as one uses torch's.
 
     The gradients that it unscales and checks are the reduced ones, in fp32, sharded over the ranks;
     whether one of them is not finite is agreed by all. Unscaling costs no pass of its own: it is

@@ -7,7 +7,6 @@ ends it, within the group's deadline. Every transport declares the order in whic
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from typing import ClassVar, Protocol
 
 import torch
@@ -22,7 +21,7 @@ class Pending(Protocol):
     """A collective that has been issued."""
 
     def wait(self) -> float:
-        """Finish it: the result is usable on the current stream. Returns the seconds this rank was held up.
+        """Finish it, for the current stream; returns the seconds that this rank was held up.
 
         Raises:
             CollectiveTimeout: names the ranks that did not take part before the deadline.

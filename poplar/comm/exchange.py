@@ -1,4 +1,4 @@
-"""Direct exchange: sends and receives between pairs of ranks, all in flight at once, with one deadline.
+"""Direct exchange: sends and receives between pairs of ranks, all at once, with one deadline.
 
 Every collective of `process_group` and every agreement of `control` is one of these. Because each
 receive belongs to one peer, a wait that fails knows whom it waited for. On gloo this moves 64 MiB

@@ -49,7 +49,7 @@ class Group:
 
     @classmethod
     def of(cls, process_group: dist.ProcessGroup | None, timeout: timedelta | None) -> Group:
-        """Describe `process_group` (None: WORLD). Collective over the group on its first use with NCCL.
+        """Describe `process_group` (None: WORLD). Collective on its first use with NCCL.
 
         Raises:
             RuntimeError: torch.distributed is not initialised; that is the user's to do.

@@ -26,6 +26,8 @@ _TAG_SPACE = 1 << 24
 
 
 class ProcessGroupCommunicator(Communicator):
+    """Uneven reduce-scatter and all-gather out of direct exchanges."""
+
     reduction_order = "rank"
 
     def __init__(self, group: Group) -> None:

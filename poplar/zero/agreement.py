@@ -1,8 +1,8 @@
 """What all ranks must know before a step's first pass and before anybody applies it.
 
-Opening: how much each rank brings, so that weights are exact, and that nobody's input is bad. Closing:
-whether a rank failed, which parameters were used at all, the loss, the norm. A step that one rank
-could not finish is applied by nobody, and every rank says why.
+Opening: how much each rank brings, so that weights are exact, and that nobody's input is bad.
+Closing: whether a rank failed, which parameters were used at all, the loss, the norm. A step that
+one rank could not finish is applied by nobody, and every rank says why.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from poplar.zero.flat import Flat
 
 @dataclass(frozen=True)
 class Opening:
+    """What all ranks know before the first pass."""
+
     samples: tuple[int, ...]
     """Of each rank in this step."""
     total_weight: float
 
     def leader(self, sizes: Sequence[int]) -> int | None:
-        """The first rank with samples, given each rank's samples in a pass; None if nobody has
-        any.
-        """
+        """The first rank with samples, given each rank's in a pass; None if nobody has any."""
         return next((rank for rank, size in enumerate(sizes) if size > 0), None)
 
 
 @dataclass(frozen=True)
 class Closing:
+    """What all ranks know once the gradients are final."""
+
     loss: float
     norm_type: float | None
     norm: float
-    """Of the mean gradient as accumulated (a loss scale still in it); NaN where it was not asked
-    for.
-    """
+    """Of the gradient as accumulated (a loss scale still in it); NaN if not asked for."""
     unused: dict[Flat, list[int]]
     """Parameters, by position, that got a gradient on no rank."""
     waited: tuple[float, ...]
@@ -49,18 +49,14 @@ class Closing:
 
 
 def agree(control: Control, error: Exception | None, *, doing: str) -> None:
-    """Raise on all ranks if one has an error: its own on that rank, `RankFailed` on the others.
-    Collective.
-    """
+    """Raise on all ranks if one has an error, `RankFailed` on the others. Collective."""
     flags = control.exchange(torch.tensor([error is not None]), what=doing)()
     if any(bool(flag) for flag in flags):
         raise_together(control, error, doing=doing)
 
 
 def raise_together(control: Control, error: BaseException | None, *, doing: str) -> None:
-    """The second half of `agree`, once all ranks know that one of them failed. Collective; always
-    raises.
-    """
+    """Tell each other the errors of those that failed. Collective; always raises."""
     mine = None if error is None else f"{type(error).__name__}: {error}"
     messages = control.exchange_objects(mine, what=doing)
     if error is not None:

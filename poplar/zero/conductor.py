@@ -22,6 +22,8 @@ from poplar.zero.unit import Unit
 
 
 class Mode(Enum):
+    """Passes of one mode share an order of slots."""
+
     TRAIN = "training"
     EVALUATE = "evaluation"
     GIVEN = "reduction-only"
@@ -111,7 +113,7 @@ class Conductor:
                     self._path.append(unit)
 
     def _announce_passed_by_backwards(self, visit: int) -> None:
-        """As the leader: skipped units between the last visit that the backward entered and `visit`."""
+        """As the leader: skipped units between the backward's last visit and this one."""
         if self._led and self._leads and self._strategy.gathers:
             last = len(self._path) if self._backward_visit is None else self._backward_visit
             for unit in reversed(self._path[visit + 1 : last]):
@@ -178,9 +180,7 @@ class Conductor:
             self._announce_and_play(Slot(Kind.REDUCE, unit.index))
 
     def finish(self, *, failed: bool = False) -> None:
-        """Close the pass: play what remains, with zeros for what never came, and release
-        everything.
-        """
+        """Play what remains, with zeros for what never came, and release everything."""
         self._finishing = True
         if not self.reduces and not self._strategy.gathers:
             self._accumulate_rest(failed)

@@ -1,4 +1,4 @@
-"""The engine: a model's units under one strategy, and the hooks that tell when one is needed or done.
+"""The engine: a model's units under one strategy, and the hooks that tell when one is needed.
 
 Passes are explicit (`pass_begin`, `pass_end`) where `train_step` or `micro_batches` own the loop. A
 backward that comes on its own is a pass too: it begins at its first unit or gradient and ends when

@@ -1,4 +1,4 @@
-"""A flat buffer: parameters of one kind laid end to end, so that they are gathered and reduced as one.
+"""A flat buffer: parameters of one kind laid end to end, gathered and reduced as one.
 
 Every parameter starts at a multiple of 64 elements. So every cut, of a shard or of a parameter, is
 aligned: the vector loops of an optimizer then see the same lanes whatever the shares, and give the

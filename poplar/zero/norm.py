@@ -2,13 +2,12 @@
 
 [Note: exact sums]
 A sum of floats depends on the order, and shards change the order. So sums of squares are taken in
-two
-steps: in fp32 over aligned blocks of 64 elements, which no shard boundary cuts, and from there on exactly:
-each block's fp32 is an integer of 24 bits times a power of two, and integers with the same exponent
-are added in a float64 bin, without rounding up to 2^29 blocks. Bins add up over units and ranks in
-any order to
-the same bits; only the last step, bins to one number, rounds, once. (After the exponent-indexed
-accumulators of Demmel and Nguyen, "Fast Reproducible Floating-Point Summation", 2013.)
+two steps: in fp32 over aligned blocks of 64 elements, which no shard boundary cuts, and from there
+on exactly. Each block's fp32 is an integer of 24 bits times a power of two; integers with the same
+exponent are added in a float64 bin, without rounding up to 2^29 blocks. Bins add up over units and
+ranks, in any order, to the same bits; only the last step, bins to one number, rounds, once. (After
+the exponent-indexed accumulators of Demmel and Nguyen, "Fast Reproducible Floating-Point
+Summation", 2013.)
 """
 
 from __future__ import annotations
@@ -28,9 +27,7 @@ _MANTISSA = 24
 
 
 def square_bins(parts: Sequence[Tensor]) -> Tensor:
-    """Exact sum of squares of fp32 tensors as float64 `[BINS]` on the CPU; NaN in bin 0 if any is
-    not finite.
-    """
+    """Exact sum of squares, as float64 `[BINS]` on the CPU; NaN in bin 0 if one is not finite."""
     bins = torch.zeros(BINS, dtype=torch.float64)
     for part in parts:
         if part.numel() == 0:

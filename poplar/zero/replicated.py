@@ -95,8 +95,8 @@ class Replicated(Strategy):
 def _show_gradients(flat: Flat) -> None:
     """Let `.grad` hold the mean gradient: the fp32 sums themselves where torch allows it.
 
-    Since torch 2.10 a parameter may say that its gradient has a dtype of its own; before, a parameter in
-    low precision gets a rounded copy.
+    A parameter may say that its gradient has a dtype of its own; on versions of torch without that,
+    one in low precision gets a rounded copy.
     """
     for parameter, offset in zip(flat.parameters, flat.offsets, strict=True):
         view = flat.gradient[offset : offset + parameter.numel()].view(parameter.shape)

@@ -4,9 +4,9 @@
 Collectives match by the order in which ranks issue them, so all ranks must issue the same ones in
 the same order, even a rank that has no samples, skips a layer, or has failed. In the first pass of
 a kind the leader (the first rank with samples) announces each slot as its own model demands it, and
-the others follow. Units that the leader passes by, going by the module tree, are announced too, for
-those that don't. From then on the recorded order is everybody's: no announcements, and each gather
-is issued one step ahead of its use.
+the others follow; units that it passes by, going by the module tree, are announced too, for those
+that don't. From then on the recorded order is everybody's: no announcements, and each gather is
+issued one step ahead of its use.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from enum import Enum
 
 
 class Kind(Enum):
+    """What is played in a slot; the last two are announcements only."""
+
     GATHER = 0
     SKIPPED = 1
     """A gather that the leader does not need: it skips the unit, others may not."""
@@ -28,6 +30,8 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Slot:
+    """One gather or reduction of one unit (by index)."""
+
     kind: Kind
     unit: int = 0
 

@@ -138,7 +138,7 @@ def check_request(
 
 
 def agree_on_request(control: Control, request: Request) -> torch.dtype | None:
-    """Compare the requests of all ranks; returns the dtype to compute in (None: as the model is). Collective.
+    """Compare all ranks' requests; returns the compute dtype (None: as it is). Collective.
 
     Raises:
         ValueError: ranks differ, or can't compute in the dtype that was asked for; on every rank.

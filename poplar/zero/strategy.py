@@ -21,12 +21,14 @@ from poplar.zero.unit import Unit
 
 
 class Strategy(ABC):
+    """One ZeRO stage; all methods that talk to other ranks say `Collective`."""
+
     gathers: ClassVar[bool]
     """Parameters have to be gathered before a unit runs."""
     reduces_every_pass: ClassVar[bool]
     """Gradients are reduced in each pass, not only in a rank's last one."""
     in_flight: ClassVar[int]
-    """Reductions under way at once: each holds its bucket (if not kept anyway) and what it receives."""
+    """Reductions under way at once; each holds its bucket and what it receives."""
 
     def __init__(self, comm: Communicator, reduce_dtype: torch.dtype) -> None:
         self.comm = comm

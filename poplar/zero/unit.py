@@ -1,7 +1,7 @@
 """Units: which parameters travel together, found in the module tree or named by the user.
 
-A unit is what is gathered before it runs and reduced once its backward is over: a transformer block,
-usually. What belongs to no block, or to several, is the root unit's.
+A unit is what is gathered before it runs and reduced once its backward is over: a transformer
+block, usually. What belongs to no block, or to several, is the root unit's.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ ROOT = "root"
 
 @dataclass(frozen=True, eq=False)
 class Unit:
+    """Parameters that are gathered and reduced together."""
+
     index: int
     name: str
     modules: tuple[nn.Module, ...]
@@ -50,7 +52,7 @@ class Member:
 
 
 def find_blocks(model: nn.Module) -> list[str]:
-    """Names of the repeated blocks: children of one container that share a class and hold parameters.
+    """Find the repeated blocks: children of one container that share a class and have parameters.
 
     The outermost such containers count, so a block inside a block stays part of it.
     """

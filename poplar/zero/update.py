@@ -79,7 +79,7 @@ class ShardedUpdate:
         unused: Mapping[Flat, Sequence[int]],
         scale: float,
     ) -> None:
-        """Update the masters by `scale` times the mean gradient, then the values in the parameters' dtype.
+        """Update the masters by `scale` times the mean gradient, then the low-precision values.
 
         Args:
             groups: the outer param groups, whose hyper-parameters count.
