@@ -73,6 +73,8 @@ def compare(options: argparse.Namespace) -> None:
     console.print(
         "measured speeds: " + ", ".join(f"{speed:.1f}" for speed in speeds) + " samples/s"
     )
+    if speeds[0] < 2 * max(speeds[1:]):
+        console.print("rank 0 is not twice as fast as the others: do other programs use its core?")
     even = Plan.even(RANKS, GLOBAL_BATCH, GLOBAL_BATCH, options.stage)
     planned = Plan.proportional(speeds, GLOBAL_BATCH, options.stage, GLOBAL_BATCH)
     runs = [

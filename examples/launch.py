@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -52,17 +53,18 @@ def run_ranks(
                 pass
         except (mp.ProcessRaisedException, mp.ProcessExitedException) as failure:
             stories = sorted(Path(folder).glob("failed-*"))
-            told = _ended_without_a_word(started) + [story.read_text() for story in stories]
+            heard = {int(story.name.rpartition("-")[2]) for story in stories}
+            told = _ended_without_a_word(started, heard) + [story.read_text() for story in stories]
             raise LaunchError("\n".join(told) or str(failure)) from None
 
 
-def _ended_without_a_word(started: mp.ProcessContext) -> list[str]:
+def _ended_without_a_word(started: mp.ProcessContext, heard: set[int]) -> list[str]:
     """Ranks that raised nothing: killed, as for want of memory, or gone by themselves."""
     # Python's exit code after an exception is 1; SIGTERM is how ranks still running were ended.
     return [
         f"rank {rank} ended with exit code {process.exitcode} (-n: by signal n)\n"
         for rank, process in enumerate(started.processes)
-        if process.exitcode not in (0, 1, -signal.SIGTERM)
+        if rank not in heard and process.exitcode not in (0, 1, -signal.SIGTERM)
     ]
 
 
@@ -88,3 +90,8 @@ def _rank(
         story.write_text(f"rank {rank} failed:\n{traceback.format_exc()}")
         raise
     dist.destroy_process_group()
+    # Without the interpreter's own shutdown: a gloo thread that lets go of its last tensor during it
+    # aborts the process, as seen on a busy machine.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
