@@ -90,7 +90,7 @@ def _rank(
         story.write_text(f"rank {rank} failed:\n{traceback.format_exc()}")
         raise
     dist.destroy_process_group()
-    # Without the interpreter's own shutdown: a gloo thread that lets go of its last tensor during it
+    # Without the interpreter's own shutdown: a gloo thread that lets go of its last tensor in it
     # aborts the process, as seen on a busy machine.
     sys.stdout.flush()
     sys.stderr.flush()
