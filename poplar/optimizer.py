@@ -7,10 +7,11 @@ does in each of these is the strategy's matter (`poplar.zero`), how tensors trav
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -19,28 +20,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from poplar import nest
 from poplar.comm import Communicator, Control, Group, connect
 from poplar.errors import CollectiveTimeout, PoplarError
 from poplar.planning.plan import Plan
 from poplar.scaler import GradScaler
 from poplar.zero import checks
-from poplar.zero.agreement import (
-    Closing,
-    Opening,
-    agree,
-    close_step,
-    join_norm,
-    local_norm,
-    open_step,
-)
-from poplar.zero.conductor import Mode
+from poplar.zero.agreement import Closing, agree, close_step, join_norm, local_norm
+from poplar.zero.engine import STRATEGIES
+from poplar.zero.evaluation import Evaluation
+from poplar.zero.guard import guard_model_state
+from poplar.zero.pieces import Cutter, Loss, Piece, Weight
 from poplar.zero.setup import agree_on_request, build, check_request
 from poplar.zero.update import OptimizerFactory
 
-Loss = Literal["mean", "sum", "global_mean"]
 LossFunction = Callable[[nn.Module, Any], Tensor]
-Weight = Callable[[Any], "float | int | Tensor"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,15 +55,22 @@ class StepResult:
     """The gradient was not finite under the loss scale, so no rank stepped."""
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """One pass of this rank."""
+@dataclass
+class _Now:
+    """Where the present step stands."""
 
-    batch: Any
-    samples: int
-    weight: float
-    leader: int | None
-    last: bool
+    samples: int = 0
+    """In the global batch."""
+    waited: float = 0.0
+    """Seconds spent waiting for others to open the step."""
+    loss: float = 0.0
+    """This rank's part of the weighted loss."""
+    open_piece: Piece | None = None
+    closing: Closing | None = None
+    factor: float = 1.0
+    """What the reduced gradient is still to be multiplied by (loss scale, clipping)."""
+    finite: bool = True
+    abandoned: bool = False
 
 
 class HeteroZeroOptimizer(torch.optim.Optimizer):
@@ -189,14 +189,15 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         self._plan = plan
         self._stage = request.stage
         self._allow_batch_norm = allow_batch_norm
-        self._compute_dtype = dtype
+        every_pass = STRATEGIES[request.stage].reduces_every_pass
+        self._cutter = Cutter(plan, every_pass, dtype)
         self._default_scaler = GradScaler(request.device.type) if dtype is torch.float16 else None
         self._engine, self._update = build(request, comm, self._control, dtype)
         super().__init__(request.groups, self._update.inner.defaults)
         self._settings_are_final = True
         checks.claim(list(model.named_parameters()), self)
-        self._forget_step()
-        self._guard_model_state()
+        self._now = _Now()
+        guard_model_state(self._engine, self._update)
 
     # The step.
 
@@ -236,8 +237,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             raise TypeError(_PLAIN_SCALER)
         scaler = scaler if scaler is not None else self._default_scaler
         pieces = self._open_step(batch, weight, loss)
-        own_loss: Tensor | float = 0.0
         error: Exception | None = None
+        own_loss: Tensor | float = 0.0
         for piece in pieces:
             if not self._begin_pass(piece):
                 continue
@@ -254,30 +255,27 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
                 error = caught
             self._end_pass(failed=error is not None)
         self._engine.settle()
-        self._loss = float(own_loss)
-        norm_type = 2.0 if max_norm is not None or scaler is not None else None
-        closing = self._close(norm_type, error)
-        norm = None
+        now = self._now
+        now.loss = float(own_loss)
+        closing = self._close(None if max_norm is None and scaler is None else 2.0, error)
         if scaler is not None:
             scaler.unscale_(self)
-        if max_norm is not None:
-            norm = float(self.clip_grad_norm_(max_norm))
-        skipped = scaler is not None and not self._gradient_is_finite
-        samples = sum(self._opening.samples) if self._opening is not None else 0
+        norm = float(self.clip_grad_norm_(max_norm)) if max_norm is not None else None
+        waited = now.waited + self._engine.strategy.waited
         if scaler is None:
             self.step()
         else:
             scaler.step(self)
             scaler.update()
-        self._forget_step()
+            self._forget_step()
         return StepResult(
             loss=closing.loss,
             grad_norm=norm,
-            samples=samples,
+            samples=now.samples,
             seconds=time.perf_counter() - began,
-            waiting_seconds=self._opening_wait + self._engine.strategy.waited,
+            waiting_seconds=waited,
             waiting_on=min(range(self._group.size), key=closing.waited.__getitem__),
-            skipped=skipped,
+            skipped=not now.finite,
         )
 
     def micro_batches(
@@ -301,7 +299,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
                 played += 1
             self._engine.settle()
         except GeneratorExit:
-            if self._pass_open or played < len(pieces) - 1:
+            if self._now.open_piece is not None or played < len(pieces) - 1:
                 self._abandon(pieces[played + 1 :])
             raise
 
@@ -325,8 +323,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
                 vars(self).pop(name, None)
             raise RuntimeError(_PLAIN_SCALER)
         self._finish_passes()
-        closing = self._closing or self._close(None)
-        self._update.step(self.param_groups, closing.unused, self._factor)
+        closing = self._now.closing or self._close(None)
+        self._update.step(self.param_groups, closing.unused, self._now.factor)
         self._engine.strategy.publish(self._engine.units)
         self._forget_step()
         return result
@@ -338,15 +336,9 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         The norm is over all parameters of all ranks, and for `norm_type` 2 and infinity its bits
         don't depend on the shares. Returns the norm before clipping.
         """
-        norm_type = float(norm_type)
         self._finish_passes()
-        closing = self._closing or self._close(norm_type)
-        norm = closing.norm
-        if closing.norm_type != norm_type:
-            ours = local_norm(self._engine.trained, self._group.rank, norm_type)
-            norm = join_norm(self._control.exchange(ours, what="a gradient norm")(), norm_type)
-        norm *= abs(self._factor)
-        self._factor *= min(1.0, float(max_norm) / (norm + 1e-6))
+        norm = self._norm(float(norm_type)) * abs(self._now.factor)
+        self._now.factor *= min(1.0, float(max_norm) / (norm + 1e-6))
         return torch.tensor(norm, dtype=torch.float32, device=self._engine.trained[0].device)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -354,7 +346,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         for flat in self._engine.trained:
             for parameter in flat.parameters:
                 parameter.grad = None
-        if self._engine.has_gradients and not self._pass_open:
+        if self._engine.has_gradients and self._now.open_piece is None:
             self._forget_step()
 
     @contextmanager
@@ -384,62 +376,11 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         """
         was_training = self._model.training
         self._model.eval()
-        batches = iter(loader)
-        total, count = 0.0, 0.0
-        error: Exception | None = None
-        lockstep = self._engine.strategy.gathers
         try:
-            while True:
-                batch, found = None, False
-                if error is None:
-                    try:
-                        batch = next(batches)
-                        found = True
-                    except StopIteration:
-                        pass
-                    except Exception as caught:
-                        error = caught
-                leader: int | None = None
-                if lockstep:
-                    leader = self._first_with_batch(found)
-                    if leader is None:
-                        break
-                    self._engine.pass_begin(
-                        weight=0.0, leader=leader, last=True, mode=Mode.EVALUATE
-                    )
-                elif not found:
-                    break
-                if found:
-                    try:
-                        batch = self._cast(batch)
-                        counts = (
-                            float(weight(batch)) if weight is not None else nest.samples_in(batch)
-                        )
-                        total += float(loss_fn(self._model, batch)) * counts
-                        count += counts
-                    except CollectiveTimeout:
-                        self._engine.abort()
-                        raise
-                    except Exception as caught:
-                        error = caught
-                if lockstep:
-                    self._engine.pass_end(failed=error is not None)
+            cast = (self._cutter.cast(batch) for batch in loader)
+            return Evaluation(self._engine, loss_fn, weight).run(cast)
         finally:
             self._model.train(was_training)
-        return self._join_evaluation(total, count, error)
-
-    def _first_with_batch(self, found: bool) -> int | None:
-        flags = self._control.exchange(torch.tensor([found]), what="a round of evaluate()")()
-        return next((rank for rank, flag in enumerate(flags) if bool(flag)), None)
-
-    def _join_evaluation(self, total: float, count: float, error: Exception | None) -> float:
-        agree(self._control, error, doing="evaluate()")
-        values = torch.tensor([total, count], dtype=torch.float64)
-        parts = self._control.exchange(values, what="the result of evaluate()")()
-        total, count = torch.stack(parts).sum(0).tolist()
-        if count == 0:
-            raise ValueError("evaluate(): no rank's loader yielded anything that counts")
-        return total / count
 
     def full_parameters(self, writeback: bool = False) -> AbstractContextManager[None]:
         """A context in which every parameter is whole on every rank. Collective at both ends.
@@ -452,16 +393,11 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def _full_parameters(self, writeback: bool) -> Iterator[None]:
-        self._writeback = writeback
         with self._engine.all_values(writeback=writeback):
             yield
         if writeback:
             for flat in self._engine.trained:
                 self._update.refresh(flat)
-
-    _writeback = False
-    _opening: Opening | None = None
-    _closing: Closing | None = None
 
     @property
     def plan(self) -> Plan | None:
@@ -505,6 +441,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             raise ValueError(f"the ranks gave different plans to apply_plan(): {digests}")
         reshard(self._engine, self._update, plan.shares)
         self._plan = plan
+        self._cutter = replace(self._cutter, plan=plan)
 
     # Saving.
 
@@ -568,56 +505,16 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
 
     # The parts of a step.
 
-    def _open_step(self, batch: Any, weight: Weight | None, loss: Loss) -> list[_Piece]:
+    def _open_step(self, batch: Any, weight: Weight | None, loss: Loss) -> list[Piece]:
         """Check and cut the batch, and agree on weights with all ranks. Collective."""
-        error: Exception | None = None
-        sizes: tuple[int, ...] = ()
-        batches: list[Any] = []
-        counts: list[float] = []
-        try:
-            self._check_before_step(loss)
-            samples = self._samples_in(batch)
-            sizes = self._sizes(self._group.rank, samples)
-            batches = nest.cut(self._cast(batch), sizes) if samples else [None] * len(sizes)
-            for piece, size in zip(batches, sizes, strict=True):
-                counts.append(float(weight(piece)) if weight is not None and size else float(size))
-        except (ValueError, TypeError) as caught:
-            error = _about_rank(self._group.rank, caught)
-        except Exception as caught:
-            error = caught
-        self._opening, self._opening_wait = open_step(
-            self._control, samples=sum(sizes), weight=sum(counts), error=error
+        pieces, opening, waited = self._cutter.open(
+            self._control, batch, weight, loss, self._check_before_step
         )
-        self._check_samples(self._opening)
-        self._engine.begin_step()
-        self._forget_closing()
-        total = self._opening.total_weight
-        factors = {"mean": counts, "sum": [1.0] * len(sizes), "global_mean": [total] * len(sizes)}[
-            loss
-        ]
-        return self._pieces(batches, sizes, [factor / total for factor in factors], self._opening)
+        self._forget_step()
+        self._now.samples, self._now.waited = sum(opening.samples), waited
+        return pieces
 
-    def _pieces(
-        self, batches: list[Any], sizes: Sequence[int], weights: Sequence[float], opening: Opening
-    ) -> list[_Piece]:
-        if self._engine.strategy.reduces_every_pass:
-            passes = range(len(sizes))
-            others = [self._sizes(rank, samples) for rank, samples in enumerate(opening.samples)]
-            leaders = [opening.leader([own[place] for own in others]) for place in passes]
-        else:
-            leaders = [opening.leader(opening.samples)] * len(sizes)
-            passes = [place for place in range(len(sizes)) if sizes[place]]  # type: ignore[assignment]
-        pieces = [
-            _Piece(
-                batches[place], sizes[place], weights[place], leaders[place], place == passes[-1]
-            )
-            for place in passes
-        ]
-        return pieces or [_Piece(None, 0, 0.0, opening.leader(opening.samples), True)]
-
-    def _check_before_step(self, loss: Loss) -> None:
-        if loss not in ("mean", "sum", "global_mean"):
-            raise ValueError(f"loss={loss!r}; use 'mean', 'sum' or 'global_mean'")
+    def _check_before_step(self) -> None:
         if self._engine.conductor.active:
             raise RuntimeError("a step begins inside another one's micro_batches loop")
         if not self._allow_batch_norm:
@@ -628,104 +525,74 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
                 if parameter.requires_grad and id(parameter) not in mine:
                     raise RuntimeError(
                         f"a parameter of shape {tuple(parameter.shape)} was frozen when the "
-                        f"optimizer was built and "
-                        "requires a gradient now; build a new optimizer after unfreezing"
+                        "optimizer was built and requires a gradient now; build a new optimizer "
+                        "after unfreezing"
                     )
 
-    def _samples_in(self, batch: Any) -> int:
-        rank = self._group.rank
-        if self._plan is None:
-            return 0 if batch is None else nest.samples_in(batch)
-        expected = self._plan.samples(rank)
-        if batch is None:
-            if expected:
-                raise ValueError(f"no batch, but the plan gives this rank {expected} samples")
-            return 0
-        size = nest.samples_in(batch)
-        # A loader can't yield an empty batch: a rank without samples is sent one, and drops it.
-        if size > max(expected, 1):
-            raise ValueError(_wrong_size(rank, size, expected))
-        return size if expected else 0
-
-    def _sizes(self, rank: int, samples: int) -> tuple[int, ...]:
-        if self._plan is None:
-            return (samples,)
-        return self._plan.micro_batch_sizes(rank, samples)
-
-    def _check_samples(self, opening: Opening) -> None:
-        """All ranks know all sizes now, so all raise the same."""
-        total = sum(opening.samples)
-        if self._plan is not None and total != self._plan.global_batch:
-            try:
-                expected = self._plan.cut(total)
-            except ValueError:
-                expected = tuple(self._plan.samples(rank) for rank in range(self._group.size))
-            for rank, (size, should) in enumerate(zip(opening.samples, expected, strict=True)):
-                if size != should:
-                    raise ValueError(_wrong_size(rank, size, self._plan.samples(rank)))
-        if not opening.total_weight > 0.0:
-            raise ValueError(
-                f"the weights of this global batch of {total} samples sum to "
-                f"{opening.total_weight}; at least one "
-                "sample or token must count"
-            )
-
-    def _begin_pass(self, piece: _Piece) -> bool:
+    def _begin_pass(self, piece: Piece) -> bool:
+        """Open a pass; False if nobody has anything to do in it."""
         opened = self._engine.pass_begin(weight=piece.weight, leader=piece.leader, last=piece.last)
-        self._pass_open = opened
-        self._pass_is_last = piece.last
+        self._now.open_piece = piece if opened else None
         return opened
 
     def _end_pass(self, *, failed: bool = False) -> None:
-        if self._pass_open:
-            self._pass_open = False
+        if self._now.open_piece is not None:
+            self._now.open_piece = None
             self._engine.pass_end(failed=failed)
 
     def _finish_passes(self) -> None:
         """Bring the step's gradients to their final form, whichever way they came. Collective."""
-        if self._abandoned:
+        rank, engine, piece = self._group.rank, self._engine, self._now.open_piece
+        if self._now.abandoned:
             raise RuntimeError(
-                f"rank {self._group.rank}: the micro_batches loop of this step was left before "
-                f"its end, so the step "
-                "was abandoned on all ranks; begin the next one with a new micro_batches()"
+                f"rank {rank}: the micro_batches loop of this step was left before its end, so the "
+                "step was abandoned on all ranks; begin the next one with a new micro_batches()"
             )
-        if self._pass_open:
-            if not self._pass_is_last:
+        if piece is not None:
+            if not piece.last:
                 raise RuntimeError(
-                    f"rank {self._group.rank}: step() inside the micro_batches loop, before its "
-                    f"last micro-batch"
+                    f"rank {rank}: step() or clip_grad_norm_() inside the micro_batches loop, "
+                    "before its last micro-batch; call it after the loop"
                 )
             self._end_pass()
-        elif not self._engine.has_gradients:
-            if not any(p.grad is not None for f in self._engine.trained for p in f.parameters):
+        elif not engine.has_gradients:
+            if not any(p.grad is not None for flat in engine.trained for p in flat.parameters):
                 raise RuntimeError(
-                    f"rank {self._group.rank}: step() without a backward since the last step: no "
-                    f"gradient to apply"
+                    f"rank {rank}: step() without a backward since the last step, so there is no "
+                    "gradient to apply"
                 )
-            self._engine.begin_step(keep_gradients=True)
-            self._engine.reduce_without_backward()
-        elif not self._engine.reduced:
-            self._engine.reduce_without_backward()  # all passes were inside no_sync()
-        self._engine.settle()
+            engine.begin_step(keep_gradients=True)
+            engine.reduce_without_backward()
+        elif not engine.reduced:
+            engine.reduce_without_backward()  # all passes were inside no_sync()
+        engine.settle()
 
     def _close(self, norm_type: float | None, error: Exception | None = None) -> Closing:
-        waited = self._opening_wait + self._engine.strategy.waited
+        """Agree that the step may be applied. Collective; raises on all ranks if one has failed."""
         try:
             closing = close_step(
                 self._control,
                 self._engine.trained,
-                loss=self._loss,
-                waited=waited,
+                loss=self._now.loss,
+                waited=self._now.waited + self._engine.strategy.waited,
                 norm_type=norm_type,
                 error=error,
             )
         except BaseException:
             self._forget_step()
             raise
-        self._closing = closing
+        self._now.closing = closing
         return closing
 
-    def _abandon(self, rest: Sequence[_Piece]) -> None:
+    def _norm(self, norm_type: float) -> float:
+        """Norm of the reduced gradient, without the factor that is still to come. Collective."""
+        closing = self._now.closing or self._close(norm_type)
+        if closing.norm_type == norm_type:
+            return closing.norm
+        ours = local_norm(self._engine.trained, self._group.rank, norm_type)
+        return join_norm(self._control.exchange(ours, what="a gradient norm")(), norm_type)
+
+    def _abandon(self, rest: Sequence[Piece]) -> None:
         """This rank left its loop early: play the rest for the others, and let them know."""
         self._end_pass(failed=True)
         for piece in rest:
@@ -740,42 +607,22 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         except PoplarError as error:
             if error is not reason:
                 raise
-        self._abandoned = True
+        self._now.abandoned = True
 
-    def _unscale(self, inverse: float) -> bool:
-        """Divide the gradient by a loss scale; returns whether it is finite, agreed by all.
-        Collective.
+    def multiply_gradient(self, factor: float) -> bool:
+        """Multiply the step's gradient, as part of the update; for loss scaling. Collective.
+
+        Returns:
+            Whether the gradient is finite, agreed by all ranks.
         """
         self._finish_passes()
-        closing = self._closing or self._close(2.0)
-        norm = closing.norm
-        if closing.norm_type != 2.0:
-            ours = local_norm(self._engine.trained, self._group.rank, 2.0)
-            norm = join_norm(self._control.exchange(ours, what="a gradient norm")(), 2.0)
-        self._factor *= inverse
-        self._gradient_is_finite = norm != float("inf")
-        return self._gradient_is_finite
-
-    def _forget_closing(self) -> None:
-        self._closing = None
-        self._factor = 1.0
-        self._loss = 0.0
-        self._gradient_is_finite = True
-        self._abandoned = False
-        self._pass_open = False
-        self._pass_is_last = False
+        self._now.finite = math.isfinite(self._norm(2.0))
+        self._now.factor *= factor
+        return self._now.finite
 
     def _forget_step(self) -> None:
-        self._opening = None
-        self._opening_wait = getattr(self, "_opening_wait", 0.0)
         self._engine.begin_step()
-        self._forget_closing()
-
-    def _cast(self, batch: Any) -> Any:
-        dtype = self._compute_dtype
-        if dtype is None or dtype is torch.float32:
-            return batch
-        return nest.map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, batch)
+        self._now = _Now()
 
     def _identity(self) -> dict[str, Any]:
         return {
@@ -785,57 +632,12 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             "layouts": [flat.layout.offsets for flat in self._engine.flats],
         }
 
-    def _guard_model_state(self) -> None:
-        """Sharded parameters are not the model's to save or load; say so instead of saving NaN."""
-
-        def before(*_: Any) -> None:
-            if not self._engine.values_are_readable:
-                raise RuntimeError(
-                    "the model's parameters are sharded (stage 3), so model.state_dict() has "
-                    "nothing to give; use "
-                    "`with optimizer.full_parameters(): model.state_dict()` on all ranks, or "
-                    "optimizer.save_model(path)"
-                )
-
-        def before_loading(*_: Any) -> None:
-            if not self._engine.values_are_readable or (
-                self._engine.strategy.gathers and not self._writeback
-            ):
-                raise RuntimeError(
-                    "the model's parameters are sharded (stage 3); load inside "
-                    "`with optimizer.full_parameters(writeback=True):` on all ranks"
-                )
-
-        def after_loading(*_: Any) -> None:
-            if not self._engine.strategy.gathers:
-                for flat in self._engine.trained:
-                    self._update.refresh(flat)
-
-        for module in self._model.modules():
-            module.register_state_dict_pre_hook(before)
-            module.register_load_state_dict_pre_hook(before_loading)
-        self._model.register_load_state_dict_post_hook(after_loading)
-
 
 _PLAIN_SCALER = (
     "torch.amp.GradScaler looks at .grad on each rank alone; the gradients here are reduced and "
     "sharded, and all "
     "ranks must skip a step together: use poplar.GradScaler, with the same arguments"
 )
-
-
-def _wrong_size(rank: int, size: int, expected: int) -> str:
-    return (
-        f"rank {rank}: this batch has {size} samples, but the plan gives this rank {expected}; "
-        f"build the loader "
-        "with HeteroBatchSampler(len(dataset), plan), or pass drop_last=True"
-    )
-
-
-def _about_rank(rank: int, error: Exception) -> Exception:
-    """The same error, with the rank that it is about at its head."""
-    text = str(error)
-    return error if text.startswith("rank ") else type(error)(f"rank {rank}: {text}")
 
 
 def _check_loss(value: Any, rank: int) -> None:

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch.amp.grad_scaler import GradScaler as TorchGradScaler
 from torch.amp.grad_scaler import OptState
+
+
+@runtime_checkable
+class AgreedGradient(Protocol):
+    """An optimizer whose gradient belongs to all ranks, as `HeteroZeroOptimizer`."""
+
+    def multiply_gradient(self, factor: float) -> bool:
+        """Multiply the step's gradient; returns whether it is finite, agreed by all ranks."""
+        ...
 
 
 class GradScaler(TorchGradScaler):
@@ -14,14 +23,13 @@ class GradScaler(TorchGradScaler):
 
     The gradients that it unscales and checks are the reduced ones, in fp32, sharded over the ranks;
     whether one of them is not finite is agreed by all. Unscaling costs no pass of its own: it is
-    one
-    factor that the optimizer step multiplies in. `unscale_` and `step` are collective.
+    one factor that the optimizer step multiplies in. `unscale_` and `step` are collective. For any
+    other optimizer it does what torch's does.
     """
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        from poplar.optimizer import HeteroZeroOptimizer
-
-        if not isinstance(optimizer, HeteroZeroOptimizer):
+        """Divide the gradient by the scale, once between two `update` calls. Collective."""
+        if not isinstance(optimizer, AgreedGradient):
             super().unscale_(optimizer)
             return
         if not self._enabled:
@@ -31,16 +39,16 @@ class GradScaler(TorchGradScaler):
             raise RuntimeError(
                 "unscale_() has already been called on this optimizer since the last update()"
             )
-        assert self._scale is not None, "scale a loss before unscale_()"
-        finite = optimizer._unscale(1.0 / self._scale.item())
+        if self._scale is None:
+            raise RuntimeError("unscale_() before any loss was scaled: scaler.scale(loss) first")
+        finite = optimizer.multiply_gradient(1.0 / float(self._scale))
         flag = torch.full((), 0.0 if finite else 1.0, device=self._scale.device)
         state["found_inf_per_device"] = {flag.device: flag}
         state["stage"] = OptState.UNSCALED
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        from poplar.optimizer import HeteroZeroOptimizer
-
-        if not isinstance(optimizer, HeteroZeroOptimizer) or not self._enabled:
+        """`optimizer.step(...)`, unless the gradient of some rank is not finite. Collective."""
+        if not isinstance(optimizer, AgreedGradient) or not self._enabled:
             return super().step(optimizer, *args, **kwargs)
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:

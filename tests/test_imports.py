@@ -107,7 +107,13 @@ def test_backends_have_names_only_in_comm(module):
     assert not strings & {"nccl", "gloo"}
 
 
-@pytest.mark.parametrize("module", [name for name in MODULES if inside(name, "poplar.zero")])
+# `setup` checks the stage that the user asked for and picks the strategy; nobody below it knows one.
+BELOW_SETUP = [
+    name for name in MODULES if inside(name, "poplar.zero") and name != "poplar.zero.setup"
+]
+
+
+@pytest.mark.parametrize("module", BELOW_SETUP)
 def test_strategies_compare_no_stage_numbers(module):
     tree = ast.parse(MODULES[module].read_text(encoding="utf-8"))
     compared = [

@@ -4,7 +4,8 @@ Knows layouts and tensors, not what they mean: no unit, no stage, no model is ev
 """
 
 from poplar.comm.bucket import Bucket, Codec
-from poplar.comm.communicator import Communicator, Pending, connect
+from poplar.comm.choice import connect
+from poplar.comm.communicator import Communicator, Pending
 from poplar.comm.control import Control
 from poplar.comm.group import Group
 

@@ -76,27 +76,6 @@ class Communicator(ABC):
         """
 
 
-def connect(group: Group, choice: str | Communicator) -> Communicator:
-    """The transport for a group.
-
-    Args:
-        choice: `"auto"`, `"process_group"`, or a communicator built by the caller.
-
-    Raises:
-        ValueError: an unknown name.
-    """
-    from poplar.comm.process_group import ProcessGroupCommunicator
-
-    if isinstance(choice, Communicator):
-        return choice
-    if choice in ("auto", "process_group"):
-        return ProcessGroupCommunicator(group)
-    raise ValueError(
-        f"communicator={choice!r} is not known; use 'auto', 'process_group' or a "
-        f"poplar.comm.Communicator"
-    )
-
-
 def own_slice(data: Tensor, layout: Layout, rank: int) -> Tensor:
     """The view of `data` that `rank` owns under `layout`."""
     low, high = layout.bounds(rank)

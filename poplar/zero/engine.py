@@ -63,7 +63,7 @@ class Engine:
         """
         self.settled = False
         """This step's mean gradient is final."""
-        self._all_shown = False
+        self._all_shown = self._writeback = False
         self._depth = 0
         self._visits: dict[Unit, int] = {}
         self._hooks = list(self._register_hooks())
@@ -163,11 +163,11 @@ class Engine:
                 self.strategy.gather(unit)
             for unit in self.units:
                 self.strategy.show(unit)
-        self._all_shown = True
+        self._all_shown, self._writeback = True, writeback
         try:
             yield
         finally:
-            self._all_shown = False
+            self._all_shown = self._writeback = False
             if writeback:
                 for flat in self.flats:
                     self.strategy.store(flat)
@@ -177,7 +177,13 @@ class Engine:
 
     @property
     def values_are_readable(self) -> bool:
+        """Every parameter is whole on this rank now."""
         return self._all_shown or not self.strategy.gathers
+
+    @property
+    def values_are_writable(self) -> bool:
+        """What is written into the parameters now stays."""
+        return self._writeback or not self.strategy.gathers
 
     # Hooks.
 

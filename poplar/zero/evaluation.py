@@ -1,0 +1,95 @@
+"""Exact evaluation over ranks with different numbers of batches.
+
+Where parameters have to be gathered, ranks go round by round as long as one of them has a batch,
+and those without play along; elsewhere each rank goes its own way until the results meet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from poplar import nest
+from poplar.comm import Control
+from poplar.errors import CollectiveTimeout
+from poplar.zero.agreement import agree
+from poplar.zero.conductor import Mode
+from poplar.zero.engine import Engine
+
+
+class Evaluation:
+    """One call of `evaluate`: this rank's sums, and its first error."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        loss_fn: Callable[[nn.Module, Any], Tensor],
+        weight: Callable[[Any], Any] | None,
+    ) -> None:
+        self._engine = engine
+        self._control: Control = engine.control
+        self._loss_fn = loss_fn
+        self._weight = weight
+        self._total = 0.0
+        self._count = 0.0
+        self._error: Exception | None = None
+
+    def run(self, loader: Iterable[Any]) -> float:
+        """The mean over all ranks' batches. Collective.
+
+        Raises:
+            RankFailed: another rank could not load or evaluate a batch; its own error there.
+            ValueError: nobody had a batch.
+        """
+        batches = iter(loader)
+        if self._engine.strategy.gathers:
+            self._go_round_by_round(batches)
+        else:
+            while (batch := self._next(batches)) is not None:
+                self._evaluate(batch[0])
+        agree(self._control, self._error, doing="evaluate()")
+        sums = torch.tensor([self._total, self._count], dtype=torch.float64)
+        everybodys = self._control.exchange(sums, what="the result of evaluate()")()
+        total, count = torch.stack(everybodys).sum(0).tolist()
+        if count == 0:
+            raise ValueError("evaluate(): no rank's loader yielded anything that counts")
+        return float(total / count)
+
+    def _go_round_by_round(self, batches: Iterator[Any]) -> None:
+        while True:
+            batch = self._next(batches)
+            found = torch.tensor([batch is not None])
+            flags = self._control.exchange(found, what="a round of evaluate()")()
+            leader = next((rank for rank, flag in enumerate(flags) if bool(flag)), None)
+            if leader is None:
+                return
+            self._engine.pass_begin(weight=0.0, leader=leader, last=True, mode=Mode.EVALUATE)
+            if batch is not None:
+                self._evaluate(batch[0])
+            self._engine.pass_end(failed=self._error is not None)
+
+    def _next(self, batches: Iterator[Any]) -> tuple[Any] | None:
+        """The next batch in a tuple; None at the end and after an error."""
+        if self._error is not None:
+            return None
+        try:
+            return (next(batches),)
+        except StopIteration:
+            return None
+        except Exception as error:
+            self._error = error
+            return None
+
+    def _evaluate(self, batch: Any) -> None:
+        try:
+            counts = nest.samples_in(batch) if self._weight is None else float(self._weight(batch))
+            self._total += float(self._loss_fn(self._engine.model, batch)) * counts
+            self._count += counts
+        except CollectiveTimeout:
+            self._engine.abort()
+            raise
+        except Exception as error:
+            self._error = error
