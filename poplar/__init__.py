@@ -1,7 +1,7 @@
 """Poplar: one PyTorch model on unequal GPUs at the sum of their speeds, with the exact gradient.
 
-The names below are the public face. They are loaded when they are first used, so that
-`import poplar` is quick and planning works where torch is not installed.
+The names below are the public face. They are loaded when they are first used, so that `import
+poplar` is quick and planning works where torch is not installed.
 """
 
 from __future__ import annotations

@@ -47,9 +47,7 @@ def state_bytes(engine: Engine, update: ShardedUpdate) -> dict[str, int]:
 def local_state(
     engine: Engine, update: ShardedUpdate, identity: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """This rank's optimizer state, run by run, and its masters where the parameters are not
-    fp32.
-    """
+    """This rank's optimizer state, run by run, and masters where the values are not fp32."""
     names = {flat: index for index, flat in enumerate(engine.trained)}
     runs = [
         {
@@ -136,9 +134,7 @@ def whole_state(
     optimizer: torch.optim.Optimizer,
     to: int,
 ) -> dict[str, Any] | None:
-    """Every parameter's state in the form of `torch.optim.Optimizer.state_dict`, on rank `to`.
-    Collective.
-    """
+    """Every parameter's state, as a plain optimizer saves it, on rank `to`. Collective."""
     here = engine.comm.group.rank == to
     schemas = _schemas(engine, update)
     number = {
@@ -229,9 +225,7 @@ def _state_under(  # type: ignore[no-untyped-def]
     old: Layout,
     new: Layout,
 ):
-    """Move a flat buffer's state from `old` to `new`; returns a function from run to its new local
-    state.
-    """
+    """Move a buffer's state from `old` to `new`; returns a function from run to its part."""
     rank = engine.comm.group.rank
     low, high = old.bounds(rank)
     runs = [

@@ -1,10 +1,8 @@
 """What Poplar raises when ranks have to agree that something went wrong.
 
 Mistakes of one call are `ValueError`, `TypeError` or `RuntimeError`, as everywhere in torch. The
-types
-here are for what only several ranks can know: each is raised on every surviving rank, and says
-which
-rank it is about, so that one log is enough to find the cause.
+types here are for what only several ranks can know: each is raised on every surviving rank, and
+says which rank it is about, so that one log is enough to find the cause.
 """
 
 from __future__ import annotations

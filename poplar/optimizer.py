@@ -82,11 +82,9 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         w[r][s] = samples of micro-batch (r, s) / samples of all ranks in this step
 
     With `weight=f` (tokens that count, say) `f(micro_batch)` takes the place of samples.
-    `loss="sum"`
-    makes each weight `1 / total`, `loss="global_mean"` 1, for losses that are divided already.
-    Gradients
-    are weighted and added in fp32, in rank order; the same batches give the same bits whatever the
-    shares.
+    `loss="sum"` makes each weight `1 / total`, `loss="global_mean"` 1, for losses that are divided
+    already. Gradients are weighted and added in fp32, in rank order; at one stage the same batches
+    give the same bits whatever the shares.
 
         plan = Plan.proportional(speeds, global_batch=512, stage=2, max_micro_batch=16)
         optimizer = HeteroZeroOptimizer(model, torch.optim.AdamW, plan=plan, lr=3e-4)
@@ -102,35 +100,30 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             optimizer.zero_grad()
 
     A backward outside `micro_batches` is one pass of weight `1 / ranks`, and the last one of the
-    step
-    unless it runs inside `no_sync()`; then every rank must run one. Gradients leave `.grad` as
-    soon as a
-    unit is done; at stage 0 `.grad` holds the mean gradient between the last pass and `step()`.
+    step unless it runs inside `no_sync()`; then every rank must run one. Gradients leave `.grad` as
+    soon as a unit is done; at stage 0 `.grad` holds the mean gradient between the last pass and
+    `step()`, on every rank for every parameter.
 
     Collective, to be called by every rank: the constructor, `train_step`, `micro_batches`,
     `clip_grad_norm_`, `step`, `evaluate`, `full_parameters`, `consolidate_state_dict`,
-    `save_model`,
-    `apply_plan`. If a rank fails in a step, all ranks raise, nothing is applied, and training may
-    go on.
+    `save_model`, `apply_plan`. If a rank fails in a step, all ranks raise, nothing is applied, and
+    training may go on.
 
     Args:
         model: on this rank's device, the same on every rank; the first rank's values and buffers
-        are
-            broadcast. Not wrapped in DDP or FSDP.
+            are broadcast. Not wrapped in DDP or FSDP.
         optimizer_class: elementwise (AdamW, Adam, SGD, ...); tried out, others are refused.
         plan: batches, passes and shares of each rank. None: even shares at `stage`, and whatever
             batch each rank brings in one pass.
+        stage: 0, 1, 2 or 3, where there is no plan.
         params: parameters or param groups of the model, as `torch.optim` takes them; default: all
-        that
-            require a gradient.
+            that require a gradient.
         process_group: default WORLD. NCCL for CUDA, gloo for CPU.
         units: module names, modules or classes whose parameters travel together; default: repeated
             blocks are found, the rest is the root unit.
         compute_dtype: dtype of the parameters in forward and backward, and of floating-point
-        inputs;
-            masters stay fp32. "auto": an fp32 model on CUDA is computed in bf16 if every rank has
-            it, else in
-            fp16 with a loss scale; any other model as it is.
+            inputs; masters stay fp32. "auto": an fp32 model on CUDA is computed in bf16 if every
+            rank has it, else in fp16 with a loss scale; any other model as it is.
         reduce_dtype: dtype in which gradients travel; they are added in fp32.
         communicator: "auto" or a `poplar.comm.Communicator`.
         timeout: how long a rank waits for another, 5 minutes by default.
@@ -142,8 +135,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         RankFailed: another rank was given something wrong.
     """
 
-    # GradScaler.step then calls step() with the scale, so that a plain scaler can be named and
-    # refused.
+    # A plain GradScaler then calls step() with its scale, so that it can be named and refused.
     _step_supports_amp_scaling = True
 
     def __init__(
@@ -216,20 +208,16 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         Args:
             loss_fn: `loss_fn(model, micro_batch)` -> scalar loss of the micro-batch.
             batch: this rank's part of the global batch, any nest of tensors, cut on dim 0. A rank
-            to
-                which the plan gives no samples may pass anything, None too.
+                to which the plan gives no samples may pass None, or one sample, which is dropped.
             weight: what a micro-batch counts for; default: its samples.
             loss: what `loss_fn` returns: the "mean" over what `weight` counts, its "sum", or the
-            sum
-                divided by the global total already ("global_mean").
+                sum divided by the global total already ("global_mean").
             max_norm: clip the gradient to this norm.
-            scaler: for fp16; without one an own `GradScaler` is used where the model computes in
-            fp16.
+            scaler: for fp16; by default an own one is used where the model computes in fp16.
 
         Raises:
             RankFailed: another rank failed. What this rank's `loss_fn` raises comes through as it
-            is.
-                In both cases no rank has stepped.
+                is. In both cases no rank has stepped.
             CollectiveTimeout: a rank did not answer before the deadline.
         """
         began = time.perf_counter()
@@ -284,9 +272,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         """Cut this rank's part of a global batch, for trainers that own their loop. Collective.
 
         Yields the micro-batches that have samples; run one backward for each. Passes without
-        samples
-        are played in between. Leaving the loop before its end abandons the step on all ranks. The
-        arguments are those of `train_step`.
+        samples are played in between. Leaving the loop before its end abandons the step on all
+        ranks. The arguments are those of `train_step`.
         """
         pieces = self._open_step(batch, weight, loss)
         played = 0
@@ -307,8 +294,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Apply the step's gradient. Collective.
 
-        Gradients that the user has set in `.grad` without a backward count as one pass of weight
-        `1 / ranks`.
+        Gradients that the user has set in `.grad` without a backward count as one pass of weight `1
+        / ranks`.
 
         Raises:
             RankFailed: another rank could not finish its passes; nobody has stepped.
@@ -351,9 +338,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards in this context are not the last of their step (outside `micro_batches`
-        only).
-        """
+        """Backwards outside `micro_batches` are not the last of their step in this context."""
         before, self._engine.syncs = self._engine.syncs, False
         try:
             yield
@@ -405,9 +390,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         return self._plan
 
     def memory(self) -> dict[str, int]:
-        """Bytes of training state on this rank: parameters, gradients, optimizer (masters
-        included).
-        """
+        """Bytes of training state on this rank; masters count as optimizer."""
         from poplar.checkpoint import state_bytes
 
         return state_bytes(self._engine, self._update)

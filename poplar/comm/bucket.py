@@ -53,7 +53,5 @@ class Bucket:
         *,
         accumulate: bool = False,
     ) -> None:
-        """Write `weight * gradients[i]` at `offsets[i]`; without `accumulate` all the rest becomes
-        zero.
-        """
+        """Write `weight * gradients[i]` at `offsets[i]`; unless accumulating, zero elsewhere."""
         self.codec.pack(self.data, gradients, offsets, weight, accumulate)

@@ -41,9 +41,7 @@ class Communicator(ABC):
     def buffer(
         self, layout: Layout, dtype: torch.dtype, device: torch.device, codec: Codec | None = None
     ) -> Bucket:
-        """A bucket for one flat buffer, uninitialised, placed where this transport sends from
-        best.
-        """
+        """A bucket for one flat buffer, not initialised, where this transport sends from best."""
         codec = codec if codec is not None else Codec(dtype)
         data = torch.empty(layout.numel, dtype=codec.wire_dtype, device=device)
         return Bucket(data=data, layout=layout, codec=codec)
@@ -61,9 +59,7 @@ class Communicator(ABC):
 
     @abstractmethod
     def all_gather(self, data: Tensor, layout: Layout, *, what: str) -> Pending:
-        """Complete `data` (`layout.numel` elements) in place: each rank has filled its own
-        slice.
-        """
+        """Complete `data` in place, of which each rank has filled its slice under `layout`."""
 
     @abstractmethod
     def broadcast(self, data: Tensor, source: int, *, what: str) -> None:
@@ -71,9 +67,7 @@ class Communicator(ABC):
 
     @abstractmethod
     def reshard(self, shard: Tensor, old: Layout, new: Layout, *, what: str) -> Tensor:
-        """This rank's slice under `new` of a buffer of which every rank holds its slice under
-        `old`.
-        """
+        """This rank's slice under `new`, from everybody's slices under `old`."""
 
 
 def own_slice(data: Tensor, layout: Layout, rank: int) -> Tensor:

@@ -34,9 +34,7 @@ class Control:
         self._announcements = itertools.count()
 
     def exchange(self, values: Tensor, *, what: str) -> Callable[[], list[Tensor]]:
-        """Start sending `values` (1-D, same length on all ranks) to everybody; the result collects
-        all ranks'.
-        """
+        """Start to exchange 1-D `values`, equally long everywhere; the result collects them."""
         group = self.group
         mine = values.contiguous()
         theirs = [torch.empty_like(mine) for _ in range(group.size)]
@@ -50,9 +48,7 @@ class Control:
         return collect
 
     def exchange_objects(self, value: T, *, what: str) -> list[T]:
-        """Every rank's `value` (picklable), in rank order. Collective; returns when all have
-        arrived.
-        """
+        """Every rank's `value` (picklable), in rank order. Collective."""
         payload = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         sizes = self.exchange(torch.tensor([payload.numel()]), what=what)()
         theirs = [torch.empty(int(size), dtype=torch.uint8) for size in sizes]

@@ -3,8 +3,7 @@
 The direct algorithm: each rank sends every peer the slice that the peer owns and adds what it
 receives itself, in rank order and in fp32. For even shares on one host that moves the bytes of a
 ring; it takes any shares, keeps the weights exact, and gives the same bits every time, none of
-which
-NCCL's and gloo's own reduce-scatter offer.
+which NCCL's and gloo's own reduce-scatter offer.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """The conductor: plays every slot of a pass once, in the agreed order, on every rank.
 
 It is told what this rank's own pass demands (`need`), what is complete (`gradient_arrived`) and
-when
-the pass is over or has failed (`finish`). A rank without a backward of its own goes straight to
-`finish`, where the remaining slots are played with zeros. See [Note: one order for all] in
+when the pass is over or has failed (`finish`). A rank without a backward of its own goes straight
+to `finish`, where the remaining slots are played with zeros. See [Note: one order for all] in
 `schedule.py`, and [Note: backward order] below.
 """
 

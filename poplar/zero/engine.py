@@ -58,9 +58,7 @@ class Engine:
         self._ending = False
         self._passes_to_reduce = False
         self.reduced = False
-        """This step's gradients have been reduced (at stages that reduce once, the last pass is
-        over).
-        """
+        """This step's last reduction has been issued."""
         self.settled = False
         """This step's mean gradient is final."""
         self._all_shown = self._writeback = False
@@ -79,9 +77,7 @@ class Engine:
     # A step.
 
     def begin_step(self, *, keep_gradients: bool = False) -> None:
-        """Forget what the step before left behind, `.grad` included unless the user has just set
-        it.
-        """
+        """Forget what the step before left behind, but `.grad` if the user has just set it."""
         for flat in self.trained:
             flat.used.clear()
             for parameter in flat.parameters:
@@ -142,9 +138,7 @@ class Engine:
         self.conductor.active = False
 
     def reduce_without_backward(self) -> None:
-        """Reduce what lies in `.grad` and in the accumulators as a last pass of weight 1/n.
-        Collective.
-        """
+        """Reduce what lies in `.grad` and in the sums, as a last pass. Collective."""
         weight = 1.0 / self.comm.group.size
         self.pass_begin(weight=weight, leader=0, last=True, mode=Mode.GIVEN)
         self.pass_end()

@@ -32,9 +32,7 @@ class Flat:
     values: Tensor
     """All parameter values, in `dtype`; at stage 3 without storage unless gathered."""
     shard: Tensor
-    """Values of the owned part, in `dtype`: a view of `values` unless the parameters are
-    sharded.
-    """
+    """Values of the owned part, in `dtype`; a view of `values` unless those are sharded."""
     master: Tensor
     """fp32 values of the owned part: `shard` itself if that is fp32 already."""
     gradient: Tensor
@@ -55,9 +53,7 @@ class Flat:
         self.dtype = dtype
         self.trained = trained
         self.groups = tuple(groups)
-        """Index of the optimizer's param group of each parameter, ascending; -1 if it is in
-        none.
-        """
+        """Each parameter's param group in the optimizer, ascending; -1: in none."""
         self.device = self.parameters[0].device
         self.offsets, self.numel = _lay_out([p.numel() for p in self.parameters])
         self.used: set[int] = set()
@@ -110,9 +106,7 @@ class Flat:
         return self.offsets[position], end
 
     def restrict(self, start: int, stop: int) -> slice | None:
-        """`[start, stop)` of the buffer as a slice of the owned part; None if the two don't
-        meet.
-        """
+        """Where `[start, stop)` lies in the owned part; None if the two don't meet."""
         low, high = max(start, self.owned[0]), min(stop, self.owned[1])
         return slice(low - self.owned[0], high - self.owned[0]) if low < high else None
 

@@ -21,8 +21,7 @@ class ShardedParameters(ShardedGradients):
     [Note: one storage]
     Autograd saves views of the weights for the backward. So a buffer's storage is emptied and
     refilled, never replaced: what was saved in the forward sees the values gathered in the
-    backward.
-    Meanwhile the parameters themselves point elsewhere (`Flat.hide_values`).
+    backward. Meanwhile the parameters themselves point elsewhere (`Flat.hide_values`).
     """
 
     gathers = True

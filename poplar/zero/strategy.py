@@ -42,24 +42,21 @@ class Strategy(ABC):
         """How `flat` is cut under `shares`."""
 
     def state_layout(self, flat: Flat, to: int) -> Layout:
-        """Where optimizer state lies, seen as one owner per element (rank `to`, where all have
-        it).
-        """
+        """Where optimizer state lies, one owner per element: rank `to` where all have it."""
         return flat.layout
 
     @abstractmethod
     def relayout(self, flat: Flat, new: Layout, master: Tensor | None) -> None:
-        """Go on under another layout: move the values, take the moved master over. Collective,
-        between steps.
-        """
+        """Go on under another layout, with the moved master. Collective, between steps."""
 
     @abstractmethod
     def adopt(self, flat: Flat, shares: Sequence[float]) -> None:
         """Lay out `flat` under `shares`, take its values over and allocate its gradient."""
 
     def accumulate(self, flat: Flat, weight: float) -> None:
-        """Add the parameters' gradients, times `weight`, to this rank's own sums (unless every
-        pass reduces).
+        """Add the parameters' gradients, times `weight`, to this rank's sums of the step.
+
+        Only where not every pass reduces.
         """
         raise NotImplementedError(f"{type(self).__name__} reduces in every pass")
 
@@ -79,9 +76,7 @@ class Strategy(ABC):
 
     @abstractmethod
     def publish(self, units: Sequence[Unit]) -> None:
-        """After the optimizer changed the shards: bring them to where the parameters are read.
-        Collective.
-        """
+        """Bring the shards that the optimizer changed to where they are read. Collective."""
 
     def gather(self, unit: Unit) -> None:
         """Start to gather a unit's values. Collective."""

@@ -4,9 +4,8 @@
 The inner optimizer's tensors are runs: stretches of a flat buffer whose parameters share a param
 group and a history of being used. A parameter that no rank used in a step must not be decayed, and
 its step counter must stay, so its run is skipped; where a run was used only in part it is split,
-state
-and all. Runs are cut at the same places on every rank, owned there or not, so state can always
-move.
+state and all. Runs are cut at the same places on every rank, owned there or not, so state can
+always move.
 """
 
 from __future__ import annotations
@@ -26,9 +25,7 @@ OptimizerFactory = Callable[..., torch.optim.Optimizer]
 
 @dataclass(eq=False)
 class Run:
-    """A stretch `[start, stop)` of `flat`, parameters `[first, last)` of it, updated as one
-    tensor.
-    """
+    """Parameters `[first, last)` of a flat buffer, updated as one tensor."""
 
     flat: Flat
     group: int
@@ -110,9 +107,7 @@ class ShardedUpdate:
                 run.flat.shard[owned].copy_(run.tensor)
 
     def refresh(self, flat: Flat) -> None:
-        """Take over values that were written into `flat.shard`, keeping masters that still round
-        to them.
-        """
+        """Take over new values of `flat.shard`, but keep masters that still round to them."""
         if flat.master is flat.shard:
             return
         changed = flat.master.to(flat.dtype) != flat.shard
@@ -185,9 +180,7 @@ class ShardedUpdate:
 
 
 def is_elementwise(value: Any, like: Tensor | None) -> bool:
-    """Whether an optimizer's state value belongs to elements (and so to shards), not to a whole
-    tensor.
-    """
+    """Whether a value of an optimizer's state has one entry per element."""
     return isinstance(value, Tensor) and like is not None and value.shape == like.shape
 
 
