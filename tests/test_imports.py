@@ -107,7 +107,7 @@ def test_backends_have_names_only_in_comm(module):
     assert not strings & {"nccl", "gloo"}
 
 
-# `setup` checks the stage that the user asked for and picks the strategy; nobody below it knows one.
+# `setup` checks the stage that was asked for and picks the strategy; nobody below it knows one.
 BELOW_SETUP = [
     name for name in MODULES if inside(name, "poplar.zero") and name != "poplar.zero.setup"
 ]

@@ -106,13 +106,7 @@ def check_request(
                 f"torch.float16"
             )
     if plan is not None:
-        for unit in plan.units:
-            if unit.strategy != STRATEGY_NAMES[plan.stage]:
-                raise ValueError(
-                    f"unit {unit.name!r}: strategy {unit.strategy!r} under a stage-{plan.stage} "
-                    f"plan; units of "
-                    f"different stages are not supported yet, use {STRATEGY_NAMES[plan.stage]!r}"
-                )
+        _check_unit_plans(plan)
     options = fastest_options(factory, options)
     complaint = check_elementwise(factory, options, device)
     if complaint is not None:
@@ -177,7 +171,7 @@ def build(
     plan, world = request.plan, comm.group.size
     strategy = STRATEGIES[request.stage](comm, request.reduce_dtype)
     shares = plan.shares if plan is not None else (1.0 / world,) * world
-    members = []
+    members, recast = [], []
     for name, parameter in request.model.named_parameters():
         trained = id(parameter) in request.group_of
         dtype = parameter.dtype
@@ -187,16 +181,17 @@ def build(
             group = request.group_of.get(id(parameter), -1)
             members.append(Member(name, parameter, group, trained, dtype))
         elif dtype is not parameter.dtype:
-            parameter.data = parameter.data.to(dtype)
+            recast.append((parameter, dtype))
     unit_plans = {unit.name: unit for unit in plan.units} if plan is not None else {}
     units = build_units(
         request.model,
         members,
         request.unit_names,
         merge=not strategy.gathers and not unit_plans,
-        resident=[name for name, unit in unit_plans.items() if unit.keep_gathered],
     )
-    _check_unit_plans(control, unit_plans, units)
+    _check_unit_names(control, unit_plans, units)
+    for parameter, dtype in recast:
+        parameter.data = parameter.data.to(dtype)
     for unit in units:
         own = unit_plans.get(unit.name)
         unit_shares = own.shares if own is not None and own.shares is not None else shares
@@ -215,13 +210,29 @@ def build(
     return engine, update
 
 
-def _check_unit_plans(control: Control, plans: Mapping[str, Any], units: Sequence[Unit]) -> None:
+def _check_unit_plans(plan: Plan) -> None:
+    """Refuse what a `UnitPlan` can say and the engine can't do yet."""
+    expected = STRATEGY_NAMES[plan.stage]
+    for unit in plan.units:
+        if unit.strategy != expected:
+            raise ValueError(
+                f"unit {unit.name!r}: strategy {unit.strategy!r} under a stage-{plan.stage} plan; "
+                f"units of different stages are not supported yet, use {expected!r}"
+            )
+        if unit.keep_gathered or unit.transport is not None:
+            raise ValueError(
+                f"unit {unit.name!r}: keep_gathered and transport are not supported yet; leave "
+                "them out"
+            )
+
+
+def _check_unit_names(control: Control, plans: Mapping[str, Any], units: Sequence[Unit]) -> None:
     unknown = sorted(set(plans) - {unit.name for unit in units})
     error = None
     if unknown:
         error = ValueError(
             f"the plan names units {unknown} that the model does not have; it has "
-            f"{[u.name for u in units]}"
+            f"{[unit.name for unit in units]}"
         )
     agree(control, error, doing="building the optimizer")
 

@@ -120,7 +120,6 @@ def build_units(
     unit_names: Sequence[str],
     *,
     merge: bool,
-    resident: Sequence[str] = (),
 ) -> list[Unit]:
     """Sort the parameters into units and flat buffers.
 
@@ -128,7 +127,6 @@ def build_units(
         members: each parameter once, in registration order.
         unit_names: module names, as `resolve_units` gives them.
         merge: let small units travel together (nothing gathers them one by one).
-        resident: units that stay gathered; the root always does.
     """
     modules = dict(model.named_modules())
     home = _homes(modules, unit_names)
@@ -153,7 +151,7 @@ def build_units(
                     module for unit in names for module in _doors(model, modules, unit, inside)
                 ),
                 flats=tuple(_flats(name, inside)),
-                resident=ROOT in names or any(unit in resident for unit in names),
+                resident=ROOT in names,
             )
         )
     return units
