@@ -187,9 +187,9 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         self._engine, self._update = build(request, comm, self._control, dtype)
         super().__init__(request.groups, self._update.inner.defaults)
         self._settings_are_final = True
-        checks.claim(list(model.named_parameters()), self)
         self._now = _Now()
         guard_model_state(self._engine, self._update)
+        checks.claim(list(model.named_parameters()), self, self._engine.hooks)
 
     # The step.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
 import shutil
 from collections.abc import Callable
@@ -593,3 +594,34 @@ def test_a_steps_result(ranks: Pool, stage: int) -> None:
         assert samples == 12
         assert 0 <= waiting <= seconds
         assert not skipped
+
+
+def train_by_a_second_optimizer(run: Run) -> tuple[dict[str, Tensor] | None, str]:
+    """After the first one is gone; at stage 3 it took the parameters with it."""
+    model, first = training.prepare(run)
+    del first
+    gc.collect()
+    try:
+        optimizer = HeteroZeroOptimizer(
+            model,
+            run.recipe.optimizer_class,
+            plan=run.plan,
+            process_group=harness.group(),
+            **dict(run.recipe.options),
+        )
+    except ValueError as error:
+        return None, str(error)
+    for step in range(len(run.recipe.batches)):
+        training.take_step(run, model, optimizer, step)
+    return training.whole_parameters(model, optimizer), ""
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_optimizer_that_is_gone_leaves_nothing_behind(ranks: Pool, stage: int) -> None:
+    for parameters, complaint in ranks.run(
+        train_by_a_second_optimizer, Run(RECIPE, plan_of(stage))
+    ):
+        if stage == 3:
+            assert "sharded by an optimizer that is gone" in complaint
+        else:
+            assert_close(parameters, reference.train(RECIPE).parameters)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.hooks import RemovableHandle
 
 from poplar.zero.flat import PACKABLE
 
@@ -85,6 +86,12 @@ def check_parameters(named: Sequence[tuple[str, nn.Parameter]], trained: set[int
                 f"optimizer holds a model, "
                 "use parameter groups for different hyper-parameters, or delete the other one first"
             )
+        if parameter.untyped_storage().nbytes() < parameter.numel() * parameter.element_size():
+            raise ValueError(
+                f"parameter {name!r} has no memory of its own: it was sharded by an optimizer that "
+                "is gone. Build the model anew; a checkpoint of it: save_model(), or "
+                "full_parameters(), before the optimizer goes"
+            )
         if parameter.is_meta:
             raise ValueError(
                 f"parameter {name!r} is on the meta device; initialise it first: "
@@ -104,14 +111,18 @@ def check_parameters(named: Sequence[tuple[str, nn.Parameter]], trained: set[int
     return next(iter(devices))
 
 
-def claim(named: Sequence[tuple[str, nn.Parameter]], owner: object) -> None:
-    """Note whose the parameters are, for as long as `owner` lives."""
+def claim(
+    named: Sequence[tuple[str, nn.Parameter]], owner: object, hooks: Sequence[RemovableHandle]
+) -> None:
+    """Note whose the parameters are, for as long as `owner` lives; its hooks go with it."""
     reference = weakref.ref(owner)
     keys = [id(parameter) for _, parameter in named]
     for key in keys:
         _OWNERS[key] = reference
 
     def forget() -> None:
+        for hook in hooks:
+            hook.remove()
         for key in keys:
             if _OWNERS.get(key) is reference:
                 del _OWNERS[key]

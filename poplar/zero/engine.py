@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.utils.hooks import RemovableHandle
 
 from poplar import nest
 from poplar.comm import Communicator, Control
@@ -64,7 +65,8 @@ class Engine:
         self._all_shown = self._writeback = False
         self._depth = 0
         self._visits: dict[Unit, int] = {}
-        self._hooks = list(self._register_hooks())
+        self.hooks: list[RemovableHandle] = list(self._register_hooks())
+        """Keep this engine alive; who owns it removes them when it goes."""
 
     @property
     def flats(self) -> list[Flat]:
@@ -181,7 +183,7 @@ class Engine:
 
     # Hooks.
 
-    def _register_hooks(self) -> Iterator[Any]:
+    def _register_hooks(self) -> Iterator[RemovableHandle]:
         for unit in self.units:
             for flat in unit.trained:
                 for parameter in flat.parameters:
