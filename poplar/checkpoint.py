@@ -94,9 +94,7 @@ def load_local_state(
     for flat, master in zip(flats, saved["masters"], strict=True):
         if master is not None:
             flat.master.copy_(master)
-    for run in update.runs:
-        update.release(run)
-    update.runs = runs
+    update.replace_runs(runs)
     for flat in flats:
         update.rebind(flat, states)
 

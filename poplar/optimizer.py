@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -67,8 +68,10 @@ class _Now:
     """This rank's part of the weighted loss."""
     open_piece: Piece | None = None
     closing: Closing | None = None
+    scale: float = 1.0
+    """What the reduced gradient has been multiplied by since (loss scale, clipping)."""
     factor: float = 1.0
-    """What the reduced gradient is still to be multiplied by (loss scale, clipping)."""
+    """The part of `scale` that the update has yet to multiply in."""
     finite: bool = True
     abandoned: bool = False
 
@@ -235,12 +238,17 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
                     value = loss_fn(self._model, piece.batch)
                     _check_loss(value, self._group.rank)
                     (value if scaler is None else scaler.scale(value)).backward()
-                    own_loss = own_loss + value.detach().double() * piece.weight
+                    if piece.weight:  # a mean over nothing is NaN, and counts for nothing
+                        own_loss = own_loss + value.detach().double() * piece.weight
+                    del value
             except CollectiveTimeout:
                 self._engine.abort()
                 raise
             except Exception as caught:
                 error = caught
+                if isinstance(caught, torch.OutOfMemoryError):
+                    # The frames of the failed pass hold its activations; what remains needs room.
+                    traceback.clear_frames(caught.__traceback__)
             self._end_pass(failed=error is not None)
         self._engine.settle()
         now = self._now
@@ -284,7 +292,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
                         yield piece.batch
                     self._end_pass()
                 played += 1
-            self._engine.settle()
+            if self._engine.has_gradients:  # not if step() came inside the loop
+                self._engine.settle()
         except GeneratorExit:
             if self._now.open_piece is not None or played < len(pieces) - 1:
                 self._abandon(pieces[played + 1 :])
@@ -309,9 +318,14 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             for name in ("found_inf", "grad_scale"):
                 vars(self).pop(name, None)
             raise RuntimeError(_PLAIN_SCALER)
+        if self._is_nothing_to_apply():
+            return result
         self._finish_passes()
         closing = self._now.closing or self._close(None)
-        self._update.step(self.param_groups, closing.unused, self._now.factor)
+        unused = closing.unused
+        for flat in self._engine.trained:
+            unused[flat] = unused[flat].union(self._engine.strategy.take_shown_gradients(flat))
+        self._update.step(self.param_groups, unused, self._now.factor)
         self._engine.strategy.publish(self._engine.units)
         self._forget_step()
         return result
@@ -324,8 +338,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         don't depend on the shares. Returns the norm before clipping.
         """
         self._finish_passes()
-        norm = self._norm(float(norm_type)) * abs(self._now.factor)
-        self._now.factor *= min(1.0, float(max_norm) / (norm + 1e-6))
+        norm = self._norm(float(norm_type)) * abs(self._now.scale)
+        self._scale_gradient(min(1.0, float(max_norm) / (norm + 1e-6)))
         return torch.tensor(norm, dtype=torch.float32, device=self._engine.trained[0].device)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -333,8 +347,10 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         for flat in self._engine.trained:
             for parameter in flat.parameters:
                 parameter.grad = None
-        if self._engine.has_gradients and self._now.open_piece is None:
-            self._forget_step()
+        if self._now.open_piece is None:
+            self._engine.drop_own_pass()
+            if self._engine.has_gradients:
+                self._forget_step()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -437,6 +453,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
 
         state = super().state_dict()
         state["poplar"] = local_state(self._engine, self._update, self._identity())
+        if self._default_scaler is not None:
+            state["poplar"]["scaler"] = self._default_scaler.state_dict()
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -455,6 +473,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
                 "on the same rank"
             )
         load_local_state(self._engine, self._update, own, self._identity())
+        if self._default_scaler is not None and "scaler" in own:
+            self._default_scaler.load_state_dict(own["scaler"])
         super().load_state_dict(state_dict)
 
     def consolidate_state_dict(self, to: int = 0) -> dict[str, Any] | None:
@@ -498,10 +518,16 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         return pieces
 
     def _check_before_step(self) -> None:
+        if self._engine.is_shown_whole:
+            raise RuntimeError("a step inside full_parameters(); leave that context first")
+        self._engine.drop_own_pass()
         if self._engine.conductor.active:
             raise RuntimeError("a step begins inside another one's micro_batches loop")
         if not self._allow_batch_norm:
             checks.refuse_batch_norm(self._model)
+        for flat in self._engine.flats:
+            if flat.take_back() and flat.trained:
+                self._update.refresh(flat)
         mine = {id(p) for flat in self._engine.trained for p in flat.parameters}
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -550,6 +576,21 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             engine.reduce_without_backward()  # all passes were inside no_sync()
         engine.settle()
 
+    def _is_nothing_to_apply(self) -> bool:
+        """Zero gradients set by hand at learning rate 0: torch's checkpoint code makes state so.
+
+        There is nothing to make, and moments must not decay by being saved.
+        """
+        if self._engine.has_gradients or self._now.open_piece is not None:
+            return False
+        given = [p.grad for flat in self._engine.trained for p in flat.parameters]
+        rates = [float(group.get("lr", 1.0)) for group in self.param_groups]
+        return (
+            all(rate == 0.0 for rate in rates)
+            and all(gradient is not None for gradient in given)
+            and not any(bool(gradient.any()) for gradient in given if gradient is not None)
+        )
+
     def _close(self, norm_type: float | None, error: Exception | None = None) -> Closing:
         """Agree that the step may be applied. Collective; raises on all ranks if one has failed."""
         try:
@@ -568,12 +609,13 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         return closing
 
     def _norm(self, norm_type: float) -> float:
-        """Norm of the reduced gradient, without the factor that is still to come. Collective."""
+        """Norm of the reduced gradient as it was closed, before `scale`. Collective."""
         closing = self._now.closing or self._close(norm_type)
         if closing.norm_type == norm_type:
             return closing.norm
         ours = local_norm(self._engine.trained, self._group.rank, norm_type)
-        return join_norm(self._control.exchange(ours, what="a gradient norm")(), norm_type)
+        norm = join_norm(self._control.exchange(ours, what="a gradient norm")(), norm_type)
+        return norm * self._now.factor / self._now.scale if self._now.scale else norm
 
     def _abandon(self, rest: Sequence[Piece]) -> None:
         """This rank left its loop early: play the rest for the others, and let them know."""
@@ -600,8 +642,13 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         """
         self._finish_passes()
         self._now.finite = math.isfinite(self._norm(2.0))
-        self._now.factor *= factor
+        self._scale_gradient(factor)
         return self._now.finite
+
+    def _scale_gradient(self, factor: float) -> None:
+        left = self._engine.strategy.scale_gradients(self._engine.units, factor)
+        self._now.scale *= factor
+        self._now.factor *= left
 
     def _forget_step(self) -> None:
         self._engine.begin_step()

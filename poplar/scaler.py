@@ -40,7 +40,9 @@ class GradScaler(TorchGradScaler):
                 "unscale_() has already been called on this optimizer since the last update()"
             )
         if self._scale is None:
-            raise RuntimeError("unscale_() before any loss was scaled: scaler.scale(loss) first")
+            # A rank without samples scales no loss, but steps with the others.
+            self._lazy_init_scale_growth_tracker(optimizer.param_groups[0]["params"][0].device)
+        assert self._scale is not None
         finite = optimizer.multiply_gradient(1.0 / float(self._scale))
         flag = torch.full((), 0.0 if finite else 1.0, device=self._scale.device)
         state["found_inf_per_device"] = {flag.device: flag}

@@ -14,15 +14,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from poplar.comm.exchange import Exchange, Message
+from poplar.comm.exchange import Exchange, Message, tag_of
 from poplar.comm.group import Group
 
 T = TypeVar("T")
 
-# Tags keep agreements apart from announcements and from tensors that travel on the same gloo group.
-_EXCHANGE_TAGS = 1 << 28
-_ANNOUNCE_TAGS = 1 << 29
-_TAG_SPACE = 1 << 24
+# Tags keep agreements apart from announcements, and from tensors on the same gloo group.
+_EXCHANGES, _ANNOUNCEMENTS = 1, 2
 
 
 class Control:
@@ -32,6 +30,7 @@ class Control:
         self.group = group
         self._exchanges = itertools.count()
         self._announcements = itertools.count()
+        self._announced: list[Exchange] = []
 
     def exchange(self, values: Tensor, *, what: str) -> Callable[[], list[Tensor]]:
         """Start to exchange 1-D `values`, equally long everywhere; the result collects them."""
@@ -58,10 +57,18 @@ class Control:
         return received
 
     def announce(self, value: int) -> None:
-        """Tell every other rank one integer; each of them calls `hear` with this rank."""
-        self._direct_announcement(
-            torch.tensor([value]), incoming=False, peers=self._others()
-        ).wait()
+        """Tell every other rank one integer, without waiting for anyone.
+
+        Each of them calls `hear` with this rank; `flush` ends it here.
+        """
+        message = torch.tensor([value])
+        pending = self._direct_announcement(message, incoming=False, peers=self._others())
+        self._announced.append(pending)
+
+    def flush(self) -> None:
+        """Wait until all that this rank announced has left it."""
+        while self._announced:
+            self._announced.pop(0).wait()
 
     def hear(self, announcer: int) -> int:
         """The next integer that group rank `announcer` announces."""
@@ -75,11 +82,11 @@ class Control:
     def _direct(self, mine: list[Tensor], theirs: list[Tensor], what: str) -> Exchange:
         messages = [Message(peer, mine[peer], incoming=False) for peer in self._others()]
         messages += [Message(peer, theirs[peer], incoming=True) for peer in self._others()]
-        tag = _EXCHANGE_TAGS + next(self._exchanges) % _TAG_SPACE
+        tag = tag_of(self.group, _EXCHANGES, next(self._exchanges))
         return Exchange(self.group, self.group.control_group, messages, tag=tag, what=what)
 
     def _direct_announcement(self, value: Tensor, *, incoming: bool, peers: list[int]) -> Exchange:
-        tag = _ANNOUNCE_TAGS + next(self._announcements) % _TAG_SPACE
+        tag = tag_of(self.group, _ANNOUNCEMENTS, next(self._announcements))
         messages = [Message(peer, value, incoming=incoming) for peer in peers]
         what = "the announcement of the next collective"
         return Exchange(self.group, self.group.control_group, messages, tag=tag, what=what)

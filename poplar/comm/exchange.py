@@ -23,6 +23,18 @@ from poplar.errors import CollectiveTimeout
 _LAST_CALL = timedelta(milliseconds=50)
 
 
+_TAG_BITS = 31
+_SEQUENCE_BITS = 19
+_NUMBER_BITS = 10
+
+
+def tag_of(group: Group, space: int, sequence: int) -> int:
+    """The tag of one exchange: `space` (1 to 3) tells kinds apart, 0 is left to the user's own."""
+    number = group.number % (1 << _NUMBER_BITS)
+    place = sequence % (1 << _SEQUENCE_BITS)
+    return (space << (_TAG_BITS - 2)) | (number << _SEQUENCE_BITS) | place
+
+
 @dataclass(frozen=True)
 class Message:
     """One tensor to or from one peer (a group rank). Both ends skip empty tensors."""

@@ -19,6 +19,7 @@ DEFAULT_TIMEOUT = timedelta(minutes=5)
 _CONTROL_GROUPS: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = (
     weakref.WeakKeyDictionary()
 )
+_NUMBERS: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,6 +35,8 @@ class Group:
     control_group: dist.ProcessGroup
     """Carries small host values; always gloo, so that agreeing never waits for a GPU stream."""
     timeout: timedelta
+    number: int = 0
+    """Of the groups made on this process group: keeps the messages of two optimizers apart."""
 
     @property
     def rank(self) -> int:
@@ -68,7 +71,15 @@ class Group:
             process_group=chosen,
             control_group=_control_group(chosen),
             timeout=timeout if timeout is not None else DEFAULT_TIMEOUT,
+            number=_next_number(chosen),
         )
+
+
+def _next_number(process_group: dist.ProcessGroup) -> int:
+    """Counts the groups made on a process group, which all its ranks make in the same order."""
+    number = _NUMBERS.get(process_group, 0)
+    _NUMBERS[process_group] = number + 1
+    return number
 
 
 def _control_group(process_group: dist.ProcessGroup) -> dist.ProcessGroup:

@@ -16,12 +16,11 @@ from torch import Tensor
 
 from poplar.comm.bucket import Bucket
 from poplar.comm.communicator import Communicator, Pending, own_slice
-from poplar.comm.exchange import Exchange, Message
+from poplar.comm.exchange import Exchange, Message, tag_of
 from poplar.comm.group import Group
 from poplar.planning.layout import Layout, transfers
 
-_TAGS = 1 << 27
-_TAG_SPACE = 1 << 24
+_TENSORS = 3
 
 
 class ProcessGroupCommunicator(Communicator):
@@ -94,6 +93,6 @@ class ProcessGroupCommunicator(Communicator):
     def _exchange(
         self, messages: list[Message], what: str, finish: Callable[[], None] | None = None
     ) -> Exchange:
-        tag = _TAGS + next(self._tags) % _TAG_SPACE
         group = self.group
+        tag = tag_of(group, _TENSORS, next(self._tags))
         return Exchange(group, group.process_group, messages, tag=tag, what=what, finish=finish)

@@ -42,7 +42,7 @@ class Closing:
     norm_type: float | None
     norm: float
     """Of the gradient as accumulated (a loss scale still in it); NaN if not asked for."""
-    unused: dict[Flat, list[int]]
+    unused: dict[Flat, set[int]]
     """Parameters, by position, that got a gradient on no rank."""
     waited: tuple[float, ...]
     """Seconds each rank was held up by the others."""
@@ -124,11 +124,11 @@ def close_step(
     )
 
 
-def _unused(flats: Sequence[Flat], used: Tensor) -> dict[Flat, list[int]]:
-    unused: dict[Flat, list[int]] = {}
+def _unused(flats: Sequence[Flat], used: Tensor) -> dict[Flat, set[int]]:
+    unused: dict[Flat, set[int]] = {}
     flags = iter(used.tolist())
     for flat in flats:
-        unused[flat] = [position for position, _ in enumerate(flat.parameters) if not next(flags)]
+        unused[flat] = {position for position, _ in enumerate(flat.parameters) if not next(flags)}
     return unused
 
 

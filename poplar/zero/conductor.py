@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import Enum
 
-from torch import nn
+from torch import Tensor, nn
 
 from poplar.comm import Control
 from poplar.errors import OutOfOrder
@@ -80,6 +80,7 @@ class Conductor:
         self._path: list[Unit] = []
         self._first_visit: dict[Unit, int] = {}
         self._backward_visit: int | None = None
+        self._outputs: set[tuple[object, int]] = set()
         self._arrived: dict[Unit, set[nn.Parameter]] = {}
         self._complete: set[Unit] = set()
         self._reduced: set[Unit] = set()
@@ -94,6 +95,15 @@ class Conductor:
         self._first_visit.setdefault(unit, len(self._path))
         self._path.append(unit)
         return len(self._path) - 1
+
+    def is_new_output(self, value: Tensor) -> bool:
+        """Whether no unit has given this tensor out before in this pass."""
+        # The objects themselves: they stay alive, so that no later one can be taken for them.
+        key = (value if value.grad_fn is None else value.grad_fn, value.output_nr)
+        if key in self._outputs:
+            return False
+        self._outputs.add(key)
+        return True
 
     def revisit(self, unit: Unit, visit: int) -> None:
         """The backward enters a visit of the forward."""
@@ -191,13 +201,14 @@ class Conductor:
                 self._cursor += 1
         for unit in list(self._gathered):
             self._release(unit)
+        self._outputs.clear()
         self.active = False
 
     def _accumulate_rest(self, failed: bool) -> None:
         for unit in self._units:
             if failed:
                 for flat in unit.trained:
-                    flat.take_gradients()
+                    flat.take_gradients(0.0)
             else:
                 self._accumulate(unit)
 
@@ -291,6 +302,7 @@ class Conductor:
                         self._announce_and_play(Slot(Kind.REDUCE, unit.index))
             last = Slot(Kind.ABANDON if failed else Kind.END)
             self._control.announce(last.encode())
+            self._control.flush()
         else:
             while (last := self._peek()).kind not in (Kind.END, Kind.ABANDON):
                 self._heard = None

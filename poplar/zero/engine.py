@@ -63,6 +63,7 @@ class Engine:
         self.settled = False
         """This step's mean gradient is final."""
         self._all_shown = self._writeback = False
+        self._modules = {id(module) for module in model.modules()}
         self._depth = 0
         self._visits: dict[Unit, int] = {}
         self.hooks: list[RemovableHandle] = list(self._register_hooks())
@@ -104,9 +105,11 @@ class Engine:
             last: this rank's last pass of the step.
 
         Returns:
-            False if there is nothing to play: no rank has samples, and no order has been agreed
-            yet.
+            False if there is nothing to play: no rank has samples and no order has been agreed yet,
+            or all values are there anyway.
         """
+        if mode is Mode.EVALUATE and self._all_shown:
+            return False
         reduces = mode is not Mode.EVALUATE and (last or self.strategy.reduces_every_pass)
         if leader is None:
             if not self.conductor.knows(mode, reduces):
@@ -151,9 +154,18 @@ class Engine:
     @contextmanager
     def all_values(self, *, writeback: bool) -> Iterator[None]:
         """Gather everything for the time of a `with` block. Collective at both ends."""
-        gathers = self.strategy.gathers
         if self.conductor.active:
             raise RuntimeError("full_parameters() inside a pass; end the backward first")
+        if self._all_shown:  # inside another such block: that one gives the values back
+            outer, self._writeback = self._writeback, self._writeback or writeback
+            try:
+                yield
+            finally:
+                if writeback:
+                    self._store_all()
+                self._writeback = outer
+            return
+        gathers = self.strategy.gathers
         if gathers:
             for unit in self.units:
                 self.strategy.gather(unit)
@@ -165,16 +177,24 @@ class Engine:
         finally:
             self._all_shown = self._writeback = False
             if writeback:
-                for flat in self.flats:
-                    self.strategy.store(flat)
+                self._store_all()
             if gathers:
                 for unit in self.units:
                     self.strategy.release(unit)
+
+    def _store_all(self) -> None:
+        for flat in self.flats:
+            self.strategy.store(flat)
 
     @property
     def values_are_readable(self) -> bool:
         """Every parameter is whole on this rank now."""
         return self._all_shown or not self.strategy.gathers
+
+    @property
+    def is_shown_whole(self) -> bool:
+        """Inside `all_values`, at stages where that gathers."""
+        return self._all_shown and self.strategy.gathers
 
     @property
     def values_are_writable(self) -> bool:
@@ -211,9 +231,11 @@ class Engine:
         return gradient_arrived
 
     def _entry(self, unit: Unit) -> Callable[..., None]:
-        def enter(_module: nn.Module, _inputs: Any) -> None:
-            if self._all_shown:
-                return
+        def enter(module: nn.Module, _inputs: Any) -> None:
+            if self._all_shown or id(module) not in self._modules:
+                return  # values are there, or a copy of the model runs, which has its own
+            if torch.is_grad_enabled() and self._own_evaluation_is_open:
+                self.drop_own_pass()
             if not self.conductor.active:
                 self._begin_own(Mode.TRAIN if torch.is_grad_enabled() else Mode.EVALUATE)
             if _in_backward():
@@ -224,11 +246,19 @@ class Engine:
         return _untraced(enter)
 
     def _exit(self, unit: Unit) -> Callable[..., None]:
-        def leave(_module: nn.Module, _inputs: Any, output: Any) -> None:
-            if self._all_shown or _in_backward() or not torch.is_grad_enabled():
+        def leave(module: nn.Module, _inputs: Any, output: Any) -> None:
+            if self._all_shown or id(module) not in self._modules:
+                return
+            if _in_backward() or not torch.is_grad_enabled():
                 return
             visit = self._visits[unit]
-            outputs = [value for value in nest.tensors(output) if value.requires_grad]
+            # A tensor that only passes through belongs to the unit that made it: its gradient comes
+            # when the backward has left all later ones.
+            outputs = [
+                value
+                for value in nest.tensors(output)
+                if value.requires_grad and self.conductor.is_new_output(value)
+            ]
 
             def enter_backward(_gradient: Tensor) -> None:
                 self.conductor.revisit(unit, visit)
@@ -238,14 +268,28 @@ class Engine:
 
         return _untraced(leave)
 
-    def _model_entry(self, _module: nn.Module, _inputs: Any) -> None:
-        self._depth += 1
+    def _model_entry(self, module: nn.Module, _inputs: Any) -> None:
+        self._depth += module is self.model
 
-    def _model_exit(self, _module: nn.Module, _inputs: Any, _output: Any) -> None:
-        self._depth -= 1
-        own = self.conductor.active and not self._owned_pass
-        if own and self._depth == 0 and self.conductor.mode is Mode.EVALUATE:
+    def _model_exit(self, module: nn.Module, _inputs: Any, _output: Any) -> None:
+        self._depth -= module is self.model
+        if self._depth == 0 and self._own_evaluation_is_open:
             self.conductor.finish()
+
+    @property
+    def _own_evaluation_is_open(self) -> bool:
+        own = self.conductor.active and not self._owned_pass
+        return own and self.conductor.mode is Mode.EVALUATE
+
+    def drop_own_pass(self) -> None:
+        """End a pass that began by itself and will not end so, a forward without a backward, say.
+
+        Collective if there is one, as its beginning was.
+        """
+        if self.conductor.active and not self._owned_pass:
+            self.conductor.finish(failed=True)
+            self._ending = False
+            self.begin_step()
 
     def _begin_own(self, mode: Mode) -> None:
         """A pass that nobody opened: the user's own loop, in which all ranks have samples."""

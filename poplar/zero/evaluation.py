@@ -44,8 +44,12 @@ class Evaluation:
             RankFailed: another rank could not load or evaluate a batch; its own error there.
             ValueError: nobody had a batch.
         """
+        busy = None
+        if self._engine.conductor.active:
+            busy = RuntimeError("evaluate() inside a pass; call it between two steps")
+        agree(self._control, busy, doing="evaluate()")
         batches = iter(loader)
-        if self._engine.strategy.gathers:
+        if not self._engine.values_are_readable:
             self._go_round_by_round(batches)
         else:
             while (batch := self._next(batches)) is not None:

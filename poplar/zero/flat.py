@@ -73,6 +73,39 @@ class Flat:
             part = self.values[offset : offset + parameter.numel()]
             parameter.data = part.view(parameter.shape)
 
+    def take_back(self) -> bool:
+        """Make parameters views again whose `.data` the user has replaced, with the new values.
+
+        Returns:
+            Whether there were any.
+
+        Raises:
+            RuntimeError: the new data has another shape, dtype or device, or the values are hidden.
+        """
+        replaced = False
+        step = self.values.element_size()
+        hidden = self.values.untyped_storage().nbytes() == 0
+        start = 0 if hidden else self.values.data_ptr()
+        for position, (parameter, offset) in enumerate(
+            zip(self.parameters, self.offsets, strict=True)
+        ):
+            expected = self._absent[position].data_ptr() if hidden else start + offset * step
+            if parameter.numel() == 0 or parameter.data_ptr() == expected:
+                continue
+            part = self.values[offset : offset + parameter.numel()] if not hidden else None
+            same_kind = parameter.dtype is self.dtype and parameter.device == self.device
+            if part is None or not same_kind or parameter.numel() != part.numel():
+                raise RuntimeError(
+                    f"the data of parameter {self.names[position]!r} was replaced by a tensor of "
+                    f"shape {tuple(parameter.shape)}, {parameter.dtype} on {parameter.device}; "
+                    "write into it (p.data.copy_, load_state_dict), at stage 3 inside "
+                    "full_parameters(writeback=True), or convert the model before the optimizer"
+                )
+            part.copy_(parameter.data.reshape(-1))
+            parameter.data = part.view(self._absent[position].shape)
+            replaced = True
+        return replaced
+
     def hide_values(self) -> None:
         """Leave the user's parameters with their shape and NaN for every value.
 
@@ -81,23 +114,26 @@ class Flat:
         for parameter, absent in zip(self.parameters, self._absent, strict=True):
             parameter.data = absent
 
-    def take_gradients(self) -> tuple[list[Tensor], list[int]]:
-        """Move the gradients out of the parameters, with their offsets; none are left behind."""
+    def take_gradients(self, weight: float) -> tuple[list[Tensor], list[int]]:
+        """Move the gradients out of the parameters, with their offsets; none are left behind.
+
+        A pass of weight 0 counts for nothing, NaN included, but its parameters are used.
+        """
         gradients, offsets = [], []
         for position, parameter in enumerate(self.parameters):
             gradient = parameter.grad
             if gradient is None:
                 continue
+            parameter.grad = None
             if gradient.is_sparse:
                 raise TypeError(
                     f"parameter {self.names[position]!r} has a sparse gradient; flat buffers are "
-                    f"dense: "
-                    "build the embedding with sparse=False"
+                    "dense: use a layer with dense gradients"
                 )
-            parameter.grad = None
             self.used.add(position)
-            gradients.append(gradient)
-            offsets.append(self.offsets[position])
+            if weight != 0.0:
+                gradients.append(gradient)
+                offsets.append(self.offsets[position])
         return gradients, offsets
 
     def span(self, position: int) -> tuple[int, int]:

@@ -34,4 +34,4 @@ def guard_model_state(engine: Engine, update: ShardedUpdate) -> None:
     for module in engine.model.modules():
         engine.hooks.append(module.register_state_dict_pre_hook(before_saving))
         engine.hooks.append(module.register_load_state_dict_pre_hook(before_loading))
-    engine.hooks.append(engine.model.register_load_state_dict_post_hook(after_loading))
+        engine.hooks.append(module.register_load_state_dict_post_hook(after_loading))

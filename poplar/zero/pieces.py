@@ -83,10 +83,8 @@ class Cutter:
             batches = nest.cut(self.cast(batch), sizes) if samples else [None] * len(sizes)
             for part, size in zip(batches, sizes, strict=True):
                 counts.append(float(weight(part)) if weight is not None and size else float(size))
-        except (ValueError, TypeError) as caught:
-            error = _about_rank(rank, caught)
         except Exception as caught:
-            error = caught
+            error = _about_rank(rank, caught)
         opening, waited = open_step(control, samples=sum(sizes), weight=sum(counts), error=error)
         self._check_all(opening)
         total = opening.total_weight
@@ -161,6 +159,7 @@ def _wrong_size(rank: int, size: int, expected: int) -> str:
 
 
 def _about_rank(rank: int, error: Exception) -> Exception:
-    """The same error, with the rank that it is about at its head."""
-    text = str(error)
-    return error if text.startswith("rank ") else type(error)(f"rank {rank}: {text}")
+    """The same error, with the rank that it is about at its head where its kind is a plain one."""
+    if type(error) not in (ValueError, TypeError, RuntimeError) or str(error).startswith("rank "):
+        return error
+    return type(error)(f"rank {rank}: {error}").with_traceback(error.__traceback__)

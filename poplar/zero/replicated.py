@@ -7,33 +7,20 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from poplar.comm import Bucket, Communicator
-from poplar.comm.communicator import own_slice
 from poplar.planning.layout import Layout
 from poplar.zero.flat import Flat
-from poplar.zero.strategy import Strategy
+from poplar.zero.local_sums import LocalSums
 from poplar.zero.unit import Unit
 
+_GRADIENTS_HAVE_DTYPES = hasattr(Tensor, "grad_dtype")
+"""A parameter may say that its gradient has a dtype of its own (newer versions of torch)."""
 
-class Replicated(Strategy):
-    """Each rank adds up its passes, weighted, in fp32; in its last pass the sums are reduced.
 
-    Reducing is a reduce-scatter over even slices and an all-gather, all within the accumulator, so
-    the optimizer finds the mean gradient of the whole buffer, in the same bits on all ranks.
+class Replicated(LocalSums):
+    """The reduced slices are gathered, so that the optimizer finds the whole mean gradient.
+
+    All within the sums, and in the same bits on all ranks; `.grad` shows them.
     """
-
-    gathers = False
-    reduces_every_pass = False
-    in_flight = 4
-
-    def __init__(self, comm: Communicator, reduce_dtype: torch.dtype) -> None:
-        super().__init__(comm, reduce_dtype)
-        self._sums: dict[Flat, Bucket] = {}
-        self._started: set[Flat] = set()
-
-    def begin_step(self) -> None:
-        super().begin_step()
-        self._started.clear()
 
     def layout_for(self, flat: Flat, shares: Sequence[float]) -> Layout:
         """Even, whatever the shares: nothing is owned, so only the reduction is cut."""
@@ -47,29 +34,9 @@ class Replicated(Strategy):
         raise AssertionError("the layout does not depend on the shares")
 
     def adopt(self, flat: Flat, shares: Sequence[float]) -> None:
-        layout = self.layout_for(flat, shares)
-        self._take_values(flat, layout, owned=(0, flat.numel))
+        self._take_values(flat, self.layout_for(flat, shares), owned=(0, flat.numel))
         if flat.trained:
             flat.gradient = self._allocate_sums(flat).data
-
-    def accumulate(self, flat: Flat, weight: float) -> None:
-        gradients, offsets = flat.take_gradients()
-        again = flat in self._started
-        if gradients or not again:
-            self._sums[flat].pack(gradients, offsets, weight, accumulate=again)
-        self._started.add(flat)
-
-    def reduce(self, flat: Flat, weight: float) -> None:
-        self.accumulate(flat, weight)
-        self._make_room()
-        sums = self._sums[flat]
-        bucket = sums
-        if self.codec.wire_dtype is not torch.float32:
-            bucket = self.comm.buffer(flat.layout, self.codec.wire_dtype, flat.device, self.codec)
-            bucket.pack([sums.data], [0], 1.0)
-        own = own_slice(sums.data, flat.layout, self.comm.group.rank)
-        what = f"the reduction of unit {flat.name}"
-        self._pending.append(self.comm.reduce_scatter(bucket, own, accumulate=False, what=what))
 
     def settle(self, units: Sequence[Unit]) -> None:
         super().settle(units)
@@ -84,25 +51,42 @@ class Replicated(Strategy):
             for flat in unit.trained:
                 _show_gradients(flat)
 
+    def scale_gradients(self, units: Sequence[Unit], factor: float) -> float:
+        """`.grad` is what the step applies, so it shows clipping and unscaling at once."""
+        for unit in units:
+            for flat in unit.trained:
+                flat.gradient.mul_(factor)
+        return 1.0
+
+    def take_shown_gradients(self, flat: Flat) -> list[int]:
+        removed = []
+        for position, shown in enumerate(_views(flat)):
+            gradient = flat.parameters[position].grad
+            if gradient is None:
+                removed.append(position)
+            elif gradient.data_ptr() != shown.data_ptr() and _shows_sums(flat):
+                shown.copy_(gradient)
+        return removed
+
     def publish(self, units: Sequence[Unit]) -> None:
         """Nothing to bring anywhere: every rank has updated all parameters, with the same bits."""
 
-    def _allocate_sums(self, flat: Flat) -> Bucket:
-        self._sums[flat] = self.comm.buffer(flat.layout, torch.float32, flat.device)
-        return self._sums[flat]
-
 
 def _show_gradients(flat: Flat) -> None:
-    """Let `.grad` hold the mean gradient: the fp32 sums themselves where torch allows it.
+    """Let `.grad` hold the mean gradient: the sums themselves, or else a rounded copy."""
+    for parameter, view in zip(flat.parameters, _views(flat), strict=True):
+        if flat.dtype is not torch.float32 and _GRADIENTS_HAVE_DTYPES:
+            parameter.grad_dtype = None
+        parameter.grad = view if _shows_sums(flat) else view.to(flat.dtype)
 
-    A parameter may say that its gradient has a dtype of its own; on versions of torch without that,
-    one in low precision gets a rounded copy.
-    """
-    for parameter, offset in zip(flat.parameters, flat.offsets, strict=True):
-        view = flat.gradient[offset : offset + parameter.numel()].view(parameter.shape)
-        if flat.dtype is not torch.float32:
-            if hasattr(parameter, "grad_dtype"):
-                parameter.grad_dtype = None
-            else:
-                view = view.to(flat.dtype)
-        parameter.grad = view
+
+def _shows_sums(flat: Flat) -> bool:
+    return flat.dtype is torch.float32 or _GRADIENTS_HAVE_DTYPES
+
+
+def _views(flat: Flat) -> list[Tensor]:
+    """The gradient of each parameter, in its shape."""
+    return [
+        flat.gradient[offset : offset + parameter.numel()].view(parameter.shape)
+        for parameter, offset in zip(flat.parameters, flat.offsets, strict=True)
+    ]

@@ -57,6 +57,9 @@ class Request:
                 (name, tuple(p.shape), str(p.dtype), self.group_of.get(id(p), -1))
                 for name, p in self.model.named_parameters()
             ],
+            "buffers": [
+                (name, tuple(b.shape), str(b.dtype)) for name, b in self.model.named_buffers()
+            ],
         }
 
 
@@ -107,7 +110,14 @@ def check_request(
             )
     if plan is not None:
         _check_unit_plans(plan)
+    for name, module in model.named_modules():
+        if getattr(module, "sparse", False) and isinstance(module, nn.Embedding):
+            raise TypeError(
+                f"module {name!r} has sparse gradients; flat buffers are dense: build the "
+                "embedding with sparse=False"
+            )
     options = fastest_options(factory, options)
+    factory([dict(group) for group in groups], **options)  # what torch refuses, before any change
     complaint = check_elementwise(factory, options, device)
     if complaint is not None:
         name = getattr(factory, "__name__", repr(factory))
@@ -190,6 +200,7 @@ def build(
         merge=not strategy.gathers and not unit_plans,
     )
     _check_unit_names(control, unit_plans, units)
+    _make_equal(request.model, units, comm)
     for parameter, dtype in recast:
         parameter.data = parameter.data.to(dtype)
     for unit in units:
@@ -197,17 +208,24 @@ def build(
         unit_shares = own.shares if own is not None and own.shares is not None else shares
         for flat in unit.flats:
             strategy.adopt(flat, unit_shares)
-    for name, buffer in request.model.named_buffers():
-        if buffer.device == request.device and buffer.numel():
-            whole = buffer.contiguous()
-            comm.broadcast(whole, 0, what=f"the broadcast of buffer {name}")
-            buffer.copy_(whole)
     engine = Engine(request.model, units, strategy, comm, control)
     hyper = [
         {key: value for key, value in group.items() if key != "params"} for group in request.groups
     ]
     update = ShardedUpdate(request.factory, engine.trained, hyper, request.options)
     return engine, update
+
+
+def _make_equal(model: nn.Module, units: Sequence[Unit], comm: Communicator) -> None:
+    """Broadcast the first rank's buffers, and parameters that no flat buffer will broadcast."""
+    flat = {id(p) for unit in units for flat in unit.flats for p in flat.parameters}
+    rest = [(name, p.data) for name, p in model.named_parameters() if id(p) not in flat]
+    for name, tensor in [*rest, *model.named_buffers()]:
+        if tensor.numel() and tensor.device.type == units[0].flats[0].device.type:
+            whole = tensor.contiguous()
+            comm.broadcast(whole, 0, what=f"the broadcast of {name}")
+            if whole is not tensor:
+                tensor.copy_(whole)
 
 
 def _check_unit_plans(plan: Plan) -> None:

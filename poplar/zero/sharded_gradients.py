@@ -45,14 +45,12 @@ class ShardedGradients(Strategy):
 
     def relayout(self, flat: Flat, new: Layout, master: Tensor | None) -> None:
         """Every rank has all values; only the views of what it owns change."""
-        low, high = flat.owned = new.bounds(self.comm.group.rank)
-        flat.layout, flat.shard = new, flat.values[low:high]
-        flat.master = flat.shard if master is None else master
+        self._view_owned(flat, new, master)
         self._allocate_gradient(flat)
 
     def reduce(self, flat: Flat, weight: float) -> None:
         self._make_room()
-        gradients, offsets = flat.take_gradients()
+        gradients, offsets = flat.take_gradients(weight)
         bucket = self.comm.buffer(flat.layout, self.codec.wire_dtype, flat.device, self.codec)
         bucket.pack(gradients, offsets, weight)
         del gradients  # the native gradients go before the next unit's come

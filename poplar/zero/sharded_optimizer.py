@@ -9,12 +9,11 @@ from torch import Tensor
 from poplar.comm.communicator import own_slice
 from poplar.planning.layout import Layout
 from poplar.zero.flat import Flat
-from poplar.zero.replicated import Replicated
-from poplar.zero.strategy import Strategy
+from poplar.zero.local_sums import LocalSums
 from poplar.zero.unit import Unit
 
 
-class ShardedOptimizer(Replicated):
+class ShardedOptimizer(LocalSums):
     """Each rank keeps the state of its share, so the reduction ends with the owners.
 
     After the step the owners' new values are gathered into everybody's parameters.
@@ -23,26 +22,20 @@ class ShardedOptimizer(Replicated):
     def layout_for(self, flat: Flat, shares: Sequence[float]) -> Layout:
         return Layout.from_shares(flat.numel, shares)
 
-    def state_layout(self, flat: Flat, to: int) -> Layout:
-        return flat.layout
-
-    def relayout(self, flat: Flat, new: Layout, master: Tensor | None) -> None:
-        """Every rank has all values; only the views of what it owns change."""
-        low, high = flat.owned = new.bounds(self.comm.group.rank)
-        flat.layout, flat.shard = new, flat.values[low:high]
-        flat.master = flat.shard if master is None else master
-        sums = self._allocate_sums(flat)
-        flat.gradient = own_slice(sums.data, new, self.comm.group.rank)
-
     def adopt(self, flat: Flat, shares: Sequence[float]) -> None:
         layout = self.layout_for(flat, shares)
         self._take_values(flat, layout, owned=layout.bounds(self.comm.group.rank))
+        self._allocate_gradient(flat)
+
+    def relayout(self, flat: Flat, new: Layout, master: Tensor | None) -> None:
+        """Every rank has all values; only the views of what it owns change."""
+        self._view_owned(flat, new, master)
+        self._allocate_gradient(flat)
+
+    def _allocate_gradient(self, flat: Flat) -> None:
         if flat.trained:
             sums = self._allocate_sums(flat)
-            flat.gradient = own_slice(sums.data, layout, self.comm.group.rank)
-
-    def settle(self, units: Sequence[Unit]) -> None:
-        Strategy.settle(self, units)
+            flat.gradient = own_slice(sums.data, flat.layout, self.comm.group.rank)
 
     def publish(self, units: Sequence[Unit]) -> None:
         self._gather_values(units)

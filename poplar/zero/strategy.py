@@ -87,6 +87,18 @@ class Strategy(ABC):
     def release(self, unit: Unit) -> None:
         """Give the gathered values back."""
 
+    def scale_gradients(self, units: Sequence[Unit], factor: float) -> float:
+        """Multiply the settled gradient where the user can see it; returns what is left to do."""
+        return factor
+
+    def take_shown_gradients(self, flat: Flat) -> list[int]:
+        """Take over what the user made of `.grad` since it was shown.
+
+        Returns:
+            Positions of the parameters whose `.grad` was set to None.
+        """
+        return []
+
     def store(self, flat: Flat) -> None:
         """Take over values that the user wrote into the shown parameters."""
         flat.shard.copy_(flat.values[flat.owned[0] : flat.owned[1]])
@@ -112,6 +124,12 @@ class Strategy(ABC):
         for gather in pending:
             self.wait(gather)
 
+    def _view_owned(self, flat: Flat, layout: Layout, master: Tensor | None) -> None:
+        """Own another slice of `values`, which is whole."""
+        low, high = flat.owned = layout.bounds(self.comm.group.rank)
+        flat.layout, flat.shard = layout, flat.values[low:high]
+        flat.master = flat.shard if master is None else master
+
     def _take_values(self, flat: Flat, layout: Layout, owned: tuple[int, int]) -> None:
         """Broadcast the first rank's values and make the parameters views of them."""
         exact, values = flat.initial_values()
@@ -120,5 +138,6 @@ class Strategy(ABC):
             values.copy_(exact)
         low, high = flat.owned = owned
         flat.layout, flat.values, flat.shard = layout, values, values[low:high]
-        flat.master = flat.shard if values is exact else exact[low:high].clone()
+        keeps_master = flat.trained and values is not exact
+        flat.master = exact[low:high].clone() if keeps_master else flat.shard
         flat.show_values()

@@ -73,7 +73,7 @@ class ShardedUpdate:
     def step(
         self,
         groups: Sequence[Mapping[str, Any]],
-        unused: Mapping[Flat, Sequence[int]],
+        unused: Mapping[Flat, set[int]],
         scale: float,
     ) -> None:
         """Update the masters by `scale` times the mean gradient, then the low-precision values.
@@ -113,34 +113,33 @@ class ShardedUpdate:
         changed = flat.master.to(flat.dtype) != flat.shard
         flat.master[changed] = flat.shard[changed].float()
 
-    def release(self, run: Run) -> None:
-        """Forget a run's tensor and state."""
-        if run.tensor is not None:
-            self._forget(run.tensor)
-            run.tensor = None
+    def replace_runs(self, runs: Sequence[Run]) -> None:
+        """Forget all runs with their state; `rebind` gives the new ones theirs."""
+        self.inner.state.clear()
+        self.runs = list(runs)
 
     def rebind(self, flat: Flat, states: Mapping[Run, dict[str, Any]]) -> None:
         """After `flat` changed hands: new views for its runs, with the state that came along."""
         for run in self.runs:
             if run.flat is not flat:
                 continue
-            self.release(run)
-            run.tensor = _view(run)
             if run.tensor is not None:
-                self.inner.param_groups[run.group]["params"].append(run.tensor)
-                if states.get(run):
-                    self.inner.state[run.tensor] = states[run]
+                self.inner.state.pop(run.tensor, None)
+            run.tensor = _view(run)
+            if run.tensor is not None and states.get(run):
+                self.inner.state[run.tensor] = states[run]
+        self._list_tensors()
 
     def state_of(self, run: Run) -> dict[str, Any]:
         """State tensors of the owned part and scalars of a run; empty where there is none."""
         return dict(self.inner.state.get(run.tensor, {})) if run.tensor is not None else {}
 
-    def _split_where_used_in_part(self, unused: Mapping[Flat, Sequence[int]]) -> None:
+    def _split_where_used_in_part(self, unused: Mapping[Flat, set[int]]) -> None:
         if not any(unused.values()):
             return
         whole, self.runs = self.runs, []
         for run in whole:
-            idle = set(unused.get(run.flat, ()))
+            idle = unused.get(run.flat, set())
             cuts = [run.first]
             for position in range(run.first + 1, run.last):
                 if (position in idle) != (position - 1 in idle):
@@ -152,13 +151,15 @@ class ShardedUpdate:
             self.runs += [run] if len(parts) == 1 else parts
             if len(parts) > 1:
                 self._hand_over(run, parts)
+        if len(self.runs) != len(whole):
+            self._list_tensors()
 
     def _hand_over(self, run: Run, parts: Sequence[Run]) -> None:
         if run.tensor is None:
             return
         state = self.state_of(run)
         whole = run.tensor
-        self._forget(whole)
+        self.inner.state.pop(whole, None)
         base = run.owned
         assert base is not None
         for part in parts:
@@ -166,17 +167,16 @@ class ShardedUpdate:
             owned = part.owned
             if part.tensor is None or owned is None:
                 continue
-            self.inner.param_groups[run.group]["params"].append(part.tensor)
             if state:
                 local = slice(owned.start - base.start, owned.stop - base.start)
                 self.inner.state[part.tensor] = {
                     key: _part_of(value, whole, local) for key, value in state.items()
                 }
 
-    def _forget(self, tensor: Tensor) -> None:
-        self.inner.state.pop(tensor, None)
-        for group in self.inner.param_groups:
-            group["params"] = [other for other in group["params"] if other is not tensor]
+    def _list_tensors(self) -> None:
+        """Tell the inner optimizer which tensors there are now."""
+        for index, group in enumerate(self.inner.param_groups):
+            group["params"] = [run.tensor for run in self.runs if _is_in(run, index)]
 
 
 def is_elementwise(value: Any, like: Tensor | None) -> bool:
