@@ -245,7 +245,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
                 self._engine.abort()
                 raise
             except Exception as caught:
-                error = caught
+                error = self._engine.explain(caught)
                 if isinstance(caught, torch.OutOfMemoryError):
                     # The frames of the failed pass hold its activations; what remains needs room.
                     traceback.clear_frames(caught.__traceback__)

@@ -142,6 +142,20 @@ class Engine:
         self._owned_pass = False
         self.conductor.active = False
 
+    def explain(self, error: Exception) -> Exception:
+        """Say what autograd's complaint about a version means where parameters come and go."""
+        if not self.strategy.gathers or "modified by an inplace operation" not in str(error):
+            return error
+        explained = RuntimeError(
+            f"rank {self.comm.group.rank}: the backward read parameters of a unit before it came "
+            "to the unit's outputs, when they are not gathered (stage 3): by a loss kept aside in "
+            "a module, a second-order gradient, or reentrant checkpointing. Return such a loss as "
+            "an output of the unit, name a larger unit that contains its use (units=[...]), or use "
+            f"stage 2. If the model does change a parameter in place, that is the cause: {error}"
+        )
+        explained.__cause__ = error
+        return explained
+
     def reduce_without_backward(self) -> None:
         """Reduce what lies in `.grad` and in the sums, as a last pass. Collective."""
         weight = 1.0 / self.comm.group.size

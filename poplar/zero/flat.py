@@ -58,6 +58,7 @@ class Flat:
         self.offsets, self.numel = _lay_out([p.numel() for p in self.parameters])
         self.used: set[int] = set()
         """Parameters (by position) that got a gradient on this rank in this step."""
+        self._versions: list[int] = []
         self._absent = [_absent(p.shape, dtype, self.device) for p in self.parameters]
 
     def initial_values(self) -> tuple[Tensor, Tensor]:
@@ -69,9 +70,16 @@ class Flat:
 
     def show_values(self) -> None:
         """Point the user's parameters into `values`."""
-        for parameter, offset in zip(self.parameters, self.offsets, strict=True):
+        for position, (parameter, offset) in enumerate(
+            zip(self.parameters, self.offsets, strict=True)
+        ):
             part = self.values[offset : offset + parameter.numel()]
             parameter.data = part.view(parameter.shape)
+            if self._versions:
+                torch._C._autograd._unsafe_set_version_counter(
+                    (parameter,), (self._versions[position],)
+                )
+        self._versions = []
 
     def take_back(self) -> bool:
         """Make parameters views again whose `.data` the user has replaced, with the new values.
@@ -109,8 +117,13 @@ class Flat:
     def hide_values(self) -> None:
         """Leave the user's parameters with their shape and NaN for every value.
 
-        Reading memory that has been given back would crash the process; NaN is loud and safe.
+        Reading memory that has been given back would crash the process; NaN is loud and safe. A
+        backward that reads what the forward saved of a parameter while it is hidden is refused by
+        autograd: its version has moved on, until the values are shown again.
         """
+        if not self._versions:
+            self._versions = [parameter._version for parameter in self.parameters]
+            torch.autograd.graph.increment_version(self.parameters)
         for parameter, absent in zip(self.parameters, self._absent, strict=True):
             parameter.data = absent
 
