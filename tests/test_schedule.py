@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 import ranks as harness
 import reference
+import torch
 import training
 from models import ModelSpec
 from ranks import Failure, Pool
 from reference import Recipe, Steering
+from torch import Tensor, nn
 from training import STAGES, Run, assert_exact, assert_same
 
-from poplar import OutOfOrder, Plan, PoplarError
+from poplar import HeteroZeroOptimizer, OutOfOrder, Plan, PoplarError
 
 SHARES = (0.55, 0.25, 0.0, 0.2)
 
@@ -151,3 +154,64 @@ def train_twice_the_same(run: Run) -> bool:
 def test_run_after_run_gives_the_same_bits(ranks: Pool, stage: int) -> None:
     run = Run(Recipe(batches=(12,) * 2), plan_of(stage, 4, 3, 3, 2))
     assert all(ranks.run(train_twice_the_same, run))
+
+
+class Detaching(nn.Module):
+    """Blocks that gradients may be kept away from, and that first run without any."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(5, 5) for _ in range(3))
+
+    def forward(self, x: Tensor, detached: int | None) -> Tensor:
+        for index, block in enumerate(self.blocks):
+            x = x + torch.tanh(block(x).detach() if index == detached else block(x))
+        return x
+
+
+def distance_to_a_target_without_gradient(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    detached = int(batch["detached"][0])
+    with torch.no_grad():
+        target = model(3 * batch["x"], None)
+    return (model(batch["x"], None if detached < 0 else detached) - target).square().mean()
+
+
+def train_detaching(stage: int, detached: Sequence[int]) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = Detaching()
+    inputs = torch.randn(3, len(detached), 2, 5)
+    rank = harness.rank()
+    plan = Plan.even(len(detached), 2 * len(detached), 2, stage)
+    optimizer = HeteroZeroOptimizer(
+        model, torch.optim.SGD, plan=plan, process_group=harness.group(), lr=0.1
+    )
+    for step in inputs:
+        batch = {"x": step[rank], "detached": torch.full((2,), detached[rank])}
+        optimizer.train_step(distance_to_a_target_without_gradient, batch)
+    with optimizer.full_parameters():
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def detaching_alone(detached: Sequence[int]) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = Detaching()
+    inputs = torch.randn(3, len(detached), 2, 5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in inputs:
+        for x, index in zip(step, detached, strict=True):
+            batch = {"x": x, "detached": torch.full((2,), index)}
+            (distance_to_a_target_without_gradient(model, batch) / len(detached)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("detached", [(1, -1, -1, -1), (-1, 0, 2, 1), (2, 1, -1, 0)])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_gradients_may_stop_at_another_unit_on_each_rank(
+    ranks: Pool, stage: int, detached: tuple[int, ...]
+) -> None:
+    expected = detaching_alone(detached)
+    for trained in ranks.run(train_detaching, stage, detached):
+        for mine, theirs in zip(trained, expected, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)

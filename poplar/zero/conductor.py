@@ -78,6 +78,8 @@ class Conductor:
         self._gathered: set[Unit] = set()
         self._shown: set[Unit] = set()
         self._path: list[Unit] = []
+        self._visited: set[Unit] = set()
+        self._expected: set[int] = set()
         self._first_visit: dict[Unit, int] = {}
         self._backward_visit: int | None = None
         self._outputs: set[tuple[object, int]] = set()
@@ -92,9 +94,14 @@ class Conductor:
         """The forward enters `unit`: gather it; returns the number of this visit."""
         self._announce_passed_by(unit.index)
         self.need(unit)
-        self._first_visit.setdefault(unit, len(self._path))
+        self._visited.add(unit)
         self._path.append(unit)
         return len(self._path) - 1
+
+    def expect_backward(self, unit: Unit, visit: int) -> None:
+        """A visit of the forward has given out tensors that may bring gradients back."""
+        self._expected.add(visit)
+        self._first_visit.setdefault(unit, visit)
 
     def is_new_output(self, value: Tensor) -> bool:
         """Whether no unit has given this tensor out before in this pass."""
@@ -125,18 +132,24 @@ class Conductor:
         """As the leader: skipped units between the backward's last visit and this one."""
         if self._led and self._leads and self._strategy.gathers:
             last = len(self._path) if self._backward_visit is None else self._backward_visit
-            for unit in reversed(self._path[visit + 1 : last]):
-                if unit not in self._first_visit:
+            for place in range(last - 1, visit, -1):
+                unit = self._path[place]
+                if unit.resident:
+                    continue
+                if unit not in self._visited:
                     self._pass_by(unit)
+                elif place in self._expected or (unit.trained and unit not in self._first_visit):
+                    # Nothing came back to it on this rank, but may on others.
+                    self._pass_by(unit, Kind.GATHER)
 
-    def _pass_by(self, unit: Unit) -> None:
+    def _pass_by(self, unit: Unit, kind: Kind = Kind.SKIPPED) -> None:
         last = next(
             (slot for slot in reversed(self._recorded) if slot.kind is not Kind.REDUCE), None
         )
         if last is not None and last.unit == unit.index:
             return  # whoever needs it has it still
         self._release_current()
-        self._announce_and_play(Slot(Kind.SKIPPED, unit.index))
+        self._announce_and_play(Slot(kind, unit.index))
         self._release(unit)
 
     def need(self, unit: Unit) -> None:
@@ -338,7 +351,7 @@ class Conductor:
         """No more gradients can come for `unit` in this pass: [Note: backward order]."""
         if self._finishing or unit in self._complete:
             return True
-        if not self._strategy.gathers:
+        if unit.resident or not self._strategy.gathers:
             return False
         first = self._first_visit.get(unit)
         return first is None or (self._backward_visit is not None and first > self._backward_visit)

@@ -277,6 +277,8 @@ class Engine:
             def enter_backward(_gradient: Tensor) -> None:
                 self.conductor.revisit(unit, visit)
 
+            if outputs:
+                self.conductor.expect_backward(unit, visit)
             for value in outputs:
                 value.register_hook(enter_backward)
 
