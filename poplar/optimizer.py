@@ -254,6 +254,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         now = self._now
         now.loss = float(own_loss)
         closing = self._close(None if max_norm is None and scaler is None else 2.0, error)
+        self._engine.complete()
         if scaler is not None:
             scaler.unscale_(self)
         norm = float(self.clip_grad_norm_(max_norm)) if max_norm is not None else None
@@ -293,7 +294,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
                     self._end_pass()
                 played += 1
             if self._engine.has_gradients:  # not if step() came inside the loop
-                self._engine.settle()
+                self._engine.complete()
         except GeneratorExit:
             if self._now.open_piece is not None or played < len(pieces) - 1:
                 self._abandon(pieces[played + 1 :])
@@ -574,7 +575,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             engine.reduce_without_backward()
         elif not engine.reduced:
             engine.reduce_without_backward()  # all passes were inside no_sync()
-        engine.settle()
+        engine.complete()
 
     def _is_nothing_to_apply(self) -> bool:
         """Zero gradients set by hand at learning rate 0: torch's checkpoint code makes state so.

@@ -62,6 +62,7 @@ class Engine:
         """This step's last reduction has been issued."""
         self.settled = False
         """This step's mean gradient is final."""
+        self._completed = False
         self._all_shown = self._writeback = False
         self._modules = {id(module) for module in model.modules()}
         self._depth = 0
@@ -87,7 +88,7 @@ class Engine:
                 if not keep_gradients:
                     parameter.grad = None
         self.strategy.begin_step()
-        self.reduced = self.settled = self._passes_to_reduce = False
+        self.reduced = self.settled = self._completed = self._passes_to_reduce = False
 
     @property
     def has_gradients(self) -> bool:
@@ -132,10 +133,17 @@ class Engine:
             self.reduced = self.reduced or self.conductor.reduces
 
     def settle(self) -> None:
-        """Wait until the step's gradients are final. Collective."""
+        """Wait until what the layouts give this rank of the mean gradient is final. Collective."""
         if not self.settled:
             self.strategy.settle(self.units)
             self.settled = True
+
+    def complete(self) -> None:
+        """Settle, and wait until the gradient is wherever the update and the user read it."""
+        self.settle()
+        if not self._completed:
+            self.strategy.complete(self.units)
+            self._completed = True
 
     def abort(self) -> None:
         """After a collective failed there is nothing to play any more: drop the open pass."""
@@ -328,7 +336,7 @@ class Engine:
             return
         self.pass_end()
         if self.syncs:
-            self.settle()
+            self.complete()
 
 
 def _untraced(hook: Callable[..., None]) -> Callable[..., None]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from poplar.comm import Communicator, Pending
 from poplar.planning.layout import Layout
 from poplar.zero.flat import Flat
 from poplar.zero.local_sums import LocalSums
@@ -38,18 +39,33 @@ class Replicated(LocalSums):
         if flat.trained:
             flat.gradient = self._allocate_sums(flat).data
 
+    def __init__(self, comm: Communicator, reduce_dtype: torch.dtype) -> None:
+        super().__init__(comm, reduce_dtype)
+        self._gathering: list[Pending] = []
+
+    def begin_step(self) -> None:
+        super().begin_step()
+        self._wait_for_gathers()  # of a step that was closed with an error
+
     def settle(self, units: Sequence[Unit]) -> None:
+        """The slices are on their way to everybody, too, while ranks agree on the step."""
         super().settle(units)
-        pending = [
+        self._gathering = [
             self.comm.all_gather(flat.gradient, flat.layout, what=f"the gradients of {unit.name}")
             for unit in units
             for flat in unit.trained
         ]
-        for gather in pending:
-            self.wait(gather)
+
+    def complete(self, units: Sequence[Unit]) -> None:
+        self._wait_for_gathers()
         for unit in units:
             for flat in unit.trained:
                 _show_gradients(flat)
+
+    def _wait_for_gathers(self) -> None:
+        pending, self._gathering = self._gathering, []
+        for gather in pending:
+            self.wait(gather)
 
     def scale_gradients(self, units: Sequence[Unit], factor: float) -> float:
         """`.grad` is what the step applies, so it shows clipping and unscaling at once."""

@@ -68,8 +68,11 @@ class Strategy(ABC):
         """
 
     def settle(self, units: Sequence[Unit]) -> None:
-        """Wait until `flat.gradient` holds the step's mean gradient. Collective."""
+        """Wait until the layout's slice of this rank holds the step's mean gradient. Collective."""
         self._drain(0)
+
+    def complete(self, units: Sequence[Unit]) -> None:
+        """Wait until all of `flat.gradient` does, and `.grad` where it shows it. After `settle`."""
 
     def begin_step(self) -> None:
         self.waited = 0.0
