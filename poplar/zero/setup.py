@@ -117,7 +117,6 @@ def check_request(
                 "embedding with sparse=False"
             )
     options = fastest_options(factory, options)
-    factory([dict(group) for group in groups], **options)  # what torch refuses, before any change
     complaint = check_elementwise(factory, options, device)
     if complaint is not None:
         name = getattr(factory, "__name__", repr(factory))
@@ -126,6 +125,7 @@ def check_request(
             f"elementwise "
             "optimizer: AdamW, Adam, SGD, RMSprop, Adagrad, ..."
         )
+    factory([dict(group) for group in groups], **options)  # what torch refuses, before any change
     return Request(
         model=model,
         factory=factory,
