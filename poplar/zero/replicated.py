@@ -37,7 +37,10 @@ class Replicated(LocalSums):
     def adopt(self, flat: Flat, shares: Sequence[float]) -> None:
         self._take_values(flat, self.layout_for(flat, shares), owned=(0, flat.numel))
         if flat.trained:
-            flat.gradient = self._allocate_sums(flat).data
+            self._allocate_gradient(flat)
+
+    def _allocate_gradient(self, flat: Flat) -> None:
+        flat.gradient = self._allocate_sums(flat).data
 
     def __init__(self, comm: Communicator, reduce_dtype: torch.dtype) -> None:
         super().__init__(comm, reduce_dtype)

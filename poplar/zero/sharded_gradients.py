@@ -1,19 +1,12 @@
-"""ZeRO-2: a unit's gradients are reduced as soon as its backward is over; each rank keeps its
-slice.
-"""
+"""ZeRO-2: a unit's gradients are reduced when its backward is over; each rank keeps a slice."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
-from torch import Tensor
 
 from poplar.comm import Communicator
-from poplar.planning.layout import Layout
 from poplar.zero.flat import Flat
 from poplar.zero.strategy import Strategy
-from poplar.zero.unit import Unit
 
 
 class ShardedGradients(Strategy):
@@ -35,19 +28,6 @@ class ShardedGradients(Strategy):
         super().begin_step()
         self._started.clear()
 
-    def layout_for(self, flat: Flat, shares: Sequence[float]) -> Layout:
-        return Layout.from_shares(flat.numel, shares)
-
-    def adopt(self, flat: Flat, shares: Sequence[float]) -> None:
-        layout = self.layout_for(flat, shares)
-        self._take_values(flat, layout, owned=layout.bounds(self.comm.group.rank))
-        self._allocate_gradient(flat)
-
-    def relayout(self, flat: Flat, new: Layout, master: Tensor | None) -> None:
-        """Every rank has all values; only the views of what it owns change."""
-        self._view_owned(flat, new, master)
-        self._allocate_gradient(flat)
-
     def reduce(self, flat: Flat, weight: float) -> None:
         self._make_room()
         gradients, offsets = flat.take_gradients(weight)
@@ -62,9 +42,5 @@ class ShardedGradients(Strategy):
         )
 
     def _allocate_gradient(self, flat: Flat) -> None:
-        if flat.trained:
-            own = flat.layout.size(self.comm.group.rank)
-            flat.gradient = torch.zeros(own, dtype=torch.float32, device=flat.device)
-
-    def publish(self, units: Sequence[Unit]) -> None:
-        self._gather_values(units)
+        own = flat.layout.size(self.comm.group.rank)
+        flat.gradient = torch.zeros(own, dtype=torch.float32, device=flat.device)

@@ -37,21 +37,35 @@ class Strategy(ABC):
         """Seconds this rank was held up by its peers since the step began."""
         self._pending: deque[Pending] = deque()
 
-    @abstractmethod
     def layout_for(self, flat: Flat, shares: Sequence[float]) -> Layout:
         """How `flat` is cut under `shares`."""
+        return Layout.from_shares(flat.numel, shares)
 
     def state_layout(self, flat: Flat, to: int) -> Layout:
         """Where optimizer state lies, one owner per element: rank `to` where all have it."""
         return flat.layout
 
-    @abstractmethod
+    def adopt(self, flat: Flat, shares: Sequence[float]) -> None:
+        """Lay out `flat`, take its values over and allocate its gradient. Collective."""
+        layout = self.layout_for(flat, shares)
+        self._take_values(flat, layout, owned=layout.bounds(self.comm.group.rank))
+        if flat.trained:
+            self._allocate_gradient(flat)
+
     def relayout(self, flat: Flat, new: Layout, master: Tensor | None) -> None:
-        """Go on under another layout, with the moved master. Collective, between steps."""
+        """Go on under another layout, with the moved master. Collective, between steps.
+
+        Where every rank has all values, only the views of what it owns change.
+        """
+        low, high = flat.owned = new.bounds(self.comm.group.rank)
+        flat.layout, flat.shard = new, flat.values[low:high]
+        flat.master = flat.shard if master is None else master
+        if flat.trained:
+            self._allocate_gradient(flat)
 
     @abstractmethod
-    def adopt(self, flat: Flat, shares: Sequence[float]) -> None:
-        """Lay out `flat` under `shares`, take its values over and allocate its gradient."""
+    def _allocate_gradient(self, flat: Flat) -> None:
+        """Give `flat.gradient` memory, once its layout is known."""
 
     def accumulate(self, flat: Flat, weight: float) -> None:
         """Add the parameters' gradients, times `weight`, to this rank's sums of the step.
@@ -77,9 +91,15 @@ class Strategy(ABC):
     def begin_step(self) -> None:
         self.waited = 0.0
 
-    @abstractmethod
     def publish(self, units: Sequence[Unit]) -> None:
         """Bring the shards that the optimizer changed to where they are read. Collective."""
+        pending = [
+            self.comm.all_gather(flat.values, flat.layout, what=f"the new values of {unit.name}")
+            for unit in units
+            for flat in unit.trained
+        ]
+        for gather in pending:
+            self.wait(gather)
 
     def gather(self, unit: Unit) -> None:
         """Start to gather a unit's values. Collective."""
@@ -116,22 +136,6 @@ class Strategy(ABC):
     def _drain(self, leave: int) -> None:
         while len(self._pending) > leave:
             self.wait(self._pending.popleft())
-
-    def _gather_values(self, units: Sequence[Unit]) -> None:
-        """Complete everybody's `values` from the owners' shards."""
-        pending = [
-            self.comm.all_gather(flat.values, flat.layout, what=f"the new values of {unit.name}")
-            for unit in units
-            for flat in unit.trained
-        ]
-        for gather in pending:
-            self.wait(gather)
-
-    def _view_owned(self, flat: Flat, layout: Layout, master: Tensor | None) -> None:
-        """Own another slice of `values`, which is whole."""
-        low, high = flat.owned = layout.bounds(self.comm.group.rank)
-        flat.layout, flat.shard = layout, flat.values[low:high]
-        flat.master = flat.shard if master is None else master
 
     def _take_values(self, flat: Flat, layout: Layout, owned: tuple[int, int]) -> None:
         """Broadcast the first rank's values and make the parameters views of them."""
