@@ -128,6 +128,7 @@ def agree_on_many_things() -> tuple[list[object], list[list[float]], list[int]]:
             control.announce(100 + leader)
         else:
             heard.append(control.hear(leader))
+    control.flush()
     return objects, values, heard
 
 
