@@ -62,21 +62,24 @@ def local_state(
     return {"identity": dict(identity), "runs": runs, "masters": masters}
 
 
-def load_local_state(
-    engine: Engine, update: ShardedUpdate, saved: Mapping[str, Any], identity: Mapping[str, Any]
-) -> None:
-    """
+def check_identity(saved: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
+    """Refuse another rank's state, or one of another world, stage or layout.
+
     Raises:
-        ValueError: the state is another rank's, or of another world, stage or layout.
+        ValueError: what differs.
     """
     for key, expected in identity.items():
         found = saved["identity"].get(key)
         if _as_lists(found) != _as_lists(expected):
             raise ValueError(
                 f"this optimizer state was saved with {key} {found}, but here it is {expected}; "
-                f"load each rank's own "
-                "file under the plan that it was saved with, or go through consolidate_state_dict()"
+                "load each rank's own file under the plan that it was saved with, or go through "
+                "consolidate_state_dict()"
             )
+
+
+def load_local_state(engine: Engine, update: ShardedUpdate, saved: Mapping[str, Any]) -> None:
+    """Take over what `local_state` gave, after `check_identity`."""
     flats = engine.trained
     groups = {
         (run.flat, position): run.group

@@ -304,8 +304,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Apply the step's gradient. Collective.
 
-        Gradients that the user has set in `.grad` without a backward count as one pass of weight `1
-        / ranks`.
+        Gradients that the user has set in `.grad` without a backward count as one pass, each rank's
+        with weight `1 / ranks`.
 
         Raises:
             RankFailed: another rank could not finish its passes; nobody has stepped.
@@ -430,8 +430,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         elif plan.stage != self._stage or plan.world_size != self._group.size or plan.units:
             error = ValueError(
                 f"apply_plan takes a plan of stage {self._stage} for {self._group.size} ranks "
-                f"without units of its "
-                f"own, got stage {plan.stage} for {plan.world_size}; build a new optimizer for that"
+                f"without units of its own, got stage {plan.stage} for {plan.world_size}; build a "
+                "new optimizer for that"
             )
         elif self._engine.has_gradients or self._engine.conductor.active:
             error = RuntimeError("apply_plan() in the middle of a step; call it after step()")
@@ -464,7 +464,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: it is another rank's, or from another world, stage or shares.
         """
-        from poplar.checkpoint import load_local_state
+        from poplar.checkpoint import check_identity, load_local_state
 
         state_dict = dict(state_dict)
         own = state_dict.pop("poplar", None)
@@ -473,18 +473,18 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
                 "this state_dict is not a HeteroZeroOptimizer's; it must come from state_dict() "
                 "on the same rank"
             )
-        load_local_state(self._engine, self._update, own, self._identity())
+        check_identity(own, self._identity())
+        super().load_state_dict(state_dict)  # what it refuses, it refuses before anything changes
+        load_local_state(self._engine, self._update, own)
         if self._default_scaler is not None and "scaler" in own:
             self._default_scaler.load_state_dict(own["scaler"])
-        super().load_state_dict(state_dict)
 
     def consolidate_state_dict(self, to: int = 0) -> dict[str, Any] | None:
         """The whole optimizer state on one rank, as a plain `optimizer_class` saves it. Collective.
 
         Returns:
             On rank `to` a state dict that `optimizer_class(same param groups).load_state_dict`
-            takes;
-            None elsewhere.
+            takes; None elsewhere.
         """
         from poplar.checkpoint import whole_state
 
@@ -502,8 +502,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         if getattr(self, "_settings_are_final", False):
             raise RuntimeError(
                 "the parameters of a HeteroZeroOptimizer are laid out when it is built; give all "
-                "param groups to "
-                "the constructor: params=[{...}, {...}]"
+                "param groups to the constructor: params=[{...}, {...}]"
             )
         super().add_param_group(param_group)
 

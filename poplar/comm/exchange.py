@@ -1,8 +1,8 @@
 """Direct exchange: sends and receives between pairs of ranks, all at once, with one deadline.
 
 Every collective of `process_group` and every agreement of `control` is one of these. Because each
-receive belongs to one peer, a wait that fails knows whom it waited for. On gloo 64 MiB
-are gathered in 0.25 to 0.35 of the time of `all_gather_single` (2 and 4 ranks on 2 cores).
+receive belongs to one peer, a wait that fails knows whom it waited for. On gloo 64 MiB are
+gathered in 0.25 to 0.35 of the time of `all_gather_into_tensor` (2 and 4 ranks on 2 cores).
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from torch import Tensor
 from poplar.comm.group import Group
 from poplar.errors import CollectiveTimeout
 
-# After the first peer has been found missing, what is left of the others' answers is only asked
-# for this long.
+# Once one peer has been found missing, the others are only asked whether they are there.
 _LAST_CALL = timedelta(milliseconds=50)
 
 
@@ -68,6 +67,7 @@ class Exchange:
             raise self._failure(sorted({m.peer for m in self._messages}), error) from error
 
     def wait(self) -> float:
+        """As `Pending.wait`."""
         began = time.perf_counter()
         if self._blocks_host:
             self._wait_for_peers()
@@ -102,9 +102,8 @@ class Exchange:
         return CollectiveTimeout(
             f"rank {self._group.rank}: {self._what} failed, waiting for rank(s) {names} "
             f"(deadline {seconds:g} s). Look at the log of rank(s) {names} first: stopped, killed "
-            f"or far behind? "
-            f"A longer deadline: HeteroZeroOptimizer(..., timeout=timedelta(...)). Cause: "
-            f"{_first_line(cause)}"
+            "or far behind? A longer deadline: HeteroZeroOptimizer(..., timeout=timedelta(...)). "
+            f"Cause: {_first_line(cause)}"
         )
 
 

@@ -29,10 +29,6 @@ class Opening:
     """Of each rank in this step."""
     total_weight: float
 
-    def leader(self, sizes: Sequence[int]) -> int | None:
-        """The first rank with samples, given each rank's in a pass; None if nobody has any."""
-        return next((rank for rank, size in enumerate(sizes) if size > 0), None)
-
 
 @dataclass(frozen=True)
 class Closing:
@@ -46,6 +42,11 @@ class Closing:
     """Parameters, by position, that got a gradient on no rank."""
     waited: tuple[float, ...]
     """Seconds each rank was held up by the others."""
+
+
+def leader_of(sizes: Sequence[int]) -> int | None:
+    """The first rank with samples, given each rank's in a pass; None if nobody has any."""
+    return next((rank for rank, size in enumerate(sizes) if size > 0), None)
 
 
 def agree(control: Control, error: Exception | None, *, doing: str) -> None:

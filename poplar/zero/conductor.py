@@ -182,10 +182,8 @@ class Conductor:
         if unit in self._reduced:
             raise RuntimeError(
                 f"rank {self._control.group.rank}: a parameter of unit {unit.name!r} got a "
-                f"gradient after the "
-                "unit was reduced. One backward per micro-batch, please: add the losses up first; "
-                "and use "
-                "activation checkpointing with use_reentrant=False"
+                "gradient after the unit was reduced. One backward per micro-batch, please: add "
+                "the losses up first; and use activation checkpointing with use_reentrant=False"
             )
         arrived = self._arrived.setdefault(unit, set())
         arrived.add(parameter)
@@ -372,10 +370,8 @@ class Conductor:
         names = [self._units[slot.unit].name for slot in played if slot.kind is Kind.GATHER]
         return OutOfOrder(
             f"rank {self._control.group.rank}: the model reached unit {unit.name!r} in another "
-            f"order than "
-            f"agreed in the first {self.mode.value} pass (so far agreed: "
-            f"{', '.join(names[-6:])}). All ranks must "
-            "run the same model in the same order; a unit may be skipped, not moved. If the order "
-            "depends on the "
-            "data, name a larger unit that contains these: HeteroZeroOptimizer(..., units=[...])"
+            f"order than agreed in the first {self.mode.value} pass (so far agreed: "
+            f"{', '.join(names[-6:])}). All ranks must run the same model in the same order; a "
+            "unit may be skipped, not moved. If the order depends on the data, name a larger unit "
+            "that contains these: HeteroZeroOptimizer(..., units=[...])"
         )

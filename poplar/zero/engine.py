@@ -61,7 +61,7 @@ class Engine:
         self.reduced = False
         """This step's last reduction has been issued."""
         self.settled = False
-        """This step's mean gradient is final."""
+        """What the layouts give this rank of the step's mean gradient is final."""
         self._completed = False
         self._all_shown = self._writeback = False
         self._modules = {id(module) for module in model.modules()}
@@ -320,9 +320,8 @@ class Engine:
         if mode is Mode.TRAIN and self.settled:
             raise RuntimeError(
                 f"rank {self.comm.group.rank}: a backward after the gradients of this step were "
-                f"reduced; "
-                "call step() and zero_grad() first, or run all but the last backward of a step in "
-                "no_sync()"
+                "reduced; call step() and zero_grad() first, or run all but the last backward of a "
+                "step in no_sync()"
             )
         if mode is Mode.TRAIN and not self.has_gradients:
             self.begin_step(keep_gradients=True)  # the first one is there already

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from poplar import nest
 from poplar.comm import Control
 from poplar.errors import CollectiveTimeout
-from poplar.zero.agreement import agree
+from poplar.zero.agreement import agree, leader_of
 from poplar.zero.conductor import Mode
 from poplar.zero.engine import Engine
 
@@ -67,7 +67,7 @@ class Evaluation:
             batch = self._next(batches)
             found = torch.tensor([batch is not None])
             flags = self._control.exchange(found, what="a round of evaluate()")()
-            leader = next((rank for rank, flag in enumerate(flags) if bool(flag)), None)
+            leader = leader_of([int(flag) for flag in flags])
             if leader is None:
                 return
             self._engine.pass_begin(weight=0.0, leader=leader, last=True, mode=Mode.EVALUATE)

@@ -16,7 +16,7 @@ from torch import Tensor
 from poplar import nest
 from poplar.comm import Control
 from poplar.planning.plan import Plan
-from poplar.zero.agreement import Opening, open_step
+from poplar.zero.agreement import Opening, leader_of, open_step
 
 Loss = Literal["mean", "sum", "global_mean"]
 Weight = Callable[[Any], "float | int | Tensor"]
@@ -105,15 +105,15 @@ class Cutter:
         if self.meets_every_pass:
             everybodys = [self._sizes(rank, count) for rank, count in enumerate(opening.samples)]
             places = list(range(len(sizes)))
-            leaders = [opening.leader([own[place] for own in everybodys]) for place in places]
+            leaders = [leader_of([own[place] for own in everybodys]) for place in places]
         else:
             places = [place for place, size in enumerate(sizes) if size]
-            leaders = [opening.leader(opening.samples)] * len(sizes)
+            leaders = [leader_of(opening.samples)] * len(sizes)
         pieces = [
             Piece(batches[at], sizes[at], weights[at], leaders[at], last=at == places[-1])
             for at in places
         ]
-        return pieces or [Piece(None, 0, 0.0, opening.leader(opening.samples), last=True)]
+        return pieces or [Piece(None, 0, 0.0, leader_of(opening.samples), last=True)]
 
     def _samples_in(self, rank: int, batch: Any) -> int:
         if self.plan is None:

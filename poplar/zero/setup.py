@@ -313,8 +313,7 @@ def _difference(key: str, expected: Any, found: Any, ranks: Sequence[int]) -> st
         key = "model (first differing parameter: name, shape, dtype, param group)"
     return (
         f"the ranks disagree on the {key}: rank 0 has {_short(expected)}, rank(s) {list(ranks)} "
-        f"have "
-        f"{_short(found)}; build the same model, plan and optimizer on every rank"
+        f"have {_short(found)}; build the same model, plan and optimizer on every rank"
     )
 
 

@@ -16,8 +16,9 @@ from torch import nn
 from poplar.zero.flat import PACKABLE, Flat
 
 MAX_FLAT_BYTES = 32 << 20
-"""Above this a unit is reduced in several buckets, below it small units share one (DDP's default:
-25 MiB).
+"""Above this a unit is cut into several buffers, at parameters; below it small units share one.
+
+A single larger parameter stays whole. (DDP's default is 25 MiB.)
 """
 
 ROOT = "root"

@@ -218,9 +218,8 @@ def check_elementwise(
             optimizer.step()
         return torch.cat([part.flatten() for part in parts]).cpu()
 
-    factory(
-        [{"params": [start.clone().to(device)]}], **options
-    )  # wrong options are the caller's to see
+    # Wrong options are the caller's to see as the class itself puts them.
+    factory([{"params": [start.clone().to(device)]}], **options)
     try:
         whole = after(lambda values: [values])
         cut = after(lambda values: [values.flatten()[:64], values.flatten()[64:]])
