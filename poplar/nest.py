@@ -78,6 +78,20 @@ def cut(batch: Nest, sizes: Sequence[int]) -> list[Nest]:
     return [_slice(batch, samples, start, stop) for start, stop in bounds]
 
 
+def take(batch: Nest, indices: Sequence[int]) -> Nest:
+    """These samples of a batch, in this order; an index may come several times.
+
+    Args:
+        batch: as for `cut`.
+        indices: positions along dim 0; at least one.
+
+    Raises:
+        ValueError: as `samples_in`.
+    """
+    samples = samples_in(batch)
+    return cast(Nest, _take(batch, samples, list(indices)))
+
+
 def tensors(nest: Any) -> list[Tensor]:
     """Every tensor in a nest, in the order in which its containers hold them."""
     return [tensor for _, tensor in _tensors_with_paths(nest, "")]
@@ -96,6 +110,16 @@ def _slice(nest: Any, samples: int, start: int, stop: int) -> Any:
     if _holds_a_value_per_sample(nest, samples):
         return nest[start:stop]
     return _rebuild(nest, lambda child: _slice(child, samples, start, stop))
+
+
+def _take(nest: Any, samples: int, indices: list[int]) -> Any:
+    if isinstance(nest, Tensor):
+        return nest if nest.dim() == 0 else nest[torch.tensor(indices, device=nest.device)]
+    if _holds_a_value_per_sample(nest, samples):
+        if type(nest) in (list, tuple):
+            return type(nest)(nest[index] for index in indices)
+        return nest[indices]
+    return _rebuild(nest, lambda child: _take(child, samples, indices))
 
 
 def _holds_a_value_per_sample(nest: Any, samples: int) -> bool:

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -25,9 +25,10 @@ from poplar.comm import Communicator, Control, Group, connect
 from poplar.errors import CollectiveTimeout, PoplarError
 from poplar.planning.plan import Plan
 from poplar.scaler import GradScaler
+from poplar.trace import Span
 from poplar.zero import checks
 from poplar.zero.agreement import Closing, agree, close_step, join_norm, local_norm
-from poplar.zero.engine import STRATEGIES
+from poplar.zero.engine import STRATEGIES, Engine
 from poplar.zero.evaluation import Evaluation
 from poplar.zero.guard import guard_model_state
 from poplar.zero.pieces import Cutter, Loss, Piece, Weight
@@ -67,6 +68,7 @@ class _Now:
     loss: float = 0.0
     """This rank's part of the weighted loss."""
     open_piece: Piece | None = None
+    pass_began: float = 0.0
     closing: Closing | None = None
     scale: float = 1.0
     """What the reduced gradient has been multiplied by since (loss scale, clipping)."""
@@ -109,8 +111,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
 
     Collective, to be called by every rank: the constructor, `train_step`, `micro_batches`,
     `clip_grad_norm_`, `step`, `evaluate`, `full_parameters`, `consolidate_state_dict`,
-    `save_model`, `apply_plan`. If a rank fails in a step, all ranks raise, nothing is applied, and
-    training may go on.
+    `save_model`, `apply_plan`, `full_gradients`, `release`. If a rank fails in a step, all ranks
+    raise, nothing is applied, and training may go on.
 
     Args:
         model: on this rank's device, the same on every rank; the first rank's values and buffers
@@ -192,7 +194,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         self._settings_are_final = True
         self._now = _Now()
         guard_model_state(self._engine, self._update)
-        checks.claim(list(model.named_parameters()), self, self._engine.hooks)
+        self._disown = checks.claim(list(model.named_parameters()), self, self._engine.hooks)
 
     # The step.
 
@@ -326,7 +328,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         unused = closing.unused
         for flat in self._engine.trained:
             unused[flat] = unused[flat].union(self._engine.strategy.take_shown_gradients(flat))
-        self._update.step(self.param_groups, unused, self._now.factor)
+        with self._group.trace.span("optimizer", "the update"):
+            self._update.step(self.param_groups, unused, self._now.factor)
         self._engine.strategy.publish(self._engine.units)
         self._forget_step()
         return result
@@ -365,6 +368,47 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
     def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
         """As FSDP2's: `no_sync` without a context."""
         self._engine.syncs = requires_gradient_sync
+
+    @torch.no_grad()
+    def full_gradients(self) -> dict[str, Tensor]:
+        """The step's mean gradient of every parameter that is trained, whole. Collective.
+
+        Between the last backward and `step()`, on every rank, in fp32 and in each parameter's
+        shape: for checks and statistics, since it costs the memory of all gradients.
+        """
+        self._finish_passes()
+        gradients = self._engine.whole_gradients()
+        return {name: gradient * self._now.factor for name, gradient in gradients}
+
+    def trace(self) -> AbstractContextManager[list[Span]]:
+        """A context that records what this rank does: its passes, waits and updates, as spans.
+
+        On CUDA the times are the host's: compute goes on in the stream meanwhile.
+        """
+        return self._group.trace.record()
+
+    def release(self) -> None:
+        """Give the model back, whole and plain, as if no optimizer had held it. Collective.
+
+        Every parameter has memory of its own again, with its present value in the dtype that the
+        model computes in; hooks are gone, `.grad` is None. This optimizer is of no use afterwards;
+        another one, at another stage say, may take the model.
+
+        Raises:
+            RuntimeError: in the middle of a step.
+        """
+        engine, error = self._engine, None
+        if engine.has_gradients or engine.conductor.active:
+            error = RuntimeError("release() in the middle of a step; call it after step()")
+        agree(self._control, error, doing="release()")
+        parameters = [p for flat in engine.flats for p in flat.parameters]
+        with engine.all_values(writeback=False):
+            values = [parameter.detach().clone() for parameter in parameters]
+        self._disown()
+        for parameter, value in zip(parameters, values, strict=True):
+            parameter.grad = None
+            parameter.data = value
+        self._engine = cast(Engine, _Released())
 
     # Without a step.
 
@@ -540,14 +584,18 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
 
     def _begin_pass(self, piece: Piece) -> bool:
         """Open a pass; False if nobody has anything to do in it."""
+        began = time.perf_counter()
         opened = self._engine.pass_begin(weight=piece.weight, leader=piece.leader, last=piece.last)
         self._now.open_piece = piece if opened else None
+        self._now.pass_began = began
         return opened
 
     def _end_pass(self, *, failed: bool = False) -> None:
-        if self._now.open_piece is not None:
-            self._now.open_piece = None
+        piece, self._now.open_piece = self._now.open_piece, None
+        if piece is not None:
             self._engine.pass_end(failed=failed)
+            what = f"a pass of {piece.samples} samples"
+            self._group.trace.add("pass", what, self._now.pass_began)
 
     def _finish_passes(self) -> None:
         """Bring the step's gradients to their final form, whichever way they came. Collective."""
@@ -661,6 +709,13 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             "stage": self._stage,
             "layouts": [flat.layout.offsets for flat in self._engine.flats],
         }
+
+
+class _Released:
+    """Stands where the engine was."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError("this optimizer has released its model; build a new one")
 
 
 _PLAIN_SCALER = (

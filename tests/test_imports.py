@@ -18,10 +18,17 @@ PACKAGE = Path(poplar.__file__).parent
 MAY_ENTER = {
     "poplar.errors": set(),
     "poplar.nest": set(),
+    "poplar.trace": set(),
     "poplar.ops": {"poplar._core"},
     "poplar.planning": {"poplar._core"},
     "poplar.data": {"poplar.planning"},
-    "poplar.comm": {"poplar.planning.layout", "poplar.ops", "poplar.errors", "poplar._core"},
+    "poplar.comm": {
+        "poplar.planning.layout",
+        "poplar.ops",
+        "poplar.errors",
+        "poplar.trace",
+        "poplar._core",
+    },
     "poplar.zero": {
         "poplar.comm",
         "poplar.planning",

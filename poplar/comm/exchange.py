@@ -77,6 +77,7 @@ class Exchange:
             for work in self._works:
                 work.wait()
         held_up = time.perf_counter() - began
+        self._group.trace.add("wait", self._what, began)
         if self._finish is not None:
             self._finish()
         self._works, self._messages, self._finish = [], [], None

@@ -5,12 +5,14 @@ groups.
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store
+
+from poplar.trace import Trace
 
 DEFAULT_TIMEOUT = timedelta(minutes=5)
 
@@ -37,6 +39,8 @@ class Group:
     timeout: timedelta
     number: int = 0
     """Of the groups made on this process group: keeps the messages of two optimizers apart."""
+    trace: Trace = field(default_factory=Trace)
+    """Notes every wait for others while somebody records."""
 
     @property
     def rank(self) -> int:

@@ -5,7 +5,7 @@ out.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -113,8 +113,12 @@ def check_parameters(named: Sequence[tuple[str, nn.Parameter]], trained: set[int
 
 def claim(
     named: Sequence[tuple[str, nn.Parameter]], owner: object, hooks: Sequence[RemovableHandle]
-) -> None:
-    """Note whose the parameters are, for as long as `owner` lives; its hooks go with it."""
+) -> Callable[[], object]:
+    """Note whose the parameters are, for as long as `owner` lives; its hooks go with it.
+
+    Returns:
+        What ends that before its time.
+    """
     reference = weakref.ref(owner)
     keys = [id(parameter) for _, parameter in named]
     for key in keys:
@@ -127,4 +131,4 @@ def claim(
             if _OWNERS.get(key) is reference:
                 del _OWNERS[key]
 
-    weakref.finalize(owner, forget)
+    return weakref.finalize(owner, forget)

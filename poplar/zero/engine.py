@@ -145,6 +145,20 @@ class Engine:
             self.strategy.complete(self.units)
             self._completed = True
 
+    def whole_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """Every trained parameter with its mean gradient, gathered. Collective, once complete."""
+        for flat in self.trained:
+            whole = torch.empty(flat.numel, dtype=torch.float32, device=flat.device)
+            own = flat.layout.bounds(self.comm.group.rank)
+            part = flat.restrict(*own)
+            if part is not None:
+                whole[own[0] : own[1]].copy_(flat.gradient[part])
+            what = f"the gradients of {flat.name}"
+            self.comm.all_gather(whole, flat.layout, what=what).wait()
+            places = zip(flat.names, flat.parameters, flat.offsets, strict=True)
+            for name, parameter, offset in places:
+                yield name, whole[offset : offset + parameter.numel()].view(parameter.shape)
+
     def abort(self) -> None:
         """After a collective failed there is nothing to play any more: drop the open pass."""
         self._owned_pass = False
