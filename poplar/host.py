@@ -1,0 +1,138 @@
+"""What Linux says of this host: memory, cores, and the limits that a container sets on both.
+
+Reads `/proc` and `/sys`, nothing else. What a file does not say is None, never a guess: kernels,
+containers and other systems leave some of them out.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path, PurePosixPath
+
+_PROC = Path("/proc")
+_CGROUPS = Path("/sys/fs/cgroup")
+_SHARED_MEMORY = Path("/dev/shm")
+
+# cgroup v1 says "no limit" with the largest multiple of a page that fits into 63 bits.
+_NO_LIMIT = 1 << 60
+
+
+def processor_name() -> str:
+    """The name of the processor, as the kernel knows it; "CPU" where it does not say."""
+    # x86 says "model name"; some ARM kernels say only "Hardware" or nothing.
+    text = _read(_PROC / "cpuinfo") or ""
+    found = re.search(r"^(?:model name|Hardware)\s*:\s*(.+)$", text, re.MULTILINE)
+    return " ".join(found[1].split()) if found else "CPU"
+
+
+def cores() -> int:
+    """Cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def total_memory() -> int | None:
+    """Bytes of memory of this host, or of the container if that has less."""
+    installed = _meminfo("MemTotal")
+    limits = [limit for limit, _ in _memory_groups()]
+    return min([*limits, *([] if installed is None else [installed])], default=None)
+
+
+def free_memory() -> int | None:
+    """Bytes that processes of this host, or of this container, may still take without swapping."""
+    rooms = [max(0, limit - used) for limit, used in _memory_groups()]
+    available = _meminfo("MemAvailable")
+    return min([*rooms, *([] if available is None else [available])], default=None)
+
+
+def resident_memory() -> int:
+    """Bytes of memory that this process holds now, without what it shares (0 if unknown)."""
+    text = _read(_PROC / "self/status") or ""
+    found = re.search(r"^RssAnon:\s*(\d+) kB$", text, re.MULTILINE)
+    return int(found[1]) * 1024 if found else 0
+
+
+def processor_quota() -> float | None:
+    """How many cores' worth of time this process's group may use; None: no quota."""
+    quotas = [quota for quota in map(_quota_of, _groups("cpu")) if quota is not None]
+    return min(quotas, default=None)
+
+
+def shared_memory() -> tuple[int, int] | None:
+    """Free and total bytes of `/dev/shm`; None where it is missing."""
+    try:
+        status = os.statvfs(_SHARED_MEMORY)
+    except OSError:
+        return None
+    return status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize
+
+
+def _meminfo(what: str) -> int | None:
+    found = re.search(rf"^{what}:\s*(\d+) kB$", _read(_PROC / "meminfo") or "", re.MULTILINE)
+    return int(found[1]) * 1024 if found else None
+
+
+def _memory_groups() -> Iterator[tuple[int, int]]:
+    """Limit and use, in bytes, of every control group around this process that has a limit."""
+    for folder in _groups("memory"):
+        limit = _first(_number, folder / "memory.max", folder / "memory.limit_in_bytes")
+        used = _first(_number, folder / "memory.current", folder / "memory.usage_in_bytes")
+        if limit is not None and limit < _NO_LIMIT and used is not None:
+            yield limit, max(0, used - _page_cache(folder))
+
+
+def _page_cache(folder: Path) -> int:
+    """Bytes of a group's use that the kernel gives back when somebody needs them."""
+    text = _read(folder / "memory.stat") or ""
+    found = re.search(r"^total_inactive_file (\d+)$", text, re.MULTILINE) or re.search(
+        r"^inactive_file (\d+)$", text, re.MULTILINE
+    )
+    return int(found[1]) if found else 0
+
+
+def _quota_of(folder: Path) -> float | None:
+    """Cores' worth of time that one group grants."""
+    words = (_read(folder / "cpu.max") or "").split()
+    if len(words) == 2 and words[0].isdigit() and words[1].isdigit():
+        return int(words[0]) / int(words[1])
+    quota, period = _number(folder / "cpu.cfs_quota_us"), _number(folder / "cpu.cfs_period_us")
+    return quota / period if quota is not None and period else None
+
+
+def _groups(controller: str) -> Iterator[Path]:
+    """The folders of the control groups around this process, innermost first, version 1 or 2.
+
+    In a container the path may be the host's, of which only the root is mounted; folders that are
+    not there are passed over by whoever reads files in them.
+    """
+    for line in (_read(_PROC / "self/cgroup") or "").splitlines():
+        number, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if controller in controllers.split(","):
+            root = _CGROUPS / controller
+        elif number == "0" and not controllers:
+            root = _CGROUPS
+        else:
+            continue
+        inside = PurePosixPath(path.lstrip("/"))
+        for folder in (inside, *inside.parents):
+            yield root / folder
+
+
+def _first(read: Callable[[Path], int | None], *paths: Path) -> int | None:
+    return next((value for value in map(read, paths) if value is not None), None)
+
+
+def _number(path: Path) -> int | None:
+    text = (_read(path) or "").strip()
+    return int(text) if text.isdigit() else None  # "max" and -1 are no limits
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
