@@ -1,0 +1,309 @@
+"""The cheapest batches under given caps and given traffic: one solver per shape of a step.
+
+A cap is the largest micro-batch that a rank may use. `EveryPass` serves steps whose every pass
+ends in a meeting: a meeting of `m` samples lasts as long as the `m`-th fastest of all ranks'
+samples, and a step is the cheapest way to write the global batch as a sum of meetings.
+`OncePerStep` serves steps with one meeting: each rank's samples are cut into its own cheapest
+passes, and what has to be small is the end of the last rank (`T`) and, where communication hides,
+the moment from which all ranks have gradients to offer (`F`).
+
+Both are exact on the measured curves; neither knows of memory.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
+from operator import add
+from typing import NamedTuple
+
+from poplar.planning.cost_model import Meeting, StageCosts, Traffic
+
+MicroBatches = tuple[tuple[int, ...], ...]
+_HALVINGS = 64
+"""Of an interval of doubles until nothing lies between its ends."""
+
+
+class EveryPass:
+    """Batches of a step in which ranks meet at every pass."""
+
+    def __init__(self, costs: StageCosts, caps: Sequence[int], global_batch: int) -> None:
+        samples = [
+            (costs.pass_seconds(rank, batch), rank)
+            for rank, cap in enumerate(caps)
+            for batch in range(1, min(cap, global_batch) + 1)
+        ]
+        samples.sort()
+        self._costs = costs
+        self._ranks = [rank for _, rank in samples[:global_batch]]
+        self._global_batch = global_batch
+        self.latest = [seconds for seconds, _ in samples[:global_batch]]
+        """`latest[m - 1]`: the least time in which the ranks together compute `m` samples."""
+
+    def meeting(self, samples: int) -> Meeting:
+        """A meeting of this many samples."""
+        latest = self.latest[samples - 1]
+        late = self._costs.cluster.backward_fraction * self._costs.hideable
+        return Meeting(latest, latest - late * latest)
+
+    def cheapest(self, seconds: Sequence[float]) -> tuple[float, tuple[int, ...]]:
+        """The cheapest meetings that hold the global batch, smaller ones first.
+
+        Args:
+            seconds: `seconds[m - 1]` is what a meeting of `m` samples costs; non-decreasing.
+        """
+        return cheapest_sum(seconds, self._global_batch)
+
+    def at(self, traffic: Traffic) -> tuple[float, tuple[int, ...]]:
+        """The cheapest meetings when this travels at each of them."""
+        return self.cheapest(self.seconds(traffic))
+
+    def seconds(self, traffic: Traffic) -> list[float]:
+        """What a meeting of 1, 2, ... samples costs when this travels."""
+        meetings = range(1, len(self.latest) + 1)
+        return [self._costs.meeting_seconds(self.meeting(m), traffic) for m in meetings]
+
+    def micro_batches(self, meetings: Sequence[int]) -> MicroBatches:
+        """Who computes what: at every meeting each rank takes what it does fastest."""
+        ranks = self._costs.cluster.world_size
+        columns = []
+        for samples in meetings:
+            column = [0] * ranks
+            for rank in self._ranks[:samples]:
+                column[rank] += 1
+            columns.append(column)
+        return tuple(zip(*columns, strict=True))
+
+
+class Split(NamedTuple):
+    """Samples per rank of a step with one meeting, and the bounds that its passes keep."""
+
+    meeting: Meeting
+    micro_batches: MicroBatches
+
+
+class OncePerStep:
+    """Batches of a step with one meeting.
+
+    The cheapest split is one that no other beats in both `T` and `F`: `first` and `following` walk
+    along those.
+    """
+
+    def __init__(self, costs: StageCosts, caps: Sequence[int], global_batch: int) -> None:
+        self._costs = costs
+        self._global_batch = global_batch
+        self._late = costs.cluster.backward_fraction * costs.hideable
+        self._ranks = [
+            RankCuts(partial(costs.pass_seconds, rank), cap, global_batch, self._late)
+            for rank, cap in enumerate(caps)
+        ]
+
+    def at(self, traffic: Traffic) -> tuple[float, Split]:
+        """The cheapest split when this travels at the meeting."""
+        split: Split | None = self.first()
+        best = float("inf")
+        while split is not None:
+            seconds = self._costs.meeting_seconds(split.meeting, traffic)
+            if seconds < best:
+                best, found = seconds, split
+            split = self.following(split, traffic, best)
+        return best, found
+
+    def first(self) -> Split:
+        """The split with the least `T`, and of those the one with the least `F`."""
+        latest = self._least_latest()
+        return self._split(latest, self._least_reducible(latest, latest))
+
+    def following(self, split: Split, traffic: Traffic, below: float) -> Split | None:
+        """The next split with a larger `T` and a smaller `F`, or None.
+
+        Args:
+            split: the one before.
+            traffic: the least that travels at the meeting.
+            below: only splits whose meeting may be shorter than this are of interest.
+        """
+        if not self._hides:
+            return None
+        target = min(
+            self._reducible_for(below, split.meeting.latest, traffic),
+            split.meeting.reducible * (1.0 - 1e-12),
+        )
+        most = self._latest_for(below, traffic)
+        if not split.meeting.latest < most or not self._holds(most, target):
+            return None
+        latest = _least(lambda t: self._holds(t, target), split.meeting.latest, most)
+        return self._split(latest, self._least_reducible(latest, target))
+
+    def _least_latest(self) -> float:
+        ends = sorted({end for cuts in self._ranks for end in cuts.seconds})
+        low, high = 0, len(ends) - 1
+        while low < high:
+            middle = (low + high) // 2
+            held = sum(bisect_right(cuts.seconds, ends[middle]) - 1 for cuts in self._ranks)
+            low, high = (low, middle) if held >= self._global_batch else (middle + 1, high)
+        return ends[low]
+
+    def _least_reducible(self, latest: float, at_most: float) -> float:
+        if not self._hides:
+            return at_most
+        return _least(partial(self._holds, latest), 0.0, at_most)
+
+    @property
+    def _hides(self) -> bool:
+        return self._late > 0.0 and self._costs.cluster.overlap > 0.0
+
+    def _holds(self, latest: float, reducible: float) -> bool:
+        held = 0
+        for cuts in self._ranks:
+            held += cuts.most(latest, reducible)
+            if held >= self._global_batch:
+                return True
+        return False
+
+    def _reducible_for(self, limit: float, latest: float, traffic: Traffic) -> float:
+        """The `F` under which a meeting with this `T` or a later one may be within `limit`."""
+        overlap = self._costs.cluster.overlap
+        spare = limit - traffic.backward - self._costs.meeting_residual - (1.0 - overlap) * latest
+        return spare / overlap
+
+    def _latest_for(self, limit: float, traffic: Traffic) -> float:
+        """The `T` above which no meeting is within `limit`."""
+        hidden = self._costs.cluster.overlap * self._costs.hideable
+        exposed = traffic.backward * (1.0 - hidden) + self._costs.meeting_residual
+        return limit - max(0.0, exposed)
+
+    def _split(self, latest: float, reducible: float) -> Split:
+        """The global batch, dealt out so that every rank keeps these bounds."""
+        left, batches = self._global_batch, []
+        most = [cuts.most(latest, reducible) for cuts in self._ranks]
+        for rank, cuts in enumerate(self._ranks):
+            samples = min(most[rank], left)
+            left -= samples
+            batches.append(cuts.cut(samples, latest, reducible))
+        micro_batches = tuple(batches)
+        (meeting,) = self._costs.meetings(micro_batches)
+        return Split(meeting, micro_batches)
+
+
+class Cut(NamedTuple):
+    """One way to run some samples on one rank."""
+
+    end: float
+    reducible: float
+    last: int
+    """Samples of the last pass; those before it are cut in the cheapest way."""
+
+
+class RankCuts:
+    """How one rank runs any number of samples in passes of at most `cap`."""
+
+    def __init__(
+        self, pass_seconds: Callable[[int], float], cap: int, most_samples: int, late: float
+    ) -> None:
+        cap = min(cap, most_samples)
+        self._late = late
+        self._passes = [pass_seconds(batch) for batch in range(cap + 1)]
+        self.seconds = [0.0]
+        """`seconds[n]`: the least time for `n` samples; non-decreasing. Ends where `cap` is 0."""
+        self._last = [0]
+        descending = self._passes[:0:-1]
+        for samples in range(1, most_samples + 1 if cap else 1):
+            width = min(cap, samples)
+            ends = list(
+                map(add, descending[cap - width :], self.seconds[samples - width : samples])
+            )
+            end = min(ends)
+            self.seconds.append(end)
+            self._last.append(width - ends.index(end))
+        self._cuts = cache(self._cuts_of)
+
+    def most(self, latest: float, reducible: float) -> int:
+        """The most samples whose last pass ends by `latest` and begins to reduce by `reducible`."""
+        low, high = 0, bisect_right(self.seconds, latest) - 1
+        if reducible >= latest:
+            return high
+        while low < high:
+            middle = (low + high + 1) // 2
+            held = self._within(middle, latest, reducible) is not None
+            low, high = (middle, high) if held else (low, middle - 1)
+        return low
+
+    def cut(self, samples: int, latest: float, reducible: float) -> tuple[int, ...]:
+        """Passes of `samples` within these bounds, smaller ones first."""
+        if samples == 0:
+            return ()
+        if reducible >= latest:
+            return tuple(sorted(self._cheapest(samples)))
+        chosen = self._within(samples, latest, reducible)
+        assert chosen is not None
+        return (*sorted(self._cheapest(samples - chosen.last)), chosen.last)
+
+    def _within(self, samples: int, latest: float, reducible: float) -> Cut | None:
+        if samples == 0:
+            return Cut(0.0, 0.0, 0)
+        for cut in self._cuts(samples):
+            if cut.end <= latest and cut.reducible <= reducible:
+                return cut
+        return None
+
+    def _cuts_of(self, samples: int) -> tuple[Cut, ...]:
+        """The ways to run `samples` of which none beats another in both its times."""
+        cuts = []
+        for last in range(1, min(len(self._passes) - 1, samples) + 1):
+            end = self._passes[last] + self.seconds[samples - last]
+            cuts.append(Cut(end, end - self._late * self._passes[last], last))
+        cuts.sort()
+        best, kept = float("inf"), []
+        for cut in cuts:
+            if cut.reducible < best:
+                best = cut.reducible
+                kept.append(cut)
+        return tuple(kept)
+
+    def _cheapest(self, samples: int) -> Iterator[int]:
+        while samples:
+            yield self._last[samples]
+            samples -= self._last[samples]
+
+
+def cheapest_sum(costs: Sequence[float], total: int) -> tuple[float, tuple[int, ...]]:
+    """The cheapest way to write `total` as a sum of parts, smaller parts first.
+
+    Args:
+        costs: `costs[m - 1]` is what a part of `m` costs; at least one, non-negative.
+        total: at least 1.
+
+    A part costs at least `m` times the best rate, so whoever wastes more than a known sum does is
+    no part of a better one: few sizes remain, and the dynamic programme runs over those.
+    """
+    sizes = range(1, min(len(costs), total) + 1)
+    best = min(sizes, key=lambda m: (costs[m - 1] / m, -m))
+    rate = costs[best - 1] / best
+    count, rest = divmod(total, best)
+    known = count * costs[best - 1] + (costs[rest - 1] if rest else 0.0)
+    waste = (known - rate * total) * (1.0 + 1e-9) + 1e-12 * known
+    parts = [(m, costs[m - 1]) for m in reversed(sizes) if costs[m - 1] - rate * m <= waste]
+    least, chosen = [0.0], [0]
+    for n in range(1, total + 1):
+        cheapest, part = float("inf"), 0
+        for m, cost in parts:
+            if m <= n and least[n - m] + cost < cheapest:
+                cheapest, part = least[n - m] + cost, m
+        least.append(cheapest)
+        chosen.append(part)
+    found = []
+    while total:
+        found.append(chosen[total])
+        total -= found[-1]
+    return least[-1], tuple(sorted(found))
+
+
+def _least(holds: Callable[[float], bool], low: float, high: float) -> float:
+    """The least value at which `holds` is true: it is at `high`, and stays so once it is."""
+    if holds(low):
+        return low
+    for _ in range(_HALVINGS):
+        middle = 0.5 * (low + high)
+        low, high = (low, middle) if holds(middle) else (middle, high)
+    return high

@@ -1,0 +1,324 @@
+"""What a plan will cost on a measured cluster: seconds, and bytes on every rank.
+
+The closed form, in the words of a step: ranks compute until they *meet*, in a collective that the
+last of them opens. With `T` the end of the last rank's compute since the previous meeting, `F` the
+earliest moment at which all ranks have reduced gradients to offer (its last unit's backward is not
+over before `T`), and `k = 1 - 1/U` the part of a collective that does not belong to that unit,
+
+    meet(c) = T + c - overlap * min(c k, T - F)
+
+A collective of the forward (stage 3 gathers there) hides under the forward alone. Where ranks meet
+once a step, `T` is the largest sum of passes; where they meet at every pass, the largest pass. What
+verification measured beyond that (residuals, by stage) is added; no meeting costs less than the
+compute before it. `search` minimises what `predict` says, so both take it from here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from poplar.planning.cluster import ClusterProfile
+from poplar.planning.collectives import CollectiveCosts
+from poplar.planning.memory import RankMemory, rank_memory
+from poplar.planning.plan import STRATEGIES, Plan
+
+
+class DoesNotFit(ValueError):
+    """A plan that needs more memory than a rank has, or a batch that was never measured."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prediction:
+    """What the cost model expects of one plan."""
+
+    step_seconds: float
+    samples_per_second: float
+    compute_seconds: tuple[float, ...]
+    """By rank: the sum of its passes, what the engine adds to each included."""
+    optimizer_seconds: tuple[float, ...]
+    """By rank."""
+    communication_seconds: float
+    """Of a step, what does not run under compute."""
+    memory_bytes: tuple[int, ...]
+    """By rank: what the plan needs, everything that the framework holds included."""
+    busy_fraction: tuple[float, ...]
+    """By rank: compute and optimizer over the step."""
+    bound: str
+    """What bounds the step, in a sentence for a person."""
+    optimality_gap: float = 0.0
+    """How much faster, as a fraction of this step, any other plan of its stage can be."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """This prediction in JSON's types."""
+        return {
+            key: list(value) if isinstance(value, tuple) else value
+            for key, value in dataclasses.asdict(self).items()
+        }
+
+
+class Meeting(NamedTuple):
+    """When the ranks' compute before a meeting ends, in seconds since the meeting before."""
+
+    latest: float
+    """`T`: the last rank's compute is over."""
+    reducible: float
+    """`F`: every rank's last backward has begun to leave gradients."""
+
+
+class Traffic(NamedTuple):
+    """What travels at one meeting, in seconds: each part can hide under its own half of a pass."""
+
+    forward: float
+    """Under the forward: a gather of the parameters, where they are sharded."""
+    backward: float
+    """Under the backward: the reduction, and with sharded parameters a second gather."""
+
+
+@dataclass(frozen=True)
+class StageCosts:
+    """The cost model of one cluster at one stage: what `predict` adds up and `search` minimises."""
+
+    cluster: ClusterProfile
+    stage: int
+
+    @property
+    def meets_every_pass(self) -> bool:
+        """Whether a pass ends in a meeting; otherwise ranks meet once a step."""
+        return self.stage >= 2
+
+    @property
+    def shares_matter(self) -> bool:
+        """Whether any state is sharded."""
+        return self.stage >= 1
+
+    @property
+    def gathers_after_step(self) -> bool:
+        """Whether new parameters travel once the optimizer is done (or with the next pass)."""
+        return self.stage in (1, 2)
+
+    @cached_property
+    def hideable(self) -> float:
+        """`k`: the part of a collective that is not the last unit's (or the first's)."""
+        return 1.0 - 1.0 / len(self.cluster.model.unit_numels)
+
+    @cached_property
+    def collectives(self) -> CollectiveCosts:
+        """`R(p)` and `G(p)`."""
+        return CollectiveCosts.of(self.cluster.network)
+
+    @cached_property
+    def memories(self) -> tuple[RankMemory, ...]:
+        """By rank."""
+        ranks = range(self.cluster.world_size)
+        return tuple(rank_memory(self.cluster, self.stage, rank) for rank in ranks)
+
+    @property
+    def meeting_residual(self) -> float:
+        """What was measured of a meeting beyond its collectives."""
+        return self.cluster.network.meeting_seconds[self.stage]
+
+    def pass_seconds(self, rank: int, batch: int) -> float:
+        """`x(batch)`: one pass of this rank in the engine; 0 without samples."""
+        if batch == 0:
+            return 0.0
+        device = self.cluster.devices[rank]
+        return max(0.0, device.seconds(batch) + device.pass_overhead_seconds[self.stage])
+
+    def optimizer_seconds(self, rank: int, share: float) -> float:
+        """The optimizer on a share, and what else this rank does once a step; may be negative."""
+        device = self.cluster.devices[rank]
+        owned = share if self.shares_matter else 1.0
+        return device.optimizer_step_seconds(owned) + device.step_overhead_seconds[self.stage]
+
+    def traffic(self, shares: Sequence[float]) -> Traffic:
+        """What travels at every meeting."""
+        if not self.shares_matter:
+            even = (1.0 / len(shares),) * len(shares)
+            costs = self.collectives
+            return Traffic(0.0, costs.reduce_scatter.seconds(even) + costs.all_gather.seconds(even))
+        reduced = self.collectives.reduce_scatter.seconds(shares)
+        if self.stage < 3:
+            return Traffic(0.0, reduced)
+        gathered = self.collectives.all_gather.seconds(shares)
+        return Traffic(gathered, gathered + reduced)
+
+    def meeting_seconds(self, meeting: Meeting, traffic: Traffic) -> float:
+        """From the meeting before to the end of this one."""
+        latest, reducible = meeting
+        forward = (1.0 - self.cluster.backward_fraction) * latest
+        hidden = min(traffic.forward * self.hideable, forward) + min(
+            traffic.backward * self.hideable, latest - reducible
+        )
+        exposed = traffic.forward + traffic.backward - self.cluster.overlap * hidden
+        return latest + max(0.0, exposed + self.meeting_residual)
+
+    def tail_seconds(self, shares: Sequence[float]) -> float:
+        """What follows the last meeting: the optimizer, and the gather of what it changed."""
+        ranks = range(self.cluster.world_size)
+        slowest = max(self.optimizer_seconds(rank, shares[rank]) for rank in ranks)
+        residual = self.cluster.network.step_seconds[self.stage]
+        return max(0.0, slowest + self.gather_after_step_seconds(shares) + residual)
+
+    def gather_after_step_seconds(self, shares: Sequence[float]) -> float:
+        """The gather after the optimizer, where there is one."""
+        return self.collectives.all_gather.seconds(shares) if self.gathers_after_step else 0.0
+
+    def meetings(self, micro_batches: Sequence[Sequence[int]]) -> list[Meeting]:
+        """Every meeting of a step."""
+        if self.meets_every_pass:
+            return [
+                self._meeting([[b] for b in column]) for column in zip(*micro_batches, strict=True)
+            ]
+        return [self._meeting(micro_batches)]
+
+    def _meeting(self, batches: Sequence[Sequence[int]]) -> Meeting:
+        """The meeting after each rank has run these passes."""
+        late = self.cluster.backward_fraction * self.hideable
+        latest = reducible = 0.0
+        for rank, own in enumerate(batches):
+            passes = [self.pass_seconds(rank, batch) for batch in own if batch]
+            end = math.fsum(passes)
+            latest = max(latest, end)
+            reducible = max(reducible, end - late * passes[-1] if passes else 0.0)
+        return Meeting(latest, reducible)
+
+
+def memory_needed(cluster: ClusterProfile, plan: Plan) -> tuple[int, ...]:
+    """Bytes that each rank needs under a plan, whether it has them or not.
+
+    Raises:
+        ValueError: a plan for another number of ranks, or with units of their own strategy.
+        DoesNotFit: a micro-batch beyond what was measured, so that nobody knows what it needs.
+    """
+    costs = _costs_of(cluster, plan)
+    for rank, passes in enumerate(plan.micro_batches):
+        _check_measured(cluster, rank, max(passes, default=0))
+    return tuple(math.ceil(_needed(costs, plan, rank)) for rank in range(plan.world_size))
+
+
+def predict(cluster: ClusterProfile, plan: Plan) -> Prediction:
+    """What one step of a plan will cost.
+
+    Raises:
+        DoesNotFit: it needs more memory than a rank has, or a micro-batch that was not measured;
+            names the rank, what is needed and what there is.
+        ValueError: a plan for another number of ranks, or with units of their own strategy.
+    """
+    memory = memory_needed(cluster, plan)
+    costs = _costs_of(cluster, plan)
+    for rank in range(plan.world_size):
+        _check_fits(costs, plan, rank)
+    meetings = costs.meetings(plan.micro_batches)
+    traffic = costs.traffic(plan.shares)
+    met = [costs.meeting_seconds(meeting, traffic) for meeting in meetings]
+    step = math.fsum(met) + costs.tail_seconds(plan.shares)
+    compute = tuple(
+        math.fsum(costs.pass_seconds(rank, batch) for batch in passes)
+        for rank, passes in enumerate(plan.micro_batches)
+    )
+    optimizer = tuple(
+        max(0.0, costs.optimizer_seconds(rank, share)) for rank, share in enumerate(plan.shares)
+    )
+    communication = math.fsum(
+        [seconds - meeting.latest for seconds, meeting in zip(met, meetings, strict=True)]
+    ) + costs.gather_after_step_seconds(plan.shares)
+    busy = tuple(
+        min(1.0, (passes + update) / step) if step else 1.0
+        for passes, update in zip(compute, optimizer, strict=True)
+    )
+    return Prediction(
+        step_seconds=step,
+        samples_per_second=plan.global_batch / step if step else math.inf,
+        compute_seconds=compute,
+        optimizer_seconds=optimizer,
+        communication_seconds=communication,
+        memory_bytes=memory,
+        busy_fraction=busy,
+        bound=_bound(costs, plan, busy, communication / step if step else 0.0),
+    )
+
+
+def describe(cluster: ClusterProfile, plan: Plan, prediction: Prediction, policy: str) -> Plan:
+    """The plan with its prediction in JSON's types, and what a table needs beside it."""
+    return dataclasses.replace(
+        plan,
+        prediction={
+            **prediction.to_dict(),
+            "devices": [device.name for device in cluster.devices],
+            "memory_limit_bytes": [device.memory_bytes for device in cluster.devices],
+            "policy": policy,
+        },
+    )
+
+
+def _costs_of(cluster: ClusterProfile, plan: Plan) -> StageCosts:
+    if plan.world_size != cluster.world_size:
+        raise ValueError(
+            f"a plan for {plan.world_size} ranks, but the profile is of {cluster.world_size}; "
+            "measure the ranks that will train"
+        )
+    for unit in plan.units:
+        uniform = unit.strategy == STRATEGIES[plan.stage] and unit.shares in (None, plan.shares)
+        if not uniform or unit.keep_gathered:
+            raise ValueError(
+                f"unit {unit.name!r} has a plan of its own; the cost model knows plans whose units "
+                "all follow the stage: leave Plan.units empty"
+            )
+    return StageCosts(cluster, plan.stage)
+
+
+def _needed(costs: StageCosts, plan: Plan, rank: int) -> float:
+    largest = max(plan.micro_batches[rank], default=0)
+    return costs.memories[rank].needed(largest, plan.shares[rank])
+
+
+def _check_measured(cluster: ClusterProfile, rank: int, batch: int) -> None:
+    device = cluster.devices[rank]
+    if batch > device.max_batch:
+        raise DoesNotFit(
+            f"rank {rank} ({device.name}): a micro-batch of {batch} samples, but the largest that "
+            f"was measured is {device.max_batch}; plan smaller passes, or profile with a larger "
+            "max_batch"
+        )
+
+
+def _check_fits(costs: StageCosts, plan: Plan, rank: int) -> None:
+    largest, share = max(plan.micro_batches[rank], default=0), plan.shares[rank]
+    memory = costs.memories[rank]
+    if not memory.fits(largest, share):
+        needed, limit, device = memory.needed(largest, share), memory.limit, memory.device
+        raise DoesNotFit(
+            f"rank {rank} ({device.name}) needs {readable_bytes(needed)} for {largest} samples and "
+            f"{100 * share:.1f} % of the state at stage {plan.stage}, but may use "
+            f"{readable_bytes(limit)} of {readable_bytes(device.memory_bytes)}; give it smaller "
+            "micro-batches, a smaller share, or choose a higher stage"
+        )
+
+
+def _bound(costs: StageCosts, plan: Plan, busy: Sequence[float], communication: float) -> str:
+    """What would have to be better for the step to be shorter."""
+    busiest = max(range(plan.world_size), key=lambda rank: busy[rank])
+    if communication <= busy[busiest]:
+        return f"rank {busiest}'s compute ({100 * busy[busiest]:.0f} % busy)"
+    passes = max(map(len, plan.micro_batches))
+    if costs.meets_every_pass and passes > 1:
+        for rank, memory in enumerate(costs.memories):
+            largest = max(plan.micro_batches[rank])
+            more = largest + 1
+            if more <= memory.device.max_batch and not memory.fits(more, plan.shares[rank]):
+                return (
+                    f"rank {rank}'s memory: it holds no more than {largest} samples at a time, so "
+                    f"ranks meet {passes} times a step ({100 * communication:.0f} % of it is "
+                    "communication)"
+                )
+    return f"communication ({100 * communication:.0f} % of the step)"
+
+
+def readable_bytes(count: float) -> str:
+    """Bytes as a person reads them."""
+    return f"{count / 2**30:.2f} GiB" if count >= 2**28 else f"{count / 2**20:.1f} MiB"

@@ -1,0 +1,131 @@
+"""How others decide, beside how we do: one function per policy, from a stage's costs to a plan.
+
+`exact` is ours. `even` is what DDP, FSDP and DeepSpeed do. `flops` follows Whale, and `paper` is
+our reconstruction of Poplar as published (arXiv 2408.12596). All of them keep within each rank's
+memory, or raise `NoPlanFits`; those that are not ours know even shares only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from poplar import _core
+from poplar.planning.cost_model import StageCosts
+from poplar.planning.exact import exact
+from poplar.planning.plan import Plan
+from poplar.planning.shortage import shortage_at_shares
+
+Policy = Callable[[StageCosts, int, int], Plan]
+"""From the costs of a stage, the global batch and the largest micro-batch that is allowed."""
+
+
+def even(costs: StageCosts, global_batch: int, most: int) -> Plan:
+    """The same for every rank: the largest micro-batch that fits the smallest, fewest passes."""
+    caps = _caps(costs, most, everyone_works=True)
+    return Plan.even(len(caps), global_batch, min(caps), costs.stage)
+
+
+def flops(costs: StageCosts, global_batch: int, most: int) -> Plan:
+    """Samples in proportion to peak FLOP/s, as Whale does.
+
+    Raises:
+        ValueError: a device whose peak is not known.
+    """
+    peaks = []
+    for rank, device in enumerate(costs.cluster.devices):
+        if device.peak_flops is None:
+            raise ValueError(
+                f"rank {rank} ({device.name}): the profile has no peak_flops, which policy 'flops' "
+                "goes by; add it to the profile, or choose another policy"
+            )
+        peaks.append(device.peak_flops)
+    return Plan.proportional(peaks, global_batch, costs.stage, _caps(costs, most))
+
+
+def paper(costs: StageCosts, global_batch: int, most: int) -> Plan:
+    """Poplar as published, reconstructed.
+
+    Where ranks meet once a step, each gets samples in proportion to its best speed, in passes of
+    its best batch and one remainder. Where they meet at every pass, a limit on the time of a pass
+    is swept: each rank takes its largest batch within it, and the limit with the cheapest step is
+    kept.
+    """
+    caps = _caps(costs, most)
+    if costs.meets_every_pass:
+        return _swept(costs, global_batch, caps)
+    best = [_best_batch(costs, rank, cap) for rank, cap in enumerate(caps)]
+    speeds = [
+        batch / max(costs.pass_seconds(rank, batch), _SHORTEST_PASS) if batch else 0.0
+        for rank, batch in enumerate(best)
+    ]
+    return Plan.proportional(speeds, global_batch, costs.stage, best)
+
+
+POLICIES: Mapping[str, Policy] = {"exact": exact, "even": even, "flops": flops, "paper": paper}
+
+_SHORTEST_PASS = 1e-9
+"""Seconds: a residual may take all of a pass away, and a speed has to stay finite."""
+
+
+def _caps(costs: StageCosts, most: int, *, everyone_works: bool = False) -> list[int]:
+    """By rank, the largest micro-batch that even shares leave room for.
+
+    Raises:
+        NoPlanFits: a rank cannot hold its share of the state, or nobody can hold a sample, or, if
+            everyone works, one rank cannot.
+    """
+    shares = _even_shares(costs)
+    missing = shortage_at_shares(costs, shares, 1 if everyone_works else 0)
+    if missing is not None:
+        raise missing
+    return [
+        memory.largest_batch(share, most)
+        for memory, share in zip(costs.memories, shares, strict=True)
+    ]
+
+
+def _even_shares(costs: StageCosts) -> tuple[float, ...]:
+    n = costs.cluster.world_size
+    return (1.0 / n,) * n
+
+
+def _best_batch(costs: StageCosts, rank: int, cap: int) -> int:
+    """The micro-batch at which this rank does most samples a second; 0 if it cannot hold one."""
+    rates = {batch: costs.pass_seconds(rank, batch) / batch for batch in range(1, cap + 1)}
+    return min(rates, key=lambda batch: (rates[batch], -batch), default=0)
+
+
+def _swept(costs: StageCosts, global_batch: int, caps: Sequence[int]) -> Plan:
+    shares = _even_shares(costs)
+    traffic = costs.traffic(shares)
+    limits = {
+        costs.pass_seconds(rank, batch)
+        for rank, cap in enumerate(caps)
+        for batch in range(1, cap + 1)
+    }
+    cheapest, chosen, passes = float("inf"), [0], 1
+    for limit in sorted(limits):
+        batches = [_largest_within(costs, rank, cap, limit) for rank, cap in enumerate(caps)]
+        count = -(-global_batch // sum(batches))
+        seconds = count * (limit + traffic.forward + traffic.backward)
+        if seconds < cheapest:
+            cheapest, chosen, passes = seconds, batches, count
+    rest = global_batch - (passes - 1) * sum(chosen)
+    first = _core.apportion(rest, chosen)
+    return Plan(
+        stage=costs.stage,
+        global_batch=global_batch,
+        micro_batches=tuple(
+            (some, *(batch,) * (passes - 1)) for some, batch in zip(first, chosen, strict=True)
+        ),
+        shares=shares,
+    )
+
+
+def _largest_within(costs: StageCosts, rank: int, cap: int, limit: float) -> int:
+    low, high = 0, cap
+    while low < high:
+        middle = (low + high + 1) // 2
+        fits = costs.pass_seconds(rank, middle) <= limit
+        low, high = (middle, high) if fits else (low, middle - 1)
+    return low

@@ -1,0 +1,105 @@
+"""Exact batch allocation: a measured cluster and a global batch in, the fastest plan out.
+
+Values to values: no process groups, no tensors, no clock, so every rank that holds the same profile
+finds the same plan. `exact` searches one stage, `policies` decide as others do; here stages are
+compared, and what does not fit is said. `tests/test_search.py` holds it against exhaustive search.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from poplar.planning.cluster import ClusterProfile
+from poplar.planning.cost_model import StageCosts, describe, predict
+from poplar.planning.plan import STRATEGIES, Plan
+from poplar.planning.policies import POLICIES
+from poplar.planning.shortage import NoPlanFits
+
+__all__ = ["ALL_STAGES", "NoPlanFits", "alternatives", "search"]
+
+ALL_STAGES = tuple(range(len(STRATEGIES)))
+
+
+def search(
+    cluster: ClusterProfile,
+    *,
+    global_batch: int,
+    stages: Sequence[int] = ALL_STAGES,
+    policy: str = "exact",
+    max_micro_batch: int | None = None,
+) -> Plan:
+    """The fastest plan that fits, its prediction inside.
+
+    Args:
+        cluster: what was measured.
+        global_batch: samples of one optimizer step over all ranks.
+        stages: ZeRO stages to choose from.
+        policy: one of `POLICIES`.
+        max_micro_batch: most samples of one pass, on any rank; None: what was measured.
+
+    Returns:
+        The same plan for the same arguments. Of plans that are equally fast, the one that needs
+        less memory, then the one of the lower stage, which communicates less.
+
+    Raises:
+        NoPlanFits: at none of the stages does a plan fit; says for the stage that comes closest
+            which rank misses how many bytes.
+        ValueError: arguments that no plan has; a policy that lacks what it goes by.
+    """
+    return alternatives(
+        cluster,
+        global_batch=global_batch,
+        stages=stages,
+        policy=policy,
+        max_micro_batch=max_micro_batch,
+    )[0]
+
+
+def alternatives(
+    cluster: ClusterProfile,
+    *,
+    global_batch: int,
+    stages: Sequence[int] = ALL_STAGES,
+    policy: str = "exact",
+    max_micro_batch: int | None = None,
+) -> tuple[Plan, ...]:
+    """The best plan of each stage that fits, fastest predicted first; `search` takes the first.
+
+    Arguments and errors are those of `search`.
+    """
+    _check_at_least_one("global_batch", global_batch)
+    if max_micro_batch is not None:
+        _check_at_least_one("max_micro_batch", max_micro_batch)
+    if policy not in POLICIES:
+        raise ValueError(f"unknown policy {policy!r}; known are {', '.join(POLICIES)}")
+    most = global_batch if max_micro_batch is None else min(max_micro_batch, global_batch)
+    found: list[Plan] = []
+    missing: list[NoPlanFits] = []
+    for stage in _checked_stages(stages):
+        try:
+            plan = POLICIES[policy](StageCosts(cluster, stage), global_batch, most)
+        except NoPlanFits as error:
+            missing.append(error)
+        else:
+            found.append(describe(cluster, plan, predict(cluster, plan), policy))
+    if not found:
+        raise min(missing, key=lambda error: error.missing_bytes)
+    return tuple(sorted(found, key=_preference))
+
+
+def _preference(plan: Plan) -> tuple[float, int, int]:
+    assert plan.prediction is not None
+    seconds, memory = plan.prediction["step_seconds"], plan.prediction["memory_bytes"]
+    return seconds, sum(memory), plan.stage
+
+
+def _checked_stages(stages: Sequence[int]) -> list[int]:
+    chosen = sorted(set(stages))
+    if not chosen or not set(chosen) <= set(ALL_STAGES):
+        raise ValueError(f"stages must be some of {ALL_STAGES}, got {tuple(stages)}")
+    return chosen
+
+
+def _check_at_least_one(what: str, value: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{what} must be a whole number, at least 1, got {value!r}")
