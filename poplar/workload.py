@@ -1,0 +1,146 @@
+"""What a user wants to train, as the command line finds it: a function in a file.
+
+    # train.py
+    def workload():
+        return Workload(model, loss_fn, example_batch)
+
+    poplar profile train.py:workload -o cluster.json
+
+Every rank calls the function, so it must build the same model everywhere; `load` seeds torch first.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from poplar import nest
+
+_SEED = 0
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model, its loss and a batch like those it will train on: what a profile is measured on."""
+
+    model: nn.Module
+    loss_fn: Callable[[nn.Module, Any], Tensor]
+    """`loss_fn(model, batch)`: the mean loss of the batch."""
+    example_batch: Any
+    """A nest of tensors with samples along dim 0; as many as there are. They are repeated where
+    more are needed."""
+    optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW
+    optimizer_arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, nn.Module):
+            raise TypeError(
+                f"Workload.model must be a torch.nn.Module, got {type(self.model).__name__}"
+            )
+        if not callable(self.loss_fn):
+            raise TypeError(
+                "Workload.loss_fn must be a function of the model and a batch, got "
+                f"{type(self.loss_fn).__name__}"
+            )
+        nest.samples_in(self.example_batch)
+
+    def to(self, device: torch.device) -> Workload:
+        """This workload with its model (moved in place) and its batch on `device`."""
+        batch = nest.map_tensors(lambda tensor: tensor.to(device), self.example_batch)
+        return replace(self, model=self.model.to(device), example_batch=batch)
+
+    def batch_of(self, samples: int) -> Any:
+        """A batch of exactly `samples`: the example's, again from its first where it ends."""
+        have = nest.samples_in(self.example_batch)
+        return nest.take(self.example_batch, [index % have for index in range(samples)])
+
+
+def load(address: str) -> Workload:
+    """Call the function that `address` names, as in `train.py:workload` or `package.module:name`.
+
+    The file's folder joins `sys.path`, as when Python runs the file. The function takes no
+    arguments and returns a `Workload`, or the tuple `(model, loss_fn, example_batch)`.
+
+    Raises:
+        ValueError: no such file, module or function, or one that returns something else; says what
+            was found.
+        Exception: whatever the file or the function itself raises.
+    """
+    where, colon, name = address.rpartition(":")
+    if not colon or not where or not name:
+        raise ValueError(
+            f"{address!r} names no function; write the file, a colon and the function, as in "
+            "train.py:workload"
+        )
+    torch.manual_seed(_SEED)
+    module = _run_file(Path(where)) if where.endswith(".py") else _import(where)
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise ValueError(
+            f"{where} has no function {name!r}; it has {', '.join(_functions(module)) or 'none'}"
+        )
+    return _checked(function(), address)
+
+
+def _functions(module: ModuleType) -> list[str]:
+    """Names of the functions that a module defines for others."""
+    return [
+        name
+        for name, value in sorted(vars(module).items())
+        if inspect.isfunction(value)
+        and value.__module__ == module.__name__
+        and not name.startswith("_")
+    ]
+
+
+def _checked(returned: Any, address: str) -> Workload:
+    if isinstance(returned, Workload):
+        return returned
+    if isinstance(returned, tuple) and len(returned) == 3:
+        return Workload(*returned)
+    raise ValueError(
+        f"{address} must return a poplar.workload.Workload or the tuple (model, loss_fn, "
+        f"example_batch), got {type(returned).__name__}"
+    )
+
+
+def _run_file(path: Path) -> ModuleType:
+    path = path.resolve()
+    if not path.is_file():
+        raise ValueError(f"there is no file {path}")
+    # Not under its bare name, which may be that of another module ("train", "json").
+    name = f"poplar_workload_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    sys.modules[name] = module  # dataclasses and pickle look modules up by name
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _import(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not name.startswith(error.name):
+            raise  # something that the module itself needs
+        raise ValueError(
+            f"there is no module {name!r}; is it a file? then write its path with .py"
+        ) from error
