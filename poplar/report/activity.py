@@ -1,0 +1,120 @@
+"""From spans to what each rank was doing: computing, communicating, waiting, stepping.
+
+Spans of one rank nest (a wait inside a pass, a wait inside the optimizer's step), so each moment
+gets exactly one activity: a wait goes before the optimizer, the optimizer before a pass. A wait is
+told apart by all ranks together: the i-th wait for one thing is one collective, and until the last
+rank has begun to wait for it, nothing can move.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from poplar.trace import Span
+
+COMPUTE, COMMUNICATION, WAITING, OPTIMIZER = "compute", "communication", "waiting", "optimizer"
+ACTIVITIES = (COMPUTE, OPTIMIZER, COMMUNICATION, WAITING)
+"""In the order of a legend."""
+
+_PRECEDENCE = (WAITING, COMMUNICATION, OPTIMIZER, COMPUTE)
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """One activity without interruption, in seconds since the first rank began."""
+
+    activity: str
+    start: float
+    stop: float
+
+    @property
+    def seconds(self) -> float:
+        """How long it took."""
+        return self.stop - self.start
+
+
+def stretches(spans: Sequence[Sequence[Span]]) -> list[list[Stretch]]:
+    """What each rank did, in order and without overlaps; gaps are neither (loading, Python).
+
+    Args:
+        spans: one step of every rank, on one clock.
+
+    Returns:
+        One list per rank; time 0 is the earliest start of any span.
+    """
+    begin = min((span.start for rank in spans for span in rank), default=0.0)
+    last_arrivals = _last_arrivals(spans)
+    return [
+        _without_overlaps(
+            [
+                Stretch(part.activity, part.start - begin, part.stop - begin)
+                for part in _activities(rank, last_arrivals)
+            ]
+        )
+        for rank in spans
+    ]
+
+
+def seconds_by_activity(rank: Sequence[Stretch]) -> dict[str, float]:
+    """Total seconds of each activity, all of `ACTIVITIES`."""
+    totals = dict.fromkeys(ACTIVITIES, 0.0)
+    for stretch in rank:
+        totals[stretch.activity] += stretch.seconds
+    return totals
+
+
+def _last_arrivals(spans: Sequence[Sequence[Span]]) -> dict[tuple[str, int], float]:
+    """When the last rank began to wait, for each thing and occurrence."""
+    arrivals: dict[tuple[str, int], float] = {}
+    for rank in spans:
+        for name, span in _numbered_waits(rank):
+            arrivals[name] = max(span.start, arrivals.get(name, span.start))
+    return arrivals
+
+
+def _numbered_waits(rank: Sequence[Span]) -> Iterator[tuple[tuple[str, int], Span]]:
+    seen: dict[str, int] = defaultdict(int)
+    for span in sorted(rank, key=lambda span: span.start):
+        if span.kind == "wait":
+            yield (span.what, seen[span.what]), span
+            seen[span.what] += 1
+
+
+def _activities(
+    rank: Sequence[Span], last_arrivals: dict[tuple[str, int], float]
+) -> Iterator[Stretch]:
+    for span in rank:
+        if span.kind == "pass":
+            yield Stretch(COMPUTE, span.start, span.stop)
+        elif span.kind == "optimizer":
+            yield Stretch(OPTIMIZER, span.start, span.stop)
+    for name, span in _numbered_waits(rank):
+        together = min(last_arrivals[name], span.stop)
+        yield Stretch(WAITING, span.start, together)
+        yield Stretch(COMMUNICATION, together, span.stop)
+
+
+def _without_overlaps(parts: Sequence[Stretch]) -> list[Stretch]:
+    """Each moment once, by precedence; neighbours of one activity are joined."""
+    changes: dict[float, list[tuple[str, int]]] = defaultdict(list)
+    for part in parts:
+        if part.stop > part.start:
+            changes[part.start].append((part.activity, 1))
+            changes[part.stop].append((part.activity, -1))
+    active = dict.fromkeys(_PRECEDENCE, 0)
+    result: list[Stretch] = []
+    times = sorted(changes)
+    for start, stop in pairwise(times):
+        for activity, change in changes[start]:
+            active[activity] += change
+        current = next((name for name in _PRECEDENCE if active[name]), None)
+        if current is None:
+            continue
+        if result and result[-1].activity == current and result[-1].stop == start:
+            result[-1] = Stretch(current, result[-1].start, stop)
+        else:
+            result.append(Stretch(current, start, stop))
+    return result

@@ -1,0 +1,43 @@
+"""In a few words, what sets one plan apart from another."""
+
+from __future__ import annotations
+
+from poplar.planning.plan import Plan
+from poplar.report import words
+
+
+def difference(plan: Plan, chosen: Plan) -> str:
+    """`rank 0 −2, rank 3 +2`, or other passes or shares; "the chosen plan" if there is none."""
+    if plan == chosen:
+        return "the chosen plan"
+    parts = []
+    if plan.stage != chosen.stage:
+        parts.append(f"stage {plan.stage}")
+    moved = _moved_samples(plan, chosen)
+    if moved:
+        parts.append(moved)
+    elif plan.micro_batches != chosen.micro_batches:
+        parts.append(_other_passes(plan, chosen))
+    if plan.shares != chosen.shares:
+        parts.append("shares " + " ".join(f"{100 * share:.0f}" for share in plan.shares))
+    return ", ".join(parts) or "units of their own"
+
+
+def _moved_samples(plan: Plan, chosen: Plan) -> str:
+    changes = [plan.samples(r) - chosen.samples(r) for r in range(plan.world_size)]
+    return ", ".join(
+        f"rank {rank} {change:+d}".replace("-", "\N{MINUS SIGN}")
+        for rank, change in enumerate(changes)
+        if change
+    )
+
+
+def _other_passes(plan: Plan, chosen: Plan) -> str:
+    for rank, (ours, theirs) in enumerate(
+        zip(plan.micro_batches, chosen.micro_batches, strict=True)
+    ):
+        if len(ours) != len(theirs):
+            return f"rank {rank} in {len(ours)} pass{'es' if len(ours) != 1 else ''}"
+        if ours != theirs:
+            return f"rank {rank} cut {words.passes(ours)}"
+    return ""

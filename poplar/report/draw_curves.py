@@ -1,0 +1,203 @@
+"""The measured curves of every rank: time and memory of a pass against its samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.text import Text
+from matplotlib.ticker import MaxNLocator
+
+from poplar.planning.cluster import ClusterProfile, DeviceProfile
+from poplar.planning.plan import Plan
+from poplar.report import theme, words
+from poplar.report.labels import spread
+
+_LONGEST_LABEL = 24
+_LINE_POINTS = 200
+_ALIKE = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class _Series:
+    """Curves that share a colour and a label."""
+
+    label: str
+    colour: str
+    ranks: tuple[int, ...]
+
+
+def draw_curves(profile: ClusterProfile, plan: Plan) -> Figure:
+    """Measured points, the curve that the planner reads from them, and where the plan works."""
+    unit, factor = words.byte_unit(
+        max(point.activation_bytes for device in profile.devices for point in device.points)
+    )
+    with theme.style():
+        figure = theme.new_figure(height=4.3)
+        left, right = figure.subplots(1, 2)
+        left.set_title("Seconds of a pass, forward and backward")
+        right.set_title(f"Activation memory of a pass, {unit}")
+        _legend(figure)
+        series = _series(profile)
+        labels = [
+            _panel(axes, profile, plan, series, value)
+            for axes, value in (
+                (left, _Value(lambda d, b: d.seconds(b), lambda d: [p.seconds for p in d.points])),
+                (
+                    right,
+                    _Value(
+                        lambda d, b: d.activation_bytes(b) / factor,
+                        lambda d: [p.activation_bytes / factor for p in d.points],
+                    ),
+                ),
+            )
+        ]
+        theme.settle(figure)
+        for axes, texts in zip((left, right), labels, strict=True):
+            _move_apart(axes, texts)
+    return figure
+
+
+@dataclass(frozen=True, slots=True)
+class _Value:
+    """What a panel shows of a device: the curve at a batch, and the measured points."""
+
+    curve: Callable[[DeviceProfile, int], float]
+    points: Callable[[DeviceProfile], list[float]]
+
+
+def _series(profile: ClusterProfile) -> list[_Series]:
+    """One per rank; one per kind of device where there are more ranks than colours."""
+    names = [device.name for device in profile.devices]
+    if len(names) <= len(theme.SERIES):
+        labels = words.rank_labels(profile)
+        return [
+            _Series(_shortened(label), theme.SERIES[rank], (rank,))
+            for rank, label in enumerate(labels)
+        ]
+    kinds = list(dict.fromkeys(names))
+    return [
+        _Series(
+            _shortened(f"{names.count(kind)} × {kind}"),
+            theme.SERIES[number % len(theme.SERIES)],
+            tuple(rank for rank, name in enumerate(names) if name == kind),
+        )
+        for number, kind in enumerate(kinds)
+    ]
+
+
+def _panel(
+    axes: Axes, profile: ClusterProfile, plan: Plan, series: Sequence[_Series], value: _Value
+) -> list[Text]:
+    """Draw one panel; returns the labels at the ends of the curves, where they would like to be."""
+    texts = []
+    alike = len(series) > 1 and _are_alike(profile, value)
+    for one in series:
+        ends = []
+        for rank in one.ranks:
+            device = profile.devices[rank]
+            line = [value.curve(device, batch) for batch in _batches(device)]
+            axes.plot(_batches(device), line, color=one.colour, zorder=2)
+            axes.plot(
+                [point.batch for point in device.points],
+                value.points(device),
+                linestyle="none",
+                marker="o",
+                markersize=5,
+                color=one.colour,
+                markeredgecolor=theme.PAPER,
+                markeredgewidth=0.8,
+                zorder=3,
+            )
+            used = sorted({size for size in plan.micro_batches[rank] if size})
+            axes.plot(
+                used,
+                [value.curve(device, size) for size in used],
+                linestyle="none",
+                color=one.colour,
+                marker="o",
+                markersize=11,
+                markerfacecolor="none",
+                markeredgewidth=1.5,
+                zorder=4,
+            )
+            ends.append(line[-1])
+        end = sorted(ends)[len(ends) // 2]
+        if alike:
+            continue
+        texts.append(_end_label(axes, end, one.label, one.colour))
+    if alike:
+        texts.append(_end_label(axes, end, "all ranks", theme.INK))
+    axes.set_xlabel("samples in the pass")
+    axes.set_xlim(left=0)
+    axes.set_ylim(bottom=0)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+    return texts
+
+
+def _end_label(axes: Axes, height: float, label: str, colour: str) -> Text:
+    return axes.text(
+        1.02,
+        height,
+        label,
+        color=colour,
+        transform=axes.get_yaxis_transform(),
+        verticalalignment="center",
+        fontweight="bold",
+    )
+
+
+def _are_alike(profile: ClusterProfile, value: _Value) -> bool:
+    """Whether all curves lie on each other, so that labels by rank would say nothing."""
+    batch = min(device.max_batch for device in profile.devices)
+    heights = [value.curve(device, batch) for device in profile.devices]
+    same_length = len({device.max_batch for device in profile.devices}) == 1
+    return same_length and max(heights) - min(heights) <= _ALIKE * max(heights)
+
+
+def _batches(device: DeviceProfile) -> list[int]:
+    """Where the curve is drawn: every batch, or as many as a picture can show, and the points."""
+    stride = max(1, device.max_batch // _LINE_POINTS)
+    first = device.points[0].batch
+    measured = {point.batch for point in device.points}
+    return sorted(measured | set(range(first, device.max_batch + 1, stride)))
+
+
+def _move_apart(axes: Axes, texts: Sequence[Text]) -> None:
+    low, high = axes.get_ylim()
+    gap = 1.35 * theme.FONT_POINTS * (high - low) / theme.points_of(axes)[1]
+    wishes = [float(text.get_position()[1]) for text in texts]
+    for text, place in zip(texts, spread(wishes, gap, low, high), strict=True):
+        text.set_y(place)
+
+
+def _legend(figure: Figure) -> None:
+    mark: dict[str, Any] = {"color": theme.MUTED, "marker": "o"}
+    figure.legend(
+        handles=[
+            Line2D([], [], linestyle="none", markersize=5, label="measured", **mark),
+            Line2D([], [], color=theme.MUTED, label="what the planner reads from it"),
+            Line2D(
+                [],
+                [],
+                linestyle="none",
+                markersize=11,
+                markerfacecolor="none",
+                markeredgewidth=1.5,
+                label="used by the plan",
+                **mark,
+            ),
+        ],
+        loc="outside upper left",
+        ncols=3,
+    )
+
+
+def _shortened(label: str) -> str:
+    for maker in ("NVIDIA GeForce ", "NVIDIA "):
+        label = label.replace(maker, "")
+    return label if len(label) <= _LONGEST_LABEL else label[: _LONGEST_LABEL - 1] + "…"

@@ -1,0 +1,144 @@
+"""Predicted beside measured, for the runs and for the chosen plan's neighbours."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from poplar.planning.cluster import ClusterProfile
+from poplar.planning.cost_model import predict
+from poplar.planning.plan import Plan
+from poplar.report import theme, words
+from poplar.report.differences import difference
+from poplar.report.record import Neighbour, Run
+
+
+def draw_predictions(runs: Sequence[Run]) -> Figure:
+    """Every measured step, its median, and what was predicted before."""
+    with theme.style():
+        figure = theme.new_figure(height=0.52 * len(runs) + 1.35)
+        axes = figure.subplots()
+        axes.set_title("Seconds of a step, predicted and measured")
+        _legend(figure, single_steps=True)
+        for row, run in enumerate(runs):
+            colour = theme.CHOSEN if row == len(runs) - 1 else theme.EVEN
+            axes.plot(
+                run.step_seconds,
+                _jittered(row, len(run.step_seconds)),
+                linestyle="none",
+                marker="o",
+                markersize=4,
+                color=colour,
+                alpha=0.45,
+                markeredgewidth=0,
+            )
+            _median_and_prediction(
+                axes, row, run.measured_step_seconds, run.predicted_step_seconds, colour
+            )
+            axes.text(
+                1.012,
+                row,
+                _verdict(run),
+                transform=axes.get_yaxis_transform(),
+                verticalalignment="center",
+                color=theme.INK,
+            )
+        _rows(axes, [run.name for run in runs])
+    return figure
+
+
+def draw_neighbours(
+    neighbours: Sequence[Neighbour], chosen: Plan, profile: ClusterProfile
+) -> Figure:
+    """The chosen plan among plans that differ a little, fastest first."""
+    ordered = sorted(neighbours, key=lambda near: near.step_seconds)
+    with theme.style():
+        figure = theme.new_figure(height=0.25 * len(ordered) + 1.35)
+        axes = figure.subplots()
+        axes.set_title("Neighbours of the chosen plan: median seconds of a step, fastest first")
+        _legend(figure, single_steps=False)
+        for row, near in enumerate(ordered):
+            colour = theme.CHOSEN if near.plan == chosen else theme.EVEN
+            _median_and_prediction(
+                axes, row, near.step_seconds, _predicted(profile, near.plan), colour
+            )
+        _rows(axes, [difference(near.plan, chosen) for near in ordered])
+        for label, near in zip(axes.get_yticklabels(), ordered, strict=True):
+            if near.plan == chosen:
+                label.set(color=theme.CHOSEN, fontweight="bold")
+    return figure
+
+
+def _predicted(profile: ClusterProfile, plan: Plan) -> float | None:
+    try:
+        return predict(profile, plan).step_seconds
+    except ValueError:
+        return None  # beyond what was measured or fits: nothing is known of it
+
+
+def _median_and_prediction(
+    axes: Axes, row: int, measured: float, predicted: float | None, colour: str
+) -> None:
+    if predicted is not None:
+        axes.plot([measured, predicted], [row, row], color=theme.GRID, linewidth=3, zorder=1)
+        axes.plot(
+            predicted,
+            row,
+            color=theme.INK,
+            marker="D",
+            markersize=7,
+            markerfacecolor="none",
+            markeredgewidth=1.4,
+            zorder=4,
+        )
+    axes.plot(measured, row, marker="|", markersize=15, markeredgewidth=3, color=colour, zorder=3)
+
+
+def _rows(axes: Axes, names: Sequence[str]) -> None:
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(len(names) - 0.4, -0.6)
+    axes.tick_params(axis="y", labelcolor=theme.INK, length=0)
+    axes.tick_params(axis="x", length=0)
+    axes.spines["left"].set_visible(False)
+    axes.grid(axis="y", visible=False)
+    axes.margins(x=0.06)
+
+
+def _legend(figure: Figure, *, single_steps: bool) -> None:
+    common: dict[str, Any] = {"color": theme.MUTED, "linestyle": "none"}
+    handles = [
+        Line2D([], [], marker="o", markersize=4, alpha=0.6, label="one step", **common),
+        Line2D([], [], marker="|", markersize=12, markeredgewidth=3, label="median step", **common),
+        Line2D(
+            [],
+            [],
+            marker="D",
+            markersize=7,
+            markerfacecolor="none",
+            markeredgewidth=1.4,
+            label="predicted",
+            **common,
+        ),
+    ]
+    handles = handles if single_steps else handles[1:]
+    figure.legend(handles=handles, loc="outside upper left", ncols=len(handles))
+
+
+def _verdict(run: Run) -> str:
+    measured = f"measured {words.seconds(run.measured_step_seconds)}"
+    if run.predicted_step_seconds is None or run.prediction_error is None:
+        return measured
+    return (
+        f"{measured}\npredicted {words.seconds(run.predicted_step_seconds)} "
+        f"({words.signed_percent(run.prediction_error)})"
+    )
+
+
+def _jittered(row: int, many: int) -> list[float]:
+    """Heights around a row that keep equal steps from hiding each other; always the same ones."""
+    golden = 0.6180339887
+    return [row + 0.44 * ((i * golden) % 1.0 - 0.5) for i in range(many)]

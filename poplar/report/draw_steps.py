@@ -1,0 +1,99 @@
+"""One step of each run, rank by rank: computing, communicating, waiting."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from poplar.report import theme, words
+from poplar.report.activity import (
+    ACTIVITIES,
+    COMPUTE,
+    OPTIMIZER,
+    Stretch,
+    seconds_by_activity,
+    stretches,
+)
+from poplar.report.record import Run
+
+_MOST_LABELLED_RANKS = 16
+_INCHES_OF_A_RANK = 0.34
+_TALLEST_PANEL = 6.0
+
+
+def draw_steps(runs: Sequence[Run]) -> Figure | None:
+    """A panel per traced run, all on one scale; None if none was traced."""
+    traced = [run for run in runs if run.spans and any(run.spans)]
+    if not traced:
+        return None
+    with theme.style():
+        panels = [min(_TALLEST_PANEL, _INCHES_OF_A_RANK * len(run.spans) + 0.45) for run in traced]
+        figure = theme.new_figure(height=sum(panels) + 0.55 * len(traced) + 0.75)
+        grid = figure.subplots(len(traced), 1, sharex=True, squeeze=False, height_ratios=panels)
+        figure.legend(
+            handles=[Patch(color=theme.ACTIVITY[name], label=name) for name in ACTIVITIES],
+            loc="outside upper left",
+            ncols=len(ACTIVITIES),
+            handlelength=1.2,
+        )
+        for axes, run in zip(grid[:, 0], traced, strict=True):
+            _panel(axes, run)
+        grid[-1, 0].set_xlabel("seconds since the step began")
+    return figure
+
+
+def _panel(axes: Axes, run: Run) -> None:
+    rows = stretches(run.spans)
+    end = max((row[-1].stop for row in rows if row), default=0.0)
+    axes.set_title(f"{run.name}: {words.seconds(end)} in this step")
+    for rank, row in enumerate(rows):
+        for activity in ACTIVITIES:
+            axes.broken_barh(
+                [(part.start, part.seconds) for part in row if part.activity == activity],
+                (rank - 0.36, 0.72),
+                facecolor=theme.ACTIVITY[activity],
+                linewidth=0,
+            )
+    _label_ranks(axes, rows, end)
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set_xlim(left=0)
+    axes.grid(axis="y", visible=False)
+    axes.spines["left"].set_visible(False)
+    axes.tick_params(axis="both", length=0, labelbottom=True)
+    if run.predicted_step_seconds is not None:
+        _mark_prediction(axes, run.predicted_step_seconds)
+
+
+def _label_ranks(axes: Axes, rows: Sequence[Sequence[Stretch]], end: float) -> None:
+    stride = -(-len(rows) // _MOST_LABELLED_RANKS)
+    shown = range(0, len(rows), stride)
+    axes.set_yticks(list(shown), [f"rank {rank}" for rank in shown])
+    for rank in shown:
+        totals = seconds_by_activity(rows[rank])
+        busy = (totals[COMPUTE] + totals[OPTIMIZER]) / end if end else 0.0
+        axes.text(
+            1.012,
+            rank,
+            f"busy {words.percent(busy)}",
+            transform=axes.get_yaxis_transform(),
+            verticalalignment="center",
+            color=theme.MUTED,
+        )
+
+
+def _mark_prediction(axes: Axes, predicted: float) -> None:
+    axes.axvline(predicted, color=theme.INK, linewidth=1.2, linestyle=(0, (4, 3)), zorder=5)
+    axes.annotate(
+        f"predicted {words.seconds(predicted)}",
+        (predicted, 1),
+        xycoords=axes.get_xaxis_transform(),
+        xytext=(0, 3),
+        textcoords="offset points",
+        horizontalalignment="center",
+        verticalalignment="bottom",
+        fontsize=theme.FONT_POINTS - 0.5,
+        color=theme.INK,
+    )

@@ -1,0 +1,29 @@
+"""All pictures of a report, by the names of their files."""
+
+from __future__ import annotations
+
+from matplotlib.figure import Figure
+
+from poplar.report.draw_curves import draw_curves
+from poplar.report.draw_losses import draw_losses
+from poplar.report.draw_predictions import draw_neighbours, draw_predictions
+from poplar.report.draw_steps import draw_steps
+from poplar.report.record import RunRecord
+from poplar.report.theme import to_svg, write_png
+
+__all__ = ["draw_pictures", "to_svg", "write_png"]
+
+
+def draw_pictures(record: RunRecord) -> dict[str, Figure]:
+    """What there is to show of a run; what was not recorded is left out."""
+    chosen = record.chosen.plan
+    drawn = {
+        "curves": draw_curves(record.profile, chosen),
+        "timeline": draw_steps(record.runs),
+        "losses": draw_losses(record.runs),
+        "predictions": draw_predictions(record.runs),
+        "neighbours": draw_neighbours(record.neighbours, chosen, record.profile)
+        if record.neighbours
+        else None,
+    }
+    return {name: figure for name, figure in drawn.items() if figure is not None}

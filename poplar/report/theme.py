@@ -1,0 +1,146 @@
+"""The look of all pictures: colours that colour-blind readers tell apart, and plain axes.
+
+Pictures are drawn once. In the page they are SVG whose colours are CSS variables, so that the same
+drawing serves a light and a dark page and paper; as files they are PNG on white.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+from poplar.report.activity import COMMUNICATION, COMPUTE, OPTIMIZER, WAITING
+
+WIDTH = 10.0
+"""Inches: 960 pixels of a page, on which a point is as large as in text beside it."""
+FONT_POINTS = 10.0
+PNG_DOTS_PER_INCH = 160
+
+INK, MUTED, GRID, PAPER = "#1c2024", "#60656c", "#dfe2e6", "#fefefe"
+
+SERIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#3a9bdc", "#b8860b", "#7a5195", "#5b6770")
+"""By rank or by device, in the order of Okabe and Ito, with darker ones for their last three."""
+
+ACTIVITY = {
+    COMPUTE: "#0b6fb0",
+    OPTIMIZER: "#0a9a70",
+    COMMUNICATION: "#e69f00",
+    WAITING: "#c9cdd2",
+}
+EVEN, CHOSEN = "#8a9099", "#0d71b4"
+"""The runs before the last, and the last: the chosen plan is what the eye should find."""
+
+CSS_VARIABLES = {
+    INK: "ink",
+    MUTED: "muted",
+    GRID: "grid",
+    PAPER: "paper",
+    EVEN: "even",
+    CHOSEN: "chosen",
+    **{colour: f"series-{number}" for number, colour in enumerate(SERIES)},
+    **{colour: f"activity-{name}" for name, colour in ACTIVITY.items()},
+}
+"""What the page calls each colour; all are different, or a page could not tell them apart."""
+
+_STYLE: Any = {
+    "font.family": "DejaVu Sans",
+    "font.size": FONT_POINTS,
+    "axes.titlesize": FONT_POINTS + 1,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.titlepad": 10.0,
+    "axes.titlecolor": INK,
+    "axes.labelcolor": MUTED,
+    "axes.labelsize": FONT_POINTS,
+    "axes.edgecolor": GRID,
+    "axes.facecolor": PAPER,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": GRID,
+    "grid.linewidth": 0.7,
+    "xtick.color": GRID,
+    "ytick.color": GRID,
+    "xtick.labelcolor": MUTED,
+    "ytick.labelcolor": MUTED,
+    "xtick.labelsize": FONT_POINTS - 0.5,
+    "ytick.labelsize": FONT_POINTS - 0.5,
+    "text.color": INK,
+    "figure.facecolor": PAPER,
+    "lines.linewidth": 1.8,
+    "lines.solid_capstyle": "round",
+    "legend.frameon": False,
+    "legend.labelcolor": MUTED,
+    "hatch.linewidth": 0.6,
+    "svg.fonttype": "path",
+    "svg.hashsalt": "poplar",
+}
+
+
+@contextmanager
+def style() -> Iterator[None]:
+    """Draw inside of it; a caller's own matplotlib settings are neither used nor changed."""
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update(_STYLE)
+        yield
+
+
+def new_figure(height: float, width: float = WIDTH) -> Figure:
+    """An empty figure of this many inches, outside of pyplot's global list."""
+    padding = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1, wspace=0.04, hspace=0.06)
+    figure = Figure(figsize=(width, height), layout=padding)
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def points_of(axes: Axes) -> tuple[float, float]:
+    """Width and height of the axes in points, once the layout is settled."""
+    figure = axes.get_figure(root=True)
+    assert figure is not None
+    box = axes.get_position()
+    width, height = figure.get_size_inches()
+    return 72 * width * box.width, 72 * height * box.height
+
+
+def settle(figure: Figure) -> None:
+    """Run the layout now and keep it, so that what is placed afterwards stays where it is put."""
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")
+
+
+def write_png(figure: Figure, path: Path) -> None:
+    """On white, sharp on paper and on dense screens."""
+    with style():
+        figure.savefig(path, format="png", dpi=PNG_DOTS_PER_INCH, metadata={"Software": None})
+
+
+def to_svg(figure: Figure, name: str) -> str:
+    """An `<svg>` element for an HTML page: colours are CSS variables, ids begin with `name`."""
+    buffer = io.StringIO()
+    with style():
+        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
+    text = buffer.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    text = re.sub(r'\b(id="|href="#|url\(#)', rf"\g<1>{name}-", text)
+    text = re.sub(r'<svg([^>]*?) width="[^"]*"', r"<svg\1", text, count=1)
+    text = re.sub(r'<svg([^>]*?) height="[^"]*"', r"<svg\1", text, count=1)
+    return re.sub(
+        "#[0-9a-f]{6}\\b",
+        lambda found: (
+            f"var(--{CSS_VARIABLES[found[0]]})" if found[0] in CSS_VARIABLES else found[0]
+        ),
+        text,
+    )
