@@ -157,6 +157,18 @@ class StageCosts:
         exposed = traffic.forward + traffic.backward - self.cluster.overlap * hidden
         return latest + max(0.0, exposed + self.meeting_residual)
 
+    def slopes(self, meeting: Meeting, traffic: Traffic) -> Traffic:
+        """By how much a meeting grows with each part of the traffic, as it grows from here."""
+        if self.meeting_seconds(meeting, traffic) <= meeting.latest:
+            return Traffic(0.0, 0.0)
+        latest, reducible = meeting
+        shown = 1.0 - self.cluster.overlap * self.hideable
+        forward = (1.0 - self.cluster.backward_fraction) * latest
+        return Traffic(
+            shown if traffic.forward * self.hideable < forward else 1.0,
+            shown if traffic.backward * self.hideable < latest - reducible else 1.0,
+        )
+
     def tail_seconds(self, shares: Sequence[float]) -> float:
         """What follows the last meeting: the optimizer, and the gather of what it changed."""
         ranks = range(self.cluster.world_size)
@@ -175,6 +187,14 @@ class StageCosts:
                 self._meeting([[b] for b in column]) for column in zip(*micro_batches, strict=True)
             ]
         return [self._meeting(micro_batches)]
+
+    def step_seconds(
+        self, micro_batches: Sequence[Sequence[int]], shares: Sequence[float]
+    ) -> float:
+        """A whole step."""
+        traffic = self.traffic(shares)
+        met = [self.meeting_seconds(meeting, traffic) for meeting in self.meetings(micro_batches)]
+        return math.fsum(met) + self.tail_seconds(shares)
 
     def _meeting(self, batches: Sequence[Sequence[int]]) -> Meeting:
         """The meeting after each rank has run these passes."""

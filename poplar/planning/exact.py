@@ -1,52 +1,303 @@
-"""The fastest plan of one stage."""
+"""The fastest plan of one stage: branch and bound over what each rank may hold.
+
+Memory ties batches to shares: the larger a rank's micro-batch, the less of the state it can own. A
+node of the search bounds the caps (largest micro-batches) of all ranks from both sides. Relaxed,
+batches may use the upper caps and shares the room that the lower ones leave, and everything splits
+(`joint`). If the relaxed step fits, the node is done; otherwise a rank holds too much, and either
+its cap is smaller or its share is. Where memory does not bind, the first node is the last.
+
+Deterministic: the search ends after a number of nodes, not of seconds, and `gap` says what it left.
+"""
 
 from __future__ import annotations
 
+import heapq
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import NamedTuple, TypeVar
 
 from poplar.planning.allocation import EveryPass, MicroBatches, OncePerStep
 from poplar.planning.cost_model import StageCosts
+from poplar.planning.joint import TOLERANCE, Relaxed, relaxed
 from poplar.planning.plan import Plan
-from poplar.planning.shortage import NoPlanFits, shortage, shortage_at_shares
+from poplar.planning.shares import Owns, ShareProblem
+from poplar.planning.shortage import shortage
+
+_T = TypeVar("_T")
+
+EVEN_PREFERENCE = 1e-3
+"""Even shares are kept if they cost no more than this part of a step."""
+_MOST_NODES = 300
+_REPAIRS = 3
+"""Turns of fitting caps to shares and shares to batches, to make a plan of a relaxed one."""
 
 
-def plan_at_shares(
-    costs: StageCosts, shares: Sequence[float], global_batch: int, most: int
-) -> Plan | None:
-    """The fastest plan with these shares and micro-batches of at most `most`; None: none fits."""
-    caps = [m.largest_batch(share, most) for m, share in zip(costs.memories, shares, strict=True)]
-    if min(caps) < 0 or max(caps) < 1:
-        return None
-    return Plan(
-        stage=costs.stage,
-        global_batch=global_batch,
-        micro_batches=_batches(costs, caps, shares, global_batch),
-        shares=tuple(shares),
-    )
+class Request(NamedTuple):
+    """What a plan is wanted for."""
+
+    global_batch: int
+    max_micro_batch: int
+    """Largest micro-batch that is allowed on any rank."""
+    even_preference: float = EVEN_PREFERENCE
+    """How much slower than the fastest, as a fraction, a plan with even shares may be to be chosen
+    instead: fewer surprises."""
 
 
-def _batches(
-    costs: StageCosts, caps: Sequence[int], shares: Sequence[float], global_batch: int
-) -> MicroBatches:
-    traffic = costs.traffic(shares)
-    if costs.meets_every_pass:
-        every = EveryPass(costs, caps, global_batch)
-        return every.micro_batches(every.at(traffic)[1])
-    return OncePerStep(costs, caps, global_batch).at(traffic)[1].micro_batches
+class Decision(NamedTuple):
+    """A plan, and how much faster, relative to it, another may be that was searched for."""
+
+    plan: Plan
+    gap: float = 0.0
 
 
-def exact(costs: StageCosts, global_batch: int, most: int) -> Plan:
-    """The fastest plan of this stage."""
+class Found(NamedTuple):
+    """Batches and shares that fit, and their step."""
+
+    seconds: float
+    micro_batches: MicroBatches
+    shares: tuple[float, ...]
+
+
+def exact(costs: StageCosts, request: Request) -> Decision:
+    """The fastest plan of one stage.
+
+    Raises:
+        NoPlanFits: says what is missing.
+    """
     missing = shortage(costs)
     if missing is not None:
         raise missing
-    n = len(costs.memories)
-    even = (1.0 / n,) * n
-    plan = plan_at_shares(costs, even, global_batch, most)
-    if plan is not None:
-        return plan
-    room = [max(0.0, memory.largest_share(1)) for memory in costs.memories]
-    plan = plan_at_shares(costs, [r / sum(room) for r in room], global_batch, most)
-    if plan is None:
-        raise shortage_at_shares(costs, even, 1) or NoPlanFits("no plan fits")
-    return plan
+    ranks = costs.cluster.world_size
+    even = at_shares(costs, (1.0 / ranks,) * ranks, request)
+    if not costs.shares_matter:
+        assert even is not None
+        return Decision(_plan(costs, request, even))
+    best, bound = _Search(costs, request, even).run()
+    if even is not None and even.seconds <= best.seconds * (1.0 + request.even_preference):
+        best = even
+    gap = 1.0 - bound / best.seconds if best.seconds > 0.0 else 0.0
+    return Decision(_plan(costs, request, best), gap if gap > TOLERANCE else 0.0)
+
+
+def at_shares(costs: StageCosts, shares: Sequence[float], request: Request) -> Found | None:
+    """The fastest batches under these shares, or None if none fits."""
+    most, global_batch = request.max_micro_batch, request.global_batch
+    caps = [m.largest_batch(share, most) for m, share in zip(costs.memories, shares, strict=True)]
+    if min(caps) < 0 or max(caps) < 1:
+        return None
+    traffic = costs.traffic(shares)
+    if costs.meets_every_pass:
+        every = EveryPass(costs, caps, global_batch)
+        micro_batches = every.micro_batches(every.at(traffic)[1])
+    else:
+        micro_batches = OncePerStep(costs, caps, global_batch).at(traffic)[1].micro_batches
+    return _found(costs, micro_batches, tuple(shares))
+
+
+def _found(costs: StageCosts, micro_batches: MicroBatches, shares: tuple[float, ...]) -> Found:
+    return Found(costs.step_seconds(micro_batches, shares), micro_batches, shares)
+
+
+def _plan(costs: StageCosts, request: Request, found: Found) -> Plan:
+    return Plan(
+        stage=costs.stage,
+        global_batch=request.global_batch,
+        micro_batches=found.micro_batches,
+        shares=found.shares,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Node:
+    """Caps between two bounds on every rank, and which ranks own a part of the state."""
+
+    low: tuple[int, ...]
+    high: tuple[int, ...]
+    owns: tuple[Owns, ...]
+
+    def with_rank(
+        self,
+        rank: int,
+        *,
+        low: int | None = None,
+        high: int | None = None,
+        owns: Owns | None = None,
+    ) -> _Node:
+        return _Node(
+            self.low if low is None else _with(self.low, rank, low),
+            self.high if high is None else _with(self.high, rank, high),
+            self.owns if owns is None else _with(self.owns, rank, owns),
+        )
+
+
+class _Search:
+    """Best-first branch and bound over nodes."""
+
+    def __init__(self, costs: StageCosts, request: Request, known: Found | None) -> None:
+        self._costs = costs
+        self._request = request
+        self._best = known
+        self._nodes: list[tuple[float, int, _Node, Relaxed]] = []
+        self._number = count()
+        self._twins = _twins(costs)
+
+    def run(self) -> tuple[Found, float]:
+        """The fastest step found, and a bound that none is below."""
+        self._keep(self._repaired(self._roomy_shares()))
+        self._add(self._root())
+        closed = math.inf
+        for _ in range(_MOST_NODES):
+            if not self._nodes or self._nodes[0][0] >= self._limit:
+                break
+            _, _, node, answer = heapq.heappop(self._nodes)
+            children = self._branches(node, answer)
+            if not children:
+                closed = min(closed, answer.bound)
+            for child in children:
+                self._add(child)
+        assert self._best is not None
+        bound = min([closed, self._best.seconds, *(entry[0] for entry in self._nodes[:1])])
+        return self._best, bound
+
+    def _root(self) -> _Node:
+        devices, most = self._costs.cluster.devices, self._request.max_micro_batch
+        return _Node(
+            low=(0,) * len(devices),
+            high=tuple(min(most, device.max_batch) for device in devices),
+            owns=tuple(
+                Owns.OPEN if device.optimizer_latency_seconds > 0.0 else Owns.SOMETHING
+                for device in devices
+            ),
+        )
+
+    @property
+    def _limit(self) -> float:
+        return math.inf if self._best is None else self._best.seconds * (1.0 - TOLERANCE)
+
+    def _keep(self, found: Found | None) -> None:
+        if found is not None and (self._best is None or found.seconds < self._best.seconds):
+            self._best = found
+
+    def _roomy_shares(self) -> tuple[float, ...]:
+        """Shares in proportion to the room that one sample leaves."""
+        room = [max(0.0, memory.largest_share(1)) for memory in self._costs.memories]
+        if math.fsum(room) < 1.0:
+            room = [max(0.0, memory.largest_share(0)) for memory in self._costs.memories]
+        total = math.fsum(room)
+        return tuple(part / total for part in room)
+
+    def _add(self, node: _Node) -> None:
+        tightened = self._tightened(node)
+        if tightened is None:
+            return
+        node, upper = tightened
+        problem = ShareProblem(self._costs, upper, node.owns)
+        answer = relaxed(self._costs, node.high, self._request.global_batch, problem, self._limit)
+        if answer is None or answer.bound >= self._limit:
+            return
+        self._keep(self._fitted(answer))
+        self._keep(self._repaired(answer.shares))
+        if answer.bound < self._limit:
+            heapq.heappush(self._nodes, (answer.bound, next(self._number), node, answer))
+
+    def _tightened(self, node: _Node) -> tuple[_Node, list[float]] | None:
+        """The node without caps that its shares rule out, and its shares' bounds; None: empty."""
+        memories = self._costs.memories
+        upper = [memory.largest_share(low) for memory, low in zip(memories, node.low, strict=True)]
+        for rank, own in enumerate(node.owns):
+            if own is Owns.NOTHING:
+                upper[rank] = min(0.0, upper[rank])
+        room = math.fsum(upper)
+        if min(upper) < 0.0 or room < 1.0 - 1e-12:
+            return None
+        high = [
+            memory.largest_batch(max(0.0, 1.0 - (room - own)), most)
+            for memory, own, most in zip(memories, upper, node.high, strict=True)
+        ]
+        if max(high) < 1 or any(h < low for h, low in zip(high, node.low, strict=True)):
+            return None
+        return replace(node, high=tuple(high)), upper
+
+    def _fitted(self, answer: Relaxed) -> Found | None:
+        """The batches of a relaxed answer with the best shares that leave room for them."""
+        upper = [
+            memory.largest_share(max(passes, default=0))
+            for memory, passes in zip(self._costs.memories, answer.micro_batches, strict=True)
+        ]
+        problem = ShareProblem(self._costs, upper)
+        if not problem.is_feasible:
+            return None
+        shared = problem.cheapest(self._costs.meetings(answer.micro_batches))
+        return _found(self._costs, answer.micro_batches, shared.shares)
+
+    def _repaired(self, shares: tuple[float, ...]) -> Found | None:
+        """The best batches under these shares, then the best shares for those, and so on."""
+        best = None
+        for _ in range(_REPAIRS):
+            found = at_shares(self._costs, shares, self._request)
+            if found is None or (best is not None and found.seconds >= best.seconds):
+                break
+            best = found
+            fitted = self._fitted(Relaxed(0.0, found.micro_batches, found.shares))
+            if fitted is None or fitted.seconds >= best.seconds:
+                break
+            best, shares = fitted, fitted.shares
+        return best
+
+    def _branches(self, node: _Node, answer: Relaxed) -> list[_Node]:
+        """Nodes that together hold every plan of this one, and not its relaxed answer."""
+        excess = []
+        for rank, memory in enumerate(self._costs.memories):
+            used = max(answer.micro_batches[rank], default=0)
+            if not memory.fits(used, answer.shares[rank]):
+                missing = memory.needed(used, answer.shares[rank]) / memory.limit
+                excess.append((missing, -rank, used))
+        if excess:
+            _, rank, used = max(excess)
+            return self._by_cap(node, -rank, used, answer.shares[-rank])
+        return self._by_ownership(node, answer.shares)
+
+    def _by_cap(self, node: _Node, rank: int, used: int, share: float) -> list[_Node]:
+        fitting = self._costs.memories[rank].largest_batch(share, used)
+        cap = (fitting + used + 1) // 2
+        smaller, larger = node, node
+        twins = self._twins[rank]
+        for twin in twins[twins.index(rank) :]:
+            smaller = smaller.with_rank(twin, high=min(smaller.high[twin], cap - 1))
+        for twin in twins[: twins.index(rank) + 1]:
+            larger = larger.with_rank(twin, low=max(larger.low[twin], cap))
+        return [smaller, larger]
+
+    def _by_ownership(self, node: _Node, shares: Sequence[float]) -> list[_Node]:
+        undecided = [
+            (self._costs.optimizer_seconds(rank, share), -rank)
+            for rank, share in enumerate(shares)
+            if node.owns[rank] is Owns.OPEN and share > 0.0
+        ]
+        if not undecided:
+            return []
+        rank = -max(undecided)[1]
+        return [node.with_rank(rank, owns=own) for own in (Owns.SOMETHING, Owns.NOTHING)]
+
+
+def _with(values: tuple[_T, ...], rank: int, value: _T) -> tuple[_T, ...]:
+    return (*values[:rank], value, *values[rank + 1 :])
+
+
+def _twins(costs: StageCosts) -> list[list[int]]:
+    """For each rank, those that are its equal, itself included, in order.
+
+    A plan stays as fast when equal ranks change places, so their caps may be taken as descending.
+    """
+    cluster, network = costs.cluster, costs.cluster.network
+    kinds = [
+        (
+            replace(device, name="", uuid="", host="", throttled="", peak_flops=None),
+            network.send_seconds_per_byte[rank],
+            network.receive_seconds_per_byte[rank],
+        )
+        for rank, device in enumerate(cluster.devices)
+    ]
+    return [[other for other, same in enumerate(kinds) if same == kind] for kind in kinds]

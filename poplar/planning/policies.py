@@ -11,21 +11,22 @@ from collections.abc import Callable, Mapping, Sequence
 
 from poplar import _core
 from poplar.planning.cost_model import StageCosts
-from poplar.planning.exact import exact
+from poplar.planning.exact import Decision, Request, exact
 from poplar.planning.plan import Plan
 from poplar.planning.shortage import shortage_at_shares
 
-Policy = Callable[[StageCosts, int, int], Plan]
-"""From the costs of a stage, the global batch and the largest micro-batch that is allowed."""
+Policy = Callable[[StageCosts, Request], Decision]
+"""From the costs of a stage and what is wanted of it."""
 
 
-def even(costs: StageCosts, global_batch: int, most: int) -> Plan:
+def even(costs: StageCosts, request: Request) -> Decision:
     """The same for every rank: the largest micro-batch that fits the smallest, fewest passes."""
-    caps = _caps(costs, most, everyone_works=True)
-    return Plan.even(len(caps), global_batch, min(caps), costs.stage)
+    caps = _caps(costs, request, everyone_works=True)
+    plan = Plan.even(len(caps), request.global_batch, min(caps), costs.stage)
+    return Decision(plan)
 
 
-def flops(costs: StageCosts, global_batch: int, most: int) -> Plan:
+def flops(costs: StageCosts, request: Request) -> Decision:
     """Samples in proportion to peak FLOP/s, as Whale does.
 
     Raises:
@@ -39,10 +40,11 @@ def flops(costs: StageCosts, global_batch: int, most: int) -> Plan:
                 "goes by; add it to the profile, or choose another policy"
             )
         peaks.append(device.peak_flops)
-    return Plan.proportional(peaks, global_batch, costs.stage, _caps(costs, most))
+    caps = _caps(costs, request)
+    return Decision(Plan.proportional(peaks, request.global_batch, costs.stage, caps))
 
 
-def paper(costs: StageCosts, global_batch: int, most: int) -> Plan:
+def paper(costs: StageCosts, request: Request) -> Decision:
     """Poplar as published, reconstructed.
 
     Where ranks meet once a step, each gets samples in proportion to its best speed, in passes of
@@ -50,15 +52,15 @@ def paper(costs: StageCosts, global_batch: int, most: int) -> Plan:
     is swept: each rank takes its largest batch within it, and the limit with the cheapest step is
     kept.
     """
-    caps = _caps(costs, most)
+    caps = _caps(costs, request)
     if costs.meets_every_pass:
-        return _swept(costs, global_batch, caps)
+        return Decision(_swept(costs, request.global_batch, caps))
     best = [_best_batch(costs, rank, cap) for rank, cap in enumerate(caps)]
     speeds = [
         batch / max(costs.pass_seconds(rank, batch), _SHORTEST_PASS) if batch else 0.0
         for rank, batch in enumerate(best)
     ]
-    return Plan.proportional(speeds, global_batch, costs.stage, best)
+    return Decision(Plan.proportional(speeds, request.global_batch, costs.stage, best))
 
 
 POLICIES: Mapping[str, Policy] = {"exact": exact, "even": even, "flops": flops, "paper": paper}
@@ -67,7 +69,7 @@ _SHORTEST_PASS = 1e-9
 """Seconds: a residual may take all of a pass away, and a speed has to stay finite."""
 
 
-def _caps(costs: StageCosts, most: int, *, everyone_works: bool = False) -> list[int]:
+def _caps(costs: StageCosts, request: Request, *, everyone_works: bool = False) -> list[int]:
     """By rank, the largest micro-batch that even shares leave room for.
 
     Raises:
@@ -79,7 +81,7 @@ def _caps(costs: StageCosts, most: int, *, everyone_works: bool = False) -> list
     if missing is not None:
         raise missing
     return [
-        memory.largest_batch(share, most)
+        memory.largest_batch(share, request.max_micro_batch)
         for memory, share in zip(costs.memories, shares, strict=True)
     ]
 

@@ -7,10 +7,12 @@ compared, and what does not fit is said. `tests/test_search.py` holds it against
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 from poplar.planning.cluster import ClusterProfile
 from poplar.planning.cost_model import StageCosts, describe, predict
+from poplar.planning.exact import EVEN_PREFERENCE, Decision, Request
 from poplar.planning.plan import STRATEGIES, Plan
 from poplar.planning.policies import POLICIES
 from poplar.planning.shortage import NoPlanFits
@@ -27,6 +29,7 @@ def search(
     stages: Sequence[int] = ALL_STAGES,
     policy: str = "exact",
     max_micro_batch: int | None = None,
+    even_preference: float = EVEN_PREFERENCE,
 ) -> Plan:
     """The fastest plan that fits, its prediction inside.
 
@@ -36,6 +39,8 @@ def search(
         stages: ZeRO stages to choose from.
         policy: one of `POLICIES`.
         max_micro_batch: most samples of one pass, on any rank; None: what was measured.
+        even_preference: policy "exact" keeps even shares if that costs no more than this fraction
+            of the fastest step.
 
     Returns:
         The same plan for the same arguments. Of plans that are equally fast, the one that needs
@@ -52,6 +57,7 @@ def search(
         stages=stages,
         policy=policy,
         max_micro_batch=max_micro_batch,
+        even_preference=even_preference,
     )[0]
 
 
@@ -62,6 +68,7 @@ def alternatives(
     stages: Sequence[int] = ALL_STAGES,
     policy: str = "exact",
     max_micro_batch: int | None = None,
+    even_preference: float = EVEN_PREFERENCE,
 ) -> tuple[Plan, ...]:
     """The best plan of each stage that fits, fastest predicted first; `search` takes the first.
 
@@ -73,18 +80,25 @@ def alternatives(
     if policy not in POLICIES:
         raise ValueError(f"unknown policy {policy!r}; known are {', '.join(POLICIES)}")
     most = global_batch if max_micro_batch is None else min(max_micro_batch, global_batch)
+    request = Request(global_batch, most, even_preference)
     found: list[Plan] = []
     missing: list[NoPlanFits] = []
     for stage in _checked_stages(stages):
         try:
-            plan = POLICIES[policy](StageCosts(cluster, stage), global_batch, most)
+            decision = POLICIES[policy](StageCosts(cluster, stage), request)
         except NoPlanFits as error:
             missing.append(error)
         else:
-            found.append(describe(cluster, plan, predict(cluster, plan), policy))
+            found.append(_described(cluster, decision, policy))
     if not found:
         raise min(missing, key=lambda error: error.missing_bytes)
     return tuple(sorted(found, key=_preference))
+
+
+def _described(cluster: ClusterProfile, decision: Decision, policy: str) -> Plan:
+    prediction = predict(cluster, decision.plan)
+    prediction = dataclasses.replace(prediction, optimality_gap=decision.gap)
+    return describe(cluster, decision.plan, prediction, policy)
 
 
 def _preference(plan: Plan) -> tuple[float, int, int]:

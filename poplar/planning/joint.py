@@ -1,0 +1,187 @@
+"""Batches and shares together, under given caps: what is cheapest when memory is left aside.
+
+Batches depend on the shares only through what travels at a meeting, one or two numbers. Where
+ranks meet once a step, few splits are of interest, and each has its own best shares. Where they
+meet at every pass, the traffic is searched by boxes: within one, what the best meetings cost is
+bounded from below by a concave function of the traffic (each size of meeting by its tangent, and
+the minimum of straight lines is concave), so its values at the corners make a linear programme
+with the shares. A box whose bound is as good as a known step is done; others are cut where the
+programme's answer lies, or where the cost of a meeting bends.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from itertools import count
+from typing import NamedTuple
+
+from poplar.planning.allocation import EveryPass, MicroBatches, OncePerStep, Split
+from poplar.planning.cost_model import StageCosts, Traffic
+from poplar.planning.shares import Corner, Shared, ShareProblem
+
+TOLERANCE = 1e-10
+"""Relative difference below which two steps are equally fast."""
+_MOST_BOXES = 64
+"""Of one search; beyond, the bound is what the boxes that are left allow."""
+
+
+class Relaxed(NamedTuple):
+    """The best batches and shares under the caps, which may need more memory than there is."""
+
+    bound: float
+    """No step under these caps and bounds on the shares is faster."""
+    micro_batches: MicroBatches
+    shares: tuple[float, ...]
+
+
+def relaxed(
+    costs: StageCosts, caps: Sequence[int], global_batch: int, problem: ShareProblem, known: float
+) -> Relaxed | None:
+    """The fastest step with these caps and these bounds on the shares; None: not below `known`."""
+    if costs.meets_every_pass:
+        every = EveryPass(costs, caps, global_batch)
+        return _EveryPassSearch(costs, every, problem, known).run()
+    return _once_per_step(costs, OncePerStep(costs, caps, global_batch), problem, known)
+
+
+def _once_per_step(
+    costs: StageCosts, once: OncePerStep, problem: ShareProblem, known: float
+) -> Relaxed | None:
+    traffic, tail = problem.least_traffic(), problem.least_tail()
+    best = None
+    split: Split | None = once.first()
+    while split is not None:
+        if costs.meeting_seconds(split.meeting, traffic) + tail < known * (1.0 - TOLERANCE):
+            shared = problem.cheapest([split.meeting])
+            if shared.seconds < known * (1.0 - TOLERANCE):
+                known = shared.seconds
+                best = Relaxed(known, split.micro_batches, shared.shares)
+        split = once.following(split, traffic, known - tail)
+    return best
+
+
+class _Box(NamedTuple):
+    """Traffic between two corners, and how fast a step with such traffic can be at best."""
+
+    bound: float
+    number: int
+    least: Traffic
+    most: Traffic
+    shared: Shared
+    meetings: tuple[int, ...]
+    """The cheapest where the least travels."""
+
+
+class _EveryPassSearch:
+    """Best-first search over boxes of traffic."""
+
+    def __init__(
+        self, costs: StageCosts, every: EveryPass, problem: ShareProblem, known: float
+    ) -> None:
+        self._costs = costs
+        self._every = every
+        self._problem = problem
+        self._known = known
+        self._best: Relaxed | None = None
+        self._boxes: list[_Box] = []
+        self._number = count()
+        self._tried: set[tuple[int, ...]] = set()
+
+    def run(self) -> Relaxed | None:
+        self._add(self._problem.least_traffic(), self._problem.most_traffic())
+        closed = self._known
+        for _ in range(_MOST_BOXES):
+            if not self._boxes or self._boxes[0].bound >= self._known * (1.0 - TOLERANCE):
+                break
+            box = heapq.heappop(self._boxes)
+            parts = self._cut(box)
+            if not parts:
+                closed = min(closed, box.bound)
+            for least, most in parts:
+                self._add(least, most)
+        if self._best is None and self._boxes:
+            box = self._boxes[0]
+            return Relaxed(box.bound, self._every.micro_batches(box.meetings), box.shared.shares)
+        if self._best is None:
+            return None
+        bound = min([self._best.bound, closed, *(box.bound for box in self._boxes[:1])])
+        return self._best._replace(bound=bound)
+
+    def _add(self, least: Traffic, most: Traffic) -> None:
+        seconds = self._every.seconds(least)
+        lowest, meetings = self._every.cheapest(seconds)
+        self._try(meetings)
+        corners = [Corner(least, lowest)]
+        for corner in _other_corners(least, most):
+            tangent = self._tangent(seconds, least, corner)
+            corners.append(Corner(corner, self._every.cheapest(tangent)[0]))
+        shared = self._problem.between(corners)
+        if shared is None or shared.seconds >= self._known * (1.0 - TOLERANCE):
+            return
+        self._try(self._every.at(self._costs.traffic(shared.shares))[1])
+        box = _Box(shared.seconds, next(self._number), least, most, shared, meetings)
+        heapq.heappush(self._boxes, box)
+
+    def _try(self, meetings: tuple[int, ...]) -> None:
+        """The best shares for these meetings, then the best meetings for those, and so on."""
+        while meetings not in self._tried:
+            self._tried.add(meetings)
+            shared = self._problem.cheapest([self._every.meeting(m) for m in meetings])
+            if shared.seconds < self._known:
+                self._known = shared.seconds
+                batches = self._every.micro_batches(meetings)
+                self._best = Relaxed(shared.seconds, batches, shared.shares)
+            meetings = self._every.at(self._costs.traffic(shared.shares))[1]
+
+    def _tangent(self, seconds: Sequence[float], least: Traffic, corner: Traffic) -> list[float]:
+        """What meetings cost at least at a corner: along the slopes that they have at the least."""
+        more = Traffic(corner.forward - least.forward, corner.backward - least.backward)
+        bounds = []
+        for number, at_least in enumerate(seconds):
+            slopes = self._costs.slopes(self._every.meeting(number + 1), least)
+            rise = slopes.forward * more.forward + slopes.backward * more.backward
+            bounds.append(at_least + rise)
+        return bounds
+
+    def _cut(self, box: _Box) -> list[tuple[Traffic, Traffic]]:
+        """Two boxes that together are this one; none if it is too small to be cut."""
+        at = self._costs.traffic(box.shared.shares)
+        for place in (*self._kinks(box), at):
+            for part in (0, 1):
+                low, high = box.least[part], box.most[part]
+                margin = 1e-9 * high
+                if low + margin < place[part] < high - margin:
+                    return _halves(box, part, place[part])
+        widest = max((0, 1), key=lambda part: box.most[part] - box.least[part])
+        low, high = box.least[widest], box.most[widest]
+        if high - low <= 1e-9 * high:
+            return []
+        return _halves(box, widest, 0.5 * (low + high))
+
+    def _kinks(self, box: _Box) -> list[Traffic]:
+        """Where the cost of this box's meetings bends, nearest to the programme's answer."""
+        if self._costs.hideable == 0.0 or self._costs.cluster.overlap == 0.0:
+            return []
+        at = self._costs.traffic(box.shared.shares)
+        kinks = []
+        for size in set(self._every.at(at)[1]):
+            meeting = self._every.meeting(size)
+            forward = (1.0 - self._costs.cluster.backward_fraction) * meeting.latest
+            backward = meeting.latest - meeting.reducible
+            kinks.append(Traffic(forward / self._costs.hideable, backward / self._costs.hideable))
+        return sorted(kinks, key=lambda kink: (abs(kink.backward - at.backward), kink))
+
+
+def _other_corners(least: Traffic, most: Traffic) -> list[Traffic]:
+    corners = {
+        Traffic(forward, backward)
+        for forward in (least.forward, most.forward)
+        for backward in (least.backward, most.backward)
+    }
+    return sorted(corners - {least})
+
+
+def _halves(box: _Box, part: int, place: float) -> list[tuple[Traffic, Traffic]]:
+    middle = [corner._replace(**{Traffic._fields[part]: place}) for corner in (box.most, box.least)]
+    return [(box.least, middle[0]), (middle[1], box.most)]

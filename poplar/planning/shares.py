@@ -1,0 +1,239 @@
+"""The cheapest shares for given batches: a linear programme.
+
+Every term of a step is convex in the shares `p`: collectives are maxima of lines in one share each,
+a meeting's cost is the larger of at most four sums of them, the optimizer is a line per rank. Only
+a rank that owns nothing skips the optimizer's latency, a jump at 0: `Owns` says on which side of it
+a rank is, and while that is open its optimizer is bounded from below by the line between.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from typing import NamedTuple
+
+from poplar.planning.collectives import CollectiveCost
+from poplar.planning.cost_model import Meeting, StageCosts, Traffic
+from poplar.planning.linear_programme import LinearProgramme
+
+_SMALLEST_SHARE = 1e-9
+"""Less is rounding, and becomes nothing."""
+
+
+class Owns(Enum):
+    """Whether a rank owns a part of the state."""
+
+    OPEN = "open"
+    NOTHING = "nothing"
+    SOMETHING = "something"
+
+
+class Shared(NamedTuple):
+    """Shares, and the least seconds that were asked for."""
+
+    seconds: float
+    shares: tuple[float, ...]
+
+
+class Corner(NamedTuple):
+    """At least `seconds` of meetings a step where this travels at each of them."""
+
+    traffic: Traffic
+    seconds: float
+
+
+class ShareProblem:
+    """Shares between 0 and an upper bound on each rank, at one stage."""
+
+    def __init__(
+        self, costs: StageCosts, upper: Sequence[float], owns: Sequence[Owns] | None = None
+    ) -> None:
+        ranks = len(upper)
+        self._costs = costs
+        self._owns = owns or (Owns.SOMETHING,) * ranks
+        self._upper = [
+            0.0 if own is Owns.NOTHING else min(1.0, bound)
+            for own, bound in zip(self._owns, upper, strict=True)
+        ]
+        self._ranks = range(ranks)
+        self._reduce, self._gather, self._optimizer, self._tail = range(ranks, ranks + 4)
+        self._free = ranks + 4
+        network = costs.cluster.network
+        self._unit = max(
+            network.reduce_scatter_seconds,
+            network.all_gather_seconds,
+            *(device.optimizer_seconds for device in costs.cluster.devices),
+            1e-9,
+        )
+        """Seconds that become 1 in the programmes, so that their numbers are around 1."""
+
+    @property
+    def is_feasible(self) -> bool:
+        """Whether the ranks together can own everything."""
+        return min(self._upper) >= 0.0 and math.fsum(self._upper) >= 1.0
+
+    def least_traffic(self) -> Traffic:
+        """The least that travels at a meeting, each part for itself."""
+        if self._costs.stage < 3:
+            return Traffic(0.0, self._minimum({self._reduce: 1.0}))
+        both = {self._reduce: 1.0, self._gather: 1.0}
+        return Traffic(self._minimum({self._gather: 1.0}), self._minimum(both))
+
+    def most_traffic(self) -> Traffic:
+        """More travels at no meeting, whatever the shares."""
+        reduced = self._most(self._costs.collectives.reduce_scatter)
+        if self._costs.stage < 3:
+            return Traffic(0.0, reduced)
+        gathered = self._most(self._costs.collectives.all_gather)
+        return Traffic(gathered, gathered + reduced)
+
+    def least_tail(self) -> float:
+        """The least seconds after the last meeting."""
+        return self._minimum({self._tail: 1.0})
+
+    def cheapest(self, meetings: Sequence[Meeting]) -> Shared:
+        """The least seconds of a step with these meetings, and the shares that reach them."""
+        counts = Counter(meetings)
+        programme = self._programme(
+            {self._tail: 1.0}
+            | {self._free + number: float(count) for number, count in enumerate(counts.values())},
+            self._free + len(counts),
+        )
+        for number, meeting in enumerate(counts):
+            self._add_meeting(programme, meeting, self._free + number)
+        shared = self._solved(programme)
+        computed = math.fsum(meeting.latest for meeting in meetings)
+        return shared._replace(seconds=shared.seconds + computed)
+
+    def between(self, corners: Sequence[Corner]) -> Shared | None:
+        """A lower bound on the seconds of any step whose traffic lies between these corners.
+
+        Args:
+            corners: of a box of traffic, with lower bounds on what meetings cost there that are
+                the values of a function which is concave in between.
+
+        Returns:
+            The bound, and the shares at which it is reached; None if no shares have such traffic.
+        """
+        weights = {self._free + number: corner for number, corner in enumerate(corners)}
+        programme = self._programme(
+            {self._tail: 1.0}
+            | {weight: corner.seconds / self._unit for weight, corner in weights.items()},
+            self._free + len(corners),
+        )
+        programme.equal(1.0, dict.fromkeys(weights, 1.0))
+        forward, backward = self._traffic_rows()
+        for row, part in ((forward, 0), (backward, 1)):
+            limits = {
+                weight: -corner.traffic[part] / self._unit for weight, corner in weights.items()
+            }
+            programme.at_most(0.0, row | limits)
+        return self._solution(programme)
+
+    def _traffic_rows(self) -> tuple[dict[int, float], dict[int, float]]:
+        """What travels under a forward and under a backward, as rows."""
+        if self._costs.stage < 3:
+            return {}, {self._reduce: 1.0}
+        return {self._gather: 1.0}, {self._gather: 1.0, self._reduce: 1.0}
+
+    def _programme(self, costs: Mapping[int, float], variables: int) -> LinearProgramme:
+        """Shares, what the collectives and the optimizer take under them, and the tail."""
+        programme = LinearProgramme(costs, variables)
+        for rank in self._ranks:
+            programme.at_most(self._upper[rank], {rank: 1.0})
+        programme.equal(1.0, dict.fromkeys(self._ranks, 1.0))
+        collectives = self._costs.collectives
+        self._add_collective(programme, collectives.reduce_scatter, self._reduce)
+        self._add_collective(programme, collectives.all_gather, self._gather)
+        self._add_tail(programme)
+        return programme
+
+    def _add_collective(
+        self, programme: LinearProgramme, cost: CollectiveCost, variable: int
+    ) -> None:
+        programme.at_most(-cost.least / self._unit, {variable: -1.0})
+        for rank, constant, slope in cost.lines:
+            row = {rank: slope / self._unit, variable: -1.0}
+            programme.at_most(-constant / self._unit, row)
+
+    def _add_tail(self, programme: LinearProgramme) -> None:
+        """The optimizer's variable counts from the least that any rank does once a step."""
+        costs, network = self._costs, self._costs.cluster.network
+        lines = [self.optimizer_line(rank) for rank in self._ranks]
+        always = max(constant for constant, _ in lines)
+        for rank, (constant, slope) in enumerate(lines):
+            row = {rank: slope / self._unit, self._optimizer: -1.0}
+            programme.at_most((always - constant) / self._unit, row)
+        residual = always + network.step_seconds[costs.stage]
+        gather = {self._gather: 1.0} if costs.gathers_after_step else {}
+        programme.at_most(-residual / self._unit, gather | {self._optimizer: 1.0, self._tail: -1.0})
+
+    def optimizer_line(self, rank: int) -> tuple[float, float]:
+        """What this rank does after the last meeting, at least: constant and slope in its share."""
+        costs, upper = self._costs, self._upper[rank]
+        nothing = costs.optimizer_seconds(rank, 0.0)
+        if self._owns[rank] is Owns.NOTHING or upper <= 0.0:
+            return nothing, 0.0
+        if self._owns[rank] is Owns.OPEN:
+            return nothing, (costs.optimizer_seconds(rank, upper) - nothing) / upper
+        whole, half = costs.optimizer_seconds(rank, 1.0), costs.optimizer_seconds(rank, 0.5)
+        return 2.0 * half - whole, 2.0 * (whole - half)
+
+    def _add_meeting(self, programme: LinearProgramme, meeting: Meeting, variable: int) -> None:
+        """One row for each way in which the two parts of the traffic may hide."""
+        cluster, hideable = self._costs.cluster, self._costs.hideable
+        forward, backward = self._traffic_rows()
+        shown = 1.0 - cluster.overlap * hideable
+        half = (1.0 - cluster.backward_fraction) * meeting.latest
+        parts = [(shown, 0.0), (1.0, cluster.overlap * half)]
+        late = [(shown, 0.0), (1.0, cluster.overlap * (meeting.latest - meeting.reducible))]
+        for forward_part, forward_hidden in parts if forward else parts[:1]:
+            for backward_part, backward_hidden in late:
+                row = {variable: -1.0}
+                for name, factor in forward.items():
+                    row[name] = row.get(name, 0.0) + forward_part * factor
+                for name, factor in backward.items():
+                    row[name] = row.get(name, 0.0) + backward_part * factor
+                hidden = forward_hidden + backward_hidden - self._costs.meeting_residual
+                programme.at_most(hidden / self._unit, row)
+
+    def _minimum(self, costs: Mapping[int, float]) -> float:
+        return self._solved(self._programme(costs, self._free)).seconds
+
+    def _solved(self, programme: LinearProgramme) -> Shared:
+        shared = self._solution(programme)
+        if shared is None:
+            raise ArithmeticError(f"no shares lie below {self._upper}; ask is_feasible first")
+        return shared
+
+    def _solution(self, programme: LinearProgramme) -> Shared | None:
+        found = programme.solve()
+        if found is None:
+            return None
+        shares = _settled(found.variables[: len(self._upper)], self._upper)
+        return Shared(found.value * self._unit, shares)
+
+    def _most(self, cost: CollectiveCost) -> float:
+        """The longest that a collective takes under any shares within the bounds."""
+        room = math.fsum(self._upper)
+        most = cost.least
+        for rank, constant, slope in cost.lines:
+            least = max(0.0, 1.0 - (room - self._upper[rank]))
+            most = max(most, constant + slope * (self._upper[rank] if slope > 0.0 else least))
+        return most
+
+
+def _settled(shares: Sequence[float], upper: Sequence[float]) -> tuple[float, ...]:
+    """Shares without what rounding did to them: within their bounds, with sum 1."""
+    kept = [
+        0.0 if share < _SMALLEST_SHARE else min(share, bound)
+        for share, bound in zip(shares, upper, strict=True)
+    ]
+    missing = 1.0 - math.fsum(kept)
+    for rank in sorted(range(len(kept)), key=lambda r: -kept[r]):
+        moved = min(max(missing, -kept[rank]), upper[rank] - kept[rank])
+        kept[rank] += moved
+        missing -= moved
+    return tuple(kept)
