@@ -15,11 +15,11 @@ import math
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from poplar import _core
+from poplar.planning import table
 
 STRATEGIES = ("replicated", "sharded_optimizer", "sharded_gradients", "sharded_parameters")
 """What is sharded, by stage: nothing, + optimizer state, + gradients, + parameters."""
@@ -27,7 +27,6 @@ STRATEGIES = ("replicated", "sharded_optimizer", "sharded_gradients", "sharded_p
 _MEETS_EVERY_PASS = frozenset(STRATEGIES[2:])
 _SCHEMA_VERSION = 1
 _SHARE_TOLERANCE = 1e-6
-_ROWS_BEFORE_COLLAPSING = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -439,34 +438,21 @@ class Plan:
     def __str__(self) -> str:
         ranks = "rank" if self.world_size == 1 else "ranks"
         strategy = STRATEGIES[self.stage].replace("_", " ")
+        prediction = self.prediction or {}
         lines = [
             f"stage {self.stage} ({strategy}), global batch {self.global_batch}, {self.world_size} "
-            f"{ranks}"
+            f"{ranks}",
+            *table.lines(
+                [
+                    *table.devices(prediction, self.world_size),
+                    *table.planned(self.micro_batches, self.shares),
+                    *table.predicted(prediction, self.world_size),
+                ]
+            ),
         ]
-        rows = [("rank", "samples", "passes", "share"), *self._rows()]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        for rank, samples, passes, share in rows:
-            lines.append(
-                f"{rank:>{widths[0]}}  {samples:>{widths[1]}}  {passes:<{widths[2]}}  "
-                f"{share:>{widths[3]}}"
-            )
         if self.units:
             lines.append(f"units with a plan of their own: {len(self.units)}")
-        return "\n".join(lines)
-
-    def _rows(self) -> list[tuple[str, str, str, str]]:
-        rows = [
-            (str(sum(passes)), _describe(passes), f"{100 * share:.1f} %")
-            for passes, share in zip(self.micro_batches, self.shares, strict=True)
-        ]
-        if self.world_size <= _ROWS_BEFORE_COLLAPSING:
-            return [(str(rank), *row) for rank, row in enumerate(rows)]
-        collapsed, first = [], 0
-        for row, alike in groupby(rows):
-            last = first + len(list(alike)) - 1
-            collapsed.append((str(first) if first == last else f"{first}-{last}", *row))
-            first = last + 1
-        return collapsed
+        return "\n".join([*lines, *table.summary(prediction)])
 
     def _checked_rank(self, rank: int) -> int:
         if not 0 <= rank < self.world_size:
@@ -490,12 +476,6 @@ def _spread(samples: int, passes: int) -> tuple[int, ...]:
 
 def _even_shares(world_size: int) -> tuple[float, ...]:
     return (1.0 / world_size,) * world_size if world_size else ()
-
-
-def _describe(passes: tuple[int, ...]) -> str:
-    """Passes as a person writes them: `(3, 8, 8)` is `1x3 + 2x8`."""
-    runs = [f"{len(list(alike))}x{size}" for size, alike in groupby(passes)]
-    return " + ".join(runs) or "none"
 
 
 def _parse_sizes(text: str) -> list[int]:
