@@ -1,0 +1,187 @@
+"""What a verification found, as values: an error per parameter, and a verdict.
+
+A parameter's error is the norm of the difference over the norm of its gradient. Where that norm is
+next to nothing (the true gradient is 0, and what is there is rounding), the norm of an average
+parameter of its size takes its place, times `Tolerance.floor`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_ROWS = 10
+"""Parameters that `str` lists."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tolerance:
+    """How far rounding alone may move a gradient."""
+
+    relative: float
+    """Of a parameter's gradient, and of the loss."""
+    floor: float
+    """Part of an average parameter's gradient below which a gradient is next to nothing."""
+
+    @classmethod
+    def of(cls, *dtypes: torch.dtype, relative: float | None = None) -> Tolerance:
+        """What the least exact of these dtypes, in which is computed and reduced, calls for.
+
+        fp32: sums over samples in another order, a few hundred roundings of 6e-8. In 16 bits each
+        pass rounds its activations and gradients (1e-3 or 8e-3 of an element at once), and another
+        cut of the batch rounds others.
+        """
+        if torch.bfloat16 in dtypes:
+            usual = cls(relative=5e-2, floor=1.0)
+        elif torch.float16 in dtypes:
+            usual = cls(relative=1e-2, floor=1.0)
+        else:
+            usual = cls(relative=2e-5, floor=0.1)
+        return usual if relative is None else cls(relative=relative, floor=usual.floor)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParameterError:
+    """One parameter's gradient under the plan, against that of one process."""
+
+    name: str
+    elements: int
+    max_error: float
+    """Largest difference of an element."""
+    gradient_norm: float
+    """Of the gradient that one process computes."""
+    relative_error: float
+    """Norm of the difference over `gradient_norm`, or over the floor where that is larger."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verification:
+    """What `poplar.verify` found. The same on every rank."""
+
+    stage: int
+    ranks: int
+    global_batch: int
+    tolerance: float
+    """Largest relative error that rounding explains."""
+    loss: float
+    """Of the global batch, under the plan."""
+    reference_loss: float
+    """Of the same batch in one process."""
+    parameters: tuple[ParameterError, ...]
+    """Worst first."""
+    notes: tuple[str, ...] = ()
+    """Why errors need not be the engine's: what makes the answer depend on how a batch is cut."""
+    reference_rank: int = 0
+    """Which rank was the one process."""
+    reference_micro_batch: int = 0
+    """Samples that it ran at once."""
+
+    @property
+    def loss_error(self) -> float:
+        """Relative error of the loss."""
+        return relative_error(self.loss, self.reference_loss)
+
+    @property
+    def failures(self) -> tuple[ParameterError, ...]:
+        """Parameters whose error is more than rounding."""
+        return tuple(p for p in self.parameters if not p.relative_error <= self.tolerance)
+
+    @property
+    def ok(self) -> bool:
+        """Whether the plan gives the loss and the gradient of one process."""
+        return not self.failures and self.loss_error <= self.tolerance
+
+    def to_dict(self) -> dict[str, Any]:
+        """This outcome in JSON's types, the verdict included."""
+        return {
+            **dataclasses.asdict(self),
+            "parameters": [dataclasses.asdict(parameter) for parameter in self.parameters],
+            "notes": list(self.notes),
+            "loss_error": self.loss_error,
+            "ok": self.ok,
+        }
+
+    def __str__(self) -> str:
+        lines = [self._verdict(), self._loss(), *self._table()]
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+
+    def _verdict(self) -> str:
+        what = f"stage {self.stage}, {self.ranks} ranks, {self.global_batch} samples"
+        if self.ok:
+            return f"ok: the plan gives the gradient of one process ({what})"
+        wrong = f"{len(self.failures)} of {len(self.parameters)} parameters"
+        if not self.failures:
+            wrong = "the loss"
+        return (
+            f"NOT OK: {wrong} differ from one process by more than rounding "
+            f"({self.tolerance:.0e}; {what})"
+        )
+
+    def _loss(self) -> str:
+        return (
+            f"loss {self.loss:.7g}, one process {self.reference_loss:.7g}, "
+            f"relative error {self.loss_error:.1e}"
+        )
+
+    def _table(self) -> list[str]:
+        shown = self.parameters[:_ROWS]
+        rows = [("relative error", "max error", "gradient norm", "parameter")]
+        for worst in shown:
+            numbers = (worst.relative_error, worst.max_error, worst.gradient_norm)
+            low, high, norm = (f"{number:.1e}" for number in numbers)
+            rows.append((low, high, norm, worst.name))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [
+            f"{low:>{widths[0]}}  {high:>{widths[1]}}  {norm:>{widths[2]}}  {name}"
+            for low, high, norm, name in rows
+        ]
+        rest = len(self.parameters) - len(shown)
+        return [*lines, f"... and {rest} more with smaller errors"] if rest else lines
+
+
+def relative_error(value: float, expected: float) -> float:
+    """Of one number; NaN where either is."""
+    difference = abs(value - expected)
+    return difference / max(abs(expected), 1e-12) if difference else 0.0
+
+
+def compare(
+    gradients: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: Tolerance
+) -> tuple[ParameterError, ...]:
+    """Errors of gradients, worst first.
+
+    Args:
+        gradients: by parameter, fp32.
+        expected: the same parameters; those that one process found no gradient for are missing.
+        tolerance: says below which norm a gradient is next to nothing.
+    """
+    norms = {name: float(value.double().norm()) for name, value in expected.items()}
+    elements = sum(value.numel() for value in expected.values())
+    average = math.hypot(*norms.values()) / math.sqrt(elements) if elements else 0.0
+    errors = []
+    for name, gradient in gradients.items():
+        wanted = expected.get(name)
+        difference = (gradient if wanted is None else gradient - wanted).double()
+        norm = norms.get(name, 0.0)
+        size = max(norm, tolerance.floor * average * math.sqrt(gradient.numel()))
+        distance = float(difference.norm())
+        errors.append(
+            ParameterError(
+                name=name,
+                elements=gradient.numel(),
+                max_error=float(difference.abs().max()) if gradient.numel() else 0.0,
+                gradient_norm=norm,
+                relative_error=distance / size if size else (math.inf if distance else 0.0),
+            )
+        )
+    return tuple(sorted(errors, key=_badness, reverse=True))
+
+
+def _badness(error: ParameterError) -> float:
+    return math.inf if math.isnan(error.relative_error) else error.relative_error

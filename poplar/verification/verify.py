@@ -1,0 +1,316 @@
+"""`poplar.verify`: one step of a user's model under a plan, against one process on the same batch.
+
+Both sides start from the same values and get the same samples. Afterwards the model is as it was:
+parameters, gradients, buffers, random state.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from poplar import nest
+from poplar.comm import Control, Group
+from poplar.errors import CollectiveTimeout, RankFailed
+from poplar.optimizer import HeteroZeroOptimizer
+from poplar.planning.plan import Plan
+from poplar.profiling.intact import parameters_kept, surroundings_kept
+from poplar.verification.one_process import (
+    Gradient,
+    LossFunction,
+    OneProcess,
+    cut_into,
+    what_depends_on_the_cut,
+)
+from poplar.verification.outcome import Tolerance, Verification, compare
+from poplar.zero.agreement import agree, raise_together
+from poplar.zero.pieces import Loss, Weight
+
+_DOING = "poplar.verify()"
+_FP16_SCALE = 2.0**10
+"""Keeps fp16 gradients away from zero; a power of two, so it changes no bit of what it scales."""
+
+
+def verify(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    batch: Any,
+    plan: Plan,
+    *,
+    weight: Weight | None = None,
+    loss: Loss = "mean",
+    process_group: dist.ProcessGroup | None = None,
+    units: Sequence[str | nn.Module | type[nn.Module]] | None = None,
+    compute_dtype: torch.dtype | Literal["auto"] = "auto",
+    reduce_dtype: torch.dtype = torch.float32,
+    rtol: float | None = None,
+    max_micro_batch: int | None = None,
+    timeout: timedelta | None = None,
+) -> Verification:
+    """Check that a plan gives the gradient that one process would have computed. Collective.
+
+    The model takes one step's passes under the plan, and the rank with the most samples then runs
+    the whole batch alone, by plain autograd and in the same dtype; no optimizer steps. Needs room
+    for the whole model and its gradients on every rank, once.
+
+    Args:
+        model: on this rank's device, in the mode in which it trains; it is as it was afterwards.
+            The first rank's values count.
+        loss_fn: as for `train_step`.
+        batch: the whole global batch, the same on every rank.
+        plan: what to check.
+        weight: as for `train_step`.
+        loss: as for `train_step`.
+        process_group: default WORLD.
+        units: as for the optimizer.
+        compute_dtype: as for the optimizer.
+        reduce_dtype: as for the optimizer.
+        rtol: largest relative error of a parameter's gradient; None: by the dtypes (2e-5 in fp32).
+        max_micro_batch: most samples that the one process runs at once. None: the whole batch,
+            halved while a CUDA device has no room for it; on a CPU say what fits.
+        timeout: how long a rank waits for another, 5 minutes by default.
+
+    Returns:
+        The same on every rank: an error per parameter, and notes if the model's own answer depends
+        on how a batch is cut. `print(verification)`, or `.ok`.
+
+    Raises:
+        ValueError, TypeError, RuntimeError: what this rank was given is wrong, or ranks differ.
+        RankFailed: another rank failed.
+    """
+    group = Group.of(process_group, timeout)
+    control = Control(group)
+    error: Exception | None = None
+    digest, device = "", torch.device("cpu")
+    try:
+        _check_arguments(batch, plan, group, rtol, max_micro_batch)
+        device = next(model.parameters(), torch.empty(0)).device
+        digest = _digest(batch)
+    except Exception as caught:
+        error = caught
+    agree(control, error, doing=_DOING)
+    _check_same_batch(control.exchange_objects(digest, what=_DOING), plan)
+
+    with (
+        _untrained_kept(model),
+        surroundings_kept(model, device),
+        parameters_kept(model, to_host=True),
+    ):
+        before = {parameter.dtype for parameter in model.parameters()}
+        optimizer = HeteroZeroOptimizer(
+            model,
+            torch.optim.SGD,
+            plan=plan,
+            process_group=process_group,
+            units=units,
+            compute_dtype=compute_dtype,
+            reduce_dtype=reduce_dtype,
+            timeout=timeout,
+            allow_batch_norm=True,
+            lr=0.0,
+        )
+        dtypes = {parameter.dtype for parameter in model.parameters()}
+        leader = max(range(group.size), key=plan.samples)
+        both = _BothSides(
+            control=control,
+            leader=leader,
+            plan=plan,
+            process=OneProcess(
+                model=model,
+                loss_fn=loss_fn,
+                weight=weight,
+                loss=loss,
+                scale=_FP16_SCALE if torch.float16 in dtypes else 1.0,
+                alive=lambda: _beat(control, over=False),
+            ),
+            tolerance=Tolerance.of(*dtypes, reduce_dtype, relative=rtol),
+        )
+        with surroundings_kept(model, device):
+            planned = both.under_plan(optimizer, batch)
+        casts = compute_dtype != "auto" or dtypes != before
+        alone = _cast(batch, dtypes) if casts else batch
+        return both.held_against_one_process(planned, alone, max_micro_batch or plan.global_batch)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _BothSides:
+    """One step of a model: by all ranks under the plan, and by one of them alone."""
+
+    control: Control
+    leader: int
+    """The rank that is the one process."""
+    plan: Plan
+    process: OneProcess
+    tolerance: Tolerance
+
+    def under_plan(self, optimizer: HeteroZeroOptimizer, batch: Any) -> Gradient:
+        """Loss and gradient under the plan; the optimizer gives the model back. Collective.
+
+        The gradients are there on the leader only.
+        """
+        try:
+            planned = self._passes(optimizer, batch)
+        except CollectiveTimeout:
+            raise  # release() would only wait for the same rank again
+        except Exception as error:  # on all ranks: a step that one cannot finish nobody can
+            optimizer.zero_grad()
+            optimizer.release()
+            own = None if isinstance(error, RankFailed) else error
+            raise_together(self.control, own, doing=_DOING)
+        optimizer.zero_grad()
+        optimizer.release()
+        return planned
+
+    def _passes(self, optimizer: HeteroZeroOptimizer, batch: Any) -> Gradient:
+        rank, process = self.control.group.rank, self.process
+        sizes = [self.plan.samples(other) for other in range(self.plan.world_size)]
+        part = nest.cut(batch, sizes)[rank] if sizes[rank] else None
+        loss, count = 0.0, 0.0
+        loop = optimizer.micro_batches(part, process.weight, process.loss)
+        with closing(cast(Generator[Any, None, None], loop)):  # an exception leaves it at once
+            for micro_batch in loop:
+                value = process.run(micro_batch)
+                (value * process.scale).backward()
+                counted = process.count(micro_batch)
+                count += counted
+                loss += process.part_of_sum(value, counted)
+        optimizer.clip_grad_norm_(float("inf"))  # clips nothing; raises if a rank has failed
+        whole = optimizer.full_gradients()
+        gradients = {}
+        if rank == self.leader:
+            gradients = {name: value.cpu() / process.scale for name, value in whole.items()}
+        ours = torch.tensor([loss, count], dtype=torch.float64)
+        total = torch.stack(self.control.exchange(ours, what=_DOING)()).sum(0)
+        divisor = 1.0 if process.loss == "global_mean" else float(total[1])
+        return Gradient(float(total[0]) / divisor, gradients, 0)
+
+    def held_against_one_process(
+        self, planned: Gradient, batch: Any, micro_batch: int
+    ) -> Verification:
+        """The comparison, made on the leader, known to all. Collective."""
+        error: Exception | None = None
+        outcome: Verification | None = None
+        if self.control.group.rank == self.leader:
+            try:
+                outcome = self._compare(planned, batch, micro_batch)
+            except CollectiveTimeout:
+                raise
+            except Exception as caught:
+                error = caught
+            _beat(self.control, over=True)
+        else:
+            while not _beat(self.control, over=False)[self.leader]:
+                pass
+        agree(self.control, error, doing=_DOING)
+        found = self.control.exchange_objects(outcome, what=_DOING)[self.leader]
+        assert found is not None
+        return found
+
+    def _compare(self, planned: Gradient, batch: Any, micro_batch: int) -> Verification:
+        process, model = self.process, self.process.model
+        device = next(model.parameters()).device
+        with surroundings_kept(model, device):
+            alone = process.gradient(batch, micro_batch)
+        sample = cut_into(batch, alone.micro_batch)[0]
+        with surroundings_kept(model, device):
+            notes = what_depends_on_the_cut(process, sample, self.tolerance)
+        expected = {name: value.cpu() for name, value in alone.gradients.items()}
+        return Verification(
+            stage=self.plan.stage,
+            ranks=self.plan.world_size,
+            global_batch=self.plan.global_batch,
+            tolerance=self.tolerance.relative,
+            loss=planned.loss,
+            reference_loss=alone.loss,
+            parameters=compare(planned.gradients, expected, self.tolerance),
+            notes=tuple(notes),
+            reference_rank=self.leader,
+            reference_micro_batch=alone.micro_batch,
+        )
+
+
+@contextmanager
+def _untrained_kept(model: nn.Module) -> Iterator[None]:
+    """Put back, bit by bit, what the first rank's values are written into in place."""
+    kept = [(p, p.detach().clone()) for p in model.parameters() if not p.requires_grad]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter, value in kept:
+                parameter.copy_(value)
+
+
+def _beat(control: Control, *, over: bool) -> list[bool]:
+    """Tell the others that this rank is alive, and whether its work is over. Collective.
+
+    One process may need longer for the whole batch than ranks wait for each other.
+    """
+    received = control.exchange(torch.tensor([over]), what=_DOING)()
+    return [bool(value) for value in received]
+
+
+def _cast(batch: Any, dtypes: set[torch.dtype]) -> Any:
+    """Floating-point inputs in the dtype of compute, as the engine casts them."""
+    halves = dtypes & {torch.bfloat16, torch.float16}
+    if not halves:
+        return batch
+    dtype = halves.pop()
+    return nest.map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, batch)
+
+
+def _check_arguments(
+    batch: Any, plan: Plan, group: Group, rtol: float | None, max_micro_batch: int | None
+) -> None:
+    if not isinstance(plan, Plan):
+        raise TypeError(f"rank {group.rank}: plan must be a poplar.Plan, got {type(plan).__name__}")
+    if plan.world_size != group.size:
+        raise ValueError(
+            f"rank {group.rank}: the plan is for {plan.world_size} ranks, but this process group "
+            f"has {group.size}; start {plan.world_size} ranks, or plan for {group.size}"
+        )
+    samples = nest.samples_in(batch)
+    if samples != plan.global_batch:
+        raise ValueError(
+            f"rank {group.rank}: a batch of {samples} samples, but the plan's global batch is "
+            f"{plan.global_batch}; every rank gives poplar.verify() the whole global batch, not "
+            "its own part"
+        )
+    if rtol is not None and not rtol > 0:
+        raise ValueError(f"rank {group.rank}: rtol must be above 0, got {rtol}")
+    if max_micro_batch is not None and max_micro_batch < 1:
+        raise ValueError(
+            f"rank {group.rank}: max_micro_batch must be at least 1, got {max_micro_batch}"
+        )
+
+
+def _digest(batch: Any) -> str:
+    """A hash of all tensors of a batch."""
+    digest = hashlib.sha256()
+    for tensor in nest.tensors(batch):
+        digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+        plain = tensor.detach().cpu().contiguous().reshape(-1)
+        digest.update(plain.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _check_same_batch(digests: Sequence[str], plan: Plan) -> None:
+    """
+    Raises:
+        ValueError: on every rank, if batches differ.
+    """
+    differing = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    if differing:
+        raise ValueError(
+            f"rank(s) {differing} gave poplar.verify() another batch than rank 0; every rank gives "
+            f"the same whole global batch of {plan.global_batch} samples (load it with one seed, "
+            "without a sampler that splits it)"
+        )

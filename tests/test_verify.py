@@ -1,0 +1,394 @@
+"""`poplar.verify`: right on models that can be cut, and it says what is wrong with those that
+can't.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import models
+import pytest
+import ranks
+import torch
+import training
+from models import ModelSpec
+from ranks import Failure, Pool
+from torch import Tensor, nn
+from training import STAGES
+
+from poplar import Plan
+from poplar.verification import ParameterError, Verification, verify
+from poplar.verification.outcome import Tolerance, compare
+
+UNEVEN = ((2, 3), (4, 1), (0, 2), (0, 0))
+SHARES = (0.5, 0.3, 0.2, 0.0)
+BATCH = 12
+
+
+def uneven(stage: int) -> Plan:
+    return Plan(stage=stage, global_batch=BATCH, micro_batches=UNEVEN, shares=SHARES)
+
+
+def whole_batch(masked: bool = False) -> dict[str, Tensor]:
+    return training.on_device(models.data(BATCH, seed=3, masked=masked))
+
+
+@dataclass(frozen=True)
+class State:
+    """Everything that must be as it was."""
+
+    parameters: dict[str, Tensor]
+    dtypes: dict[str, torch.dtype]
+    gradients: dict[str, Tensor | None]
+    buffers: dict[str, Tensor]
+    modes: list[bool]
+    hooks: int
+    draws: tuple[float, float]
+
+    @staticmethod
+    def of(model: nn.Module) -> State:
+        states = torch.get_rng_state(), random.getstate()
+        draws = torch.rand(()).item(), random.random()
+        torch.set_rng_state(states[0])
+        random.setstate(states[1])
+        return State(
+            parameters={name: p.detach().clone() for name, p in model.named_parameters()},
+            dtypes={name: p.dtype for name, p in model.named_parameters()},
+            gradients={
+                name: None if p.grad is None else p.grad.clone()
+                for name, p in model.named_parameters()
+            },
+            buffers={name: buffer.clone() for name, buffer in model.named_buffers()},
+            modes=[module.training for module in model.modules()],
+            hooks=sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()),
+            draws=draws,
+        )
+
+    def assert_same(self, other: State) -> None:
+        for mine, theirs in (
+            (self.parameters, other.parameters),
+            (self.gradients, other.gradients),
+            (self.buffers, other.buffers),
+        ):
+            assert mine.keys() == theirs.keys()
+            for name, value in mine.items():
+                same = value is theirs[name] is None or torch.equal(value, theirs[name])
+                assert same, f"{name} has changed"
+        assert self.dtypes == other.dtypes
+        assert self.modes == other.modes
+        assert self.hooks == other.hooks
+        assert self.draws == other.draws
+
+
+def verify_here(
+    spec: ModelSpec, plan: Plan, *, masked: bool = False, loss: Any = None, **options: Any
+) -> Verification:
+    """On this rank; the ranks' models differ before, and each is afterwards as it was."""
+    model = models.build(spec, seed=ranks.rank()).to(ranks.device())
+    for parameter in list(model.parameters())[::2]:
+        parameter.grad = torch.full_like(parameter, 7.0)
+    before = State.of(model)
+    outcome = verify(
+        model,
+        loss or models.mean_over_samples,
+        whole_batch(masked),
+        plan,
+        process_group=ranks.group(),
+        **options,
+    )
+    before.assert_same(State.of(model))
+    return outcome
+
+
+def one_of(outcomes: list[Verification]) -> Verification:
+    """The outcome, after a look that all ranks have the same."""
+    assert all(repr(other) == repr(outcomes[0]) for other in outcomes)
+    return outcomes[0]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_uneven_plan_is_found_exact_and_the_model_stays_as_it_was(ranks: Pool, stage):
+    spec = ModelSpec(frozen=True, unused=True, tied=True)
+    outcome = one_of(ranks.run(verify_here, spec, uneven(stage)))
+    assert outcome.ok, str(outcome)
+    assert outcome.notes == ()
+    assert outcome.reference_rank == 0
+    assert outcome.reference_micro_batch == BATCH
+    trained = {name for name, p in models.build(spec).named_parameters() if p.requires_grad}
+    assert {parameter.name for parameter in outcome.parameters} == trained
+    assert 0 < outcome.parameters[0].relative_error < 1e-5
+    assert str(outcome).startswith("ok: the plan gives the gradient of one process")
+
+
+@pytest.mark.parametrize(
+    ("loss", "options"),
+    [
+        (models.mean_over_tokens, {"weight": models.counted_tokens}),
+        (models.sum_over_tokens, {"weight": models.counted_tokens, "loss": "sum"}),
+        (models.sum_over_samples, {"loss": "sum"}),
+    ],
+)
+def test_losses_may_count_tokens_or_be_sums(ranks: Pool, loss, options):
+    outcome = one_of(ranks.run(verify_with, uneven(2), loss, options))
+    assert outcome.ok, str(outcome)
+
+
+def verify_with(plan: Plan, loss: Any, options: dict[str, Any]) -> Verification:
+    how = options.pop("loss", "mean")
+    return verify_whole(plan, loss, masked=True, loss=how, max_micro_batch=5, **options)
+
+
+def verify_whole(plan: Plan, loss_fn: Any, *, masked: bool = False, **options: Any) -> Verification:
+    model = models.build(ModelSpec()).to(ranks.device())
+    return verify(model, loss_fn, whole_batch(masked), plan, process_group=ranks.group(), **options)
+
+
+def test_one_process_may_cut_the_batch_too(ranks: Pool):
+    outcome = one_of(
+        ranks.run(verify_whole, uneven(1), models.mean_over_samples, max_micro_batch=5)
+    )
+    assert outcome.ok, str(outcome)
+    assert outcome.reference_micro_batch == 5
+
+
+@pytest.mark.parametrize(("stage", "dtype"), [(1, torch.float16), (3, torch.bfloat16)])
+def test_sixteen_bits_have_a_tolerance_of_their_own(ranks: Pool, stage, dtype):
+    outcome = one_of(ranks.run(verify_here, ModelSpec(), uneven(stage), compute_dtype=dtype))
+    assert outcome.ok, str(outcome)
+    assert outcome.parameters[0].relative_error > 1e-5
+    exact = one_of(
+        ranks.run(verify_here, ModelSpec(), uneven(stage), compute_dtype=dtype, rtol=1e-7)
+    )
+    assert not exact.ok
+
+
+def coupled_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Like a contrastive loss: each sample is held against the others of its micro-batch."""
+    logits = model(batch["tokens"]).flatten(1)
+    return (logits - logits.mean(0)).square().mean()
+
+
+def test_a_loss_that_couples_samples_is_found_and_its_parameters_are_named(ranks: Pool):
+    outcome = one_of(ranks.run(verify_here, ModelSpec(), uneven(2), loss=coupled_loss))
+    assert not outcome.ok
+    assert len(outcome.failures) > 3
+    assert outcome.loss_error > 0.01
+    shown = str(outcome)
+    assert shown.startswith("NOT OK")
+    assert outcome.failures[0].name in shown
+    assert "12 samples at once have a loss of" in shown
+    assert "the loss is no weighted mean over samples" in shown
+
+
+class HalfDetached(nn.Module):
+    """A model that is wrong on purpose: in a micro-batch of one sample, one layer gets no
+    gradient.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.embedding = nn.Embedding(models.VOCABULARY, 8)
+        self.honest = nn.Linear(8, 8)
+        self.fickle = nn.Linear(8, models.VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.honest(self.embedding(tokens))
+        weight = self.fickle.weight.detach() if len(tokens) == 1 else self.fickle.weight
+        return nn.functional.linear(x, weight, self.fickle.bias)
+
+
+def verify_half_detached(plan: Plan) -> Verification:
+    model = HalfDetached().to(ranks.device())
+    batch, group = whole_batch(), ranks.group()
+    return verify(model, models.mean_over_samples, batch, plan, process_group=group)
+
+
+def test_one_wrong_parameter_is_the_one_that_is_named(ranks: Pool):
+    outcome = one_of(ranks.run(verify_half_detached, uneven(0)))
+    assert [parameter.name for parameter in outcome.failures] == ["fickle.weight"]
+    assert outcome.parameters[0].name == "fickle.weight"
+    assert "1 of 5 parameters differ" in str(outcome)
+
+
+class Dropping(HalfDetached):
+    """Dropout in front of the head."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.fickle(self.drop(self.honest(self.embedding(tokens))))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.2)
+
+
+def verify_dropping(plan: Plan, training_mode: bool) -> Verification:
+    model = Dropping().to(ranks.device()).train(training_mode)
+    batch, group = whole_batch(), ranks.group()
+    before = State.of(model)
+    outcome = verify(model, models.mean_over_samples, batch, plan, process_group=group)
+    before.assert_same(State.of(model))
+    return outcome
+
+
+def test_dropout_is_said_to_be_the_cause_and_eval_mode_cures_it(ranks: Pool):
+    dropped = one_of(ranks.run(verify_dropping, uneven(3), True))
+    assert not dropped.ok
+    assert any("'drop': dropout draws anew" in note for note in dropped.notes)
+    assert any("the loss is random" in note for note in dropped.notes)
+    still = one_of(ranks.run(verify_dropping, uneven(3), False))
+    assert still.ok, str(still)
+    assert still.notes == ()
+
+
+def test_batch_norm_in_training_mode_is_said_to_be_the_cause(ranks: Pool):
+    outcome = one_of(ranks.run(verify_here, ModelSpec(kind="batch_norm"), uneven(1)))
+    assert not outcome.ok
+    assert any("'norm': BatchNorm in training mode" in note for note in outcome.notes)
+    assert any("no weighted mean over samples" in note for note in outcome.notes)
+
+
+# Bad input: an error on every rank, and the model as it was.
+
+
+def verify_bad(case: str) -> Failure | None:
+    plan, loss, options = uneven(2), models.mean_over_samples, {}
+    batch = whole_batch()
+    model = models.build(ModelSpec()).to(ranks.device())
+    before = State.of(model)
+    if case == "another batch" and ranks.rank() == 2:
+        batch["tokens"] = batch["tokens"].flip(0)
+    if case == "own part":
+        batch = models.part(batch, 0, max(1, plan.samples(ranks.rank())))
+    if case == "another model" and ranks.rank() == 1:
+        model = models.build(ModelSpec(hidden=19)).to(ranks.device())
+    if case == "another world":
+        plan = Plan.even(3, BATCH, BATCH, 2)
+    if case == "a loss that fails" and ranks.rank() == 1:
+        loss = failing_loss
+    if case == "no scalar":
+        loss = lambda model, batch: model(batch["tokens"])  # noqa: E731
+    if case == "no plan":
+        plan = None
+    if case == "no samples at once":
+        options["max_micro_batch"] = 0
+    if case == "no tolerance":
+        options["rtol"] = 0.0
+    if case == "one process fails" and ranks.rank() == 0:
+        loss = failing_on_the_whole_batch
+    with ranks.catching() as caught:
+        verify(model, loss, batch, plan, process_group=ranks.group(), **options)
+    if case != "another model":
+        before.assert_same(State.of(model))
+    outcome = verify_whole(uneven(1), models.mean_over_samples)  # the ranks can go on
+    assert outcome.ok, str(outcome)
+    return caught[0] if caught else None
+
+
+def failing_loss(model: nn.Module, batch: Any) -> Tensor:
+    raise KeyError("on purpose")
+
+
+def failing_on_the_whole_batch(model: nn.Module, batch: Any) -> Tensor:
+    if len(batch["tokens"]) == BATCH:
+        raise KeyError("on purpose, alone")
+    return models.mean_over_samples(model, batch)
+
+
+@pytest.mark.parametrize(
+    ("case", "complaints"),
+    [
+        ("another batch", ["rank(s) [2]", "another batch than rank 0"]),
+        ("own part", ["the plan's global batch is 12", "the whole global batch"]),
+        ("another model", ["rank"]),
+        ("another world", ["the plan is for 3 ranks, but this process group has 4"]),
+        ("a loss that fails", ["on purpose"]),
+        ("no scalar", ["must return a scalar tensor"]),
+        ("no plan", ["plan must be a poplar.Plan, got NoneType"]),
+        ("no samples at once", ["max_micro_batch must be at least 1, got 0"]),
+        ("no tolerance", ["rtol must be above 0, got 0.0"]),
+        ("one process fails", ["on purpose, alone"]),
+    ],
+)
+def test_bad_input_is_an_error_on_every_rank(ranks: Pool, case, complaints):
+    training.assert_raised(ranks.run_expecting_errors(verify_bad, case), *complaints)
+
+
+def slow_alone(model: nn.Module, batch: Any) -> Tensor:
+    """Each of the one process's passes is shorter than the deadline, all of them are longer."""
+    if len(batch["tokens"]) == 1:
+        time.sleep(0.2)
+    return models.mean_over_samples(model, batch)
+
+
+def verify_slowly() -> Verification:
+    plan = Plan.manual("6,2,2,2", stage=1)
+    return verify_whole(plan, slow_alone, max_micro_batch=1, timeout=timedelta(seconds=2))
+
+
+def test_one_process_may_need_longer_than_ranks_wait_for_each_other(ranks: Pool):
+    outcome = one_of(ranks.run(verify_slowly))
+    assert outcome.ok, str(outcome)
+
+
+# Values
+
+
+def test_a_gradient_that_is_rounding_alone_is_no_failure():
+    expected = {"weight": torch.ones(100), "bias": torch.full((10,), 1e-9)}
+    noisy = {"weight": torch.ones(100), "bias": torch.full((10,), -2e-9)}
+    worst = compare(noisy, expected, Tolerance.of(torch.float32))[0]
+    assert worst.name == "bias"
+    assert worst.relative_error < 1e-6
+    assert worst.max_error == pytest.approx(3e-9)
+
+
+def test_a_gradient_that_one_process_does_not_have_is_a_failure():
+    worst = compare({"never": torch.ones(3)}, {}, Tolerance.of(torch.float32))[0]
+    assert worst.relative_error == float("inf")
+    assert compare({"never": torch.zeros(3)}, {}, Tolerance.of(torch.float32))[0].max_error == 0
+
+
+def test_nan_is_a_failure_and_comes_first():
+    gradients = {"fine": torch.ones(2), "lost": torch.tensor([1.0, float("nan")])}
+    errors = compare(gradients, {name: torch.ones(2) for name in gradients}, Tolerance.of())
+    outcome = found(errors)
+    assert [parameter.name for parameter in outcome.failures] == ["lost"]
+    assert not outcome.ok
+
+
+def found(parameters: tuple[ParameterError, ...], **changes: Any) -> Verification:
+    values = {"stage": 1, "ranks": 2, "global_batch": 4, "tolerance": 1e-5, "loss": 1.0}
+    return Verification(
+        **{**values, "reference_loss": 1.0, "parameters": parameters, **changes}  # type: ignore
+    )
+
+
+def test_a_wrong_loss_alone_is_not_ok():
+    outcome = found((), loss=1.1)
+    assert not outcome.ok
+    assert "NOT OK: the loss differ" in str(outcome)
+    assert not found((), loss=float("nan")).ok
+    assert found(()).ok
+
+
+def test_json_has_the_verdict():
+    errors = compare({"w": torch.ones(2)}, {"w": torch.ones(2)}, Tolerance.of())
+    content = found(errors, notes=("why",)).to_dict()
+    assert content["ok"] is True
+    assert content["loss_error"] == 0.0
+    assert content["notes"] == ["why"]
+    assert content["parameters"][0]["name"] == "w"
+
+
+def test_the_table_is_short_and_counts_the_rest():
+    gradients = {f"layer{number}.weight": torch.full((4,), 1.0 + number) for number in range(25)}
+    expected = {name: torch.ones(4) for name in gradients}
+    shown = str(found(compare(gradients, expected, Tolerance.of())))
+    assert "layer24.weight" in shown
+    assert "layer3.weight" not in shown
+    assert "... and 15 more with smaller errors" in shown
