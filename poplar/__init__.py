@@ -13,37 +13,78 @@ if TYPE_CHECKING:
     from poplar.data import HeteroBatchSampler, split_stream
     from poplar.errors import CollectiveTimeout, OutOfOrder, PoplarError, RankFailed
     from poplar.optimizer import HeteroZeroOptimizer, StepResult
+    from poplar.planning.cluster import (
+        BatchPoint,
+        ClusterProfile,
+        DeviceProfile,
+        ModelProfile,
+        NetworkProfile,
+    )
+    from poplar.planning.cost_model import DoesNotFit, Prediction, predict
     from poplar.planning.plan import Plan, UnitPlan
+    from poplar.planning.search import search
+    from poplar.planning.shortage import NoPlanFits
+    from poplar.profiler import profile_cluster
     from poplar.scaler import GradScaler
+    from poplar.tuner import autotune
+    from poplar.verification import Verification, verify
 
 __version__ = "0.1.0"
 
 _HOME = {
+    "BatchPoint": "poplar.planning.cluster",
+    "ClusterProfile": "poplar.planning.cluster",
     "CollectiveTimeout": "poplar.errors",
+    "DeviceProfile": "poplar.planning.cluster",
+    "DoesNotFit": "poplar.planning.cost_model",
     "GradScaler": "poplar.scaler",
     "HeteroBatchSampler": "poplar.data",
     "HeteroZeroOptimizer": "poplar.optimizer",
+    "ModelProfile": "poplar.planning.cluster",
+    "NetworkProfile": "poplar.planning.cluster",
+    "NoPlanFits": "poplar.planning.shortage",
     "OutOfOrder": "poplar.errors",
     "Plan": "poplar.planning.plan",
     "PoplarError": "poplar.errors",
+    "Prediction": "poplar.planning.cost_model",
     "RankFailed": "poplar.errors",
     "StepResult": "poplar.optimizer",
     "UnitPlan": "poplar.planning.plan",
+    "Verification": "poplar.verification",
+    "autotune": "poplar.tuner",
+    "predict": "poplar.planning.cost_model",
+    "profile_cluster": "poplar.profiler",
+    "search": "poplar.planning.search",
     "split_stream": "poplar.data",
+    "verify": "poplar.verification",
 }
 
 __all__ = [
+    "BatchPoint",
+    "ClusterProfile",
     "CollectiveTimeout",
+    "DeviceProfile",
+    "DoesNotFit",
     "GradScaler",
     "HeteroBatchSampler",
     "HeteroZeroOptimizer",
+    "ModelProfile",
+    "NetworkProfile",
+    "NoPlanFits",
     "OutOfOrder",
     "Plan",
     "PoplarError",
+    "Prediction",
     "RankFailed",
     "StepResult",
     "UnitPlan",
+    "Verification",
+    "autotune",
+    "predict",
+    "profile_cluster",
+    "search",
     "split_stream",
+    "verify",
 ]
 
 

@@ -1,4 +1,5 @@
-"""What was decided, as values: plans, shard layouts and the arithmetic between them.
+"""What was measured and what was decided, as values, and the arithmetic that leads from one to the
+other: the cost of a plan, the search for the best one, shard layouts and the moves between them.
 
 Knows no processes, no tensors and no clock: everything here runs in a test in milliseconds, without
 torch.
@@ -6,7 +7,37 @@ torch.
 
 from __future__ import annotations
 
+from poplar.planning.cluster import (
+    BatchPoint,
+    ClusterProfile,
+    DeviceProfile,
+    ModelProfile,
+    NetworkProfile,
+)
+from poplar.planning.cost_model import DoesNotFit, Prediction, memory_needed, predict
 from poplar.planning.layout import ALIGNMENT, Layout, Transfer, transfers
 from poplar.planning.plan import STRATEGIES, Plan, UnitPlan
+from poplar.planning.search import alternatives, search
+from poplar.planning.shortage import NoPlanFits
 
-__all__ = ["ALIGNMENT", "STRATEGIES", "Layout", "Plan", "Transfer", "UnitPlan", "transfers"]
+__all__ = [
+    "ALIGNMENT",
+    "STRATEGIES",
+    "BatchPoint",
+    "ClusterProfile",
+    "DeviceProfile",
+    "DoesNotFit",
+    "Layout",
+    "ModelProfile",
+    "NetworkProfile",
+    "NoPlanFits",
+    "Plan",
+    "Prediction",
+    "Transfer",
+    "UnitPlan",
+    "alternatives",
+    "memory_needed",
+    "predict",
+    "search",
+    "transfers",
+]

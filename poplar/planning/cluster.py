@@ -60,8 +60,7 @@ class DeviceProfile:
     peak_flops: float | None = None
     """FLOP/s by specification or by a matrix product; what the `flops` policy goes by."""
     pass_overhead_seconds: tuple[float, ...] = _NO_RESIDUALS
-    """By stage: what this rank needs for a pass in the engine beyond the plain pass. Measured; may
-    be negative."""
+    """By stage: what this rank needs for a pass in the engine beyond the plain pass."""
     step_overhead_seconds: tuple[float, ...] = _NO_RESIDUALS
     """By stage: what this rank needs once a step beyond its passes and its optimizer."""
     uuid: str = ""

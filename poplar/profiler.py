@@ -1,0 +1,453 @@
+"""Measures every rank, in the real training job: `profile_cluster`.
+
+All ranks measure at once, so whatever they share is shared as in training. What always holds: the
+model, its gradients and buffers and all random state are afterwards as they were; every rank gets
+the same profile, or an error; nothing is measured twice that the cache has.
+
+A profile is made in this order: plain passes (time and memory against the batch), the optimizer
+step, the collectives, and a few steps of the engine itself at every stage, which tell what the
+closed form of a step leaves out. After Poplar (AAAI 2025), which measures time against the batch at
+each ZeRO stage; here stages share one curve and differ in what is measured of their steps.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from poplar import devices, host
+from poplar.comm import Control, Group, connect
+from poplar.optimizer import HeteroZeroOptimizer
+from poplar.planning.cluster import (
+    BatchPoint,
+    ClusterProfile,
+    DeviceProfile,
+    ModelProfile,
+    NetworkProfile,
+)
+from poplar.planning.cost_model import memory_needed
+from poplar.planning.plan import Plan
+from poplar.profiling.cache import Cache, default_folder
+from poplar.profiling.intact import computing_in, parameters_kept, surroundings_kept
+from poplar.profiling.network import Collectives, measure_network
+from poplar.profiling.passes import LossFunction, Passes, Rung, scout, time_rungs
+from poplar.profiling.progress import Tell, progress
+from poplar.profiling.request import DEFAULT_MAX_BATCH, Agreed, Request, agree_on, flat_numels
+from poplar.profiling.residuals import MEETS_EVERY_PASS, fit
+from poplar.profiling.steps import Observation, observe
+from poplar.profiling.update import UpdateCost, measure_update
+from poplar.zero.agreement import agree
+from poplar.zero.update import OptimizerFactory
+
+T = TypeVar("T")
+
+MEMORY_RESERVE = 0.05
+LONGEST_PASS = 1 / 16
+"""No batch is tried whose pass would probably take more of the budget than this."""
+TIMING = 0.35
+"""Part of the budget for timing plain passes."""
+STEPS = 0.4
+"""Part of the budget for steps of the engine, over all stages."""
+TIMES_EACH = 5
+PASSES_OBSERVED = (1, 3)
+"""Steps of the engine are observed with so many passes; the difference is what a meeting costs."""
+
+
+def profile_cluster(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    example_batch: Any,
+    *,
+    optimizer_class: OptimizerFactory = torch.optim.AdamW,
+    max_batch: int | None = None,
+    memory_limit: int | None = None,
+    stages: Sequence[int] = (0, 1, 2, 3),
+    seconds: float = 60.0,
+    max_norm: float | None = 1.0,
+    process_group: dist.ProcessGroup | None = None,
+    units: Sequence[str | nn.Module | type[nn.Module]] | None = None,
+    compute_dtype: torch.dtype | str = "auto",
+    reduce_dtype: torch.dtype = torch.float32,
+    timeout: timedelta | None = None,
+    allow_batch_norm: bool = False,
+    cache: bool | str | Path = True,
+    progress: bool = True,
+    **optimizer_kwargs: Any,
+) -> ClusterProfile:
+    """Measure every rank, and the network between them. Collective: every rank calls it.
+
+    Args:
+        model: on this rank's device, not wrapped; afterwards as it was, bit by bit.
+        loss_fn: as for `train_step`: `loss_fn(model, micro_batch)` -> mean loss.
+        example_batch: a batch as training sees it; its samples are repeated for larger ones, so a
+            few do. Typical lengths: a pass takes what its tokens take.
+        optimizer_class: with `optimizer_kwargs`, as training will use it.
+        max_batch: largest micro-batch to try on this rank; default: what memory and time allow.
+        memory_limit: bytes that this rank may use; default: what its device has, less what others
+            hold.
+        stages: ZeRO stages to run steps at; only these can be predicted well.
+        seconds: budget. It bounds the time unless a pass takes so long that a handful of them is
+            more; then it is a few of each.
+        max_norm: clip in the measured steps, as training will; None for none.
+        process_group, units, compute_dtype, reduce_dtype, timeout, allow_batch_norm: as for
+            `HeteroZeroOptimizer`.
+        cache: use the profile that was measured before of the same model, dtype, devices and
+            versions, and keep this one; or the folder to keep it in; or False.
+        progress: show on rank 0 what is being measured, if stderr is a terminal.
+        optimizer_kwargs: for `optimizer_class`.
+
+    Returns:
+        The same `ClusterProfile` on every rank.
+
+    Raises:
+        ValueError, TypeError, RuntimeError: what this rank was given is wrong, or ranks differ.
+        RankFailed: another rank was given something wrong, or could not be measured.
+        CollectiveTimeout: a rank did not answer in time.
+    """
+    request = Request(
+        model=model,
+        loss_fn=loss_fn,
+        example=example_batch,
+        optimizer_class=optimizer_class,
+        optimizer_options=optimizer_kwargs,
+        max_batch=max_batch,
+        memory_limit=memory_limit,
+        stages=tuple(stages),
+        seconds=seconds,
+        max_norm=max_norm,
+        units=units,
+        compute_dtype=compute_dtype,
+        reduce_dtype=reduce_dtype,
+        allow_batch_norm=allow_batch_norm,
+    )
+    group = Group.of(process_group, timeout)
+    return Profiler(request, group, cache_of(cache), show=progress).profile()
+
+
+def cache_of(choice: bool | str | Path) -> Cache | None:
+    """The cache that a caller chose."""
+    if choice is False:
+        return None
+    return Cache(default_folder() if choice is True else Path(choice))
+
+
+@dataclass(frozen=True)
+class _Curve:
+    """What one rank found out about its passes and its optimizer."""
+
+    points: tuple[BatchPoint, ...]
+    backward_fraction: float
+    throttled: str
+
+
+class Profiler:
+    """One request on one rank; its methods are collective."""
+
+    def __init__(self, request: Request, group: Group, cache: Cache | None, *, show: bool) -> None:
+        self.request = request
+        self.group = group
+        self.control = Control(group)
+        self.cache = cache
+        self.show = show and group.rank == 0
+        self.agreed: Agreed = agree_on(request, self.control)
+        self.device = self.agreed.device
+        self.asynchronous = self.device.type == "cuda"
+        """The device computes while the host goes on."""
+        self.memory_bytes, self.held_bytes = self._memory()
+        self.verified: dict[str, Plan] = {}
+        """Plans that the cache has of this profile, by request; on every rank."""
+        self.from_cache = False
+
+    def profile(self) -> ClusterProfile:
+        """From the cache, or measured and kept there."""
+        found = self._look_up()
+        if found is not None:
+            self.from_cache = True
+            profile, self.verified = found
+            return profile
+        with progress(self.show) as tell, surroundings_kept(self.request.model, self.device):
+            profile = self._measure(tell)
+        self.keep(profile)
+        return profile
+
+    def keep(self, profile: ClusterProfile) -> None:
+        """Write the profile and what was verified on it into the cache, on rank 0."""
+        if self.cache is not None and self.group.rank == 0:
+            self.cache.save(profile, self.verified)
+
+    def steps_of(self, plans: Sequence[Plan], *, steps: int, tell: Tell) -> tuple[Observation, ...]:
+        """Run plans of one stage on the engine and take their steps apart.
+
+        The model's parameters are afterwards as they were.
+        """
+        request, passes = self.request, self._passes()
+        tell(f"steps at stage {plans[0].stage}")
+        with parameters_kept(request.model, to_host=self.asynchronous):
+            optimizer = HeteroZeroOptimizer(
+                request.model,
+                request.optimizer_class,
+                plan=plans[0],
+                process_group=self.group.process_group,
+                units=request.units,
+                compute_dtype=request.compute_dtype,  # type: ignore[arg-type]
+                reduce_dtype=request.reduce_dtype,
+                timeout=self.group.timeout,
+                allow_batch_norm=request.allow_batch_norm,
+                **request.optimizer_options,
+            )
+            observations = []
+            for number, plan in enumerate(plans):
+                if number:
+                    optimizer.apply_plan(plan)
+                observations.append(
+                    observe(
+                        optimizer,
+                        plan,
+                        passes,
+                        self.control,
+                        steps=steps,
+                        warm_up=1,
+                        max_norm=request.max_norm,
+                    )
+                )
+            optimizer.release()
+        return tuple(observations)
+
+    def points_at(self, batch: int | None) -> list[BatchPoint | None]:
+        """One more point on each rank's curve, where a rank asks for one."""
+        passes = self._passes()
+
+        def measure() -> BatchPoint | None:
+            if batch is None:
+                return None
+            held = passes.activation_bytes(batch)
+            rung = Rung(batch=batch, seconds=passes.seconds(batch), activation_bytes=held)
+            return time_rungs(passes, [rung], seconds=0.0, least=TIMES_EACH)[0]
+
+        with computing_in(self.request.model, self.agreed.dtype):
+            return self._everyones(self._together(measure, "measuring one more point"))
+
+    def _look_up(self) -> tuple[ClusterProfile, dict[str, Plan]] | None:
+        found = None
+        if self.cache is not None and self.group.rank == 0:
+            found = self.cache.load(self.agreed.identity)
+        return self.control.exchange_objects(found, what="looking into the cache")[0]
+
+    def _measure(self, tell: Tell) -> ClusterProfile:
+        with computing_in(self.request.model, self.agreed.dtype):
+            curves = self._measure_curves(tell)
+            updates = self._measure_updates(tell)
+            network = self._measure_network(tell)
+        profile = self._assemble(curves, updates, network)
+        began = time.perf_counter()
+        for number, stage in enumerate(self.request.stages):
+            left = self.request.seconds * STEPS - (time.perf_counter() - began)
+            share = left / (len(self.request.stages) - number)
+            profile = self._measure_stage(profile, stage, self._agreed_seconds(share), tell)
+        return profile
+
+    def _measure_curves(self, tell: Tell) -> list[_Curve]:
+        passes, budget = self._passes(), self.request.seconds
+        tell("a first pass")
+        self._together(passes.check, "the profiler's first pass")
+        tell("memory against batch")
+        rungs = self._together(lambda: self._scout(passes), "measuring memory")
+        longest = max(self._everyones(sum(rung.seconds for rung in rungs)))
+        timing = min(TIMES_EACH * longest, budget * TIMING)
+        tell(f"time against batch, {timing:.0f} s")
+        return self._everyones(
+            self._together(lambda: self._time(passes, rungs, timing), "timing passes")
+        )
+
+    def _scout(self, passes: Passes) -> list[Rung]:
+        return scout(
+            passes,
+            max_batch=self.request.max_batch or DEFAULT_MAX_BATCH,
+            room_bytes=self.memory_bytes * (1 - MEMORY_RESERVE) - self.held_bytes,
+            longest_seconds=self.request.seconds * LONGEST_PASS,
+        )
+
+    def _time(self, passes: Passes, rungs: Sequence[Rung], seconds: float) -> _Curve:
+        before = devices.throttle_reason(self.device)
+        points = time_rungs(passes, rungs, seconds=seconds, least=2)
+        throttled = before or devices.throttle_reason(self.device)
+        if throttled:  # hot or capped for a moment, perhaps: once more
+            points = time_rungs(passes, rungs, seconds=seconds, least=2)
+            throttled = devices.throttle_reason(self.device)
+        return _Curve(points, passes.backward_fraction(points[len(points) // 2].batch), throttled)
+
+    def _measure_updates(self, tell: Tell) -> list[UpdateCost]:
+        tell("the optimizer step")
+        checked = self.agreed.setup
+        numels = flat_numels(self.agreed, merge=True)[1]
+
+        def measure() -> UpdateCost:
+            return measure_update(checked.factory, checked.options, numels, self.device)
+
+        return self._everyones(self._together(measure, "measuring the optimizer step"))
+
+    def _measure_network(self, tell: Tell) -> NetworkProfile:
+        tell("the collectives")
+        value_dtype = self.agreed.dtype or next(
+            p.dtype for p in self.request.model.parameters() if p.requires_grad
+        )
+        return measure_network(
+            Collectives(
+                comm=connect(self.group, "auto"),
+                control=self.control,
+                numels=flat_numels(self.agreed, merge=True)[1],
+                wire_dtype=self.request.reduce_dtype,
+                value_dtype=value_dtype,
+                device=self.device,
+            )
+        )
+
+    def _measure_stage(
+        self, profile: ClusterProfile, stage: int, seconds: float, tell: Tell
+    ) -> ClusterProfile:
+        plans = [_balanced(profile, stage, passes) for passes in PASSES_OBSERVED]
+        limits = [d.memory_bytes * (1 - profile.memory_reserve) for d in profile.devices]
+        needed = memory_needed(profile, plans[-1])
+        if any(need > limit for need, limit in zip(needed, limits, strict=True)):
+            return profile  # no plan of this stage will have better luck with its memory
+        one_pass = max(
+            device.seconds(max(sizes))
+            for device, sizes in zip(profile.devices, plans[0].micro_batches, strict=True)
+        )
+        steps = int(seconds / (one_pass * sum(PASSES_OBSERVED))) - 1
+        observations = self.steps_of(plans, steps=max(2, min(steps, TIMES_EACH)), tell=tell)
+        return fit(
+            profile,
+            stage,
+            observations,
+            asynchronous=self.asynchronous,
+            fit_overlap=profile.overlap == 0.0 and stage >= MEETS_EVERY_PASS,
+        )
+
+    def _assemble(
+        self, curves: list[_Curve], updates: list[UpdateCost], network: NetworkProfile
+    ) -> ClusterProfile:
+        info = devices.describe(self.device)
+        mine: dict[str, Any] = {
+            "name": info.name,
+            "uuid": info.uuid,
+            "host": info.host,
+            "memory_bytes": self.memory_bytes,
+            "held_bytes": self.held_bytes,
+            "peak_flops": devices.peak_flops(self.device, self._matrix_dtype()),
+        }
+        profiles = tuple(
+            DeviceProfile(
+                **own,
+                points=curve.points,
+                optimizer_seconds=update.seconds,
+                optimizer_latency_seconds=update.latency_seconds,
+                throttled=curve.throttled,
+            )
+            for own, curve, update in zip(self._everyones(mine), curves, updates, strict=True)
+        )
+        fractions = [curve.backward_fraction for curve in curves]
+        return ClusterProfile(
+            devices=profiles,
+            model=self._model_profile(updates[0]),
+            network=network,
+            backward_fraction=sum(fractions) / len(fractions),
+            memory_reserve=MEMORY_RESERVE,
+            identity=self.agreed.identity,
+            notes=tuple(
+                f"rank {rank} was throttled while it was measured ({curve.throttled}): its speed "
+                "is that of a hot or capped device"
+                for rank, curve in enumerate(curves)
+                if curve.throttled
+            ),
+        )
+
+    def _model_profile(self, update: UpdateCost) -> ModelProfile:
+        model, dtype = self.request.model, self.agreed.dtype
+        trained = [p for p in model.parameters() if p.requires_grad]
+        held = (dtype or trained[0].dtype).itemsize
+        frozen = [p for p in model.parameters() if not p.requires_grad] + list(model.buffers())
+        return ModelProfile(
+            unit_numels=tuple(flat_numels(self.agreed, merge=False)[0]),
+            param_bytes=float(held),
+            grad_bytes=float(held),
+            optimizer_bytes=update.state_bytes + (0.0 if held == 4 else 4.0),
+            wire_bytes=float(self.request.reduce_dtype.itemsize),
+            frozen_bytes=sum(tensor.numel() * tensor.element_size() for tensor in frozen),
+        )
+
+    def _memory(self) -> tuple[int, int]:
+        """Bytes that this rank may use, and what of them is held by other than tensors."""
+        on_cuda = self.device.type == "cuda"
+        held = 0
+        if on_cuda:
+            free, total = torch.cuda.mem_get_info(self.device)
+            others = devices.describe(self.device).others_bytes
+            held = total - free - others - torch.cuda.memory_reserved(self.device)
+        elif self.request.memory_limit is None:
+            weights = sum(p.numel() * p.element_size() for p in self.request.model.parameters())
+            held = host.resident_memory() - weights
+        limit = self.request.memory_limit or devices.memory_available(
+            self.device, self.agreed.ranks_on_this_host
+        )
+        return limit, max(0, held)
+
+    def _matrix_dtype(self) -> torch.dtype:
+        trained = next(p for p in self.request.model.parameters() if p.requires_grad)
+        return self.agreed.dtype or trained.dtype
+
+    def _passes(self) -> Passes:
+        example = self.request.example
+        if self.agreed.dtype is not None:
+            from poplar.zero.pieces import Cutter
+
+            example = Cutter(None, False, self.agreed.dtype).cast(example)
+        return Passes(self.request.model, self.request.loss_fn, example, self.device)
+
+    def _together(self, work: Callable[[], T], doing: str) -> T:
+        """Do something that may fail on this rank alone; then all ranks raise."""
+        error: Exception | None = None
+        try:
+            result = work()
+        except Exception as caught:
+            error = caught
+        agree(self.control, error, doing=doing)
+        return result
+
+    def _everyones(self, value: T) -> list[T]:
+        return self.control.exchange_objects(value, what="sharing what was measured")
+
+    def _agreed_seconds(self, seconds: float) -> float:
+        return self._everyones(seconds)[0]
+
+
+def _balanced(profile: ClusterProfile, stage: int, passes: int) -> Plan:
+    """Equally long passes on all ranks, two samples or so on the slowest: a plan as will be run."""
+    target = max(device.seconds(min(2, device.max_batch)) for device in profile.devices)
+    sizes = [
+        max([1, *(b for b in range(1, device.max_batch + 1) if device.seconds(b) <= target)])
+        for device in profile.devices
+    ]
+    return Plan.manual(sizes, stage=stage, passes=passes)
+
+
+def with_measured(profile: ClusterProfile, points: Sequence[BatchPoint | None]) -> ClusterProfile:
+    """The profile with one more point for each rank that has one."""
+    devices_ = tuple(
+        device if point is None else replace(device, points=_inserted(device.points, point))
+        for device, point in zip(profile.devices, points, strict=True)
+    )
+    return replace(profile, devices=devices_)
+
+
+def _inserted(points: Sequence[BatchPoint], point: BatchPoint) -> tuple[BatchPoint, ...]:
+    others = [other for other in points if other.batch != point.batch]
+    return tuple(sorted([*others, point], key=lambda other: other.batch))

@@ -1,0 +1,1 @@
+"""How a rank is measured: one instrument per file; `poplar.profiler` plays them together."""

@@ -1,0 +1,209 @@
+"""Plain passes of the user's model: how long they take and what they hold, against the batch."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from poplar import nest
+from poplar.planning.cluster import BatchPoint
+from poplar.profiling.memory import peak_bytes
+
+LossFunction = Callable[[nn.Module, Any], Tensor]
+
+SHORTEST_SAMPLE_SECONDS = 0.1
+"""Shorter passes are timed several at a time: a CPU quota is enforced every 10 to 100 ms."""
+MARGIN = 0.97
+"""The largest batch is chosen by extrapolation; it stays this far below what memory allows."""
+
+
+@dataclass
+class Passes:
+    """Forward and backward on one rank, at any batch."""
+
+    model: nn.Module
+    loss_fn: LossFunction
+    example: Any
+    """A batch; its samples are repeated where a larger one is needed."""
+    device: torch.device
+    _batches: dict[int, Any] = field(default_factory=dict)
+
+    def batch(self, size: int) -> Any:
+        """A batch of `size` samples out of the example's."""
+        if size not in self._batches:
+            available = nest.samples_in(self.example)
+            self._batches[size] = nest.take(self.example, [at % available for at in range(size)])
+        return self._batches[size]
+
+    def run(self, size: int) -> None:
+        """One pass; its gradients are dropped."""
+        loss = self.loss_fn(self.model, self.batch(size))
+        loss.backward()
+        self._drop_gradients()
+
+    def check(self) -> None:
+        """A first pass, of one sample.
+
+        Raises:
+            TypeError, ValueError: the loss is no scalar, requires no gradient, or is not finite.
+        """
+        loss: Any = self.loss_fn(self.model, self.batch(1))
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            what = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            raise TypeError(
+                f"loss_fn(model, micro_batch) must return a scalar tensor, got {what}; return the "
+                "mean over the micro-batch"
+            )
+        if not loss.requires_grad:
+            raise ValueError(
+                "the loss does not require a gradient, so there is no backward to measure; compute "
+                "it outside of torch.no_grad() from parameters that require one"
+            )
+        value = float(loss.detach())
+        if not math.isfinite(value):
+            raise ValueError(
+                f"the loss of the first sample of example_batch is {value}; profile with a "
+                "batch and a model as they are trained (a NaN takes other ways through a model)"
+            )
+        loss.backward()
+        self._drop_gradients()
+
+    def seconds(self, size: int, repeats: int = 1) -> float:
+        """Of one pass, the mean over `repeats` back to back."""
+        self.synchronize()
+        began = time.perf_counter()
+        for _ in range(repeats):
+            self.run(size)
+        self.synchronize()
+        return (time.perf_counter() - began) / repeats
+
+    def backward_fraction(self, size: int) -> float:
+        """The backward's part of a pass."""
+        self.synchronize()
+        began = time.perf_counter()
+        loss = self.loss_fn(self.model, self.batch(size))
+        self.synchronize()
+        middle = time.perf_counter()
+        loss.backward()
+        self.synchronize()
+        ended = time.perf_counter()
+        self._drop_gradients()
+        return (ended - middle) / (ended - began)
+
+    def activation_bytes(self, size: int) -> int:
+        """Peak of a pass above what was held before it.
+
+        Raises:
+            torch.OutOfMemoryError: it does not fit; nothing is left behind.
+        """
+        self.batch(size)
+        try:
+            return peak_bytes(lambda: self.run(size), self.device)
+        except torch.OutOfMemoryError:
+            self._drop_gradients()
+            self._batches.pop(size, None)
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+            raise
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _drop_gradients(self) -> None:
+        for parameter in self.model.parameters():
+            parameter.grad = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rung:
+    """A batch size worth timing, as the scouting pass found it."""
+
+    batch: int
+    seconds: float
+    """Of the scouting pass: a first idea."""
+    activation_bytes: int
+
+
+def scout(
+    passes: Passes, *, max_batch: int, room_bytes: float, longest_seconds: float
+) -> list[Rung]:
+    """Climb batch sizes 1, 2, 4, ... as far as memory and time allow, noting what each holds.
+
+    Args:
+        passes: of this rank.
+        max_batch: the largest batch to try.
+        room_bytes: what activations may take; the largest batch that fits becomes the last rung.
+        longest_seconds: no pass is tried that would probably take longer than this.
+
+    Raises:
+        torch.OutOfMemoryError: not even one sample fits.
+    """
+    rungs: list[Rung] = []
+    size = 1
+    passes.run(1)
+    while True:
+        try:
+            began = time.perf_counter()
+            held = passes.activation_bytes(size)
+            passes.synchronize()
+            seconds = time.perf_counter() - began
+        except torch.OutOfMemoryError:
+            if not rungs:
+                raise
+            return rungs
+        if held > room_bytes and rungs:
+            return rungs
+        rungs.append(Rung(batch=size, seconds=seconds, activation_bytes=held))
+        following = min(2 * size, max_batch, _largest_that_fits(rungs, room_bytes))
+        longer = seconds * following / size
+        if following <= size or (longer > longest_seconds and len(rungs) > 1):
+            return rungs
+        size = following
+
+
+def _largest_that_fits(rungs: Sequence[Rung], room_bytes: float) -> int:
+    """By a straight line through the last two rungs."""
+    if len(rungs) < 2:
+        return 2 * rungs[-1].batch
+    before, last = rungs[-2:]
+    slope = (last.activation_bytes - before.activation_bytes) / (last.batch - before.batch)
+    left = room_bytes * MARGIN - last.activation_bytes
+    if slope <= 0 or left >= slope * last.batch:
+        return 2 * last.batch
+    return last.batch + max(0, math.floor(left / slope))
+
+
+def time_rungs(
+    passes: Passes, rungs: Sequence[Rung], *, seconds: float, least: int
+) -> tuple[BatchPoint, ...]:
+    """Time all rungs in turns until `seconds` are over, each at least `least` times.
+
+    All ranks do this for equally long, so that whatever they share (a core, a memory bus, a power
+    budget) is shared as in training; in turns, so that a disturbance meets all rungs alike.
+    """
+    samples: dict[int, list[float]] = {rung.batch: [] for rung in rungs}
+    repeats = {r.batch: max(1, math.ceil(SHORTEST_SAMPLE_SECONDS / r.seconds)) for r in rungs}
+    end = time.perf_counter() + seconds
+    order = [rung.batch for rung in rungs]
+    while True:
+        for size in order:
+            if time.perf_counter() >= end and all(len(got) >= least for got in samples.values()):
+                return tuple(
+                    BatchPoint(
+                        batch=rung.batch,
+                        seconds=median(samples[rung.batch]),
+                        activation_bytes=rung.activation_bytes,
+                    )
+                    for rung in rungs
+                )
+            samples[size].append(passes.seconds(size, repeats[size]))
+        order.reverse()

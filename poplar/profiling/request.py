@@ -1,0 +1,215 @@
+"""What shall be measured: checked on this rank, agreed by all, and named for the cache."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import poplar
+from poplar import devices, nest
+from poplar.comm import Control
+from poplar.planning.plan import STRATEGIES
+from poplar.profiling.passes import LossFunction
+from poplar.zero import setup
+from poplar.zero.agreement import agree
+from poplar.zero.unit import Member, build_units
+from poplar.zero.update import OptimizerFactory
+
+DEFAULT_MAX_BATCH = 1024
+"""Where neither memory nor time ends the climb."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """Everything that `profile_cluster` was asked for, on this rank."""
+
+    model: nn.Module
+    loss_fn: LossFunction
+    example: Any
+    optimizer_class: OptimizerFactory
+    optimizer_options: Mapping[str, Any]
+    max_batch: int | None
+    memory_limit: int | None
+    stages: tuple[int, ...]
+    seconds: float
+    max_norm: float | None
+    units: Sequence[str | nn.Module | type[nn.Module]] | None
+    compute_dtype: torch.dtype | str
+    reduce_dtype: torch.dtype
+    allow_batch_norm: bool
+
+    def check(self) -> None:
+        """What can be checked on this rank alone.
+
+        Raises:
+            ValueError, TypeError: what is wrong, and the way out.
+        """
+        if self.max_batch is not None and self.max_batch < 1:
+            raise ValueError(
+                f"max_batch must be at least 1, got {self.max_batch}; it is the largest "
+                "micro-batch that is tried on this rank"
+            )
+        if self.memory_limit is not None and self.memory_limit < 1:
+            raise ValueError(
+                f"memory_limit must be at least 1 byte, got {self.memory_limit}; leave it out to "
+                "use what the device has"
+            )
+        unknown = [stage for stage in self.stages if stage not in range(len(STRATEGIES))]
+        if unknown or not self.stages:
+            raise ValueError(f"stages must name ZeRO stages 0 to 3, got {self.stages}")
+        if not self.seconds > 0:
+            raise ValueError(f"seconds must be above 0, got {self.seconds}")
+        if nest.samples_in(self.example) < 1:
+            raise ValueError("example_batch has no samples; give at least one")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Agreed:
+    """What all ranks know of each other before anything is measured."""
+
+    setup: setup.Request
+    dtype: torch.dtype | None
+    """In which the model computes; None: as it is."""
+    device: torch.device
+    everyones: tuple[Mapping[str, Any], ...]
+    """By rank: what is its own."""
+    identity: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def ranks_on_this_host(self) -> int:
+        """How many ranks share the memory of this one's host."""
+        host = devices.describe(self.device).host
+        return sum(own["host"] == host for own in self.everyones)
+
+
+def agree_on(request: Request, control: Control) -> Agreed:
+    """Check on all ranks, compare, and name what is measured. Collective.
+
+    Raises:
+        ValueError, TypeError: on the rank that was given something wrong; ranks that differ.
+        RankFailed: another rank was given something wrong.
+    """
+    error: Exception | None = None
+    try:
+        request.check()
+        checked = setup.check_request(
+            request.model,
+            request.optimizer_class,
+            request.optimizer_options,
+            plan=None,
+            stage=0,
+            params=None,
+            units=request.units,
+            compute_dtype=request.compute_dtype,
+            reduce_dtype=request.reduce_dtype,
+            world_size=control.group.size,
+            allow_batch_norm=request.allow_batch_norm,
+        )
+        own = _own(request, checked)
+    except Exception as caught:
+        error = caught
+    agree(control, error, doing="profiling")
+    dtype = setup.agree_on_request(control, checked)
+    everyones = control.exchange_objects(own, what="profiling")
+    for key in ("stages", "seconds", "max_norm", "loss_fn", "versions"):
+        values = [other[key] for other in everyones]
+        if len(set(map(str, values))) > 1:
+            raise ValueError(
+                f"the ranks disagree on {key}: {dict(enumerate(values))}; profile with the same "
+                "arguments and versions on every rank"
+            )
+    identity = _identity(checked, request, dtype, everyones)
+    return Agreed(
+        setup=checked,
+        dtype=dtype,
+        device=checked.device,
+        everyones=tuple(everyones),
+        identity=identity,
+    )
+
+
+def flat_numels(agreed: Agreed, *, merge: bool) -> tuple[list[int], list[int]]:
+    """Elements of each unit that is trained, and of each flat buffer.
+
+    Args:
+        agreed: of this rank.
+        merge: as where nothing gathers units one by one.
+    """
+    checked = agreed.setup
+    members = [
+        Member(name, parameter, checked.group_of[id(parameter)], True, parameter.dtype)
+        for name, parameter in checked.model.named_parameters()
+        if id(parameter) in checked.group_of
+    ]
+    units = build_units(checked.model, members, checked.unit_names, merge=merge)
+    sizes = [[flat.numel for flat in unit.flats] for unit in units]
+    return [sum(flats) for flats in sizes], [numel for flats in sizes for numel in flats]
+
+
+def _own(request: Request, checked: setup.Request) -> dict[str, Any]:
+    """This rank's part of the identity: plain values."""
+    info = devices.describe(checked.device)
+    return {
+        "device": f"{info.name} {info.uuid}".strip(),
+        "host": info.host,
+        "driver": info.driver,
+        "cores": info.cores,
+        "threads": torch.get_num_threads() if checked.device.type == "cpu" else 0,
+        "max_batch": request.max_batch,
+        "memory_limit": request.memory_limit,
+        "stages": list(request.stages),
+        "seconds": request.seconds,
+        "max_norm": request.max_norm,
+        "loss_fn": _name(request.loss_fn),
+        "versions": f"poplar {poplar.__version__}, torch {torch.__version__}",
+        "example": _signature(request.example),
+    }
+
+
+def _identity(
+    checked: setup.Request,
+    request: Request,
+    dtype: torch.dtype | None,
+    everyones: Sequence[Mapping[str, Any]],
+) -> dict[str, str]:
+    shared = checked.identity()
+    first = everyones[0]
+    texts = {
+        "model": f"{type(checked.model).__name__} {_digest([shared['model'], shared['buffers']])}",
+        "structure": _digest([str(checked.model), checked.model.training]),
+        "units": _digest(shared["units"]),
+        "optimizer": f"{shared['optimizer']} {shared['optimizer options']}",
+        "compute_dtype": str(dtype if dtype is not None else "as the model is"),
+        "reduce_dtype": str(request.reduce_dtype),
+        "example": ", ".join(dict.fromkeys(own["example"] for own in everyones)),
+        "world_size": str(len(everyones)),
+    }
+    texts.update({key: str(first[key]) for key in ("stages", "seconds", "max_norm", "loss_fn")})
+    texts["versions"] = first["versions"]
+    for key in ("device", "host", "driver", "cores", "threads", "max_batch", "memory_limit"):
+        texts[key] = _by_rank([own[key] for own in everyones])
+    return texts
+
+
+def _by_rank(values: Sequence[Any]) -> str:
+    return str(values[0]) if len(set(values)) == 1 else str(list(values))
+
+
+def _signature(example: Any) -> str:
+    """What of a batch decides how long it takes: shapes but for the samples, and dtypes."""
+    tensors = nest.tensors(example)
+    return " ".join(f"{list(t.shape[1:])}:{t.dtype}" for t in tensors if isinstance(t, Tensor))
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return str(getattr(function, "__qualname__", type(function).__qualname__))
+
+
+def _digest(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, default=str).encode()).hexdigest()[:16]

@@ -1,0 +1,151 @@
+"""From steps that ran to what the closed form of a step leaves out, by stage and rank.
+
+Arithmetic only. Plain passes know nothing of hooks, of packing, of a collective's threads on the
+same core; steps of the engine do. What a rank's passes take beyond the plain ones becomes its
+overhead; what a step takes beyond the closed form becomes the meeting's and the step's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import mean, median
+
+from poplar.planning.cluster import ClusterProfile, DeviceProfile
+from poplar.planning.cost_model import predict
+from poplar.planning.plan import STRATEGIES
+from poplar.profiling.steps import Observation
+
+MEETS_EVERY_PASS = STRATEGIES.index("sharded_gradients")
+"""From this stage on."""
+
+
+def fit(
+    cluster: ClusterProfile,
+    stage: int,
+    observations: Sequence[Observation],
+    *,
+    asynchronous: bool,
+    fit_overlap: bool,
+) -> ClusterProfile:
+    """The profile with this stage's residuals.
+
+    Args:
+        cluster: as measured so far.
+        stage: of all observations.
+        observations: plans with different numbers of passes tell a meeting's residual from a
+            step's.
+        asynchronous: the device computes while the host goes on, so spans say nothing of it.
+        fit_overlap: explain meetings that cost less than their collectives by overlap.
+    """
+    if not asynchronous:
+        devices = tuple(
+            _with_overheads(device, rank, stage, observations)
+            for rank, device in enumerate(cluster.devices)
+        )
+        cluster = replace(cluster, devices=devices)
+    cluster = _with_step_residuals(cluster, stage, observations)
+    missing = -cluster.network.meeting_seconds[stage]
+    if fit_overlap and missing > 0:
+        overlap = _overlap_that_saves(cluster, stage, observations, missing)
+        cluster = _with_step_residuals(replace(cluster, overlap=overlap), stage, observations)
+    return cluster
+
+
+def refine(
+    cluster: ClusterProfile, stage: int, observation: Observation, *, asynchronous: bool
+) -> ClusterProfile:
+    """The profile whose prediction of this plan is what was observed of it.
+
+    What the ranks' passes took goes into their overheads; what is then left, into the stage's step.
+    """
+    if not asynchronous:
+        devices = tuple(
+            _with_overheads(device, rank, stage, [observation])
+            for rank, device in enumerate(cluster.devices)
+        )
+        cluster = replace(cluster, devices=devices)
+    missing = observation.step_seconds - predict(cluster, observation.plan).step_seconds
+    steps = cluster.network.step_seconds
+    network = replace(cluster.network, step_seconds=_replaced(steps, stage, steps[stage] + missing))
+    return replace(cluster, network=network)
+
+
+def _with_overheads(
+    device: DeviceProfile, rank: int, stage: int, observations: Sequence[Observation]
+) -> DeviceProfile:
+    extra: list[float] = []
+    other: list[float] = []
+    for observation in observations:
+        batches = [size for size in observation.plan.micro_batches[rank] if size]
+        own = observation.pass_seconds[rank]
+        extra += [taken - device.seconds(size) for taken, size in zip(own, batches, strict=True)]
+        other.append(observation.other_seconds[rank])
+    overhead = device.pass_overhead_seconds[stage]
+    if extra:
+        # The engine adds work to a pass, never takes any away: less is a quieter machine, and
+        # must not be counted once for each of many passes.
+        overhead = max(0.0, median(extra))
+    return replace(
+        device,
+        pass_overhead_seconds=_replaced(device.pass_overhead_seconds, stage, overhead),
+        step_overhead_seconds=_replaced(device.step_overhead_seconds, stage, median(other)),
+    )
+
+
+def _with_step_residuals(
+    cluster: ClusterProfile, stage: int, observations: Sequence[Observation]
+) -> ClusterProfile:
+    """Make the closed form agree with the observations, on average."""
+    network = replace(
+        cluster.network,
+        meeting_seconds=_replaced(cluster.network.meeting_seconds, stage, 0.0),
+        step_seconds=_replaced(cluster.network.step_seconds, stage, 0.0),
+    )
+    bare = replace(cluster, network=network)
+    missing = [
+        observation.step_seconds - predict(bare, observation.plan).step_seconds
+        for observation in observations
+    ]
+    meetings = [_meetings(observation) for observation in observations]
+    slope = _slope(meetings, missing)
+    intercept = mean(missing) - slope * mean(meetings)
+    network = replace(
+        network,
+        meeting_seconds=_replaced(network.meeting_seconds, stage, slope),
+        step_seconds=_replaced(network.step_seconds, stage, intercept),
+    )
+    return replace(cluster, network=network)
+
+
+def _overlap_that_saves(
+    cluster: ClusterProfile, stage: int, observations: Sequence[Observation], seconds: float
+) -> float:
+    """The overlap at which a meeting of the observed plans costs so much less."""
+    observation = max(observations, key=_meetings)
+    cost = {
+        overlap: predict(replace(cluster, overlap=overlap), observation.plan).step_seconds
+        for overlap in (0.0, 1.0)
+    }
+    most = (cost[0.0] - cost[1.0]) / _meetings(observation)
+    return min(1.0, seconds / most) if most > 0 else 0.0
+
+
+def _meetings(observation: Observation) -> int:
+    if observation.plan.stage < MEETS_EVERY_PASS:
+        return 1
+    return max(observation.plan.passes(rank) for rank in range(observation.plan.world_size))
+
+
+def _slope(at: Sequence[int], values: Sequence[float]) -> float:
+    """Of the straight line nearest to the points; 0 where all lie at one place."""
+    middle, spread = mean(at), sum((place - mean(at)) ** 2 for place in at)
+    if not spread:
+        return 0.0
+    height = mean(values)
+    pairs = zip(at, values, strict=True)
+    return sum((place - middle) * (value - height) for place, value in pairs) / spread
+
+
+def _replaced(values: Sequence[float], at: int, value: float) -> tuple[float, ...]:
+    return (*values[:at], value, *values[at + 1 :])

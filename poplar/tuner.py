@@ -1,0 +1,260 @@
+"""One call from a model to a plan: measure, search, try, agree.
+
+`autotune` profiles all ranks (or takes what the cache has), searches the best plan of each stage,
+runs the best two for a few steps at their own stage, and keeps what the prediction missed. All
+ranks end with the same plan or the same error.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from poplar.comm import Control, Group
+from poplar.planning.cluster import ClusterProfile
+from poplar.planning.cost_model import describe, predict
+from poplar.planning.plan import STRATEGIES, Plan
+from poplar.planning.policies import POLICIES
+from poplar.planning.search import alternatives
+from poplar.profiler import Profiler, cache_of, with_measured
+from poplar.profiling.intact import surroundings_kept
+from poplar.profiling.passes import LossFunction
+from poplar.profiling.progress import Tell
+from poplar.profiling.progress import progress as shown
+from poplar.profiling.request import Request
+from poplar.profiling.residuals import refine
+from poplar.profiling.steps import Observation
+from poplar.zero.agreement import agree
+from poplar.zero.update import OptimizerFactory
+
+CANDIDATES = 2
+"""The best plans of so many stages are tried."""
+TRIAL_STEPS = 3
+ACCEPTED_ERROR = 0.05
+"""Above this error of a trial, each rank's planned batch is measured too, and the search redone."""
+_PROFILE_PART = 0.75
+"""Of the budget; the rest is for the trials."""
+_MUST_MATCH = (
+    "model",
+    "units",
+    "optimizer",
+    "compute_dtype",
+    "reduce_dtype",
+    "example",
+    "world_size",
+    "device",
+)
+"""What of a profile's identity decides whether it speaks of this job."""
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What `autotune` found out."""
+
+    plan: Plan
+    profile: ClusterProfile
+    """With the residuals that the trials left."""
+    observations: tuple[Observation, ...]
+    """The trials; empty if the plan comes from the cache or nothing was tried."""
+
+
+def autotune(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    example_batch: Any,
+    *,
+    global_batch: int,
+    optimizer_class: OptimizerFactory = torch.optim.AdamW,
+    stage: int | Literal["auto"] = "auto",
+    policy: str = "exact",
+    profile: ClusterProfile | None = None,
+    verify: bool = True,
+    max_batch: int | None = None,
+    memory_limit: int | None = None,
+    seconds: float = 60.0,
+    max_norm: float | None = 1.0,
+    process_group: dist.ProcessGroup | None = None,
+    units: Sequence[str | nn.Module | type[nn.Module]] | None = None,
+    compute_dtype: torch.dtype | str = "auto",
+    reduce_dtype: torch.dtype = torch.float32,
+    timeout: timedelta | None = None,
+    allow_batch_norm: bool = False,
+    cache: bool | str | Path = True,
+    progress: bool = True,
+    **optimizer_kwargs: Any,
+) -> Plan:
+    """The fastest plan for this model on these ranks. Collective: every rank calls it.
+
+        plan = poplar.autotune(model, loss_fn, example_batch, global_batch=512, lr=3e-4)
+        optimizer = HeteroZeroOptimizer(model, torch.optim.AdamW, plan=plan, lr=3e-4)
+
+    Args:
+        model, loss_fn, example_batch, optimizer_class, max_batch, memory_limit, max_norm,
+            process_group, units, compute_dtype, reduce_dtype, timeout, allow_batch_norm, cache,
+            progress, optimizer_kwargs: as for `profile_cluster`; give what training will use.
+        global_batch: samples behind one optimizer step, over all ranks. No plan changes it.
+        stage: a ZeRO stage, or the fastest of those that fit.
+        policy: `"exact"`, or a published one to compare with: `"even"`, `"flops"`, `"paper"`.
+        profile: plan on this one instead of measuring; it must be of this job.
+        verify: run the best plans of the best two stages for a few steps before deciding.
+        seconds: budget for profile and trials together.
+
+    Returns:
+        The same plan on every rank; `print(plan)` shows what it decided and why. The model is
+        afterwards as it was.
+
+    Raises:
+        NoPlanFits: no stage fits the ranks' memory; says what is missing on which rank.
+        ValueError, TypeError, RuntimeError, RankFailed, CollectiveTimeout: as `profile_cluster`;
+            also a profile of another model, dtype or world.
+    """
+    error, stages = None, tuple(range(len(STRATEGIES))) if stage == "auto" else (stage,)
+    if isinstance(global_batch, bool) or not isinstance(global_batch, int) or global_batch < 1:
+        error = ValueError(f"global_batch must be a whole number above 0, got {global_batch!r}")
+    elif policy not in POLICIES:
+        error = ValueError(f"policy={policy!r} is not known; use one of {sorted(POLICIES)}")
+    group = Group.of(process_group, timeout)
+    agree(Control(group), error, doing="autotune()")
+    request = Request(
+        model=model,
+        loss_fn=loss_fn,
+        example=example_batch,
+        optimizer_class=optimizer_class,
+        optimizer_options=optimizer_kwargs,
+        max_batch=global_batch if max_batch is None else min(max_batch, global_batch),
+        memory_limit=memory_limit,
+        stages=stages,
+        seconds=seconds * _PROFILE_PART,
+        max_norm=max_norm,
+        units=units,
+        compute_dtype=compute_dtype,
+        reduce_dtype=reduce_dtype,
+        allow_batch_norm=allow_batch_norm,
+    )
+    profiler = Profiler(request, group, cache_of(cache), show=progress)
+    tuner = Tuner(profiler, global_batch=global_batch, policy=policy)
+    return tuner.tune(profile, verify=verify).plan
+
+
+class Tuner:
+    """Searches on what a profiler measured and tries the result; its methods are collective."""
+
+    def __init__(self, profiler: Profiler, *, global_batch: int, policy: str) -> None:
+        self.profiler = profiler
+        self.control = profiler.control
+        self.global_batch = global_batch
+        self.policy = policy
+
+    def tune(self, given: ClusterProfile | None = None, *, verify: bool = True) -> Tuned:
+        """The best plan on `given`, or on the profiler's own profile."""
+        agree(self.control, self._complaint(given), doing="autotune()")
+        profile = given if given is not None else self.profiler.profile()
+        known = self.profiler.verified.get(self._key) if given is None else None
+        if known is not None:
+            return Tuned(known, profile, ())
+        plans = self._search(profile)
+        if not verify:
+            return self._agreed(Tuned(plans[0], profile, ()))
+        tuned = self._try(profile, plans)
+        if given is None:
+            self.profiler.verified[self._key] = tuned.plan
+            self.profiler.keep(tuned.profile)
+        return self._agreed(tuned)
+
+    @property
+    def _key(self) -> str:
+        """What a verified plan answers, beside the profile."""
+        return json.dumps([self.global_batch, self.policy])
+
+    def _search(self, profile: ClusterProfile) -> tuple[Plan, ...]:
+        """On rank 0, for all: equal floats would do, but one search is one answer."""
+        answer: tuple[Plan, ...] | Exception = ()
+        if self.control.group.rank == 0:
+            try:
+                answer = alternatives(
+                    profile,
+                    global_batch=self.global_batch,
+                    stages=self.profiler.request.stages,
+                    policy=self.policy,
+                )[:CANDIDATES]
+            except Exception as error:
+                answer = error
+        answer = self.control.exchange_objects(answer, what="the search")[0]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def _try(self, profile: ClusterProfile, plans: Sequence[Plan]) -> Tuned:
+        with (
+            shown(self.profiler.show) as tell,
+            surroundings_kept(self.profiler.request.model, self.profiler.device),
+        ):
+            trials = [self._trial(plan, tell) for plan in plans]
+            worst = max(trials, key=lambda trial: abs(_error(profile, trial)))
+            if abs(_error(profile, worst)) > ACCEPTED_ERROR:
+                measured = self._measure_planned(profile, plans)
+                if measured != profile:
+                    profile = measured
+                    better = self._search(self._refined(profile, trials))[0]
+                    if all(better != trial.plan for trial in trials):
+                        trials.append(self._trial(better, tell))
+        profile = self._refined(profile, trials)
+        best = min(trials, key=lambda trial: trial.step_seconds).plan
+        best = describe(profile, best, predict(profile, best), self.policy)
+        return Tuned(best, profile, tuple(trials))
+
+    def _trial(self, plan: Plan, tell: Tell) -> Observation:
+        return self.profiler.steps_of([plan], steps=TRIAL_STEPS, tell=tell)[0]
+
+    def _refined(self, profile: ClusterProfile, trials: Sequence[Observation]) -> ClusterProfile:
+        asynchronous = self.profiler.asynchronous
+        for trial in trials:
+            profile = refine(profile, trial.plan.stage, trial, asynchronous=asynchronous)
+        return profile
+
+    def _measure_planned(self, profile: ClusterProfile, plans: Sequence[Plan]) -> ClusterProfile:
+        """One more point on each rank's curve: the batch that the best plan gives it."""
+        rank = self.control.group.rank
+        planned = max(plans[0].micro_batches[rank], default=0)
+        known = {point.batch for point in profile.devices[rank].points}
+        fresh = planned if planned and planned not in known else None
+        points = self.profiler.points_at(fresh)
+        return with_measured(profile, points)
+
+    def _agreed(self, tuned: Tuned) -> Tuned:
+        """All ranks hold the same plan now; if they did not, none would go on."""
+        digests = self.control.exchange_objects(tuned.plan.digest(), what="agreeing on the plan")
+        assert len(set(digests)) == 1, f"the ranks arrived at different plans: {digests}"
+        return tuned
+
+    def _complaint(self, given: ClusterProfile | None) -> Exception | None:
+        if given is None:
+            return None
+        size = self.control.group.size
+        if given.world_size != size:
+            return ValueError(
+                f"the profile is of {given.world_size} ranks, but there are {size}; measure again "
+                "with profile_cluster()"
+            )
+        mine = self.profiler.agreed.identity
+        for key in _MUST_MATCH:
+            if key in given.identity and given.identity[key] != mine[key]:
+                return ValueError(
+                    f"the profile is of another {key.replace('_', ' ')}: measured "
+                    f"{given.identity[key]!r}, here {mine[key]!r}; measure again with "
+                    "profile_cluster()"
+                )
+        return None
+
+
+def _error(profile: ClusterProfile, trial: Observation) -> float:
+    """Of the prediction, relative to what was measured."""
+    return predict(profile, trial.plan).step_seconds / trial.step_seconds - 1.0
