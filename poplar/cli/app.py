@@ -32,7 +32,15 @@ app = typer.Typer(
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show where an error comes from.")]
-Device = Annotated[str, typer.Option("--device", help="auto, cuda or cpu.")]
+Device = Annotated[
+    str,
+    typer.Option(
+        "--device",
+        metavar="KIND",
+        parser=parse.one_of(("auto", "cuda", "cpu")),
+        help="auto (CUDA where there is any), cuda or cpu.",
+    ),
+]
 Function = Annotated[
     str,
     typer.Argument(
@@ -49,7 +57,15 @@ PlanFile = Annotated[
 RunFile = Annotated[
     Path, typer.Argument(metavar="RUN.json", exists=True, dir_okay=False, help="A recorded run.")
 ]
-Policy = Annotated[str, typer.Option("--policy", help=f"How to decide: {', '.join(POLICIES)}.")]
+Policy = Annotated[
+    str,
+    typer.Option(
+        "--policy",
+        metavar="NAME",
+        parser=parse.one_of(POLICIES),
+        help=f"How to decide: {', '.join(POLICIES)}.",
+    ),
+]
 
 
 @app.command()
@@ -143,8 +159,6 @@ def plan(
 ) -> None:
     """Find the fastest plan for a measured cluster."""
     stages = parse.stages(stage)
-    if policy not in POLICIES:
-        raise typer.BadParameter(f"expected one of {', '.join(POLICIES)}; got {policy!r}")
     with answering(as_json=as_json, debug=debug) as answer:
         measured = ClusterProfile.from_json(cluster)
         by_stage = alternatives(
@@ -180,6 +194,9 @@ def plan(
 def verify(
     function: Function,
     plan: PlanFile,
+    max_micro_batch: Annotated[
+        int | None, typer.Option(min=1, help="Most samples that the one process runs at once.")
+    ] = None,
     device: Device = "auto",
     as_json: AsJson = False,
     debug: Debug = False,
@@ -191,7 +208,7 @@ def verify(
     """
     with answering(as_json=as_json, debug=debug) as answer:
         from poplar.cli.world import chosen_device, joined
-        from poplar.verify import verify as verify_step
+        from poplar.verification import verify as verify_step
 
         checked, own = Plan.from_json(plan), chosen_device(device)
         with joined(own) as world:
@@ -203,7 +220,9 @@ def verify(
                 )
             work = _loaded(function, own)
             batch = work.batch_of(checked.global_batch)
-            verification = verify_step(work.model, work.loss_fn, batch, checked)
+            verification = verify_step(
+                work.model, work.loss_fn, batch, checked, max_micro_batch=max_micro_batch
+            )
         answer.document, answer.failed = verification.to_dict(), not verification.ok
         answer.show(str(verification))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterable
 
 import typer
 
@@ -20,6 +21,18 @@ _UNITS = {
 def sizes(text: str) -> tuple[int, ...]:
     """Bytes: one size as in `8GiB`, or one per rank, as in `8GiB,4GiB`."""
     return tuple(_size(part) for part in text.split(","))
+
+
+def one_of(choices: Iterable[str]) -> Callable[[str], str]:
+    """A parser of one of several words."""
+    known = tuple(choices)
+
+    def parser(text: str) -> str:
+        if text not in known:
+            raise typer.BadParameter(f"expected one of {', '.join(known)}; got {text!r}")
+        return text
+
+    return parser
 
 
 def of_rank(sizes: tuple[int, ...] | None, rank: int, world_size: int) -> int | None:

@@ -158,14 +158,27 @@ def _hosts_have_room(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
         by_host[(rank.node, rank.device.host)].append(rank)
     for neighbours in by_host.values():
         yield from _shared_memory_suffices(neighbours)
-        cores = max(rank.cores for rank in neighbours)
-        if len(neighbours) > cores:
-            yield Finding(
-                kind="advice",
-                ranks=_numbers(neighbours),
-                what=f"{len(neighbours)} ranks on {cores} cores",
-                remedy="they take turns; start fewer, or expect each to be slower",
-            )
+        yield from _cores_suffice(neighbours)
+
+
+def _cores_suffice(neighbours: Sequence[RankFacts]) -> Iterator[Finding]:
+    cores = max(rank.cores for rank in neighbours)
+    threads = sum(rank.threads for rank in neighbours if rank.device.kind == "cpu")
+    if len(neighbours) > cores:
+        yield Finding(
+            kind="advice",
+            ranks=_numbers(neighbours),
+            what=f"{len(neighbours)} ranks on {cores} cores",
+            remedy="they take turns; start fewer, or expect each to be slower",
+        )
+    elif threads > cores and len(neighbours) > 1:
+        yield Finding(
+            kind="advice",
+            ranks=_numbers(neighbours),
+            what=f"{threads} threads of torch on {cores} cores",
+            remedy=f"they slow each other down, by far; set OMP_NUM_THREADS="
+            f"{cores // len(neighbours)}",
+        )
 
 
 def _shared_memory_suffices(neighbours: Sequence[RankFacts]) -> Iterator[Finding]:

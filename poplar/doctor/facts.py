@@ -52,6 +52,8 @@ class RankFacts:
     """Free and total of `/dev/shm`."""
     cores: int
     """Of the host's processor, that this process may run on."""
+    threads: int
+    """Of its own, that torch computes with on the host's processor."""
     address: str
     """What the host's own name resolves to; empty if to nothing, or nobody was asked."""
     interface: str
@@ -112,6 +114,7 @@ def gather(device: torch.device) -> RankFacts:
         memory_bytes=devices.memory_available(device, ranks_on_host),
         shared_memory_bytes=host.shared_memory(),
         cores=host.cores(),
+        threads=torch.get_num_threads(),
         address=_address(),
         interface=next(filter(None, map(os.environ.get, _HOST_NAME_SETTINGS)), ""),
         architectures=tuple(torch.cuda.get_arch_list()) if info.kind == "cuda" else (),
