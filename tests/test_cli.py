@@ -302,6 +302,11 @@ def test_a_workload_is_found_in_a_file(train):
     torch.testing.assert_close(batch["x"][8:], work.example_batch["x"][:2])
 
 
+def test_the_examples_workload_is_one():
+    work = load(f"{ROOT}/examples/workload.py:tiny")
+    assert work.loss_fn(work.model, work.batch_of(2)).requires_grad
+
+
 @pytest.mark.parametrize(
     ("address", "error", "words"),
     [

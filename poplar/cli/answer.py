@@ -79,7 +79,9 @@ def _give(answer: Answer, as_json: bool) -> None:
     if as_json:
         print(json.dumps(_finite(answer.document), indent=2))
         return
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else _PLAIN_WIDTH)
+    # What a device or an error is called is no markup, whatever brackets are in it.
+    width = None if sys.stdout.isatty() else _PLAIN_WIDTH
+    console = Console(highlight=False, markup=False, emoji=False, width=width)
     for part in answer.shown:
         console.print(part)
 
