@@ -1,16 +1,19 @@
 """What Poplar gains when ranks are unequal, on any machine with two cores: `make demo`.
 
-Four ranks: one has a core to itself, three share another. After their speeds have been measured,
-one model is trained twice from one seed: by `Plan.even`, as DDP, FSDP and DeepSpeed would cut the
-batch, and by `Plan.proportional` to the measured speeds. The two take turns, so what the machine
-does besides hits both alike. Global batches, learning rate and loss curve are the same; only the
-time differs.
+Four ranks: one has a core to itself, three share another. Nobody types a batch size: Poplar
+profiles the ranks and plans. Then one model is trained twice from one seed: by the even plan, as
+DDP, FSDP and DeepSpeed would cut the batch, and by the planned one, at the same stage. The two take
+turns, so what the machine does besides hits both alike. Global batches, learning rate and loss
+curve are the same; only the time differs.
+
+What was measured, decided and seen ends in a folder: `report.html`, `run.json` and pictures.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import sys
@@ -23,6 +26,8 @@ import torch
 import torch.distributed as dist
 from launch import LaunchError, run_ranks
 from llama import SIZES, Llama, next_byte_loss
+from neighbours import measure_in_turns, neighbours, own_part
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from speed import Speed, measure_speeds, sum_of_speeds
@@ -30,19 +35,25 @@ from text import ByteWindows, load_text
 from torch.utils.data import DataLoader, default_collate
 from train_llama import Batch, epochs, progress, warmup_then_cosine
 
-from poplar import HeteroBatchSampler, HeteroZeroOptimizer, Plan
+import poplar
+from poplar import ClusterProfile, HeteroBatchSampler, HeteroZeroOptimizer, Plan, report
 
 RANKS = 4
 SEED = 0
 CONFIG = SIZES["demo"]
 TEXT_BYTES = 8_000_000
 GLOBAL_BATCH = 72
-"""Divides evenly at speeds of 3:1:1:1, and makes a step take about a second: among four processes
-on two cores, communication costs tens of milliseconds."""
+"""Makes a step take about a second: among four processes on two cores, communication costs tens of
+milliseconds."""
+OPTIMIZER = {"lr": 2e-3, "betas": (0.9, 0.95)}
+"""Of `torch.optim.AdamW`, for measuring and for training."""
+EXAMPLE_SAMPLES = 8
 LARGEST_MEASURED_BATCH = 16
 """Samples per second hardly change beyond it on a CPU."""
 ROUND_STEPS = 5
 """Steps that one run takes before it is the other's turn."""
+NEIGHBOUR_ROUNDS = 5
+"""How often each plan near the chosen one has its turn."""
 ONE_CURVE = 1e-2
 """Loss difference, in nats, above which the two runs did not compute the same thing."""
 
@@ -75,8 +86,10 @@ def compare(options: argparse.Namespace) -> None:
     )
     if speeds[0] < 2 * max(speeds[1:]):
         console.print("rank 0 is not twice as fast as the others: do other programs use its core?")
-    even = Plan.even(RANKS, GLOBAL_BATCH, GLOBAL_BATCH, options.stage)
-    planned = Plan.proportional(speeds, GLOBAL_BATCH, options.stage, GLOBAL_BATCH)
+    start = time.perf_counter()
+    profile, planned = profile_and_plan(text, options)
+    console.print(f"profiled and planned in {time.perf_counter() - start:.0f} s")
+    even = poplar.search(profile, global_batch=GLOBAL_BATCH, stages=(planned.stage,), policy="even")
     runs = [
         Run("even", even, text, options.steps),
         Run("planned", planned, text, options.steps),
@@ -91,9 +104,17 @@ def compare(options: argparse.Namespace) -> None:
             advance(f"{run.name}: loss {run.losses[-1]:.2f}")
 
     after = measure(text, options.measure_seconds)
-    timings = [slowest(run.seconds) for run in runs]
+    near = measure_neighbours(runs[-1], profile, options.neighbours, console)
+    record = report.RunRecord(
+        title="A small Llama on four unequal CPU ranks",
+        profile=profile,
+        runs=tuple(run.told() for run in runs),
+        sum_of_speeds=sum_of_speeds(before, after),
+        neighbours=near,
+    )
     if rank == 0:
-        report(console, options.stage, runs, timings, sum_of_speeds(before, after))
+        keep(console, record, options.output)
+        summarize(console, record)
 
 
 @dataclass
@@ -108,11 +129,13 @@ class Run:
     """Of the whole global batch, one per step."""
     seconds: list[float] = field(default_factory=list)
     """From one step of this rank to the next, loading included."""
+    spans: list[list[report.Span]] = field(default_factory=list)
+    """What this rank did in each step."""
 
     def __post_init__(self) -> None:
         torch.manual_seed(SEED)
         self.optimizer = HeteroZeroOptimizer(
-            Llama(CONFIG), torch.optim.AdamW, plan=self.plan, lr=2e-3, betas=(0.9, 0.95)
+            Llama(CONFIG), torch.optim.AdamW, plan=self.plan, **OPTIMIZER
         )
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, warmup_then_cosine(max(1, self.steps // 10), self.steps)
@@ -124,10 +147,27 @@ class Run:
         """One optimizer step, on the same global batch whatever the plan."""
         start = time.perf_counter()
         batch: Batch = next(self.batches)
-        result = self.optimizer.train_step(next_byte_loss, batch, max_norm=1.0)
+        with self.optimizer.trace() as spans:
+            result = self.optimizer.train_step(next_byte_loss, batch, max_norm=1.0)
         self.scheduler.step()
         self.seconds.append(time.perf_counter() - start)
         self.losses.append(float(result.loss))
+        self.spans.append(spans)
+
+    def told(self) -> report.Run:
+        """What all ranks saw of this run, its median step traced. Every rank must call it."""
+        seconds = slowest(self.seconds)
+        typical = seconds.index(statistics.median_low(seconds)) + 1
+        spans: list[list[report.Span]] = [[]] * RANKS
+        dist.all_gather_object(spans, self.spans[typical])
+        return report.Run(
+            name=self.name,
+            plan=self.plan,
+            losses=tuple(self.losses),
+            step_seconds=tuple(seconds),
+            predicted_step_seconds=(self.plan.prediction or {}).get("step_seconds"),
+            spans=tuple(map(tuple, spans)),
+        )
 
 
 def turns(runs: Sequence[Run], steps: int) -> Iterator[Run]:
@@ -141,12 +181,65 @@ def turns(runs: Sequence[Run], steps: int) -> Iterator[Run]:
         order.reverse()
 
 
+def profile_and_plan(text: ByteWindows, options: argparse.Namespace) -> tuple[ClusterProfile, Plan]:
+    """Measure the ranks now, whatever was measured before, and decide. Every rank must call it."""
+    torch.manual_seed(SEED)
+    model, example = Llama(CONFIG), samples_of(text, range(EXAMPLE_SAMPLES))
+    profile = poplar.profile_cluster(
+        model,
+        next_byte_loss,
+        example,
+        max_batch=GLOBAL_BATCH,
+        stages=(0, 1, 2, 3) if options.stage == "auto" else (options.stage,),
+        seconds=options.profile_seconds,
+        cache=False,
+        **OPTIMIZER,
+    )
+    plan = poplar.autotune(
+        model,
+        next_byte_loss,
+        example,
+        global_batch=GLOBAL_BATCH,
+        stage=options.stage,
+        profile=profile,
+        cache=False,
+        **OPTIMIZER,
+    )
+    return profile, plan
+
+
+def samples_of(text: ByteWindows, indices: range) -> Batch:
+    return default_collate([text[index] for index in indices])
+
+
+def measure_neighbours(
+    run: Run, profile: ClusterProfile, count: int, console: Console
+) -> tuple[report.Neighbour, ...] | None:
+    """The chosen plan and up to `count` near it, in turns. Every rank must call it."""
+    if not count:
+        return None
+    plans = [run.plan, *neighbours(run.plan, profile, count)]
+
+    def one_step(plan: Plan) -> None:
+        batch = own_part(plan, dist.get_rank(), lambda indices: samples_of(run.text, indices))
+        run.optimizer.train_step(next_byte_loss, batch, max_norm=1.0)
+
+    with progress(console, NEIGHBOUR_ROUNDS * len(plans)) as advance:
+        seconds = measure_in_turns(
+            run.optimizer, plans, one_step, rounds=NEIGHBOUR_ROUNDS, tell=advance
+        )
+    return tuple(
+        report.Neighbour(plan=plan, step_seconds=each)
+        for plan, each in zip(plans, seconds, strict=True)
+    )
+
+
 def measure(text: ByteWindows, seconds: float) -> tuple[Speed, ...]:
     """Every rank's speed in plain passes, while all of them run."""
     return measure_speeds(
         Llama(CONFIG),
         next_byte_loss,
-        lambda samples: default_collate([text[index] for index in range(samples)]),
+        lambda samples: samples_of(text, range(samples)),
         max_batch=LARGEST_MEASURED_BATCH,
         seconds=seconds,
     )
@@ -159,35 +252,22 @@ def slowest(seconds: Sequence[float]) -> list[float]:
     return steps.tolist()
 
 
-def report(
-    console: Console,
-    stage: int,
-    runs: Sequence[Run],
-    timings: Sequence[Sequence[float]],
-    total: float,
-) -> None:
-    """A table for people; the last line is for programs."""
-    table = Table(
-        title=f"stage {stage}, seconds of a step of {GLOBAL_BATCH} samples", title_justify="left"
-    )
-    table.add_column("plan", no_wrap=True)
-    for heading in ("samples per rank", "p20 s", "p50 s", "p80 s", "samples/s", "of sum"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    reached = []
-    for run, seconds in zip(runs, timings, strict=True):
-        median = statistics.median(seconds)
-        low, *_, high = statistics.quantiles(seconds, n=5)
-        reached.append(GLOBAL_BATCH / median)
-        table.add_row(
-            run.name,
-            " ".join(str(run.plan.samples(rank)) for rank in range(RANKS)),
-            *(f"{value:.3f}" for value in (low, median, high)),
-            f"{reached[-1]:.1f}",
-            f"{100 * reached[-1] / total:.0f} %",
-        )
-    console.print(table)
+def keep(console: Console, record: report.RunRecord, folder: Path) -> None:
+    """Write down what happened: for people, for programs, and pictures for slides."""
+    folder.mkdir(parents=True, exist_ok=True)
+    record.to_json(folder / "run.json")
+    try:
+        report.write_report(record, folder / "report.html", folder)
+    except ImportError as error:
+        console.print(f"no report.html: {error}")
+    else:
+        console.print(f"{folder / 'report.html'} tells it all; the pictures are beside it\n")
 
-    even, planned = runs
+
+def summarize(console: Console, record: report.RunRecord) -> None:
+    """A table for people; the last line is for programs."""
+    console.print(table_of(record))
+    even, planned = record.runs
     differences = [abs(a - b) for a, b in zip(even.losses, planned.losses, strict=True)]
     for step in (1, (len(differences) + 1) // 2, len(differences)):
         console.print(
@@ -199,23 +279,76 @@ def report(
         f"{'one loss curve' if one_curve else 'TWO LOSS CURVES'}: they differ by at most "
         f"{max(differences):.2g} over {len(differences)} steps"
     )
+    ratio = best_neighbour_ratio(record)
+    if ratio is not None:
+        console.print(
+            f"the chosen plan is {100 * ratio:.1f} % as fast as the best of "
+            f"{len(record.neighbours or ()) - 1} plans near it"
+        )
+    total = record.sum_of_speeds or math.nan
+    speedup = planned.samples_per_second / even.samples_per_second
+    of_sum = planned.samples_per_second / total
     console.print(
-        f"speed-up {reached[1] / reached[0]:.2f}x · {100 * reached[1] / total:.0f} % of the sum of "
-        f"speeds, {total:.1f} samples/s"
+        f"speed-up {speedup:.2f}x · {100 * of_sum:.0f} % of the sum of speeds, "
+        f"{total:.1f} samples/s"
     )
     outcome = {
-        "stage": stage,
-        "even_samples_per_second": round(reached[0], 2),
-        "planned_samples_per_second": round(reached[1], 2),
-        "speedup": round(reached[1] / reached[0], 3),
-        "fraction_of_sum_of_speeds": round(reached[1] / total, 3),
+        "stage": planned.plan.stage,
+        "even_samples_per_second": round(even.samples_per_second, 2),
+        "planned_samples_per_second": round(planned.samples_per_second, 2),
+        "speedup": round(speedup, 3),
+        "fraction_of_sum_of_speeds": round(of_sum, 3),
+        "predicted_step_seconds": rounded(planned.predicted_step_seconds),
+        "measured_step_seconds": rounded(planned.measured_step_seconds),
         "max_loss_difference": max(differences),
     }
+    if ratio is not None:
+        outcome["best_neighbour_ratio"] = rounded(ratio)
     print(json.dumps(outcome), flush=True)
     if not one_curve:
         raise RuntimeError(
             f"the loss curves differ by {max(differences):.3g}, more than {ONE_CURVE}"
         )
+
+
+def table_of(record: report.RunRecord) -> Table:
+    stage = record.chosen.plan.stage
+    table = Table(
+        title=f"stage {stage}, seconds of a step of {GLOBAL_BATCH} samples",
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+        collapse_padding=True,
+    )
+    table.add_column("plan", no_wrap=True)
+    headings = ("samples", "predicted", "p20", "p50", "p80", "samples/s", "of sum")
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for run in record.runs:
+        low, *_, high = statistics.quantiles(run.step_seconds, n=5)
+        predicted = run.predicted_step_seconds
+        fraction = run.samples_per_second / (record.sum_of_speeds or math.nan)
+        table.add_row(
+            run.name,
+            " ".join(str(run.plan.samples(rank)) for rank in range(RANKS)),
+            "–" if predicted is None else f"{predicted:.3f}",
+            *(f"{value:.3f}" for value in (low, run.measured_step_seconds, high)),
+            f"{run.samples_per_second:.1f}",
+            f"{100 * fraction:.0f} %",
+        )
+    return table
+
+
+def best_neighbour_ratio(record: report.RunRecord) -> float | None:
+    """Speed of the chosen plan over that of its best neighbour; above 1 it is the best of all."""
+    if record.neighbours is None or len(record.neighbours) < 2:
+        return None
+    chosen, *others = record.neighbours
+    return min(near.step_seconds for near in others) / chosen.step_seconds
+
+
+def rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 4)
 
 
 def unequal_cores() -> tuple[int, ...] | None:
@@ -251,19 +384,40 @@ def describe(cores: tuple[int, ...] | None) -> str:
     )
 
 
-def parse_options() -> argparse.Namespace:
+def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description="Train by an even plan and by measured speeds, in turns, on unequal CPU ranks.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        description="Profile unequal CPU ranks, plan, and train by an even plan and by that one.",
     )
-    parser.add_argument("--stage", type=int, choices=(0, 1, 2, 3), default=0, help="ZeRO stage")
-    parser.add_argument("--steps", type=int, help="optimizer steps by each plan (40, quick: 8)")
+    parser.add_argument(
+        "--stage", choices=("auto", "0", "1", "2", "3"), default="auto", help="ZeRO stage"
+    )
+    parser.add_argument(
+        "--steps", type=int, help="optimizer steps by each plan (default: 30, quick: 8)"
+    )
     parser.add_argument("--quick", action="store_true", help="few steps: a first impression")
-    options = parser.parse_args()
-    options.steps = options.steps or (8 if options.quick else 40)
+    parser.add_argument(
+        "--neighbours",
+        type=int,
+        default=0,
+        metavar="N",
+        help="measure N plans near the chosen one too (default: 0; 20 take about 5 minutes)",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("demo"),
+        metavar="FOLDER",
+        help="for report.html, run.json and pictures (default: demo)",
+    )
+    options = parser.parse_args(arguments)
+    options.stage = "auto" if options.stage == "auto" else int(options.stage)
+    options.steps = (8 if options.quick else 30) if options.steps is None else options.steps
     if options.steps < 3:
         parser.error(f"--steps must be at least 3 to give a median, got {options.steps}")
-    options.measure_seconds = 4.0 if options.quick else 12.0
+    if options.neighbours < 0:
+        parser.error(f"--neighbours must be 0 or more, got {options.neighbours}")
+    options.measure_seconds = 4.0 if options.quick else 10.0
+    options.profile_seconds = 15.0 if options.quick else 45.0
     return options
 
 

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from records import synthetic_record
 
 from poplar.planning.plan import Plan
+from poplar.planning.search import search
 from poplar.report import Neighbour, Run, RunRecord, Span, words, write_report
 from poplar.report.activity import (
     COMMUNICATION,
@@ -28,7 +29,9 @@ from poplar.report.activity import (
     stretches,
 )
 from poplar.report.differences import difference
+from poplar.report.draw_steps import draw_steps
 from poplar.report.labels import spread
+from poplar.report.reasons import reasons
 
 NEEDS_NOTHING_ELSE = {"meta", "link", "img", "input", "br"}
 """HTML elements without an end."""
@@ -357,6 +360,46 @@ class TestPages:
             write_report(record, tmp_path / "report.html")
             assert matplotlib.rcParams["font.size"] == 33.0
             assert matplotlib.rcParams["svg.fonttype"] == "none"
+
+
+class TestTimelines:
+    def test_the_whole_of_every_run_and_its_prediction_is_seen(self, record):
+        late = dataclasses.replace(record.runs[0], predicted_step_seconds=5.0)
+        figure = draw_steps([late, record.chosen])
+        assert figure is not None
+        assert [axes.get_xlim()[0] for axes in figure.axes] == [0.0, 0.0]
+        assert all(axes.get_xlim()[1] > 5.0 for axes in figure.axes)
+
+    def test_nothing_traced_is_no_picture(self, record):
+        assert draw_steps([dataclasses.replace(record.chosen, spans=())]) is None
+
+
+class TestReasons:
+    def test_all_stages_and_policies_are_predicted_on_one_profile(self, record):
+        chosen = search(record.profile, global_batch=72, stages=(2,))
+        why = reasons(record.profile, chosen)
+        assert [one.is_chosen for one in why.stages] == [False, False, True, False]
+        assert [one.name for one in why.policies if one.is_chosen] == ["exact"]
+        own = next(one.prediction for one in why.policies if one.is_chosen)
+        assert own is not None
+        assert why.prediction == own
+        rivals = [one.prediction for one in why.policies]
+        assert all(rival is not None and rival.step_seconds >= own.step_seconds for rival in rivals)
+
+    def test_what_trials_taught_is_said_of_the_chosen_plan(self, record):
+        chosen = search(record.profile, global_batch=72, stages=(0,))
+        tried = {**(chosen.prediction or {}), "step_seconds": 9.0}
+        why = reasons(record.profile, dataclasses.replace(chosen, prediction=tried))
+        assert "predicted to take 9.00 s" in why.sentences[0]
+
+    def test_a_stage_that_does_not_fit_says_why(self, record):
+        small = [dataclasses.replace(d, memory_bytes=30 * 2**20) for d in record.profile.devices]
+        profile = dataclasses.replace(record.profile, devices=tuple(small))
+        chosen = search(profile, global_batch=72, stages=(3,))
+        why = reasons(profile, chosen)
+        assert why.stages[0].plan is None
+        assert "rank" in why.stages[0].obstacle
+        assert any("no plan fits into memory" in sentence for sentence in why.sentences)
 
 
 class TestUnusualRuns:

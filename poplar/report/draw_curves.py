@@ -95,6 +95,8 @@ def _panel(
 ) -> list[Text]:
     """Draw one panel; returns the labels at the ends of the curves, where they would like to be."""
     texts = []
+    highest = 0.0
+    longest = max(device.max_batch for device in profile.devices)
     alike = len(series) > 1 and _are_alike(profile, value)
     for one in series:
         ends = []
@@ -126,12 +128,15 @@ def _panel(
                 zorder=4,
             )
             ends.append(line[-1])
-        end = sorted(ends)[len(ends) // 2]
+        highest = max(highest, *ends)
         if alike:
             continue
+        end = sorted(ends)[len(ends) // 2]
+        last = max(profile.devices[rank].max_batch for rank in one.ranks)
+        axes.plot([last, longest], [end, end], color=one.colour, linewidth=0.8, linestyle=":")
         texts.append(_end_label(axes, end, one.label, one.colour))
     if alike:
-        texts.append(_end_label(axes, end, "all ranks", theme.INK))
+        texts.append(_end_label(axes, highest, "all ranks", theme.INK))
     axes.set_xlabel("samples in the pass")
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
@@ -152,11 +157,14 @@ def _end_label(axes: Axes, height: float, label: str, colour: str) -> Text:
 
 
 def _are_alike(profile: ClusterProfile, value: _Value) -> bool:
-    """Whether all curves lie on each other, so that labels by rank would say nothing."""
-    batch = min(device.max_batch for device in profile.devices)
-    heights = [value.curve(device, batch) for device in profile.devices]
-    same_length = len({device.max_batch for device in profile.devices}) == 1
-    return same_length and max(heights) - min(heights) <= _ALIKE * max(heights)
+    """Whether all curves lie on the longest one, so that labels by rank would say nothing."""
+    longest = max(profile.devices, key=lambda device: device.max_batch)
+    return all(
+        abs(value.curve(longest, batch) / value.curve(device, batch) - 1) <= _ALIKE
+        for device in profile.devices
+        for batch in (point.batch for point in device.points)
+        if value.curve(device, batch) > 0
+    )
 
 
 def _batches(device: DeviceProfile) -> list[int]:

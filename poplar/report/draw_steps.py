@@ -22,6 +22,8 @@ from poplar.report.record import Run
 _MOST_LABELLED_RANKS = 16
 _INCHES_OF_A_RANK = 0.34
 _TALLEST_PANEL = 6.0
+_SEAM_POINTS = 0.25
+"""Wide enough that no paper shines through where two stretches meet."""
 
 
 def draw_steps(runs: Sequence[Run]) -> Figure | None:
@@ -39,13 +41,14 @@ def draw_steps(runs: Sequence[Run]) -> Figure | None:
             ncols=len(ACTIVITIES),
             handlelength=1.2,
         )
-        for axes, run in zip(grid[:, 0], traced, strict=True):
-            _panel(axes, run)
+        ends = [_panel(axes, run) for axes, run in zip(grid[:, 0], traced, strict=True)]
+        grid[-1, 0].set_xlim(0.0, 1.03 * max(ends))
         grid[-1, 0].set_xlabel("seconds since the step began")
     return figure
 
 
-def _panel(axes: Axes, run: Run) -> None:
+def _panel(axes: Axes, run: Run) -> float:
+    """Draw one run; returns where its panel has to end, in seconds."""
     rows = stretches(run.spans)
     end = max((row[-1].stop for row in rows if row), default=0.0)
     axes.set_title(f"{run.name}: {words.seconds(end)} in this step")
@@ -55,16 +58,17 @@ def _panel(axes: Axes, run: Run) -> None:
                 [(part.start, part.seconds) for part in row if part.activity == activity],
                 (rank - 0.36, 0.72),
                 facecolor=theme.ACTIVITY[activity],
-                linewidth=0,
+                edgecolor=theme.ACTIVITY[activity],
+                linewidth=_SEAM_POINTS,
             )
     _label_ranks(axes, rows, end)
     axes.set_ylim(len(rows) - 0.5, -0.5)
-    axes.set_xlim(left=0)
     axes.grid(axis="y", visible=False)
     axes.spines["left"].set_visible(False)
     axes.tick_params(axis="both", length=0, labelbottom=True)
     if run.predicted_step_seconds is not None:
         _mark_prediction(axes, run.predicted_step_seconds)
+    return max(end, run.predicted_step_seconds or 0.0)
 
 
 def _label_ranks(axes: Axes, rows: Sequence[Sequence[Stretch]], end: float) -> None:

@@ -335,9 +335,14 @@ def _neighbours(record: RunRecord, drawn: Mapping[str, str]) -> str:
 
 
 def _hardware(profile: ClusterProfile) -> str:
+    facts = [
+        (name.replace("_", " "), str(value))
+        for name, value in sorted(profile.identity.items())
+        if value
+    ]
     hosts = list(dict.fromkeys(device.host for device in profile.devices if device.host))
-    facts = [("hosts", ", ".join(hosts))] if hosts else []
-    facts += [(name, str(value)) for name, value in sorted(profile.identity.items())]
+    if hosts and "host" not in profile.identity:
+        facts.append(("host", ", ".join(hosts)))
     for rank, device in enumerate(profile.devices):
         if device.uuid:
             facts.append((f"rank {rank}", f"{device.name}, {device.uuid}"))

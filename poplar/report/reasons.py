@@ -6,8 +6,10 @@ measured.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from poplar.planning.cluster import ClusterProfile
 from poplar.planning.cost_model import Prediction, predict
@@ -15,6 +17,9 @@ from poplar.planning.plan import STRATEGIES, Plan
 from poplar.planning.policies import POLICIES
 from poplar.planning.search import search
 from poplar.report import words
+
+_NOISE = 0.005
+"""Predictions that differ by less are not told apart."""
 
 POLICY_WORDS = {
     "exact": "the fastest predicted",
@@ -42,7 +47,7 @@ class Reasons:
     """What was decided, in sentences, and what it was held against."""
 
     prediction: Prediction | None
-    """Of the chosen plan; None where the profile says nothing of it."""
+    """Of the chosen plan, as the planner said when it chose; None where nobody knows."""
     sentences: tuple[str, ...]
     stages: tuple[Alternative, ...]
     """The best plan of each stage by the policy that chose."""
@@ -54,7 +59,7 @@ def reasons(profile: ClusterProfile, chosen: Plan) -> Reasons:
     """Hold the chosen plan against the other stages and the other policies."""
     policy = str((chosen.prediction or {}).get("policy", "exact"))
     policy = policy if policy in POLICIES else "exact"
-    prediction = _predicted(profile, chosen)
+    prediction = _own_prediction(chosen) or _predicted(profile, chosen)
     stages = tuple(
         _alternative(
             profile,
@@ -97,6 +102,11 @@ def _alternative(
     what: str,
     is_chosen: bool,
 ) -> Alternative:
+    """The best plan by a policy at a stage: the chosen one, or what a search finds.
+
+    All are predicted on the profile, so that they can be compared, whatever the chosen plan's own
+    prediction was made of.
+    """
     plan: Plan | None = chosen
     obstacle = ""
     if not is_chosen:
@@ -112,6 +122,18 @@ def _alternative(
         obstacle=obstacle,
         is_chosen=is_chosen,
     )
+
+
+def _own_prediction(plan: Plan) -> Prediction | None:
+    """What the planner said when it chose, trials included; None for a plan from elsewhere."""
+    said = plan.prediction or {}
+    names = [member.name for member in dataclasses.fields(Prediction)]
+    if not all(name in said for name in names):
+        return None
+    values: dict[str, Any] = {
+        name: tuple(said[name]) if isinstance(said[name], list) else said[name] for name in names
+    }
+    return Prediction(**values)
 
 
 def _predicted(profile: ClusterProfile, plan: Plan) -> Prediction | None:
@@ -133,7 +155,7 @@ def _sentences(
         f"A step is predicted to take {words.seconds(prediction.step_seconds)}, bound by "
         f"{prediction.bound}.",
         *_about_batches(profile, chosen, prediction),
-        *_about_stage(chosen, prediction, stages),
+        *_about_stage(chosen, stages),
         *_about_shares(profile, chosen),
     ]
     if prediction.optimality_gap > 0:
@@ -175,24 +197,24 @@ def _best_speed(profile: ClusterProfile, rank: int) -> float:
     return max(point.batch / point.seconds for point in profile.devices[rank].points)
 
 
-def _about_stage(chosen: Plan, prediction: Prediction, stages: Sequence[Alternative]) -> list[str]:
+def _about_stage(chosen: Plan, stages: Sequence[Alternative]) -> list[str]:
     told = []
-    rivals = [s for s in stages if not s.is_chosen and s.prediction is not None]
-    if rivals:
-        best = min(rivals, key=lambda s: s.prediction.step_seconds if s.prediction else 0.0)
-        assert best.prediction is not None
-        ratio = best.prediction.step_seconds / prediction.step_seconds - 1
-        if ratio < -0.001:
+    seconds = {s.name: s.prediction.step_seconds for s in stages if s.prediction is not None}
+    own = seconds.pop(next(s.name for s in stages if s.is_chosen), None)
+    if own is not None and seconds:
+        best = min(seconds, key=seconds.__getitem__)
+        ratio = seconds[best] / own - 1
+        if ratio < -_NOISE:
             told.append(
-                f"Stage {chosen.stage} was asked for; {best.name} is predicted to be "
-                f"{words.percent(-ratio)} shorter a step."
+                f"{best.capitalize()} is predicted to be {words.percent(-ratio)} shorter a step; "
+                f"stage {chosen.stage} was asked for, or did better when both were tried."
             )
-        elif ratio <= 0.001:
-            told.append(f"Stage {chosen.stage} is predicted to be as fast as {best.name}.")
+        elif ratio <= _NOISE:
+            told.append(f"Stage {chosen.stage} is predicted to be as fast as {best}.")
         else:
             told.append(
-                f"Stage {chosen.stage} is predicted to be the fastest; the next, {best.name}, "
-                f"takes {100 * ratio:.1f} % longer a step."
+                f"Stage {chosen.stage} is predicted to be the fastest; the next, {best}, takes "
+                f"{100 * ratio:.1f} % longer a step."
             )
     missing = [s.name for s in stages if s.plan is None]
     if missing:
