@@ -20,7 +20,7 @@ MAY_ENTER = {
     "poplar.nest": set(),
     "poplar.trace": set(),
     "poplar.ops": {"poplar._core"},
-    "poplar.planning": {"poplar._core"},
+    "poplar.planning": {"poplar.errors", "poplar._core"},
     "poplar.data": {"poplar.planning"},
     "poplar.comm": {
         "poplar.planning.layout",

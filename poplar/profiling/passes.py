@@ -22,6 +22,8 @@ SHORTEST_SAMPLE_SECONDS = 0.1
 """Shorter passes are timed several at a time: a CPU quota is enforced every 10 to 100 ms."""
 MARGIN = 0.97
 """The largest batch is chosen by extrapolation; it stays this far below what memory allows."""
+NEAR_ENOUGH = 1 / 8
+"""Once a batch was too large, the search between it and the largest that fits ends here."""
 
 
 @dataclass
@@ -148,26 +150,38 @@ def scout(
         torch.OutOfMemoryError: not even one sample fits.
     """
     rungs: list[Rung] = []
-    size = 1
+    size, too_large = 1, 0
     passes.run(1)
     while True:
-        try:
-            began = time.perf_counter()
-            held = passes.activation_bytes(size)
-            passes.synchronize()
-            seconds = time.perf_counter() - began
-        except torch.OutOfMemoryError:
-            if not rungs:
-                raise
+        rung = _try(passes, size)
+        if rung is None and not rungs:
+            raise torch.OutOfMemoryError("not even one sample fits into the device's memory")
+        if rung is None or (rung.activation_bytes > room_bytes and rungs):
+            too_large = size
+        else:
+            rungs.append(rung)
+        last = rungs[-1]
+        following = min(2 * last.batch, max_batch, _largest_that_fits(rungs, room_bytes))
+        if too_large and too_large - last.batch <= last.batch * NEAR_ENOUGH:
             return rungs
-        if held > room_bytes and rungs:
-            return rungs
-        rungs.append(Rung(batch=size, seconds=seconds, activation_bytes=held))
-        following = min(2 * size, max_batch, _largest_that_fits(rungs, room_bytes))
-        longer = seconds * following / size
-        if following <= size or (longer > longest_seconds and len(rungs) > 1):
+        if too_large and following >= too_large:
+            following = (last.batch + too_large) // 2
+        longer = last.seconds * following / last.batch
+        if following <= last.batch or (longer > longest_seconds and len(rungs) > 1):
             return rungs
         size = following
+
+
+def _try(passes: Passes, size: int) -> Rung | None:
+    """One pass of this size; None if it does not fit."""
+    try:
+        began = time.perf_counter()
+        held = passes.activation_bytes(size)
+        passes.synchronize()
+    except torch.OutOfMemoryError:
+        return None
+    seconds = time.perf_counter() - began
+    return Rung(batch=size, seconds=seconds, activation_bytes=held)
 
 
 def _largest_that_fits(rungs: Sequence[Rung], room_bytes: float) -> int:

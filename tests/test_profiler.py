@@ -1,0 +1,205 @@
+"""Profiling leaves everything as it was, gives all ranks one profile, and says what is wrong."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import models
+import numpy as np
+import pytest
+import ranks as harness
+import torch
+from models import ModelSpec
+from ranks import Pool, RanksFailed
+from torch import Tensor, nn
+
+import poplar
+from poplar import ClusterProfile
+from poplar.profiling.memory import peak_bytes
+
+QUICK = {"seconds": 20.0, "max_batch": 8, "progress": False}
+
+
+def batch(samples: int = 3) -> dict[str, Tensor]:
+    return models.data(samples, seed=1)
+
+
+def profiled(
+    model: nn.Module | None = None, example: Any = None, loss: Any = None, **options: Any
+) -> ClusterProfile:
+    return poplar.profile_cluster(
+        model if model is not None else models.build(ModelSpec()),
+        loss if loss is not None else models.mean_over_samples,
+        example if example is not None else batch(),
+        process_group=harness.group(),
+        **{**QUICK, "cache": False, **options},
+    )
+
+
+class Remembering(nn.Module):
+    """Draws random numbers, counts its calls in a buffer, and changes nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = models.build(ModelSpec(blocks=1))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.calls += 1
+        random.random()
+        np.random.rand()
+        return self.inner(tokens) + 0.0 * torch.rand(1)
+
+
+def traces_left(stages: tuple[int, ...]) -> list[str]:
+    model = Remembering()
+    kept_gradient = torch.full_like(model.inner.embedding.weight, 3.0)
+    model.inner.embedding.weight.grad = kept_gradient
+    values = {name: value.clone() for name, value in model.state_dict().items()}
+    data = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    profiled(model, stages=stages, max_batch=4)
+    left = []
+    left += [name for name, value in model.state_dict().items() if not value.equal(values[name])]
+    left += [f"memory of {n}" for n, p in model.named_parameters() if p.data_ptr() != data[n]]
+    if model.inner.embedding.weight.grad is not kept_gradient:
+        left.append("gradient")
+    if any(p.grad is not None for n, p in model.named_parameters() if "embedding" not in n):
+        left.append("new gradients")
+    if not torch.get_rng_state().equal(states[0]):
+        left.append("random state of torch")
+    if random.getstate() != states[1]:
+        left.append("random state of Python")
+    if not np.array_equal(np.random.get_state()[1], states[2][1]):
+        left.append("random state of numpy")
+    if any(module._forward_hooks for module in model.modules()):
+        left.append("hooks")
+    return left
+
+
+def test_a_profile_leaves_no_trace(ranks: Pool):
+    assert ranks.run(traces_left, (0, 1, 2, 3)) == [[]] * 4
+
+
+def profile_as_dict() -> dict[str, Any]:
+    return profiled().to_dict()
+
+
+def test_all_ranks_get_the_same_profile_and_it_survives_json(ranks: Pool, tmp_path: Path):
+    first, *others = ranks.run(profile_as_dict)
+    assert others == [first] * 3
+    profile = ClusterProfile.from_dict(first)
+    assert [point.batch for point in profile.devices[0].points] == [1, 2, 4, 8]
+    assert profile.devices[0].points[-1].activation_bytes > profile.devices[0].points[0].batch
+    assert profile.model.optimizer_bytes == 8.0
+    assert profile.model.numel >= sum(p.numel() for p in models.build(ModelSpec()).parameters())
+    profile.to_json(tmp_path / "profile.json")
+    assert ClusterProfile.from_json(tmp_path / "profile.json") == profile
+
+
+def limits(samples: list[int | None], memory: list[int | None]) -> list[int]:
+    rank = harness.rank()
+    own = {"max_batch": samples[rank], "memory_limit": memory[rank]}
+    return [device.max_batch for device in profiled(stages=(0,), **own).devices]
+
+
+def test_each_rank_has_its_own_limits(ranks: Pool):
+    plenty = 1 << 30
+    assert ranks.run(limits, [1, 3, 8, 5], [plenty] * 4)[0] == [1, 3, 8, 5]
+
+
+def test_memory_ends_the_climb_where_the_next_batch_would_not_fit(ranks: Pool):
+    held = [
+        point["activation_bytes"] for point in ranks.run(profile_as_dict)[0]["devices"][0]["points"]
+    ]
+    six = held[2] + (held[3] - held[2]) / 2
+    tight = round(six * 1.05 / 0.97 / 0.95)
+    measured = ranks.run(limits, [8] * 4, [1 << 30, tight, 1 << 30, 1 << 30])[0]
+    assert measured == [8, 6, 8, 8]
+
+
+def test_peak_memory_counts_what_is_alive_at_once():
+    def run() -> None:
+        first = torch.ones(1000)
+        second = first * 2
+        del first
+        third = second.view(10, 100) + 1
+        del second, third
+        torch.ones(500)
+
+    run()
+    assert peak_bytes(run, torch.device("cpu")) == 2 * 4000
+
+
+def raising(case: str) -> None:
+    on_one = harness.rank() == 1
+    model = models.build(ModelSpec(hidden=31 if case == "models" and on_one else 61))
+    options: dict[str, Any] = {}
+    if case == "max_batch" and on_one:
+        options["max_batch"] = 0
+    if case == "memory_limit" and on_one:
+        options["memory_limit"] = -5
+    if case == "stages":
+        options["stages"] = (0, 7)
+    if case == "stages differ":
+        options["stages"] = (0, 1) if on_one else (0,)
+    if case == "nan" and on_one:
+        options["loss"] = nan_loss
+    if case == "no gradient" and on_one:
+        options["loss"] = detached_loss
+    if case == "no scalar" and on_one:
+        options["loss"] = vector_loss
+    if case == "example" and on_one:
+        options["example"] = {"tokens": batch(3)["tokens"], "targets": batch(2)["targets"]}
+    if case == "loss raises" and on_one:
+        options["loss"] = raising_loss
+    profiled(model, **options)
+
+
+def _named(function: Any) -> Any:
+    function.__qualname__ = models.mean_over_samples.__qualname__
+    return function
+
+
+@_named
+def nan_loss(model: nn.Module, batch: Any) -> Tensor:
+    return models.mean_over_samples(model, batch) * float("nan")
+
+
+@_named
+def detached_loss(model: nn.Module, batch: Any) -> Tensor:
+    return models.mean_over_samples(model, batch).detach()
+
+
+@_named
+def vector_loss(model: nn.Module, batch: Any) -> Tensor:
+    return models.mean_over_samples(model, batch).expand(2)
+
+
+@_named
+def raising_loss(model: nn.Module, batch: Any) -> Tensor:
+    raise KeyError("labels")
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("max_batch", "max_batch must be at least 1, got 0"),
+        ("memory_limit", "memory_limit must be at least 1 byte, got -5"),
+        ("stages", "stages must name ZeRO stages 0 to 3"),
+        ("stages differ", "the ranks disagree on stages"),
+        ("models", "the ranks disagree on the model"),
+        ("nan", "the loss of the first sample of example_batch is nan"),
+        ("no gradient", "the loss does not require a gradient"),
+        ("no scalar", "must return a scalar tensor, got \\(2,\\)"),
+        ("example", "has 2 samples .* has 3"),
+        ("loss raises", "labels"),
+    ],
+)
+def test_a_mistake_on_one_rank_is_a_clear_error_on_all(ranks: Pool, case, message):
+    with pytest.raises(RanksFailed, match=f"(?s){message}") as caught:
+        ranks.run(raising, case)
+    assert len(caught.value.failures) == 4
+    assert not caught.value.silent
