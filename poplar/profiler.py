@@ -54,6 +54,8 @@ LONGEST_PASS = 1 / 16
 """No batch is tried whose pass would probably take more of the budget than this."""
 TIMING = 0.35
 """Part of the budget for timing plain passes."""
+NETWORK = 0.08
+"""Part of the budget for the collectives."""
 STEPS = 0.4
 """Part of the budget for steps of the engine, over all stages."""
 TIMES_EACH = 5
@@ -307,7 +309,8 @@ class Profiler:
                 wire_dtype=self.request.reduce_dtype,
                 value_dtype=value_dtype,
                 device=self.device,
-            )
+            ),
+            self.request.seconds * NETWORK,
         )
 
     def _measure_stage(

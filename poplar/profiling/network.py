@@ -15,6 +15,7 @@ from poplar.planning.cluster import NetworkProfile
 from poplar.planning.layout import Layout
 
 REPETITIONS = 5
+"""At most; of slow collectives fewer."""
 MOST_RANKS_ONE_BY_ONE = 8
 """Up to here each rank's own rates are measured; beyond, ranks count as equal."""
 _IN_FLIGHT = 2
@@ -62,43 +63,59 @@ class Collectives:
         for left in pending:
             left.wait()
 
-    def seconds(self, run: Callable[[Sequence[float]], None], shares: Sequence[float]) -> float:
-        """Median over repetitions of the slowest rank. Collective; the same on all ranks."""
-        taken = []
-        for _ in range(REPETITIONS + 1):
-            self._synchronize()
-            self.control.exchange(torch.zeros(1), what="the profiler's start line")()
-            began = time.perf_counter()
-            run(shares)
-            self._synchronize()
-            own = torch.tensor([time.perf_counter() - began], dtype=torch.float64)
-            everyones = self.control.exchange(own, what="the profiler's times")()
-            taken.append(max(float(seconds) for seconds in everyones))
-        return median(taken[1:])
+    def seconds(
+        self,
+        run: Callable[[Sequence[float]], None],
+        shares: Sequence[float],
+        budget: float,
+    ) -> float:
+        """Of the slowest rank, a median over repetitions. Collective; the same on all ranks.
+
+        Args:
+            run: a method of this object.
+            shares: of the layouts.
+            budget: seconds; a run to warm up and one that counts are taken in any case.
+        """
+        first, taken = self._once(run, shares), [self._once(run, shares)]
+        while len(taken) < REPETITIONS and first + sum(taken) + taken[-1] < budget:
+            taken.append(self._once(run, shares))
+        return median(taken)
+
+    def _once(self, run: Callable[[Sequence[float]], None], shares: Sequence[float]) -> float:
+        self._synchronize()
+        self.control.exchange(torch.zeros(1), what="the profiler's start line")()
+        began = time.perf_counter()
+        run(shares)
+        self._synchronize()
+        own = torch.tensor([time.perf_counter() - began], dtype=torch.float64)
+        everyones = self.control.exchange(own, what="the profiler's times")()
+        return max(float(seconds) for seconds in everyones)
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
 
-def measure_network(collectives: Collectives) -> NetworkProfile:
-    """Even shares, then each rank as the only owner. Collective.
+def measure_network(collectives: Collectives, budget: float) -> NetworkProfile:
+    """Even shares, then each rank as the only owner, within about `budget` seconds. Collective.
 
     Where one rank owns all, every reduction ends in it and every gather starts from it: these times
-    are its rates, of receiving and of sending.
+    are its rates, of receiving and of sending. Ranks count as equal where that would take too long.
     """
     ranks = collectives.comm.group.size
     reduce, gather = collectives.reduce_scatter, collectives.all_gather
     even = (1.0 / ranks,) * ranks
-    reducing = collectives.seconds(reduce, even)
-    gathering = collectives.seconds(gather, even)
+    part = budget / (2 * ranks + 2)
+    reducing = collectives.seconds(reduce, even, part)
+    gathering = collectives.seconds(gather, even, part)
     receive, send = [1.0] * ranks, [1.0] * ranks
-    if 1 < ranks <= MOST_RANKS_ONE_BY_ONE:
+    affordable = 2 * max(reducing, gathering) <= part
+    if 1 < ranks <= MOST_RANKS_ONE_BY_ONE and affordable:
         moved = (ranks - 1) * 4.0 * sum(collectives.numels)
         for rank in range(ranks):
             sole = tuple(float(other == rank) for other in range(ranks))
-            receive[rank] = collectives.seconds(reduce, sole) / moved
-            send[rank] = collectives.seconds(gather, sole) / moved
+            receive[rank] = collectives.seconds(reduce, sole, part) / moved
+            send[rank] = collectives.seconds(gather, sole, part) / moved
     return NetworkProfile(
         reduce_scatter_seconds=reducing,
         all_gather_seconds=gathering,
