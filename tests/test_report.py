@@ -255,6 +255,11 @@ class TestDifferences:
     def test_a_plan_is_told_by_what_sets_it_apart(self, change, text):
         assert difference(dataclasses.replace(self.CHOSEN, **change), self.CHOSEN) == text
 
+    def test_where_ranks_meet_at_every_pass_all_change_together(self):
+        chosen = Plan.manual("4,2", stage=2, passes=2)
+        thrice = dataclasses.replace(chosen, micro_batches=((2, 3, 3), (1, 1, 2)))
+        assert difference(thrice, chosen) == "3 passes for all"
+
 
 class Page(HTMLParser):
     """What a page opens and never closes, what it loads, and its words."""

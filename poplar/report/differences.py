@@ -33,11 +33,18 @@ def _moved_samples(plan: Plan, chosen: Plan) -> str:
 
 
 def _other_passes(plan: Plan, chosen: Plan) -> str:
+    counts = {len(sizes) for sizes in plan.micro_batches}
+    if len(counts) == 1 and plan.stage >= 2 and counts != {len(chosen.micro_batches[0])}:
+        return f"{_passes(counts.pop())} for all"
     for rank, (ours, theirs) in enumerate(
         zip(plan.micro_batches, chosen.micro_batches, strict=True)
     ):
         if len(ours) != len(theirs):
-            return f"rank {rank} in {len(ours)} pass{'es' if len(ours) != 1 else ''}"
+            return f"rank {rank} in {_passes(len(ours))}"
         if ours != theirs:
             return f"rank {rank} cut {words.passes(ours)}"
     return ""
+
+
+def _passes(count: int) -> str:
+    return f"{count} pass" if count == 1 else f"{count} passes"

@@ -206,6 +206,6 @@ def _legend(figure: Figure) -> None:
 
 
 def _shortened(label: str) -> str:
-    for maker in ("NVIDIA GeForce ", "NVIDIA "):
+    for maker in ("NVIDIA GeForce ", "NVIDIA ", "Tesla "):
         label = label.replace(maker, "")
     return label if len(label) <= _LONGEST_LABEL else label[: _LONGEST_LABEL - 1] + "…"

@@ -22,6 +22,8 @@ from poplar.report.record import Run
 _MOST_LABELLED_RANKS = 16
 _INCHES_OF_A_RANK = 0.34
 _TALLEST_PANEL = 6.0
+_TITLE_PAD = 20.0
+"""Points: a prediction is named in between, wherever it lies."""
 _SEAM_POINTS = 0.25
 """Wide enough that no paper shines through where two stretches meet."""
 
@@ -33,7 +35,7 @@ def draw_steps(runs: Sequence[Run]) -> Figure | None:
         return None
     with theme.style():
         panels = [min(_TALLEST_PANEL, _INCHES_OF_A_RANK * len(run.spans) + 0.45) for run in traced]
-        figure = theme.new_figure(height=sum(panels) + 0.55 * len(traced) + 0.75)
+        figure = theme.new_figure(height=sum(panels) + 0.7 * len(traced) + 0.75)
         grid = figure.subplots(len(traced), 1, sharex=True, squeeze=False, height_ratios=panels)
         figure.legend(
             handles=[Patch(color=theme.ACTIVITY[name], label=name) for name in ACTIVITIES],
@@ -51,7 +53,7 @@ def _panel(axes: Axes, run: Run) -> float:
     """Draw one run; returns where its panel has to end, in seconds."""
     rows = stretches(run.spans)
     end = max((row[-1].stop for row in rows if row), default=0.0)
-    axes.set_title(f"{run.name}: {words.seconds(end)} in this step")
+    axes.set_title(f"{run.name}: {words.seconds(end)} in this step", pad=_TITLE_PAD)
     for rank, row in enumerate(rows):
         for activity in ACTIVITIES:
             axes.broken_barh(
