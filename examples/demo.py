@@ -184,28 +184,17 @@ def turns(runs: Sequence[Run], steps: int) -> Iterator[Run]:
 def profile_and_plan(text: ByteWindows, options: argparse.Namespace) -> tuple[ClusterProfile, Plan]:
     """Measure the ranks now, whatever was measured before, and decide. Every rank must call it."""
     torch.manual_seed(SEED)
-    model, example = Llama(CONFIG), samples_of(text, range(EXAMPLE_SAMPLES))
-    profile = poplar.profile_cluster(
-        model,
+    tuned = poplar.tune(
+        Llama(CONFIG),
         next_byte_loss,
-        example,
-        max_batch=GLOBAL_BATCH,
-        stages=(0, 1, 2, 3) if options.stage == "auto" else (options.stage,),
+        samples_of(text, range(EXAMPLE_SAMPLES)),
+        global_batch=GLOBAL_BATCH,
+        stage=options.stage,
         seconds=options.profile_seconds,
         cache=False,
         **OPTIMIZER,
     )
-    plan = poplar.autotune(
-        model,
-        next_byte_loss,
-        example,
-        global_batch=GLOBAL_BATCH,
-        stage=options.stage,
-        profile=profile,
-        cache=False,
-        **OPTIMIZER,
-    )
-    return profile, plan
+    return tuned.profile, tuned.plan
 
 
 def samples_of(text: ByteWindows, indices: range) -> Batch:

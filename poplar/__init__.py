@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from poplar.planning.shortage import NoPlanFits
     from poplar.profiler import profile_cluster
     from poplar.scaler import GradScaler
-    from poplar.tuner import autotune
+    from poplar.tuner import Tuned, autotune, tune
     from poplar.verification import Verification, verify
 
 __version__ = "0.1.0"
@@ -49,6 +49,7 @@ _HOME = {
     "Prediction": "poplar.planning.cost_model",
     "RankFailed": "poplar.errors",
     "StepResult": "poplar.optimizer",
+    "Tuned": "poplar.tuner",
     "UnitPlan": "poplar.planning.plan",
     "Verification": "poplar.verification",
     "autotune": "poplar.tuner",
@@ -56,6 +57,7 @@ _HOME = {
     "profile_cluster": "poplar.profiler",
     "search": "poplar.planning.search",
     "split_stream": "poplar.data",
+    "tune": "poplar.tuner",
     "verify": "poplar.verification",
 }
 
@@ -77,6 +79,7 @@ __all__ = [
     "Prediction",
     "RankFailed",
     "StepResult",
+    "Tuned",
     "UnitPlan",
     "Verification",
     "autotune",
@@ -84,6 +87,7 @@ __all__ = [
     "profile_cluster",
     "search",
     "split_stream",
+    "tune",
     "verify",
 ]
 

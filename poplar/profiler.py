@@ -50,7 +50,7 @@ from poplar.zero.update import OptimizerFactory
 T = TypeVar("T")
 
 MEMORY_RESERVE = 0.05
-LONGEST_PASS = 1 / 16
+LONGEST_PASS = 1 / 10
 """No batch is tried whose pass would probably take more of the budget than this."""
 TIMING = 0.35
 """Part of the budget for timing plain passes."""

@@ -7,12 +7,14 @@ ranks end with the same plan or the same error.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, ParamSpec
 
 import torch
 import torch.distributed as dist
@@ -34,6 +36,8 @@ from poplar.profiling.residuals import refine
 from poplar.profiling.steps import Observation
 from poplar.zero.agreement import agree
 from poplar.zero.update import OptimizerFactory
+
+_P = ParamSpec("_P")
 
 CANDIDATES = 2
 """The best plans of so many stages are tried."""
@@ -66,7 +70,7 @@ class Tuned:
     """The trials; empty if the plan comes from the cache or nothing was tried."""
 
 
-def autotune(
+def tune(
     model: nn.Module,
     loss_fn: LossFunction,
     example_batch: Any,
@@ -90,11 +94,8 @@ def autotune(
     cache: bool | str | Path = True,
     progress: bool = True,
     **optimizer_kwargs: Any,
-) -> Plan:
-    """The fastest plan for this model on these ranks. Collective: every rank calls it.
-
-        plan = poplar.autotune(model, loss_fn, example_batch, global_batch=512, lr=3e-4)
-        optimizer = HeteroZeroOptimizer(model, torch.optim.AdamW, plan=plan, lr=3e-4)
+) -> Tuned:
+    """`autotune`, with the profile and the trials behind the plan. Collective.
 
     Args:
         model, loss_fn, example_batch, optimizer_class, max_batch, memory_limit, max_norm,
@@ -108,8 +109,7 @@ def autotune(
         seconds: budget for profile and trials together.
 
     Returns:
-        The same plan on every rank; `print(plan)` shows what it decided and why. The model is
-        afterwards as it was.
+        The same on every rank. The model is afterwards as it was.
 
     Raises:
         NoPlanFits: no stage fits the ranks' memory; says what is missing on which rank.
@@ -141,7 +141,29 @@ def autotune(
     )
     profiler = Profiler(request, group, cache_of(cache), show=progress)
     tuner = Tuner(profiler, global_batch=global_batch, policy=policy)
-    return tuner.tune(profile, verify=verify).plan
+    return tuner.tune(profile, verify=verify)
+
+
+def _plan_of(tune: Callable[_P, Tuned]) -> Callable[_P, Plan]:
+    @functools.wraps(tune)
+    def autotune(*args: _P.args, **kwargs: _P.kwargs) -> Plan:
+        return tune(*args, **kwargs).plan
+
+    autotune.__name__ = autotune.__qualname__ = "autotune"
+    signature = inspect.signature(tune).replace(return_annotation="Plan")
+    autotune.__signature__ = signature  # type: ignore[attr-defined]
+    autotune.__doc__ = f"""The fastest plan for this model on these ranks. Collective.
+
+        plan = poplar.autotune(model, loss_fn, example_batch, global_batch=512, lr=3e-4)
+        print(plan)                              # what it decided and why
+        optimizer = HeteroZeroOptimizer(model, torch.optim.AdamW, plan=plan, lr=3e-4)
+
+    Every rank calls it, and gets the same plan or the same error.
+    {(tune.__doc__ or "").partition("Collective.")[2]}"""
+    return autotune
+
+
+autotune = _plan_of(tune)
 
 
 class Tuner:
