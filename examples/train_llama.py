@@ -1,10 +1,11 @@
 """Train a byte-level Llama on ranks of unequal speed, under plain `torchrun`.
 
-    torchrun --nproc-per-node 4 examples/train_llama.py --plan proportional --stage 1
+    torchrun --nproc-per-node 4 examples/train_llama.py --stage 1
 
 On GPUs (NCCL) as on CPUs (gloo), on several machines with different numbers of GPUs as on one. What
-Poplar asks of a script is all in `train`: a plan, a sampler that deals by it, and `train_step`. The
-process group and the device stay the script's own business (`start_process_group`).
+Poplar asks of a script is all in `train`: a plan (`poplar.autotune` makes one), a sampler that
+deals by it, and `train_step`. The process group and the device stay the script's own business
+(`start_process_group`).
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ from poplar import HeteroBatchSampler, HeteroZeroOptimizer, Plan
 Batch = dict[str, Tensor]
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+OPTIMIZER = {"betas": (0.9, 0.95), "weight_decay": 0.1}
+"""Of AdamW, beside its learning rate."""
 
 
 def main() -> None:
@@ -55,7 +58,10 @@ def train(options: argparse.Namespace, device: torch.device) -> None:
     check_same_text(training)
     dtype = compute_dtype(options.dtype, device)
     speeds = measure(config, dtype, training, device, options)
-    plan = make_plan(options, speeds, world_size)
+    if options.plan == "auto":
+        plan = autotuned(config, dtype, training, device, options)
+    else:
+        plan = make_plan(options, speeds, world_size)
     console.print(str(plan))
 
     torch.manual_seed(options.seed)  # The same initial weights on every rank.
@@ -71,8 +77,7 @@ def train(options: argparse.Namespace, device: torch.device) -> None:
         plan=plan,
         compute_dtype=dtype,
         lr=options.learning_rate,
-        betas=(0.9, 0.95),
-        weight_decay=0.1,
+        **OPTIMIZER,
     )
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, warmup_then_cosine(options.warmup, options.steps)
@@ -119,7 +124,7 @@ def start_process_group() -> torch.device:
     if "RANK" not in os.environ:
         raise SystemExit(
             "start me with torchrun, for example: "
-            "torchrun --nproc-per-node 4 examples/train_llama.py --plan proportional"
+            "torchrun --nproc-per-node 4 examples/train_llama.py"
         )
     if not torch.cuda.is_available():
         dist.init_process_group("gloo")
@@ -181,8 +186,32 @@ def measure(
     )
 
 
+def autotuned(
+    config: LlamaConfig,
+    dtype: torch.dtype,
+    text: ByteWindows,
+    device: torch.device,
+    options: argparse.Namespace,
+) -> Plan:
+    """Measure, search, try: the fastest plan for this model on these ranks."""
+    model = Llama(config).to(device)
+    example = default_collate([text[index] for index in range(8)])
+    return poplar.autotune(
+        model,
+        next_byte_loss,
+        to_device(example, device),
+        global_batch=options.global_batch,
+        stage=options.stage,
+        max_batch=options.max_micro_batch,
+        max_norm=options.clip,
+        compute_dtype=dtype,
+        lr=options.learning_rate,
+        **OPTIMIZER,
+    )
+
+
 def make_plan(options: argparse.Namespace, speeds: tuple[Speed, ...], world_size: int) -> Plan:
-    """The plan that `--plan` asks for."""
+    """The plan that `--plan` asks for, other than auto."""
     if options.plan == "even":
         micro_batch = min(options.max_micro_batch, -(-options.global_batch // world_size))
         return Plan.even(world_size, options.global_batch, micro_batch, options.stage)
@@ -301,10 +330,13 @@ def parse_options() -> argparse.Namespace:
     plan = parser.add_argument_group("plan")
     plan.add_argument(
         "--plan",
-        default="proportional",
-        help='even, proportional (to measured speeds), samples per rank ("2,2,2,15"), a .json file',
+        default="auto",
+        help="auto (profile, search, try), even, proportional (to measured speeds), samples per "
+        'rank ("2,2,2,15"), a .json file',
     )
-    plan.add_argument("--stage", type=int, choices=(0, 1, 2, 3), default=0, help="ZeRO stage")
+    plan.add_argument(
+        "--stage", type=stage, default="auto", help="ZeRO stage 0 to 3; auto: --plan auto chooses"
+    )
     plan.add_argument(
         "--global-batch", type=positive, default=64, help="samples per step, all ranks"
     )
@@ -353,7 +385,16 @@ def parse_options() -> argparse.Namespace:
     text.add_argument(
         "--held-out-windows", type=positive, default=256, help="samples to evaluate on"
     )
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.stage == "auto" and options.plan != "auto":
+        options.stage = 0
+    return options
+
+
+def stage(text: str) -> int | str:
+    if text not in ("auto", "0", "1", "2", "3"):
+        raise argparse.ArgumentTypeError(f"must be 0, 1, 2, 3 or auto, got {text}")
+    return text if text == "auto" else int(text)
 
 
 def positive(text: str) -> int:
