@@ -12,7 +12,7 @@ from dataclasses import replace
 from statistics import mean, median
 
 from poplar.planning.cluster import ClusterProfile, DeviceProfile
-from poplar.planning.cost_model import predict
+from poplar.planning.cost_model import StageCosts
 from poplar.planning.plan import STRATEGIES
 from poplar.profiling.steps import Observation
 
@@ -65,10 +65,9 @@ def refine(
             for rank, device in enumerate(cluster.devices)
         )
         cluster = replace(cluster, devices=devices)
-    missing = observation.step_seconds - predict(cluster, observation.plan).step_seconds
-    steps = cluster.network.step_seconds
-    network = replace(cluster.network, step_seconds=_replaced(steps, stage, steps[stage] + missing))
-    return replace(cluster, network=network)
+    missing = _beyond_meetings_and_update(cluster, observation)
+    steps = _replaced(cluster.network.step_seconds, stage, missing)
+    return replace(cluster, network=replace(cluster.network, step_seconds=steps))
 
 
 def _with_overheads(
@@ -97,25 +96,36 @@ def _with_step_residuals(
     cluster: ClusterProfile, stage: int, observations: Sequence[Observation]
 ) -> ClusterProfile:
     """Make the closed form agree with the observations, on average."""
-    network = replace(
-        cluster.network,
-        meeting_seconds=_replaced(cluster.network.meeting_seconds, stage, 0.0),
-        step_seconds=_replaced(cluster.network.step_seconds, stage, 0.0),
-    )
-    bare = replace(cluster, network=network)
-    missing = [
-        observation.step_seconds - predict(bare, observation.plan).step_seconds
-        for observation in observations
-    ]
+    bare = _without_meeting_residual(cluster, stage)
+    missing = [_beyond_meetings_and_update(bare, observation) for observation in observations]
     meetings = [_meetings(observation) for observation in observations]
     slope = _slope(meetings, missing)
     intercept = mean(missing) - slope * mean(meetings)
     network = replace(
-        network,
-        meeting_seconds=_replaced(network.meeting_seconds, stage, slope),
-        step_seconds=_replaced(network.step_seconds, stage, intercept),
+        cluster.network,
+        meeting_seconds=_replaced(cluster.network.meeting_seconds, stage, slope),
+        step_seconds=_replaced(cluster.network.step_seconds, stage, intercept),
     )
     return replace(cluster, network=network)
+
+
+def _beyond_meetings_and_update(cluster: ClusterProfile, observation: Observation) -> float:
+    """What the step took beyond the closed form: the residual that a step would need.
+
+    Not a difference of predictions: these never fall below the compute, and know nothing of a plan
+    that has turned out not to fit.
+    """
+    plan = observation.plan
+    costs = StageCosts(cluster, plan.stage)
+    met = costs.step_seconds(plan.micro_batches, plan.shares) - costs.tail_seconds(plan.shares)
+    updates = [costs.optimizer_seconds(rank, share) for rank, share in enumerate(plan.shares)]
+    gather = costs.gather_after_step_seconds(plan.shares)
+    return observation.step_seconds - met - max(updates) - gather
+
+
+def _without_meeting_residual(cluster: ClusterProfile, stage: int) -> ClusterProfile:
+    meetings = _replaced(cluster.network.meeting_seconds, stage, 0.0)
+    return replace(cluster, network=replace(cluster.network, meeting_seconds=meetings))
 
 
 def _overlap_that_saves(
@@ -123,8 +133,11 @@ def _overlap_that_saves(
 ) -> float:
     """The overlap at which a meeting of the observed plans costs so much less."""
     observation = max(observations, key=_meetings)
+    plan, bare = observation.plan, _without_meeting_residual(cluster, stage)
     cost = {
-        overlap: predict(replace(cluster, overlap=overlap), observation.plan).step_seconds
+        overlap: StageCosts(replace(bare, overlap=overlap), stage).step_seconds(
+            plan.micro_batches, plan.shares
+        )
         for overlap in (0.0, 1.0)
     }
     most = (cost[0.0] - cost[1.0]) / _meetings(observation)
