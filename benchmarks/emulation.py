@@ -1,7 +1,8 @@
 """Unequal ranks on one machine: real processes, each really as slow as asked.
 
 By CPU quota (cgroup v1 `cpu.cfs_quota_us` or v2 `cpu.max`): a rank with 0.5 gets half of every
-10 ms of a core, whatever its neighbours do. That is what predictions are judged under. Or by core
+10 ms of a core, whatever its neighbours do, and gets it before other programs get theirs. That is
+what predictions are judged under. Or by core
 sharing: ranks on one core divide it among those of them that have something to do, so a rank that
 waits makes its neighbours faster.
 
@@ -70,7 +71,7 @@ class Hierarchy(ABC):
 
     @abstractmethod
     def limit(self, group: Path, quota_us: int, period_us: int) -> None:
-        """Give a group its quota per period."""
+        """Give a group its quota per period, and first claim to it: the kernel's largest weight."""
 
 
 class Version1(Hierarchy):
@@ -79,6 +80,7 @@ class Version1(Hierarchy):
     def limit(self, group: Path, quota_us: int, period_us: int) -> None:
         (group / "cpu.cfs_period_us").write_text(str(period_us))
         (group / "cpu.cfs_quota_us").write_text(str(quota_us))
+        (group / "cpu.shares").write_text("262144")
 
 
 class Version2(Hierarchy):
@@ -92,6 +94,7 @@ class Version2(Hierarchy):
 
     def limit(self, group: Path, quota_us: int, period_us: int) -> None:
         (group / "cpu.max").write_text(f"{quota_us} {period_us}")
+        (group / "cpu.weight").write_text("10000")
 
 
 def find_hierarchy(root: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc")) -> Hierarchy:

@@ -50,9 +50,9 @@ beside us then take from what nobody was promised."""
 WARMUP_STEPS = 2
 """Not counted: allocations, the recording of the schedule, shards that have just moved."""
 
-DISTURBED = 0.25
-"""Cores in use by other programs above which a measurement is repeated: cores that are threads of
-one physical core slow each other down long before they run out."""
+DISTURBED = 0.5
+"""Cores in use by other programs above which a measurement is repeated: ranks get what their quota
+says, but caches, the memory bus and perhaps the physical core are shared."""
 ATTEMPTS = 3
 MAX_NORM = 1.0
 """Steps are profiled and run with the gradient clipped, as most training is."""
@@ -201,7 +201,7 @@ def main() -> None:
     os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(2**30))
     os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(2**31 - 1))
     # A table that is wider than its terminal may wrap; in a file it must not.
-    console = Console(width=None if sys.stdout.isatty() else 130, soft_wrap=True, highlight=False)
+    console = Console(width=None if sys.stdout.isatty() else 140, soft_wrap=True, highlight=False)
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
         for cluster in options.clusters:
@@ -496,7 +496,7 @@ def table_of(rows: Sequence[Row]) -> Table:
     )
     for heading in ("stage", "plan", "samples", "passes", "new sizes", "predicted s"):
         table.add_column(heading, justify="left" if heading == "plan" else "right", no_wrap=True)
-    for heading in ("p20 s", "p50 s", "p80 s", "error", "bystanders"):
+    for heading in ("p20 s", "p50 s", "p80 s", "error", "others"):
         table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
         seconds = (row.predicted_seconds, row.p20_seconds, row.p50_seconds, row.p80_seconds)

@@ -237,5 +237,7 @@ def test_a_quota_is_written_as_each_version_wants_it(tmp_path):
     assert (first / "cpu.cfs_period_us").read_text() == "10000"
     assert (first / "cpu.cfs_quota_us").read_text() == "2500"
     second = emulation.Version2(tmp_path).make("second", 2500, 10_000)
+    assert (first / "cpu.shares").read_text() == "262144"
     assert (second / "cpu.max").read_text() == "2500 10000"
+    assert (second / "cpu.weight").read_text() == "10000"
     assert (tmp_path / "cgroup.subtree_control").read_text() == "+cpu"
