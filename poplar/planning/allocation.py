@@ -12,7 +12,8 @@ Both are exact on the measured curves; neither knows of memory.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from operator import add
@@ -21,8 +22,33 @@ from typing import NamedTuple
 from poplar.planning.cost_model import Meeting, StageCosts, Traffic
 
 MicroBatches = tuple[tuple[int, ...], ...]
-_HALVINGS = 64
-"""Of an interval of doubles until nothing lies between its ends."""
+_ROUNDING = 1e-12
+"""Of a sum of passes, relative: moments that are closer are one."""
+
+
+class Workload:
+    """The samples of a step at one stage: solvers for any caps, which share what they can."""
+
+    def __init__(self, costs: StageCosts, global_batch: int) -> None:
+        self._costs = costs
+        self._global_batch = global_batch
+        self._late = costs.cluster.backward_fraction * costs.hideable
+        kinds = [(device.points, device.pass_overhead_seconds) for device in costs.cluster.devices]
+        self._kinds = [kinds.index(kind) for kind in kinds]
+        self._cuts = cache(self._cuts_of)
+        self.every_pass = cache(self._every_pass)
+        self.once_per_step = cache(self._once_per_step)
+
+    def _every_pass(self, caps: tuple[int, ...]) -> EveryPass:
+        return EveryPass(self._costs, caps, self._global_batch)
+
+    def _once_per_step(self, caps: tuple[int, ...]) -> OncePerStep:
+        cuts = [self._cuts(kind, cap) for kind, cap in zip(self._kinds, caps, strict=True)]
+        return OncePerStep(self._costs, cuts, self._global_batch)
+
+    def _cuts_of(self, rank: int, cap: int) -> RankCuts:
+        seconds = partial(self._costs.pass_seconds, rank)
+        return RankCuts(seconds, cap, self._global_batch, self._late)
 
 
 class EveryPass:
@@ -90,19 +116,15 @@ class OncePerStep:
     along those.
     """
 
-    def __init__(self, costs: StageCosts, caps: Sequence[int], global_batch: int) -> None:
+    def __init__(self, costs: StageCosts, cuts: Sequence[RankCuts], global_batch: int) -> None:
         self._costs = costs
         self._global_batch = global_batch
-        self._late = costs.cluster.backward_fraction * costs.hideable
-        self._ranks = [
-            RankCuts(partial(costs.pass_seconds, rank), cap, global_batch, self._late)
-            for rank, cap in enumerate(caps)
-        ]
+        self._ranks = cuts
 
     def at(self, traffic: Traffic) -> tuple[float, Split]:
         """The cheapest split when this travels at the meeting."""
         split: Split | None = self.first()
-        best = float("inf")
+        best = math.inf
         while split is not None:
             seconds = self._costs.meeting_seconds(split.meeting, traffic)
             if seconds < best:
@@ -112,8 +134,10 @@ class OncePerStep:
 
     def first(self) -> Split:
         """The split with the least `T`, and of those the one with the least `F`."""
-        latest = self._least_latest()
-        return self._split(latest, self._least_reducible(latest, latest))
+        tops = [cuts.most_samples for cuts in self._ranks]
+        ends = [cuts.seconds.__getitem__ for cuts in self._ranks]
+        latest = smallest(ends, tops, self._global_batch)
+        return self._split(latest, latest)
 
     def following(self, split: Split, traffic: Traffic, below: float) -> Split | None:
         """The next split with a larger `T` and a smaller `F`, or None.
@@ -127,39 +151,21 @@ class OncePerStep:
             return None
         target = min(
             self._reducible_for(below, split.meeting.latest, traffic),
-            split.meeting.reducible * (1.0 - 1e-12),
+            split.meeting.reducible - _ROUNDING * split.meeting.latest,
         )
-        most = self._latest_for(below, traffic)
-        if not split.meeting.latest < most or not self._holds(most, target):
+        if target <= 0.0:
             return None
-        latest = _least(lambda t: self._holds(t, target), split.meeting.latest, most)
-        return self._split(latest, self._least_reducible(latest, target))
-
-    def _least_latest(self) -> float:
-        ends = sorted({end for cuts in self._ranks for end in cuts.seconds})
-        low, high = 0, len(ends) - 1
-        while low < high:
-            middle = (low + high) // 2
-            held = sum(bisect_right(cuts.seconds, ends[middle]) - 1 for cuts in self._ranks)
-            low, high = (low, middle) if held >= self._global_batch else (middle + 1, high)
-        return ends[low]
-
-    def _least_reducible(self, latest: float, at_most: float) -> float:
-        if not self._hides:
-            return at_most
-        return _least(partial(self._holds, latest), 0.0, at_most)
+        tops = [cuts.most_samples for cuts in self._ranks]
+        ends = [partial(cuts.least_end, reducible=target) for cuts in self._ranks]
+        latest = smallest(ends, tops, self._global_batch)
+        if latest >= self._latest_for(below, traffic):
+            return None
+        return self._split(latest, target)
 
     @property
     def _hides(self) -> bool:
-        return self._late > 0.0 and self._costs.cluster.overlap > 0.0
-
-    def _holds(self, latest: float, reducible: float) -> bool:
-        held = 0
-        for cuts in self._ranks:
-            held += cuts.most(latest, reducible)
-            if held >= self._global_batch:
-                return True
-        return False
+        cluster = self._costs.cluster
+        return min(cluster.backward_fraction, self._costs.hideable, cluster.overlap) > 0.0
 
     def _reducible_for(self, limit: float, latest: float, traffic: Traffic) -> float:
         """The `F` under which a meeting with this `T` or a later one may be within `limit`."""
@@ -174,11 +180,18 @@ class OncePerStep:
         return limit - max(0.0, exposed)
 
     def _split(self, latest: float, reducible: float) -> Split:
-        """The global batch, dealt out so that every rank keeps these bounds."""
+        """The global batch, dealt out with this `T` and the least `F`, which is in `reducible`."""
+        tops = [cuts.most(latest) for cuts in self._ranks]
+        if self._hides:
+            starts = [partial(cuts.least_reducible, end=latest) for cuts in self._ranks]
+            reducible = smallest(starts, tops, self._global_batch)
+            tops = [
+                bisect_right(range(1, top + 1), reducible, key=start)
+                for start, top in zip(starts, tops, strict=True)
+            ]
         left, batches = self._global_batch, []
-        most = [cuts.most(latest, reducible) for cuts in self._ranks]
-        for rank, cuts in enumerate(self._ranks):
-            samples = min(most[rank], left)
+        for cuts, top in zip(self._ranks, tops, strict=True):
+            samples = min(top, left)
             left -= samples
             batches.append(cuts.cut(samples, latest, reducible))
         micro_batches = tuple(batches)
@@ -199,53 +212,58 @@ class RankCuts:
     """How one rank runs any number of samples in passes of at most `cap`."""
 
     def __init__(
-        self, pass_seconds: Callable[[int], float], cap: int, most_samples: int, late: float
+        self, pass_seconds: Callable[[int], float], cap: int, global_batch: int, late: float
     ) -> None:
-        cap = min(cap, most_samples)
+        """`late`: the part of a last pass that is over before it has all gradients to offer."""
+        cap = min(cap, global_batch)
         self._late = late
         self._passes = [pass_seconds(batch) for batch in range(cap + 1)]
         self.seconds = [0.0]
         """`seconds[n]`: the least time for `n` samples; non-decreasing. Ends where `cap` is 0."""
         self._last = [0]
         descending = self._passes[:0:-1]
-        for samples in range(1, most_samples + 1 if cap else 1):
+        for samples in range(1, global_batch + 1 if cap else 1):
             width = min(cap, samples)
-            ends = list(
-                map(add, descending[cap - width :], self.seconds[samples - width : samples])
-            )
+            before = self.seconds[samples - width : samples]
+            ends = list(map(add, descending[cap - width :], before))
             end = min(ends)
             self.seconds.append(end)
             self._last.append(width - ends.index(end))
         self._cuts = cache(self._cuts_of)
 
-    def most(self, latest: float, reducible: float) -> int:
-        """The most samples whose last pass ends by `latest` and begins to reduce by `reducible`."""
-        low, high = 0, bisect_right(self.seconds, latest) - 1
-        if reducible >= latest:
-            return high
-        while low < high:
-            middle = (low + high + 1) // 2
-            held = self._within(middle, latest, reducible) is not None
-            low, high = (middle, high) if held else (low, middle - 1)
-        return low
+    @property
+    def most_samples(self) -> int:
+        """What this rank may run at all: the global batch, or nothing."""
+        return len(self.seconds) - 1
+
+    def most(self, latest: float) -> int:
+        """The most samples that are computed by `latest`."""
+        return bisect_right(self.seconds, latest) - 1
+
+    def least_end(self, samples: int, reducible: float) -> float:
+        """The least time for samples whose last pass offers its gradients by `reducible`."""
+        for cut in self._cuts(samples):
+            if cut.reducible <= reducible:
+                return cut.end
+        return math.inf
+
+    def least_reducible(self, samples: int, end: float) -> float:
+        """The least moment at which samples that are computed by `end` offer their gradients."""
+        least = math.inf
+        for cut in self._cuts(samples):
+            if cut.end > end:
+                break
+            least = cut.reducible
+        return least
 
     def cut(self, samples: int, latest: float, reducible: float) -> tuple[int, ...]:
         """Passes of `samples` within these bounds, smaller ones first."""
-        if samples == 0:
-            return ()
-        if reducible >= latest:
+        if reducible >= latest or samples == 0:
             return tuple(sorted(self._cheapest(samples)))
-        chosen = self._within(samples, latest, reducible)
-        assert chosen is not None
-        return (*sorted(self._cheapest(samples - chosen.last)), chosen.last)
-
-    def _within(self, samples: int, latest: float, reducible: float) -> Cut | None:
-        if samples == 0:
-            return Cut(0.0, 0.0, 0)
         for cut in self._cuts(samples):
-            if cut.end <= latest and cut.reducible <= reducible:
-                return cut
-        return None
+            if cut.reducible <= reducible:
+                return (*sorted(self._cheapest(samples - cut.last)), cut.last)
+        raise ValueError(f"no cut of {samples} samples offers its gradients by {reducible}")
 
     def _cuts_of(self, samples: int) -> tuple[Cut, ...]:
         """The ways to run `samples` of which none beats another in both its times."""
@@ -299,11 +317,32 @@ def cheapest_sum(costs: Sequence[float], total: int) -> tuple[float, tuple[int, 
     return least[-1], tuple(sorted(found))
 
 
-def _least(holds: Callable[[float], bool], low: float, high: float) -> float:
-    """The least value at which `holds` is true: it is at `high`, and stays so once it is."""
-    if holds(low):
-        return low
-    for _ in range(_HALVINGS):
-        middle = 0.5 * (low + high)
-        low, high = (low, middle) if holds(middle) else (middle, high)
-    return high
+def smallest(values: Sequence[Callable[[int], float]], tops: Sequence[int], count: int) -> float:
+    """The `count`-th smallest of several ascending sequences together; infinite if they are fewer.
+
+    Args:
+        values: by sequence, its `i`-th value, counted from 1; non-decreasing.
+        tops: by sequence, how many values it has.
+        count: at least 1.
+    """
+    low, high, found = [0] * len(tops), list(tops), math.inf
+    if sum(tops) < count:
+        return found
+    while True:
+        widest = max(range(len(low)), key=lambda s: high[s] - low[s])
+        if low[widest] == high[widest]:
+            return found
+        pivot = values[widest]((low[widest] + high[widest] + 1) // 2)
+        windows = [range(a + 1, b + 1) for a, b in zip(low, high, strict=True)]
+        counts = [
+            a + bisect_right(window, pivot, key=value)
+            for a, window, value in zip(low, windows, values, strict=True)
+        ]
+        if sum(counts) < count:
+            low = counts
+            continue
+        found = pivot
+        high = [
+            a + bisect_left(window, pivot, key=value)
+            for a, window, value in zip(low, windows, values, strict=True)
+        ]

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import NamedTuple, TypeVar
 
-from poplar.planning.allocation import EveryPass, MicroBatches, OncePerStep
+from poplar.planning.allocation import MicroBatches, Workload
 from poplar.planning.cost_model import StageCosts
 from poplar.planning.joint import TOLERANCE, Relaxed, relaxed
 from poplar.planning.plan import Plan
@@ -70,29 +70,35 @@ def exact(costs: StageCosts, request: Request) -> Decision:
     if missing is not None:
         raise missing
     ranks = costs.cluster.world_size
-    even = at_shares(costs, (1.0 / ranks,) * ranks, request)
+    workload = Workload(costs, request.global_batch)
+    even = at_shares(costs, workload, (1.0 / ranks,) * ranks, request)
     if not costs.shares_matter:
         assert even is not None
         return Decision(_plan(costs, request, even))
-    best, bound = _Search(costs, request, even).run()
+    best, bound = _Search(costs, workload, request, even).run()
     if even is not None and even.seconds <= best.seconds * (1.0 + request.even_preference):
         best = even
     gap = 1.0 - bound / best.seconds if best.seconds > 0.0 else 0.0
     return Decision(_plan(costs, request, best), gap if gap > TOLERANCE else 0.0)
 
 
-def at_shares(costs: StageCosts, shares: Sequence[float], request: Request) -> Found | None:
+def at_shares(
+    costs: StageCosts, workload: Workload, shares: Sequence[float], request: Request
+) -> Found | None:
     """The fastest batches under these shares, or None if none fits."""
-    most, global_batch = request.max_micro_batch, request.global_batch
-    caps = [m.largest_batch(share, most) for m, share in zip(costs.memories, shares, strict=True)]
+    most = request.max_micro_batch
+    caps = tuple(
+        memory.largest_batch(share, most)
+        for memory, share in zip(costs.memories, shares, strict=True)
+    )
     if min(caps) < 0 or max(caps) < 1:
         return None
     traffic = costs.traffic(shares)
     if costs.meets_every_pass:
-        every = EveryPass(costs, caps, global_batch)
+        every = workload.every_pass(caps)
         micro_batches = every.micro_batches(every.at(traffic)[1])
     else:
-        micro_batches = OncePerStep(costs, caps, global_batch).at(traffic)[1].micro_batches
+        micro_batches = workload.once_per_step(caps).at(traffic)[1].micro_batches
     return _found(costs, micro_batches, tuple(shares))
 
 
@@ -135,8 +141,11 @@ class _Node:
 class _Search:
     """Best-first branch and bound over nodes."""
 
-    def __init__(self, costs: StageCosts, request: Request, known: Found | None) -> None:
+    def __init__(
+        self, costs: StageCosts, workload: Workload, request: Request, known: Found | None
+    ) -> None:
         self._costs = costs
+        self._workload = workload
         self._request = request
         self._best = known
         self._nodes: list[tuple[float, int, _Node, Relaxed]] = []
@@ -194,7 +203,7 @@ class _Search:
             return
         node, upper = tightened
         problem = ShareProblem(self._costs, upper, node.owns)
-        answer = relaxed(self._costs, node.high, self._request.global_batch, problem, self._limit)
+        answer = relaxed(self._costs, self._workload, node.high, problem, self._limit)
         if answer is None or answer.bound >= self._limit:
             return
         self._keep(self._fitted(answer))
@@ -236,7 +245,7 @@ class _Search:
         """The best batches under these shares, then the best shares for those, and so on."""
         best = None
         for _ in range(_REPAIRS):
-            found = at_shares(self._costs, shares, self._request)
+            found = at_shares(self._costs, self._workload, shares, self._request)
             if found is None or (best is not None and found.seconds >= best.seconds):
                 break
             best = found

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from itertools import count
 from typing import NamedTuple
 
-from poplar.planning.allocation import EveryPass, MicroBatches, OncePerStep, Split
+from poplar.planning.allocation import EveryPass, MicroBatches, OncePerStep, Split, Workload
 from poplar.planning.cost_model import StageCosts, Traffic
 from poplar.planning.shares import Corner, Shared, ShareProblem
 
@@ -36,13 +36,16 @@ class Relaxed(NamedTuple):
 
 
 def relaxed(
-    costs: StageCosts, caps: Sequence[int], global_batch: int, problem: ShareProblem, known: float
+    costs: StageCosts,
+    workload: Workload,
+    caps: tuple[int, ...],
+    problem: ShareProblem,
+    known: float,
 ) -> Relaxed | None:
     """The fastest step with these caps and these bounds on the shares; None: not below `known`."""
     if costs.meets_every_pass:
-        every = EveryPass(costs, caps, global_batch)
-        return _EveryPassSearch(costs, every, problem, known).run()
-    return _once_per_step(costs, OncePerStep(costs, caps, global_batch), problem, known)
+        return _EveryPassSearch(costs, workload.every_pass(caps), problem, known).run()
+    return _once_per_step(costs, workload.once_per_step(caps), problem, known)
 
 
 def _once_per_step(

@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 _TOLERANCE = 1e-12
 """Of programmes whose numbers are around 1."""
+_ROUNDING = 1e-8
+"""A row that is violated by less and cannot be mended was broken by rounding."""
 _PIVOTS_BEFORE_BLAND = 200
 _MOST_PIVOTS = 20_000
 
@@ -56,7 +58,10 @@ class LinearProgramme:
                 break
             entering = _entering(rows[leaving], costs, outside)
             if entering is None:
-                return None
+                if bounds[leaving] < -_ROUNDING:
+                    return None
+                bounds[leaving] = 0.0
+                continue
             value += _pivot(rows, bounds, costs, leaving, entering)
             inside[leaving], outside[entering] = outside[entering], inside[leaving]
         else:

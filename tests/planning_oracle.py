@@ -1,0 +1,357 @@
+"""What a step costs and which step is best, restated naively from DESIGN section 4.
+
+Imports values only. `Oracle` evaluates one plan by the formulas as they are written there, stage by
+stage; `every_plan` lists all ways to run a tiny global batch, so that the best of them can be
+compared with what `search` found.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import random
+from collections.abc import Iterator
+
+from poplar.planning.cluster import (
+    BatchPoint,
+    ClusterProfile,
+    DeviceProfile,
+    ModelProfile,
+    NetworkProfile,
+)
+
+STAGES = (0, 1, 2, 3)
+Batches = tuple[tuple[int, ...], ...]
+
+
+class Oracle:
+    """The closed form for one cluster at one stage."""
+
+    def __init__(self, cluster: ClusterProfile, stage: int) -> None:
+        self.cluster, self.stage = cluster, stage
+        self.n = cluster.world_size
+        self.k = 1 - 1 / len(cluster.model.unit_numels)
+
+    # Seconds
+
+    def x(self, rank: int, batch: int) -> float:
+        if batch == 0:
+            return 0.0
+        device = self.cluster.devices[rank]
+        return max(0.0, device.seconds(batch) + device.pass_overhead_seconds[self.stage])
+
+    def reduce(self, shares: tuple[float, ...]) -> float:
+        send = self.cluster.network.send_seconds_per_byte
+        receive = self.cluster.network.receive_seconds_per_byte
+
+        def bound(p):
+            return max(
+                max((1 - p[r]) * send[r], (self.n - 1) * p[r] * receive[r]) for r in range(self.n)
+            )
+
+        return self._as_measured(self.cluster.network.reduce_scatter_seconds, bound, shares)
+
+    def gather(self, shares: tuple[float, ...]) -> float:
+        send = self.cluster.network.send_seconds_per_byte
+        receive = self.cluster.network.receive_seconds_per_byte
+
+        def bound(p):
+            return max(
+                max((self.n - 1) * p[r] * send[r], (1 - p[r]) * receive[r]) for r in range(self.n)
+            )
+
+        return self._as_measured(self.cluster.network.all_gather_seconds, bound, shares)
+
+    def _as_measured(self, measured, bound, shares) -> float:
+        even = bound((1 / self.n,) * self.n)
+        if self.n == 1 or even == 0:
+            return measured
+        return measured * bound(shares) / even
+
+    def seconds(self, batches: Batches, shares: tuple[float, ...]) -> float:
+        beta, overlap = self.cluster.backward_fraction, self.cluster.overlap
+        network, stage, k = self.cluster.network, self.stage, self.k
+        extra = network.meeting_seconds[stage]
+        reduce, gather = self.reduce(shares), self.gather(shares)
+
+        def meet(ends, lasts, c):
+            latest = max(ends)
+            reducible = max(end - beta * last * k for end, last in zip(ends, lasts, strict=True))
+            return max(latest, latest + c - overlap * min(c * k, latest - reducible) + extra)
+
+        def optimizer(share_of):
+            return max(
+                self.cluster.devices[r].optimizer_step_seconds(share_of(r))
+                + self.cluster.devices[r].step_overhead_seconds[stage]
+                for r in range(self.n)
+            )
+
+        def once(c):
+            passes = [[self.x(r, b) for b in own if b] for r, own in enumerate(batches)]
+            return meet([sum(p) for p in passes], [p[-1] if p else 0.0 for p in passes], c)
+
+        once_more = network.step_seconds[stage]
+        if stage == 0:
+            even = (1 / self.n,) * self.n
+            total = once(self.reduce(even) + self.gather(even))
+            return total + max(0.0, optimizer(lambda r: 1.0) + once_more)
+        if stage == 1:
+            total = once(reduce)
+            return total + max(0.0, optimizer(lambda r: shares[r]) + gather + once_more)
+        total = 0.0
+        for column in zip(*batches, strict=True):
+            ends = [self.x(r, b) for r, b in enumerate(column)]
+            if stage == 2:
+                total += meet(ends, ends, reduce)
+                continue
+            latest = max(ends)
+            reducible = max(end - beta * end * k for end in ends)
+            hidden = min(gather * k, (1 - beta) * latest) + min(
+                (gather + reduce) * k, latest - reducible
+            )
+            total += max(latest, latest + 2 * gather + reduce - overlap * hidden + extra)
+        after = gather if stage == 2 else 0.0
+        return total + max(0.0, optimizer(lambda r: shares[r]) + after + once_more)
+
+    # Bytes
+
+    def needed(self, rank: int, largest: int, share: float) -> float:
+        model, stage, n = self.cluster.model, self.stage, self.n
+        param, accumulator, state = model.param_bytes, 4.0, model.optimizer_bytes
+        per_element = (
+            param + accumulator + state,
+            param + accumulator + state * share,
+            param + (accumulator + state) * share,
+            (param + accumulator + state) * share,
+        )[stage]
+        unit = max(model.unit_numels)
+        bucket = model.wire_bytes * min(unit, 32 * 2**20 // 4)
+        if stage == 0:
+            flying = bucket
+        elif stage == 1:
+            flying = bucket * n * share
+        else:
+            flying = 2 * bucket * (1 + n * share)
+        gathered = param * sum(sorted(model.unit_numels)[-2:]) if stage == 3 else 0.0
+        device = self.cluster.devices[rank]
+        return (
+            per_element * model.numel
+            + gathered
+            + model.grad_bytes * unit
+            + flying
+            + model.frozen_bytes
+            + device.held_bytes
+            + device.activation_bytes(largest)
+        )
+
+    def limit(self, rank: int) -> float:
+        return self.cluster.devices[rank].memory_bytes * (1 - self.cluster.memory_reserve)
+
+    def fits(self, batches: Batches, shares: tuple[float, ...], slack: float = 0.0) -> bool:
+        return all(
+            self.needed(r, max(own, default=0), shares[r]) <= self.limit(r) + slack
+            for r, own in enumerate(batches)
+        )
+
+    # Everything there is
+
+    def best(self, global_batch: int, shares: list[tuple[float, ...]]) -> float:
+        """The least seconds of any plan with any of these shares; infinite: none fits."""
+        best = math.inf
+        plans = list(self.every_batches(global_batch))
+        largest = [[max(own, default=0) for own in batches] for batches in plans]
+        for p in shares:
+            holds = [self._holds(rank, global_batch, p[rank]) for rank in range(self.n)]
+            if min(holds) < 0:
+                continue
+            for batches, most in zip(plans, largest, strict=True):
+                if all(m <= h for m, h in zip(most, holds, strict=True)):
+                    best = min(best, self.seconds(batches, p))
+        return best
+
+    def _holds(self, rank: int, global_batch: int, share: float) -> int:
+        held = -1
+        for batch in range(global_batch + 1):
+            if self.needed(rank, batch, share) <= self.limit(rank):
+                held = batch
+        return held
+
+    def every_batches(self, global_batch: int) -> Iterator[Batches]:
+        """All batches, but for the order of what changes no formula."""
+        most = [min(global_batch, device.max_batch) for device in self.cluster.devices]
+        if self.stage < 2:
+            for samples in compositions(global_batch, self.n):
+                cuts = [list(self._cuts(s, m)) for s, m in zip(samples, most, strict=True)]
+                yield from itertools.product(*cuts)
+            return
+        columns = [
+            column
+            for column in itertools.product(*(range(m + 1) for m in most))
+            if 0 < sum(column) <= global_batch
+        ]
+        for chosen in self._multisets(columns, global_batch, 0):
+            yield tuple(zip(*chosen, strict=True))
+
+    def _cuts(self, samples: int, most: int) -> Iterator[tuple[int, ...]]:
+        """Every way to cut samples into passes: which pass is the last one matters."""
+        for parts in partitions(samples, most):
+            for last in sorted(set(parts)) or [None]:
+                rest = list(parts)
+                if last is not None:
+                    rest.remove(last)
+                    yield (*rest, last)
+                else:
+                    yield ()
+
+    def _multisets(self, columns, left, first):
+        if left == 0:
+            yield ()
+        for index in range(first, len(columns)):
+            if sum(columns[index]) <= left:
+                for more in self._multisets(columns, left - sum(columns[index]), index):
+                    yield (columns[index], *more)
+
+
+def compositions(total: int, parts: int) -> Iterator[tuple[int, ...]]:
+    if parts == 1:
+        yield (total,)
+        return
+    for first in range(total + 1):
+        for rest in compositions(total - first, parts - 1):
+            yield (first, *rest)
+
+
+def partitions(total: int, most: int) -> Iterator[tuple[int, ...]]:
+    """`total` as a sum of parts of at most `most`, ascending."""
+    if total == 0:
+        yield ()
+        return
+    for largest in range(min(total, most), 0, -1):
+        for rest in partitions(total - largest, largest):
+            yield (*rest, largest)
+
+
+def share_grid(ranks: int, steps: int) -> list[tuple[float, ...]]:
+    return [tuple(c / steps for c in parts) for parts in compositions(steps, ranks)]
+
+
+def critical_shares(oracle: Oracle, global_batch: int) -> list[tuple[float, ...]]:
+    """Shares at which some rank just holds some batch, the others dividing the rest evenly or, one
+    after the other, taking all of it."""
+    found = set()
+    for rank in range(oracle.n):
+        others = [other for other in range(oracle.n) if other != rank]
+        for batch in range(min(global_batch, oracle.cluster.devices[rank].max_batch) + 1):
+            share = _just_holds(oracle, rank, batch)
+            if share is None:
+                continue
+            spreads = [dict.fromkeys(others, 1 / max(1, len(others)))]
+            spreads += [{other: 1.0} for other in others]
+            for spread in spreads:
+                p = [(1 - share) * spread.get(other, 0.0) for other in range(oracle.n)]
+                p[rank] = share if others else 1.0
+                found.add(tuple(p))
+    return sorted(found)
+
+
+def _just_holds(oracle: Oracle, rank: int, batch: int) -> float | None:
+    """The largest share with which this rank holds a batch, by halving; None: with none."""
+    if oracle.needed(rank, batch, 0.0) > oracle.limit(rank):
+        return None
+    if oracle.needed(rank, batch, 1.0) <= oracle.limit(rank):
+        return 1.0
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        if oracle.needed(rank, batch, middle) <= oracle.limit(rank):
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def random_cluster(draw: random.Random, ranks: int, stage: int) -> ClusterProfile:
+    """Any small cluster: equal or unequal ranks, memory that binds or not, or holds nothing."""
+    units = tuple(draw.randint(1, 400) * 64 for _ in range(draw.randint(1, 4)))
+    model = ModelProfile(
+        unit_numels=units,
+        param_bytes=draw.choice((2.0, 4.0)),
+        grad_bytes=draw.choice((2.0, 4.0)),
+        optimizer_bytes=draw.choice((0.0, 8.0, 12.0)),
+        wire_bytes=4.0,
+        frozen_bytes=draw.choice((0, 5000)),
+    )
+    devices = [_random_device(draw) for _ in range(ranks)]
+    if draw.random() < 0.4:
+        devices = [draw.choice(devices[: rank + 1]) for rank in range(ranks)]
+    rates = [0.0, 1e-9, 1e-9, 2e-9, 5e-9] if draw.random() < 0.8 else [0.0]
+    network = NetworkProfile(
+        reduce_scatter_seconds=draw.choice((0.0, 0.02, draw.random())),
+        all_gather_seconds=draw.choice((0.0, 0.02, draw.random())),
+        send_seconds_per_byte=tuple(draw.choice(rates) for _ in range(ranks)),
+        receive_seconds_per_byte=tuple(draw.choice(rates) for _ in range(ranks)),
+        meeting_seconds=residuals(draw, 0.05),
+        step_seconds=residuals(draw, 0.05),
+    )
+    cluster = ClusterProfile(
+        devices=tuple(devices),
+        model=model,
+        network=network,
+        overlap=draw.choice((0.0, 0.3, 1.0, draw.random())),
+        backward_fraction=draw.choice((2 / 3, draw.random())),
+        memory_reserve=draw.choice((0.0, 0.05)),
+    )
+    return _with_memory(draw, cluster, stage)
+
+
+def residuals(draw: random.Random, size: float) -> tuple[float, ...]:
+    if draw.random() < 0.5:
+        return (0.0,) * 4
+    return tuple(draw.uniform(-size, size) for _ in range(4))
+
+
+def _random_device(draw: random.Random) -> DeviceProfile:
+    batches = sorted(draw.sample(range(1, 9), draw.randint(1, 4)))
+    speed, latency = draw.choice((0.05, 0.1, 0.3)), draw.choice((0.0, 0.05, 0.3))
+    sample_bytes = draw.choice((1000, 20_000, 100_000))
+    points = tuple(
+        BatchPoint(
+            batch=batch,
+            seconds=latency + speed * (batch if draw.random() < 0.8 else -(-batch // 4) * 4),
+            activation_bytes=draw.choice((0, 3000)) + sample_bytes * batch,
+        )
+        for batch in batches
+    )
+    return DeviceProfile(
+        name="device",
+        memory_bytes=0,
+        points=points,
+        optimizer_seconds=draw.choice((0.0, 0.05, 0.5 * draw.random())),
+        optimizer_latency_seconds=draw.choice((0.0, 0.0, 0.02, 0.2)),
+        held_bytes=draw.choice((0, 10_000)),
+        pass_overhead_seconds=residuals(draw, 0.06),
+        step_overhead_seconds=residuals(draw, 0.06),
+    )
+
+
+def _with_memory(draw: random.Random, cluster: ClusterProfile, stage: int) -> ClusterProfile:
+    """Memory between what the least and what everything needs, or far from both."""
+    oracle = Oracle(cluster, stage)
+    kinds: dict[DeviceProfile, int] = {}
+    tight = draw.random() < 0.7
+    for rank, device in enumerate(cluster.devices):
+        least = oracle.needed(rank, 0, 0.0)
+        batch = draw.randint(0, device.max_batch)
+        share = draw.choice((0.0, 1.0 / cluster.world_size, 0.7, draw.random()))
+        some = oracle.needed(rank, batch, share) * draw.choice((1.0, 1.02))
+        room = some if tight else oracle.needed(rank, device.max_batch, 1.0) * 2
+        if draw.random() < 0.05:
+            room = least * 0.9
+        kinds.setdefault(device, math.ceil(room / (1 - cluster.memory_reserve)) + 1)
+    return dataclasses.replace(
+        cluster,
+        devices=tuple(
+            dataclasses.replace(device, memory_bytes=kinds[device]) for device in cluster.devices
+        ),
+    )
