@@ -8,6 +8,7 @@ ranks end with the same plan or the same error.
 from __future__ import annotations
 
 import functools
+import hashlib
 import inspect
 import json
 from collections.abc import Callable, Sequence
@@ -22,7 +23,7 @@ from torch import nn
 
 from poplar.comm import Control, Group
 from poplar.planning.cluster import ClusterProfile
-from poplar.planning.cost_model import describe, predict
+from poplar.planning.cost_model import DoesNotFit, describe, predict
 from poplar.planning.plan import STRATEGIES, Plan
 from poplar.planning.policies import POLICIES
 from poplar.planning.search import alternatives
@@ -178,6 +179,7 @@ class Tuner:
     def tune(self, given: ClusterProfile | None = None, *, verify: bool = True) -> Tuned:
         """The best plan on `given`, or on the profiler's own profile."""
         agree(self.control, self._complaint(given), doing="autotune()")
+        self._check_same_on_all_ranks(given, verify)
         profile = given if given is not None else self.profiler.profile()
         known = self.profiler.verified.get(self._key) if given is None else None
         if known is not None:
@@ -229,7 +231,8 @@ class Tuner:
                     if all(better != trial.plan for trial in trials):
                         trials.append(self._trial(better, tell))
         profile = self._refined(profile, trials)
-        best = min(trials, key=lambda trial: trial.step_seconds).plan
+        allowed = [trial for trial in trials if _fits(profile, trial.plan)]
+        best = min(allowed, key=lambda trial: trial.step_seconds).plan
         best = describe(profile, best, predict(profile, best), self.policy)
         return Tuned(best, profile, tuple(trials))
 
@@ -257,6 +260,23 @@ class Tuner:
         assert len(set(digests)) == 1, f"the ranks arrived at different plans: {digests}"
         return tuned
 
+    def _check_same_on_all_ranks(self, given: ClusterProfile | None, verify: bool) -> None:
+        """What ranks would otherwise part ways over, each waiting for the others."""
+        mine = {
+            "global_batch": self.global_batch,
+            "policy": self.policy,
+            "verify": bool(verify),
+            "profile": None if given is None else _digest(given),
+        }
+        everyones = self.control.exchange_objects(mine, what="autotune()")
+        for key in mine:
+            values = [own[key] for own in everyones]
+            if any(value != values[0] for value in values):
+                raise ValueError(
+                    f"the ranks disagree on {key}: {dict(enumerate(values))}; call autotune() "
+                    "with the same arguments on every rank"
+                )
+
     def _complaint(self, given: ClusterProfile | None) -> Exception | None:
         if given is None:
             return None
@@ -275,6 +295,20 @@ class Tuner:
                     "profile_cluster()"
                 )
         return None
+
+
+def _digest(profile: ClusterProfile) -> str:
+    content = json.dumps(profile.to_dict(), sort_keys=True)
+    return hashlib.sha256(content.encode()).hexdigest()[:12]
+
+
+def _fits(profile: ClusterProfile, plan: Plan) -> bool:
+    """A point measured since the plan was found may say that it does not."""
+    try:
+        predict(profile, plan)
+    except DoesNotFit:
+        return False
+    return True
 
 
 def _error(profile: ClusterProfile, trial: Observation) -> float:
