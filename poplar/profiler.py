@@ -13,6 +13,7 @@ each ZeRO stage; here stages share one curve and differ in what is measured of t
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -33,8 +34,10 @@ from poplar.planning.cluster import (
     ModelProfile,
     NetworkProfile,
 )
-from poplar.planning.cost_model import memory_needed
+from poplar.planning.cost_model import DoesNotFit, predict
 from poplar.planning.plan import Plan
+from poplar.planning.search import search
+from poplar.planning.shortage import NoPlanFits
 from poplar.profiling.cache import Cache, default_folder
 from poplar.profiling.intact import computing_in, parameters_kept, surroundings_kept
 from poplar.profiling.network import Collectives, measure_network
@@ -173,8 +176,7 @@ class Profiler:
         found = self._look_up()
         if found is not None:
             self.from_cache = True
-            profile, self.verified = found
-            return profile
+            return self._with_present_memory(*found)
         with progress(self.show) as tell, surroundings_kept(self.request.model, self.device):
             profile = self._measure(tell)
         self.keep(profile)
@@ -182,8 +184,13 @@ class Profiler:
 
     def keep(self, profile: ClusterProfile) -> None:
         """Write the profile and what was verified on it into the cache, on rank 0."""
-        if self.cache is not None and self.group.rank == 0:
+        if self.cache is None or self.group.rank != 0:
+            return
+        try:
             self.cache.save(profile, self.verified)
+        except OSError as error:
+            text = f"the profile could not be kept for the next start: {error}"
+            warnings.warn(text, stacklevel=2)
 
     def steps_of(self, plans: Sequence[Plan], *, steps: int, tell: Tell) -> tuple[Observation, ...]:
         """Run plans of one stage on the engine and take their steps apart.
@@ -242,6 +249,21 @@ class Profiler:
         if self.cache is not None and self.group.rank == 0:
             found = self.cache.load(self.agreed.identity)
         return self.control.exchange_objects(found, what="looking into the cache")[0]
+
+    def _with_present_memory(
+        self, profile: ClusterProfile, verified: dict[str, Plan]
+    ) -> ClusterProfile:
+        """A profile of the cache where others hold more memory now than when it was measured."""
+        now = self._everyones(self.memory_bytes)
+        profile = replace(
+            profile,
+            devices=tuple(
+                replace(device, memory_bytes=min(device.memory_bytes, present))
+                for device, present in zip(profile.devices, now, strict=True)
+            ),
+        )
+        self.verified = {key: plan for key, plan in verified.items() if fits(profile, plan)}
+        return profile
 
     def _measure(self, tell: Tell) -> ClusterProfile:
         with computing_in(self.request.model, self.agreed.dtype):
@@ -316,13 +338,12 @@ class Profiler:
     def _measure_stage(
         self, profile: ClusterProfile, stage: int, seconds: float, tell: Tell
     ) -> ClusterProfile:
-        plans = [_balanced(profile, stage, passes) for passes in PASSES_OBSERVED]
-        limits = [d.memory_bytes * (1 - profile.memory_reserve) for d in profile.devices]
-        needed = memory_needed(profile, plans[-1])
-        if any(need > limit for need, limit in zip(needed, limits, strict=True)):
-            return profile  # no plan of this stage will have better luck with its memory
+        try:
+            plans = plans_to_observe(profile, stage)
+        except NoPlanFits as error:
+            return replace(profile, notes=(*profile.notes, f"stage {stage} was not run: {error}"))
         one_pass = max(
-            device.seconds(max(sizes))
+            device.seconds(max(sizes, default=0))
             for device, sizes in zip(profile.devices, plans[0].micro_batches, strict=True)
         )
         steps = int(seconds / (one_pass * sum(PASSES_OBSERVED))) - 1
@@ -432,14 +453,37 @@ class Profiler:
         return self._everyones(seconds)[0]
 
 
-def _balanced(profile: ClusterProfile, stage: int, passes: int) -> Plan:
-    """Equally long passes on all ranks, two samples or so on the slowest: a plan as will be run."""
+def plans_to_observe(profile: ClusterProfile, stage: int) -> list[Plan]:
+    """One plan with few and one with more passes: equally long ones on all ranks, if that fits.
+
+    Even shares where memory allows, else those that a search finds.
+
+    Raises:
+        NoPlanFits: not even a few samples fit at this stage.
+    """
     target = max(device.seconds(min(2, device.max_batch)) for device in profile.devices)
     sizes = [
         max([1, *(b for b in range(1, device.max_batch + 1) if device.seconds(b) <= target)])
         for device in profile.devices
     ]
-    return Plan.manual(sizes, stage=stage, passes=passes)
+    even = (1.0 / len(sizes),) * len(sizes)
+    if not fits(profile, Plan.manual(sizes, stage=stage, shares=even)):
+        found = search(profile, global_batch=sum(sizes), stages=(stage,))
+        even = found.shares
+        if not fits(profile, Plan.manual(sizes, stage=stage, shares=even)):
+            sizes = [max(passes, default=0) for passes in found.micro_batches]
+    return [
+        Plan.manual(sizes, stage=stage, passes=passes, shares=even) for passes in PASSES_OBSERVED
+    ]
+
+
+def fits(profile: ClusterProfile, plan: Plan) -> bool:
+    """Whether every rank has the memory that a plan needs."""
+    try:
+        predict(profile, plan)
+    except DoesNotFit:
+        return False
+    return True
 
 
 def with_measured(profile: ClusterProfile, points: Sequence[BatchPoint | None]) -> ClusterProfile:

@@ -521,7 +521,6 @@ def profiled_into(folder: str) -> tuple[int, list[str]]:
     return profile.world_size, [str(w.message) for w in caught if "cache" in str(w.message)]
 
 
-@pytest.mark.xfail(strict=True, reason="Cache.save raises on rank 0 alone")
 def test_a_profile_that_cannot_be_kept_is_a_warning_and_still_a_profile(
     ranks: Pool, tmp_path: Path
 ):

@@ -25,6 +25,10 @@ DEFAULT_MAX_BATCH = 1024
 """Where neither memory nor time ends the climb."""
 
 
+_ONLY_VALUES = frozenset({"lr", "betas", "eps"})
+"""Options of an optimizer that a profile does not depend on."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """Everything that `profile_cluster` was asked for, on this rank."""
@@ -184,7 +188,7 @@ def _identity(
         "model": f"{type(checked.model).__name__} {_digest([shared['model'], shared['buffers']])}",
         "structure": _digest([str(checked.model), checked.model.training]),
         "units": _digest(shared["units"]),
-        "optimizer": f"{shared['optimizer']} {shared['optimizer options']}",
+        "optimizer": f"{shared['optimizer']} {_timed(shared['optimizer options'])}",
         "compute_dtype": str(dtype if dtype is not None else "as the model is"),
         "reduce_dtype": str(request.reduce_dtype),
         "example": ", ".join(dict.fromkeys(own["example"] for own in everyones)),
@@ -195,6 +199,11 @@ def _identity(
     for key in ("device", "host", "driver", "cores", "threads", "max_batch", "memory_limit"):
         texts[key] = _by_rank([own[key] for own in everyones])
     return texts
+
+
+def _timed(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of an optimizer that its time and its memory may depend on."""
+    return {key: value for key, value in options.items() if key not in _ONLY_VALUES}
 
 
 def _by_rank(values: Sequence[Any]) -> str:

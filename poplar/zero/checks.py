@@ -83,8 +83,9 @@ def check_parameters(named: Sequence[tuple[str, nn.Parameter]], trained: set[int
         if other is not None and other() is not None:
             raise RuntimeError(
                 f"parameter {name!r} already belongs to another HeteroZeroOptimizer; one "
-                f"optimizer holds a model, "
-                "use parameter groups for different hyper-parameters, or delete the other one first"
+                "optimizer holds a model: profile it before the optimizer is built, call "
+                "release() on that one first, or use parameter groups for different "
+                "hyper-parameters"
             )
         if parameter.untyped_storage().nbytes() < parameter.numel() * parameter.element_size():
             raise ValueError(
