@@ -4,8 +4,8 @@ For each cluster of CPU ranks under quotas (so that a rank's speed is its own, w
 do): measure a profile and save it; from the saved file predict a set of plans per stage; then run
 them. The plans are even and proportional ones, in one pass and in several, with even and uneven
 shares, with a rank that has no samples and one that owns nothing; about half of their micro-batches
-have sizes that the profile has no point for. What other programs do meanwhile is watched: on a busy
-machine we wait a while, measure again, and say so.
+have sizes that the profile has no point for. How many cores other programs use meanwhile is told:
+ranks get their quota before them, but share caches and the memory bus.
 
     python benchmarks/prediction.py --output rows.jsonl
     python benchmarks/prediction.py --quick --clusters 2:1 --stages 0 3
@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -50,10 +50,6 @@ beside us then take from what nobody was promised."""
 WARMUP_STEPS = 2
 """Not counted: allocations, the recording of the schedule, shards that have just moved."""
 
-DISTURBED = 0.5
-"""Cores in use by other programs above which a measurement is repeated: ranks get what their quota
-says, but caches, the memory bus and perhaps the physical core are shared."""
-ATTEMPTS = 3
 MAX_NORM = 1.0
 """Steps are profiled and run with the gradient clipped, as most training is."""
 
@@ -126,16 +122,10 @@ class Row:
 
     def in_words(self) -> str:
         """The comparison in a line."""
-        others = f", beside {self.bystanders:.1f} busy cores" * self.disturbed
         return (
             f"predicted {self.predicted_seconds:.3f} s, measured {self.p50_seconds:.3f} s, "
-            f"{100 * self.error:+.1f} %{others}"
+            f"{100 * self.error:+.1f} % (others use {self.bystanders:.1f} cores)"
         )
-
-    @property
-    def disturbed(self) -> bool:
-        """Whether other programs took part in the measurement."""
-        return self.bystanders > DISTURBED
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,24 +163,6 @@ def machine_seconds() -> float:
         return 0.0
     user, nice, system, _idle, _io, interrupts, soft, steal, *_ = map(int, first.split()[1:])
     return (user + nice + system + interrupts + soft + steal) / os.sysconf("SC_CLK_TCK")
-
-
-@dataclass
-class Patience:
-    """How long we still wait for other programs to leave the machine to us."""
-
-    left: float
-    """Seconds, for all waits together."""
-
-    def quiet_comes(self) -> bool:
-        """Wait; False if patience is at an end before they have left. Every rank must call it."""
-        while self.left > 0:
-            watch = Bystanders()
-            time.sleep(1.0)
-            if watch.cores() <= DISTURBED:
-                return True
-            self.left -= 1.0
-        return False
 
 
 def main() -> None:
@@ -254,19 +226,17 @@ def measure_cluster(ranks: Ranks, cluster: str, options: argparse.Namespace, res
         f"\n{cluster}: quotas {' '.join(f'{quota:.2f}' for quota in quotas_of(cluster))}, measured "
         f"{' : '.join(f'{speed / min(speeds):.2f}' for speed in speeds)}"
     )
-    patience = Patience(options.patience)
-    patience.quiet_comes()
     start, watch = time.perf_counter(), Bystanders()
     profile = saved_profile(cluster, options)
     console.print(
-        f"profiled in {time.perf_counter() - start:.0f} s, beside {watch.cores():.1f} busy cores"
+        f"profiled in {time.perf_counter() - start:.0f} s (others used {watch.cores():.1f} cores)"
     )
     rows = []
     for stage in options.stages:
         plans = plans_for(profile, stage, options.global_batch)
         # From the saved profile alone, before any of them has run.
         predicted = {kind: predict(profile, plan) for kind, plan in plans.items()}
-        for kind, measured in run_plans(plans, SIZES[options.size], options.steps, patience):
+        for kind, measured in run_plans(plans, SIZES[options.size], options.steps):
             rows.append(
                 Row.of(
                     plans[kind],
@@ -274,7 +244,7 @@ def measure_cluster(ranks: Ranks, cluster: str, options: argparse.Namespace, res
                     measured,
                     cluster=cluster,
                     kind=kind,
-                    unprofiled=part_unprofiled([plans[kind]], profile),
+                    unprofiled=part_unprofiled(plans[kind], profile),
                     size=options.size,
                 )
             )
@@ -315,12 +285,12 @@ def make_batch(config: LlamaConfig, samples: int) -> dict[str, Tensor]:
 
 
 def run_plans(
-    plans: dict[str, Plan], config: LlamaConfig, steps: int, patience: Patience
+    plans: dict[str, Plan], config: LlamaConfig, steps: int
 ) -> Iterator[tuple[str, Measurement]]:
     """Run plans of one stage, one after another on one model. Every rank must exhaust it.
 
     Yields:
-        Each plan's name and measurement: of a few, the one with the fewest bystanders.
+        Each plan's name and measurement.
     """
     torch.manual_seed(SEED)
     optimizer = HeteroZeroOptimizer(
@@ -328,14 +298,7 @@ def run_plans(
     )
     for kind, plan in plans.items():
         optimizer.apply_plan(plan)
-        measured = [run_steps(optimizer, plan, config, steps)]
-        while (
-            len(measured) < ATTEMPTS
-            and measured[-1].bystanders > DISTURBED
-            and patience.quiet_comes()
-        ):
-            measured.append(run_steps(optimizer, plan, config, steps))
-        yield kind, min(measured, key=lambda measurement: measurement.bystanders)
+        yield kind, run_steps(optimizer, plan, config, steps)
     optimizer.release()
 
 
@@ -424,30 +387,32 @@ MAKERS: tuple[Maker, ...] = (
 def plans_for(profile: ClusterProfile, stage: int, global_batch: int) -> dict[str, Plan]:
     """One plan of each kind, by name; half of their micro-batches have sizes without a point.
 
-    Global batches differ a little from plan to plan: each is the one that brings the part of sizes
-    without a point nearest to a half.
+    Global batches differ from plan to plan: each is the one that brings the mean over plans of the
+    part of such micro-batches nearest to a half.
     """
     speeds = [device.max_batch / device.seconds(device.max_batch) for device in profile.devices]
     caps = [device.max_batch for device in profile.devices]
     chosen: dict[str, Plan] = {}
+    parts: list[float] = []
     for make in MAKERS:
         offered = [
             make(batch, speeds, caps, stage)
-            for batch in range(global_batch, max(global_batch - 6, len(caps)), -1)
+            for batch in range(global_batch, global_batch * 2 // 3 - 1, -1)
         ]
-        before = list(chosen.values())
-        chosen[make.__name__.replace("_", " ")] = min(
-            offered, key=lambda plan: abs(part_unprofiled([*before, plan], profile) - 0.5)
+        best = min(
+            offered,
+            key=lambda plan: abs(statistics.mean([*parts, part_unprofiled(plan, profile)]) - 0.5),
         )
+        chosen[make.__name__.replace("_", " ")] = best
+        parts.append(part_unprofiled(best, profile))
     return chosen
 
 
-def part_unprofiled(plans: Iterable[Plan], profile: ClusterProfile) -> float:
+def part_unprofiled(plan: Plan, profile: ClusterProfile) -> float:
     """Part of the passes with samples whose size is not among their rank's measured points."""
     measured = [{point.batch for point in device.points} for device in profile.devices]
     passes = [
         size in points
-        for plan in plans
         for points, sizes in zip(measured, plan.micro_batches, strict=True)
         for size in sizes
         if size
@@ -462,21 +427,17 @@ def summary(rows: Sequence[Row]) -> dict[str, object]:
     """Median and p90 of the errors' sizes: over all plans, by stage, by cluster."""
     stages = sorted({row.stage for row in rows})
     clusters = list(dict.fromkeys(row.cluster for row in rows))
-    quiet = [row for row in rows if not row.disturbed]
     return {
         "plans": len(rows),
         **errors(rows),
         "unprofiled": round(statistics.mean(row.unprofiled for row in rows), 3),
-        "undisturbed": {"plans": len(quiet), **errors(quiet)},
         "by_stage": {str(s): errors([row for row in rows if row.stage == s]) for s in stages},
         "by_cluster": {c: errors([row for row in rows if row.cluster == c]) for c in clusters},
     }
 
 
 def errors(rows: Sequence[Row]) -> dict[str, float]:
-    """How far predictions are off, as parts of what was measured; nothing of no rows."""
-    if not rows:
-        return {}
+    """How far predictions are off, as parts of what was measured."""
     sizes = sorted(abs(row.error) for row in rows)
     p90 = statistics.quantiles(sizes, n=10, method="inclusive")[8] if len(sizes) > 1 else sizes[0]
     return {
@@ -534,15 +495,12 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--clusters", nargs="+", default=list(CLUSTERS), help="relative speeds")
     parser.add_argument("--stages", nargs="+", type=int, choices=range(4), default=[0, 1, 2, 3])
     parser.add_argument("--size", choices=tuple(SIZES), default="demo", help="of the model")
-    parser.add_argument("--global-batch", type=int, default=24, help="about; plans differ a little")
+    parser.add_argument("--global-batch", type=int, default=30, help="at most; plans differ")
     parser.add_argument("--max-batch", type=int, default=16, help="largest that is profiled")
     parser.add_argument("--seconds", type=float, help="for each profile (60, quick: 20)")
     parser.add_argument("--steps", type=int, help="of each plan (10, quick: 6)")
     parser.add_argument("--profiles", default="build/profiles", metavar="FOLDER", help=" ")
     parser.add_argument("--output", metavar="FILE", help="append one JSON row per plan")
-    parser.add_argument(
-        "--patience", type=float, default=60.0, help="seconds to wait, in all, for a quiet machine"
-    )
     parser.add_argument("--quick", action="store_true", help="fewer steps: a first impression")
     options = parser.parse_args()
     options.seconds = options.seconds or (20.0 if options.quick else 60.0)
