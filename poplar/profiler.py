@@ -189,7 +189,7 @@ class Profiler:
         try:
             self.cache.save(profile, self.verified)
         except OSError as error:
-            text = f"the profile could not be kept for the next start: {error}"
+            text = f"the profile could not be kept in the cache: {error}"
             warnings.warn(text, stacklevel=2)
 
     def steps_of(self, plans: Sequence[Plan], *, steps: int, tell: Tell) -> tuple[Observation, ...]:
