@@ -397,7 +397,7 @@ def plans_for(profile: ClusterProfile, stage: int, global_batch: int) -> dict[st
     for make in MAKERS:
         offered = [
             make(batch, speeds, caps, stage)
-            for batch in range(global_batch, global_batch * 2 // 3 - 1, -1)
+            for batch in range(global_batch, global_batch // 2 - 1, -1)
         ]
         best = min(
             offered,
@@ -495,7 +495,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--clusters", nargs="+", default=list(CLUSTERS), help="relative speeds")
     parser.add_argument("--stages", nargs="+", type=int, choices=range(4), default=[0, 1, 2, 3])
     parser.add_argument("--size", choices=tuple(SIZES), default="demo", help="of the model")
-    parser.add_argument("--global-batch", type=int, default=30, help="at most; plans differ")
+    parser.add_argument("--global-batch", type=int, default=32, help="at most; plans differ")
     parser.add_argument("--max-batch", type=int, default=16, help="largest that is profiled")
     parser.add_argument("--seconds", type=float, help="for each profile (60, quick: 20)")
     parser.add_argument("--steps", type=int, help="of each plan (10, quick: 6)")
