@@ -23,11 +23,11 @@ from torch import nn
 
 from poplar.comm import Control, Group
 from poplar.planning.cluster import ClusterProfile
-from poplar.planning.cost_model import DoesNotFit, describe, predict
+from poplar.planning.cost_model import describe, predict
 from poplar.planning.plan import STRATEGIES, Plan
 from poplar.planning.policies import POLICIES
 from poplar.planning.search import alternatives
-from poplar.profiler import Profiler, cache_of, with_measured
+from poplar.profiler import Profiler, cache_of, fits, with_measured
 from poplar.profiling.intact import surroundings_kept
 from poplar.profiling.passes import LossFunction
 from poplar.profiling.progress import Tell
@@ -231,7 +231,7 @@ class Tuner:
                     if all(better != trial.plan for trial in trials):
                         trials.append(self._trial(better, tell))
         profile = self._refined(profile, trials)
-        allowed = [trial for trial in trials if _fits(profile, trial.plan)]
+        allowed = [trial for trial in trials if fits(profile, trial.plan)]
         best = min(allowed, key=lambda trial: trial.step_seconds).plan
         best = describe(profile, best, predict(profile, best), self.policy)
         return Tuned(best, profile, tuple(trials))
@@ -300,15 +300,6 @@ class Tuner:
 def _digest(profile: ClusterProfile) -> str:
     content = json.dumps(profile.to_dict(), sort_keys=True)
     return hashlib.sha256(content.encode()).hexdigest()[:12]
-
-
-def _fits(profile: ClusterProfile, plan: Plan) -> bool:
-    """A point measured since the plan was found may say that it does not."""
-    try:
-        predict(profile, plan)
-    except DoesNotFit:
-        return False
-    return True
 
 
 def _error(profile: ClusterProfile, trial: Observation) -> float:

@@ -24,7 +24,7 @@ from records import cluster as measured_cluster
 from torch import Tensor, nn
 
 import poplar
-from poplar import ClusterProfile, Plan
+from poplar import ClusterProfile, Plan, devices
 from poplar.comm import Group
 from poplar.planning.search import search
 from poplar.profiler import Profiler
@@ -192,6 +192,36 @@ def test_an_empty_cache_measures_without_a_word(ranks: Pool, tmp_path: Path):
     assert ranks.run(where_from, str(tmp_path)) == [(MEASURED, [])] * 4
 
 
+def with_other_values_in_the_update() -> dict[str, Any]:
+    return {"lr": 0.5, "betas": (0.8, 0.9), "eps": 1e-5}
+
+
+def test_a_new_learning_rate_takes_no_longer_and_measures_nothing(ranks: Pool, kept: Path):
+    folder = str(kept.parents[1])
+    assert ranks.run(where_from, folder, with_other_values_in_the_update) == [(CACHED, [])] * 4
+
+
+def profiled_again_with_less_memory(folder: str) -> tuple[list[list[int]], int]:
+    loss = Counting()
+    request = {"loss_fn": loss, "max_batch": 1, "stages": (0,), "memory_limit": None}
+    before = poplar.profile_cluster(**asked_for(folder, **request))
+    loss.calls = 0
+    if harness.rank() == 1:
+        _patch(devices, "memory_available", lambda device, ranks_on_host: 1000)
+    try:
+        after = poplar.profile_cluster(**asked_for(folder, **request))
+    finally:
+        unpatch()
+    return [[d.memory_bytes for d in p.devices] for p in (before, after)], loss.calls
+
+
+def test_a_cached_profile_has_the_memory_that_is_there_now(ranks: Pool, tmp_path: Path):
+    for (before, after), calls in ranks.run(profiled_again_with_less_memory, str(tmp_path)):
+        assert after[1] == 1000
+        assert all(now <= then for now, then in zip(after, before, strict=True))
+        assert calls == 0
+
+
 def no_cache() -> dict[str, Any]:
     return {"cache": False}
 
@@ -289,8 +319,6 @@ def by_another_torch() -> dict[str, Any]:
 
 
 def on_another_device() -> dict[str, Any]:
-    from poplar import devices
-
     before = devices.describe
     _patch(devices, "describe", lambda device: replace(before(device), name="Another 9000"))
     return {}

@@ -288,7 +288,7 @@ def test_a_profile_of_another_job_is_refused_and_what_differs_is_named(ranks: Po
         ({"compute_dtype": torch.bfloat16}, "another compute dtype: measured 'as the model is'"),
         ({"reduce_dtype": torch.bfloat16}, "another reduce dtype: measured 'torch.float32'"),
         ({"optimizer_class": torch.optim.SGD}, "another optimizer: measured .AdamW .* here .SGD "),
-        ({"lr": 0.5}, "another optimizer: measured"),
+        ({"amsgrad": True}, "another optimizer: measured"),
         ({"profile": elsewhere}, "another device: measured 'Another 9000', here"),
     ]
     assert_all_raise(
