@@ -292,29 +292,43 @@ def cheapest_sum(costs: Sequence[float], total: int) -> tuple[float, tuple[int, 
         costs: `costs[m - 1]` is what a part of `m` costs; at least one, non-negative.
         total: at least 1.
 
-    A part costs at least `m` times the best rate, so whoever wastes more than a known sum does is
-    no part of a better one: few sizes remain, and the dynamic programme runs over those.
+    A part of `m` costs at least `m` times the best rate. What it costs beyond is waste, and a sum
+    that wastes more than a known one is none of the cheapest: few parts and few partial sums
+    remain, and the dynamic programme runs over those.
     """
     sizes = range(1, min(len(costs), total) + 1)
-    best = min(sizes, key=lambda m: (costs[m - 1] / m, -m))
-    rate = costs[best - 1] / best
-    count, rest = divmod(total, best)
-    known = count * costs[best - 1] + (costs[rest - 1] if rest else 0.0)
-    waste = (known - rate * total) * (1.0 + 1e-9) + 1e-12 * known
-    parts = [(m, costs[m - 1]) for m in reversed(sizes) if costs[m - 1] - rate * m <= waste]
-    least, chosen = [0.0], [0]
-    for n in range(1, total + 1):
-        cheapest, part = float("inf"), 0
-        for m, cost in parts:
-            if m <= n and least[n - m] + cost < cheapest:
-                cheapest, part = least[n - m] + cost, m
-        least.append(cheapest)
-        chosen.append(part)
+    rate = min(costs[m - 1] / m for m in sizes)
+    known = _cheapest_even_sum(costs, total)
+    most_waste = known - rate * total + 1e-12 * known
+    wastes = sorted((costs[m - 1] - rate * m, m) for m in sizes)
+    parts = [(waste, m) for waste, m in wastes if waste <= most_waste]
+    wasted, last = [math.inf] * (total + 1), [0] * (total + 1)
+    wasted[0] = 0.0
+    for n in range(total):
+        if wasted[n] > most_waste:
+            continue
+        left = total - n
+        for waste, m in parts:
+            together = wasted[n] + waste
+            if together > most_waste:
+                break
+            if m <= left and together < wasted[n + m]:
+                wasted[n + m], last[n + m] = together, m
     found = []
     while total:
-        found.append(chosen[total])
+        found.append(last[total])
         total -= found[-1]
-    return least[-1], tuple(sorted(found))
+    return math.fsum(costs[m - 1] for m in found), tuple(sorted(found))
+
+
+def _cheapest_even_sum(costs: Sequence[float], total: int) -> float:
+    """The cheapest sum of parts that differ by at most 1."""
+    cheapest = math.inf
+    for count in range(-(-total // len(costs)), total + 1):
+        size, larger = divmod(total, count)
+        more = larger * costs[size] if larger else 0.0
+        cheapest = min(cheapest, more + (count - larger) * costs[size - 1])
+    return cheapest
 
 
 def smallest(values: Sequence[Callable[[int], float]], tops: Sequence[int], count: int) -> float:

@@ -29,7 +29,12 @@ _T = TypeVar("_T")
 
 EVEN_PREFERENCE = 1e-3
 """Even shares are kept if they cost no more than this part of a step."""
-_MOST_NODES = 300
+_MOST_WORK = 1200
+"""Nodes times ranks: 8 ranks and a global batch of 512 take seconds."""
+_NODES_BEFORE_SETTLING = 40
+_SETTLED = 1e-3
+"""After so many nodes, a plan that is proven to be this close to the fastest is good enough."""
+_NODES_BETWEEN_REPAIRS = 8
 _REPAIRS = 3
 """Turns of fitting caps to shares and shares to batches, to make a plan of a relaxed one."""
 
@@ -157,8 +162,9 @@ class _Search:
         self._keep(self._repaired(self._roomy_shares()))
         self._add(self._root())
         closed = math.inf
-        for _ in range(_MOST_NODES):
-            if not self._nodes or self._nodes[0][0] >= self._limit:
+        for done in range(_MOST_WORK // self._costs.cluster.world_size + 1):
+            enough = _SETTLED if done >= _NODES_BEFORE_SETTLING else TOLERANCE
+            if not self._nodes or self._nodes[0][0] >= self._limit_within(enough):
                 break
             _, _, node, answer = heapq.heappop(self._nodes)
             children = self._branches(node, answer)
@@ -183,7 +189,11 @@ class _Search:
 
     @property
     def _limit(self) -> float:
-        return math.inf if self._best is None else self._best.seconds * (1.0 - TOLERANCE)
+        return self._limit_within(TOLERANCE)
+
+    def _limit_within(self, tolerance: float) -> float:
+        """What a step has to be below to be of interest."""
+        return math.inf if self._best is None else self._best.seconds * (1.0 - tolerance)
 
     def _keep(self, found: Found | None) -> None:
         if found is not None and (self._best is None or found.seconds < self._best.seconds):
@@ -207,9 +217,11 @@ class _Search:
         if answer is None or answer.bound >= self._limit:
             return
         self._keep(self._fitted(answer))
-        self._keep(self._repaired(answer.shares))
+        number = next(self._number)
+        if number < _NODES_BEFORE_SETTLING or number % _NODES_BETWEEN_REPAIRS == 0:
+            self._keep(self._repaired(answer.shares))
         if answer.bound < self._limit:
-            heapq.heappush(self._nodes, (answer.bound, next(self._number), node, answer))
+            heapq.heappush(self._nodes, (answer.bound, number, node, answer))
 
     def _tightened(self, node: _Node) -> tuple[_Node, list[float]] | None:
         """The node without caps that its shares rule out, and its shares' bounds; None: empty."""

@@ -50,16 +50,16 @@ class ShareProblem:
     def __init__(
         self, costs: StageCosts, upper: Sequence[float], owns: Sequence[Owns] | None = None
     ) -> None:
-        ranks = len(upper)
         self._costs = costs
-        self._owns = owns or (Owns.SOMETHING,) * ranks
+        self._owns = owns or (Owns.SOMETHING,) * len(upper)
         self._upper = [
             0.0 if own is Owns.NOTHING else min(1.0, bound)
             for own, bound in zip(self._owns, upper, strict=True)
         ]
-        self._ranks = range(ranks)
-        self._reduce, self._gather, self._optimizer, self._tail = range(ranks, ranks + 4)
-        self._free = ranks + 4
+        self._groups = self._alike()
+        first = len(self._groups)
+        self._reduce, self._gather, self._optimizer, self._tail = range(first, first + 4)
+        self._free = first + 4
         network = costs.cluster.network
         self._unit = max(
             network.reduce_scatter_seconds,
@@ -68,6 +68,16 @@ class ShareProblem:
             1e-9,
         )
         """Seconds that become 1 in the programmes, so that their numbers are around 1."""
+
+    def _alike(self) -> list[list[int]]:
+        """Ranks that differ in nothing that a share costs: their shares may be taken as equal."""
+        collectives = self._costs.collectives
+        kinds: dict[object, list[int]] = {}
+        lines = (*collectives.reduce_scatter.lines, *collectives.all_gather.lines)
+        for rank, upper in enumerate(self._upper):
+            own = tuple(line[1:] for line in lines if line.rank == rank)
+            kinds.setdefault((own, self._optimizer_line(rank), upper), []).append(rank)
+        return list(kinds.values())
 
     @property
     def is_feasible(self) -> bool:
@@ -141,9 +151,10 @@ class ShareProblem:
     def _programme(self, costs: Mapping[int, float], variables: int) -> LinearProgramme:
         """Shares, what the collectives and the optimizer take under them, and the tail."""
         programme = LinearProgramme(costs, variables)
-        for rank in self._ranks:
-            programme.at_most(self._upper[rank], {rank: 1.0})
-        programme.equal(1.0, dict.fromkeys(self._ranks, 1.0))
+        for group, ranks in enumerate(self._groups):
+            programme.at_most(self._upper[ranks[0]], {group: 1.0})
+        whole = {group: float(len(ranks)) for group, ranks in enumerate(self._groups)}
+        programme.equal(1.0, whole)
         collectives = self._costs.collectives
         self._add_collective(programme, collectives.reduce_scatter, self._reduce)
         self._add_collective(programme, collectives.all_gather, self._gather)
@@ -154,23 +165,25 @@ class ShareProblem:
         self, programme: LinearProgramme, cost: CollectiveCost, variable: int
     ) -> None:
         programme.at_most(-cost.least / self._unit, {variable: -1.0})
+        group_of = {ranks[0]: group for group, ranks in enumerate(self._groups)}
         for rank, constant, slope in cost.lines:
-            row = {rank: slope / self._unit, variable: -1.0}
-            programme.at_most(-constant / self._unit, row)
+            if rank in group_of:
+                row = {group_of[rank]: slope / self._unit, variable: -1.0}
+                programme.at_most(-constant / self._unit, row)
 
     def _add_tail(self, programme: LinearProgramme) -> None:
         """The optimizer's variable counts from the least that any rank does once a step."""
         costs, network = self._costs, self._costs.cluster.network
-        lines = [self.optimizer_line(rank) for rank in self._ranks]
+        lines = [self._optimizer_line(ranks[0]) for ranks in self._groups]
         always = max(constant for constant, _ in lines)
-        for rank, (constant, slope) in enumerate(lines):
-            row = {rank: slope / self._unit, self._optimizer: -1.0}
+        for group, (constant, slope) in enumerate(lines):
+            row = {group: slope / self._unit, self._optimizer: -1.0}
             programme.at_most((always - constant) / self._unit, row)
         residual = always + network.step_seconds[costs.stage]
         gather = {self._gather: 1.0} if costs.gathers_after_step else {}
         programme.at_most(-residual / self._unit, gather | {self._optimizer: 1.0, self._tail: -1.0})
 
-    def optimizer_line(self, rank: int) -> tuple[float, float]:
+    def _optimizer_line(self, rank: int) -> tuple[float, float]:
         """What this rank does after the last meeting, at least: constant and slope in its share."""
         costs, upper = self._costs, self._upper[rank]
         nothing = costs.optimizer_seconds(rank, 0.0)
@@ -212,8 +225,12 @@ class ShareProblem:
         found = programme.solve()
         if found is None:
             return None
-        shares = _settled(found.variables[: len(self._upper)], self._upper)
-        return Shared(found.value * self._unit, shares)
+        shares = [0.0] * len(self._upper)
+        for group, ranks in enumerate(self._groups):
+            for rank in ranks:
+                shares[rank] = found.variables[group]
+        settled = _settled(shares, self._upper)
+        return Shared(found.value * self._unit, settled)
 
     def _most(self, cost: CollectiveCost) -> float:
         """The longest that a collective takes under any shares within the bounds."""
