@@ -23,7 +23,7 @@ from poplar.planning.cost_model import StageCosts
 from poplar.planning.joint import TOLERANCE, Relaxed, relaxed
 from poplar.planning.plan import Plan
 from poplar.planning.shares import Owns, ShareProblem
-from poplar.planning.shortage import shortage
+from poplar.planning.shortage import shortage, smallest_shares, suffice
 
 _T = TypeVar("_T")
 
@@ -200,10 +200,10 @@ class _Search:
             self._best = found
 
     def _roomy_shares(self) -> tuple[float, ...]:
-        """Shares in proportion to the room that one sample leaves."""
-        room = [max(0.0, memory.largest_share(1)) for memory in self._costs.memories]
-        if math.fsum(room) < 1.0:
-            room = [max(0.0, memory.largest_share(0)) for memory in self._costs.memories]
+        """Shares in proportion to the room beside one sample, if all ranks can hold one."""
+        room = [memory.largest_share(1) for memory in self._costs.memories]
+        if min(room) < 0.0 or not suffice(room):
+            return smallest_shares(self._costs)[0]
         total = math.fsum(room)
         return tuple(part / total for part in room)
 
@@ -231,7 +231,7 @@ class _Search:
             if own is Owns.NOTHING:
                 upper[rank] = min(0.0, upper[rank])
         room = math.fsum(upper)
-        if min(upper) < 0.0 or room < 1.0 - 1e-12:
+        if min(upper) < 0.0 or not suffice(upper):
             return None
         high = [
             memory.largest_batch(max(0.0, 1.0 - (room - own)), most)

@@ -7,6 +7,7 @@ room for, are one division away. Bytes throughout.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from poplar.planning.cluster import ClusterProfile, DeviceProfile, ModelProfile
@@ -43,13 +44,10 @@ class RankMemory:
         return self.needed(micro_batch, share) <= self.limit + _SLACK_BYTES
 
     def largest_share(self, micro_batch: int) -> float:
-        """The largest share, up to 1, that leaves room for this micro-batch; negative: none does.
-
-        `-inf` where the micro-batch was not measured.
-        """
-        room = self.limit - self.needed(micro_batch, 0.0)
+        """The largest share, up to 1, that leaves room for this micro-batch; `-inf`: none does."""
+        room = self.limit + 0.5 * _SLACK_BYTES - self.needed(micro_batch, 0.0)
         if room < 0.0:
-            return 0.0 if self.fits(micro_batch, 0.0) else float("-inf")
+            return -math.inf
         return min(1.0, room / self.per_share) if self.per_share else 1.0
 
     def largest_batch(self, share: float, at_most: int) -> int:

@@ -77,7 +77,7 @@ def _caps(costs: StageCosts, request: Request, *, everyone_works: bool = False) 
             everyone works, one rank cannot.
     """
     shares = _even_shares(costs)
-    missing = shortage_at_shares(costs, shares, 1 if everyone_works else 0)
+    missing = shortage_at_shares(costs, shares, everyone_works=everyone_works)
     if missing is not None:
         raise missing
     return [

@@ -17,6 +17,7 @@ from typing import NamedTuple
 from poplar.planning.collectives import CollectiveCost
 from poplar.planning.cost_model import Meeting, StageCosts, Traffic
 from poplar.planning.linear_programme import LinearProgramme
+from poplar.planning.shortage import suffice
 
 _SMALLEST_SHARE = 1e-9
 """Less is rounding, and becomes nothing."""
@@ -82,7 +83,7 @@ class ShareProblem:
     @property
     def is_feasible(self) -> bool:
         """Whether the ranks together can own everything."""
-        return min(self._upper) >= 0.0 and math.fsum(self._upper) >= 1.0
+        return min(self._upper) >= 0.0 and suffice(self._upper)
 
     def least_traffic(self) -> Traffic:
         """The least that travels at a meeting, each part for itself."""

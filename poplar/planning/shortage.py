@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from poplar.errors import PoplarError
@@ -9,8 +10,11 @@ from poplar.planning.cost_model import StageCosts, readable_bytes
 
 _WAYS_OUT = (
     "free memory on that rank, lower memory_reserve, use shorter sequences or activation "
-    "checkpointing, or choose a higher stage or more ranks"
+    "checkpointing, or add ranks"
 )
+
+
+_ROUNDING = 1e-12
 
 
 class NoPlanFits(PoplarError, ValueError):
@@ -19,70 +23,92 @@ class NoPlanFits(PoplarError, ValueError):
     def __init__(self, message: str, missing_bytes: float = 0.0) -> None:
         super().__init__(message)
         self.missing_bytes = missing_bytes
-        """How much more the rank in the message would need."""
+        """What all ranks together lack for the least that a plan may ask of them."""
+
+
+def shortage(costs: StageCosts) -> NoPlanFits | None:
+    """What is missing at this stage, however samples and state are dealt out; None: a plan fits."""
+    if not costs.shares_matter:
+        return shortage_at_shares(costs, (0.0,) * len(costs.memories), everyone_works=False)
+    shares, rank = smallest_shares(costs)
+    room = [memory.largest_share(0) for memory in costs.memories]
+    room[rank] = costs.memories[rank].largest_share(1)
+    if min(room) >= 0.0 and suffice(room):
+        return None
+    lacking = math.fsum(_lacking(costs, shares, 0))
+    for rank, memory in enumerate(costs.memories):
+        if not memory.fits(0, 0.0):
+            return _named(costs, rank, 0, 0.0, lacking)
+    return _named(costs, rank, 1, shares[rank], max(lacking, _lacking(costs, shares, 1)[rank]))
+
+
+def suffice(room: Sequence[float]) -> bool:
+    """Whether ranks with room for these shares can own everything, rounding aside."""
+    return math.fsum(room) >= 1.0 - _ROUNDING
+
+
+def smallest_shares(costs: StageCosts) -> tuple[tuple[float, ...], int]:
+    """The shares of the plan that comes closest to not fitting, and the rank that works in it.
+
+    The others own all that they have room for, and this rank the rest.
+    """
+    memories = costs.memories
+    room = [max(0.0, memory.largest_share(0)) for memory in memories]
+    lost = [
+        own - max(0.0, memory.largest_share(1)) for memory, own in zip(memories, room, strict=True)
+    ]
+    holds_none = [not memory.fits(1, 0.0) for memory in memories]
+    rank = min(range(len(room)), key=lambda r: (holds_none[r], lost[r]))
+    others = math.fsum(room) - room[rank]
+    shares = [own / max(1.0, others) for own in room]
+    shares[rank] = max(0.0, 1.0 - others)
+    return tuple(shares), rank
 
 
 def shortage_at_shares(
-    costs: StageCosts, shares: Sequence[float], micro_batch: int
+    costs: StageCosts, shares: Sequence[float], *, everyone_works: bool
 ) -> NoPlanFits | None:
-    """The rank that misses most under these shares, or None if all fit.
+    """What is missing under these shares, or None if a plan fits.
 
     Args:
         costs: of the stage.
         shares: fraction of the state that each rank owns.
-        micro_batch: samples that every rank has to hold at a time; 0: none has to, but one must.
+        everyone_works: whether each rank has to hold a sample; otherwise one of them has to.
     """
-    missing = [
-        memory.needed(micro_batch, share) - memory.limit
-        for memory, share in zip(costs.memories, shares, strict=True)
-    ]
-    rank = max(range(len(missing)), key=lambda r: missing[r])
-    if costs.memories[rank].fits(micro_batch, shares[rank]):
-        return None if micro_batch else _shortage_of_one_sample(costs, shares)
-    return _named(costs, rank, micro_batch, shares[rank])
-
-
-def shortage(costs: StageCosts) -> NoPlanFits | None:
-    """What is missing at this stage whatever the shares, or None if something fits."""
     ranks = range(len(costs.memories))
-    nothing = (0.0,) * len(costs.memories)
-    if not costs.shares_matter:
-        return shortage_at_shares(costs, nothing, 0)
-    room = [memory.largest_share(0) for memory in costs.memories]
-    if min(room) < 0.0:
-        return shortage_at_shares(costs, nothing, 0)
-    spare = [
-        sum(room) - room[r] + memory.largest_share(1) for r, memory in enumerate(costs.memories)
-    ]
-    rank = max(ranks, key=lambda r: spare[r])
-    if spare[rank] >= 1.0 and costs.memories[rank].largest_share(1) >= 0.0:
-        return None
-    if costs.memories[rank].largest_share(1) < 0.0:
-        return _shortage_of_one_sample(costs, nothing)
-    return _named(costs, rank, 1, 1.0 - sum(room) + room[rank])
+    least = 1 if everyone_works else 0
+    lacking = _lacking(costs, shares, least)
+    if not any(lacking):
+        if everyone_works:
+            return None
+        one_more = _lacking(costs, shares, 1)
+        rank = min(ranks, key=lambda r: one_more[r])
+        return _named(costs, rank, 1, shares[rank], one_more[rank]) if one_more[rank] else None
+    rank = max(ranks, key=lambda r: lacking[r])
+    return _named(costs, rank, least, shares[rank], math.fsum(lacking))
 
 
-def _shortage_of_one_sample(costs: StageCosts, shares: Sequence[float]) -> NoPlanFits | None:
-    """Every rank holds its state; this is the rank that comes closest to holding a sample too."""
-    missing = [
-        memory.needed(1, share) - memory.limit
+def _lacking(costs: StageCosts, shares: Sequence[float], micro_batch: int) -> list[float]:
+    """By rank, the bytes that it has too few; 0 if it has enough."""
+    return [
+        0.0 if memory.fits(micro_batch, share) else memory.needed(micro_batch, share) - memory.limit
         for memory, share in zip(costs.memories, shares, strict=True)
     ]
-    rank = min(range(len(missing)), key=lambda r: missing[r])
-    if costs.memories[rank].fits(1, shares[rank]):
-        return None
-    return _named(costs, rank, 1, shares[rank])
 
 
-def _named(costs: StageCosts, rank: int, micro_batch: int, share: float) -> NoPlanFits:
+def _named(
+    costs: StageCosts, rank: int, micro_batch: int, share: float, missing: float
+) -> NoPlanFits:
     memory = costs.memories[rank]
     needed = memory.needed(micro_batch, share)
-    samples = {0: "no samples", 1: "one sample"}.get(micro_batch, f"{micro_batch} samples")
-    owned = f" and {100 * share:.1f} % of the sharded state" if share else ""
+    samples = "one sample" if micro_batch else "no samples"
+    owned = (
+        f" and {100 * share:.1f} % of the sharded state" if share and costs.shares_matter else ""
+    )
     return NoPlanFits(
         f"no plan fits at stage {costs.stage}: rank {rank} ({memory.device.name}) needs at least "
         f"{readable_bytes(needed)} for {samples}{owned}, but may use "
-        f"{readable_bytes(memory.limit)} ({readable_bytes(needed - memory.limit)} too little); "
+        f"{readable_bytes(memory.limit)}: {readable_bytes(needed - memory.limit)} too little; "
         f"{_WAYS_OUT}",
-        needed - memory.limit,
+        missing,
     )
