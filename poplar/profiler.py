@@ -125,7 +125,7 @@ def profile_cluster(
         optimizer_options=optimizer_kwargs,
         max_batch=max_batch,
         memory_limit=memory_limit,
-        stages=tuple(stages),
+        stages=stages,
         seconds=seconds,
         max_norm=max_norm,
         units=units,
@@ -353,7 +353,8 @@ class Profiler:
             stage,
             observations,
             asynchronous=self.asynchronous,
-            fit_overlap=profile.overlap == 0.0 and stage >= MEETS_EVERY_PASS,
+            # On a CPU the collectives use the cores that compute: what looks like overlap is noise.
+            fit_overlap=self.asynchronous and profile.overlap == 0.0 and stage >= MEETS_EVERY_PASS,
         )
 
     def _assemble(

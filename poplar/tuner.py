@@ -12,7 +12,7 @@ import hashlib
 import inspect
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, ParamSpec
@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from poplar.comm import Control, Group
-from poplar.planning.cluster import ClusterProfile
+from poplar.planning.cluster import BatchPoint, ClusterProfile, DeviceProfile
 from poplar.planning.cost_model import describe, predict
 from poplar.planning.plan import STRATEGIES, Plan
 from poplar.planning.policies import POLICIES
@@ -117,7 +117,7 @@ def tune(
         ValueError, TypeError, RuntimeError, RankFailed, CollectiveTimeout: as `profile_cluster`;
             also a profile of another model, dtype or world.
     """
-    error, stages = None, tuple(range(len(STRATEGIES))) if stage == "auto" else (stage,)
+    error = None
     if isinstance(global_batch, bool) or not isinstance(global_batch, int) or global_batch < 1:
         error = ValueError(f"global_batch must be a whole number above 0, got {global_batch!r}")
     elif policy not in POLICIES:
@@ -130,9 +130,9 @@ def tune(
         example=example_batch,
         optimizer_class=optimizer_class,
         optimizer_options=optimizer_kwargs,
-        max_batch=global_batch if max_batch is None else min(max_batch, global_batch),
+        max_batch=_power_of_two_from(global_batch) if max_batch is None else max_batch,
         memory_limit=memory_limit,
-        stages=stages,
+        stages=tuple(range(len(STRATEGIES))) if stage == "auto" else (stage,),
         seconds=seconds * _PROFILE_PART,
         max_norm=max_norm,
         units=units,
@@ -180,7 +180,7 @@ class Tuner:
         """The best plan on `given`, or on the profiler's own profile."""
         agree(self.control, self._complaint(given), doing="autotune()")
         self._check_same_on_all_ranks(given, verify)
-        profile = given if given is not None else self.profiler.profile()
+        profile = self.profiler.profile() if given is None else self._within_limits(given)
         known = self.profiler.verified.get(self._key) if given is None else None
         if known is not None:
             return Tuned(known, profile, ())
@@ -224,12 +224,10 @@ class Tuner:
             trials = [self._trial(plan, tell) for plan in plans]
             worst = max(trials, key=lambda trial: abs(_error(profile, trial)))
             if abs(_error(profile, worst)) > ACCEPTED_ERROR:
-                measured = self._measure_planned(profile, plans)
-                if measured != profile:
-                    profile = measured
-                    better = self._search(self._refined(profile, trials))[0]
-                    if all(better != trial.plan for trial in trials):
-                        trials.append(self._trial(better, tell))
+                profile = self._measure_planned(profile, plans)
+                better = self._search(self._refined(profile, trials))[0]
+                if all(better != trial.plan for trial in trials):
+                    trials.append(self._trial(better, tell))
         profile = self._refined(profile, trials)
         allowed = [trial for trial in trials if fits(profile, trial.plan)]
         best = min(allowed, key=lambda trial: trial.step_seconds).plan
@@ -244,6 +242,19 @@ class Tuner:
         for trial in trials:
             profile = refine(profile, trial.plan.stage, trial, asynchronous=asynchronous)
         return profile
+
+    def _within_limits(self, profile: ClusterProfile) -> ClusterProfile:
+        """What the ranks were told to keep to, if that is less than was measured."""
+        request = self.profiler.request
+        mine = (request.max_batch, request.memory_limit)
+        everyones = self.control.exchange_objects(mine, what="the ranks' limits")
+        return replace(
+            profile,
+            devices=tuple(
+                _limited(device, *limits)
+                for device, limits in zip(profile.devices, everyones, strict=True)
+            ),
+        )
 
     def _measure_planned(self, profile: ClusterProfile, plans: Sequence[Plan]) -> ClusterProfile:
         """One more point on each rank's curve: the batch that the best plan gives it."""
@@ -300,6 +311,27 @@ class Tuner:
 def _digest(profile: ClusterProfile) -> str:
     content = json.dumps(profile.to_dict(), sort_keys=True)
     return hashlib.sha256(content.encode()).hexdigest()[:12]
+
+
+def _limited(
+    device: DeviceProfile, max_batch: int | None, memory_limit: int | None
+) -> DeviceProfile:
+    points = [p for p in device.points if max_batch is None or p.batch < max_batch]
+    if len(points) < len(device.points) and max_batch is not None:
+        points.append(
+            BatchPoint(
+                batch=max_batch,
+                seconds=device.seconds(max_batch),
+                activation_bytes=round(device.activation_bytes(max_batch)),
+            )
+        )
+    memory = device.memory_bytes if memory_limit is None else min(device.memory_bytes, memory_limit)
+    return replace(device, points=tuple(points), memory_bytes=memory)
+
+
+def _power_of_two_from(number: int) -> int:
+    """The next power of two: global batches that differ a little share a profile in the cache."""
+    return 1 << (number - 1).bit_length()
 
 
 def _error(profile: ClusterProfile, trial: Observation) -> float:

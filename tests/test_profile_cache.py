@@ -287,10 +287,6 @@ def at_other_stages() -> dict[str, Any]:
     return {"stages": (0, 3)}
 
 
-def with_more_time() -> dict[str, Any]:
-    return {"seconds": 3.0}
-
-
 def without_clipping() -> dict[str, Any]:
     return {"max_norm": None}
 
@@ -351,7 +347,6 @@ CHANGES = [
     with_a_larger_batch_on_one_rank,
     with_less_memory_on_one_rank,
     at_other_stages,
-    with_more_time,
     without_clipping,
     of_other_units,
     of_longer_samples,

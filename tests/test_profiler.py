@@ -186,8 +186,8 @@ def raising_loss(model: nn.Module, batch: Any) -> Tensor:
 @pytest.mark.parametrize(
     ("case", "message"),
     [
-        ("max_batch", "max_batch must be at least 1, got 0"),
-        ("memory_limit", "memory_limit must be at least 1 byte, got -5"),
+        ("max_batch", "max_batch must be a whole number, at least 1, got 0"),
+        ("memory_limit", "memory_limit must be a whole number of bytes, got -5"),
         ("stages", "stages must name ZeRO stages 0 to 3"),
         ("stages differ", "the ranks disagree on stages"),
         ("models", "the ranks disagree on the model"),

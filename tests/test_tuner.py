@@ -46,7 +46,7 @@ def tuned(model: nn.Module | None = None, loss: Any = None, **options: Any) -> T
     usual = {
         "global_batch": GLOBAL_BATCH,
         "process_group": harness.group(),
-        "max_batch": 4,
+        "max_batch": 16,
         "seconds": 2.0,
         "cache": False,
         "progress": False,
@@ -151,7 +151,8 @@ def refusing_loss(model: nn.Module, batch: Any) -> Tensor:
 
 
 def test_on_a_given_profile_unverified_no_model_runs(ranks: Pool):
-    for answer in ranks.run(tuned, loss=refusing_loss, profile=known(), verify=False):
+    everything = {"loss": refusing_loss, "profile": known(), "verify": False, "max_batch": 64}
+    for answer in ranks.run(tuned, **everything):
         assert answer.observations == ()
         assert answer.profile == known()
 
@@ -241,7 +242,7 @@ BAD_ARGUMENTS = [
     ({"policy": "best"}, "policy='best' is not known; use one of .*'exact'"),
     ({"stage": 4}, r"stages must name ZeRO stages 0 to 3, got \(4,\)"),
     ({"stage": "fastest"}, "stages must name ZeRO stages 0 to 3, got .*fastest"),
-    ({"max_batch": 0}, "max_batch must be at least 1, got 0"),
+    ({"max_batch": 0}, "max_batch must be a whole number, at least 1, got 0"),
     ({"seconds": 0}, "seconds must be above 0"),
 ]
 
@@ -336,7 +337,9 @@ class Bench:
             exchange=lambda values, what: lambda: [values] * size,
             exchange_objects=lambda value, what: [value] * size,
         )
-        self.request = SimpleNamespace(model=nn.Linear(1, 1), stages=tuple(stages))
+        self.request = SimpleNamespace(
+            model=nn.Linear(1, 1), stages=tuple(stages), max_batch=None, memory_limit=None
+        )
         self.agreed = SimpleNamespace(identity={})
         self.device, self.show, self.asynchronous = torch.device("cpu"), False, False
         self.verified: dict[str, Plan] = {}

@@ -73,9 +73,13 @@ class Cache:
         path = self._path(profile.identity)
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(document, file)
-        os.replace(temporary, path)
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                json.dump(document, file)
+            os.replace(temporary, path)
+        except OSError:
+            Path(temporary).unlink(missing_ok=True)
+            raise
         return path
 
     def _path(self, identity: Mapping[str, str]) -> Path:

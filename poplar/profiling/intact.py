@@ -50,9 +50,14 @@ def parameters_kept(model: nn.Module, *, to_host: bool = False) -> Iterator[None
         to_host: keep CUDA values in host memory meanwhile, where an engine needs the device's.
     """
     kept = [(p, p.data.cpu() if to_host else p.data, p.device) for p in model.parameters()]
+    # An engine leaves trained values where they are and takes copies; frozen ones it overwrites
+    # with the first rank's.
+    frozen = [(value, value.clone()) for p, value, _ in kept if not p.requires_grad]
     try:
         yield
     finally:
+        for value, before in frozen:
+            value.copy_(before)
         for parameter, value, device in kept:
             parameter.grad = None
             parameter.data = value.to(device)

@@ -40,7 +40,7 @@ class Request:
     optimizer_options: Mapping[str, Any]
     max_batch: int | None
     memory_limit: int | None
-    stages: tuple[int, ...]
+    stages: Sequence[int]
     seconds: float
     max_norm: float | None
     units: Sequence[str | nn.Module | type[nn.Module]] | None
@@ -54,17 +54,17 @@ class Request:
         Raises:
             ValueError, TypeError: what is wrong, and the way out.
         """
-        if self.max_batch is not None and self.max_batch < 1:
+        if self.max_batch is not None and not _is_count(self.max_batch):
             raise ValueError(
-                f"max_batch must be at least 1, got {self.max_batch}; it is the largest "
-                "micro-batch that is tried on this rank"
+                f"max_batch must be a whole number, at least 1, got {self.max_batch!r}; it is the "
+                "largest micro-batch that is tried on this rank"
             )
-        if self.memory_limit is not None and self.memory_limit < 1:
+        if self.memory_limit is not None and not _is_count(self.memory_limit):
             raise ValueError(
-                f"memory_limit must be at least 1 byte, got {self.memory_limit}; leave it out to "
-                "use what the device has"
+                f"memory_limit must be a whole number of bytes, got {self.memory_limit!r}; leave "
+                "it out to use what the device has"
             )
-        unknown = [stage for stage in self.stages if stage not in range(len(STRATEGIES))]
+        unknown = [s for s in self.stages if isinstance(s, bool) or s not in range(len(STRATEGIES))]
         if unknown or not self.stages:
             raise ValueError(f"stages must name ZeRO stages 0 to 3, got {self.stages}")
         if not self.seconds > 0:
@@ -194,11 +194,15 @@ def _identity(
         "example": ", ".join(dict.fromkeys(own["example"] for own in everyones)),
         "world_size": str(len(everyones)),
     }
-    texts.update({key: str(first[key]) for key in ("stages", "seconds", "max_norm", "loss_fn")})
+    texts.update({key: str(first[key]) for key in ("stages", "max_norm", "loss_fn")})
     texts["versions"] = first["versions"]
     for key in ("device", "host", "driver", "cores", "threads", "max_batch", "memory_limit"):
         texts[key] = _by_rank([own[key] for own in everyones])
     return texts
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def _timed(options: Mapping[str, Any]) -> dict[str, Any]:
