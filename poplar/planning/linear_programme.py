@@ -77,11 +77,8 @@ class LinearProgramme:
 
 def _leaving(bounds: list[float], inside: list[int], *, bland: bool) -> int | None:
     """The row that is violated most, or with Bland's rule the violated one of least index."""
-    if bland:
-        violated = [row for row, bound in enumerate(bounds) if bound < -_TOLERANCE]
-        return min(violated, key=lambda row: inside[row], default=None)
-    row = min(range(len(bounds)), key=bounds.__getitem__)
-    return row if bounds[row] < -_TOLERANCE else None
+    violated = [row for row, bound in enumerate(bounds) if bound < -_TOLERANCE]
+    return min(violated, key=inside.__getitem__ if bland else bounds.__getitem__, default=None)
 
 
 def _entering(row: list[float], costs: list[float], outside: list[int]) -> int | None:
