@@ -418,3 +418,46 @@ def test_a_plan_for_many_ranks_prints_equal_neighbours_as_one_line():
     assert len(lines) == 4
     assert lines[2].split() == ["0-998", "2", "1x2", "0.1", "%"]
     assert lines[3].split() == ["999", "1", "1x1", "0.1", "%"]
+
+
+def predicted(**changes) -> dict:
+    return {
+        "step_seconds": 1.05,
+        "samples_per_second": 27.6,
+        "compute_seconds": [0.95, 0.0421, 0.0],
+        "memory_bytes": [3.1 * 2**30, 700 * 2**20, 2**30],
+        "memory_limit_bytes": [8 * 2**30, 900 * 2**20, 4 * 2**30],
+        "busy_fraction": [0.924, 0.05, 0.0],
+        "bound": "rank 0's compute (92 % busy)",
+        "optimality_gap": 0.0,
+        "devices": ["RTX 4090", "T4", "T4"],
+        **changes,
+    }
+
+
+def test_a_predicted_plan_prints_what_it_costs_each_rank_and_what_bounds_it():
+    plan = Plan(
+        stage=0,
+        global_batch=29,
+        micro_batches=((3, 8, 8), (10,), ()),
+        shares=(0.5, 0.475, 0.025),
+        prediction=predicted(),
+    )
+    assert str(plan).splitlines() == [
+        "stage 0 (replicated), global batch 29, 3 ranks",
+        "rank  device    samples  passes      share  compute            memory  busy",
+        "   0  RTX 4090       19  1x3 + 2x8  50.0 %   0.95 s    3.1 of 8.0 GiB  92 %",
+        "   1  T4             10  1x10       47.5 %  42.1 ms  700 of 900 MiB   5 %",
+        "   2  T4              0  none        2.5 %     0 ms    1.0 of 4.0 GiB   0 %",
+        "predicted 1.05 s a step, 27.6 samples/s; bound by rank 0's compute (92 % busy)",
+    ]
+
+
+def test_a_prediction_from_elsewhere_is_shown_as_far_as_it_goes():
+    plan = spelled_out(prediction={"step_seconds": 0.02, "memory_bytes": [1], "note": "mine"})
+    lines = str(plan).splitlines()
+    assert lines[:-1] == str(spelled_out()).splitlines()
+    assert lines[-1] == "predicted 20 ms a step"
+    fast = spelled_out(prediction=predicted(samples_per_second=1234.5, optimality_gap=0.0031))
+    assert "1234 samples/s" in str(fast)
+    assert str(fast).endswith("; at most 0.31 % from the fastest plan")

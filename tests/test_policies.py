@@ -51,7 +51,7 @@ def test_every_policy_keeps_within_memory_and_is_not_faster_than_the_search(stag
             decided += 1
             assert Oracle(cluster, stage).fits(plan.micro_batches, plan.shares, slack=1.0)
             assert plan.prediction["policy"] == policy
-            best = search(cluster, even_preference=0.0, **wanted)
+            best = search(cluster, preference=0.0, **wanted)
             least = seconds_of(best) * (1 - best.prediction["optimality_gap"])
             assert seconds_of(plan) >= least * (1 - 1e-9)
     assert decided > 150

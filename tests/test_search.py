@@ -32,7 +32,7 @@ SEEDS_PER_TEST = 80
 def best_found(cluster, **wanted):
     """The fastest plan, even shares not preferred; None if nothing fits."""
     try:
-        return search(cluster, even_preference=0.0, **wanted)
+        return search(cluster, preference=0.0, **wanted)
     except NoPlanFits:
         return None
 
@@ -155,9 +155,21 @@ def test_even_shares_are_kept_where_others_hardly_help():
     plan = search(cluster, global_batch=32, stages=(1,))
     assert plan.shares == (0.5, 0.5)
     assert 0.0 < plan.prediction["optimality_gap"] < 1e-3
-    fastest = search(cluster, global_batch=32, stages=(1,), even_preference=0.0)
+    fastest = search(cluster, global_batch=32, stages=(1,), preference=0.0)
     assert fastest.shares[0] < 0.5
     assert seconds_of(fastest) < seconds_of(plan) < seconds_of(fastest) * 1.001
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_fewer_passes_are_preferred_where_they_cost_nothing(stage):
+    noisy = device(latency=0.0, largest=32)
+    points = list(noisy.points)
+    points[2] = dataclasses.replace(points[2], seconds=points[2].seconds * 0.9995)
+    noisy = dataclasses.replace(noisy, points=tuple(points))
+    plan = search(cluster_of(noisy, noisy), global_batch=96, stages=(stage,))
+    assert plan.micro_batches == ((24, 24), (24, 24))
+    fastest = best_found(cluster_of(noisy, noisy), global_batch=96, stages=(stage,))
+    assert fastest.micro_batches == ((4,) * 12, (4,) * 12)
 
 
 def test_the_cheapest_stage_is_chosen_and_ties_need_less_memory():

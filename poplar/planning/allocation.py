@@ -32,34 +32,40 @@ class Workload:
     def __init__(self, costs: StageCosts, global_batch: int) -> None:
         self._costs = costs
         self._global_batch = global_batch
-        self._late = costs.cluster.backward_fraction * costs.hideable
         kinds = [(device.points, device.pass_overhead_seconds) for device in costs.cluster.devices]
         self._kinds = [kinds.index(kind) for kind in kinds]
+        self._passes = cache(self._passes_of)
         self._cuts = cache(self._cuts_of)
         self.every_pass = cache(self._every_pass)
         self.once_per_step = cache(self._once_per_step)
 
     def _every_pass(self, caps: tuple[int, ...]) -> EveryPass:
-        return EveryPass(self._costs, caps, self._global_batch)
+        passes = [
+            self._passes(kind)[: cap + 1] for kind, cap in zip(self._kinds, caps, strict=True)
+        ]
+        return EveryPass(self._costs, passes, self._global_batch)
 
     def _once_per_step(self, caps: tuple[int, ...]) -> OncePerStep:
         cuts = [self._cuts(kind, cap) for kind, cap in zip(self._kinds, caps, strict=True)]
         return OncePerStep(self._costs, cuts, self._global_batch)
 
+    def _passes_of(self, rank: int) -> list[float]:
+        """Seconds of a pass of 0, 1, 2, ... samples."""
+        most = min(self._global_batch, self._costs.cluster.devices[rank].max_batch)
+        return [self._costs.pass_seconds(rank, batch) for batch in range(most + 1)]
+
     def _cuts_of(self, rank: int, cap: int) -> RankCuts:
-        seconds = partial(self._costs.pass_seconds, rank)
-        return RankCuts(seconds, cap, self._global_batch, self._late)
+        return RankCuts(self._passes(rank)[: cap + 1], self._global_batch, self._costs.late)
 
 
 class EveryPass:
     """Batches of a step in which ranks meet at every pass."""
 
-    def __init__(self, costs: StageCosts, caps: Sequence[int], global_batch: int) -> None:
-        samples = [
-            (costs.pass_seconds(rank, batch), rank)
-            for rank, cap in enumerate(caps)
-            for batch in range(1, min(cap, global_batch) + 1)
-        ]
+    def __init__(
+        self, costs: StageCosts, passes: Sequence[Sequence[float]], global_batch: int
+    ) -> None:
+        """`passes[r][b]`: seconds of a pass of `b` samples on rank `r`, up to its cap."""
+        samples = [(seconds, rank) for rank, own in enumerate(passes) for seconds in own[1:]]
         samples.sort()
         self._costs = costs
         self._ranks = [rank for _, rank in samples[:global_batch]]
@@ -70,8 +76,7 @@ class EveryPass:
     def meeting(self, samples: int) -> Meeting:
         """A meeting of this many samples."""
         latest = self.latest[samples - 1]
-        late = self._costs.cluster.backward_fraction * self._costs.hideable
-        return Meeting(latest, latest - late * latest)
+        return Meeting(latest, latest - self._costs.late * latest)
 
     def cheapest(self, seconds: Sequence[float]) -> tuple[float, tuple[int, ...]]:
         """The cheapest meetings that hold the global batch, smaller ones first.
@@ -147,7 +152,7 @@ class OncePerStep:
             traffic: the least that travels at the meeting.
             below: only splits whose meeting may be shorter than this are of interest.
         """
-        if not self._hides:
+        if not self._costs.hides:
             return None
         target = min(
             self._reducible_for(below, split.meeting.latest, traffic),
@@ -161,11 +166,6 @@ class OncePerStep:
         if latest >= self._latest_for(below, traffic):
             return None
         return self._split(latest, target)
-
-    @property
-    def _hides(self) -> bool:
-        cluster = self._costs.cluster
-        return min(cluster.backward_fraction, self._costs.hideable, cluster.overlap) > 0.0
 
     def _reducible_for(self, limit: float, latest: float, traffic: Traffic) -> float:
         """The `F` under which a meeting with this `T` or a later one may be within `limit`."""
@@ -182,7 +182,7 @@ class OncePerStep:
     def _split(self, latest: float, reducible: float) -> Split:
         """The global batch, dealt out with this `T` and the least `F`, which is in `reducible`."""
         tops = [cuts.most(latest) for cuts in self._ranks]
-        if self._hides:
+        if self._costs.hides:
             starts = [partial(cuts.least_reducible, end=latest) for cuts in self._ranks]
             reducible = smallest(starts, tops, self._global_batch)
             tops = [
@@ -209,19 +209,23 @@ class Cut(NamedTuple):
 
 
 class RankCuts:
-    """How one rank runs any number of samples in passes of at most `cap`."""
+    """How one rank runs any number of samples in passes of limited size."""
 
-    def __init__(
-        self, pass_seconds: Callable[[int], float], cap: int, global_batch: int, late: float
-    ) -> None:
-        """`late`: the part of a last pass that is over before it has all gradients to offer."""
-        cap = min(cap, global_batch)
+    def __init__(self, passes: Sequence[float], global_batch: int, late: float) -> None:
+        """Cut into passes of which one of `b` samples takes `passes[b]` seconds.
+
+        Args:
+            passes: up to the largest pass that is allowed, from 0 samples on.
+            global_batch: most samples of this rank.
+            late: the part of a last pass in which it has gradients to offer.
+        """
+        cap = len(passes) - 1
         self._late = late
-        self._passes = [pass_seconds(batch) for batch in range(cap + 1)]
+        self._passes = passes
         self.seconds = [0.0]
-        """`seconds[n]`: the least time for `n` samples; non-decreasing. Ends where `cap` is 0."""
+        """`seconds[n]`: the least time for `n` samples; non-decreasing. Ends at 0 if none fits."""
         self._last = [0]
-        descending = self._passes[:0:-1]
+        descending = passes[:0:-1]
         for samples in range(1, global_batch + 1 if cap else 1):
             width = min(cap, samples)
             before = self.seconds[samples - width : samples]

@@ -106,6 +106,16 @@ class StageCosts:
         """`k`: the part of a collective that is not the last unit's (or the first's)."""
         return 1.0 - 1.0 / len(self.cluster.model.unit_numels)
 
+    @property
+    def late(self) -> float:
+        """The part of a pass, from its end, in which it leaves gradients for all units but one."""
+        return self.cluster.backward_fraction * self.hideable
+
+    @property
+    def hides(self) -> bool:
+        """Whether any communication runs under compute."""
+        return min(self.late, self.cluster.overlap) > 0.0
+
     @cached_property
     def collectives(self) -> CollectiveCosts:
         """`R(p)` and `G(p)`."""
@@ -198,13 +208,12 @@ class StageCosts:
 
     def _meeting(self, batches: Sequence[Sequence[int]]) -> Meeting:
         """The meeting after each rank has run these passes."""
-        late = self.cluster.backward_fraction * self.hideable
         latest = reducible = 0.0
         for rank, own in enumerate(batches):
             passes = [self.pass_seconds(rank, batch) for batch in own if batch]
             end = math.fsum(passes)
             latest = max(latest, end)
-            reducible = max(reducible, end - late * passes[-1] if passes else 0.0)
+            reducible = max(reducible, end - self.late * passes[-1] if passes else 0.0)
         return Meeting(latest, reducible)
 
 

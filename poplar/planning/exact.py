@@ -24,11 +24,12 @@ from poplar.planning.joint import TOLERANCE, Relaxed, relaxed
 from poplar.planning.plan import Plan
 from poplar.planning.shares import Owns, ShareProblem
 from poplar.planning.shortage import shortage, smallest_shares, suffice
+from poplar.planning.tidy import tidied
 
 _T = TypeVar("_T")
 
-EVEN_PREFERENCE = 1e-3
-"""Even shares are kept if they cost no more than this part of a step."""
+PREFERENCE = 1e-3
+"""Even shares and fewer passes are preferred if they cost no more than this part of a step."""
 _MOST_WORK = 1200
 """Nodes times ranks: 8 ranks and a global batch of 512 take seconds."""
 _NODES_BEFORE_SETTLING = 40
@@ -45,9 +46,9 @@ class Request(NamedTuple):
     global_batch: int
     max_micro_batch: int
     """Largest micro-batch that is allowed on any rank."""
-    even_preference: float = EVEN_PREFERENCE
-    """How much slower than the fastest, as a fraction, a plan with even shares may be to be chosen
-    instead: fewer surprises."""
+    preference: float = PREFERENCE
+    """How much slower than the fastest, as a fraction, a plan with even shares or fewer passes may
+    be to be chosen instead: fewer surprises."""
 
 
 class Decision(NamedTuple):
@@ -77,25 +78,29 @@ def exact(costs: StageCosts, request: Request) -> Decision:
     ranks = costs.cluster.world_size
     workload = Workload(costs, request.global_batch)
     even = at_shares(costs, workload, (1.0 / ranks,) * ranks, request)
-    if not costs.shares_matter:
-        assert even is not None
-        return Decision(_plan(costs, request, even))
-    best, bound = _Search(costs, workload, request, even).run()
-    if even is not None and even.seconds <= best.seconds * (1.0 + request.even_preference):
-        best = even
-    gap = 1.0 - bound / best.seconds if best.seconds > 0.0 else 0.0
-    return Decision(_plan(costs, request, best), gap if gap > TOLERANCE else 0.0)
+    if costs.shares_matter:
+        fastest, bound = _Search(costs, workload, request, even).run()
+    else:
+        assert even is not None, "the shortage says otherwise"
+        fastest, bound = even, even.seconds
+    most = fastest.seconds * (1.0 + request.preference)
+    chosen = even if even is not None and even.seconds <= most else fastest
+    chosen = _tidied(costs, chosen, request, most)
+    gap = 1.0 - bound / chosen.seconds if chosen.seconds > 0.0 else 0.0
+    plan = Plan(
+        stage=costs.stage,
+        global_batch=request.global_batch,
+        micro_batches=chosen.micro_batches,
+        shares=chosen.shares,
+    )
+    return Decision(plan, gap if gap > TOLERANCE else 0.0)
 
 
 def at_shares(
     costs: StageCosts, workload: Workload, shares: Sequence[float], request: Request
 ) -> Found | None:
     """The fastest batches under these shares, or None if none fits."""
-    most = request.max_micro_batch
-    caps = tuple(
-        memory.largest_batch(share, most)
-        for memory, share in zip(costs.memories, shares, strict=True)
-    )
+    caps = _caps(costs, shares, request)
     if min(caps) < 0 or max(caps) < 1:
         return None
     traffic = costs.traffic(shares)
@@ -111,13 +116,22 @@ def _found(costs: StageCosts, micro_batches: MicroBatches, shares: tuple[float, 
     return Found(costs.step_seconds(micro_batches, shares), micro_batches, shares)
 
 
-def _plan(costs: StageCosts, request: Request, found: Found) -> Plan:
-    return Plan(
-        stage=costs.stage,
-        global_batch=request.global_batch,
-        micro_batches=found.micro_batches,
-        shares=found.shares,
+def _caps(costs: StageCosts, shares: Sequence[float], request: Request) -> tuple[int, ...]:
+    """By rank, the largest micro-batch that its share leaves room for; -1: it does not fit."""
+    return tuple(
+        memory.largest_batch(share, request.max_micro_batch)
+        for memory, share in zip(costs.memories, shares, strict=True)
     )
+
+
+def _tidied(costs: StageCosts, found: Found, request: Request, most: float) -> Found:
+    """The same with fewer passes, if that takes no more than `most` seconds."""
+    if costs.meets_every_pass:
+        return found
+    caps = _caps(costs, found.shares, request)
+    batches = tidied(costs, found.micro_batches, caps, max(0.0, most - found.seconds))
+    tidy = _found(costs, batches, found.shares)
+    return tidy if tidy.seconds <= max(most, found.seconds * (1.0 + TOLERANCE)) else found
 
 
 @dataclass(frozen=True, slots=True)

@@ -164,7 +164,7 @@ class _EveryPassSearch:
 
     def _kinks(self, box: _Box) -> list[Traffic]:
         """Where the cost of this box's meetings bends, nearest to the programme's answer."""
-        if self._costs.hideable == 0.0 or self._costs.cluster.overlap == 0.0:
+        if not self._costs.hides:
             return []
         at = self._costs.traffic(box.shared.shares)
         kinks = []

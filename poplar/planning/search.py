@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from poplar.planning.cluster import ClusterProfile
 from poplar.planning.cost_model import StageCosts, describe, predict
-from poplar.planning.exact import EVEN_PREFERENCE, Decision, Request
+from poplar.planning.exact import PREFERENCE, Decision, Request
 from poplar.planning.plan import STRATEGIES, Plan
 from poplar.planning.policies import POLICIES
 from poplar.planning.shortage import NoPlanFits
@@ -29,7 +29,7 @@ def search(
     stages: Sequence[int] = ALL_STAGES,
     policy: str = "exact",
     max_micro_batch: int | None = None,
-    even_preference: float = EVEN_PREFERENCE,
+    preference: float = PREFERENCE,
 ) -> Plan:
     """The fastest plan that fits, its prediction inside.
 
@@ -39,8 +39,8 @@ def search(
         stages: ZeRO stages to choose from.
         policy: one of `POLICIES`.
         max_micro_batch: most samples of one pass, on any rank; None: what was measured.
-        even_preference: policy "exact" keeps even shares if that costs no more than this fraction
-            of the fastest step.
+        preference: policy "exact" prefers even shares and fewer passes where they cost no more
+            than this fraction of the fastest step.
 
     Returns:
         The same plan for the same arguments. Of plans that are equally fast, the one that needs
@@ -57,7 +57,7 @@ def search(
         stages=stages,
         policy=policy,
         max_micro_batch=max_micro_batch,
-        even_preference=even_preference,
+        preference=preference,
     )[0]
 
 
@@ -68,7 +68,7 @@ def alternatives(
     stages: Sequence[int] = ALL_STAGES,
     policy: str = "exact",
     max_micro_batch: int | None = None,
-    even_preference: float = EVEN_PREFERENCE,
+    preference: float = PREFERENCE,
 ) -> tuple[Plan, ...]:
     """The best plan of each stage that fits, fastest predicted first; `search` takes the first.
 
@@ -80,7 +80,7 @@ def alternatives(
     if policy not in POLICIES:
         raise ValueError(f"unknown policy {policy!r}; known are {', '.join(POLICIES)}")
     most = global_batch if max_micro_batch is None else min(max_micro_batch, global_batch)
-    request = Request(global_batch, most, even_preference)
+    request = Request(global_batch, most, preference)
     found: list[Plan] = []
     missing: list[NoPlanFits] = []
     for stage in _checked_stages(stages):

@@ -87,9 +87,10 @@ def readable_seconds(seconds: float) -> str:
 
 def _readable_memory(needed_and_limit: tuple[float, float | None]) -> str:
     needed, limit = needed_and_limit
-    size, unit = (_GIB, "GiB") if max(needed, limit or 0) >= _GIB else (_MIB, "MiB")
-    shown = f"{needed / size:.1f}"
-    return f"{shown} {unit}" if limit is None else f"{shown} of {limit / size:.1f} {unit}"
+    large = max(needed, limit or 0.0) >= _GIB
+    size, unit, digits = (_GIB, "GiB", 1) if large else (_MIB, "MiB", 0)
+    shown = f"{needed / size:.{digits}f}"
+    return f"{shown} {unit}" if limit is None else f"{shown} of {limit / size:.{digits}f} {unit}"
 
 
 def _by_rank(prediction: Mapping[str, Any], what: str, ranks: int) -> list[Any]:
