@@ -56,12 +56,17 @@ def stages(text: str) -> tuple[int, ...]:
         return tuple(_STAGES)
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdigit() and int(part) in _STAGES for part in parts):
-        raise typer.BadParameter(f"expected auto or stages from 0 to 3, as in 0,2; got {text!r}")
+        raise typer.BadParameter(
+            f"expected auto or stages from 0 to 3, as in 0,2; got {text!r}", param_hint="stage"
+        )
     return tuple(sorted({int(part) for part in parts}))
 
 
 def _size(text: str) -> int:
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text.lower())
     if not found or found[2] not in _UNITS or not float(found[1]):
-        raise typer.BadParameter(f"expected a size above 0, as in 8GiB or 500MB; got {text!r}")
+        raise typer.BadParameter(
+            f"expected a size above 0, as in 8GiB or 500MB; got {text!r}",
+            param_hint="memory limit",
+        )
     return int(float(found[1]) * _UNITS[found[2]])

@@ -252,6 +252,9 @@ class ClusterProfile:
         """
         if not isinstance(content, Mapping) or "version" not in content:
             raise ValueError("this is not a profile that ClusterProfile.to_json wrote")
+        if "devices" not in content:
+            what = "a plan" if "micro_batches" in content else "another file of Poplar's"
+            raise ValueError(f"this is {what}, not a profile, which profile_cluster() makes")
         if content["version"] != _SCHEMA_VERSION:
             raise ValueError(
                 f"profile format {content['version']!r}, but this version of Poplar reads format "
@@ -268,7 +271,9 @@ class ClusterProfile:
             fields["network"] = _build(NetworkProfile, fields["network"])
             profile: ClusterProfile = _build(cls, fields)
         except (TypeError, KeyError, AttributeError) as error:
-            raise ValueError(f"not a profile of format {_SCHEMA_VERSION}: {error}") from error
+            raise ValueError(
+                f"not a profile of format {_SCHEMA_VERSION}: {error}; measure again"
+            ) from error
         return profile
 
     def to_json(self, path: str | Path) -> None:
@@ -285,7 +290,7 @@ class ClusterProfile:
         try:
             return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
         except ValueError as error:  # JSONDecodeError and UnicodeDecodeError are both
-            raise ValueError(f"{path}: {error}; measure again") from error
+            raise ValueError(f"{path}: {error}") from error
 
 
 def _build(kind: type[Any], content: Mapping[str, Any]) -> Any:

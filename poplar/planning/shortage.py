@@ -9,7 +9,7 @@ from poplar.errors import PoplarError
 from poplar.planning.cost_model import StageCosts, readable_bytes
 
 _WAYS_OUT = (
-    "free memory on that rank, lower memory_reserve, use shorter sequences or activation "
+    "free memory on that rank (or raise its memory_limit), use shorter sequences or activation "
     "checkpointing, or add ranks"
 )
 
