@@ -175,13 +175,14 @@ def test_a_profile_cannot_be_changed():
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [
-        (b"", "profile.json: .*measure again"),
-        (b'{"version": 1, "dev', "profile.json: .*measure again"),
-        (b"\xff\xfe\x00", "profile.json: .*measure again"),
+        (b"", r"profile\.json is damaged or no JSON .*measure again"),
+        (b'{"version": 1, "dev', r"profile\.json is damaged or no JSON .*measure again"),
+        (b"\xff\xfe\x00", r"profile\.json is damaged or no JSON .*measure again"),
         (b"[1, 2]", "not a profile that ClusterProfile.to_json wrote"),
-        (b'{"version": 9}', "profile format 9, but this version of Poplar reads format 1"),
-        (b'{"version": 1}', "not a profile of format 1"),
-        (b'{"version": 1, "devices": 3}', "not a profile of format 1"),
+        (b'{"version": 9, "devices": []}', "profile format 9, but this .* reads format 1"),
+        (b'{"version": 1, "micro_batches": []}', "this is a plan, not a profile"),
+        (b'{"version": 1}', "another file of Poplar's, not a profile"),
+        (b'{"version": 1, "devices": 3}', "not a profile of format 1: .*measure again"),
     ],
 )
 def test_a_damaged_file_is_refused_and_named(tmp_path, content, complaint):
