@@ -181,7 +181,7 @@ def test_a_profile_cannot_be_changed():
         (b"[1, 2]", "not a profile that ClusterProfile.to_json wrote"),
         (b'{"version": 9, "devices": []}', "profile format 9, but this .* reads format 1"),
         (b'{"version": 1, "micro_batches": []}', "this is a plan, not a profile"),
-        (b'{"version": 1}', "another file of Poplar's, not a profile"),
+        (b'{"version": 1}', "not a profile of format 1"),
         (b'{"version": 1, "devices": 3}', "not a profile of format 1: .*measure again"),
     ],
 )

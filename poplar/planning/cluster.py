@@ -252,9 +252,9 @@ class ClusterProfile:
         """
         if not isinstance(content, Mapping) or "version" not in content:
             raise ValueError("this is not a profile that ClusterProfile.to_json wrote")
-        if "devices" not in content:
-            what = "a plan" if "micro_batches" in content else "another file of Poplar's"
-            raise ValueError(f"this is {what}, not a profile, which profile_cluster() makes")
+        for key, what in (("micro_batches", "a plan"), ("runs", "a recorded run")):
+            if key in content:
+                raise ValueError(f"this is {what}, not a profile, which profile_cluster() makes")
         if content["version"] != _SCHEMA_VERSION:
             raise ValueError(
                 f"profile format {content['version']!r}, but this version of Poplar reads format "
@@ -288,8 +288,12 @@ class ClusterProfile:
             ValueError: the file is damaged or not a profile; names the file and what is wrong.
         """
         try:
-            return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
+            content = json.loads(Path(path).read_text(encoding="utf-8"))
         except ValueError as error:  # JSONDecodeError and UnicodeDecodeError are both
+            raise ValueError(f"{path} is damaged or no JSON ({error}); measure again") from error
+        try:
+            return cls.from_dict(content)
+        except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
 
 

@@ -87,10 +87,14 @@ def readable_seconds(seconds: float) -> str:
 
 def _readable_memory(needed_and_limit: tuple[float, float | None]) -> str:
     needed, limit = needed_and_limit
-    large = max(needed, limit or 0.0) >= _GIB
-    size, unit, digits = (_GIB, "GiB", 1) if large else (_MIB, "MiB", 0)
-    shown = f"{needed / size:.{digits}f}"
-    return f"{shown} {unit}" if limit is None else f"{shown} of {limit / size:.{digits}f} {unit}"
+    (shown, unit), whole = _sized(needed), "" if limit is None else " ".join(_sized(limit))
+    if not whole:
+        return f"{shown} {unit}"
+    return f"{shown} of {whole}" if whole.endswith(unit) else f"{shown} {unit} of {whole}"
+
+
+def _sized(size: float) -> tuple[str, str]:
+    return (f"{size / _GIB:.1f}", "GiB") if size >= _GIB else (f"{size / _MIB:.0f}", "MiB")
 
 
 def _by_rank(prediction: Mapping[str, Any], what: str, ranks: int) -> list[Any]:

@@ -150,10 +150,9 @@ class RunRecord:
         """
         if not isinstance(content, Mapping) or "version" not in content:
             raise ValueError("this is not a run that RunRecord.to_json wrote")
-        if "runs" not in content:
-            kinds = {"micro_batches": "a plan", "devices": "a profile"}
-            what = next((k for key, k in kinds.items() if key in content), "another file")
-            raise ValueError(f"this is {what}, not a run, which the demo and reports write")
+        for key, what in (("micro_batches", "a plan"), ("devices", "a profile")):
+            if key in content:
+                raise ValueError(f"this is {what}, not a recorded run")
         if content["version"] != _SCHEMA_VERSION:
             raise ValueError(
                 f"run format {content['version']!r}, but this version of Poplar reads format "
