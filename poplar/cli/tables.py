@@ -66,7 +66,7 @@ def plans(found: Mapping[str, Plan | str], first: str) -> Table:
         found: a plan or a reason by name.
         first: what the names are.
     """
-    table = _table(first, "stage", "step", "samples/s", "to the best", "most memory", "bound by")
+    table = _table(first, "stage", "step", "samples/s", "of the best", "most memory", "bound by")
     best = min(
         (_step_seconds(plan) for plan in found.values() if isinstance(plan, Plan)), default=None
     )
