@@ -166,7 +166,7 @@ class Profiler:
         self.device = self.agreed.device
         self.asynchronous = self.device.type == "cuda"
         """The device computes while the host goes on."""
-        self.memory_bytes, self.held_bytes = self._memory()
+        self.memory_bytes, self.held_bytes = self._together(self._memory, "reading free memory")
         self.verified: dict[str, Plan] = {}
         """Plans that the cache has of this profile, by request; on every rank."""
         self.from_cache = False
@@ -360,15 +360,7 @@ class Profiler:
     def _assemble(
         self, curves: list[_Curve], updates: list[UpdateCost], network: NetworkProfile
     ) -> ClusterProfile:
-        info = devices.describe(self.device)
-        mine: dict[str, Any] = {
-            "name": info.name,
-            "uuid": info.uuid,
-            "host": info.host,
-            "memory_bytes": self.memory_bytes,
-            "held_bytes": self.held_bytes,
-            "peak_flops": devices.peak_flops(self.device, self._matrix_dtype()),
-        }
+        everyones = self._everyones(self._together(self._describe, "describing the device"))
         profiles = tuple(
             DeviceProfile(
                 **own,
@@ -377,7 +369,7 @@ class Profiler:
                 optimizer_latency_seconds=update.latency_seconds,
                 throttled=curve.throttled,
             )
-            for own, curve, update in zip(self._everyones(mine), curves, updates, strict=True)
+            for own, curve, update in zip(everyones, curves, updates, strict=True)
         )
         fractions = [curve.backward_fraction for curve in curves]
         return ClusterProfile(
@@ -394,6 +386,18 @@ class Profiler:
                 if curve.throttled
             ),
         )
+
+    def _describe(self) -> dict[str, Any]:
+        """What of a `DeviceProfile` is known without a pass."""
+        info = devices.describe(self.device)
+        return {
+            "name": info.name,
+            "uuid": info.uuid,
+            "host": info.host,
+            "memory_bytes": self.memory_bytes,
+            "held_bytes": self.held_bytes,
+            "peak_flops": devices.peak_flops(self.device, self._matrix_dtype()),
+        }
 
     def _model_profile(self, update: UpdateCost) -> ModelProfile:
         model, dtype = self.request.model, self.agreed.dtype
