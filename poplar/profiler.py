@@ -169,13 +169,11 @@ class Profiler:
         self.memory_bytes, self.held_bytes = self._together(self._memory, "reading free memory")
         self.verified: dict[str, Plan] = {}
         """Plans that the cache has of this profile, by request; on every rank."""
-        self.from_cache = False
 
     def profile(self) -> ClusterProfile:
         """From the cache, or measured and kept there."""
         found = self._look_up()
         if found is not None:
-            self.from_cache = True
             return self._with_present_memory(*found)
         with progress(self.show) as tell, surroundings_kept(self.request.model, self.device):
             profile = self._measure(tell)

@@ -239,7 +239,8 @@ class Tuner:
 
     def _refined(self, profile: ClusterProfile, trials: Sequence[Observation]) -> ClusterProfile:
         asynchronous = self.profiler.asynchronous
-        for trial in trials:
+        # The fastest last: of two trials at one stage, its residuals are the ones that stay.
+        for trial in sorted(trials, key=lambda trial: -trial.step_seconds):
             profile = refine(profile, trial.plan.stage, trial, asynchronous=asynchronous)
         return profile
 
