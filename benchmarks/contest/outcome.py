@@ -1,0 +1,88 @@
+"""What was measured: of one entrant, and of all of them on one cluster. Values only."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+
+from contest.engine import Entrant
+from contest.task import Task
+
+from poplar.trace import Span
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """One entrant's result."""
+
+    entrant: Entrant
+    step_seconds: tuple[float, ...] = ()
+    """Of each step that counts: from the end of the step before on the slowest rank to its own."""
+    losses: tuple[float, ...] = ()
+    """Of the global batch, every step since the beginning, those of the warm-up included."""
+    predicted_seconds: float | None = None
+    """Of a step, said before the first one ran; None for peers."""
+    spans: tuple[tuple[Span, ...], ...] = ()
+    """What each rank that takes part did in one typical step."""
+    peak_memory: tuple[int, ...] = ()
+    """Bytes above what the process held before the engine was built, by rank that takes part."""
+    absent: str = ""
+    """Why there is no result: not installed, or how it failed."""
+
+    @property
+    def median_seconds(self) -> float:
+        """Of a step."""
+        return statistics.median(self.step_seconds)
+
+    @property
+    def samples_per_second(self) -> float:
+        """At the median step."""
+        return self.entrant.plan.global_batch / self.median_seconds
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Calibration:
+    """What the ranks can do on their own, all of them at once: measured before and after."""
+
+    speeds: tuple[float, ...]
+    """Samples per second of plain passes, by rank, at the best legal batch."""
+    peak_flops: float
+    """fp32 operations per second in large matrix products, all ranks together."""
+    spins: tuple[float, ...]
+    """Rounds per second of an empty loop, by rank."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Contest:
+    """Everything that one run measured on one cluster."""
+
+    cluster: str
+    """Its name: `2:1:1`."""
+    described: str
+    """How it is made, in a sentence: quotas, cores, caps, links."""
+    unequal: bool
+    task: Task
+    flops_per_sample: float
+    """Forward and backward, of plain PyTorch."""
+    parameters: int
+    before: Calibration
+    after: Calibration
+    ideal_over_even: dict[int, float]
+    """By stage: how much faster than even the best split of samples could be, from the calibrated
+    speeds (and, where there is a slow link, the bytes that have to cross it)."""
+    outcomes: tuple[Outcome, ...]
+    notes: tuple[str, ...] = ()
+    """What a reader has to know: a drift, the quota's stall, what was skipped."""
+
+    @property
+    def sum_of_speeds(self) -> float:
+        """The yardstick: the larger of before and after."""
+        return max(sum(self.before.speeds), sum(self.after.speeds))
+
+    @property
+    def drift(self) -> float:
+        """Largest relative change of a rank's speed between before and after."""
+        return max(
+            abs(late / early - 1)
+            for early, late in zip(self.before.speeds, self.after.speeds, strict=True)
+        )

@@ -1,0 +1,79 @@
+"""What every engine trains: the same weights, the same global batches, the same loss."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+from poplar import HeteroBatchSampler, Plan
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+import encoder
+import llama
+from text import load_text
+
+Batch = dict[str, Tensor]
+LossFunction = Callable[[nn.Module, Batch], Tensor]
+
+MODELS = ("llama", "encoder")
+TEXT_BYTES = 2_000_000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Task:
+    """A small picklable value; every rank of every engine makes its own model and data from it."""
+
+    model: str = "llama"
+    """`llama` (next byte) or `encoder` (masked bytes, as BERT)."""
+    size: str = "demo"
+    context: int = 64
+    """Bytes per sample."""
+    global_batch: int = 96
+    learning_rate: float = 1e-3
+    seed: int = 0
+
+    def new_model(self) -> nn.Module:
+        """The same weights at every call, on every rank."""
+        torch.manual_seed(self.seed)
+        if self.model == "encoder":
+            return encoder.Encoder(replace(encoder.SIZES[self.size], context=self.context))
+        return llama.Llama(replace(llama.SIZES[self.size], context=self.context))
+
+    def blocks(self, model: nn.Module) -> list[nn.Module]:
+        """What a sharding engine gathers together: the transformer's blocks."""
+        return list(model.blocks)
+
+    @property
+    def loss_fn(self) -> LossFunction:
+        """Mean over samples, each of which counts the same."""
+        return encoder.masked_byte_loss if self.model == "encoder" else llama.next_byte_loss
+
+    def data(self) -> Dataset[Batch]:
+        """Samples, the same on every rank."""
+        windows, _ = load_text(self.context, limit=TEXT_BYTES)
+        return encoder.MaskedBytes(windows, self.seed) if self.model == "encoder" else windows
+
+    def example(self, samples: int) -> Batch:
+        """The first so many samples, as a batch."""
+        data = self.data()
+        return default_collate([data[index] for index in range(samples)])
+
+    def batches(self, plan: Plan, rank: int) -> Iterator[Batch | None]:
+        """This rank's part of one global batch after another, epoch after epoch.
+
+        The union over ranks is the same global batch whatever the plan. A rank to which the plan
+        gives no samples has None.
+        """
+        data = self.data()
+        sampler = HeteroBatchSampler(len(data), plan, seed=self.seed, rank=rank)
+        loader = DataLoader(data, batch_sampler=sampler)
+        while True:
+            for batch in loader:
+                yield batch if plan.samples(rank) else None
+            sampler.set_epoch(sampler.epoch + 1)
