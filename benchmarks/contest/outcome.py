@@ -46,10 +46,15 @@ class Calibration:
 
     speeds: tuple[float, ...]
     """Samples per second of plain passes, by rank, at the best legal batch."""
-    peak_flops: float
-    """fp32 operations per second in large matrix products, all ranks together."""
+    rank_flops: tuple[float, ...]
+    """fp32 operations per second in large matrix products, by rank."""
     spins: tuple[float, ...]
     """Rounds per second of an empty loop, by rank."""
+
+    @property
+    def peak_flops(self) -> float:
+        """Of all ranks together."""
+        return sum(self.rank_flops)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
