@@ -11,6 +11,7 @@ import functools
 import hashlib
 import inspect
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -33,7 +34,7 @@ from poplar.profiling.passes import LossFunction
 from poplar.profiling.progress import Tell
 from poplar.profiling.progress import progress as shown
 from poplar.profiling.request import Request
-from poplar.profiling.residuals import refine
+from poplar.profiling.residuals import at_observed_speeds, refine
 from poplar.profiling.steps import Observation
 from poplar.zero.agreement import agree
 from poplar.zero.update import OptimizerFactory
@@ -42,7 +43,12 @@ _P = ParamSpec("_P")
 
 CANDIDATES = 2
 """The best plans of so many stages are tried."""
-TRIAL_STEPS = 3
+TRIAL_STEPS = range(3, 16)
+"""Steps of a trial: as many as its part of the budget allows. The more, the finer the balance."""
+MORE_TRIALS = 2
+"""After the candidates, on what they showed of the ranks' speeds."""
+WORTH_A_TRIAL = 5e-3
+"""A plan is tried that promises to be faster than the best trial by more than this part."""
 ACCEPTED_ERROR = 0.05
 """Above this error of a trial, each rank's planned batch is measured too, and the search redone."""
 _PROFILE_PART = 0.75
@@ -221,27 +227,37 @@ class Tuner:
             shown(self.profiler.show) as tell,
             surroundings_kept(self.profiler.request.model, self.profiler.device),
         ):
-            trials = [self._trial(plan, tell) for plan in plans]
+            trials = [self._trial(profile, plan, tell) for plan in plans]
             worst = max(trials, key=lambda trial: abs(_error(profile, trial)))
             if abs(_error(profile, worst)) > ACCEPTED_ERROR:
                 profile = self._measure_planned(profile, plans)
-                better = self._search(self._refined(profile, trials))[0]
-                if all(better != trial.plan for trial in trials):
-                    trials.append(self._trial(better, tell))
+            for _ in range(MORE_TRIALS):
+                refined = self._refined(profile, trials)
+                better = self._search(refined)[0]
+                if not _is_worth_a_trial(refined, better, trials):
+                    break
+                trials.append(self._trial(refined, better, tell))
         profile = self._refined(profile, trials)
         allowed = [trial for trial in trials if fits(profile, trial.plan)]
         best = min(allowed, key=lambda trial: trial.step_seconds).plan
         best = describe(profile, best, predict(profile, best), self.policy)
         return Tuned(best, profile, tuple(trials))
 
-    def _trial(self, plan: Plan, tell: Tell) -> Observation:
-        return self.profiler.steps_of([plan], steps=TRIAL_STEPS, tell=tell)[0]
+    def _trial(self, profile: ClusterProfile, plan: Plan, tell: Tell) -> Observation:
+        seconds = self.profiler.request.seconds * (1 / _PROFILE_PART - 1)
+        each = seconds / (CANDIDATES + MORE_TRIALS)
+        steps = int(each / predict(profile, plan).step_seconds)
+        steps = min(max(steps, TRIAL_STEPS[0]), TRIAL_STEPS[-1])
+        return self.profiler.steps_of([plan], steps=steps, tell=tell)[0]
 
     def _refined(self, profile: ClusterProfile, trials: Sequence[Observation]) -> ClusterProfile:
         asynchronous = self.profiler.asynchronous
         # The fastest last: of two trials at one stage, its residuals are the ones that stay.
         for trial in sorted(trials, key=lambda trial: -trial.step_seconds):
-            profile = refine(profile, trial.plan.stage, trial, asynchronous=asynchronous)
+            stage = trial.plan.stage
+            if not asynchronous:
+                profile = at_observed_speeds(profile, stage, trial)
+            profile = refine(profile, stage, trial, asynchronous=asynchronous)
         return profile
 
     def _within_limits(self, profile: ClusterProfile) -> ClusterProfile:
@@ -333,6 +349,15 @@ def _limited(
 def _power_of_two_from(number: int) -> int:
     """The next power of two: global batches that differ a little share a profile in the cache."""
     return 1 << (number - 1).bit_length()
+
+
+def _is_worth_a_trial(refined: ClusterProfile, plan: Plan, trials: Sequence[Observation]) -> bool:
+    """Whether it promises more than what has run, by a profile that knows how that went."""
+    if any(plan == trial.plan for trial in trials):
+        return False
+    allowed = (trial.step_seconds for trial in trials if fits(refined, trial.plan))
+    best = min(allowed, default=math.inf)
+    return predict(refined, plan).step_seconds < (1.0 - WORTH_A_TRIAL) * best
 
 
 def _error(profile: ClusterProfile, trial: Observation) -> float:

@@ -16,7 +16,7 @@ from records import cluster as measured_cluster
 
 from poplar import ClusterProfile, Plan
 from poplar.planning.cost_model import StageCosts, predict
-from poplar.profiling.residuals import fit, refine
+from poplar.profiling.residuals import at_observed_speeds, fit, refine
 from poplar.profiling.steps import Observation
 
 STAGES = (0, 1, 2, 3)
@@ -315,3 +315,25 @@ def test_a_plan_that_ran_is_learnt_from_even_if_it_should_not_fit():
     seen = observed(plain(), Plan.manual(SIZES, stage=0), 3.0)
     refined = refine(replace(plain(), devices=tight), 0, seen, asynchronous=False)
     assert_predicts(replace(refined, devices=plain().devices), [seen])
+
+
+@given(st.lists(st.floats(0.5, 2.0), min_size=4, max_size=4), st.sampled_from(STAGES))
+def test_a_rank_that_was_faster_or_slower_in_training_is_so_at_every_batch(factors, stage):
+    before = with_residuals(plain(), stage, passes=(0.004, 0.0, 0.002, 0.0))
+    seen = observed(before, two_plans(stage)[1])
+    passes = tuple(
+        tuple(factor * seconds for seconds in own)
+        for factor, own in zip(factors, seen.pass_seconds, strict=True)
+    )
+    found = at_observed_speeds(before, stage, replace(seen, pass_seconds=passes))
+    costs = StageCosts(before, stage), StageCosts(found, stage)
+    for rank, factor in enumerate(factors):
+        for batch in (1, 3, 17):
+            was, now = (cost.pass_seconds(rank, batch) for cost in costs)
+            assert now == pytest.approx(factor * was)
+
+
+def test_a_rank_that_had_no_samples_keeps_its_curve():
+    seen = observed(plain(), Plan.manual((9, 0, 4, 2), stage=0))
+    found = at_observed_speeds(plain(), 0, seen)
+    assert found.devices[1] == plain().devices[1]

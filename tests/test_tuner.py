@@ -338,7 +338,11 @@ class Bench:
             exchange_objects=lambda value, what: [value] * size,
         )
         self.request = SimpleNamespace(
-            model=nn.Linear(1, 1), stages=tuple(stages), max_batch=None, memory_limit=None
+            model=nn.Linear(1, 1),
+            stages=tuple(stages),
+            max_batch=None,
+            memory_limit=None,
+            seconds=45.0,
         )
         self.agreed = SimpleNamespace(identity={})
         self.device, self.show, self.asynchronous = torch.device("cpu"), False, False
@@ -455,6 +459,24 @@ def test_a_trial_far_from_its_prediction_leads_to_one_more_point_and_another_sea
     trials = {observation.plan: observation.step_seconds for observation in decided.observations}
     assert list(trials) == bench.tried
     assert decided.plan == min(trials, key=trials.__getitem__)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_ranks_whose_speeds_have_changed_since_the_profile_get_what_they_can_do_now(stage):
+    now = [0.93, 1.06, 1.0, 0.9]
+    changed = replace(
+        known(),
+        devices=tuple(
+            replace(device, points=tuple(replace(p, seconds=f * p.seconds) for p in device.points))
+            for f, device in zip(now, known().devices, strict=True)
+        ),
+    )
+    bench = Bench(known(), changed, [stage])
+    decided = bench.tune()
+    best = alternatives(changed, global_batch=40, stages=(stage,))[0]
+    fastest = predict(changed, best).step_seconds
+    assert predict(changed, decided.plan).step_seconds <= 1.005 * fastest
+    assert predict(changed, bench.tried[0]).step_seconds > 1.01 * fastest
 
 
 def test_what_is_known_already_is_not_measured_again():

@@ -13,7 +13,7 @@ from emulation import spin
 from speed import measure_speeds
 from torch.utils.flop_counter import FlopCounterMode
 
-LARGEST_BATCH = 32
+LARGEST_BATCH = 64
 """Samples per second hardly change beyond it on a CPU."""
 MATRIX = 512
 SPIN_SECONDS = 0.5

@@ -70,6 +70,32 @@ def refine(
     return replace(cluster, network=replace(cluster.network, step_seconds=steps))
 
 
+def at_observed_speeds(
+    cluster: ClusterProfile, stage: int, observation: Observation
+) -> ClusterProfile:
+    """The profile with each rank as fast, over all batches, as it was in these steps.
+
+    A curve is measured once, and a device is a few percent faster or slower a minute later: because
+    of its clock, its temperature, its neighbours. Ranks that run together for many steps show their
+    speeds of now, and how they compare is what a plan lives by.
+    """
+
+    def as_fast(rank: int, device: DeviceProfile) -> DeviceProfile:
+        overhead = device.pass_overhead_seconds[stage]
+        sizes = [size for size in observation.plan.micro_batches[rank] if size]
+        known = sum(device.seconds(size) + overhead for size in sizes)
+        if not known:
+            return device
+        factor = sum(observation.pass_seconds[rank]) / known
+        points = (replace(point, seconds=factor * point.seconds) for point in device.points)
+        overheads = _replaced(device.pass_overhead_seconds, stage, factor * overhead)
+        return replace(device, points=tuple(points), pass_overhead_seconds=overheads)
+
+    return replace(
+        cluster, devices=tuple(as_fast(*numbered) for numbered in enumerate(cluster.devices))
+    )
+
+
 def _with_overheads(
     device: DeviceProfile, rank: int, stage: int, observations: Sequence[Observation]
 ) -> DeviceProfile:
