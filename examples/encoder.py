@@ -1,0 +1,220 @@
+"""A byte-level encoder in the manner of BERT, small enough to read in one sitting.
+
+The benchmarks' second model. It reads in both directions and learns to fill in masked bytes, so its
+loss comes from a few places of each sample, not from all of them. Three things always hold: the
+blocks are one `nn.ModuleList`, so every sharding engine finds its units by itself; every sample has
+the same number of masked places, so the loss is a mean over samples of equal weight, whose weighted
+gradient is exact; and there is no dropout, whose draws would differ with the number of ranks, so
+that many ranks and one device compute the same.
+
+Unlike BERT's, its blocks normalise what they read, not what they write: that trains without a
+warm-up of the learning rate.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from text import ByteWindows
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+BYTES = 256
+"""What the model chooses among at a masked place."""
+
+MASK = BYTES
+"""The token that stands where a byte is hidden: one after the last byte."""
+
+MASKED = 0.15
+"""Fraction of a sample's places at which the byte is to be found; here and below as in BERT."""
+
+HIDDEN = 0.8
+"""Fraction of the masked places that show the mask."""
+
+SWAPPED = 0.1
+"""Fraction of them that show a byte drawn at random; the rest show the byte that belongs there."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EncoderConfig:
+    """The sizes of a model, checked where they are made."""
+
+    vocabulary: int = BYTES + 1
+    """Tokens that it reads: one per byte, and the mask. It answers with bytes only."""
+    width: int = 256
+    layers: int = 4
+    heads: int = 4
+    hidden: int = 0
+    """Width inside the feed-forward layers; 0 takes 4 x `width`."""
+    context: int = 256
+    """Bytes per sample."""
+    epsilon: float = 1e-5
+
+    def __post_init__(self) -> None:
+        if min(self.width, self.layers, self.heads, self.context) < 1 or self.hidden < 0:
+            raise ValueError(f"EncoderConfig: every size must be at least 1, got {self}")
+        if self.vocabulary <= MASK:
+            raise ValueError(
+                f"EncoderConfig.vocabulary {self.vocabulary} must be at least {MASK + 1}: "
+                f"{BYTES} bytes and the mask"
+            )
+        if self.width % self.heads:
+            raise ValueError(
+                f"EncoderConfig.width {self.width} must be a multiple of heads {self.heads}"
+            )
+
+    @property
+    def feed_forward(self) -> int:
+        """Width inside the feed-forward layers."""
+        return self.hidden or 4 * self.width
+
+
+SIZES = {
+    "tiny": EncoderConfig(width=64, layers=2, heads=2, context=64),
+    "demo": EncoderConfig(width=160, layers=4, heads=5, context=256),
+    "small": EncoderConfig(width=384, layers=8, heads=6, context=512),
+    "base": EncoderConfig(width=768, layers=12, heads=12, context=1024),
+    "large": EncoderConfig(width=1536, layers=24, heads=16, context=2048),
+}
+
+
+class Attention(nn.Module):
+    """Self-attention in which every place sees every place."""
+
+    def __init__(self, config: EncoderConfig) -> None:
+        super().__init__()
+        self.heads = config.heads
+        self.projections = nn.Linear(config.width, 3 * config.width)
+        self.out = nn.Linear(config.width, config.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, length, width] in and out."""
+        heads = self.projections(x).unflatten(-1, (3, self.heads, -1)).transpose(1, 3)
+        queries, keys, values = heads.unbind(2)
+        mixed = F.scaled_dot_product_attention(queries, keys, values)
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+
+class FeedForward(nn.Module):
+    """Two layers with a GELU between them."""
+
+    def __init__(self, config: EncoderConfig) -> None:
+        super().__init__()
+        self.up = nn.Linear(config.width, config.feed_forward)
+        self.down = nn.Linear(config.feed_forward, config.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., width] in and out."""
+        return self.down(F.gelu(self.up(x)))
+
+
+class Block(nn.Module):
+    """Attention, then feed-forward, each on a normalised copy of the stream it adds to."""
+
+    def __init__(self, config: EncoderConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(config.width, eps=config.epsilon)
+        self.attention = Attention(config)
+        self.feed_forward_norm = nn.LayerNorm(config.width, eps=config.epsilon)
+        self.feed_forward = FeedForward(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, length, width] in and out."""
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.feed_forward(self.feed_forward_norm(x))
+
+
+class Head(nn.Module):
+    """From the stream to the logits of the byte at each place: transform, normalise, decode."""
+
+    def __init__(self, config: EncoderConfig) -> None:
+        super().__init__()
+        self.transform = nn.Linear(config.width, config.width)
+        self.norm = nn.LayerNorm(config.width, eps=config.epsilon)
+        self.decoder = nn.Linear(config.width, BYTES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., width] in, [..., 256] out."""
+        return self.decoder(self.norm(F.gelu(self.transform(x))))
+
+
+class Encoder(nn.Module):
+    """Bytes with some of them masked in, logits of the bytes that belong there out."""
+
+    def __init__(self, config: EncoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocabulary, config.width)
+        self.positions = nn.Embedding(config.context, config.width)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = nn.LayerNorm(config.width, eps=config.epsilon)
+        self.head = Head(config)
+        self.apply(self._initialise)
+
+    def _initialise(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=0.02)
+        if isinstance(module, nn.Linear):
+            nn.init.zeros_(module.bias)
+
+    def forward(self, tokens: Tensor, places: Tensor | None = None) -> Tensor:
+        """Logits at the `places` [batch, places] of `tokens` [batch, length], or at all of them.
+
+        Returns:
+            [batch, places, 256].
+
+        Raises:
+            ValueError: the tokens are more than the context.
+        """
+        length = tokens.shape[1]
+        if length > self.config.context:
+            raise ValueError(f"{length} bytes do not fit the context of {self.config.context}")
+        x = self.embedding(tokens) + self.positions(torch.arange(length, device=tokens.device))
+        for block in self.blocks:
+            x = block(x)
+        if places is not None:  # the head is spared the places that nobody asks about
+            x = x.gather(1, places.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
+        return self.head(self.norm(x))
+
+
+class MaskedBytes(Dataset[dict[str, Tensor]]):
+    """Windows of text, each with the same number of masked places, the same ones in every epoch.
+
+    What a sample hides depends on the seed and its index alone: not on which rank asks for it, in
+    which order, or how often.
+    """
+
+    def __init__(self, windows: ByteWindows, seed: int = 0) -> None:
+        self.windows = windows
+        self.seed = seed
+        self.masked = max(1, round(MASKED * windows.context))
+        """Masked places per sample."""
+
+    def __len__(self) -> int:
+        return len(self.windows)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """`input` [context], and `target` [masked]: the bytes that belong at `places` [masked]."""
+        text = self.windows[index]["input"]
+        draws = self._draws(index)
+        places = torch.randperm(text.numel(), generator=draws)[: self.masked].sort().values
+        target = text[places]
+        others = torch.randint(BYTES, (self.masked,), generator=draws)
+        lots = torch.rand(self.masked, generator=draws)
+        shown = torch.where(lots < HIDDEN + SWAPPED, others, target)
+        shown[lots < HIDDEN] = MASK
+        return {"input": text.index_put((places,), shown), "places": places, "target": target}
+
+    def _draws(self, index: int) -> torch.Generator:
+        # Hashed, so that sample i of seed j has nothing in common with sample j of seed i.
+        digest = hashlib.sha256(f"{self.seed} {index}".encode()).digest()
+        return torch.Generator().manual_seed(int.from_bytes(digest[:4], "big"))
+
+
+def masked_byte_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Mean cross-entropy of the masked bytes, in nats: a mean over samples of equal weight."""
+    logits = model(batch["input"], batch["places"])
+    return F.cross_entropy(logits.flatten(0, 1).float(), batch["target"].flatten())
