@@ -86,15 +86,22 @@ class Attention(nn.Module):
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
-        self.heads = config.heads
-        self.projections = nn.Linear(config.width, 3 * config.width)
+        self.channels = config.width // config.heads
+        self.queries = nn.Linear(config.width, config.width)
+        # A bias of keys cancels in the softmax: its gradient would be nothing but rounding.
+        self.keys = nn.Linear(config.width, config.width, bias=False)
+        self.values = nn.Linear(config.width, config.width)
         self.out = nn.Linear(config.width, config.width)
 
     def forward(self, x: Tensor) -> Tensor:
         """[batch, length, width] in and out."""
-        heads = self.projections(x).unflatten(-1, (3, self.heads, -1)).transpose(1, 3)
-        queries, keys, values = heads.unbind(2)
-        mixed = F.scaled_dot_product_attention(queries, keys, values)
+
+        def heads(projected: Tensor) -> Tensor:
+            return projected.unflatten(-1, (-1, self.channels)).transpose(1, 2)
+
+        mixed = F.scaled_dot_product_attention(
+            heads(self.queries(x)), heads(self.keys(x)), heads(self.values(x))
+        )
         return self.out(mixed.transpose(1, 2).flatten(2))
 
 
@@ -157,7 +164,7 @@ class Encoder(nn.Module):
     def _initialise(self, module: nn.Module) -> None:
         if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.normal_(module.weight, std=0.02)
-        if isinstance(module, nn.Linear):
+        if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
 
     def forward(self, tokens: Tensor, places: Tensor | None = None) -> Tensor:

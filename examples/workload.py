@@ -1,4 +1,4 @@
-"""What the other examples train, as the command line takes it: one function per size of model.
+"""What the other examples train, as the command line takes it: one function per model and size.
 
     poplar profile examples/workload.py:demo -o cluster.json
     torchrun --nproc-per-node 2 -m poplar profile examples/workload.py:demo -o cluster.json
@@ -10,9 +10,12 @@ A function builds the model as the training script does, and a batch of what it 
 
 from __future__ import annotations
 
+from encoder import SIZES as ENCODER_SIZES
+from encoder import Encoder, MaskedBytes, masked_byte_loss
 from llama import SIZES, Llama, LlamaConfig, next_byte_loss
 from text import load_text
-from torch.utils.data import default_collate
+from torch import Tensor
+from torch.utils.data import Dataset, default_collate
 
 from poplar.workload import Workload
 
@@ -38,10 +41,20 @@ def base() -> Workload:
     return _workload(SIZES["base"])
 
 
+def encoder() -> Workload:
+    """The other kind of model: BERT's, as large as the demo's Llama, filling in masked bytes."""
+    config = ENCODER_SIZES["demo"]
+    windows, _ = load_text(config.context, limit=BYTES_OF_TEXT)
+    return Workload(Encoder(config), masked_byte_loss, _batch(MaskedBytes(windows)))
+
+
 workload = demo
 
 
 def _workload(config: LlamaConfig) -> Workload:
     windows, _ = load_text(config.context, limit=BYTES_OF_TEXT)
-    batch = default_collate([windows[index] for index in range(SAMPLES)])
-    return Workload(Llama(config), next_byte_loss, batch)
+    return Workload(Llama(config), next_byte_loss, _batch(windows))
+
+
+def _batch(data: Dataset[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return default_collate([data[index] for index in range(SAMPLES)])
