@@ -1,0 +1,76 @@
+"""DeepSpeed's ZeRO stages 0 to 3, on CPU ranks and gloo."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+import torch
+from contest.engine import Engine, Entrant, micro_batches
+from contest.task import Batch, Task
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+os.environ.setdefault("DS_BUILD_OPS", "0")
+os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "error")
+
+try:
+    import deepspeed
+except ImportError as missing:
+    raise ImportError(f"DeepSpeed is not installed ({missing}); `make peers` does that") from None
+
+deepspeed.utils.logger.setLevel(logging.ERROR)
+
+
+class DeepSpeed(Engine):
+    """`deepspeed.initialize` with torch's fused AdamW, as in every other engine."""
+
+    def __init__(self, task: Task, entrant: Entrant, rank: int) -> None:
+        super().__init__(task, entrant, rank)
+        model = task.new_model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=task.learning_rate, fused=True)
+        self.engine, *_ = deepspeed.initialize(
+            model=model, optimizer=optimizer, config=self._config(), dist_init_required=False
+        )
+
+    def _config(self) -> dict[str, Any]:
+        passes = self.entrant.plan.micro_batches[self.rank]
+        config: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": passes[0],
+            "gradient_accumulation_steps": len(passes),
+            "train_batch_size": self.entrant.plan.global_batch,
+            "gradient_clipping": 0.0,
+            "steps_per_print": 10**9,
+            "wall_clock_breakdown": False,
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+        }
+        if self.entrant.stage:
+            config["zero_optimization"] = {"stage": self.entrant.stage, **SETTINGS}
+        return config
+
+    def step(self, batch: Batch | None) -> float:
+        assert batch is not None, f"{self.entrant.name}: every rank has samples"
+        sizes = self.entrant.plan.micro_batches[self.rank]
+        total = 0.0
+        for number, part in enumerate(micro_batches(batch, sizes), start=1):
+            with self.trace.span("pass", f"forward of pass {number}"):
+                loss = self.task.loss_fn(self.engine, part)
+            with self.trace.span("pass", f"backward of pass {number}"):
+                self.engine.backward(loss)
+            with self.trace.span("optimizer", "the update"):
+                self.engine.step()
+            total += float(loss) / len(sizes)
+        return total
+
+    def close(self) -> None:
+        self.engine.destroy()
+
+
+SETTINGS: dict[str, Any] = {}
+"""Of ZeRO, beside the stage. Its defaults are what its documentation recommends."""
+
+
+def make_peer(task: Task, entrant: Entrant, rank: int) -> Engine:
+    """The engine of an entrant. Collective."""
+    return DeepSpeed(task, entrant, rank)
