@@ -309,7 +309,7 @@ class Profiler:
     def _measure_updates(self, tell: Tell) -> list[UpdateCost]:
         tell("the optimizer step")
         checked = self.agreed.setup
-        numels = flat_numels(self.agreed, merge=True)[1]
+        numels = flat_numels(self.agreed, gathers=False)[1]
 
         def measure() -> UpdateCost:
             return measure_update(checked.factory, checked.options, numels, self.device)
@@ -325,7 +325,7 @@ class Profiler:
             Collectives(
                 comm=connect(self.group, "auto"),
                 control=self.control,
-                numels=flat_numels(self.agreed, merge=True)[1],
+                numels=flat_numels(self.agreed, gathers=False)[1],
                 wire_dtype=self.request.reduce_dtype,
                 value_dtype=value_dtype,
                 device=self.device,
@@ -403,7 +403,7 @@ class Profiler:
         held = (dtype or trained[0].dtype).itemsize
         frozen = [p for p in model.parameters() if not p.requires_grad] + list(model.buffers())
         return ModelProfile(
-            unit_numels=tuple(flat_numels(self.agreed, merge=False)[0]),
+            unit_numels=tuple(flat_numels(self.agreed, gathers=True)[0]),
             param_bytes=float(held),
             grad_bytes=float(held),
             optimizer_bytes=update.state_bytes + (0.0 if held == 4 else 4.0),

@@ -36,6 +36,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from poplar.zero import unit
+
 WORLD = 4
 """Ranks in the pool; a call may use fewer."""
 
@@ -179,6 +181,8 @@ def _work(me: int, world_size: int, folder: str, backend: str, channel: Connecti
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     torch.set_num_threads(1)
+    # Models in tests are tiny: all their blocks would be one unit, and no schedule were tested.
+    unit.GATHERED_TOGETHER_BYTES = 0
     _Here.rank = me
     _Here.notes = Path(folder) / f"note-{me}"
     if backend == "nccl":

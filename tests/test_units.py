@@ -29,7 +29,7 @@ SPEC = ModelSpec(tied=True, frozen=True)
 EVEN = (0.25,) * 4
 
 
-def built(model: nn.Module, names: Sequence[str], *, merge: bool = False) -> dict[str, list[str]]:
+def built(model: nn.Module, names: Sequence[str], *, merge: str = "none") -> dict[str, list[str]]:
     """Parameter names by unit."""
     members = [
         Member(name, parameter, 0, parameter.requires_grad, parameter.dtype)
@@ -83,16 +83,28 @@ def test_a_parameter_that_two_units_share_belongs_to_the_root() -> None:
 
 def test_every_parameter_travels_exactly_once() -> None:
     model = models.build(SPEC)
-    for merge in (False, True):
+    for merge in ("none", "blocks", "all"):
         names = [name for inside in built(model, BLOCKS, merge=merge).values() for name in inside]
         assert sorted(names) == sorted(name for name, _ in model.named_parameters())
+
+
+def test_small_blocks_are_gathered_together_but_never_with_the_root() -> None:
+    found = built(models.build(SPEC), BLOCKS, merge="blocks")
+    assert list(found) == ["root", "blocks.0..blocks.2"]
+
+
+def test_blocks_are_gathered_together_up_to_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = models.build(ModelSpec())
+    block = 4 * sum(p.numel() for p in model.blocks[0].parameters())
+    monkeypatch.setattr(units, "GATHERED_TOGETHER_BYTES", 2 * block)
+    assert list(built(model, BLOCKS, merge="blocks")) == ["root", "blocks.0..blocks.1", "blocks.2"]
 
 
 def test_large_units_are_cut_into_several_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(units, "MAX_FLAT_BYTES", 8000)
     model = models.build(ModelSpec())
     members = [Member(name, p, 0, True, p.dtype) for name, p in model.named_parameters()]
-    for unit in build_units(model, members, BLOCKS, merge=False):
+    for unit in build_units(model, members, BLOCKS, merge="none"):
         assert len(unit.flats) > 1
         for flat in unit.flats:
             assert len(flat.parameters) == 1 or 4 * sum(p.numel() for p in flat.parameters) <= 8000
@@ -105,7 +117,7 @@ def test_parameters_of_one_group_lie_side_by_side() -> None:
         Member(name, p, index % 3, True, p.dtype)
         for index, (name, p) in enumerate(model.named_parameters())
     ]
-    for unit in build_units(model, members, BLOCKS, merge=False):
+    for unit in build_units(model, members, BLOCKS, merge="none"):
         for flat in unit.flats:
             assert list(flat.groups) == sorted(flat.groups)
             assert all(offset % 64 == 0 for offset in flat.offsets)

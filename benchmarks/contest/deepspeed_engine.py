@@ -7,6 +7,7 @@ import os
 from typing import Any
 
 import torch
+
 from contest.engine import Engine, Entrant, micro_batches
 from contest.task import Batch, Task
 

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from contest.task import Batch, Task
-
 from poplar import Plan
 from poplar.trace import Span, Trace
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-import poplar
 import torch
+
+import poplar
 from contest.clusters import Cluster
 from contest.crew import Here
 from contest.engine import Entrant
 from contest.task import Task
 from contest.yardstick import LARGEST_BATCH
-
 from poplar import ClusterProfile, Plan
 
 PEERS = {

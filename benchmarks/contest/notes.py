@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from emulation import PERIOD_US
+
 from contest.clusters import Cluster
 from contest.outcome import Contest
-from emulation import PERIOD_US
 
 DRIFT = 0.1
 """A rank whose calibrated speed changed by more than this during a run is told of."""

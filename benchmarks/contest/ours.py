@@ -7,9 +7,9 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
+
 from contest.engine import Engine, Entrant
 from contest.task import Batch, Task
-
 from poplar import HeteroZeroOptimizer
 from poplar.trace import Span
 

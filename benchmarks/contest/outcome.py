@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from contest.engine import Entrant
 from contest.task import Task
-
 from poplar.trace import Span
 
 

@@ -16,7 +16,6 @@ from contest.notes import notes
 from contest.outcome import Calibration, Contest, Outcome
 from contest.ranks import Turn
 from contest.task import Task
-
 from poplar.trace import Span
 
 WARMUP_STEPS = 3
@@ -237,7 +236,9 @@ def _told(
         ideal_over_even=dict.fromkeys(rules.stages, 1.0),
         outcomes=tuple(lane.outcome() for lane in lanes),
     )
-    return replace(contest, ideal_over_even=ideals(cluster, contest), notes=tuple(notes(cluster, contest)))
+    return replace(
+        contest, ideal_over_even=ideals(cluster, contest), notes=tuple(notes(cluster, contest))
+    )
 
 
 def _with_memory(contest: Contest, place: Place, task: Task, tell: Tell) -> Contest:

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch.distributed as dist
+
 from contest.crew import Here
 from contest.engine import Engine, Entrant
 from contest.task import Batch, Task
-
 from poplar.trace import Span
 
 TWIN_STEPS = 2

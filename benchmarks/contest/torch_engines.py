@@ -5,11 +5,12 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
-from contest.engine import Engine, Entrant, micro_batches
-from contest.task import Batch, Task
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
+
+from contest.engine import Engine, Entrant, micro_batches
+from contest.task import Batch, Task
 
 
 class TorchEngine(Engine):

@@ -6,12 +6,13 @@ import time
 
 import torch
 import torch.distributed as dist
-from contest.crew import Here
-from contest.outcome import Calibration
-from contest.task import Task
 from emulation import spin
 from speed import measure_speeds
 from torch.utils.flop_counter import FlopCounterMode
+
+from contest.crew import Here
+from contest.outcome import Calibration
+from contest.task import Task
 
 LARGEST_BATCH = 64
 """Samples per second hardly change beyond it on a CPU."""

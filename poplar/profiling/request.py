@@ -138,12 +138,12 @@ def agree_on(request: Request, control: Control) -> Agreed:
     )
 
 
-def flat_numels(agreed: Agreed, *, merge: bool) -> tuple[list[int], list[int]]:
+def flat_numels(agreed: Agreed, *, gathers: bool) -> tuple[list[int], list[int]]:
     """Elements of each unit that is trained, and of each flat buffer.
 
     Args:
         agreed: of this rank.
-        merge: as where nothing gathers units one by one.
+        gathers: as where units are gathered one by one.
     """
     checked = agreed.setup
     members = [
@@ -151,6 +151,7 @@ def flat_numels(agreed: Agreed, *, merge: bool) -> tuple[list[int], list[int]]:
         for name, parameter in checked.model.named_parameters()
         if id(parameter) in checked.group_of
     ]
+    merge = setup.merge_of(checked, gathers=gathers)
     units = build_units(checked.model, members, checked.unit_names, merge=merge)
     sizes = [[flat.numel for flat in unit.flats] for unit in units]
     return [sum(flats) for flats in sizes], [numel for flats in sizes for numel in flats]

@@ -19,7 +19,7 @@ from poplar.planning.plan import Plan
 from poplar.zero import checks
 from poplar.zero.agreement import agree
 from poplar.zero.engine import STRATEGIES, Engine
-from poplar.zero.unit import Member, Unit, build_units, resolve_units
+from poplar.zero.unit import Member, Merge, Unit, build_units, resolve_units
 from poplar.zero.update import OptimizerFactory, ShardedUpdate, check_elementwise, fastest_options
 
 Groups = list[dict[str, Any]]
@@ -36,6 +36,8 @@ class Request:
     stage: int
     plan: Plan | None
     unit_names: Sequence[str]
+    units_are_named: bool
+    """By the user; otherwise they were found."""
     compute_dtype: torch.dtype | str
     reduce_dtype: torch.dtype
     device: torch.device
@@ -134,6 +136,7 @@ def check_request(
         stage=chosen,
         plan=plan,
         unit_names=resolve_units(model, units),
+        units_are_named=units is not None,
         compute_dtype=compute_dtype,
         reduce_dtype=reduce_dtype,
         device=device,
@@ -197,7 +200,7 @@ def build(
         request.model,
         members,
         request.unit_names,
-        merge=not strategy.gathers and not unit_plans,
+        merge="none" if unit_plans else merge_of(request, gathers=strategy.gathers),
     )
     _check_unit_names(control, unit_plans, units)
     _make_equal(request.model, units, comm)
@@ -214,6 +217,13 @@ def build(
     ]
     update = ShardedUpdate(request.factory, engine.trained, hyper, request.options)
     return engine, update
+
+
+def merge_of(request: Request, *, gathers: bool) -> Merge:
+    """Which small units travel together."""
+    if not gathers:
+        return "all"
+    return "none" if request.units_are_named else "blocks"
 
 
 def _make_equal(model: nn.Module, units: Sequence[Unit], comm: Communicator) -> None:
