@@ -1,13 +1,73 @@
-// poplar._core: the Python face of partition.h. Free of torch, so it builds and is tested anywhere.
+// poplar._core: the Python face of partition.h and counter.h. Free of torch, so it builds and is
+// tested anywhere.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <stdexcept>
+
+#include "counter.h"
 #include "partition.h"
 
 namespace py = pybind11;
 
+namespace {
+
+// The counter at a place of a writable buffer (an mmap, say), which the caller keeps alive.
+std::uint32_t* counter_at(const py::buffer_info& memory, std::int64_t offset) {
+  const std::int64_t bytes = memory.size * memory.itemsize;
+  if (offset < 0 || offset % 4 != 0 || offset + 4 > bytes) {
+    throw std::invalid_argument("a counter at byte " + std::to_string(offset) + " of " +
+                                std::to_string(bytes) + ": give a multiple of 4 inside");
+  }
+  return reinterpret_cast<std::uint32_t*>(static_cast<char*>(memory.ptr) + offset);
+}
+
+}  // namespace
+
 PYBIND11_MODULE(_core, module) {
-  module.doc() = "Partition arithmetic of flat buffers: exact, integer, free of torch.";
+  module.doc() = "Partition arithmetic of flat buffers, and counters in shared memory.";
+
+  module.def(
+      "raise_counter",
+      [](const py::buffer& memory, std::int64_t offset, std::uint32_t value) {
+        const py::buffer_info info = memory.request(true);
+        poplar::raise(counter_at(info, offset), value);
+      },
+      py::arg("memory"), py::arg("offset"), py::arg("value"),
+      R"(Set a counter in shared memory and wake all processes that wait for it.
+
+What was written into shared memory before is seen by whoever has waited for the new value.)");
+
+  module.def(
+      "read_counter",
+      [](const py::buffer& memory, std::int64_t offset) {
+        const py::buffer_info info = memory.request(true);
+        return poplar::load(counter_at(info, offset));
+      },
+      py::arg("memory"), py::arg("offset"), "What a counter in shared memory is at.");
+
+  module.def(
+      "wait_for_counter",
+      [](const py::buffer& memory, std::int64_t offset, std::uint32_t value, double seconds) {
+        const py::buffer_info info = memory.request(true);
+        const std::uint32_t* counter = counter_at(info, offset);
+        const py::gil_scoped_release others_may_run;
+        return poplar::wait_for(counter, value, seconds);
+      },
+      py::arg("memory"), py::arg("offset"), py::arg("value"), py::arg("seconds"),
+      R"(Sleep until a counter in shared memory has reached `value`.
+
+Args:
+    memory: a writable buffer, an mmap say; kept until the call returns.
+    offset: of the counter in it, in bytes; a multiple of 4.
+    value: counters wrap around at 2**32, so it may be at most 2**31 away.
+    seconds: how long to wait at most.
+
+Returns:
+    Whether it has.
+
+Raises:
+    ValueError: an offset outside of the memory.)");
 
   module.def("shard_boundaries", &poplar::shard_boundaries, py::arg("numel"), py::arg("shares"),
              py::arg("alignment"), R"(Cut a flat buffer into one contiguous, aligned slice per rank.

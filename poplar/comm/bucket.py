@@ -7,8 +7,8 @@ the wire, how gradients enter the bucket, how the slices of all ranks become one
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -44,6 +44,8 @@ class Bucket:
     data: Tensor
     layout: Layout
     codec: Codec
+    before_writing: Callable[[], None] = field(default=lambda: None, repr=False)
+    """Waits until nobody reads any more what was sent from here before."""
 
     def pack(
         self,
@@ -54,4 +56,5 @@ class Bucket:
         accumulate: bool = False,
     ) -> None:
         """Write `weight * gradients[i]` at `offsets[i]`; unless accumulating, zero elsewhere."""
+        self.before_writing()
         self.codec.pack(self.data, gradients, offsets, weight, accumulate)

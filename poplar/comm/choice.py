@@ -3,25 +3,39 @@
 from __future__ import annotations
 
 from poplar.comm.communicator import Communicator
+from poplar.comm.control import Control
 from poplar.comm.group import Group
 from poplar.comm.process_group import ProcessGroupCommunicator
+from poplar.comm.shared_memory import NotOneHost, SharedMemoryCommunicator
+
+CHOICES = ("auto", "process_group", "shared_memory")
 
 
 def connect(group: Group, choice: str | Communicator) -> Communicator:
-    """The transport for a group.
+    """The transport for a group. Collective.
 
     Args:
         group: who takes part.
-        choice: `"auto"`, `"process_group"`, or a communicator built by the caller.
+        choice: `"process_group"` (NCCL, gloo); `"shared_memory"` (CPU ranks of one host);
+            `"auto"`: shared memory where it is possible, else the process group; or a communicator
+            built by the caller.
 
     Raises:
         ValueError: an unknown name.
+        NotOneHost: shared memory was asked for, and the ranks have none.
     """
     if isinstance(choice, Communicator):
         return choice
-    if choice in ("auto", "process_group"):
-        return ProcessGroupCommunicator(group)
-    raise ValueError(
-        f"communicator={choice!r} is not known; use 'auto', 'process_group' or a "
-        "poplar.comm.Communicator"
-    )
+    if choice not in CHOICES:
+        raise ValueError(
+            f"communicator={choice!r} is not known; use one of {', '.join(map(repr, CHOICES))} or "
+            "a poplar.comm.Communicator"
+        )
+    shares = choice == "shared_memory" or (choice == "auto" and group.backend == "gloo")
+    if shares and (choice == "shared_memory" or group.size > 1):
+        try:
+            return SharedMemoryCommunicator(group, Control(group))
+        except NotOneHost:
+            if choice == "shared_memory":
+                raise
+    return ProcessGroupCommunicator(group)

@@ -98,14 +98,21 @@ class Exchange:
             raise self._failure(sorted(missing), cause) from cause
 
     def _failure(self, peers: list[int], cause: RuntimeError | None) -> CollectiveTimeout:
-        names = ", ".join(str(peer) for peer in peers)
-        seconds = self._group.timeout.total_seconds()
-        return CollectiveTimeout(
-            f"rank {self._group.rank}: {self._what} failed, waiting for rank(s) {names} "
-            f"(deadline {seconds:g} s). Look at the log of rank(s) {names} first: stopped, killed "
-            "or far behind? A longer deadline: HeteroZeroOptimizer(..., timeout=timedelta(...)). "
-            f"Cause: {_first_line(cause)}"
-        )
+        return collective_timeout(self._group, self._what, peers, _first_line(cause))
+
+
+def collective_timeout(
+    group: Group, what: str, peers: Sequence[int], cause: str
+) -> CollectiveTimeout:
+    """The error of a collective that some peers took no part in."""
+    names = ", ".join(str(peer) for peer in peers)
+    seconds = group.timeout.total_seconds()
+    return CollectiveTimeout(
+        f"rank {group.rank}: {what} failed, waiting for rank(s) {names} "
+        f"(deadline {seconds:g} s). Look at the log of rank(s) {names} first: stopped, killed "
+        "or far behind? A longer deadline: HeteroZeroOptimizer(..., timeout=timedelta(...)). "
+        f"Cause: {cause}"
+    )
 
 
 def _start(
