@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from poplar.comm import Communicator, Control, Group, connect
+from poplar.comm import Communicator, Group, connect, control_of
 from poplar.errors import CollectiveTimeout, PoplarError
 from poplar.planning.plan import Plan
 from poplar.scaler import GradScaler
@@ -161,7 +161,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         **optimizer_kwargs: Any,
     ) -> None:
         self._group = Group.of(process_group, timeout)
-        self._control = Control(self._group)
+        self._control = control_of(self._group)
         error: Exception | None = None
         try:
             comm = connect(self._group, communicator)

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import nn
 
 from poplar import devices, host
-from poplar.comm import Control, Group, connect
+from poplar.comm import Group, connect, control_of
 from poplar.optimizer import HeteroZeroOptimizer
 from poplar.planning.cluster import (
     BatchPoint,
@@ -159,7 +159,7 @@ class Profiler:
     def __init__(self, request: Request, group: Group, cache: Cache | None, *, show: bool) -> None:
         self.request = request
         self.group = group
-        self.control = Control(group)
+        self.control = control_of(group)
         self.cache = cache
         self.show = show and group.rank == 0
         self.agreed: Agreed = agree_on(request, self.control)

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from poplar.comm import Control, Group
+from poplar.comm import Group, control_of
 from poplar.planning.cluster import BatchPoint, ClusterProfile, DeviceProfile
 from poplar.planning.cost_model import describe, predict
 from poplar.planning.plan import STRATEGIES, Plan
@@ -129,7 +129,7 @@ def tune(
     elif policy not in POLICIES:
         error = ValueError(f"policy={policy!r} is not known; use one of {sorted(POLICIES)}")
     group = Group.of(process_group, timeout)
-    agree(Control(group), error, doing="autotune()")
+    agree(control_of(group), error, doing="autotune()")
     request = Request(
         model=model,
         loss_fn=loss_fn,

@@ -4,9 +4,18 @@ Knows layouts and tensors, not what they mean: no unit, no stage, no model is ev
 """
 
 from poplar.comm.bucket import Bucket, Codec
-from poplar.comm.choice import connect
+from poplar.comm.choice import connect, control_of
 from poplar.comm.communicator import Communicator, Pending
 from poplar.comm.control import Control
 from poplar.comm.group import Group
 
-__all__ = ["Bucket", "Codec", "Communicator", "Control", "Group", "Pending", "connect"]
+__all__ = [
+    "Bucket",
+    "Codec",
+    "Communicator",
+    "Control",
+    "Group",
+    "Pending",
+    "connect",
+    "control_of",
+]

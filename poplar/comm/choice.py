@@ -1,12 +1,13 @@
-"""Which transport carries a group's tensors."""
+"""Which transport carries a group's tensors, and which its agreements."""
 
 from __future__ import annotations
 
+from poplar.comm.board import Board, NotOneHost
 from poplar.comm.communicator import Communicator
 from poplar.comm.control import Control
 from poplar.comm.group import Group
 from poplar.comm.process_group import ProcessGroupCommunicator
-from poplar.comm.shared_memory import NotOneHost, SharedMemoryCommunicator
+from poplar.comm.shared_memory import SharedMemoryCommunicator
 
 CHOICES = ("auto", "process_group", "shared_memory")
 
@@ -34,8 +35,19 @@ def connect(group: Group, choice: str | Communicator) -> Communicator:
     shares = choice == "shared_memory" or (choice == "auto" and group.backend == "gloo")
     if shares and (choice == "shared_memory" or group.size > 1):
         try:
-            return SharedMemoryCommunicator(group, Control(group))
+            return SharedMemoryCommunicator(Board(group, Control(group)))
         except NotOneHost:
             if choice == "shared_memory":
                 raise
     return ProcessGroupCommunicator(group)
+
+
+def control_of(group: Group) -> Control:
+    """Agreements by shared memory between ranks of one host, by gloo otherwise. Collective."""
+    control = Control(group)
+    if group.size == 1:
+        return control
+    try:
+        return Control(group, Board(group, control))
+    except NotOneHost:
+        return control

@@ -1,21 +1,24 @@
 """Agreements between ranks: small host values, exchanged directly, apart from the tensors' traffic.
 
-Everything here is CPU and gloo, so agreeing costs no GPU synchronisation and takes effect while
-tensors are in flight. Every rank calls `exchange*` in the same order.
+Everything here is on the CPU, by shared memory or gloo, so agreeing costs no GPU synchronisation
+and takes effect while tensors are in flight. Every rank calls `exchange*` in the same order.
 """
 
 from __future__ import annotations
 
 import itertools
 import pickle
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from poplar.comm.exchange import Exchange, Message, tag_of
 from poplar.comm.group import Group
+
+if TYPE_CHECKING:
+    from poplar.comm.board import Board  # which meets by a control of its own
 
 T = TypeVar("T")
 
@@ -26,8 +29,10 @@ _EXCHANGES, _ANNOUNCEMENTS = 1, 2
 class Control:
     """The agreements of one group."""
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Group, board: Board | None = None) -> None:
+        """With a board, which must be this control's own, exchanges go through shared memory."""
         self.group = group
+        self._board = board
         self._exchanges = itertools.count()
         self._announcements = itertools.count()
         self._announced: list[Exchange] = []
@@ -36,6 +41,8 @@ class Control:
         """Start to exchange 1-D `values`, equally long everywhere; the result collects them."""
         group = self.group
         mine = values.contiguous()
+        if self._board is not None:
+            return self._exchange_on(self._board, mine, what)
         theirs = [torch.empty_like(mine) for _ in range(group.size)]
         theirs[group.rank] = mine
         pending = self._direct([mine] * group.size, theirs, what)
@@ -52,7 +59,10 @@ class Control:
         sizes = self.exchange(torch.tensor([payload.numel()]), what=what)()
         theirs = [torch.empty(int(size), dtype=torch.uint8) for size in sizes]
         theirs[self.group.rank] = payload
-        self._direct([payload] * self.group.size, theirs, what).wait()
+        if self._board is not None:
+            theirs = self._exchange_on(self._board, payload, what, [int(s) for s in sizes])()
+        else:
+            self._direct([payload] * self.group.size, theirs, what).wait()
         received: list[Any] = [pickle.loads(bytes(data.numpy())) for data in theirs]
         return received
 
@@ -75,6 +85,25 @@ class Control:
         value = torch.zeros(1, dtype=torch.int64)
         self._direct_announcement(value, incoming=True, peers=[announcer]).wait()
         return int(value)
+
+    def _exchange_on(
+        self, board: Board, mine: Tensor, what: str, sizes: Sequence[int] | None = None
+    ) -> Callable[[], list[Tensor]]:
+        numels = [mine.numel()] * self.group.size if sizes is None else sizes
+        collective = board.post(mine)
+
+        def collect() -> list[Tensor]:
+            board.wait_until_posted(collective, what)
+            theirs = [
+                mine
+                if peer == self.group.rank
+                else board.posted_by(peer, collective, mine.dtype, 0, numel).clone()
+                for peer, numel in enumerate(numels)
+            ]
+            board.finish(collective)
+            return theirs
+
+        return collect
 
     def _others(self) -> list[int]:
         return [peer for peer in range(self.group.size) if peer != self.group.rank]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 
 from poplar.comm.segment import Segment
@@ -17,12 +16,11 @@ class Shared:
 
 
 class Pool:
-    """Hands segments out and takes them back; peers may still read what has come back."""
+    """Hands segments out and takes them back, though peers may still read what has come back."""
 
-    def __init__(self, is_over: Callable[[int], bool], wait_until_over: Callable[[int], None]):
-        """`is_over(c)`: every peer is done with collective `c`; the other waits until it is."""
+    def __init__(self, is_over: Callable[[int], bool]) -> None:
+        """`is_over(c)`: every peer has read what it needs of collective `c`."""
         self._is_over = is_over
-        self._wait_until_over = wait_until_over
         self._idle: dict[int, list[Shared]] = {}
 
     def take(self, nbytes: int) -> Shared:
@@ -38,19 +36,9 @@ class Pool:
                 return idle.pop(place)
         return Shared(Segment(size))
 
-    def guard(self, shared: Shared) -> None:
-        """Before writing: wait until no peer reads it any more."""
-        if shared.read_in is not None:
-            self._wait_until_over(shared.read_in)
-            shared.read_in = None
-
     def give_back(self, shared: Shared) -> None:
         """Nobody here needs it any more."""
-        self._idle[_rounded(shared.segment.nbytes)].append(shared)
-
-    def give_back_after(self, holder: object, shared: Shared) -> None:
-        """Take it back when `holder` is gone."""
-        weakref.finalize(holder, self.give_back, shared).atexit = False
+        self._idle[shared.segment.nbytes].append(shared)
 
 
 def _rounded(nbytes: int) -> int:

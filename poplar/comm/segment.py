@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 PAGE = mmap.PAGESIZE
+CAN_SHARE = hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")
+"""Linux has both."""
 
 
 class Segment:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from poplar import nest
-from poplar.comm import Control, Group
+from poplar.comm import Control, Group, control_of
 from poplar.errors import CollectiveTimeout, RankFailed
 from poplar.optimizer import HeteroZeroOptimizer
 from poplar.planning.plan import Plan
@@ -87,7 +87,7 @@ def verify(
         RankFailed: another rank failed.
     """
     group = Group.of(process_group, timeout)
-    control = Control(group)
+    control = control_of(group)
     error: Exception | None = None
     digest, device = "", torch.device("cpu")
     try:

@@ -1,0 +1,211 @@
+"""A board per rank, in shared memory: where what it offers lies, and how far it has read.
+
+Ranks of one host that take part in the same collectives in the same order each post their part,
+read the others', and say when they are done, so that the memory can be written again. Nothing is
+sent, and nobody is asked: a wait is for a counter, and sleeps in the kernel.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import struct
+import time
+import weakref
+from mmap import mmap
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from poplar import _core
+from poplar.comm.control import Control
+from poplar.comm.exchange import collective_timeout
+from poplar.comm.group import Group
+from poplar.comm.pool import Pool, Shared
+from poplar.comm.segment import CAN_SHARE, PAGE, Peer, Segment, open_segment, view
+
+_POSTED, _FINISHED, _RING = 0, 64, 128
+"""Bytes on a board: collectives posted, collectives finished, and where what was posted lies."""
+_PLACE = struct.Struct("<qqq")
+"""Number of a segment (-1: nothing was posted), its bytes, and where in it the data begins."""
+_PLACES = (PAGE - _RING) // _PLACE.size
+"""Collectives in flight at most."""
+_SLICE_SECONDS = 0.1
+"""After so long in one wait it is asked whether the peer's process is still there."""
+_WRAP = 1 << 32
+
+
+class NotOneHost(RuntimeError):
+    """Ranks cannot share memory: on several hosts, or kept apart on one; says which."""
+
+
+class Board:
+    """This rank's board and the others'. All ranks post the same collectives in the same order."""
+
+    def __init__(self, group: Group, control: Control) -> None:
+        """Meet the other ranks. Collective; all ranks succeed or all raise.
+
+        Raises:
+            NotOneHost: the ranks cannot share memory.
+        """
+        self.group = group
+        self._own, self._peers, self._boards = _meet(control)
+        self._posted = 0
+        self._finished = 0
+        self._ahead: set[int] = set()
+        """Finished, though an earlier one is not yet."""
+        self._pool = Pool(self._is_over)
+        self._shared: list[Shared] = []
+        """All that this rank has ever shared; few, because they are used again."""
+
+    # Memory to share.
+
+    def take(self, dtype: torch.dtype, numel: int) -> tuple[Tensor, Shared]:
+        """Shared memory that nobody reads any more, not initialised."""
+        shared = self._pool.take(numel * dtype.itemsize)
+        shared.read_in = None
+        if shared not in self._shared:
+            self._shared.append(shared)
+        return view(shared.segment.memory, dtype, 0, numel), shared
+
+    def give_back(self, shared: Shared) -> None:
+        """This rank needs it no more; peers may still read it."""
+        self._pool.give_back(shared)
+
+    def give_back_after(self, holder: object, shared: Shared) -> None:
+        """As `give_back`, once `holder` is gone."""
+        weakref.finalize(holder, self._pool.give_back, shared).atexit = False
+
+    def guard(self, data: Tensor) -> None:
+        """Before `data` is written: wait until no peer reads what was posted from there."""
+        shared = self._holder_of(data)
+        if shared is not None and shared.read_in is not None:
+            self._wait_until_over(shared.read_in)
+            shared.read_in = None
+
+    def _holder_of(self, data: Tensor) -> Shared | None:
+        if data.numel() == 0:
+            return None
+        return next((held for held in self._shared if held.segment.holds(data)), None)
+
+    # Collectives.
+
+    def post(self, data: Tensor) -> int:
+        """Offer `data` (copied unless it is shared already); returns the collective's number."""
+        collective = self._posted
+        self._wait_until_over(collective - _PLACES)
+        place = (-1, 0, 0)
+        if data.numel():
+            shared = self._holder_of(data)
+            if shared is None:
+                copy, shared = self.take(data.dtype, data.numel())
+                data = copy.copy_(data)
+                self.give_back(shared)
+            shared.read_in = collective
+            segment = shared.segment
+            place = (segment.number, segment.nbytes, data.data_ptr() - segment.address)
+        _PLACE.pack_into(self._own.memory, _RING + collective % _PLACES * _PLACE.size, *place)
+        self._posted = collective + 1
+        _core.raise_counter(self._own.memory, _POSTED, self._posted % _WRAP)
+        return collective
+
+    def wait_until_posted(self, collective: int, what: str) -> float:
+        """Return when every rank has posted its part, with the seconds that it took.
+
+        Raises:
+            CollectiveTimeout: names the ranks that have not by the deadline, or that are gone.
+        """
+        began = time.perf_counter()
+        self._wait(_POSTED, collective + 1, what)
+        self.group.trace.add("wait", what, began)
+        return time.perf_counter() - began
+
+    def posted_by(
+        self, peer: int, collective: int, dtype: torch.dtype, first: int, numel: int
+    ) -> Tensor:
+        """Elements of what a peer has posted, where they lie; until this rank has finished."""
+        at = _RING + collective % _PLACES * _PLACE.size
+        number, nbytes, begin = _PLACE.unpack_from(self._boards[peer], at)
+        assert number >= 0, f"rank {peer} posted nothing, though its slice has {numel} elements"
+        memory = self._peers[peer].memory(number, nbytes)
+        return view(memory, dtype, begin + first * dtype.itemsize, numel)
+
+    def finish(self, collective: int) -> None:
+        """This rank reads nothing any more of what peers posted for `collective`."""
+        self._ahead.add(collective)
+        while self._finished in self._ahead:
+            self._ahead.remove(self._finished)
+            self._finished += 1
+        _core.raise_counter(self._own.memory, _FINISHED, self._finished % _WRAP)
+
+    def others(self) -> list[int]:
+        """The other ranks, the nearest successor first, so that no rank is read by all at once."""
+        rank, size = self.group.rank, self.group.size
+        return [(rank + step) % size for step in range(1, size)]
+
+    def _is_over(self, collective: int) -> bool:
+        for peer in self.others():
+            finished = _core.read_counter(self._boards[peer], _FINISHED)
+            if (finished - collective - 1) % _WRAP >= _WRAP // 2:
+                return False
+        return True
+
+    def _wait_until_over(self, collective: int) -> None:
+        if collective >= 0:
+            self._wait(_FINISHED, collective + 1, "the end of an earlier collective")
+
+    def _wait(self, counter: int, value: int, what: str) -> None:
+        deadline = time.monotonic() + self.group.timeout.total_seconds()
+        for peer in self.others():
+            while not self._has_reached(peer, counter, value, _SLICE_SECONDS):
+                if not self._peers[peer].has_ended() and time.monotonic() < deadline:
+                    continue
+                late = [p for p in self.others() if not self._has_reached(p, counter, value, 0.0)]
+                if late:
+                    gone = sorted(p for p in late if self._peers[p].has_ended())
+                    cause = f"the process of rank(s) {gone} has ended" if gone else "no answer"
+                    raise collective_timeout(self.group, what, sorted(late), cause)
+
+    def _has_reached(self, peer: int, counter: int, value: int, seconds: float) -> bool:
+        return _core.wait_for_counter(self._boards[peer], counter, value % _WRAP, seconds)
+
+
+def _meet(control: Control) -> tuple[Segment, dict[int, Peer], dict[int, mmap]]:
+    """Exchange boards with all ranks. Collective.
+
+    Raises:
+        NotOneHost: on all ranks, if one of them cannot read another's board.
+    """
+    what, me = "looking for ranks on one host", control.group.rank
+    own = Segment(PAGE) if CAN_SHARE else None
+    mine = (_place(), os.getpid(), own.number if own else -1)
+    peers: dict[int, Peer] = {}
+    boards: dict[int, mmap] = {}
+    trouble = ""
+    for rank, (place, pid, number) in enumerate(control.exchange_objects(mine, what=what)):
+        if rank == me or trouble:
+            continue
+        try:
+            if place != mine[0]:
+                raise OSError(f"it runs at {place}, rank {me} at {mine[0]}")
+            peers[rank] = Peer(pid)
+            boards[rank] = open_segment(pid, number, PAGE)
+        except OSError as error:
+            trouble = f"rank {me} cannot read the memory of rank {rank}: {error}"
+    troubles = [text for text in control.exchange_objects(trouble, what=what) if text]
+    if troubles or own is None:
+        raise NotOneHost(troubles[0] if troubles else "this system has no anonymous shared memory")
+    return own, peers, boards
+
+
+def _place() -> tuple[str, ...]:
+    """The host, and the namespaces within which processes and sockets of it see each other.
+
+    Ranks in different network namespaces are told apart because whoever made these wants the
+    network between them to be used.
+    """
+    if not CAN_SHARE:
+        return (platform.node(), str(os.getpid()))
+    host = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return (host, *(os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net")))
