@@ -24,7 +24,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 from contest.clusters import CLUSTERS, Cluster, find_cluster
 from contest.crew import CrewFailed
 from contest.outcome import Contest
-from contest.page import write_page
 from contest.race import Rules, hold
 from contest.row import Row, rows_of, write_rows
 from contest.table import summary_of, table_of
@@ -70,6 +69,8 @@ def main() -> None:
         raise SystemExit(1)
     console.print(summary_of(rows))
     if options.page:
+        from contest.page import write_page
+
         try:
             write_page(contests, options.page)
         except ImportError as missing:

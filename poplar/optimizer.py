@@ -130,7 +130,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             inputs; masters stay fp32. "auto": an fp32 model on CUDA is computed in bf16 if every
             rank has it, else in fp16 with a loss scale; any other model as it is.
         reduce_dtype: dtype in which gradients travel; they are added in fp32.
-        communicator: "auto" or a `poplar.comm.Communicator`.
+        communicator: "auto", "process_group" (NCCL, gloo), "shared_memory" (CPU ranks of one host)
+            or a `poplar.comm.Communicator`.
         timeout: how long a rank waits for another, 5 minutes by default.
         allow_batch_norm: accept BatchNorm in training mode, whose statistics are per micro-batch.
         **optimizer_kwargs: for `optimizer_class`; `fused=True` is added where it exists.
@@ -161,7 +162,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         **optimizer_kwargs: Any,
     ) -> None:
         self._group = Group.of(process_group, timeout)
-        self._control = control_of(self._group)
+        self._control = control_of(self._group, communicator)
         error: Exception | None = None
         try:
             comm = connect(self._group, communicator)

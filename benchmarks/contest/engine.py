@@ -30,6 +30,8 @@ class Entrant:
     ranks: tuple[int, ...]
     """Which of the cluster's ranks take part, ascending; all of them but for the weak-only and
     strong-only baselines. Rank `i` of the plan is `ranks[i]`."""
+    over_gloo: bool = False
+    """Poplar, carried as its peers are, although the ranks could share memory."""
 
     def samples(self, rank: int) -> int:
         """Samples of the cluster's rank `rank` in a step."""

@@ -96,8 +96,8 @@ def propose(
     return profile, tuple(proposals)
 
 
-def ours(proposals: Sequence[Proposal], size: int) -> Iterator[tuple[Entrant, float]]:
-    """Poplar's entrants with their predictions."""
+def ours(proposals: Sequence[Proposal], size: int) -> Iterator[tuple[Entrant, float | None]]:
+    """Poplar's entrants with their predictions; the even ones once more, carried as peers are."""
     for proposal in proposals:
         plan = proposal.plan
         entrant = Entrant(
@@ -109,6 +109,9 @@ def ours(proposals: Sequence[Proposal], size: int) -> Iterator[tuple[Entrant, fl
             ranks=tuple(range(size)),
         )
         yield entrant, proposal.predicted_seconds
+        if proposal.policy == "even":
+            name = f"poplar even on gloo, stage {plan.stage}"
+            yield replace(entrant, name=name, over_gloo=True), None
 
 
 def peers(cluster: Cluster, task: Task, stages: Sequence[int]) -> Iterator[Entrant]:

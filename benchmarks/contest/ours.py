@@ -31,6 +31,7 @@ class Poplar(Engine):
                 torch.optim.AdamW,
                 plan=entrant.plan,
                 process_group=group,
+                communicator="process_group" if entrant.over_gloo else "auto",
                 lr=task.learning_rate,
                 compute_dtype=torch.float32,
             )

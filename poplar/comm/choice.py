@@ -42,10 +42,15 @@ def connect(group: Group, choice: str | Communicator) -> Communicator:
     return ProcessGroupCommunicator(group)
 
 
-def control_of(group: Group) -> Control:
-    """Agreements by shared memory between ranks of one host, by gloo otherwise. Collective."""
+def control_of(group: Group, choice: str | Communicator = "auto") -> Control:
+    """Agreements by shared memory between ranks of one host, by gloo otherwise. Collective.
+
+    Args:
+        group: who takes part.
+        choice: of the transport; who asks for the process group gets it for agreements too.
+    """
     control = Control(group)
-    if group.size == 1:
+    if group.size == 1 or choice == "process_group":
         return control
     try:
         return Control(group, Board(group, control))

@@ -1,0 +1,249 @@
+"""Several hosts on one machine: network namespaces with a link of a chosen rate between them.
+
+    with EmulatedNetwork(hosts=2, bits_per_second=1e9) as hosts:
+        ...                      # each rank process calls hosts.enter(host) before anything else
+
+Ranks of one host talk within their namespace, at the speed of memory; what goes to another host
+passes a veth whose both ends are shaped by `tc tbf`. Needs root and iproute2. The namespaces are
+this run's own and go with it: at the end of the `with` block, or by a guard process when this one
+is killed. Never believe a rate, measure it:
+
+    python benchmarks/network.py --gigabits 1
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import itertools
+import multiprocessing
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
+from types import TracebackType
+
+from emulation import EmulationUnavailable
+
+BURST_BYTES = 256 * 1024
+"""What may leave at once. More than the segments that the kernel hands over whole (64 KiB), or the
+rate is not reached; little beside a second's worth."""
+QUEUE_SECONDS = 0.05
+"""How long bytes may queue before they are dropped."""
+INTERFACE = "poplar0"
+"""Of a host, in its namespace."""
+CLONE_NEWNET = 0x40000000
+PORT = 29_400
+
+_SERIAL = itertools.count()
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """The namespaces of an open network, as rank processes need them. A small picklable value."""
+
+    names: tuple[str, ...]
+
+    def enter(self, host: int) -> None:
+        """Move the calling thread, and all that it starts from now on, to a host.
+
+        Before any socket is made: sockets stay where they are. gloo is told to use its interface.
+
+        Raises:
+            ValueError: no such host.
+            EmulationUnavailable: the network is gone, or this process may not enter it.
+        """
+        if not 0 <= host < len(self.names):
+            raise ValueError(f"host {host}: there are hosts 0 to {len(self.names) - 1}")
+        try:
+            namespace = os.open(f"/var/run/netns/{self.names[host]}", os.O_RDONLY)
+        except OSError as error:
+            raise EmulationUnavailable(
+                f"host {host} is gone ({error}); its EmulatedNetwork must still be open"
+            ) from error
+        library = ctypes.CDLL(None, use_errno=True)
+        failed = library.setns(namespace, CLONE_NEWNET)
+        number = ctypes.get_errno()
+        os.close(namespace)
+        if failed:
+            raise EmulationUnavailable(f"host {host} can't be entered: {os.strerror(number)}")
+        os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
+
+    def address(self, host: int) -> str:
+        """Of the host's interface."""
+        return f"10.77.0.{host + 1}"
+
+    def sent_bytes(self, host: int) -> int:
+        """What the host has sent to other hosts since the network was made."""
+        shown = run("ip", "netns", "exec", self.names[host], "cat", f"{_STATISTICS}/tx_bytes")
+        return int(shown)
+
+
+_STATISTICS = f"/sys/class/net/{INTERFACE}/statistics"
+
+
+class EmulatedNetwork(AbstractContextManager[Hosts]):
+    """Two hosts and a link, as long as the `with` block lasts."""
+
+    def __init__(self, *, hosts: int = 2, bits_per_second: float) -> None:
+        """Raises `ValueError` for another number of hosts than two, or a rate that is not one."""
+        if hosts != 2:
+            raise ValueError(f"EmulatedNetwork joins 2 hosts, got hosts={hosts}")
+        if not bits_per_second > 0:
+            raise ValueError(f"bits_per_second must be above 0, got {bits_per_second}")
+        self._rate = bits_per_second
+        serial = next(_SERIAL)
+        self._names = tuple(f"poplar-{os.getpid()}-{serial}-host{host}" for host in range(hosts))
+        self._guard: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Hosts:
+        for tool in ("ip", "tc"):
+            if shutil.which(tool) is None:
+                raise EmulationUnavailable(f"there is no {tool!r}; on Debian: apt install iproute2")
+        self._guard = _start_guard(self._names)
+        try:
+            self._make()
+        except BaseException:
+            self.close()
+            raise
+        return Hosts(self._names)
+
+    def _make(self) -> None:
+        first, second = self._names
+        for name in self._names:
+            run("ip", "netns", "add", name)
+            run("ip", "-n", name, "link", "set", "lo", "up")
+        run(
+            *("ip", "-n", first, "link", "add", INTERFACE, "type", "veth"),
+            *("peer", "name", INTERFACE, "netns", second),
+        )
+        for host, name in enumerate(self._names):
+            address = f"{Hosts(self._names).address(host)}/24"
+            run("ip", "-n", name, "address", "add", address, "dev", INTERFACE)
+            run("ip", "-n", name, "link", "set", INTERFACE, "up")
+            run(
+                *("tc", "-n", name, "qdisc", "add", "dev", INTERFACE, "root", "tbf"),
+                *("rate", f"{self._rate:.0f}bit", "burst", str(BURST_BYTES)),
+                *("latency", f"{QUEUE_SECONDS * 1000:.0f}ms"),
+            )
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Remove the namespaces; processes still in them lose the network."""
+        remove(self._names)
+        if self._guard is not None:
+            self._guard.communicate()  # closes its input, at which it finds nothing left to do
+            self._guard = None
+
+
+def remove(names: Sequence[str]) -> None:
+    """Remove namespaces, those that are gone already included."""
+    for name in names:
+        with suppress(EmulationUnavailable):
+            run("ip", "netns", "delete", name)
+
+
+def run(*command: str) -> str:
+    """Run a command and return what it prints.
+
+    Raises:
+        EmulationUnavailable: it failed; says what it said.
+    """
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise EmulationUnavailable(
+            f"network namespaces need root (or CAP_NET_ADMIN and CAP_SYS_ADMIN); "
+            f"{' '.join(command)}: {done.stderr.strip()}"
+        )
+    return done.stdout
+
+
+def _start_guard(names: Sequence[str]) -> subprocess.Popen[bytes]:
+    """A process that removes the namespaces once this one is gone, however it went."""
+    return subprocess.Popen(
+        [sys.executable, __file__, "--guard", *names],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,  # Ctrl-C and the end of a terminal are not meant for it
+    )
+
+
+def measured_rate(hosts: Hosts, seconds: float = 2.0) -> tuple[float, float]:
+    """Bits per second from host 0 to 1 and back, both at once, through plain sockets."""
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(2, maxtasksperchild=1) as pool:
+        ends = [pool.apply_async(_talk, (hosts, host, seconds)) for host in (0, 1)]
+        heard = [end.get(timeout=60) for end in ends]
+    return heard[1], heard[0]
+
+
+def _talk(hosts: Hosts, host: int, seconds: float) -> float:
+    """Send as fast as it goes, and count what arrives; bits per second that did."""
+    hosts.enter(host)
+    line = _connected(hosts, host)
+    stop = time.monotonic() + seconds
+
+    def send() -> None:
+        block = bytes(1 << 20)
+        with suppress(OSError):
+            while time.monotonic() < stop:
+                line.sendall(block)
+
+    sender = threading.Thread(target=send, daemon=True)
+    received, begun = 0, time.monotonic()
+    sender.start()
+    while time.monotonic() < stop:
+        received += len(line.recv(1 << 20))
+    return 8 * received / (time.monotonic() - begun)
+
+
+def _connected(hosts: Hosts, host: int) -> socket.socket:
+    if host == 0:
+        with socket.create_server((hosts.address(0), PORT)) as server:
+            server.settimeout(30)
+            return server.accept()[0]
+    deadline = time.monotonic() + 30
+    while True:
+        try:
+            return socket.create_connection((hosts.address(0), PORT), timeout=30)
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
+
+
+def main() -> None:
+    """Show what a link really carries on this machine."""
+    parser = argparse.ArgumentParser(description="Measure a shaped link between two namespaces.")
+    parser.add_argument("--gigabits", type=float, default=1.0, help="per second (default: 1)")
+    parser.add_argument("--guard", nargs="+", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.guard:
+        sys.stdin.buffer.read()  # its other end closes with the process that holds it
+        remove(options.guard)
+        return
+    try:
+        with EmulatedNetwork(hosts=2, bits_per_second=1e9 * options.gigabits) as hosts:
+            forth, back = measured_rate(hosts)
+    except (EmulationUnavailable, ValueError) as failure:
+        print(failure, file=sys.stderr)
+        raise SystemExit(1) from None
+    print(f"asked {options.gigabits:g}, measured {forth / 1e9:.3f} and {back / 1e9:.3f} Gbit/s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""`benchmarks/RESULTS.md` from rows: hardware, versions, commit, tables, and what falls short.
+
+python benchmarks/results.py rows.jsonl > benchmarks/RESULTS.md
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from contest.row import Row, read_rows
+from contest.table import HEADINGS, cells_of, summary_cells
+from contest.targets import verdicts
+
+
+def markdown(rows: Sequence[Row]) -> Iterator[str]:
+    """Line by line."""
+    first = rows[0]
+    yield "# Head to head: results\n"
+    yield (
+        "Written by `python benchmarks/train.py --output rows.jsonl` and `python "
+        "benchmarks/results.py rows.jsonl`; `benchmarks/README.md` says how to read it.\n"
+    )
+    for name, values in (
+        ("hardware", {row.device for row in rows}),
+        ("versions", {row.versions for row in rows}),
+        ("commit", {row.commit for row in rows}),
+        ("day", {row.day for row in rows}),
+        ("model", {f"{r.model} {r.size}, {r.parameters:,} parameters" for r in rows}),
+    ):
+        yield f"- {name}: {'; '.join(sorted(values))}"
+    short = [verdict for verdict in verdicts(rows) if not verdict.met]
+    yield "\n## What falls short\n"
+    yield from (
+        f"- {v.cluster}, {'all stages' if v.stage is None else f'stage {v.stage}'}: {v.what} {v}"
+        for v in short
+    )
+    if not short:
+        yield "Nothing that has a threshold."
+    yield "\n## Thresholds\n"
+    yield from _table(("cluster", "stage", "what", "value", "wanted", ""), summary_cells(rows))
+    for cluster in dict.fromkeys(row.cluster for row in rows):
+        own = [row for row in rows if row.cluster == cluster]
+        first = own[0]
+        yield f"\n## {cluster}\n"
+        speeds = " : ".join(f"{speed:.1f}" for speed in first.calibrated_speeds)
+        yield (
+            f"{first.described}. Global batch {first.global_batch} samples of {first.context} "
+            f"bytes; calibrated speeds {speeds} samples/s (sum {first.sum_of_speeds:.1f}, changed "
+            f"by up to {100 * first.drift:.0f} % during the run).\n"
+        )
+        yield from _table(HEADINGS, cells_of(own))
+
+
+def _table(headings: Sequence[str], lines: Iterable[Sequence[str]]) -> Iterator[str]:
+    yield "| " + " | ".join(headings) + " |"
+    yield "|" + " --- |" * len(headings)
+    for line in lines:
+        yield "| " + " | ".join(line) + " |"
+
+
+if __name__ == "__main__":
+    print("\n".join(markdown(read_rows(Path(sys.argv[1])))))
