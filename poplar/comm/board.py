@@ -12,6 +12,7 @@ import platform
 import struct
 import time
 import weakref
+from collections.abc import Callable
 from mmap import mmap
 from pathlib import Path
 
@@ -55,6 +56,8 @@ class Board:
         self._finished = 0
         self._ahead: set[int] = set()
         """Finished, though an earlier one is not yet."""
+        self.reads: dict[int, Callable[[], object]] = {}
+        """What finishes each collective that this rank has posted and not finished."""
         self._pool = Pool(self._is_over)
         self._shared: list[Shared] = []
         """All that this rank has ever shared; few, because they are used again."""
@@ -133,6 +136,7 @@ class Board:
 
     def finish(self, collective: int) -> None:
         """This rank reads nothing any more of what peers posted for `collective`."""
+        self.reads.pop(collective, None)
         self._ahead.add(collective)
         while self._finished in self._ahead:
             self._ahead.remove(self._finished)
@@ -152,7 +156,15 @@ class Board:
         return True
 
     def _wait_until_over(self, collective: int) -> None:
+        """Return when every rank has finished it, this one included.
+
+        What nobody here has waited for (in a step that was given up, say) is finished first: every
+        rank may be standing here.
+        """
         if collective >= 0:
+            for unfinished in sorted(self.reads):
+                if unfinished <= collective:
+                    self.reads[unfinished]()
             self._wait(_FINISHED, collective + 1, "the end of an earlier collective")
 
     def _wait(self, counter: int, value: int, what: str) -> None:

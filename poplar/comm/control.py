@@ -92,17 +92,21 @@ class Control:
         numels = [mine.numel()] * self.group.size if sizes is None else sizes
         collective = board.post(mine)
 
+        theirs: list[Tensor] = []
+
         def collect() -> list[Tensor]:
-            board.wait_until_posted(collective, what)
-            theirs = [
-                mine
-                if peer == self.group.rank
-                else board.posted_by(peer, collective, mine.dtype, 0, numel).clone()
-                for peer, numel in enumerate(numels)
-            ]
-            board.finish(collective)
+            if not theirs:
+                board.wait_until_posted(collective, what)
+                for peer, numel in enumerate(numels):
+                    if peer == self.group.rank:
+                        theirs.append(mine)
+                    else:
+                        part = board.posted_by(peer, collective, mine.dtype, 0, numel)
+                        theirs.append(part.clone())
+                board.finish(collective)
             return theirs
 
+        board.reads[collective] = collect
         return collect
 
     def _others(self) -> list[int]:

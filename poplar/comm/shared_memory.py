@@ -91,6 +91,7 @@ class _Read:
     def __init__(self, board: Board, collective: int, what: str, read: Callable[[], None]) -> None:
         self._board, self._collective, self._what = board, collective, what
         self._read: Callable[[], None] | None = read
+        board.reads[collective] = self.wait
 
     def wait(self) -> float:
         """As `Pending.wait`."""

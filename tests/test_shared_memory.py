@@ -1,0 +1,274 @@
+"""Ranks of one host read each other's memory: the same bits as by sockets, and nobody is stuck."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import random
+import signal
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import ranks as harness
+import torch
+from ranks import Pool
+
+from poplar import _core
+from poplar.comm import Codec, Control, Group, connect, control_of
+from poplar.comm.pool import Pool as Segments
+from poplar.comm.shared_memory import SharedMemoryCommunicator
+from poplar.errors import CollectiveTimeout
+from poplar.planning.layout import Layout
+
+WORLD = 4
+CPU = torch.device("cpu")
+
+
+# Counters
+
+
+def test_a_counter_wakes_who_waits_for_it():
+    memory = mmap.mmap(-1, mmap.PAGESIZE)
+    raiser = threading.Timer(0.05, _core.raise_counter, (memory, 64, 3))
+    raiser.start()
+    assert _core.wait_for_counter(memory, 64, 3, 30.0)
+    assert _core.read_counter(memory, 64) == 3
+    raiser.join()
+
+
+def test_a_wait_ends_without_an_answer():
+    memory = mmap.mmap(-1, mmap.PAGESIZE)
+    assert not _core.wait_for_counter(memory, 0, 1, 0.01)
+    assert not _core.wait_for_counter(memory, 0, 1, -1.0)
+
+
+def test_counters_go_on_after_the_largest_number():
+    memory = mmap.mmap(-1, mmap.PAGESIZE)
+    _core.raise_counter(memory, 0, 2**32 - 1)
+    assert _core.wait_for_counter(memory, 0, 2**32 - 2, 0.0)
+    assert not _core.wait_for_counter(memory, 0, 1, 0.0)
+    _core.raise_counter(memory, 0, 2)
+    assert _core.wait_for_counter(memory, 0, 2**32 - 1, 0.0)
+
+
+@pytest.mark.parametrize("offset", [-4, 2, mmap.PAGESIZE, mmap.PAGESIZE - 2])
+def test_a_counter_outside_the_memory_is_refused(offset):
+    memory = mmap.mmap(-1, mmap.PAGESIZE)
+    with pytest.raises(ValueError, match="a multiple of 4 inside"):
+        _core.read_counter(memory, offset)
+
+
+# Memory
+
+
+def test_memory_that_is_still_read_is_not_handed_out():
+    over: set[int] = set()
+    pool = Segments(over.__contains__)
+    first = pool.take(100)
+    first.read_in = 7
+    pool.give_back(first)
+    second = pool.take(100)
+    assert second is not first
+    over.add(7)
+    assert pool.take(100) is first
+
+
+# Collectives
+
+
+def both(group: Group) -> tuple[SharedMemoryCommunicator, object]:
+    shared = connect(group, "shared_memory")
+    assert isinstance(shared, SharedMemoryCommunicator)
+    return shared, connect(group, "process_group")
+
+
+def same_bits(seed: int, times: int) -> list[str]:
+    """Random layouts, dtypes, depths: by shared memory and by sockets; returns what differed."""
+    group = Group.of(harness.group(), None)
+    transports = both(group)
+    generator = random.Random(seed)
+    wrong, in_flight = [], []
+    for turn in range(times):
+        numel = 64 * generator.randint(0, 200)
+        cuts = sorted(64 * generator.randint(0, numel // 64) for _ in range(WORLD - 1))
+        layout = Layout((0, *cuts, numel))
+        dtype = generator.choice((torch.float32, torch.bfloat16, torch.float16))
+        weight, accumulate = generator.random(), generator.random() < 0.5
+        values = torch.randn(numel, generator=torch.Generator().manual_seed(turn + group.rank))
+        low, high = layout.bounds(group.rank)
+        outs, gathered, pending = [], [], []
+        for comm in transports:
+            bucket = comm.buffer(layout, dtype, CPU, Codec(dtype))
+            bucket.pack([values], [0], weight)
+            out = torch.ones(high - low)
+            data = torch.zeros(numel, dtype=dtype)
+            data[low:high] = values[low:high].to(dtype)
+            pending.append(comm.reduce_scatter(bucket, out, accumulate=accumulate, what="sum"))
+            pending.append(comm.all_gather(data, layout, what="gather"))
+            outs.append(out)
+            gathered.append(data)
+        in_flight.append((turn, pending, outs, gathered))
+        if len(in_flight) > generator.randint(0, 3):
+            generator.shuffle(in_flight)
+            for number, works, sums, wholes in in_flight:
+                for work in works:
+                    work.wait()
+                if not torch.equal(*sums) or not torch.equal(*wholes):
+                    wrong.append(f"{number}: {layout} {dtype}")
+            in_flight = []
+    for _, works, _, _ in in_flight:
+        for work in works:
+            work.wait()
+    return wrong
+
+
+def test_the_same_bits_as_by_sockets(ranks: Pool) -> None:
+    for wrong in ranks.run(same_bits, 3, 150):
+        assert wrong == []
+
+
+def sums_written_again(steps: int) -> list[float]:
+    """A bucket that stays is packed as soon as this rank has its sum; peers may be slower."""
+    group = Group.of(harness.group(), None)
+    comm, _ = both(group)
+    layout = Layout.even(64 * 4 * 50, WORLD)
+    bucket = comm.buffer(layout, torch.float32, CPU)
+    seen = []
+    for step in range(steps):
+        bucket.pack([torch.full((layout.numel,), float(step + group.rank))], [0], 1.0)
+        out = torch.empty(layout.size(group.rank))
+        pending = comm.reduce_scatter(bucket, out, accumulate=False, what=f"step {step}")
+        if (step + group.rank) % 3 == 0:
+            time.sleep(0.002)
+        pending.wait()
+        seen += [out.min().item(), out.max().item()]
+    return seen
+
+
+def test_a_bucket_is_not_written_while_a_peer_reads_it(ranks: Pool) -> None:
+    expected = [float(4 * step + 6) for step in range(100) for _ in range(2)]
+    for seen in ranks.run(sums_written_again, 100):
+        assert seen == expected
+
+
+def given_up_and_packed_again() -> list[float]:
+    group = Group.of(harness.group(), None)
+    comm, _ = both(group)
+    layout = Layout.even(64 * WORLD, WORLD)
+    bucket, out = comm.buffer(layout, torch.float32, CPU), torch.empty(64)
+    bucket.pack([torch.ones(layout.numel)], [0], 1.0)
+    comm.reduce_scatter(bucket, out, accumulate=False, what="nobody waits for this")
+    bucket.pack([torch.ones(layout.numel)], [0], 2.0)
+    comm.reduce_scatter(bucket, out, accumulate=False, what="but for this").wait()
+    return out.unique().tolist()
+
+
+def test_a_collective_that_nobody_waited_for_holds_nobody_up(ranks: Pool) -> None:
+    assert ranks.run(given_up_and_packed_again) == [[8.0]] * WORLD
+
+
+def many_agreements(times: int) -> bool:
+    group = Group.of(harness.group(), None)
+    shared, sockets = control_of(group), Control(group)
+    generator = random.Random(5)
+    for turn in range(times):
+        values = torch.full((generator.randint(1, 40),), group.rank + 10 * turn)
+        collect = shared.exchange(values, what="values")
+        expected = sockets.exchange(values, what="values")()
+        if turn % 7 == 0:
+            continue  # never collected
+        assert all(map(torch.equal, collect(), expected))
+        said = shared.exchange_objects("x" * turn * group.rank, what="objects")
+        assert said == ["x" * turn * rank for rank in range(WORLD)]
+    return True
+
+
+def test_agreements_by_shared_memory_say_the_same(ranks: Pool) -> None:
+    assert all(ranks.run(many_agreements, 400))
+
+
+# Trouble
+
+
+def lose_a_rank(seconds: float, how: int) -> str | None:
+    """Rank 2 goes in the middle; the others say whom they waited for."""
+    group = Group.of(harness.group(), timedelta(seconds=seconds))
+    comm, _ = both(group)
+    layout = Layout.even(64 * WORLD, WORLD)
+    data = torch.zeros(layout.numel)
+    comm.all_gather(data, layout, what="the first").wait()
+    if group.rank == 2:
+        os.kill(os.getpid(), how)
+    began = time.monotonic()
+    try:
+        comm.all_gather(data, layout, what="the second").wait()
+    except CollectiveTimeout as error:
+        return f"{time.monotonic() - began:.1f} s: {error}"
+    return None
+
+
+@pytest.mark.parametrize(
+    ("how", "seconds", "cause"),
+    [
+        (signal.SIGKILL, 60.0, "the process of rank(s) [2] has ended"),
+        (signal.SIGSTOP, 1.5, "no answer"),
+    ],
+)
+def test_a_rank_that_is_gone_or_stopped_is_named(how, seconds, cause):
+    answers = harness.one_off(WORLD, lose_a_rank, seconds, int(how), lost=[2], timeout=50.0)
+    for rank in (0, 1, 3):
+        assert f"rank {rank}: the second failed, waiting for rank(s) 2" in answers[rank]
+        assert cause in answers[rank]
+
+
+def leave_something_behind() -> int:
+    group = Group.of(harness.group(), None)
+    comm, _ = both(group)
+    comm.buffer(Layout.even(64 * WORLD, WORLD), torch.float32, CPU)
+    return len(list(Path("/dev/shm").glob("poplar*")))
+
+
+def test_nothing_is_left_in_the_file_system(ranks: Pool) -> None:
+    assert ranks.run(leave_something_behind) == [0] * WORLD
+
+
+def in_a_room_of_its_own() -> tuple[str, str]:
+    """Rank 0 says that it runs elsewhere: nobody can share with it."""
+    from poplar.comm import board
+
+    group = Group.of(harness.group(), None)
+    real = board._place
+    if group.rank == 0:
+        board._place = lambda: ("another host",)
+    try:
+        automatic = type(connect(group, "auto")).__name__
+        try:
+            connect(group, "shared_memory")
+        except board.NotOneHost as error:
+            return automatic, str(error)
+        return automatic, ""
+    finally:
+        board._place = real
+
+
+def test_ranks_of_two_hosts_use_the_process_group_or_are_told(ranks: Pool) -> None:
+    for automatic, said in ranks.run(in_a_room_of_its_own):
+        assert automatic == "ProcessGroupCommunicator"
+        assert "cannot read the memory of rank" in said
+        assert "another host" in said
+
+
+def an_unknown_transport() -> str:
+    try:
+        connect(Group.of(harness.group(), None), "pigeons")
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_an_unknown_transport_is_refused_with_those_there_are(ranks: Pool) -> None:
+    for said in ranks.run(an_unknown_transport):
+        assert "'auto', 'process_group', 'shared_memory'" in said
