@@ -8,6 +8,7 @@ BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 # Passed to pip, e.g. an index of CPU wheels: make setup PIP_FLAGS="--extra-index-url ..."
 PIP_FLAGS ?=
+DEEPSPEED ?= deepspeed==0.19.8
 DEMO_FLAGS ?=
 TEST_FLAGS ?=
 CUDA_BUILD := build/cuda-check
@@ -58,6 +59,17 @@ test: setup ## Run all tests
 .PHONY: demo
 demo: setup ## Train a Llama on four CPU ranks of unequal speed: an even plan against a planned one
 	$(BIN)/python examples/demo.py $(DEMO_FLAGS)
+
+.PHONY: peers
+peers: $(VENV)/.poplar-peers ## Install what benchmarks/train.py is held against: DeepSpeed (DDP and FSDP2 are torch's)
+
+# It builds nothing, needs the torch that is there, and must not bring another one.
+$(VENV)/.poplar-peers: $(VENV)/.poplar-built
+	@echo "peers: installing $(DEEPSPEED)"
+	@$(PIP) setuptools wheel
+	@$(BIN)/python -c 'import importlib.metadata as m; print("torch==" + m.version("torch"))' > $(VENV)/torch.txt
+	@DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(PIP) --no-build-isolation -c $(VENV)/torch.txt '$(DEEPSPEED)'
+	@touch $@
 
 .PHONY: lint
 lint: setup ## Check style and types: ruff, mypy (strict, on poplar/), clang-format

@@ -50,7 +50,7 @@ def main() -> None:
     os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(2**31 - 1))
     os.environ["OMP_NUM_THREADS"] = "1"  # a rank is one thread; others would share its quota
     # A table that is wider than its terminal may wrap; in a file it must not.
-    console = Console(width=None if sys.stdout.isatty() else 160, soft_wrap=True, highlight=False)
+    console = Console(width=None if sys.stdout.isatty() else 200, soft_wrap=True, highlight=False)
     contests: list[Contest] = []
     rows: list[Row] = []
     for cluster in options.clusters:
@@ -132,6 +132,8 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         options.task.new_model()
     except (ValueError, KeyError) as error:
         parser.error(str(error))
+    if options.context < 1:
+        parser.error(f"--context must be at least 1, got {options.context}")
     if options.steps is not None and options.steps < 3:
         parser.error(f"--steps must be at least 3 to give a median, got {options.steps}")
     options.samples = options.samples or (16 if options.quick else 32)

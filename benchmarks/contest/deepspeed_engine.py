@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import warnings
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ except ImportError as missing:
     raise ImportError(f"DeepSpeed is not installed ({missing}); `make peers` does that") from None
 
 deepspeed.utils.logger.setLevel(logging.ERROR)
+# torch renamed two collectives, and DeepSpeed still calls them by their old names.
+warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
 
 
 class DeepSpeed(Engine):
@@ -61,7 +64,7 @@ class DeepSpeed(Engine):
                 self.engine.backward(loss)
             with self.trace.span("optimizer", "the update"):
                 self.engine.step()
-            total += float(loss) / len(sizes)
+            total += float(loss.detach()) / len(sizes)
         return total
 
     def close(self) -> None:

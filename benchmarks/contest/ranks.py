@@ -125,19 +125,22 @@ def peak_memory(here: Here, task: Task, entrant: Entrant) -> int:
     counted. Linux only: peaks are those of the resident memory.
     """
     give_memory_back_at_once()
-    _some_steps(here, replace(task, size="tiny"), entrant, TWIN_STEPS)
-    before = _reset_peak()
-    _some_steps(here, task, entrant, MEMORY_STEPS)
+    _run_steps(here, new_contender(here, replace(task, size="tiny"), entrant), TWIN_STEPS)
+    before = _status("VmRSS")
+    contender = new_contender(here, task, entrant)
+    dist.barrier()
+    # Every engine begins with the whole model on every rank; what counts is how it goes on.
+    Path("/proc/self/clear_refs").write_text("5")
+    _run_steps(here, contender, MEMORY_STEPS)
     return _status("VmHWM") - before
 
 
-def _some_steps(here: Here, task: Task, entrant: Entrant, steps: int) -> None:
-    contender = new_contender(here, task, entrant)
-    if here.rank in entrant.ranks:
+def _run_steps(here: Here, contender: Contender, steps: int) -> None:
+    """Take some steps and let the engine go."""
+    if here.rank in contender.engine.entrant.ranks:
         for _ in range(steps):
             contender.engine.step(next(contender.batches))
     contender.engine.close()
-    del contender
     gc.collect()
     dist.barrier()
 
@@ -150,12 +153,6 @@ def give_memory_back_at_once() -> None:
     mmap_threshold = -3
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).mallopt(mmap_threshold, 128 * 1024)
-
-
-def _reset_peak() -> int:
-    """Forget the peak of the resident memory; returns what is resident now, in bytes."""
-    Path("/proc/self/clear_refs").write_text("5")
-    return _status("VmRSS")
 
 
 def _status(name: str) -> int:

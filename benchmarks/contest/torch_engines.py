@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -11,6 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from contest.engine import Engine, Entrant, micro_batches
 from contest.task import Batch, Task
+
+# torch renamed two collectives, and its own FSDP2 still calls them by their old names.
+warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
 
 
 class TorchEngine(Engine):
@@ -43,7 +47,7 @@ class TorchEngine(Engine):
                     loss = self.task.loss_fn(self.model, part) / len(sizes)
                 with self.trace.span("pass", f"backward of pass {number}"):
                     loss.backward()
-            total += float(loss)
+            total += float(loss.detach())
         with self.trace.span("optimizer", "the update"):
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
