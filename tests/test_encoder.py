@@ -39,12 +39,14 @@ def windows(context: int, count: int = 64) -> ByteWindows:
 
 
 def new_model(config: EncoderConfig = SMALL) -> Encoder:
-    """The same weights at every call, in every process; no bias starts at zero."""
+    """The same weights at every call, in every process, all so large that each one matters."""
     torch.manual_seed(0)
     model = Encoder(config)
     for parameter in model.parameters():
         if parameter.dim() == 1:
-            nn.init.normal_(parameter, mean=float(parameter.detach().mean()), std=0.1)
+            nn.init.normal_(parameter, mean=parameter.mean().item(), std=0.1)
+        else:
+            nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
     return model
 
 
