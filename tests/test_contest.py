@@ -178,40 +178,53 @@ def one_process(task: Task, steps: int) -> list[float]:
     return losses
 
 
-def contenders() -> list[Entrant]:
-    """Every engine, with one pass and with two."""
-    found = [
-        entrant("poplar", "poplar", Plan.manual("3,1", stage=1, passes=2)),
-        entrant("poplar on gloo", "poplar", Plan.even(2, 8, 4, 3), over_gloo=True),
-        entrant("one rank", "poplar", Plan.even(1, 8, 8, 0), ranks=(1,)),
+OURS = [
+    entrant("poplar", "poplar", Plan.manual("3,1", stage=1, passes=2)),
+    entrant("poplar on gloo", "poplar", Plan.even(2, 8, 4, 3), over_gloo=True),
+    entrant("one rank", "poplar", Plan.even(1, 8, 8, 0), ranks=(1,)),
+]
+
+
+def peers(*engines: tuple[str, int]) -> list[Entrant]:
+    """Each of these providers and stages, with one pass and with two."""
+    return [
+        entrant(f"{provider} {stage}, {size}", provider, Plan.even(2, 8, size, stage))
+        for provider, stage in engines
+        for size in (4, 2)
     ]
-    providers = [("ddp", 0), ("fsdp2", 2), ("fsdp2", 3)]
-    if importlib.util.find_spec("deepspeed") is not None:
-        providers += [("deepspeed", stage) for stage in range(4)]
-    for provider, stage in providers:
-        for micro_batch in (4, 2):
-            plan = Plan.even(2, 8, micro_batch, stage)
-            found.append(entrant(f"{provider} {stage} in {8 // 2 // micro_batch}", provider, plan))
-    return found
 
 
-def test_every_engine_trains_as_one_process_does():
+needs_deepspeed = pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None,
+    reason="DeepSpeed is not installed; `make peers` does that",
+)
+
+
+@pytest.mark.parametrize(
+    "members",
+    [
+        pytest.param(OURS, id="poplar"),
+        pytest.param(peers(("ddp", 0), ("fsdp2", 2), ("fsdp2", 3)), id="torch"),
+        pytest.param(
+            peers(*[("deepspeed", stage) for stage in range(3)]),
+            id="deepspeed",
+            marks=needs_deepspeed,
+        ),
+        pytest.param(peers(("deepspeed", 3)), id="deepspeed-3", marks=needs_deepspeed),
+    ],
+)
+def test_every_engine_trains_as_one_process_does(members):
     expected = one_process(TINY, 5)
-    families: dict[str, list[Entrant]] = {}
-    for one in contenders():
-        families.setdefault(race.family(one), []).append(one)
-    with TWO.opened() as place:
-        for name, members in families.items():
-            with Crew(place, name) as crew:
-                for member in members:
-                    crew.call(ranks.build, TINY, member)
-                    turns = crew.call(ranks.take_turn, member.name, 5)
-                    losses = race.mean_losses(member, turns)
-                    assert losses == pytest.approx(expected, abs=2e-5), member.name
-                    spans = crew.call(ranks.trace_step, member.name)
-                    kinds = {span.kind for span in spans[member.ranks[0]]}
-                    assert {"pass", "optimizer"} <= kinds, member.name
-                    crew.call(ranks.drop, member.name)
+    with TWO.opened() as place, Crew(place, race.family(members[0])) as crew:
+        for member in members:
+            crew.call(ranks.build, TINY, member)
+            turns = crew.call(ranks.take_turn, member.name, 5)
+            losses = race.mean_losses(member, turns)
+            assert losses == pytest.approx(expected, abs=2e-5), member.name
+            spans = crew.call(ranks.trace_step, member.name)
+            kinds = {span.kind for span in spans[member.ranks[0]]}
+            assert {"pass", "optimizer"} <= kinds, member.name
+            crew.call(ranks.drop, member.name)
 
 
 def test_peak_memory_grows_with_the_state_that_a_rank_holds():

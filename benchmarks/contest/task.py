@@ -21,7 +21,8 @@ from text import load_text
 Batch = dict[str, Tensor]
 LossFunction = Callable[[nn.Module, Batch], Tensor]
 
-MODELS = ("llama", "encoder")
+SIZES = {"llama": llama.SIZES, "encoder": encoder.SIZES}
+MODELS = tuple(SIZES)
 TEXT_BYTES = 2_000_000
 
 
@@ -37,6 +38,13 @@ class Task:
     global_batch: int = 96
     learning_rate: float = 1e-3
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.model not in SIZES:
+            raise ValueError(f"Task.model {self.model!r} must be one of {', '.join(SIZES)}")
+        if self.size not in SIZES[self.model]:
+            sizes = ", ".join(SIZES[self.model])
+            raise ValueError(f"Task.size {self.size!r} of the {self.model} must be one of {sizes}")
 
     def new_model(self) -> nn.Module:
         """The same weights at every call, on every rank."""

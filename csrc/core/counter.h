@@ -1,8 +1,9 @@
 // Counters in memory that several processes share: one raises it, others sleep until it is there.
 //
 // Always holds: whatever the raiser wrote before `raise` is seen by whoever has waited for it. A
-// waiter spins for a moment and then sleeps in the kernel, so it leaves its core to the process that
-// it waits for. Counters wrap around; values are compared by their distance, which stays below 2^31.
+// waiter spins for a moment and then sleeps in the kernel, so it leaves its core to the process
+// that it waits for. Counters wrap around; values are compared by their distance, which stays below
+// 2^31.
 #pragma once
 
 #include <cstdint>
