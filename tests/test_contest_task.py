@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
 from contest import task as contest_task
 from contest.task import MODELS, SIZES, Batch, Task
+from text import ByteWindows
 
 from poplar import Plan
 
@@ -40,8 +41,10 @@ def task(request: pytest.FixtureRequest) -> Task:
 
 @pytest.fixture
 def short_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Text of some 60 KB, so that epochs are short."""
-    monkeypatch.setattr(contest_task, "TEXT_BYTES", 60_000)
+    """125 samples, so that an epoch has 15 steps and leaves some samples out."""
+    drawn = torch.randint(256, (125 * 16 + 1,), generator=torch.Generator().manual_seed(0))
+    windows = ByteWindows(drawn.byte(), 16)
+    monkeypatch.setattr(contest_task, "load_text", lambda context, limit: (windows, windows))
 
 
 def global_batches(task: Task, plan: Plan, first: int, stop: int) -> list[Batch]:

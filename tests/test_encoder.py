@@ -18,8 +18,10 @@ from torch.utils.data import default_collate
 from training import RELATIVE, assert_close, assert_same, whole_parameters
 
 from poplar import HeteroZeroOptimizer, Plan
+from poplar.workload import load
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+EXAMPLES = Path(__file__).parent.parent / "examples"
+sys.path.insert(0, str(EXAMPLES))
 
 import llama
 from encoder import BYTES, MASK, SIZES, Encoder, EncoderConfig, MaskedBytes, masked_byte_loss
@@ -227,6 +229,11 @@ class TestLoss:
             optimizer.zero_grad()
             losses.append(loss.item())
         assert losses[-1] < 0.5 * losses[0]
+
+
+def test_the_command_line_can_be_given_it():
+    work = load(f"{EXAMPLES}/workload.py:encoder")
+    assert work.loss_fn(work.model, work.batch_of(2)).requires_grad
 
 
 BATCHES = ((0, 12), (12, 24), (24, 36))
