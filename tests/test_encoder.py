@@ -20,12 +20,13 @@ from training import RELATIVE, assert_close, assert_same, whole_parameters
 from poplar import HeteroZeroOptimizer, Plan
 from poplar.workload import load
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
-sys.path.insert(0, str(EXAMPLES))
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
 import llama
 from encoder import BYTES, MASK, SIZES, Encoder, EncoderConfig, MaskedBytes, masked_byte_loss
 from text import ByteWindows
+
+EXAMPLES = Path(llama.__file__).parent
 
 Batch = dict[str, Tensor]
 
