@@ -66,7 +66,7 @@ def test_a_counter_outside_the_memory_is_refused(offset):
 
 def test_memory_that_is_still_read_is_not_handed_out():
     over: set[int] = set()
-    pool = Segments(over.__contains__)
+    pool = Segments(4096, 1 << 20, over.__contains__)
     first = pool.take(100)
     first.read_in = 7
     pool.give_back(first)
@@ -74,6 +74,22 @@ def test_memory_that_is_still_read_is_not_handed_out():
     assert second is not first
     over.add(7)
     assert pool.take(100) is first
+
+
+def test_a_part_is_found_by_any_byte_of_it():
+    pool = Segments(4096, 1 << 20, lambda collective: True)
+    parts = [pool.take(size) for size in (1, 5000, 4097)]
+    for part in parts:
+        assert pool.holder_of(part.offset) is part
+        assert pool.holder_of(part.offset + part.nbytes - 1) is part
+    assert pool.holder_of(0) is None
+
+
+def test_a_segment_that_is_used_up_says_so():
+    pool = Segments(0, 8192, lambda collective: True)
+    pool.take(8192)
+    with pytest.raises(MemoryError, match="do not fit"):
+        pool.take(1)
 
 
 # Collectives
@@ -222,6 +238,25 @@ def test_a_rank_that_is_gone_or_stopped_is_named(how, seconds, cause):
     for rank in (0, 1, 3):
         assert f"rank {rank}: the second failed, waiting for rank(s) 2" in answers[rank]
         assert cause in answers[rank]
+
+
+def read_of_a_rank_that_has_ended() -> float:
+    """Rank 0 posts its part and ends at once; the others read it whenever they come to it."""
+    group = Group.of(harness.group(), timedelta(seconds=30))
+    comm, _ = both(group)
+    layout = Layout((0, 64, 64, 64, 64))
+    data = torch.full((64,), float(group.rank == 0))
+    pending = comm.all_gather(data, layout, what="the last one")
+    if group.rank == 0:
+        os._exit(0)
+    time.sleep(0.5)
+    pending.wait()
+    return data.mean().item()
+
+
+def test_what_a_rank_posted_can_be_read_after_it_has_ended():
+    answers = harness.one_off(WORLD, read_of_a_rank_that_has_ended, lost=[0], timeout=50.0)
+    assert answers[1:] == [1.0] * (WORLD - 1)
 
 
 def leave_something_behind() -> int:

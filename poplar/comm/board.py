@@ -13,7 +13,6 @@ import struct
 import time
 import weakref
 from collections.abc import Callable
-from mmap import mmap
 from pathlib import Path
 
 import torch
@@ -24,12 +23,13 @@ from poplar.comm.control import Control
 from poplar.comm.exchange import collective_timeout
 from poplar.comm.group import Group
 from poplar.comm.pool import Pool, Shared
-from poplar.comm.segment import CAN_SHARE, PAGE, Peer, Segment, open_segment, view
+from poplar.comm.segment import CAN_SHARE, PAGE, Peer, Segment, view
 
 _POSTED, _FINISHED, _RING = 0, 64, 128
-"""Bytes on a board: collectives posted, collectives finished, and where what was posted lies."""
-_PLACE = struct.Struct("<qqq")
-"""Number of a segment (-1: nothing was posted), its bytes, and where in it the data begins."""
+"""Places on a board, the first page of a segment: collectives posted, collectives finished, and
+where what was posted begins."""
+_PLACE = struct.Struct("<q")
+_NOTHING = -1
 _PLACES = (PAGE - _RING) // _PLACE.size
 """Collectives in flight at most."""
 _SLICE_SECONDS = 0.1
@@ -44,53 +44,53 @@ class NotOneHost(RuntimeError):
 class Board:
     """This rank's board and the others'. All ranks post the same collectives in the same order."""
 
-    def __init__(self, group: Group, control: Control) -> None:
+    def __init__(self, group: Group, control: Control, nbytes: int) -> None:
         """Meet the other ranks. Collective; all ranks succeed or all raise.
+
+        Args:
+            group: the ranks.
+            control: to meet by; it must not use a board itself.
+            nbytes: addresses to set aside for what this rank will share; memory only as needed.
 
         Raises:
             NotOneHost: the ranks cannot share memory.
         """
         self.group = group
-        self._own, self._peers, self._boards = _meet(control)
+        self._own, self._peers = _meet(control, nbytes)
         self._posted = 0
         self._finished = 0
         self._ahead: set[int] = set()
         """Finished, though an earlier one is not yet."""
         self.reads: dict[int, Callable[[], object]] = {}
         """What finishes each collective that this rank has posted and not finished."""
-        self._pool = Pool(self._is_over)
-        self._shared: list[Shared] = []
-        """All that this rank has ever shared; few, because they are used again."""
+        self._pool = Pool(PAGE, nbytes, self._is_over)
 
     # Memory to share.
 
     def take(self, dtype: torch.dtype, numel: int) -> tuple[Tensor, Shared]:
         """Shared memory that nobody reads any more, not initialised."""
-        shared = self._pool.take(numel * dtype.itemsize)
-        shared.read_in = None
-        if shared not in self._shared:
-            self._shared.append(shared)
-        return view(shared.segment.memory, dtype, 0, numel), shared
+        part = self._pool.take(numel * dtype.itemsize)
+        return view(self._own.memory, dtype, part.offset, numel), part
 
-    def give_back(self, shared: Shared) -> None:
+    def give_back(self, part: Shared) -> None:
         """This rank needs it no more; peers may still read it."""
-        self._pool.give_back(shared)
+        self._pool.give_back(part)
 
-    def give_back_after(self, holder: object, shared: Shared) -> None:
+    def give_back_after(self, holder: object, part: Shared) -> None:
         """As `give_back`, once `holder` is gone."""
-        weakref.finalize(holder, self._pool.give_back, shared).atexit = False
+        weakref.finalize(holder, self._pool.give_back, part).atexit = False
 
     def guard(self, data: Tensor) -> None:
         """Before `data` is written: wait until no peer reads what was posted from there."""
-        shared = self._holder_of(data)
-        if shared is not None and shared.read_in is not None:
-            self._wait_until_over(shared.read_in)
-            shared.read_in = None
+        part = self._holder_of(data)
+        if part is not None and part.read_in is not None:
+            self._wait_until_over(part.read_in)
+            part.read_in = None
 
     def _holder_of(self, data: Tensor) -> Shared | None:
-        if data.numel() == 0:
-            return None
-        return next((held for held in self._shared if held.segment.holds(data)), None)
+        offset = data.data_ptr() - self._own.address
+        inside = data.numel() and PAGE <= offset < self._own.nbytes
+        return self._pool.holder_of(offset) if inside else None
 
     # Collectives.
 
@@ -98,17 +98,16 @@ class Board:
         """Offer `data` (copied unless it is shared already); returns the collective's number."""
         collective = self._posted
         self._wait_until_over(collective - _PLACES)
-        place = (-1, 0, 0)
+        place = _NOTHING
         if data.numel():
-            shared = self._holder_of(data)
-            if shared is None:
-                copy, shared = self.take(data.dtype, data.numel())
+            part = self._holder_of(data)
+            if part is None:
+                copy, part = self.take(data.dtype, data.numel())
                 data = copy.copy_(data)
-                self.give_back(shared)
-            shared.read_in = collective
-            segment = shared.segment
-            place = (segment.number, segment.nbytes, data.data_ptr() - segment.address)
-        _PLACE.pack_into(self._own.memory, _RING + collective % _PLACES * _PLACE.size, *place)
+                self.give_back(part)
+            part.read_in = collective
+            place = data.data_ptr() - self._own.address
+        _PLACE.pack_into(self._own.memory, _RING + collective % _PLACES * _PLACE.size, place)
         self._posted = collective + 1
         _core.raise_counter(self._own.memory, _POSTED, self._posted % _WRAP)
         return collective
@@ -128,10 +127,9 @@ class Board:
         self, peer: int, collective: int, dtype: torch.dtype, first: int, numel: int
     ) -> Tensor:
         """Elements of what a peer has posted, where they lie; until this rank has finished."""
-        at = _RING + collective % _PLACES * _PLACE.size
-        number, nbytes, begin = _PLACE.unpack_from(self._boards[peer], at)
-        assert number >= 0, f"rank {peer} posted nothing, though its slice has {numel} elements"
-        memory = self._peers[peer].memory(number, nbytes)
+        memory = self._peers[peer].memory
+        (begin,) = _PLACE.unpack_from(memory, _RING + collective % _PLACES * _PLACE.size)
+        assert begin != _NOTHING, f"rank {peer} posted nothing, but {numel} elements are its own"
         return view(memory, dtype, begin + first * dtype.itemsize, numel)
 
     def finish(self, collective: int) -> None:
@@ -150,7 +148,7 @@ class Board:
 
     def _is_over(self, collective: int) -> bool:
         for peer in self.others():
-            finished = _core.read_counter(self._boards[peer], _FINISHED)
+            finished = _core.read_counter(self._peers[peer].memory, _FINISHED)
             if (finished - collective - 1) % _WRAP >= _WRAP // 2:
                 return False
         return True
@@ -180,35 +178,38 @@ class Board:
                     raise collective_timeout(self.group, what, sorted(late), cause)
 
     def _has_reached(self, peer: int, counter: int, value: int, seconds: float) -> bool:
-        return _core.wait_for_counter(self._boards[peer], counter, value % _WRAP, seconds)
+        return _core.wait_for_counter(self._peers[peer].memory, counter, value % _WRAP, seconds)
 
 
-def _meet(control: Control) -> tuple[Segment, dict[int, Peer], dict[int, mmap]]:
-    """Exchange boards with all ranks. Collective.
+def _meet(control: Control, nbytes: int) -> tuple[Segment, dict[int, Peer]]:
+    """Open each other's segments. Collective.
 
     Raises:
-        NotOneHost: on all ranks, if one of them cannot read another's board.
+        NotOneHost: on all ranks, if one of them cannot read another's.
     """
     what, me = "looking for ranks on one host", control.group.rank
-    own = Segment(PAGE) if CAN_SHARE else None
+    own, trouble = None, ""
+    try:
+        own = Segment(nbytes) if CAN_SHARE else None
+    except OSError as error:
+        trouble = f"rank {me} cannot set {nbytes} bytes of addresses aside: {error}"
     mine = (_place(), os.getpid(), own.number if own else -1)
     peers: dict[int, Peer] = {}
-    boards: dict[int, mmap] = {}
-    trouble = ""
     for rank, (place, pid, number) in enumerate(control.exchange_objects(mine, what=what)):
         if rank == me or trouble:
             continue
         try:
             if place != mine[0]:
                 raise OSError(f"it runs at {place}, rank {me} at {mine[0]}")
-            peers[rank] = Peer(pid)
-            boards[rank] = open_segment(pid, number, PAGE)
+            peers[rank] = Peer(pid, number, nbytes)
         except OSError as error:
             trouble = f"rank {me} cannot read the memory of rank {rank}: {error}"
     troubles = [text for text in control.exchange_objects(trouble, what=what) if text]
+    if own is not None:
+        own.shut()  # everybody has it who shall
     if troubles or own is None:
         raise NotOneHost(troubles[0] if troubles else "this system has no anonymous shared memory")
-    return own, peers, boards
+    return own, peers
 
 
 def _place() -> tuple[str, ...]:

@@ -9,6 +9,8 @@ from poplar.comm.group import Group
 from poplar.comm.process_group import ProcessGroupCommunicator
 from poplar.comm.shared_memory import SharedMemoryCommunicator
 
+TENSOR_BYTES, AGREEMENT_BYTES = 1 << 38, 1 << 32
+"""Addresses that each rank sets aside to share; of memory it takes what it uses."""
 CHOICES = ("auto", "process_group", "shared_memory")
 
 
@@ -35,7 +37,7 @@ def connect(group: Group, choice: str | Communicator) -> Communicator:
     shares = choice == "shared_memory" or (choice == "auto" and group.backend == "gloo")
     if shares and (choice == "shared_memory" or group.size > 1):
         try:
-            return SharedMemoryCommunicator(Board(group, Control(group)))
+            return SharedMemoryCommunicator(Board(group, Control(group), TENSOR_BYTES))
         except NotOneHost:
             if choice == "shared_memory":
                 raise
@@ -53,6 +55,6 @@ def control_of(group: Group, choice: str | Communicator = "auto") -> Control:
     if group.size == 1 or choice == "process_group":
         return control
     try:
-        return Control(group, Board(group, control))
+        return Control(group, Board(group, control, AGREEMENT_BYTES))
     except NotOneHost:
         return control

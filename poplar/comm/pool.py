@@ -1,46 +1,70 @@
-"""Shared buffers that are used again and again: touching fresh memory costs more than copying."""
+"""Parts of a segment, used again and again: fresh memory costs more to touch than to copy."""
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable
 
-from poplar.comm.segment import Segment
+_LEAST = 4096
 
 
 class Shared:
-    """A segment in use, and the last collective in which peers read it."""
+    """A part in use, and the last collective in which peers read it."""
 
-    def __init__(self, segment: Segment) -> None:
-        self.segment = segment
+    def __init__(self, offset: int, nbytes: int) -> None:
+        self.offset = offset
+        self.nbytes = nbytes
         self.read_in: int | None = None
 
 
 class Pool:
-    """Hands segments out and takes them back, though peers may still read what has come back."""
+    """Hands parts out and takes them back, though peers may still read what has come back."""
 
-    def __init__(self, is_over: Callable[[int], bool]) -> None:
-        """`is_over(c)`: every peer has read what it needs of collective `c`."""
+    def __init__(self, begin: int, end: int, is_over: Callable[[int], bool]) -> None:
+        """Parts lie between `begin` and `end`, in bytes.
+
+        `is_over(c)`: every rank has read what it needs of collective `c`.
+        """
+        self._next, self._end = begin, end
         self._is_over = is_over
+        self._parts: list[Shared] = []
         self._idle: dict[int, list[Shared]] = {}
 
     def take(self, nbytes: int) -> Shared:
-        """A segment of at least so many bytes that nobody reads any more.
+        """A part of at least so many bytes that nobody reads any more.
 
         Never waits: a peer that still reads may itself be waiting for what is to be written. How
-        many segments there are is bounded by how many collectives are in flight.
+        many parts there are is bounded by how many collectives are in flight.
+
+        Raises:
+            MemoryError: the segment is used up.
         """
         size = _rounded(nbytes)
         idle = self._idle.setdefault(size, [])
-        for place, shared in enumerate(idle):
-            if shared.read_in is None or self._is_over(shared.read_in):
+        for place, part in enumerate(idle):
+            if part.read_in is None or self._is_over(part.read_in):
+                part.read_in = None
                 return idle.pop(place)
-        return Shared(Segment(size))
+        if self._next + size > self._end:
+            raise MemoryError(
+                f"{nbytes} bytes to share do not fit: {self._next} of {self._end} are taken; use "
+                "communicator='process_group'"
+            )
+        part = Shared(self._next, size)
+        self._next += size
+        self._parts.append(part)
+        return part
 
-    def give_back(self, shared: Shared) -> None:
+    def give_back(self, part: Shared) -> None:
         """Nobody here needs it any more."""
-        self._idle[shared.segment.nbytes].append(shared)
+        self._idle[part.nbytes].append(part)
+
+    def holder_of(self, offset: int) -> Shared | None:
+        """The part in which a byte of the segment lies."""
+        after = bisect.bisect_right(self._parts, offset, key=lambda part: part.offset)
+        return self._parts[after - 1] if after else None
 
 
 def _rounded(nbytes: int) -> int:
     """To a power of two, so that buffers of nearly one size serve each other."""
-    return 1 << max(12, (nbytes - 1).bit_length())
+    return 1 << (max(_LEAST, nbytes) - 1).bit_length()

@@ -1,8 +1,10 @@
 """Memory that the processes of one host share, without a name that could outlive them.
 
 A segment is an anonymous file in memory (`memfd_create`), which peers open through
-`/proc/<pid>/fd/<number>`: nothing lies in `/dev/shm`, whose size is often limited, and nothing is
-left behind by a crash. It needs no rights beyond those to one's own processes.
+`/proc/<pid>/fd/<number>`: nothing lies in `/dev/shm`, whose size is often limited, nothing is left
+behind by a crash, and it needs no rights beyond those to one's own processes. It is as large as it
+may ever have to be, and takes memory only where it was written. So peers open it once, when ranks
+meet, and what they have opened stays, even if its maker has ended.
 """
 
 from __future__ import annotations
@@ -20,34 +22,50 @@ CAN_SHARE = hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")
 
 
 class Segment:
-    """Shared memory that this process has made; kept until nobody holds it."""
+    """Shared memory that this process has made: addresses for `nbytes`, no memory yet."""
 
     def __init__(self, nbytes: int) -> None:
-        self.nbytes = max(PAGE, -(-nbytes // PAGE) * PAGE)
+        self.nbytes = nbytes
         self.number = os.memfd_create("poplar", os.MFD_CLOEXEC)
-        os.ftruncate(self.number, self.nbytes)
-        self.memory = mmap.mmap(self.number, self.nbytes)
+        try:
+            os.ftruncate(self.number, nbytes)
+            self.memory = mmap.mmap(self.number, nbytes)
+        except OSError:
+            os.close(self.number)
+            raise
         self.address = view(self.memory, torch.uint8, 0, 1).data_ptr()
 
-    def __del__(self) -> None:
+    def shut(self) -> None:
+        """No other process can open it any more; who has it keeps it."""
         os.close(self.number)
-
-    def holds(self, data: Tensor) -> bool:
-        """Whether `data` lies in here."""
-        return self.address <= data.data_ptr() < self.address + self.nbytes
+        self.number = -1
 
 
-def open_segment(pid: int, number: int, nbytes: int) -> mmap.mmap:
-    """Map a segment of another process of this host.
+class Peer:
+    """Another process of this host: its segment, and whether it is still there."""
 
-    Raises:
-        OSError: no such process or segment, or not permitted.
-    """
-    handle = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
-    try:
-        return mmap.mmap(handle, nbytes)
-    finally:
-        os.close(handle)
+    def __init__(self, pid: int, number: int, nbytes: int) -> None:
+        """Open its segment.
+
+        Raises:
+            OSError: no such process or segment, or not permitted.
+        """
+        handle = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            self.memory = mmap.mmap(handle, nbytes)
+        finally:
+            os.close(handle)
+        self._process = os.pidfd_open(pid)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_process"):
+            os.close(self._process)
+
+    def has_ended(self) -> bool:
+        """Whether the process is over, even if nobody has asked for its exit code."""
+        watch = select.poll()  # `select` refuses numbers above 1023
+        watch.register(self._process, select.POLLIN)
+        return bool(watch.poll(0))
 
 
 def view(memory: mmap.mmap, dtype: torch.dtype, offset: int, numel: int) -> Tensor:
@@ -55,26 +73,3 @@ def view(memory: mmap.mmap, dtype: torch.dtype, offset: int, numel: int) -> Tens
     if numel == 0:
         return torch.empty(0, dtype=dtype)
     return torch.frombuffer(memory, dtype=dtype, count=numel, offset=offset)
-
-
-class Peer:
-    """Another process of this host: whether it is still there, and what it shares."""
-
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-        self._handle = os.pidfd_open(pid)
-        self._maps: dict[int, mmap.mmap] = {}
-
-    def __del__(self) -> None:
-        if hasattr(self, "_handle"):
-            os.close(self._handle)
-
-    def has_ended(self) -> bool:
-        """Whether the process is over, even if nobody has asked for its exit code."""
-        return bool(select.select([self._handle], [], [], 0)[0])
-
-    def memory(self, number: int, nbytes: int) -> mmap.mmap:
-        """A segment of it. Segments live as long as the transport, so numbers don't come again."""
-        if number not in self._maps:
-            self._maps[number] = open_segment(self.pid, number, nbytes)
-        return self._maps[number]
