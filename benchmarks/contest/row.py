@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import random
 import statistics
 import subprocess
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import date
+from functools import cache
 from pathlib import Path
 
-from contest.engine import Entrant
 from contest.outcome import Contest, Outcome
 
 LOSSES_COMPARED = 20
@@ -24,41 +25,71 @@ RESAMPLES = 500
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """Speeds are samples per second; ratios of speeds are of medians unless they say otherwise."""
+    """Speeds are samples per second; ratios of speeds are of medians unless they say otherwise.
+
+    What is None was not measured, or has nothing that it could be held against.
+    """
 
     benchmark: str
+    """`train`: other benchmarks may write to the same file."""
     cluster: str
+    """Its name: `2:1:1`."""
     described: str
+    """How the cluster is made, in a sentence."""
     unequal: bool
+    """Its ranks differ in speed or memory."""
     entrant: str
+    """As tables show it."""
     provider: str
+    """`poplar`, `deepspeed`, `fsdp2` or `ddp`."""
     stage: int
+    """The ZeRO stage that it is, whatever the provider calls it."""
     policy: str
+    """`exact`, `paper`, `flops` or `even`; what peers do is `even`."""
+    over_gloo: bool
+    """Poplar, carried as its peers are, although the ranks could share memory."""
     model: str
+    """`llama` or `encoder`."""
     size: str
+    """Of the model, by name."""
     context: int
+    """Bytes per sample."""
     global_batch: int
+    """Samples per step, of all ranks."""
     parameters: int
+    """Of the model, all of them trained."""
     ranks: list[int]
+    """Of the cluster, those that take part, ascending."""
     micro_batches: list[list[int]]
+    """Samples of each pass, by rank that takes part."""
     shares: list[float]
+    """Of the sharded state, by rank that takes part; they sum to 1."""
     steps: int
     """That counted."""
     mean_speed: float | None
+    """Over steps."""
     p20_speed: float | None
+    """Over steps: one in five is slower."""
     p50_speed: float | None
+    """At the median step."""
     p80_speed: float | None
+    """Over steps: one in five is faster."""
     p20_seconds: float | None
+    """Of a step."""
     p50_seconds: float | None
+    """Of a step."""
     p80_seconds: float | None
+    """Of a step."""
     tflops: float | None
-    """Of forward and backward, as torch's counter counts them."""
+    """10^12 operations per second, of forward and backward, as torch's counter counts them."""
     mfu: float | None
-    """Against the ranks' measured peak in matrix products."""
+    """Part of the ranks' peak, as measured in matrix products before the run."""
     sum_of_speeds: float
+    """Of all ranks in plain passes, all at once: the larger of before and after the run."""
     of_sum_of_speeds: float | None
+    """`p50_speed` over it."""
     over: dict[str, float]
-    """This entrant's speed over each peer's."""
+    """This entrant's speed over each peer's, of all stages."""
     best_peer_of_stage: str
     """The fastest of the peers at this stage; empty if there is none."""
     over_best_peer_of_stage: tuple[float, float, float] | None
@@ -67,34 +98,50 @@ class Row:
     balance: float | None
     """Over `poplar even` at the same stage: what the plan gains. Poplar's plans only."""
     transport: float | None
-    """`poplar even` over `poplar even` on gloo, at the same stage: what shared memory gains."""
+    """`poplar even` over `poplar even` on gloo, at the same stage: what shared memory gains; where
+    ranks can't share memory, 1 but for noise. Poplar's plans only."""
     engine: float | None
-    """`poplar even` on gloo, as the peers are, over the fastest peer of the stage."""
+    """`poplar even` on gloo, as the peers are, over the fastest peer of the stage. Poplar's plans
+    only; the product of the three is the ratio to that peer."""
     ideal_over_even: float
-    """By the calibrated speeds."""
+    """What balance could be at best at this stage, by the calibrated speeds."""
     balance_of_ideal: float | None
+    """`balance` over it. Under core sharing it may exceed 1: who waits lends its core."""
     predicted_seconds: float | None
+    """Of a step, said before the first one ran; Poplar's plans only."""
     prediction_error: float | None
     """Predicted over measured, less 1."""
     peak_memory: list[int]
     """Bytes above what the process held before the engine was built, by rank."""
     last_loss: float | None
+    """Of the global batch, at the last step."""
     loss_difference: float | None
-    """Largest, over the first 20 steps, from the first entrant's loss."""
+    """Largest, over the first 20 steps, from the loss of `poplar even` at stage 0 (without it, of
+    the first entrant that has a result); infinite where either is not a number."""
     drift: float
     """Largest relative change of a rank's calibrated speed during the run."""
     calibrated_speeds: list[float]
+    """Of each of the cluster's ranks: the larger of before and after the run."""
     absent: str
     """Why there is no result; empty if there is one."""
     device: str
+    """The machine's processor and number of cores."""
     versions: str
+    """Of torch, DeepSpeed and Python."""
     commit: str
+    """Of this repository; `-dirty` if something was changed since."""
     day: str
+    """YYYY-MM-DD."""
 
     @property
     def takes_all_ranks(self) -> bool:
         """Not one of the baselines that leave ranks out."""
         return len(self.ranks) == len(self.calibrated_speeds)
+
+    @property
+    def is_plan(self) -> bool:
+        """One of Poplar's plans for all ranks, on the transport that it chooses itself."""
+        return self.provider == "poplar" and self.takes_all_ranks and not self.over_gloo
 
     @property
     def is_peer(self) -> bool:
@@ -115,10 +162,22 @@ def write_rows(path: Path, rows: Iterable[Row]) -> None:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """What `write_rows` wrote; of an entrant that ran twice on a cluster the last row counts."""
+    """What `write_rows` wrote; of an entrant that ran twice on a cluster the last row counts.
+
+    Raises:
+        ValueError: a row of another version of this benchmark; says which line.
+    """
     found = {}
-    for line in path.read_text(encoding="utf-8").splitlines():
-        values = json.loads(line)
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        values = json.loads(line) if line.strip() else {}
+        if values.get("benchmark") != "train":
+            continue
+        differing = values.keys() ^ {field.name for field in fields(Row)}
+        if differing:
+            raise ValueError(
+                f"{path}, line {number}: {', '.join(sorted(differing))} should be there or should "
+                "not: another version of train.py wrote it; remove the line or measure again"
+            )
         interval = values["over_best_peer_of_stage"]
         values["over_best_peer_of_stage"] = None if interval is None else tuple(interval)
         row = Row(**values)
@@ -128,15 +187,15 @@ def read_rows(path: Path) -> list[Row]:
 
 def _row(contest: Contest, outcome: Outcome) -> Row:
     entrant, ran = outcome.entrant, not outcome.absent
+    if not ran:  # what it did before it failed is no result
+        outcome = replace(outcome, step_seconds=(), losses=(), peak_memory=())
     speeds = [entrant.plan.global_batch / seconds for seconds in outcome.step_seconds]
     median = outcome.samples_per_second if ran else None
     seconds = outcome.median_seconds if ran else None
     tflops = None if median is None else median * contest.flops_per_sample / 1e12
     peer = _best_peer(contest, entrant.stage)
     predicted = outcome.predicted_seconds
-    balance = (
-        _ratio(outcome, _even(contest, entrant.stage)) if _is_planned(contest, entrant) else None
-    )
+    balance, transport, engine = _split(contest, outcome, peer)
     ideal = contest.ideal_over_even.get(entrant.stage, 1.0)
     return Row(
         benchmark="train",
@@ -147,6 +206,7 @@ def _row(contest: Contest, outcome: Outcome) -> Row:
         provider=entrant.provider,
         stage=entrant.stage,
         policy=entrant.policy,
+        over_gloo=entrant.over_gloo,
         model=contest.task.model,
         size=contest.task.size,
         context=contest.task.context,
@@ -175,15 +235,15 @@ def _row(contest: Contest, outcome: Outcome) -> Row:
         best_peer_of_stage=peer.entrant.name if peer else "",
         over_best_peer_of_stage=_interval(outcome, peer) if ran and peer else None,
         balance=balance,
-        transport=_ratio(_even(contest, entrant.stage), _even(contest, entrant.stage, gloo=True)),
-        engine=_ratio(_even(contest, entrant.stage, gloo=True), peer),
+        transport=transport,
+        engine=engine,
         ideal_over_even=ideal,
         balance_of_ideal=None if balance is None else balance / ideal,
         predicted_seconds=predicted,
         prediction_error=None if predicted is None or seconds is None else predicted / seconds - 1,
         peak_memory=list(outcome.peak_memory),
         last_loss=outcome.losses[-1] if outcome.losses else None,
-        loss_difference=_loss_difference(outcome, contest.outcomes[0]),
+        loss_difference=_loss_difference(outcome, _reference(contest)),
         drift=contest.drift,
         calibrated_speeds=[
             max(both) for both in zip(contest.before.speeds, contest.after.speeds, strict=True)
@@ -205,10 +265,23 @@ def _best_peer(contest: Contest, stage: int) -> Outcome | None:
     return min(found, key=lambda outcome: outcome.median_seconds, default=None)
 
 
-def _is_planned(contest: Contest, entrant: Entrant) -> bool:
-    """One of Poplar's plans for all ranks, on the transport it chooses itself."""
+def _split(
+    contest: Contest, outcome: Outcome, peer: Outcome | None
+) -> tuple[float | None, float | None, float | None]:
+    """Balance, transport and engine of one of Poplar's plans; nothing of anybody else's."""
+    entrant = outcome.entrant
     everyone = len(entrant.ranks) == len(contest.before.speeds)
-    return entrant.provider == "poplar" and everyone and not entrant.over_gloo
+    if entrant.provider != "poplar" or not everyone or entrant.over_gloo or outcome.absent:
+        return None, None, None
+    even = _even(contest, entrant.stage)
+    even_on_gloo = _even(contest, entrant.stage, gloo=True)
+    return _ratio(outcome, even), _ratio(even, even_on_gloo), _ratio(even_on_gloo, peer)
+
+
+def _reference(contest: Contest) -> Outcome | None:
+    """Whose losses all others' are held against."""
+    present = (outcome for outcome in contest.outcomes if not outcome.absent)
+    return _even(contest, 0) or next(present, None)
 
 
 def _even(contest: Contest, stage: int, *, gloo: bool = False) -> Outcome | None:
@@ -240,15 +313,21 @@ def _interval(one: Outcome, other: Outcome) -> tuple[float, float, float]:
     return (other.median_seconds / one.median_seconds, *ends)
 
 
-def _loss_difference(outcome: Outcome, reference: Outcome) -> float | None:
-    pairs = list(zip(outcome.losses, reference.losses, strict=False))[:LOSSES_COMPARED]
-    return max((abs(ours - theirs) for ours, theirs in pairs), default=None)
+def _loss_difference(outcome: Outcome, reference: Outcome | None) -> float | None:
+    theirs = reference.losses if reference else ()
+    pairs = list(zip(outcome.losses, theirs, strict=False))[:LOSSES_COMPARED]
+    differences = [abs(ours - other) for ours, other in pairs]
+    # NaN compares as neither larger nor smaller, and would be lost among the others.
+    return max((math.inf if math.isnan(d) else d for d in differences), default=None)
 
 
 def _quantile(values: Sequence[float], fifth: int) -> float | None:
-    return statistics.quantiles(values, n=5)[fifth] if len(values) > 1 else None
+    if len(values) < 2:
+        return values[0] if values else None
+    return statistics.quantiles(values, n=5)[fifth]
 
 
+@cache
 def _versions() -> str:
     names = ("torch", "deepspeed")
     said = []
@@ -260,6 +339,7 @@ def _versions() -> str:
     return f"{', '.join(said)}, python {platform.python_version()}"
 
 
+@cache
 def _processor() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -269,12 +349,13 @@ def _processor() -> str:
     return names[0] if names else platform.machine()
 
 
+@cache
 def _commit() -> str:
-    found = subprocess.run(
-        ["git", "describe", "--always", "--dirty"],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parent,
-        check=False,
-    )
+    command = ["git", "describe", "--always", "--dirty"]
+    try:
+        found = subprocess.run(
+            command, capture_output=True, text=True, cwd=Path(__file__).parent, check=False
+        )
+    except OSError:  # no git; the figures are no worse for it
+        return "unknown"
     return found.stdout.strip() or "unknown"

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from contest.row import Row
@@ -28,31 +31,63 @@ HEADINGS = (
     "MiB",
     "loss",
 )
+SUMMARY_HEADINGS = ("cluster", "stage", "what", "value", "wanted", "")
+NOTHING = "–"
+_WIDER_THAN_ANY = 10_000
 
 
 def table_of(rows: Sequence[Row]) -> Table:
-    """One cluster, by stage; whoever is absent says why."""
+    """One cluster, by stage; whoever is absent says why below it."""
     first = rows[0]
     table = _table(
         f"{first.cluster}: {first.model} {first.size}, {first.parameters:,} parameters, "
         f"{first.global_batch} samples of {first.context} bytes a step; "
-        f"sum of speeds {first.sum_of_speeds:.1f} samples/s",
+        f"sum of speeds {first.sum_of_speeds:.1f} samples/s; {ideals_of(rows)}",
         HEADINGS,
     )
-    for cells in cells_of(rows):
-        table.add_row(*cells)
-    return table
+    ordered = in_order(rows)
+    for row, below in zip(ordered, [*ordered[1:], None], strict=True):
+        # A reason is long, and would be as wide as all other columns together.
+        cells = cells_of([replace(row, absent="see below")] if row.absent else [row])
+        ends = below is not None and _group(below) != _group(row)
+        table.add_row(*map(escape, next(cells)), end_section=ends)
+    table.caption = escape("\n".join(reasons_of(ordered))) or None
+    return _whole(table)
+
+
+def ideals_of(rows: Sequence[Row]) -> str:
+    """What balance could be at best, by stage where stages differ."""
+    ideals = {row.stage: f"{row.ideal_over_even:.3f}" for row in in_order(rows)}
+    if len({*ideals.values()}) == 1:
+        return f"ideal over even {next(iter(ideals.values()))}"
+    return "ideal over even " + ", ".join(f"{ideals[s]} at stage {s}" for s in ideals)
+
+
+def reasons_of(rows: Sequence[Row]) -> Iterator[str]:
+    """Why those that are absent are, a line each."""
+    for row in rows:
+        if row.absent:
+            yield f"{row.entrant} is absent: {' '.join(row.absent.split())}"
+
+
+def in_order(rows: Sequence[Row]) -> list[Row]:
+    """By stage; those that leave ranks out come last."""
+    return sorted(rows, key=_group)
+
+
+def _group(row: Row) -> tuple[bool, int]:
+    return not row.takes_all_ranks, row.stage
 
 
 def cells_of(rows: Sequence[Row]) -> Iterator[tuple[str, ...]]:
     """A line of text cells per row, as `HEADINGS` name them."""
-    for row in sorted(rows, key=lambda row: (not row.takes_all_ranks, row.stage)):
+    for row in in_order(rows):
         if row.absent:
-            yield (str(row.stage), row.entrant, f"absent: {row.absent}", *[""] * 13)
+            reason = " ".join(row.absent.split())
+            yield (str(row.stage), row.entrant, f"absent: {reason}", *[""] * (len(HEADINGS) - 3))
             continue
-        memory = f"{max(row.peak_memory) / 2**20:.0f}" if row.peak_memory else "–"
+        memory = f"{max(row.peak_memory) / 2**20:.0f}" if row.peak_memory else NOTHING
         peer = row.over_best_peer_of_stage
-        ours = row.balance is not None
         yield (
             str(row.stage),
             row.entrant,
@@ -61,24 +96,24 @@ def cells_of(rows: Sequence[Row]) -> Iterator[tuple[str, ...]]:
             f"{100 * (row.of_sum_of_speeds or 0):.1f} %",
             f"{row.tflops:.3f}",
             f"{100 * (row.mfu or 0):.0f} %",
-            "–" if peer is None else f"{peer[0]:.3f} ({peer[1]:.3f}–{peer[2]:.3f})",
+            NOTHING if peer is None else f"{peer[0]:.3f} ({peer[1]:.3f}–{peer[2]:.3f})",
             _number(row.balance),
             _number(row.balance_of_ideal),
-            _number(row.transport if ours else None),
-            _number(row.engine if ours else None),
+            _number(row.transport),
+            _number(row.engine),
             _number(row.predicted_seconds),
             _number(row.p50_seconds),
             memory,
-            f"{row.last_loss:.4f}",
+            _number(row.last_loss, digits=4),
         )
 
 
 def summary_of(rows: Sequence[Row]) -> Table:
     """Every figure that has a threshold, beside it."""
-    table = _table("what it has to show", ("cluster", "stage", "what", "value", "wanted", ""))
+    table = _table("what it has to show", SUMMARY_HEADINGS)
     for cells in summary_cells(rows):
         table.add_row(*cells)
-    return table
+    return _whole(table)
 
 
 def summary_cells(rows: Sequence[Row]) -> Iterator[tuple[str, ...]]:
@@ -88,19 +123,34 @@ def summary_cells(rows: Sequence[Row]) -> Iterator[tuple[str, ...]]:
             verdict.cluster,
             "all" if verdict.stage is None else str(verdict.stage),
             verdict.what,
-            f"{verdict.value:.2g}" if verdict.at_most else f"{verdict.value:.3f}",
-            f"{'<=' if verdict.at_most else '>='} {verdict.wanted:g}",
+            verdict.shown,
+            verdict.condition,
             "✓" if verdict.met else "short",
         )
 
 
 def _table(title: str, headings: Sequence[str]) -> Table:
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    table = Table(
+        title=title,
+        title_justify="left",
+        caption_justify="left",
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+        collapse_padding=True,
+    )
     for heading in headings:
         left = heading in ("entrant", "cluster", "what")
         table.add_column(heading, justify="left" if left else "right", no_wrap=True)
     return table
 
 
-def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.3f}"
+def _whole(table: Table) -> Table:
+    """As wide as its cells: a narrow terminal may wrap lines, but figures are not cut off."""
+    caption, table.caption = table.caption, None
+    table.width = Console(width=_WIDER_THAN_ANY).measure(table).maximum
+    table.caption = caption
+    return table
+
+
+def _number(value: float | None, digits: int = 3) -> str:
+    return NOTHING if value is None else f"{value:.{digits}f}"

@@ -14,6 +14,7 @@ OF_SUM_AT_8_TO_1 = {3: 0.85}
 OVER_DEEPSPEED = {"2:1:1": {0: 1.15, 1: 1.4, 2: 1.4, 3: 1.4}, "8:1": dict.fromkeys(range(4), 3.9)}
 OVER_BEST_PEER = 1.12
 EQUAL_RANKS = 0.97
+PEAK_MEMORY = 1.0
 LOSS = 1e-4
 
 
@@ -25,35 +26,55 @@ class Verdict:
     stage: int | None
     """None: of all stages."""
     what: str
-    value: float
+    value: float | None
+    """None: not measured, which is short as well."""
     wanted: float
     at_most: bool = False
 
     @property
     def met(self) -> bool:
-        """Rounded as it is printed."""
-        value = round(self.value, 6 if self.at_most else 3)
-        return value <= self.wanted if self.at_most else value >= self.wanted
+        """As it is printed: nothing that reads like its threshold is short of it."""
+        if self.value is None:
+            return False
+        return (
+            float(self.shown) <= self.wanted if self.at_most else float(self.shown) >= self.wanted
+        )
+
+    @property
+    def shown(self) -> str:
+        """The figure as text, with as many digits as tell it from its threshold."""
+        if self.value is None:
+            return "not measured"
+        return f"{round(self.value, 6):g}" if self.at_most else f"{self.value:.3f}"
+
+    @property
+    def condition(self) -> str:
+        """What it has to be, as text."""
+        return f"{'<=' if self.at_most else '>='} {self.wanted:g}"
 
     def __str__(self) -> str:
-        sign = "<=" if self.at_most else ">="
-        return f"{self.value:.3g} ({sign} {self.wanted:g}{'' if self.met else ', short'})"
+        return f"{self.shown} ({self.condition}{'' if self.met else ', short'})"
 
 
 def verdicts(rows: Sequence[Row]) -> Iterator[Verdict]:
-    """Every figure that has a threshold, in the order of the rows."""
-    for cluster in dict.fromkeys(row.cluster for row in rows):
-        own = [row for row in rows if row.cluster == cluster and not row.absent]
-        planned = [r for r in own if r.provider == "poplar" and r.takes_all_ranks]
-        for row in planned:
-            if row.policy == "exact":
-                yield from _of_plan(row, own)
-            if row.policy == "even" and row.balance is not None and not row.unequal:
-                yield from _of_equal_ranks(row, own)
+    """Every figure that has a threshold, in the order of the rows.
+
+    Figures that should be there and are not (an engine is missing, or failed) are verdicts too.
+    """
+    contests = dict.fromkeys((row.cluster, row.model) for row in rows)
+    models = {model for _, model in contests}
+    for cluster, model in contests:
+        own = [row for row in rows if (row.cluster, row.model) == (cluster, model)]
+        name = cluster if len(models) == 1 else f"{cluster}, {model}"
+        for row in own:
+            if row.is_plan and row.policy == "exact":
+                yield from _of_plan(name, row, own)
+            if row.is_plan and row.policy == "even" and not row.unequal:
+                yield from _of_equal_ranks(name, row, own)
         differences = [row.loss_difference for row in own if row.loss_difference is not None]
         if differences:
             yield Verdict(
-                cluster=cluster,
+                cluster=name,
                 stage=None,
                 what="largest loss difference",
                 value=max(differences),
@@ -62,12 +83,10 @@ def verdicts(rows: Sequence[Row]) -> Iterator[Verdict]:
             )
 
 
-def _of_plan(row: Row, own: Sequence[Row]) -> Iterator[Verdict]:
+def _of_plan(name: str, row: Row, own: Sequence[Row]) -> Iterator[Verdict]:
     def verdict(what: str, value: float | None, wanted: float | None) -> Iterator[Verdict]:
-        if value is not None and wanted is not None:
-            yield Verdict(
-                cluster=row.cluster, stage=row.stage, what=what, value=value, wanted=wanted
-            )
+        if wanted is not None:
+            yield Verdict(cluster=name, stage=row.stage, what=what, value=value, wanted=wanted)
 
     of_sum = OF_SUM if row.cluster in OF_SUM_CLUSTERS else {}
     of_sum = OF_SUM_AT_8_TO_1 if row.cluster == "8:1" else of_sum
@@ -75,37 +94,40 @@ def _of_plan(row: Row, own: Sequence[Row]) -> Iterator[Verdict]:
     if not row.unequal:
         return
     yield from verdict("balance over its ideal", row.balance_of_ideal, BALANCE_OF_IDEAL)
-    deepspeed = [value for name, value in row.over.items() if name.endswith(f"ZeRO-{row.stage}")]
+    deepspeed = [row.over.get(peer.entrant) for peer in own if _is_deepspeed(peer, row.stage)]
     wanted = OVER_DEEPSPEED.get(row.cluster, {}).get(row.stage)
     yield from verdict("over DeepSpeed", deepspeed[0] if deepspeed else None, wanted)
-    fastest = _fastest(own)
-    if row.entrant == fastest.entrant and row.over:
-        yield from verdict(
-            "fastest plan over the best peer", min(row.over.values()), OVER_BEST_PEER
-        )
+    if row is _fastest(own):
+        over_best = min(row.over.values(), default=None)
+        yield from verdict("fastest plan over the best peer", over_best, OVER_BEST_PEER)
 
 
-def _of_equal_ranks(row: Row, own: Sequence[Row]) -> Iterator[Verdict]:
-    if row.over_best_peer_of_stage is not None:
-        yield Verdict(
-            cluster=row.cluster,
-            stage=row.stage,
-            what=f"even over {row.best_peer_of_stage}",
-            value=row.over_best_peer_of_stage[0],
-            wanted=EQUAL_RANKS,
-        )
+def _of_equal_ranks(name: str, row: Row, own: Sequence[Row]) -> Iterator[Verdict]:
+    over = row.over_best_peer_of_stage
+    yield Verdict(
+        cluster=name,
+        stage=row.stage,
+        what=f"even over {row.best_peer_of_stage or 'the best peer'}",
+        value=over[0] if over else None,
+        wanted=EQUAL_RANKS,
+    )
     peers = [r for r in own if r.is_peer and r.stage == row.stage and r.peak_memory]
-    if peers and row.peak_memory:
-        yield Verdict(
-            cluster=row.cluster,
-            stage=row.stage,
-            what="peak memory over the peers' least",
-            value=max(row.peak_memory) / min(max(peer.peak_memory) for peer in peers),
-            wanted=1.0,
-            at_most=True,
-        )
+    least = min((max(peer.peak_memory) for peer in peers), default=None)
+    yield Verdict(
+        cluster=name,
+        stage=row.stage,
+        what="peak memory over the peers' least",
+        value=max(row.peak_memory) / least if row.peak_memory and least else None,
+        wanted=PEAK_MEMORY,
+        at_most=True,
+    )
+
+
+def _is_deepspeed(row: Row, stage: int) -> bool:
+    return row.provider == "deepspeed" and row.stage == stage
 
 
 def _fastest(own: Sequence[Row]) -> Row:
-    plans = [r for r in own if r.provider == "poplar" and r.policy == "exact" and r.takes_all_ranks]
+    """Of Poplar's exact plans; the first of them if none has a result."""
+    plans = [row for row in own if row.is_plan and row.policy == "exact"]
     return max(plans, key=lambda row: row.p50_speed or 0.0)
