@@ -237,7 +237,7 @@ def test_peak_memory_grows_with_the_state_that_a_rank_holds():
         )
     parameters = sum(p.numel() for p in task.new_model().parameters())
     assert whole > 16 * parameters
-    assert sharded < 0.85 * whole
+    assert sharded < 0.95 * whole
 
 
 def test_an_engine_that_is_not_installed_says_how_it_would_be(monkeypatch):
