@@ -324,7 +324,8 @@ def test_what_was_not_measured_is_short_and_not_left_out():
         (1.396, 1.4, False, "1.396 (>= 1.4, short)"),
         (1.04, 1.0, True, "1.04 (<= 1, short)"),
         (1.04e-4, 1e-4, True, "0.000104 (<= 0.0001, short)"),
-        (3e-7, 1e-4, True, "0 (<= 0.0001)"),
+        (3e-7, 1e-4, True, "3e-07 (<= 0.0001)"),
+        (1.0004, 1.0, True, "1.0004 (<= 1, short)"),
         (math.inf, 1e-4, True, "inf (<= 0.0001, short)"),
     ],
 )

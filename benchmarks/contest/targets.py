@@ -45,7 +45,7 @@ class Verdict:
         """The figure as text, with as many digits as tell it from its threshold."""
         if self.value is None:
             return "not measured"
-        return f"{round(self.value, 6):g}" if self.at_most else f"{self.value:.3f}"
+        return f"{self.value:.5g}" if self.at_most else f"{self.value:.3f}"
 
     @property
     def condition(self) -> str:
