@@ -427,6 +427,17 @@ def test_timelines_hold_the_engines_of_a_stage_and_no_parts_of_the_cluster():
     assert plots.draw_timelines(contest(), 2) is None
 
 
+def test_peers_that_do_not_tell_their_waits_are_not_called_busy():
+    plots = importlib.import_module("contest.plots")
+    silent = tuple(
+        tuple(span for span in rank if span.kind != "wait") for rank in OUTCOMES[6].spans
+    )
+    figure = plots.draw_timelines(contest(outcomes=but("DDP", spans=silent)), 0)
+    said = [[text.get_text() for text in axes.texts] for axes in figure.axes]
+    assert said[3] == ["with waits"] * 3
+    assert all("busy" in text for text in said[4])
+
+
 def test_the_page_needs_nothing_else_and_shows_everybody(tmp_path):
     path = tmp_path / "folder" / "page.html"
     write_page([contest(), contest(cluster="8:1")], path)

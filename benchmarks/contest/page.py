@@ -133,6 +133,6 @@ def _pictures(contest: Contest) -> Iterator[str]:
         if timeline is not None:
             yield markup.figure(
                 to_svg(timeline, f"{name}-steps-{stage}"),
-                f"One step of every entrant at stage {stage}. Peers do not tell what they wait for "
-                "inside a pass: there, compute and busy include communication and waiting.",
+                f"One step of every entrant at stage {stage}. Peers do not tell what they wait "
+                "for: what they compute and update has communication and waiting in it.",
             )

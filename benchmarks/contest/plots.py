@@ -51,7 +51,8 @@ def draw_timelines(contest: Contest, stage: int) -> Figure | None:
     Those that leave ranks out are left out: they are no other engines, and may take many times as
     long.
     """
-    return draw_steps(
+    traced = [outcome for outcome in by_stage(contest).get(stage, []) if any(outcome.spans)]
+    figure = draw_steps(
         [
             Run(
                 name=outcome.entrant.name,
@@ -61,9 +62,20 @@ def draw_timelines(contest: Contest, stage: int) -> Figure | None:
                 predicted_step_seconds=outcome.predicted_seconds,
                 spans=outcome.spans,
             )
-            for outcome in by_stage(contest).get(stage, [])
+            for outcome in traced
         ]
     )
+    for axes, outcome in zip(figure.axes if figure else (), traced, strict=True):
+        if not any(span.kind == "wait" for rank in outcome.spans for span in rank):
+            _admit_waits(axes)
+    return figure
+
+
+def _admit_waits(axes: Axes) -> None:
+    """Peers do not tell what they wait for; how busy their ranks are can't be said."""
+    for text in axes.texts:
+        if text.get_text().startswith("busy"):
+            text.set_text("with waits")
 
 
 def by_stage(contest: Contest) -> dict[int, list[Outcome]]:
