@@ -41,9 +41,7 @@ _library.define(
     "pack_(Tensor(a!) bucket, Tensor[] grads, int[] offsets, float weight, "
     "bool accumulate=False) -> ()"
 )
-_library.define(
-    "rank_sum_(Tensor(a!) out, Tensor received, int ranks, bool accumulate=False) -> ()"
-)
+_library.define("rank_sum_(Tensor(a!) out, Tensor[] received, bool accumulate=False) -> ()")
 _library.define("unpack_(Tensor flat, Tensor(a!)[] outs, int[] offsets) -> ()")
 _library.define("block_sums_of_squares(Tensor flat) -> Tensor")
 
@@ -76,20 +74,21 @@ def pack_(
     _written(bucket)
 
 
-def rank_sum_(out: Tensor, received: Tensor, ranks: int, accumulate: bool = False) -> None:
-    """Sum what `ranks` ranks sent, in rank order: `out = ((r0 + r1) + r2) + ...`.
+def rank_sum_(out: Tensor, received: Sequence[Tensor], accumulate: bool = False) -> None:
+    """Sum what ranks sent, in rank order: `out = ((r0 + r1) + r2) + ...`.
 
     Args:
         out: fp32, 1-D, contiguous, `m` elements.
-        received: 1-D, contiguous, `ranks * m` elements, rank after rank; fp32, bf16 or fp16.
-        ranks: how many parts `received` consists of.
+        received: each rank's part, `m` elements, 1-D, contiguous; fp32, bf16 or fp16, all the same.
+            One of them may be `out` itself. On CUDA they are slices of one tensor at equal
+            distances, as transports receive them.
         accumulate: add the finished total to `out` instead.
 
     Raises:
-        RuntimeError: sizes that don't fit together, another dtype or device.
+        RuntimeError: no parts, sizes that don't fit together, another dtype or device.
     """
     with torch.no_grad():
-        torch.ops.poplar.rank_sum_(out, received, ranks, accumulate)
+        torch.ops.poplar.rank_sum_(out, received, accumulate)
     _written(out)
 
 
@@ -208,28 +207,30 @@ def _plain_pack_(
 
 
 @torch.no_grad()
-def _plain_rank_sum_(out: Tensor, received: Tensor, ranks: int, accumulate: bool = False) -> None:
-    _check_rank_sum(out, received, ranks)
-    parts = received.view(ranks, out.numel())
-    total = parts[0].to(torch.float32, copy=True)
-    for rank in range(1, ranks):
-        total += parts[rank].to(torch.float32)
+def _plain_rank_sum_(out: Tensor, received: list[Tensor], accumulate: bool = False) -> None:
+    _check_rank_sum(out, received)
+    total = received[0].to(torch.float32, copy=True)
+    for part in received[1:]:
+        total += part.to(torch.float32)
     if accumulate:
         out += total
     else:
         out.copy_(total)
 
 
-def _check_rank_sum(out: Tensor, received: Tensor, ranks: int) -> None:
+def _check_rank_sum(out: Tensor, received: Sequence[Tensor]) -> None:
     _check_flat(out, "rank_sum_: out")
-    _check_flat(received, "rank_sum_: received")
     _check(out.dtype == torch.float32, "rank_sum_: out must be float32")
-    _check(out.device == received.device, "rank_sum_: out and received must be on one device")
-    _check(ranks >= 1, f"rank_sum_: ranks must be at least 1, got {ranks}")
-    _check(
-        received.numel() == ranks * out.numel(),
-        f"rank_sum_: received must hold {ranks} x {out.numel()} elements, got {received.numel()}",
-    )
+    _check(bool(received), "rank_sum_: received must hold at least one rank's part, got none")
+    for part in received:
+        _check_flat(part, "rank_sum_: received")
+        _check(out.device == part.device, "rank_sum_: out and received must be on one device")
+        _check(part.dtype == received[0].dtype, "rank_sum_: all parts must have one dtype")
+        _check(
+            part.numel() == out.numel(),
+            f"rank_sum_: each part must hold {out.numel()} elements, as out does, got "
+            f"{part.numel()}",
+        )
 
 
 @torch.no_grad()
@@ -275,7 +276,7 @@ def _fake_pack_(
     return None
 
 
-def _fake_rank_sum_(out: Tensor, received: Tensor, ranks: int, accumulate: bool = False) -> None:
+def _fake_rank_sum_(out: Tensor, received: list[Tensor], accumulate: bool = False) -> None:
     return None
 
 

@@ -171,22 +171,46 @@ def test_rank_sum_gives_the_same_bits_as_plain_pytorch(device, dtype, accumulate
         draw.random.choice([1, 2, 3, 8, 33]),
         draw.random.choice([0, 1, 64, 1025, 40_000]),
     )
-    received, before = draw.values(ranks * numel, dtype), draw.values(numel, torch.float32)
+    received = draw.values(ranks * numel, dtype).view(ranks, numel).unbind()
+    before = draw.values(numel, torch.float32)
     (actual,), (expected,) = both(
-        "rank_sum_", [before], lambda sum_, out: sum_(out[0], received, ranks, accumulate)
+        "rank_sum_", [before], lambda sum_, out: sum_(out[0], list(received), accumulate)
     )
     assert_same_bits(actual, expected)
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_rank_sum_may_end_in_one_of_its_parts(device, accumulate):
+    draw = Draw(1, device)
+    whole = draw.values(3 * 2050, torch.float32).view(3, 2050)
+    for rank in range(3):
+        parts, expected = whole.clone(), whole[rank].clone()
+        ops.rank_sum_(expected, list(whole.unbind()), accumulate)
+        ops.rank_sum_(parts[rank], list(parts.unbind()), accumulate)
+        assert_same_bits(parts[rank], expected)
+
+
+def test_rank_sum_takes_parts_from_anywhere(device):
+    if device != "cpu":
+        pytest.skip("on CUDA parts are slices of one tensor")
+    draw = Draw(2, device)
+    parts = [draw.values(size, torch.bfloat16)[:700] for size in (700, 900, 701, 800)]
+    scattered, together = torch.empty(700), torch.empty(700)
+    ops.rank_sum_(scattered, [parts[1], parts[0], parts[3], parts[2], parts[0]])
+    ops.rank_sum_(together, list(torch.stack([parts[i] for i in (1, 0, 3, 2, 0)]).unbind()))
+    assert_same_bits(scattered, together)
 
 
 def test_rank_sum_adds_in_rank_order_and_adds_the_total_last(device):
     big = 2.0**24  # where fp32 can no longer count by ones
     out = torch.zeros(1, device=device)
-    ops.rank_sum_(out, torch.tensor([big, 1.0, 1.0], device=device), 3)
+    ops.rank_sum_(out, list(torch.tensor([big, 1.0, 1.0], device=device).split(1)))
     assert out.item() == big
-    ops.rank_sum_(out, torch.tensor([1.0, 1.0, big], device=device), 3)
+    ops.rank_sum_(out, list(torch.tensor([1.0, 1.0, big], device=device).split(1)))
     assert out.item() == big + 2
     out.fill_(1.0)
-    ops.rank_sum_(out, torch.tensor([1.0, big], device=device), 2, accumulate=True)
+    parts = list(torch.tensor([1.0, big], device=device).split(1))
+    ops.rank_sum_(out, parts, accumulate=True)
     assert out.item() == big, "1 + (1 + 2^24), not (1 + 1) + 2^24"
 
 
@@ -261,11 +285,12 @@ def test_block_sums_follow_the_halving_tree_and_ignore_where_shards_are_cut(devi
         ("pack_", lambda f: (f(10).double(), [f(4)], [0], 1.0), "must be float32, bfloat16 or"),
         ("pack_", lambda f: (f(10).view(2, 5), [], [], 1.0), "1-D and contiguous, got 2"),
         ("pack_", lambda f: (f(10)[::2], [], [], 1.0), "1-D and contiguous"),
-        ("rank_sum_", lambda f: (f(4), f(9), 2), "must hold 2 x 4 elements, got 9"),
-        ("rank_sum_", lambda f: (f(4), f(8), 0), "ranks must be at least 1, got 0"),
-        ("rank_sum_", lambda f: (f(4).half(), f(8), 2), "out must be float32"),
-        ("rank_sum_", lambda f: (f(4), f(8).int(), 2), "must be float32, bfloat16 or"),
-        ("rank_sum_", lambda f: (f(4), f(16)[::2], 2), "1-D and contiguous"),
+        ("rank_sum_", lambda f: (f(4), [f(4), f(5)]), "each part must hold 4 elements, as out"),
+        ("rank_sum_", lambda f: (f(4), []), "at least one rank's part, got none"),
+        ("rank_sum_", lambda f: (f(4).half(), [f(4)]), "out must be float32"),
+        ("rank_sum_", lambda f: (f(4), [f(4).int()]), "must be float32, bfloat16 or"),
+        ("rank_sum_", lambda f: (f(4), [f(4), f(4).half()]), "parts must have one dtype"),
+        ("rank_sum_", lambda f: (f(4), [f(8)[::2]]), "1-D and contiguous"),
         (
             "unpack_",
             lambda f: (f(9), [f(4), f(6)], [0, 4]),
@@ -289,7 +314,7 @@ def test_bad_arguments_get_the_same_error_from_everyone(device, name, arguments,
     [
         ("pack_", lambda f: (f(200), [f(8, 3).t(), f(0), f(5).half()], [2, 30, 64], 0.3)),
         ("pack_", lambda f: (f(200).half(), [f(8).bfloat16()], [64], 0.3, True)),
-        ("rank_sum_", lambda f: (f(64), f(256).bfloat16(), 4, True)),
+        ("rank_sum_", lambda f: (f(64), list(f(4, 64).bfloat16().unbind()), True)),
         ("unpack_", lambda f: (f(200), [f(8, 3), f(0), f(5).half()], [2, 30, 64])),
         ("block_sums_of_squares", lambda f: (f(100),)),
     ],

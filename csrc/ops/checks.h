@@ -125,16 +125,20 @@ inline Targets targets_of(const char* name, const Tensor& buffer,
 }
 
 // Elements of one rank's part of `received`.
-inline std::int64_t check_rank_sum(const Tensor& out, const Tensor& received, std::int64_t ranks) {
+// Everything that rank_sum_ demands of its arguments; returns how many elements each part has.
+inline std::int64_t check_rank_sum(const Tensor& out, const std::vector<Tensor>& received) {
   check_flat(out, "rank_sum_: out");
-  check_flat(received, "rank_sum_: received");
   check(dtype_of(out, "rank_sum_: out") == Dtype::kFloat, "rank_sum_: out must be float32");
-  check(same_device(out, received), "rank_sum_: out and received must be on one device");
-  check(ranks >= 1, "rank_sum_: ranks must be at least 1, got ", ranks);
-  const std::int64_t numel = out.numel();
-  check(received.numel() % ranks == 0 && received.numel() / ranks == numel,
-        "rank_sum_: received must hold ", ranks, " x ", numel, " elements, got ", received.numel());
-  return numel;
+  check(!received.empty(), "rank_sum_: received must hold at least one rank's part, got none");
+  for (const Tensor& part : received) {
+    check_flat(part, "rank_sum_: received");
+    check(same_device(out, part), "rank_sum_: out and received must be on one device");
+    check(part.scalar_type() == received[0].scalar_type(),
+          "rank_sum_: all parts must have one dtype");
+    check(part.numel() == out.numel(), "rank_sum_: each part must hold ", out.numel(),
+          " elements, as out does, got ", part.numel());
+  }
+  return out.numel();
 }
 
 }  // namespace poplar

@@ -33,8 +33,8 @@ class Codec:
     ) -> None:
         ops.pack_(data, list(gradients), list(offsets), weight, accumulate)
 
-    def reduce(self, out: Tensor, received: Tensor, ranks: int, accumulate: bool) -> None:
-        ops.rank_sum_(out, received, ranks, accumulate)
+    def reduce(self, out: Tensor, received: Sequence[Tensor], accumulate: bool) -> None:
+        ops.rank_sum_(out, received, accumulate)
 
 
 @dataclass(frozen=True, eq=False)

@@ -45,7 +45,7 @@ class ProcessGroupCommunicator(Communicator):
         received[rank * own : (rank + 1) * own].copy_(own_slice(bucket.data, layout, rank))
 
         def add() -> None:
-            bucket.codec.reduce(out, received, size, accumulate)
+            bucket.codec.reduce(out, received.view(size, own).unbind(), accumulate)
 
         return self._exchange(messages, what, add if own else None)
 

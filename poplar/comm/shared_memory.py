@@ -51,12 +51,10 @@ class SharedMemoryCommunicator(Communicator):
         def add() -> None:
             if own == 0:
                 return
-            received = torch.empty(size * own, dtype=bucket.data.dtype)
-            received[rank * own : (rank + 1) * own].copy_(bucket.data[low : low + own])
+            parts = [bucket.data[low : low + own]] * size
             for peer in board.others():
-                part = board.posted_by(peer, collective, bucket.data.dtype, low, own)
-                received[peer * own : (peer + 1) * own].copy_(part)
-            bucket.codec.reduce(out, received, size, accumulate)
+                parts[peer] = board.posted_by(peer, collective, bucket.data.dtype, low, own)
+            bucket.codec.reduce(out, parts, accumulate)
 
         return _Read(board, collective, what, add)
 

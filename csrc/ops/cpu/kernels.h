@@ -13,7 +13,7 @@ using torch::stable::Tensor;
 void pack_(Tensor bucket, std::vector<Tensor> grads, std::vector<std::int64_t> offsets,
            double weight, bool accumulate);
 
-void rank_sum_(Tensor out, Tensor received, std::int64_t ranks, bool accumulate);
+void rank_sum_(Tensor out, std::vector<Tensor> received, bool accumulate);
 
 void unpack_(Tensor flat, std::vector<Tensor> outs, std::vector<std::int64_t> offsets);
 
