@@ -35,6 +35,9 @@ _PLACES = (PAGE - _RING) // _PLACE.size
 _SLICE_SECONDS = 0.1
 """After so long in one wait it is asked whether the peer's process is still there."""
 _WRAP = 1 << 32
+_CACHE_SETTING = "POPLAR_MEMORY_CACHE"
+"""`off` in this variable of the environment: memory that is not in use now goes back to the system
+at once, as in allocators without a cache, and has to be faulted in again at the next use."""
 
 
 class NotOneHost(RuntimeError):
@@ -64,6 +67,7 @@ class Board:
         self.reads: dict[int, Callable[[], object]] = {}
         """What finishes each collective that this rank has posted and not finished."""
         self._pool = Pool(PAGE, nbytes, self._is_over)
+        self._keeps_memory = os.environ.get(_CACHE_SETTING) != "off"
 
     # Memory to share.
 
@@ -75,10 +79,11 @@ class Board:
     def give_back(self, part: Shared) -> None:
         """This rank needs it no more; peers may still read it."""
         self._pool.give_back(part)
+        self._trim()
 
     def give_back_after(self, holder: object, part: Shared) -> None:
         """As `give_back`, once `holder` is gone."""
-        weakref.finalize(holder, self._pool.give_back, part).atexit = False
+        weakref.finalize(holder, self.give_back, part).atexit = False
 
     def guard(self, data: Tensor) -> None:
         """Before `data` is written: wait until no peer reads what was posted from there."""
@@ -101,11 +106,13 @@ class Board:
         place = _NOTHING
         if data.numel():
             part = self._holder_of(data)
+            copied = part is None
             if part is None:
                 copy, part = self.take(data.dtype, data.numel())
                 data = copy.copy_(data)
-                self.give_back(part)
             part.read_in = collective
+            if copied:
+                self.give_back(part)
             place = data.data_ptr() - self._own.address
         _PLACE.pack_into(self._own.memory, _RING + collective % _PLACES * _PLACE.size, place)
         self._posted = collective + 1
@@ -140,6 +147,12 @@ class Board:
             self._ahead.remove(self._finished)
             self._finished += 1
         _core.raise_counter(self._own.memory, _FINISHED, self._finished % _WRAP)
+        self._trim()
+
+    def _trim(self) -> None:
+        if not self._keeps_memory:
+            for part in self._pool.blank():
+                self._own.give_back(part.offset, part.nbytes)
 
     def others(self) -> list[int]:
         """The other ranks, the nearest successor first, so that no rank is read by all at once."""

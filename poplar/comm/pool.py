@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 _LEAST = 4096
 
@@ -15,6 +15,8 @@ class Shared:
         self.offset = offset
         self.nbytes = nbytes
         self.read_in: int | None = None
+        self.is_blank = True
+        """Nothing has been written since its memory was given back."""
 
 
 class Pool:
@@ -44,6 +46,7 @@ class Pool:
         for place, part in enumerate(idle):
             if part.read_in is None or self._is_over(part.read_in):
                 part.read_in = None
+                part.is_blank = False
                 return idle.pop(place)
         if self._next + size > self._end:
             raise MemoryError(
@@ -51,6 +54,7 @@ class Pool:
                 "communicator='process_group'"
             )
         part = Shared(self._next, size)
+        part.is_blank = False
         self._next += size
         self._parts.append(part)
         return part
@@ -58,6 +62,13 @@ class Pool:
     def give_back(self, part: Shared) -> None:
         """Nobody here needs it any more."""
         self._idle[part.nbytes].append(part)
+
+    def blank(self) -> Iterator[Shared]:
+        """Idle parts that nobody reads any more, each once: the caller gives their memory back."""
+        for part in (part for idle in self._idle.values() for part in idle):
+            if not part.is_blank and (part.read_in is None or self._is_over(part.read_in)):
+                part.is_blank = True
+                yield part
 
     def holder_of(self, offset: int) -> Shared | None:
         """The part in which a byte of the segment lies."""

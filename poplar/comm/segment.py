@@ -35,6 +35,10 @@ class Segment:
             raise
         self.address = view(self.memory, torch.uint8, 0, 1).data_ptr()
 
+    def give_back(self, offset: int, nbytes: int) -> None:
+        """Memory of whole pages to the system, for all processes; what is read there next is 0."""
+        self.memory.madvise(mmap.MADV_REMOVE, offset, nbytes)
+
     def shut(self) -> None:
         """No other process can open it any more; who has it keeps it."""
         os.close(self.number)

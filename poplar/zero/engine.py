@@ -84,9 +84,11 @@ class Engine:
         """Forget what the step before left behind, but `.grad` if the user has just set it."""
         for flat in self.trained:
             flat.used.clear()
+            if keep_gradients:
+                continue
             for parameter in flat.parameters:
-                if not keep_gradients:
-                    parameter.grad = None
+                parameter.grad = None
+            self.strategy.drop_gradient(flat)
         self.strategy.begin_step()
         self.reduced = self.settled = self._completed = self._passes_to_reduce = False
 

@@ -36,7 +36,7 @@ class Flat:
     master: Tensor
     """fp32 values of the owned part: `shard` itself if that is fp32 already."""
     gradient: Tensor
-    """fp32 mean gradient of the owned part, once reduced."""
+    """fp32 mean gradient of the owned part, once reduced; empty between steps."""
 
     def __init__(
         self,
@@ -58,6 +58,7 @@ class Flat:
         self.offsets, self.numel = _lay_out([p.numel() for p in self.parameters])
         self.used: set[int] = set()
         """Parameters (by position) that got a gradient on this rank in this step."""
+        self.gradient = torch.empty(0, device=self.device)
         self._versions: list[int] = []
         self._absent = [_absent(p.shape, dtype, self.device) for p in self.parameters]
 

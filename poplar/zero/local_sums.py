@@ -13,8 +13,8 @@ from poplar.zero.strategy import Strategy
 class LocalSums(Strategy):
     """Each rank adds up its passes, weighted, in fp32; in its last pass the sums are reduced.
 
-    The sums are a bucket that stays: the transport sends from it, and what it reduces ends in the
-    slice of it that the layout gives this rank.
+    The transport sends from the bucket that holds the sums, and what it reduces ends in the slice
+    of it that the layout gives this rank.
     """
 
     gathers = False
@@ -32,6 +32,7 @@ class LocalSums(Strategy):
 
     def accumulate(self, flat: Flat, weight: float) -> None:
         gradients, offsets = flat.take_gradients(weight)
+        self._hold_gradient(flat)
         again = flat in self._started
         if gradients or not again:
             self._sums[flat].pack(gradients, offsets, weight, accumulate=again)
@@ -47,6 +48,10 @@ class LocalSums(Strategy):
         own = own_slice(sums.data, flat.layout, self.comm.group.rank)
         what = f"the reduction of unit {flat.name}"
         self._pending.append(self.comm.reduce_scatter(bucket, own, accumulate=False, what=what))
+
+    def drop_gradient(self, flat: Flat) -> None:
+        super().drop_gradient(flat)
+        self._sums.pop(flat, None)
 
     def _allocate_sums(self, flat: Flat) -> Bucket:
         self._sums[flat] = self.comm.buffer(flat.layout, torch.float32, flat.device)

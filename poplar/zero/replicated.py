@@ -36,8 +36,6 @@ class Replicated(LocalSums):
 
     def adopt(self, flat: Flat, shares: Sequence[float]) -> None:
         self._take_values(flat, self.layout_for(flat, shares), owned=(0, flat.numel))
-        if flat.trained:
-            self._allocate_gradient(flat)
 
     def _allocate_gradient(self, flat: Flat) -> None:
         flat.gradient = self._allocate_sums(flat).data

@@ -34,6 +34,7 @@ class ShardedGradients(Strategy):
         bucket = self.comm.buffer(flat.layout, self.codec.wire_dtype, flat.device, self.codec)
         bucket.pack(gradients, offsets, weight)
         del gradients  # the native gradients go before the next unit's come
+        self._hold_gradient(flat)
         again = flat in self._started
         self._started.add(flat)
         what = f"the reduction of unit {flat.name}"
@@ -43,4 +44,4 @@ class ShardedGradients(Strategy):
 
     def _allocate_gradient(self, flat: Flat) -> None:
         own = flat.layout.size(self.comm.group.rank)
-        flat.gradient = torch.zeros(own, dtype=torch.float32, device=flat.device)
+        flat.gradient = torch.empty(own, dtype=torch.float32, device=flat.device)

@@ -44,8 +44,7 @@ class ShardedParameters(ShardedGradients):
         flat.shard = self.comm.reshard(flat.shard, flat.layout, new, what=what)
         flat.master = flat.shard if master is None else master
         flat.layout, flat.owned = new, new.bounds(self.comm.group.rank)
-        if flat.trained:
-            self._allocate_gradient(flat)
+        self.drop_gradient(flat)
 
     def gather(self, unit: Unit) -> None:
         pending: list[Pending] = []

@@ -36,6 +36,7 @@ class Strategy(ABC):
         self.waited = 0.0
         """Seconds this rank was held up by its peers since the step began."""
         self._pending: deque[Pending] = deque()
+        self._holding: set[Flat] = set()
 
     def layout_for(self, flat: Flat, shares: Sequence[float]) -> Layout:
         """How `flat` is cut under `shares`."""
@@ -46,11 +47,9 @@ class Strategy(ABC):
         return flat.layout
 
     def adopt(self, flat: Flat, shares: Sequence[float]) -> None:
-        """Lay out `flat`, take its values over and allocate its gradient. Collective."""
+        """Lay out `flat` and take its values over. Collective."""
         layout = self.layout_for(flat, shares)
         self._take_values(flat, layout, owned=layout.bounds(self.comm.group.rank))
-        if flat.trained:
-            self._allocate_gradient(flat)
 
     def relayout(self, flat: Flat, new: Layout, master: Tensor | None) -> None:
         """Go on under another layout, with the moved master. Collective, between steps.
@@ -60,12 +59,22 @@ class Strategy(ABC):
         low, high = flat.owned = new.bounds(self.comm.group.rank)
         flat.layout, flat.shard = new, flat.values[low:high]
         flat.master = flat.shard if master is None else master
-        if flat.trained:
-            self._allocate_gradient(flat)
+        self.drop_gradient(flat)
 
     @abstractmethod
     def _allocate_gradient(self, flat: Flat) -> None:
-        """Give `flat.gradient` memory, once its layout is known."""
+        """Give `flat.gradient` memory, for this step."""
+
+    def _hold_gradient(self, flat: Flat) -> None:
+        """Before the first gradients of a step are written: have memory for them."""
+        if flat not in self._holding:
+            self._allocate_gradient(flat)
+            self._holding.add(flat)
+
+    def drop_gradient(self, flat: Flat) -> None:
+        """The step is over and its gradient is not needed: forwards run without it."""
+        flat.gradient = torch.empty(0, device=flat.device)
+        self._holding.discard(flat)
 
     def accumulate(self, flat: Flat, weight: float) -> None:
         """Add the parameters' gradients, times `weight`, to this rank's sums of the step.

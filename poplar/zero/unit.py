@@ -22,7 +22,7 @@ MAX_FLAT_BYTES = 32 << 20
 A single larger parameter stays whole. (DDP's default is 25 MiB.)
 """
 
-GATHERED_TOGETHER_BYTES = 4 << 20
+GATHERED_TOGETHER_BYTES = 2 << 20
 """Blocks that follow each other are gathered as one unit up to this size, unless the user named the
 units: below it a collective costs its latency rather than its bytes (about 1 ms of CPU on gloo, in
 which a core moves 3 MB; tens of microseconds on NCCL)."""
