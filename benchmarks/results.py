@@ -47,8 +47,9 @@ def markdown(rows: Sequence[Row]) -> Iterator[str]:
         speeds = " : ".join(f"{speed:.1f}" for speed in first.calibrated_speeds)
         yield (
             f"{first.described}. Global batch {first.global_batch} samples of {first.context} "
-            f"bytes; calibrated speeds {speeds} samples/s (sum {first.sum_of_speeds:.1f}, changed "
-            f"by up to {100 * first.drift:.0f} % during the run).\n"
+            f"bytes; calibrated speeds {speeds} samples/s (sum {first.sum_of_speeds:.1f}; before "
+            f"or after the run at most {first.largest_sum_of_speeds:.1f}, single ranks changed by "
+            f"up to {100 * first.drift:.0f} %).\n"
         )
         yield from _table(HEADINGS, cells_of(own))
 

@@ -38,6 +38,7 @@ def measure_speeds(
     max_batch: int,
     seconds: float = 10.0,
     group: dist.ProcessGroup | None = None,
+    search: bool = True,
 ) -> tuple[Speed, ...]:
     """Measure every rank's speed while all of them run. Every rank must call it.
 
@@ -48,6 +49,7 @@ def measure_speeds(
         max_batch: the largest batch to try; memory may end the search earlier.
         seconds: how long to measure; half of it goes into finding the best batch.
         group: a gloo group of all ranks (see `control_group`); the default one if it is gloo.
+        search: for the best batch; else `max_batch` is known to be it.
 
     Returns:
         One `Speed` per rank, the same on every rank.
@@ -58,10 +60,13 @@ def measure_speeds(
     best, error = None, ""
     dist.barrier(group=group)
     try:
-        size = _best_batch(model, loss_fn, make_batch, max_batch, seconds / 2)
+        size = max_batch
+        if search:
+            size = _best_batch(model, loss_fn, make_batch, max_batch, seconds / 2)
+            seconds /= 2  # measured again: the best of several noisy figures is one that was lucky
         batch = make_batch(size)
-        # Measured again: the best of several noisy measurements is one that was lucky.
-        best = Speed(samples_per_second=_measure(model, loss_fn, batch, seconds / 2), batch=size)
+        _pass(model, loss_fn, batch)
+        best = Speed(samples_per_second=_measure(model, loss_fn, batch, seconds), batch=size)
     except Exception as failure:
         error = f"{type(failure).__name__}: {failure}"
     everyone_is_done = dist.barrier(group=group, async_op=True)

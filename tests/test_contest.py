@@ -264,7 +264,8 @@ def test_losses_weigh_as_many_samples_as_their_rank_had():
 def test_who_began_a_round_ends_the_next_and_who_failed_is_left_out():
     lanes = [race.Lane(entrant(name, "ddp", Plan.even(2, 8, 4, 0)), None) for name in "abc"]
     lanes[1].absent = "failed"
-    played = [(r.lane.entrant.name, r.steps) for r in race.rounds(lanes, 12)]
+    rounds = race.rounds(lanes, 12)
+    played = [(lane.entrant.name, round_.steps) for round_ in rounds for lane in round_.lanes]
     assert played == [("a", 5), ("c", 5), ("c", 5), ("a", 5), ("a", 2), ("c", 2)]
 
 
@@ -292,7 +293,9 @@ def outcome(name: str, provider: str, seconds: float, plan: Plan, **more: object
 def contest(**changes: object) -> Contest:
     """Two ranks, 3 : 1; ideal over even is 2."""
     even = Plan.even(2, 8, 4, 1)
-    calibration = Calibration(speeds=(30.0, 10.0), rank_flops=(3e9, 1e9), spins=(3.0, 1.0))
+    calibration = Calibration(
+        speeds=(30.0, 10.0), batches=(8, 8), rank_flops=(3e9, 1e9), spins=(3.0, 1.0)
+    )
     fields = {
         "cluster": "3:1",
         "described": "by hand",
@@ -302,6 +305,7 @@ def contest(**changes: object) -> Contest:
         "parameters": 1000,
         "before": calibration,
         "after": replace(calibration, speeds=(29.0, 9.5)),
+        "turns": ((30.0, 10.0), (31.0, 9.0), (20.0, 11.0)),
         "ideal_over_even": {1: 2.0},
         "outcomes": (
             outcome("even", "poplar", 0.4, even, predicted_seconds=0.42),
@@ -338,6 +342,14 @@ def test_a_speed_up_is_split_into_balance_transport_and_engine():
     assert exact.over_best_peer_of_stage[0] == pytest.approx(3.0)
     low, high = exact.over_best_peer_of_stage[1:]
     assert low < 3.0 < high
+
+
+def test_the_yardstick_takes_turns_too_and_its_median_counts():
+    assert contest().speeds == (30.0, 10.0)
+    assert contest().sum_of_speeds == pytest.approx(40.0)
+    slower = contest(turns=(), after=replace(contest().after, speeds=(20.0, 6.0)))
+    assert slower.speeds == (25.0, 8.0)
+    assert slower.largest_sum_of_speeds == pytest.approx(40.0)
 
 
 def test_predictions_stand_beside_what_was_measured():
@@ -400,8 +412,7 @@ def test_a_loss_that_differs_is_short():
 
 def test_the_ideal_counts_the_bytes_that_must_cross_a_slow_link():
     plain = ideals(Cluster(name="x", quotas=(0.6, 0.2)), contest())[1]
-    speeds = [(30 + 29) / 2, (10 + 9.5) / 2]
-    assert plain == pytest.approx(sum(speeds) / (2 * speeds[1]))
+    assert plain == pytest.approx((30 + 10) / (2 * 10))
     linked = Cluster(name="x", quotas=(0.6, 0.2), hosts=(0, 1))
     large = contest(parameters=10**9)
     assert 1.0 < ideals(linked, large)[1] < plain

@@ -31,7 +31,9 @@ from poplar import Plan
 from poplar.trace import Span
 
 TASK = Task(size="tiny", context=16, global_batch=12)
-CALIBRATION = Calibration(speeds=(20.0, 10.0, 10.0), rank_flops=(2e9, 1e9, 1e9), spins=(2, 1, 1))
+CALIBRATION = Calibration(
+    speeds=(20.0, 10.0, 10.0), batches=(64, 64, 64), rank_flops=(2e9, 1e9, 1e9), spins=(2, 1, 1)
+)
 EVEN, EXACT = "4,4,4", "6,3,3"
 
 

@@ -21,6 +21,9 @@ try:
 except ImportError as missing:
     raise ImportError(f"DeepSpeed is not installed ({missing}); `make peers` does that") from None
 
+# When ranks meet DeepSpeed would compile this operator, for minutes on a slow rank. Only inference
+# uses it.
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 deepspeed.utils.logger.setLevel(logging.ERROR)
 # torch renamed two collectives, and DeepSpeed still calls them by their old names.
 warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")

@@ -16,10 +16,7 @@ def ideals(cluster: Cluster, contest: Contest) -> dict[int, float]:
     Even ranks wait for the slowest; ideally each does as much as it is fast. Where a slow link lies
     between hosts, both wait for the bytes that have to cross it, and the ideal is less.
     """
-    speeds = [
-        (early + late) / 2
-        for early, late in zip(contest.before.speeds, contest.after.speeds, strict=True)
-    ]
+    speeds = contest.speeds
     even = contest.task.global_batch / (len(speeds) * min(speeds))
     ideal = contest.task.global_batch / sum(speeds)
     link = {stage: link_seconds(cluster, stage, contest) for stage in contest.ideal_over_even}

@@ -41,10 +41,12 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Calibration:
-    """What the ranks can do on their own, all of them at once: measured before and after."""
+    """What the ranks can do on their own, all of them at once."""
 
     speeds: tuple[float, ...]
     """Samples per second of plain passes, by rank, at the best legal batch."""
+    batches: tuple[int, ...]
+    """That batch, by rank."""
     rank_flops: tuple[float, ...]
     """fp32 operations per second in large matrix products, by rank."""
     spins: tuple[float, ...]
@@ -71,6 +73,8 @@ class Contest:
     parameters: int
     before: Calibration
     after: Calibration
+    turns: tuple[tuple[float, ...], ...] = ()
+    """Speeds of plain passes by round, by rank: they take turns with the entrants."""
     ideal_over_even: dict[int, float]
     """By stage: how much faster than even the best split of samples could be, from the calibrated
     speeds (and, where there is a slow link, the bytes that have to cross it)."""
@@ -79,8 +83,19 @@ class Contest:
     """What a reader has to know: a drift, the quota's stall, what was skipped."""
 
     @property
+    def speeds(self) -> tuple[float, ...]:
+        """Of each rank on its own: the median of its turns, as entrants are judged by theirs."""
+        turns = self.turns or (self.before.speeds, self.after.speeds)
+        return tuple(statistics.median(by_round) for by_round in zip(*turns, strict=True))
+
+    @property
     def sum_of_speeds(self) -> float:
-        """The yardstick: the larger of before and after."""
+        """The yardstick."""
+        return sum(self.speeds)
+
+    @property
+    def largest_sum_of_speeds(self) -> float:
+        """Of before and after: what it would be if the machine stayed at its best."""
         return max(sum(self.before.speeds), sum(self.after.speeds))
 
     @property

@@ -94,7 +94,11 @@ def _cluster(contest: Contest, rows: Sequence[Row]) -> str:
     facts = [
         ("ranks", contest.described),
         ("calibrated speeds", f"{speeds} samples/s, {ideals_of(rows)}"),
-        ("sum of speeds", f"{contest.sum_of_speeds:.1f} samples/s"),
+        (
+            "sum of speeds",
+            f"{contest.sum_of_speeds:.1f} samples/s turn by turn; "
+            f"before or after the run at most {contest.largest_sum_of_speeds:.1f}",
+        ),
         ("changed during the run", f"by up to {100 * contest.drift:.0f} %"),
         ("model", f"{contest.task.model} {contest.task.size}, {contest.parameters:,} parameters"),
         ("step", f"{contest.task.global_batch} samples of {contest.task.context} bytes"),

@@ -97,15 +97,19 @@ def _timed(cluster: Cluster, place: Place, task: Task, rules: Rules, tell: Tell)
             tell(f"building {lane.entrant.name}")
             _attempt(lane, lambda lane=lane: lane.crew.call(ranks.build, task, lane.entrant))
             _attempt(lane, lambda lane=lane: _take_turn(lane, WARMUP_STEPS, counts=False))
+        turns: list[tuple[float, ...]] = []
         for number, round_ in enumerate(rounds(lanes, rules.steps), start=1):
-            tell(f"turn {number}: {round_.lane.entrant.name}")
-            _attempt(round_.lane, lambda turn=round_: _take_turn(turn.lane, turn.steps))
+            tell(f"round {number}: plain passes")
+            turns.append(home.call(yardstick.take_turn, task, before.batches)[0])
+            for lane in round_.lanes:
+                tell(f"round {number}: {lane.entrant.name}")
+                _attempt(lane, lambda lane=lane, n=round_.steps: _take_turn(lane, n))
         tell("one step of each, traced")
         for lane in lanes:
             _attempt(lane, lambda lane=lane: _trace(lane))
         tell("calibrating again")
         after: Calibration = home.call(yardstick.calibrate, task, rules.calibration_seconds)[0]
-    return _told(cluster, task, before, after, lanes, rules)
+    return _told(cluster, task, (before, after), turns, lanes, rules)
 
 
 def families(rules: Rules) -> Iterator[str]:
@@ -131,20 +135,19 @@ def family(entrant: Entrant) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Whose turn it is, and for how many steps."""
+    """A turn for each, in this order, of so many steps."""
 
-    lane: Lane
+    lanes: tuple[Lane, ...]
     steps: int
 
 
 def rounds(lanes: Sequence[Lane], steps: int) -> Iterator[Round]:
-    """A few steps each, in rounds; who began a round ends the next. Who has failed is left out."""
-    order = list(lanes)
+    """A few steps each; who began a round ends the next. Who has failed is left out."""
+    order = tuple(lanes)
     for start in range(0, steps, TURN_STEPS):
-        for lane in order:
-            if not lane.absent:
-                yield Round(lane, min(TURN_STEPS, steps - start))
-        order.reverse()
+        present = tuple(lane for lane in order if not lane.absent)
+        yield Round(present, min(TURN_STEPS, steps - start))
+        order = order[::-1]
 
 
 def _lanes(
@@ -218,8 +221,8 @@ def _trace(lane: Lane) -> None:
 def _told(
     cluster: Cluster,
     task: Task,
-    before: Calibration,
-    after: Calibration,
+    calibrations: tuple[Calibration, Calibration],
+    turns: Sequence[tuple[float, ...]],
     lanes: Sequence[Lane],
     rules: Rules,
 ) -> Contest:
@@ -231,8 +234,9 @@ def _told(
         task=task,
         flops_per_sample=yardstick.flops_per_sample(task),
         parameters=sum(parameter.numel() for parameter in model.parameters()),
-        before=before,
-        after=after,
+        before=calibrations[0],
+        after=calibrations[1],
+        turns=tuple(turns),
         ideal_over_even=dict.fromkeys(rules.stages, 1.0),
         outcomes=tuple(lane.outcome() for lane in lanes),
     )

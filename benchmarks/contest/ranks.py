@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import importlib
+import os
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -18,7 +19,6 @@ from contest.engine import Engine, Entrant
 from contest.task import Batch, Task
 from poplar.trace import Span
 
-TWIN_STEPS = 2
 MEMORY_STEPS = 3
 
 
@@ -121,38 +121,67 @@ def drop(here: Here, name: str) -> None:
 def peak_memory(here: Here, task: Task, entrant: Entrant) -> int:
     """Bytes of the peak of three steps above what the process held before the engine was built.
 
-    A twin with a tiny model goes first, so that what an engine imports and sets up once is not
-    counted. Linux only: peaks are those of the resident memory.
+    Memory that several ranks have mapped counts for each in equal parts, so that ranks add up to
+    what the host needs. A twin with a tiny model goes first: what an engine imports and sets up
+    once is not counted. Linux only: peaks are those of the resident memory.
     """
     give_memory_back_at_once()
-    _run_steps(here, new_contender(here, replace(task, size="tiny"), entrant), TWIN_STEPS)
+    twin = new_contender(here, replace(task, size="tiny"), entrant)
+    _step(here, twin, MEMORY_STEPS)
+    _let_go(twin)
+    trim_heap()
     before = _status("VmRSS")
     contender = new_contender(here, task, entrant)
-    dist.barrier()
     # Every engine begins with the whole model on every rank; what counts is how it goes on.
+    _step(here, contender, 1)
     Path("/proc/self/clear_refs").write_text("5")
-    _run_steps(here, contender, MEMORY_STEPS)
-    return _status("VmHWM") - before
+    _step(here, contender, MEMORY_STEPS)
+    peak = _status("VmHWM") - _counted_elsewhere()
+    dist.barrier()  # all still have mapped what they share
+    _let_go(contender)
+    return peak - before
 
 
-def _run_steps(here: Here, contender: Contender, steps: int) -> None:
-    """Take some steps and let the engine go."""
+def _step(here: Here, contender: Contender, steps: int) -> None:
     if here.rank in contender.engine.entrant.ranks:
         for _ in range(steps):
             contender.engine.step(next(contender.batches))
+    dist.barrier()
+
+
+def _let_go(contender: Contender) -> None:
     contender.engine.close()
     gc.collect()
     dist.barrier()
 
 
+def _counted_elsewhere() -> int:
+    """Bytes of shared mappings, resident here, that other processes' parts account for."""
+    total, shared = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, *values = line.split()
+        if not name.endswith(":"):  # "7f00-7f10 rw-s ...": a mapping begins
+            shared = "s" in values[0]
+        elif shared and name in ("Rss:", "Pss:"):
+            total += int(values[0]) * 1024 * (1 if name == "Rss:" else -1)
+    return total
+
+
 def give_memory_back_at_once() -> None:
-    """Let glibc map larger blocks one by one, or resident memory says nothing of live tensors.
+    """Without caches of freed memory, glibc's and Poplar's, what is resident is live tensors.
 
     It costs a third of the speed: never in a process that is timed.
     """
+    os.environ["POPLAR_MEMORY_CACHE"] = "off"
     mmap_threshold = -3
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).mallopt(mmap_threshold, 128 * 1024)
+
+
+def trim_heap() -> None:
+    """Give back what small allocations have left behind, or the next engine would reuse it."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _status(name: str) -> int:

@@ -85,7 +85,9 @@ class Row:
     mfu: float | None
     """Part of the ranks' peak, as measured in matrix products before the run."""
     sum_of_speeds: float
-    """Of all ranks in plain passes, all at once: the larger of before and after the run."""
+    """Of all ranks in plain passes, all at once, which take turns with the entrants."""
+    largest_sum_of_speeds: float
+    """The same, ten seconds at a stretch: the larger of before and after the run."""
     of_sum_of_speeds: float | None
     """`p50_speed` over it."""
     over: dict[str, float]
@@ -121,7 +123,7 @@ class Row:
     drift: float
     """Largest relative change of a rank's calibrated speed during the run."""
     calibrated_speeds: list[float]
-    """Of each of the cluster's ranks: the larger of before and after the run."""
+    """Of each of the cluster's ranks in plain passes; they add up to the sum."""
     absent: str
     """Why there is no result; empty if there is one."""
     device: str
@@ -226,6 +228,7 @@ def _row(contest: Contest, outcome: Outcome) -> Row:
         tflops=tflops,
         mfu=None if tflops is None else 1e12 * tflops / contest.before.peak_flops,
         sum_of_speeds=contest.sum_of_speeds,
+        largest_sum_of_speeds=contest.largest_sum_of_speeds,
         of_sum_of_speeds=None if median is None else median / contest.sum_of_speeds,
         over={
             other.entrant.name: median / other.samples_per_second
@@ -245,9 +248,7 @@ def _row(contest: Contest, outcome: Outcome) -> Row:
         last_loss=outcome.losses[-1] if outcome.losses else None,
         loss_difference=_loss_difference(outcome, _reference(contest)),
         drift=contest.drift,
-        calibrated_speeds=[
-            max(both) for both in zip(contest.before.speeds, contest.after.speeds, strict=True)
-        ],
+        calibrated_speeds=list(contest.speeds),
         absent=outcome.absent,
         device=f"{_processor()}, {os.cpu_count()} cores",
         versions=_versions(),

@@ -42,7 +42,8 @@ def table_of(rows: Sequence[Row]) -> Table:
     table = _table(
         f"{first.cluster}: {first.model} {first.size}, {first.parameters:,} parameters, "
         f"{first.global_batch} samples of {first.context} bytes a step; "
-        f"sum of speeds {first.sum_of_speeds:.1f} samples/s; {ideals_of(rows)}",
+        f"sum of speeds {first.sum_of_speeds:.1f} samples/s, before or after the run at most "
+        f"{first.largest_sum_of_speeds:.1f}; {ideals_of(rows)}",
         HEADINGS,
     )
     ordered = in_order(rows)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from emulation import spin
-from speed import measure_speeds
+from speed import Speed, measure_speeds
 from torch.utils.flop_counter import FlopCounterMode
 
 from contest.crew import Here
@@ -18,19 +19,14 @@ LARGEST_BATCH = 64
 """Samples per second hardly change beyond it on a CPU."""
 MATRIX = 512
 SPIN_SECONDS = 0.5
+TURN_SECONDS = 2.0
+"""Of plain passes in each round."""
 
 
 def calibrate(here: Here, task: Task, seconds: float) -> Calibration:
     """Measure all ranks at once. Collective; the same on every rank."""
     cap = here.place.cluster.cap(here.rank, task.global_batch)
-    data = task.example(LARGEST_BATCH)
-    speeds = measure_speeds(
-        task.new_model(),
-        task.loss_fn,
-        lambda samples: {name: tensor[:samples] for name, tensor in data.items()},
-        max_batch=min(cap or LARGEST_BATCH, LARGEST_BATCH),
-        seconds=seconds,
-    )
+    speeds = _plain_speeds(task, min(cap or LARGEST_BATCH, LARGEST_BATCH), seconds, search=True)
     dist.barrier()
     flops = matrix_flops(seconds / 4)
     dist.barrier()
@@ -39,8 +35,30 @@ def calibrate(here: Here, task: Task, seconds: float) -> Calibration:
     dist.all_gather_object(others, (flops, spins))
     return Calibration(
         speeds=tuple(speed.samples_per_second for speed in speeds),
+        batches=tuple(speed.batch for speed in speeds),
         rank_flops=tuple(own for own, _ in others),
         spins=tuple(own for _, own in others),
+    )
+
+
+def take_turn(here: Here, task: Task, batches: Sequence[int]) -> tuple[float, ...]:
+    """Samples per second of plain passes, by rank, at batches that are known to be the best.
+
+    Collective; the same on every rank.
+    """
+    speeds = _plain_speeds(task, batches[here.rank], TURN_SECONDS, search=False)
+    return tuple(speed.samples_per_second for speed in speeds)
+
+
+def _plain_speeds(task: Task, max_batch: int, seconds: float, *, search: bool) -> tuple[Speed, ...]:
+    data = task.example(max_batch)
+    return measure_speeds(
+        task.new_model(),
+        task.loss_fn,
+        lambda samples: {name: tensor[:samples] for name, tensor in data.items()},
+        max_batch=max_batch,
+        seconds=seconds,
+        search=search,
     )
 
 
