@@ -165,7 +165,6 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         self._control = control_of(self._group, communicator)
         error: Exception | None = None
         try:
-            comm = connect(self._group, communicator)
             request = check_request(
                 model,
                 optimizer_class,
@@ -183,6 +182,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             error = caught
         agree(self._control, error, doing="building the optimizer")
         dtype = agree_on_request(self._control, request)
+        comm = connect(self._group, communicator, request.device)
         self._model = model
         self._plan = plan
         self._stage = request.stage

@@ -323,7 +323,7 @@ class Profiler:
         )
         return measure_network(
             Collectives(
-                comm=connect(self.group, "auto"),
+                comm=connect(self.group, "auto", self.device),
                 control=self.control,
                 numels=flat_numels(self.agreed, gathers=False)[1],
                 wire_dtype=self.request.reduce_dtype,

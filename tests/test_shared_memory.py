@@ -19,6 +19,7 @@ from ranks import Pool
 from poplar import _core
 from poplar.comm import Codec, Control, Group, connect, control_of
 from poplar.comm.pool import Pool as Segments
+from poplar.comm.segment import Segment, view
 from poplar.comm.shared_memory import SharedMemoryCommunicator
 from poplar.errors import CollectiveTimeout
 from poplar.planning.layout import Layout
@@ -85,6 +86,36 @@ def test_a_part_is_found_by_any_byte_of_it():
     assert pool.holder_of(0) is None
 
 
+def test_memory_goes_back_once_it_is_idle_and_nobody_reads_it():
+    over: set[int] = set()
+    pool = Segments(4096, 1 << 20, over.__contains__)
+    used, read, idle = (pool.take(100) for _ in range(3))
+    read.read_in = 7
+    pool.give_back(read)
+    pool.give_back(idle)
+    assert list(pool.blank()) == [idle]
+    over.add(7)
+    assert list(pool.blank()) == [read]
+    assert list(pool.blank()) == []
+    again = pool.take(100)
+    assert again in (read, idle)
+    pool.give_back(again)
+    pool.give_back(used)
+    assert set(pool.blank()) == {again, used}
+
+
+def test_memory_that_went_back_reads_as_zeros_and_can_be_written_again():
+    segment = Segment(1 << 20)
+    data = view(segment.memory, torch.float32, 4096, 3000)
+    data.fill_(1.0)
+    segment.give_back(4096, 8192)
+    assert data[:2048].tolist() == [0.0] * 2048
+    assert data[2048:].tolist() == [1.0] * 952
+    data.fill_(2.0)
+    assert data.mean().item() == 2.0
+    segment.shut()
+
+
 def test_a_segment_that_is_used_up_says_so():
     pool = Segments(0, 8192, lambda collective: True)
     pool.take(8192)
@@ -143,6 +174,19 @@ def same_bits(seed: int, times: int) -> list[str]:
 
 def test_the_same_bits_as_by_sockets(ranks: Pool) -> None:
     for wrong in ranks.run(same_bits, 3, 150):
+        assert wrong == []
+
+
+def same_bits_without_a_cache(seed: int, times: int) -> list[str]:
+    os.environ["POPLAR_MEMORY_CACHE"] = "off"
+    try:
+        return same_bits(seed, times)
+    finally:
+        del os.environ["POPLAR_MEMORY_CACHE"]
+
+
+def test_the_same_bits_where_idle_memory_goes_back_at_once(ranks: Pool) -> None:
+    for wrong in ranks.run(same_bits_without_a_cache, 4, 100):
         assert wrong == []
 
 
@@ -238,6 +282,89 @@ def test_a_rank_that_is_gone_or_stopped_is_named(how, seconds, cause):
     for rank in (0, 1, 3):
         assert f"rank {rank}: the second failed, waiting for rank(s) 2" in answers[rank]
         assert cause in answers[rank]
+
+
+def go_on_after_a_deadline(seconds: float) -> list[str]:
+    """Rank 1 comes too late, and then all of them go on as if nothing had been."""
+    group = Group.of(harness.group(), timedelta(seconds=seconds))
+    control, comm = control_of(group), connect(group, "shared_memory")
+    layout = Layout.even(64 * WORLD, WORLD)
+    data = torch.full((layout.numel,), float(group.rank))
+    comm.all_gather(data, layout, what="the first").wait()
+    said = []
+    for what in ("the second", "the third"):
+        if group.rank == 1 and what == "the second":
+            time.sleep(3 * seconds)
+        try:
+            comm.all_gather(data, layout, what=what).wait()
+            control.exchange_objects(what, what="an agreement")
+        except CollectiveTimeout as error:
+            said.append(str(error))
+    return said
+
+
+def test_nothing_follows_a_collective_that_came_to_no_end():
+    answers = harness.one_off(WORLD, go_on_after_a_deadline, 1.0, timeout=50.0)
+    for rank in (0, 2, 3):
+        first, second = answers[rank]
+        assert f"rank {rank}: the second failed, waiting for rank(s) 1" in first
+        assert "an earlier collective came to no end" in second
+        assert "the second failed" in second
+    assert len(answers[1]) == 2, "the others' old values are there, their agreement never comes"
+
+
+def read_more_than_was_posted() -> str:
+    group = Group.of(harness.group(), None)
+    comm, _ = both(group)
+    # Rank 3 believes in another cut than the others.
+    cuts = (0, 64, 128, 192, 256) if group.rank != 3 else (0, 128, 192, 256, 320)
+    try:
+        comm.all_gather(torch.zeros(cuts[-1]), Layout(cuts), what="gather").wait()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_at_different_collectives_do_not_read_each_other():
+    answers = harness.one_off(WORLD, read_more_than_was_posted, timeout=50.0)
+    assert "the two are at different collectives" in answers[3]
+
+
+def memory_comes_back() -> list[int]:
+    """Buckets go as their last tensor goes; a view is enough to keep the memory."""
+    group = Group.of(harness.group(), None)
+    comm, _ = both(group)
+    layout = Layout.even(64 * WORLD, WORLD)
+    bucket = comm.buffer(layout, torch.float32, CPU)
+    seen = [bucket.data.data_ptr()]
+    kept = bucket.data[64:65]
+    del bucket
+    bucket = comm.buffer(layout, torch.float32, CPU)
+    seen.append(bucket.data.data_ptr())
+    del kept
+    third = comm.buffer(layout, torch.float32, CPU)
+    seen.append(third.data.data_ptr())
+    return seen
+
+
+def test_memory_is_lent_until_its_last_view_is_gone(ranks: Pool) -> None:
+    for first, second, third in ranks.run(memory_comes_back):
+        assert second != first
+        assert third == first
+
+
+def chosen_differently() -> str:
+    group = Group.of(harness.group(), None)
+    try:
+        control_of(group, "process_group" if group.rank == 2 else "auto")
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_chose_differently_all_hear_of_it(ranks: Pool) -> None:
+    for said in ranks.run(chosen_differently):
+        assert "rank 1 says 'auto', rank 2 says 'process_group'" in said
 
 
 def read_of_a_rank_that_has_ended() -> float:

@@ -14,6 +14,7 @@ import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,12 +25,13 @@ from poplar.comm.exchange import collective_timeout
 from poplar.comm.group import Group
 from poplar.comm.pool import Pool, Shared
 from poplar.comm.segment import CAN_SHARE, PAGE, Peer, Segment, view
+from poplar.errors import CollectiveTimeout
 
 _POSTED, _FINISHED, _RING = 0, 64, 128
 """Places on a board, the first page of a segment: collectives posted, collectives finished, and
 where what was posted begins."""
-_PLACE = struct.Struct("<q")
-_NOTHING = -1
+_PLACE = struct.Struct("<qq")
+"""Where a posted part begins, and its bytes."""
 _PLACES = (PAGE - _RING) // _PLACE.size
 """Collectives in flight at most."""
 _SLICE_SECONDS = 0.1
@@ -66,7 +68,9 @@ class Board:
         """Finished, though an earlier one is not yet."""
         self.reads: dict[int, Callable[[], object]] = {}
         """What finishes each collective that this rank has posted and not finished."""
-        self._pool = Pool(PAGE, nbytes, self._is_over)
+        is_over = weakref.WeakMethod(self._is_over)  # a cycle would keep memory until a collection
+        self._pool = Pool(PAGE, nbytes, lambda collective: _called(is_over, collective))
+        self._process = os.getpid()
         self._keeps_memory = os.environ.get(_CACHE_SETTING) != "off"
 
     # Memory to share.
@@ -78,12 +82,17 @@ class Board:
 
     def give_back(self, part: Shared) -> None:
         """This rank needs it no more; peers may still read it."""
-        self._pool.give_back(part)
-        self._trim()
+        if os.getpid() == self._process:  # a fork knows nothing of what is in use now
+            self._pool.give_back(part)
+            self._trim()
 
-    def give_back_after(self, holder: object, part: Shared) -> None:
-        """As `give_back`, once `holder` is gone."""
-        weakref.finalize(holder, self.give_back, part).atexit = False
+    def lend(self, dtype: torch.dtype, numel: int) -> Tensor:
+        """As `take`, until the last tensor that shows this memory is gone: then it comes back."""
+        part = self._pool.take(numel * dtype.itemsize)
+        holder = memoryview(self._own.memory)[part.offset : part.offset + part.nbytes]
+        # The board itself must not be kept by what it has lent.
+        weakref.finalize(holder, _come_back, weakref.ref(self), part).atexit = False
+        return view(holder, dtype, 0, numel)
 
     def guard(self, data: Tensor) -> None:
         """Before `data` is written: wait until no peer reads what was posted from there."""
@@ -100,10 +109,15 @@ class Board:
     # Collectives.
 
     def post(self, data: Tensor) -> int:
-        """Offer `data` (copied unless it is shared already); returns the collective's number."""
+        """Offer `data` (copied unless it is shared already); returns the collective's number.
+
+        Raises:
+            CollectiveTimeout: an earlier one came to no end.
+        """
+        self._refuse_after_a_failure()
         collective = self._posted
         self._wait_until_over(collective - _PLACES)
-        place = _NOTHING
+        place, nbytes = 0, data.numel() * data.element_size()
         if data.numel():
             part = self._holder_of(data)
             copied = part is None
@@ -114,7 +128,8 @@ class Board:
             if copied:
                 self.give_back(part)
             place = data.data_ptr() - self._own.address
-        _PLACE.pack_into(self._own.memory, _RING + collective % _PLACES * _PLACE.size, place)
+        ring = _RING + collective % _PLACES * _PLACE.size
+        _PLACE.pack_into(self._own.memory, ring, place, nbytes)
         self._posted = collective + 1
         _core.raise_counter(self._own.memory, _POSTED, self._posted % _WRAP)
         return collective
@@ -133,10 +148,20 @@ class Board:
     def posted_by(
         self, peer: int, collective: int, dtype: torch.dtype, first: int, numel: int
     ) -> Tensor:
-        """Elements of what a peer has posted, where they lie; until this rank has finished."""
+        """Elements of what a peer has posted, where they lie; until this rank has finished.
+
+        Raises:
+            RuntimeError: it has posted less: ranks are not at the same collective.
+        """
         memory = self._peers[peer].memory
-        (begin,) = _PLACE.unpack_from(memory, _RING + collective % _PLACES * _PLACE.size)
-        assert begin != _NOTHING, f"rank {peer} posted nothing, but {numel} elements are its own"
+        begin, nbytes = _PLACE.unpack_from(memory, _RING + collective % _PLACES * _PLACE.size)
+        end = (first + numel) * dtype.itemsize
+        if end > nbytes:
+            raise RuntimeError(
+                f"rank {self.group.rank} reads {end} bytes of what rank {peer} shares, which is "
+                f"{nbytes}: the two are at different collectives. All ranks must make the same "
+                "calls in the same order"
+            )
         return view(memory, dtype, begin + first * dtype.itemsize, numel)
 
     def finish(self, collective: int) -> None:
@@ -153,6 +178,12 @@ class Board:
         if not self._keeps_memory:
             for part in self._pool.blank():
                 self._own.give_back(part.offset, part.nbytes)
+
+    def finish_before(self, collective: int) -> None:
+        """Finish what this rank has not finished yet of all that came before `collective`."""
+        for unfinished in sorted(self.reads):
+            if unfinished < collective:
+                self.reads[unfinished]()
 
     def others(self) -> list[int]:
         """The other ranks, the nearest successor first, so that no rank is read by all at once."""
@@ -173,12 +204,19 @@ class Board:
         rank may be standing here.
         """
         if collective >= 0:
-            for unfinished in sorted(self.reads):
-                if unfinished <= collective:
-                    self.reads[unfinished]()
+            self.finish_before(collective + 1)
             self._wait(_FINISHED, collective + 1, "the end of an earlier collective")
 
+    def _refuse_after_a_failure(self) -> None:
+        if self.group.failures:
+            raise CollectiveTimeout(
+                f"rank {self.group.rank}: an earlier collective came to no end, and ranks no "
+                "longer agree on what comes next; build the optimizer anew on all ranks, or start "
+                f"again from a checkpoint. It was: {self.group.failures[0]}"
+            )
+
     def _wait(self, counter: int, value: int, what: str) -> None:
+        self._refuse_after_a_failure()
         deadline = time.monotonic() + self.group.timeout.total_seconds()
         for peer in self.others():
             while not self._has_reached(peer, counter, value, _SLICE_SECONDS):
@@ -188,7 +226,10 @@ class Board:
                 if late:
                     gone = sorted(p for p in late if self._peers[p].has_ended())
                     cause = f"the process of rank(s) {gone} has ended" if gone else "no answer"
-                    raise collective_timeout(self.group, what, sorted(late), cause)
+                    failure = collective_timeout(self.group, what, sorted(late), cause)
+                    self.group.failures.append(failure)
+                    self.reads.clear()
+                    raise failure
 
     def _has_reached(self, peer: int, counter: int, value: int, seconds: float) -> bool:
         return _core.wait_for_counter(self._peers[peer].memory, counter, value % _WRAP, seconds)
@@ -202,11 +243,13 @@ def _meet(control: Control, nbytes: int) -> tuple[Segment, dict[int, Peer]]:
     """
     what, me = "looking for ranks on one host", control.group.rank
     own, trouble = None, ""
+    here: tuple[str, ...] = (platform.node(), str(os.getpid()))
     try:
+        here = _place()
         own = Segment(nbytes) if CAN_SHARE else None
     except OSError as error:
         trouble = f"rank {me} cannot set {nbytes} bytes of addresses aside: {error}"
-    mine = (_place(), os.getpid(), own.number if own else -1)
+    mine = (here, os.getpid(), own.number if own else -1)
     peers: dict[int, Peer] = {}
     for rank, (place, pid, number) in enumerate(control.exchange_objects(mine, what=what)):
         if rank == me or trouble:
@@ -223,6 +266,17 @@ def _meet(control: Control, nbytes: int) -> tuple[Segment, dict[int, Peer]]:
     if troubles or own is None:
         raise NotOneHost(troubles[0] if troubles else "this system has no anonymous shared memory")
     return own, peers
+
+
+def _come_back(board: weakref.ref[Board], part: Shared) -> None:
+    alive = board()
+    if alive is not None:
+        alive.give_back(part)
+
+
+def _called(is_over: weakref.WeakMethod[Any], collective: int) -> bool:
+    alive = is_over()
+    return alive is None or bool(alive(collective))
 
 
 def _place() -> tuple[str, ...]:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store
 
+from poplar.errors import CollectiveTimeout
 from poplar.trace import Trace
 
 DEFAULT_TIMEOUT = timedelta(minutes=5)
@@ -39,6 +40,9 @@ class Group:
     timeout: timedelta
     number: int = 0
     """Of the groups made on this process group: keeps the messages of two optimizers apart."""
+    failures: list[CollectiveTimeout] = field(default_factory=list)
+    """Collectives in shared memory that came to no end: ranks no longer agree on what comes next,
+    so there are none after them."""
     trace: Trace = field(default_factory=Trace)
     """Notes every wait for others while somebody records."""
 

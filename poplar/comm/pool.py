@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import bisect
+import mmap
 from collections.abc import Callable, Iterator
 
-_LEAST = 4096
+_LEAST = mmap.PAGESIZE
 
 
 class Shared:

@@ -40,7 +40,7 @@ class Segment:
         self.memory.madvise(mmap.MADV_REMOVE, offset, nbytes)
 
     def shut(self) -> None:
-        """No other process can open it any more; who has it keeps it."""
+        """Everybody who shall have it has opened it."""
         os.close(self.number)
         self.number = -1
 
@@ -72,8 +72,8 @@ class Peer:
         return bool(watch.poll(0))
 
 
-def view(memory: mmap.mmap, dtype: torch.dtype, offset: int, numel: int) -> Tensor:
-    """Elements of shared memory as a tensor, which keeps it mapped."""
+def view(memory: mmap.mmap | memoryview, dtype: torch.dtype, offset: int, numel: int) -> Tensor:
+    """Elements of shared memory as a tensor, which keeps `memory` alive, as its own views do."""
     if numel == 0:
         return torch.empty(0, dtype=dtype)
     return torch.frombuffer(memory, dtype=dtype, count=numel, offset=offset)

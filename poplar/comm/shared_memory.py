@@ -36,10 +36,8 @@ class SharedMemoryCommunicator(Communicator):
     ) -> Bucket:
         codec = codec if codec is not None else Codec(dtype)
         board = self._board
-        data, shared = board.take(codec.wire_dtype, layout.numel)
-        bucket = Bucket(data, layout, codec, before_writing=lambda: board.guard(data))
-        board.give_back_after(bucket, shared)
-        return bucket
+        data = board.lend(codec.wire_dtype, layout.numel)
+        return Bucket(data, layout, codec, before_writing=lambda: board.guard(data))
 
     def reduce_scatter(
         self, bucket: Bucket, out: Tensor, *, accumulate: bool, what: str
@@ -64,7 +62,6 @@ class SharedMemoryCommunicator(Communicator):
         own = own_slice(data, layout, self.group.rank)
         copy, shared = board.take(data.dtype, own.numel())
         collective = board.post(copy.copy_(own))
-        board.give_back(shared)
 
         def place() -> None:
             board.guard(data)
@@ -74,7 +71,9 @@ class SharedMemoryCommunicator(Communicator):
                     part = board.posted_by(peer, collective, data.dtype, 0, count)
                     own_slice(data, layout, peer).copy_(part)
 
-        return _Read(board, collective, what, place)
+        pending = _Read(board, collective, what, place)
+        board.give_back(shared)
+        return pending
 
     def broadcast(self, data: Tensor, source: int, *, what: str) -> None:
         self._rare.broadcast(data, source, what=what)
@@ -96,6 +95,8 @@ class _Read:
         if self._read is None:
             return 0.0
         held_up = self._board.wait_until_posted(self._collective, self._what)
+        # Whatever was posted before is there as well: read it, so that its memory is free again.
+        self._board.finish_before(self._collective)
         self._read()
         self._read = None
         self._board.finish(self._collective)

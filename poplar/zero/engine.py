@@ -82,6 +82,7 @@ class Engine:
 
     def begin_step(self, *, keep_gradients: bool = False) -> None:
         """Forget what the step before left behind, but `.grad` if the user has just set it."""
+        self.strategy.begin_step()
         for flat in self.trained:
             flat.used.clear()
             if keep_gradients:
@@ -89,7 +90,6 @@ class Engine:
             for parameter in flat.parameters:
                 parameter.grad = None
             self.strategy.drop_gradient(flat)
-        self.strategy.begin_step()
         self.reduced = self.settled = self._completed = self._passes_to_reduce = False
 
     @property
