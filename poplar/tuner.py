@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
+from statistics import median
 from typing import Any, Literal, ParamSpec
 
 import torch
@@ -47,12 +48,18 @@ TRIAL_STEPS = range(3, 16)
 """Steps of a trial: as many as its part of the budget allows. The more, the finer the balance."""
 MORE_TRIALS = 2
 """After the candidates, on what they showed of the ranks' speeds."""
+FINALISTS = 3
+CLOSE = 0.04
+"""So many of the fastest trials at most, and no slower than the first by more than this part, run
+again in turns."""
+ROUNDS = 3
+"""Of turns."""
 WORTH_A_TRIAL = 5e-3
 """A plan is tried that promises to be faster than the best trial by more than this part."""
 ACCEPTED_ERROR = 0.05
 """Above this error of a trial, each rank's planned batch is measured too, and the search redone."""
 _PROFILE_PART = 0.75
-"""Of the budget; the rest is for the trials."""
+"""Of the budget; the rest is for the trials, half of it for those that run in turns."""
 _MUST_MATCH = (
     "model",
     "units",
@@ -181,11 +188,14 @@ class Tuner:
         self.control = profiler.control
         self.global_batch = global_batch
         self.policy = policy
+        self._trial_seconds = profiler.request.seconds * (1 / _PROFILE_PART - 1)
 
     def tune(self, given: ClusterProfile | None = None, *, verify: bool = True) -> Tuned:
         """The best plan on `given`, or on the profiler's own profile."""
         agree(self.control, self._complaint(given), doing="autotune()")
         self._check_same_on_all_ranks(given, verify)
+        if given is not None:  # and there is nothing else to spend the budget on
+            self._trial_seconds = self.profiler.request.seconds / _PROFILE_PART
         profile = self.profiler.profile() if given is None else self._within_limits(given)
         known = self.profiler.verified.get(self._key) if given is None else None
         if known is not None:
@@ -237,18 +247,53 @@ class Tuner:
                 if not _is_worth_a_trial(refined, better, trials):
                     break
                 trials.append(self._trial(refined, better, tell))
+            trials = self._play_off(profile, trials, tell)
         profile = self._refined(profile, trials)
         allowed = [trial for trial in trials if fits(profile, trial.plan)]
         best = min(allowed, key=lambda trial: trial.step_seconds).plan
         best = describe(profile, best, predict(profile, best), self.policy)
         return Tuned(best, profile, tuple(trials))
 
-    def _trial(self, profile: ClusterProfile, plan: Plan, tell: Tell) -> Observation:
-        seconds = self.profiler.request.seconds * (1 / _PROFILE_PART - 1)
-        each = seconds / (CANDIDATES + MORE_TRIALS)
-        steps = int(each / predict(profile, plan).step_seconds)
+    def _trial(
+        self,
+        profile: ClusterProfile,
+        plan: Plan,
+        tell: Tell,
+        runs: int = CANDIDATES + MORE_TRIALS,
+    ) -> Observation:
+        """Run a plan, for one of `runs` parts of half of the budget for trials."""
+        steps = int(self._trial_seconds / 2 / runs / predict(profile, plan).step_seconds)
         steps = min(max(steps, TRIAL_STEPS[0]), TRIAL_STEPS[-1])
         return self.profiler.steps_of([plan], steps=steps, tell=tell)[0]
+
+    def _play_off(
+        self, profile: ClusterProfile, trials: Sequence[Observation], tell: Tell
+    ) -> list[Observation]:
+        """The trials, of which the fastest ran again: in turns, so that all had the same luck.
+
+        A device is a few percent faster or slower from one trial to the next, which is more than
+        good plans differ by.
+        """
+        allowed = (trial for trial in trials if fits(profile, trial.plan))
+        ranking = sorted(allowed, key=lambda trial: trial.step_seconds)[:FINALISTS]
+        finalists = [
+            number
+            for number, trial in enumerate(trials)
+            if trial in ranking and trial.step_seconds <= (1 + CLOSE) * ranking[0].step_seconds
+        ]
+        if len(finalists) < 2:
+            return list(trials)
+        seconds: dict[int, list[float]] = {number: [] for number in finalists}
+        for _ in range(ROUNDS):
+            for number in finalists:
+                runs = ROUNDS * len(finalists)
+                again = self._trial(profile, trials[number].plan, tell, runs)
+                seconds[number].append(again.step_seconds)
+            finalists.reverse()
+        return [
+            replace(trial, step_seconds=median(seconds[number])) if number in seconds else trial
+            for number, trial in enumerate(trials)
+        ]
 
     def _refined(self, profile: ClusterProfile, trials: Sequence[Observation]) -> ClusterProfile:
         asynchronous = self.profiler.asynchronous

@@ -358,7 +358,7 @@ class Bench:
         self.kept.append((profile, dict(self.verified)))
 
     def steps_of(self, plans: Sequence[Plan], *, steps: int, tell: Any) -> tuple[Observation, ...]:
-        self.tried += plans
+        self.tried += [plan for plan in plans if plan not in self.tried]
         return tuple(map(self._observation, plans))
 
     def points_at(self, batch: int | None) -> list[BatchPoint | None]:
@@ -411,6 +411,26 @@ def test_the_plan_is_the_one_that_ran_fastest_not_the_one_predicted_so():
     slower = tuple(0.03 if stage == first else 0.0 for stage in STAGES)
     bench = Bench(known(), with_step_seconds(known(), slower), STAGES)
     assert bench.tune().plan.stage == second
+
+
+class Lucky(Bench):
+    """The second plan had a quiet moment when it was tried first, and never again."""
+
+    def _observation(self, plan: Plan) -> Observation:
+        seen = super()._observation(plan)
+        first_time = len(self.seen) == 1 and plan not in self.seen
+        self.seen.append(plan)
+        return replace(seen, step_seconds=0.9 * seen.step_seconds) if first_time else seen
+
+
+@pytest.mark.parametrize("in_turns", [True, False])
+def test_luck_in_a_trial_does_not_decide(monkeypatch, in_turns):
+    monkeypatch.setattr(tuner, "CLOSE", 0.2 if in_turns else -1.0)
+    bench = Lucky(known(), known(), STAGES)
+    bench.seen = []
+    decided = bench.tune()
+    best, lucky = predicted_order(known())[:2]
+    assert decided.plan.stage == (best if in_turns else lucky)
 
 
 def test_a_fixed_stage_is_tried_once():
