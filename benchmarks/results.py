@@ -5,11 +5,11 @@ python benchmarks/results.py rows.jsonl > benchmarks/RESULTS.md
 
 from __future__ import annotations
 
-import sys
+import argparse
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from contest.row import Row, read_rows
+from contest.row import Row, contests_of, read_rows
 from contest.table import HEADINGS, cells_of, summary_cells
 from contest.targets import verdicts
 
@@ -40,11 +40,11 @@ def markdown(rows: Sequence[Row]) -> Iterator[str]:
         yield "Nothing that has a threshold."
     yield "\n## Thresholds\n"
     yield from _table(("cluster", "stage", "what", "value", "wanted", ""), summary_cells(rows))
-    for cluster in dict.fromkeys(row.cluster for row in rows):
-        own = [row for row in rows if row.cluster == cluster]
+    for name, own in contests_of(rows).items():
         first = own[0]
-        yield f"\n## {cluster}\n"
+        yield f"\n## {name}\n"
         speeds = " : ".join(f"{speed:.1f}" for speed in first.calibrated_speeds)
+        yield f"{first.day}, commit {first.commit}.\n"
         yield (
             f"{first.described}. Global batch {first.global_batch} samples of {first.context} "
             f"bytes; calibrated speeds {speeds} samples/s (sum {first.sum_of_speeds:.1f}; before "
@@ -52,14 +52,31 @@ def markdown(rows: Sequence[Row]) -> Iterator[str]:
             f"up to {100 * first.drift:.0f} %).\n"
         )
         yield from _table(HEADINGS, cells_of(own))
+        if first.notes:
+            yield ""
+            yield from (f"- {note}" for note in first.notes)
 
 
 def _table(headings: Sequence[str], lines: Iterable[Sequence[str]]) -> Iterator[str]:
     yield "| " + " | ".join(headings) + " |"
     yield "|" + " --- |" * len(headings)
     for line in lines:
-        yield "| " + " | ".join(line) + " |"
+        yield "| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |"
+
+
+def main() -> None:
+    """Markdown to standard output."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("rows", type=Path, help="what train.py --output wrote")
+    path = parser.parse_args().rows
+    try:
+        rows = read_rows(path)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    if not rows:
+        parser.error(f"{path} has no rows of train.py")
+    print("\n".join(markdown(rows)))
 
 
 if __name__ == "__main__":
-    print("\n".join(markdown(read_rows(Path(sys.argv[1])))))
+    main()

@@ -68,6 +68,8 @@ def main() -> None:
     if not contests:
         raise SystemExit(1)
     console.print(summary_of(rows))
+    held = {contest.cluster for contest in contests}
+    skipped = [cluster.name for cluster in options.clusters if cluster.name not in held]
     if options.page:
         from contest.page import write_page
 
@@ -77,6 +79,8 @@ def main() -> None:
             console.print(f"no {options.page}: {missing}")
         else:
             console.print(f"{options.page} shows it all")
+    if skipped:
+        raise SystemExit(f"not held: {', '.join(skipped)} (see above)")
 
 
 def attempt(cluster: Cluster, options: argparse.Namespace, console: Console) -> Contest | None:
@@ -125,18 +129,21 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--page", type=Path, metavar="FILE", help="write an HTML report")
     parser.add_argument("--verbose", action="store_true", help="tell what is going on")
     options = parser.parse_args(arguments)
+    if options.context < 1:
+        parser.error(f"--context must be at least 1, got {options.context}")
     try:
         names = options.clusters or (["2:1:1"] if options.quick else list(CLUSTERS))
-        options.clusters = [find_cluster(name) for name in names]
+        options.clusters = [find_cluster(name) for name in dict.fromkeys(names)]
         options.task = Task(model=options.model, size=options.size, context=options.context)
         options.task.new_model()
     except (ValueError, KeyError) as error:
         parser.error(str(error))
-    if options.context < 1:
-        parser.error(f"--context must be at least 1, got {options.context}")
     if options.steps is not None and options.steps < 3:
         parser.error(f"--steps must be at least 3 to give a median, got {options.steps}")
-    options.samples = options.samples or (16 if options.quick else 32)
+    if options.samples is None:
+        options.samples = 16 if options.quick else 32
+    if options.samples < 1:
+        parser.error(f"--samples must be at least 1, got {options.samples}")
     options.rules = rules_of(options)
     return options
 
@@ -145,7 +152,9 @@ def rules_of(options: argparse.Namespace) -> Rules:
     """What the command line says, over the defaults."""
     rules = QUICK if options.quick else Rules()
     asked = {name: getattr(options, name) for name in ("stages", "policies", "peers")}
-    chosen = {name: tuple(value) for name, value in asked.items() if value is not None}
+    chosen = {
+        name: tuple(dict.fromkeys(value)) for name, value in asked.items() if value is not None
+    }
     return replace(
         rules,
         steps=options.steps or rules.steps,

@@ -18,6 +18,7 @@ from rich.console import Console
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
 from contest import row as row_module
+from contest import targets
 from contest.engine import Entrant
 from contest.outcome import Calibration, Contest, Outcome
 from contest.page import write_page
@@ -30,11 +31,13 @@ from results import markdown
 from poplar import Plan
 from poplar.trace import Span
 
-TASK = Task(size="tiny", context=16, global_batch=12)
+BATCH = 96
+"""As many samples a rank as thresholds ask for."""
+TASK = Task(size="tiny", context=16, global_batch=BATCH)
 CALIBRATION = Calibration(
-    speeds=(20.0, 10.0, 10.0), batches=(64, 64, 64), rank_flops=(2e9, 1e9, 1e9), spins=(2, 1, 1)
+    speeds=(160.0, 80.0, 80.0), batches=(64, 64, 64), rank_flops=(2e9, 1e9, 1e9), spins=(2, 1, 1)
 )
-EVEN, EXACT = "4,4,4", "6,3,3"
+EVEN, EXACT = "32,32,32", "48,24,24"
 
 
 def outcome(
@@ -51,7 +54,7 @@ def outcome(
     """Ten steps around a median, on ranks of which the last one waits for nobody."""
     plan = Plan.manual(EXACT if policy == "exact" else EVEN, stage=stage)
     if len(ranks) < 3:
-        plan = Plan.even(len(ranks), 12, 12 // len(ranks), stage)
+        plan = Plan.even(len(ranks), BATCH, BATCH // len(ranks), stage)
     entrant = Entrant(
         name=name,
         provider=provider,
@@ -106,6 +109,7 @@ OUTCOMES = (
 def contest(**changes: object) -> Contest:
     """Three ranks, 2 : 1 : 1; ideal over even is 4/3."""
     values: dict[str, object] = {
+        "began": "2026-01-01T00:00:00",
         "cluster": "2:1:1",
         "described": "ranks on cores 0, 1, 1 (shared)",
         "unequal": True,
@@ -130,6 +134,16 @@ def but(name: str, **changes: object) -> tuple[Outcome, ...]:
     return tuple(replace(o, **changes) if o.entrant.name == name else o for o in OUTCOMES)
 
 
+@pytest.fixture(autouse=True)
+def peers_by_hand(monkeypatch):
+    """Those that must have a result, or "best peer" means nothing."""
+    monkeypatch.setattr(
+        targets,
+        "PEERS",
+        {"DDP": ("ddp", 0), "DeepSpeed ZeRO-0": ("deepspeed", 0), "FSDP2": ("fsdp2", 3)},
+    )
+
+
 # Rows
 
 
@@ -137,12 +151,12 @@ def test_speeds_are_the_global_batch_over_the_seconds_of_steps():
     ddp = row("DDP")
     seconds = sorted(OUTCOMES[6].step_seconds)
     assert ddp.steps == 11
-    assert (ddp.p50_seconds, ddp.p50_speed) == pytest.approx((0.45, 12 / 0.45))
+    assert (ddp.p50_seconds, ddp.p50_speed) == pytest.approx((0.45, BATCH / 0.45))
     assert seconds[0] < ddp.p20_seconds < ddp.p50_seconds < ddp.p80_seconds < seconds[-1]
     assert ddp.p20_speed < ddp.p50_speed < ddp.p80_speed
-    assert ddp.mean_speed == pytest.approx(sum(12 / s for s in seconds) / 11)
-    assert ddp.of_sum_of_speeds == pytest.approx(12 / 0.45 / 40)
-    assert ddp.mfu == pytest.approx(12 / 0.45 * 1e7 / 4e9)
+    assert ddp.mean_speed == pytest.approx(BATCH * 11 / sum(seconds))
+    assert ddp.of_sum_of_speeds == pytest.approx(BATCH / 0.45 / 320)
+    assert ddp.mfu == pytest.approx(BATCH / 0.45 * 1e7 / 4e9)
     assert ddp.prediction_error is None
     assert row("poplar even, stage 0").prediction_error == pytest.approx(0.1)
 
@@ -190,9 +204,17 @@ def test_without_an_even_plan_there_is_no_split():
 
 
 def test_the_interval_is_the_same_at_every_call_and_holds_the_ratio():
-    first, again = (row("poplar exact, stage 0").over_best_peer_of_stage for _ in range(2))
+    backwards = tuple(reversed(OUTCOMES[6].step_seconds))
+    apart = but("DDP", step_seconds=backwards)
+    first, again = (
+        row("poplar exact, stage 0", outcomes=apart).over_best_peer_of_stage for _ in range(2)
+    )
     assert first == again
     assert first[1] < first[0] < first[2]
+    together = row("poplar exact, stage 0").over_best_peer_of_stage
+    assert together == pytest.approx((1.5, 1.5, 1.5)), (
+        "rounds that are slow for both change nothing"
+    )
     alone = row("DeepSpeed ZeRO-0", outcomes=but("DDP", absent="gone"))
     assert alone.over_best_peer_of_stage[0] == 1.0
 
@@ -314,6 +336,8 @@ def test_what_was_not_measured_is_short_and_not_left_out():
     assert str(missing) == "not measured (>= 1.4, short)"
     failed = found(rows_of(contest(outcomes=but("poplar exact, stage 3", absent="it fell over"))))
     assert failed["2:1:1", 3, "balance over its ideal"].value is None
+    many = found(rows_of(contest(outcomes=but("DDP", absent="gone"))))
+    assert many["2:1:1", 0, "fastest plan over the best peer"].value is None
     nobody = found(rows_of(contest(unequal=False, outcomes=OUTCOMES[:3])))
     assert nobody["2:1:1", 0, "even over the best peer"].value is None
 
@@ -321,8 +345,8 @@ def test_what_was_not_measured_is_short_and_not_left_out():
 @pytest.mark.parametrize(
     ("value", "wanted", "at_most", "said"),
     [
-        (0.9496, 0.95, False, "0.950 (>= 0.95)"),
-        (0.9494, 0.95, False, "0.949 (>= 0.95, short)"),
+        (0.9496, 0.95, False, "0.9496 (>= 0.95, short)"),
+        (0.9501, 0.95, False, "0.9501 (>= 0.95)"),
         (1.396, 1.4, False, "1.396 (>= 1.4, short)"),
         (1.04, 1.0, True, "1.04 (<= 1, short)"),
         (1.04e-4, 1e-4, True, "0.000104 (<= 0.0001, short)"),
@@ -331,16 +355,36 @@ def test_what_was_not_measured_is_short_and_not_left_out():
         (math.inf, 1e-4, True, "inf (<= 0.0001, short)"),
     ],
 )
-def test_a_figure_is_judged_as_it_is_printed(value, wanted, at_most, said):
+def test_a_figure_stands_beside_what_it_has_to_be(value, wanted, at_most, said):
     verdict = Verdict(cluster="x", stage=0, what="y", value=value, wanted=wanted, at_most=at_most)
     assert str(verdict) == said
 
 
-def test_two_models_on_one_cluster_are_judged_apart():
-    encoder = contest(task=replace(TASK, model="encoder"), outcomes=but("DDP", losses=(9.0,)))
-    seen = found([*rows_of(contest()), *rows_of(encoder)])
-    assert seen["2:1:1, llama", None, "largest loss difference"].met
-    assert not seen["2:1:1, encoder", None, "largest loss difference"].met
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        ({"model": "encoder"}, ("llama tiny, 96 samples of 16", "encoder tiny, 96 samples of 16")),
+        ({"context": 8}, ("llama tiny, 96 samples of 16", "llama tiny, 96 samples of 8")),
+        ({"global_batch": 9}, ("llama tiny, 96 samples of 16", "llama tiny, 9 samples of 16")),
+    ],
+)
+def test_what_cannot_be_compared_is_judged_and_kept_apart(change, names, tmp_path):
+    other = contest(task=replace(TASK, **change), outcomes=but("DDP", losses=(9.0,)))
+    rows = [*rows_of(contest()), *rows_of(other)]
+    seen = found(rows)
+    one, two = (f"2:1:1, {name} bytes" for name in names)
+    assert seen[one, None, "largest loss difference"].met
+    assert not seen[two, None, "largest loss difference"].met
+    write_rows(tmp_path / "rows.jsonl", rows)
+    assert read_rows(tmp_path / "rows.jsonl") == rows
+    text = "\n".join(markdown(rows))
+    assert f"## {one}" in text
+    assert f"## {two}" in text
+
+
+def test_small_batches_are_not_judged_by_the_sum_of_speeds():
+    few = contest(task=replace(TASK, global_batch=BATCH - 3))
+    assert ("2:1:1", 0, "of the sum of speeds") not in found(rows_of(few))
 
 
 # Tables
@@ -361,7 +405,7 @@ def test_a_table_is_whole_however_narrow_the_terminal_and_whoever_is_absent(widt
     for one in rows:
         assert any(one.entrant in line for line in lines)
     ddp = next(line for line in lines if " DDP " in line)
-    for cell in ("26.7", "66.7 %", "1.000", "32"):
+    for cell in ("213.3", "66.7 %", "1.000", "32"):
         assert cell in ddp
 
 
@@ -395,8 +439,13 @@ def test_the_ideal_is_said_by_stage_where_a_link_tells_stages_apart():
 
 def test_the_summary_marks_what_is_short():
     text = printed(summary_of(rows_of(contest())), 60)
-    assert re.search(r"balance over its ideal +1\.000 +>= 0\.95 +✓", text)
-    assert re.search(r"over DeepSpeed +not measured +>= 1\.4 +short", text)
+    assert re.search(r"balance over its ideal +1 +>= 0\.95 +\(✓\)", text)
+    assert re.search(r"over DeepSpeed +not measured +>= 1\.4 +\(short\)", text)
+    assert "in brackets: too few steps" in text
+    enough = [replace(row, steps=50) for row in rows_of(contest())]
+    text = printed(summary_of(enough), 60)
+    assert re.search(r"balance over its ideal +1 +>= 0\.95 +✓", text)
+    assert "in brackets" not in text
 
 
 # Pictures and the page
@@ -411,9 +460,9 @@ def test_everybody_has_a_bar_or_is_said_to_be_absent():
     assert titles == ["stage 0", "stage 3", "parts of the cluster"]
     said = [text.get_text() for axes in figure.axes for text in axes.texts]
     assert said.count("absent") == 1
-    assert {"26.7", "67 %"} <= {*said}
+    assert {"213.3", "67 %"} <= {*said}
     for axes in figure.axes:
-        assert any(40.0 in line.get_xdata() for line in axes.get_lines())
+        assert any(320.0 in line.get_xdata() for line in axes.get_lines())
 
 
 def test_timelines_hold_the_engines_of_a_stage_and_no_parts_of_the_cluster():

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
-from emulation import EmulatedCluster, Ranks
+from emulation import EmulatedCluster, EmulationUnavailable, Ranks
 from network import EmulatedNetwork, Hosts
 
 FASTEST = 0.8
@@ -48,6 +48,20 @@ class Cluster:
         """The largest micro-batch that the rank's memory holds; None: no limit to speak of."""
         return max(1, global_batch // CAPPED_PART) if rank in self.capped else None
 
+    def _allowed_cores(self) -> list[int]:
+        """The machine's cores that `cores` mean; a single one may be any.
+
+        Raises:
+            EmulationUnavailable: there are fewer than the cluster needs.
+        """
+        allowed = sorted(os.sched_getaffinity(0))
+        used = sorted({*self.cores})
+        if len(used) > len(allowed):
+            raise EmulationUnavailable(
+                f"it takes {len(used)} cores, this process may use {len(allowed)}"
+            )
+        return [allowed[-len(used) :][used.index(core)] for core in self.cores]
+
     def __str__(self) -> str:
         if self.quotas:
             said = "CPU quotas of " + " : ".join(f"{quota:.2g}" for quota in self.quotas) + " cores"
@@ -75,10 +89,7 @@ class Cluster:
             if self.quotas:
                 emulated = EmulatedCluster.quotas(self.quotas)
             else:
-                allowed = sorted(os.sched_getaffinity(0))
-                emulated = EmulatedCluster.core_sharing(
-                    [allowed[core % len(allowed)] for core in self.cores]
-                )
+                emulated = EmulatedCluster.core_sharing(self._allowed_cores())
             yield Place(self, stack.enter_context(emulated), hosts)
 
 

@@ -73,7 +73,11 @@ class Crew:
             self._processes.append(process)
 
     def __enter__(self) -> Crew:
-        self._collect("starting", START_SECONDS)
+        try:
+            self._collect("starting", START_SECONDS)
+        except BaseException:
+            self.close()
+            raise
         return self
 
     def __exit__(

@@ -11,20 +11,11 @@ import poplar
 from contest.clusters import Cluster
 from contest.crew import Here
 from contest.engine import Entrant
+from contest.peers import PEERS
 from contest.task import Task
 from contest.yardstick import LARGEST_BATCH
 from poplar import ClusterProfile, Plan
 
-PEERS = {
-    "DDP": ("ddp", 0),
-    "FSDP2": ("fsdp2", 3),
-    "FSDP2, kept gathered": ("fsdp2", 2),
-    "DeepSpeed ZeRO-0": ("deepspeed", 0),
-    "DeepSpeed ZeRO-1": ("deepspeed", 1),
-    "DeepSpeed ZeRO-2": ("deepspeed", 2),
-    "DeepSpeed ZeRO-3": ("deepspeed", 3),
-}
-"""Provider and the ZeRO stage that each of them is, by name."""
 EXAMPLE_SAMPLES = 8
 
 
@@ -91,8 +82,9 @@ def propose(
                 plan = poplar.search(
                     profile, global_batch=task.global_batch, stages=(stage,), policy=policy
                 )
-            predicted = (plan.prediction or {}).get("step_seconds")
-            proposals.append(Proposal(policy, plan, float(predicted)))
+            # By the profile alone: autotune's own prediction has seen its trials.
+            predicted = poplar.predict(profile, plan).step_seconds
+            proposals.append(Proposal(policy, plan, predicted))
     return profile, tuple(proposals)
 
 

@@ -9,6 +9,9 @@ from contest.engine import Entrant
 from contest.task import Task
 from poplar.trace import Span
 
+TURN_STEPS = 5
+"""Short turns: what else the machine does should hit all alike."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
@@ -27,6 +30,12 @@ class Outcome:
     """Bytes above what the process held before the engine was built, by rank that takes part."""
     absent: str = ""
     """Why there is no result: not installed, or how it failed."""
+
+    @property
+    def turns(self) -> tuple[tuple[float, ...], ...]:
+        """The seconds of its steps, by round."""
+        starts = range(0, len(self.step_seconds), TURN_STEPS)
+        return tuple(self.step_seconds[start : start + TURN_STEPS] for start in starts)
 
     @property
     def median_seconds(self) -> float:
@@ -62,6 +71,8 @@ class Calibration:
 class Contest:
     """Everything that one run measured on one cluster."""
 
+    began: str
+    """Day and time."""
     cluster: str
     """Its name: `2:1:1`."""
     described: str
@@ -92,6 +103,16 @@ class Contest:
     def sum_of_speeds(self) -> float:
         """The yardstick."""
         return sum(self.speeds)
+
+    def of_sum_of_speeds(self, outcome: Outcome) -> float:
+        """Median over rounds of what it did in its turn over the plain passes of that round."""
+        if not self.turns:
+            return outcome.samples_per_second / self.sum_of_speeds
+        batch = outcome.entrant.plan.global_batch
+        return statistics.median(
+            len(seconds) * batch / sum(seconds) / sum(speeds)
+            for seconds, speeds in zip(outcome.turns, self.turns, strict=False)
+        )
 
     @property
     def largest_sum_of_speeds(self) -> float:

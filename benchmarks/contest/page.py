@@ -27,7 +27,8 @@ LEAD = (
 )
 HOW_TO_READ = (
     "The sum of speeds is what the ranks do in plain PyTorch passes, all at once, when working "
-    "together costs nothing: the larger of a measurement before the run and one after it.",
+    "together costs nothing. They take turns with the engines: of sum is the median, over rounds, "
+    "of an engine's turn over the plain passes of the same round.",
     "Balance is Poplar's plan over Poplar's even plan, at the same stage and on the same "
     "transport: what giving each rank its due is worth. It is the only one of the three that says "
     "anything about GPUs.",
@@ -75,7 +76,7 @@ def _head(rows: Sequence[Row]) -> str:
         )
     ]
     cells = list(summary_cells(rows))
-    short = [number for number, line in enumerate(cells) if line[-1] == "short"]
+    short = [number for number, line in enumerate(cells) if "short" in line[-1]]
     said = f"{len(cells) - len(short)} of {len(cells)} are met; those that are short stand out."
     return (
         f'<header><h1>{TITLE}</h1><p class="lead">{LEAD}</p></header>'
@@ -93,7 +94,7 @@ def _cluster(contest: Contest, rows: Sequence[Row]) -> str:
     speeds = " : ".join(f"{speed:.1f}" for speed in rows[0].calibrated_speeds)
     facts = [
         ("ranks", contest.described),
-        ("calibrated speeds", f"{speeds} samples/s, {ideals_of(rows)}"),
+        ("speeds in plain passes", f"{speeds} samples/s, {ideals_of(rows)}"),
         (
             "sum of speeds",
             f"{contest.sum_of_speeds:.1f} samples/s turn by turn; "

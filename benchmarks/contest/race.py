@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 
 from contest import entrants as enter
 from contest import ranks, yardstick
@@ -13,16 +14,13 @@ from contest.crew import Crew, CrewFailed, last_lines
 from contest.engine import Entrant
 from contest.ideal import ideals
 from contest.notes import notes
-from contest.outcome import Calibration, Contest, Outcome
+from contest.outcome import TURN_STEPS, Calibration, Contest, Outcome
 from contest.ranks import Turn
 from contest.task import Task
 from poplar.trace import Span
 
 WARMUP_STEPS = 3
 """Not counted: allocations, DDP's rebuilding of its buckets, the recording of our schedule."""
-TURN_STEPS = 5
-"""Short turns: what else the machine does should hit all alike."""
-
 Tell = Callable[[str], None]
 
 
@@ -84,12 +82,13 @@ def hold(cluster: Cluster, task: Task, rules: Rules, tell: Tell) -> Contest:
 
 
 def _timed(cluster: Cluster, place: Place, task: Task, rules: Rules, tell: Tell) -> Contest:
+    began = datetime.now().isoformat(timespec="seconds")
     with ExitStack() as stack:
         crews = {name: stack.enter_context(Crew(place, name)) for name in families(rules)}
         for crew in crews.values():
             crew.call(ranks.import_engines, crew.name)
             crew.call(ranks.slow_down)
-        home = crews["poplar"]
+        home = crews["plain"]
         tell("calibrating")
         before: Calibration = home.call(yardstick.calibrate, task, rules.calibration_seconds)[0]
         lanes = list(_lanes(crews, cluster, task, rules, before, tell))
@@ -106,14 +105,17 @@ def _timed(cluster: Cluster, place: Place, task: Task, rules: Rules, tell: Tell)
                 _attempt(lane, lambda lane=lane, n=round_.steps: _take_turn(lane, n))
         tell("one step of each, traced")
         for lane in lanes:
-            _attempt(lane, lambda lane=lane: _trace(lane))
+            if not lane.absent:
+                with suppress(CrewFailed):  # a picture less; its figures are there
+                    _trace(lane)
         tell("calibrating again")
         after: Calibration = home.call(yardstick.calibrate, task, rules.calibration_seconds)[0]
-    return _told(cluster, task, (before, after), turns, lanes, rules)
+    return _told(cluster, task, (before, after), turns, lanes, rules, began)
 
 
 def families(rules: Rules) -> Iterator[str]:
     """The crews that are needed. ZeRO-3 of DeepSpeed changes torch itself: it has its own."""
+    yield "plain"  # the yardstick, whatever may happen to an engine
     yield "poplar"
     if {"ddp", "fsdp2"} & {*rules.peers}:
         yield "torch"
@@ -225,9 +227,11 @@ def _told(
     turns: Sequence[tuple[float, ...]],
     lanes: Sequence[Lane],
     rules: Rules,
+    began: str,
 ) -> Contest:
     model = task.new_model()
     contest = Contest(
+        began=began,
         cluster=cluster.name,
         described=str(cluster),
         unequal=cluster.unequal,
@@ -253,6 +257,19 @@ def _with_memory(contest: Contest, place: Place, task: Task, tell: Tell) -> Cont
         if not outcome.absent:
             by_family.setdefault(family(outcome.entrant), []).append(outcome.entrant)
     for name, members in by_family.items():
+        for entrant, peaks in _peaks(place, name, members, task, tell):
+            outcomes[entrant.name] = replace(
+                outcomes[entrant.name],
+                peak_memory=tuple(peaks[rank] for rank in entrant.ranks),
+            )
+    return replace(contest, outcomes=tuple(outcomes.values()))
+
+
+def _peaks(
+    place: Place, name: str, members: Sequence[Entrant], task: Task, tell: Tell
+) -> Iterator[tuple[Entrant, Sequence[int]]]:
+    """Peak memory by rank, of each of a family's entrants for which it can be had."""
+    try:
         with Crew(place, name) as crew:
             for entrant in members:
                 tell(f"memory of {entrant.name}")
@@ -261,8 +278,6 @@ def _with_memory(contest: Contest, place: Place, task: Task, tell: Tell) -> Cont
                 except CrewFailed as failure:
                     tell(f"no peak memory of {entrant.name}: {last_lines(str(failure))}")
                     continue
-                outcomes[entrant.name] = replace(
-                    outcomes[entrant.name],
-                    peak_memory=tuple(peaks[rank] for rank in entrant.ranks),
-                )
-    return replace(contest, outcomes=tuple(outcomes.values()))
+                yield entrant, peaks
+    except CrewFailed as failure:
+        tell(f"no peak memory of {name}: {last_lines(str(failure))}")

@@ -32,6 +32,8 @@ class Row:
 
     benchmark: str
     """`train`: other benchmarks may write to the same file."""
+    run: str
+    """When its contest was held: what one run measured, and nothing else, belongs together."""
     cluster: str
     """Its name: `2:1:1`."""
     described: str
@@ -89,14 +91,14 @@ class Row:
     largest_sum_of_speeds: float
     """The same, ten seconds at a stretch: the larger of before and after the run."""
     of_sum_of_speeds: float | None
-    """`p50_speed` over it."""
+    """Median over rounds: samples per second in its turn over the plain passes of that round."""
     over: dict[str, float]
     """This entrant's speed over each peer's, of all stages."""
     best_peer_of_stage: str
     """The fastest of the peers at this stage; empty if there is none."""
     over_best_peer_of_stage: tuple[float, float, float] | None
-    """The ratio, and the ends of its 90 % interval: medians of steps drawn again with replacement
-    from both, `RESAMPLES` times."""
+    """The ratio, and the ends of its 90 % interval: medians of both after rounds were drawn again
+    with replacement, the same ones for both, `RESAMPLES` times."""
     balance: float | None
     """Over `poplar even` at the same stage: what the plan gains. Poplar's plans only."""
     transport: float | None
@@ -126,6 +128,8 @@ class Row:
     """Of each of the cluster's ranks in plain passes; they add up to the sum."""
     absent: str
     """Why there is no result; empty if there is one."""
+    notes: list[str]
+    """What a reader has to know of the whole run: a drift, a stall."""
     device: str
     """The machine's processor and number of cores."""
     versions: str
@@ -134,6 +138,11 @@ class Row:
     """Of this repository; `-dirty` if something was changed since."""
     day: str
     """YYYY-MM-DD."""
+
+    @property
+    def contest(self) -> tuple[str, str, str, int, int]:
+        """What all rows that can be held against each other have in common."""
+        return self.cluster, self.model, self.size, self.context, self.global_batch
 
     @property
     def takes_all_ranks(self) -> bool:
@@ -164,12 +173,12 @@ def write_rows(path: Path, rows: Iterable[Row]) -> None:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """What `write_rows` wrote; of an entrant that ran twice on a cluster the last row counts.
+    """What `write_rows` wrote; of a contest that was held twice the later run counts.
 
     Raises:
         ValueError: a row of another version of this benchmark; says which line.
     """
-    found = {}
+    found: dict[tuple[str, str, str, int, int], list[Row]] = {}
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         values = json.loads(line) if line.strip() else {}
         if values.get("benchmark") != "train":
@@ -183,8 +192,25 @@ def read_rows(path: Path) -> list[Row]:
         interval = values["over_best_peer_of_stage"]
         values["over_best_peer_of_stage"] = None if interval is None else tuple(interval)
         row = Row(**values)
-        found[row.cluster, row.model, row.entrant] = row
-    return list(found.values())
+        own = found.setdefault(row.contest, [])
+        if own and own[0].run != row.run:
+            own.clear()
+        own.append(row)
+    return [row for own in found.values() for row in own]
+
+
+def contests_of(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Rows that can be held against each other, by the cluster's name and what tells two apart."""
+    contests: dict[tuple[str, str, str, int, int], list[Row]] = {}
+    for row in rows:
+        contests.setdefault(row.contest, []).append(row)
+    clusters = [cluster for cluster, *_ in contests]
+    return {
+        cluster
+        if clusters.count(cluster) == 1
+        else f"{cluster}, {model} {size}, {batch} samples of {context} bytes": own
+        for (cluster, model, size, context, batch), own in contests.items()
+    }
 
 
 def _row(contest: Contest, outcome: Outcome) -> Row:
@@ -195,12 +221,14 @@ def _row(contest: Contest, outcome: Outcome) -> Row:
     median = outcome.samples_per_second if ran else None
     seconds = outcome.median_seconds if ran else None
     tflops = None if median is None else median * contest.flops_per_sample / 1e12
+    peak = sum(contest.before.rank_flops[rank] for rank in entrant.ranks)
     peer = _best_peer(contest, entrant.stage)
     predicted = outcome.predicted_seconds
     balance, transport, engine = _split(contest, outcome, peer)
     ideal = contest.ideal_over_even.get(entrant.stage, 1.0)
     return Row(
         benchmark="train",
+        run=contest.began,
         cluster=contest.cluster,
         described=contest.described,
         unequal=contest.unequal,
@@ -218,7 +246,9 @@ def _row(contest: Contest, outcome: Outcome) -> Row:
         micro_batches=[list(sizes) for sizes in entrant.plan.micro_batches],
         shares=list(entrant.plan.shares),
         steps=len(speeds),
-        mean_speed=statistics.mean(speeds) if ran else None,
+        mean_speed=entrant.plan.global_batch / statistics.mean(outcome.step_seconds)
+        if ran
+        else None,
         p20_speed=_quantile(speeds, 0),
         p50_speed=median,
         p80_speed=_quantile(speeds, 3),
@@ -226,10 +256,10 @@ def _row(contest: Contest, outcome: Outcome) -> Row:
         p50_seconds=seconds,
         p80_seconds=_quantile(outcome.step_seconds, 3),
         tflops=tflops,
-        mfu=None if tflops is None else 1e12 * tflops / contest.before.peak_flops,
+        mfu=None if tflops is None else 1e12 * tflops / peak,
         sum_of_speeds=contest.sum_of_speeds,
         largest_sum_of_speeds=contest.largest_sum_of_speeds,
-        of_sum_of_speeds=None if median is None else median / contest.sum_of_speeds,
+        of_sum_of_speeds=contest.of_sum_of_speeds(outcome) if ran else None,
         over={
             other.entrant.name: median / other.samples_per_second
             for other in _peers(contest)
@@ -250,6 +280,7 @@ def _row(contest: Contest, outcome: Outcome) -> Row:
         drift=contest.drift,
         calibrated_speeds=list(contest.speeds),
         absent=outcome.absent,
+        notes=list(contest.notes),
         device=f"{_processor()}, {os.cpu_count()} cores",
         versions=_versions(),
         commit=_commit(),
@@ -306,10 +337,15 @@ def _ratio(one: Outcome | None, other: Outcome | None) -> float | None:
 def _interval(one: Outcome, other: Outcome) -> tuple[float, float, float]:
     draw = random.Random(0)
 
-    def drawn(seconds: Sequence[float]) -> float:
-        return statistics.median(draw.choices(seconds, k=len(seconds)))
+    rounds = list(zip(one.turns, other.turns, strict=False))  # those that both took part in
 
-    ratios = sorted(drawn(other.step_seconds) / drawn(one.step_seconds) for _ in range(RESAMPLES))
+    def ratio() -> float:
+        drawn = draw.choices(rounds, k=len(rounds))
+        ours = statistics.median(seconds for turn, _ in drawn for seconds in turn)
+        theirs = statistics.median(seconds for _, turn in drawn for seconds in turn)
+        return theirs / ours
+
+    ratios = sorted(ratio() for _ in range(RESAMPLES))
     ends = ratios[int(0.05 * RESAMPLES)], ratios[int(0.95 * RESAMPLES)]
     return (other.median_seconds / one.median_seconds, *ends)
 

@@ -33,6 +33,7 @@ HEADINGS = (
 )
 SUMMARY_HEADINGS = ("cluster", "stage", "what", "value", "wanted", "")
 NOTHING = "–"
+IN_BRACKETS = "in brackets: too few steps to be sure"
 _WIDER_THAN_ANY = 10_000
 
 
@@ -114,6 +115,8 @@ def summary_of(rows: Sequence[Row]) -> Table:
     table = _table("what it has to show", SUMMARY_HEADINGS)
     for cells in summary_cells(rows):
         table.add_row(*cells)
+    if any(cells[-1].startswith("(") for cells in summary_cells(rows)):
+        table.caption = IN_BRACKETS
     return _whole(table)
 
 
@@ -126,7 +129,7 @@ def summary_cells(rows: Sequence[Row]) -> Iterator[tuple[str, ...]]:
             verdict.what,
             verdict.shown,
             verdict.condition,
-            "✓" if verdict.met else "short",
+            verdict.mark,
         )
 
 

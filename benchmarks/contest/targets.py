@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from contest.row import Row
+from contest.peers import PEERS
+from contest.row import Row, contests_of
 
 BALANCE_OF_IDEAL = 0.95
 OF_SUM = {0: 0.95, 1: 0.95, 2: 0.95, 3: 0.90}
 OF_SUM_CLUSTERS = ("2:1:1", "3:1:1:1", "2:1", "4:1", "4:2:1")
 OF_SUM_AT_8_TO_1 = {3: 0.85}
+OF_SUM_SAMPLES = 32
+"""Per rank and step, at least, or no percentage of the sum of speeds is asked for."""
 OVER_DEEPSPEED = {"2:1:1": {0: 1.15, 1: 1.4, 2: 1.4, 3: 1.4}, "8:1": dict.fromkeys(range(4), 3.9)}
 OVER_BEST_PEER = 1.12
 EQUAL_RANKS = 0.97
 PEAK_MEMORY = 1.0
 LOSS = 1e-4
+STEPS = 50
+"""Of each entrant, at least, or a verdict is no more than a look."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,22 +35,26 @@ class Verdict:
     """None: not measured, which is short as well."""
     wanted: float
     at_most: bool = False
+    is_look: bool = False
+    """Of fewer steps than it takes to be sure."""
 
     @property
     def met(self) -> bool:
-        """As it is printed: nothing that reads like its threshold is short of it."""
+        """Whether it is what it has to be."""
         if self.value is None:
             return False
-        return (
-            float(self.shown) <= self.wanted if self.at_most else float(self.shown) >= self.wanted
-        )
+        return self.value <= self.wanted if self.at_most else self.value >= self.wanted
 
     @property
     def shown(self) -> str:
         """The figure as text, with as many digits as tell it from its threshold."""
-        if self.value is None:
-            return "not measured"
-        return f"{self.value:.5g}" if self.at_most else f"{self.value:.3f}"
+        return "not measured" if self.value is None else f"{self.value:.5g}"
+
+    @property
+    def mark(self) -> str:
+        """Met or short, in brackets after too few steps."""
+        mark = "✓" if self.met else "short"
+        return f"({mark})" if self.is_look else mark
 
     @property
     def condition(self) -> str:
@@ -61,26 +70,28 @@ def verdicts(rows: Sequence[Row]) -> Iterator[Verdict]:
 
     Figures that should be there and are not (an engine is missing, or failed) are verdicts too.
     """
-    contests = dict.fromkeys((row.cluster, row.model) for row in rows)
-    models = {model for _, model in contests}
-    for cluster, model in contests:
-        own = [row for row in rows if (row.cluster, row.model) == (cluster, model)]
-        name = cluster if len(models) == 1 else f"{cluster}, {model}"
-        for row in own:
-            if row.is_plan and row.policy == "exact":
-                yield from _of_plan(name, row, own)
-            if row.is_plan and row.policy == "even" and not row.unequal:
-                yield from _of_equal_ranks(name, row, own)
-        differences = [row.loss_difference for row in own if row.loss_difference is not None]
-        if differences:
-            yield Verdict(
-                cluster=name,
-                stage=None,
-                what="largest loss difference",
-                value=max(differences),
-                wanted=LOSS,
-                at_most=True,
-            )
+    for name, own in contests_of(rows).items():
+        is_look = any(row.steps < STEPS for row in own if not row.absent)
+        for verdict in _of_contest(name, own):
+            yield replace(verdict, is_look=is_look)
+
+
+def _of_contest(name: str, own: Sequence[Row]) -> Iterator[Verdict]:
+    for row in own:
+        if row.is_plan and row.policy == "exact":
+            yield from _of_plan(name, row, own)
+        if row.is_plan and row.policy in ("even", "exact") and not row.unequal:
+            yield from _of_equal_ranks(name, row, own)
+    differences = [row.loss_difference for row in own if row.loss_difference is not None]
+    if differences:
+        yield Verdict(
+            cluster=name,
+            stage=None,
+            what="largest loss difference",
+            value=max(differences),
+            wanted=LOSS,
+            at_most=True,
+        )
 
 
 def _of_plan(name: str, row: Row, own: Sequence[Row]) -> Iterator[Verdict]:
@@ -90,6 +101,8 @@ def _of_plan(name: str, row: Row, own: Sequence[Row]) -> Iterator[Verdict]:
 
     of_sum = OF_SUM if row.cluster in OF_SUM_CLUSTERS else {}
     of_sum = OF_SUM_AT_8_TO_1 if row.cluster == "8:1" else of_sum
+    if row.global_batch < OF_SUM_SAMPLES * len(row.ranks):
+        of_sum = {}
     yield from verdict("of the sum of speeds", row.of_sum_of_speeds, of_sum.get(row.stage))
     if not row.unequal:
         return
@@ -98,21 +111,26 @@ def _of_plan(name: str, row: Row, own: Sequence[Row]) -> Iterator[Verdict]:
     wanted = OVER_DEEPSPEED.get(row.cluster, {}).get(row.stage)
     yield from verdict("over DeepSpeed", deepspeed[0] if deepspeed else None, wanted)
     if row is _fastest(own):
-        over_best = min(row.over.values(), default=None)
+        everybody = {peer for peer in PEERS if peer in row.over} == {*PEERS}
+        over_best = min(row.over.values()) if everybody else None
         yield from verdict("fastest plan over the best peer", over_best, OVER_BEST_PEER)
 
 
 def _of_equal_ranks(name: str, row: Row, own: Sequence[Row]) -> Iterator[Verdict]:
-    over = row.over_best_peer_of_stage
+    expected = {peer for peer, (_, stage) in PEERS.items() if stage == row.stage}
+    over = row.over_best_peer_of_stage if expected <= row.over.keys() else None
     yield Verdict(
         cluster=name,
         stage=row.stage,
-        what=f"even over {row.best_peer_of_stage or 'the best peer'}",
+        what=f"{row.policy} over {row.best_peer_of_stage or 'the best peer'}",
         value=over[0] if over else None,
         wanted=EQUAL_RANKS,
     )
+    if row.policy != "even":  # its passes differ, and with them what a rank holds
+        return
     peers = [r for r in own if r.is_peer and r.stage == row.stage and r.peak_memory]
-    least = min((max(peer.peak_memory) for peer in peers), default=None)
+    measured = expected == {peer.entrant for peer in peers}
+    least = min(max(peer.peak_memory) for peer in peers) if measured else None
     yield Verdict(
         cluster=name,
         stage=row.stage,

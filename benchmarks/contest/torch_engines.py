@@ -73,7 +73,8 @@ class DDP(TorchEngine):
 class FSDP2(TorchEngine):
     """Parameters sharded (ZeRO-3), a unit per block, gathered again for the backward."""
 
-    gathers_again = True
+    gathers_again: bool | None = None
+    """None: blocks are, and the root, which is needed again at once, is not."""
 
     def distribute(self, model: nn.Module) -> nn.Module:
         for block in self.task.blocks(model):
@@ -91,6 +92,11 @@ class FSDP2Kept(FSDP2):
     """Parameters stay gathered from forward to backward: gradients and state sharded (ZeRO-2)."""
 
     gathers_again = False
+
+    def one_pass(self, last: bool) -> AbstractContextManager[None]:
+        assert isinstance(self.model, FSDPModule)
+        self.model.set_reshard_after_backward(last)  # from one pass to the next, too
+        return super().one_pass(last)
 
 
 ENGINES = {("ddp", 0): DDP, ("fsdp2", 2): FSDP2Kept, ("fsdp2", 3): FSDP2}
