@@ -9,6 +9,7 @@ import argparse
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from contest.clusters import CLUSTERS
 from contest.row import Row, contests_of, read_rows
 from contest.table import HEADINGS, cells_of, summary_cells
 from contest.targets import verdicts
@@ -36,7 +37,10 @@ def markdown(rows: Sequence[Row]) -> Iterator[str]:
         f"- {v.cluster}, {'all stages' if v.stage is None else f'stage {v.stage}'}: {v.what} {v}"
         for v in short
     )
-    if not short:
+    missing = [cluster for cluster in CLUSTERS if cluster not in {row.cluster for row in rows}]
+    if missing:
+        yield f"- not measured: {', '.join(missing)}"
+    if not short and not missing:
         yield "Nothing that has a threshold."
     yield "\n## Thresholds\n"
     yield from _table(("cluster", "stage", "what", "value", "wanted", ""), summary_cells(rows))

@@ -426,6 +426,8 @@ def test_a_loss_that_differs_is_short():
 def test_the_ideal_counts_the_bytes_that_must_cross_a_slow_link():
     plain = ideals(Cluster(name="x", quotas=(0.6, 0.2)), contest())[1]
     assert plain == pytest.approx((30 + 10) / (2 * 10))
+    measured = contest(even_seconds=(0.38, 0.36, 0.5))
+    assert ideals(Cluster(name="x", quotas=(0.6, 0.2)), measured)[1] == pytest.approx(0.38 * 40 / 8)
     linked = Cluster(name="x", quotas=(0.6, 0.2), hosts=(0, 1))
     large = contest(parameters=10**9)
     assert 1.0 < ideals(linked, large)[1] < plain

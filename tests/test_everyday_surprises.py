@@ -8,7 +8,9 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,10 +24,10 @@ import torch
 import training
 from models import ModelSpec
 from ranks import Failure, Pool
-from reference import Recipe
+from reference import Recipe, Trajectory
 from torch import Tensor, nn
 from torch.nn import functional as F
-from training import STAGES, Run, assert_close, assert_raised, assert_same
+from training import STAGES, Run, assert_close, assert_exact, assert_raised, assert_same
 
 import poplar
 from poplar import HeteroZeroOptimizer, Plan, RankFailed
@@ -580,6 +582,50 @@ def test_at_stage_0_torch_may_clip(ranks: Pool) -> None:
     for norms, parameters in ranks.run(clip_by_torch, Run(recipe, plan_of(0))):
         assert norms == pytest.approx(expected.norms, rel=1e-5)
         assert_close(parameters, expected.parameters)
+
+
+def keep_gradients(run: Run, cache: str) -> list[str]:
+    """`zero_grad` lets tensors go; it doesn't touch them. Returns what changed in who kept them."""
+    with memory_cache(cache):
+        model, optimizer = training.prepare(run)
+        kept: dict[str, Tensor] = {}
+        for step in range(len(run.recipe.batches)):
+            for micro_batch in optimizer.micro_batches(training.batch_of(run, step)):
+                models.mean_over_samples(model, micro_batch).backward()
+            kept |= {f"{step} {name}": p.grad for name, p in model.named_parameters()}
+            if step == 0:
+                copies = {name: gradient.clone() for name, gradient in kept.items()}
+            optimizer.step()
+            optimizer.zero_grad()
+        return [name for name, copy in copies.items() if not torch.equal(kept[name], copy)]
+
+
+@pytest.mark.parametrize("cache", ["on", "off"])
+def test_at_stage_0_gradients_that_the_user_keeps_stay_as_they_are(ranks: Pool, cache: str) -> None:
+    recipe = replace(RECIPE, batches=(12, 12, 12))
+    for changed in ranks.run(keep_gradients, Run(recipe, plan_of(0)), cache):
+        assert changed == []
+
+
+@contextmanager
+def memory_cache(setting: str) -> Iterator[None]:
+    """Engines that are built inside keep shared memory for later, or give it back at once."""
+    os.environ["POPLAR_MEMORY_CACHE"] = setting
+    try:
+        yield
+    finally:
+        del os.environ["POPLAR_MEMORY_CACHE"]
+
+
+def train_without_a_cache(run: Run) -> Trajectory:
+    with memory_cache("off"):
+        return training.train(run)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_training_where_idle_memory_goes_back_at_once(ranks: Pool, stage: int) -> None:
+    run = Run(replace(RECIPE, batches=(12, 12, 12)), plan_of(stage))
+    assert_exact(ranks.run(train_without_a_cache, run), run.recipe)
 
 
 def step_along_own_gradients(run: Run) -> tuple[Parameters, Parameters]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+
 from contest.clusters import SLOW_LINK, Cluster
 from contest.outcome import Contest
 
@@ -18,6 +20,8 @@ def ideals(cluster: Cluster, contest: Contest) -> dict[int, float]:
     """
     speeds = contest.speeds
     even = contest.task.global_batch / (len(speeds) * min(speeds))
+    if contest.even_seconds:  # measured, which knows what a waiting rank leaves to the others
+        even = statistics.median(contest.even_seconds)
     ideal = contest.task.global_batch / sum(speeds)
     link = {stage: link_seconds(cluster, stage, contest) for stage in contest.ideal_over_even}
     return {stage: (even + link[stage]) / (ideal + link[stage]) for stage in link}

@@ -86,6 +86,8 @@ class Contest:
     after: Calibration
     turns: tuple[tuple[float, ...], ...] = ()
     """Speeds of plain passes by round, by rank: they take turns with the entrants."""
+    even_seconds: tuple[float, ...] = ()
+    """By round: until all ranks were done with the even split, in plain passes."""
     ideal_over_even: dict[int, float]
     """By stage: how much faster than even the best split of samples could be, from the calibrated
     speeds (and, where there is a slow link, the bytes that have to cross it)."""

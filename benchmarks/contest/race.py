@@ -97,9 +97,13 @@ def _timed(cluster: Cluster, place: Place, task: Task, rules: Rules, tell: Tell)
             _attempt(lane, lambda lane=lane: lane.crew.call(ranks.build, task, lane.entrant))
             _attempt(lane, lambda lane=lane: _take_turn(lane, WARMUP_STEPS, counts=False))
         turns: list[tuple[float, ...]] = []
+        evens: list[float] = []
+        micro_batch = enter.even_micro_batch(cluster, task)
+        even_steps = yardstick.even_steps(task, before.speeds)
         for number, round_ in enumerate(rounds(lanes, rules.steps), start=1):
             tell(f"round {number}: plain passes")
             turns.append(home.call(yardstick.take_turn, task, before.batches)[0])
+            evens.append(max(home.call(yardstick.even_seconds, task, micro_batch, even_steps)))
             for lane in round_.lanes:
                 tell(f"round {number}: {lane.entrant.name}")
                 _attempt(lane, lambda lane=lane, n=round_.steps: _take_turn(lane, n))
@@ -110,7 +114,11 @@ def _timed(cluster: Cluster, place: Place, task: Task, rules: Rules, tell: Tell)
                     _trace(lane)
         tell("calibrating again")
         after: Calibration = home.call(yardstick.calibrate, task, rules.calibration_seconds)[0]
-    return _told(cluster, task, (before, after), turns, lanes, rules, began)
+    contest = _told(cluster, task, (before, after), lanes, rules, began)
+    contest = replace(contest, turns=tuple(turns), even_seconds=tuple(evens))
+    return replace(
+        contest, ideal_over_even=ideals(cluster, contest), notes=tuple(notes(cluster, contest))
+    )
 
 
 def families(rules: Rules) -> Iterator[str]:
@@ -224,13 +232,12 @@ def _told(
     cluster: Cluster,
     task: Task,
     calibrations: tuple[Calibration, Calibration],
-    turns: Sequence[tuple[float, ...]],
     lanes: Sequence[Lane],
     rules: Rules,
     began: str,
 ) -> Contest:
     model = task.new_model()
-    contest = Contest(
+    return Contest(
         began=began,
         cluster=cluster.name,
         described=str(cluster),
@@ -240,12 +247,8 @@ def _told(
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         before=calibrations[0],
         after=calibrations[1],
-        turns=tuple(turns),
         ideal_over_even=dict.fromkeys(rules.stages, 1.0),
         outcomes=tuple(lane.outcome() for lane in lanes),
-    )
-    return replace(
-        contest, ideal_over_even=ideals(cluster, contest), notes=tuple(notes(cluster, contest))
     )
 
 

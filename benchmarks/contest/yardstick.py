@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Sequence
 
@@ -48,6 +49,32 @@ def take_turn(here: Here, task: Task, batches: Sequence[int]) -> tuple[float, ..
     """
     speeds = _plain_speeds(task, batches[here.rank], TURN_SECONDS, search=False)
     return tuple(speed.samples_per_second for speed in speeds)
+
+
+def even_steps(task: Task, speeds: Sequence[float]) -> int:
+    """How many of them make a turn."""
+    each = task.global_batch / len(speeds) / min(speeds)
+    return max(2, round(TURN_SECONDS / each))
+
+
+def even_seconds(here: Here, task: Task, micro_batch: int, steps: int) -> float:
+    """Median seconds in which all ranks are done with the even split, in plain passes.
+
+    Who is done waits, and leaves to the others what ranks share: a core, a cache, a clock. So this
+    is less than the slowest rank's speed among busy ones would say. Collective.
+    """
+    model, data = task.new_model(), task.example(micro_batch)
+    passes = task.global_batch // here.size // micro_batch
+    seconds = []
+    for _ in range(steps + 1):
+        dist.barrier()
+        began = time.perf_counter()
+        for _ in range(passes):
+            task.loss_fn(model, data).backward()
+            model.zero_grad(set_to_none=True)
+        dist.barrier()
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds[1:])
 
 
 def _plain_speeds(task: Task, max_batch: int, seconds: float, *, search: bool) -> tuple[Speed, ...]:
