@@ -4,7 +4,7 @@ By CPU quota (cgroup v1 `cpu.cfs_quota_us` or v2 `cpu.max`): a rank with 0.5 get
 10 ms of a core, whatever its neighbours do, and gets it before other programs get theirs. That is
 what predictions are judged under. Or by core
 sharing: ranks on one core divide it among those of them that have something to do, so a rank that
-waits makes its neighbours faster.
+waits makes its neighbours faster. Either way cores stay awake where that is allowed: `awake.py`.
 
     with EmulatedCluster.quotas((0.8, 0.4, 0.2)) as ranks:
         run_ranks(work, 3, ranks)          # work calls ranks.enter(dist.get_rank()) first
@@ -32,6 +32,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
+
+from awake import AwakeCores
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -241,6 +243,7 @@ class EmulatedCluster(AbstractContextManager[Ranks]):
         self._period_us = period_us
         self._groups: list[Path] = []
         self._guard: subprocess.Popen[bytes] | None = None
+        self._awake = AwakeCores()
 
     @classmethod
     def quotas(cls, fractions: Sequence[float], *, period_us: int = PERIOD_US) -> EmulatedCluster:
@@ -286,21 +289,27 @@ class EmulatedCluster(AbstractContextManager[Ranks]):
         return cls(cores=cores)
 
     def __enter__(self) -> Ranks:
-        if self._cores:
-            return Ranks(tuple(map(CoreSeat, self._cores)))
-        hierarchy = find_hierarchy()
-        sweep(hierarchy.parent)
-        serial = next(_SERIAL)
         try:
-            for rank, fraction in enumerate(self._fractions):
-                quota_us = round(fraction * self._period_us)
-                name = _group_name(rank, serial)
-                self._groups.append(hierarchy.make(name, quota_us, self._period_us))
-            self._guard = _start_guard(self._groups)
+            self._awake.__enter__()
+            seats = self._share_cores() if self._cores else self._limit()
         except BaseException:
             self.close()
             raise
-        return Ranks(tuple(map(QuotaSeat, self._groups)))
+        return Ranks(seats)
+
+    def _share_cores(self) -> tuple[Seat, ...]:
+        return tuple(map(CoreSeat, self._cores))
+
+    def _limit(self) -> tuple[Seat, ...]:
+        hierarchy = find_hierarchy()
+        sweep(hierarchy.parent)
+        serial = next(_SERIAL)
+        for rank, fraction in enumerate(self._fractions):
+            quota_us = round(fraction * self._period_us)
+            name = _group_name(rank, serial)
+            self._groups.append(hierarchy.make(name, quota_us, self._period_us))
+        self._guard = _start_guard(self._groups)
+        return tuple(map(QuotaSeat, self._groups))
 
     def __exit__(
         self,
@@ -317,6 +326,7 @@ class EmulatedCluster(AbstractContextManager[Ranks]):
         if self._guard is not None:
             self._guard.communicate()  # closes its input, at which it finds nothing left to do
             self._guard = None
+        self._awake.close()
 
 
 def remove(groups: Sequence[Path]) -> None:

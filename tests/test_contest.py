@@ -433,13 +433,16 @@ def test_the_ideal_counts_the_bytes_that_must_cross_a_slow_link():
     assert 1.0 < ideals(linked, large)[1] < plain
 
 
-def test_a_drift_is_said_and_so_is_a_quota_that_makes_a_rank_stand_still():
+def test_a_drift_is_said_and_so_is_a_quota_that_makes_a_rank_stand_still(monkeypatch):
+    monkeypatch.setattr("contest.notes.can_stay_awake", lambda: True)
     calm = Cluster(name="x", quotas=(0.6, 0.3))
     assert list(notes(calm, contest())) == []
     later = replace(contest().after, speeds=(20.0, 10.0))
     assert "rank 0" in next(iter(notes(calm, contest(after=later))))
     stalling = Cluster(name="x", quotas=(0.8, 0.1))
     assert "stands still for up to 9.0 ms" in next(iter(notes(stalling, contest())))
+    monkeypatch.setattr("contest.notes.can_stay_awake", lambda: False)
+    assert "cores sleep when ranks wait" in next(iter(notes(calm, contest())))
 
 
 # Reports

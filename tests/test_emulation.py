@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import struct
 import subprocess
 import sys
 import threading
@@ -15,6 +16,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
+import awake
 import emulation
 from emulation import EmulatedCluster, EmulationUnavailable, Ranks
 
@@ -52,6 +54,28 @@ def test_a_rank_gets_its_part_of_a_core_and_no_more():
         pending = [pool.apply_async(enter_and_spin, (ranks, rank)) for rank in (0, 1)]
         for quota, each in zip(quotas, pending, strict=True):
             assert each.get(timeout=60) < quota * 1.06
+
+
+def test_cores_are_asked_to_stay_awake_until_the_end_of_the_block(tmp_path, monkeypatch):
+    requests = tmp_path / "cpu_dma_latency"
+    requests.touch()
+    monkeypatch.setattr(awake, "REQUESTS", requests)
+    core = min(os.sched_getaffinity(0))
+    with EmulatedCluster.core_sharing((core, core)):
+        assert requests.read_bytes() == struct.pack("i", 0)
+        assert requests in [Path(os.readlink(file)) for file in open_files()]
+    assert requests not in [Path(os.readlink(file)) for file in open_files()]
+
+
+def open_files() -> list[Path]:
+    return [file for file in Path("/proc/self/fd").iterdir() if file.is_symlink()]
+
+
+def test_where_cores_may_sleep_the_ranks_run_all_the_same(tmp_path, monkeypatch):
+    monkeypatch.setattr(awake, "REQUESTS", tmp_path / "there is none")
+    core = min(os.sched_getaffinity(0))
+    with EmulatedCluster.core_sharing((core, core)) as ranks:
+        assert len(ranks.seats) == 2
 
 
 @needs_quotas

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from awake import REQUESTS, can_stay_awake
 from emulation import PERIOD_US
 
 from contest.clusters import Cluster
@@ -33,6 +34,11 @@ def notes(cluster: Cluster, contest: Contest) -> Iterator[str]:
                 f"are used up it stands still for up to {(1 - quota) * period:.1f} ms, at every "
                 "collective that waits for it"
             )
+    if not can_stay_awake():
+        yield (
+            f"sleeping cores: {REQUESTS} can't be written to, so cores sleep when ranks wait; on a "
+            "virtual machine that slows ranks under quotas by 6 to 9 %, and unevenly"
+        )
     if cluster.cores:
         yield (
             "core sharing: a rank that waits leaves its core to its neighbours, so predictions "
