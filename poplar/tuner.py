@@ -247,10 +247,9 @@ class Tuner:
                 if not _is_worth_a_trial(refined, better, trials):
                     break
                 trials.append(self._trial(refined, better, tell))
-            trials = self._play_off(profile, trials, tell)
+            trials, finalists = self._play_off(profile, trials, tell)
         profile = self._refined(profile, trials)
-        allowed = [trial for trial in trials if fits(profile, trial.plan)]
-        best = min(allowed, key=lambda trial: trial.step_seconds).plan
+        best = min(finalists, key=lambda trial: trial.step_seconds).plan
         best = describe(profile, best, predict(profile, best), self.policy)
         return Tuned(best, profile, tuple(trials))
 
@@ -268,11 +267,11 @@ class Tuner:
 
     def _play_off(
         self, profile: ClusterProfile, trials: Sequence[Observation], tell: Tell
-    ) -> list[Observation]:
-        """The trials, of which the fastest ran again: in turns, so that all had the same luck.
+    ) -> tuple[list[Observation], list[Observation]]:
+        """All trials, and those that can win: the fastest ran again in turns, with the same luck.
 
         A device is a few percent faster or slower from one trial to the next, which is more than
-        good plans differ by.
+        good plans differ by. So who did not run again is not compared with those that did.
         """
         allowed = (trial for trial in trials if fits(profile, trial.plan))
         ranking = sorted(allowed, key=lambda trial: trial.step_seconds)[:FINALISTS]
@@ -282,7 +281,7 @@ class Tuner:
             if trial in ranking and trial.step_seconds <= (1 + CLOSE) * ranking[0].step_seconds
         ]
         if len(finalists) < 2:
-            return list(trials)
+            return list(trials), ranking[:1]
         seconds: dict[int, list[float]] = {number: [] for number in finalists}
         for _ in range(ROUNDS):
             for number in finalists:
@@ -290,10 +289,11 @@ class Tuner:
                 again = self._trial(profile, trials[number].plan, tell, runs)
                 seconds[number].append(again.step_seconds)
             finalists.reverse()
-        return [
+        again_timed = [
             replace(trial, step_seconds=median(seconds[number])) if number in seconds else trial
             for number, trial in enumerate(trials)
         ]
+        return again_timed, [again_timed[number] for number in sorted(finalists)]
 
     def _refined(self, profile: ClusterProfile, trials: Sequence[Observation]) -> ClusterProfile:
         asynchronous = self.profiler.asynchronous

@@ -433,6 +433,26 @@ def test_luck_in_a_trial_does_not_decide(monkeypatch, in_turns):
     assert decided.plan.stage == (best if in_turns else lucky)
 
 
+class Warming(Bench):
+    """Whatever runs a second time is slower: the devices are hot by then."""
+
+    def _observation(self, plan: Plan) -> Observation:
+        seen = super()._observation(plan)
+        again = len(self.seen) >= 3
+        self.seen.append(plan)
+        return replace(seen, step_seconds=10 * seen.step_seconds) if again else seen
+
+
+def test_a_plan_that_did_not_run_again_is_not_compared_with_those_that_did(monkeypatch):
+    monkeypatch.setattr(tuner, "CANDIDATES", 3)
+    monkeypatch.setattr(tuner, "FINALISTS", 2)
+    monkeypatch.setattr(tuner, "CLOSE", 10.0)
+    bench = Warming(known(), known(), STAGES)
+    bench.seen = []
+    assert bench.tune().plan.stage in predicted_order(known())[:2]
+    assert len(bench.seen) == 3 + 2 * tuner.ROUNDS
+
+
 def test_a_fixed_stage_is_tried_once():
     bench = Bench(known(), known(), [3])
     assert bench.tune().plan.stage == 3
