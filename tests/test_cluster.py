@@ -97,6 +97,7 @@ def test_curves_never_fall(points):
         assert all(a <= b + 1e-9 * abs(b) for a, b in pairwise(values))
         assert values[0] == 0.0
     assert all(device.seconds(batch) > 0 for batch in batches[1:])
+    assert all(device.activation_bytes(p.batch) >= p.activation_bytes for p in device.points)
 
 
 def test_the_optimizer_is_a_line_above_its_latency():
@@ -128,6 +129,7 @@ def test_the_optimizer_is_a_line_above_its_latency():
         (lambda: ModelProfile(unit_numels=()), "unit_numels must have at least one entry"),
         (lambda: ModelProfile(unit_numels=(0,)), "unit_numels must be at least 1"),
         (lambda: ModelProfile(unit_numels=(1,), grad_bytes=-1.0), "grad_bytes must be at least 0"),
+        (lambda: ModelProfile(unit_numels=(1,), param_bytes=math.nan), "at least 0, got nan"),
         (lambda: dataclasses.replace(a_cluster(), devices=()), "at least one device"),
         (
             lambda: dataclasses.replace(a_cluster(), devices=a_cluster().devices[:2]),

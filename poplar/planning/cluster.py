@@ -14,6 +14,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +99,10 @@ class DeviceProfile:
         return self._at(batch, self._curves[0])
 
     def activation_bytes(self, batch: int) -> float:
-        """`a(batch)`: peak memory of a pass above the model state; infinite past `max_batch`."""
+        """`a(batch)`: peak memory of a pass above the model state; infinite past `max_batch`.
+
+        Never falls, and never lies below what was measured: peaks, unlike seconds, are no noise.
+        """
         return self._at(batch, self._curves[1])
 
     def optimizer_step_seconds(self, share: float) -> float:
@@ -112,7 +116,7 @@ class DeviceProfile:
     def _curves(self) -> tuple[list[float], list[float]]:
         return (
             _monotone([point.seconds for point in self.points]),
-            _monotone([float(point.activation_bytes) for point in self.points]),
+            list(accumulate((float(point.activation_bytes) for point in self.points), max)),
         )
 
     def _at(self, batch: int, values: Sequence[float]) -> float:
@@ -326,7 +330,8 @@ def _monotone(values: Sequence[float]) -> list[float]:
 
 def _check_at_least(minimum: int, **values: float) -> None:
     for what, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or value < minimum:
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number or not math.isfinite(value) or value < minimum:
             raise ValueError(f"{what} must be at least {minimum}, got {value!r}")
 
 
