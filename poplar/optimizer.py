@@ -405,10 +405,14 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         parameters = [p for flat in engine.flats for p in flat.parameters]
         with engine.all_values(writeback=False):
             values = [parameter.detach().clone() for parameter in parameters]
-        self._disown()
+        self._let_go()
         for parameter, value in zip(parameters, values, strict=True):
             parameter.grad = None
             parameter.data = value
+
+    def _let_go(self) -> None:
+        """The model is nobody's, its parameters as they lie; who keeps this keeps nothing of it."""
+        self._disown()
         self._engine = cast(Engine, _Released())
 
     # Without a step.

@@ -168,13 +168,16 @@ class Profiler:
         """The device computes while the host goes on."""
         self.memory_bytes, self.held_bytes = self._together(self._memory, "reading free memory")
         self.verified: dict[str, Plan] = {}
-        """Plans that the cache has of this profile, by request; on every rank."""
+        """Plans of this profile that fit into the present memory, by request; on every rank."""
+        self._cached: dict[str, Plan] = {}
+        """Those that the cache has, fitting or not."""
 
     def profile(self) -> ClusterProfile:
         """From the cache, or measured and kept there."""
         found = self._look_up()
         if found is not None:
-            return self._with_present_memory(*found)
+            profile, self._cached = found
+            return self._with_present_memory(profile)
         with progress(self.show) as tell, surroundings_kept(self.request.model, self.device):
             profile = self._measure(tell)
         self.keep(profile)
@@ -185,7 +188,7 @@ class Profiler:
         if self.cache is None or self.group.rank != 0:
             return
         try:
-            self.cache.save(profile, self.verified)
+            self.cache.save(profile, {**self._cached, **self.verified})
         except OSError as error:
             text = f"the profile could not be kept in the cache: {error}"
             warnings.warn(text, stacklevel=2)
@@ -211,21 +214,25 @@ class Profiler:
                 **request.optimizer_options,
             )
             observations = []
-            for number, plan in enumerate(plans):
-                if number:
-                    optimizer.apply_plan(plan)
-                observations.append(
-                    observe(
-                        optimizer,
-                        plan,
-                        passes,
-                        self.control,
-                        steps=steps,
-                        warm_up=1,
-                        max_norm=request.max_norm,
+            try:
+                for number, plan in enumerate(plans):
+                    if number:
+                        optimizer.apply_plan(plan)
+                    observations.append(
+                        observe(
+                            optimizer,
+                            plan,
+                            passes,
+                            self.control,
+                            steps=steps,
+                            warm_up=1,
+                            max_norm=request.max_norm,
+                        )
                     )
-                )
-            optimizer.release()
+                optimizer.release()
+            except BaseException:
+                optimizer._let_go()  # the error's frames hold on to it
+                raise
         return tuple(observations)
 
     def points_at(self, batch: int | None) -> list[BatchPoint | None]:
@@ -248,19 +255,17 @@ class Profiler:
             found = self.cache.load(self.agreed.identity)
         return self.control.exchange_objects(found, what="looking into the cache")[0]
 
-    def _with_present_memory(
-        self, profile: ClusterProfile, verified: dict[str, Plan]
-    ) -> ClusterProfile:
-        """A profile of the cache where others hold more memory now than when it was measured."""
-        now = self._everyones(self.memory_bytes)
+    def _with_present_memory(self, profile: ClusterProfile) -> ClusterProfile:
+        """A profile of the cache, with the memory that there is now: it comes and goes."""
+        now = self._everyones((self.memory_bytes, self.held_bytes))
         profile = replace(
             profile,
             devices=tuple(
-                replace(device, memory_bytes=min(device.memory_bytes, present))
-                for device, present in zip(profile.devices, now, strict=True)
+                replace(device, memory_bytes=memory, held_bytes=held)
+                for device, (memory, held) in zip(profile.devices, now, strict=True)
             ),
         )
-        self.verified = {key: plan for key, plan in verified.items() if fits(profile, plan)}
+        self.verified = {key: plan for key, plan in self._cached.items() if fits(profile, plan)}
         return profile
 
     def _measure(self, tell: Tell) -> ClusterProfile:

@@ -6,6 +6,7 @@ a rank answers "from the cache", or says that it would have measured.
 
 from __future__ import annotations
 
+import functools
 import json
 import threading
 import warnings
@@ -24,7 +25,7 @@ from records import cluster as measured_cluster
 from torch import Tensor, nn
 
 import poplar
-from poplar import ClusterProfile, Plan, devices
+from poplar import ClusterProfile, Plan, devices, host, profiler
 from poplar.comm import Group
 from poplar.planning.search import search
 from poplar.profiler import Profiler
@@ -201,25 +202,48 @@ def test_a_new_learning_rate_takes_no_longer_and_measures_nothing(ranks: Pool, k
     assert ranks.run(where_from, folder, with_other_values_in_the_update) == [(CACHED, [])] * 4
 
 
-def profiled_again_with_less_memory(folder: str) -> tuple[list[list[int]], int]:
+def profiled_while_others_hold_memory(folder: str) -> tuple[list[int], int]:
+    """Rank 1's memory before, meanwhile and afterwards; and how often the loss was computed."""
     loss = Counting()
     request = {"loss_fn": loss, "max_batch": 1, "stages": (0,), "memory_limit": None}
-    before = poplar.profile_cluster(**asked_for(folder, **request))
+    profiles = [poplar.profile_cluster(**asked_for(folder, **request))]
     loss.calls = 0
     if harness.rank() == 1:
         _patch(devices, "memory_available", lambda device, ranks_on_host: 1000)
     try:
-        after = poplar.profile_cluster(**asked_for(folder, **request))
+        profiles.append(poplar.profile_cluster(**asked_for(folder, **request)))
     finally:
         unpatch()
-    return [[d.memory_bytes for d in p.devices] for p in (before, after)], loss.calls
+    profiles.append(poplar.profile_cluster(**asked_for(folder, **request)))
+    return [profile.devices[1].memory_bytes for profile in profiles], loss.calls
 
 
 def test_a_cached_profile_has_the_memory_that_is_there_now(ranks: Pool, tmp_path: Path):
-    for (before, after), calls in ranks.run(profiled_again_with_less_memory, str(tmp_path)):
-        assert after[1] == 1000
-        assert all(now <= then for now, then in zip(after, before, strict=True))
+    for memory, calls in ranks.run(profiled_while_others_hold_memory, str(tmp_path)):
+        before, meanwhile, afterwards = memory
+        assert meanwhile == 1000
+        assert min(before, afterwards) > 1000
         assert calls == 0
+
+
+def plans_kept_beside_a_new_one(folder: str) -> list[str]:
+    """What the cache has after a plan was verified while an older one did not fit."""
+    arguments = asked_for(folder, loss_fn=Counting(), max_batch=2)
+    del arguments["stages"]
+    for batch in (GLOBAL_BATCH, GLOBAL_BATCH + 1):
+        if batch != GLOBAL_BATCH:
+            _patch(profiler, "fits", lambda profile, plan: False)
+        try:
+            poplar.autotune(**arguments, global_batch=batch, stage=2)
+        finally:
+            unpatch()
+    path = next(Path(folder).glob("profiles/*.json"))
+    return sorted(json.loads(path.read_text())["content"]["plans"])
+
+
+def test_a_plan_that_does_not_fit_today_stays_in_the_cache(ranks: Pool, tmp_path: Path):
+    expected = [json.dumps([batch, "exact"]) for batch in (GLOBAL_BATCH, GLOBAL_BATCH + 1)]
+    assert ranks.run(plans_kept_beside_a_new_one, str(tmp_path))[0] == sorted(expected)
 
 
 def no_cache() -> dict[str, Any]:
@@ -304,6 +328,26 @@ def by_another_loss() -> dict[str, Any]:
     return {"loss_fn": another_loss}
 
 
+def by_another_loss_in_part() -> dict[str, Any]:
+    return {"loss_fn": functools.partial(another_loss)}
+
+
+def with_checkpointing() -> dict[str, Any]:
+    model = models.build(SMALL)
+    model.head.gradient_checkpointing = True
+    return {"model": model}
+
+
+def under_a_quota() -> dict[str, Any]:
+    _patch(host, "processor_quota", lambda: 0.5)
+    return {}
+
+
+def in_another_precision() -> dict[str, Any]:
+    _patch(torch, "get_float32_matmul_precision", lambda: "medium")
+    return {}
+
+
 def by_another_poplar() -> dict[str, Any]:
     _patch(poplar, "__version__", "99.0")
     return {}
@@ -351,6 +395,10 @@ CHANGES = [
     of_other_units,
     of_longer_samples,
     by_another_loss,
+    by_another_loss_in_part,
+    with_checkpointing,
+    under_a_quota,
+    in_another_precision,
     by_another_poplar,
     by_another_torch,
     on_another_device,

@@ -17,7 +17,9 @@ from torch import Tensor, nn
 
 import poplar
 from poplar import ClusterProfile
+from poplar.errors import RankFailed
 from poplar.profiling.memory import peak_bytes
+from poplar.zero import checks
 
 QUICK = {"seconds": 20.0, "max_batch": 8, "progress": False}
 
@@ -39,15 +41,17 @@ def profiled(
 
 
 class Remembering(nn.Module):
-    """Draws random numbers, counts its calls in a buffer, and changes nothing else."""
+    """Draws random numbers, keeps count in buffers, and changes nothing else."""
 
     def __init__(self) -> None:
         super().__init__()
         self.inner = models.build(ModelSpec(blocks=1))
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("seen", torch.zeros(()))
 
     def forward(self, tokens: Tensor) -> Tensor:
         self.calls += 1
+        self.seen = 0.9 * self.seen + tokens.numel()
         random.random()
         np.random.rand()
         return self.inner(tokens) + 0.0 * torch.rand(1)
@@ -181,6 +185,34 @@ def vector_loss(model: nn.Module, batch: Any) -> Tensor:
 @_named
 def raising_loss(model: nn.Module, batch: Any) -> Tensor:
     raise KeyError("labels")
+
+
+@_named
+def loss_that_fails_in_the_engine(model: nn.Module, batch: Any) -> Tensor:
+    """On one rank, and only while an optimizer holds the model."""
+    if harness.rank() == 1 and id(next(model.parameters())) in checks._OWNERS:
+        raise MemoryError("no room")
+    return models.mean_over_samples(model, batch)
+
+
+def model_after_a_failed_step(stage: int) -> list[str]:
+    model = models.build(ModelSpec(blocks=1))
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    with pytest.raises((MemoryError, RankFailed)) as kept:
+        profiled(model, loss=loss_that_fails_in_the_engine, stages=(stage,), max_batch=4)
+    assert kept.value.__traceback__ is not None  # and with it all that its frames hold
+    left = [name for name, p in model.named_parameters() if not p.equal(before[name])]
+    poplar.HeteroZeroOptimizer(
+        model, torch.optim.SGD, stage=stage, process_group=harness.group(), lr=0.1
+    ).release()
+    return left
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_step_that_fails_under_measurement_leaves_the_model_to_the_next_attempt(
+    ranks: Pool, stage
+):
+    assert ranks.run(model_after_a_failed_step, stage) == [[]] * 4
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,12 @@ def surroundings_kept(model: nn.Module, device: torch.device) -> Iterator[None]:
     numpy_random = sys.modules["numpy"].random if "numpy" in sys.modules else None
     states = random.getstate(), numpy_random.get_state() if numpy_random else None
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    # By name too: a forward may put a new tensor in a buffer's place.
+    buffers = [
+        (module, name, buffer, None if buffer is None else buffer.detach().clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+    ]
     modes = [(module, module.training) for module in model.modules()]
     devices = [device] if device.type == "cuda" else []
     for parameter, _ in gradients:
@@ -31,8 +36,10 @@ def surroundings_kept(model: nn.Module, device: torch.device) -> Iterator[None]:
             yield
     finally:
         with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
+            for module, name, buffer, value in buffers:
+                module._buffers[name] = buffer
+                if buffer is not None and value is not None:
+                    buffer.copy_(value)
         for parameter, gradient in gradients:
             parameter.grad = gradient
         for module, training in modes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import poplar
-from poplar import devices, nest
+from poplar import devices, host, nest
 from poplar.comm import Control
 from poplar.planning.plan import STRATEGIES
 from poplar.profiling.passes import LossFunction
@@ -24,9 +25,20 @@ from poplar.zero.update import OptimizerFactory
 DEFAULT_MAX_BATCH = 1024
 """Where neither memory nor time ends the climb."""
 
-
 _ONLY_VALUES = frozenset({"lr", "betas", "eps"})
 """Options of an optimizer that a profile does not depend on."""
+_OWN = (
+    "device",
+    "host",
+    "driver",
+    "cores",
+    "quota",
+    "threads",
+    "matmul_precision",
+    "max_batch",
+    "memory_limit",
+)
+"""What may be another on each rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,12 +172,15 @@ def flat_numels(agreed: Agreed, *, gathers: bool) -> tuple[list[int], list[int]]
 def _own(request: Request, checked: setup.Request) -> dict[str, Any]:
     """This rank's part of the identity: plain values."""
     info = devices.describe(checked.device)
+    on_cpu = checked.device.type == "cpu"
     return {
         "device": f"{info.name} {info.uuid}".strip(),
         "host": info.host,
         "driver": info.driver,
         "cores": info.cores,
-        "threads": torch.get_num_threads() if checked.device.type == "cpu" else 0,
+        "quota": host.processor_quota() if on_cpu else None,
+        "threads": torch.get_num_threads() if on_cpu else 0,
+        "matmul_precision": torch.get_float32_matmul_precision(),
         "max_batch": request.max_batch,
         "memory_limit": request.memory_limit,
         "stages": list(request.stages),
@@ -187,7 +202,7 @@ def _identity(
     first = everyones[0]
     texts = {
         "model": f"{type(checked.model).__name__} {_digest([shared['model'], shared['buffers']])}",
-        "structure": _digest([str(checked.model), checked.model.training]),
+        "structure": _digest([str(checked.model), _switches(checked.model)]),
         "units": _digest(shared["units"]),
         "optimizer": f"{shared['optimizer']} {_timed(shared['optimizer options'])}",
         "compute_dtype": str(dtype if dtype is not None else "as the model is"),
@@ -197,9 +212,20 @@ def _identity(
     }
     texts.update({key: str(first[key]) for key in ("stages", "max_norm", "loss_fn")})
     texts["versions"] = first["versions"]
-    for key in ("device", "host", "driver", "cores", "threads", "max_batch", "memory_limit"):
+    for key in _OWN:
         texts[key] = _by_rank([own[key] for own in everyones])
     return texts
+
+
+def _switches(model: nn.Module) -> list[dict[str, bool | str]]:
+    """What modules were told to do that neither their names nor their shapes show.
+
+    The training mode is one of them, activation checkpointing, as it is switched on, another.
+    """
+    return [
+        {key: value for key, value in vars(module).items() if isinstance(value, (bool, str))}
+        for module in model.modules()
+    ]
 
 
 def _is_count(value: Any) -> bool:
@@ -222,6 +248,8 @@ def _signature(example: Any) -> str:
 
 
 def _name(function: Callable[..., Any]) -> str:
+    if isinstance(function, functools.partial):
+        function = function.func
     return str(getattr(function, "__qualname__", type(function).__qualname__))
 
 
