@@ -190,6 +190,29 @@ def test_the_same_bits_where_idle_memory_goes_back_at_once(ranks: Pool) -> None:
         assert wrong == []
 
 
+def parts_kept_after_a_gather(setting: str) -> list[bool]:
+    """A rank that is done first can't give its part back at once: the others still read it."""
+    os.environ["POPLAR_MEMORY_CACHE"] = setting
+    try:
+        group = Group.of(harness.group(), None)
+        comm, _ = both(group)
+        data = torch.zeros(4 * 4096)
+        comm.all_gather(data, Layout.even(data.numel(), WORLD), what="a gather").wait()
+        torch.distributed.barrier(group.process_group)
+        comm.trim()
+        return [not part.is_blank for part in comm._board._pool._parts]
+    finally:
+        del os.environ["POPLAR_MEMORY_CACHE"]
+
+
+@pytest.mark.parametrize(("setting", "kept"), [("off", False), ("on", True)])
+def test_between_steps_no_memory_is_kept_where_none_shall_be(
+    ranks: Pool, setting: str, kept: bool
+) -> None:
+    for parts in ranks.run(parts_kept_after_a_gather, setting):
+        assert parts == [kept]
+
+
 def sums_written_again(steps: int) -> list[float]:
     """A bucket that stays is packed as soon as this rank has its sum; peers may be slower."""
     group = Group.of(harness.group(), None)

@@ -84,7 +84,7 @@ class Board:
         """This rank needs it no more; peers may still read it."""
         if os.getpid() == self._process:  # a fork knows nothing of what is in use now
             self._pool.give_back(part)
-            self._trim()
+            self.trim()
 
     def lend(self, dtype: torch.dtype, numel: int) -> Tensor:
         """As `take`, until the last tensor that shows this memory is gone: then it comes back."""
@@ -172,9 +172,10 @@ class Board:
             self._ahead.remove(self._finished)
             self._finished += 1
         _core.raise_counter(self._own.memory, _FINISHED, self._finished % _WRAP)
-        self._trim()
+        self.trim()
 
-    def _trim(self) -> None:
+    def trim(self) -> None:
+        """Give memory that nobody reads any more to the system, unless it is to be kept."""
         if not self._keeps_memory:
             for part in self._pool.blank():
                 self._own.give_back(part.offset, part.nbytes)

@@ -61,6 +61,9 @@ class Communicator(ABC):
     def all_gather(self, data: Tensor, layout: Layout, *, what: str) -> Pending:
         """Complete `data` in place, of which each rank has filled its slice under `layout`."""
 
+    def trim(self) -> None:
+        """Between steps: memory that is kept for nobody goes back to the system."""
+
     @abstractmethod
     def broadcast(self, data: Tensor, source: int, *, what: str) -> None:
         """Make `data` equal to group rank `source`'s on every rank; returns when it is."""

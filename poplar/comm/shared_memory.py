@@ -75,6 +75,9 @@ class SharedMemoryCommunicator(Communicator):
         board.give_back(shared)
         return pending
 
+    def trim(self) -> None:
+        self._board.trim()
+
     def broadcast(self, data: Tensor, source: int, *, what: str) -> None:
         self._rare.broadcast(data, source, what=what)
 

@@ -107,11 +107,8 @@ def close_step(
     """
     head = torch.tensor([float(error is not None), loss, waited], dtype=torch.float64)
     ours = local_norm(flats, control.group.rank, norm_type if error is None else None)
-    used = torch.zeros(sum(len(flat.parameters) for flat in flats), dtype=torch.float64)
-    first = 0
-    for flat in flats:
-        used[[first + position for position in flat.used]] = 1
-        first += len(flat.parameters)
+    flags = [place in flat.used for flat in flats for place in range(len(flat.parameters))]
+    used = torch.tensor(flags, dtype=torch.float64)
     received = control.exchange(torch.cat([head, ours, used]), what="closing a step")()
     if any(bool(values[0]) for values in received):
         raise_together(control, error, doing="a step")

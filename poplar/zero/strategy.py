@@ -98,7 +98,9 @@ class Strategy(ABC):
         """Wait until all of `flat.gradient` does, and `.grad` where it shows it. After `settle`."""
 
     def begin_step(self) -> None:
+        """Where ranks open a step together, nobody reads anything of the one before any more."""
         self.waited = 0.0
+        self.comm.trim()
 
     def publish(self, units: Sequence[Unit]) -> None:
         """Bring the shards that the optimizer changed to where they are read. Collective."""

@@ -24,8 +24,9 @@ A single larger parameter stays whole. (DDP's default is 25 MiB.)
 
 GATHERED_TOGETHER_BYTES = 2 << 20
 """Blocks that follow each other are gathered as one unit up to this size, unless the user named the
-units: below it a collective costs its latency rather than its bytes (about 1 ms of CPU on gloo, in
-which a core moves 3 MB; tens of microseconds on NCCL)."""
+units: below it a collective costs its latency rather than its bytes (the meeting of unequal ranks
+in shared memory; about 1 ms of CPU on gloo, in which a core moves 3 MB; tens of microseconds on
+NCCL), above it memory: a unit is held whole."""
 
 ROOT = "root"
 
