@@ -1,6 +1,6 @@
 """`benchmarks/RESULTS.md` from rows: hardware, versions, commit, tables, and what falls short.
 
-python benchmarks/results.py rows.jsonl > benchmarks/RESULTS.md
+python benchmarks/results.py > benchmarks/RESULTS.md
 """
 
 from __future__ import annotations
@@ -14,14 +14,18 @@ from contest.row import Row, contests_of, read_rows
 from contest.table import HEADINGS, cells_of, summary_cells
 from contest.targets import verdicts
 
+ROWS = Path(__file__).parent / "results/train.jsonl"
+"""Rows of all runs that are worth keeping; of each contest the latest counts."""
+
 
 def markdown(rows: Sequence[Row]) -> Iterator[str]:
     """Line by line."""
     first = rows[0]
     yield "# Head to head: results\n"
     yield (
-        "Written by `python benchmarks/train.py --output rows.jsonl` and `python "
-        "benchmarks/results.py rows.jsonl`; `benchmarks/README.md` says how to read it.\n"
+        "Rows that `python benchmarks/train.py --output rows.jsonl` wrote, collected in "
+        "`results/train.jsonl` and put together by `python benchmarks/results.py`; `README.md` "
+        "says how to read them.\n"
     )
     for name, values in (
         ("hardware", {row.device for row in rows}),
@@ -71,7 +75,9 @@ def _table(headings: Sequence[str], lines: Iterable[Sequence[str]]) -> Iterator[
 def main() -> None:
     """Markdown to standard output."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("rows", type=Path, help="what train.py --output wrote")
+    parser.add_argument(
+        "rows", type=Path, nargs="?", default=ROWS, help="what train.py --output wrote"
+    )
     path = parser.parse_args().rows
     try:
         rows = read_rows(path)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from emulation import EmulatedCluster, EmulationUnavailable, Ranks
 from network import EmulatedNetwork, Hosts
 
-FASTEST = 0.8
+FASTEST = 0.9
 """Of a core, for the fastest rank under quotas. Less than all of it: the programs that every
 machine runs beside us then take from what nobody was promised."""
 CAPPED_PART = 16

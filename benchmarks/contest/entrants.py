@@ -54,7 +54,7 @@ def propose(
         "compute_dtype": torch.float32,
         "cache": False,
         "progress": False,
-        "max_batch": min(cap or LARGEST_BATCH, LARGEST_BATCH),
+        "max_batch": cap or task.global_batch,
     }
     example = task.example(EXAMPLE_SAMPLES)
     profile = poplar.profile_cluster(

@@ -89,8 +89,9 @@ class Contest:
     even_seconds: tuple[float, ...] = ()
     """By round: until all ranks were done with the even split, in plain passes."""
     ideal_over_even: dict[int, float]
-    """By stage: how much faster than even the best split of samples could be, from the calibrated
-    speeds (and, where there is a slow link, the bytes that have to cross it)."""
+    """By stage: how much faster than even the best split of samples could be: the time of the even
+    split in plain passes over that of the sum of speeds (and, where there is a slow link, of the
+    bytes that have to cross it)."""
     outcomes: tuple[Outcome, ...]
     notes: tuple[str, ...] = ()
     """What a reader has to know: a drift, the quota's stall, what was skipped."""
