@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import os
 import struct
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 
 REQUESTS = Path("/dev/cpu_dma_latency")
 
@@ -23,30 +23,18 @@ def can_stay_awake() -> bool:
     return os.access(REQUESTS, os.W_OK)
 
 
-class AwakeCores(AbstractContextManager[None]):
+@contextmanager
+def awake_cores() -> Iterator[None]:
     """No core sleeps during the `with` block, where `can_stay_awake`; elsewhere nothing changes.
 
     The request ends with the process that made it, however it ends.
     """
-
-    def __init__(self) -> None:
-        self._request: int | None = None
-
-    def __enter__(self) -> None:
-        if can_stay_awake():
-            self._request = os.open(REQUESTS, os.O_WRONLY | os.O_CLOEXEC)
-            os.write(self._request, struct.pack("i", 0))
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Cores may sleep again."""
-        if self._request is not None:
-            os.close(self._request)
-            self._request = None
+    if not can_stay_awake():
+        yield
+        return
+    request = os.open(REQUESTS, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        os.write(request, struct.pack("i", 0))
+        yield
+    finally:
+        os.close(request)

@@ -27,13 +27,13 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from awake import AwakeCores
+from awake import awake_cores
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -243,7 +243,7 @@ class EmulatedCluster(AbstractContextManager[Ranks]):
         self._period_us = period_us
         self._groups: list[Path] = []
         self._guard: subprocess.Popen[bytes] | None = None
-        self._awake = AwakeCores()
+        self._awake = ExitStack()
 
     @classmethod
     def quotas(cls, fractions: Sequence[float], *, period_us: int = PERIOD_US) -> EmulatedCluster:
@@ -290,7 +290,7 @@ class EmulatedCluster(AbstractContextManager[Ranks]):
 
     def __enter__(self) -> Ranks:
         try:
-            self._awake.__enter__()
+            self._awake.enter_context(awake_cores())
             seats = self._share_cores() if self._cores else self._limit()
         except BaseException:
             self.close()
