@@ -202,6 +202,15 @@ def test_a_new_learning_rate_takes_no_longer_and_measures_nothing(ranks: Pool, k
     assert ranks.run(where_from, folder, with_other_values_in_the_update) == [(CACHED, [])] * 4
 
 
+def by_the_same_loss_with_arguments_bound() -> dict[str, Any]:
+    return {"loss_fn": functools.partial(refuses_to_run)}
+
+
+def test_a_loss_with_arguments_bound_goes_by_its_function(ranks: Pool, kept: Path):
+    folder, change = str(kept.parents[1]), by_the_same_loss_with_arguments_bound
+    assert ranks.run(where_from, folder, change) == [(CACHED, [])] * 4
+
+
 def profiled_while_others_hold_memory(folder: str) -> tuple[list[int], int]:
     """Rank 1's memory before, meanwhile and afterwards; and how often the loss was computed."""
     loss = Counting()
@@ -328,10 +337,6 @@ def by_another_loss() -> dict[str, Any]:
     return {"loss_fn": another_loss}
 
 
-def by_another_loss_in_part() -> dict[str, Any]:
-    return {"loss_fn": functools.partial(another_loss)}
-
-
 def with_checkpointing() -> dict[str, Any]:
     model = models.build(SMALL)
     model.head.gradient_checkpointing = True
@@ -395,7 +400,6 @@ CHANGES = [
     of_other_units,
     of_longer_samples,
     by_another_loss,
-    by_another_loss_in_part,
     with_checkpointing,
     under_a_quota,
     in_another_precision,
