@@ -30,12 +30,11 @@ from poplar.zero import checks
 from poplar.zero.agreement import Closing, agree, close_step, join_norm, local_norm
 from poplar.zero.engine import STRATEGIES, Engine
 from poplar.zero.evaluation import Evaluation
+from poplar.zero.forward import Forward, LossFunction
 from poplar.zero.guard import guard_model_state
-from poplar.zero.pieces import Cutter, Loss, Piece, Weight
+from poplar.zero.pieces import Cutter, Loss, Opened, Piece, Weight
 from poplar.zero.setup import agree_on_request, build, check_request
 from poplar.zero.update import OptimizerFactory
-
-LossFunction = Callable[[nn.Module, Any], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,16 +229,19 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         if scaler is not None and not isinstance(scaler, GradScaler):
             raise TypeError(_PLAIN_SCALER)
         scaler = scaler if scaler is not None else self._default_scaler
-        pieces = self._open_step(batch, weight, loss)
+        opened = self._open_step(batch, weight, loss)
+        forward = Forward(loss_fn, self._model, self._group.rank)
+        if opened.first is not None and not self._engine.strategy.gathers:
+            with self._engine.running_ahead():
+                forward.run_ahead(opened.first)
         error: Exception | None = None
         own_loss: Tensor | float = 0.0
-        for piece in pieces:
-            if not self._begin_pass(piece):
+        for piece in self._agree_on_step(opened):
+            if not self._begin_pass(piece, forward.began if piece.samples else None):
                 continue
             try:
                 if piece.samples and error is None:
-                    value = loss_fn(self._model, piece.batch)
-                    _check_loss(value, self._group.rank)
+                    value = forward(piece.batch)
                     (value if scaler is None else scaler.scale(value)).backward()
                     if piece.weight:  # a mean over nothing is NaN, and counts for nothing
                         own_loss = own_loss + value.detach().double() * piece.weight
@@ -287,7 +289,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         samples are played in between. Leaving the loop before its end abandons the step on all
         ranks. The arguments are those of `train_step`.
         """
-        pieces = self._open_step(batch, weight, loss)
+        pieces = self._agree_on_step(self._open_step(batch, weight, loss))
         played = 0
         try:
             for piece in pieces:
@@ -557,11 +559,13 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
 
     # The parts of a step.
 
-    def _open_step(self, batch: Any, weight: Weight | None, loss: Loss) -> list[Piece]:
-        """Check and cut the batch, and agree on weights with all ranks. Collective."""
-        pieces, opening, waited = self._cutter.open(
-            self._control, batch, weight, loss, self._check_before_step
-        )
+    def _open_step(self, batch: Any, weight: Weight | None, loss: Loss) -> Opened:
+        """Check and cut the batch, and tell all ranks what it counts for. Collective."""
+        return self._cutter.open(self._control, batch, weight, loss, self._check_before_step)
+
+    def _agree_on_step(self, opened: Opened) -> list[Piece]:
+        """Hear what the others brought; this rank's passes. Collective."""
+        pieces, opening, waited = opened.agree()
         self._forget_step()
         self._now.samples, self._now.waited = sum(opening.samples), waited
         return pieces
@@ -587,9 +591,9 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
                         "after unfreezing"
                     )
 
-    def _begin_pass(self, piece: Piece) -> bool:
-        """Open a pass; False if nobody has anything to do in it."""
-        began = time.perf_counter()
+    def _begin_pass(self, piece: Piece, began: float | None = None) -> bool:
+        """Open a pass, which `began` with a forward or begins now; False if nobody has any part."""
+        began = time.perf_counter() if began is None else began
         opened = self._engine.pass_begin(weight=piece.weight, leader=piece.leader, last=piece.last)
         self._now.open_piece = piece if opened else None
         self._now.pass_began = began
@@ -728,13 +732,3 @@ _PLAIN_SCALER = (
     "sharded, and all "
     "ranks must skip a step together: use poplar.GradScaler, with the same arguments"
 )
-
-
-def _check_loss(value: Any, rank: int) -> None:
-    if not isinstance(value, Tensor) or value.numel() != 1:
-        shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-        raise TypeError(
-            f"rank {rank}: loss_fn(model, micro_batch) must return a scalar tensor, got {shape}; "
-            f"return the mean "
-            "over the micro-batch"
-        )

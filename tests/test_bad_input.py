@@ -261,8 +261,17 @@ def loss_per_sample(run: Run, model: nn.Module, optimizer: HeteroZeroOptimizer) 
     )
 
 
+def backward_in_the_loss(run: Run, model: nn.Module, optimizer: HeteroZeroOptimizer) -> None:
+    def loss(model: nn.Module, micro_batch: dict) -> Tensor:
+        value = training.loss_of(run.recipe)(model, micro_batch)
+        value.backward()
+        return value
+
+    optimizer.train_step(loss, training.batch_of(run, 1))
+
+
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("mistake", [boom_everywhere, loss_per_sample])
+@pytest.mark.parametrize("mistake", [boom_everywhere, loss_per_sample, backward_in_the_loss])
 def test_a_loss_that_fails_on_every_rank(ranks: Pool, mistake: Mistake, stage: int) -> None:
     answers = ranks.run(between_good_steps, Run(RECIPE, plan_of(stage)), mistake)
     assert_raised(assert_nothing_lost(answers))

@@ -1,4 +1,4 @@
-"""What all ranks must know before a step's first pass and before anybody applies it.
+"""What all ranks must know before a step's first backward and before anybody applies it.
 
 Opening: how much each rank brings, so that weights are exact, and that nobody's input is bad.
 Closing: whether a rank failed, which parameters were used at all, the loss, the norm. A step that
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +23,7 @@ from poplar.zero.flat import Flat
 
 @dataclass(frozen=True)
 class Opening:
-    """What all ranks know before the first pass."""
+    """What all ranks know before the first backward."""
 
     samples: tuple[int, ...]
     """Of each rank in this step."""
@@ -68,22 +68,33 @@ def raise_together(control: Control, error: BaseException | None, *, doing: str)
 
 def open_step(
     control: Control, *, samples: int, weight: float, error: Exception | None
-) -> tuple[Opening, float]:
-    """Agree on a step's samples and weights. Collective; also returns the seconds spent waiting.
+) -> Callable[[], tuple[Opening, float]]:
+    """Start to agree on a step's samples and weights. Collective.
 
     Args:
         samples: this rank's in this step.
         weight: what this rank's samples count for (their number, or tokens).
-        error: this rank's input is bad; raised on it, and as `RankFailed` on the others.
+        error: this rank's input is bad; raised at once here, and as `RankFailed` by what the others
+            are given.
+
+    Returns:
+        What waits for the others; gives what was agreed, and the seconds spent waiting.
     """
-    began = time.perf_counter()
     values = torch.tensor([float(error is not None), samples, weight], dtype=torch.float64)
-    received = control.exchange(values, what="opening a step")()
-    waited = time.perf_counter() - began
-    if any(bool(values[0]) for values in received):
-        raise_together(control, error, doing="opening a step")
-    counts = tuple(int(values[1]) for values in received)
-    return Opening(counts, sum(float(values[2]) for values in received)), waited
+    collect = control.exchange(values, what="opening a step")
+
+    def wait() -> tuple[Opening, float]:
+        began = time.perf_counter()
+        received = collect()
+        waited = time.perf_counter() - began
+        if any(bool(values[0]) for values in received):
+            raise_together(control, error, doing="opening a step")
+        counts = tuple(int(values[1]) for values in received)
+        return Opening(counts, sum(float(values[2]) for values in received)), waited
+
+    if error is not None:
+        wait()
+    return wait
 
 
 def close_step(

@@ -64,6 +64,7 @@ class Engine:
         """What the layouts give this rank of the step's mean gradient is final."""
         self._completed = False
         self._all_shown = self._writeback = False
+        self._runs_ahead = False
         self._modules = {id(module) for module in model.modules()}
         self._depth = 0
         self._visits: dict[Unit, int] = {}
@@ -96,6 +97,15 @@ class Engine:
     def has_gradients(self) -> bool:
         """A pass has contributed to this step."""
         return self.reduced or self._passes_to_reduce
+
+    @contextmanager
+    def running_ahead(self) -> Iterator[None]:
+        """A forward in this block comes before its pass: no backward belongs in there."""
+        self._runs_ahead = True
+        try:
+            yield
+        finally:
+            self._runs_ahead = False
 
     def pass_begin(
         self, *, weight: float, leader: int | None, last: bool, mode: Mode = Mode.TRAIN
@@ -333,6 +343,11 @@ class Engine:
 
     def _begin_own(self, mode: Mode) -> None:
         """A pass that nobody opened: the user's own loop, in which all ranks have samples."""
+        if self._runs_ahead:
+            raise RuntimeError(
+                f"rank {self.comm.group.rank}: a backward inside of loss_fn, which is to return "
+                "the loss; train_step runs the one backward of each micro-batch"
+            )
         if mode is Mode.TRAIN and self.settled:
             raise RuntimeError(
                 f"rank {self.comm.group.rank}: a backward after the gradients of this step were "

@@ -1,7 +1,8 @@
 """A global batch in pieces: what each pass of this rank runs, and what it counts for.
 
-Every rank knows every rank's sizes before the first pass, so all agree on the total that weights
-are divided by, on who leads a pass, and on whether somebody brought a batch that is not the plan's.
+Every rank knows every rank's sizes before the first backward, so all agree on the total that
+weights are divided by, on who leads a pass, and on whether somebody brought a batch that is not the
+plan's.
 """
 
 from __future__ import annotations
@@ -39,6 +40,20 @@ class Piece:
 
 
 @dataclass(frozen=True)
+class Opened:
+    """A step that this rank has opened, and others perhaps not yet."""
+
+    first: Any
+    """The batch of this rank's first pass with samples; None if it has none."""
+    agree: Callable[[], tuple[list[Piece], Opening, float]]
+    """Wait for the others: this rank's pieces, what was agreed, and the seconds spent waiting.
+
+    Raises what is wrong with the step as a whole, the same on all ranks, or `RankFailed` for what
+    is wrong on another.
+    """
+
+
+@dataclass(frozen=True)
 class Cutter:
     """How this rank's batches become pieces."""
 
@@ -56,8 +71,8 @@ class Cutter:
         weight: Weight | None,
         loss: Loss,
         check: Callable[[], None],
-    ) -> tuple[list[Piece], Opening, float]:
-        """Check and cut a batch, and agree on the weights with all ranks. Collective.
+    ) -> Opened:
+        """Check and cut a batch, and begin to agree on the weights with all ranks. Collective.
 
         Args:
             control: how ranks agree.
@@ -66,8 +81,8 @@ class Cutter:
             loss: what the loss function returns.
             check: raises what else forbids a step on this rank.
 
-        Returns:
-            The pieces, what was agreed, and the seconds spent waiting for others.
+        Raises:
+            Exception: what is wrong with this rank's part; the others get a `RankFailed`.
         """
         rank = control.group.rank
         error: Exception | None = None
@@ -85,12 +100,16 @@ class Cutter:
                 counts.append(float(weight(part)) if weight is not None and size else float(size))
         except Exception as caught:
             error = _about_rank(rank, caught)
-        opening, waited = open_step(control, samples=sum(sizes), weight=sum(counts), error=error)
-        self._check_all(opening)
-        total = opening.total_weight
-        factors = {"sum": [1.0] * len(sizes), "global_mean": [total] * len(sizes)}.get(loss, counts)
-        weights = [factor / total for factor in factors]
-        return self._pieces(batches, sizes, weights, opening), opening, waited
+        agreed = open_step(control, samples=sum(sizes), weight=sum(counts), error=error)
+
+        def agree() -> tuple[list[Piece], Opening, float]:
+            opening, waited = agreed()
+            self._check_all(opening)
+            weights = _weights(loss, counts, opening.total_weight)
+            return self._pieces(batches, sizes, weights, opening), opening, waited
+
+        first = next((part for part, size in zip(batches, sizes, strict=True) if size), None)
+        return Opened(first, agree)
 
     def cast(self, batch: Any) -> Any:
         """The batch with its floating-point tensors in the dtype that the model computes in."""
@@ -149,6 +168,14 @@ class Cutter:
                 f"the weights of this global batch of {total} samples sum to "
                 f"{opening.total_weight}; at least one sample or token must count"
             )
+
+
+def _weights(loss: Loss, counts: Sequence[float], total: float) -> list[float]:
+    """What the gradient of each of this rank's passes is multiplied by."""
+    if loss == "global_mean":
+        return [1.0] * len(counts)
+    factors = [1.0] * len(counts) if loss == "sum" else counts
+    return [factor / total for factor in factors]
 
 
 def _wrong_size(rank: int, size: int, expected: int) -> str:
