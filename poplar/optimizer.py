@@ -210,6 +210,9 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
     ) -> StepResult:
         """One optimizer step on one global batch. Collective.
 
+        At stages 0 to 2 a rank's first forward runs before it knows that the others have a good
+        batch, so collectives of its own in `loss_fn` may find no partner.
+
         Args:
             loss_fn: `loss_fn(model, micro_batch)` -> scalar loss of the micro-batch.
             batch: this rank's part of the global batch, any nest of tensors, cut on dim 0. A rank

@@ -261,6 +261,13 @@ def loss_per_sample(run: Run, model: nn.Module, optimizer: HeteroZeroOptimizer) 
     )
 
 
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("mistake", [boom_everywhere, loss_per_sample])
+def test_a_loss_that_fails_on_every_rank(ranks: Pool, mistake: Mistake, stage: int) -> None:
+    answers = ranks.run(between_good_steps, Run(RECIPE, plan_of(stage)), mistake)
+    assert_raised(assert_nothing_lost(answers))
+
+
 def backward_in_the_loss(run: Run, model: nn.Module, optimizer: HeteroZeroOptimizer) -> None:
     def loss(model: nn.Module, micro_batch: dict) -> Tensor:
         value = training.loss_of(run.recipe)(model, micro_batch)
@@ -271,10 +278,10 @@ def backward_in_the_loss(run: Run, model: nn.Module, optimizer: HeteroZeroOptimi
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("mistake", [boom_everywhere, loss_per_sample, backward_in_the_loss])
-def test_a_loss_that_fails_on_every_rank(ranks: Pool, mistake: Mistake, stage: int) -> None:
-    answers = ranks.run(between_good_steps, Run(RECIPE, plan_of(stage)), mistake)
-    assert_raised(assert_nothing_lost(answers))
+def test_a_loss_function_that_runs_the_backward_itself(ranks: Pool, stage: int) -> None:
+    answers = ranks.run(between_good_steps, Run(RECIPE, plan_of(stage)), backward_in_the_loss)
+    message = "backward inside of loss_fn" if stage < 3 else "backward"
+    assert_raised(assert_nothing_lost(answers), message, kind=RuntimeError)
 
 
 # The open form
