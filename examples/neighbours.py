@@ -19,14 +19,13 @@ import torch.distributed as dist
 
 import poplar
 from poplar import ClusterProfile, HeteroZeroOptimizer, Plan
+from poplar.planning.moves import moved
 
 STEPS_OF_A_TURN = 2
 FARTHEST_MOVE = 4
 """Samples."""
 SHIFTED_SHARES = (0.05, 0.1)
 """Parts of the training state that move from one rank to another."""
-
-Passes = tuple[tuple[int, ...], ...]
 
 
 def neighbours(plan: Plan, profile: ClusterProfile, count: int) -> list[Plan]:
@@ -98,29 +97,9 @@ def _moves(plan: Plan) -> Iterator[Plan]:
     """A few samples of one rank at another."""
     pairs = list(itertools.permutations(range(plan.world_size), 2))
     for samples, (source, target) in itertools.product(range(1, FARTHEST_MOVE + 1), pairs):
-        passes = _moved(plan, source, target, samples)
-        if passes is not None:
-            yield dataclasses.replace(plan, micro_batches=passes, prediction=None)
-
-
-def _moved(plan: Plan, source: int, target: int, samples: int) -> Passes | None:
-    """The passes with some samples of the longest pass of `source` in the shortest of `target`.
-
-    Where ranks meet at every pass, both change in the same one: the longest of `source`.
-    """
-    passes = [list(sizes) for sizes in plan.micro_batches]
-    if not passes[source] or not passes[target]:
-        return None
-    longest = max(range(len(passes[source])), key=passes[source].__getitem__)
-    if plan.stage >= 2:
-        same = longest
-    else:
-        same = min(range(len(passes[target])), key=passes[target].__getitem__)
-    if passes[source][longest] < samples:
-        return None
-    passes[source][longest] -= samples
-    passes[target][same] += samples
-    return tuple(tuple(sizes) for sizes in passes)
+        near = moved(plan, source, target, samples)
+        if near is not None:
+            yield near
 
 
 def _cuts(plan: Plan) -> Iterator[Plan]:

@@ -35,7 +35,7 @@ from poplar.planning.cluster import (
     NetworkProfile,
 )
 from poplar.planning.cost_model import DoesNotFit, predict
-from poplar.planning.plan import Plan
+from poplar.planning.plan import MEETS_EVERY_PASS, Plan
 from poplar.planning.search import search
 from poplar.planning.shortage import NoPlanFits
 from poplar.profiling.cache import Cache, default_folder
@@ -44,7 +44,7 @@ from poplar.profiling.network import Collectives, measure_network
 from poplar.profiling.passes import LossFunction, Passes, Rung, scout, time_rungs
 from poplar.profiling.progress import Tell, progress
 from poplar.profiling.request import DEFAULT_MAX_BATCH, Agreed, Request, agree_on, flat_numels
-from poplar.profiling.residuals import MEETS_EVERY_PASS, fit
+from poplar.profiling.residuals import fit
 from poplar.profiling.steps import Observation, observe
 from poplar.profiling.update import UpdateCost, measure_update
 from poplar.zero.agreement import agree

@@ -1,8 +1,8 @@
 """One call from a model to a plan: measure, search, try, agree.
 
 `autotune` profiles all ranks (or takes what the cache has), searches the best plan of each stage,
-runs the best two for a few steps at their own stage, and keeps what the prediction missed. All
-ranks end with the same plan or the same error.
+lets the best two race, and keeps what the prediction missed. All ranks end with the same plan or
+the same error.
 """
 
 from __future__ import annotations
@@ -11,12 +11,10 @@ import functools
 import hashlib
 import inspect
 import json
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from statistics import median
 from typing import Any, Literal, ParamSpec
 
 import torch
@@ -29,37 +27,22 @@ from poplar.planning.cost_model import describe, predict
 from poplar.planning.plan import STRATEGIES, Plan
 from poplar.planning.policies import POLICIES
 from poplar.planning.search import alternatives
-from poplar.profiler import Profiler, cache_of, fits, with_measured
+from poplar.profiler import Profiler, cache_of
 from poplar.profiling.intact import surroundings_kept
 from poplar.profiling.passes import LossFunction
-from poplar.profiling.progress import Tell
 from poplar.profiling.progress import progress as shown
 from poplar.profiling.request import Request
-from poplar.profiling.residuals import at_observed_speeds, refine
 from poplar.profiling.steps import Observation
+from poplar.race import Race
 from poplar.zero.agreement import agree
 from poplar.zero.update import OptimizerFactory
 
 _P = ParamSpec("_P")
 
 CANDIDATES = 2
-"""The best plans of so many stages are tried."""
-TRIAL_STEPS = range(3, 16)
-"""Steps of a trial: as many as its part of the budget allows. The more, the finer the balance."""
-MORE_TRIALS = 2
-"""After the candidates, on what they showed of the ranks' speeds."""
-FINALISTS = 3
-CLOSE = 0.04
-"""So many of the fastest trials at most, and no slower than the first by more than this part, run
-again in turns."""
-ROUNDS = 3
-"""Of turns."""
-WORTH_A_TRIAL = 5e-3
-"""A plan is tried that promises to be faster than the best trial by more than this part."""
-ACCEPTED_ERROR = 0.05
-"""Above this error of a trial, each rank's planned batch is measured too, and the search redone."""
+"""The best plans of so many stages run first."""
 _PROFILE_PART = 0.75
-"""Of the budget; the rest is for the trials, half of it for those that run in turns."""
+"""Of the budget; the rest is for the trials."""
 _MUST_MATCH = (
     "model",
     "units",
@@ -81,7 +64,8 @@ class Tuned:
     profile: ClusterProfile
     """With the residuals that the trials left."""
     observations: tuple[Observation, ...]
-    """The trials; empty if the plan comes from the cache or nothing was tried."""
+    """The plans that ran, each over all its turns; empty if the plan comes from the cache or
+    nothing was tried."""
 
 
 def tune(
@@ -119,7 +103,8 @@ def tune(
         stage: a ZeRO stage, or the fastest of those that fit.
         policy: `"exact"`, or a published one to compare with: `"even"`, `"flops"`, `"paper"`.
         profile: plan on this one instead of measuring; it must be of this job.
-        verify: run the best plans of the best two stages for a few steps before deciding.
+        verify: run the best plans of the best two stages in turns, a few steps each, before
+            deciding; a better one that shows itself meanwhile may join.
         seconds: budget for profile and trials together.
 
     Returns:
@@ -233,77 +218,21 @@ class Tuner:
         return answer
 
     def _try(self, profile: ClusterProfile, plans: Sequence[Plan]) -> Tuned:
+        race = Race(
+            self.profiler,
+            profile,
+            lambda refined: self._search(refined)[0],
+            seconds=self._trial_seconds,
+            rebalances=self.policy == "exact",
+        )
         with (
             shown(self.profiler.show) as tell,
             surroundings_kept(self.profiler.request.model, self.profiler.device),
         ):
-            trials = [self._trial(profile, plan, tell) for plan in plans]
-            worst = max(trials, key=lambda trial: abs(_error(profile, trial)))
-            if abs(_error(profile, worst)) > ACCEPTED_ERROR:
-                profile = self._measure_planned(profile, plans)
-            for _ in range(MORE_TRIALS):
-                refined = self._refined(profile, trials)
-                better = self._search(refined)[0]
-                if not _is_worth_a_trial(refined, better, trials):
-                    break
-                trials.append(self._trial(refined, better, tell))
-            trials, finalists = self._play_off(profile, trials, tell)
-        profile = self._refined(profile, trials)
-        best = min(finalists, key=lambda trial: trial.step_seconds).plan
+            best = race.winner(plans, tell)
+        profile = race.refined(exactly=best)
         best = describe(profile, best, predict(profile, best), self.policy)
-        return Tuned(best, profile, tuple(trials))
-
-    def _trial(
-        self,
-        profile: ClusterProfile,
-        plan: Plan,
-        tell: Tell,
-        runs: int = CANDIDATES + MORE_TRIALS,
-    ) -> Observation:
-        """Run a plan, for one of `runs` parts of half of the budget for trials."""
-        steps = int(self._trial_seconds / 2 / runs / predict(profile, plan).step_seconds)
-        steps = min(max(steps, TRIAL_STEPS[0]), TRIAL_STEPS[-1])
-        return self.profiler.steps_of([plan], steps=steps, tell=tell)[0]
-
-    def _play_off(
-        self, profile: ClusterProfile, trials: Sequence[Observation], tell: Tell
-    ) -> tuple[list[Observation], list[Observation]]:
-        """All trials, and those that can win: the fastest ran again in turns, with the same luck.
-
-        A device is a few percent faster or slower from one trial to the next, which is more than
-        good plans differ by. So who did not run again is not compared with those that did.
-        """
-        allowed = (trial for trial in trials if fits(profile, trial.plan))
-        ranking = sorted(allowed, key=lambda trial: trial.step_seconds)[:FINALISTS]
-        finalists = [
-            number
-            for number, trial in enumerate(trials)
-            if trial in ranking and trial.step_seconds <= (1 + CLOSE) * ranking[0].step_seconds
-        ]
-        if len(finalists) < 2:
-            return list(trials), ranking[:1]
-        seconds: dict[int, list[float]] = {number: [] for number in finalists}
-        for _ in range(ROUNDS):
-            for number in finalists:
-                runs = ROUNDS * len(finalists)
-                again = self._trial(profile, trials[number].plan, tell, runs)
-                seconds[number].append(again.step_seconds)
-            finalists.reverse()
-        again_timed = [
-            replace(trial, step_seconds=median(seconds[number])) if number in seconds else trial
-            for number, trial in enumerate(trials)
-        ]
-        return again_timed, [again_timed[number] for number in sorted(finalists)]
-
-    def _refined(self, profile: ClusterProfile, trials: Sequence[Observation]) -> ClusterProfile:
-        asynchronous = self.profiler.asynchronous
-        # The fastest last: of two trials at one stage, its residuals are the ones that stay.
-        for trial in sorted(trials, key=lambda trial: -trial.step_seconds):
-            stage = trial.plan.stage
-            if not asynchronous:
-                profile = at_observed_speeds(profile, stage, trial)
-            profile = refine(profile, stage, trial, asynchronous=asynchronous)
-        return profile
+        return Tuned(best, profile, race.trials.observations())
 
     def _within_limits(self, profile: ClusterProfile) -> ClusterProfile:
         """What the ranks were told to keep to, if that is less than was measured."""
@@ -317,15 +246,6 @@ class Tuner:
                 for device, limits in zip(profile.devices, everyones, strict=True)
             ),
         )
-
-    def _measure_planned(self, profile: ClusterProfile, plans: Sequence[Plan]) -> ClusterProfile:
-        """One more point on each rank's curve: the batch that the best plan gives it."""
-        rank = self.control.group.rank
-        planned = max(plans[0].micro_batches[rank], default=0)
-        known = {point.batch for point in profile.devices[rank].points}
-        fresh = planned if planned and planned not in known else None
-        points = self.profiler.points_at(fresh)
-        return with_measured(profile, points)
 
     def _agreed(self, tuned: Tuned) -> Tuned:
         """All ranks hold the same plan now; if they did not, none would go on."""
@@ -394,17 +314,3 @@ def _limited(
 def _power_of_two_from(number: int) -> int:
     """The next power of two: global batches that differ a little share a profile in the cache."""
     return 1 << (number - 1).bit_length()
-
-
-def _is_worth_a_trial(refined: ClusterProfile, plan: Plan, trials: Sequence[Observation]) -> bool:
-    """Whether it promises more than what has run, by a profile that knows how that went."""
-    if any(plan == trial.plan for trial in trials):
-        return False
-    allowed = (trial.step_seconds for trial in trials if fits(refined, trial.plan))
-    best = min(allowed, default=math.inf)
-    return predict(refined, plan).step_seconds < (1.0 - WORTH_A_TRIAL) * best
-
-
-def _error(profile: ClusterProfile, trial: Observation) -> float:
-    """Of the prediction, relative to what was measured."""
-    return predict(profile, trial.plan).step_seconds / trial.step_seconds - 1.0

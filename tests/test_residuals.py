@@ -179,7 +179,7 @@ def test_passes_faster_than_measured_are_a_quieter_machine_not_a_negative_overhe
         seen.append(replace(observation, pass_seconds=passes))
     for found in (
         fitted(plain(), seen),
-        refine(plain(), stage, seen[0], asynchronous=False),
+        refine(plain(), stage, seen[:1], asynchronous=False),
     ):
         for factor, device in zip(factors, found.devices, strict=True):
             assert min(device.pass_overhead_seconds) >= 0.0
@@ -198,7 +198,7 @@ def test_only_the_stage_that_ran_is_touched(stage):
     before = with_residuals(plain(), (stage + 1) % 4, passes=(0.01,) * 4, meeting=0.02, step=0.03)
     true = with_residuals(plain(), stage, passes=(0.005,) * 4, meeting=0.001, step=0.002)
     seen = [observed(true, plan) for plan in two_plans(stage)]
-    for found in (fitted(before, seen), refine(before, stage, seen[0], asynchronous=False)):
+    for found in (fitted(before, seen), refine(before, stage, seen[:1], asynchronous=False)):
         for other in set(STAGES) - {stage}:
             plan = Plan.manual(SIZES, stage=other, passes=2)
             assert predict(found, plan) == predict(before, plan)
@@ -209,7 +209,7 @@ def test_only_the_stage_that_ran_is_touched(stage):
 def test_a_rank_without_samples_keeps_its_overhead_of_a_pass():
     before = with_residuals(plain(), 2, passes=(0.01, 0.02, 0.03, 0.04))
     seen = [observed(before, plan) for plan in two_plans(2, (16, 5, 6, 0))]
-    for found in (fitted(before, seen), refine(before, 2, seen[1], asynchronous=False)):
+    for found in (fitted(before, seen), refine(before, 2, seen[1:2], asynchronous=False)):
         assert found.devices[3].pass_overhead_seconds[2] == 0.04
 
 
@@ -223,7 +223,7 @@ def test_spans_of_an_asynchronous_device_say_nothing_but_its_steps_do(stage):
     found = fitted(plain(), seen, asynchronous=True)
     assert found.devices == plain().devices
     assert_predicts(found, seen)
-    refined = refine(plain(), stage, seen[1], asynchronous=True)
+    refined = refine(plain(), stage, seen[1:2], asynchronous=True)
     assert refined.devices == plain().devices
     assert_predicts(refined, seen[1:])
 
@@ -296,7 +296,7 @@ def test_a_refined_profile_predicts_its_plan_as_it_ran(
     seen = observed(true, Plan.manual(SIZES, stage=stage, passes=2))
     known = 2 * (max(0.0, known_meeting) - min(0.0, meeting))  # no step is shorter than this
     seen = replace(seen, step_seconds=seen.step_seconds + known)
-    assert_predicts(refine(before, stage, seen, asynchronous=False), [seen])
+    assert_predicts(refine(before, stage, [seen], asynchronous=False), [seen])
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -304,16 +304,16 @@ def test_the_last_trial_of_a_stage_is_the_one_that_is_predicted_exactly(stage):
     true = with_residuals(plain(), stage, passes=(0.01, 0.0, 0.02, 0.005), step=0.03)
     first = observed(true, Plan.manual((4, 4, 4, 4), stage=stage))
     last = observed(true, Plan.manual((16, 2, 3, 5), stage=stage), 2.5)
-    found = refine(plain(), stage, first, asynchronous=False)
+    found = refine(plain(), stage, [first], asynchronous=False)
     assert_predicts(found, [first])
-    assert_predicts(refine(found, stage, last, asynchronous=False), [last])
+    assert_predicts(refine(found, stage, [last], asynchronous=False), [last])
 
 
 def test_a_plan_that_ran_is_learnt_from_even_if_it_should_not_fit():
     """A point measured after it ran may show that it needs more memory than a plan may use."""
     tight = tuple(replace(device, memory_bytes=1000) for device in plain().devices)
     seen = observed(plain(), Plan.manual(SIZES, stage=0), 3.0)
-    refined = refine(replace(plain(), devices=tight), 0, seen, asynchronous=False)
+    refined = refine(replace(plain(), devices=tight), 0, [seen], asynchronous=False)
     assert_predicts(replace(refined, devices=plain().devices), [seen])
 
 
@@ -325,7 +325,7 @@ def test_a_rank_that_was_faster_or_slower_in_training_is_so_at_every_batch(facto
         tuple(factor * seconds for seconds in own)
         for factor, own in zip(factors, seen.pass_seconds, strict=True)
     )
-    found = at_observed_speeds(before, stage, replace(seen, pass_seconds=passes))
+    found = at_observed_speeds(before, [replace(seen, pass_seconds=passes)])
     costs = StageCosts(before, stage), StageCosts(found, stage)
     for rank, factor in enumerate(factors):
         for batch in (1, 3, 17):
@@ -333,7 +333,31 @@ def test_a_rank_that_was_faster_or_slower_in_training_is_so_at_every_batch(facto
             assert now == pytest.approx(factor * was)
 
 
+@pytest.mark.parametrize("stage", STAGES)
+def test_speeds_are_those_of_all_that_ran_whichever_stage_it_ran_at(stage):
+    first = observed(plain(), Plan.manual((16, 2, 3, 5), stage=stage))
+    second = observed(plain(), Plan.manual((4, 4, 4, 4), stage=0))
+    slower = replace(second, pass_seconds=tuple((2 * own[0],) for own in second.pass_seconds))
+    found = at_observed_speeds(plain(), [first, slower])
+    for rank, (before, device) in enumerate(zip(plain().devices, found.devices, strict=True)):
+        took = first.pass_seconds[rank][0] + slower.pass_seconds[rank][0]
+        known = first.pass_seconds[rank][0] + second.pass_seconds[rank][0]
+        assert device.seconds(8) == pytest.approx(took / known * before.seconds(8))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_plans_of_a_stage_are_predicted_right_on_average(stage):
+    true = with_residuals(plain(), stage, passes=(0.01, 0.0, 0.02, 0.005), step=0.03)
+    seen = [
+        observed(true, Plan.manual((4, 4, 4, 4), stage=stage)),
+        observed(true, Plan.manual((16, 2, 3, 5), stage=stage), 2.5),
+    ]
+    found = refine(plain(), stage, seen, asynchronous=False)
+    predicted = [predict(found, observation.plan).step_seconds for observation in seen]
+    assert sum(predicted) == pytest.approx(sum(o.step_seconds for o in seen), rel=EXACT)
+
+
 def test_a_rank_that_had_no_samples_keeps_its_curve():
     seen = observed(plain(), Plan.manual((9, 0, 4, 2), stage=0))
-    found = at_observed_speeds(plain(), 0, seen)
+    found = at_observed_speeds(plain(), [seen])
     assert found.devices[1] == plain().devices[1]

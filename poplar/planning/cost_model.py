@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from poplar.planning.cluster import ClusterProfile
 from poplar.planning.collectives import CollectiveCosts
 from poplar.planning.memory import RankMemory, rank_memory
-from poplar.planning.plan import STRATEGIES, Plan
+from poplar.planning.plan import MEETS_EVERY_PASS, STRATEGIES, Plan
 
 
 class DoesNotFit(ValueError):
@@ -89,7 +89,7 @@ class StageCosts:
     @property
     def meets_every_pass(self) -> bool:
         """Whether a pass ends in a meeting; otherwise ranks meet once a step."""
-        return self.stage >= 2
+        return self.stage >= MEETS_EVERY_PASS
 
     @property
     def shares_matter(self) -> bool:

@@ -24,7 +24,9 @@ from poplar.planning import table
 STRATEGIES = ("replicated", "sharded_optimizer", "sharded_gradients", "sharded_parameters")
 """What is sharded, by stage: nothing, + optimizer state, + gradients, + parameters."""
 
-_MEETS_EVERY_PASS = frozenset(STRATEGIES[2:])
+MEETS_EVERY_PASS = STRATEGIES.index("sharded_gradients")
+"""From this stage on ranks reduce at every pass, before it once a step."""
+_MEET_EVERY_PASS = frozenset(STRATEGIES[MEETS_EVERY_PASS:])
 _SCHEMA_VERSION = 1
 _SHARE_TOLERANCE = 1e-6
 
@@ -135,7 +137,7 @@ class Plan:
             names.add(unit.name)
             strategies.add(unit.strategy)
         counts = [len(passes) for passes in self.micro_batches]
-        if strategies & _MEETS_EVERY_PASS and len(set(counts)) > 1:
+        if strategies & _MEET_EVERY_PASS and len(set(counts)) > 1:
             odd = next(rank for rank, count in enumerate(counts) if count != counts[0])
             raise ValueError(
                 f"rank {odd} has {counts[odd]} passes and rank 0 has {counts[0]}, but at stage "
@@ -165,7 +167,7 @@ class Plan:
         micro_batch = _checked_count(micro_batch, "micro_batch", minimum=1)
         samples = _core.apportion(global_batch, (1.0,) * world_size)
         passes = [_fewest_passes(count, micro_batch) for count in samples]
-        if STRATEGIES[stage] in _MEETS_EVERY_PASS:
+        if STRATEGIES[stage] in _MEET_EVERY_PASS:
             meetings = max(map(len, passes))
             passes = [(0,) * (meetings - len(own)) + own for own in passes]
         return cls(
@@ -206,7 +208,7 @@ class Plan:
             _checked_count(size, f"the micro-batch of rank {rank}")
             for rank, size in enumerate(sizes)
         ]
-        idle = (0,) * passes if STRATEGIES[stage] in _MEETS_EVERY_PASS else ()
+        idle = (0,) * passes if STRATEGIES[stage] in _MEET_EVERY_PASS else ()
         return cls(
             stage=stage,
             global_batch=passes * sum(sizes),
@@ -249,7 +251,7 @@ class Plan:
         global_batch = _checked_count(global_batch, "global_batch", minimum=1)
         limits = _checked_limits(max_micro_batch, len(speeds))
         samples = _core.apportion(global_batch, _checked_speeds(speeds, limits))
-        if STRATEGIES[stage] in _MEETS_EVERY_PASS:
+        if STRATEGIES[stage] in _MEET_EVERY_PASS:
             meetings = max(
                 -(-count // limit) for count, limit in zip(samples, limits, strict=True) if count
             )

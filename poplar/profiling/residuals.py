@@ -13,11 +13,8 @@ from statistics import mean, median
 
 from poplar.planning.cluster import ClusterProfile, DeviceProfile
 from poplar.planning.cost_model import StageCosts
-from poplar.planning.plan import STRATEGIES
+from poplar.planning.plan import MEETS_EVERY_PASS
 from poplar.profiling.steps import Observation
-
-MEETS_EVERY_PASS = STRATEGIES.index("sharded_gradients")
-"""From this stage on."""
 
 
 def fit(
@@ -53,25 +50,30 @@ def fit(
 
 
 def refine(
-    cluster: ClusterProfile, stage: int, observation: Observation, *, asynchronous: bool
+    cluster: ClusterProfile,
+    stage: int,
+    observations: Sequence[Observation],
+    *,
+    asynchronous: bool,
 ) -> ClusterProfile:
-    """The profile whose prediction of this plan is what was observed of it.
+    """The profile whose predictions are, on average, what was observed at this stage.
 
     What the ranks' passes took goes into their overheads; what is then left, into the stage's step.
+    A single plan is predicted exactly.
     """
     if not asynchronous:
         devices = tuple(
-            _with_overheads(device, rank, stage, [observation])
+            _with_overheads(device, rank, stage, observations)
             for rank, device in enumerate(cluster.devices)
         )
         cluster = replace(cluster, devices=devices)
-    missing = _beyond_meetings_and_update(cluster, observation)
+    missing = mean(_beyond_meetings_and_update(cluster, seen) for seen in observations)
     steps = _replaced(cluster.network.step_seconds, stage, missing)
     return replace(cluster, network=replace(cluster.network, step_seconds=steps))
 
 
 def at_observed_speeds(
-    cluster: ClusterProfile, stage: int, observation: Observation
+    cluster: ClusterProfile, observations: Sequence[Observation]
 ) -> ClusterProfile:
     """The profile with each rank as fast, over all batches, as it was in these steps.
 
@@ -79,17 +81,24 @@ def at_observed_speeds(
     of its clock, its temperature, its neighbours. Ranks that run together for many steps show their
     speeds of now, and how they compare is what a plan lives by.
     """
+    stages = {observation.plan.stage for observation in observations}
 
     def as_fast(rank: int, device: DeviceProfile) -> DeviceProfile:
-        overhead = device.pass_overhead_seconds[stage]
-        sizes = [size for size in observation.plan.micro_batches[rank] if size]
-        known = sum(device.seconds(size) + overhead for size in sizes)
+        known = sum(
+            device.seconds(size) + device.pass_overhead_seconds[observation.plan.stage]
+            for observation in observations
+            for size in observation.plan.micro_batches[rank]
+            if size
+        )
         if not known:
             return device
-        factor = sum(observation.pass_seconds[rank]) / known
+        factor = sum(sum(observation.pass_seconds[rank]) for observation in observations) / known
         points = (replace(point, seconds=factor * point.seconds) for point in device.points)
-        overheads = _replaced(device.pass_overhead_seconds, stage, factor * overhead)
-        return replace(device, points=tuple(points), pass_overhead_seconds=overheads)
+        overheads = (
+            factor * seconds if stage in stages else seconds
+            for stage, seconds in enumerate(device.pass_overhead_seconds)
+        )
+        return replace(device, points=tuple(points), pass_overhead_seconds=tuple(overheads))
 
     return replace(
         cluster, devices=tuple(as_fast(*numbered) for numbered in enumerate(cluster.devices))

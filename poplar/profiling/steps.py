@@ -26,6 +26,14 @@ class Observation:
     other_seconds: tuple[float, ...]
     """By rank: neither in a pass, nor in the update, nor waiting."""
 
+    @property
+    def busy_seconds(self) -> tuple[float, ...]:
+        """By rank, without the update."""
+        return tuple(
+            sum(own) + other
+            for own, other in zip(self.pass_seconds, self.other_seconds, strict=True)
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class _Step:
