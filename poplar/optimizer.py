@@ -185,7 +185,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         self._model = model
         self._plan = plan
         self._stage = request.stage
-        self._allow_batch_norm = allow_batch_norm
+        self._batch_norms = [] if allow_batch_norm else checks.batch_norms(model)
         every_pass = STRATEGIES[request.stage].reduces_every_pass
         self._cutter = Cutter(plan, every_pass, dtype)
         self._default_scaler = GradScaler(request.device.type) if dtype is torch.float16 else None
@@ -579,8 +579,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         self._engine.drop_own_pass()
         if self._engine.conductor.active:
             raise RuntimeError("a step begins inside another one's micro_batches loop")
-        if not self._allow_batch_norm:
-            checks.refuse_batch_norm(self._model)
+        checks.refuse_batch_norm(self._batch_norms)
         for flat in self._engine.flats:
             if flat.take_back() and flat.trained:
                 self._update.refresh(flat)

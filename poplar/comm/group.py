@@ -7,6 +7,7 @@ from __future__ import annotations
 import weakref
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -46,7 +47,7 @@ class Group:
     trace: Trace = field(default_factory=Trace)
     """Notes every wait for others while somebody records."""
 
-    @property
+    @cached_property
     def rank(self) -> int:
         return dist.get_rank(self.process_group)
 

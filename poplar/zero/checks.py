@@ -43,13 +43,18 @@ def refuse_wrapped(model: nn.Module) -> None:
             )
 
 
-def refuse_batch_norm(model: nn.Module) -> None:
+def batch_norms(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """With their names."""
+    return [(name, m) for name, m in model.named_modules() if isinstance(m, _BatchNorm)]
+
+
+def refuse_batch_norm(named: Sequence[tuple[str, nn.Module]]) -> None:
     """
     Raises:
-        ValueError: a BatchNorm in training mode.
+        ValueError: one of these `batch_norms` is in training mode.
     """
-    for name, module in model.named_modules():
-        if isinstance(module, _BatchNorm) and module.training:
+    for name, module in named:
+        if module.training:
             raise ValueError(
                 f"module {name!r} is a BatchNorm in training mode: its statistics couple the "
                 f"samples of a "

@@ -77,12 +77,15 @@ class Replicated(LocalSums):
 
     def take_shown_gradients(self, flat: Flat) -> list[int]:
         removed = []
-        for position, shown in enumerate(_views(flat)):
-            gradient = flat.parameters[position].grad
+        start, step = flat.gradient.data_ptr(), flat.gradient.element_size()
+        for position, (parameter, offset) in enumerate(
+            zip(flat.parameters, flat.offsets, strict=True)
+        ):
+            gradient = parameter.grad
             if gradient is None:
                 removed.append(position)
-            elif gradient.data_ptr() != shown.data_ptr() and _shows_sums(flat):
-                shown.copy_(gradient)
+            elif _shows_sums(flat) and gradient.data_ptr() != start + offset * step:
+                flat.gradient[offset : offset + parameter.numel()].copy_(gradient.reshape(-1))
         return removed
 
     def publish(self, units: Sequence[Unit]) -> None:

@@ -86,7 +86,7 @@ def check_request(
     """
     checks.refuse_wrapped(model)
     if not allow_batch_norm:
-        checks.refuse_batch_norm(model)
+        checks.refuse_batch_norm(checks.batch_norms(model))
     chosen = _stage_of(plan, stage, world_size)
     groups = _param_groups(model, params)
     named = list(model.named_parameters())
