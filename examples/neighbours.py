@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 import poplar
 from poplar import ClusterProfile, HeteroZeroOptimizer, Plan
-from poplar.planning.moves import moved
+from poplar.planning.moves import moved, recut
 
 STEPS_OF_A_TURN = 2
 FARTHEST_MOVE = 4
@@ -113,16 +113,7 @@ def _cuts(plan: Plan) -> Iterator[Plan]:
             choices = [[rank] for rank in range(plan.world_size)]
         for ranks in choices:
             if all(counts[rank] > 0 for rank in ranks):
-                passes = tuple(
-                    _spread(sum(sizes), counts[rank]) if rank in ranks else sizes
-                    for rank, sizes in enumerate(plan.micro_batches)
-                )
-                yield dataclasses.replace(plan, micro_batches=passes, prediction=None)
-
-
-def _spread(samples: int, passes: int) -> tuple[int, ...]:
-    size, larger = divmod(samples, passes)
-    return (size,) * (passes - larger) + (size + 1,) * larger
+                yield recut(plan, ranks, counts[ranks[0]])
 
 
 def _shares(plan: Plan) -> Iterator[Plan]:

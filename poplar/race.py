@@ -11,11 +11,12 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from poplar.planning.cluster import ClusterProfile
 from poplar.planning.cost_model import predict
-from poplar.planning.moves import moved
-from poplar.planning.plan import Plan
+from poplar.planning.moves import moved, recut
+from poplar.planning.plan import MEETS_EVERY_PASS, Plan
 from poplar.profiler import Profiler, fits, with_measured
 from poplar.profiling.progress import Tell
 from poplar.profiling.residuals import at_observed_speeds, refine
@@ -174,3 +175,24 @@ class Race:
         fresh = planned if planned and planned not in known else None
         points = self._profiler.points_at(fresh)
         self._profile = with_measured(self._profile, points)
+
+
+def plainer(profile: ClusterProfile, plan: Plan) -> Plan:
+    """The same samples in the fewest passes that fit, with even shares if these fit too.
+
+    Between ways to cut the same samples the noise in a curve decides, and a search is good at
+    finding it: what promises to gain by many cuts should show that against one that has none.
+    """
+    even = replace(plan, shares=(1.0 / plan.world_size,) * plan.world_size, prediction=None)
+    plain = even if fits(profile, even) else plan
+    everybody = range(plan.world_size)
+    if plan.stage >= MEETS_EVERY_PASS:
+        return _in_fewest_passes(profile, plain, everybody)
+    for rank in everybody:
+        plain = _in_fewest_passes(profile, plain, [rank])
+    return plain
+
+
+def _in_fewest_passes(profile: ClusterProfile, plan: Plan, ranks: Sequence[int]) -> Plan:
+    cuts = (recut(plan, ranks, passes) for passes in range(1, plan.passes(ranks[0])))
+    return next((cut for cut in cuts if fits(profile, cut)), plan)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
+import itertools
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -33,7 +34,7 @@ from poplar.profiling.passes import LossFunction
 from poplar.profiling.progress import progress as shown
 from poplar.profiling.request import Request
 from poplar.profiling.steps import Observation
-from poplar.race import Race
+from poplar.race import Race, plainer
 from poplar.zero.agreement import agree
 from poplar.zero.update import OptimizerFactory
 
@@ -229,10 +230,17 @@ class Tuner:
             shown(self.profiler.show) as tell,
             surroundings_kept(self.profiler.request.model, self.profiler.device),
         ):
-            best = race.winner(plans, tell)
+            best = race.winner(self._contenders(profile, plans), tell)
         profile = race.refined(exactly=best)
         best = describe(profile, best, predict(profile, best), self.policy)
         return Tuned(best, profile, race.trials.observations())
+
+    def _contenders(self, profile: ClusterProfile, plans: Sequence[Plan]) -> list[Plan]:
+        """Each with its plainer sister, if it has one."""
+        if self.policy != "exact":
+            return list(plans)
+        sisters = ((plan, plainer(profile, plan)) for plan in plans)
+        return list(dict.fromkeys(itertools.chain.from_iterable(sisters)))
 
     def _within_limits(self, profile: ClusterProfile) -> ClusterProfile:
         """What the ranks were told to keep to, if that is less than was measured."""

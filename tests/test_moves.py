@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from poplar import Plan
-from poplar.planning.moves import moved
+from poplar.planning.moves import moved, recut
 
 
 @pytest.mark.parametrize("stage", [0, 1])
@@ -45,3 +45,9 @@ def test_a_rank_without_passes_neither_gives_nor_takes():
     plan = Plan(stage=0, global_batch=8, micro_batches=((8,), ()), shares=(0.5, 0.5))
     assert moved(plan, 0, 1) is None
     assert moved(plan, 1, 0) is None
+
+
+def test_the_samples_of_a_rank_are_cut_as_alike_as_they_can_be():
+    plan = Plan(stage=0, global_batch=20, micro_batches=((3, 5), (4, 2, 6)), shares=(0.5, 0.5))
+    assert recut(plan, [1], 5).micro_batches == ((3, 5), (2, 2, 2, 3, 3))
+    assert recut(plan, [0, 1], 1).micro_batches == ((8,), (12,))

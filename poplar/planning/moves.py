@@ -1,7 +1,8 @@
-"""Plans that differ from another one by a few samples."""
+"""Plans near another one: samples at another rank, or in another number of passes."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from poplar.planning.plan import MEETS_EVERY_PASS, Plan
@@ -27,3 +28,17 @@ def moved(plan: Plan, source: int, target: int, samples: int = 1) -> Plan | None
     passes[target][same] += samples
     micro_batches = tuple(tuple(sizes) for sizes in passes)
     return replace(plan, micro_batches=micro_batches, prediction=None)
+
+
+def recut(plan: Plan, ranks: Sequence[int], passes: int) -> Plan:
+    """The plan with the samples of these ranks in so many passes, as alike as they can be."""
+    micro_batches = tuple(
+        _spread(sum(sizes), passes) if rank in ranks else sizes
+        for rank, sizes in enumerate(plan.micro_batches)
+    )
+    return replace(plan, micro_batches=micro_batches, prediction=None)
+
+
+def _spread(samples: int, passes: int) -> tuple[int, ...]:
+    size, larger = divmod(samples, passes)
+    return (size,) * (passes - larger) + (size + 1,) * larger
