@@ -341,6 +341,7 @@ def test_a_speed_up_is_split_into_balance_transport_and_engine():
     exact = row("exact")
     assert exact.p50_speed == pytest.approx(40.0)
     assert exact.of_sum_of_speeds == pytest.approx(1.0)
+    assert exact.of_sum_in_step is None
     assert exact.tflops == pytest.approx(40e7 / 1e12)
     assert exact.mfu == pytest.approx(0.1)
     assert exact.balance == pytest.approx(2.0)
@@ -421,6 +422,13 @@ def test_a_loss_that_differs_is_short():
     assert not judged(outcomes=(*others[:3], apart))["largest loss difference"]
     verdict = Verdict(cluster="x", stage=1, what="y", value=0.9, wanted=0.95)
     assert "short" in str(verdict)
+
+
+def test_what_ranks_reach_that_only_wait_for_each_other_is_read_round_by_round():
+    split = ((6,), (2,))
+    measured = {split: ((0.25, 0.25), (0.2, 0.3), (0.3, 0.35))}  # of 40, 40 and 31 samples/s
+    assert row("exact", in_step=measured).of_sum_in_step == pytest.approx(32 / 40)
+    assert row("even", in_step=measured).of_sum_in_step is None
 
 
 def test_the_ideal_counts_the_bytes_that_must_cross_a_slow_link():

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from contest.engine import Entrant
 from contest.task import Task
 from poplar.trace import Span
 
+MicroBatches = tuple[tuple[int, ...], ...]
+"""Samples of each pass, by rank."""
 TURN_STEPS = 5
 """Short turns: what else the machine does should hit all alike."""
 
@@ -88,6 +91,9 @@ class Contest:
     """Speeds of plain passes by round, by rank: they take turns with the entrants."""
     even_seconds: tuple[float, ...] = ()
     """By round: until all ranks were done with the even split, in plain passes."""
+    in_step: Mapping[MicroBatches, tuple[tuple[float, ...], ...]] = field(default_factory=dict)
+    """By split and round: seconds of steps of plain passes, after which ranks wait for each other
+    and do nothing else."""
     ideal_over_even: dict[int, float]
     """By stage: how much faster than even the best split of samples could be: the time of the even
     split in plain passes over that of the sum of speeds (and, where there is a slow link, of the
@@ -116,6 +122,17 @@ class Contest:
             len(seconds) * batch / sum(seconds) / sum(speeds)
             for seconds, speeds in zip(outcome.turns, self.turns, strict=False)
         )
+
+    def of_sum_in_step(self, outcome: Outcome) -> float | None:
+        """The same of plain passes of its split that do nothing but wait for each other."""
+        plan = outcome.entrant.plan
+        of_sum = [
+            len(seconds) * plan.global_batch / sum(seconds) / sum(speeds)
+            for seconds, speeds in zip(
+                self.in_step.get(plan.micro_batches, ()), self.turns, strict=False
+            )
+        ]
+        return statistics.median(of_sum) if of_sum else None
 
     @property
     def largest_sum_of_speeds(self) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
@@ -14,9 +15,10 @@ from contest.crew import Crew, CrewFailed, last_lines
 from contest.engine import Entrant
 from contest.ideal import ideals
 from contest.notes import notes
-from contest.outcome import TURN_STEPS, Calibration, Contest, Outcome
+from contest.outcome import TURN_STEPS, Calibration, Contest, MicroBatches, Outcome
 from contest.ranks import Turn
 from contest.task import Task
+from poplar import Plan
 from poplar.trace import Span
 
 WARMUP_STEPS = 3
@@ -97,13 +99,16 @@ def _timed(cluster: Cluster, place: Place, task: Task, rules: Rules, tell: Tell)
             _attempt(lane, lambda lane=lane: lane.crew.call(ranks.build, task, lane.entrant))
             _attempt(lane, lambda lane=lane: _take_turn(lane, WARMUP_STEPS, counts=False))
         turns: list[tuple[float, ...]] = []
-        evens: list[float] = []
-        micro_batch = enter.even_micro_batch(cluster, task)
-        even_steps = yardstick.even_steps(task, before.speeds)
+        in_step: dict[MicroBatches, list[tuple[float, ...]]] = {
+            split: [] for split in _splits(cluster, task, lanes)
+        }
         for number, round_ in enumerate(rounds(lanes, rules.steps), start=1):
             tell(f"round {number}: plain passes")
             turns.append(home.call(yardstick.take_turn, task, before.batches)[0])
-            evens.append(max(home.call(yardstick.even_seconds, task, micro_batch, even_steps)))
+            for split, measured in in_step.items():
+                steps = yardstick.steps_of_turn(split, before.speeds)
+                everyones = home.call(yardstick.in_step, task, split, steps)
+                measured.append(tuple(max(step) for step in zip(*everyones, strict=True)))
             for lane in round_.lanes:
                 tell(f"round {number}: {lane.entrant.name}")
                 _attempt(lane, lambda lane=lane, n=round_.steps: _take_turn(lane, n))
@@ -115,7 +120,12 @@ def _timed(cluster: Cluster, place: Place, task: Task, rules: Rules, tell: Tell)
         tell("calibrating again")
         after: Calibration = home.call(yardstick.calibrate, task, rules.calibration_seconds)[0]
     contest = _told(cluster, task, (before, after), lanes, rules, began)
-    contest = replace(contest, turns=tuple(turns), even_seconds=tuple(evens))
+    contest = replace(
+        contest,
+        turns=tuple(turns),
+        even_seconds=tuple(statistics.median(seconds) for seconds in next(iter(in_step.values()))),
+        in_step={split: tuple(measured) for split, measured in in_step.items()},
+    )
     return replace(
         contest, ideal_over_even=ideals(cluster, contest), notes=tuple(notes(cluster, contest))
     )
@@ -141,6 +151,15 @@ def family(entrant: Entrant) -> str:
     if entrant.provider == "deepspeed":
         return "deepspeed-3" if entrant.stage == 3 else "deepspeed"
     return "torch"
+
+
+def _splits(cluster: Cluster, task: Task, lanes: Sequence[Lane]) -> Iterator[MicroBatches]:
+    """The even one, and those of all entrants that take all ranks."""
+    micro_batch = enter.even_micro_batch(cluster, task)
+    yield Plan.even(cluster.size, task.global_batch, micro_batch, 0).micro_batches
+    for lane in lanes:
+        if len(lane.entrant.ranks) == cluster.size:
+            yield lane.entrant.plan.micro_batches
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,6 +92,9 @@ class Row:
     """The same, ten seconds at a stretch: the larger of before and after the run."""
     of_sum_of_speeds: float | None
     """Median over rounds: samples per second in its turn over the plain passes of that round."""
+    of_sum_in_step: float | None
+    """The same of plain passes of its split with nothing between the steps but waiting: what noise
+    and whole samples leave. The rest of the way is the engine's. None where ranks are left out."""
     over: dict[str, float]
     """This entrant's speed over each peer's, of all stages."""
     best_peer_of_stage: str
@@ -260,6 +263,7 @@ def _row(contest: Contest, outcome: Outcome) -> Row:
         sum_of_speeds=contest.sum_of_speeds,
         largest_sum_of_speeds=contest.largest_sum_of_speeds,
         of_sum_of_speeds=contest.of_sum_of_speeds(outcome) if ran else None,
+        of_sum_in_step=contest.of_sum_in_step(outcome) if ran else None,
         over={
             other.entrant.name: median / other.samples_per_second
             for other in _peers(contest)

@@ -19,6 +19,7 @@ HEADINGS = (
     "samples/s",
     "p20–p80",
     "of sum",
+    "in step",
     "TFLOP/s",
     "MFU",
     "over best peer",
@@ -95,7 +96,8 @@ def cells_of(rows: Sequence[Row]) -> Iterator[tuple[str, ...]]:
             row.entrant,
             f"{row.p50_speed:.1f}",
             f"{row.p20_speed:.1f}–{row.p80_speed:.1f}",
-            f"{100 * (row.of_sum_of_speeds or 0):.1f} %",
+            _percent(row.of_sum_of_speeds),
+            _percent(row.of_sum_in_step),
             f"{row.tflops:.3f}",
             f"{100 * (row.mfu or 0):.0f} %",
             NOTHING if peer is None else f"{peer[0]:.3f} ({peer[1]:.3f}–{peer[2]:.3f})",
@@ -154,6 +156,10 @@ def _whole(table: Table) -> Table:
     table.width = Console(width=_WIDER_THAN_ANY).measure(table).maximum
     table.caption = caption
     return table
+
+
+def _percent(value: float | None) -> str:
+    return NOTHING if value is None else f"{100 * value:.1f} %"
 
 
 def _number(value: float | None, digits: int = 3) -> str:

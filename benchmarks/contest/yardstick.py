@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Sequence
 
@@ -13,7 +12,7 @@ from speed import Speed, measure_speeds
 from torch.utils.flop_counter import FlopCounterMode
 
 from contest.crew import Here
-from contest.outcome import Calibration
+from contest.outcome import Calibration, MicroBatches
 from contest.task import Task
 
 LARGEST_BATCH = 64
@@ -51,30 +50,32 @@ def take_turn(here: Here, task: Task, batches: Sequence[int]) -> tuple[float, ..
     return tuple(speed.samples_per_second for speed in speeds)
 
 
-def even_steps(task: Task, speeds: Sequence[float]) -> int:
-    """How many of them make a turn."""
-    each = task.global_batch / len(speeds) / min(speeds)
+def steps_of_turn(split: MicroBatches, speeds: Sequence[float]) -> int:
+    """How many steps of a split make a turn."""
+    each = max(sum(sizes) / speed for sizes, speed in zip(split, speeds, strict=True))
     return max(2, round(TURN_SECONDS / each))
 
 
-def even_seconds(here: Here, task: Task, micro_batch: int, steps: int) -> float:
-    """Median seconds in which all ranks are done with the even split, in plain passes.
+def in_step(here: Here, task: Task, split: MicroBatches, steps: int) -> tuple[float, ...]:
+    """Seconds in which all ranks are done with a split, in plain passes, step after step.
 
-    Who is done waits, and leaves to the others what ranks share: a core, a cache, a clock. So this
-    is less than the slowest rank's speed among busy ones would say. Collective.
+    There is nothing between two steps but waiting. Who is done waits, and leaves to the others what
+    ranks share: a core, a cache, a clock. So even ranks need less than the slowest one's speed
+    among busy ones would say; well balanced ones need more than the sum of speeds would, since no
+    pass takes as long as the last, and samples are whole. Collective.
     """
-    model, data = task.new_model(), task.example(micro_batch)
-    passes = task.global_batch // here.size // micro_batch
+    sizes = [size for size in split[here.rank] if size]
+    model, data = task.new_model(), {size: task.example(size) for size in {*sizes}}
     seconds = []
     for _ in range(steps + 1):
         dist.barrier()
         began = time.perf_counter()
-        for _ in range(passes):
-            task.loss_fn(model, data).backward()
+        for size in sizes:
+            task.loss_fn(model, data[size]).backward()
             model.zero_grad(set_to_none=True)
         dist.barrier()
         seconds.append(time.perf_counter() - began)
-    return statistics.median(seconds[1:])
+    return tuple(seconds[1:])
 
 
 def _plain_speeds(task: Task, max_batch: int, seconds: float, *, search: bool) -> tuple[Speed, ...]:
