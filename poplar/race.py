@@ -25,9 +25,9 @@ from poplar.profiling.trials import Trials
 
 CONTENDERS = 3
 """At most so many run in the same turn."""
-TURNS = 5
+TURNS = 7
 LEAST_TURNS = 3
-"""Of each plan before it may win, also where the budget is spent by then."""
+"""If the budget allows: nobody joins so late as to have fewer, and who is alone needs no more."""
 TURN_STEPS = range(3, 16)
 """Steps of a plan in a turn: as many as the budget allows. The more, the finer the balance."""
 CLOSE = 0.04
@@ -58,7 +58,7 @@ class Race:
             profiler: runs steps.
             profile: what is known of the ranks.
             search: the best plan on a profile.
-            seconds: budget; each plan has its `LEAST_TURNS` all the same.
+            seconds: budget; each plan has one turn all the same.
             rebalances: plans may join that no search has found.
         """
         self.trials = Trials()
@@ -74,14 +74,17 @@ class Race:
         contenders = list(plans)
         ends = time.perf_counter() + self._seconds
         for turn in itertools.count(1):
+            began = time.perf_counter()
             order = contenders if turn % 2 else contenders[::-1]  # nobody always comes last
             self.trials.add([self._run(plan, tell) for plan in order])
             if turn == 1 and self._worst_error() > ACCEPTED_ERROR:
                 self._measure_planned(plans[0])
-            late = turn >= TURNS or self._is_over(ends)
-            contenders = self._next(contenders, late)
-            missing = max(LEAST_TURNS - self.trials.turns(plan) for plan in contenders)
-            if missing <= 0 and (late or len(contenders) == 1):
+            half = (time.perf_counter() - began) / 2
+            over = self._is_over(ends - half)  # most of another turn would come too late
+            contenders = self._next(contenders, late=over or turn > TURNS - LEAST_TURNS)
+            turns = [self.trials.turns(plan) for plan in contenders]
+            enough = over or turn >= TURNS or (len(turns) == 1 and turns[0] >= LEAST_TURNS)
+            if enough and all(turns):
                 break
         return self.trials.ranking(contenders)[0]
 
@@ -109,7 +112,7 @@ class Race:
         over = time.perf_counter() >= ends
         return bool(self._profiler.control.exchange_objects(over, what="the race's budget")[0])
 
-    def _next(self, ran: Sequence[Plan], late: bool) -> list[Plan]:
+    def _next(self, ran: Sequence[Plan], *, late: bool) -> list[Plan]:
         """The next turn's: who may still win, and, unless it is late, who joins."""
         still = self._still_in(ran)
         if late and still:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
-import itertools
 import json
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -174,14 +174,13 @@ class Tuner:
         self.control = profiler.control
         self.global_batch = global_batch
         self.policy = policy
-        self._trial_seconds = profiler.request.seconds * (1 / _PROFILE_PART - 1)
+        self._seconds = profiler.request.seconds / _PROFILE_PART
 
     def tune(self, given: ClusterProfile | None = None, *, verify: bool = True) -> Tuned:
         """The best plan on `given`, or on the profiler's own profile."""
         agree(self.control, self._complaint(given), doing="autotune()")
         self._check_same_on_all_ranks(given, verify)
-        if given is not None:  # and there is nothing else to spend the budget on
-            self._trial_seconds = self.profiler.request.seconds / _PROFILE_PART
+        ends = time.perf_counter() + self._seconds
         profile = self.profiler.profile() if given is None else self._within_limits(given)
         known = self.profiler.verified.get(self._key) if given is None else None
         if known is not None:
@@ -189,7 +188,9 @@ class Tuner:
         plans = self._search(profile)
         if not verify:
             return self._agreed(Tuned(plans[0], profile, ()))
-        tuned = self._try(profile, plans)
+        left = max(ends - time.perf_counter(), (1.0 - _PROFILE_PART) * self._seconds)
+        left = self.control.exchange_objects(left, what="the budget")[0]
+        tuned = self._try(profile, plans, left)
         if given is None:
             self.profiler.verified[self._key] = tuned.plan
             self.profiler.keep(tuned.profile)
@@ -218,12 +219,12 @@ class Tuner:
             raise answer
         return answer
 
-    def _try(self, profile: ClusterProfile, plans: Sequence[Plan]) -> Tuned:
+    def _try(self, profile: ClusterProfile, plans: Sequence[Plan], seconds: float) -> Tuned:
         race = Race(
             self.profiler,
             profile,
             lambda refined: self._search(refined)[0],
-            seconds=self._trial_seconds,
+            seconds=seconds,
             rebalances=self.policy == "exact",
         )
         with (
@@ -236,11 +237,9 @@ class Tuner:
         return Tuned(best, profile, race.trials.observations())
 
     def _contenders(self, profile: ClusterProfile, plans: Sequence[Plan]) -> list[Plan]:
-        """Each with its plainer sister, if it has one."""
-        if self.policy != "exact":
-            return list(plans)
-        sisters = ((plan, plainer(profile, plan)) for plan in plans)
-        return list(dict.fromkeys(itertools.chain.from_iterable(sisters)))
+        """And their plainer sisters."""
+        sisters = [plainer(profile, plan) for plan in plans] if self.policy == "exact" else []
+        return list(dict.fromkeys([*plans, *sisters]))
 
     def _within_limits(self, profile: ClusterProfile) -> ClusterProfile:
         """What the ranks were told to keep to, if that is less than was measured."""
