@@ -58,7 +58,7 @@ class Race:
             profiler: runs steps.
             profile: what is known of the ranks.
             search: the best plan on a profile.
-            seconds: budget; each plan has one turn all the same.
+            seconds: budget; the first two plans have one turn all the same.
             rebalances: plans may join that no search has found.
         """
         self.trials = Trials()
@@ -70,8 +70,8 @@ class Race:
         self._rebalances = rebalances and not profiler.asynchronous
 
     def winner(self, plans: Sequence[Plan], tell: Tell) -> Plan:
-        """The fastest of these and of those that join."""
-        contenders = list(plans)
+        """The fastest of these, best first, and of those that join."""
+        contenders = self._affordable(plans)
         ends = time.perf_counter() + self._seconds
         for turn in itertools.count(1):
             began = time.perf_counter()
@@ -99,6 +99,17 @@ class Race:
             exact = [seen for seen in own if seen.plan == exactly]
             profile = refine(profile, stage, exact or own, asynchronous=asynchronous)
         return profile
+
+    def _affordable(self, plans: Sequence[Plan]) -> list[Plan]:
+        """The first two, and as many more as have a turn within the budget."""
+        steps = TURN_STEPS[0] + 1  # the one that warms up
+        seconds = [steps * predict(self._profile, plan).step_seconds for plan in plans]
+        ends = itertools.accumulate(seconds)
+        return [
+            plan
+            for number, (plan, end) in enumerate(zip(plans, ends, strict=True))
+            if number < 2 or end <= self._seconds
+        ]
 
     def _run(self, plan: Plan, tell: Tell) -> Observation:
         """A plan's part of a turn."""

@@ -188,8 +188,7 @@ class Tuner:
         plans = self._search(profile)
         if not verify:
             return self._agreed(Tuned(plans[0], profile, ()))
-        left = max(ends - time.perf_counter(), (1.0 - _PROFILE_PART) * self._seconds)
-        left = self.control.exchange_objects(left, what="the budget")[0]
+        left = self.control.exchange_objects(ends - time.perf_counter(), what="the budget")[0]
         tuned = self._try(profile, plans, left)
         if given is None:
             self.profiler.verified[self._key] = tuned.plan
