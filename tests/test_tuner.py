@@ -459,7 +459,7 @@ class Warming(Bench):
 
 
 def test_who_joins_when_the_devices_have_become_slower_may_still_win():
-    """The ranks' true speeds show in the first turn only, so the best plan is found after it."""
+    """The ranks' true speeds show once a plan has run, so the best one is found after that."""
     changed = at_speeds(known(), [0.93, 1.06, 1.0, 0.9])
     bench = Warming(known(), changed, [1])
     decided = bench.tune()
