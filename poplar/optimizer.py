@@ -334,6 +334,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         unused = closing.unused
         for flat in self._engine.trained:
             unused[flat] = unused[flat].union(self._engine.strategy.take_shown_gradients(flat))
+            self._engine.strategy.before_writing(flat)
         with self._group.trace.span("optimizer", "the update"):
             self._update.step(self.param_groups, unused, self._now.factor)
         self._engine.strategy.publish(self._engine.units)

@@ -177,6 +177,52 @@ def test_the_same_bits_as_by_sockets(ranks: Pool) -> None:
         assert wrong == []
 
 
+def gather_from_shares(seed: int, times: int) -> list[str]:
+    """Shards that are gathered from where they lie, and written again; returns what was wrong."""
+    group = Group.of(harness.group(), None)
+    generator = random.Random(seed)
+    wrong = []
+    for comm in both(group):
+        for turn in range(times):
+            numel = 64 * generator.randint(0, 200)
+            cuts = sorted(64 * generator.randint(0, numel // 64) for _ in range(WORLD - 1))
+            layout = Layout((0, *cuts, numel))
+            dtype = generator.choice((torch.float32, torch.bfloat16))
+            low, high = layout.bounds(group.rank)
+            whole = torch.arange(numel).remainder(128).to(dtype)
+            mine = whole[low:high].clone()
+            shard = comm.share(mine)
+            assert mine.numel() == 0 or shard.data_ptr() != mine.data_ptr()
+            for add in range(generator.randint(1, 3)):
+                data = torch.full((numel,), -1.0, dtype=dtype)
+                comm.all_gather(data, layout, what=f"gather {turn}", own=shard).wait()
+                comm.guard(shard)
+                shard += 1  # a peer that still read it would see this
+                if not torch.equal(data, whole + add):
+                    wrong.append(f"{type(comm).__name__}, {turn}: {layout} {dtype}")
+    return wrong
+
+
+def test_a_gather_takes_shards_from_where_they_lie(ranks: Pool) -> None:
+    for wrong in ranks.run(gather_from_shares, 5, 100):
+        assert wrong == []
+
+
+def parts_taken_by_a_gather(shared: bool) -> int:
+    group = Group.of(harness.group(), None)
+    comm, _ = both(group)
+    layout = Layout.even(64 * WORLD, WORLD)
+    shard = comm.share(torch.ones(64)) if shared else torch.ones(64)
+    before = len(comm._board._pool._parts)
+    comm.all_gather(torch.zeros(layout.numel), layout, what="a gather", own=shard).wait()
+    return len(comm._board._pool._parts) - before
+
+
+@pytest.mark.parametrize(("shared", "copies"), [(True, 0), (False, 1)])
+def test_what_is_shared_is_gathered_without_a_copy(ranks: Pool, shared: bool, copies: int) -> None:
+    assert ranks.run(parts_taken_by_a_gather, shared) == [copies] * WORLD
+
+
 def same_bits_without_a_cache(seed: int, times: int) -> list[str]:
     os.environ["POPLAR_MEMORY_CACHE"] = "off"
     try:

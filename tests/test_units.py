@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from training import STAGES, Run, assert_close
 
 from poplar import Plan, UnitPlan
-from poplar.comm import Bucket, Group
+from poplar.comm import Bucket, Group, Pending
 from poplar.comm.process_group import ProcessGroupCommunicator
 from poplar.planning.layout import Layout
 from poplar.planning.plan import STRATEGIES
@@ -149,9 +149,11 @@ class Watched(ProcessGroupCommunicator):
         self.events.append(what)
         return super().reduce_scatter(bucket, out, accumulate=accumulate, what=what)
 
-    def all_gather(self, data: Tensor, layout: Layout, *, what: str):
+    def all_gather(
+        self, data: Tensor, layout: Layout, *, what: str, own: Tensor | None = None
+    ) -> Pending:
         self.events.append(what)
-        return super().all_gather(data, layout, what=what)
+        return super().all_gather(data, layout, what=what, own=own)
 
 
 def watch_a_step(run: Run) -> list[str]:

@@ -114,19 +114,25 @@ class Board:
         Raises:
             CollectiveTimeout: an earlier one came to no end.
         """
+        part = self._holder_of(data)
+        if part is None and data.numel():
+            return self.post_copy(data)
+        return self._offer(data, part)
+
+    def post_copy(self, data: Tensor) -> int:
+        """As `post`, but `data` may be written again at once."""
+        copy, part = self.take(data.dtype, data.numel())
+        collective = self._offer(copy.copy_(data), part)
+        self.give_back(part)
+        return collective
+
+    def _offer(self, data: Tensor, part: Shared | None) -> int:
         self._refuse_after_a_failure()
         collective = self._posted
         self._wait_until_over(collective - _PLACES)
         place, nbytes = 0, data.numel() * data.element_size()
-        if data.numel():
-            part = self._holder_of(data)
-            copied = part is None
-            if part is None:
-                copy, part = self.take(data.dtype, data.numel())
-                data = copy.copy_(data)
+        if part is not None:
             part.read_in = collective
-            if copied:
-                self.give_back(part)
             place = data.data_ptr() - self._own.address
         ring = _RING + collective % _PLACES * _PLACE.size
         _PLACE.pack_into(self._own.memory, ring, place, nbytes)

@@ -46,6 +46,13 @@ class Communicator(ABC):
         data = torch.empty(layout.numel, dtype=codec.wire_dtype, device=device)
         return Bucket(data=data, layout=layout, codec=codec)
 
+    def share(self, data: Tensor) -> Tensor:
+        """A copy of `data` where this transport sends from best; on this rank alone."""
+        return data.clone()
+
+    def guard(self, data: Tensor) -> None:
+        """Before shared `data` is written: wait until no peer reads what was sent from there."""
+
     @abstractmethod
     def reduce_scatter(
         self, bucket: Bucket, out: Tensor, *, accumulate: bool, what: str
@@ -58,8 +65,16 @@ class Communicator(ABC):
         """
 
     @abstractmethod
-    def all_gather(self, data: Tensor, layout: Layout, *, what: str) -> Pending:
-        """Complete `data` in place, of which each rank has filled its slice under `layout`."""
+    def all_gather(
+        self, data: Tensor, layout: Layout, *, what: str, own: Tensor | None = None
+    ) -> Pending:
+        """Complete `data` in place, of which each rank has filled its slice under `layout`.
+
+        Args:
+            data: `layout.numel` elements; not to be touched until the wait is over.
+            own: this rank's slice, where it lies elsewhere; `data` is then filled here too. It
+                must stay unchanged until the wait is over and, if shared, `guard` has returned.
+        """
 
     def trim(self) -> None:
         """Between steps: memory that is kept for nobody goes back to the system."""

@@ -49,11 +49,15 @@ class ProcessGroupCommunicator(Communicator):
 
         return self._exchange(messages, what, add if own else None)
 
-    def all_gather(self, data: Tensor, layout: Layout, *, what: str) -> Pending:
-        own = own_slice(data, layout, self.group.rank)
+    def all_gather(
+        self, data: Tensor, layout: Layout, *, what: str, own: Tensor | None = None
+    ) -> Pending:
+        mine = own_slice(data, layout, self.group.rank)
+        if own is not None:
+            mine.copy_(own)
         messages = []
         for peer in self._peers():
-            messages.append(Message(peer, own, incoming=False))
+            messages.append(Message(peer, mine, incoming=False))
             messages.append(Message(peer, own_slice(data, layout, peer), incoming=True))
         return self._exchange(messages, what)
 

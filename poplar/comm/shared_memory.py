@@ -39,6 +39,13 @@ class SharedMemoryCommunicator(Communicator):
         data = board.lend(codec.wire_dtype, layout.numel)
         return Bucket(data, layout, codec, before_writing=lambda: board.guard(data))
 
+    def share(self, data: Tensor) -> Tensor:
+        shared = self._board.lend(data.dtype, data.numel())
+        return shared.view(data.shape).copy_(data)
+
+    def guard(self, data: Tensor) -> None:
+        self._board.guard(data)
+
     def reduce_scatter(
         self, bucket: Bucket, out: Tensor, *, accumulate: bool, what: str
     ) -> Pending:
@@ -56,24 +63,25 @@ class SharedMemoryCommunicator(Communicator):
 
         return _Read(board, collective, what, add)
 
-    def all_gather(self, data: Tensor, layout: Layout, *, what: str) -> Pending:
+    def all_gather(
+        self, data: Tensor, layout: Layout, *, what: str, own: Tensor | None = None
+    ) -> Pending:
         board = self._board
+        mine = own_slice(data, layout, self.group.rank)
         # A copy: what is gathered may be changed as soon as this rank has all of it.
-        own = own_slice(data, layout, self.group.rank)
-        copy, shared = board.take(data.dtype, own.numel())
-        collective = board.post(copy.copy_(own))
+        collective = board.post(own) if own is not None else board.post_copy(mine)
 
         def place() -> None:
             board.guard(data)
+            if own is not None:
+                mine.copy_(own)
             for peer in board.others():
                 count = layout.size(peer)
                 if count:
                     part = board.posted_by(peer, collective, data.dtype, 0, count)
                     own_slice(data, layout, peer).copy_(part)
 
-        pending = _Read(board, collective, what, place)
-        board.give_back(shared)
-        return pending
+        return _Read(board, collective, what, place)
 
     def trim(self) -> None:
         self._board.trim()

@@ -32,7 +32,8 @@ class Flat:
     values: Tensor
     """All parameter values, in `dtype`; at stage 3 without storage unless gathered."""
     shard: Tensor
-    """Values of the owned part, in `dtype`; a view of `values` unless those are sharded."""
+    """Values of the owned part, in `dtype`; a view of `values` unless those are sharded, and then
+    where the transport sends it from: `Strategy.before_writing` comes before it is written."""
     master: Tensor
     """fp32 values of the owned part: `shard` itself if that is fp32 already."""
     gradient: Tensor

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from poplar.comm import Communicator, Pending
-from poplar.comm.communicator import own_slice
 from poplar.planning.layout import Layout
 from poplar.zero.flat import Flat
 from poplar.zero.sharded_gradients import ShardedGradients
@@ -16,7 +15,7 @@ from poplar.zero.unit import Unit
 
 
 class ShardedParameters(ShardedGradients):
-    """Between uses a rank holds nothing but its slice of the values.
+    """Between uses a rank holds nothing but its slice of the values, where peers read it.
 
     [Note: one storage]
     Autograd saves views of the weights for the backward. So a buffer's storage is emptied and
@@ -33,7 +32,7 @@ class ShardedParameters(ShardedGradients):
     def adopt(self, flat: Flat, shares: Sequence[float]) -> None:
         super().adopt(flat, shares)
         whole = flat.master.untyped_storage().data_ptr() == flat.shard.untyped_storage().data_ptr()
-        flat.shard = flat.shard.clone()
+        flat.shard = self.comm.share(flat.shard)
         if whole:
             flat.master = flat.shard
         flat.hide_values()
@@ -41,7 +40,7 @@ class ShardedParameters(ShardedGradients):
 
     def relayout(self, flat: Flat, new: Layout, master: Tensor | None) -> None:
         what = f"moving unit {flat.name}"
-        flat.shard = self.comm.reshard(flat.shard, flat.layout, new, what=what)
+        flat.shard = self.comm.share(self.comm.reshard(flat.shard, flat.layout, new, what=what))
         flat.master = flat.shard if master is None else master
         flat.layout, flat.owned = new, new.bounds(self.comm.group.rank)
         self.drop_gradient(flat)
@@ -50,9 +49,10 @@ class ShardedParameters(ShardedGradients):
         pending: list[Pending] = []
         for flat in unit.flats:
             flat.values.untyped_storage().resize_(flat.numel * flat.values.element_size())
-            own_slice(flat.values, flat.layout, self.comm.group.rank).copy_(flat.shard)
             what = f"the gather of unit {unit.name}"
-            pending.append(self.comm.all_gather(flat.values, flat.layout, what=what))
+            pending.append(
+                self.comm.all_gather(flat.values, flat.layout, what=what, own=flat.shard)
+            )
         self._gathering[unit] = pending
 
     def show(self, unit: Unit) -> None:
@@ -67,6 +67,9 @@ class ShardedParameters(ShardedGradients):
         for flat in unit.flats:
             flat.hide_values()
             flat.values.untyped_storage().resize_(0)
+
+    def before_writing(self, flat: Flat) -> None:
+        self.comm.guard(flat.shard)
 
     def publish(self, units: Sequence[Unit]) -> None:
         """Nothing to bring anywhere: the next gather sends the new shards."""

@@ -112,6 +112,9 @@ class Strategy(ABC):
         for gather in pending:
             self.wait(gather)
 
+    def before_writing(self, flat: Flat) -> None:
+        """Before `flat.shard` changes: wait until no peer reads it any more."""
+
     def gather(self, unit: Unit) -> None:
         """Start to gather a unit's values. Collective."""
 
@@ -135,6 +138,7 @@ class Strategy(ABC):
 
     def store(self, flat: Flat) -> None:
         """Take over values that the user wrote into the shown parameters."""
+        self.before_writing(flat)
         flat.shard.copy_(flat.values[flat.owned[0] : flat.owned[1]])
 
     def wait(self, pending: Pending) -> None:
