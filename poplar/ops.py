@@ -23,11 +23,13 @@ from poplar import _core
 __all__ = [
     "ALIGNMENT",
     "block_sums_of_squares",
+    "copy_",
     "describe",
     "native",
     "native_cuda",
     "pack_",
     "rank_sum_",
+    "rank_sum_each_",
     "unpack_",
 ]
 
@@ -37,16 +39,33 @@ ALIGNMENT = 64
 _FLOATING = (torch.float32, torch.bfloat16, torch.float16)
 
 _library = torch.library.Library("poplar", "DEF")
+_library.define("copy_(Tensor(a!) target, Tensor source) -> ()")
 _library.define(
     "pack_(Tensor(a!) bucket, Tensor[] grads, int[] offsets, float weight, "
     "bool accumulate=False) -> ()"
 )
 _library.define("rank_sum_(Tensor(a!) out, Tensor[] received, bool accumulate=False) -> ()")
+_library.define("rank_sum_each_(Tensor(a!)[] outs, Tensor[] received) -> ()")
 _library.define("unpack_(Tensor flat, Tensor(a!)[] outs, int[] offsets) -> ()")
 _library.define("block_sums_of_squares(Tensor flat) -> Tensor")
 
 
 # The face: what the engine calls.
+
+
+def copy_(target: Tensor, source: Tensor) -> None:
+    """As `target.copy_(source)`, for large flat tensors that are not read again soon.
+
+    Args:
+        target: 1-D, contiguous, any dtype.
+        source: of the same dtype and as many elements.
+
+    Raises:
+        RuntimeError: they differ in dtype, device or size, or are not flat.
+    """
+    with torch.no_grad():
+        torch.ops.poplar.copy_(target, source)
+    _written(target)
 
 
 def pack_(
@@ -90,6 +109,22 @@ def rank_sum_(out: Tensor, received: Sequence[Tensor], accumulate: bool = False)
     with torch.no_grad():
         torch.ops.poplar.rank_sum_(out, received, accumulate)
     _written(out)
+
+
+def rank_sum_each_(outs: Sequence[Tensor], received: Sequence[Tensor]) -> None:
+    """Sum what ranks sent, as `rank_sum_` does, and write it to every out, rounded to its dtype.
+
+    Args:
+        outs: fp32, bf16 or fp16, all the same, 1-D, contiguous, `m` elements each; they may be the
+            very parts.
+        received: as in `rank_sum_`.
+
+    Raises:
+        RuntimeError: no parts, sizes that don't fit together, another dtype or device.
+    """
+    with torch.no_grad():
+        torch.ops.poplar.rank_sum_each_(outs, received)
+    _written(*outs)
 
 
 def unpack_(flat: Tensor, outs: Sequence[Tensor], offsets: Sequence[int]) -> None:
@@ -154,11 +189,15 @@ def _check_dtype(tensor: Tensor, name: str) -> None:
     _check(tensor.dtype in _FLOATING, f"{name} must be float32, bfloat16 or float16")
 
 
-def _check_flat(tensor: Tensor, name: str) -> None:
+def _check_shape(tensor: Tensor, name: str) -> None:
     _check(
         tensor.dim() == 1 and tensor.is_contiguous(),
         f"{name} must be 1-D and contiguous, got {tensor.dim()} dimensions",
     )
+
+
+def _check_flat(tensor: Tensor, name: str) -> None:
+    _check_shape(tensor, name)
     _check_dtype(tensor, name)
 
 
@@ -193,6 +232,19 @@ def _pieces(
 
 
 @torch.no_grad()
+def _plain_copy_(target: Tensor, source: Tensor) -> None:
+    for tensor, name in ((target, "target"), (source, "source")):
+        _check_shape(tensor, f"copy_: {name}")
+    _check(target.device == source.device, "copy_: target and source must be on one device")
+    _check(target.dtype == source.dtype, "copy_: target and source must have one dtype")
+    _check(
+        target.numel() == source.numel(),
+        f"copy_: target has {target.numel()} elements, source {source.numel()}",
+    )
+    target.copy_(source)
+
+
+@torch.no_grad()
 def _plain_pack_(
     bucket: Tensor, grads: list[Tensor], offsets: list[int], weight: float, accumulate: bool = False
 ) -> None:
@@ -208,28 +260,43 @@ def _plain_pack_(
 
 @torch.no_grad()
 def _plain_rank_sum_(out: Tensor, received: list[Tensor], accumulate: bool = False) -> None:
-    _check_rank_sum(out, received)
-    total = received[0].to(torch.float32, copy=True)
-    for part in received[1:]:
-        total += part.to(torch.float32)
+    _check_rank_sum("rank_sum_", out, received)
+    _check(out.dtype == torch.float32, "rank_sum_: out must be float32")
+    total = _total(received)
     if accumulate:
         out += total
     else:
         out.copy_(total)
 
 
-def _check_rank_sum(out: Tensor, received: Sequence[Tensor]) -> None:
-    _check_flat(out, "rank_sum_: out")
-    _check(out.dtype == torch.float32, "rank_sum_: out must be float32")
-    _check(bool(received), "rank_sum_: received must hold at least one rank's part, got none")
+@torch.no_grad()
+def _plain_rank_sum_each_(outs: list[Tensor], received: list[Tensor]) -> None:
+    for out in outs:
+        _check_rank_sum("rank_sum_each_", out, received)
+        _check(out.dtype == outs[0].dtype, "rank_sum_each_: all outs must have one dtype")
+    if outs:
+        total = _total(received)
+        for out in outs:
+            out.copy_(total)
+
+
+def _total(received: Sequence[Tensor]) -> Tensor:
+    total = received[0].to(torch.float32, copy=True)
+    for part in received[1:]:
+        total += part.to(torch.float32)
+    return total
+
+
+def _check_rank_sum(name: str, out: Tensor, received: Sequence[Tensor]) -> None:
+    _check_flat(out, f"{name}: out")
+    _check(bool(received), f"{name}: received must hold at least one rank's part, got none")
     for part in received:
-        _check_flat(part, "rank_sum_: received")
-        _check(out.device == part.device, "rank_sum_: out and received must be on one device")
-        _check(part.dtype == received[0].dtype, "rank_sum_: all parts must have one dtype")
+        _check_flat(part, f"{name}: received")
+        _check(out.device == part.device, f"{name}: out and received must be on one device")
+        _check(part.dtype == received[0].dtype, f"{name}: all parts must have one dtype")
         _check(
             part.numel() == out.numel(),
-            f"rank_sum_: each part must hold {out.numel()} elements, as out does, got "
-            f"{part.numel()}",
+            f"{name}: each part must hold {out.numel()} elements, as out does, got {part.numel()}",
         )
 
 
@@ -258,8 +325,10 @@ def _plain_block_sums_of_squares(flat: Tensor) -> Tensor:
 
 
 _PLAIN: dict[str, Callable[..., Tensor | None]] = {
+    "copy_": _plain_copy_,
     "pack_": _plain_pack_,
     "rank_sum_": _plain_rank_sum_,
+    "rank_sum_each_": _plain_rank_sum_each_,
     "unpack_": _plain_unpack_,
     "block_sums_of_squares": _plain_block_sums_of_squares,
 }
@@ -268,6 +337,10 @@ for _name, _function in _PLAIN.items():
 
 
 # Fake kernels: what torch.compile and FakeTensorMode need to know, shapes and dtypes.
+
+
+def _fake_copy_(target: Tensor, source: Tensor) -> None:
+    return None
 
 
 def _fake_pack_(
@@ -280,6 +353,10 @@ def _fake_rank_sum_(out: Tensor, received: list[Tensor], accumulate: bool = Fals
     return None
 
 
+def _fake_rank_sum_each_(outs: list[Tensor], received: list[Tensor]) -> None:
+    return None
+
+
 def _fake_unpack_(flat: Tensor, outs: list[Tensor], offsets: list[int]) -> None:
     return None
 
@@ -289,8 +366,10 @@ def _fake_block_sums_of_squares(flat: Tensor) -> Tensor:
 
 
 _FAKE: dict[str, Callable[..., Tensor | None]] = {
+    "copy_": _fake_copy_,
     "pack_": _fake_pack_,
     "rank_sum_": _fake_rank_sum_,
+    "rank_sum_each_": _fake_rank_sum_each_,
     "unpack_": _fake_unpack_,
     "block_sums_of_squares": _fake_block_sums_of_squares,
 }

@@ -21,9 +21,13 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 INTEGERS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 SPECIAL = [float("inf"), -float("inf"), float("nan"), -0.0, 0.0, 1e-45, -3e-39, 6e-8, 65520.0, 3e38]
+STREAMED = 4 << 20
+"""Bytes from which the C++ kernels write past the caches."""
 PLAIN = {
+    "copy_": ops._plain_copy_,
     "pack_": ops._plain_pack_,
     "rank_sum_": ops._plain_rank_sum_,
+    "rank_sum_each_": ops._plain_rank_sum_each_,
     "unpack_": ops._plain_unpack_,
     "block_sums_of_squares": ops._plain_block_sums_of_squares,
 }
@@ -179,6 +183,57 @@ def test_rank_sum_gives_the_same_bits_as_plain_pytorch(device, dtype, accumulate
     assert_same_bits(actual, expected)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shift", [0, 1])
+def test_a_large_sum_has_the_same_bits(device, dtype, shift):
+    draw, numel = Draw(3, device), STREAMED // 4 + 77
+    received = list(draw.values(3 * numel, dtype).view(3, numel).unbind())
+    whole = torch.zeros(numel + shift, device=device)
+    ops.rank_sum_(whole[shift:], received)
+    expected = torch.empty(numel, device=device)
+    ops._plain_rank_sum_(expected, received)
+    assert_same_bits(whole[shift:], expected)
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("out_dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_sum_for_everybody_is_the_sum_rounded_once(device, dtype, out_dtype, seed):
+    draw = Draw(seed, device)
+    ranks = draw.random.choice([1, 2, 4, 5, 9])
+    numel = draw.random.choice([0, 1, 64, 1025, STREAMED // 2 + 3 if seed == 0 else 40_000])
+    received = list(draw.values(ranks * numel, dtype).view(ranks, numel).unbind())
+    total = torch.empty(numel, device=device)
+    ops.rank_sum_(total, received)
+    outs = [torch.empty(numel, dtype=out_dtype, device=device) for _ in range(2)]
+    ops.rank_sum_each_(outs, received)
+    for out in outs:
+        assert_same_bits(out, total.to(out_dtype))
+
+
+def test_a_sum_for_everybody_may_end_in_all_of_its_parts(device):
+    draw = Draw(1, device)
+    parts = draw.values(3 * 2050, torch.bfloat16).view(3, 2050)
+    expected = torch.empty(2050, dtype=torch.bfloat16, device=device)
+    ops.rank_sum_each_([expected], list(parts.unbind()))
+    ops.rank_sum_each_(list(parts.unbind()), list(parts.unbind()))
+    for part in parts:
+        assert_same_bits(part, expected)
+
+
+@pytest.mark.parametrize("numel", [0, 1, 15, 64, 1025, STREAMED + 13])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8])
+@pytest.mark.parametrize("shift", [0, 1])
+def test_copies_are_complete_and_stay_in_their_bounds(device, dtype, numel, shift):
+    source = torch.randint(0, 100, (numel,), device=device).to(dtype)
+    around = torch.full((numel + 2,), 101, device=device).to(dtype)
+    target = around[shift : numel + shift]
+    ops.copy_(target, source)
+    assert torch.equal(target, source)
+    assert (around[:shift] == 101).all()
+    assert (around[numel + shift :] == 101).all()
+
+
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_rank_sum_may_end_in_one_of_its_parts(device, accumulate):
     draw = Draw(1, device)
@@ -291,6 +346,13 @@ def test_block_sums_follow_the_halving_tree_and_ignore_where_shards_are_cut(devi
         ("rank_sum_", lambda f: (f(4), [f(4).int()]), "must be float32, bfloat16 or"),
         ("rank_sum_", lambda f: (f(4), [f(4), f(4).half()]), "parts must have one dtype"),
         ("rank_sum_", lambda f: (f(4), [f(8)[::2]]), "1-D and contiguous"),
+        ("rank_sum_each_", lambda f: ([f(4)], [f(4), f(5)]), "each part must hold 4 elements"),
+        ("rank_sum_each_", lambda f: ([f(4)], []), "at least one rank's part, got none"),
+        ("rank_sum_each_", lambda f: ([f(4), f(4).half()], [f(4)]), "outs must have one dtype"),
+        ("rank_sum_each_", lambda f: ([f(4).int()], [f(4)]), "must be float32, bfloat16 or"),
+        ("copy_", lambda f: (f(4), f(5)), "target has 4 elements, source 5"),
+        ("copy_", lambda f: (f(4), f(4).half()), "must have one dtype"),
+        ("copy_", lambda f: (f(4), f(8)[::2]), "source must be 1-D and contiguous"),
         (
             "unpack_",
             lambda f: (f(9), [f(4), f(6)], [0, 4]),
@@ -315,6 +377,8 @@ def test_bad_arguments_get_the_same_error_from_everyone(device, name, arguments,
         ("pack_", lambda f: (f(200), [f(8, 3).t(), f(0), f(5).half()], [2, 30, 64], 0.3)),
         ("pack_", lambda f: (f(200).half(), [f(8).bfloat16()], [64], 0.3, True)),
         ("rank_sum_", lambda f: (f(64), list(f(4, 64).bfloat16().unbind()), True)),
+        ("rank_sum_each_", lambda f: ([f(64).half(), f(64).half()], list(f(4, 64).unbind()))),
+        ("copy_", lambda f: (f(64), f(64))),
         ("unpack_", lambda f: (f(200), [f(8, 3), f(0), f(5).half()], [2, 30, 64])),
         ("block_sums_of_squares", lambda f: (f(100),)),
     ],

@@ -17,7 +17,7 @@ import torch
 from ranks import Pool
 
 from poplar import _core
-from poplar.comm import Codec, Control, Group, connect, control_of
+from poplar.comm import Control, Group, connect, control_of
 from poplar.comm.pool import Pool as Segments
 from poplar.comm.segment import Segment, view
 from poplar.comm.shared_memory import SharedMemoryCommunicator
@@ -132,51 +132,6 @@ def both(group: Group) -> tuple[SharedMemoryCommunicator, object]:
     return shared, connect(group, "process_group")
 
 
-def same_bits(seed: int, times: int) -> list[str]:
-    """Random layouts, dtypes, depths: by shared memory and by sockets; returns what differed."""
-    group = Group.of(harness.group(), None)
-    transports = both(group)
-    generator = random.Random(seed)
-    wrong, in_flight = [], []
-    for turn in range(times):
-        numel = 64 * generator.randint(0, 200)
-        cuts = sorted(64 * generator.randint(0, numel // 64) for _ in range(WORLD - 1))
-        layout = Layout((0, *cuts, numel))
-        dtype = generator.choice((torch.float32, torch.bfloat16, torch.float16))
-        weight, accumulate = generator.random(), generator.random() < 0.5
-        values = torch.randn(numel, generator=torch.Generator().manual_seed(turn + group.rank))
-        low, high = layout.bounds(group.rank)
-        outs, gathered, pending = [], [], []
-        for comm in transports:
-            bucket = comm.buffer(layout, dtype, CPU, Codec(dtype))
-            bucket.pack([values], [0], weight)
-            out = torch.ones(high - low)
-            data = torch.zeros(numel, dtype=dtype)
-            data[low:high] = values[low:high].to(dtype)
-            pending.append(comm.reduce_scatter(bucket, out, accumulate=accumulate, what="sum"))
-            pending.append(comm.all_gather(data, layout, what="gather"))
-            outs.append(out)
-            gathered.append(data)
-        in_flight.append((turn, pending, outs, gathered))
-        if len(in_flight) > generator.randint(0, 3):
-            generator.shuffle(in_flight)
-            for number, works, sums, wholes in in_flight:
-                for work in works:
-                    work.wait()
-                if not torch.equal(*sums) or not torch.equal(*wholes):
-                    wrong.append(f"{number}: {layout} {dtype}")
-            in_flight = []
-    for _, works, _, _ in in_flight:
-        for work in works:
-            work.wait()
-    return wrong
-
-
-def test_the_same_bits_as_by_sockets(ranks: Pool) -> None:
-    for wrong in ranks.run(same_bits, 3, 150):
-        assert wrong == []
-
-
 def gather_from_shares(seed: int, times: int) -> list[str]:
     """Shards that are gathered from where they lie, and written again; returns what was wrong."""
     group = Group.of(harness.group(), None)
@@ -221,19 +176,6 @@ def parts_taken_by_a_gather(shared: bool) -> int:
 @pytest.mark.parametrize(("shared", "copies"), [(True, 0), (False, 1)])
 def test_what_is_shared_is_gathered_without_a_copy(ranks: Pool, shared: bool, copies: int) -> None:
     assert ranks.run(parts_taken_by_a_gather, shared) == [copies] * WORLD
-
-
-def same_bits_without_a_cache(seed: int, times: int) -> list[str]:
-    os.environ["POPLAR_MEMORY_CACHE"] = "off"
-    try:
-        return same_bits(seed, times)
-    finally:
-        del os.environ["POPLAR_MEMORY_CACHE"]
-
-
-def test_the_same_bits_where_idle_memory_goes_back_at_once(ranks: Pool) -> None:
-    for wrong in ranks.run(same_bits_without_a_cache, 4, 100):
-        assert wrong == []
 
 
 def parts_kept_after_a_gather(setting: str) -> list[bool]:

@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <sstream>
 #include <stdexcept>
+#include <string>
 #include <vector>
 
 #include "poplar/segments.h"
@@ -124,21 +125,45 @@ inline Targets targets_of(const char* name, const Tensor& buffer,
   return targets;
 }
 
-// Elements of one rank's part of `received`.
-// Everything that rank_sum_ demands of its arguments; returns how many elements each part has.
-inline std::int64_t check_rank_sum(const Tensor& out, const std::vector<Tensor>& received) {
-  check_flat(out, "rank_sum_: out");
-  check(dtype_of(out, "rank_sum_: out") == Dtype::kFloat, "rank_sum_: out must be float32");
-  check(!received.empty(), "rank_sum_: received must hold at least one rank's part, got none");
+// Everything that a sum over ranks demands of an out and the parts, of one dtype and size; `name`
+// is the operator's.
+inline void check_parts(const std::string& name, const Tensor& out,
+                        const std::vector<Tensor>& received) {
+  check_flat(out, (name + ": out").c_str());
+  check(!received.empty(), name, ": received must hold at least one rank's part, got none");
   for (const Tensor& part : received) {
-    check_flat(part, "rank_sum_: received");
-    check(same_device(out, part), "rank_sum_: out and received must be on one device");
-    check(part.scalar_type() == received[0].scalar_type(),
-          "rank_sum_: all parts must have one dtype");
-    check(part.numel() == out.numel(), "rank_sum_: each part must hold ", out.numel(),
+    check_flat(part, (name + ": received").c_str());
+    check(same_device(out, part), name, ": out and received must be on one device");
+    check(part.scalar_type() == received[0].scalar_type(), name, ": all parts must have one dtype");
+    check(part.numel() == out.numel(), name, ": each part must hold ", out.numel(),
           " elements, as out does, got ", part.numel());
   }
+}
+
+// Everything that rank_sum_ demands of its arguments; returns how many elements each part has.
+inline std::int64_t check_rank_sum(const Tensor& out, const std::vector<Tensor>& received) {
+  check_parts("rank_sum_", out, received);
+  check(dtype_of(out, "rank_sum_: out") == Dtype::kFloat, "rank_sum_: out must be float32");
   return out.numel();
+}
+
+inline void check_rank_sum_each(const std::vector<Tensor>& outs,
+                                const std::vector<Tensor>& received) {
+  for (const Tensor& out : outs) {
+    check_parts("rank_sum_each_", out, received);
+    check(out.scalar_type() == outs[0].scalar_type(),
+          "rank_sum_each_: all outs must have one dtype");
+  }
+}
+
+inline void check_copy(const Tensor& target, const Tensor& source) {
+  check_flat(target, "copy_: target");
+  check_flat(source, "copy_: source");
+  check(same_device(target, source), "copy_: target and source must be on one device");
+  check(target.scalar_type() == source.scalar_type(),
+        "copy_: target and source must have one dtype");
+  check(target.numel() == source.numel(), "copy_: target has ", target.numel(),
+        " elements, source ", source.numel());
 }
 
 }  // namespace poplar

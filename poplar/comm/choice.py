@@ -47,7 +47,9 @@ def connect(group: Group, choice: str | Communicator, device: torch.device = CPU
     shares = choice == "shared_memory" or (choice == "auto" and can)
     if shares and (choice == "shared_memory" or group.size > 1):
         try:
-            return SharedMemoryCommunicator(Board(group, Control(group), TENSOR_BYTES))
+            return SharedMemoryCommunicator(
+                Board(group, Control(group).exchange_objects, TENSOR_BYTES)
+            )
         except NotOneHost:
             if choice == "shared_memory":
                 raise
@@ -73,6 +75,6 @@ def control_of(group: Group, choice: str | Communicator = "auto") -> Control:
     if group.size == 1 or choice == "process_group":
         return control
     try:
-        return Control(group, Board(group, control, AGREEMENT_BYTES))
+        return Control(group, Board(group, control.exchange_objects, AGREEMENT_BYTES))
     except NotOneHost:
         return control

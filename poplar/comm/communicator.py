@@ -1,4 +1,4 @@
-"""The seam between the engine and the transports: three collectives over uneven layouts.
+"""The seam between the engine and the transports: collectives over uneven layouts.
 
 Each is issued by every rank of the group, in the same order, and returns at once; `Pending.wait`
 ends it, within the group's deadline. Every transport declares the order in which it adds.
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from poplar.comm.bucket import Bucket, Codec
-from poplar.comm.group import Group
+from poplar.comm.group import Members
 from poplar.planning.layout import Layout
 
 
@@ -35,7 +35,7 @@ class Communicator(ABC):
     reduction_order: ClassVar[str]
     """`"rank"`: ((r0 + r1) + r2) + ...; equal declared orders give equal bits."""
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Members) -> None:
         self.group = group
 
     def buffer(
@@ -62,6 +62,15 @@ class Communicator(ABC):
         Args:
             bucket: packed; must stay unchanged until the wait is over.
             out: fp32, `bucket.layout.size(rank)` elements; may be that very slice of `bucket.data`.
+        """
+
+    @abstractmethod
+    def all_reduce(self, bucket: Bucket, *, what: str) -> Pending:
+        """`bucket.data` = the sum over ranks of their buckets, on every rank.
+
+        fp32 and in rank order, rounded once to the bucket's dtype. The layout says who adds which
+        part; it changes no bits. It goes on while ranks wait for it, or for what this communicator
+        issued later: a rank that waits for anything else first holds the others up.
         """
 
     @abstractmethod

@@ -15,7 +15,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch import Tensor
 
-from poplar.comm.group import Group
+from poplar.comm.group import Group, Members
 from poplar.errors import CollectiveTimeout
 
 # Once one peer has been found missing, the others are only asked whether they are there.
@@ -102,7 +102,7 @@ class Exchange:
 
 
 def collective_timeout(
-    group: Group, what: str, peers: Sequence[int], cause: str
+    group: Members, what: str, peers: Sequence[int], cause: str
 ) -> CollectiveTimeout:
     """The error of a collective that some peers took no part in."""
     names = ", ".join(str(peer) for peer in peers)
@@ -110,7 +110,8 @@ def collective_timeout(
     return CollectiveTimeout(
         f"rank {group.rank}: {what} failed, waiting for rank(s) {names} "
         f"(deadline {seconds:g} s). Look at the log of rank(s) {names} first: stopped, killed "
-        "or far behind? A longer deadline: HeteroZeroOptimizer(..., timeout=timedelta(...)). "
+        "or far behind? A longer deadline: timeout=timedelta(...), of HeteroZeroOptimizer or "
+        "of init_process_group. "
         f"Cause: {cause}"
     )
 

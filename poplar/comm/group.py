@@ -8,6 +8,7 @@ import weakref
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,32 @@ _CONTROL_GROUPS: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]
 _NUMBERS: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
+class Members(Protocol):
+    """Ranks that talk to each other, as one of them sees it: all that shared memory has to know."""
+
+    @property
+    def rank(self) -> int:
+        """This one, among them."""
+
+    @property
+    def size(self) -> int:
+        """How many they are."""
+
+    @property
+    def timeout(self) -> timedelta:
+        """The deadline of every wait."""
+
+    @property
+    def failures(self) -> list[CollectiveTimeout]:
+        """Collectives in shared memory that came to no end: ranks no longer agree on what comes
+        next, so there are none after them.
+        """
+
+    @property
+    def trace(self) -> Trace:
+        """Notes every wait for others while somebody records."""
+
+
 @dataclass(frozen=True, eq=False)
 class Group:
     """The ranks of one job as long as nobody joins or leaves; `epoch` counts such changes."""
@@ -42,10 +69,7 @@ class Group:
     number: int = 0
     """Of the groups made on this process group: keeps the messages of two optimizers apart."""
     failures: list[CollectiveTimeout] = field(default_factory=list)
-    """Collectives in shared memory that came to no end: ranks no longer agree on what comes next,
-    so there are none after them."""
     trace: Trace = field(default_factory=Trace)
-    """Notes every wait for others while somebody records."""
 
     @cached_property
     def rank(self) -> int:

@@ -9,6 +9,7 @@ which NCCL's and gloo's own reduce-scatter offer.
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Callable
 
 import torch
@@ -30,7 +31,9 @@ class ProcessGroupCommunicator(Communicator):
 
     def __init__(self, group: Group) -> None:
         super().__init__(group)
+        self._group = group
         self._tags = itertools.count()
+        self._unfinished: deque[_OneAfterTheOther] = deque()
 
     def reduce_scatter(
         self, bucket: Bucket, out: Tensor, *, accumulate: bool, what: str
@@ -49,17 +52,29 @@ class ProcessGroupCommunicator(Communicator):
 
         return self._exchange(messages, what, add if own else None)
 
+    def all_reduce(self, bucket: Bucket, *, what: str) -> Pending:
+        """A reduce-scatter, and a gather of what came out."""
+        data, layout = bucket.data, bucket.layout
+        own = own_slice(data, layout, self.group.rank)
+        in_place = data.dtype is torch.float32
+        total = own if in_place else torch.empty(own.numel(), device=data.device)
+        reduced = self.reduce_scatter(bucket, total, accumulate=False, what=what)
+        tag = next(self._tags)  # now: ranks may wait in different orders
+
+        def gather() -> Pending:
+            if not in_place:
+                own.copy_(total)
+            return self._exchange(self._gathering(data, layout), what, tag=tag)
+
+        return _OneAfterTheOther(reduced, gather, self._unfinished)
+
     def all_gather(
         self, data: Tensor, layout: Layout, *, what: str, own: Tensor | None = None
     ) -> Pending:
         mine = own_slice(data, layout, self.group.rank)
         if own is not None:
             mine.copy_(own)
-        messages = []
-        for peer in self._peers():
-            messages.append(Message(peer, mine, incoming=False))
-            messages.append(Message(peer, own_slice(data, layout, peer), incoming=True))
-        return self._exchange(messages, what)
+        return self._exchange(self._gathering(data, layout), what)
 
     def broadcast(self, data: Tensor, source: int, *, what: str) -> None:
         if self.group.rank == source:
@@ -89,14 +104,58 @@ class ProcessGroupCommunicator(Communicator):
         self._exchange(messages, what).wait()
         return result
 
+    def _gathering(self, data: Tensor, layout: Layout) -> list[Message]:
+        mine = own_slice(data, layout, self.group.rank)
+        messages = []
+        for peer in self._peers():
+            messages.append(Message(peer, mine, incoming=False))
+            messages.append(Message(peer, own_slice(data, layout, peer), incoming=True))
+        return messages
+
     def _peers(self) -> list[int]:
         """The others, nearest successor first, so that no rank is everybody's first target."""
         rank, size = self.group.rank, self.group.size
         return [(rank + step) % size for step in range(1, size)]
 
     def _exchange(
-        self, messages: list[Message], what: str, finish: Callable[[], None] | None = None
+        self,
+        messages: list[Message],
+        what: str,
+        finish: Callable[[], None] | None = None,
+        *,
+        tag: int | None = None,
     ) -> Exchange:
-        group = self.group
-        tag = tag_of(group, _TENSORS, next(self._tags))
-        return Exchange(group, group.process_group, messages, tag=tag, what=what, finish=finish)
+        group = self._group
+        place = tag_of(group, _TENSORS, next(self._tags) if tag is None else tag)
+        return Exchange(group, group.process_group, messages, tag=place, what=what, finish=finish)
+
+
+class _OneAfterTheOther:
+    """A collective of two, the second of which is issued when the first is over.
+
+    Those that were issued before are finished first: ranks may wait in different orders, and would
+    else wait for each other's second halves.
+    """
+
+    def __init__(
+        self,
+        first: Pending,
+        then: Callable[[], Pending],
+        unfinished: deque[_OneAfterTheOther],
+    ) -> None:
+        self._first = first
+        self._then: Callable[[], Pending] | None = then
+        self._unfinished = unfinished
+        unfinished.append(self)
+
+    def wait(self) -> float:
+        """As `Pending.wait`."""
+        held_up = 0.0
+        while self._then is not None:
+            held_up += self._unfinished.popleft()._finish()
+        return held_up
+
+    def _finish(self) -> float:
+        assert self._then is not None
+        then, self._then = self._then, None
+        return self._first.wait() + then().wait()

@@ -6,30 +6,30 @@ adds in rank order. See `board.py` for how ranks wait for each other.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from poplar import ops
 from poplar.comm.board import Board
 from poplar.comm.bucket import Bucket, Codec
 from poplar.comm.communicator import Communicator, Pending, own_slice
-from poplar.comm.process_group import ProcessGroupCommunicator
-from poplar.planning.layout import Layout
+from poplar.planning.layout import Layout, transfers
+
+_HEAD = 64
+"""Bytes; what comes before tensors takes a multiple, so that any dtype is aligned after it."""
 
 
 class SharedMemoryCommunicator(Communicator):
-    """Uneven reduce-scatter and all-gather by reading each other's memory.
-
-    What travels at start and on a change of plan goes through the process group.
-    """
+    """Uneven collectives by reading each other's memory."""
 
     reduction_order = "rank"
 
     def __init__(self, board: Board) -> None:
         super().__init__(board.group)
         self._board = board
-        self._rare = ProcessGroupCommunicator(board.group)
 
     def buffer(
         self, layout: Layout, dtype: torch.dtype, device: torch.device, codec: Codec | None = None
@@ -49,17 +49,38 @@ class SharedMemoryCommunicator(Communicator):
     def reduce_scatter(
         self, bucket: Bucket, out: Tensor, *, accumulate: bool, what: str
     ) -> Pending:
-        rank, size, board = self.group.rank, self.group.size, self._board
+        rank, board = self.group.rank, self._board
         own, low = bucket.layout.size(rank), bucket.layout.bounds(rank)[0]
-        collective = board.post(bucket.data)
+        collective = board.post(bucket.data, unread=bucket.layout.bounds(rank))
 
         def add() -> None:
-            if own == 0:
-                return
-            parts = [bucket.data[low : low + own]] * size
-            for peer in board.others():
-                parts[peer] = board.posted_by(peer, collective, bucket.data.dtype, low, own)
-            bucket.codec.reduce(out, parts, accumulate)
+            if own:
+                bucket.codec.reduce(out, self._parts(collective, bucket.data, low, own), accumulate)
+
+        return _Read(board, collective, what, add)
+
+    def all_reduce(self, bucket: Bucket, *, what: str) -> Pending:
+        """Whoever owns a slice adds it up and writes the sum into everybody's buffer."""
+        board, data = self._board, bucket.data
+        low, high = bucket.layout.bounds(self.group.rank)
+        is_shared = board.holds(data)
+        mine, part = (data, None) if is_shared else board.take(data.dtype, data.numel())
+        if not is_shared:
+            _copy_around(mine, data, low, high)
+        collective = board.post(mine)
+
+        def add() -> float:
+            # Nobody may read what this writes over for the sake of an earlier collective.
+            held_up = board.wait_until_over(collective - 1)
+            if low < high:
+                parts = self._parts(collective, data, low, high - low)
+                bucket.codec.reduce_each(parts, parts)
+            board.mark(collective)
+            held_up += board.wait_until_marked(collective, what)
+            if part is not None:
+                _copy_around(data, mine, low, high)
+                board.give_back(part)
+            return held_up
 
         return _Read(board, collective, what, add)
 
@@ -68,37 +89,122 @@ class SharedMemoryCommunicator(Communicator):
     ) -> Pending:
         board = self._board
         mine = own_slice(data, layout, self.group.rank)
+        read_in = board.read_in(data)
         # A copy: what is gathered may be changed as soon as this rank has all of it.
         collective = board.post(own) if own is not None else board.post_copy(mine)
 
         def place() -> None:
-            board.guard(data)
-            if own is not None:
-                mine.copy_(own)
+            board.wait_until_over(read_in)
+            if own is not None and own.data_ptr() != mine.data_ptr():
+                ops.copy_(mine, own)
             for peer in board.others():
                 count = layout.size(peer)
                 if count:
                     part = board.posted_by(peer, collective, data.dtype, 0, count)
-                    own_slice(data, layout, peer).copy_(part)
+                    ops.copy_(own_slice(data, layout, peer), part)
 
         return _Read(board, collective, what, place)
+
+    def all_to_all(
+        self, received: Tensor, mine: Tensor, arriving: Sequence[int], leaving: Sequence[int]
+    ) -> None:
+        """Each rank's next `leaving[r]` elements go to rank `r`; returns when they have arrived.
+
+        Args:
+            received: 1-D; `arriving[r]` elements from rank `r`, one after the other.
+            mine: 1-D, of the same dtype.
+            arriving: what peers say that leaves for this rank.
+            leaving: elements, by rank.
+        """
+        board, rank, step = self._board, self.group.rank, mine.element_size()
+        begins = (0, *itertools.accumulate(leaving))
+        # Where each rank's part begins is known to the sender alone, so it goes ahead.
+        head = _HEAD * -(-8 * self.group.size // _HEAD)
+        posted, shared = board.take(torch.uint8, head + mine.numel() * step)
+        posted[: 8 * self.group.size].view(torch.int64).copy_(torch.tensor(begins[:-1]))
+        ops.copy_(posted[head:].view(mine.dtype), mine)
+        collective = board.post(posted)
+        board.give_back(shared)
+
+        def place() -> None:
+            own = mine[begins[rank] : begins[rank + 1]]
+            for peer, part in enumerate(received.split(list(arriving))):
+                if peer == rank:
+                    ops.copy_(part, own)
+                elif part.numel():
+                    begin = board.posted_by(peer, collective, torch.int64, rank, 1).item()
+                    first = head + int(begin) * step
+                    sent = board.posted_by(
+                        peer, collective, torch.uint8, first, part.numel() * step
+                    )
+                    ops.copy_(part, sent.view(part.dtype))
+
+        _Read(board, collective, "all_to_all", place).wait()
+
+    def barrier(self) -> None:
+        """Return when every rank is here."""
+        board = self._board
+        _Read(board, board.post(torch.empty(0)), "barrier", lambda: None).wait()
+
+    def _parts(self, collective: int, mine: Tensor, low: int, numel: int) -> list[Tensor]:
+        """Everybody's elements from `low` on, in rank order; this rank's are `mine`."""
+        board = self._board
+        parts = [mine[low : low + numel]] * self.group.size
+        for peer in board.others():
+            parts[peer] = board.posted_by(peer, collective, mine.dtype, low, numel)
+        return parts
 
     def trim(self) -> None:
         self._board.trim()
 
     def broadcast(self, data: Tensor, source: int, *, what: str) -> None:
-        self._rare.broadcast(data, source, what=what)
+        board, flat = self._board, data.view(-1)
+        # A copy: the source may go on, and write, before everybody has read it.
+        collective = board.post_copy(flat if self.group.rank == source else flat[:0])
+
+        def take_over() -> None:
+            if self.group.rank != source:
+                ops.copy_(flat, board.posted_by(source, collective, flat.dtype, 0, flat.numel()))
+
+        _Read(board, collective, what, take_over).wait()
 
     def reshard(self, shard: Tensor, old: Layout, new: Layout, *, what: str) -> Tensor:
-        return self._rare.reshard(shard, old, new, what=what)
+        board, rank = self._board, self.group.rank
+        result = torch.empty(new.size(rank), dtype=shard.dtype, device=shard.device)
+        collective = board.post_copy(shard)
+
+        def take_over() -> None:
+            first = new.bounds(rank)[0]
+            for move in transfers(old, new):
+                if move.target != rank:
+                    continue
+                begin, count = move.start - old.bounds(move.source)[0], move.stop - move.start
+                part = (
+                    shard[begin : begin + count]
+                    if move.source == rank
+                    else board.posted_by(move.source, collective, shard.dtype, begin, count)
+                )
+                ops.copy_(result[move.start - first : move.stop - first], part)
+
+        _Read(board, collective, what, take_over).wait()
+        return result
+
+
+def _copy_around(target: Tensor, source: Tensor, low: int, high: int) -> None:
+    """Everything but `[low, high)`, which peers neither read nor write."""
+    ops.copy_(target[:low], source[:low])
+    ops.copy_(target[high:], source[high:])
 
 
 class _Read:
     """A collective that has been posted here; waiting for it reads what the peers have posted."""
 
-    def __init__(self, board: Board, collective: int, what: str, read: Callable[[], None]) -> None:
+    def __init__(
+        self, board: Board, collective: int, what: str, read: Callable[[], float | None]
+    ) -> None:
+        """`read` returns seconds for which it was held up itself, if it was."""
         self._board, self._collective, self._what = board, collective, what
-        self._read: Callable[[], None] | None = read
+        self._read: Callable[[], float | None] | None = read
         board.reads[collective] = self.wait
 
     def wait(self) -> float:
@@ -108,7 +214,7 @@ class _Read:
         held_up = self._board.wait_until_posted(self._collective, self._what)
         # Whatever was posted before is there as well: read it, so that its memory is free again.
         self._board.finish_before(self._collective)
-        self._read()
+        held_up += self._read() or 0.0
         self._read = None
         self._board.finish(self._collective)
         return held_up

@@ -10,10 +10,14 @@ namespace poplar::cpu {
 
 using torch::stable::Tensor;
 
+void copy_(Tensor target, Tensor source);
+
 void pack_(Tensor bucket, std::vector<Tensor> grads, std::vector<std::int64_t> offsets,
            double weight, bool accumulate);
 
 void rank_sum_(Tensor out, std::vector<Tensor> received, bool accumulate);
+
+void rank_sum_each_(std::vector<Tensor> outs, std::vector<Tensor> received);
 
 void unpack_(Tensor flat, std::vector<Tensor> outs, std::vector<std::int64_t> offsets);
 

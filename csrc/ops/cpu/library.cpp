@@ -4,8 +4,10 @@
 #include "kernels.h"
 
 STABLE_TORCH_LIBRARY_IMPL(poplar, CPU, library) {
+  library.impl("copy_", TORCH_BOX(&poplar::cpu::copy_));
   library.impl("pack_", TORCH_BOX(&poplar::cpu::pack_));
   library.impl("rank_sum_", TORCH_BOX(&poplar::cpu::rank_sum_));
+  library.impl("rank_sum_each_", TORCH_BOX(&poplar::cpu::rank_sum_each_));
   library.impl("unpack_", TORCH_BOX(&poplar::cpu::unpack_));
   library.impl("block_sums_of_squares", TORCH_BOX(&poplar::cpu::block_sums_of_squares));
 }

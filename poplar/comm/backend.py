@@ -1,0 +1,398 @@
+"""`cpu:poplar`, a backend of torch.distributed: shared memory between the ranks of one host.
+
+    import poplar.comm
+    torch.distributed.init_process_group("cpu:poplar")
+
+DDP, FSDP2 and DeepSpeed run on it as they are. Sums of floating tensors, gathers, broadcasts,
+all-to-alls and barriers go through shared memory; gloo carries the rest: other reductions (maximum,
+integers), reduce, gather, scatter, send and receive.
+"""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+import queue
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C import _distributed_c10d as c10d
+
+from poplar.comm.board import Board
+from poplar.comm.bucket import Bucket, Codec
+from poplar.comm.shared_memory import SharedMemoryCommunicator
+from poplar.errors import CollectiveTimeout
+from poplar.planning.layout import ALIGNMENT, Layout
+from poplar.trace import Trace
+
+NAME = "poplar"
+SEGMENT_BYTES = 1 << 38
+"""Addresses that a rank sets aside in each process group; of memory it takes what it uses."""
+
+T = TypeVar("T")
+_Work: Any = dist.Work
+_ProcessGroup: Any = dist.ProcessGroup
+"""Its type stubs show methods as users call them; torch calls them in another way."""
+_FLOATING = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, eq=False)
+class _Ranks:
+    """As `Members`; these know each other by a store, before there is a process group."""
+
+    rank: int
+    size: int
+    timeout: timedelta
+    store: Any
+    failures: list[CollectiveTimeout] = field(default_factory=list)
+    trace: Trace = field(default_factory=Trace)
+    _turns: Any = field(default_factory=itertools.count)
+
+    def exchange(self, value: T, /, *, what: str) -> list[T]:
+        """As `board.Exchange`."""
+        turn = next(self._turns)
+        self.store.set(f"poplar/{turn}/{self.rank}", pickle.dumps(value))
+        keys = [f"poplar/{turn}/{rank}" for rank in range(self.size)]
+        try:
+            self.store.wait(keys, self.timeout)
+        except dist.DistStoreError as error:
+            raise CollectiveTimeout(f"rank {self.rank}: {what} failed: {error}") from error
+        return [pickle.loads(self.store.get(key)) for key in keys]
+
+
+class PoplarProcessGroup(_ProcessGroup):  # type: ignore[misc]
+    """What `init_process_group("cpu:poplar")` and `new_group` make; users never call it.
+
+    Collectives run one after the other on a thread of their own, so they go on while the caller
+    does. The ranks meet in shared memory at the first one.
+    """
+
+    def __init__(self, ranks: _Ranks, name: str) -> None:
+        super().__init__(ranks.rank, ranks.size)
+        self._ranks, self._name = ranks, name
+        store = c10d.PrefixStore("gloo", ranks.store)
+        self._gloo: Any = c10d.ProcessGroupGloo(
+            store, ranks.rank, ranks.size, timeout=ranks.timeout
+        )
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        # The thread must not keep this group alive.
+        threading.Thread(target=_serve, args=(self._jobs, ranks), daemon=True).start()
+        weakref.finalize(self, self._jobs.put, None)
+
+    # What torch asks of a process group. Names in camel case are those of its C++ class.
+
+    def getBackendName(self) -> str:  # noqa: N802
+        return NAME
+
+    def getGroupName(self) -> str:  # noqa: N802
+        return self._name
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802
+        self._name = name
+
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
+        divisor = self._divisor(opts, tensors)
+        if divisor is None:
+            return self._gloo.allreduce(tensors, opts or c10d.AllreduceOptions())
+
+        def run(comm: SharedMemoryCommunicator) -> None:
+            for tensor in tensors:
+                _all_reduce(comm, tensor, divisor)
+
+        return self._submit("all_reduce", run, tensors)
+
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Any:
+        return self.allreduce(tensors, opts)
+
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
+        return self.all_gather_single_coalesced([output], [input], opts)
+
+    def all_gather_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+    ) -> dist.Work:
+        def run(comm: SharedMemoryCommunicator) -> None:
+            for output, mine in zip(outputs, inputs, strict=True):
+                _all_gather(comm, output, mine)
+
+        return self._submit("all_gather", run, outputs)
+
+    def allgather(
+        self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
+    ) -> dist.Work:
+        (parts,), (mine,) = outputs, inputs
+
+        def run(comm: SharedMemoryCommunicator) -> None:
+            whole = torch.empty(sum(part.numel() for part in parts), dtype=mine.dtype)
+            _all_gather(comm, whole, mine, [part.numel() for part in parts])
+            _spread(whole, parts)
+
+        return self._submit("all_gather", run, parts)
+
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
+        return self.reduce_scatter_single_coalesced([output], [input], opts)
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+    ) -> dist.Work:
+        divisor = self._scattered_divisor(opts, inputs)
+
+        def run(comm: SharedMemoryCommunicator) -> None:
+            for output, mine in zip(outputs, inputs, strict=True):
+                _reduce_scatter(comm, output, mine.reshape(-1), None, divisor)
+
+        return self._submit("reduce_scatter", run, outputs)
+
+    def reduce_scatter(
+        self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None
+    ) -> dist.Work:
+        (output,), (parts,) = outputs, inputs
+        divisor = self._scattered_divisor(opts, parts)
+
+        def run(comm: SharedMemoryCommunicator) -> None:
+            mine = torch.cat([part.reshape(-1) for part in parts])
+            _reduce_scatter(comm, output, mine, [part.numel() for part in parts], divisor)
+
+        return self._submit("reduce_scatter", run, outputs)
+
+    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
+        source = opts.rootRank if opts is not None else 0
+
+        def run(comm: SharedMemoryCommunicator) -> None:
+            for tensor in tensors:
+                flat = tensor.contiguous()
+                comm.broadcast(flat, source, what="broadcast")
+                if flat is not tensor:
+                    tensor.copy_(flat)
+
+        return self._submit("broadcast", run, tensors)
+
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_splits: list[int],
+        input_splits: list[int],
+        opts: Any = None,
+    ) -> dist.Work:
+        size = self._ranks.size
+        arriving = _elements(output, output_splits, size)
+        leaving = _elements(input, input_splits, size)
+
+        def run(comm: SharedMemoryCommunicator) -> None:
+            received = output.contiguous()
+            comm.all_to_all(received.view(-1), input.reshape(-1), arriving, leaving)
+            if received is not output:
+                output.copy_(received)
+
+        return self._submit("all_to_all", run, [output])
+
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> dist.Work:
+        arriving, leaving = ([t.numel() for t in tensors] for tensors in (outputs, inputs))
+
+        def run(comm: SharedMemoryCommunicator) -> None:
+            received = torch.empty(sum(arriving), dtype=outputs[0].dtype)
+            mine = torch.cat([tensor.reshape(-1) for tensor in inputs])
+            comm.all_to_all(received, mine, arriving, leaving)
+            _spread(received, outputs)
+
+        return self._submit("all_to_all", run, outputs)
+
+    def barrier(self, opts: Any = None) -> dist.Work:
+        return self._submit("barrier", SharedMemoryCommunicator.barrier, [])
+
+    # Until torch 2.12 they had other names; 2.13 asks for both.
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+    # gloo's.
+
+    def reduce(self, *arguments: Any) -> Any:
+        return self._gloo.reduce(*arguments)
+
+    def gather(self, *arguments: Any) -> Any:
+        return self._gloo.gather(*arguments)
+
+    def scatter(self, *arguments: Any) -> Any:
+        return self._gloo.scatter(*arguments)
+
+    def send(self, *arguments: Any) -> Any:
+        return self._gloo.send(*arguments)
+
+    def recv(self, *arguments: Any) -> Any:
+        return self._gloo.recv(*arguments)
+
+    def recv_anysource(self, *arguments: Any) -> Any:
+        return self._gloo.recv_anysource(*arguments)
+
+    def _divisor(self, opts: Any, tensors: Sequence[Tensor]) -> int | None:
+        """What a sum of floating tensors is divided by; None for any other reduction."""
+        op = opts.reduceOp if opts is not None else dist.ReduceOp.SUM
+        if any(tensor.dtype not in _FLOATING for tensor in tensors):
+            return None
+        if op == dist.ReduceOp.SUM:
+            return 1
+        return self._ranks.size if op == dist.ReduceOp.AVG else None
+
+    def _scattered_divisor(self, opts: Any, tensors: Sequence[Tensor]) -> int:
+        """As `_divisor`.
+
+        Raises:
+            ValueError: another reduction, which gloo doesn't scatter either.
+        """
+        divisor = self._divisor(opts, tensors)
+        if divisor is None:
+            dtypes = sorted({str(tensor.dtype) for tensor in tensors})
+            raise ValueError(
+                "reduce_scatter on cpu:poplar gives sums or means of float32, bfloat16 and float16 "
+                f"tensors; this is another reduction, or one of {', '.join(dtypes)}. all_reduce "
+                "takes any"
+            )
+        return divisor
+
+    def _submit(
+        self, what: str, run: Callable[[SharedMemoryCommunicator], None], results: Sequence[Tensor]
+    ) -> dist.Work:
+        for tensor in results:
+            if tensor.device.type != "cpu":
+                raise ValueError(f"{what} on cpu:poplar takes CPU tensors, got {tensor.device}")
+        job = _Job(run, list(results))
+        self._jobs.put(job)
+        return job
+
+
+class _Job(_Work):  # type: ignore[misc]
+    """A collective, and the work that torch waits for: one made of a future hides its errors."""
+
+    def __init__(
+        self, run: Callable[[SharedMemoryCommunicator], None], results: list[Tensor]
+    ) -> None:
+        super().__init__()
+        self._run, self._results = run, results
+        self._future: Any = torch.futures.Future()
+
+    def finish(self, comm: SharedMemoryCommunicator) -> None:
+        """Run it here and now; whoever waits is told how it ended."""
+        try:
+            self._run(comm)
+        except Exception as error:
+            self.fail(error)
+        else:
+            self._future.set_result(self._results)
+
+    def fail(self, error: Exception) -> None:
+        """Tell whoever waits."""
+        self._future.set_exception(error)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Return when it is over. The group's own deadline holds, whatever `timeout` says.
+
+        Raises:
+            CollectiveTimeout: names the ranks that did not take part.
+        """
+        self._future.wait()
+        return True
+
+    def is_completed(self) -> bool:
+        return bool(self._future.done())
+
+    def get_future(self) -> Any:
+        return self._future
+
+
+def _serve(jobs: queue.SimpleQueue[_Job | None], ranks: _Ranks) -> None:
+    """Run jobs until there is None; the ranks meet when the first one comes."""
+    comm: SharedMemoryCommunicator | None = None
+    trouble: Exception | None = None
+    # Results may be inference tensors, which nothing else may write to.
+    with torch.inference_mode():
+        while (job := jobs.get()) is not None:
+            if comm is None and trouble is None:
+                try:
+                    board = Board(ranks, ranks.exchange, SEGMENT_BYTES)
+                    comm = SharedMemoryCommunicator(board)
+                except Exception as error:
+                    trouble = error
+            if comm is None:
+                assert trouble is not None
+                job.fail(trouble)
+            else:
+                job.finish(comm)
+            del job  # or its tensors would stay until the next one
+
+
+def _all_reduce(comm: SharedMemoryCommunicator, tensor: Tensor, divisor: int) -> None:
+    flat = tensor.reshape(-1)  # a view where that is possible
+    step = -(-flat.numel() // (comm.group.size * ALIGNMENT)) * ALIGNMENT
+    cuts = (min(rank * step, flat.numel()) for rank in range(comm.group.size + 1))
+    bucket = Bucket(flat, Layout(tuple(cuts)), Codec(flat.dtype))
+    comm.all_reduce(bucket, what="all_reduce").wait()
+    if divisor != 1:
+        flat /= divisor
+    if flat.data_ptr() != tensor.data_ptr():
+        tensor.copy_(flat.view(tensor.shape))
+
+
+def _all_gather(
+    comm: SharedMemoryCommunicator, output: Tensor, mine: Tensor, sizes: list[int] | None = None
+) -> None:
+    sizes = sizes or [mine.numel()] * comm.group.size
+    whole = output.reshape(-1)
+    comm.all_gather(whole, _layout(sizes), what="all_gather", own=mine.reshape(-1)).wait()
+    if whole.data_ptr() != output.data_ptr():
+        output.copy_(whole.view(output.shape))
+
+
+def _reduce_scatter(
+    comm: SharedMemoryCommunicator,
+    output: Tensor,
+    mine: Tensor,
+    sizes: list[int] | None,
+    divisor: int,
+) -> None:
+    sizes = sizes or [output.numel()] * comm.group.size
+    bucket = Bucket(mine, _layout(sizes), Codec(mine.dtype))
+    in_place = output.dtype is torch.float32 and output.is_contiguous()
+    total = output.view(-1) if in_place else torch.empty(output.numel())
+    comm.reduce_scatter(bucket, total, accumulate=False, what="reduce_scatter").wait()
+    if divisor != 1:
+        total /= divisor
+    if not in_place:
+        output.copy_(total.view(output.shape))
+
+
+def _layout(sizes: Sequence[int]) -> Layout:
+    return Layout((0, *itertools.accumulate(sizes)))
+
+
+def _elements(tensor: Tensor, splits: list[int], size: int) -> list[int]:
+    """Rows for each rank, as elements; without splits they are even."""
+    if not splits:
+        return [tensor.numel() // size] * size
+    row = tensor.numel() // tensor.shape[0] if tensor.shape[0] else 0
+    return [row * split for split in splits]
+
+
+def _spread(flat: Tensor, parts: Sequence[Tensor]) -> None:
+    for part, own in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
+        part.copy_(own.view(part.shape))
+
+
+def _make(options: Any, _: object) -> PoplarProcessGroup:
+    ranks = _Ranks(options.group_rank, options.group_size, options.timeout, options.store)
+    return PoplarProcessGroup(ranks, options.group_id)
+
+
+def register() -> None:
+    """Make `cpu:poplar` known to torch.distributed; again and again does no harm."""
+    if dist.is_available() and NAME not in dist.Backend.backend_list:
+        dist.Backend.register_backend(NAME, _make, extended_api=True, devices=["cpu"])

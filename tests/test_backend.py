@@ -1,0 +1,317 @@
+"""`cpu:poplar`, a torch backend: collectives give what gloo gives, and trainers run on it."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+import ranks as harness
+import torch
+import torch.distributed as dist
+from ranks import Pool
+from torch import Tensor, nn
+
+import poplar.comm  # noqa: F401 - makes the backend known
+
+WORLD = 4
+
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def new_group(backend: str, seconds: float = 60.0) -> dist.ProcessGroup:
+    group = dist.new_group(
+        dist.get_process_group_ranks(harness.group()),
+        timeout=timedelta(seconds=seconds),
+        backend=backend,
+        use_local_synchronization=True,
+    )
+    assert group is not None
+    return group
+
+
+def values(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Eighths, so that every order of adding gives the same bits."""
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    return (torch.randint(-64, 64, shape, generator=generator) / 8).to(dtype)
+
+
+def summed(group: dist.ProcessGroup, dtype: torch.dtype, op: dist.ReduceOp) -> Tensor:
+    data = values(3, 37, dtype=dtype)
+    dist.all_reduce(data, op, group=group)
+    return data
+
+
+def summed_where_it_is_not_contiguous(group: dist.ProcessGroup) -> Tensor:
+    data = values(8, 6).t()
+    dist.all_reduce(data, group=group)
+    return data
+
+
+def gathered(group: dist.ProcessGroup, dtype: torch.dtype) -> Tensor:
+    whole = torch.empty(WORLD * 5, 3, dtype=dtype)
+    all_gather(whole, values(5, 3, dtype=dtype), group=group)
+    return whole
+
+
+def gathered_in_a_list(group: dist.ProcessGroup) -> Tensor:
+    parts = [torch.empty(7, 2) for _ in range(WORLD)]
+    dist.all_gather(parts, values(7, 2), group=group)
+    return torch.stack(parts)
+
+
+def scattered(group: dist.ProcessGroup, dtype: torch.dtype) -> Tensor:
+    own = torch.empty(5, 3, dtype=dtype)
+    reduce_scatter(own, values(WORLD * 5, 3, dtype=dtype), group=group)
+    return own
+
+
+def scattered_from_an_uneven_list(group: dist.ProcessGroup) -> Tensor:
+    own = torch.empty(dist.get_rank(group) + 1)
+    parts = list(values(WORLD * (WORLD + 1) // 2).split([rank + 1 for rank in range(WORLD)]))
+    dist.reduce_scatter(own, parts, group=group)
+    return own
+
+
+def sent_from_one(group: dist.ProcessGroup) -> Tensor:
+    data = values(3, 5).t()
+    dist.broadcast(data, 2, group=group)
+    return data
+
+
+def exchanged(group: dist.ProcessGroup) -> Tensor:
+    rank = dist.get_rank(group)
+    leaving = [(rank + peer) % 3 for peer in range(WORLD)]
+    received = torch.empty(sum(leaving), 2)
+    # What arrives from a peer is what leaves for it: (rank + peer) % 3 is symmetric.
+    dist.all_to_all_single(received, values(sum(leaving), 2), leaving, leaving, group=group)
+    return received
+
+
+def exchanged_evenly(group: dist.ProcessGroup) -> Tensor:
+    received = torch.empty(WORLD * 3, dtype=torch.int64)
+    dist.all_to_all_single(received, values(WORLD * 3).long(), group=group)
+    return received
+
+
+def objects(group: dist.ProcessGroup) -> Tensor:
+    found: list[object] = [None] * WORLD
+    dist.all_gather_object(found, {"rank": dist.get_rank(group)}, group=group)
+    return torch.tensor([entry["rank"] for entry in found])  # type: ignore[index]
+
+
+def by_gloo(group: dist.ProcessGroup) -> Tensor:
+    """What shared memory doesn't carry."""
+    rank, seen = dist.get_rank(group), []
+    data = values(4)
+    dist.reduce(data, 1, group=group)
+    seen.append(data if rank == 1 else torch.zeros(4))
+    data = torch.zeros(4)
+    if rank == 0:
+        dist.send(torch.ones(4), 3, group=group)
+    if rank == 3:
+        dist.recv(data, 0, group=group)
+    seen.append(data)
+    return torch.stack(seen)
+
+
+CALLS: dict[str, Callable[[dist.ProcessGroup], Tensor]] = {
+    function.__name__: function
+    for function in (
+        summed_where_it_is_not_contiguous,
+        gathered_in_a_list,
+        scattered_from_an_uneven_list,
+        sent_from_one,
+        exchanged,
+        exchanged_evenly,
+        objects,
+        by_gloo,
+    )
+}
+FLOATING = (torch.float32, torch.bfloat16, torch.float16)
+for dtype in FLOATING:
+    CALLS[f"sum {dtype}"] = lambda group, dtype=dtype: summed(group, dtype, dist.ReduceOp.SUM)
+    CALLS[f"scatter {dtype}"] = lambda group, dtype=dtype: scattered(group, dtype)
+for dtype in (*FLOATING, torch.int64, torch.float64):
+    CALLS[f"gather {dtype}"] = lambda group, dtype=dtype: gathered(group, dtype)
+for dtype, op in ((torch.float32, "MAX"), (torch.int64, "SUM"), (torch.float64, "SUM")):
+    CALLS[f"{op} {dtype}"] = lambda group, dtype=dtype, op=op: summed(
+        group, dtype, getattr(dist.ReduceOp, op)
+    )
+
+
+def differing() -> list[str]:
+    """Calls whose result is another than gloo's, all on one group, one after the other."""
+    ours, gloo = new_group("cpu:poplar"), new_group("gloo")
+    wrong = [name for name, call in CALLS.items() if not torch.equal(call(ours), call(gloo))]
+    dist.barrier(ours)
+    return wrong
+
+
+def test_every_collective_gives_what_gloo_gives(ranks: Pool) -> None:
+    assert ranks.run(differing) == [[]] * WORLD
+
+
+def gathered_unevenly() -> list[list[float]]:
+    """gloo has no such thing."""
+    group = new_group("cpu:poplar")
+    rank = dist.get_rank(group)
+    parts = [torch.empty(peer) for peer in range(WORLD)]
+    dist.all_gather(parts, torch.full((rank,), float(rank)), group=group)
+    return [part.tolist() for part in parts]
+
+
+def test_lists_of_different_sizes_are_gathered(ranks: Pool) -> None:
+    assert ranks.run(gathered_unevenly) == [[[], [1.0], [2.0] * 2, [3.0] * 3]] * WORLD
+
+
+def means() -> float:
+    group = new_group("cpu:poplar")
+    data = torch.full((5,), float(dist.get_rank(group)))
+    dist.all_reduce(data, dist.ReduceOp.AVG, group=group)
+    return data.mean().item()
+
+
+def test_means_come_without_a_sum_first(ranks: Pool) -> None:
+    assert ranks.run(means) == [1.5] * WORLD
+
+
+def in_flight() -> list[float]:
+    """Works are waited for late, and in another order on every rank."""
+    group = new_group("cpu:poplar")
+    rank = dist.get_rank(group)
+    tensors = [torch.full((1000,), float(number + rank)) for number in range(6)]
+    works = [dist.all_reduce(tensor, group=group, async_op=True) for tensor in tensors]
+    for number in range(6):
+        works[(number + rank) % 6].wait()
+    return [tensor.mean().item() for tensor in tensors]
+
+
+def test_works_go_on_whoever_waits_for_them(ranks: Pool) -> None:
+    assert ranks.run(in_flight) == [[4.0 * number + 6.0 for number in range(6)]] * WORLD
+
+
+def refused() -> str:
+    group = new_group("cpu:poplar")
+    try:
+        reduce_scatter(torch.empty(2), torch.ones(2 * WORLD), dist.ReduceOp.MAX, group=group)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_reductions_that_nobody_scatters_are_refused(ranks: Pool) -> None:
+    for said in ranks.run(refused):
+        assert "sums or means of float32, bfloat16 and float16" in said
+
+
+# Trainers
+
+
+def trained(kind: str, backend: str) -> list[float]:
+    """Losses of a few steps."""
+    group = new_group(backend)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 1))
+    if kind == "ddp":
+        model = nn.parallel.DistributedDataParallel(model, process_group=group)
+    else:
+        from torch.distributed.device_mesh import DeviceMesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = DeviceMesh.from_group(group, "cpu")
+        for layer in model:
+            if isinstance(layer, nn.Linear):
+                fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    generator = torch.Generator().manual_seed(dist.get_rank(group))
+    losses = []
+    for _ in range(5):
+        inputs = torch.randn(8, 16, generator=generator)
+        loss = (model(inputs) - inputs.sum(1, keepdim=True)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_trainers_have_the_losses_that_they_have_on_gloo(ranks: Pool, kind: str) -> None:
+    ours, gloo = ranks.run(trained, kind, "cpu:poplar"), ranks.run(trained, kind, "gloo")
+    for mine, theirs in zip(ours, gloo, strict=True):
+        torch.testing.assert_close(torch.tensor(mine), torch.tensor(theirs), rtol=1e-5, atol=1e-6)
+
+
+# Trouble
+
+
+IN_SHARED_MEMORY = {
+    "all_reduce": CALLS["sum torch.float32"],
+    "all_gather": CALLS["gather torch.float32"],
+    "reduce_scatter": CALLS["scatter torch.float32"],
+    "all_to_all": exchanged,
+    "broadcast": sent_from_one,
+    "barrier": lambda group: dist.barrier(group) or torch.zeros(()),
+}
+
+
+def lose_a_rank(how: int, seconds: float) -> dict[str, str]:
+    """Rank 2 goes before any of these, each on its own group; the others say whom they waited for.
+
+    The source of the broadcast is rank 2.
+    """
+    groups = {name: new_group("cpu:poplar", seconds) for name in IN_SHARED_MEMORY}
+    for group in groups.values():
+        dist.barrier(group)
+    if dist.get_rank() == 2:
+        os.kill(os.getpid(), how)
+    said = {}
+    for name, call in IN_SHARED_MEMORY.items():
+        try:
+            call(groups[name])
+        except RuntimeError as error:
+            said[name] = str(error)
+    return said
+
+
+@pytest.mark.parametrize(("how", "seconds"), [(signal.SIGKILL, 60.0), (signal.SIGSTOP, 1.5)])
+def test_a_rank_that_is_gone_or_stopped_is_named(how, seconds):
+    answers = harness.one_off(WORLD, lose_a_rank, int(how), seconds, lost=[2], timeout=50.0)
+    for rank in (0, 1, 3):
+        assert answers[rank].keys() == IN_SHARED_MEMORY.keys()
+        for name, said in answers[rank].items():
+            assert f"rank {rank}: {name} failed, waiting for rank(s) 2" in said
+
+
+def killed_in_the_middle(name: str, delay: float) -> str:
+    """Rank 2 is killed while all of them are at it, wherever that is."""
+    group = new_group("cpu:poplar")
+    dist.barrier(group)
+    if dist.get_rank() == 2:
+        threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    data, own = torch.ones(WORLD << 18), torch.empty(1 << 18)
+    calls = {
+        "all_reduce": lambda: dist.all_reduce(data, group=group),
+        "all_gather": lambda: all_gather(data, own, group=group),
+        "reduce_scatter": lambda: reduce_scatter(own, data, group=group),
+    }
+    try:
+        while True:
+            calls[name]()
+    except RuntimeError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("name", ["all_reduce", "all_gather", "reduce_scatter"])
+def test_survivors_of_a_rank_that_is_killed_in_the_middle_all_raise(name):
+    delay = 0.1 + 0.1 * random.random()
+    answers = harness.one_off(WORLD, killed_in_the_middle, name, delay, lost=[2], timeout=50.0)
+    for rank in (0, 1, 3):
+        assert "the process of rank(s) [2] has ended" in answers[rank], f"after {delay} s"

@@ -1,0 +1,156 @@
+"""Random collectives against a sum in float64, and one transport against the other, bit by bit.
+
+`POPLAR_COLLECTIVES=10000 pytest tests/test_random_collectives.py` draws as many.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import ranks as harness
+import torch
+from ranks import Pool
+from torch import Tensor
+
+from poplar.comm import Bucket, Codec, Communicator, Group, Pending, connect
+from poplar.planning.layout import Layout
+
+WORLD = 4
+TIMES = int(os.environ.get("POPLAR_COLLECTIVES", "400"))
+MOST_IN_FLIGHT = 4
+CPU = torch.device("cpu")
+EPSILON = {torch.float32: 2**-23, torch.bfloat16: 2**-8, torch.float16: 2**-10}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One collective; the same on all ranks."""
+
+    number: int
+    operation: str
+    layout: Layout
+    dtype: torch.dtype
+    weights: tuple[float, ...]
+    accumulate: bool
+    is_shared: bool
+    """Tensors lie where the transport sends from; else they are ordinary ones."""
+
+    @classmethod
+    def draw(cls, number: int, generator: random.Random) -> Case:
+        numel = 64 * generator.choice((0, 1, 3, 20, 200, 2000))
+        cuts = sorted(64 * generator.randint(0, numel // 64) for _ in range(WORLD - 1))
+        if generator.random() < 0.2:  # one rank has it all
+            cuts = [0] * generator.randint(0, WORLD - 1)
+            cuts += [numel] * (WORLD - 1 - len(cuts))
+        return cls(
+            number=number,
+            operation=generator.choice(("reduce_scatter", "all_gather", "all_reduce")),
+            layout=Layout((0, *cuts, numel)),
+            dtype=generator.choice((torch.float32, torch.bfloat16, torch.float16)),
+            weights=tuple(generator.choice((0.0, 1.0, generator.random())) for _ in range(WORLD)),
+            accumulate=generator.random() < 0.5,
+            is_shared=generator.random() < 0.5,
+        )
+
+    def values(self, rank: int) -> Tensor:
+        generator = torch.Generator().manual_seed(self.number * WORLD + rank)
+        return torch.randn(self.layout.numel, generator=generator)
+
+    def packed(self, rank: int) -> Tensor:
+        """As it travels: weighted and rounded once."""
+        weight = torch.tensor(self.weights[rank], dtype=torch.float32)
+        return (self.values(rank) * weight).to(self.dtype)
+
+    def expected(self, rank: int) -> Tensor:
+        """In float64; a gather has no arithmetic."""
+        if self.operation == "all_gather":
+            bounds = map(self.layout.bounds, range(WORLD))
+            return torch.cat(
+                [self.values(r)[slice(*b)].to(self.dtype) for r, b in enumerate(bounds)]
+            )
+        total = sum((self.packed(r).double() for r in range(WORLD)), torch.zeros(()).double())
+        if self.operation == "all_reduce":
+            return total
+        return total[slice(*self.layout.bounds(rank))] + float(self.accumulate)
+
+    def bound(self, rank: int) -> Tensor:
+        """What rounding may do: `WORLD` fp32 additions, and one rounding to what comes out."""
+        if self.operation == "all_gather":
+            return torch.zeros(())
+        size = 1.0 + sum(self.packed(r).double().abs() for r in range(WORLD))
+        out = self.dtype if self.operation == "all_reduce" else torch.float32
+        bound = size * (WORLD * EPSILON[torch.float32] + EPSILON[out])
+        low, high = self.layout.bounds(rank)
+        return bound[low:high] if self.operation == "reduce_scatter" else bound
+
+
+def issue(case: Case, comm: Communicator) -> tuple[Pending, Callable[[], Tensor]]:
+    """Start it; the second gives the result once the first is over."""
+    rank, layout, what = comm.group.rank, case.layout, f"number {case.number}"
+    low, high = layout.bounds(rank)
+    if case.operation == "all_gather":
+        mine = case.values(rank)[low:high].to(case.dtype)
+        data = torch.zeros(layout.numel, dtype=case.dtype)
+        if case.is_shared:
+            return comm.all_gather(data, layout, what=what, own=comm.share(mine)), lambda: data
+        if case.accumulate:  # in place, in what peers read
+            data = comm.buffer(layout, case.dtype, CPU).data
+            data[low:high] = mine
+            return comm.all_gather(data, layout, what=what, own=data[low:high]), lambda: data
+        data[low:high] = mine
+        return comm.all_gather(data, layout, what=what), lambda: data
+    if case.is_shared:
+        bucket = comm.buffer(layout, case.dtype, CPU, Codec(case.dtype))
+    else:
+        bucket = Bucket(torch.empty(layout.numel, dtype=case.dtype), layout, Codec(case.dtype))
+    bucket.pack([case.values(rank)], [0], case.weights[rank])
+    if case.operation == "all_reduce":
+        return comm.all_reduce(bucket, what=what), lambda: bucket.data
+    out = torch.ones(high - low)
+    pending = comm.reduce_scatter(bucket, out, accumulate=case.accumulate, what=what)
+    return pending, lambda: out
+
+
+def run(seed: int, times: int) -> list[str]:
+    """Draw, issue and wait, in another order on every rank; returns what was wrong."""
+    group = Group.of(harness.group(), None)
+    transports = connect(group, "shared_memory"), connect(group, "process_group")
+    draw, own_order = random.Random(seed), random.Random(seed + 1 + group.rank)
+    wrong: list[str] = []
+    in_flight = []
+    for number in range(times):
+        case = Case.draw(number, draw)
+        in_flight.append((case, [issue(case, comm) for comm in transports]))
+        if len(in_flight) > draw.randint(0, MOST_IN_FLIGHT - 1) or number == times - 1:
+            own_order.shuffle(in_flight)
+            for transport in range(len(transports)):
+                for _, started in in_flight:
+                    started[transport][0].wait()
+            for case, started in in_flight:
+                shared, sockets = (result() for _, result in started)
+                off = (shared.double() - case.expected(group.rank).double()).abs()
+                if (off > case.bound(group.rank)).any() or not torch.equal(shared, sockets):
+                    wrong.append(f"rank {group.rank}: {case}")
+            in_flight = []
+    return wrong
+
+
+def test_results_are_right_and_the_same_by_every_transport(ranks: Pool) -> None:
+    for wrong in ranks.run(run, 1, TIMES):
+        assert wrong == []
+
+
+def run_without_a_cache(seed: int, times: int) -> list[str]:
+    os.environ["POPLAR_MEMORY_CACHE"] = "off"
+    try:
+        return run(seed, times)
+    finally:
+        del os.environ["POPLAR_MEMORY_CACHE"]
+
+
+def test_results_are_right_where_idle_memory_goes_back_at_once(ranks: Pool) -> None:
+    for wrong in ranks.run(run_without_a_cache, 2, TIMES // 4):
+        assert wrong == []
