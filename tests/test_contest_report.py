@@ -17,7 +17,7 @@ from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
-from contest import row as row_module
+import provenance
 from contest import targets
 from contest.engine import Entrant
 from contest.outcome import Calibration, Contest, Outcome
@@ -280,11 +280,11 @@ def test_a_machine_without_git_has_results_too(monkeypatch):
         raise FileNotFoundError("git")
 
     monkeypatch.setattr(subprocess, "run", missing)
-    row_module._commit.cache_clear()
+    provenance.commit.cache_clear()
     try:
         assert row("DDP").commit == "unknown"
     finally:
-        row_module._commit.cache_clear()
+        provenance.commit.cache_clear()
 
 
 # Verdicts

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import math
-import os
-import platform
 import random
 import statistics
-import subprocess
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import date
-from functools import cache
 from pathlib import Path
+
+import provenance
 
 from contest.outcome import Contest, Outcome
 
@@ -285,9 +282,9 @@ def _row(contest: Contest, outcome: Outcome) -> Row:
         calibrated_speeds=list(contest.speeds),
         absent=outcome.absent,
         notes=list(contest.notes),
-        device=f"{_processor()}, {os.cpu_count()} cores",
-        versions=_versions(),
-        commit=_commit(),
+        device=provenance.device(),
+        versions=provenance.versions("torch", "deepspeed"),
+        commit=provenance.commit(),
         day=date.today().isoformat(),
     )
 
@@ -366,37 +363,3 @@ def _quantile(values: Sequence[float], fifth: int) -> float | None:
     if len(values) < 2:
         return values[0] if values else None
     return statistics.quantiles(values, n=5)[fifth]
-
-
-@cache
-def _versions() -> str:
-    names = ("torch", "deepspeed")
-    said = []
-    for name in names:
-        try:
-            said.append(f"{name} {importlib.metadata.version(name)}")
-        except importlib.metadata.PackageNotFoundError:
-            said.append(f"no {name}")
-    return f"{', '.join(said)}, python {platform.python_version()}"
-
-
-@cache
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.machine()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
-
-
-@cache
-def _commit() -> str:
-    command = ["git", "describe", "--always", "--dirty"]
-    try:
-        found = subprocess.run(
-            command, capture_output=True, text=True, cwd=Path(__file__).parent, check=False
-        )
-    except OSError:  # no git; the figures are no worse for it
-        return "unknown"
-    return found.stdout.strip() or "unknown"

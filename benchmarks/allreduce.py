@@ -1,0 +1,184 @@
+"""Collectives: Poplar's transports against gloo, MPI and DeepSpeed, turn by turn in one run.
+
+It starts its own ranks on this host, by `mpirun` where MPI takes part; under `torchrun` the ranks
+that are there are used. Every result is checked before it is timed. The headline rows take ordinary
+tensors and give ordinary tensors; rows called zero-copy use buffers that lie where peers read them.
+
+    pip install mpi4py && make peers                       # MPI and DeepSpeed, once
+    python benchmarks/allreduce.py --quick                 # a look, in two minutes
+    python benchmarks/allreduce.py --output rows.jsonl --plot allreduce.png
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+import torch
+import torch.distributed as dist
+from collectives import mpi_provider
+from collectives.case import DTYPES, OPERATIONS
+from collectives.measure import PROVIDERS, Request, measure, shares_of
+from collectives.row import Row, read_rows, write_rows
+from collectives.table import tables_of, verdicts_table
+from collectives.targets import HEADLINE, verdicts
+from launch import LaunchError, run_ranks
+from rich.console import Console
+
+SIZES = ("4KiB", "64KiB", "1MiB", "16MiB", "64MiB", "256MiB")
+SHARES = ("70/10/10/10", "50/50/0/0", "90/10")
+UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "B": 1}
+
+
+def main() -> None:
+    """Run after run, each with its own ranks; rows are written as soon as there are any."""
+    options = parse_options()
+    os.environ["OMP_NUM_THREADS"] = "1"  # a rank is one thread, whoever carries
+    if options.rendezvous or "RANK" in os.environ:
+        work(options)
+        return
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for ranks in options.ranks:
+            output = Path(folder, f"{ranks}.jsonl")
+            start(options, ranks, folder, output)
+            fresh = read_rows(output)
+            rows += fresh
+            if options.output:
+                write_rows(options.output, fresh)
+    show(options, rows)
+
+
+def start(options: argparse.Namespace, ranks: int, folder: str, output: Path) -> None:
+    """Run `work` in so many processes; their rows go to `output`."""
+    if "mpi" in options.providers and not mpi_provider.why_absent():
+        again = [sys.executable, __file__, *sys.argv[1:], "--output", str(output)]
+        command = [*mpi_provider.command(ranks), *again, "--rendezvous", f"{folder}/{ranks}"]
+        done = subprocess.run(command, check=False)
+        if done.returncode:
+            raise SystemExit(f"mpirun ended with exit code {done.returncode}: see above")
+        return
+    options = argparse.Namespace(**{**vars(options), "output": output})
+    try:
+        run_ranks(work, ranks, options)
+    except LaunchError as failure:
+        raise SystemExit(str(failure)) from None
+
+
+def work(options: argparse.Namespace) -> None:
+    """What one rank does: started by `mpirun`, by `torchrun`, or by `start` itself."""
+    torch.set_num_threads(1)
+    if options.rendezvous:
+        from mpi4py import MPI
+
+        world = MPI.COMM_WORLD
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{options.rendezvous}",
+            rank=world.rank,
+            world_size=world.size,
+        )
+    elif not dist.is_initialized():
+        dist.init_process_group("gloo")
+    first, began = dist.get_rank() == 0, time.perf_counter()
+
+    def tell(text: str) -> None:
+        if first and options.verbose:
+            print(f"  {time.perf_counter() - began:6.1f} s  {text}", flush=True)
+
+    rows = measure(request_of(options), tell)
+    if first and options.output:
+        write_rows(options.output, rows)
+    if first and not options.rendezvous and "RANK" in os.environ:
+        show(options, rows)
+    dist.barrier()
+
+
+def show(options: argparse.Namespace, rows: Sequence[Row]) -> None:
+    """Tables, thresholds, and the picture that was asked for."""
+    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+    for table in tables_of(rows):
+        console.print(table)
+    judged = list(verdicts(rows))
+    if judged:
+        console.print(verdicts_table(judged))
+    if options.plot:
+        from collectives.plot import draw
+
+        draw(rows, options.plot)
+        console.print(f"{options.plot} shows it")
+
+
+def request_of(options: argparse.Namespace) -> Request:
+    """What the command line says."""
+    quick = options.quick
+    return Request(
+        providers=tuple(options.providers),
+        operations=tuple(options.operations),
+        sizes=tuple(options.sizes or map(bytes_of, ("4KiB", "64MiB") if quick else SIZES)),
+        dtypes=tuple(options.dtypes or (("fp32",) if quick else DTYPES)),
+        shares=tuple(shares_of(text) for text in options.shares),
+        headline=HEADLINE,
+        rounds=options.rounds or (5 if quick else 11),
+    )
+
+
+def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    several = {"nargs": "+"}
+    parser.add_argument("--ranks", type=int, **several, help="runs of so many (default: 2 4)")
+    parser.add_argument("--operations", choices=OPERATIONS, **several, help="(default: all)")
+    parser.add_argument("--providers", choices=PROVIDERS, **several, help="(default: all)")
+    parser.add_argument(
+        "--sizes", type=bytes_of, metavar="SIZE", **several, help=f"(default: {' '.join(SIZES)})"
+    )
+    parser.add_argument("--dtypes", choices=DTYPES, **several, help="(default: all)")
+    parser.add_argument(
+        "--shares",
+        metavar="P/P/...",
+        nargs="*",
+        default=SHARES,
+        help=f"percentages per rank, beside even ones (default: {' '.join(SHARES)})",
+    )
+    parser.add_argument("--rounds", type=int, help="of turns (default: 11, quick: 5)")
+    parser.add_argument("--quick", action="store_true", help="few sizes and rounds: a look")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="append one JSON row each")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw time against size")
+    parser.add_argument("--verbose", action="store_true", help="tell what is going on")
+    parser.add_argument("--rendezvous", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    options.ranks = options.ranks or [2, 4]
+    options.operations = options.operations or OPERATIONS
+    options.providers = options.providers or PROVIDERS
+    if min(options.ranks) < 2:
+        parser.error(f"--ranks must be at least 2, got {min(options.ranks)}")
+    if options.rounds is not None and options.rounds < 1:
+        parser.error(f"--rounds must be at least 1, got {options.rounds}")
+    try:
+        for text in options.shares:
+            shares_of(text)
+    except ValueError as error:
+        parser.error(f"--{error}")
+    return options
+
+
+def bytes_of(text: str) -> int:
+    """`64MiB` as a number."""
+    unit = next((unit for unit in UNITS if text.endswith(unit)), "")
+    number = text.removesuffix(unit)
+    if not number.isdecimal() or int(number) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r}: a size as 4KiB, 64MiB or 1GiB")
+    return int(number) * UNITS.get(unit, 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""What is asked of everybody: one collective, of one size and dtype, over certain shares."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from poplar.planning.layout import ALIGNMENT, Layout
+
+OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+TOLERANCES = {torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-9}
+"""Relative; values are whole numbers of eighths, so fp32 has no more than its own rounding."""
+SAMPLES = 4096
+"""Elements of a result that are looked at, the ends among them."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One collective over `nbytes` (of the whole buffer) in `dtype`, cut by `shares`."""
+
+    operation: str
+    nbytes: int
+    dtype: str
+    shares: tuple[float, ...]
+
+    @property
+    def ranks(self) -> int:
+        return len(self.shares)
+
+    @property
+    def is_even(self) -> bool:
+        return len(set(self.shares)) == 1
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype]
+
+    @cached_property
+    def layout(self) -> Layout:
+        """Who owns what. Even shares are equal to the element, so that everybody can do them."""
+        step = ALIGNMENT * self.ranks
+        numel = -(-self.nbytes // self.torch_dtype.itemsize // step) * step
+        return Layout.from_shares(numel, self.shares)
+
+    @property
+    def least_bytes(self) -> int:
+        """Read and written, if every input and result lies where all ranks can reach it.
+
+        A reduction reads all inputs and writes each sum once, or to every rank; a gather copies to
+        each rank what it doesn't have.
+        """
+        whole = self.layout.numel * self.torch_dtype.itemsize
+        copies = {
+            "all_reduce": 2 * self.ranks,
+            "reduce_scatter": self.ranks + 1,
+            "all_gather": 2 * (self.ranks - 1),
+        }
+        return copies[self.operation] * whole
+
+    def input_of(self, rank: int) -> Tensor:
+        """What this rank brings: the whole buffer to reduce, or its own slice to gather."""
+        low, high = self.layout.bounds(rank)
+        if self.operation != "all_gather":
+            (
+                low,
+                high,
+            ) = 0, self.layout.numel
+        return _values(torch.arange(low, high), rank).to(self.torch_dtype)
+
+    def check(self, result: Tensor, rank: int) -> None:
+        """Hold a sample of a rank's result against the sum in float64.
+
+        Raises:
+            ValueError: it is wrong; says where.
+        """
+        low, high = self.layout.bounds(rank)
+        if self.operation != "reduce_scatter":
+            low, high = 0, self.layout.numel
+        if result.numel() != high - low:
+            raise ValueError(f"{self}: rank {rank} has {result.numel()} elements, not {high - low}")
+        if high == low:
+            return
+        places = torch.randint(low, high, (SAMPLES,), generator=torch.Generator().manual_seed(rank))
+        places[:2] = torch.tensor([low, high - 1])
+        expected = self._expected(places)
+        found = result[places - low].double()
+        wrong = (found - expected).abs() > TOLERANCES[self.torch_dtype] * expected.abs().clamp(1.0)
+        if wrong.any():
+            place = int(wrong.nonzero()[0])
+            raise ValueError(
+                f"{self}: rank {rank} has {found[place].item()} at {int(places[place])}, "
+                f"not {expected[place].item()}"
+            )
+
+    def _expected(self, places: Tensor) -> Tensor:
+        if self.operation != "all_gather":
+            return sum((_values(places, rank) for rank in range(self.ranks)), torch.zeros(()))
+        expected = torch.empty(places.numel(), dtype=torch.float64)
+        for rank in range(self.ranks):
+            low, high = self.layout.bounds(rank)
+            own = (places >= low) & (places < high)
+            expected[own] = _values(places[own], rank)
+        return expected
+
+    def __str__(self) -> str:
+        shares = "even" if self.is_even else "/".join(f"{100 * s:g}" for s in self.shares)
+        return f"{self.operation} {size_of(self.nbytes)} {self.dtype} {self.ranks} ranks {shares}"
+
+
+def cases(
+    ranks: int,
+    operations: Sequence[str],
+    sizes: Sequence[int],
+    dtypes: Sequence[str],
+    shares: Sequence[tuple[float, ...]],
+    headline: int,
+) -> Iterator[Case]:
+    """Every size with even shares of the first dtype; other shares and dtypes at one size."""
+    even = (1 / ranks,) * ranks
+    for operation in operations:
+        for size in sizes:
+            yield Case(operation, size, dtypes[0], even)
+        for cut in shares:
+            if len(cut) == ranks and operation != "all_reduce":
+                yield Case(operation, headline, dtypes[0], cut)
+        for dtype in dtypes[1:]:
+            yield Case(operation, headline, dtype, even)
+
+
+def size_of(nbytes: float) -> str:
+    """`64 MiB`."""
+    for unit in ("B", "KiB", "MiB"):
+        if nbytes < 1024:
+            return f"{nbytes:g} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:g} GiB"
+
+
+def _values(places: Tensor, rank: int) -> Tensor:
+    """Eighths between -16 and 16: every dtype holds them exactly."""
+    return ((places * 7 + rank * 13) % 255 - 127).double() / 8

@@ -1,0 +1,66 @@
+"""MPI by mpi4py, where it and `mpirun` are installed: the yardstick of shared memory on a host."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from collectives.case import Case
+from collectives.provider import Prepared, Provider
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+
+def why_absent() -> str:
+    """Why MPI can't take part; empty if it can."""
+    if importlib.util.find_spec("mpi4py") is None:
+        return "mpi4py is not installed (pip install mpi4py, beside an MPI with its headers)"
+    if shutil.which("mpirun") is None:
+        return "there is no mpirun (on Debian: apt install openmpi-bin)"
+    return ""
+
+
+def command(ranks: int) -> list[str]:
+    """What starts so many ranks of a program on this host; more of them than cores if need be."""
+    start = ["mpirun", "-n", str(ranks), "--oversubscribe", "--bind-to", "none"]
+    return [*start, "--allow-run-as-root"] if os.geteuid() == 0 else start
+
+
+class Mpi(Provider):
+    """The collectives of MPI: with counts per rank where shares differ."""
+
+    transport = "mpi"
+
+    def __init__(self, rank: int) -> None:
+        from mpi4py import MPI
+
+        self.name = " ".join(MPI.Get_library_version().split(",")[0].split()[:3]).removesuffix(" v")
+        self._world: MPI.Intracomm = MPI.COMM_WORLD
+        self._rank = rank
+
+    def prepare(self, case: Case, mine: Tensor) -> Prepared | None:
+        if case.dtype != "fp32":
+            return None
+        counts = [case.layout.size(rank) for rank in range(case.ranks)]
+        world, send = self._world, mine.numpy()
+        if case.operation == "all_reduce":
+            whole = torch.empty_like(mine)
+            target = whole.numpy()
+            return Prepared(lambda: world.Allreduce(send, target), lambda: whole)
+        if case.operation == "reduce_scatter":
+            out = torch.empty(counts[self._rank])
+            own = out.numpy()
+            if case.is_even:
+                return Prepared(lambda: world.Reduce_scatter_block(send, own), lambda: out)
+            return Prepared(lambda: world.Reduce_scatter(send, own, counts), lambda: out)
+        gathered = torch.empty(case.layout.numel)
+        target = gathered.numpy()
+        if case.is_even:
+            return Prepared(lambda: world.Allgather(send, target), lambda: gathered)
+        return Prepared(lambda: world.Allgatherv(send, (target, counts)), lambda: gathered)

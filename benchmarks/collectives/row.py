@@ -1,0 +1,119 @@
+"""One line of `--output`: what one provider made of one case. The dataclass is the schema."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import date
+from pathlib import Path
+
+import provenance
+
+from collectives.case import Case
+from collectives.provider import Provider
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """Seconds are of one collective on the slowest rank; quantiles are over rounds."""
+
+    benchmark: str
+    """`allreduce`: other benchmarks may write to the same file."""
+    operation: str
+    """`all_reduce`, `reduce_scatter` or `all_gather`."""
+    provider: str
+    """As tables show it."""
+    transport: str
+    zero_copy: bool
+    """Inputs and results lie where peers read them; else they are the caller's own tensors."""
+    ranks: int
+    bytes: int
+    """Of the whole buffer."""
+    dtype: str
+    shares: list[float]
+    p20_seconds: float
+    p50_seconds: float
+    p80_seconds: float
+    ratio_to_gloo: float | None
+    """How much faster than gloo's own collective at the median."""
+    ratio_to_floor: float
+    """Median over rounds: seconds over those in which the bytes that have to move were copied."""
+    rounds: int
+    copy_bandwidth: float
+    """Bytes read and written per second when all ranks copy at once; median of the same rounds."""
+    device: str
+    versions: str
+    commit: str
+    day: str
+    """YYYY-MM-DD."""
+
+    @property
+    def case(self) -> Case:
+        """What was asked."""
+        return Case(self.operation, self.bytes, self.dtype, tuple(self.shares))
+
+
+def rows_of(
+    case: Case,
+    seconds: Mapping[Provider, Sequence[float]],
+    speeds: Sequence[float],
+) -> list[Row]:
+    """One per provider. gloo's own is the one that is called so.
+
+    Args:
+        case: what was asked.
+        seconds: of each round, by provider.
+        speeds: bytes copied per second in each round.
+    """
+    gloo = next((s for provider, s in seconds.items() if provider.name == "gloo"), None)
+    floors = [case.least_bytes / speed for speed in speeds]
+    rows = []
+    for provider, own in seconds.items():
+        p20, p50, p80 = _quantiles(own)
+        rows.append(
+            Row(
+                benchmark="allreduce",
+                operation=case.operation,
+                provider=provider.name,
+                transport=provider.transport,
+                zero_copy=provider.zero_copy,
+                ranks=case.ranks,
+                bytes=case.nbytes,
+                dtype=case.dtype,
+                shares=list(case.shares),
+                p20_seconds=p20,
+                p50_seconds=p50,
+                p80_seconds=p80,
+                ratio_to_gloo=None if gloo is None else statistics.median(gloo) / p50,
+                ratio_to_floor=statistics.median(s / f for s, f in zip(own, floors, strict=True)),
+                rounds=len(own),
+                copy_bandwidth=statistics.median(speeds),
+                device=provenance.device(),
+                versions=provenance.versions("torch", "mpi4py", "deepspeed"),
+                commit=provenance.commit(),
+                day=date.today().isoformat(),
+            )
+        )
+    return rows
+
+
+def write_rows(path: Path, rows: Iterable[Row]) -> None:
+    """Append, one JSON object per line."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as output:
+        output.writelines(json.dumps(asdict(row)) + "\n" for row in rows)
+
+
+def read_rows(path: Path) -> list[Row]:
+    """What `write_rows` wrote; lines of other benchmarks are passed over."""
+    found = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
+    return [Row(**values) for values in found if values.get("benchmark") == "allreduce"]
+
+
+def _quantiles(values: Sequence[float]) -> tuple[float, float, float]:
+    if len(values) < 2:
+        return (values[0],) * 3
+    fifths = statistics.quantiles(values, n=5)
+    return fifths[0], statistics.median(values), fifths[3]

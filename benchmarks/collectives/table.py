@@ -1,0 +1,61 @@
+"""Rows as tables for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.box import SIMPLE_HEAD
+from rich.markup import escape
+from rich.table import Table
+
+from collectives.case import size_of
+from collectives.row import Row
+from collectives.targets import Verdict
+
+HEADINGS = ("shares", "dtype", "size", "provider", "ms", "p20–p80", "over gloo", "over floor")
+
+
+def tables_of(rows: Sequence[Row]) -> list[Table]:
+    """One for each operation and number of ranks."""
+    return [
+        _table([row for row in rows if (row.operation, row.ranks) == kind])
+        for kind in dict.fromkeys((row.operation, row.ranks) for row in rows)
+    ]
+
+
+def verdicts_table(verdicts: Sequence[Verdict]) -> Table:
+    """What was wanted, and what came."""
+    table = Table("case", "what", "value", "wanted", "", title="thresholds", box=SIMPLE_HEAD)
+    for verdict in verdicts:
+        mark = "" if verdict.met else "short"
+        table.add_row(str(verdict.case), verdict.what, verdict.value_text, verdict.wanted, mark)
+    return table
+
+
+def milliseconds(seconds: float) -> str:
+    """Three digits that count."""
+    return f"{1e3 * seconds:.3g}"
+
+
+def _table(rows: Sequence[Row]) -> Table:
+    first = rows[0]
+    slowest, fastest = (f(row.copy_bandwidth for row in rows) / 1e9 for f in (min, max))
+    title = (
+        f"{first.operation}, {first.ranks} ranks; all ranks together copy {slowest:.0f} to "
+        f"{fastest:.0f} GB/s, read and written"
+    )
+    table = Table(*HEADINGS, title=title, title_justify="left", box=SIMPLE_HEAD)
+    for row, below in zip(rows, [*rows[1:], None], strict=True):
+        case = row.case
+        table.add_row(
+            "even" if case.is_even else "/".join(f"{100 * share:g}" for share in case.shares),
+            row.dtype,
+            size_of(row.bytes),
+            escape(row.provider),
+            milliseconds(row.p50_seconds),
+            f"{milliseconds(row.p20_seconds)}–{milliseconds(row.p80_seconds)}",
+            "–" if row.ratio_to_gloo is None else f"{row.ratio_to_gloo:.2f}",
+            f"{row.ratio_to_floor:.2f}",
+            end_section=below is not None and below.case != case,
+        )
+    return table

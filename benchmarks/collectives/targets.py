@@ -1,0 +1,111 @@
+"""What Poplar's transports are to reach, and whether rows say that they did."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from collectives.case import Case
+from collectives.row import Row
+
+HEADLINE, LEAST = 64 << 20, 4 << 10
+"""Bytes."""
+ORDINARY, ZERO_COPY = "poplar shared_memory", "poplar shared_memory, zero-copy"
+GLOO, ALL_TO_ALL, MPI, FLOOR = "gloo", "gloo all-to-all + sum", "Open MPI", "the floor"
+WANTED = {
+    "reduce_scatter": {
+        ORDINARY: {GLOO: 5.0, ALL_TO_ALL: 2.0, MPI: 3.0},
+        ZERO_COPY: {GLOO: 10.0, ALL_TO_ALL: 4.0, MPI: 5.0, FLOOR: 1.3},
+    },
+    "all_gather": {
+        ORDINARY: {GLOO: 6.0, MPI: 0.75},
+        ZERO_COPY: {MPI: 1.2, FLOOR: 1.4},
+    },
+    "all_reduce": {ORDINARY: {GLOO: 2.0, MPI: 1.2}, ZERO_COPY: {GLOO: 5.0}},
+}
+"""At `HEADLINE` bytes: how often faster than somebody; of the floor, how often its time at most."""
+SMALL_OVER_GLOO = 5.0
+SKEWED_OVER_EVEN = 1.15
+SKEWED = (0.7, 0.1, 0.1, 0.1)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One threshold."""
+
+    case: Case
+    what: str
+    value: float
+    threshold: float
+    at_most: bool
+    """Smaller is better."""
+
+    @property
+    def met(self) -> bool:
+        return self.value <= self.threshold if self.at_most else self.value >= self.threshold
+
+    @property
+    def value_text(self) -> str:
+        return f"{self.value:.2f}"
+
+    @property
+    def wanted(self) -> str:
+        return f"{'<=' if self.at_most else '>='} {self.threshold:g}"
+
+
+def verdicts(rows: Sequence[Row]) -> Iterator[Verdict]:
+    """Of everything in `rows` that has a threshold."""
+    by_case: dict[Case, list[Row]] = {}
+    for row in rows:
+        by_case.setdefault(row.case, []).append(row)
+    for case, own in by_case.items():
+        found = {row.provider: row for row in own}
+        if case.dtype != "fp32":
+            continue
+        if case.nbytes == LEAST and case.is_even:
+            yield from _small(case, found)
+        if case.nbytes == HEADLINE and case.is_even:
+            yield from _headline(case, found)
+        if case.shares == SKEWED:
+            even = by_case.get(Case(case.operation, case.nbytes, "fp32", (0.25,) * 4), [])
+            yield from _skewed(case, found, {row.provider: row for row in even})
+
+
+def _headline(case: Case, found: dict[str, Row]) -> Iterator[Verdict]:
+    for ours, wanted in WANTED[case.operation].items():
+        row = found.get(ours)
+        for name, threshold in wanted.items():
+            if row is None:
+                continue
+            if name == FLOOR:
+                yield Verdict(case, f"{ours} over {name}", row.ratio_to_floor, threshold, True)
+                continue
+            other = _of(
+                found, lambda provider, name=name: provider == name or _is_mpi(provider, name)
+            )
+            if other is not None:
+                ratio = other.p50_seconds / row.p50_seconds
+                yield Verdict(case, f"{ours} faster than {name}", ratio, threshold, False)
+
+
+def _small(case: Case, found: dict[str, Row]) -> Iterator[Verdict]:
+    for ours in (ORDINARY, ZERO_COPY):
+        row = found.get(ours)
+        if row is not None and row.ratio_to_gloo is not None:
+            what = f"{ours} faster than gloo"
+            yield Verdict(case, what, row.ratio_to_gloo, SMALL_OVER_GLOO, False)
+
+
+def _skewed(case: Case, found: dict[str, Row], even: dict[str, Row]) -> Iterator[Verdict]:
+    for ours in (ORDINARY, ZERO_COPY):
+        if ours in found and ours in even:
+            ratio = found[ours].p50_seconds / even[ours].p50_seconds
+            yield Verdict(case, f"{ours}, time over even's", ratio, SKEWED_OVER_EVEN, True)
+
+
+def _of(found: dict[str, Row], wanted: Callable[[str], bool]) -> Row | None:
+    return next((row for provider, row in found.items() if wanted(provider)), None)
+
+
+def _is_mpi(provider: str, name: str) -> bool:
+    return name == MPI and provider.startswith(MPI)  # its version is part of the name
