@@ -29,6 +29,7 @@ __all__ = [
     "native_cuda",
     "pack_",
     "rank_sum_",
+    "rank_sum_claimed_",
     "rank_sum_each_",
     "unpack_",
 ]
@@ -46,6 +47,7 @@ _library.define(
 )
 _library.define("rank_sum_(Tensor(a!) out, Tensor[] received, bool accumulate=False) -> ()")
 _library.define("rank_sum_each_(Tensor(a!)[] outs, Tensor[] received) -> ()")
+_library.define("rank_sum_claimed_(Tensor(a!)[] outs, Tensor[] received, Tensor(b!) claims) -> ()")
 _library.define("unpack_(Tensor flat, Tensor(a!)[] outs, int[] offsets) -> ()")
 _library.define("block_sums_of_squares(Tensor flat) -> Tensor")
 
@@ -125,6 +127,26 @@ def rank_sum_each_(outs: Sequence[Tensor], received: Sequence[Tensor]) -> None:
     with torch.no_grad():
         torch.ops.poplar.rank_sum_each_(outs, received)
     _written(*outs)
+
+
+def rank_sum_claimed_(outs: Sequence[Tensor], received: Sequence[Tensor], claims: Tensor) -> None:
+    """As `rank_sum_each_`, a chunk at a time, of those that nobody else has claimed.
+
+    Several processes that call it with the same shared memory share the work; each returns when
+    there is nothing left to claim, and others may then still be at theirs.
+
+    Args:
+        outs: as in `rank_sum_each_`, in shared memory.
+        received: as in `rank_sum_each_`.
+        claims: `_core.CLAIMS_BYTES` of uint8, zeros before the first: see `csrc/include/poplar/
+            claims.h`. Plain PyTorch claims without care for others.
+
+    Raises:
+        RuntimeError: as `rank_sum_each_`, or claims of another size.
+    """
+    with torch.no_grad():
+        torch.ops.poplar.rank_sum_claimed_(outs, received, claims)
+    _written(*outs, claims)
 
 
 def unpack_(flat: Tensor, outs: Sequence[Tensor], offsets: Sequence[int]) -> None:
@@ -280,6 +302,22 @@ def _plain_rank_sum_each_(outs: list[Tensor], received: list[Tensor]) -> None:
             out.copy_(total)
 
 
+@torch.no_grad()
+def _plain_rank_sum_claimed_(outs: list[Tensor], received: list[Tensor], claims: Tensor) -> None:
+    _check_shape(claims, "rank_sum_claimed_: claims")
+    _check(
+        claims.element_size() == 1 and claims.numel() == _core.CLAIMS_BYTES,
+        f"rank_sum_claimed_: claims must hold {_core.CLAIMS_BYTES} bytes",
+    )
+    counters = claims.view(torch.int32)  # claimed, nothing, done, sleepers
+    first = int(counters[0]) * _core.CHUNK
+    rest = [out[first:] for out in outs]
+    _plain_rank_sum_each_(rest, [part[first:] for part in received])
+    chunks = -(-rest[0].numel() // _core.CHUNK) if rest else 0
+    counters[0] += chunks
+    counters[2] += chunks
+
+
 def _total(received: Sequence[Tensor]) -> Tensor:
     total = received[0].to(torch.float32, copy=True)
     for part in received[1:]:
@@ -328,6 +366,7 @@ _PLAIN: dict[str, Callable[..., Tensor | None]] = {
     "copy_": _plain_copy_,
     "pack_": _plain_pack_,
     "rank_sum_": _plain_rank_sum_,
+    "rank_sum_claimed_": _plain_rank_sum_claimed_,
     "rank_sum_each_": _plain_rank_sum_each_,
     "unpack_": _plain_unpack_,
     "block_sums_of_squares": _plain_block_sums_of_squares,
@@ -357,6 +396,10 @@ def _fake_rank_sum_each_(outs: list[Tensor], received: list[Tensor]) -> None:
     return None
 
 
+def _fake_rank_sum_claimed_(outs: list[Tensor], received: list[Tensor], claims: Tensor) -> None:
+    return None
+
+
 def _fake_unpack_(flat: Tensor, outs: list[Tensor], offsets: list[int]) -> None:
     return None
 
@@ -369,6 +412,7 @@ _FAKE: dict[str, Callable[..., Tensor | None]] = {
     "copy_": _fake_copy_,
     "pack_": _fake_pack_,
     "rank_sum_": _fake_rank_sum_,
+    "rank_sum_claimed_": _fake_rank_sum_claimed_,
     "rank_sum_each_": _fake_rank_sum_each_,
     "unpack_": _fake_unpack_,
     "block_sums_of_squares": _fake_block_sums_of_squares,

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from poplar import ops
+from poplar import _core, ops
 
 ROOT = Path(__file__).resolve().parents[1]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -27,6 +27,7 @@ PLAIN = {
     "copy_": ops._plain_copy_,
     "pack_": ops._plain_pack_,
     "rank_sum_": ops._plain_rank_sum_,
+    "rank_sum_claimed_": ops._plain_rank_sum_claimed_,
     "rank_sum_each_": ops._plain_rank_sum_each_,
     "unpack_": ops._plain_unpack_,
     "block_sums_of_squares": ops._plain_block_sums_of_squares,
@@ -221,6 +222,26 @@ def test_a_sum_for_everybody_may_end_in_all_of_its_parts(device):
         assert_same_bits(part, expected)
 
 
+@pytest.mark.parametrize("numel", [0, 5, _core.CHUNK, 3 * _core.CHUNK + 5])
+@pytest.mark.parametrize("plain", [False, True])
+def test_what_others_have_claimed_is_left_to_them(device, numel, plain):
+    draw = Draw(1, device)
+    received = list(draw.values(3 * numel, torch.float32).view(3, numel).unbind())
+    expected, out = torch.empty(numel, device=device), torch.zeros(numel, device=device)
+    ops.rank_sum_(expected, received)
+    claims = torch.zeros(_core.CLAIMS_BYTES, dtype=torch.uint8, device=device)
+    claims.view(torch.int32)[0] = 1
+    claimed = PLAIN["rank_sum_claimed_"] if plain else ops.rank_sum_claimed_
+    claimed([out], received, claims)
+    assert not out[: _core.CHUNK].any()
+    assert_same_bits(out[_core.CHUNK :], expected[_core.CHUNK :])
+    chunks = -(-numel // _core.CHUNK)
+    assert claims.view(torch.int32)[2] == max(chunks - 1, 0), "done by this call"
+    before = out.clone()
+    claimed([out], received, claims)
+    assert_same_bits(out, before)
+
+
 @pytest.mark.parametrize("numel", [0, 1, 15, 64, 1025, STREAMED + 13])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8])
 @pytest.mark.parametrize("shift", [0, 1])
@@ -350,6 +371,7 @@ def test_block_sums_follow_the_halving_tree_and_ignore_where_shards_are_cut(devi
         ("rank_sum_each_", lambda f: ([f(4)], []), "at least one rank's part, got none"),
         ("rank_sum_each_", lambda f: ([f(4), f(4).half()], [f(4)]), "outs must have one dtype"),
         ("rank_sum_each_", lambda f: ([f(4).int()], [f(4)]), "must be float32, bfloat16 or"),
+        ("rank_sum_claimed_", lambda f: ([f(4)], [f(4)], f(4).byte()), "claims must hold 16 bytes"),
         ("copy_", lambda f: (f(4), f(5)), "target has 4 elements, source 5"),
         ("copy_", lambda f: (f(4), f(4).half()), "must have one dtype"),
         ("copy_", lambda f: (f(4), f(8)[::2]), "source must be 1-D and contiguous"),
@@ -378,6 +400,10 @@ def test_bad_arguments_get_the_same_error_from_everyone(device, name, arguments,
         ("pack_", lambda f: (f(200).half(), [f(8).bfloat16()], [64], 0.3, True)),
         ("rank_sum_", lambda f: (f(64), list(f(4, 64).bfloat16().unbind()), True)),
         ("rank_sum_each_", lambda f: ([f(64).half(), f(64).half()], list(f(4, 64).unbind()))),
+        (
+            "rank_sum_claimed_",
+            lambda f: ([f(64)], list(f(4, 64).unbind()), torch.zeros(16, dtype=torch.uint8)),
+        ),
         ("copy_", lambda f: (f(64), f(64))),
         ("unpack_", lambda f: (f(200), [f(8, 3), f(0), f(5).half()], [2, 30, 64])),
         ("block_sums_of_squares", lambda f: (f(100),)),

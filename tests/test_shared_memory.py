@@ -28,38 +28,63 @@ WORLD = 4
 CPU = torch.device("cpu")
 
 
-# Counters
+# Boards
 
 
-def test_a_counter_wakes_who_waits_for_it():
-    memory = mmap.mmap(-1, mmap.PAGESIZE)
-    raiser = threading.Timer(0.05, _core.raise_counter, (memory, 64, 3))
-    raiser.start()
-    assert _core.wait_for_counter(memory, 64, 3, 30.0)
-    assert _core.read_counter(memory, 64) == 3
-    raiser.join()
+def boards(size: int = 2) -> list[_core.Board]:
+    """Of ranks that live in one process."""
+    memories = [mmap.mmap(-1, _core.BOARD_BYTES) for _ in range(size)]
+    return [_core.Board(memories, rank) for rank in range(size)]
 
 
-def test_a_wait_ends_without_an_answer():
-    memory = mmap.mmap(-1, mmap.PAGESIZE)
-    assert not _core.wait_for_counter(memory, 0, 1, 0.01)
-    assert not _core.wait_for_counter(memory, 0, 1, -1.0)
+def test_a_wait_is_over_as_soon_as_all_others_have_posted():
+    one, other = boards()
+    poster = threading.Timer(0.05, other.post, (64, 8, False))
+    poster.start()
+    assert one.late(_core.Event.POSTED, 0, 30.0) == []
+    assert one.part_of(1, 0) == (64, 8, False)
+    poster.join()
 
 
-def test_counters_go_on_after_the_largest_number():
-    memory = mmap.mmap(-1, mmap.PAGESIZE)
-    _core.raise_counter(memory, 0, 2**32 - 1)
-    assert _core.wait_for_counter(memory, 0, 2**32 - 2, 0.0)
-    assert not _core.wait_for_counter(memory, 0, 1, 0.0)
-    _core.raise_counter(memory, 0, 2)
-    assert _core.wait_for_counter(memory, 0, 2**32 - 1, 0.0)
+def test_a_wait_ends_without_an_answer_and_says_whose():
+    first, second, _ = boards(3)
+    second.post(0, 0, False)
+    assert first.late(_core.Event.POSTED, 0, 0.01) == [2]
+    assert first.late(_core.Event.POSTED, 1, -1.0) == [1, 2]
 
 
-@pytest.mark.parametrize("offset", [-4, 2, mmap.PAGESIZE, mmap.PAGESIZE - 2])
-def test_a_counter_outside_the_memory_is_refused(offset):
-    memory = mmap.mmap(-1, mmap.PAGESIZE)
-    with pytest.raises(ValueError, match="a multiple of 4 inside"):
-        _core.read_counter(memory, offset)
+def test_marks_are_of_one_collective():
+    one, other = boards()
+    for _ in range(_core.PLACES + 2):
+        other.post(0, 0, False)
+    other.mark(1)
+    assert one.late(_core.Event.MARKED, 1, 0.0) == []
+    assert one.late(_core.Event.MARKED, _core.PLACES + 1, 0.0) == [1]
+    other.mark(_core.PLACES + 1)
+    assert one.late(_core.Event.MARKED, _core.PLACES + 1, 0.0) == []
+
+
+def test_a_collective_is_over_when_all_before_it_are():
+    one, other = boards()
+    other.finish(1)
+    assert not one.is_over(1)
+    other.finish(0)
+    assert one.is_over(1)
+    assert not one.is_over(2)
+
+
+@pytest.mark.parametrize("nbytes", [mmap.PAGESIZE, 2 * mmap.PAGESIZE])
+def test_memory_without_room_for_a_board_is_refused(nbytes):
+    with pytest.raises(ValueError, match="a board needs"):
+        _core.Board([mmap.mmap(-1, nbytes)], 0)
+
+
+def test_a_rank_that_there_is_not_is_refused():
+    (board,) = boards(1)
+    with pytest.raises(ValueError, match="rank 2 of 1"):
+        _core.Board([mmap.mmap(-1, _core.BOARD_BYTES)], 2)
+    with pytest.raises(ValueError, match="no place of rank 1"):
+        board.part_of(1, 0)
 
 
 # Memory
@@ -176,6 +201,58 @@ def parts_taken_by_a_gather(shared: bool) -> int:
 @pytest.mark.parametrize(("shared", "copies"), [(True, 0), (False, 1)])
 def test_what_is_shared_is_gathered_without_a_copy(ranks: Pool, shared: bool, copies: int) -> None:
     assert ranks.run(parts_taken_by_a_gather, shared) == [copies] * WORLD
+
+
+def done_before_its_owner_comes() -> bool:
+    """Rank 0 owns all of a bucket and takes its time; returns whether the others did its work."""
+    group = Group.of(harness.group(), None)
+    comm, _ = both(group)
+    numel = 64 * _core.CHUNK // 16
+    layout = Layout((0, *[numel] * WORLD))
+    bucket = comm.buffer(layout, torch.float32, CPU)
+    bucket.pack([torch.full((numel,), float(group.rank))], [0], 1.0)
+    out = bucket.data[slice(*layout.bounds(group.rank))]
+    pending = comm.reduce_scatter(bucket, out, accumulate=False, what="a sum")
+    if group.rank == 0:
+        chunks = numel // _core.CHUNK
+        done = comm._board._counters.wait_for_chunks(0, 0, chunks, 30.0)
+    else:
+        pending.wait()
+        done = True
+    torch.distributed.barrier(group.process_group)
+    pending.wait()
+    return done and bool((out == 6.0).all())
+
+
+def test_whoever_has_time_helps_with_the_largest_slice(ranks: Pool) -> None:
+    assert ranks.run(done_before_its_owner_comes) == [True] * WORLD
+
+
+def killed_while_it_helps() -> str:
+    """Rank 2 claims a chunk of rank 0's slice, and is never heard of again."""
+    group = Group.of(harness.group(), timedelta(seconds=60))
+    comm, _ = both(group)
+    numel = 4 * _core.CHUNK
+    layout = Layout((0, *[numel] * WORLD))
+    bucket = comm.buffer(layout, torch.float32, CPU)
+    out = bucket.data[slice(*layout.bounds(group.rank))]
+    pending = comm.reduce_scatter(bucket, out, accumulate=False, what="a sum")
+    if group.rank == 2:
+        comm._board.wait_until_posted(0, "a sum")
+        comm._board.claims(0, 0).view(torch.int32)[0] += 1
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0.5)
+    try:
+        pending.wait()
+    except CollectiveTimeout as error:
+        return str(error)
+    return ""
+
+
+def test_a_rank_that_is_gone_with_what_it_claimed_is_named():
+    answers = harness.one_off(WORLD, killed_while_it_helps, lost=[2], timeout=50.0)
+    assert "a sum failed, waiting for rank(s) 2" in answers[0]
+    assert "the process of rank(s) [2] has ended" in answers[0]
 
 
 def parts_kept_after_a_gather(setting: str) -> list[bool]:

@@ -1,73 +1,157 @@
-// poplar._core: the Python face of partition.h and counter.h. Free of torch, so it builds and is
+// poplar._core: the Python face of partition.h and board.h. Free of torch, so it builds and is
 // tested anywhere.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <cstddef>
 #include <stdexcept>
+#include <string>
+#include <vector>
 
-#include "counter.h"
+#include "board.h"
 #include "partition.h"
 
 namespace py = pybind11;
 
 namespace {
 
-// The counter at a place of a writable buffer (an mmap, say), which the caller keeps alive.
-std::uint32_t* counter_at(const py::buffer_info& memory, std::int64_t offset) {
-  const std::int64_t bytes = memory.size * memory.itemsize;
-  if (offset < 0 || offset % 4 != 0 || offset + 4 > bytes) {
-    throw std::invalid_argument("a counter at byte " + std::to_string(offset) + " of " +
-                                std::to_string(bytes) + ": give a multiple of 4 inside");
+// A board, and the memory of all ranks (mmaps, say), which it keeps.
+class BoardOfBuffers {
+ public:
+  BoardOfBuffers(const std::vector<py::buffer>& memories, int rank)
+      : memories_(memories), board_(addresses(memories, rank), rank) {}
+
+  poplar::Board& board() { return board_; }
+
+  const poplar::Place& place_of(int rank, std::int64_t collective) {
+    if (rank < 0 || rank >= static_cast<int>(memories_.size()) || collective < 0) {
+      throw std::invalid_argument("no place of rank " + std::to_string(rank) + " for collective " +
+                                  std::to_string(collective));
+    }
+    return board_.place_of(rank, collective);
   }
-  return reinterpret_cast<std::uint32_t*>(static_cast<char*>(memory.ptr) + offset);
+
+ private:
+  static std::vector<void*> addresses(const std::vector<py::buffer>& memories, int rank) {
+    if (rank < 0 || rank >= static_cast<int>(memories.size())) {
+      throw std::invalid_argument("rank " + std::to_string(rank) + " of " +
+                                  std::to_string(memories.size()));
+    }
+    std::vector<void*> addresses;
+    for (const py::buffer& memory : memories) {
+      const py::buffer_info info = memory.request(true);
+      const auto bytes = static_cast<std::size_t>(info.size * info.itemsize);
+      if (bytes < sizeof(poplar::Page) ||
+          reinterpret_cast<std::uintptr_t>(info.ptr) % alignof(poplar::Page) != 0) {
+        throw std::invalid_argument("a board needs " + std::to_string(sizeof(poplar::Page)) +
+                                    " bytes at a multiple of 64, got " + std::to_string(bytes));
+      }
+      addresses.push_back(info.ptr);
+    }
+    return addresses;
+  }
+
+  std::vector<py::buffer> memories_;
+  poplar::Board board_;
+};
+
+void define_board(py::module_& module) {
+  py::enum_<poplar::Event>(module, "Event", "What ranks do with a collective.")
+      .value("POSTED", poplar::Event::kPosted)
+      .value("MARKED", poplar::Event::kMarked)
+      .value("FINISHED", poplar::Event::kFinished);
+
+  module.attr("BOARD_BYTES") = sizeof(poplar::Page);
+  module.attr("PLACES") = poplar::kPlaces;
+  module.attr("CHUNK") = poplar::kChunk;
+
+  py::class_<BoardOfBuffers>(module, "Board",
+                             R"(Where ranks of one host say what they offer and how far they are.
+
+A board per rank, at the start of its shared memory. All ranks post the same collectives in the same
+order, which are numbered from 0. Not for several threads at once.)")
+      .def(py::init<const std::vector<py::buffer>&, int>(), py::arg("memories"), py::arg("rank"),
+           R"(Args:
+    memories: of each rank, in rank order: writable buffers (mmaps, say) of which the first
+        `BOARD_BYTES` are used, all zeros before the first rank begins. They are kept.
+    rank: this one.
+
+Raises:
+    ValueError: a buffer that is too small or not aligned.)")
+      .def_property_readonly(
+          "posted", [](BoardOfBuffers& self) { return self.board().posted(); },
+          "Collectives that this rank has posted: the number of the next one.")
+      .def(
+          "post",
+          [](BoardOfBuffers& self, std::int64_t begin, std::int64_t nbytes, bool is_open) {
+            return self.board().post(begin, nbytes, is_open);
+          },
+          py::arg("begin"), py::arg("nbytes"), py::arg("is_open"),
+          R"(Offer what lies at byte `begin` of this rank's memory; returns the collective's number.
+
+All ranks must have finished the collective `PLACES` before. What was written into shared memory
+before is seen by whoever has waited for it. `is_open`: others may work on this rank's slice.)")
+      .def(
+          "part_of",
+          [](BoardOfBuffers& self, int rank, std::int64_t collective) {
+            const poplar::Place& place = self.place_of(rank, collective);
+            return py::make_tuple(place.begin, place.nbytes, place.is_open != 0);
+          },
+          py::arg("rank"), py::arg("collective"),
+          "`(begin, nbytes, is_open)` of what a rank has posted.")
+      .def(
+          "mark",
+          [](BoardOfBuffers& self, std::int64_t collective) { self.board().mark(collective); },
+          py::arg("collective"), "This rank has written into others' parts what it had to.")
+      .def(
+          "finish",
+          [](BoardOfBuffers& self, std::int64_t collective) { self.board().finish(collective); },
+          py::arg("collective"),
+          "This rank reads nothing any more of what others posted. In any order.")
+      .def(
+          "is_over",
+          [](BoardOfBuffers& self, std::int64_t collective) {
+            return self.board().is_over(collective);
+          },
+          py::arg("collective"), "Whether all others have finished it.")
+      .def(
+          "late",
+          [](BoardOfBuffers& self, poplar::Event event, std::int64_t collective, double seconds) {
+            const py::gil_scoped_release others_may_run;
+            return self.board().late(event, collective, seconds);
+          },
+          py::arg("event"), py::arg("collective"), py::arg("seconds"),
+          R"(The other ranks that have not come so far after so many seconds, ascending.
+
+At once, and empty, when all have; sleeps meanwhile.)")
+      .def(
+          "claims_at",
+          [](BoardOfBuffers&, std::int64_t collective) {
+            return offsetof(poplar::Page, places) + offsetof(poplar::Place, claims) +
+                   sizeof(poplar::Place) * (collective % poplar::kPlaces);
+          },
+          py::arg("collective"),
+          "Where in a rank's memory the claims on its slice lie: `CLAIMS_BYTES` from this byte.")
+      .def(
+          "wait_for_chunks",
+          [](BoardOfBuffers& self, int rank, std::int64_t collective, std::uint32_t chunks,
+             double seconds) {
+            self.place_of(rank, collective);
+            const py::gil_scoped_release others_may_run;
+            poplar::Counter& done = self.board().place_of(rank, collective).claims.done;
+            return poplar::wait_for(done, chunks, seconds);
+          },
+          py::arg("rank"), py::arg("collective"), py::arg("chunks"), py::arg("seconds"),
+          "Whether so many chunks of a rank's slice are done after so many seconds.");
+  module.attr("CLAIMS_BYTES") = sizeof(poplar::Claims);
 }
 
 }  // namespace
 
 PYBIND11_MODULE(_core, module) {
-  module.doc() = "Partition arithmetic of flat buffers, and counters in shared memory.";
+  module.doc() = "Partition arithmetic of flat buffers, and boards in shared memory.";
 
-  module.def(
-      "raise_counter",
-      [](const py::buffer& memory, std::int64_t offset, std::uint32_t value) {
-        const py::buffer_info info = memory.request(true);
-        poplar::raise(counter_at(info, offset), value);
-      },
-      py::arg("memory"), py::arg("offset"), py::arg("value"),
-      R"(Set a counter in shared memory and wake all processes that wait for it.
-
-What was written into shared memory before is seen by whoever has waited for the new value.)");
-
-  module.def(
-      "read_counter",
-      [](const py::buffer& memory, std::int64_t offset) {
-        const py::buffer_info info = memory.request(true);
-        return poplar::load(counter_at(info, offset));
-      },
-      py::arg("memory"), py::arg("offset"), "What a counter in shared memory is at.");
-
-  module.def(
-      "wait_for_counter",
-      [](const py::buffer& memory, std::int64_t offset, std::uint32_t value, double seconds) {
-        const py::buffer_info info = memory.request(true);
-        const std::uint32_t* counter = counter_at(info, offset);
-        const py::gil_scoped_release others_may_run;
-        return poplar::wait_for(counter, value, seconds);
-      },
-      py::arg("memory"), py::arg("offset"), py::arg("value"), py::arg("seconds"),
-      R"(Sleep until a counter in shared memory has reached `value`.
-
-Args:
-    memory: a writable buffer, an mmap say; kept until the call returns.
-    offset: of the counter in it, in bytes; a multiple of 4.
-    value: counters wrap around at 2**32, so it may be at most 2**31 away.
-    seconds: how long to wait at most.
-
-Returns:
-    Whether it has.
-
-Raises:
-    ValueError: an offset outside of the memory.)");
+  define_board(module);
 
   module.def("shard_boundaries", &poplar::shard_boundaries, py::arg("numel"), py::arg("shares"),
              py::arg("alignment"), R"(Cut a flat buffer into one contiguous, aligned slice per rank.

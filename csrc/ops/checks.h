@@ -156,6 +156,12 @@ inline void check_rank_sum_each(const std::vector<Tensor>& outs,
   }
 }
 
+inline void check_claims(const Tensor& claims, std::size_t bytes) {
+  check_flat(claims, "rank_sum_claimed_: claims");
+  check(claims.element_size() == 1 && claims.numel() == static_cast<std::int64_t>(bytes),
+        "rank_sum_claimed_: claims must hold ", bytes, " bytes");
+}
+
 inline void check_copy(const Tensor& target, const Tensor& source) {
   check_flat(target, "copy_: target");
   check_flat(source, "copy_: source");

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import platform
-import struct
 import time
 import weakref
 from collections.abc import Callable
@@ -28,19 +27,10 @@ from poplar.errors import CollectiveTimeout
 
 T = TypeVar("T")
 
-_POSTED, _FINISHED, _RING = 0, 64, 128
-"""Places on a board, the first page of a segment: collectives posted, collectives finished, and
-where what was posted begins."""
-_PLACE = struct.Struct("<qqIxxxx")
-"""Of a posted part: where it begins, its bytes, and a counter that marks what the rank has written
-into others' parts."""
-_MARK = 16
-"""Where in a place the mark is: the collective's number, and one more once it is set."""
-_PLACES = (PAGE - _RING) // _PLACE.size
-"""Collectives in flight at most."""
+_FIRST = -(-_core.BOARD_BYTES // PAGE) * PAGE
+"""Where the memory to share begins, after the board."""
 _SLICE_SECONDS = 0.1
 """After so long in one wait it is asked whether the peer's process is still there."""
-_WRAP = 1 << 32
 _SHIFT = 17 * 64
 """Bytes by which each rank's memory begins later in its page than that of the rank before it. Equal
 places in all parts are read together; at equal places of a page they would drive each other out of
@@ -78,15 +68,13 @@ class Board:
         """
         self.group = group
         self._own, self._peers = _meet(group.rank, exchange, nbytes)
+        memories = [self._peers.get(rank, self._own).memory for rank in range(group.size)]
+        self._counters = _core.Board(memories, group.rank)
         self._shift = group.rank * _SHIFT
-        self._posted = 0
-        self._finished = 0
-        self._ahead: set[int] = set()
-        """Finished, though an earlier one is not yet."""
         self.reads: dict[int, Callable[[], object]] = {}
         """What finishes each collective that this rank has posted and not finished."""
         is_over = weakref.WeakMethod(self._is_over)  # a cycle would keep memory until a collection
-        self._pool = Pool(PAGE, nbytes, lambda collective: _called(is_over, collective))
+        self._pool = Pool(_FIRST, nbytes, lambda collective: _called(is_over, collective))
         self._process = os.getpid()
         self._keeps_memory = os.environ.get(_CACHE_SETTING) != "off"
 
@@ -129,17 +117,18 @@ class Board:
 
     def _holder_of(self, data: Tensor) -> Shared | None:
         offset = data.data_ptr() - self._own.address
-        inside = data.numel() and PAGE <= offset < self._own.nbytes
+        inside = data.numel() and _FIRST <= offset < self._own.nbytes
         return self._pool.holder_of(offset) if inside else None
 
     # Collectives.
 
-    def post(self, data: Tensor, unread: tuple[int, int] = (0, 0)) -> int:
+    def post(self, data: Tensor, unread: tuple[int, int] = (0, 0), *, is_open: bool = False) -> int:
         """Offer `data` (copied unless it is shared already); returns the collective's number.
 
         Args:
             data: what peers may read until they have finished.
             unread: elements that no peer reads, and that are not copied therefore.
+            is_open: peers may help with this rank's slice: see `claims`.
 
         Raises:
             CollectiveTimeout: an earlier one came to no end.
@@ -147,7 +136,7 @@ class Board:
         part = self._holder_of(data)
         if part is None and data.numel():
             return self.post_copy(data, unread)
-        return self._offer(data, part)
+        return self._offer(data, part, is_open)
 
     def post_copy(self, data: Tensor, unread: tuple[int, int] = (0, 0)) -> int:
         """As `post`, but `data` may be written again at once."""
@@ -158,18 +147,15 @@ class Board:
         self.give_back(part)
         return collective
 
-    def _offer(self, data: Tensor, part: Shared | None) -> int:
+    def _offer(self, data: Tensor, part: Shared | None, is_open: bool = False) -> int:
         self._refuse_after_a_failure()
-        collective = self._posted
-        self.wait_until_over(collective - _PLACES)
-        place, nbytes = 0, data.numel() * data.element_size()
+        collective = self._counters.posted
+        self.wait_until_over(collective - _core.PLACES)
+        begin = 0
         if part is not None:
             part.read_in = collective
-            place = data.data_ptr() - self._own.address
-        _PLACE.pack_into(self._own.memory, _place_of(collective), place, nbytes, collective % _WRAP)
-        self._posted = collective + 1
-        _core.raise_counter(self._own.memory, _POSTED, self._posted % _WRAP)
-        return collective
+            begin = data.data_ptr() - self._own.address
+        return self._counters.post(begin, data.numel() * data.element_size(), is_open)
 
     def wait_until_posted(self, collective: int, what: str) -> float:
         """Return when every rank has posted its part, with the seconds that it took.
@@ -177,10 +163,7 @@ class Board:
         Raises:
             CollectiveTimeout: names the ranks that have not by the deadline, or that are gone.
         """
-        began = time.perf_counter()
-        self._wait(_POSTED, collective + 1, what)
-        self.group.trace.add("wait", what, began)
-        return time.perf_counter() - began
+        return self._traced(_core.Event.POSTED, collective, what)
 
     def posted_by(
         self, peer: int, collective: int, dtype: torch.dtype, first: int, numel: int
@@ -190,8 +173,7 @@ class Board:
         Raises:
             RuntimeError: it has posted less: ranks are not at the same collective.
         """
-        memory = self._peers[peer].memory
-        begin, nbytes, _ = _PLACE.unpack_from(memory, _place_of(collective))
+        begin, nbytes, _ = self._counters.part_of(peer, collective)
         end = (first + numel) * dtype.itemsize
         if end > nbytes:
             raise RuntimeError(
@@ -199,12 +181,37 @@ class Board:
                 f"{nbytes}: the two are at different collectives. All ranks must make the same "
                 "calls in the same order"
             )
-        return view(memory, dtype, begin + first * dtype.itemsize, numel)
+        return view(self._peers[peer].memory, dtype, begin + first * dtype.itemsize, numel)
+
+    def open_to_help(self, collective: int) -> list[int]:
+        """The peers whose slice others may work on."""
+        return [peer for peer in self.others() if self._counters.part_of(peer, collective)[2]]
+
+    def claims(self, rank: int, collective: int) -> Tensor:
+        """Of the work on a rank's slice, as `ops.rank_sum_claimed_` takes them."""
+        memory = self._own.memory if rank == self.group.rank else self._peers[rank].memory
+        return view(memory, torch.uint8, self._counters.claims_at(collective), _core.CLAIMS_BYTES)
+
+    def wait_until_done(self, collective: int, numel: int, what: str) -> float:
+        """Return when all `numel` elements of this rank's slice are done, by whomever.
+
+        Returns the seconds that it took.
+
+        Raises:
+            CollectiveTimeout: as `wait_until_posted`; those that have not finished may be at it.
+        """
+        rank, chunks = self.group.rank, -(-numel // _core.CHUNK)
+
+        def late(seconds: float) -> list[int]:
+            if self._counters.wait_for_chunks(rank, collective, chunks, seconds):
+                return []
+            return self._counters.late(_core.Event.FINISHED, collective, 0.0)
+
+        return self._wait_while(late, what)
 
     def mark(self, collective: int) -> None:
         """This rank has written into peers' parts what it had to."""
-        value = (collective + 1) % _WRAP
-        _core.raise_counter(self._own.memory, _place_of(collective) + _MARK, value)
+        self._counters.mark(collective)
 
     def wait_until_marked(self, collective: int, what: str) -> float:
         """Return when all ranks have, with the seconds that it took.
@@ -212,19 +219,12 @@ class Board:
         Raises:
             CollectiveTimeout: as `wait_until_posted`.
         """
-        began = time.perf_counter()
-        self._wait(_place_of(collective) + _MARK, collective + 1, what)
-        self.group.trace.add("wait", what, began)
-        return time.perf_counter() - began
+        return self._traced(_core.Event.MARKED, collective, what)
 
     def finish(self, collective: int) -> None:
         """This rank reads nothing any more of what peers posted for `collective`."""
         self.reads.pop(collective, None)
-        self._ahead.add(collective)
-        while self._finished in self._ahead:
-            self._ahead.remove(self._finished)
-            self._finished += 1
-        _core.raise_counter(self._own.memory, _FINISHED, self._finished % _WRAP)
+        self._counters.finish(collective)
         self.trim()
 
     def trim(self) -> None:
@@ -245,11 +245,7 @@ class Board:
         return [(rank + step) % size for step in range(1, size)]
 
     def _is_over(self, collective: int) -> bool:
-        for peer in self.others():
-            finished = _core.read_counter(self._peers[peer].memory, _FINISHED)
-            if (finished - collective - 1) % _WRAP >= _WRAP // 2:
-                return False
-        return True
+        return self._counters.is_over(collective)
 
     def wait_until_over(self, collective: int | None) -> float:
         """Return when every rank has finished it, this one included; at once if there is none.
@@ -260,9 +256,7 @@ class Board:
         if collective is None or collective < 0:
             return 0.0
         self.finish_before(collective + 1)
-        began = time.perf_counter()
-        self._wait(_FINISHED, collective + 1, "the end of an earlier collective")
-        return time.perf_counter() - began
+        return self._wait(_core.Event.FINISHED, collective, "the end of an earlier collective")
 
     def _refuse_after_a_failure(self) -> None:
         if self.group.failures:
@@ -272,28 +266,39 @@ class Board:
                 f"again from a checkpoint. It was: {self.group.failures[0]}"
             )
 
-    def _wait(self, counter: int, value: int, what: str) -> None:
+    def _traced(self, event: _core.Event, collective: int, what: str) -> float:
+        """As `_wait`; for what every rank waits for, so that all traces show the same."""
+        began = time.perf_counter()
+        held_up = self._wait(event, collective, what)
+        self.group.trace.add("wait", what, began)
+        return held_up
+
+    def _wait(self, event: _core.Event, collective: int, what: str) -> float:
+        return self._wait_while(
+            lambda seconds: self._counters.late(event, collective, seconds), what
+        )
+
+    def _wait_while(self, late: Callable[[float], list[int]], what: str) -> float:
+        """Wait until nobody is late; returns the seconds that it took.
+
+        Args:
+            late: waits for so many seconds at most, and returns who was not there in time.
+            what: names the collective in errors.
+        """
         self._refuse_after_a_failure()
+        began = time.perf_counter()
         deadline = time.monotonic() + self.group.timeout.total_seconds()
-        for peer in self.others():
-            while not self._has_reached(peer, counter, value, _SLICE_SECONDS):
-                if not self._peers[peer].has_ended() and time.monotonic() < deadline:
-                    continue
-                late = [p for p in self.others() if not self._has_reached(p, counter, value, 0.0)]
-                if late:
-                    gone = sorted(p for p in late if self._peers[p].has_ended())
-                    cause = f"the process of rank(s) {gone} has ended" if gone else "no answer"
-                    failure = collective_timeout(self.group, what, sorted(late), cause)
-                    self.group.failures.append(failure)
-                    self.reads.clear()
-                    raise failure
-
-    def _has_reached(self, peer: int, counter: int, value: int, seconds: float) -> bool:
-        return _core.wait_for_counter(self._peers[peer].memory, counter, value % _WRAP, seconds)
-
-
-def _place_of(collective: int) -> int:
-    return _RING + collective % _PLACES * _PLACE.size
+        while missing := late(_SLICE_SECONDS):
+            gone = [peer for peer in missing if self._peers[peer].has_ended()]
+            # Asked once more: it may have come so far just before its end.
+            if (gone or time.monotonic() > deadline) and (missing := late(0.0)):
+                gone = [peer for peer in missing if peer in gone]
+                cause = f"the process of rank(s) {gone} has ended" if gone else "no answer"
+                failure = collective_timeout(self.group, what, missing, cause)
+                self.group.failures.append(failure)
+                self.reads.clear()
+                raise failure
+        return time.perf_counter() - began
 
 
 def _meet(me: int, exchange: Exchange, nbytes: int) -> tuple[Segment, dict[int, Peer]]:

@@ -36,6 +36,11 @@ class Codec:
     def reduce(self, out: Tensor, received: Sequence[Tensor], accumulate: bool) -> None:
         ops.rank_sum_(out, received, accumulate)
 
+    def reduce_claimed(
+        self, outs: Sequence[Tensor], received: Sequence[Tensor], claims: Tensor
+    ) -> None:
+        ops.rank_sum_claimed_(outs, received, claims)
+
     def reduce_each(self, outs: Sequence[Tensor], received: Sequence[Tensor]) -> None:
         ops.rank_sum_each_(outs, received)
 

@@ -12,12 +12,14 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from poplar import ops
+from poplar import _core, ops
 from poplar.comm.board import Board
 from poplar.comm.bucket import Bucket, Codec
 from poplar.comm.communicator import Communicator, Pending, own_slice
 from poplar.planning.layout import Layout, transfers
 
+_LEAST_TO_SHARE = 2 * _core.CHUNK
+"""Elements of a slice on which more than one rank may work."""
 _HEAD = 64
 """Bytes; what comes before tensors takes a multiple, so that any dtype is aligned after it."""
 
@@ -51,13 +53,34 @@ class SharedMemoryCommunicator(Communicator):
     ) -> Pending:
         rank, board = self.group.rank, self._board
         own, low = bucket.layout.size(rank), bucket.layout.bounds(rank)[0]
-        collective = board.post(bucket.data, unread=bucket.layout.bounds(rank))
+        # Others may write the sum of this rank's slice only where they can reach it.
+        in_place = not accumulate and out.data_ptr() == bucket.data.data_ptr() + (
+            low * bucket.data.element_size()
+        )
+        is_open = in_place and own >= _LEAST_TO_SHARE and ops.native and board.holds(out)
+        collective = board.post(bucket.data, unread=bucket.layout.bounds(rank), is_open=is_open)
 
-        def add() -> None:
-            if own:
+        def add() -> float:
+            held_up = 0.0
+            if is_open:
+                self._help(rank, collective, bucket)
+            elif own:
                 bucket.codec.reduce(out, self._parts(collective, bucket.data, low, own), accumulate)
+            if ops.native:
+                for peer in board.open_to_help(collective):
+                    self._help(peer, collective, bucket)
+            if is_open:
+                held_up = board.wait_until_done(collective, own, what)
+            return held_up
 
         return _Read(board, collective, what, add)
+
+    def _help(self, rank: int, collective: int, bucket: Bucket) -> None:
+        """Add up what nobody has claimed yet of a rank's slice, into its own buffer."""
+        low, high = bucket.layout.bounds(rank)
+        parts = self._parts(collective, bucket.data, low, high - low)
+        claims = self._board.claims(rank, collective)
+        bucket.codec.reduce_claimed([parts[rank]], parts, claims)
 
     def all_reduce(self, bucket: Bucket, *, what: str) -> Pending:
         """Whoever owns a slice adds it up and writes the sum into everybody's buffer."""

@@ -19,6 +19,8 @@ void rank_sum_(Tensor out, std::vector<Tensor> received, bool accumulate);
 
 void rank_sum_each_(std::vector<Tensor> outs, std::vector<Tensor> received);
 
+void rank_sum_claimed_(std::vector<Tensor> outs, std::vector<Tensor> received, Tensor claims);
+
 void unpack_(Tensor flat, std::vector<Tensor> outs, std::vector<std::int64_t> offsets);
 
 Tensor block_sums_of_squares(Tensor flat);

@@ -6,6 +6,7 @@
 #include "../checks.h"
 #include "kernels.h"
 #include "parallel.h"
+#include "poplar/claims.h"
 #include "stream.h"
 
 namespace poplar::cpu {
@@ -115,8 +116,23 @@ void sum(const Targets<Out>& targets, const std::vector<const Received*>& parts,
   });
 }
 
+// As `sum`, but other processes may do part of it: see poplar/claims.h.
+template <typename Received, typename Out>
+void sum_claimed(const Targets<Out>& targets, const std::vector<const Received*>& parts,
+                 std::int64_t numel, Claims& claims) {
+  parallel(chunks_of(numel), 1, [&](std::int64_t first, std::int64_t last) {
+    const auto add = [&](std::int64_t begin, std::int64_t end) {
+      sum_range(targets, parts, begin, end);
+      end_streaming();
+    };
+    for (std::int64_t i = first; i < last && work_on_next(claims, numel, add); ++i) {
+    }
+  });
+}
+
 template <typename Out>
-void sum_into(std::vector<Tensor>& outs, const std::vector<Tensor>& received, bool accumulate) {
+void sum_into(std::vector<Tensor>& outs, const std::vector<Tensor>& received, bool accumulate,
+              Claims* claims) {
   Targets<Out> targets{{}, accumulate, !accumulate};
   const std::int64_t bytes = outs[0].numel() * static_cast<std::int64_t>(sizeof(Out));
   for (Tensor& out : outs) {
@@ -133,7 +149,21 @@ void sum_into(std::vector<Tensor>& outs, const std::vector<Tensor>& received, bo
     for (const Tensor& part : received) {
       parts.push_back(static_cast<const Received*>(part.const_data_ptr()));
     }
-    sum(targets, parts, outs[0].numel());
+    if (claims == nullptr) {
+      sum(targets, parts, outs[0].numel());
+    } else {
+      sum_claimed(targets, parts, outs[0].numel(), *claims);
+    }
+  });
+}
+
+void sum_for_each(std::vector<Tensor>& outs, const std::vector<Tensor>& received, Claims* claims) {
+  if (outs.empty()) {
+    return;
+  }
+  check_rank_sum_each(outs, received);
+  with_type(dtype_of(outs[0], "rank_sum_each_: outs"), [&](auto* type) {
+    sum_into<std::remove_pointer_t<decltype(type)>>(outs, received, false, claims);
   });
 }
 
@@ -142,17 +172,16 @@ void sum_into(std::vector<Tensor>& outs, const std::vector<Tensor>& received, bo
 void rank_sum_(Tensor out, std::vector<Tensor> received, bool accumulate) {
   check_rank_sum(out, received);
   std::vector<Tensor> outs{out};
-  sum_into<float>(outs, received, accumulate);
+  sum_into<float>(outs, received, accumulate, nullptr);
 }
 
 void rank_sum_each_(std::vector<Tensor> outs, std::vector<Tensor> received) {
-  if (outs.empty()) {
-    return;
-  }
-  check_rank_sum_each(outs, received);
-  with_type(dtype_of(outs[0], "rank_sum_each_: outs"), [&](auto* type) {
-    sum_into<std::remove_pointer_t<decltype(type)>>(outs, received, false);
-  });
+  sum_for_each(outs, received, nullptr);
+}
+
+void rank_sum_claimed_(std::vector<Tensor> outs, std::vector<Tensor> received, Tensor claims) {
+  check_claims(claims, sizeof(Claims));
+  sum_for_each(outs, received, static_cast<Claims*>(claims.mutable_data_ptr()));
 }
 
 }  // namespace poplar::cpu
