@@ -6,6 +6,7 @@ tensors and give ordinary tensors; rows called zero-copy use buffers that lie wh
 
     pip install mpi4py && make peers                       # MPI and DeepSpeed, once
     python benchmarks/allreduce.py --quick                 # a look, in two minutes
+    python benchmarks/allreduce.py --link 1 --sizes 64MiB   # two hosts, 1 Gbit/s between them
     python benchmarks/allreduce.py --output rows.jsonl --plot allreduce.png
 """
 
@@ -18,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
@@ -30,10 +32,13 @@ from collectives.row import Row, read_rows, write_rows
 from collectives.table import tables_of, verdicts_table
 from collectives.targets import HEADLINE, verdicts
 from launch import LaunchError, run_ranks
+from network import EmulatedNetwork, EmulationUnavailable, Hosts
 from rich.console import Console
 
 SIZES = ("4KiB", "64KiB", "1MiB", "16MiB", "64MiB", "256MiB")
 SHARES = ("70/10/10/10", "50/50/0/0", "90/10")
+ACROSS = ("gloo", "all-to-all", "process_group", "hierarchical")
+"""Providers that need no common memory."""
 UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "B": 1}
 
 
@@ -58,7 +63,7 @@ def main() -> None:
 
 def start(options: argparse.Namespace, ranks: int, folder: str, output: Path) -> None:
     """Run `work` in so many processes; their rows go to `output`."""
-    if "mpi" in options.providers and not mpi_provider.why_absent():
+    if options.link is None and "mpi" in options.providers and not mpi_provider.why_absent():
         again = [sys.executable, __file__, *sys.argv[1:], "--output", str(output)]
         command = [*mpi_provider.command(ranks), *again, "--rendezvous", f"{folder}/{ranks}"]
         done = subprocess.run(command, check=False)
@@ -67,9 +72,18 @@ def start(options: argparse.Namespace, ranks: int, folder: str, output: Path) ->
         return
     options = argparse.Namespace(**{**vars(options), "output": output})
     try:
-        run_ranks(work, ranks, options)
-    except LaunchError as failure:
+        if options.link is None:
+            run_ranks(work, ranks, options)
+        else:
+            with EmulatedNetwork(bits_per_second=1e9 * options.link) as hosts:
+                run_ranks(work, ranks, options, before=partial(enter, hosts, ranks))
+    except (LaunchError, EmulationUnavailable) as failure:
         raise SystemExit(str(failure)) from None
+
+
+def enter(hosts: Hosts, ranks: int, rank: int) -> None:
+    """The first half of the ranks run on one host, the others on the other."""
+    hosts.enter(int(rank >= ranks // 2))
 
 
 def work(options: argparse.Namespace) -> None:
@@ -128,6 +142,7 @@ def request_of(options: argparse.Namespace) -> Request:
         shares=tuple(shares_of(text) for text in options.shares),
         headline=HEADLINE,
         rounds=options.rounds or (5 if quick else 11),
+        link_gigabits=options.link,
     )
 
 
@@ -149,6 +164,12 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         default=SHARES,
         help=f"percentages per rank, beside even ones (default: {' '.join(SHARES)})",
     )
+    parser.add_argument(
+        "--link",
+        type=float,
+        metavar="GIGABITS",
+        help="per second, between two hosts (network namespaces) with half of the ranks each",
+    )
     parser.add_argument("--rounds", type=int, help="of turns (default: 11, quick: 5)")
     parser.add_argument("--quick", action="store_true", help="few sizes and rounds: a look")
     parser.add_argument("--output", type=Path, metavar="FILE", help="append one JSON row each")
@@ -158,7 +179,11 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     options.ranks = options.ranks or [2, 4]
     options.operations = options.operations or OPERATIONS
-    options.providers = options.providers or PROVIDERS
+    on_one_host = [name for name in PROVIDERS if name != "hierarchical"]
+    default = on_one_host if options.link is None else ACROSS
+    options.providers = options.providers or default
+    if options.link is not None and not options.link > 0:
+        parser.error(f"--link must be above 0, got {options.link:g}")
     if min(options.ranks) < 2:
         parser.error(f"--ranks must be at least 2, got {min(options.ranks)}")
     if options.rounds is not None and options.rounds < 1:

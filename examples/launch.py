@@ -30,7 +30,11 @@ class LaunchError(RuntimeError):
 
 
 def run_ranks(
-    work: Callable[..., None], ranks: int, *args: Any, cores: tuple[int, ...] | None = None
+    work: Callable[..., None],
+    ranks: int,
+    *args: Any,
+    cores: tuple[int, ...] | None = None,
+    before: Callable[[int], None] | None = None,
 ) -> None:
     """Run `work(*args)` in as many processes as there are ranks, each with one thread.
 
@@ -39,6 +43,7 @@ def run_ranks(
         ranks: how many processes.
         args: passed on to each of them; must be picklable.
         cores: the core that each rank is bound to; None leaves them free.
+        before: called with the rank before the ranks meet, to enter another network, say.
 
     Raises:
         LaunchError: some rank raised, or was ended by a signal.
@@ -47,7 +52,9 @@ def run_ranks(
     if Path("/sys/class/net/lo").exists():
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     with tempfile.TemporaryDirectory() as folder:
-        started = mp.spawn(_rank, (ranks, folder, cores, work, args), nprocs=ranks, join=False)
+        started = mp.spawn(
+            _rank, (ranks, folder, cores, before, work, args), nprocs=ranks, join=False
+        )
         try:
             while not started.join(grace_period=GRACE_SECONDS):
                 pass
@@ -73,6 +80,7 @@ def _rank(
     ranks: int,
     folder: str,
     cores: tuple[int, ...] | None,
+    before: Callable[[int], None] | None,
     work: Callable[..., None],
     args: tuple[Any, ...],
 ) -> None:
@@ -80,6 +88,8 @@ def _rank(
         if cores is not None:
             os.sched_setaffinity(0, {cores[rank]})
         torch.set_num_threads(1)
+        if before is not None:
+            before(rank)
         dist.init_process_group(
             "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=ranks
         )

@@ -129,8 +129,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             inputs; masters stay fp32. "auto": an fp32 model on CUDA is computed in bf16 if every
             rank has it, else in fp16 with a loss scale; any other model as it is.
         reduce_dtype: dtype in which gradients travel; they are added in fp32.
-        communicator: "auto", "process_group" (NCCL, gloo), "shared_memory" (CPU ranks of one host)
-            or a `poplar.comm.Communicator`.
+        communicator: "auto", "process_group" (NCCL, gloo), "shared_memory" (CPU ranks of one
+            host), "hierarchical" (of several hosts) or a `poplar.comm.Communicator`.
         timeout: how long a rank waits for another, 5 minutes by default.
         allow_batch_norm: accept BatchNorm in training mode, whose statistics are per micro-batch.
         **optimizer_kwargs: for `optimizer_class`; `fused=True` is added where it exists.

@@ -5,22 +5,25 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import pytest
 import ranks as harness
 import torch
 from ranks import Pool
 from torch import Tensor
 
-from poplar.comm import Bucket, Codec, Communicator, Group, Pending, connect
+from poplar.comm import Bucket, Codec, Communicator, Group, Pending, connect, hosts
 from poplar.planning.layout import Layout
 
 WORLD = 4
 TIMES = int(os.environ.get("POPLAR_COLLECTIVES", "400"))
 MOST_IN_FLIGHT = 4
+BOTH = ("shared_memory", "process_group")
 CPU = torch.device("cpu")
 EPSILON = {torch.float32: 2**-23, torch.bfloat16: 2**-8, torch.float16: 2**-10}
 
@@ -76,13 +79,16 @@ class Case:
             return total
         return total[slice(*self.layout.bounds(rank))] + float(self.accumulate)
 
-    def bound(self, rank: int) -> Tensor:
-        """What rounding may do: `WORLD` fp32 additions, and one rounding to what comes out."""
+    def bound(self, rank: int, hosts: int) -> Tensor:
+        """What rounding may do: `WORLD` fp32 additions, one rounding to what comes out, and where
+        there are several hosts one of each host's sum to what travels.
+        """
         if self.operation == "all_gather":
             return torch.zeros(())
         size = 1.0 + sum(self.packed(r).double().abs() for r in range(WORLD))
         out = self.dtype if self.operation == "all_reduce" else torch.float32
         bound = size * (WORLD * EPSILON[torch.float32] + EPSILON[out])
+        bound += size * EPSILON[self.dtype] * (hosts > 1)
         low, high = self.layout.bounds(rank)
         return bound[low:high] if self.operation == "reduce_scatter" else bound
 
@@ -115,10 +121,13 @@ def issue(case: Case, comm: Communicator) -> tuple[Pending, Callable[[], Tensor]
     return pending, lambda: out
 
 
-def run(seed: int, times: int) -> list[str]:
-    """Draw, issue and wait, in another order on every rank; returns what was wrong."""
+def run(seed: int, times: int, choices: tuple[str, ...] = BOTH, hosts: int = 1) -> list[str]:
+    """Draw, issue and wait, in another order on every rank; returns what was wrong.
+
+    All transports must give the same bits.
+    """
     group = Group.of(harness.group(), None)
-    transports = connect(group, "shared_memory"), connect(group, "process_group")
+    transports = [connect(group, choice) for choice in choices]
     draw, own_order = random.Random(seed), random.Random(seed + 1 + group.rank)
     wrong: list[str] = []
     in_flight = []
@@ -131,9 +140,10 @@ def run(seed: int, times: int) -> list[str]:
                 for _, started in in_flight:
                     started[transport][0].wait()
             for case, started in in_flight:
-                shared, sockets = (result() for _, result in started)
-                off = (shared.double() - case.expected(group.rank).double()).abs()
-                if (off > case.bound(group.rank)).any() or not torch.equal(shared, sockets):
+                first, *others = (result() for _, result in started)
+                off = (first.double() - case.expected(group.rank).double()).abs()
+                is_right = not (off > case.bound(group.rank, hosts)).any()
+                if not is_right or not all(torch.equal(first, other) for other in others):
                     wrong.append(f"rank {group.rank}: {case}")
             in_flight = []
     return wrong
@@ -155,3 +165,51 @@ def run_without_a_cache(seed: int, times: int) -> list[str]:
 def test_results_are_right_where_idle_memory_goes_back_at_once(ranks: Pool) -> None:
     for wrong in ranks.run(run_without_a_cache, 2, TIMES // 4):
         assert wrong == []
+
+
+def run_on_hosts(seed: int, times: int, names: str) -> list[str]:
+    """As `run`, by the hierarchical transport: each rank says that it runs on the host named."""
+    real = hosts.place
+    hosts.place = lambda: (names[harness.rank()],)
+    try:
+        return run(seed, times, ("hierarchical",), hosts=2)
+    finally:
+        hosts.place = real
+
+
+@pytest.mark.parametrize("names", ["aabb", "abab", "abbb", "aaaa", "abcc", "abcd"])
+def test_results_are_right_across_hosts(ranks: Pool, names: str) -> None:
+    for wrong in ranks.run(run_on_hosts, 3, TIMES // 4, names):
+        assert wrong == []
+
+
+def moved(choice: str, names: str) -> list[bool]:
+    """Broadcasts from every rank, and slices that are cut anew."""
+    real = hosts.place
+    hosts.place = lambda: (names[harness.rank()],)
+    try:
+        group = Group.of(harness.group(), None)
+        comm = connect(group, choice)
+        right = []
+        for source in range(WORLD):
+            data = torch.full((5, 3), float(group.rank))
+            comm.broadcast(data, source, what="a broadcast")
+            right.append(bool((data == source).all()))
+        whole = torch.arange(64.0 * 20)
+        cuts = ((0, 320, 320, 640, 1280), (0, 64, 128, 1216, 1280), (0, 0, 0, 0, 1280))
+        for old, new in itertools.permutations(map(Layout, cuts), 2):
+            shard = whole[slice(*old.bounds(group.rank))].clone()
+            own = comm.reshard(shard, old, new, what="a move")
+            right.append(torch.equal(own, whole[slice(*new.bounds(group.rank))]))
+        return right
+    finally:
+        hosts.place = real
+
+
+@pytest.mark.parametrize(
+    ("choice", "names"),
+    [("process_group", "aaaa"), ("shared_memory", "aaaa"), ("hierarchical", "abba")],
+)
+def test_values_reach_everybody_and_slices_are_cut_anew(ranks, choice, names):
+    for right in ranks.run(moved, choice, names):
+        assert all(right)

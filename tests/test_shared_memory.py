@@ -252,7 +252,7 @@ def killed_while_it_helps() -> str:
 def test_a_rank_that_is_gone_with_what_it_claimed_is_named():
     answers = harness.one_off(WORLD, killed_while_it_helps, lost=[2], timeout=50.0)
     assert "a sum failed, waiting for rank(s) 2" in answers[0]
-    assert "the process of rank(s) [2] has ended" in answers[0]
+    assert "its process has ended" in answers[0]
 
 
 def parts_kept_after_a_gather(setting: str) -> list[bool]:
@@ -361,7 +361,7 @@ def lose_a_rank(seconds: float, how: int) -> str | None:
 @pytest.mark.parametrize(
     ("how", "seconds", "cause"),
     [
-        (signal.SIGKILL, 60.0, "the process of rank(s) [2] has ended"),
+        (signal.SIGKILL, 60.0, "its process has ended"),
         (signal.SIGSTOP, 1.5, "no answer"),
     ],
 )
@@ -487,12 +487,12 @@ def test_nothing_is_left_in_the_file_system(ranks: Pool) -> None:
 
 def in_a_room_of_its_own() -> tuple[str, str]:
     """Rank 0 says that it runs elsewhere: nobody can share with it."""
-    from poplar.comm import board
+    from poplar.comm import board, hosts
 
     group = Group.of(harness.group(), None)
-    real = board._place
+    real = hosts.place
     if group.rank == 0:
-        board._place = lambda: ("another host",)
+        hosts.place = lambda: ("another host",)
     try:
         automatic = type(connect(group, "auto")).__name__
         try:
@@ -501,12 +501,12 @@ def in_a_room_of_its_own() -> tuple[str, str]:
             return automatic, str(error)
         return automatic, ""
     finally:
-        board._place = real
+        hosts.place = real
 
 
-def test_ranks_of_two_hosts_use_the_process_group_or_are_told(ranks: Pool) -> None:
+def test_ranks_of_two_hosts_go_the_hierarchical_way_or_are_told(ranks: Pool) -> None:
     for automatic, said in ranks.run(in_a_room_of_its_own):
-        assert automatic == "ProcessGroupCommunicator"
+        assert automatic == "HierarchicalCommunicator"
         assert "cannot read the memory of rank" in said
         assert "another host" in said
 

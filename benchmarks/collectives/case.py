@@ -62,6 +62,17 @@ class Case:
         }
         return copies[self.operation] * whole
 
+    def crossing_bytes(self, hosts: Sequence[Sequence[int]]) -> int:
+        """What must at least leave, or enter, the host for which that is most, of so many.
+
+        A host sends sums of what others own, and receives what they gather; an all-reduce is both.
+        """
+        itemsize, numel = self.torch_dtype.itemsize, self.layout.numel
+        foreign = [numel - sum(self.layout.size(rank) for rank in ranks) for ranks in hosts]
+        own = [numel - elements for elements in foreign]
+        most = max(max(foreign), max(own) * (len(hosts) - 1)) * itemsize
+        return 2 * most if self.operation == "all_reduce" else most
+
     def input_of(self, rank: int) -> Tensor:
         """What this rank brings: the whole buffer to reduce, or its own slice to gather."""
         low, high = self.layout.bounds(rank)

@@ -19,7 +19,15 @@ from collectives.torch_providers import AllToAll, Native
 from poplar.comm import Group, connect
 
 _FLOOR = "the floor"
-PROVIDERS = ("gloo", "all-to-all", "mpi", "deepspeed", "process_group", "shared_memory")
+PROVIDERS = (
+    "gloo",
+    "all-to-all",
+    "mpi",
+    "deepspeed",
+    "process_group",
+    "shared_memory",
+    "hierarchical",
+)
 
 
 @dataclass(frozen=True)
@@ -33,6 +41,8 @@ class Request:
     shares: tuple[tuple[float, ...], ...]
     headline: int
     rounds: int
+    link_gigabits: float | None = None
+    """Between two hosts with half of the ranks each; None: one host."""
 
     def cases(self, ranks: int) -> Iterator[Case]:
         """In the order in which they are measured."""
@@ -63,7 +73,12 @@ def measure(request: Request, tell: Callable[[str], None]) -> list[Row]:
         runs = {name: prepared.run for name, (_, prepared) in ready.items()}
         seconds = time_turns({**runs, _FLOOR: floor.copy}, request.rounds)
         speeds = [floor.bytes_moved / copied for copied in seconds.pop(_FLOOR)]
-        rows += rows_of(case, {ready[name][0]: own for name, own in seconds.items()}, speeds)
+        rows += rows_of(
+            case,
+            {ready[name][0]: own for name, own in seconds.items()},
+            speeds,
+            request.link_gigabits,
+        )
     return rows
 
 
@@ -99,6 +114,8 @@ def _make(
             found.append(make())
     if "process_group" in names:
         found.append(Ours(connect(Group.of(None, None), "process_group"), "process_group"))
+    if "hierarchical" in names:
+        found.append(Ours(connect(Group.of(None, None), "hierarchical"), "hierarchical"))
     if "shared_memory" in names:
         comm = connect(Group.of(None, None), "shared_memory")
         found += [Ours(comm, "shared_memory"), Ours(comm, "shared_memory", zero_copy=True)]

@@ -40,6 +40,10 @@ class Row:
     """How much faster than gloo's own collective at the median."""
     ratio_to_floor: float
     """Median over rounds: seconds over those in which the bytes that have to move were copied."""
+    link_gigabits: float | None
+    """Per second, between two hosts with half of the ranks each; None: all are on one."""
+    ratio_to_link: float | None
+    """Median seconds over those in which the link carries what has to cross it."""
     rounds: int
     copy_bandwidth: float
     """Bytes read and written per second when all ranks copy at once; median of the same rounds."""
@@ -59,6 +63,7 @@ def rows_of(
     case: Case,
     seconds: Mapping[Provider, Sequence[float]],
     speeds: Sequence[float],
+    link_gigabits: float | None = None,
 ) -> list[Row]:
     """One per provider. gloo's own is the one that is called so.
 
@@ -66,8 +71,12 @@ def rows_of(
         case: what was asked.
         seconds: of each round, by provider.
         speeds: bytes copied per second in each round.
+        link_gigabits: per second, if half of the ranks are on another host.
     """
     gloo = next((s for provider, s in seconds.items() if provider.name == "gloo"), None)
+    half = case.ranks // 2
+    crossing = case.crossing_bytes((range(half), range(half, case.ranks)))
+    bound = 8 * crossing / (1e9 * link_gigabits) if link_gigabits else None
     floors = [case.least_bytes / speed for speed in speeds]
     rows = []
     for provider, own in seconds.items():
@@ -88,6 +97,8 @@ def rows_of(
                 p80_seconds=p80,
                 ratio_to_gloo=None if gloo is None else statistics.median(gloo) / p50,
                 ratio_to_floor=statistics.median(s / f for s, f in zip(own, floors, strict=True)),
+                link_gigabits=link_gigabits,
+                ratio_to_link=p50 / bound if bound else None,
                 rounds=len(own),
                 copy_bandwidth=statistics.median(speeds),
                 device=provenance.device(),

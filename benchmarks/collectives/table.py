@@ -12,7 +12,17 @@ from collectives.case import size_of
 from collectives.row import Row
 from collectives.targets import Verdict
 
-HEADINGS = ("shares", "dtype", "size", "provider", "ms", "p20–p80", "over gloo", "over floor")
+HEADINGS = (
+    "shares",
+    "dtype",
+    "size",
+    "provider",
+    "ms",
+    "p20–p80",
+    "over gloo",
+    "over floor",
+    "over link",
+)
 
 
 def tables_of(rows: Sequence[Row]) -> list[Table]:
@@ -44,6 +54,8 @@ def _table(rows: Sequence[Row]) -> Table:
         f"{first.operation}, {first.ranks} ranks; all ranks together copy {slowest:.0f} to "
         f"{fastest:.0f} GB/s, read and written"
     )
+    if first.link_gigabits:
+        title += f"; half of them across {first.link_gigabits:g} Gbit/s"
     table = Table(*HEADINGS, title=title, title_justify="left", box=SIMPLE_HEAD)
     for row, below in zip(rows, [*rows[1:], None], strict=True):
         case = row.case
@@ -56,6 +68,7 @@ def _table(rows: Sequence[Row]) -> Table:
             f"{milliseconds(row.p20_seconds)}–{milliseconds(row.p80_seconds)}",
             "–" if row.ratio_to_gloo is None else f"{row.ratio_to_gloo:.2f}",
             f"{row.ratio_to_floor:.2f}",
+            "–" if row.ratio_to_link is None else f"{row.ratio_to_link:.2f}",
             end_section=below is not None and below.case != case,
         )
     return table

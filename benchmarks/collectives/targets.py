@@ -24,6 +24,9 @@ WANTED = {
     "all_reduce": {ORDINARY: {GLOO: 2.0, MPI: 1.2}, ZERO_COPY: {GLOO: 5.0}},
 }
 """At `HEADLINE` bytes: how often faster than somebody; of the floor, how often its time at most."""
+DIRECT, HIERARCHICAL = "poplar process_group", "poplar hierarchical"
+OVER_DIRECT, OVER_LINK = 0.6, 1.2
+"""Time across a link, over the direct algorithm's and over the least that the link allows."""
 SMALL_OVER_GLOO = 5.0
 SKEWED_OVER_EVEN = 1.15
 SKEWED = (0.7, 0.1, 0.1, 0.1)
@@ -55,8 +58,9 @@ class Verdict:
 
 def verdicts(rows: Sequence[Row]) -> Iterator[Verdict]:
     """Of everything in `rows` that has a threshold."""
+    yield from _across([row for row in rows if row.link_gigabits])
     by_case: dict[Case, list[Row]] = {}
-    for row in rows:
+    for row in (row for row in rows if not row.link_gigabits):
         by_case.setdefault(row.case, []).append(row)
     for case, own in by_case.items():
         found = {row.provider: row for row in own}
@@ -86,6 +90,19 @@ def _headline(case: Case, found: dict[str, Row]) -> Iterator[Verdict]:
             if other is not None:
                 ratio = other.p50_seconds / row.p50_seconds
                 yield Verdict(case, f"{ours} faster than {name}", ratio, threshold, False)
+
+
+def _across(rows: Sequence[Row]) -> Iterator[Verdict]:
+    for row in rows:
+        case = row.case
+        if row.provider != HIERARCHICAL or case.nbytes != HEADLINE or not case.is_even:
+            continue
+        if row.ratio_to_link is not None:
+            yield Verdict(case, f"{HIERARCHICAL} over the link", row.ratio_to_link, OVER_LINK, True)
+        for other in rows:
+            if other.case == case and other.provider == DIRECT:
+                ratio = row.p50_seconds / other.p50_seconds
+                yield Verdict(case, f"{HIERARCHICAL} over {DIRECT}", ratio, OVER_DIRECT, True)
 
 
 def _small(case: Case, found: dict[str, Row]) -> Iterator[Verdict]:

@@ -27,6 +27,7 @@ from torch._C import _distributed_c10d as c10d
 
 from poplar.comm.board import Board
 from poplar.comm.bucket import Bucket, Codec
+from poplar.comm.group import collective_timeout
 from poplar.comm.shared_memory import SharedMemoryCommunicator
 from poplar.errors import CollectiveTimeout
 from poplar.planning.layout import ALIGNMENT, Layout
@@ -54,6 +55,10 @@ class _Ranks:
     failures: list[CollectiveTimeout] = field(default_factory=list)
     trace: Trace = field(default_factory=Trace)
     _turns: Any = field(default_factory=itertools.count)
+
+    def failure(self, what: str, peers: Sequence[int], cause: str) -> CollectiveTimeout:
+        """As `Members.failure`."""
+        return collective_timeout(self.rank, self.timeout, what, peers, cause)
 
     def exchange(self, value: T, /, *, what: str) -> list[T]:
         """As `board.Exchange`."""

@@ -12,14 +12,14 @@ import platform
 import time
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from poplar import _core, ops
-from poplar.comm.exchange import collective_timeout
+from poplar import _core
+from poplar.comm import hosts
+from poplar.comm.copies import copy_around
 from poplar.comm.group import Members
 from poplar.comm.pool import Pool, Shared
 from poplar.comm.segment import CAN_SHARE, PAGE, Peer, Segment, view
@@ -141,8 +141,7 @@ class Board:
     def post_copy(self, data: Tensor, unread: tuple[int, int] = (0, 0)) -> int:
         """As `post`, but `data` may be written again at once."""
         copy, part = self.take(data.dtype, data.numel())
-        ops.copy_(copy[: unread[0]], data[: unread[0]])
-        ops.copy_(copy[unread[1] :], data[unread[1] :])
+        copy_around(copy, data, *unread)
         collective = self._offer(copy, part)
         self.give_back(part)
         return collective
@@ -293,8 +292,8 @@ class Board:
             # Asked once more: it may have come so far just before its end.
             if (gone or time.monotonic() > deadline) and (missing := late(0.0)):
                 gone = [peer for peer in missing if peer in gone]
-                cause = f"the process of rank(s) {gone} has ended" if gone else "no answer"
-                failure = collective_timeout(self.group, what, missing, cause)
+                cause = "its process has ended" if gone else "no answer"
+                failure = self.group.failure(what, gone or missing, cause)
                 self.group.failures.append(failure)
                 self.reads.clear()
                 raise failure
@@ -311,7 +310,7 @@ def _meet(me: int, exchange: Exchange, nbytes: int) -> tuple[Segment, dict[int, 
     own, trouble = None, ""
     here: tuple[str, ...] = (platform.node(), str(os.getpid()))
     try:
-        here = _place()
+        here = hosts.place()
         own = Segment(nbytes) if CAN_SHARE else None
     except OSError as error:
         trouble = f"rank {me} cannot set {nbytes} bytes of addresses aside: {error}"
@@ -343,15 +342,3 @@ def _come_back(board: weakref.ref[Board], part: Shared) -> None:
 def _called(is_over: weakref.WeakMethod[Any], collective: int) -> bool:
     alive = is_over()
     return alive is None or bool(alive(collective))
-
-
-def _place() -> tuple[str, ...]:
-    """The host, and the namespaces within which processes and sockets of it see each other.
-
-    Ranks in different network namespaces are told apart because whoever made these wants the
-    network between them to be used.
-    """
-    if not CAN_SHARE:
-        return (platform.node(), str(os.getpid()))
-    host = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return (host, *(os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net")))

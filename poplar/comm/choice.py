@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import torch
 
+from poplar.comm import hosts
 from poplar.comm.board import Board, NotOneHost
 from poplar.comm.communicator import Communicator
 from poplar.comm.control import Control
 from poplar.comm.group import Group
+from poplar.comm.hierarchical import HierarchicalCommunicator, Neighbours
 from poplar.comm.process_group import ProcessGroupCommunicator
 from poplar.comm.shared_memory import SharedMemoryCommunicator
+
+T = TypeVar("T")
 
 TENSOR_BYTES, AGREEMENT_BYTES = 1 << 38, 1 << 32
 """Addresses that each rank sets aside to share; of memory it takes what it uses."""
 CPU = torch.device("cpu")
-CHOICES = ("auto", "process_group", "shared_memory")
+CHOICES = ("auto", "process_group", "shared_memory", "hierarchical")
 
 
 def connect(group: Group, choice: str | Communicator, device: torch.device = CPU) -> Communicator:
@@ -24,8 +30,9 @@ def connect(group: Group, choice: str | Communicator, device: torch.device = CPU
         group: who takes part.
         device: of the tensors; only those on the CPU can be shared.
         choice: `"process_group"` (NCCL, gloo); `"shared_memory"` (CPU ranks of one host);
-            `"auto"`: shared memory where it is possible, else the process group; or a communicator
-            built by the caller.
+            `"hierarchical"` (shared memory on each of several hosts); `"auto"`: shared memory where
+            that is possible, the hierarchical way where some of several hosts have more than one
+            rank, else the process group; or a communicator built by the caller.
 
     Raises:
         ValueError: an unknown name, or shared memory for tensors that are not on the CPU.
@@ -38,22 +45,50 @@ def connect(group: Group, choice: str | Communicator, device: torch.device = CPU
             f"communicator={choice!r} is not known; use one of {', '.join(map(repr, CHOICES))} or "
             "a poplar.comm.Communicator"
         )
-    if choice == "shared_memory" and device.type != "cpu":
+    if choice in ("shared_memory", "hierarchical") and device.type != "cpu":
         raise ValueError(
-            f"communicator='shared_memory' is for tensors on the CPU, the model's are on {device}; "
+            f"communicator={choice!r} is for tensors on the CPU, the model's are on {device}; "
             "use 'auto' or 'process_group'"
         )
-    can = group.backend == "gloo" and device.type == "cpu"
-    shares = choice == "shared_memory" or (choice == "auto" and can)
-    if shares and (choice == "shared_memory" or group.size > 1):
-        try:
-            return SharedMemoryCommunicator(
-                Board(group, Control(group).exchange_objects, TENSOR_BYTES)
-            )
-        except NotOneHost:
-            if choice == "shared_memory":
-                raise
+    can = group.backend == "gloo" and device.type == "cpu" and group.size > 1
+    if choice == "process_group" or (choice == "auto" and not can):
+        return ProcessGroupCommunicator(group)
+    control = Control(group)
+    places = control.exchange_objects(hosts.place(), what="looking for ranks on one host")
+    found = hosts.Hosts.of(places)
+    if choice == "auto" and len(found.members) == group.size:
+        return ProcessGroupCommunicator(group)
+    try:
+        if choice == "hierarchical" or (choice == "auto" and len(found.members) > 1):
+            return _hierarchical(group, control, found)
+        return SharedMemoryCommunicator(Board(group, control.exchange_objects, TENSOR_BYTES))
+    except NotOneHost:
+        if choice != "auto":
+            raise
     return ProcessGroupCommunicator(group)
+
+
+def _hierarchical(group: Group, control: Control, found: hosts.Hosts) -> Communicator:
+    """Over hosts each of whose ranks can share memory.
+
+    Raises:
+        NotOneHost: on all ranks, if those of one host cannot.
+    """
+    neighbours = Neighbours(group, found.members[found.host_of(group.rank)])
+
+    def exchange(value: T, /, *, what: str) -> list[T]:
+        values = control.exchange_objects(value, what=what)
+        return [values[rank] for rank in neighbours.ranks]
+
+    board, trouble = None, ""
+    try:
+        board = Board(neighbours, exchange, TENSOR_BYTES)
+    except NotOneHost as error:
+        trouble = str(error)
+    troubles = [t for t in control.exchange_objects(trouble, what="agreeing on hosts") if t]
+    if board is None or troubles:
+        raise NotOneHost(troubles[0])
+    return HierarchicalCommunicator(group, found, board)
 
 
 def control_of(group: Group, choice: str | Communicator = "auto") -> Control:

@@ -15,7 +15,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch import Tensor
 
-from poplar.comm.group import Group, Members
+from poplar.comm.group import Group
 from poplar.errors import CollectiveTimeout
 
 # Once one peer has been found missing, the others are only asked whether they are there.
@@ -98,22 +98,7 @@ class Exchange:
             raise self._failure(sorted(missing), cause) from cause
 
     def _failure(self, peers: list[int], cause: RuntimeError | None) -> CollectiveTimeout:
-        return collective_timeout(self._group, self._what, peers, _first_line(cause))
-
-
-def collective_timeout(
-    group: Members, what: str, peers: Sequence[int], cause: str
-) -> CollectiveTimeout:
-    """The error of a collective that some peers took no part in."""
-    names = ", ".join(str(peer) for peer in peers)
-    seconds = group.timeout.total_seconds()
-    return CollectiveTimeout(
-        f"rank {group.rank}: {what} failed, waiting for rank(s) {names} "
-        f"(deadline {seconds:g} s). Look at the log of rank(s) {names} first: stopped, killed "
-        "or far behind? A longer deadline: timeout=timedelta(...), of HeteroZeroOptimizer or "
-        "of init_process_group. "
-        f"Cause: {cause}"
-    )
+        return self._group.failure(self._what, peers, _first_line(cause))
 
 
 def _start(

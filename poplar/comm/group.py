@@ -5,6 +5,7 @@ groups.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
@@ -52,6 +53,9 @@ class Members(Protocol):
     def trace(self) -> Trace:
         """Notes every wait for others while somebody records."""
 
+    def failure(self, what: str, peers: Sequence[int], cause: str) -> CollectiveTimeout:
+        """The error of a collective in which some of them took no part."""
+
 
 @dataclass(frozen=True, eq=False)
 class Group:
@@ -83,6 +87,10 @@ class Group:
     def backend(self) -> str:
         return str(dist.get_backend(self.process_group))
 
+    def failure(self, what: str, peers: Sequence[int], cause: str) -> CollectiveTimeout:
+        """As `Members.failure`."""
+        return collective_timeout(self.rank, self.timeout, what, peers, cause)
+
     @classmethod
     def of(cls, process_group: dist.ProcessGroup | None, timeout: timedelta | None) -> Group:
         """Describe `process_group` (None: WORLD). Collective on its first use with NCCL.
@@ -106,6 +114,19 @@ class Group:
             timeout=timeout if timeout is not None else DEFAULT_TIMEOUT,
             number=_next_number(chosen),
         )
+
+
+def collective_timeout(
+    rank: int, timeout: timedelta, what: str, peers: Sequence[int], cause: str
+) -> CollectiveTimeout:
+    """Of one rank, which waited for `peers` until the deadline."""
+    names = ", ".join(str(peer) for peer in peers)
+    return CollectiveTimeout(
+        f"rank {rank}: {what} failed, waiting for rank(s) {names} (deadline "
+        f"{timeout.total_seconds():g} s). Look at the log of rank(s) {names} first: stopped, "
+        "killed or far behind? A longer deadline: timeout=timedelta(...), of HeteroZeroOptimizer "
+        f"or of init_process_group. Cause: {cause}"
+    )
 
 
 def _next_number(process_group: dist.ProcessGroup) -> int:

@@ -50,7 +50,7 @@ class ProcessGroupCommunicator(Communicator):
         def add() -> None:
             bucket.codec.reduce(out, received.view(size, own).unbind(), accumulate)
 
-        return self._exchange(messages, what, add if own else None)
+        return self.exchange(messages, what, add if own else None)
 
     def all_reduce(self, bucket: Bucket, *, what: str) -> Pending:
         """A reduce-scatter, and a gather of what came out."""
@@ -59,12 +59,12 @@ class ProcessGroupCommunicator(Communicator):
         in_place = data.dtype is torch.float32
         total = own if in_place else torch.empty(own.numel(), device=data.device)
         reduced = self.reduce_scatter(bucket, total, accumulate=False, what=what)
-        tag = next(self._tags)  # now: ranks may wait in different orders
+        tag = self.reserve()  # now: ranks may wait in different orders
 
         def gather() -> Pending:
             if not in_place:
                 own.copy_(total)
-            return self._exchange(self._gathering(data, layout), what, tag=tag)
+            return self.exchange(self._gathering(data, layout), what, tag=tag)
 
         return _OneAfterTheOther(reduced, gather, self._unfinished)
 
@@ -74,14 +74,14 @@ class ProcessGroupCommunicator(Communicator):
         mine = own_slice(data, layout, self.group.rank)
         if own is not None:
             mine.copy_(own)
-        return self._exchange(self._gathering(data, layout), what)
+        return self.exchange(self._gathering(data, layout), what)
 
     def broadcast(self, data: Tensor, source: int, *, what: str) -> None:
         if self.group.rank == source:
             messages = [Message(peer, data, incoming=False) for peer in self._peers()]
         else:
             messages = [Message(source, data, incoming=True)]
-        self._exchange(messages, what).wait()
+        self.exchange(messages, what).wait()
 
     def reshard(self, shard: Tensor, old: Layout, new: Layout, *, what: str) -> Tensor:
         rank = self.group.rank
@@ -101,7 +101,7 @@ class ProcessGroupCommunicator(Communicator):
             elif arriving:
                 part = result[move.start - target : move.stop - target]
                 messages.append(Message(move.source, part, incoming=True))
-        self._exchange(messages, what).wait()
+        self.exchange(messages, what).wait()
         return result
 
     def _gathering(self, data: Tensor, layout: Layout) -> list[Message]:
@@ -117,7 +117,11 @@ class ProcessGroupCommunicator(Communicator):
         rank, size = self.group.rank, self.group.size
         return [(rank + step) % size for step in range(1, size)]
 
-    def _exchange(
+    def reserve(self) -> int:
+        """A place in the order of exchanges, for one that is issued later. Collective."""
+        return next(self._tags)
+
+    def exchange(
         self,
         messages: list[Message],
         what: str,
@@ -125,6 +129,9 @@ class ProcessGroupCommunicator(Communicator):
         *,
         tag: int | None = None,
     ) -> Exchange:
+        """Start to send and receive; `tag`, from `reserve`, may serve several at once. Collective
+        where there is none.
+        """
         group = self._group
         place = tag_of(group, _TENSORS, next(self._tags) if tag is None else tag)
         return Exchange(group, group.process_group, messages, tag=place, what=what, finish=finish)

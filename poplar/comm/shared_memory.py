@@ -16,6 +16,7 @@ from poplar import _core, ops
 from poplar.comm.board import Board
 from poplar.comm.bucket import Bucket, Codec
 from poplar.comm.communicator import Communicator, Pending, own_slice
+from poplar.comm.copies import copy, copy_around
 from poplar.planning.layout import Layout, transfers
 
 _LEAST_TO_SHARE = 2 * _core.CHUNK
@@ -65,7 +66,7 @@ class SharedMemoryCommunicator(Communicator):
             if is_open:
                 self._help(rank, collective, bucket)
             elif own:
-                bucket.codec.reduce(out, self._parts(collective, bucket.data, low, own), accumulate)
+                bucket.codec.reduce(out, self.parts(collective, bucket.data, low, own), accumulate)
             if ops.native:
                 for peer in board.open_to_help(collective):
                     self._help(peer, collective, bucket)
@@ -73,12 +74,12 @@ class SharedMemoryCommunicator(Communicator):
                 held_up = board.wait_until_done(collective, own, what)
             return held_up
 
-        return _Read(board, collective, what, add)
+        return Read(board, collective, what, add)
 
     def _help(self, rank: int, collective: int, bucket: Bucket) -> None:
         """Add up what nobody has claimed yet of a rank's slice, into its own buffer."""
         low, high = bucket.layout.bounds(rank)
-        parts = self._parts(collective, bucket.data, low, high - low)
+        parts = self.parts(collective, bucket.data, low, high - low)
         claims = self._board.claims(rank, collective)
         bucket.codec.reduce_claimed([parts[rank]], parts, claims)
 
@@ -89,23 +90,23 @@ class SharedMemoryCommunicator(Communicator):
         is_shared = board.holds(data)
         mine, part = (data, None) if is_shared else board.take(data.dtype, data.numel())
         if not is_shared:
-            _copy_around(mine, data, low, high)
+            copy_around(mine, data, low, high)
         collective = board.post(mine)
 
         def add() -> float:
             # Nobody may read what this writes over for the sake of an earlier collective.
             held_up = board.wait_until_over(collective - 1)
             if low < high:
-                parts = self._parts(collective, data, low, high - low)
+                parts = self.parts(collective, data, low, high - low)
                 bucket.codec.reduce_each(parts, parts)
             board.mark(collective)
             held_up += board.wait_until_marked(collective, what)
             if part is not None:
-                _copy_around(data, mine, low, high)
+                copy_around(data, mine, low, high)
                 board.give_back(part)
             return held_up
 
-        return _Read(board, collective, what, add)
+        return Read(board, collective, what, add)
 
     def all_gather(
         self, data: Tensor, layout: Layout, *, what: str, own: Tensor | None = None
@@ -119,14 +120,14 @@ class SharedMemoryCommunicator(Communicator):
         def place() -> None:
             board.wait_until_over(read_in)
             if own is not None and own.data_ptr() != mine.data_ptr():
-                ops.copy_(mine, own)
+                copy(mine, own)
             for peer in board.others():
                 count = layout.size(peer)
                 if count:
                     part = board.posted_by(peer, collective, data.dtype, 0, count)
-                    ops.copy_(own_slice(data, layout, peer), part)
+                    copy(own_slice(data, layout, peer), part)
 
-        return _Read(board, collective, what, place)
+        return Read(board, collective, what, place)
 
     def all_to_all(
         self, received: Tensor, mine: Tensor, arriving: Sequence[int], leaving: Sequence[int]
@@ -145,7 +146,7 @@ class SharedMemoryCommunicator(Communicator):
         head = _HEAD * -(-8 * self.group.size // _HEAD)
         posted, shared = board.take(torch.uint8, head + mine.numel() * step)
         posted[: 8 * self.group.size].view(torch.int64).copy_(torch.tensor(begins[:-1]))
-        ops.copy_(posted[head:].view(mine.dtype), mine)
+        copy(posted[head:].view(mine.dtype), mine)
         collective = board.post(posted)
         board.give_back(shared)
 
@@ -153,23 +154,23 @@ class SharedMemoryCommunicator(Communicator):
             own = mine[begins[rank] : begins[rank + 1]]
             for peer, part in enumerate(received.split(list(arriving))):
                 if peer == rank:
-                    ops.copy_(part, own)
+                    copy(part, own)
                 elif part.numel():
                     begin = board.posted_by(peer, collective, torch.int64, rank, 1).item()
                     first = head + int(begin) * step
                     sent = board.posted_by(
                         peer, collective, torch.uint8, first, part.numel() * step
                     )
-                    ops.copy_(part, sent.view(part.dtype))
+                    copy(part, sent.view(part.dtype))
 
-        _Read(board, collective, "all_to_all", place).wait()
+        Read(board, collective, "all_to_all", place).wait()
 
     def barrier(self) -> None:
         """Return when every rank is here."""
         board = self._board
-        _Read(board, board.post(torch.empty(0)), "barrier", lambda: None).wait()
+        Read(board, board.post(torch.empty(0)), "barrier", lambda: None).wait()
 
-    def _parts(self, collective: int, mine: Tensor, low: int, numel: int) -> list[Tensor]:
+    def parts(self, collective: int, mine: Tensor, low: int, numel: int) -> list[Tensor]:
         """Everybody's elements from `low` on, in rank order; this rank's are `mine`."""
         board = self._board
         parts = [mine[low : low + numel]] * self.group.size
@@ -187,9 +188,9 @@ class SharedMemoryCommunicator(Communicator):
 
         def take_over() -> None:
             if self.group.rank != source:
-                ops.copy_(flat, board.posted_by(source, collective, flat.dtype, 0, flat.numel()))
+                copy(flat, board.posted_by(source, collective, flat.dtype, 0, flat.numel()))
 
-        _Read(board, collective, what, take_over).wait()
+        Read(board, collective, what, take_over).wait()
 
     def reshard(self, shard: Tensor, old: Layout, new: Layout, *, what: str) -> Tensor:
         board, rank = self._board, self.group.rank
@@ -207,19 +208,13 @@ class SharedMemoryCommunicator(Communicator):
                     if move.source == rank
                     else board.posted_by(move.source, collective, shard.dtype, begin, count)
                 )
-                ops.copy_(result[move.start - first : move.stop - first], part)
+                copy(result[move.start - first : move.stop - first], part)
 
-        _Read(board, collective, what, take_over).wait()
+        Read(board, collective, what, take_over).wait()
         return result
 
 
-def _copy_around(target: Tensor, source: Tensor, low: int, high: int) -> None:
-    """Everything but `[low, high)`, which peers neither read nor write."""
-    ops.copy_(target[:low], source[:low])
-    ops.copy_(target[high:], source[high:])
-
-
-class _Read:
+class Read:
     """A collective that has been posted here; waiting for it reads what the peers have posted."""
 
     def __init__(
