@@ -6,6 +6,7 @@ tensors and give ordinary tensors; rows called zero-copy use buffers that lie wh
 
     pip install mpi4py && make peers                       # MPI and DeepSpeed, once
     python benchmarks/allreduce.py --quick                 # a look, in two minutes
+    python benchmarks/allreduce.py --show benchmarks/results/allreduce.jsonl
     python benchmarks/allreduce.py --link 1 --sizes 64MiB   # two hosts, 1 Gbit/s between them
     python benchmarks/allreduce.py --output rows.jsonl --plot allreduce.png
 """
@@ -45,6 +46,9 @@ UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "B": 1}
 def main() -> None:
     """Run after run, each with its own ranks; rows are written as soon as there are any."""
     options = parse_options()
+    if options.show:
+        show(options, read_rows(options.show))
+        return
     os.environ["OMP_NUM_THREADS"] = "1"  # a rank is one thread, whoever carries
     if options.rendezvous or "RANK" in os.environ:
         work(options)
@@ -173,6 +177,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, help="of turns (default: 11, quick: 5)")
     parser.add_argument("--quick", action="store_true", help="few sizes and rounds: a look")
     parser.add_argument("--output", type=Path, metavar="FILE", help="append one JSON row each")
+    parser.add_argument("--show", type=Path, metavar="FILE", help="measure nothing: show its rows")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw time against size")
     parser.add_argument("--verbose", action="store_true", help="tell what is going on")
     parser.add_argument("--rendezvous", help=argparse.SUPPRESS)

@@ -52,7 +52,8 @@ class Here:
 class Crew:
     """Starts with its `with` block, ends with it."""
 
-    def __init__(self, place: Place, name: str) -> None:
+    def __init__(self, place: Place, name: str, backend: str = "gloo") -> None:
+        """`backend`: of the default process group, as `init_process_group` takes it."""
         self.name = name
         self._folder = tempfile.mkdtemp(prefix="poplar-crew-")
         self._channels: list[Connection] = []
@@ -63,7 +64,7 @@ class Crew:
             here, there = context.Pipe()
             process = context.Process(
                 target=_serve,
-                args=(rank, place, self._folder, there),
+                args=(rank, place, self._folder, backend, there),
                 name=f"{name}, rank {rank}",
                 daemon=True,
             )
@@ -154,19 +155,21 @@ def last_lines(failures: Sequence[str] | str, count: int = 1) -> str:
     return " ".join(text.strip().splitlines()[-count:])
 
 
-def _serve(rank: int, place: Place, folder: str, channel: Connection) -> None:
+def _serve(rank: int, place: Place, folder: str, backend: str, channel: Connection) -> None:
     """One rank: join the others, then do as told until the other end of the channel is gone."""
     try:
         place.connect(rank)
         import torch
         import torch.distributed as dist
 
+        import poplar.comm  # noqa: F401 - makes cpu:poplar known
+
         torch.set_num_threads(1)
         # What torchrun would set; some engines read it.
         size = place.cluster.size
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
         dist.init_process_group(
-            "gloo",
+            backend,
             init_method=f"file://{folder}/rendezvous",
             rank=rank,
             world_size=size,

@@ -1,0 +1,165 @@
+"""Other trainers on Poplar's transport: DDP, FSDP2 and DeepSpeed on `cpu:poplar` and on gloo.
+
+Equal ranks, each with a core of its own; the same model, data and settings; turn by turn. Losses
+must agree, steps should be faster.
+
+    make peers                                             # DeepSpeed, once
+    python benchmarks/backends.py --output rows.jsonl
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from datetime import date
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+import provenance
+from contest import ranks
+from contest.clusters import Cluster, Place
+from contest.crew import Crew, CrewFailed, last_lines
+from contest.engine import Entrant
+from contest.task import Task
+from emulation import EmulationUnavailable
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from poplar import Plan
+
+BACKENDS = ("gloo", "cpu:poplar")
+ENGINES = (("ddp", 0), ("fsdp2", 3), *(("deepspeed", stage) for stage in range(4)))
+STEPS_A_TURN = 5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One line of `--output`: one engine on both backends. The dataclass is the schema."""
+
+    benchmark: str
+    engine: str
+    stage: int
+    ranks: int
+    global_batch: int
+    gloo_seconds: float
+    """Of a step, from the end of the one before to its own on the slowest rank; median."""
+    poplar_seconds: float
+    faster: float
+    """The one over the other."""
+    loss_difference: float
+    """Largest, over all steps and ranks."""
+    steps: int
+    """That counted, on each backend."""
+    device: str
+    versions: str
+    commit: str
+    day: str
+
+
+def main() -> None:
+    """Engine by engine; those that are not installed are named."""
+    options = parse_options()
+    os.environ["OMP_NUM_THREADS"] = "1"  # a rank is one thread
+    console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
+    task = Task(size=options.size, global_batch=options.samples * 2)
+    rows = []
+    try:
+        with Cluster(name="1:1", cores=(0, 1)).opened() as place:
+            for provider, stage in ENGINES:
+                try:
+                    rows.append(measure(place, task, provider, stage, options.rounds))
+                except CrewFailed as failure:
+                    console.print(f"{provider}, stage {stage}: {last_lines(str(failure))}")
+    except EmulationUnavailable as failure:
+        raise SystemExit(str(failure)) from None
+    if options.output:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        with options.output.open("a", encoding="utf-8") as output:
+            output.writelines(json.dumps(asdict(row)) + "\n" for row in rows)
+    table = Table(
+        *("engine", "ms on gloo", "on cpu:poplar", "faster", "loss difference"), box=SIMPLE_HEAD
+    )
+    for row in rows:
+        times = (f"{1e3 * seconds:.1f}" for seconds in (row.gloo_seconds, row.poplar_seconds))
+        name = f"{row.engine}, ZeRO-{row.stage}"
+        table.add_row(name, *times, f"{row.faster:.3f}", f"{row.loss_difference:.1g}")
+    console.print(table)
+
+
+def measure(place: Place, task: Task, provider: str, stage: int, rounds: int) -> Row:
+    """One engine, on both backends in turns.
+
+    Raises:
+        CrewFailed: it is not installed, or does not run.
+    """
+    size = place.cluster.size
+    plan = Plan.even(size, task.global_batch, task.global_batch // size, stage)
+    entrant = Entrant(
+        name=provider,
+        provider=provider,
+        stage=stage,
+        policy="even",
+        plan=plan,
+        ranks=tuple(range(size)),
+    )
+    seconds: dict[str, list[float]] = {backend: [] for backend in BACKENDS}
+    losses: dict[str, list[float]] = {backend: [] for backend in BACKENDS}
+    with ExitStack() as stack:
+        crews = {}
+        for backend in BACKENDS:
+            crew = stack.enter_context(Crew(place, f"{provider} on {backend}", backend))
+            crew.call(ranks.import_engines, "torch" if provider != "deepspeed" else provider)
+            crew.call(ranks.slow_down)  # each to its core
+            crew.call(ranks.build, task, entrant)
+            crew.call(ranks.take_turn, entrant.name, STEPS_A_TURN)
+            crews[backend] = crew
+        for _ in range(rounds):
+            for backend, crew in crews.items():
+                turns = crew.call(ranks.take_turn, entrant.name, STEPS_A_TURN)
+                ends = [max(turn.ends[step] for turn in turns) for step in range(STEPS_A_TURN)]
+                begin = max(turn.start for turn in turns)
+                pairs = zip([begin, *ends[:-1]], ends, strict=True)
+                seconds[backend] += [end - start for start, end in pairs]
+                losses[backend] += [loss for turn in turns for loss in turn.losses]
+    gloo, ours = (statistics.median(seconds[backend]) for backend in BACKENDS)
+    differences = (abs(a - b) for a, b in zip(*losses.values(), strict=True))
+    return Row(
+        benchmark="backends",
+        engine=provider,
+        stage=stage,
+        ranks=size,
+        global_batch=task.global_batch,
+        gloo_seconds=gloo,
+        poplar_seconds=ours,
+        faster=gloo / ours,
+        loss_difference=max(differences),
+        steps=rounds * STEPS_A_TURN,
+        device=provenance.device(),
+        versions=provenance.versions("torch", "deepspeed"),
+        commit=provenance.commit(),
+        day=date.today().isoformat(),
+    )
+
+
+def parse_options() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--size", default="demo", help="of the Llama (default: demo)")
+    parser.add_argument("--samples", type=int, default=8, help="per rank and step (default: 8)")
+    parser.add_argument("--rounds", type=int, default=6, help="of turns (default: 6)")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="append one JSON row each")
+    options = parser.parse_args()
+    for name in ("samples", "rounds"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name} must be at least 1, got {getattr(options, name)}")
+    return options
+
+
+if __name__ == "__main__":
+    main()
