@@ -108,17 +108,17 @@ class HierarchicalCommunicator(Communicator):
         arriving = self._far.exchange(incoming, what, tag=tag)
 
         def add() -> float:
-            messages = []
+            leaving = []
             for piece in self._duties(layout):
                 total = torch.empty(piece.numel, dtype=data.dtype)
                 self._add_near(bucket, collective, total, piece.start)
-                messages.append(Message(piece.owner, total, incoming=False))
-            leaving = self._far.exchange(messages, what, tag=tag)
+                message = Message(piece.owner, total, incoming=False)
+                leaving.append(self._far.exchange([message], what, tag=tag))
             self._add_near(bucket, collective, by_host[self._host], low)
             held_up = arriving.wait()
             if low < high:
                 bucket.codec.reduce(out, by_host, accumulate)
-            return held_up + leaving.wait()
+            return held_up + sum(exchange.wait() for exchange in leaving)
 
         return Read(self._board, collective, what, add)
 

@@ -11,6 +11,9 @@ from pathlib import Path
 from poplar.comm.segment import CAN_SHARE
 from poplar.planning.layout import ALIGNMENT, Layout
 
+MOST = 1 << 20
+"""Elements of a piece: it is on its way while the next is added up."""
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -71,8 +74,8 @@ def _between(pieces: Sequence[Piece], first: int, last: int) -> Iterator[Piece]:
     for piece in pieces:
         start = piece.start + max(first - begin, 0)
         stop = piece.start + min(last - begin, piece.numel)
-        if start < stop:
-            yield Piece(piece.owner, start, stop)
+        for part in range(start, stop, MOST):
+            yield Piece(piece.owner, part, min(part + MOST, stop))
         begin += piece.numel
 
 
