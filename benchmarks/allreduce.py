@@ -131,8 +131,12 @@ def show(options: argparse.Namespace, rows: Sequence[Row]) -> None:
     if options.plot:
         from collectives.plot import draw
 
-        draw(rows, options.plot)
-        console.print(f"{options.plot} shows it")
+        try:
+            draw(rows, options.plot)
+        except ValueError as error:
+            console.print(f"no {options.plot}: {error}")
+        else:
+            console.print(f"{options.plot} shows it")
 
 
 def request_of(options: argparse.Namespace) -> Request:

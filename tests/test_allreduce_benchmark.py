@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import allreduce
 from collectives.case import OPERATIONS, Case, size_of
 from collectives.measure import Request, measure, shares_of
+from collectives.plot import draw
 from collectives.provider import Prepared, Provider
 from collectives.row import Row, read_rows, rows_of, write_rows
 from collectives.table import tables_of, verdicts_table
@@ -175,6 +176,25 @@ def test_tables_show_every_row():
     text = console.file.getvalue()
     assert "poplar shared_memory" in text
     assert "5.00" in text
+
+
+def test_rows_across_a_link_have_a_table_of_their_own_and_no_place_in_the_picture(tmp_path):
+    case = Case("all_gather", HEADLINE, "fp32", EVEN)
+    here = rows(case, gloo=100.0, ours=20.0) + rows(replace(case, nbytes=4096), gloo=1.0, ours=0.2)
+    names = ("poplar process_group", "poplar hierarchical")
+    seconds = {Named(name): [value] for name, value in zip(names, (0.6, 0.29), strict=True)}
+    across = rows_of(case, seconds, speeds=[35e9], link_gigabits=1.0)
+    assert len(tables_of(here + across)) == 2
+    bound = 8 * HEADLINE / 2 / 1e9
+    assert [row.ratio_to_link for row in across] == [0.6 / bound, 0.29 / bound]
+    assert judged(across) == {
+        "poplar hierarchical over the link": True,
+        "poplar hierarchical over poplar process_group": True,
+    }
+    draw(here + across, tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").stat().st_size > 1000
+    with pytest.raises(ValueError, match="nothing to draw"):
+        draw(across, tmp_path / "picture.png")
 
 
 def test_rows_are_written_and_read_again(tmp_path):

@@ -17,7 +17,13 @@ _FLOOR = "what has to move, at the speed of a copy"
 
 def draw(rows: Sequence[Row], path: Path) -> None:
     """Even shares of the first dtype: the other rows have one size only. Writes a PNG file."""
-    shown = [row for row in rows if row.case.is_even and row.dtype == rows[0].dtype]
+    shown = [
+        row
+        for row in rows
+        if row.case.is_even and row.dtype == rows[0].dtype and row.link_gigabits is None
+    ]
+    if not shown:
+        raise ValueError("there is nothing to draw: no row of even shares on one host")
     operations = [name for name in OPERATIONS if any(row.operation == name for row in shown)]
     ranks = sorted({row.ranks for row in shown})
     providers = list(dict.fromkeys(row.provider for row in shown))
@@ -45,12 +51,12 @@ def _lines(axes: Axes, rows: Sequence[Row], colours: dict[str, str]) -> None:
     axes.set_yscale("log")
     sizes = sorted({row.bytes for row in rows})
     for provider in dict.fromkeys(row.provider for row in rows):
-        own = sorted((row.bytes, row) for row in rows if row.provider == provider)
+        own = sorted((r for r in rows if r.provider == provider), key=lambda row: row.bytes)
         axes.plot(
-            [nbytes for nbytes, _ in own],
-            [1e3 * row.p50_seconds for _, row in own],
+            [row.bytes for row in own],
+            [1e3 * row.p50_seconds for row in own],
             color=colours[provider],
-            linestyle="--" if own[0][1].zero_copy else "-",
+            linestyle="--" if own[0].zero_copy else "-",
             marker="o",
             markersize=3,
             label=provider,

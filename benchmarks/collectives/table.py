@@ -26,11 +26,11 @@ HEADINGS = (
 
 
 def tables_of(rows: Sequence[Row]) -> list[Table]:
-    """One for each operation and number of ranks."""
-    return [
-        _table([row for row in rows if (row.operation, row.ranks) == kind])
-        for kind in dict.fromkeys((row.operation, row.ranks) for row in rows)
-    ]
+    """One for each operation, number of ranks and link."""
+    tables: dict[tuple[str, int, float | None], list[Row]] = {}
+    for row in rows:
+        tables.setdefault((row.operation, row.ranks, row.link_gigabits), []).append(row)
+    return [_table(own) for own in tables.values()]
 
 
 def verdicts_table(verdicts: Sequence[Verdict]) -> Table:
