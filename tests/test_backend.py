@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import threading
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -51,6 +52,21 @@ def summed_where_it_is_not_contiguous(group: dist.ProcessGroup) -> Tensor:
     data = values(8, 6).t()
     dist.all_reduce(data, group=group)
     return data
+
+
+def coalesced(group: dist.ProcessGroup) -> Tensor:
+    counts, tokens = values(3).long(), values(3).long() + 100
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dist.all_reduce_coalesced([counts, tokens], group=group)
+    return torch.cat([counts, tokens])
+
+
+def summed_sparsely(group: dist.ProcessGroup) -> Tensor:
+    rank = dist.get_rank(group)
+    data = torch.sparse_coo_tensor([[rank]], values(1, 4), (WORLD, 4), check_invariants=True)
+    dist.all_reduce(data, group=group)
+    return data.to_dense()
 
 
 def gathered(group: dist.ProcessGroup, dtype: torch.dtype) -> Tensor:
@@ -124,6 +140,8 @@ CALLS: dict[str, Callable[[dist.ProcessGroup], Tensor]] = {
     function.__name__: function
     for function in (
         summed_where_it_is_not_contiguous,
+        coalesced,
+        summed_sparsely,
         gathered_in_a_list,
         scattered_from_an_uneven_list,
         sent_from_one,
@@ -170,6 +188,30 @@ def test_lists_of_different_sizes_are_gathered(ranks: Pool) -> None:
     assert ranks.run(gathered_unevenly) == [[[], [1.0], [2.0] * 2, [3.0] * 3]] * WORLD
 
 
+def in_strides(numel: int) -> list[bool]:
+    """Tensors with gaps between their elements have what contiguous ones have, and gaps stay."""
+    group, right = new_group("cpu:poplar"), []
+    calls = {
+        "all_reduce": lambda data: dist.all_reduce(data, group=group),
+        "broadcast": lambda data: dist.broadcast(data, 1, group=group),
+        "reduce_scatter": lambda data: reduce_scatter(data[: numel // WORLD], data, group=group),
+        "all_gather": lambda data: all_gather(data, data[: numel // WORLD], group=group),
+        "all_to_all": lambda data: dist.all_to_all_single(data, data.clone(), group=group),
+    }
+    for call in calls.values():
+        wide = values(numel, 2)
+        gaps, dense = wide[:, 1].clone(), wide[:, 0].clone()
+        call(wide[:, 0])
+        call(dense)
+        right.append(torch.equal(wide[:, 0], dense) and torch.equal(wide[:, 1], gaps))
+    return right
+
+
+@pytest.mark.parametrize("numel", [WORLD * 3, WORLD << 20])
+def test_tensors_with_gaps_are_carried_too(ranks: Pool, numel: int) -> None:
+    assert ranks.run(in_strides, numel) == [[True] * 5] * WORLD
+
+
 def means() -> float:
     group = new_group("cpu:poplar")
     data = torch.full((5,), float(dist.get_rank(group)))
@@ -208,6 +250,26 @@ def refused() -> str:
 def test_reductions_that_nobody_scatters_are_refused(ranks: Pool) -> None:
     for said in ranks.run(refused):
         assert "sums or means of float32, bfloat16 and float16" in said
+
+
+def split_wrongly() -> list[str]:
+    group, said = new_group("cpu:poplar"), []
+    for splits in ([1, 1, 1], [1, 1, 1, 2], None):
+        try:
+            data = torch.ones(WORLD + (splits is None))
+            dist.all_to_all_single(torch.empty_like(data), data, splits, splits, group=group)
+        except ValueError as error:
+            said.append(str(error))
+    dist.barrier(group)
+    return said
+
+
+def test_splits_that_do_not_add_up_are_refused_and_the_group_goes_on(ranks: Pool) -> None:
+    for said in ranks.run(split_wrongly):
+        assert len(said) == 3
+        assert "one for each rank" in said[0]
+        assert "add up to 4 rows" in said[1]
+        assert "5 rows are not divisible by 4" in said[2]
 
 
 # Trainers

@@ -114,6 +114,9 @@ class PoplarProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return self._submit("all_reduce", run, tensors)
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Any:
+        if self._divisor(opts, tensors) is None:
+            # Not its `allreduce`, to which several tensors are several inputs of one reduction.
+            return self._gloo.allreduce_coalesced(tensors, opts or c10d.AllreduceCoalescedOptions())
         return self.allreduce(tensors, opts)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
@@ -150,7 +153,7 @@ class PoplarProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
         def run(comm: SharedMemoryCommunicator) -> None:
             for output, mine in zip(outputs, inputs, strict=True):
-                _reduce_scatter(comm, output, mine.reshape(-1), None, divisor)
+                _reduce_scatter(comm, output, _flat(mine), None, divisor)
 
         return self._submit("reduce_scatter", run, outputs)
 
@@ -171,10 +174,9 @@ class PoplarProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
         def run(comm: SharedMemoryCommunicator) -> None:
             for tensor in tensors:
-                flat = tensor.contiguous()
+                flat = _flat(tensor)
                 comm.broadcast(flat, source, what="broadcast")
-                if flat is not tensor:
-                    tensor.copy_(flat)
+                _bring_back(tensor, flat)
 
         return self._submit("broadcast", run, tensors)
 
@@ -191,10 +193,9 @@ class PoplarProcessGroup(_ProcessGroup):  # type: ignore[misc]
         leaving = _elements(input, input_splits, size)
 
         def run(comm: SharedMemoryCommunicator) -> None:
-            received = output.contiguous()
-            comm.all_to_all(received.view(-1), input.reshape(-1), arriving, leaving)
-            if received is not output:
-                output.copy_(received)
+            received = _flat(output)
+            comm.all_to_all(received, _flat(input), arriving, leaving)
+            _bring_back(output, received)
 
         return self._submit("all_to_all", run, [output])
 
@@ -242,7 +243,7 @@ class PoplarProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def _divisor(self, opts: Any, tensors: Sequence[Tensor]) -> int | None:
         """What a sum of floating tensors is divided by; None for any other reduction."""
         op = opts.reduceOp if opts is not None else dist.ReduceOp.SUM
-        if any(tensor.dtype not in _FLOATING for tensor in tensors):
+        if any(t.dtype not in _FLOATING or t.layout is not torch.strided for t in tensors):
             return None
         if op == dist.ReduceOp.SUM:
             return 1
@@ -336,25 +337,23 @@ def _serve(jobs: queue.SimpleQueue[_Job | None], ranks: _Ranks) -> None:
 
 
 def _all_reduce(comm: SharedMemoryCommunicator, tensor: Tensor, divisor: int) -> None:
-    flat = tensor.reshape(-1)  # a view where that is possible
+    flat = _flat(tensor)
     step = -(-flat.numel() // (comm.group.size * ALIGNMENT)) * ALIGNMENT
     cuts = (min(rank * step, flat.numel()) for rank in range(comm.group.size + 1))
     bucket = Bucket(flat, Layout(tuple(cuts)), Codec(flat.dtype))
     comm.all_reduce(bucket, what="all_reduce").wait()
     if divisor != 1:
         flat /= divisor
-    if flat.data_ptr() != tensor.data_ptr():
-        tensor.copy_(flat.view(tensor.shape))
+    _bring_back(tensor, flat)
 
 
 def _all_gather(
     comm: SharedMemoryCommunicator, output: Tensor, mine: Tensor, sizes: list[int] | None = None
 ) -> None:
     sizes = sizes or [mine.numel()] * comm.group.size
-    whole = output.reshape(-1)
-    comm.all_gather(whole, _layout(sizes), what="all_gather", own=mine.reshape(-1)).wait()
-    if whole.data_ptr() != output.data_ptr():
-        output.copy_(whole.view(output.shape))
+    whole = _flat(output)
+    comm.all_gather(whole, _layout(sizes), what="all_gather", own=_flat(mine)).wait()
+    _bring_back(output, whole)
 
 
 def _reduce_scatter(
@@ -382,9 +381,30 @@ def _layout(sizes: Sequence[int]) -> Layout:
 def _elements(tensor: Tensor, splits: list[int], size: int) -> list[int]:
     """Rows for each rank, as elements; without splits they are even."""
     if not splits:
+        if tensor.shape[0] % size:
+            raise ValueError(
+                f"all_to_all on cpu:poplar: {tensor.shape[0]} rows are not divisible by {size} "
+                "ranks; give the sizes of splits"
+            )
         return [tensor.numel() // size] * size
+    if len(splits) != size or sum(splits) != tensor.shape[0]:
+        raise ValueError(
+            f"all_to_all on cpu:poplar: splits {splits} must be {size}, one for each rank, and add "
+            f"up to {tensor.shape[0]} rows"
+        )
     row = tensor.numel() // tensor.shape[0] if tensor.shape[0] else 0
     return [row * split for split in splits]
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """1-D and contiguous: the tensor's own memory if it is that already, else a copy."""
+    return tensor.reshape(-1).contiguous()
+
+
+def _bring_back(tensor: Tensor, flat: Tensor) -> None:
+    """After `flat` was written: the tensor of which it is a copy, if it is one, has it too."""
+    if flat.data_ptr() != tensor.data_ptr():
+        tensor.copy_(flat.view(tensor.shape))
 
 
 def _spread(flat: Tensor, parts: Sequence[Tensor]) -> None:
