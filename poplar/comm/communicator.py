@@ -69,8 +69,8 @@ class Communicator(ABC):
         """`bucket.data` = the sum over ranks of their buckets, on every rank.
 
         fp32 and in rank order, rounded once to the bucket's dtype. The layout says who adds which
-        part; it changes no bits. It goes on while ranks wait for it, or for what this communicator
-        issued later: a rank that waits for anything else first holds the others up.
+        part; it changes no bits. It goes on while ranks wait for it: a rank that first waits for
+        what the others issue only after it holds them up until the deadline.
         """
 
     @abstractmethod
