@@ -139,6 +139,12 @@ def test_ratios_say_how_much_faster_than_gloo_and_how_far_from_the_floor():
     assert alone.ratio_to_gloo is None
 
 
+def test_quantiles_of_few_rounds_are_times_that_came():
+    case = Case("all_gather", 4096, "fp32", EVEN)
+    (row,) = rows_of(case, {Named("gloo"): [0.001, 0.009]}, speeds=[35e9] * 2)
+    assert 0.001 <= row.p20_seconds <= row.p50_seconds <= row.p80_seconds <= 0.009
+
+
 def judged(found: Sequence[Row]) -> dict[str, bool]:
     return {verdict.what: verdict.met for verdict in verdicts(found)}
 

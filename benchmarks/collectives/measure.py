@@ -102,13 +102,17 @@ def _make(
         found.append(Native(rank, "gloo"))
     if "all-to-all" in names:
         found.append(AllToAll(rank, "gloo"))
-    for name, module, make in (
-        ("mpi", mpi_provider, lambda: mpi_provider.Mpi(rank)),
-        ("deepspeed", deepspeed_provider, lambda: deepspeed_provider.DeepSpeedShm(rank, ranks)),
+    for name, why_absent, make in (
+        ("mpi", lambda: mpi_provider.why_apart(ranks), lambda: mpi_provider.Mpi(rank)),
+        (
+            "deepspeed",
+            deepspeed_provider.why_absent,
+            lambda: deepspeed_provider.DeepSpeedShm(rank, ranks),
+        ),
     ):
         if name not in names:
             continue
-        if absent := module.why_absent():
+        if absent := why_absent():
             tell(f"without {name}: {absent}")
         else:
             found.append(make())

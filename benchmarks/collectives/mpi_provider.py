@@ -26,6 +26,16 @@ def why_absent() -> str:
     return ""
 
 
+def why_apart(ranks: int) -> str:
+    """Why MPI can't take part among these processes; empty if it can."""
+    if absent := why_absent():
+        return absent
+    from mpi4py import MPI
+
+    size = MPI.COMM_WORLD.size
+    return "" if size == ranks else f"mpirun did not start these {ranks} ranks (MPI knows {size})"
+
+
 def command(ranks: int) -> list[str]:
     """What starts so many ranks of a program on this host; more of them than cores if need be."""
     start = ["mpirun", "-n", str(ranks), "--oversubscribe", "--bind-to", "none"]

@@ -126,5 +126,5 @@ def read_rows(path: Path) -> list[Row]:
 def _quantiles(values: Sequence[float]) -> tuple[float, float, float]:
     if len(values) < 2:
         return (values[0],) * 3
-    fifths = statistics.quantiles(values, n=5)
+    fifths = statistics.quantiles(values, n=5, method="inclusive")  # never outside of what came
     return fifths[0], statistics.median(values), fifths[3]
