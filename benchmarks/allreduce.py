@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from collectives import mpi_provider
 from collectives.case import DTYPES, OPERATIONS
-from collectives.measure import PROVIDERS, Request, measure, shares_of
+from collectives.measure import ALGORITHMS, PROVIDERS, Request, measure, shares_of
 from collectives.row import Row, read_rows, write_rows
 from collectives.table import tables_of, verdicts_table
 from collectives.targets import HEADLINE, verdicts
@@ -160,7 +160,9 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     several = {"nargs": "+"}
     parser.add_argument("--ranks", type=int, **several, help="runs of so many (default: 2 4)")
     parser.add_argument("--operations", choices=OPERATIONS, **several, help="(default: all)")
-    parser.add_argument("--providers", choices=PROVIDERS, **several, help="(default: all)")
+    parser.add_argument(
+        "--providers", choices=PROVIDERS, **several, help="(default: all without algorithms)"
+    )
     parser.add_argument(
         "--sizes", type=bytes_of, metavar="SIZE", **several, help=f"(default: {' '.join(SIZES)})"
     )
@@ -188,7 +190,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     options.ranks = options.ranks or [2, 4]
     options.operations = options.operations or OPERATIONS
-    on_one_host = [name for name in PROVIDERS if name != "hierarchical"]
+    on_one_host = [name for name in PROVIDERS if name not in ("hierarchical", *ALGORITHMS)]
     default = on_one_host if options.link is None else ACROSS
     options.providers = options.providers or default
     if options.link is not None and not options.link > 0:

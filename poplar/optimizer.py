@@ -129,8 +129,9 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             inputs; masters stay fp32. "auto": an fp32 model on CUDA is computed in bf16 if every
             rank has it, else in fp16 with a loss scale; any other model as it is.
         reduce_dtype: dtype in which gradients travel; they are added in fp32.
-        communicator: "auto", "process_group" (NCCL, gloo), "shared_memory" (CPU ranks of one
-            host), "hierarchical" (of several hosts) or a `poplar.comm.Communicator`.
+        communicator: "auto" (what the plan says, else by where the ranks are), "process_group"
+            (NCCL, gloo; with algorithms: "process_group:padded+grouped"), "shared_memory" (CPU
+            ranks of one host), "hierarchical" (of several hosts) or a `poplar.comm.Communicator`.
         timeout: how long a rank waits for another, 5 minutes by default.
         allow_batch_norm: accept BatchNorm in training mode, whose statistics are per micro-batch.
         **optimizer_kwargs: for `optimizer_class`; `fused=True` is added where it exists.
@@ -181,7 +182,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             error = caught
         agree(self._control, error, doing="building the optimizer")
         dtype = agree_on_request(self._control, request)
-        comm = connect(self._group, communicator, request.device)
+        planned = plan.transport if plan is not None else None
+        comm = connect(self._group, communicator, request.device, planned=planned)
         self._model = model
         self._plan = plan
         self._stage = request.stage
@@ -470,7 +472,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
     def apply_plan(self, plan: Plan, *, at_step: int | None = None) -> None:
         """Go on under another plan of the same stage. Collective, between steps.
 
-        State moves directly from its old to its new owners.
+        State moves directly from its old to its new owners. The transport stays what it is.
 
         Raises:
             ValueError: another stage or world size, or ranks that give different plans.

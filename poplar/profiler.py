@@ -46,6 +46,7 @@ from poplar.profiling.progress import Tell, progress
 from poplar.profiling.request import DEFAULT_MAX_BATCH, Agreed, Request, agree_on, flat_numels
 from poplar.profiling.residuals import fit
 from poplar.profiling.steps import Observation, observe
+from poplar.profiling.transport import sample_numels, time_transports
 from poplar.profiling.update import UpdateCost, measure_update
 from poplar.zero.agreement import agree
 from poplar.zero.update import OptimizerFactory
@@ -326,17 +327,25 @@ class Profiler:
         value_dtype = self.agreed.dtype or next(
             p.dtype for p in self.request.model.parameters() if p.requires_grad
         )
-        return measure_network(
-            Collectives(
-                comm=connect(self.group, "auto", self.device),
-                control=self.control,
-                numels=flat_numels(self.agreed, gathers=False)[1],
-                wire_dtype=self.request.reduce_dtype,
-                value_dtype=value_dtype,
-                device=self.device,
-            ),
-            self.request.seconds * NETWORK,
+        numels = flat_numels(self.agreed, gathers=False)[1]
+        usual = connect(self.group, "auto", self.device)
+        collectives = Collectives(
+            comm=usual,
+            control=self.control,
+            numels=numels,
+            wire_dtype=self.request.reduce_dtype,
+            value_dtype=value_dtype,
+            device=self.device,
         )
+        sample = sample_numels(numels)
+        transports = time_transports(
+            self.group, usual, lambda comm: replace(collectives, comm=comm, numels=sample)
+        )
+        if transports and transports[0][0] != usual.name:
+            fastest = connect(self.group, transports[0][0], self.device)
+            collectives = replace(collectives, comm=fastest)
+        network = measure_network(collectives, self.request.seconds * NETWORK)
+        return replace(network, transports=transports)
 
     def _measure_stage(
         self, profile: ClusterProfile, stage: int, seconds: float, tell: Tell
@@ -480,9 +489,10 @@ def plans_to_observe(profile: ClusterProfile, stage: int) -> list[Plan]:
         even = found.shares
         if not fits(profile, Plan.manual(sizes, stage=stage, shares=even)):
             sizes = [max(passes, default=0) for passes in found.micro_batches]
-    return [
+    plans = [
         Plan.manual(sizes, stage=stage, passes=passes, shares=even) for passes in PASSES_OBSERVED
     ]
+    return [replace(plan, transport=profile.network.transport) for plan in plans]
 
 
 def fits(profile: ClusterProfile, plan: Plan) -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import random
 import signal
+import subprocess
+import sys
 import threading
 import warnings
 from collections.abc import Callable
@@ -17,7 +19,8 @@ import torch.distributed as dist
 from ranks import Pool
 from torch import Tensor, nn
 
-import poplar.comm  # noqa: F401 - makes the backend known
+import poplar
+import poplar.comm  # makes the backend known
 
 WORLD = 4
 
@@ -272,6 +275,149 @@ def test_splits_that_do_not_add_up_are_refused_and_the_group_goes_on(ranks: Pool
         assert "5 rows are not divisible by 4" in said[2]
 
 
+def sizes_that_do_not_fit() -> list[str]:
+    group, said = new_group("cpu:poplar"), []
+    calls = (
+        lambda: all_gather(torch.empty(7), torch.ones(2), group=group),
+        lambda: reduce_scatter(torch.empty(2), torch.ones(7), group=group),
+        lambda: all_gather(torch.empty(2 * WORLD).half(), torch.ones(2), group=group),
+    )
+    for call in calls:
+        try:
+            call()
+        except (ValueError, RuntimeError) as error:
+            said.append(str(error))
+    dist.barrier(group)
+    return said
+
+
+def test_sizes_that_do_not_fit_are_refused_and_the_group_goes_on(ranks: Pool) -> None:
+    for said in ranks.run(sizes_that_do_not_fit):
+        assert len(said) == 3, said
+
+
+def mean_of_large_values() -> float:
+    group = new_group("cpu:poplar")
+    data = torch.full((100,), 40_000.0, dtype=torch.float16)
+    dist.all_reduce(data, dist.ReduceOp.AVG, group=group)
+    return data.float().mean().item()
+
+
+def test_a_mean_is_there_where_the_sum_would_be_too_large(ranks: Pool) -> None:
+    assert ranks.run(mean_of_large_values) == [40_000.0] * WORLD
+
+
+def callbacks_that_wait() -> list[float]:
+    """As DDP's PowerSGD hook: the callback of one collective waits for the next."""
+    group = new_group("cpu:poplar", seconds=20.0)
+
+    def again(future: torch.futures.Future[list[Tensor]]) -> Tensor:
+        (tensor,) = future.value()
+        return dist.all_reduce(tensor, group=group, async_op=True).get_future().wait()[0]
+
+    works = [dist.all_reduce(torch.ones(8), group=group, async_op=True) for _ in range(3)]
+    futures = []
+    for work in works:
+        futures.append(work.get_future().then(again))
+        futures[-1].wait()  # all ranks must issue the second ones in the same order
+    return [future.wait().mean().item() for future in futures]
+
+
+def test_callbacks_may_wait_for_collectives(ranks: Pool) -> None:
+    assert ranks.run(callbacks_that_wait) == [[16.0] * 3] * WORLD
+
+
+def meet_in_opposite_orders() -> list[float]:
+    """The first collective waits for other ranks, and must not keep the store from this one."""
+    first, data = new_group("cpu:poplar", seconds=20.0), torch.ones(4)
+    if dist.get_rank() == 0:
+        work = dist.all_reduce(data, group=first, async_op=True)
+        second = new_group("gloo", seconds=20.0)
+        work.wait()
+    else:
+        second = new_group("gloo", seconds=20.0)
+        dist.all_reduce(data, group=first)
+    dist.all_reduce(data, group=second)
+    return data.tolist()
+
+
+def test_a_first_collective_leaves_the_store_to_others(ranks: Pool) -> None:
+    assert ranks.run(meet_in_opposite_orders) == [[16.0] * 4] * WORLD
+
+
+def use_what_was_destroyed() -> str:
+    group = new_group("cpu:poplar")
+    dist.barrier(group)
+    kept = group  # torch forgets it, users may not
+    dist.destroy_process_group(group)
+    try:
+        kept.allreduce([torch.ones(1)])
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_group_that_was_destroyed_is_refused():
+    # On ranks of its own: torch gives the next group its name, and gloo finds old addresses there.
+    for said in harness.one_off(2, use_what_was_destroyed, timeout=50.0):
+        assert "was destroyed" in said
+
+
+END_EARLY = """
+import sys, torch, torch.distributed as dist
+import poplar.comm
+rank = int(sys.argv[1])
+dist.init_process_group("cpu:poplar", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2)
+dist.barrier()
+if rank == 0:
+    work = dist.all_reduce(torch.ones(1 << 20), async_op=True)  # the other never comes
+print("the end")
+"""
+
+
+def test_a_process_may_end_with_a_collective_in_flight(tmp_path):
+    command = [sys.executable, "-c", END_EARLY]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), str(tmp_path / "store")],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    for process in ranks:
+        said, _ = process.communicate(timeout=50)
+        assert process.returncode == 0, said
+        assert "the end" in said
+
+
+def train_with_poplar(backend: str) -> tuple[str, list[float]]:
+    group = new_group(backend)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 1))
+    optimizer = poplar.HeteroZeroOptimizer(
+        model,
+        torch.optim.AdamW,
+        plan=poplar.Plan.manual("1,2,3,2", stage=2),
+        process_group=group,
+        lr=0.01,
+    )
+    generator = torch.Generator().manual_seed(dist.get_rank(group))
+    losses = []
+    for _ in range(3):
+        batch = torch.randn((1, 2, 3, 2)[dist.get_rank(group)], 16, generator=generator)
+        result = optimizer.train_step(lambda model, batch: model(batch).square().mean(), batch)
+        losses.append(result.loss)
+    return type(optimizer._engine.comm).__name__, losses
+
+
+def test_poplar_itself_takes_the_fast_way_on_it(ranks: Pool) -> None:
+    ours = ranks.run(train_with_poplar, "cpu:poplar")
+    assert ours == ranks.run(train_with_poplar, "gloo")
+    assert {name for name, _ in ours} == {"SharedMemoryCommunicator"}
+
+
 # Trainers
 
 
@@ -350,6 +496,28 @@ def test_a_rank_that_is_gone_or_stopped_is_named(how, seconds):
         assert answers[rank].keys() == IN_SHARED_MEMORY.keys()
         for name, said in answers[rank].items():
             assert f"rank {rank}: {name} failed, waiting for rank(s) 2" in said
+
+
+def lose_a_rank_of_ddp() -> str:
+    model = nn.parallel.DistributedDataParallel(
+        nn.Linear(4, 4), process_group=new_group("cpu:poplar")
+    )
+    model(torch.ones(2, 4)).sum().backward()
+    if dist.get_rank() == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        for _ in range(2):
+            model(torch.ones(2, 4)).sum().backward()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_ddp_names_a_rank_that_is_gone():
+    answers = harness.one_off(WORLD, lose_a_rank_of_ddp, lost=[2], timeout=50.0)
+    for rank in (0, 1, 3):
+        assert "waiting for rank(s) 2" in answers[rank]
+        assert "its process has ended" in answers[rank]
 
 
 def killed_in_the_middle(name: str, delay: float) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from datetime import timedelta
 
 import pytest
 import ranks as harness
@@ -137,3 +138,25 @@ def test_ranks_agree_on_values_objects_and_announcements(ranks: Pool) -> None:
         assert objects == [{"rank": r, "text": "x" * r} for r in range(WORLD)]
         assert values == [[0.0, 1.0, 2.0, 3.0]] * 3
         assert heard == [100 + leader for leader in range(WORLD) if leader != rank]
+
+
+def wait_in_opposite_orders(choice: str) -> list[float]:
+    """Even ranks wait for the sum before they issue the gather, odd ones for the gather first."""
+    group = Group.of(harness.group(), timedelta(seconds=20))
+    comm = connect(group, choice)
+    layout = Layout.even(64 * WORLD, WORLD)
+    bucket = comm.buffer(layout, torch.float32, torch.device("cpu"))
+    bucket.pack([torch.ones(layout.numel)], [0], 1.0)
+    data = torch.full((layout.numel,), 1.0)
+    summed = comm.all_reduce(bucket, what="the sum")
+    if group.rank % 2 == 0:
+        summed.wait()
+    gathered = comm.all_gather(data, layout, what="the gather")
+    gathered.wait()
+    summed.wait()
+    return [bucket.data.mean().item(), data.mean().item()]
+
+
+@pytest.mark.parametrize("choice", ["shared_memory", "process_group"])
+def test_ranks_may_wait_in_any_order(ranks: Pool, choice: str) -> None:
+    assert ranks.run(wait_in_opposite_orders, choice) == [[4.0, 1.0]] * WORLD

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -13,10 +16,12 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
+import ranks as harness
 from launch import run_ranks
 from network import EmulatedNetwork, EmulationUnavailable, Hosts
 
-from poplar.comm import Bucket, Codec, Group, connect
+from poplar.comm import Bucket, Codec, Group, connect, hosts
+from poplar.errors import CollectiveTimeout
 from poplar.planning.layout import Layout
 
 RANKS, NUMEL = 5, 1 << 20
@@ -96,3 +101,43 @@ def test_the_direct_algorithm_sends_it_once_for_each_rank(tmp_path):
     first, second = sent("process_group", "reduce_scatter", tmp_path)
     assert first >= 3 * 2 / 5
     assert second >= 2 * 3 / 5
+
+
+def lose_a_rank(operation: str, how: int, seconds: float) -> str:
+    """Rank 3, of the second host, goes; what the others say."""
+    hosts.place = lambda: ("aabb"[harness.rank()],)
+    group = Group.of(harness.group(), timedelta(seconds=seconds))
+    comm = connect(group, "hierarchical")
+    layout = Layout.even(64 * 4, 4)
+    bucket = Bucket(torch.ones(layout.numel), layout, Codec())
+    comm.all_gather(bucket.data, layout, what="the first").wait()
+    if group.rank == 3:
+        os.kill(os.getpid(), how)
+    calls = {
+        "all_reduce": lambda: comm.all_reduce(bucket, what="it").wait(),
+        "all_gather": lambda: comm.all_gather(bucket.data, layout, what="it").wait(),
+        "broadcast": lambda: comm.broadcast(bucket.data, 3, what="it"),
+    }
+    try:
+        calls[operation]()
+    except CollectiveTimeout as error:
+        return str(error)
+    return ""
+
+
+LOST = [
+    ("all_reduce", signal.SIGSTOP),
+    ("all_gather", signal.SIGKILL),
+    ("broadcast", signal.SIGKILL),
+]
+
+
+@pytest.mark.parametrize(("operation", "how"), LOST)
+def test_a_rank_of_another_host_that_is_gone_or_stopped_is_found_by_what_all_say(operation, how):
+    answers = harness.one_off(4, lose_a_rank, operation, int(how), 2.0, lost=[3], timeout=55.0)
+    # Its neighbour knows, unless it had nothing to wait for. Who waits for that one names it, and
+    # so does that one's neighbour, though it has only waited for a rank that is well.
+    assert "waiting for rank(s) 3" in answers[2] or operation == "broadcast"
+    for rank in (0, 1):
+        names = [f"waiting for rank(s) {lost}" for lost in ("2", "3", "2, 3")]
+        assert any(text in answers[rank] for text in names), answers[rank]

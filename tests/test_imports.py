@@ -18,6 +18,7 @@ PACKAGE = Path(poplar.__file__).parent
 MAY_ENTER = {
     "poplar.errors": set(),
     "poplar.nest": set(),
+    "poplar.host": set(),
     "poplar.trace": set(),
     "poplar.ops": {"poplar._core"},
     "poplar.planning": {"poplar.errors", "poplar._core"},
@@ -27,6 +28,7 @@ MAY_ENTER = {
         "poplar.ops",
         "poplar.errors",
         "poplar.trace",
+        "poplar.host",
         "poplar._core",
     },
     "poplar.zero": {

@@ -23,7 +23,8 @@ from poplar.planning.layout import Layout
 WORLD = 4
 TIMES = int(os.environ.get("POPLAR_COLLECTIVES", "400"))
 MOST_IN_FLIGHT = 4
-BOTH = ("shared_memory", "process_group")
+IN_RANK_ORDER = ("shared_memory", "process_group", "process_group:padded+grouped")
+IN_ANOTHER_ORDER = ("process_group:library+padded", "process_group:grouped+direct")
 CPU = torch.device("cpu")
 EPSILON = {torch.float32: 2**-23, torch.bfloat16: 2**-8, torch.float16: 2**-10}
 
@@ -121,7 +122,9 @@ def issue(case: Case, comm: Communicator) -> tuple[Pending, Callable[[], Tensor]
     return pending, lambda: out
 
 
-def run(seed: int, times: int, choices: tuple[str, ...] = BOTH, hosts: int = 1) -> list[str]:
+def run(
+    seed: int, times: int, choices: tuple[str, ...] = IN_RANK_ORDER, hosts: int = 1
+) -> list[str]:
     """Draw, issue and wait, in another order on every rank; returns what was wrong.
 
     All transports must give the same bits.
@@ -153,6 +156,12 @@ def test_results_are_right_and_the_same_by_every_transport(ranks: Pool) -> None:
     for seed in range(max(1, TIMES // 400)):  # each call has a deadline
         for wrong in ranks.run(run, 1 + 10 * seed, min(TIMES, 400)):
             assert wrong == []
+
+
+@pytest.mark.parametrize("choice", IN_ANOTHER_ORDER)
+def test_results_are_right_where_the_library_adds(ranks: Pool, choice: str) -> None:
+    for wrong in ranks.run(run, 4, TIMES // 4, (choice,)):
+        assert wrong == []
 
 
 def run_without_a_cache(seed: int, times: int) -> list[str]:

@@ -8,6 +8,7 @@ import random
 import signal
 import threading
 import time
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -16,10 +17,10 @@ import ranks as harness
 import torch
 from ranks import Pool
 
-from poplar import _core
-from poplar.comm import Control, Group, connect, control_of
+from poplar import HeteroZeroOptimizer, Plan, _core, host
+from poplar.comm import Bucket, Codec, Control, Group, connect, control_of, hosts
 from poplar.comm.pool import Pool as Segments
-from poplar.comm.segment import Segment, view
+from poplar.comm.segment import PAGE, Segment, addresses, view
 from poplar.comm.shared_memory import SharedMemoryCommunicator
 from poplar.errors import CollectiveTimeout
 from poplar.planning.layout import Layout
@@ -401,21 +402,51 @@ def test_nothing_follows_a_collective_that_came_to_no_end():
     assert len(answers[1]) == 2, "the others' old values are there, their agreement never comes"
 
 
-def read_more_than_was_posted() -> str:
-    group = Group.of(harness.group(), None)
+def take_others_for_larger(operation: str) -> list[str]:
+    """Rank 3 believes in another cut than the others, and all of them go on."""
+    group = Group.of(harness.group(), timedelta(seconds=120))
     comm, _ = both(group)
-    # Rank 3 believes in another cut than the others.
     cuts = (0, 64, 128, 192, 256) if group.rank != 3 else (0, 128, 192, 256, 320)
-    try:
-        comm.all_gather(torch.zeros(cuts[-1]), Layout(cuts), what="gather").wait()
-    except RuntimeError as error:
-        return str(error)
-    return ""
+    layout = Layout(cuts)
+    bucket = Bucket(torch.zeros(layout.numel), layout, Codec())
+    calls = {
+        "all_gather": lambda: comm.all_gather(bucket.data, layout, what="the first"),
+        "all_reduce": lambda: comm.all_reduce(bucket, what="the first"),
+    }
+    said = []
+    for call in (calls[operation], lambda: comm.all_reduce(bucket, what="the second")):
+        try:
+            call().wait()
+        except RuntimeError as error:
+            said.append(str(error))
+    return said
 
 
-def test_ranks_at_different_collectives_do_not_read_each_other():
-    answers = harness.one_off(WORLD, read_more_than_was_posted, timeout=50.0)
-    assert "the two are at different collectives" in answers[3]
+@pytest.mark.parametrize("operation", ["all_gather", "all_reduce"])
+def test_ranks_whose_tensors_differ_in_size_all_hear_of_it_at_once(operation):
+    answers = harness.one_off(WORLD, take_others_for_larger, operation, timeout=50.0)
+    assert "the two are at different collectives, or their tensors differ" in answers[3][0]
+    assert "an earlier collective came to no end" in answers[3][1]
+    for rank in (0, 1, 2):
+        assert "their tensors differ" in " ".join(answers[rank])
+
+
+def test_more_than_the_host_has_is_refused_with_figures(monkeypatch):
+    monkeypatch.setattr(host, "free_memory", lambda: 1 << 20)
+    pool = Segments(0, 1 << 40, lambda _: True)
+    pool.take(1 << 20)
+    with pytest.raises(MemoryError, match=r"2097152 bytes.* of which 1048576 are free"):
+        pool.take(2 << 20)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8, 64, 1024])
+def test_all_ranks_of_a_host_fit_into_the_addresses_of_each(ranks: int, monkeypatch) -> None:
+    for memory in (1 << 31, 24 << 30, 2 << 40):
+        monkeypatch.setattr(host, "total_memory", lambda memory=memory: memory)
+        each = addresses(ranks)
+        assert each % PAGE == 0
+        assert ranks * each <= 4 * memory + ranks * (1 << 30)
+        assert each >= min(memory, 1 << 30)
 
 
 def memory_comes_back() -> list[int]:
@@ -511,12 +542,47 @@ def test_ranks_of_two_hosts_go_the_hierarchical_way_or_are_told(ranks: Pool) -> 
         assert "another host" in said
 
 
-def an_unknown_transport() -> str:
+def an_unknown_transport(choice: str = "pigeons") -> str:
     try:
-        connect(Group.of(harness.group(), None), "pigeons")
+        connect(Group.of(harness.group(), None), choice)
     except ValueError as error:
         return str(error)
     return ""
+
+
+@pytest.mark.parametrize(
+    ("choice", "said"),
+    [
+        ("process_group:fast+direct", "how to add (direct, padded, grouped, library)"),
+        ("process_group:direct", "as in 'process_group:padded+grouped'"),
+        ("shared_memory:direct+direct", "use one of 'auto', 'process_group'"),
+    ],
+)
+def test_an_unknown_algorithm_is_refused_with_those_there_are(ranks: Pool, choice, said) -> None:
+    for answer in ranks.run(an_unknown_transport, choice):
+        assert said in answer
+
+
+def planned_elsewhere() -> str:
+    """The plan is from where all ranks were on one host."""
+    real, hosts.place = hosts.place, lambda: (f"host {harness.rank()}",)
+    try:
+        plan = replace(Plan.even(WORLD, WORLD, 1, stage=1), transport="shared_memory")
+        model = torch.nn.Linear(4, 4)
+        HeteroZeroOptimizer(
+            model, torch.optim.SGD, plan=plan, lr=0.1, process_group=harness.group()
+        )
+    except ValueError as error:
+        return str(error)
+    finally:
+        hosts.place = real
+    return ""
+
+
+def test_a_plan_whose_transport_is_not_to_be_had_is_refused_with_what_to_do(ranks: Pool) -> None:
+    for said in ranks.run(planned_elsewhere):
+        assert "the plan's transport, 'shared_memory', can't be had here" in said
+        assert "communicator='process_group'" in said
 
 
 def test_an_unknown_transport_is_refused_with_those_there_are(ranks: Pool) -> None:

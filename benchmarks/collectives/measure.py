@@ -19,12 +19,15 @@ from collectives.torch_providers import AllToAll, Native
 from poplar.comm import Group, connect
 
 _FLOOR = "the floor"
+ALGORITHMS = ("process_group:padded+grouped", "process_group:library+padded")
+"""As `connect` names them; measured only where they are asked for."""
 PROVIDERS = (
     "gloo",
     "all-to-all",
     "mpi",
     "deepspeed",
     "process_group",
+    *ALGORITHMS,
     "shared_memory",
     "hierarchical",
 )
@@ -116,10 +119,9 @@ def _make(
             tell(f"without {name}: {absent}")
         else:
             found.append(make())
-    if "process_group" in names:
-        found.append(Ours(connect(Group.of(None, None), "process_group"), "process_group"))
-    if "hierarchical" in names:
-        found.append(Ours(connect(Group.of(None, None), "hierarchical"), "hierarchical"))
+    for name in ("process_group", *ALGORITHMS, "hierarchical"):
+        if name in names:
+            found.append(Ours(connect(Group.of(None, None), name), name))
     if "shared_memory" in names:
         comm = connect(Group.of(None, None), "shared_memory")
         found += [Ours(comm, "shared_memory"), Ours(comm, "shared_memory", zero_copy=True)]

@@ -5,6 +5,7 @@ Importing it makes `torch.distributed.init_process_group("cpu:poplar")` known: s
 """
 
 from poplar.comm import backend
+from poplar.comm.algorithms import ALL_GATHERS, REDUCE_SCATTERS
 from poplar.comm.bucket import Bucket, Codec
 from poplar.comm.choice import connect, control_of
 from poplar.comm.communicator import Communicator, Pending
@@ -12,6 +13,8 @@ from poplar.comm.control import Control
 from poplar.comm.group import Group
 
 __all__ = [
+    "ALL_GATHERS",
+    "REDUCE_SCATTERS",
     "Bucket",
     "Codec",
     "Communicator",

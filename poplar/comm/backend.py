@@ -11,96 +11,58 @@ integers), reduce, gather, scatter, send and receive.
 from __future__ import annotations
 
 import itertools
-import pickle
-import queue
-import threading
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
-from poplar.comm.board import Board
 from poplar.comm.bucket import Bucket, Codec
-from poplar.comm.group import collective_timeout
+from poplar.comm.communicator import own_slice
+from poplar.comm.group import POPLAR
+from poplar.comm.jobs import Job, Jobs, Ranks
 from poplar.comm.shared_memory import SharedMemoryCommunicator
-from poplar.errors import CollectiveTimeout
 from poplar.planning.layout import ALIGNMENT, Layout
-from poplar.trace import Trace
 
-NAME = "poplar"
-SEGMENT_BYTES = 1 << 38
-"""Addresses that a rank sets aside in each process group; of memory it takes what it uses."""
-
-T = TypeVar("T")
-_Work: Any = dist.Work
 _ProcessGroup: Any = dist.ProcessGroup
 """Its type stubs show methods as users call them; torch calls them in another way."""
 _FLOATING = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@dataclass(frozen=True, eq=False)
-class _Ranks:
-    """As `Members`; these know each other by a store, before there is a process group."""
-
-    rank: int
-    size: int
-    timeout: timedelta
-    store: Any
-    failures: list[CollectiveTimeout] = field(default_factory=list)
-    trace: Trace = field(default_factory=Trace)
-    _turns: Any = field(default_factory=itertools.count)
-
-    def failure(self, what: str, peers: Sequence[int], cause: str) -> CollectiveTimeout:
-        """As `Members.failure`."""
-        return collective_timeout(self.rank, self.timeout, what, peers, cause)
-
-    def exchange(self, value: T, /, *, what: str) -> list[T]:
-        """As `board.Exchange`."""
-        turn = next(self._turns)
-        self.store.set(f"poplar/{turn}/{self.rank}", pickle.dumps(value))
-        keys = [f"poplar/{turn}/{rank}" for rank in range(self.size)]
-        try:
-            self.store.wait(keys, self.timeout)
-        except dist.DistStoreError as error:
-            raise CollectiveTimeout(f"rank {self.rank}: {what} failed: {error}") from error
-        return [pickle.loads(self.store.get(key)) for key in keys]
-
-
 class PoplarProcessGroup(_ProcessGroup):  # type: ignore[misc]
     """What `init_process_group("cpu:poplar")` and `new_group` make; users never call it.
 
-    Collectives run one after the other on a thread of their own, so they go on while the caller
-    does. The ranks meet in shared memory at the first one.
+    Collectives run one after the other (`Jobs`); the ranks meet in shared memory at the first one.
     """
 
-    def __init__(self, ranks: _Ranks, name: str) -> None:
+    def __init__(self, ranks: Ranks, name: str) -> None:
         super().__init__(ranks.rank, ranks.size)
         self._ranks, self._name = ranks, name
         store = c10d.PrefixStore("gloo", ranks.store)
         self._gloo: Any = c10d.ProcessGroupGloo(
             store, ranks.rank, ranks.size, timeout=ranks.timeout
         )
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        # The thread must not keep this group alive.
-        threading.Thread(target=_serve, args=(self._jobs, ranks), daemon=True).start()
-        weakref.finalize(self, self._jobs.put, None)
+        self._jobs = Jobs(ranks)
+        weakref.finalize(self, self._jobs.stop)  # also when the interpreter ends
 
     # What torch asks of a process group. Names in camel case are those of its C++ class.
 
     def getBackendName(self) -> str:  # noqa: N802
-        return NAME
+        return POPLAR
 
     def getGroupName(self) -> str:  # noqa: N802
         return self._name
 
     def setGroupName(self, name: str) -> None:  # noqa: N802
         self._name = name
+
+    def shutdown(self) -> None:
+        self._jobs.stop()
+
+    abort = shutdown
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
         divisor = self._divisor(opts, tensors)
@@ -111,7 +73,7 @@ class PoplarProcessGroup(_ProcessGroup):  # type: ignore[misc]
             for tensor in tensors:
                 _all_reduce(comm, tensor, divisor)
 
-        return self._submit("all_reduce", run, tensors)
+        return self._submit("all_reduce", run, tensors, opts)
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Any:
         if self._divisor(opts, tensors) is None:
@@ -125,23 +87,27 @@ class PoplarProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def all_gather_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> dist.Work:
+        for output, mine in zip(outputs, inputs, strict=True):
+            _check("all_gather", output, mine, self._ranks.size)
+
         def run(comm: SharedMemoryCommunicator) -> None:
             for output, mine in zip(outputs, inputs, strict=True):
                 _all_gather(comm, output, mine)
 
-        return self._submit("all_gather", run, outputs)
+        return self._submit("all_gather", run, outputs, opts)
 
     def allgather(
         self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
     ) -> dist.Work:
         (parts,), (mine,) = outputs, inputs
+        _check("all_gather", parts[self._ranks.rank], mine)
 
         def run(comm: SharedMemoryCommunicator) -> None:
             whole = torch.empty(sum(part.numel() for part in parts), dtype=mine.dtype)
             _all_gather(comm, whole, mine, [part.numel() for part in parts])
             _spread(whole, parts)
 
-        return self._submit("all_gather", run, parts)
+        return self._submit("all_gather", run, parts, opts)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
         return self.reduce_scatter_single_coalesced([output], [input], opts)
@@ -150,24 +116,27 @@ class PoplarProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> dist.Work:
         divisor = self._scattered_divisor(opts, inputs)
+        for output, mine in zip(outputs, inputs, strict=True):
+            _check("reduce_scatter", mine, output, self._ranks.size)
 
         def run(comm: SharedMemoryCommunicator) -> None:
             for output, mine in zip(outputs, inputs, strict=True):
                 _reduce_scatter(comm, output, _flat(mine), None, divisor)
 
-        return self._submit("reduce_scatter", run, outputs)
+        return self._submit("reduce_scatter", run, outputs, opts)
 
     def reduce_scatter(
         self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None
     ) -> dist.Work:
         (output,), (parts,) = outputs, inputs
         divisor = self._scattered_divisor(opts, parts)
+        _check("reduce_scatter", parts[self._ranks.rank], output)
 
         def run(comm: SharedMemoryCommunicator) -> None:
             mine = torch.cat([part.reshape(-1) for part in parts])
             _reduce_scatter(comm, output, mine, [part.numel() for part in parts], divisor)
 
-        return self._submit("reduce_scatter", run, outputs)
+        return self._submit("reduce_scatter", run, outputs, opts)
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         source = opts.rootRank if opts is not None else 0
@@ -178,7 +147,7 @@ class PoplarProcessGroup(_ProcessGroup):  # type: ignore[misc]
                 comm.broadcast(flat, source, what="broadcast")
                 _bring_back(tensor, flat)
 
-        return self._submit("broadcast", run, tensors)
+        return self._submit("broadcast", run, tensors, opts)
 
     def all_to_all_single(
         self,
@@ -197,7 +166,7 @@ class PoplarProcessGroup(_ProcessGroup):  # type: ignore[misc]
             comm.all_to_all(received, _flat(input), arriving, leaving)
             _bring_back(output, received)
 
-        return self._submit("all_to_all", run, [output])
+        return self._submit("all_to_all", run, [output], opts)
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> dist.Work:
         arriving, leaving = ([t.numel() for t in tensors] for tensors in (outputs, inputs))
@@ -208,10 +177,10 @@ class PoplarProcessGroup(_ProcessGroup):  # type: ignore[misc]
             comm.all_to_all(received, mine, arriving, leaving)
             _spread(received, outputs)
 
-        return self._submit("all_to_all", run, outputs)
+        return self._submit("all_to_all", run, outputs, opts)
 
     def barrier(self, opts: Any = None) -> dist.Work:
-        return self._submit("barrier", SharedMemoryCommunicator.barrier, [])
+        return self._submit("barrier", SharedMemoryCommunicator.barrier, [], opts)
 
     # Until torch 2.12 they had other names; 2.13 asks for both.
     _allgather_base = all_gather_single
@@ -266,84 +235,35 @@ class PoplarProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return divisor
 
     def _submit(
-        self, what: str, run: Callable[[SharedMemoryCommunicator], None], results: Sequence[Tensor]
+        self,
+        what: str,
+        run: Callable[[SharedMemoryCommunicator], None],
+        results: Sequence[Tensor],
+        opts: Any,
     ) -> dist.Work:
         for tensor in results:
             if tensor.device.type != "cpu":
                 raise ValueError(f"{what} on cpu:poplar takes CPU tensors, got {tensor.device}")
-        job = _Job(run, list(results))
-        self._jobs.put(job)
+        job = Job(run, results)
+        self._jobs.put(job, wait=not getattr(opts, "asyncOp", True))
         return job
-
-
-class _Job(_Work):  # type: ignore[misc]
-    """A collective, and the work that torch waits for: one made of a future hides its errors."""
-
-    def __init__(
-        self, run: Callable[[SharedMemoryCommunicator], None], results: list[Tensor]
-    ) -> None:
-        super().__init__()
-        self._run, self._results = run, results
-        self._future: Any = torch.futures.Future()
-
-    def finish(self, comm: SharedMemoryCommunicator) -> None:
-        """Run it here and now; whoever waits is told how it ended."""
-        try:
-            self._run(comm)
-        except Exception as error:
-            self.fail(error)
-        else:
-            self._future.set_result(self._results)
-
-    def fail(self, error: Exception) -> None:
-        """Tell whoever waits."""
-        self._future.set_exception(error)
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Return when it is over. The group's own deadline holds, whatever `timeout` says.
-
-        Raises:
-            CollectiveTimeout: names the ranks that did not take part.
-        """
-        self._future.wait()
-        return True
-
-    def is_completed(self) -> bool:
-        return bool(self._future.done())
-
-    def get_future(self) -> Any:
-        return self._future
-
-
-def _serve(jobs: queue.SimpleQueue[_Job | None], ranks: _Ranks) -> None:
-    """Run jobs until there is None; the ranks meet when the first one comes."""
-    comm: SharedMemoryCommunicator | None = None
-    trouble: Exception | None = None
-    # Results may be inference tensors, which nothing else may write to.
-    with torch.inference_mode():
-        while (job := jobs.get()) is not None:
-            if comm is None and trouble is None:
-                try:
-                    board = Board(ranks, ranks.exchange, SEGMENT_BYTES)
-                    comm = SharedMemoryCommunicator(board)
-                except Exception as error:
-                    trouble = error
-            if comm is None:
-                assert trouble is not None
-                job.fail(trouble)
-            else:
-                job.finish(comm)
-            del job  # or its tensors would stay until the next one
 
 
 def _all_reduce(comm: SharedMemoryCommunicator, tensor: Tensor, divisor: int) -> None:
     flat = _flat(tensor)
     step = -(-flat.numel() // (comm.group.size * ALIGNMENT)) * ALIGNMENT
     cuts = (min(rank * step, flat.numel()) for rank in range(comm.group.size + 1))
-    bucket = Bucket(flat, Layout(tuple(cuts)), Codec(flat.dtype))
-    comm.all_reduce(bucket, what="all_reduce").wait()
-    if divisor != 1:
-        flat /= divisor
+    layout = Layout(tuple(cuts))
+    bucket = Bucket(flat, layout, Codec(flat.dtype))
+    if divisor == 1:
+        comm.all_reduce(bucket, what="all_reduce").wait()
+    else:
+        # Divided before it is rounded: a sum may be too large for 16 bits where the mean is not.
+        mine = own_slice(flat, layout, comm.group.rank)
+        total = torch.empty(mine.numel())
+        comm.reduce_scatter(bucket, total, accumulate=False, what="all_reduce").wait()
+        mine.copy_(total.div_(divisor))
+        comm.all_gather(flat, layout, what="all_reduce").wait()
     _bring_back(tensor, flat)
 
 
@@ -372,6 +292,15 @@ def _reduce_scatter(
         total /= divisor
     if not in_place:
         output.copy_(total.view(output.shape))
+
+
+def _check(what: str, whole: Tensor, part: Tensor, count: int = 1) -> None:
+    """Refuse tensors of which `count` parts don't make the whole, before any rank is asked."""
+    if whole.numel() != count * part.numel() or whole.dtype is not part.dtype:
+        raise ValueError(
+            f"{what} on cpu:poplar: {count} x {part.numel()} elements of {part.dtype} on one side, "
+            f"{whole.numel()} of {whole.dtype} on the other; they must be the same"
+        )
 
 
 def _layout(sizes: Sequence[int]) -> Layout:
@@ -413,11 +342,11 @@ def _spread(flat: Tensor, parts: Sequence[Tensor]) -> None:
 
 
 def _make(options: Any, _: object) -> PoplarProcessGroup:
-    ranks = _Ranks(options.group_rank, options.group_size, options.timeout, options.store)
+    ranks = Ranks(options.group_rank, options.group_size, options.timeout, options.store)
     return PoplarProcessGroup(ranks, options.group_id)
 
 
 def register() -> None:
     """Make `cpu:poplar` known to torch.distributed; again and again does no harm."""
-    if dist.is_available() and NAME not in dist.Backend.backend_list:
-        dist.Backend.register_backend(NAME, _make, extended_api=True, devices=["cpu"])
+    if dist.is_available() and POPLAR not in dist.Backend.backend_list:
+        dist.Backend.register_backend(POPLAR, _make, extended_api=True, devices=["cpu"])

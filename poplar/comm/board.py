@@ -11,7 +11,8 @@ import os
 import platform
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -27,8 +28,11 @@ from poplar.errors import CollectiveTimeout
 
 T = TypeVar("T")
 
-_FIRST = -(-_core.BOARD_BYTES // PAGE) * PAGE
-"""Where the memory to share begins, after the board."""
+_LAST_WORDS = -(-_core.BOARD_BYTES // PAGE) * PAGE
+"""Where a rank that gives up says why: a page after its board, which begins with a length."""
+_FIRST = _LAST_WORDS + PAGE
+"""Where the memory to share begins."""
+_LENGTH_BYTES = 8
 _SLICE_SECONDS = 0.1
 """After so long in one wait it is asked whether the peer's process is still there."""
 _SHIFT = 17 * 64
@@ -71,8 +75,9 @@ class Board:
         memories = [self._peers.get(rank, self._own).memory for rank in range(group.size)]
         self._counters = _core.Board(memories, group.rank)
         self._shift = group.rank * _SHIFT
-        self.reads: dict[int, Callable[[], object]] = {}
-        """What finishes each collective that this rank has posted and not finished."""
+        self.reads: dict[int, Callable[[], float]] = {}
+        """What finishes each collective that this rank has posted and not finished, and returns the
+        seconds for which it was held up."""
         is_over = weakref.WeakMethod(self._is_over)  # a cycle would keep memory until a collection
         self._pool = Pool(_FIRST, nbytes, lambda collective: _called(is_over, collective))
         self._process = os.getpid()
@@ -165,20 +170,35 @@ class Board:
         return self._traced(_core.Event.POSTED, collective, what)
 
     def posted_by(
-        self, peer: int, collective: int, dtype: torch.dtype, first: int, numel: int
+        self,
+        peer: int,
+        collective: int,
+        dtype: torch.dtype,
+        first: int,
+        numel: int,
+        *,
+        of: int | None = None,
     ) -> Tensor:
         """Elements of what a peer has posted, where they lie; until this rank has finished.
 
+        Args:
+            peer: who has posted.
+            collective: for which.
+            dtype: of the elements.
+            first: the first one.
+            numel: how many.
+            of: elements that the peer must have posted in all; None: enough of them.
+
         Raises:
-            RuntimeError: it has posted less: ranks are not at the same collective.
+            RuntimeError: it has posted another number: ranks are not at the same collective.
         """
         begin, nbytes, _ = self._counters.part_of(peer, collective)
-        end = (first + numel) * dtype.itemsize
-        if end > nbytes:
+        wanted = (first + numel if of is None else of) * dtype.itemsize
+        if nbytes < wanted or (of is not None and nbytes != wanted):
             raise RuntimeError(
-                f"rank {self.group.rank} reads {end} bytes of what rank {peer} shares, which is "
-                f"{nbytes}: the two are at different collectives. All ranks must make the same "
-                "calls in the same order"
+                f"rank {self.group.rank} takes rank {peer} to share {wanted} bytes, and it shares "
+                f"{nbytes}: the two are at different collectives, or their tensors differ in size. "
+                "All ranks must make the same calls in the same order"
             )
         return view(self._peers[peer].memory, dtype, begin + first * dtype.itemsize, numel)
 
@@ -232,11 +252,13 @@ class Board:
             for part in self._pool.blank():
                 self._own.give_back(part.offset, part.nbytes)
 
-    def finish_before(self, collective: int) -> None:
-        """Finish what this rank has not finished yet of all that came before `collective`."""
-        for unfinished in sorted(self.reads):
-            if unfinished < collective:
-                self.reads[unfinished]()
+    def finish_before(self, collective: int) -> float:
+        """Finish what this rank has not finished yet of all that came before `collective`.
+
+        Returns the seconds for which it was held up.
+        """
+        earlier = [unfinished for unfinished in sorted(self.reads) if unfinished < collective]
+        return sum(self.reads[unfinished]() for unfinished in earlier)
 
     def others(self) -> list[int]:
         """The other ranks, the nearest successor first, so that no rank is read by all at once."""
@@ -254,8 +276,42 @@ class Board:
         """
         if collective is None or collective < 0:
             return 0.0
-        self.finish_before(collective + 1)
-        return self._wait(_core.Event.FINISHED, collective, "the end of an earlier collective")
+        held_up = self.finish_before(collective + 1)
+        return held_up + self._wait(
+            _core.Event.FINISHED, collective, "the end of an earlier collective"
+        )
+
+    @contextmanager
+    def or_give_up(self, what: str) -> Iterator[None]:
+        """Whatever goes wrong inside is the end of this board, and peers are told.
+
+        A collective that some ranks finish and others don't leaves them without an order to go on
+        in: see `Members.failures`.
+        """
+        try:
+            yield
+        except CollectiveTimeout as failure:
+            self._give_up(failure)
+            raise
+        except Exception as error:
+            self._give_up(CollectiveTimeout(f"rank {self.group.rank}: {what} failed: {error}"))
+            raise
+
+    def _give_up(self, failure: CollectiveTimeout) -> None:
+        self.reads.clear()
+        if self.group.failures:
+            return
+        self.group.failures.append(failure)
+        said = str(failure).encode()[: PAGE - _LENGTH_BYTES]
+        begin, memory = _LAST_WORDS + _LENGTH_BYTES, self._own.memory
+        memory[begin : begin + len(said)] = said
+        memory[_LAST_WORDS:begin] = len(said).to_bytes(_LENGTH_BYTES, "little")
+
+    def _last_words(self, peer: int) -> str:
+        """Why a peer has given up; empty if it has not."""
+        begin, memory = _LAST_WORDS + _LENGTH_BYTES, self._peers[peer].memory
+        length = int.from_bytes(memory[_LAST_WORDS:begin], "little")
+        return memory[begin : begin + length].decode(errors="replace")
 
     def _refuse_after_a_failure(self) -> None:
         if self.group.failures:
@@ -288,16 +344,30 @@ class Board:
         began = time.perf_counter()
         deadline = time.monotonic() + self.group.timeout.total_seconds()
         while missing := late(_SLICE_SECONDS):
+            self._refuse_after_a_failure()  # of another board, or on another thread
             gone = [peer for peer in missing if self._peers[peer].has_ended()]
+            silent = [peer for peer in missing if self._last_words(peer)]
             # Asked once more: it may have come so far just before its end.
-            if (gone or time.monotonic() > deadline) and (missing := late(0.0)):
-                gone = [peer for peer in missing if peer in gone]
-                cause = "its process has ended" if gone else "no answer"
-                failure = self.group.failure(what, gone or missing, cause)
-                self.group.failures.append(failure)
-                self.reads.clear()
-                raise failure
+            if (gone or silent or time.monotonic() > deadline) and (missing := late(0.0)):
+                raise self._failure(what, missing, gone, silent)
         return time.perf_counter() - began
+
+    def _failure(
+        self, what: str, missing: Sequence[int], gone: Sequence[int], silent: Sequence[int]
+    ) -> CollectiveTimeout:
+        """Of a wait for ranks that are missing, some of which have ended or given up."""
+        ended = [peer for peer in missing if peer in gone]
+        gave_up = [peer for peer in missing if peer in silent]
+        if ended:
+            failure = self.group.failure(what, ended, "its process has ended")
+        elif gave_up:
+            failure = self.group.failure(
+                what, missing, f"it gave up, and said: {self._last_words(gave_up[0])}"
+            )
+        else:
+            failure = self.group.failure(what, missing, "no answer")
+        self._give_up(failure)
+        return failure
 
 
 def _meet(me: int, exchange: Exchange, nbytes: int) -> tuple[Segment, dict[int, Peer]]:
@@ -314,15 +384,15 @@ def _meet(me: int, exchange: Exchange, nbytes: int) -> tuple[Segment, dict[int, 
         own = Segment(nbytes) if CAN_SHARE else None
     except OSError as error:
         trouble = f"rank {me} cannot set {nbytes} bytes of addresses aside: {error}"
-    mine = (here, os.getpid(), own.number if own else -1)
+    mine = (here, os.getpid(), own.number if own else -1, nbytes)
     peers: dict[int, Peer] = {}
-    for rank, (place, pid, number) in enumerate(exchange(mine, what=what)):
+    for rank, (place, pid, number, size) in enumerate(exchange(mine, what=what)):
         if rank == me or trouble:
             continue
         try:
             if place != mine[0]:
                 raise OSError(f"it runs at {place}, rank {me} at {mine[0]}")
-            peers[rank] = Peer(pid, number, nbytes)
+            peers[rank] = Peer(pid, number, size)
         except OSError as error:
             trouble = f"rank {me} cannot read the memory of rank {rank}: {error}"
     troubles = [text for text in exchange(trouble, what=what) if text]

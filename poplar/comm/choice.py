@@ -7,65 +7,106 @@ from typing import TypeVar
 import torch
 
 from poplar.comm import hosts
+from poplar.comm.algorithms import ALL_GATHERS, REDUCE_SCATTERS
 from poplar.comm.board import Board, NotOneHost
 from poplar.comm.communicator import Communicator
 from poplar.comm.control import Control
 from poplar.comm.group import Group
 from poplar.comm.hierarchical import HierarchicalCommunicator, Neighbours
 from poplar.comm.process_group import ProcessGroupCommunicator
+from poplar.comm.segment import addresses
 from poplar.comm.shared_memory import SharedMemoryCommunicator
 
 T = TypeVar("T")
 
-TENSOR_BYTES, AGREEMENT_BYTES = 1 << 38, 1 << 32
+AGREEMENT_BYTES = 1 << 30
 """Addresses that each rank sets aside to share; of memory it takes what it uses."""
 CPU = torch.device("cpu")
 CHOICES = ("auto", "process_group", "shared_memory", "hierarchical")
 
 
-def connect(group: Group, choice: str | Communicator, device: torch.device = CPU) -> Communicator:
+def connect(
+    group: Group,
+    choice: str | Communicator,
+    device: torch.device = CPU,
+    *,
+    planned: str | None = None,
+) -> Communicator:
     """The transport for a group. Collective.
 
     Args:
         group: who takes part.
         device: of the tensors; only those on the CPU can be shared.
-        choice: `"process_group"` (NCCL, gloo); `"shared_memory"` (CPU ranks of one host);
-            `"hierarchical"` (shared memory on each of several hosts); `"auto"`: shared memory where
-            that is possible, the hierarchical way where some of several hosts have more than one
-            rank, else the process group; or a communicator built by the caller.
+        choice: `"process_group"` (NCCL, gloo), also with the names of two `algorithms`, for sums
+            and for gathers, as in `"process_group:padded+grouped"`; `"shared_memory"` (CPU ranks of
+            one host); `"hierarchical"` (shared memory on each of several hosts); `"auto"`: shared
+            memory where that is possible, the hierarchical way where some of several hosts have
+            more than one rank, else the process group; or a communicator built by the caller.
+        planned: what a plan names, which is taken where the choice is `"auto"`.
 
     Raises:
-        ValueError: an unknown name, or shared memory for tensors that are not on the CPU.
+        ValueError: an unknown name, shared memory for tensors that are not on the CPU, or a plan's
+            transport that these ranks can't have.
         NotOneHost: shared memory was asked for, and the ranks have none.
     """
     if isinstance(choice, Communicator):
         return choice
-    if choice not in CHOICES:
-        raise ValueError(
-            f"communicator={choice!r} is not known; use one of {', '.join(map(repr, CHOICES))} or "
-            "a poplar.comm.Communicator"
-        )
-    if choice in ("shared_memory", "hierarchical") and device.type != "cpu":
+    if choice == "auto" and planned is not None:
+        try:
+            return connect(group, planned, device)
+        except (ValueError, NotOneHost) as error:
+            raise ValueError(
+                f"the plan's transport, {planned!r}, can't be had here: {error}. Plan again on "
+                "these ranks, or say which to take: communicator='process_group', for example"
+            ) from error
+    name, algorithms = _parsed(choice)
+    if name in ("shared_memory", "hierarchical") and device.type != "cpu":
         raise ValueError(
             f"communicator={choice!r} is for tensors on the CPU, the model's are on {device}; "
             "use 'auto' or 'process_group'"
         )
-    can = group.backend == "gloo" and device.type == "cpu" and group.size > 1
-    if choice == "process_group" or (choice == "auto" and not can):
-        return ProcessGroupCommunicator(group)
+    can = group.is_on_host(device) and device.type == "cpu" and group.size > 1
+    if name == "process_group" or (name == "auto" and not can):
+        return ProcessGroupCommunicator(group, *algorithms)
     control = Control(group)
     places = control.exchange_objects(hosts.place(), what="looking for ranks on one host")
     found = hosts.Hosts.of(places)
-    if choice == "auto" and len(found.members) == group.size:
+    if name == "auto" and len(found.members) == group.size:
         return ProcessGroupCommunicator(group)
     try:
-        if choice == "hierarchical" or (choice == "auto" and len(found.members) > 1):
+        if name == "hierarchical" or (name == "auto" and len(found.members) > 1):
             return _hierarchical(group, control, found)
-        return SharedMemoryCommunicator(Board(group, control.exchange_objects, TENSOR_BYTES))
+        return SharedMemoryCommunicator(
+            Board(group, control.exchange_objects, addresses(group.size))
+        )
     except NotOneHost:
-        if choice != "auto":
+        if name != "auto":
             raise
     return ProcessGroupCommunicator(group)
+
+
+def _parsed(choice: str) -> tuple[str, tuple[str, ...]]:
+    """The transport and, of a process group, the algorithms.
+
+    Raises:
+        ValueError: a name that is not known.
+    """
+    name, colon, rest = choice.partition(":")
+    algorithms = tuple(rest.split("+")) if colon else ()
+    if name not in CHOICES or (colon and name != "process_group"):
+        raise ValueError(
+            f"communicator={choice!r} is not known; use one of {', '.join(map(repr, CHOICES))} or "
+            "a poplar.comm.Communicator"
+        )
+    if algorithms and not (
+        len(algorithms) == 2 and algorithms[0] in REDUCE_SCATTERS and algorithms[1] in ALL_GATHERS
+    ):
+        raise ValueError(
+            f"communicator={choice!r} is not known: after the colon comes how to add "
+            f"({', '.join(REDUCE_SCATTERS)}), a plus and how to gather ({', '.join(ALL_GATHERS)}), "
+            "as in 'process_group:padded+grouped'"
+        )
+    return name, algorithms
 
 
 def _hierarchical(group: Group, control: Control, found: hosts.Hosts) -> Communicator:
@@ -82,7 +123,7 @@ def _hierarchical(group: Group, control: Control, found: hosts.Hosts) -> Communi
 
     board, trouble = None, ""
     try:
-        board = Board(neighbours, exchange, TENSOR_BYTES)
+        board = Board(neighbours, exchange, addresses(neighbours.size))
     except NotOneHost as error:
         trouble = str(error)
     troubles = [t for t in control.exchange_objects(trouble, what="agreeing on hosts") if t]
@@ -107,7 +148,7 @@ def control_of(group: Group, choice: str | Communicator = "auto") -> Control:
     if len({*names}) > 1:
         said = ", ".join(f"rank {rank} says {name!r}" for rank, name in enumerate(names))
         raise ValueError(f"communicator must be the same on all ranks; {said}")
-    if group.size == 1 or choice == "process_group":
+    if group.size == 1 or name.startswith("process_group"):
         return control
     try:
         return Control(group, Board(group, control.exchange_objects, AGREEMENT_BYTES))

@@ -7,7 +7,7 @@ ends it, within the group's deadline. Every transport declares the order in whic
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -32,8 +32,11 @@ class Pending(Protocol):
 class Communicator(ABC):
     """A transport. All methods are collective over `group`; `what` names the call in errors."""
 
-    reduction_order: ClassVar[str]
-    """`"rank"`: ((r0 + r1) + r2) + ...; equal declared orders give equal bits."""
+    name: str
+    """By which `connect` makes it."""
+    reduction_order: str
+    """`"rank"`: ((r0 + r1) + r2) + ...; equal declared orders give equal bits. `"library"`: as NCCL
+    or gloo adds, which may be another way each time."""
 
     def __init__(self, group: Members) -> None:
         self.group = group
@@ -69,8 +72,8 @@ class Communicator(ABC):
         """`bucket.data` = the sum over ranks of their buckets, on every rank.
 
         fp32 and in rank order, rounded once to the bucket's dtype. The layout says who adds which
-        part; it changes no bits. It goes on while ranks wait for it: a rank that first waits for
-        what the others issue only after it holds them up until the deadline.
+        part; it changes no bits. It goes on while ranks wait, for it or for whatever was issued
+        after it.
         """
 
     @abstractmethod

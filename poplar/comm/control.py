@@ -9,16 +9,15 @@ from __future__ import annotations
 import itertools
 import pickle
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from poplar.comm.board import Board
 from poplar.comm.exchange import Exchange, Message, tag_of
 from poplar.comm.group import Group
-
-if TYPE_CHECKING:
-    from poplar.comm.board import Board  # which meets by a control of its own
+from poplar.comm.read import Read
 
 T = TypeVar("T")
 
@@ -91,22 +90,22 @@ class Control:
     ) -> Callable[[], list[Tensor]]:
         numels = [mine.numel()] * self.group.size if sizes is None else sizes
         collective = board.post(mine)
-
         theirs: list[Tensor] = []
 
+        def read() -> None:
+            for peer, numel in enumerate(numels):
+                if peer == self.group.rank:
+                    theirs.append(mine)
+                else:
+                    part = board.posted_by(peer, collective, mine.dtype, 0, numel, of=numel)
+                    theirs.append(part.clone())
+
+        pending = Read(board, collective, what, read)
+
         def collect() -> list[Tensor]:
-            if not theirs:
-                board.wait_until_posted(collective, what)
-                for peer, numel in enumerate(numels):
-                    if peer == self.group.rank:
-                        theirs.append(mine)
-                    else:
-                        part = board.posted_by(peer, collective, mine.dtype, 0, numel)
-                        theirs.append(part.clone())
-                board.finish(collective)
+            pending.wait()
             return theirs
 
-        board.reads[collective] = collect
         return collect
 
     def _others(self) -> list[int]:

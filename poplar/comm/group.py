@@ -19,6 +19,10 @@ from poplar.errors import CollectiveTimeout
 from poplar.trace import Trace
 
 DEFAULT_TIMEOUT = timedelta(minutes=5)
+POPLAR = "poplar"
+"""What torch.distributed calls the backend of `backend.py`."""
+_ON_HOST = ("gloo", POPLAR)
+"""Backends that send and receive tensors of the CPU, for a caller who is held up in the wait."""
 
 # A gloo group beside an NCCL one costs sockets and threads: one per process group, however many
 # optimizers.
@@ -66,9 +70,9 @@ class Group:
     """Global ranks, in group order: `ranks[r]` is the global rank of group rank `r`."""
     store: torch._C._distributed_c10d.Store
     process_group: dist.ProcessGroup
-    """Carries tensors: NCCL on CUDA, gloo on CPU."""
+    """Carries tensors: NCCL on CUDA, gloo or `cpu:poplar` on CPU."""
     control_group: dist.ProcessGroup
-    """Carries small host values; always gloo, so that agreeing never waits for a GPU stream."""
+    """Carries small host values; on the CPU, so that agreeing never waits for a GPU stream."""
     timeout: timedelta
     number: int = 0
     """Of the groups made on this process group: keeps the messages of two optimizers apart."""
@@ -83,9 +87,9 @@ class Group:
     def size(self) -> int:
         return len(self.ranks)
 
-    @property
-    def backend(self) -> str:
-        return str(dist.get_backend(self.process_group))
+    def is_on_host(self, device: torch.device) -> bool:
+        """Whether its backend for tensors of a device is one of the CPU's."""
+        return is_on_host(self.process_group, device)
 
     def failure(self, what: str, peers: Sequence[int], cause: str) -> CollectiveTimeout:
         """As `Members.failure`."""
@@ -129,6 +133,17 @@ def collective_timeout(
     )
 
 
+def is_on_host(process_group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether waits for tensors of a device hold the caller up: its backend is one of the CPU's.
+
+    A process group may have one for each device (`"cpu:gloo,cuda:nccl"`, which is the default).
+    """
+    backends = dict(
+        part.split(":", 1) for part in dist.get_backend_config(process_group).split(",")
+    )
+    return backends.get(device.type) in _ON_HOST
+
+
 def _next_number(process_group: dist.ProcessGroup) -> int:
     """Counts the groups made on a process group, which all its ranks make in the same order."""
     number = _NUMBERS.get(process_group, 0)
@@ -137,7 +152,7 @@ def _next_number(process_group: dist.ProcessGroup) -> int:
 
 
 def _control_group(process_group: dist.ProcessGroup) -> dist.ProcessGroup:
-    if dist.get_backend(process_group) == "gloo":
+    if is_on_host(process_group, torch.device("cpu")):
         return process_group
     control = _CONTROL_GROUPS.get(process_group)
     if control is None:

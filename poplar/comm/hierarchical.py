@@ -21,11 +21,15 @@ from poplar.comm.copies import copy
 from poplar.comm.exchange import Exchange, Message
 from poplar.comm.group import Group
 from poplar.comm.hosts import Hosts, Piece
-from poplar.comm.process_group import ProcessGroupCommunicator
-from poplar.comm.shared_memory import Read, SharedMemoryCommunicator
+from poplar.comm.link import Link
+from poplar.comm.process_group import reshard
+from poplar.comm.read import Read
+from poplar.comm.shared_memory import SharedMemoryCommunicator
 from poplar.errors import CollectiveTimeout
 from poplar.planning.layout import Layout
 from poplar.trace import Trace
+
+_PATIENCE = timedelta(seconds=2)
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,7 +49,8 @@ class Neighbours:
 
     @property
     def timeout(self) -> timedelta:
-        return self.group.timeout
+        # Whoever waits for another host gives up first, and says so to those who wait for it.
+        return self.group.timeout + _PATIENCE
 
     @property
     def failures(self) -> list[CollectiveTimeout]:
@@ -66,6 +71,7 @@ class HierarchicalCommunicator(Communicator):
     hosts. So bits depend on which ranks share a host.
     """
 
+    name = "hierarchical"
     reduction_order = "host"
 
     def __init__(self, group: Group, hosts: Hosts, board: Board) -> None:
@@ -73,7 +79,7 @@ class HierarchicalCommunicator(Communicator):
         super().__init__(group)
         self._board = board
         self._near = SharedMemoryCommunicator(board)
-        self._far = ProcessGroupCommunicator(group)
+        self._link = Link(group)
         self._hosts = hosts
         self._host = hosts.host_of(group.rank)
         self._neighbours = hosts.members[self._host]
@@ -104,8 +110,8 @@ class HierarchicalCommunicator(Communicator):
             for host, sender, piece in self._crossing(layout)
             if piece.owner == rank
         ]
-        tag = self._far.reserve()
-        arriving = self._far.exchange(incoming, what, tag=tag)
+        turn = self._link.reserve()
+        arriving = self._exchange(incoming, what, turn)
 
         def add() -> float:
             leaving = []
@@ -113,7 +119,7 @@ class HierarchicalCommunicator(Communicator):
                 total = torch.empty(piece.numel, dtype=data.dtype)
                 self._add_near(bucket, collective, total, piece.start)
                 message = Message(piece.owner, total, incoming=False)
-                leaving.append(self._far.exchange([message], what, tag=tag))
+                leaving.append(self._exchange([message], what, turn))
             self._add_near(bucket, collective, by_host[self._host], low)
             held_up = arriving.wait()
             if low < high:
@@ -131,9 +137,9 @@ class HierarchicalCommunicator(Communicator):
             copy(mine, own)
         shown = self._show(layout, data.dtype)
         copy(shown[: mine.numel()], mine)
-        tag = self._far.reserve()
-        arriving = self._arriving(shown, layout, what, tag)
-        leaving = self._leaving(mine, layout, what, tag)
+        turn = self._link.reserve()
+        arriving = self._arriving(shown, layout, what, turn)
+        leaving = self._leaving(mine, layout, what, turn)
         collective = self._board.post(shown)
 
         def place() -> float:
@@ -151,8 +157,8 @@ class HierarchicalCommunicator(Communicator):
         self.reduce_scatter(bucket, total, accumulate=False, what=what)
         # Issued now, though there is nothing to show yet: ranks may wait in different orders.
         shown = self._show(layout, data.dtype)
-        tag = self._far.reserve()
-        arriving = self._arriving(shown, layout, what, tag)
+        turn = self._link.reserve()
+        arriving = self._arriving(shown, layout, what, turn)
         collective = self._board.post(shown)
 
         def place() -> float:
@@ -161,7 +167,7 @@ class HierarchicalCommunicator(Communicator):
             held_up = self._board.wait_until_over(collective - 1)
             mine.copy_(total)
             copy(shown[: mine.numel()], mine)
-            leaving = self._leaving(mine, layout, what, tag)
+            leaving = self._leaving(mine, layout, what, turn)
             held_up += self._place(collective, data, shown, layout, arriving, what)
             return held_up + leaving.wait()
 
@@ -176,14 +182,23 @@ class HierarchicalCommunicator(Communicator):
         else:
             messages = [Message(source, flat, incoming=True)]
             messages = messages if self.group.rank in speakers else []
-        self._far.exchange(messages, what, tag=self._far.reserve()).wait()
+        with self._board.or_give_up(what):
+            self._link.exchange(messages, what).wait()
         speaker = source if host == self._host else self._neighbours[0]
         self._near.broadcast(data, self._neighbours.index(speaker), what=what)
 
     def reshard(self, shard: Tensor, old: Layout, new: Layout, *, what: str) -> Tensor:
-        return self._far.reshard(shard, old, new, what=what)
+        with self._board.or_give_up(what):
+            return reshard(self._link, shard, old, new, what)
 
     # Across hosts.
+
+    def _exchange(self, messages: list[Message], what: str, turn: int) -> Exchange:
+        """Waited for within a `Read`, which tells the neighbours if it fails; here if it can't
+        even begin.
+        """
+        with self._board.or_give_up(what):
+            return self._link.exchange(messages, what, place=turn)
 
     def _duties(self, layout: Layout) -> list[Piece]:
         """What this rank carries across for its host."""
@@ -199,7 +214,7 @@ class HierarchicalCommunicator(Communicator):
             for piece in pieces
         ]
 
-    def _leaving(self, mine: Tensor, layout: Layout, what: str, tag: int) -> Exchange:
+    def _leaving(self, mine: Tensor, layout: Layout, what: str, turn: int) -> Exchange:
         """This rank's slice on its way to those who share it with their hosts."""
         rank, low = self.group.rank, layout.bounds(self.group.rank)[0]
         messages = [
@@ -207,16 +222,16 @@ class HierarchicalCommunicator(Communicator):
             for _, carrier, piece in self._crossing(layout)
             if piece.owner == rank
         ]
-        return self._far.exchange(messages, what, tag=tag)
+        return self._exchange(messages, what, turn)
 
-    def _arriving(self, shown: Tensor, layout: Layout, what: str, tag: int) -> Exchange:
+    def _arriving(self, shown: Tensor, layout: Layout, what: str, turn: int) -> Exchange:
         """What this rank shares with its host, on its way here."""
         begin = layout.size(self.group.rank)
         messages = []
         for piece in self._duties(layout):
             messages.append(Message(piece.owner, shown[begin : begin + piece.numel], incoming=True))
             begin += piece.numel
-        return self._far.exchange(messages, what, tag=tag)
+        return self._exchange(messages, what, turn)
 
     # Within this host.
 

@@ -6,6 +6,8 @@ import bisect
 import mmap
 from collections.abc import Callable, Iterator
 
+from poplar import host
+
 _LEAST = mmap.PAGESIZE
 
 
@@ -40,7 +42,7 @@ class Pool:
         many parts there are is bounded by how many collectives are in flight.
 
         Raises:
-            MemoryError: the segment is used up.
+            MemoryError: the segment is used up, or the host's memory is.
         """
         size = _rounded(nbytes)
         idle = self._idle.setdefault(size, [])
@@ -53,6 +55,13 @@ class Pool:
             raise MemoryError(
                 f"{nbytes} bytes to share do not fit: {self._next} of {self._end} are taken; use "
                 "communicator='process_group'"
+            )
+        free = host.free_memory()
+        if free is not None and nbytes > free:
+            # What the kernel would do instead is to kill a process, whose log says nothing.
+            raise MemoryError(
+                f"{nbytes} bytes to share do not fit into the memory of this host, of which {free} "
+                "are free: fewer ranks here, a higher stage, smaller shares or a smaller model"
             )
         part = Shared(self._next, size)
         part.is_blank = False

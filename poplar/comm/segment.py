@@ -16,9 +16,23 @@ import select
 import torch
 from torch import Tensor
 
+from poplar import host
+
 PAGE = mmap.PAGESIZE
 CAN_SHARE = hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")
 """Linux has both."""
+_LEAST, _USUAL = 1 << 30, 1 << 38
+"""Bytes of addresses; of memory, where the system does not say how much there is."""
+
+
+def addresses(ranks: int) -> int:
+    """Bytes of addresses for what one of so many ranks of this host may share.
+
+    Each process maps everybody's, in every group, and has 2^47 in all; so they are few where ranks
+    are many. What one rank shares is hardly ever more than all memory or four times its part of it.
+    """
+    memory = host.total_memory() or _USUAL
+    return -(-max(_LEAST, min(memory, 4 * memory // ranks)) // PAGE) * PAGE
 
 
 class Segment:

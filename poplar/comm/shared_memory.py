@@ -7,7 +7,7 @@ adds in rank order. See `board.py` for how ranks wait for each other.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from poplar.comm.board import Board
 from poplar.comm.bucket import Bucket, Codec
 from poplar.comm.communicator import Communicator, Pending, own_slice
 from poplar.comm.copies import copy, copy_around
+from poplar.comm.read import Read
 from poplar.planning.layout import Layout, transfers
 
 _LEAST_TO_SHARE = 2 * _core.CHUNK
@@ -28,6 +29,7 @@ _HEAD = 64
 class SharedMemoryCommunicator(Communicator):
     """Uneven collectives by reading each other's memory."""
 
+    name = "shared_memory"
     reduction_order = "rank"
 
     def __init__(self, board: Board) -> None:
@@ -117,15 +119,15 @@ class SharedMemoryCommunicator(Communicator):
         # A copy: what is gathered may be changed as soon as this rank has all of it.
         collective = board.post(own) if own is not None else board.post_copy(mine)
 
-        def place() -> None:
-            board.wait_until_over(read_in)
+        def place() -> float:
+            held_up = board.wait_until_over(read_in)
             if own is not None and own.data_ptr() != mine.data_ptr():
                 copy(mine, own)
             for peer in board.others():
                 count = layout.size(peer)
-                if count:
-                    part = board.posted_by(peer, collective, data.dtype, 0, count)
-                    copy(own_slice(data, layout, peer), part)
+                part = board.posted_by(peer, collective, data.dtype, 0, count, of=count)
+                copy(own_slice(data, layout, peer), part)
+            return held_up
 
         return Read(board, collective, what, place)
 
@@ -143,9 +145,9 @@ class SharedMemoryCommunicator(Communicator):
         board, rank, step = self._board, self.group.rank, mine.element_size()
         begins = (0, *itertools.accumulate(leaving))
         # Where each rank's part begins is known to the sender alone, so it goes ahead.
-        head = _HEAD * -(-8 * self.group.size // _HEAD)
+        head = _HEAD * -(-8 * len(begins) // _HEAD)
         posted, shared = board.take(torch.uint8, head + mine.numel() * step)
-        posted[: 8 * self.group.size].view(torch.int64).copy_(torch.tensor(begins[:-1]))
+        posted[: 8 * len(begins)].view(torch.int64).copy_(torch.tensor(begins))
         copy(posted[head:].view(mine.dtype), mine)
         collective = board.post(posted)
         board.give_back(shared)
@@ -155,13 +157,17 @@ class SharedMemoryCommunicator(Communicator):
             for peer, part in enumerate(received.split(list(arriving))):
                 if peer == rank:
                     copy(part, own)
-                elif part.numel():
-                    begin = board.posted_by(peer, collective, torch.int64, rank, 1).item()
-                    first = head + int(begin) * step
-                    sent = board.posted_by(
-                        peer, collective, torch.uint8, first, part.numel() * step
+                    continue
+                begin, end = board.posted_by(peer, collective, torch.int64, rank, 2).tolist()
+                if end - begin != part.numel():
+                    raise RuntimeError(
+                        f"rank {rank} takes rank {peer} to send {part.numel()} elements, and it "
+                        f"sends {end - begin}: what arrives here must be what leaves there"
                     )
-                    copy(part, sent.view(part.dtype))
+                sent = board.posted_by(
+                    peer, collective, torch.uint8, head + begin * step, part.numel() * step
+                )
+                copy(part, sent.view(part.dtype))
 
         Read(board, collective, "all_to_all", place).wait()
 
@@ -175,7 +181,7 @@ class SharedMemoryCommunicator(Communicator):
         board = self._board
         parts = [mine[low : low + numel]] * self.group.size
         for peer in board.others():
-            parts[peer] = board.posted_by(peer, collective, mine.dtype, low, numel)
+            parts[peer] = board.posted_by(peer, collective, mine.dtype, low, numel, of=mine.numel())
         return parts
 
     def trim(self) -> None:
@@ -188,7 +194,8 @@ class SharedMemoryCommunicator(Communicator):
 
         def take_over() -> None:
             if self.group.rank != source:
-                copy(flat, board.posted_by(source, collective, flat.dtype, 0, flat.numel()))
+                count = flat.numel()
+                copy(flat, board.posted_by(source, collective, flat.dtype, 0, count, of=count))
 
         Read(board, collective, what, take_over).wait()
 
@@ -203,36 +210,15 @@ class SharedMemoryCommunicator(Communicator):
                 if move.target != rank:
                     continue
                 begin, count = move.start - old.bounds(move.source)[0], move.stop - move.start
+                total = old.size(move.source)
                 part = (
                     shard[begin : begin + count]
                     if move.source == rank
-                    else board.posted_by(move.source, collective, shard.dtype, begin, count)
+                    else board.posted_by(
+                        move.source, collective, shard.dtype, begin, count, of=total
+                    )
                 )
                 copy(result[move.start - first : move.stop - first], part)
 
         Read(board, collective, what, take_over).wait()
         return result
-
-
-class Read:
-    """A collective that has been posted here; waiting for it reads what the peers have posted."""
-
-    def __init__(
-        self, board: Board, collective: int, what: str, read: Callable[[], float | None]
-    ) -> None:
-        """`read` returns seconds for which it was held up itself, if it was."""
-        self._board, self._collective, self._what = board, collective, what
-        self._read: Callable[[], float | None] | None = read
-        board.reads[collective] = self.wait
-
-    def wait(self) -> float:
-        """As `Pending.wait`."""
-        if self._read is None:
-            return 0.0
-        held_up = self._board.wait_until_posted(self._collective, self._what)
-        # Whatever was posted before is there as well: read it, so that its memory is free again.
-        self._board.finish_before(self._collective)
-        held_up += self._read() or 0.0
-        self._read = None
-        self._board.finish(self._collective)
-        return held_up

@@ -184,6 +184,14 @@ class NetworkProfile:
     """By stage: what a meeting costs beyond its collectives. Measured; may be negative."""
     step_seconds: tuple[float, ...] = _NO_RESIDUALS
     """By stage: what a step costs once, beyond all else (the agreements). May be negative."""
+    transports: tuple[tuple[str, float], ...] = ()
+    """What there was to choose from, by name and seconds of sample collectives; the first is the
+    fastest, and what was measured here. Empty: there was no choice."""
+
+    @property
+    def transport(self) -> str | None:
+        """The transport that was measured, where there was a choice."""
+        return self.transports[0][0] if self.transports else None
 
     def __post_init__(self) -> None:
         freeze = object.__setattr__
@@ -196,6 +204,7 @@ class NetworkProfile:
             freeze(self, what, rates)
         if len(self.send_seconds_per_byte) != len(self.receive_seconds_per_byte):
             raise ValueError("send_ and receive_seconds_per_byte must have one entry per rank")
+        freeze(self, "transports", tuple((str(name), float(s)) for name, s in self.transports))
         for what in ("meeting_seconds", "step_seconds"):
             freeze(self, what, _checked_by_stage(what, getattr(self, what)))
 

@@ -87,6 +87,10 @@ class Plan:
     """Fraction of every sharded buffer that each rank owns; sums to 1, zeros allowed."""
     units: tuple[UnitPlan, ...] = ()
     """Empty: every unit follows the stage. Otherwise one entry per unit, by name."""
+    transport: str | None = None
+    """What carries the tensors, as `communicator` of `HeteroZeroOptimizer` names it; the planner
+    stores here what was measured to be fastest, so that the next run does the same. None: by where
+    the ranks are."""
     prediction: Mapping[str, Any] | None = field(default=None, compare=False)
     """What the planner expects of this plan (JSON values); takes no part in equality, hash and
     digest."""
@@ -98,6 +102,8 @@ class Plan:
         freeze(self, "micro_batches", _checked_micro_batches(self.micro_batches))
         freeze(self, "shares", _checked_shares(self.shares, "this plan"))
         freeze(self, "units", tuple(self.units))
+        if self.transport is not None and not isinstance(self.transport, str):
+            raise TypeError(f"transport must be a name or None, got {self.transport!r}")
         if self.prediction is not None:
             if not isinstance(self.prediction, Mapping):
                 raise TypeError(
@@ -377,6 +383,7 @@ class Plan:
             "micro_batches": [list(passes) for passes in self.micro_batches],
             "shares": list(self.shares),
             "units": [_unit_to_dict(unit) for unit in self.units],
+            "transport": self.transport,
             "prediction": None if self.prediction is None else dict(self.prediction),
         }
 
@@ -402,7 +409,7 @@ class Plan:
         _check_fields(
             fields,
             required={"stage", "global_batch", "micro_batches", "shares"},
-            optional={"units", "prediction"},
+            optional={"units", "transport", "prediction"},
             what="plan",
         )
         units = fields.get("units", [])
@@ -452,6 +459,8 @@ class Plan:
                 ]
             ),
         ]
+        if self.transport:
+            lines.append(f"transport {self.transport}")
         if self.units:
             lines.append(f"units with a plan of their own: {len(self.units)}")
         return "\n".join([*lines, *table.summary(prediction)])

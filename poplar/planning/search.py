@@ -96,9 +96,10 @@ def alternatives(
 
 
 def _described(cluster: ClusterProfile, decision: Decision, policy: str) -> Plan:
-    prediction = predict(cluster, decision.plan)
+    plan = dataclasses.replace(decision.plan, transport=cluster.network.transport)
+    prediction = predict(cluster, plan)
     prediction = dataclasses.replace(prediction, optimality_gap=decision.gap)
-    return describe(cluster, decision.plan, prediction, policy)
+    return describe(cluster, plan, prediction, policy)
 
 
 def _preference(plan: Plan) -> tuple[float, int, int]:
