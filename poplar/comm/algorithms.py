@@ -46,7 +46,7 @@ def _reduce_directly(
 ) -> Pending:
     rank, size, layout = link.group.rank, link.group.size, bucket.layout
     own = layout.size(rank)
-    received = bucket.data.new_empty(size * own)
+    received = link.spare.take(size * own, bucket.data)
     messages = []
     for peer in link.peers():
         messages.append(Message(peer, own_slice(bucket.data, layout, peer), incoming=False))
@@ -56,6 +56,7 @@ def _reduce_directly(
     def add() -> None:
         if own:
             bucket.codec.reduce(out, received.view(size, own).unbind(), accumulate)
+        link.spare.give_back(received)
 
     return link.exchange(messages, what, add)
 
@@ -64,7 +65,7 @@ def _reduce_padded(link: Link, bucket: Bucket, out: Tensor, accumulate: bool, wh
     """All-to-all of equal chunks, and a sum here."""
     layout, own = bucket.layout, bucket.layout.size(link.group.rank)
     sent = _in_chunks(bucket.data, layout)
-    received = torch.empty_like(sent)
+    received = link.spare.take(sent.numel(), sent)
 
     def start() -> list[dist.Work | None]:
         group = link.group.process_group
@@ -74,6 +75,7 @@ def _reduce_padded(link: Link, bucket: Bucket, out: Tensor, accumulate: bool, wh
         if own:
             chunks = received.view(link.group.size, -1)
             bucket.codec.reduce(out, [chunk[:own] for chunk in chunks], accumulate)
+        link.spare.give_back(received)
 
     return link.call(start if sent.numel() else list, sent.device, what, add)
 

@@ -22,7 +22,7 @@ from poplar import _core
 from poplar.comm import hosts
 from poplar.comm.copies import copy_around
 from poplar.comm.group import Members
-from poplar.comm.pool import Pool, Shared
+from poplar.comm.pool import Pool, Shared, keeps_memory
 from poplar.comm.segment import CAN_SHARE, PAGE, Peer, Segment, view
 from poplar.errors import CollectiveTimeout
 
@@ -40,9 +40,6 @@ _SHIFT = 17 * 64
 places in all parts are read together; at equal places of a page they would drive each other out of
 the first-level cache (reduce-scatter of 64 MiB on an EPYC: 8 ms without, 5 ms with this at 2 ranks,
 15 and 10 at 4; other odd multiples of a line did as well)."""
-_CACHE_SETTING = "POPLAR_MEMORY_CACHE"
-"""`off` in this variable of the environment: memory that is not in use now goes back to the system
-at once, as in allocators without a cache, and has to be faulted in again at the next use."""
 
 
 class Exchange(Protocol):
@@ -81,7 +78,7 @@ class Board:
         is_over = weakref.WeakMethod(self._is_over)  # a cycle would keep memory until a collection
         self._pool = Pool(_FIRST, nbytes, lambda collective: _called(is_over, collective))
         self._process = os.getpid()
-        self._keeps_memory = os.environ.get(_CACHE_SETTING) != "off"
+        self._keeps_memory = keeps_memory()
 
     # Memory to share.
 

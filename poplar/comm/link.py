@@ -12,6 +12,7 @@ from poplar.comm.communicator import Pending
 from poplar.comm.exchange import Exchange, Message, tag_of
 from poplar.comm.group import Group
 from poplar.comm.in_flight import InFlight
+from poplar.comm.spare import Spare
 
 _TENSORS = 3
 
@@ -21,6 +22,7 @@ class Link:
 
     def __init__(self, group: Group) -> None:
         self.group = group
+        self.spare = Spare()
         self._places = itertools.count()
         self._unfinished: dict[int, _OneAfterTheOther] = {}
 

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import bisect
 import mmap
+import os
 from collections.abc import Callable, Iterator
 
 from poplar import host
 
 _LEAST = mmap.PAGESIZE
+_CACHE_SETTING = "POPLAR_MEMORY_CACHE"
+"""`off` in this variable of the environment: memory that is not in use now goes back to the system
+at once, as in allocators without a cache, and has to be faulted in again at the next use."""
+
+
+def keeps_memory() -> bool:
+    """Whether memory that is not in use now is kept for the next use."""
+    return os.environ.get(_CACHE_SETTING) != "off"
 
 
 class Shared:

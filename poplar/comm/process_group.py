@@ -17,6 +17,7 @@ from poplar.comm.communicator import Communicator, Pending, own_slice
 from poplar.comm.exchange import Message
 from poplar.comm.group import Group
 from poplar.comm.link import Link
+from poplar.comm.pool import keeps_memory
 from poplar.planning.layout import Layout, transfers
 
 
@@ -62,6 +63,10 @@ class ProcessGroupCommunicator(Communicator):
         if own is not None:
             own_slice(data, layout, self.group.rank).copy_(own)
         return self._gather(self._link, data, layout, what)
+
+    def trim(self) -> None:
+        if not keeps_memory():
+            self._link.spare.clear()
 
     def broadcast(self, data: Tensor, source: int, *, what: str) -> None:
         if self.group.rank == source:
