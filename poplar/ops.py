@@ -11,6 +11,7 @@ Environment: `POPLAR_OPS=off` leaves the libraries alone, so that plain PyTorch 
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ from poplar import _core
 
 __all__ = [
     "ALIGNMENT",
+    "adamw_",
     "block_sums_of_squares",
     "copy_",
     "describe",
@@ -43,13 +45,24 @@ _library = torch.library.Library("poplar", "DEF")
 _library.define("copy_(Tensor(a!) target, Tensor source) -> ()")
 _library.define(
     "pack_(Tensor(a!) bucket, Tensor[] grads, int[] offsets, float weight, "
-    "bool accumulate=False) -> ()"
+    "bool accumulate=False, Tensor(b!)? sums=None) -> ()"
 )
-_library.define("rank_sum_(Tensor(a!) out, Tensor[] received, bool accumulate=False) -> ()")
+_library.define(
+    "rank_sum_(Tensor(a!) out, Tensor[] received, bool accumulate=False, "
+    "Tensor(b!)? sums=None) -> ()"
+)
 _library.define("rank_sum_each_(Tensor(a!)[] outs, Tensor[] received) -> ()")
-_library.define("rank_sum_claimed_(Tensor(a!)[] outs, Tensor[] received, Tensor(b!) claims) -> ()")
+_library.define(
+    "rank_sum_claimed_(Tensor(a!)[] outs, Tensor[] received, Tensor(b!) claims, "
+    "Tensor(c!)? sums=None) -> ()"
+)
 _library.define("unpack_(Tensor flat, Tensor(a!)[] outs, int[] offsets) -> ()")
 _library.define("block_sums_of_squares(Tensor flat) -> Tensor")
+_library.define(
+    "adamw_(Tensor(a!) values, Tensor gradient, Tensor(b!) mean, Tensor(c!) square_mean, "
+    "Tensor(d!)? rounded, float lr, float beta1, float beta2, float eps, float weight_decay, "
+    "float step, bool maximize=False, Tensor? scale=None, Tensor? found_inf=None) -> ()"
+)
 
 
 # The face: what the engine calls.
@@ -76,6 +89,7 @@ def pack_(
     offsets: Sequence[int],
     weight: float,
     accumulate: bool = False,
+    sums: Tensor | None = None,
 ) -> None:
     """Write or add `weight * grads[i]` at `bucket[offsets[i]:]`, for every i, in one read.
 
@@ -86,16 +100,23 @@ def pack_(
         offsets: first element of each gradient in the bucket, ascending without overlap.
         weight: rounded to fp32, as is its product with each element.
         accumulate: add to what the bucket holds, and leave gaps as they are.
+        sums: takes `block_sums_of_squares(bucket)` as it is then, without another read of it. One
+            that is not finite tells that an element is not, or is beyond 1.8e19.
 
     Raises:
         RuntimeError: offsets that overlap or reach past the bucket, another dtype or device.
     """
     with torch.no_grad():
-        torch.ops.poplar.pack_(bucket, grads, offsets, weight, accumulate)
-    _written(bucket)
+        torch.ops.poplar.pack_(bucket, grads, offsets, weight, accumulate, sums)
+    _written(bucket, sums)
 
 
-def rank_sum_(out: Tensor, received: Sequence[Tensor], accumulate: bool = False) -> None:
+def rank_sum_(
+    out: Tensor,
+    received: Sequence[Tensor],
+    accumulate: bool = False,
+    sums: Tensor | None = None,
+) -> None:
     """Sum what ranks sent, in rank order: `out = ((r0 + r1) + r2) + ...`.
 
     Args:
@@ -104,13 +125,14 @@ def rank_sum_(out: Tensor, received: Sequence[Tensor], accumulate: bool = False)
             One of them may be `out` itself. On CUDA they are slices of one tensor at equal
             distances, as transports receive them.
         accumulate: add the finished total to `out` instead.
+        sums: takes `block_sums_of_squares(out)` as it is then: see `pack_`.
 
     Raises:
         RuntimeError: no parts, sizes that don't fit together, another dtype or device.
     """
     with torch.no_grad():
-        torch.ops.poplar.rank_sum_(out, received, accumulate)
-    _written(out)
+        torch.ops.poplar.rank_sum_(out, received, accumulate, sums)
+    _written(out, sums)
 
 
 def rank_sum_each_(outs: Sequence[Tensor], received: Sequence[Tensor]) -> None:
@@ -129,7 +151,12 @@ def rank_sum_each_(outs: Sequence[Tensor], received: Sequence[Tensor]) -> None:
     _written(*outs)
 
 
-def rank_sum_claimed_(outs: Sequence[Tensor], received: Sequence[Tensor], claims: Tensor) -> None:
+def rank_sum_claimed_(
+    outs: Sequence[Tensor],
+    received: Sequence[Tensor],
+    claims: Tensor,
+    sums: Tensor | None = None,
+) -> None:
     """As `rank_sum_each_`, a chunk at a time, of those that nobody else has claimed.
 
     Several processes that call it with the same shared memory share the work; each returns when
@@ -140,13 +167,14 @@ def rank_sum_claimed_(outs: Sequence[Tensor], received: Sequence[Tensor], claims
         received: as in `rank_sum_each_`.
         claims: `_core.CLAIMS_BYTES` of uint8, zeros before the first: see `csrc/include/poplar/
             claims.h`. Plain PyTorch claims without care for others.
+        sums: in shared memory; whoever adds a chunk leaves `block_sums_of_squares(outs[0])` of it.
 
     Raises:
         RuntimeError: as `rank_sum_each_`, or claims of another size.
     """
     with torch.no_grad():
-        torch.ops.poplar.rank_sum_claimed_(outs, received, claims)
-    _written(*outs, claims)
+        torch.ops.poplar.rank_sum_claimed_(outs, received, claims, sums)
+    _written(*outs, claims, sums)
 
 
 def unpack_(flat: Tensor, outs: Sequence[Tensor], offsets: Sequence[int]) -> None:
@@ -184,18 +212,82 @@ def block_sums_of_squares(flat: Tensor) -> Tensor:
     return sums
 
 
+def adamw_(
+    values: Tensor,
+    gradient: Tensor,
+    mean: Tensor,
+    square_mean: Tensor,
+    rounded: Tensor | None = None,
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: float,
+    maximize: bool = False,
+    scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> None:
+    """One step of AdamW on a flat shard: everything is read and written once, 28 or 30 bytes.
+
+    The operations of `torch.optim.AdamW`, in its order, so equal to it but for its contracted
+    products.
+
+    Args:
+        values: fp32, 1-D, contiguous, as are all others but `rounded`: the (master) parameters.
+        gradient: left as it is.
+        mean: first moment, `exp_avg`.
+        square_mean: second moment, `exp_avg_sq`.
+        rounded: fp32, bf16 or fp16: takes the new values.
+        lr: learning rate.
+        beta1: decay of `mean`.
+        beta2: decay of `square_mean`.
+        eps: added to the root.
+        weight_decay: decoupled, times `lr`.
+        step: number of this step, from 1 on.
+        maximize: against the gradient's direction.
+        scale: one element on the same device; the gradient times this is what counts (weight,
+            unscaling and clipping).
+        found_inf: one element on the same device; if it is not 0, nothing is changed.
+
+    Raises:
+        RuntimeError: another dtype, size or device.
+    """
+    with torch.no_grad():
+        torch.ops.poplar.adamw_(
+            values,
+            gradient,
+            mean,
+            square_mean,
+            rounded,
+            lr,
+            beta1,
+            beta2,
+            eps,
+            weight_decay,
+            step,
+            maximize,
+            scale,
+            found_inf,
+        )
+    _written(values, mean, square_mean, rounded)
+
+
 def describe() -> str:
     """Say in a line what serves the operators, and why, for `poplar doctor` and bug reports."""
     return f"operators on CPU: {_cpu_state}; on CUDA: {_cuda_state}"
 
 
-def _written(*tensors: Tensor) -> None:
+def _written(*tensors: Tensor | None) -> None:
     """Tell autograd, as every in-place operation of PyTorch does; the C++ kernels cannot.
 
     Without it, a backward that saved one of these tensors would use the new values unnoticed.
     """
     if not torch.compiler.is_compiling():
-        torch.autograd.graph.increment_version([t for t in tensors if not t.is_inference()])
+        torch.autograd.graph.increment_version(
+            [t for t in tensors if t is not None and not t.is_inference()]
+        )
 
 
 # Plain PyTorch: the fallback on every device and the oracle of the tests. Checks and messages are
@@ -268,27 +360,40 @@ def _plain_copy_(target: Tensor, source: Tensor) -> None:
 
 @torch.no_grad()
 def _plain_pack_(
-    bucket: Tensor, grads: list[Tensor], offsets: list[int], weight: float, accumulate: bool = False
+    bucket: Tensor,
+    grads: list[Tensor],
+    offsets: list[int],
+    weight: float,
+    accumulate: bool = False,
+    sums: Tensor | None = None,
 ) -> None:
     _check_flat(bucket, "pack_: bucket")
     pieces = _pieces("pack_", bucket, grads, offsets)
+    _check_sums("pack_", bucket, sums)
     rounded = torch.tensor(weight, dtype=torch.float32).item()
     if not accumulate:
         bucket.zero_()
     for grad, place in pieces:
         product = grad.reshape(-1).to(torch.float32) * rounded
         place.copy_(place.to(torch.float32) + product if accumulate else product)
+    if sums is not None:
+        sums.copy_(_plain_block_sums_of_squares(bucket))
 
 
 @torch.no_grad()
-def _plain_rank_sum_(out: Tensor, received: list[Tensor], accumulate: bool = False) -> None:
+def _plain_rank_sum_(
+    out: Tensor, received: list[Tensor], accumulate: bool = False, sums: Tensor | None = None
+) -> None:
     _check_rank_sum("rank_sum_", out, received)
     _check(out.dtype == torch.float32, "rank_sum_: out must be float32")
+    _check_sums("rank_sum_", out, sums)
     total = _total(received)
     if accumulate:
         out += total
     else:
         out.copy_(total)
+    if sums is not None:
+        sums.copy_(_plain_block_sums_of_squares(out))
 
 
 @torch.no_grad()
@@ -303,19 +408,110 @@ def _plain_rank_sum_each_(outs: list[Tensor], received: list[Tensor]) -> None:
 
 
 @torch.no_grad()
-def _plain_rank_sum_claimed_(outs: list[Tensor], received: list[Tensor], claims: Tensor) -> None:
+def _plain_rank_sum_claimed_(
+    outs: list[Tensor], received: list[Tensor], claims: Tensor, sums: Tensor | None = None
+) -> None:
     _check_shape(claims, "rank_sum_claimed_: claims")
     _check(
         claims.element_size() == 1 and claims.numel() == _core.CLAIMS_BYTES,
         f"rank_sum_claimed_: claims must hold {_core.CLAIMS_BYTES} bytes",
     )
+    if outs:
+        _check_sums("rank_sum_claimed_", outs[0], sums)
     counters = claims.view(torch.int32)  # claimed, nothing, done, sleepers
     first = int(counters[0]) * _core.CHUNK
     rest = [out[first:] for out in outs]
     _plain_rank_sum_each_(rest, [part[first:] for part in received])
+    if rest and sums is not None:
+        sums[first // ALIGNMENT :].copy_(_plain_block_sums_of_squares(rest[0]))
     chunks = -(-rest[0].numel() // _core.CHUNK) if rest else 0
     counters[0] += chunks
     counters[2] += chunks
+
+
+@torch.no_grad()
+def _plain_adamw_(
+    values: Tensor,
+    gradient: Tensor,
+    mean: Tensor,
+    square_mean: Tensor,
+    rounded: Tensor | None,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: float,
+    maximize: bool = False,
+    scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> None:
+    _check_adamw(values, gradient, mean, square_mean, rounded, scale, found_inf)
+
+    def single(value: float) -> float:
+        return torch.tensor(value, dtype=torch.float32).item()
+
+    factor = torch.ones((), device=values.device) if scale is None else scale.reshape(())
+    scaled = gradient * (-factor if maximize else factor)
+    new_mean = mean + (scaled - mean) * single(1.0 - beta1)
+    new_square = square_mean * single(beta2) + (scaled * scaled) * single(1.0 - beta2)
+    # By way of float64: the root that torch takes on a CPU is not always the nearest fp32.
+    root = new_square.double().sqrt().float() * single(1.0 / math.sqrt(1.0 - beta2**step)) + single(
+        eps
+    )
+    moved = (new_mean / root) * single(lr / (1.0 - beta1**step))
+    new_values = values * single(1.0 - lr * weight_decay) - moved
+    for old, new in ((mean, new_mean), (square_mean, new_square), (values, new_values)):
+        # On the device: nobody waits for the flag.
+        old.copy_(new if found_inf is None else torch.where(found_inf.reshape(()) == 0, new, old))
+    if rounded is not None:
+        new = values.to(rounded.dtype)
+        rounded.copy_(
+            new if found_inf is None else torch.where(found_inf.reshape(()) == 0, new, rounded)
+        )
+
+
+def _check_adamw(
+    values: Tensor,
+    gradient: Tensor,
+    mean: Tensor,
+    square_mean: Tensor,
+    rounded: Tensor | None,
+    scale: Tensor | None,
+    found_inf: Tensor | None,
+) -> None:
+    for tensor in (values, gradient, mean, square_mean):
+        _check_flat(tensor, "adamw_: all tensors")
+        _check(tensor.dtype == torch.float32, "adamw_: values, gradient and state must be float32")
+    for tensor in (gradient, mean, square_mean, *([] if rounded is None else [rounded])):
+        _check_flat(tensor, "adamw_: rounded")
+        _check(tensor.device == values.device, "adamw_: all tensors must be on one device")
+        _check(
+            tensor.numel() == values.numel(),
+            f"adamw_: values have {values.numel()} elements, another tensor {tensor.numel()}",
+        )
+    for scalar in (scale, found_inf):
+        _check(
+            scalar is None
+            or (
+                scalar.numel() == 1
+                and scalar.device == values.device
+                and scalar.dtype == torch.float32
+            ),
+            "adamw_: scale and found_inf must be single float32 elements on the same device",
+        )
+
+
+def _check_sums(name: str, flat: Tensor, sums: Tensor | None) -> None:
+    if sums is None:
+        return
+    _check_shape(sums, f"{name}: sums")
+    blocks = -(-flat.numel() // ALIGNMENT)
+    _check(
+        sums.device == flat.device and sums.dtype == torch.float32 and sums.numel() == blocks,
+        f"{name}: sums must be float32 on the same device and hold {blocks} elements, one for each "
+        "64",
+    )
 
 
 def _total(received: Sequence[Tensor]) -> Tensor:
@@ -370,6 +566,7 @@ _PLAIN: dict[str, Callable[..., Tensor | None]] = {
     "rank_sum_each_": _plain_rank_sum_each_,
     "unpack_": _plain_unpack_,
     "block_sums_of_squares": _plain_block_sums_of_squares,
+    "adamw_": _plain_adamw_,
 }
 for _name, _function in _PLAIN.items():
     _library.impl(_name, _function, "CompositeExplicitAutograd")
@@ -383,12 +580,19 @@ def _fake_copy_(target: Tensor, source: Tensor) -> None:
 
 
 def _fake_pack_(
-    bucket: Tensor, grads: list[Tensor], offsets: list[int], weight: float, accumulate: bool = False
+    bucket: Tensor,
+    grads: list[Tensor],
+    offsets: list[int],
+    weight: float,
+    accumulate: bool = False,
+    sums: Tensor | None = None,
 ) -> None:
     return None
 
 
-def _fake_rank_sum_(out: Tensor, received: list[Tensor], accumulate: bool = False) -> None:
+def _fake_rank_sum_(
+    out: Tensor, received: list[Tensor], accumulate: bool = False, sums: Tensor | None = None
+) -> None:
     return None
 
 
@@ -396,7 +600,9 @@ def _fake_rank_sum_each_(outs: list[Tensor], received: list[Tensor]) -> None:
     return None
 
 
-def _fake_rank_sum_claimed_(outs: list[Tensor], received: list[Tensor], claims: Tensor) -> None:
+def _fake_rank_sum_claimed_(
+    outs: list[Tensor], received: list[Tensor], claims: Tensor, sums: Tensor | None = None
+) -> None:
     return None
 
 
@@ -408,6 +614,25 @@ def _fake_block_sums_of_squares(flat: Tensor) -> Tensor:
     return flat.new_empty((flat.numel() + ALIGNMENT - 1) // ALIGNMENT, dtype=torch.float32)
 
 
+def _fake_adamw_(
+    values: Tensor,
+    gradient: Tensor,
+    mean: Tensor,
+    square_mean: Tensor,
+    rounded: Tensor | None,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: float,
+    maximize: bool = False,
+    scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> None:
+    return None
+
+
 _FAKE: dict[str, Callable[..., Tensor | None]] = {
     "copy_": _fake_copy_,
     "pack_": _fake_pack_,
@@ -416,6 +641,7 @@ _FAKE: dict[str, Callable[..., Tensor | None]] = {
     "rank_sum_each_": _fake_rank_sum_each_,
     "unpack_": _fake_unpack_,
     "block_sums_of_squares": _fake_block_sums_of_squares,
+    "adamw_": _fake_adamw_,
 }
 for _name, _function in _FAKE.items():
     torch.library.register_fake(f"poplar::{_name}", _function, lib=_library)

@@ -31,7 +31,10 @@ PLAIN = {
     "rank_sum_each_": ops._plain_rank_sum_each_,
     "unpack_": ops._plain_unpack_,
     "block_sums_of_squares": ops._plain_block_sums_of_squares,
+    "adamw_": ops._plain_adamw_,
 }
+RULE = (1e-3, 0.9, 0.999, 1e-8, 0.1, 3.0)
+"""lr, betas, eps, weight decay and step, as the operator takes them."""
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 
@@ -349,9 +352,154 @@ def test_block_sums_follow_the_halving_tree_and_ignore_where_shards_are_cut(devi
     assert_same_bits(cut, sums)
 
 
+# What operators leave behind for the norm.
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_pack_leaves_the_block_sums_of_what_it_wrote(device, dtype, accumulate, seed):
+    draw = Draw(seed, device)
+    grads, offsets, numel = draw.tensors(draw.random.choice([0, 1, 20, 300]))
+    bucket = draw.values(numel, dtype)
+    sums = torch.full((-(-numel // 64),), 7.0, device=device)
+    ops.pack_(bucket, grads, offsets, 1 / 3, accumulate, sums)
+    assert_same_bits(sums, ops._plain_block_sums_of_squares(bucket))
+
+
+@pytest.mark.parametrize("numel", [STREAMED // 4, STREAMED // 2 + 5, STREAMED + 70])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_large_pack_has_the_same_bits_and_sums(device, dtype, numel):
+    draw = Draw(numel, device)
+    sizes = [numel // 3, 1, numel // 2]
+    grads = [draw.values(size, grad) for size, grad in zip(sizes, DTYPES, strict=True)]
+    offsets = [3, 10 + numel // 3, 20 + numel // 3]
+    expected = torch.empty(numel, dtype=dtype, device=device)
+    ops._plain_pack_(expected, grads, offsets, 0.3)
+    for shift in (0, 8, 1):  # of which the last can't be streamed
+        bucket = torch.full((numel + shift,), 5.0, dtype=dtype, device=device)[shift:]
+        sums = torch.empty(-(-numel // 64), device=device)
+        ops.pack_(bucket, grads, offsets, 0.3, False, sums)
+        assert_same_bits(bucket, expected)
+        assert_same_bits(sums, ops._plain_block_sums_of_squares(expected))
+
+
+@pytest.mark.parametrize("numel", [0, 1, 64, 1000, 300_000, STREAMED // 4 + 3])
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rank_sum_leaves_the_block_sums_of_what_came_out(device, dtype, accumulate, numel):
+    draw = Draw(numel, device)
+    parts = [draw.values(numel, dtype) for _ in range(3)]
+    received = list(torch.stack(parts).unbind())
+    out, sums = draw.values(numel, torch.float32), torch.empty(-(-numel // 64), device=device)
+    ops.rank_sum_(out, received, accumulate, sums)
+    assert_same_bits(sums, ops._plain_block_sums_of_squares(out))
+
+
+def test_whoever_claims_a_chunk_leaves_its_block_sums(device):
+    if device != "cpu":
+        pytest.skip("claims are of CPU ranks")
+    numel = 2 * _core.CHUNK + 100
+    parts = [Draw(seed, device).values(numel, torch.float32) for seed in range(3)]
+    claims = torch.zeros(_core.CLAIMS_BYTES, dtype=torch.uint8)
+    claims.view(torch.int32)[0] = 1  # somebody else has the first chunk
+    sums, out = torch.zeros(-(-numel // 64)), torch.zeros(numel)
+    ops.rank_sum_claimed_([out], parts, claims, sums)
+    blocks = _core.CHUNK // 64
+    assert not sums[:blocks].any()
+    assert_same_bits(sums[blocks:], ops._plain_block_sums_of_squares(out)[blocks:])
+
+
+# AdamW.
+
+
+def state(draw: Draw, numel: int) -> list[Tensor]:
+    """Values, moments; the second is not negative."""
+    values, mean, square = (draw.values(numel, torch.float32) for _ in range(3))
+    return [values, mean, square.abs()]
+
+
+@pytest.mark.parametrize("numel", [0, 1, 100, 70_000])
+@pytest.mark.parametrize("rounded", [None, *DTYPES])
+@pytest.mark.parametrize("maximize", [False, True])
+def test_adamw_gives_the_same_bits_as_plain_pytorch(device, numel, rounded, maximize):
+    draw = Draw(numel, device)
+    gradient = draw.values(numel, torch.float32)
+    scale = torch.tensor([0.37], device=device)
+    low = [] if rounded is None else [torch.zeros(numel, dtype=rounded, device=device)]
+
+    def call(adamw_, tensors):
+        values, mean, square, *out = tensors
+        arguments = (values, gradient, mean, square, *(out or [None]))
+        if adamw_ is ops.adamw_:
+            names = ("lr", "beta1", "beta2", "eps", "weight_decay", "step")
+            rule = dict(zip(names, RULE, strict=True))
+            adamw_(*arguments, **rule, maximize=maximize, scale=scale)
+        else:
+            adamw_(*arguments, *RULE, maximize, scale)
+
+    dispatched, plain = both("adamw_", [*state(draw, numel), *low], call)
+    for actual, expected in zip(dispatched, plain, strict=True):
+        assert_same_bits(actual, expected)
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_adamw_is_torchs(device, weight_decay):
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(1000, generator=generator)
+    theirs = start.clone().to(device).requires_grad_()
+    optimizer = torch.optim.AdamW([theirs], lr=0.01, weight_decay=weight_decay)
+    values, mean, square = (start.clone().to(device), *torch.zeros(2, 1000, device=device).unbind())
+    for step in range(1, 21):
+        gradient = torch.randn(1000, generator=generator).to(device)
+        theirs.grad = gradient * 0.5
+        optimizer.step()
+        ops.adamw_(
+            values,
+            gradient,
+            mean,
+            square,
+            lr=0.01,
+            beta1=0.9,
+            beta2=0.999,
+            eps=1e-8,
+            weight_decay=weight_decay,
+            step=step,
+            scale=torch.tensor(0.5, device=device),
+        )
+    torch.testing.assert_close(values, theirs.detach(), rtol=1e-5, atol=1e-7)
+    kept = optimizer.state[theirs]
+    torch.testing.assert_close(mean, kept["exp_avg"], rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(square, kept["exp_avg_sq"], rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_adamw_changes_nothing_where_infinities_were_found(device, plain):
+    values, mean, square = state(Draw(0, device), 100)
+    before = [tensor.clone() for tensor in (values, mean, square)]
+    low = torch.ones(100, dtype=torch.bfloat16, device=device)
+    gradient = torch.full((100,), float("inf"), device=device)
+    found = torch.ones((), device=device)
+    adamw_ = ops._plain_adamw_ if plain else torch.ops.poplar.adamw_
+    adamw_(values, gradient, mean, square, low, *RULE, False, None, found)
+    for tensor, old in zip((values, mean, square), before, strict=True):
+        assert_same_bits(tensor, old)
+    assert (low == 1).all()
+
+
 @pytest.mark.parametrize(
     ("name", "arguments", "message"),
     [
+        ("pack_", lambda f: (f(65), [], [], 1.0, False, f(1)), "hold 2 elements, one for each 64"),
+        ("rank_sum_", lambda f: (f(65), [f(65)], False, f(2).half()), "sums must be float32"),
+        ("adamw_", lambda f: (f(4), f(5), f(4), f(4), None, *RULE), "values have 4 elements"),
+        ("adamw_", lambda f: (f(4), f(4).half(), f(4), f(4), None, *RULE), "must be float32"),
+        ("adamw_", lambda f: (f(4), f(4), f(8)[::2], f(4), None, *RULE), "1-D and contiguous"),
+        (
+            "adamw_",
+            lambda f: (f(4), f(4), f(4), f(4), None, *RULE, False, f(2)),
+            "scale and found_inf must be single",
+        ),
         ("pack_", lambda f: (f(10), [f(4), f(4)], [0, 3], 1.0), "tensor 1 starts at 3, before 4"),
         ("pack_", lambda f: (f(10), [f(4)], [7], 1.0), "reaches past the end of the buffer, 10"),
         ("pack_", lambda f: (f(10), [f(4)], [2**63 - 2], 1.0), "reaches past the end"),
@@ -388,7 +536,7 @@ def test_block_sums_follow_the_halving_tree_and_ignore_where_shards_are_cut(devi
 )
 @pytest.mark.parametrize("plain", [False, True])
 def test_bad_arguments_get_the_same_error_from_everyone(device, name, arguments, message, plain):
-    function = PLAIN[name] if plain else getattr(ops, name)
+    function = PLAIN[name] if plain else getattr(torch.ops.poplar, name)
     with pytest.raises(RuntimeError, match=message):
         function(*arguments(lambda numel: torch.zeros(numel, device=device)))
 
@@ -407,6 +555,10 @@ def test_bad_arguments_get_the_same_error_from_everyone(device, name, arguments,
         ("copy_", lambda f: (f(64), f(64))),
         ("unpack_", lambda f: (f(200), [f(8, 3), f(0), f(5).half()], [2, 30, 64])),
         ("block_sums_of_squares", lambda f: (f(100),)),
+        ("pack_", lambda f: (f(200), [f(8)], [64], 0.3, True, f(4))),
+        ("rank_sum_", lambda f: (f(64), list(f(4, 64).unbind()), False, f(1))),
+        ("adamw_", lambda f: (f(64), f(64), f(64), f(64).abs(), f(64).bfloat16(), *RULE)),
+        ("adamw_", lambda f: (f(9), f(9), f(9), f(9).abs(), None, *RULE, True, f(1), f(1))),
     ],
 )
 def test_operators_keep_their_promises_to_pytorch(device, name, arguments):

@@ -8,6 +8,7 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <cstdint>
+#include <optional>
 #include <sstream>
 #include <stdexcept>
 #include <string>
@@ -160,6 +161,55 @@ inline void check_claims(const Tensor& claims, std::size_t bytes) {
   check_flat(claims, "rank_sum_claimed_: claims");
   check(claims.element_size() == 1 && claims.numel() == static_cast<std::int64_t>(bytes),
         "rank_sum_claimed_: claims must hold ", bytes, " bytes");
+}
+
+// How many blocks of the norm's tree so many elements have.
+inline std::int64_t blocks_of(std::int64_t numel) { return (numel + 63) / 64; }
+
+// Where an operator leaves its result's block sums of squares; null if nobody wants them.
+inline float* sums_of(const std::string& name, const Tensor& flat,
+                      const std::optional<Tensor>& sums) {
+  if (!sums) {
+    return nullptr;
+  }
+  check_flat(*sums, (name + ": sums").c_str());
+  check(same_device(flat, *sums) && dtype_of(*sums, (name + ": sums").c_str()) == Dtype::kFloat &&
+            sums->numel() == blocks_of(flat.numel()),
+        name, ": sums must be float32 on the same device and hold ", blocks_of(flat.numel()),
+        " elements, one for each 64");
+  return static_cast<float*>(sums->mutable_data_ptr());
+}
+
+inline void check_adamw(const Tensor& values, const Tensor& gradient, const Tensor& mean,
+                        const Tensor& square_mean, const std::optional<Tensor>& rounded,
+                        const std::optional<Tensor>& scale,
+                        const std::optional<Tensor>& found_inf) {
+  for (const Tensor* tensor : {&values, &gradient, &mean, &square_mean}) {
+    check_flat(*tensor, "adamw_: all tensors");
+    check(dtype_of(*tensor, "adamw_: all tensors") == Dtype::kFloat,
+          "adamw_: values, gradient and state must be float32");
+    check(same_device(*tensor, values), "adamw_: all tensors must be on one device");
+    check(tensor->numel() == values.numel(), "adamw_: values have ", values.numel(),
+          " elements, another tensor ", tensor->numel());
+  }
+  if (rounded) {
+    check_flat(*rounded, "adamw_: rounded");
+    check(same_device(*rounded, values), "adamw_: all tensors must be on one device");
+    check(rounded->numel() == values.numel(), "adamw_: values have ", values.numel(),
+          " elements, another tensor ", rounded->numel());
+  }
+  for (const std::optional<Tensor>* scalar : {&scale, &found_inf}) {
+    if (*scalar) {
+      check((*scalar)->numel() == 1 && same_device(**scalar, values) &&
+                dtype_of(**scalar, "adamw_: scale and found_inf") == Dtype::kFloat,
+            "adamw_: scale and found_inf must be single float32 elements on the same device");
+    }
+  }
+}
+
+// Of a single element in host memory.
+inline float scalar_of(const Tensor& tensor) {
+  return *static_cast<const float*>(tensor.const_data_ptr());
 }
 
 inline void check_copy(const Tensor& target, const Tensor& source) {

@@ -17,6 +17,7 @@ from poplar.comm import Communicator, Control
 from poplar.planning.plan import STRATEGIES as STRATEGY_NAMES
 from poplar.planning.plan import Plan
 from poplar.zero import checks
+from poplar.zero.adamw import flat_class
 from poplar.zero.agreement import agree
 from poplar.zero.engine import STRATEGIES, Engine
 from poplar.zero.unit import Member, Merge, Unit, build_units, resolve_units
@@ -130,7 +131,7 @@ def check_request(
     factory([dict(group) for group in groups], **options)  # what torch refuses, before any change
     return Request(
         model=model,
-        factory=factory,
+        factory=flat_class(factory, options, device),
         options=options,
         groups=groups,
         stage=chosen,

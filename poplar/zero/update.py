@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from poplar.zero.adamw import FlatAdamW, can_round_to
 from poplar.zero.flat import Flat
 
 OptimizerFactory = Callable[..., torch.optim.Optimizer]
@@ -85,6 +86,7 @@ class ShardedUpdate:
         for mine, theirs in zip(self.inner.param_groups, groups, strict=True):
             mine.update({key: value for key, value in theirs.items() if key != "params"})
         self._split_where_used_in_part(unused)
+        flat = self.inner if isinstance(self.inner, FlatAdamW) and self.inner.is_plain() else None
         stepped = []
         for run in self.runs:
             owned = run.owned
@@ -94,17 +96,20 @@ class ShardedUpdate:
                 run.tensor.grad = None
                 continue
             run.tensor.grad = run.flat.gradient[owned]
-            if scale != 1.0:
+            if scale != 1.0 and flat is None:
                 run.tensor.grad.mul_(scale)
-            stepped.append(run)
-        self.inner.step()
-        for run in stepped:
-            assert run.tensor is not None
-            run.tensor.grad = None
-            if run.flat.shard is not run.flat.master:
-                owned = run.owned
-                assert owned is not None
-                run.flat.shard[owned].copy_(run.tensor)
+            low = None if run.flat.shard is run.flat.master else run.flat.shard[owned]
+            stepped.append((run.tensor, low))
+        if flat is not None:
+            written = {t: low for t, low in stepped if low is not None and can_round_to(low.dtype)}
+            flat.step_scaled(scale, written)
+        else:
+            written = {}
+            self.inner.step()
+        for tensor, low in stepped:
+            tensor.grad = None
+            if low is not None and tensor not in written:
+                low.copy_(tensor)
 
     def refresh(self, flat: Flat) -> None:
         """Take over new values of `flat.shard`, but keep masters that still round to them."""

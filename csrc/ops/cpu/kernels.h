@@ -4,6 +4,7 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 namespace poplar::cpu {
@@ -13,16 +14,23 @@ using torch::stable::Tensor;
 void copy_(Tensor target, Tensor source);
 
 void pack_(Tensor bucket, std::vector<Tensor> grads, std::vector<std::int64_t> offsets,
-           double weight, bool accumulate);
+           double weight, bool accumulate, std::optional<Tensor> sums);
 
-void rank_sum_(Tensor out, std::vector<Tensor> received, bool accumulate);
+void rank_sum_(Tensor out, std::vector<Tensor> received, bool accumulate,
+               std::optional<Tensor> sums);
 
 void rank_sum_each_(std::vector<Tensor> outs, std::vector<Tensor> received);
 
-void rank_sum_claimed_(std::vector<Tensor> outs, std::vector<Tensor> received, Tensor claims);
+void rank_sum_claimed_(std::vector<Tensor> outs, std::vector<Tensor> received, Tensor claims,
+                       std::optional<Tensor> sums);
 
 void unpack_(Tensor flat, std::vector<Tensor> outs, std::vector<std::int64_t> offsets);
 
 Tensor block_sums_of_squares(Tensor flat);
+
+void adamw_(Tensor values, Tensor gradient, Tensor mean, Tensor square_mean,
+            std::optional<Tensor> rounded, double lr, double beta1, double beta2, double eps,
+            double weight_decay, double step, bool maximize, std::optional<Tensor> scale,
+            std::optional<Tensor> found_inf);
 
 }  // namespace poplar::cpu

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "../checks.h"
+#include "block_sums.h"
 #include "kernels.h"
 #include "parallel.h"
 #include "poplar/claims.h"
@@ -12,9 +13,9 @@
 namespace poplar::cpu {
 namespace {
 
-// Elements summed at a time. So few that totals stay in registers or nearly so, and that all parts
-// are read side by side: tiles of 1024 took 1.1 to 1.5 times as long with four parts of 64 MiB.
-constexpr std::int64_t kBlock = 64;
+// A block is summed at a time: so few elements that totals stay in registers or nearly so, and that
+// all parts are read side by side. Tiles of 1024 took 1.1 to 1.5 times as long with four parts of
+// 64 MiB.
 
 // One block of total = ((total + part 0) + part 1) + ...; kFirst: the total starts with part 0. Up
 // to four parts are added in one go.
@@ -52,6 +53,7 @@ struct Targets {
   std::vector<Out*> outs;
   bool accumulate;
   bool streams;
+  float* sums;  // of the squares of what the first out holds then; may be null
 };
 
 template <typename Out>
@@ -88,6 +90,16 @@ inline __attribute__((always_inline)) void sum_block(const Targets<Out>& targets
     add_up_to_four<false>(total, parts + part, std::min(size - part, 4), begin, count);
   }
   finish(targets, total, begin, count);
+  if (targets.sums != nullptr) {
+    float* sum = targets.sums + begin / kBlock;
+    // What streamed is not read again; it is the total then.
+    const Out* out = targets.outs[0] + begin;
+    if (targets.accumulate || !std::is_same_v<Out, float>) {
+      block_sums(sum, out, count);
+    } else {
+      block_sums(sum, total, count);
+    }
+  }
 }
 
 template <typename Received, typename Out>
@@ -132,8 +144,10 @@ void sum_claimed(const Targets<Out>& targets, const std::vector<const Received*>
 
 template <typename Out>
 void sum_into(std::vector<Tensor>& outs, const std::vector<Tensor>& received, bool accumulate,
-              Claims* claims) {
-  Targets<Out> targets{{}, accumulate, !accumulate};
+              Claims* claims, float* sums) {
+  // 16-bit outs whose sums are wanted are read again.
+  Targets<Out> targets{
+      {}, accumulate, !accumulate && (sums == nullptr || std::is_same_v<Out, float>), sums};
   const std::int64_t bytes = outs[0].numel() * static_cast<std::int64_t>(sizeof(Out));
   for (Tensor& out : outs) {
     targets.outs.push_back(static_cast<Out*>(out.mutable_data_ptr()));
@@ -157,31 +171,35 @@ void sum_into(std::vector<Tensor>& outs, const std::vector<Tensor>& received, bo
   });
 }
 
-void sum_for_each(std::vector<Tensor>& outs, const std::vector<Tensor>& received, Claims* claims) {
+void sum_for_each(std::vector<Tensor>& outs, const std::vector<Tensor>& received, Claims* claims,
+                  float* sums) {
   if (outs.empty()) {
     return;
   }
   check_rank_sum_each(outs, received);
   with_type(dtype_of(outs[0], "rank_sum_each_: outs"), [&](auto* type) {
-    sum_into<std::remove_pointer_t<decltype(type)>>(outs, received, false, claims);
+    sum_into<std::remove_pointer_t<decltype(type)>>(outs, received, false, claims, sums);
   });
 }
 
 }  // namespace
 
-void rank_sum_(Tensor out, std::vector<Tensor> received, bool accumulate) {
+void rank_sum_(Tensor out, std::vector<Tensor> received, bool accumulate,
+               std::optional<Tensor> sums) {
   check_rank_sum(out, received);
   std::vector<Tensor> outs{out};
-  sum_into<float>(outs, received, accumulate, nullptr);
+  sum_into<float>(outs, received, accumulate, nullptr, sums_of("rank_sum_", out, sums));
 }
 
 void rank_sum_each_(std::vector<Tensor> outs, std::vector<Tensor> received) {
-  sum_for_each(outs, received, nullptr);
+  sum_for_each(outs, received, nullptr, nullptr);
 }
 
-void rank_sum_claimed_(std::vector<Tensor> outs, std::vector<Tensor> received, Tensor claims) {
+void rank_sum_claimed_(std::vector<Tensor> outs, std::vector<Tensor> received, Tensor claims,
+                       std::optional<Tensor> sums) {
   check_claims(claims, sizeof(Claims));
-  sum_for_each(outs, received, static_cast<Claims*>(claims.mutable_data_ptr()));
+  float* blocks = outs.empty() ? nullptr : sums_of("rank_sum_claimed_", outs[0], sums);
+  sum_for_each(outs, received, static_cast<Claims*>(claims.mutable_data_ptr()), blocks);
 }
 
 }  // namespace poplar::cpu

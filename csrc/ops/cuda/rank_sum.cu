@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "binding.h"
+#include "norm.cuh"
 
 namespace poplar::cuda {
 namespace {
@@ -21,8 +22,10 @@ std::int64_t distance(const std::vector<Tensor>& parts) {
   return first;
 }
 
-void rank_sum_(Tensor out, std::vector<Tensor> received, bool accumulate) {
+void rank_sum_(Tensor out, std::vector<Tensor> received, bool accumulate,
+               std::optional<Tensor> sums) {
   const std::int64_t numel = check_rank_sum(out, received);
+  float* blocks = sums_of("rank_sum_", out, sums);
   if (numel == 0) {
     return;
   }
@@ -34,6 +37,10 @@ void rank_sum_(Tensor out, std::vector<Tensor> received, bool accumulate) {
                             distance<Received>(received), received.size(), numel, accumulate,
                             device.stream()));
   });
+  if (blocks != nullptr) {
+    STD_CUDA_CHECK(block_sums(blocks, static_cast<const float*>(out.const_data_ptr()), numel,
+                              device.stream()));
+  }
 }
 
 }  // namespace

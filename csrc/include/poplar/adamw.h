@@ -1,0 +1,51 @@
+// One element of AdamW (Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019), for
+// host and device.
+//
+// Every operation is rounded to fp32 before the next one (contraction off), in the order of
+// torch.optim.AdamW; constants are made in double and rounded once.
+#pragma once
+
+#include <cmath>
+
+#include "poplar/elementwise.h"
+
+namespace poplar {
+
+struct AdamW {
+  float scale;
+  float keep;         // 1 - lr * weight_decay
+  float new_mean;     // 1 - beta1
+  float old_square;   // beta2
+  float new_square;   // 1 - beta2
+  float root_factor;  // 1 / sqrt(1 - beta2^step)
+  float eps;
+  float step_size;  // lr / (1 - beta1^step)
+
+  AdamW(double lr, double beta1, double beta2, double eps, double weight_decay, double step,
+        bool maximize, float scale)
+      : scale(maximize ? -scale : scale),
+        keep(static_cast<float>(1.0 - lr * weight_decay)),
+        new_mean(static_cast<float>(1.0 - beta1)),
+        old_square(static_cast<float>(beta2)),
+        new_square(static_cast<float>(1.0 - beta2)),
+        root_factor(static_cast<float>(1.0 / std::sqrt(1.0 - std::pow(beta2, step)))),
+        eps(static_cast<float>(eps)),
+        step_size(static_cast<float>(lr / (1.0 - std::pow(beta1, step)))) {}
+
+  // The new value; `mean` and `square_mean` are brought up to date on the way.
+  POPLAR_HOST_DEVICE float update(float value, float gradient, float& mean,
+                                  float& square_mean) const {
+    const float scaled = gradient * scale;
+    const float change = (scaled - mean) * new_mean;
+    mean = mean + change;
+    const float kept = square_mean * old_square;
+    const float added = (scaled * scaled) * new_square;
+    square_mean = kept + added;
+    const float root = std::sqrt(square_mean) * root_factor + eps;
+    const float decayed = value * keep;
+    const float moved = step_size * (mean / root);
+    return decayed - moved;
+  }
+};
+
+}  // namespace poplar

@@ -1,0 +1,91 @@
+"""AdamW on flat shards by Poplar's own operator: one read and one write of everything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from poplar import ops
+
+_ROUNDED = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class FlatAdamW(torch.optim.AdamW):
+    """`torch.optim.AdamW(fused=True)` for 1-D fp32 tensors on the CPU: its state, its results.
+
+    The gradient's factor and the low-precision copy of the values are part of the same pass, where
+    torch's own would need one more each.
+    """
+
+    def step_scaled(self, scale: float, rounded: Mapping[Tensor, Tensor]) -> None:
+        """`step` with `scale` times the gradients, which stay as they are.
+
+        Args:
+            scale: for unscaling and clipping.
+            rounded: by parameter, what takes its new values.
+        """
+        factor = None if scale == 1.0 else torch.tensor(scale, dtype=torch.float32)
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for values in group["params"]:
+                if values.grad is None:
+                    continue
+                state = self._state_of(values)
+                state["step"] += 1
+                ops.adamw_(
+                    values,
+                    values.grad,
+                    state["exp_avg"],
+                    state["exp_avg_sq"],
+                    rounded.get(values),
+                    lr=float(group["lr"]),
+                    beta1=float(beta1),
+                    beta2=float(beta2),
+                    eps=group["eps"],
+                    weight_decay=group["weight_decay"],
+                    step=state["step"].item(),
+                    maximize=group["maximize"],
+                    scale=factor,
+                )
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """As `torch.optim.AdamW.step`."""
+        if closure is not None or not self.is_plain():
+            result: float | None = super().step(closure)
+            return result
+        self.step_scaled(1.0, {})
+        return None
+
+    def is_plain(self) -> bool:
+        """Whether all that the user asks for is in the operator."""
+        return not any(
+            group["amsgrad"] or group["capturable"] or group["differentiable"]
+            for group in self.param_groups
+        )
+
+    def _state_of(self, values: Tensor) -> dict[str, Any]:
+        state: dict[str, Any] = self.state[values]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32)
+            state["exp_avg"] = torch.zeros_like(values)
+            state["exp_avg_sq"] = torch.zeros_like(values)
+        return state
+
+
+def can_round_to(dtype: torch.dtype) -> bool:
+    """Whether the operator writes low-precision values of this dtype."""
+    return dtype in _ROUNDED
+
+
+def flat_class(
+    factory: Callable[..., torch.optim.Optimizer],
+    options: Mapping[str, Any],
+    device: torch.device,
+) -> Callable[..., torch.optim.Optimizer]:
+    """The class that steps flat shards of a device as the user's does, and fastest."""
+    if factory is torch.optim.AdamW and options.get("fused") and device.type == "cpu":
+        return FlatAdamW if ops.native else factory
+    return factory
