@@ -21,6 +21,10 @@ def spread(numel: int, seed: int) -> torch.Tensor:
     return torch.ldexp(torch.randn(numel, generator=generator), exponents)
 
 
+def bins(parts: list[torch.Tensor]) -> torch.Tensor:
+    return norm.square_bins([ops.block_sums_of_squares(part) for part in parts])
+
+
 def squares_of_blocks(values: torch.Tensor) -> list[float]:
     return ops.block_sums_of_squares(values).double().tolist()
 
@@ -28,7 +32,7 @@ def squares_of_blocks(values: torch.Tensor) -> list[float]:
 @given(st.integers(0, 2000), st.integers(0, 2**20))
 def test_the_total_is_the_exact_sum_of_the_blocks_rounded_once(numel: int, seed: int) -> None:
     values = spread(numel, seed)
-    assert norm.total_of_bins(norm.square_bins([values])) == math.fsum(squares_of_blocks(values))
+    assert norm.total_of_bins(bins([values])) == math.fsum(squares_of_blocks(values))
 
 
 @given(st.lists(st.integers(0, 30), max_size=5), st.integers(0, 2**20))
@@ -36,32 +40,32 @@ def test_cuts_at_block_boundaries_change_no_bit(cuts: list[int], seed: int) -> N
     values = spread(64 * 30 + 7, seed)
     places = [0, *sorted(64 * cut for cut in cuts), len(values)]
     parts = [values[low:high] for low, high in pairwise(places)]
-    shards = torch.stack([norm.square_bins([part]) for part in reversed(parts)]).sum(0)
-    assert torch.equal(shards, norm.square_bins([values]))
+    shards = torch.stack([bins([part]) for part in reversed(parts)]).sum(0)
+    assert torch.equal(shards, bins([values]))
 
 
 def test_the_norm_is_torchs_to_fp32_rounding() -> None:
     values = torch.randn(10_000, generator=torch.Generator().manual_seed(0))
-    ours = math.sqrt(norm.total_of_bins(norm.square_bins([values])))
+    ours = math.sqrt(norm.total_of_bins(bins([values])))
     assert ours == pytest.approx(float(values.double().norm()), rel=1e-6)
 
 
 @pytest.mark.parametrize("tiny", [1e-19, 2.0**-70, 1e-21, 0.0])
 def test_squares_below_the_normal_range_are_counted(tiny: float) -> None:
     values = torch.full((64,), tiny)
-    assert norm.total_of_bins(norm.square_bins([values])) == squares_of_blocks(values)[0]
+    assert norm.total_of_bins(bins([values])) == squares_of_blocks(values)[0]
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e30])
 def test_a_value_that_is_not_finite_makes_the_total_infinite(bad: float) -> None:
     values = torch.zeros(200)
     values[130] = bad
-    assert norm.total_of_bins(norm.square_bins([torch.ones(64), values])) == math.inf
+    assert norm.total_of_bins(bins([torch.ones(64), values])) == math.inf
 
 
 def test_nothing_sums_to_zero() -> None:
     empty = torch.zeros(0)
-    assert norm.total_of_bins(norm.square_bins([])) == 0.0
-    assert norm.total_of_bins(norm.square_bins([empty])) == 0.0
+    assert norm.total_of_bins(bins([])) == 0.0
+    assert norm.total_of_bins(bins([empty])) == 0.0
     assert norm.largest([empty]) == 0.0
     assert norm.power_sum([empty], 3.0) == 0.0

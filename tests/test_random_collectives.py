@@ -17,6 +17,7 @@ import torch
 from ranks import Pool
 from torch import Tensor
 
+from poplar import ops
 from poplar.comm import Bucket, Codec, Communicator, Group, Pending, connect, hosts
 from poplar.planning.layout import Layout
 
@@ -118,8 +119,16 @@ def issue(case: Case, comm: Communicator) -> tuple[Pending, Callable[[], Tensor]
         return comm.all_reduce(bucket, what=what), lambda: bucket.data
     in_place = case.is_shared and case.dtype is torch.float32 and not case.accumulate
     out = bucket.data[low:high] if in_place else torch.ones(high - low)
-    pending = comm.reduce_scatter(bucket, out, accumulate=case.accumulate, what=what)
-    return pending, lambda: out
+    squares = torch.full(((high - low) // 64,), -1.0)
+
+    def result() -> Tensor:
+        assert torch.equal(squares, ops.block_sums_of_squares(out)), case
+        return out
+
+    pending = comm.reduce_scatter(
+        bucket, out, accumulate=case.accumulate, what=what, squares=squares
+    )
+    return pending, result
 
 
 def run(

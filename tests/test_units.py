@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import models
 import pytest
@@ -145,9 +146,9 @@ class Watched(ProcessGroupCommunicator):
         super().__init__(group)
         self.events: list[str] = []
 
-    def reduce_scatter(self, bucket: Bucket, out: Tensor, *, accumulate: bool, what: str):
+    def reduce_scatter(self, bucket: Bucket, out: Tensor, *, what: str, **options: Any):
         self.events.append(what)
-        return super().reduce_scatter(bucket, out, accumulate=accumulate, what=what)
+        return super().reduce_scatter(bucket, out, what=what, **options)
 
     def all_gather(
         self, data: Tensor, layout: Layout, *, what: str, own: Tensor | None = None

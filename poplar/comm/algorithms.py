@@ -38,11 +38,11 @@ class ReduceScatter:
     """One way; `run` is as `Communicator.reduce_scatter`."""
 
     reduction_order: str
-    run: Callable[[Link, Bucket, Tensor, bool, str], Pending]
+    run: Callable[[Link, Bucket, Tensor, bool, str, Tensor | None], Pending]
 
 
 def _reduce_directly(
-    link: Link, bucket: Bucket, out: Tensor, accumulate: bool, what: str
+    link: Link, bucket: Bucket, out: Tensor, accumulate: bool, what: str, squares: Tensor | None
 ) -> Pending:
     rank, size, layout = link.group.rank, link.group.size, bucket.layout
     own = layout.size(rank)
@@ -55,13 +55,15 @@ def _reduce_directly(
 
     def add() -> None:
         if own:
-            bucket.codec.reduce(out, received.view(size, own).unbind(), accumulate)
+            bucket.codec.reduce(out, received.view(size, own).unbind(), accumulate, squares)
         link.spare.give_back(received)
 
     return link.exchange(messages, what, add)
 
 
-def _reduce_padded(link: Link, bucket: Bucket, out: Tensor, accumulate: bool, what: str) -> Pending:
+def _reduce_padded(
+    link: Link, bucket: Bucket, out: Tensor, accumulate: bool, what: str, squares: Tensor | None
+) -> Pending:
     """All-to-all of equal chunks, and a sum here."""
     layout, own = bucket.layout, bucket.layout.size(link.group.rank)
     sent = _in_chunks(bucket.data, layout)
@@ -74,18 +76,18 @@ def _reduce_padded(link: Link, bucket: Bucket, out: Tensor, accumulate: bool, wh
     def add() -> None:
         if own:
             chunks = received.view(link.group.size, -1)
-            bucket.codec.reduce(out, [chunk[:own] for chunk in chunks], accumulate)
+            bucket.codec.reduce(out, [chunk[:own] for chunk in chunks], accumulate, squares)
         link.spare.give_back(received)
 
     return link.call(start if sent.numel() else list, sent.device, what, add)
 
 
 def _reduce_by_library(
-    link: Link, bucket: Bucket, out: Tensor, accumulate: bool, what: str
+    link: Link, bucket: Bucket, out: Tensor, accumulate: bool, what: str, squares: Tensor | None
 ) -> Pending:
     """The library's reduce-scatter of equal chunks."""
     if bucket.data.dtype is not torch.float32:
-        return _reduce_padded(link, bucket, out, accumulate, what)
+        return _reduce_padded(link, bucket, out, accumulate, what, squares)
     layout, own = bucket.layout, bucket.layout.size(link.group.rank)
     sent = _in_chunks(bucket.data, layout)
     total = sent.new_empty(sent.numel() // link.group.size)
@@ -94,17 +96,17 @@ def _reduce_by_library(
         return [_reduce_chunks(total, sent, group=link.group.process_group, async_op=True)]
 
     def take() -> None:
-        bucket.codec.reduce(out, [total[:own]], accumulate)
+        bucket.codec.reduce(out, [total[:own]], accumulate, squares)
 
     return link.call(start if sent.numel() else list, sent.device, what, take if own else None)
 
 
 def _reduce_grouped(
-    link: Link, bucket: Bucket, out: Tensor, accumulate: bool, what: str
+    link: Link, bucket: Bucket, out: Tensor, accumulate: bool, what: str, squares: Tensor | None
 ) -> Pending:
     """A reduction to each owner."""
     if bucket.data.dtype is not torch.float32:
-        return _reduce_directly(link, bucket, out, accumulate, what)
+        return _reduce_directly(link, bucket, out, accumulate, what, squares)
     layout, rank = bucket.layout, link.group.rank
     # Reductions write into what is sent, and the bucket is not theirs.
     slices = [own_slice(bucket.data, layout, owner).clone() for owner in range(layout.world_size)]
@@ -118,7 +120,7 @@ def _reduce_grouped(
         ]
 
     def take() -> None:
-        bucket.codec.reduce(out, [slices[rank]], accumulate)
+        bucket.codec.reduce(out, [slices[rank]], accumulate, squares)
 
     return link.call(start, out.device, what, take if layout.size(rank) else None)
 

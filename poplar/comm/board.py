@@ -124,13 +124,21 @@ class Board:
 
     # Collectives.
 
-    def post(self, data: Tensor, unread: tuple[int, int] = (0, 0), *, is_open: bool = False) -> int:
+    def post(
+        self,
+        data: Tensor,
+        unread: tuple[int, int] = (0, 0),
+        *,
+        is_open: bool = False,
+        behind: int = 0,
+    ) -> int:
         """Offer `data` (copied unless it is shared already); returns the collective's number.
 
         Args:
             data: what peers may read until they have finished.
             unread: elements that no peer reads, and that are not copied therefore.
             is_open: peers may help with this rank's slice: see `claims`.
+            behind: bytes of shared memory right behind `data` that they write then.
 
         Raises:
             CollectiveTimeout: an earlier one came to no end.
@@ -138,7 +146,7 @@ class Board:
         part = self._holder_of(data)
         if part is None and data.numel():
             return self.post_copy(data, unread)
-        return self._offer(data, part, is_open)
+        return self._offer(data, part, is_open, behind)
 
     def post_copy(self, data: Tensor, unread: tuple[int, int] = (0, 0)) -> int:
         """As `post`, but `data` may be written again at once."""
@@ -148,7 +156,9 @@ class Board:
         self.give_back(part)
         return collective
 
-    def _offer(self, data: Tensor, part: Shared | None, is_open: bool = False) -> int:
+    def _offer(
+        self, data: Tensor, part: Shared | None, is_open: bool = False, behind: int = 0
+    ) -> int:
         self._refuse_after_a_failure()
         collective = self._counters.posted
         self.wait_until_over(collective - _core.PLACES)
@@ -156,7 +166,8 @@ class Board:
         if part is not None:
             part.read_in = collective
             begin = data.data_ptr() - self._own.address
-        return self._counters.post(begin, data.numel() * data.element_size(), is_open)
+        nbytes = data.numel() * data.element_size() + behind
+        return self._counters.post(begin, nbytes, is_open)
 
     def wait_until_posted(self, collective: int, what: str) -> float:
         """Return when every rank has posted its part, with the seconds that it took.
@@ -175,6 +186,7 @@ class Board:
         numel: int,
         *,
         of: int | None = None,
+        behind: int = 0,
     ) -> Tensor:
         """Elements of what a peer has posted, where they lie; until this rank has finished.
 
@@ -185,13 +197,14 @@ class Board:
             first: the first one.
             numel: how many.
             of: elements that the peer must have posted in all; None: enough of them.
+            behind: bytes that it may have posted behind them.
 
         Raises:
             RuntimeError: it has posted another number: ranks are not at the same collective.
         """
         begin, nbytes, _ = self._counters.part_of(peer, collective)
         wanted = (first + numel if of is None else of) * dtype.itemsize
-        if nbytes < wanted or (of is not None and nbytes != wanted):
+        if nbytes < wanted or (of is not None and nbytes not in (wanted, wanted + behind)):
             raise RuntimeError(
                 f"rank {self.group.rank} takes rank {peer} to share {wanted} bytes, and it shares "
                 f"{nbytes}: the two are at different collectives, or their tensors differ in size. "

@@ -33,13 +33,19 @@ class Codec:
     ) -> None:
         ops.pack_(data, list(gradients), list(offsets), weight, accumulate)
 
-    def reduce(self, out: Tensor, received: Sequence[Tensor], accumulate: bool) -> None:
-        ops.rank_sum_(out, received, accumulate)
+    def reduce(
+        self,
+        out: Tensor,
+        received: Sequence[Tensor],
+        accumulate: bool,
+        squares: Tensor | None = None,
+    ) -> None:
+        ops.rank_sum_(out, received, accumulate, squares)
 
     def reduce_claimed(
-        self, outs: Sequence[Tensor], received: Sequence[Tensor], claims: Tensor
+        self, outs: Sequence[Tensor], received: Sequence[Tensor], claims: Tensor, squares: Tensor
     ) -> None:
-        ops.rank_sum_claimed_(outs, received, claims)
+        ops.rank_sum_claimed_(outs, received, claims, squares)
 
     def reduce_each(self, outs: Sequence[Tensor], received: Sequence[Tensor]) -> None:
         ops.rank_sum_each_(outs, received)
@@ -54,6 +60,9 @@ class Bucket:
     codec: Codec
     before_writing: Callable[[], None] = field(default=lambda: None, repr=False)
     """Waits until nobody reads any more what was sent from here before."""
+    squares: Tensor | None = None
+    """Right behind `data`, for peers that help to reduce into it: block sums of squares, fp32, one
+    for each 64 elements."""
 
     def pack(
         self,

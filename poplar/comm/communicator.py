@@ -58,13 +58,21 @@ class Communicator(ABC):
 
     @abstractmethod
     def reduce_scatter(
-        self, bucket: Bucket, out: Tensor, *, accumulate: bool, what: str
+        self,
+        bucket: Bucket,
+        out: Tensor,
+        *,
+        accumulate: bool,
+        what: str,
+        squares: Tensor | None = None,
     ) -> Pending:
         """`out` = (or +=) the sum over ranks of this rank's slice of their buckets.
 
         Args:
             bucket: packed; must stay unchanged until the wait is over.
             out: fp32, `bucket.layout.size(rank)` elements; may be that very slice of `bucket.data`.
+            squares: takes `ops.block_sums_of_squares(out)` as it is then; nobody reads `out` again
+                for it.
         """
 
     @abstractmethod

@@ -99,7 +99,13 @@ class HierarchicalCommunicator(Communicator):
         self._near.trim()
 
     def reduce_scatter(
-        self, bucket: Bucket, out: Tensor, *, accumulate: bool, what: str
+        self,
+        bucket: Bucket,
+        out: Tensor,
+        *,
+        accumulate: bool,
+        what: str,
+        squares: Tensor | None = None,
     ) -> Pending:
         rank, layout, data = self.group.rank, bucket.layout, bucket.data
         low, high = layout.bounds(rank)
@@ -123,7 +129,7 @@ class HierarchicalCommunicator(Communicator):
             self._add_near(bucket, collective, by_host[self._host], low)
             held_up = arriving.wait()
             if low < high:
-                bucket.codec.reduce(out, by_host, accumulate)
+                bucket.codec.reduce(out, by_host, accumulate, squares)
             return held_up + sum(exchange.wait() for exchange in leaving)
 
         return Read(self._board, collective, what, add)

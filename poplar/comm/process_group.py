@@ -33,9 +33,15 @@ class ProcessGroupCommunicator(Communicator):
         self.reduction_order = self._reduce.reduction_order
 
     def reduce_scatter(
-        self, bucket: Bucket, out: Tensor, *, accumulate: bool, what: str
+        self,
+        bucket: Bucket,
+        out: Tensor,
+        *,
+        accumulate: bool,
+        what: str,
+        squares: Tensor | None = None,
     ) -> Pending:
-        return self._reduce.run(self._link, bucket, out, accumulate, what)
+        return self._reduce.run(self._link, bucket, out, accumulate, what, squares)
 
     def all_reduce(self, bucket: Bucket, *, what: str) -> Pending:
         """A reduce-scatter, and a gather of what came out.

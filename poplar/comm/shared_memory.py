@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,10 +19,11 @@ from poplar.comm.bucket import Bucket, Codec
 from poplar.comm.communicator import Communicator, Pending, own_slice
 from poplar.comm.copies import copy, copy_around
 from poplar.comm.read import Read
-from poplar.planning.layout import Layout, transfers
+from poplar.planning.layout import ALIGNMENT, Layout, transfers
 
 _LEAST_TO_SHARE = 2 * _core.CHUNK
 """Elements of a slice on which more than one rank may work."""
+_SQUARE_BYTES = 4
 _HEAD = 64
 """Bytes; what comes before tensors takes a multiple, so that any dtype is aligned after it."""
 
@@ -40,9 +42,13 @@ class SharedMemoryCommunicator(Communicator):
         self, layout: Layout, dtype: torch.dtype, device: torch.device, codec: Codec | None = None
     ) -> Bucket:
         codec = codec if codec is not None else Codec(dtype)
-        board = self._board
-        data = board.lend(codec.wire_dtype, layout.numel)
-        return Bucket(data, layout, codec, before_writing=lambda: board.guard(data))
+        board, wire, numel = self._board, codec.wire_dtype, layout.numel
+        # Sums end in fp32 buckets alone, so only there peers may help with them.
+        blocks = numel // ALIGNMENT if wire is torch.float32 and _is_aligned(layout) else 0
+        room = board.lend(wire, numel + blocks)
+        data, squares = room[:numel], room[numel:] if blocks else None
+        guard = partial(board.guard, room)
+        return Bucket(data, layout, codec, before_writing=guard, squares=squares)
 
     def share(self, data: Tensor) -> Tensor:
         shared = self._board.lend(data.dtype, data.numel())
@@ -52,7 +58,13 @@ class SharedMemoryCommunicator(Communicator):
         self._board.guard(data)
 
     def reduce_scatter(
-        self, bucket: Bucket, out: Tensor, *, accumulate: bool, what: str
+        self,
+        bucket: Bucket,
+        out: Tensor,
+        *,
+        accumulate: bool,
+        what: str,
+        squares: Tensor | None = None,
     ) -> Pending:
         rank, board = self.group.rank, self._board
         own, low = bucket.layout.size(rank), bucket.layout.bounds(rank)[0]
@@ -60,20 +72,28 @@ class SharedMemoryCommunicator(Communicator):
         in_place = not accumulate and out.data_ptr() == bucket.data.data_ptr() + (
             low * bucket.data.element_size()
         )
-        is_open = in_place and own >= _LEAST_TO_SHARE and ops.native and board.holds(out)
-        collective = board.post(bucket.data, unread=bucket.layout.bounds(rank), is_open=is_open)
+        is_open = in_place and own >= _LEAST_TO_SHARE and ops.native and bucket.squares is not None
+        collective = board.post(
+            bucket.data,
+            unread=bucket.layout.bounds(rank),
+            is_open=is_open,
+            behind=_behind(bucket) if is_open else 0,
+        )
 
         def add() -> float:
             held_up = 0.0
             if is_open:
                 self._help(rank, collective, bucket)
             elif own:
-                bucket.codec.reduce(out, self.parts(collective, bucket.data, low, own), accumulate)
+                parts = self.parts(collective, bucket.data, low, own)
+                bucket.codec.reduce(out, parts, accumulate, squares)
             if ops.native:
                 for peer in board.open_to_help(collective):
                     self._help(peer, collective, bucket)
             if is_open:
                 held_up = board.wait_until_done(collective, own, what)
+                if squares is not None:
+                    squares.copy_(self._squares(rank, collective, bucket))
             return held_up
 
         return Read(board, collective, what, add)
@@ -83,7 +103,17 @@ class SharedMemoryCommunicator(Communicator):
         low, high = bucket.layout.bounds(rank)
         parts = self.parts(collective, bucket.data, low, high - low)
         claims = self._board.claims(rank, collective)
-        bucket.codec.reduce_claimed([parts[rank]], parts, claims)
+        squares = self._squares(rank, collective, bucket)
+        bucket.codec.reduce_claimed([parts[rank]], parts, claims, squares)
+
+    def _squares(self, rank: int, collective: int, bucket: Bucket) -> Tensor:
+        """Where whoever adds up a rank's slice leaves its block sums of squares."""
+        low, high = (place // ALIGNMENT for place in bucket.layout.bounds(rank))
+        if rank == self.group.rank:
+            assert bucket.squares is not None
+            return bucket.squares[low:high]
+        first = bucket.layout.numel + low
+        return self._board.posted_by(rank, collective, torch.float32, first, high - low)
 
     def all_reduce(self, bucket: Bucket, *, what: str) -> Pending:
         """Whoever owns a slice adds it up and writes the sum into everybody's buffer."""
@@ -181,7 +211,15 @@ class SharedMemoryCommunicator(Communicator):
         board = self._board
         parts = [mine[low : low + numel]] * self.group.size
         for peer in board.others():
-            parts[peer] = board.posted_by(peer, collective, mine.dtype, low, numel, of=mine.numel())
+            parts[peer] = board.posted_by(
+                peer,
+                collective,
+                mine.dtype,
+                low,
+                numel,
+                of=mine.numel(),
+                behind=_SQUARE_BYTES * (mine.numel() // ALIGNMENT),
+            )
         return parts
 
     def trim(self) -> None:
@@ -222,3 +260,12 @@ class SharedMemoryCommunicator(Communicator):
 
         Read(board, collective, what, take_over).wait()
         return result
+
+
+def _behind(bucket: Bucket) -> int:
+    """Bytes that peers write behind a bucket."""
+    return 0 if bucket.squares is None else _SQUARE_BYTES * bucket.squares.numel()
+
+
+def _is_aligned(layout: Layout) -> bool:
+    return all(cut % ALIGNMENT == 0 for cut in layout.offsets)

@@ -149,13 +149,10 @@ def local_norm(flats: Sequence[Flat], rank: int, norm_type: float | None) -> Ten
     result = torch.zeros(norm.BINS, dtype=torch.float64)
     if norm_type is None:
         return result
-    parts = []
-    for flat in flats:
-        owned = flat.restrict(*flat.layout.bounds(rank))
-        if owned is not None:
-            parts.append(flat.gradient[owned])
+    owned = [(flat, flat.restrict(*flat.layout.bounds(rank))) for flat in flats]
     if norm_type == 2.0:
-        return norm.square_bins(parts)
+        return norm.square_bins([flat.squares_of(part) for flat, part in owned if part is not None])
+    parts = [flat.gradient[part] for flat, part in owned if part is not None]
     if norm_type == float("inf"):
         result[0] = norm.largest(parts)
     else:

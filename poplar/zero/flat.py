@@ -38,6 +38,8 @@ class Flat:
     """fp32 values of the owned part: `shard` itself if that is fp32 already."""
     gradient: Tensor
     """fp32 mean gradient of the owned part, once reduced; empty between steps."""
+    squares: Tensor
+    """Block sums of squares of the layout's slice of this rank, as its reduction left them."""
 
     def __init__(
         self,
@@ -59,9 +61,20 @@ class Flat:
         self.offsets, self.numel = _lay_out([p.numel() for p in self.parameters])
         self.used: set[int] = set()
         """Parameters (by position) that got a gradient on this rank in this step."""
-        self.gradient = torch.empty(0, device=self.device)
+        self.gradient = self.squares = torch.empty(0, device=self.device)
+        self._squared: int | None = None
         self._versions: list[int] = []
         self._absent = [_absent(p.shape, dtype, self.device) for p in self.parameters]
+
+    def settle_squares(self) -> None:
+        """The gradient is reduced, and `squares` are of it."""
+        self._squared = self.gradient._version
+
+    def squares_of(self, owned: slice) -> Tensor:
+        """Block sums of squares of the same slice; taken anew if it was written since."""
+        if self._squared == self.gradient._version:
+            return self.squares
+        return ops.block_sums_of_squares(self.gradient[owned])
 
     def initial_values(self) -> tuple[Tensor, Tensor]:
         """The model's present values, flat: in fp32 and in `dtype` (one tensor if that is fp32)."""

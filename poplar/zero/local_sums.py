@@ -47,7 +47,9 @@ class LocalSums(Strategy):
             bucket.pack([sums.data], [0], 1.0)
         own = own_slice(sums.data, flat.layout, self.comm.group.rank)
         what = f"the reduction of unit {flat.name}"
-        self._pending.append(self.comm.reduce_scatter(bucket, own, accumulate=False, what=what))
+        self._pending.append(
+            self.comm.reduce_scatter(bucket, own, accumulate=False, what=what, squares=flat.squares)
+        )
 
     def drop_gradient(self, flat: Flat) -> None:
         super().drop_gradient(flat)

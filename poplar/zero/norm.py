@@ -18,8 +18,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from poplar import ops
-
 # frexp of the smallest fp32 is 0.5 * 2^-148, of the largest < 1 * 2^128.
 _LOWEST = -148
 BINS = 128 - _LOWEST + 1
@@ -27,12 +25,16 @@ _MANTISSA = 24
 
 
 def square_bins(parts: Sequence[Tensor]) -> Tensor:
-    """Exact sum of squares, as float64 `[BINS]` on the CPU; NaN in bin 0 if one is not finite."""
+    """Exact sum of block sums of squares, as float64 `[BINS]` on the CPU; NaN in bin 0 if one is
+    not finite.
+
+    Args:
+        parts: as `ops.block_sums_of_squares` gives them.
+    """
     bins = torch.zeros(BINS, dtype=torch.float64)
-    for part in parts:
-        if part.numel() == 0:
+    for blocks in parts:
+        if blocks.numel() == 0:
             continue
-        blocks = ops.block_sums_of_squares(part)
         mantissa, exponent = torch.frexp(blocks)
         whole = torch.bincount(
             (exponent - _LOWEST).clamp_(0, BINS - 1),

@@ -39,7 +39,9 @@ class ShardedGradients(Strategy):
         self._started.add(flat)
         what = f"the reduction of unit {flat.name}"
         self._pending.append(
-            self.comm.reduce_scatter(bucket, flat.gradient, accumulate=again, what=what)
+            self.comm.reduce_scatter(
+                bucket, flat.gradient, accumulate=again, what=what, squares=flat.squares
+            )
         )
 
     def _allocate_gradient(self, flat: Flat) -> None:

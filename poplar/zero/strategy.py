@@ -14,6 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from poplar import ops
 from poplar.comm import Codec, Communicator, Pending
 from poplar.planning.layout import Layout
 from poplar.zero.flat import Flat
@@ -69,11 +70,13 @@ class Strategy(ABC):
         """Before the first gradients of a step are written: have memory for them."""
         if flat not in self._holding:
             self._allocate_gradient(flat)
+            blocks = -(-flat.layout.size(self.comm.group.rank) // ops.ALIGNMENT)
+            flat.squares = torch.empty(blocks, dtype=torch.float32, device=flat.device)
             self._holding.add(flat)
 
     def drop_gradient(self, flat: Flat) -> None:
         """The step is over and its gradient is not needed: forwards run without it."""
-        flat.gradient = torch.empty(0, device=flat.device)
+        flat.gradient = flat.squares = torch.empty(0, device=flat.device)
         self._holding.discard(flat)
 
     def accumulate(self, flat: Flat, weight: float) -> None:
@@ -93,6 +96,9 @@ class Strategy(ABC):
     def settle(self, units: Sequence[Unit]) -> None:
         """Wait until the layout's slice of this rank holds the step's mean gradient. Collective."""
         self._drain(0)
+        for unit in units:
+            for flat in unit.trained:
+                flat.settle_squares()
 
     def complete(self, units: Sequence[Unit]) -> None:
         """Wait until all of `flat.gradient` does, and `.grad` where it shows it. After `settle`."""
