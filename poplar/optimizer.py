@@ -75,6 +75,8 @@ class _Now:
     """The part of `scale` that the update has yet to multiply in."""
     finite: bool = True
     abandoned: bool = False
+    is_whole: bool = False
+    """`train_step` is at it, so nobody looks at `.grad` before the update."""
 
 
 class HeteroZeroOptimizer(torch.optim.Optimizer):
@@ -222,7 +224,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             weight: what a micro-batch counts for; default: its samples.
             loss: what `loss_fn` returns: the "mean" over what `weight` counts, its "sum", or the
                 sum divided by the global total already ("global_mean").
-            max_norm: clip the gradient to this norm.
+            max_norm: clip the gradient to this norm, as part of the update: at stage 0 `.grad`
+                shows the mean as it was before.
             scaler: for fp16; by default an own one is used where the model computes in fp16.
 
         Raises:
@@ -267,6 +270,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         self._engine.complete()
         if scaler is not None:
             scaler.unscale_(self)
+        now.is_whole = True
         norm = float(self.clip_grad_norm_(max_norm)) if max_norm is not None else None
         waited = now.waited + self._engine.strategy.waited
         if scaler is None:
@@ -708,7 +712,9 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         return self._now.finite
 
     def _scale_gradient(self, factor: float) -> None:
-        left = self._engine.strategy.scale_gradients(self._engine.units, factor)
+        left = factor
+        if not self._now.is_whole:  # or nobody looks at `.grad` before the step
+            left = self._engine.strategy.scale_gradients(self._engine.units, factor)
         self._now.scale *= factor
         self._now.factor *= left
 

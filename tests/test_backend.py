@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
 import subprocess
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
@@ -21,6 +23,7 @@ from torch import Tensor, nn
 
 import poplar
 import poplar.comm  # makes the backend known
+from poplar.comm import board, pool
 
 WORLD = 4
 
@@ -416,6 +419,130 @@ def test_poplar_itself_takes_the_fast_way_on_it(ranks: Pool) -> None:
     ours = ranks.run(train_with_poplar, "cpu:poplar")
     assert ours == ranks.run(train_with_poplar, "gloo")
     assert {name for name, _ in ours} == {"SharedMemoryCommunicator"}
+
+
+def fail_before_it_is_posted() -> list[str]:
+    """Rank 0 has no memory for its first sum, and both go on as if nothing had been."""
+    group, said = new_group("cpu:poplar", seconds=20.0), []
+    dist.barrier(group)
+    real = pool.Pool.take
+    if dist.get_rank() == 0:
+        pool.Pool.take = no_memory
+    for _ in range(2):
+        try:
+            dist.all_reduce(torch.ones(1000), group=group)
+        except (RuntimeError, MemoryError) as error:
+            said.append(str(error))
+        pool.Pool.take = real
+    return said
+
+
+def no_memory(*_: object) -> None:
+    raise MemoryError("no memory")
+
+
+def test_a_collective_that_fails_before_it_is_posted_is_nobody_elses():
+    for said in harness.one_off(2, fail_before_it_is_posted, timeout=50.0):
+        assert len(said) == 2
+        assert all("no memory" in text for text in said)
+
+
+def interrupt_a_sum() -> str:
+    """A Ctrl-C in the middle of a sum in place; the sum must not be taken up again."""
+    group = new_group("cpu:poplar", seconds=20.0)
+    dist.barrier(group)
+    real = board.Board.mark
+    if dist.get_rank() == 0:
+        board.Board.mark = interrupted
+    data = torch.ones(1000)
+    with contextlib.suppress(RuntimeError, KeyboardInterrupt):
+        dist.all_reduce(data, group=group)
+    board.Board.mark = real
+    try:
+        dist.all_reduce(torch.ones(1000), group=group)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def interrupted(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_an_interrupted_sum_is_the_end_for_all():
+    for said in harness.one_off(2, interrupt_a_sum, timeout=50.0):
+        assert "KeyboardInterrupt" in said
+
+
+def two_threads() -> bool:
+    """A sum that another thread has put is not for the one that waits for its own."""
+    group, other = new_group("cpu:poplar", seconds=20.0), new_group("gloo", seconds=20.0)
+    rank, data, late = dist.get_rank(), torch.ones(1 << 20), torch.ones(4)
+    works = []
+
+    def put() -> None:
+        works.append(dist.all_reduce(late, group=group, async_op=True))
+
+    dist.all_reduce(data, group=group)
+    if rank == 0:
+        thread = threading.Thread(target=put)
+        thread.start()
+        thread.join()
+        dist.barrier(other)  # before it the others don't issue theirs
+    else:
+        dist.barrier(other)
+        put()
+    works[0].wait()
+    return bool((late == WORLD).all())
+
+
+def test_whoever_waits_runs_no_more_than_its_own(ranks: Pool) -> None:
+    assert all(ranks.run(two_threads))
+
+
+def a_signal_in_between() -> str:
+    """A handler that issues a collective while the main thread is inside one."""
+    group, said = new_group("cpu:poplar", seconds=20.0), []
+
+    def handle(*_: object) -> None:
+        try:
+            dist.all_reduce(torch.ones(4), group=group)
+        except RuntimeError as error:
+            said.append(str(error))
+
+    dist.barrier(group)
+    if dist.get_rank() == 0:
+        old = signal.signal(signal.SIGUSR1, handle)
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+    else:
+        time.sleep(1.0)
+    dist.barrier(group)
+    if dist.get_rank() == 0:
+        signal.signal(signal.SIGUSR1, old)
+    return said[0] if said else ""
+
+
+def test_a_collective_inside_another_one_is_refused(ranks: Pool) -> None:
+    first, *others = ranks.run(a_signal_in_between)
+    assert "a signal handler must not issue any" in first
+    assert others == [""] * (WORLD - 1)
+
+
+def under_another_default_dtype() -> list[float]:
+    group = new_group("cpu:poplar")
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        own = torch.empty(4)
+        reduce_scatter(own, torch.ones(4 * WORLD), group=group)
+        data = torch.ones(4)
+        dist.all_reduce(data, dist.ReduceOp.AVG, group=group)
+        return [own.mean().item(), data.mean().item()]
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_the_default_dtype_is_the_users(ranks: Pool) -> None:
+    assert ranks.run(under_another_default_dtype) == [[4.0, 1.0]] * WORLD
 
 
 # Trainers

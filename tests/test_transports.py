@@ -10,6 +10,7 @@ import torch
 from ranks import Pool
 
 from poplar.comm import Communicator, Control, Group, connect
+from poplar.comm.spare import Spare
 from poplar.planning.cluster import NetworkProfile
 from poplar.profiling.network import Collectives
 from poplar.profiling.transport import MOST_NUMEL, sample_numels, time_transports
@@ -80,3 +81,20 @@ def test_a_profile_names_the_fastest() -> None:
     )
     assert network.transport == "shared_memory"
     assert hash(network)
+
+
+def test_memory_to_receive_in_is_kept_while_its_size_is_used() -> None:
+    spare, like = Spare(), torch.empty(0)
+    first = spare.take(100, like)
+    spare.give_back(first)
+    assert spare.take(100, like).data_ptr() == first.data_ptr()
+    spare.give_back(first)
+    spare.trim(keeps_memory=True)
+    assert spare.take(100, like).data_ptr() == first.data_ptr(), "it was used since the last time"
+    spare.give_back(first)
+    spare.trim(keeps_memory=True)
+    spare.trim(keeps_memory=True)
+    assert not spare._idle
+    spare.give_back(spare.take(100, like))
+    spare.trim(keeps_memory=False)
+    assert not spare._idle

@@ -3,6 +3,7 @@
     import poplar.comm
     torch.distributed.init_process_group("cpu:poplar")
 
+It can't be one of several in a process group (`cpu:poplar,cuda:nccl`): torch would drop the others.
 DDP, FSDP2 and DeepSpeed run on it as they are. Sums of floating tensors, gathers, broadcasts,
 all-to-alls and barriers go through shared memory; gloo carries the rest: other reductions (maximum,
 integers), reduce, gather, scatter, send and receive.
@@ -244,7 +245,7 @@ class PoplarProcessGroup(_ProcessGroup):  # type: ignore[misc]
         for tensor in results:
             if tensor.device.type != "cpu":
                 raise ValueError(f"{what} on cpu:poplar takes CPU tensors, got {tensor.device}")
-        job = Job(run, results)
+        job = Job(what, run, results)
         self._jobs.put(job, wait=not getattr(opts, "asyncOp", True))
         return job
 
@@ -260,7 +261,7 @@ def _all_reduce(comm: SharedMemoryCommunicator, tensor: Tensor, divisor: int) ->
     else:
         # Divided before it is rounded: a sum may be too large for 16 bits where the mean is not.
         mine = own_slice(flat, layout, comm.group.rank)
-        total = torch.empty(mine.numel())
+        total = torch.empty(mine.numel(), dtype=torch.float32)
         comm.reduce_scatter(bucket, total, accumulate=False, what="all_reduce").wait()
         mine.copy_(total.div_(divisor))
         comm.all_gather(flat, layout, what="all_reduce").wait()
@@ -286,7 +287,7 @@ def _reduce_scatter(
     sizes = sizes or [output.numel()] * comm.group.size
     bucket = Bucket(mine, _layout(sizes), Codec(mine.dtype))
     in_place = output.dtype is torch.float32 and output.is_contiguous()
-    total = output.view(-1) if in_place else torch.empty(output.numel())
+    total = output.view(-1) if in_place else torch.empty(output.numel(), dtype=torch.float32)
     comm.reduce_scatter(bucket, total, accumulate=False, what="reduce_scatter").wait()
     if divisor != 1:
         total /= divisor

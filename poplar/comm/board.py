@@ -77,6 +77,7 @@ class Board:
         seconds for which it was held up."""
         is_over = weakref.WeakMethod(self._is_over)  # a cycle would keep memory until a collection
         self._pool = Pool(_FIRST, nbytes, lambda collective: _called(is_over, collective))
+        self._has_said_why = False
         self._process = os.getpid()
         self._keeps_memory = keeps_memory()
 
@@ -150,11 +151,12 @@ class Board:
 
     def post_copy(self, data: Tensor, unread: tuple[int, int] = (0, 0)) -> int:
         """As `post`, but `data` may be written again at once."""
-        copy, part = self.take(data.dtype, data.numel())
-        copy_around(copy, data, *unread)
-        collective = self._offer(copy, part)
-        self.give_back(part)
-        return collective
+        with self.or_give_up("a collective"):  # which peers may have posted already
+            copy, part = self.take(data.dtype, data.numel())
+            copy_around(copy, data, *unread)
+            collective = self._offer(copy, part)
+            self.give_back(part)
+            return collective
 
     def _offer(
         self, data: Tensor, part: Shared | None, is_open: bool = False, behind: int = 0
@@ -301,18 +303,25 @@ class Board:
         try:
             yield
         except CollectiveTimeout as failure:
-            self._give_up(failure)
+            self.give_up(str(failure))
             raise
-        except Exception as error:
-            self._give_up(CollectiveTimeout(f"rank {self.group.rank}: {what} failed: {error}"))
+        except BaseException as error:  # an interrupted sum must not be taken up again either
+            self.give_up(f"rank {self.group.rank}: {what} failed: {error!r}")
             raise
 
-    def _give_up(self, failure: CollectiveTimeout) -> None:
+    def give_up(self, why: str) -> None:
+        """No collective comes after this, for the reason given; peers are told."""
         self.reads.clear()
-        if self.group.failures:
+        if not self.group.failures:
+            self.group.failures.append(CollectiveTimeout(why))
+        self._say_why()
+
+    def _say_why(self) -> None:
+        """On this board too, if the failure was another's."""
+        if self._has_said_why:
             return
-        self.group.failures.append(failure)
-        said = str(failure).encode()[: PAGE - _LENGTH_BYTES]
+        self._has_said_why = True
+        said = str(self.group.failures[0]).encode()[: PAGE - _LENGTH_BYTES]
         begin, memory = _LAST_WORDS + _LENGTH_BYTES, self._own.memory
         memory[begin : begin + len(said)] = said
         memory[_LAST_WORDS:begin] = len(said).to_bytes(_LENGTH_BYTES, "little")
@@ -325,6 +334,7 @@ class Board:
 
     def _refuse_after_a_failure(self) -> None:
         if self.group.failures:
+            self._say_why()
             raise CollectiveTimeout(
                 f"rank {self.group.rank}: an earlier collective came to no end, and ranks no "
                 "longer agree on what comes next; build the optimizer anew on all ranks, or start "
@@ -376,7 +386,7 @@ class Board:
             )
         else:
             failure = self.group.failure(what, missing, "no answer")
-        self._give_up(failure)
+        self.give_up(str(failure))
         return failure
 
 

@@ -159,7 +159,7 @@ class HierarchicalCommunicator(Communicator):
         """A reduce-scatter, and a gather of what came out."""
         data, layout = bucket.data, bucket.layout
         mine = own_slice(data, layout, self.group.rank)
-        total = torch.empty(mine.numel())
+        total = torch.empty(mine.numel(), dtype=torch.float32)
         self.reduce_scatter(bucket, total, accumulate=False, what=what)
         # Issued now, though there is nothing to show yet: ranks may wait in different orders.
         shown = self._show(layout, data.dtype)

@@ -71,10 +71,13 @@ class Job(_Work):  # type: ignore[misc]
     """A collective, and the work that torch waits for: one made of a future hides its errors."""
 
     def __init__(
-        self, run: Callable[[SharedMemoryCommunicator], None], results: Sequence[Tensor]
+        self,
+        what: str,
+        run: Callable[[SharedMemoryCommunicator], None],
+        results: Sequence[Tensor],
     ) -> None:
         super().__init__()
-        self._run, self._results = run, list(results)
+        self._what, self._run, self._results = what, run, list(results)
         self._is_over = threading.Event()
         self._error: BaseException | None = None
         self._futures = threading.Lock()
@@ -86,7 +89,10 @@ class Job(_Work):  # type: ignore[misc]
         try:
             # Results may be inference tensors, which nothing else may write to.
             with torch.inference_mode():
-                self._run(meet())
+                comm = meet()
+                # What fails before it has been posted counts too: the next would take its place.
+                with comm.or_give_up(self._what):
+                    self._run(comm)
         except BaseException as error:
             self.end(error)
             if not isinstance(error, Exception):
@@ -99,9 +105,10 @@ class Job(_Work):  # type: ignore[misc]
         with self._futures:
             self._error = error
             self._is_over.set()
-        if self._ended is not None:
-            # Callbacks may wait for collectives, which nobody else would run (PowerSGD's hook).
-            threading.Thread(target=self._ended.set_result, args=(None,), daemon=True).start()
+            ended = self._ended
+        if ended is not None:
+            # Callbacks may wait for collectives, which nobody else would run.
+            threading.Thread(target=ended.set_result, args=(None,), daemon=True).start()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Return when it is over, which the group's own deadline limits too.
@@ -127,7 +134,11 @@ class Job(_Work):  # type: ignore[misc]
         return self._error
 
     def get_future(self) -> Any:
-        """Its callbacks run in a thread of their own."""
+        """Its callbacks run in a thread of their own.
+
+        They may wait for collectives. Where several issue some at the same time, or the caller does
+        beside them, ranks may do so in different orders, as on any backend.
+        """
         with self._futures:
             if self._future is None:
                 self._ended = torch.futures.Future()
@@ -151,6 +162,8 @@ class Jobs:
         self._queue: deque[Job] = deque()
         self._turn = threading.Lock()
         """Held by whoever runs jobs."""
+        self._runner: int | None = None
+        """The thread that holds it."""
         self._wanted = threading.Semaphore(0)
         self._is_stopped = False
         self._communicator: SharedMemoryCommunicator | None = None
@@ -162,16 +175,22 @@ class Jobs:
         """Run it: now, after all that came before, if the caller waits; else beside the caller.
 
         Raises:
-            RuntimeError: the process group was destroyed.
+            RuntimeError: the process group was destroyed, or this thread is inside a collective of
+                it already.
         """
         if self._is_stopped:
             raise RuntimeError(
                 f"rank {self._ranks.rank}: this process group of cpu:poplar was destroyed; make a "
                 "new one before the next collective"
             )
+        if wait and self._runner == threading.get_ident():
+            raise RuntimeError(
+                f"rank {self._ranks.rank}: a collective inside another one of the same process "
+                "group; a signal handler must not issue any"
+            )
         self._queue.append(job)
-        if wait:
-            self._run_all()
+        if wait or self._is_stopped:  # nobody else may be there to run it
+            self._run_until(job)
         else:
             self._wanted.release()
 
@@ -180,10 +199,11 @@ class Jobs:
         if self._is_stopped:
             return
         self._is_stopped = True
-        ranks = self._ranks
-        ranks.failures.append(
-            CollectiveTimeout(f"rank {ranks.rank}: the process group was destroyed")
-        )
+        why = f"rank {self._ranks.rank}: the process group was destroyed"
+        if self._communicator is not None:
+            self._communicator.give_up(why)
+        elif not self._ranks.failures:
+            self._ranks.failures.append(CollectiveTimeout(why))
         self._wanted.release()
         if threading.current_thread() is not self._thread:
             # A thread that is inside a collective when the interpreter ends would abort it.
@@ -192,12 +212,18 @@ class Jobs:
     def _serve(self) -> None:
         while not self._is_stopped:
             self._wanted.acquire()
-            self._run_all()
+            self._run_until(None)
+        self._run_until(None)  # what came in between
 
-    def _run_all(self) -> None:
+    def _run_until(self, last: Job | None) -> None:
+        """Run what is queued, up to a job; what comes after it is not this caller's to wait for."""
         with self._turn:
-            while self._queue:
-                self._queue.popleft().run(self._meet)
+            self._runner = threading.get_ident()
+            try:
+                while self._queue and not (last is not None and last.is_completed()):
+                    self._queue.popleft().run(self._meet)
+            finally:
+                self._runner = None
 
     def _meet(self) -> SharedMemoryCommunicator:
         """What ranks talk through; collective for the first job.

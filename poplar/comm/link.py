@@ -98,6 +98,7 @@ class _OneAfterTheOther:
     ) -> None:
         """`finish_in_order` calls `finish`, after that of all that were issued before this one."""
         self._first, self._then, self._finish_in_order = first, then, finish_in_order
+        self._error: Exception | None = None
 
     def wait(self) -> float:
         """As `Pending.wait`."""
@@ -105,4 +106,10 @@ class _OneAfterTheOther:
 
     def finish(self) -> float:
         """Wait for the first, issue the second and wait for that."""
-        return self._first.wait() + self._then().wait()
+        if self._error is not None:  # whoever waits next hears the same, at once
+            raise self._error
+        try:
+            return self._first.wait() + self._then().wait()
+        except Exception as error:
+            self._error = error
+            raise

@@ -52,7 +52,7 @@ class ProcessGroupCommunicator(Communicator):
         data, layout = bucket.data, bucket.layout
         own = own_slice(data, layout, self.group.rank)
         in_place = data.dtype is torch.float32
-        total = own if in_place else torch.empty(own.numel(), device=data.device)
+        total = own if in_place else own.new_empty(own.numel(), dtype=torch.float32)
         reduced = self.reduce_scatter(bucket, total, accumulate=False, what=what)
         place = self._link.reserve()  # now: ranks may wait in different orders
 
@@ -61,6 +61,9 @@ class ProcessGroupCommunicator(Communicator):
                 own.copy_(total)
             return gather_directly(self._link, data, layout, what, place)
 
+        if not self._link.group.is_on_host(data.device):
+            reduced.wait()  # the stream does: the gather can be issued now, in order
+            return gather()
         return self._link.one_after_the_other(reduced, gather, place)
 
     def all_gather(
@@ -71,8 +74,7 @@ class ProcessGroupCommunicator(Communicator):
         return self._gather(self._link, data, layout, what)
 
     def trim(self) -> None:
-        if not keeps_memory():
-            self._link.spare.clear()
+        self._link.spare.trim(keeps_memory())
 
     def broadcast(self, data: Tensor, source: int, *, what: str) -> None:
         if self.group.rank == source:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 
 import torch
@@ -49,6 +50,14 @@ class SharedMemoryCommunicator(Communicator):
         data, squares = room[:numel], room[numel:] if blocks else None
         guard = partial(board.guard, room)
         return Bucket(data, layout, codec, before_writing=guard, squares=squares)
+
+    def or_give_up(self, what: str) -> AbstractContextManager[None]:
+        """Whatever goes wrong inside is the end of this transport, on all ranks."""
+        return self._board.or_give_up(what)
+
+    def give_up(self, why: str) -> None:
+        """No collective comes after this; peers are told."""
+        self._board.give_up(why)
 
     def share(self, data: Tensor) -> Tensor:
         shared = self._board.lend(data.dtype, data.numel())

@@ -9,14 +9,17 @@ from torch import Tensor
 
 
 class Spare:
-    """Buffers that were used before, by size; as many as were ever in use at once."""
+    """Buffers that were used before, by size; as many of each as were ever in use at once."""
 
     def __init__(self) -> None:
         self._idle: dict[tuple[torch.dtype, int], list[Tensor]] = {}
+        self._used: set[tuple[torch.dtype, int]] = set()
 
     def take(self, numel: int, like: Tensor) -> Tensor:
         """1-D, of the dtype and on the device of `like`, not initialised."""
-        idle = self._idle.get((like.dtype, numel))
+        size = (like.dtype, numel)
+        self._used.add(size)
+        idle = self._idle.get(size)
         if idle and like.device.type == "cpu":
             return idle.pop()
         return like.new_empty(numel)
@@ -26,6 +29,8 @@ class Spare:
         if buffer.device.type == "cpu":
             self._idle.setdefault((buffer.dtype, buffer.numel()), []).append(buffer)
 
-    def clear(self) -> None:
-        """Idle memory goes back to the system."""
-        self._idle.clear()
+    def trim(self, keeps_memory: bool) -> None:
+        """Sizes that nobody has used since the last call go back to the system; or all do."""
+        kept = self._used if keeps_memory else set()
+        self._idle = {size: idle for size, idle in self._idle.items() if size in kept}
+        self._used = set()

@@ -1,0 +1,95 @@
+"""Poplar's kernels against what torch users launch: pack, reduce, update, and the chain of them.
+
+    python benchmarks/kernels.py --output rows.jsonl --plot kernels.png
+
+On the CPU, with torch's own threads. Every way's result is held against the others' before anything
+is timed. Ways take turns in every round, beside a copy: figures are GB/s of the bytes that have to
+move at least, percent of the copy's bandwidth, and how much faster than the usual way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from operators.lists import LISTS
+from operators.measure import measure
+from operators.row import Row, read_rows, rows_of, write_rows
+from operators.show import draw, table_of, verdicts_table
+from operators.targets import verdicts
+from operators.tasks import DTYPES, OPERATIONS, tasks_of
+from rich.console import Console
+
+from poplar import ops
+
+
+def main() -> None:
+    """Task after task, one in memory at a time."""
+    options = parse_options()
+    console = Console()
+    if options.show:
+        rows = read_rows(options.show)
+    else:
+        torch.set_num_threads(options.threads)
+        console.print(ops.describe())
+        rows = run(options, console)
+    console.print(table_of(rows))
+    found = list(verdicts(rows))
+    if found:
+        console.print(verdicts_table(found))
+    if options.plot:
+        draw(rows, options.plot)
+
+
+def run(options: argparse.Namespace, console: Console) -> list[Row]:
+    """Measure everything that was asked for."""
+    rows: list[Row] = []
+    for name in options.tensors:
+        for dtype in options.dtypes:
+            operations = [o for o in options.operations if fits(name, o)]
+            for make in tasks_of(operations, LISTS[name], dtype):
+                task = make()
+                if options.verbose:
+                    console.print(f"{task.name}, {name}, {dtype}")
+                seconds, speeds = measure(task, options.rounds)
+                made = rows_of(task, name, dtype, seconds, speeds, options.threads)
+                rows += made
+                if options.output:
+                    write_rows(made, options.output)
+                del task
+                gc.collect()
+    return rows
+
+
+def fits(name: str, operation: str) -> bool:
+    """Whether 24 GiB hold it: a 1.1B model with the state of three optimizers needs more."""
+    return LISTS[name].numel < 500_000_000 or operation in ("pack", "reduce")
+
+
+def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """What to measure, and where it goes."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    several: dict[str, object] = {"nargs": "+", "metavar": "NAME"}
+    parser.add_argument("--operations", choices=OPERATIONS, default=OPERATIONS, **several)
+    parser.add_argument(
+        "--tensors", choices=tuple(LISTS), default=("gpt-124m", "llama-1.1b"), **several
+    )
+    parser.add_argument("--dtypes", choices=tuple(DTYPES), default=tuple(DTYPES), **several)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--quick", action="store_true", help="the small list, three rounds")
+    parser.add_argument("--show", type=Path, metavar="FILE", help="show saved rows")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="add rows as JSON lines")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw percent of the copy")
+    parser.add_argument("--verbose", action="store_true", help="tell what is going on")
+    options = parser.parse_args(arguments)
+    if options.quick:
+        options.tensors, options.rounds = ("small",), 3
+    return options
+
+
+if __name__ == "__main__":
+    main()
