@@ -318,7 +318,7 @@ class Profiler:
         numels = flat_numels(self.agreed, gathers=False)[1]
 
         def measure() -> UpdateCost:
-            return measure_update(checked.factory, checked.options, numels, self.device)
+            return measure_update(checked.stepper, checked.options, numels, self.device)
 
         return self._everyones(self._together(measure, "measuring the optimizer step"))
 

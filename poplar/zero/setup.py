@@ -45,6 +45,11 @@ class Request:
     group_of: dict[int, int] = field(default_factory=dict)
     """Param group of each parameter that is trained, by id."""
 
+    @property
+    def stepper(self) -> OptimizerFactory:
+        """What steps the shards as the user's class does, and fastest."""
+        return flat_class(self.factory, self.options, self.device)
+
     def identity(self) -> dict[str, Any]:
         """What must be equal on all ranks, in words that an error can quote."""
         return {
@@ -131,7 +136,7 @@ def check_request(
     factory([dict(group) for group in groups], **options)  # what torch refuses, before any change
     return Request(
         model=model,
-        factory=flat_class(factory, options, device),
+        factory=factory,
         options=options,
         groups=groups,
         stage=chosen,
@@ -216,7 +221,7 @@ def build(
     hyper = [
         {key: value for key, value in group.items() if key != "params"} for group in request.groups
     ]
-    update = ShardedUpdate(request.factory, engine.trained, hyper, request.options)
+    update = ShardedUpdate(request.stepper, engine.trained, hyper, request.options)
     return engine, update
 
 
