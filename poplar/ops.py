@@ -231,8 +231,7 @@ def adamw_(
 ) -> None:
     """One step of AdamW on a flat shard: everything is read and written once, 28 or 30 bytes.
 
-    The operations of `torch.optim.AdamW`, in its order, so equal to it but for its contracted
-    products.
+    The operations of `torch.optim.AdamW`, so equal to it to rounding.
 
     Args:
         values: fp32, 1-D, contiguous, as are all others but `rounded`: the (master) parameters.
@@ -453,7 +452,9 @@ def _plain_adamw_(
 
     factor = torch.ones((), device=values.device) if scale is None else scale.reshape(())
     scaled = gradient * (-factor if maximize else factor)
-    new_mean = mean + (scaled - mean) * single(1.0 - beta1)
+    keeps_mean = 1.0 - beta1 < 0.5  # else interpolated from the other end, as torch.lerp does
+    change = (scaled - mean) * single(1.0 - beta1 if keeps_mean else -beta1)
+    new_mean = (mean if keeps_mean else scaled) + change
     new_square = square_mean * single(beta2) + (scaled * scaled) * single(1.0 - beta2)
     # By way of float64: the root that torch takes on a CPU is not always the nearest fp32.
     root = new_square.double().sqrt().float() * single(1.0 / math.sqrt(1.0 - beta2**step)) + single(

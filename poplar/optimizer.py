@@ -20,6 +20,7 @@ from typing import Any, Literal, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from poplar.comm import Communicator, Group, connect, control_of
 from poplar.errors import CollectiveTimeout, PoplarError
@@ -133,7 +134,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         reduce_dtype: dtype in which gradients travel; they are added in fp32.
         communicator: "auto" (what the plan says, else by where the ranks are), "process_group"
             (NCCL, gloo; with algorithms: "process_group:padded+grouped"), "shared_memory" (CPU
-            ranks of one host), "hierarchical" (of several hosts) or a `poplar.comm.Communicator`.
+            ranks of one host), "hierarchical" (of several hosts; on GPUs, say
+            "hierarchical:process_group") or a `poplar.comm.Communicator`.
         timeout: how long a rank waits for another, 5 minutes by default.
         allow_batch_norm: accept BatchNorm in training mode, whose statistics are per micro-batch.
         **optimizer_kwargs: for `optimizer_class`; `fused=True` is added where it exists.
@@ -270,7 +272,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         self._engine.complete()
         if scaler is not None:
             scaler.unscale_(self)
-        now.is_whole = True
+        now.is_whole = not (self._optimizer_step_pre_hooks or _global_optimizer_pre_hooks)
         norm = float(self.clip_grad_norm_(max_norm)) if max_norm is not None else None
         waited = now.waited + self._engine.strategy.waited
         if scaler is None:

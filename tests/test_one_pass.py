@@ -67,3 +67,74 @@ def test_nothing_but_the_sum_and_the_update_reads_a_gradient(ranks: Pool, stage:
         allowed = {"poplar.rank_sum_", "poplar.rank_sum_claimed_", "poplar.adamw_", *VIEWS}
         assert set(found) <= allowed
         assert "poplar.adamw_" in found
+
+
+def clip_what_was_written_behind_autograds_back(stage: int) -> tuple[float, float]:
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8, bias=False)
+    plan = Plan.manual("1,2", stage=stage)
+    optimizer = HeteroZeroOptimizer(
+        model, torch.optim.SGD, plan=plan, process_group=harness.group(), lr=0.1
+    )
+    for micro_batch in optimizer.micro_batches(torch.ones(1 + optimizer._group.rank, 8)):
+        model(micro_batch).square().sum().backward()
+    assert model.weight.grad is not None
+    model.weight.grad.data.mul_(1e-3)
+    expected = float(model.weight.grad.norm())
+    return optimizer.clip_grad_norm_(1e6).item(), expected
+
+
+def test_the_norm_is_of_what_grad_shows(ranks: Pool) -> None:
+    for norm, expected in ranks.run(clip_what_was_written_behind_autograds_back, 0, ranks=2):
+        assert norm == pytest.approx(expected, rel=1e-6)
+
+
+def a_hook_sees(max_norm: float) -> tuple[float, float]:
+    """The norms of `.grad` in a hook before the step, and after `train_step`."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8, bias=False)
+    optimizer = HeteroZeroOptimizer(
+        model,
+        torch.optim.SGD,
+        plan=Plan.manual("1,2", stage=0),
+        process_group=harness.group(),
+        lr=1,
+    )
+    seen = []
+    batch = torch.ones(1 + optimizer._group.rank, 8)
+
+    def hook(*_: Any) -> None:
+        assert model.weight.grad is not None
+        seen.append(float(model.weight.grad.norm()))
+
+    handle = optimizer.register_step_pre_hook(hook)
+    result = optimizer.train_step(lambda m, b: m(b).square().sum(), batch, max_norm=max_norm)
+    handle.remove()
+    assert result.grad_norm is not None
+    return seen[0], result.grad_norm
+
+
+def test_hooks_before_the_step_see_what_is_applied(ranks: Pool) -> None:
+    for seen, norm in ranks.run(a_hook_sees, 1e-2, ranks=2):
+        assert norm > 1e-2
+        assert seen == pytest.approx(1e-2, rel=1e-3)
+
+
+@torch.inference_mode()
+def step_in_inference_mode(stage: int) -> bool:
+    model = nn.Linear(8, 8, bias=False)
+    plan = Plan.even(2, 2, 1, stage=stage)
+    with torch.inference_mode(False):
+        optimizer = HeteroZeroOptimizer(
+            model, torch.optim.SGD, plan=plan, process_group=harness.group(), lr=1
+        )
+    before = model.weight.detach().clone()
+    model.weight.grad = torch.ones(8, 8)
+    optimizer.clip_grad_norm_(1.0)
+    optimizer.step()
+    return bool((model.weight != before).any())
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_gradients_set_by_hand_are_applied_in_inference_mode(ranks: Pool, stage: int) -> None:
+    assert all(ranks.run(step_in_inference_mode, stage, ranks=2))

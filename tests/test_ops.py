@@ -443,6 +443,30 @@ def test_adamw_gives_the_same_bits_as_plain_pytorch(device, numel, rounded, maxi
         assert_same_bits(actual, expected)
 
 
+@pytest.mark.parametrize("beta1", [0.0, 0.3, 0.6])
+def test_adamw_keeps_small_gradients_whatever_its_decay(device, beta1):
+    values, mean, square = torch.zeros(3, 100, device=device).unbind()
+    theirs = torch.zeros(100, device=device, requires_grad=True)
+    optimizer = torch.optim.AdamW([theirs], lr=0.01, betas=(beta1, 0.9))
+    for step, size in enumerate([1e4, 1e-4, 3.0], start=1):
+        gradient = torch.full((100,), size, device=device)
+        theirs.grad = gradient.clone()
+        optimizer.step()
+        rule = {"lr": 0.01, "beta1": beta1, "beta2": 0.9, "eps": 1e-8, "weight_decay": 0.01}
+        for each in (ops.adamw_, ops._plain_adamw_):
+            state = [values.clone(), mean.clone(), square.clone()]
+            if each is ops.adamw_:
+                each(state[0], gradient, state[1], state[2], **rule, step=step)
+                kept = state
+            else:
+                each(state[0], gradient, state[1], state[2], None, *rule.values(), step)
+                for ours, plain in zip(kept, state, strict=True):
+                    assert_same_bits(ours, plain)
+        values, mean, square = kept
+        torch.testing.assert_close(mean, optimizer.state[theirs]["exp_avg"], rtol=1e-6, atol=0)
+        torch.testing.assert_close(values, theirs.detach(), rtol=1e-5, atol=1e-7)
+
+
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 def test_adamw_is_torchs(device, weight_decay):
     generator = torch.Generator().manual_seed(0)

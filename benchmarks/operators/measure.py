@@ -48,7 +48,8 @@ def check(task: Task) -> None:
         # Not a power of two, so that a wrong block or tensor is not stepped over.
         result = result[:: max(1, result.numel() // MOST_COMPARED)].float()
         expected = result.clone() if expected is None else expected
-        if not torch.allclose(result, expected, rtol=TOLERANCE, atol=TOLERANCE):
+        least = TOLERANCE * float(expected.abs().max())
+        if not torch.allclose(result, expected, rtol=TOLERANCE, atol=least):
             off = (result - expected).abs().max()
             raise Wrong(f"{task.name}: {name!r} is off by {float(off):g}")
 

@@ -27,7 +27,9 @@ class FlatAdamW(torch.optim.AdamW):
             scale: for unscaling and clipping.
             rounded: by parameter, what takes its new values.
         """
-        factor = None if scale == 1.0 else torch.tensor(scale, dtype=torch.float32)
+        factor = None
+        if scale != 1.0:
+            factor = torch.tensor(scale, dtype=torch.float32, device="cpu")
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
             for values in group["params"]:
@@ -62,14 +64,17 @@ class FlatAdamW(torch.optim.AdamW):
     def is_plain(self) -> bool:
         """Whether all that the user asks for is in the operator."""
         return not any(
-            group["amsgrad"] or group["capturable"] or group["differentiable"]
+            group["amsgrad"]
+            or group["capturable"]
+            or group["differentiable"]
+            or not group.get("decoupled_weight_decay", True)
             for group in self.param_groups
         )
 
     def _state_of(self, values: Tensor) -> dict[str, Any]:
         state: dict[str, Any] = self.state[values]
         if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32)
+            state["step"] = torch.zeros((), dtype=torch.float32, device=values.device)
             state["exp_avg"] = torch.zeros_like(values)
             state["exp_avg_sq"] = torch.zeros_like(values)
         return state
@@ -85,7 +90,10 @@ def flat_class(
     options: Mapping[str, Any],
     device: torch.device,
 ) -> Callable[..., torch.optim.Optimizer]:
-    """The class that steps flat shards of a device as the user's does, and fastest."""
+    """The class that steps flat shards of a device as the user's does, and fastest.
+
+    The same on all ranks, whoever serves the operators: replicas must not drift apart.
+    """
     if factory is torch.optim.AdamW and options.get("fused") and device.type == "cpu":
-        return FlatAdamW if ops.native else factory
+        return FlatAdamW
     return factory

@@ -68,11 +68,15 @@ class Flat:
 
     def settle_squares(self) -> None:
         """The gradient is reduced, and `squares` are of it."""
-        self._squared = self.gradient._version
+        self._squared = None if self.gradient.is_inference() else self.gradient._version
+
+    def forget_squares(self) -> None:
+        """From here on the gradient may be written unnoticed: `.grad` shows it."""
+        self._squared = None
 
     def squares_of(self, owned: slice) -> Tensor:
         """Block sums of squares of the same slice; taken anew if it was written since."""
-        if self._squared == self.gradient._version:
+        if self._squared is not None and self._squared == self.gradient._version:
             return self.squares
         return ops.block_sums_of_squares(self.gradient[owned])
 

@@ -62,6 +62,7 @@ class Replicated(LocalSums):
         for unit in units:
             for flat in unit.trained:
                 _show_gradients(flat)
+                flat.forget_squares()
 
     def _wait_for_gathers(self) -> None:
         pending, self._gathering = self._gathering, []

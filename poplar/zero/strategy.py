@@ -6,6 +6,7 @@ reads like the paragraph that explains its stage.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
@@ -71,7 +72,8 @@ class Strategy(ABC):
         if flat not in self._holding:
             self._allocate_gradient(flat)
             blocks = -(-flat.layout.size(self.comm.group.rank) // ops.ALIGNMENT)
-            flat.squares = torch.empty(blocks, dtype=torch.float32, device=flat.device)
+            # What a transport forgets to fill is no number.
+            flat.squares = torch.full((blocks,), math.nan, dtype=torch.float32, device=flat.device)
             self._holding.add(flat)
 
     def drop_gradient(self, flat: Flat) -> None:

@@ -1,8 +1,9 @@
 // One element of AdamW (Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019), for
 // host and device.
 //
-// Every operation is rounded to fp32 before the next one (contraction off), in the order of
-// torch.optim.AdamW; constants are made in double and rounded once.
+// Every operation is rounded to fp32 before the next one (contraction off), as torch.optim.AdamW
+// puts them but for one: the root is multiplied by the inverse of its correction. Constants are
+// made in double and rounded once.
 #pragma once
 
 #include <cmath>
@@ -14,7 +15,8 @@ namespace poplar {
 struct AdamW {
   float scale;
   float keep;         // 1 - lr * weight_decay
-  float new_mean;     // 1 - beta1
+  bool keeps_mean;    // more than half of it; else the gradient is what is interpolated from
+  float mean_factor;  // 1 - beta1 of the change, or -beta1
   float old_square;   // beta2
   float new_square;   // 1 - beta2
   float root_factor;  // 1 / sqrt(1 - beta2^step)
@@ -25,7 +27,8 @@ struct AdamW {
         bool maximize, float scale)
       : scale(maximize ? -scale : scale),
         keep(static_cast<float>(1.0 - lr * weight_decay)),
-        new_mean(static_cast<float>(1.0 - beta1)),
+        keeps_mean(1.0 - beta1 < 0.5),
+        mean_factor(static_cast<float>(keeps_mean ? 1.0 - beta1 : -beta1)),
         old_square(static_cast<float>(beta2)),
         new_square(static_cast<float>(1.0 - beta2)),
         root_factor(static_cast<float>(1.0 / std::sqrt(1.0 - std::pow(beta2, step)))),
@@ -36,8 +39,8 @@ struct AdamW {
   POPLAR_HOST_DEVICE float update(float value, float gradient, float& mean,
                                   float& square_mean) const {
     const float scaled = gradient * scale;
-    const float change = (scaled - mean) * new_mean;
-    mean = mean + change;
+    const float change = (scaled - mean) * mean_factor;
+    mean = (keeps_mean ? mean : scaled) + change;
     const float kept = square_mean * old_square;
     const float added = (scaled * scaled) * new_square;
     square_mean = kept + added;
