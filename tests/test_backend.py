@@ -512,13 +512,13 @@ def a_signal_in_between() -> str:
 
     dist.barrier(group)
     if dist.get_rank() == 0:
-        old = signal.signal(signal.SIGUSR1, handle)
-        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+        old = signal.signal(signal.SIGUSR2, handle)
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGUSR2)).start()
     else:
         time.sleep(1.0)
     dist.barrier(group)
     if dist.get_rank() == 0:
-        signal.signal(signal.SIGUSR1, old)
+        signal.signal(signal.SIGUSR2, old)
     return said[0] if said else ""
 
 

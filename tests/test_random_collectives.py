@@ -25,7 +25,6 @@ WORLD = 4
 TIMES = int(os.environ.get("POPLAR_COLLECTIVES", "400"))
 MOST_IN_FLIGHT = 4
 IN_RANK_ORDER = ("shared_memory", "process_group", "process_group:padded+grouped")
-ACROSS_HOSTS = ("hierarchical", "hierarchical:process_group")
 IN_ANOTHER_ORDER = ("process_group:library+padded", "process_group:grouped+direct")
 CPU = torch.device("cpu")
 EPSILON = {torch.float32: 2**-23, torch.bfloat16: 2**-8, torch.float16: 2**-10}
@@ -192,13 +191,13 @@ def run_on_hosts(seed: int, times: int, names: str) -> list[str]:
     real = hosts.place
     hosts.place = lambda: (names[harness.rank()],)
     try:
-        return run(seed, times, ACROSS_HOSTS, hosts=2)
+        return run(seed, times, ("hierarchical",), hosts=2)
     finally:
         hosts.place = real
 
 
 @pytest.mark.parametrize("names", ["aabb", "abab", "abbb", "aaaa", "abcc", "abcd"])
-def test_results_are_right_and_the_same_across_hosts(ranks: Pool, names: str) -> None:
+def test_results_are_right_across_hosts(ranks: Pool, names: str) -> None:
     for wrong in ranks.run(run_on_hosts, 3, TIMES // 4, names):
         assert wrong == []
 
@@ -228,12 +227,7 @@ def moved(choice: str, names: str) -> list[bool]:
 
 @pytest.mark.parametrize(
     ("choice", "names"),
-    [
-        ("process_group", "aaaa"),
-        ("shared_memory", "aaaa"),
-        ("hierarchical", "abba"),
-        ("hierarchical:process_group", "abba"),
-    ],
+    [("process_group", "aaaa"), ("shared_memory", "aaaa"), ("hierarchical", "abba")],
 )
 def test_values_reach_everybody_and_slices_are_cut_anew(ranks, choice, names):
     for right in ranks.run(moved, choice, names):

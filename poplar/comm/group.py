@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
 from typing import Protocol
@@ -78,8 +78,6 @@ class Group:
     """Of the groups made on this process group: keeps the messages of two optimizers apart."""
     failures: list[CollectiveTimeout] = field(default_factory=list)
     trace: Trace = field(default_factory=Trace)
-    names: tuple[int, ...] | None = None
-    """What errors call the ranks, where these are part of a larger group."""
 
     @cached_property
     def rank(self) -> int:
@@ -95,18 +93,7 @@ class Group:
 
     def failure(self, what: str, peers: Sequence[int], cause: str) -> CollectiveTimeout:
         """As `Members.failure`."""
-        names = self.names or range(self.size)
-        return collective_timeout(
-            names[self.rank], self.timeout, what, [names[peer] for peer in peers], cause
-        )
-
-    def part(self, ranks: Sequence[int]) -> Group:
-        """Some of the ranks as a group of their own, this one among them. Collective over them."""
-        process_group = dist.new_group(
-            [self.ranks[rank] for rank in ranks], use_local_synchronization=True
-        )
-        part = Group.of(process_group, self.timeout)
-        return replace(part, names=tuple(ranks), trace=self.trace)
+        return collective_timeout(self.rank, self.timeout, what, peers, cause)
 
     @classmethod
     def of(cls, process_group: dist.ProcessGroup | None, timeout: timedelta | None) -> Group:
