@@ -12,7 +12,6 @@ from poplar import ops
 
 COPY_BYTES = 256 << 20
 """Far above any last-level cache that a process has for itself."""
-TOLERANCE = 1e-4
 MOST_COMPARED = 20_000_000
 
 
@@ -48,8 +47,8 @@ def check(task: Task) -> None:
         # Not a power of two, so that a wrong block or tensor is not stepped over.
         result = result[:: max(1, result.numel() // MOST_COMPARED)].float()
         expected = result.clone() if expected is None else expected
-        least = TOLERANCE * float(expected.abs().max())
-        if not torch.allclose(result, expected, rtol=TOLERANCE, atol=least):
+        least = task.tolerance * float(expected.abs().max())
+        if not torch.allclose(result, expected, rtol=task.tolerance, atol=least):
             off = (result - expected).abs().max()
             raise Wrong(f"{task.name}: {name!r} is off by {float(off):g}")
 

@@ -30,3 +30,5 @@ class Task:
     ways: Mapping[str, Way]
     usual: str
     """The way that most programs go."""
+    tolerance: float = 1e-4
+    """Of the largest element, and of each: by how much ways may differ."""

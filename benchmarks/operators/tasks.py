@@ -151,6 +151,8 @@ def chain(tensors: TensorList, dtype: torch.dtype) -> Task:
             "best torch": Way(best, listed.mean, listed.reset),
         },
         usual="usual torch",
+        # torch's fp32 norm of these tensors is off by 8e-4 (held against float64; ours by 5e-13).
+        tolerance=2e-3,
     )
 
 
