@@ -134,7 +134,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         reduce_dtype: dtype in which gradients travel; they are added in fp32.
         communicator: "auto" (what the plan says, else by where the ranks are), "process_group"
             (NCCL, gloo; with algorithms: "process_group:padded+grouped"), "shared_memory" (CPU
-            ranks of one host), "hierarchical" (of several hosts) or a `poplar.comm.Communicator`.
+            ranks of one host), "hierarchical" (of several hosts; on GPUs, say
+            "hierarchical:process_group") or a `poplar.comm.Communicator`.
         timeout: how long a rank waits for another, 5 minutes by default.
         allow_batch_norm: accept BatchNorm in training mode, whose statistics are per micro-batch.
         **optimizer_kwargs: for `optimizer_class`; `fused=True` is added where it exists.

@@ -91,8 +91,9 @@ def sent(choice: str, operation: str, folder: Path) -> tuple[float, float]:
         ("all_reduce", 1.0, 1.0),
     ],
 )
-def test_what_belongs_to_the_other_host_crosses_once(operation, first, second, tmp_path):
-    found = sent("auto", operation, tmp_path)
+@pytest.mark.parametrize("choice", ["auto", "hierarchical:process_group"])
+def test_what_belongs_to_the_other_host_crosses_once(operation, first, second, choice, tmp_path):
+    found = sent(choice, operation, tmp_path)
     assert first <= found[0] <= FRAMES * first
     assert second <= found[1] <= FRAMES * second
 

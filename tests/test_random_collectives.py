@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import pytest
 import ranks as harness
 import torch
+import torch.distributed as dist
 from ranks import Pool
 from torch import Tensor
 
@@ -25,6 +26,7 @@ WORLD = 4
 TIMES = int(os.environ.get("POPLAR_COLLECTIVES", "400"))
 MOST_IN_FLIGHT = 4
 IN_RANK_ORDER = ("shared_memory", "process_group", "process_group:padded+grouped")
+ACROSS_HOSTS = ("hierarchical", "hierarchical:process_group")
 IN_ANOTHER_ORDER = ("process_group:library+padded", "process_group:grouped+direct")
 CPU = torch.device("cpu")
 EPSILON = {torch.float32: 2**-23, torch.bfloat16: 2**-8, torch.float16: 2**-10}
@@ -191,15 +193,41 @@ def run_on_hosts(seed: int, times: int, names: str) -> list[str]:
     real = hosts.place
     hosts.place = lambda: (names[harness.rank()],)
     try:
-        return run(seed, times, ("hierarchical",), hosts=2)
+        return run(seed, times, ACROSS_HOSTS, hosts=2)
     finally:
         hosts.place = real
 
 
 @pytest.mark.parametrize("names", ["aabb", "abab", "abbb", "aaaa", "abcc", "abcd"])
-def test_results_are_right_across_hosts(ranks: Pool, names: str) -> None:
+def test_results_are_right_and_the_same_across_hosts(ranks: Pool, names: str) -> None:
     for wrong in ranks.run(run_on_hosts, 3, TIMES // 4, names):
         assert wrong == []
+
+
+def gathered_after_other_groups(names: str) -> bool:
+    """On ranks that have not made the same number of process groups."""
+    mine = dist.new_group([harness.rank()], use_local_synchronization=True)
+    more = [
+        dist.new_group([harness.rank()], use_local_synchronization=True)
+        for _ in range(harness.rank())
+    ]
+    real = hosts.place
+    hosts.place = lambda: (names[harness.rank()],)
+    try:
+        comm = connect(Group.of(harness.group(), None), "hierarchical:process_group")
+        layout = Layout.even(64 * WORLD, WORLD)
+        data = torch.full((64 * WORLD,), float(harness.rank()))
+        comm.all_gather(data, layout, what="a gather").wait()
+        return bool((data.view(WORLD, -1) == torch.arange(WORLD).view(-1, 1)).all())
+    finally:
+        hosts.place = real
+        for group in (mine, *more):
+            dist.destroy_process_group(group)
+
+
+@pytest.mark.parametrize("names", ["aabb", "abba"])
+def test_parts_of_a_group_are_made_whatever_groups_ranks_have(ranks: Pool, names: str) -> None:
+    assert all(ranks.run(gathered_after_other_groups, names))
 
 
 def moved(choice: str, names: str) -> list[bool]:
@@ -227,7 +255,12 @@ def moved(choice: str, names: str) -> list[bool]:
 
 @pytest.mark.parametrize(
     ("choice", "names"),
-    [("process_group", "aaaa"), ("shared_memory", "aaaa"), ("hierarchical", "abba")],
+    [
+        ("process_group", "aaaa"),
+        ("shared_memory", "aaaa"),
+        ("hierarchical", "abba"),
+        ("hierarchical:process_group", "abba"),
+    ],
 )
 def test_values_reach_everybody_and_slices_are_cut_anew(ranks, choice, names):
     for right in ranks.run(moved, choice, names):

@@ -13,6 +13,7 @@ from poplar.comm.communicator import Communicator
 from poplar.comm.control import Control
 from poplar.comm.group import Group
 from poplar.comm.hierarchical import HierarchicalCommunicator, Neighbours
+from poplar.comm.nested import NestedCommunicator
 from poplar.comm.process_group import ProcessGroupCommunicator
 from poplar.comm.segment import addresses
 from poplar.comm.shared_memory import SharedMemoryCommunicator
@@ -39,8 +40,9 @@ def connect(
         device: of the tensors; only those on the CPU can be shared.
         choice: `"process_group"` (NCCL, gloo), also with the names of two `algorithms`, for sums
             and for gathers, as in `"process_group:padded+grouped"`; `"shared_memory"` (CPU ranks of
-            one host); `"hierarchical"` (shared memory on each of several hosts); `"auto"`: shared
-            memory where that is possible, the hierarchical way where some of several hosts have
+            one host); `"hierarchical"` (shared memory on each of several hosts);
+            `"hierarchical:process_group"` (NCCL or gloo on each of them); `"auto"`: shared memory
+            where that is possible, the hierarchical way where some of several hosts have
             more than one rank, else the process group; or a communicator built by the caller.
         planned: what a plan names, which is taken where the choice is `"auto"`.
 
@@ -60,10 +62,12 @@ def connect(
                 "these ranks, or say which to take: communicator='process_group', for example"
             ) from error
     name, algorithms = _parsed(choice)
+    if name == "hierarchical" and algorithms:
+        return _nested(group)
     if name in ("shared_memory", "hierarchical") and device.type != "cpu":
         raise ValueError(
             f"communicator={choice!r} is for tensors on the CPU, the model's are on {device}; "
-            "use 'auto' or 'process_group'"
+            "use 'auto', 'process_group' or 'hierarchical:process_group'"
         )
     can = group.is_on_host(device) and device.type == "cpu" and group.size > 1
     if name == "process_group" or (name == "auto" and not can):
@@ -93,6 +97,8 @@ def _parsed(choice: str) -> tuple[str, tuple[str, ...]]:
     """
     name, colon, rest = choice.partition(":")
     algorithms = tuple(rest.split("+")) if colon else ()
+    if choice == "hierarchical:process_group":
+        return name, algorithms
     if name not in CHOICES or (colon and name != "process_group"):
         raise ValueError(
             f"communicator={choice!r} is not known; use one of {', '.join(map(repr, CHOICES))} or "
@@ -107,6 +113,13 @@ def _parsed(choice: str) -> tuple[str, tuple[str, ...]]:
             "as in 'process_group:padded+grouped'"
         )
     return name, algorithms
+
+
+def _nested(group: Group) -> Communicator:
+    """Over hosts each of whose ranks have a process group of their own."""
+    places = Control(group).exchange_objects(hosts.place(), what="looking for ranks on one host")
+    found = hosts.Hosts.of(places)
+    return NestedCommunicator(group, found, group.part(found.members))
 
 
 def _hierarchical(group: Group, control: Control, found: hosts.Hosts) -> Communicator:

@@ -4,16 +4,21 @@ groups.
 
 from __future__ import annotations
 
+import uuid
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_process_group_store
+from torch.distributed.distributed_c10d import (
+    _get_process_group_store,
+    _new_process_group_helper,
+    _world,
+)
 
 from poplar.errors import CollectiveTimeout
 from poplar.trace import Trace
@@ -24,9 +29,11 @@ POPLAR = "poplar"
 _ON_HOST = ("gloo", POPLAR)
 """Backends that send and receive tensors of the CPU, for a caller who is held up in the wait."""
 
-# A gloo group beside an NCCL one costs sockets and threads: one per process group, however many
-# optimizers.
-_CONTROL_GROUPS: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = (
+Parts = tuple[tuple[int, ...], ...]
+"""Global ranks by part, the same on all ranks."""
+
+# Groups beside a process group cost sockets and threads: one of a kind, however many optimizers.
+_PARTS: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, Parts], dist.ProcessGroup]] = (
     weakref.WeakKeyDictionary()
 )
 _NUMBERS: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
@@ -78,6 +85,8 @@ class Group:
     """Of the groups made on this process group: keeps the messages of two optimizers apart."""
     failures: list[CollectiveTimeout] = field(default_factory=list)
     trace: Trace = field(default_factory=Trace)
+    names: tuple[int, ...] | None = None
+    """What errors call the ranks, where these are part of a larger group."""
 
     @cached_property
     def rank(self) -> int:
@@ -93,7 +102,18 @@ class Group:
 
     def failure(self, what: str, peers: Sequence[int], cause: str) -> CollectiveTimeout:
         """As `Members.failure`."""
-        return collective_timeout(self.rank, self.timeout, what, peers, cause)
+        names = self.names or range(self.size)
+        return collective_timeout(
+            names[self.rank], self.timeout, what, [names[peer] for peer in peers], cause
+        )
+
+    def part(self, parts: Sequence[Sequence[int]]) -> Group:
+        """This rank's of the parts into which the ranks fall. Collective over all of them."""
+        backend = dist.get_backend_config(self.process_group)
+        members = tuple(tuple(self.ranks[rank] for rank in part) for part in parts)
+        part = Group.of(_part(self.process_group, backend, members, self.timeout), self.timeout)
+        names = next(tuple(part) for part in parts if self.rank in part)
+        return replace(part, names=names, trace=self.trace)
 
     @classmethod
     def of(cls, process_group: dist.ProcessGroup | None, timeout: timedelta | None) -> Group:
@@ -109,13 +129,14 @@ class Group:
             )
         chosen = process_group if process_group is not None else dist.group.WORLD
         assert chosen is not None
+        timeout = timeout if timeout is not None else DEFAULT_TIMEOUT
         return cls(
             epoch=0,
             ranks=tuple(dist.get_process_group_ranks(chosen)),
             store=_get_process_group_store(chosen),
             process_group=chosen,
-            control_group=_control_group(chosen),
-            timeout=timeout if timeout is not None else DEFAULT_TIMEOUT,
+            control_group=_control_group(chosen, timeout),
+            timeout=timeout,
             number=_next_number(chosen),
         )
 
@@ -151,16 +172,40 @@ def _next_number(process_group: dist.ProcessGroup) -> int:
     return number
 
 
-def _control_group(process_group: dist.ProcessGroup) -> dist.ProcessGroup:
+def _control_group(process_group: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGroup:
     if is_on_host(process_group, torch.device("cpu")):
         return process_group
-    control = _CONTROL_GROUPS.get(process_group)
-    if control is None:
-        control = dist.new_group(
-            ranks=dist.get_process_group_ranks(process_group),
-            backend="gloo",
-            use_local_synchronization=True,
-        )
-        assert control is not None
-        _CONTROL_GROUPS[process_group] = control
-    return control
+    everybody = tuple(dist.get_process_group_ranks(process_group))
+    return _part(process_group, "gloo", (everybody,), timeout)
+
+
+def _part(
+    process_group: dist.ProcessGroup, backend: str, parts: Parts, timeout: timedelta
+) -> dist.ProcessGroup:
+    """A process group of this rank's part. Collective over the process group.
+
+    Not by `dist.new_group`, which wants every rank of the job or else names the group by how many
+    groups a rank has: ranks that have not as many wait for each other for ever, and after one was
+    destroyed a name comes again, with the old addresses in the store. Here they agree on a new one.
+    """
+    known = _PARTS.setdefault(process_group, {})
+    if (backend, parts) in known:
+        return known[backend, parts]
+    names = [uuid.uuid4().hex]
+    first = dist.get_process_group_ranks(process_group)[0]
+    dist.broadcast_object_list(names, src=first, group=process_group)
+    rank = dist.get_rank()
+    members = next(part for part in parts if rank in part)
+    group, _ = _new_process_group_helper(
+        len(members),
+        members.index(rank),
+        list(members),
+        backend,
+        _get_process_group_store(process_group),
+        f"poplar/{names[0]}/{members[0]}",  # type: ignore[arg-type]  # a `GroupName`, since 2.11
+        timeout=timeout,
+    )
+    assert isinstance(group, dist.ProcessGroup)
+    _world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(members)}
+    known[backend, parts] = group
+    return group

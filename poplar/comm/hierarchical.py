@@ -211,14 +211,7 @@ class HierarchicalCommunicator(Communicator):
         return self._hosts.duties(layout, self._host)[self._neighbours.index(self.group.rank)]
 
     def _crossing(self, layout: Layout) -> list[tuple[int, int, Piece]]:
-        """Host, rank and piece of everything that ranks of other hosts carry."""
-        return [
-            (host, rank, piece)
-            for host, ranks in enumerate(self._hosts.members)
-            if host != self._host
-            for rank, pieces in zip(ranks, self._hosts.duties(layout, host), strict=True)
-            for piece in pieces
-        ]
+        return self._hosts.crossing(layout, self._host)
 
     def _leaving(self, mine: Tensor, layout: Layout, what: str, turn: int) -> Exchange:
         """This rank's slice on its way to those who share it with their hosts."""

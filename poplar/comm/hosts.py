@@ -60,6 +60,16 @@ class Hosts:
         ]
         return [list(pieces) for pieces in _cut(foreign, len(ranks))]
 
+    def crossing(self, layout: Layout, host: int) -> list[tuple[int, int, Piece]]:
+        """Host, rank and piece of everything that ranks of other hosts than this carry."""
+        return [
+            (other, rank, piece)
+            for other, ranks in enumerate(self.members)
+            if other != host
+            for rank, pieces in zip(ranks, self.duties(layout, other), strict=True)
+            for piece in pieces
+        ]
+
 
 def _cut(pieces: Sequence[Piece], ways: int) -> Iterator[Iterator[Piece]]:
     total = sum(piece.numel for piece in pieces)
