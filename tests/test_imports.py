@@ -20,7 +20,8 @@ MAY_ENTER = {
     "poplar.nest": set(),
     "poplar.host": set(),
     "poplar.trace": set(),
-    "poplar.ops": {"poplar._core"},
+    "poplar.kernels": set(),
+    "poplar.ops": {"poplar._core", "poplar.kernels"},
     "poplar.planning": {"poplar.errors", "poplar._core"},
     "poplar.data": {"poplar.planning"},
     "poplar.comm": {
@@ -46,6 +47,11 @@ MAY_ENTER = {
 MODULES = {
     ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): path
     for path in sorted(PACKAGE.rglob("*.py"))
+}
+KERNELS = PACKAGE.parent / "kernels"  # installed as `poplar.kernels`
+MODULES |= {
+    f"poplar.kernels.{path.stem}".removesuffix(".__init__"): path
+    for path in sorted(KERNELS.glob("*.py"))
 }
 
 

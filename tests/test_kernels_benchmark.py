@@ -12,7 +12,6 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
-import kernels
 from operators.lists import LISTS
 from operators.measure import Wrong, check, measure
 from operators.row import read_rows, rows_of, write_rows
@@ -21,6 +20,8 @@ from operators.targets import verdicts
 from operators.task import Task, Way
 from operators.tasks import DTYPES, OPERATIONS, OURS, tasks_of
 from rich.console import Console
+
+import kernels
 
 
 def test_lists_have_the_sizes_of_their_models() -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from poplar import _core, ops
+from poplar.ops import plain as plain_ops
 
 ROOT = Path(__file__).resolve().parents[1]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -23,16 +24,7 @@ INTEGERS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float
 SPECIAL = [float("inf"), -float("inf"), float("nan"), -0.0, 0.0, 1e-45, -3e-39, 6e-8, 65520.0, 3e38]
 STREAMED = 4 << 20
 """Bytes from which the C++ kernels write past the caches."""
-PLAIN = {
-    "copy_": ops._plain_copy_,
-    "pack_": ops._plain_pack_,
-    "rank_sum_": ops._plain_rank_sum_,
-    "rank_sum_claimed_": ops._plain_rank_sum_claimed_,
-    "rank_sum_each_": ops._plain_rank_sum_each_,
-    "unpack_": ops._plain_unpack_,
-    "block_sums_of_squares": ops._plain_block_sums_of_squares,
-    "adamw_": ops._plain_adamw_,
-}
+PLAIN = plain_ops.FUNCTIONS
 RULE = (1e-3, 0.9, 0.999, 1e-8, 0.1, 3.0)
 """lr, betas, eps, weight decay and step, as the operator takes them."""
 
@@ -110,7 +102,7 @@ def both(name: str, mutated: list[Tensor], call) -> tuple[list[Tensor], list[Ten
 
 
 def test_the_libraries_that_were_built_are_the_ones_that_serve(device):
-    built = (Path(ops._core.__file__).parent / "libpoplar_ops.so").exists()
+    built = (Path(_core.__file__).parent / "libpoplar_ops.so").exists()
     assert ops.native == (built and os.environ.get("POPLAR_OPS") != "off")
     assert "operators on CPU: " in ops.describe()
     if not ops.native:
@@ -195,7 +187,7 @@ def test_a_large_sum_has_the_same_bits(device, dtype, shift):
     whole = torch.zeros(numel + shift, device=device)
     ops.rank_sum_(whole[shift:], received)
     expected = torch.empty(numel, device=device)
-    ops._plain_rank_sum_(expected, received)
+    plain_ops.rank_sum_(expected, received)
     assert_same_bits(whole[shift:], expected)
 
 
@@ -332,7 +324,7 @@ def test_narrowing_rounds_to_nearest_even_everywhere(device, narrow):
 def test_block_sums_give_the_same_bits_as_plain_pytorch(device, dtype, numel):
     flat = Draw(numel, device).values(numel, dtype)
     actual = ops.block_sums_of_squares(flat)
-    assert_same_bits(actual, ops._plain_block_sums_of_squares(flat))
+    assert_same_bits(actual, plain_ops.block_sums_of_squares(flat))
     assert actual.shape == (-(-numel // 64),)
 
 
@@ -364,7 +356,7 @@ def test_pack_leaves_the_block_sums_of_what_it_wrote(device, dtype, accumulate, 
     bucket = draw.values(numel, dtype)
     sums = torch.full((-(-numel // 64),), 7.0, device=device)
     ops.pack_(bucket, grads, offsets, 1 / 3, accumulate, sums)
-    assert_same_bits(sums, ops._plain_block_sums_of_squares(bucket))
+    assert_same_bits(sums, plain_ops.block_sums_of_squares(bucket))
 
 
 @pytest.mark.parametrize("numel", [STREAMED // 4, STREAMED // 2 + 5, STREAMED + 70])
@@ -375,13 +367,13 @@ def test_a_large_pack_has_the_same_bits_and_sums(device, dtype, numel):
     grads = [draw.values(size, grad) for size, grad in zip(sizes, DTYPES, strict=True)]
     offsets = [3, 10 + numel // 3, 20 + numel // 3]
     expected = torch.empty(numel, dtype=dtype, device=device)
-    ops._plain_pack_(expected, grads, offsets, 0.3)
+    plain_ops.pack_(expected, grads, offsets, 0.3)
     for shift in (0, 8, 1):  # of which the last can't be streamed
         bucket = torch.full((numel + shift,), 5.0, dtype=dtype, device=device)[shift:]
         sums = torch.empty(-(-numel // 64), device=device)
         ops.pack_(bucket, grads, offsets, 0.3, False, sums)
         assert_same_bits(bucket, expected)
-        assert_same_bits(sums, ops._plain_block_sums_of_squares(expected))
+        assert_same_bits(sums, plain_ops.block_sums_of_squares(expected))
 
 
 @pytest.mark.parametrize("numel", [0, 1, 64, 1000, 300_000, STREAMED // 4 + 3])
@@ -393,7 +385,7 @@ def test_rank_sum_leaves_the_block_sums_of_what_came_out(device, dtype, accumula
     received = list(torch.stack(parts).unbind())
     out, sums = draw.values(numel, torch.float32), torch.empty(-(-numel // 64), device=device)
     ops.rank_sum_(out, received, accumulate, sums)
-    assert_same_bits(sums, ops._plain_block_sums_of_squares(out))
+    assert_same_bits(sums, plain_ops.block_sums_of_squares(out))
 
 
 def test_whoever_claims_a_chunk_leaves_its_block_sums(device):
@@ -407,7 +399,7 @@ def test_whoever_claims_a_chunk_leaves_its_block_sums(device):
     ops.rank_sum_claimed_([out], parts, claims, sums)
     blocks = _core.CHUNK // 64
     assert not sums[:blocks].any()
-    assert_same_bits(sums[blocks:], ops._plain_block_sums_of_squares(out)[blocks:])
+    assert_same_bits(sums[blocks:], plain_ops.block_sums_of_squares(out)[blocks:])
 
 
 # AdamW.
@@ -453,7 +445,7 @@ def test_adamw_keeps_small_gradients_whatever_its_decay(device, beta1):
         theirs.grad = gradient.clone()
         optimizer.step()
         rule = {"lr": 0.01, "beta1": beta1, "beta2": 0.9, "eps": 1e-8, "weight_decay": 0.01}
-        for each in (ops.adamw_, ops._plain_adamw_):
+        for each in (ops.adamw_, plain_ops.adamw_):
             state = [values.clone(), mean.clone(), square.clone()]
             if each is ops.adamw_:
                 each(state[0], gradient, state[1], state[2], **rule, step=step)
@@ -504,7 +496,7 @@ def test_adamw_changes_nothing_where_infinities_were_found(device, plain):
     low = torch.ones(100, dtype=torch.bfloat16, device=device)
     gradient = torch.full((100,), float("inf"), device=device)
     found = torch.ones((), device=device)
-    adamw_ = ops._plain_adamw_ if plain else torch.ops.poplar.adamw_
+    adamw_ = plain_ops.adamw_ if plain else torch.ops.poplar.adamw_
     adamw_(values, gradient, mean, square, low, *RULE, False, None, found)
     for tensor, old in zip((values, mean, square), before, strict=True):
         assert_same_bits(tensor, old)

@@ -1,7 +1,7 @@
 // What both bindings (CPU, CUDA) ask of their arguments, and how they say no.
 //
 // Messages name the operator, what was given and what was expected; they reach Python as
-// RuntimeError. poplar/ops.py makes the same checks in its fallbacks, with the same words.
+// RuntimeError. poplar/ops makes the same checks in its fallbacks, with the same words.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>

@@ -1,4 +1,4 @@
-// The CPU operators, as library.cpp registers them. Schemas and contracts: poplar/ops.py.
+// The CPU operators, as library.cpp registers them. Schemas and contracts: poplar/ops.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>

@@ -1,4 +1,4 @@
-// CPU kernels of the operators whose schemas poplar/ops.py defines.
+// CPU kernels of the operators whose schemas poplar/ops defines.
 #include <torch/csrc/stable/library.h>
 
 #include "kernels.h"

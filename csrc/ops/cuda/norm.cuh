@@ -1,5 +1,5 @@
 // Sums of squares of 64-element blocks, in the halving tree of block_sums_of_squares in
-// poplar/ops.py: one warp per block, lane l first adds elements l and l + 32, then shuffles halve.
+// poplar/ops: one warp per block, lane l first adds elements l and l + 32, then shuffles halve.
 #pragma once
 
 #include "segments.cuh"

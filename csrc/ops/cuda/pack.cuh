@@ -1,4 +1,4 @@
-// Many gradients -> one bucket, times a weight. Contract: pack_ in poplar/ops.py.
+// Many gradients -> one bucket, times a weight. Contract: pack_ in poplar/ops.
 #pragma once
 
 #include "segments.cuh"

@@ -1,4 +1,4 @@
-// What every rank sent, summed in rank order. Contract: rank_sum_ in poplar/ops.py.
+// What every rank sent, summed in rank order. Contract: rank_sum_ in poplar/ops.
 #pragma once
 
 #include "segments.cuh"

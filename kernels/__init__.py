@@ -1,0 +1,14 @@
+"""Triton kernels for fused gradient scaling: one read and one write of the gradients on GPUs, where
+Poplar's C++ operators were not built (`pip install` without nvcc).
+
+One operator per file, kernel and launcher; arithmetic is fp32, every product and every sum is
+rounded before it is used again (no contraction), so the bits are those of `poplar.ops.plain`.
+Launchers take arguments that were checked, on the current device: use them through `poplar.ops`.
+"""
+
+from .adamw import adamw_
+from .norm import block_sums_of_squares
+from .pack import pack_
+from .rank_sum import rank_sum_
+
+__all__ = ["adamw_", "block_sums_of_squares", "pack_", "rank_sum_"]

@@ -1,0 +1,120 @@
+"""Fused gradient scaling: many gradients into one flat bucket, scaled, rounded and squared on the
+way, in one launch. Contract: `pack_` in `poplar.ops`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .tree import store_block_sums
+
+TILE = 1024
+"""Elements per program: eight for each thread of four warps. Not tuned yet."""
+_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_PAST = 2**62
+"""Where a segment begins that nobody reaches."""
+
+
+@triton.jit
+def _widened(address, offset, mask, dtype):
+    """fp32 values from an address of any of the dtypes."""
+    if dtype == 0:
+        value = tl.load(address.to(tl.pointer_type(tl.float32)) + offset, mask=mask, other=0.0)
+    elif dtype == 1:
+        low = tl.load(address.to(tl.pointer_type(tl.bfloat16)) + offset, mask=mask, other=0.0)
+        value = low.to(tl.float32)
+    else:
+        half = tl.load(address.to(tl.pointer_type(tl.float16)) + offset, mask=mask, other=0.0)
+        value = half.to(tl.float32)
+    return value
+
+
+@triton.jit
+def pack_kernel(
+    bucket_ptr,
+    table_ptr,
+    sums_ptr,
+    weight,
+    numel,
+    segments,
+    ACCUMULATE: tl.constexpr,
+    SUMS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """One tile of the bucket. A row of the table: address, first element, elements, dtype."""
+    tile = tl.program_id(0).to(tl.int64)
+    begin = tile * TILE
+    end = begin + TILE
+    position = begin + tl.arange(0, TILE)
+    low = tl.full([], 0, tl.int32)
+    high = low + segments
+    while low < high:  # the first segment that ends after `begin`
+        middle = (low + high) // 2
+        row = table_ptr + middle * 4
+        if tl.load(row + 1) + tl.load(row + 2) <= begin:
+            low = middle + 1
+        else:
+            high = middle
+    product = tl.zeros([TILE], dtype=tl.float32)
+    covered = position < 0
+    row = table_ptr + low * 4
+    first = tl.load(row + 1)
+    while first < end:  # the table ends with a segment that begins past everything
+        mine = (position >= first) & (position < first + tl.load(row + 2))
+        value = _widened(tl.load(row), position - first, mine, tl.load(row + 3))
+        product = tl.where(mine, value * weight, product)
+        covered = covered | mine
+        row += 4
+        first = tl.load(row + 1)
+    inside = position < numel
+    out_ptr = bucket_ptr + position
+    if ACCUMULATE:
+        old = tl.load(out_ptr, mask=inside, other=0.0)
+        # What is in a gap stays as it is, to the bit.
+        rounded = tl.where(
+            covered, (old.to(tl.float32) + product).to(bucket_ptr.dtype.element_ty), old
+        )
+    else:
+        rounded = product.to(bucket_ptr.dtype.element_ty)
+    tl.store(out_ptr, rounded, mask=inside)
+    if SUMS:
+        store_block_sums(sums_ptr, rounded.to(tl.float32), tile, numel, TILE)
+
+
+def pack_(
+    bucket: Tensor,
+    grads: Sequence[Tensor],
+    offsets: Sequence[int],
+    weight: float,
+    accumulate: bool,
+    sums: Tensor | None,
+) -> None:
+    """Launch; arguments were checked."""
+    numel = bucket.numel()
+    if numel == 0:
+        return
+    flat = [grad.contiguous() for grad in grads]
+    rows = [
+        (grad.data_ptr(), offset, grad.numel(), _CODES[grad.dtype])
+        for grad, offset in zip(flat, offsets, strict=True)
+        if grad.numel()
+    ]
+    table = torch.tensor([*rows, (0, _PAST, 0, 0)], dtype=torch.int64)
+    pack_kernel[(triton.cdiv(numel, TILE),)](
+        bucket,
+        table.to(bucket.device, non_blocking=True),
+        bucket if sums is None else sums,
+        weight,
+        numel,
+        len(rows),
+        ACCUMULATE=accumulate,
+        SUMS=sums is not None,
+        TILE=TILE,
+        num_warps=4,
+        enable_fp_fusion=False,
+    )

@@ -1,0 +1,319 @@
+"""Every operator in plain PyTorch: the fallback on every device, and the oracle of the tests.
+
+Checks and messages are those of `csrc/ops/checks.h`. Contracts are in `poplar/ops/__init__.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from poplar import _core
+
+ALIGNMENT = 64
+"""See `poplar.ops.ALIGNMENT`."""
+_FLOATING = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def _check(holds: bool, message: str) -> None:
+    if not holds:
+        raise RuntimeError(f"poplar::{message}")
+
+
+def _check_dtype(tensor: Tensor, name: str) -> None:
+    _check(tensor.dtype in _FLOATING, f"{name} must be float32, bfloat16 or float16")
+
+
+def _check_shape(tensor: Tensor, name: str) -> None:
+    _check(
+        tensor.dim() == 1 and tensor.is_contiguous(),
+        f"{name} must be 1-D and contiguous, got {tensor.dim()} dimensions",
+    )
+
+
+def check_flat(tensor: Tensor, name: str) -> None:
+    """Raise unless it is a flat buffer of one of the dtypes."""
+    _check_shape(tensor, name)
+    _check_dtype(tensor, name)
+
+
+def _pieces(
+    name: str, flat: Tensor, tensors: Sequence[Tensor], offsets: Sequence[int]
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Each tensor with its place in the flat buffer, after everything has been checked."""
+    _check(
+        len(tensors) == len(offsets),
+        f"{name}: got {len(tensors)} tensors and {len(offsets)} offsets",
+    )
+    end = 0
+    for i, (tensor, offset) in enumerate(zip(tensors, offsets, strict=True)):
+        _check(
+            offset >= end,
+            f"{name}: tensor {i} starts at {offset}, before {end}, where the one before it ends; "
+            "offsets must ascend",
+        )
+        end = offset + tensor.numel()
+        _check(
+            end <= flat.numel(),
+            f"{name}: tensor {i} (offset {offset}, {tensor.numel()} elements) reaches past the "
+            f"end of the buffer, {flat.numel()}",
+        )
+    for tensor in tensors:
+        _check(tensor.device == flat.device, f"{name}: all tensors must be on the buffer's device")
+        _check_dtype(tensor, name)
+    return (
+        (tensor, flat[offset : offset + tensor.numel()])
+        for tensor, offset in zip(tensors, offsets, strict=True)
+    )
+
+
+@torch.no_grad()
+def copy_(target: Tensor, source: Tensor) -> None:
+    """See `poplar.ops.copy_`."""
+    for tensor, name in ((target, "target"), (source, "source")):
+        _check_shape(tensor, f"copy_: {name}")
+    _check(target.device == source.device, "copy_: target and source must be on one device")
+    _check(target.dtype == source.dtype, "copy_: target and source must have one dtype")
+    _check(
+        target.numel() == source.numel(),
+        f"copy_: target has {target.numel()} elements, source {source.numel()}",
+    )
+    target.copy_(source)
+
+
+@torch.no_grad()
+def pack_(
+    bucket: Tensor,
+    grads: list[Tensor],
+    offsets: list[int],
+    weight: float,
+    accumulate: bool = False,
+    sums: Tensor | None = None,
+) -> None:
+    """See `poplar.ops.pack_`."""
+    pieces = check_pack(bucket, grads, offsets, sums)
+    rounded = torch.tensor(weight, dtype=torch.float32).item()
+    if not accumulate:
+        bucket.zero_()
+    for grad, place in pieces:
+        product = grad.reshape(-1).to(torch.float32) * rounded
+        place.copy_(place.to(torch.float32) + product if accumulate else product)
+    if sums is not None:
+        sums.copy_(block_sums_of_squares(bucket))
+
+
+@torch.no_grad()
+def rank_sum_(
+    out: Tensor, received: list[Tensor], accumulate: bool = False, sums: Tensor | None = None
+) -> None:
+    """See `poplar.ops.rank_sum_`."""
+    check_rank_sum(out, received, sums)
+    total = _total(received)
+    if accumulate:
+        out += total
+    else:
+        out.copy_(total)
+    if sums is not None:
+        sums.copy_(block_sums_of_squares(out))
+
+
+@torch.no_grad()
+def rank_sum_each_(outs: list[Tensor], received: list[Tensor]) -> None:
+    """See `poplar.ops.rank_sum_each_`."""
+    for out in outs:
+        _check_parts("rank_sum_each_", out, received)
+        _check(out.dtype == outs[0].dtype, "rank_sum_each_: all outs must have one dtype")
+    if outs:
+        total = _total(received)
+        for out in outs:
+            out.copy_(total)
+
+
+@torch.no_grad()
+def rank_sum_claimed_(
+    outs: list[Tensor], received: list[Tensor], claims: Tensor, sums: Tensor | None = None
+) -> None:
+    """See `poplar.ops.rank_sum_claimed_`."""
+    _check_shape(claims, "rank_sum_claimed_: claims")
+    _check(
+        claims.element_size() == 1 and claims.numel() == _core.CLAIMS_BYTES,
+        f"rank_sum_claimed_: claims must hold {_core.CLAIMS_BYTES} bytes",
+    )
+    if outs:
+        _check_sums("rank_sum_claimed_", outs[0], sums)
+    counters = claims.view(torch.int32)  # claimed, nothing, done, sleepers
+    first = int(counters[0]) * _core.CHUNK
+    rest = [out[first:] for out in outs]
+    rank_sum_each_(rest, [part[first:] for part in received])
+    if rest and sums is not None:
+        sums[first // ALIGNMENT :].copy_(block_sums_of_squares(rest[0]))
+    chunks = -(-rest[0].numel() // _core.CHUNK) if rest else 0
+    counters[0] += chunks
+    counters[2] += chunks
+
+
+@torch.no_grad()
+def adamw_(
+    values: Tensor,
+    gradient: Tensor,
+    mean: Tensor,
+    square_mean: Tensor,
+    rounded: Tensor | None,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: float,
+    maximize: bool = False,
+    scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> None:
+    """See `poplar.ops.adamw_`."""
+    check_adamw(values, gradient, mean, square_mean, rounded, scale, found_inf)
+
+    def single(value: float) -> float:
+        return torch.tensor(value, dtype=torch.float32).item()
+
+    factor = torch.ones((), device=values.device) if scale is None else scale.reshape(())
+    scaled = gradient * (-factor if maximize else factor)
+    keeps_mean = 1.0 - beta1 < 0.5  # else interpolated from the other end, as torch.lerp does
+    change = (scaled - mean) * single(1.0 - beta1 if keeps_mean else -beta1)
+    new_mean = (mean if keeps_mean else scaled) + change
+    new_square = square_mean * single(beta2) + (scaled * scaled) * single(1.0 - beta2)
+    # By way of float64: the root that torch takes on a CPU is not always the nearest fp32.
+    root = new_square.double().sqrt().float() * single(1.0 / math.sqrt(1.0 - beta2**step)) + single(
+        eps
+    )
+    moved = (new_mean / root) * single(lr / (1.0 - beta1**step))
+    new_values = values * single(1.0 - lr * weight_decay) - moved
+    for old, new in ((mean, new_mean), (square_mean, new_square), (values, new_values)):
+        # On the device: nobody waits for the flag.
+        old.copy_(new if found_inf is None else torch.where(found_inf.reshape(()) == 0, new, old))
+    if rounded is not None:
+        new = values.to(rounded.dtype)
+        rounded.copy_(
+            new if found_inf is None else torch.where(found_inf.reshape(()) == 0, new, rounded)
+        )
+
+
+def check_adamw(
+    values: Tensor,
+    gradient: Tensor,
+    mean: Tensor,
+    square_mean: Tensor,
+    rounded: Tensor | None,
+    scale: Tensor | None,
+    found_inf: Tensor | None,
+) -> None:
+    """Raise where `adamw_` can't take its arguments."""
+    for tensor in (values, gradient, mean, square_mean):
+        check_flat(tensor, "adamw_: all tensors")
+        _check(tensor.dtype == torch.float32, "adamw_: values, gradient and state must be float32")
+    for tensor in (gradient, mean, square_mean, *([] if rounded is None else [rounded])):
+        check_flat(tensor, "adamw_: rounded")
+        _check(tensor.device == values.device, "adamw_: all tensors must be on one device")
+        _check(
+            tensor.numel() == values.numel(),
+            f"adamw_: values have {values.numel()} elements, another tensor {tensor.numel()}",
+        )
+    for scalar in (scale, found_inf):
+        _check(
+            scalar is None
+            or (
+                scalar.numel() == 1
+                and scalar.device == values.device
+                and scalar.dtype == torch.float32
+            ),
+            "adamw_: scale and found_inf must be single float32 elements on the same device",
+        )
+
+
+def _check_sums(name: str, flat: Tensor, sums: Tensor | None) -> None:
+    if sums is None:
+        return
+    _check_shape(sums, f"{name}: sums")
+    blocks = -(-flat.numel() // ALIGNMENT)
+    _check(
+        sums.device == flat.device and sums.dtype == torch.float32 and sums.numel() == blocks,
+        f"{name}: sums must be float32 on the same device and hold {blocks} elements, one for each "
+        "64",
+    )
+
+
+def _total(received: Sequence[Tensor]) -> Tensor:
+    total = received[0].to(torch.float32, copy=True)
+    for part in received[1:]:
+        total += part.to(torch.float32)
+    return total
+
+
+def check_pack(
+    bucket: Tensor, grads: Sequence[Tensor], offsets: Sequence[int], sums: Tensor | None
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Raise where `pack_` can't take its arguments; each gradient with its place in the bucket."""
+    check_flat(bucket, "pack_: bucket")
+    pieces = _pieces("pack_", bucket, grads, offsets)
+    _check_sums("pack_", bucket, sums)
+    return pieces
+
+
+def check_rank_sum(out: Tensor, received: Sequence[Tensor], sums: Tensor | None) -> None:
+    """Raise where `rank_sum_` can't take its arguments."""
+    _check_parts("rank_sum_", out, received)
+    _check(out.dtype == torch.float32, "rank_sum_: out must be float32")
+    _check_sums("rank_sum_", out, sums)
+
+
+def _check_parts(name: str, out: Tensor, received: Sequence[Tensor]) -> None:
+    check_flat(out, f"{name}: out")
+    _check(bool(received), f"{name}: received must hold at least one rank's part, got none")
+    for part in received:
+        check_flat(part, f"{name}: received")
+        _check(out.device == part.device, f"{name}: out and received must be on one device")
+        _check(part.dtype == received[0].dtype, f"{name}: all parts must have one dtype")
+        _check(
+            part.numel() == out.numel(),
+            f"{name}: each part must hold {out.numel()} elements, as out does, got {part.numel()}",
+        )
+
+
+@torch.no_grad()
+def unpack_(flat: Tensor, outs: list[Tensor], offsets: list[int]) -> None:
+    """See `poplar.ops.unpack_`."""
+    check_flat(flat, "unpack_: flat")
+    pieces = _pieces("unpack_", flat, outs, offsets)
+    for i, out in enumerate(outs):
+        _check(out.is_contiguous(), f"unpack_: outs must be contiguous, number {i} is not")
+    for out, place in pieces:
+        out.view(-1).copy_(place)
+
+
+@torch.no_grad()
+def block_sums_of_squares(flat: Tensor) -> Tensor:
+    """See `poplar.ops.block_sums_of_squares`."""
+    check_flat(flat, "block_sums_of_squares: flat")
+    blocks = -(-flat.numel() // ALIGNMENT)
+    padded = flat.new_zeros(blocks * ALIGNMENT, dtype=torch.float32)
+    padded[: flat.numel()] = flat
+    lanes = padded.view(blocks, ALIGNMENT).square()
+    width = ALIGNMENT
+    while width > 1:
+        width //= 2
+        lanes = lanes[:, :width] + lanes[:, width:]
+    return lanes.reshape(-1)
+
+
+FUNCTIONS: dict[str, Callable[..., Tensor | None]] = {
+    "copy_": copy_,
+    "pack_": pack_,
+    "rank_sum_": rank_sum_,
+    "rank_sum_claimed_": rank_sum_claimed_,
+    "rank_sum_each_": rank_sum_each_,
+    "unpack_": unpack_,
+    "block_sums_of_squares": block_sums_of_squares,
+    "adamw_": adamw_,
+}

@@ -1,0 +1,178 @@
+"""CUDA operators through Triton, where the C++ library was not built: no compiler is needed.
+
+Always holds: the bits are those of plain PyTorch. Triton itself promises nothing below capability
+8.0, so there a device has to show it on small tensors first; one that does not is served by plain
+PyTorch, with a warning that says so.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from poplar.ops import plain
+
+SURE = (8, 0)
+"""The compute capability from which on Triton is supported."""
+
+
+def is_here() -> bool:
+    """Whether there is a Triton to be imported."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def pack_(
+    bucket: Tensor,
+    grads: list[Tensor],
+    offsets: list[int],
+    weight: float,
+    accumulate: bool = False,
+    sums: Tensor | None = None,
+) -> None:
+    """See `poplar.ops.pack_`."""
+    plain.check_pack(bucket, grads, offsets, sums)
+    _serving(bucket).pack_(bucket, grads, offsets, weight, accumulate, sums)
+
+
+def rank_sum_(
+    out: Tensor, received: list[Tensor], accumulate: bool = False, sums: Tensor | None = None
+) -> None:
+    """See `poplar.ops.rank_sum_`."""
+    plain.check_rank_sum(out, received, sums)
+    _serving(out).rank_sum_(out, received, accumulate, sums)
+
+
+def block_sums_of_squares(flat: Tensor) -> Tensor:
+    """See `poplar.ops.block_sums_of_squares`."""
+    plain.check_flat(flat, "block_sums_of_squares: flat")
+    sums: Tensor = _serving(flat).block_sums_of_squares(flat)
+    return sums
+
+
+def adamw_(
+    values: Tensor,
+    gradient: Tensor,
+    mean: Tensor,
+    square_mean: Tensor,
+    rounded: Tensor | None,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: float,
+    maximize: bool = False,
+    scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> None:
+    """See `poplar.ops.adamw_`."""
+    plain.check_adamw(values, gradient, mean, square_mean, rounded, scale, found_inf)
+    rule = (lr, beta1, beta2, eps, weight_decay, step, maximize, scale, found_inf)
+    _serving(values).adamw_(values, gradient, mean, square_mean, rounded, *rule)
+
+
+FUNCTIONS: dict[str, Callable[..., Tensor | None]] = {
+    "pack_": pack_,
+    "rank_sum_": rank_sum_,
+    "block_sums_of_squares": block_sums_of_squares,
+    "adamw_": adamw_,
+}
+
+
+class _OnDevice:
+    """The kernels, launched on one device, whichever is current."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def launch(*arguments: Any) -> Any:
+            from poplar import kernels  # not before it is needed: importing Triton takes a while
+
+            with torch.cuda.device(self._device):
+                return getattr(kernels, name)(*arguments)
+
+        return launch
+
+
+def _serving(tensor: Tensor) -> Any:
+    """What runs the operators on a tensor's device: the kernels, or plain PyTorch."""
+    return _serving_on(tensor.device)
+
+
+@functools.cache
+def _serving_on(device: torch.device) -> Any:
+    kernels = _OnDevice(device)
+    if torch.cuda.get_device_capability(device) >= SURE:
+        return kernels
+    trouble = self_test(kernels, device)
+    if not trouble:
+        return kernels
+    warnings.warn(
+        f"Triton's kernels don't serve {torch.cuda.get_device_name(device)} ({trouble}); plain "
+        "PyTorch does, which is slower. Build Poplar with nvcc to have them in C++",
+        stacklevel=4,
+    )
+    return plain
+
+
+def self_test(kernels: Any, device: torch.device) -> str:
+    """What the kernels get wrong on small tensors; empty if nothing."""
+    try:
+        wrong = [name for name, agree in _agreements(kernels, device) if not agree]
+    except Exception as error:  # whatever a compiler says about a chip it does not know
+        return f"they fail there: {type(error).__name__}: {error}"
+    return f"wrong results of {', '.join(wrong)} there" if wrong else ""
+
+
+def _agreements(kernels: Any, device: torch.device) -> list[tuple[str, bool]]:
+    generator = torch.Generator().manual_seed(0)
+
+    def values(numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.randn(numel, generator=generator).to(dtype).to(device)
+
+    found = []
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        grads = [values(1500), values(70, torch.bfloat16), values(999, torch.float16)]
+        bucket, parts = values(3000, dtype), values(3 * 3000, dtype).view(3, 3000).unbind()
+        for accumulate in (False, True):
+            pack = (grads, [3, 1600, 1700], 1 / 3, accumulate)
+            found.append(("pack_", _agree(kernels.pack_, plain.pack_, bucket, pack)))
+            add = (parts, accumulate)
+            found.append(
+                ("rank_sum_", _agree(kernels.rank_sum_, plain.rank_sum_, values(3000), add))
+            )
+        state = [values(3000), values(3000), values(3000).abs(), bucket]
+        rule = (1e-3, 0.9, 0.999, 1e-8, 0.1, 3.0, False, values(1), None)
+        step = (*state, *rule)
+        found.append(
+            ("adamw_", _agree(kernels.adamw_, plain.adamw_, values(3000), step, sums=False))
+        )
+    return found
+
+
+def _agree(
+    one: Callable[..., None],
+    other: Callable[..., None],
+    out: Tensor,
+    arguments: Sequence[Any],
+    sums: bool = True,
+) -> bool:
+    """Whether two functions write the same bits to their outs."""
+    results = []
+    for function in (one, other):
+        fresh = [
+            argument.clone() if isinstance(argument, Tensor) else argument
+            for argument in (out, *arguments)
+        ]
+        if sums:
+            fresh.append(torch.empty(-(-out.numel() // plain.ALIGNMENT), device=out.device))
+        function(*fresh)
+        results.append([argument for argument in fresh if isinstance(argument, Tensor)])
+    return all(torch.equal(a, b) for a, b in zip(*results, strict=True))

@@ -1,0 +1,236 @@
+"""Triton's kernels: in its interpreter against plain PyTorch, and compiled for real chips.
+
+No GPU is needed. The interpreter must be chosen before Triton is imported, so a process of its own
+runs them. It cuts fp32 off where it makes bf16 of it, so there a bf16 may be its neighbour; on GPUs
+`test_ops.py` compares every bit, and `POPLAR_OPS=triton` says with whom.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from typing import Any
+
+import pytest
+import torch
+from test_ops import DTYPES, RULE, Draw, assert_same_bits, state
+from torch import Tensor
+
+from poplar.ops import plain, through_triton
+
+triton = pytest.importorskip("triton", reason="Triton is not installed: its kernels were not run")
+
+NAMES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
+CHIPS = [80, 90]
+BF16_ULP = 2**-7
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> Iterator[Callable[..., Any]]:
+    """Calls a function of this module where Triton interprets."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as executor:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("TRITON_INTERPRET", "1")
+            assert executor.submit(interprets).result(timeout=120)
+        yield lambda function, *arguments: executor.submit(function, *arguments).result(120)
+
+
+def interprets() -> bool:
+    from triton import knobs
+
+    return bool(knobs.runtime.interpret)
+
+
+def room_for_sums(numel: int) -> Tensor:
+    return torch.full((-(-numel // 64),), -1.0)
+
+
+def assert_rounded(actual: Tensor, expected: Tensor) -> None:
+    """The same bits; of bf16, which the interpreter does not round, a neighbour will do."""
+    if actual.dtype is torch.bfloat16:
+        torch.testing.assert_close(actual, expected, rtol=BF16_ULP, atol=1e-38, equal_nan=True)
+    else:
+        assert_same_bits(actual, expected)
+
+
+def check_pack(seed: int, dtype: torch.dtype, accumulate: bool, wants_sums: bool) -> None:
+    from poplar import kernels
+
+    draw = Draw(seed, "cpu")
+    grads, offsets, numel = draw.tensors(draw.random.choice([0, 1, 3, 12]))
+    weight = draw.random.choice([1.0, 1 / 3, 0.0, -2.5, 1e-8])
+    before = draw.values(numel, dtype)
+    actual, expected = before.clone(), before.clone()
+    sums = room_for_sums(numel) if wants_sums else None
+    kernels.pack_(actual, grads, offsets, weight, accumulate, sums)
+    plain.pack_(expected, grads, offsets, weight, accumulate)
+    assert_rounded(actual, expected)
+    if sums is not None:
+        assert_same_bits(sums, plain.block_sums_of_squares(actual))
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("wants_sums", [False, True])
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_pack_scales_rounds_and_squares(interpreted, dtype, accumulate, wants_sums, seed):
+    interpreted(check_pack, seed, dtype, accumulate, wants_sums)
+
+
+def check_long_pack(numel: int) -> None:
+    from poplar import kernels
+
+    draw = Draw(numel, "cpu")
+    grads = [draw.values(numel - 5, torch.float32), draw.values(3, torch.float16)]
+    actual, expected = torch.empty(numel), torch.empty(numel)
+    sums = room_for_sums(numel)
+    kernels.pack_(actual, grads, [1, numel - 4], 1 / 3, False, sums)
+    plain.pack_(expected, grads, [1, numel - 4], 1 / 3)
+    assert_same_bits(actual, expected)
+    assert_same_bits(sums, plain.block_sums_of_squares(expected))
+
+
+@pytest.mark.parametrize("numel", [64, 1024, 1025, 4096, 10_000])
+def test_a_gradient_may_reach_over_many_tiles(interpreted, numel):
+    interpreted(check_long_pack, numel)
+
+
+def check_rank_sum(ranks: int, numel: int, dtype: torch.dtype, accumulate: bool) -> None:
+    from poplar import kernels
+
+    draw = Draw(ranks, "cpu")
+    parts = list(draw.values(ranks * (numel + 7), dtype).view(ranks, -1)[:, :numel].unbind())
+    before = draw.values(numel, torch.float32)
+    actual, expected = before.clone(), before.clone()
+    sums = room_for_sums(numel)
+    kernels.rank_sum_(actual, parts, accumulate, sums)
+    plain.rank_sum_(expected, parts, accumulate)
+    assert_same_bits(actual, expected)
+    assert_same_bits(sums, plain.block_sums_of_squares(expected))
+
+
+@pytest.mark.parametrize("numel", [0, 1, 64, 3000])
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_ranks_are_added_in_their_order(interpreted, dtype, accumulate, ranks, numel):
+    interpreted(check_rank_sum, ranks, numel, dtype, accumulate)
+
+
+def check_scattered_parts() -> None:
+    from poplar import kernels
+
+    whole = torch.ones(100)
+    with pytest.raises(RuntimeError, match="slices of one tensor at equal distances"):
+        kernels.rank_sum_(torch.empty(8), [whole[:8], whole[10:18], whole[30:38]], False, None)
+
+
+def test_parts_at_unequal_distances_are_refused_as_in_cpp(interpreted):
+    interpreted(check_scattered_parts)
+
+
+def check_block_sums(numel: int, dtype: torch.dtype) -> None:
+    from poplar import kernels
+
+    flat = Draw(numel, "cpu").values(numel, dtype)
+    assert_same_bits(kernels.block_sums_of_squares(flat), plain.block_sums_of_squares(flat))
+
+
+@pytest.mark.parametrize("numel", [0, 1, 63, 64, 65, 2048, 5000])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_squares_are_added_in_the_fixed_tree(interpreted, dtype, numel):
+    interpreted(check_block_sums, numel, dtype)
+
+
+def check_adamw(numel: int, rounded: torch.dtype | None, maximize: bool, found: float) -> None:
+    from poplar import kernels
+
+    draw = Draw(numel, "cpu")
+    values, mean, square = state(draw, numel)
+    gradient = torch.randn(numel, generator=draw.generator)
+    low = None if rounded is None else torch.zeros(numel, dtype=rounded)
+    outs = [[t if t is None else t.clone() for t in (values, mean, square, low)] for _ in "ab"]
+    scale, flag = torch.tensor([0.25]), torch.tensor(found)
+    for out, operators in zip(outs, (kernels, plain), strict=True):
+        operators.adamw_(out[0], gradient, out[1], out[2], out[3], *RULE, maximize, scale, flag)
+    for actual, expected in zip(*outs, strict=True):
+        if actual is not None:
+            assert_rounded(actual, expected)
+
+
+@pytest.mark.parametrize("numel", [0, 1, 1024, 3001])
+@pytest.mark.parametrize("rounded", [None, *DTYPES])
+@pytest.mark.parametrize("maximize", [False, True])
+@pytest.mark.parametrize("found", [0.0, 1.0])
+def test_adamw_is_the_plain_one(interpreted, numel, rounded, maximize, found):
+    interpreted(check_adamw, numel, rounded, maximize, found)
+
+
+def what_is_wrong() -> str:
+    from poplar import kernels
+
+    return through_triton.self_test(kernels, CPU)
+
+
+def test_a_device_that_rounds_otherwise_fails_the_self_test(interpreted):
+    assert through_triton.self_test(plain, CPU) == ""
+    assert "pack_" in interpreted(what_is_wrong)  # the interpreter cuts bf16 off
+
+
+class Broken:
+    """Kernels that no compiler takes."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        raise RuntimeError("no such chip")
+
+
+def test_a_device_that_cannot_compile_fails_the_self_test():
+    assert "no such chip" in through_triton.self_test(Broken(), CPU)
+
+
+def launches() -> list[tuple[str, str, dict[str, str], dict[str, Any]]]:
+    """Module, kernel, types and compile-time arguments of every variant that is launched."""
+    found: list[tuple[str, str, dict[str, str], dict[str, Any]]] = []
+    for dtype in NAMES.values():
+        for flags in ({"ACCUMULATE": a, "SUMS": s} for a in (False, True) for s in (False, True)):
+            sizes = {"numel": "i64", "segments": "i32", "distance": "i64", "ranks": "i32"}
+            pack = {"bucket_ptr": dtype, "table_ptr": "*i64", "sums_ptr": "*fp32"}
+            found.append(("pack", "pack_kernel", sizes | pack, flags))
+            add = {"out_ptr": "*fp32", "received_ptr": dtype, "sums_ptr": "*fp32"}
+            found.append(("rank_sum", "rank_sum_kernel", sizes | add, flags))
+        norm = {"sums_ptr": "*fp32", "flat_ptr": dtype, "numel": "i64"}
+        found.append(("norm", "block_sums_kernel", norm, {}))
+        step = {"rounded_ptr": dtype, "numel": "i64"}
+        names = ("KEEPS_MEAN", "NEGATIVE", "ROUNDS", "SCALED", "CHECKED")
+        for value in (False, True):
+            found.append(("adamw", "adamw_kernel", step, dict.fromkeys(names, value)))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chip", CHIPS)
+def test_every_variant_compiles_and_fuses_no_products_into_sums(chip):
+    from importlib import import_module
+
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    for module_name, name, types, flags in launches():
+        module = import_module(f"poplar.kernels.{module_name}")
+        kernel = getattr(module, name)
+        constants = {**flags, "TILE": module.TILE}
+        signature = {
+            argument: "constexpr"
+            if argument in constants
+            else types.get(argument, "*fp32" if argument.endswith("_ptr") else "fp32")
+            for argument in kernel.arg_names
+        }
+        made = triton.compile(
+            ASTSource(fn=kernel, signature=signature, constexprs=constants),
+            target=GPUTarget("cuda", chip, 32),
+            options={"num_warps": 4, "enable_fp_fusion": False},
+        )
+        assert made.asm["cubin"], (name, types, flags)
+        assert "fma.rn.f32" not in made.asm["ptx"], (name, types, flags)
