@@ -627,7 +627,7 @@ def test_plain_pytorch_serves_when_the_libraries_are_switched_off(device):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["75", "120"])
-@pytest.mark.parametrize("source", ["norm", "pack", "rank_sum", "unpack"])
+@pytest.mark.parametrize("source", ["adamw", "norm", "pack", "rank_sum", "unpack"])
 def test_cuda_operators_compile_and_round_every_product(device, tmp_path, source, architecture):
     """No GPU is needed: what nvcc made is searched for fused multiply-adds, which change bits."""
     nvcc = shutil.which("nvcc")

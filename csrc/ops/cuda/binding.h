@@ -1,4 +1,4 @@
-// What the four thin bindings of this folder share: device, stream, and the check after a launch.
+// What the thin bindings of this folder share: device, stream, and the check after a launch.
 #pragma once
 
 // The stable ABI shows its CUDA functions only where this is defined, as it is by torch itself.

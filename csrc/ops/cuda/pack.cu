@@ -1,7 +1,6 @@
 #include "pack.cuh"
 
 #include "binding.h"
-#include "norm.cuh"
 
 namespace poplar::cuda {
 namespace {
@@ -16,13 +15,9 @@ void pack_(Tensor bucket, std::vector<Tensor> grads, std::vector<std::int64_t> o
   float* blocks = sums_of("pack_", bucket, sums);
   with_type(dtype_of(bucket, "pack_: bucket"), [&](auto* type) {
     using Bucket = std::remove_pointer_t<decltype(type)>;
-    STD_CUDA_CHECK(pack(static_cast<Bucket*>(bucket.mutable_data_ptr()), numel, offsets, numels,
-                        sources.data, sources.dtypes, static_cast<float>(weight), accumulate,
-                        device.stream()));
-    if (blocks != nullptr) {
-      STD_CUDA_CHECK(block_sums(blocks, static_cast<const Bucket*>(bucket.const_data_ptr()), numel,
-                                device.stream()));
-    }
+    STD_CUDA_CHECK(pack(static_cast<Bucket*>(bucket.mutable_data_ptr()), blocks, numel, offsets,
+                        numels, sources.data, sources.dtypes, static_cast<float>(weight),
+                        accumulate, device.stream()));
   });
 }
 

@@ -3,7 +3,6 @@
 #include <vector>
 
 #include "binding.h"
-#include "norm.cuh"
 
 namespace poplar::cuda {
 namespace {
@@ -32,15 +31,11 @@ void rank_sum_(Tensor out, std::vector<Tensor> received, bool accumulate,
   const OnDevice device(out);
   with_type(dtype_of(received[0], "rank_sum_: received"), [&](auto* type) {
     using Received = std::remove_pointer_t<decltype(type)>;
-    STD_CUDA_CHECK(rank_sum(static_cast<float*>(out.mutable_data_ptr()),
+    STD_CUDA_CHECK(rank_sum(static_cast<float*>(out.mutable_data_ptr()), blocks,
                             static_cast<const Received*>(received[0].const_data_ptr()),
                             distance<Received>(received), received.size(), numel, accumulate,
                             device.stream()));
   });
-  if (blocks != nullptr) {
-    STD_CUDA_CHECK(block_sums(blocks, static_cast<const float*>(out.const_data_ptr()), numel,
-                              device.stream()));
-  }
 }
 
 }  // namespace

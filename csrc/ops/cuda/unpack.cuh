@@ -39,18 +39,17 @@ struct UnpackTile {
 template <typename Flat>
 __global__ void __launch_bounds__(kThreads)
     unpack_kernel(const Flat* flat, const __grid_constant__ SegmentTable<void*> table) {
-  walk_tile(table, UnpackTile<Flat>{flat, table});
+  walk_tile(table, tile_of(table, blockIdx.x), UnpackTile<Flat>{flat, table});
 }
 
 template <typename Flat>
 cudaError_t unpack(const Flat* flat, std::int64_t numel, const std::vector<std::int64_t>& offsets,
                    const std::vector<std::int64_t>& numels, const std::vector<void*>& data,
                    const std::vector<Dtype>& dtypes, cudaStream_t stream) {
-  return for_each_table(numel, offsets, numels, data, dtypes,
-                        [&](unsigned blocks, const SegmentTable<void*>& table) {
-                          unpack_kernel<Flat><<<blocks, kThreads, 0, stream>>>(flat, table);
-                          return cudaGetLastError();
-                        });
+  return for_each_table(
+      numel, offsets, numels, data, dtypes, [&](const SegmentTable<void*>& table) {
+        return launch(unpack_kernel<Flat>, table.end - table.begin, kTile, stream, flat, table);
+      });
 }
 
 }  // namespace poplar::cuda

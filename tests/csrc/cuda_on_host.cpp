@@ -1,0 +1,82 @@
+// The CUDA kernels behind C functions, for tests/test_cuda_on_host.py: compiled for the host, with
+// emulated/cuda_runtime.h in the place of CUDA's.
+#include <type_traits>
+
+#include "adamw.cuh"
+#include "norm.cuh"
+#include "pack.cuh"
+#include "rank_sum.cuh"
+#include "unpack.cuh"
+
+namespace {
+
+using namespace poplar;
+
+template <typename Function>
+void with_type(Dtype dtype, const Function& function) {
+  switch (dtype) {
+    case Dtype::kFloat:
+      return function(static_cast<float*>(nullptr));
+    case Dtype::kBFloat16:
+      return function(static_cast<BFloat16*>(nullptr));
+    case Dtype::kHalf:
+      return function(static_cast<Half*>(nullptr));
+  }
+}
+
+template <typename Element>
+std::vector<Element> listed(const Element* elements, std::int64_t count) {
+  return std::vector<Element>(elements, elements + count);
+}
+
+}  // namespace
+
+extern "C" {
+
+void pack(Dtype dtype, void* bucket, float* sums, std::int64_t numel, std::int64_t count,
+          const std::int64_t* offsets, const std::int64_t* numels, const void* const* data,
+          const Dtype* dtypes, float weight, bool accumulate) {
+  with_type(dtype, [&](auto* type) {
+    cuda::pack(static_cast<decltype(type)>(bucket), sums, numel, listed(offsets, count),
+               listed(numels, count), listed(data, count), listed(dtypes, count), weight,
+               accumulate, nullptr);
+  });
+}
+
+void unpack(Dtype dtype, const void* flat, std::int64_t numel, std::int64_t count,
+            const std::int64_t* offsets, const std::int64_t* numels, void* const* data,
+            const Dtype* dtypes) {
+  with_type(dtype, [&](auto* type) {
+    using Flat = std::remove_pointer_t<decltype(type)>;
+    cuda::unpack(static_cast<const Flat*>(flat), numel, listed(offsets, count),
+                 listed(numels, count), listed(data, count), listed(dtypes, count), nullptr);
+  });
+}
+
+void rank_sum(Dtype dtype, float* out, float* sums, const void* received, std::int64_t distance,
+              std::int64_t ranks, std::int64_t numel, bool accumulate) {
+  with_type(dtype, [&](auto* type) {
+    using Received = std::remove_pointer_t<decltype(type)>;
+    cuda::rank_sum(out, sums, static_cast<const Received*>(received), distance, ranks, numel,
+                   accumulate, nullptr);
+  });
+}
+
+void block_sums(Dtype dtype, float* sums, const void* flat, std::int64_t numel) {
+  with_type(dtype, [&](auto* type) {
+    using Flat = std::remove_pointer_t<decltype(type)>;
+    cuda::block_sums(sums, static_cast<const Flat*>(flat), numel, nullptr);
+  });
+}
+
+void adamw(Dtype dtype, float* values, const float* gradient, float* mean, float* square_mean,
+           void* rounded, std::int64_t numel, const double* rule, bool maximize, const float* scale,
+           const float* found_inf) {
+  const AdamW update(rule[0], rule[1], rule[2], rule[3], rule[4], rule[5], maximize, 1.0f);
+  with_type(dtype, [&](auto* type) {
+    cuda::adamw(cuda::Shard{values, gradient, mean, square_mean, numel},
+                static_cast<decltype(type)>(rounded), update, scale, found_inf, nullptr);
+  });
+}
+
+}  // extern "C"

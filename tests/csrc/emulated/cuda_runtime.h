@@ -1,0 +1,156 @@
+// Just enough of CUDA to run this project's kernels on the host, one block of threads after
+// another.
+//
+// A thread is a fiber; the one that waits (in a barrier, in a shuffle) lets the others go on, in
+// order, so runs are repeatable. Stricter than a GPU: threads that wait for one that has returned,
+// or for ever, end the process with a word.
+#pragma once
+
+#include <ucontext.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#define __global__
+#define __device__
+#define __host__
+#define __grid_constant__
+#define __launch_bounds__(threads)
+#define __shared__ static
+
+struct dim3 {
+  unsigned x;
+  explicit dim3(unsigned x = 1) : x(x) {}
+};
+
+enum cudaError_t { cudaSuccess };
+using cudaStream_t = void*;
+
+struct cudaLaunchConfig_t {
+  dim3 gridDim, blockDim;
+  cudaStream_t stream;
+};
+
+inline dim3 threadIdx, blockIdx;
+
+namespace emulated {
+
+constexpr unsigned kWarp = 32;
+constexpr std::size_t kStack = 128 << 10;
+
+// Threads of a block that wait for each other.
+struct Barrier {
+  unsigned arrived = 0;
+  unsigned generation = 0;
+};
+
+struct Block {
+  std::vector<ucontext_t> threads;
+  std::vector<std::unique_ptr<char[]>> stacks;
+  std::vector<bool> over;
+  std::vector<float> shown;
+  std::vector<Barrier> warps;
+  Barrier whole;
+  std::function<void()> kernel;
+  ucontext_t scheduler;
+  bool moved = false;
+};
+
+inline Block* block;
+
+[[noreturn]] inline void give_up(const char* why) {
+  std::fprintf(stderr, "emulated CUDA: block %u, thread %u: %s\n", blockIdx.x, threadIdx.x, why);
+  std::abort();
+}
+
+inline void wait(Barrier& barrier, unsigned first, unsigned count) {
+  for (unsigned thread = first; thread < first + count; ++thread) {
+    if (block->over[thread]) {
+      give_up("waits for a thread that has returned");
+    }
+  }
+  const unsigned generation = barrier.generation;
+  if (++barrier.arrived == count) {
+    barrier.arrived = 0;
+    ++barrier.generation;
+    block->moved = true;
+  }
+  while (barrier.generation == generation) {
+    const unsigned me = threadIdx.x;
+    swapcontext(&block->threads[me], &block->scheduler);
+  }
+}
+
+inline void run_thread() {
+  block->kernel();
+  block->over[threadIdx.x] = true;
+  block->moved = true;
+}
+
+inline void run_block(unsigned threads, std::function<void()> kernel) {
+  Block here;
+  here.threads.resize(threads);
+  here.over.assign(threads, false);
+  here.shown.resize(threads);
+  here.warps.resize((threads + kWarp - 1) / kWarp);
+  here.kernel = std::move(kernel);
+  block = &here;
+  for (ucontext_t& thread : here.threads) {
+    here.stacks.emplace_back(new char[kStack]);
+    getcontext(&thread);
+    thread.uc_stack.ss_sp = here.stacks.back().get();
+    thread.uc_stack.ss_size = kStack;
+    thread.uc_link = &here.scheduler;
+    makecontext(&thread, run_thread, 0);
+  }
+  for (unsigned left = threads; left > 0;) {
+    here.moved = false;
+    left = 0;
+    for (unsigned thread = 0; thread < threads; ++thread) {
+      if (!here.over[thread]) {
+        threadIdx = dim3(thread);
+        swapcontext(&here.scheduler, &here.threads[thread]);
+        left += !here.over[thread];
+      }
+    }
+    if (!here.moved) {
+      give_up("all threads wait");
+    }
+  }
+}
+
+}  // namespace emulated
+
+inline void __syncthreads() {
+  emulated::wait(emulated::block->whole, 0, static_cast<unsigned>(emulated::block->threads.size()));
+}
+
+inline float __shfl_xor_sync(unsigned mask, float value, int distance) {
+  using namespace emulated;
+  if (mask != 0xffffffffu) {
+    give_up("only whole warps are emulated");
+  }
+  const unsigned me = threadIdx.x;
+  Barrier& warp = block->warps[me / kWarp];
+  const unsigned first = me / kWarp * kWarp;
+  block->shown[me] = value;
+  wait(warp, first, kWarp);
+  const float other = block->shown[me ^ static_cast<unsigned>(distance)];
+  wait(warp, first, kWarp);
+  return other;
+}
+
+template <typename... Parameters, typename... Arguments>
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
+                               const Arguments&... arguments) {
+  for (unsigned number = 0; number < config->gridDim.x; ++number) {
+    blockIdx = dim3(number);
+    emulated::run_block(config->blockDim.x, [&] { kernel(arguments...); });
+  }
+  return cudaSuccess;
+}
