@@ -10,11 +10,25 @@
 // x86-64). Contraction is off for all clones alike, so they give the same bits.
 #ifdef POPLAR_TARGET_CLONES
 #define POPLAR_CLONES __attribute__((target_clones("arch=x86-64-v4", "avx2", "default")))
+// For a loop that has a version of its own in registers of 64 bytes, which compilers don't use by
+// themselves: that one, and clones of the other. `has_wide_registers` tells which one to call.
+#define POPLAR_WIDE __attribute__((target("arch=x86-64-v4,prefer-vector-width=512")))
 #else
 #define POPLAR_CLONES
 #endif
 
 namespace poplar {
+
+inline bool has_wide_registers() {
+#ifdef POPLAR_WIDE
+  static const bool has = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                          __builtin_cpu_supports("avx512cd") &&
+                          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  return has;
+#else
+  return false;
+#endif
+}
 
 // Elements below which a thread of its own costs more than it saves: 128 KiB of fp32.
 constexpr std::int64_t kGrain = 32768;

@@ -9,8 +9,10 @@
 #include <cstdint>
 #include <cstring>
 
+#include "parallel.h"
+
 #ifdef __SSE2__
-#include <emmintrin.h>
+#include <immintrin.h>
 #endif
 
 namespace poplar {
@@ -21,6 +23,9 @@ constexpr std::int64_t kStreamBytes = std::int64_t{4} << 20;
 
 // What a streaming store writes at once, and what its target has to be a multiple of.
 constexpr std::int64_t kStreamWidth = 16;
+
+// What a line of the cache holds.
+constexpr std::int64_t kLine = 64;
 
 inline bool can_stream(const void* target, std::int64_t bytes) {
 #ifdef __SSE2__
@@ -46,6 +51,19 @@ inline __attribute__((always_inline)) void stream(void* target, const void* sour
   std::memcpy(target, source, static_cast<std::size_t>(bytes));
 #endif
 }
+
+#ifdef POPLAR_WIDE
+// The same, a line of the cache at a time: of which `target` and `bytes` are multiples.
+POPLAR_WIDE inline __attribute__((always_inline)) void stream_lines(void* target,
+                                                                    const void* source,
+                                                                    std::int64_t bytes) {
+  char* to = static_cast<char*>(target);
+  const char* from = static_cast<const char*>(source);
+  for (std::int64_t i = 0; i < bytes; i += kLine) {
+    _mm512_stream_si512(reinterpret_cast<__m512i*>(to + i), _mm512_loadu_si512(from + i));
+  }
+}
+#endif
 
 // After streaming, on the thread that did: what it stores next is seen after what it streamed.
 inline void end_streaming() {
