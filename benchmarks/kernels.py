@@ -2,9 +2,10 @@
 
     python benchmarks/kernels.py --output rows.jsonl --plot kernels.png
 
-On the CPU, with torch's own threads. Every way's result is held against the others' before anything
-is timed. Ways take turns in every round, beside a copy: figures are GB/s of the bytes that have to
-move at least, percent of the copy's bandwidth, and how much faster than the usual way.
+On the CPU with torch's own threads, or on a GPU (`--device cuda`). Every way's result is held
+against the others' before anything is timed. Ways take turns in every round, beside a copy: figures
+are GB/s of the bytes that have to move at least, percent of the copy's bandwidth, and how much
+faster than the usual way.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ def main() -> None:
         rows = read_rows(options.show)
     else:
         torch.set_num_threads(options.threads)
+        torch.set_default_device(options.device)
         console.print(ops.describe())
         rows = run(options, console)
     console.print(table_of(rows))
@@ -49,8 +51,10 @@ def run(options: argparse.Namespace, console: Console) -> list[Row]:
     rows: list[Row] = []
     for name in options.tensors:
         for dtype in options.dtypes:
-            operations = [o for o in options.operations if fits(name, o)]
+            operations = [o for o in options.operations if fits(name, o, options.device)]
             for make in tasks_of(operations, LISTS[name], dtype):
+                if options.device == "cuda":
+                    torch.cuda.empty_cache()
                 task = make()
                 if options.verbose:
                     console.print(f"{task.name}, {name}, {dtype}")
@@ -64,8 +68,10 @@ def run(options: argparse.Namespace, console: Console) -> list[Row]:
     return rows
 
 
-def fits(name: str, operation: str) -> bool:
-    """Whether 24 GiB hold it: a 1.1B model with the state of three optimizers needs more."""
+def fits(name: str, operation: str, device: str) -> bool:
+    """Whether it is held: a 1.1B model with the state of three optimizers needs 70 GB."""
+    if device == "cuda" and torch.cuda.mem_get_info()[0] > 80e9:
+        return True
     return LISTS[name].numel < 500_000_000 or operation in ("pack", "reduce")
 
 
@@ -79,6 +85,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--dtypes", choices=tuple(DTYPES), default=tuple(DTYPES), **several)
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--quick", action="store_true", help="the small list, three rounds")
     parser.add_argument("--show", type=Path, metavar="FILE", help="show saved rows")

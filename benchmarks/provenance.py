@@ -11,8 +11,12 @@ from pathlib import Path
 
 
 @cache
-def device() -> str:
-    """The machine's processor and its number of cores."""
+def device(kind: str = "cpu") -> str:
+    """The machine's processor and its number of cores, or its first GPU."""
+    if kind == "cuda":
+        import torch
+
+        return f"cuda: {torch.cuda.get_device_name()}"
     return f"{_processor()}, {os.cpu_count()} cores"
 
 

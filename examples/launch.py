@@ -35,15 +35,17 @@ def run_ranks(
     *args: Any,
     cores: tuple[int, ...] | None = None,
     before: Callable[[int], None] | None = None,
+    backend: str = "gloo",
 ) -> None:
     """Run `work(*args)` in as many processes as there are ranks, each with one thread.
 
     Args:
-        work: a function of a module; it finds the default process group (gloo) initialised.
+        work: a function of a module; it finds the default process group initialised.
         ranks: how many processes.
         args: passed on to each of them; must be picklable.
         cores: the core that each rank is bound to; None leaves them free.
         before: called with the rank before the ranks meet, to enter another network, say.
+        backend: of the default process group.
 
     Raises:
         LaunchError: some rank raised, or was ended by a signal.
@@ -53,7 +55,7 @@ def run_ranks(
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     with tempfile.TemporaryDirectory() as folder:
         started = mp.spawn(
-            _rank, (ranks, folder, cores, before, work, args), nprocs=ranks, join=False
+            _rank, (ranks, folder, cores, before, backend, work, args), nprocs=ranks, join=False
         )
         try:
             while not started.join(grace_period=GRACE_SECONDS):
@@ -81,6 +83,7 @@ def _rank(
     folder: str,
     cores: tuple[int, ...] | None,
     before: Callable[[int], None] | None,
+    backend: str,
     work: Callable[..., None],
     args: tuple[Any, ...],
 ) -> None:
@@ -91,7 +94,7 @@ def _rank(
         if before is not None:
             before(rank)
         dist.init_process_group(
-            "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=ranks
+            backend, init_method=f"file://{folder}/rendezvous", rank=rank, world_size=ranks
         )
         work(*args)
     except Exception:

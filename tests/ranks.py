@@ -10,7 +10,8 @@ take part, and a call that failed never leaves a half-used process group to the 
 `one_off` starts ranks of its own, for tests that kill or stop them.
 
 Gloo on CPU; NCCL with one device per rank where there are CUDA devices (`device()` says which).
-`POPLAR_TEST_BACKEND=gloo|nccl` decides otherwise.
+`POPLAR_TEST_BACKEND=gloo|nccl` decides otherwise, and `POPLAR_TEST_DEVICE=cuda` puts gloo's ranks
+on the CUDA devices too, several on one if need be.
 """
 
 from __future__ import annotations
@@ -185,7 +186,7 @@ def _work(me: int, world_size: int, folder: str, backend: str, channel: Connecti
     unit.GATHERED_TOGETHER_BYTES = 0
     _Here.rank = me
     _Here.notes = Path(folder) / f"note-{me}"
-    if backend == "nccl":
+    if backend == "nccl" or os.environ.get("POPLAR_TEST_DEVICE") == "cuda":
         _Here.device = torch.device("cuda", me % torch.cuda.device_count())
         torch.cuda.set_device(_Here.device)
     dist.init_process_group(

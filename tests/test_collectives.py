@@ -157,6 +157,6 @@ def wait_in_opposite_orders(choice: str) -> list[float]:
     return [bucket.data.mean().item(), data.mean().item()]
 
 
-@pytest.mark.parametrize("choice", ["shared_memory", "process_group"])
+@pytest.mark.parametrize("choice", ["shared_memory", "process_group", "staged"])
 def test_ranks_may_wait_in_any_order(ranks: Pool, choice: str) -> None:
     assert ranks.run(wait_in_opposite_orders, choice) == [[4.0, 1.0]] * WORLD

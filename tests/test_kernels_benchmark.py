@@ -84,7 +84,7 @@ def test_rows_are_written_read_shown_and_drawn(tmp_path: Path) -> None:
 
 
 def test_large_models_are_left_out_where_memory_would_not_do() -> None:
-    assert kernels.fits("gpt-124m", "chain")
-    assert not kernels.fits("llama-1.1b", "chain")
-    assert kernels.fits("llama-1.1b", "pack")
+    assert kernels.fits("gpt-124m", "chain", "cpu")
+    assert not kernels.fits("llama-1.1b", "chain", "cpu")
+    assert kernels.fits("llama-1.1b", "pack", "cpu")
     assert kernels.parse_options(["--quick"]).tensors == ("small",)

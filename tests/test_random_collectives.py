@@ -25,7 +25,7 @@ from poplar.planning.layout import Layout
 WORLD = 4
 TIMES = int(os.environ.get("POPLAR_COLLECTIVES", "400"))
 MOST_IN_FLIGHT = 4
-IN_RANK_ORDER = ("shared_memory", "process_group", "process_group:padded+grouped")
+IN_RANK_ORDER = ("shared_memory", "process_group", "process_group:padded+grouped", "staged")
 ACROSS_HOSTS = ("hierarchical", "hierarchical:process_group")
 IN_ANOTHER_ORDER = ("process_group:library+padded", "process_group:grouped+direct")
 CPU = torch.device("cpu")
@@ -258,6 +258,7 @@ def moved(choice: str, names: str) -> list[bool]:
     [
         ("process_group", "aaaa"),
         ("shared_memory", "aaaa"),
+        ("staged", "aaaa"),
         ("hierarchical", "abba"),
         ("hierarchical:process_group", "abba"),
     ],

@@ -10,6 +10,7 @@ from datetime import date
 from pathlib import Path
 
 import provenance
+import torch
 
 from operators.task import Task
 
@@ -80,7 +81,7 @@ def rows_of(
                 copy_bandwidth=statistics.median(speeds),
                 rounds=len(own),
                 threads=threads,
-                device=provenance.device(),
+                device=provenance.device(torch.get_default_device().type),
                 versions=provenance.versions("torch"),
                 commit=provenance.commit(),
                 day=date.today().isoformat(),

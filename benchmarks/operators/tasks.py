@@ -234,4 +234,4 @@ def _gradients(tensors: TensorList, dtype: torch.dtype) -> tuple[list[Tensor], l
 
 
 def _seed() -> torch.Generator:
-    return torch.Generator().manual_seed(0)
+    return torch.Generator(torch.get_default_device()).manual_seed(0)

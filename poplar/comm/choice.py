@@ -17,19 +17,19 @@ from poplar.comm.nested import NestedCommunicator
 from poplar.comm.process_group import ProcessGroupCommunicator
 from poplar.comm.segment import addresses
 from poplar.comm.shared_memory import SharedMemoryCommunicator
+from poplar.comm.staged import HOST, StagedCommunicator
 
 T = TypeVar("T")
 
 AGREEMENT_BYTES = 1 << 30
 """Addresses that each rank sets aside to share; of memory it takes what it uses."""
-CPU = torch.device("cpu")
-CHOICES = ("auto", "process_group", "shared_memory", "hierarchical")
+CHOICES = ("auto", "process_group", "shared_memory", "hierarchical", "staged")
 
 
 def connect(
     group: Group,
     choice: str | Communicator,
-    device: torch.device = CPU,
+    device: torch.device = HOST,
     *,
     planned: str | None = None,
 ) -> Communicator:
@@ -41,9 +41,11 @@ def connect(
         choice: `"process_group"` (NCCL, gloo), also with the names of two `algorithms`, for sums
             and for gathers, as in `"process_group:padded+grouped"`; `"shared_memory"` (CPU ranks of
             one host); `"hierarchical"` (shared memory on each of several hosts);
-            `"hierarchical:process_group"` (NCCL or gloo on each of them); `"auto"`: shared memory
-            where that is possible, the hierarchical way where some of several hosts have
-            more than one rank, else the process group; or a communicator built by the caller.
+            `"hierarchical:process_group"` (NCCL or gloo on each of them); `"staged"` (any device,
+            by way of host memory); `"auto"`: shared memory where that is possible, the hierarchical
+            way where some of several hosts have more than one rank, staged for devices whose
+            tensors the process group does not carry (GPUs beside gloo), else the process group; or
+            a communicator built by the caller.
         planned: what a plan names, which is taken where the choice is `"auto"`.
 
     Raises:
@@ -67,8 +69,10 @@ def connect(
     if name in ("shared_memory", "hierarchical") and device.type != "cpu":
         raise ValueError(
             f"communicator={choice!r} is for tensors on the CPU, the model's are on {device}; "
-            "use 'auto', 'process_group' or 'hierarchical:process_group'"
+            "use 'auto', 'process_group', 'hierarchical:process_group' or 'staged'"
         )
+    if name == "staged" or (name == "auto" and not group.carries(device)):
+        return StagedCommunicator(connect(group, "auto"))
     can = group.is_on_host(device) and device.type == "cpu" and group.size > 1
     if name == "process_group" or (name == "auto" and not can):
         return ProcessGroupCommunicator(group, *algorithms)

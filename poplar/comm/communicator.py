@@ -7,6 +7,7 @@ ends it, within the group's deadline. Every transport declares the order in whic
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -106,6 +107,22 @@ class Communicator(ABC):
     @abstractmethod
     def reshard(self, shard: Tensor, old: Layout, new: Layout, *, what: str) -> Tensor:
         """This rank's slice under `new`, from everybody's slices under `old`."""
+
+
+class Finished:
+    """A collective after whose end something is done, once."""
+
+    def __init__(self, pending: Pending, finish: Callable[[], None]) -> None:
+        self._pending = pending
+        self._finish: Callable[[], None] | None = finish
+
+    def wait(self) -> float:
+        """As `Pending.wait`."""
+        held_up = self._pending.wait()
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
+        return held_up
 
 
 def own_slice(data: Tensor, layout: Layout, rank: int) -> Tensor:

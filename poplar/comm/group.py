@@ -100,6 +100,10 @@ class Group:
         """Whether its backend for tensors of a device is one of the CPU's."""
         return is_on_host(self.process_group, device)
 
+    def carries(self, device: torch.device) -> bool:
+        """Whether its backend for tensors of a device is made for them, as NCCL is for CUDA."""
+        return device.type == "cpu" or not self.is_on_host(device)
+
     def failure(self, what: str, peers: Sequence[int], cause: str) -> CollectiveTimeout:
         """As `Members.failure`."""
         names = self.names or range(self.size)

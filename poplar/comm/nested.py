@@ -16,7 +16,7 @@ from torch import Tensor
 
 from poplar.comm.algorithms import gather_directly
 from poplar.comm.bucket import Bucket
-from poplar.comm.communicator import Communicator, Pending, own_slice
+from poplar.comm.communicator import Communicator, Finished, Pending, own_slice
 from poplar.comm.exchange import Exchange, Message
 from poplar.comm.group import Group
 from poplar.comm.hosts import Hosts, Piece
@@ -159,7 +159,7 @@ class NestedCommunicator(Communicator):
                 begin += piece.numel
 
         def spread() -> Pending:
-            return _Finished(gather_directly(self._near, shown, within, what, near), place)
+            return Finished(gather_directly(self._near, shown, within, what, near), place)
 
         return self._then(crossing, spread, far, data)
 
@@ -181,19 +181,6 @@ class NestedCommunicator(Communicator):
 
     def _crossing(self, layout: Layout) -> list[tuple[int, int, Piece]]:
         return self._hosts.crossing(layout, self._host)
-
-
-class _Finished:
-    """A collective after whose end something has to be done, once."""
-
-    def __init__(self, pending: Pending, finish: Callable[[], None]) -> None:
-        self._pending, self._finish = pending, finish
-
-    def wait(self) -> float:
-        """As `Pending.wait`."""
-        held_up = self._pending.wait()
-        self._finish()
-        return held_up
 
 
 def _layout(sizes: list[int]) -> Layout:

@@ -14,7 +14,7 @@ _ROUNDED = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class FlatAdamW(torch.optim.AdamW):
-    """`torch.optim.AdamW(fused=True)` for 1-D fp32 tensors on the CPU: its state, its results.
+    """`torch.optim.AdamW(fused=True)` for 1-D fp32 tensors: its state, its results.
 
     The gradient's factor and the low-precision copy of the values are part of the same pass, where
     torch's own would need one more each.
@@ -28,14 +28,16 @@ class FlatAdamW(torch.optim.AdamW):
             rounded: by parameter, what takes its new values.
         """
         factor = None
-        if scale != 1.0:
-            factor = torch.tensor(scale, dtype=torch.float32, device="cpu")
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
             for values in group["params"]:
                 if values.grad is None:
                     continue
+                if scale != 1.0 and factor is None:
+                    factor = torch.tensor(scale, dtype=torch.float32, device=values.device)
                 state = self._state_of(values)
+                if state["step"].is_cuda:  # a checkpoint's; nobody should wait for a GPU
+                    state["step"] = state["step"].cpu()
                 state["step"] += 1
                 ops.adamw_(
                     values,
@@ -56,6 +58,9 @@ class FlatAdamW(torch.optim.AdamW):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """As `torch.optim.AdamW.step`."""
         if closure is not None or not self.is_plain():
+            for values, state in self.state.items():  # torch's own counts where the values are
+                if "step" in state:
+                    state["step"] = state["step"].to(values.device)
             result: float | None = super().step(closure)
             return result
         self.step_scaled(1.0, {})
@@ -74,7 +79,7 @@ class FlatAdamW(torch.optim.AdamW):
     def _state_of(self, values: Tensor) -> dict[str, Any]:
         state: dict[str, Any] = self.state[values]
         if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=values.device)
+            state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
             state["exp_avg"] = torch.zeros_like(values)
             state["exp_avg_sq"] = torch.zeros_like(values)
         return state
@@ -94,6 +99,6 @@ def flat_class(
 
     The same on all ranks, whoever serves the operators: replicas must not drift apart.
     """
-    if factory is torch.optim.AdamW and options.get("fused") and device.type == "cpu":
+    if factory is torch.optim.AdamW and options.get("fused") and device.type in ("cpu", "cuda"):
         return FlatAdamW
     return factory

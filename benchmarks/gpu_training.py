@@ -1,0 +1,155 @@
+"""Training with several ranks on one GPU, each with its own part of the memory.
+
+What travels goes by way of host memory (`communicator="auto"` beside gloo), or by NCCL where it
+lets ranks share a GPU, and is held against one process. Nothing here is about speed: ranks on one GPU take it from each other.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+
+from launch import run_ranks
+from llama import SIZES, Llama, next_byte_loss
+
+import poplar
+from poplar import HeteroZeroOptimizer, Plan
+
+MICRO_BATCHES, SHARES, MEMORY = (4, 2, 1), (0.5, 0.3, 0.2), (0.4, 0.2, 0.1)
+PASSES, STEPS = 2, 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One stage."""
+
+    benchmark: str
+    backend: str
+    stage: int
+    micro_batches: tuple[int, ...]
+    shares: tuple[float, ...]
+    memory_fractions: tuple[float, ...]
+    relative_error: float
+    """Largest of a parameter's gradient, against one process on the whole batch."""
+    tolerance: float
+    losses: tuple[float, ...]
+    step_seconds: float
+    peak_bytes: tuple[int, ...]
+    """Allocated on the GPU, by rank."""
+    device: str
+    torch: str
+
+
+def train_on_one_gpu(
+    stages: tuple[int, ...], backend: str, size: str, device: str, output: str
+) -> None:
+    """What each rank does."""
+    rank = dist.get_rank()
+    target = torch.device(device, 0) if device == "cuda" else torch.device("cpu")
+    if device == "cuda":
+        torch.cuda.set_device(target)
+        torch.cuda.set_per_process_memory_fraction(MEMORY[rank])
+    for stage in stages:
+        row = train(stage, backend, size, target)
+        if rank == 0:
+            with Path(output).open("a", encoding="utf-8") as file:
+                file.write(json.dumps(asdict(row)) + "\n")
+
+
+def train(stage: int, backend: str, size: str, device: torch.device) -> Row:
+    """Verify one step, then train."""
+    config = SIZES[size]
+    torch.manual_seed(0)
+    model = Llama(config).to(device)
+    plan = Plan.manual(MICRO_BATCHES, stage=stage, passes=PASSES, shares=SHARES)
+    bytes_of_text = torch.randint(0, 256, (plan.global_batch, config.context + 1))
+    batch = {"input": bytes_of_text[:, :-1].to(device), "target": bytes_of_text[:, 1:].to(device)}
+    found = poplar.verify(model, next_byte_loss, batch, plan)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    optimizer = HeteroZeroOptimizer(model, torch.optim.AdamW, plan=plan, lr=1e-3)
+    first = sum(plan.samples(other) for other in range(dist.get_rank()))
+    own = {
+        name: values[first : first + plan.samples(dist.get_rank())]
+        for name, values in batch.items()
+    }
+    results = [optimizer.train_step(next_byte_loss, own, max_norm=1.0) for _ in range(STEPS)]
+    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
+    optimizer.release()
+    return Row(
+        benchmark="gpu_training",
+        backend=backend,
+        stage=stage,
+        micro_batches=MICRO_BATCHES,
+        shares=SHARES,
+        memory_fractions=MEMORY,
+        relative_error=found.parameters[0].relative_error,
+        tolerance=found.tolerance,
+        losses=tuple(float(result.loss) for result in results),
+        step_seconds=statistics.median(result.seconds for result in results[2:]),
+        peak_bytes=gathered(peak),
+        device=torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+        torch=torch.__version__,
+    )
+
+
+def gathered(value: int) -> tuple[int, ...]:
+    """Everybody's."""
+    values: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return tuple(values)
+
+
+def run(output: Path, backend: str, size: str, device: str) -> list[Row]:
+    """All stages, on as many ranks as there are micro-batches.
+
+    Raises:
+        LaunchError: a rank failed.
+    """
+    stages = (0, 1, 2, 3)
+    run_ranks(
+        train_on_one_gpu,
+        len(MICRO_BATCHES),
+        stages,
+        backend,
+        size,
+        device,
+        str(output),
+        backend="cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo",
+    )
+    lines = output.read_text(encoding="utf-8").splitlines()[-len(stages) :]
+    return [Row(**json.loads(line)) for line in lines]
+
+
+def agrees(row: Row) -> bool:
+    """Whether the gradient is one process's, and training goes on."""
+    falls = row.losses[-1] < row.losses[0]
+    return row.relative_error <= row.tolerance and falls
+
+
+def one_step() -> None:
+    """One rank, one step of every stage: for compute-sanitizer."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    for stage in (0, 1, 2, 3):
+        torch.manual_seed(0)
+        model = Llama(SIZES["tiny"]).cuda()
+        plan = Plan.manual((2,), stage=stage, passes=2)
+        tokens = torch.randint(0, 256, (4, 65), device="cuda")
+        batch = {"input": tokens[:, :-1], "target": tokens[:, 1:]}
+        optimizer = HeteroZeroOptimizer(model, torch.optim.AdamW, plan=plan, lr=1e-3)
+        optimizer.train_step(next_byte_loss, batch, max_norm=1.0)
+        optimizer.release()
+    torch.cuda.synchronize()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    one_step()
