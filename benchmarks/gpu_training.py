@@ -1,7 +1,8 @@
 """Training with several ranks on one GPU, each with its own part of the memory.
 
 What travels goes by way of host memory (`communicator="auto"` beside gloo), or by NCCL where it
-lets ranks share a GPU, and is held against one process. Nothing here is about speed: ranks on one GPU take it from each other.
+lets ranks share a GPU. The gradient is held against one process's. Nothing here is about speed:
+ranks on one GPU take it from each other.
 """
 
 from __future__ import annotations

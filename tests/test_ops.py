@@ -101,6 +101,13 @@ def both(name: str, mutated: list[Tensor], call) -> tuple[list[Tensor], list[Ten
     return dispatched, plain
 
 
+def free_bytes(device: str) -> int:
+    if device == "cuda":
+        return torch.cuda.mem_get_info()[0]
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
+
+
 def test_the_libraries_that_were_built_are_the_ones_that_serve(device):
     built = (Path(_core.__file__).parent / "libpoplar_ops.so").exists()
     assert ops.native == (built and os.environ.get("POPLAR_OPS") != "off")
@@ -357,6 +364,25 @@ def test_pack_leaves_the_block_sums_of_what_it_wrote(device, dtype, accumulate, 
     sums = torch.full((-(-numel // 64),), 7.0, device=device)
     ops.pack_(bucket, grads, offsets, 1 / 3, accumulate, sums)
     assert_same_bits(sums, plain_ops.block_sums_of_squares(bucket))
+
+
+@pytest.mark.slow
+def test_pack_takes_more_than_2_to_the_31_elements(device):
+    """One gradient, many times over, so that the bucket alone is large."""
+    numel, times = (1 << 26) + 64, 33
+    if free_bytes(device) < 12 << 30:
+        pytest.skip("12 GiB of memory are not free here")
+    grad = torch.arange(numel, device=device).remainder_(2048).half()
+    bucket = torch.empty(times * numel, dtype=torch.float16, device=device)
+    assert bucket.numel() > 2**31
+    sums = torch.empty(bucket.numel() // 64, device=device)
+    ops.pack_(bucket, [grad] * times, [i * numel for i in range(times)], 0.5, False, sums)
+    expected = grad * 0.5
+    assert all(torch.equal(part, expected) for part in bucket.view(times, -1))
+    assert torch.equal(sums.view(times, -1)[-1], ops.block_sums_of_squares(expected))
+    out = torch.empty(numel, device=device)
+    ops.rank_sum_(out, list(bucket.view(times, -1).unbind()))
+    assert torch.equal(out, expected.float() * times)  # small integers and halves: exact
 
 
 @pytest.mark.parametrize("numel", [STREAMED // 4, STREAMED // 2 + 5, STREAMED + 70])
