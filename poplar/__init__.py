@@ -21,9 +21,13 @@ if TYPE_CHECKING:
         NetworkProfile,
     )
     from poplar.planning.cost_model import DoesNotFit, Prediction, predict
+    from poplar.planning.explain import explain
+    from poplar.planning.explanation import Explanation
     from poplar.planning.plan import Plan, UnitPlan
     from poplar.planning.search import search
     from poplar.planning.shortage import NoPlanFits
+    from poplar.planning.simulator import simulate
+    from poplar.planning.timeline import Timeline
     from poplar.profiler import profile_cluster
     from poplar.scaler import GradScaler
     from poplar.tuner import Tuned, autotune, tune
@@ -37,6 +41,7 @@ _HOME = {
     "CollectiveTimeout": "poplar.errors",
     "DeviceProfile": "poplar.planning.cluster",
     "DoesNotFit": "poplar.planning.cost_model",
+    "Explanation": "poplar.planning.explanation",
     "GradScaler": "poplar.scaler",
     "HeteroBatchSampler": "poplar.data",
     "HeteroZeroOptimizer": "poplar.optimizer",
@@ -49,13 +54,16 @@ _HOME = {
     "Prediction": "poplar.planning.cost_model",
     "RankFailed": "poplar.errors",
     "StepResult": "poplar.optimizer",
+    "Timeline": "poplar.planning.timeline",
     "Tuned": "poplar.tuner",
     "UnitPlan": "poplar.planning.plan",
     "Verification": "poplar.verification",
     "autotune": "poplar.tuner",
+    "explain": "poplar.planning.explain",
     "predict": "poplar.planning.cost_model",
     "profile_cluster": "poplar.profiler",
     "search": "poplar.planning.search",
+    "simulate": "poplar.planning.simulator",
     "split_stream": "poplar.data",
     "tune": "poplar.tuner",
     "verify": "poplar.verification",
@@ -67,6 +75,7 @@ __all__ = [
     "CollectiveTimeout",
     "DeviceProfile",
     "DoesNotFit",
+    "Explanation",
     "GradScaler",
     "HeteroBatchSampler",
     "HeteroZeroOptimizer",
@@ -79,13 +88,16 @@ __all__ = [
     "Prediction",
     "RankFailed",
     "StepResult",
+    "Timeline",
     "Tuned",
     "UnitPlan",
     "Verification",
     "autotune",
+    "explain",
     "predict",
     "profile_cluster",
     "search",
+    "simulate",
     "split_stream",
     "tune",
     "verify",

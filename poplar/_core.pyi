@@ -1,4 +1,4 @@
-"""Partition arithmetic of flat buffers, and boards in shared memory; free of torch."""
+"""Partition arithmetic, the planner's inner loops, and boards in shared memory; free of torch."""
 
 from collections.abc import Sequence
 from enum import Enum
@@ -29,6 +29,13 @@ class Board:
 
 def shard_boundaries(numel: int, shares: Sequence[float], alignment: int) -> list[int]: ...
 def apportion(total: int, weights: Sequence[float]) -> list[int]: ...
+def cheapest_passes(passes: Sequence[float], most: int) -> tuple[list[float], list[int]]: ...
+def least_waste(
+    wastes: Sequence[float], sizes: Sequence[int], rate: float, most_waste: float, total: int
+) -> list[int]: ...
+def minimise(
+    costs: Sequence[float], rows: Sequence[Sequence[float]], bounds: Sequence[float]
+) -> tuple[float, list[float]] | None: ...
 def parameter_slices(
     offsets: Sequence[int], numels: Sequence[int], boundaries: Sequence[int]
 ) -> list[tuple[int, int, int, int]]: ...

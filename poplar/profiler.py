@@ -34,7 +34,7 @@ from poplar.planning.cluster import (
     ModelProfile,
     NetworkProfile,
 )
-from poplar.planning.cost_model import DoesNotFit, predict
+from poplar.planning.cost_model import DoesNotFit, predict, readable_bytes
 from poplar.planning.plan import MEETS_EVERY_PASS, Plan
 from poplar.planning.search import search
 from poplar.planning.shortage import NoPlanFits
@@ -43,7 +43,7 @@ from poplar.profiling.intact import computing_in, parameters_kept, surroundings_
 from poplar.profiling.network import Collectives, measure_network
 from poplar.profiling.passes import LossFunction, Passes, Rung, scout, time_rungs
 from poplar.profiling.progress import Tell, progress
-from poplar.profiling.request import DEFAULT_MAX_BATCH, Agreed, Request, agree_on, flat_numels
+from poplar.profiling.request import DEFAULT_MAX_BATCH, Agreed, Request, agree_on, sizes_of
 from poplar.profiling.residuals import fit
 from poplar.profiling.steps import Observation, observe
 from poplar.profiling.transport import sample_numels, time_transports
@@ -315,7 +315,7 @@ class Profiler:
     def _measure_updates(self, tell: Tell) -> list[UpdateCost]:
         tell("the optimizer step")
         checked = self.agreed.setup
-        numels = flat_numels(self.agreed, gathers=False)[1]
+        numels = sizes_of(self.agreed, gathers=False).flats
 
         def measure() -> UpdateCost:
             return measure_update(checked.stepper, checked.options, numels, self.device)
@@ -327,7 +327,7 @@ class Profiler:
         value_dtype = self.agreed.dtype or next(
             p.dtype for p in self.request.model.parameters() if p.requires_grad
         )
-        numels = flat_numels(self.agreed, gathers=False)[1]
+        numels = sizes_of(self.agreed, gathers=False).flats
         usual = connect(self.group, "auto", self.device)
         collectives = Collectives(
             comm=usual,
@@ -415,20 +415,25 @@ class Profiler:
         model, dtype = self.request.model, self.agreed.dtype
         trained = [p for p in model.parameters() if p.requires_grad]
         held = (dtype or trained[0].dtype).itemsize
-        frozen = [p for p in model.parameters() if not p.requires_grad] + list(model.buffers())
+        gathered = sizes_of(self.agreed, gathers=True)
+        together = max(sizes_of(self.agreed, gathers=False).flats)
         return ModelProfile(
-            unit_numels=tuple(flat_numels(self.agreed, gathers=True)[0]),
+            unit_numels=gathered.trained,
+            unit_frozen_numels=gathered.frozen,
+            resident_units=gathered.resident,
+            largest_flat_numels=(together, together, together, max(gathered.flats)),
             param_bytes=float(held),
             grad_bytes=float(held),
             optimizer_bytes=update.state_bytes + (0.0 if held == 4 else 4.0),
             wire_bytes=float(self.request.reduce_dtype.itemsize),
-            frozen_bytes=sum(tensor.numel() * tensor.element_size() for tensor in frozen),
+            frozen_bytes=sum(tensor.numel() * tensor.element_size() for tensor in model.buffers()),
         )
 
     def _memory(self) -> tuple[int, int]:
         """Bytes that this rank may use, and what of them is held by other than tensors."""
         on_cuda = self.device.type == "cuda"
         held = 0
+        total = host.total_memory()
         if on_cuda:
             free, total = torch.cuda.mem_get_info(self.device)
             others = devices.describe(self.device).others_bytes
@@ -436,9 +441,14 @@ class Profiler:
         elif self.request.memory_limit is None:
             weights = sum(p.numel() * p.element_size() for p in self.request.model.parameters())
             held = host.resident_memory() - weights
-        limit = self.request.memory_limit or devices.memory_available(
-            self.device, self.agreed.ranks_on_this_host
-        )
+        asked = self.request.memory_limit
+        if asked is not None and total is not None and asked > total:
+            raise ValueError(
+                f"rank {self.group.rank}: a memory_limit of {readable_bytes(asked)}, but "
+                f"{self.device} has {readable_bytes(total)}; lower it, or leave it out to use what "
+                "is free"
+            )
+        limit = asked or devices.memory_available(self.device, self.agreed.ranks_on_this_host)
         return limit, max(0, held)
 
     def _matrix_dtype(self) -> torch.dtype:

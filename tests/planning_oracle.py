@@ -126,14 +126,19 @@ class Oracle:
             (param + accumulator + state) * share,
         )[stage]
         unit = max(model.unit_numels)
-        bucket = model.wire_bytes * min(unit, 32 * 2**20 // 4)
-        if stage == 0:
-            flying = bucket
-        elif stage == 1:
-            flying = bucket * n * share
-        else:
-            flying = 2 * bucket * (1 + n * share)
-        gathered = param * sum(sorted(model.unit_numels)[-2:]) if stage == 3 else 0.0
+        buffer = min(unit, 32 * 2**20 // 4)
+        if model.largest_flat_numels:
+            buffer = model.largest_flat_numels[stage]
+        in_flight = min(4 if stage < 2 else 2, -(-model.numel // buffer))
+        bucket = in_flight * model.wire_bytes * buffer
+        packed = bucket if stage >= 2 or model.wire_bytes < 4 else 0.0
+        flying = packed + bucket * (1 if stage == 0 else n * share)
+        frozen = model.unit_frozen_numels or (0,) * len(model.unit_numels)
+        sizes = [trained + other for trained, other in zip(model.unit_numels, frozen, strict=True)]
+        stays = [sizes[unit] for unit in model.resident_units]
+        moves = [size for unit, size in enumerate(sizes) if unit not in model.resident_units]
+        gathered = param * (sum(stays) + sum(sorted(moves)[-2:])) if stage == 3 else 0.0
+        gathered += param * sum(frozen) * (share if stage == 3 else 1.0)
         device = self.cluster.devices[rank]
         return (
             per_element * model.numel

@@ -26,6 +26,7 @@ from poplar.planning.cluster import (
     ModelProfile,
     NetworkProfile,
 )
+from poplar.planning.explanation import Explanation
 from poplar.planning.policies import POLICIES
 from poplar.workload import Workload, load
 
@@ -162,6 +163,28 @@ def test_plan_compares_stages_and_policies(measured):
     assert set(document["policies"]) == set(POLICIES)
     assert len(document["stages"]) == 4
     assert document["plan"] == document["policies"]["exact"]
+
+
+def test_plan_explains_what_bounds_helps_and_is_worth_it(measured):
+    shown = run("plan", measured, "--global-batch", 24, "--explain")
+    assert shown.exit_code == 0, shown.output
+    for words in ("bound by rank", "give or take 4 %: worth it", "what would help", "without"):
+        assert words in shown.stdout
+    assert "rank 0's device (NVIDIA A100)" in shown.stdout
+    said = run("plan", measured, "--global-batch", 24, "--explain", "--json")
+    document = json.loads(said.stdout)
+    told = Explanation.from_dict(document["explanation"])
+    assert told.step_seconds == document["plan"]["prediction"]["step_seconds"]
+    assert told.error == 0.04
+    assert {change.what for change in told.changes} >= {"device"}
+
+
+def test_explain_goes_with_compare_and_takes_an_error(measured):
+    arguments = ("--compare", "--explain", "--prediction-error", 60, "--json")
+    document = json.loads(run("plan", measured, "--global-batch", 24, *arguments).stdout)
+    assert set(document) == {"plan", "stages", "policies", "explanation"}
+    assert document["explanation"]["verdict"] == "not worth it", "less than 60 %"
+    assert document["policies"]["even"]["prediction"]["optimality_gap"] is None
 
 
 def test_a_policy_without_a_plan_says_why_beside_the_others(tmp_path):

@@ -22,7 +22,13 @@ from poplar.planning.cluster import (
     NetworkProfile,
 )
 from poplar.planning.collectives import CollectiveCosts
-from poplar.planning.cost_model import DoesNotFit, memory_needed, predict
+from poplar.planning.cost_model import (
+    DoesNotFit,
+    StageCosts,
+    describe,
+    memory_needed,
+    predict,
+)
 from poplar.planning.plan import STRATEGIES, Plan, UnitPlan
 
 MIB = 2**20
@@ -236,7 +242,8 @@ def test_any_plan_costs_what_the_oracle_says(seed):
     ],
 )
 def test_memory_is_state_gradients_buckets_and_activations(stage, state):
-    flying = {0: 1.0, 1: 2 * 0.25, 2: 2 * (1 + 2 * 0.25), 3: 2 * (1 + 2 * 0.25)}[stage]
+    # Up to four buckets of 2 Mi elements at stages 0 and 1: 5 Mi elements make three.
+    flying = {0: 3.0, 1: 3 * 2 * 0.25, 2: 2 * (1 + 2 * 0.25), 3: 2 * (1 + 2 * 0.25)}[stage]
     expected = state + 4 * 2 + 4 * 2 * flying + 40
     cluster = a_cluster()
     plan = a_plan(stage, shares=(0.25, 0.75))
@@ -254,10 +261,55 @@ def test_large_units_travel_in_buckets():
     assert memory_needed(cluster, a_plan(2))[0] == expected * MIB
 
 
+def test_a_large_parameter_travels_whole():
+    model = ModelProfile(unit_numels=(64 * MIB,), largest_flat_numels=(1, 1, 40 * MIB, 1))
+    flying = 2 * 4 * 40 * (1 + 2 * 0.5)
+    expected = 64 * (4 + 12 * 0.5) + 4 * 64 + flying + 40
+    assert memory_needed(a_cluster(model=model), a_plan(2))[0] == expected * MIB
+
+
+@pytest.mark.parametrize(("stage", "flying"), [(0, 3 * 2), (1, 3 * (1 + 2 * 0.5))])
+def test_narrow_gradients_need_buckets_beside_the_sums(stage, flying):
+    model = dataclasses.replace(a_cluster().model, wire_bytes=2)
+    plan = a_plan(stage)
+    state = 5 * (8 + 8 * (1.0 if stage == 0 else 0.5))
+    expected = state + 4 * 2 + 2 * 2 * flying + 40
+    assert memory_needed(a_cluster(model=model), plan)[0] == expected * MIB
+
+
+def test_what_is_not_trained_is_sharded_and_gathered_with_the_rest():
+    model = ModelProfile(
+        unit_numels=(MIB, MIB, MIB, MIB),
+        unit_frozen_numels=(8 * MIB, 3 * MIB, 5 * MIB, 4 * MIB),
+        resident_units=(0,),
+    )
+    cluster = a_cluster(model=model)
+    gathered = (1 + 8) + (1 + 5) + (1 + 4)
+    flying = 2 * 4 * (1 + 2 * 0.5)
+    expected = 4 * 16 * 0.5 + 4 * 20 * 0.5 + 4 * gathered + 4 + flying + 40
+    assert memory_needed(cluster, a_plan(3))[0] == expected * MIB
+    whole = 4 * (4 + 4 + 8) + 4 * 20 + 4 + 4 * 4 + 40
+    assert memory_needed(cluster, a_plan(0))[0] == whole * MIB
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"unit_frozen_numels": (1,)}, "one entry for each of the 2 units, got 1"),
+        ({"resident_units": (2,)}, "numbers of the 2 units"),
+        ({"largest_flat_numels": (1, 1, 0, 1)}, "largest_flat_numels must be at least 1"),
+        ({"largest_flat_numels": (1, 1)}, "one entry per stage"),
+    ],
+)
+def test_a_model_that_cannot_be_is_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        ModelProfile(unit_numels=(5, 6), **fields)
+
+
 def test_a_plan_that_does_not_fit_names_the_rank_and_the_bytes():
     cluster = changed(a_cluster(), 1, memory_bytes=100 * MIB)
     assert memory_needed(cluster, a_plan(0))[1] > 100 * MIB
-    with pytest.raises(DoesNotFit, match=r"rank 1 \(slow\) needs 116.0 MiB for 2 samples") as error:
+    with pytest.raises(DoesNotFit, match=r"rank 1 \(slow\) needs 132.0 MiB for 2 samples") as error:
         predict(cluster, a_plan(0))
     assert "may use 100.0 MiB of 100.0 MiB" in str(error.value)
     reserved = dataclasses.replace(a_cluster(), memory_reserve=0.9)
@@ -283,7 +335,40 @@ def test_plans_for_others_are_refused():
     assert predict(a_cluster(), a_plan(2, units=(same,))) == predict(a_cluster(), a_plan(2))
 
 
+@given(seed=st.integers(0, 2**32), stage=st.sampled_from(STAGES))
+@settings(max_examples=200, deadline=None)
+def test_communication_is_never_more_than_the_step(seed, stage):
+    draw = random.Random(seed)
+    cluster = planning_oracle.random_cluster(draw, draw.choice((1, 2, 3)), stage)
+    roomy = tuple(dataclasses.replace(d, memory_bytes=10**12) for d in cluster.devices)
+    cluster = dataclasses.replace(cluster, devices=roomy)
+    for plan in (
+        Plan.even(cluster.world_size, 6, 1, stage),
+        Plan.manual([1] * cluster.world_size, stage=stage, passes=2),
+    ):
+        prediction = predict(cluster, plan)
+        assert 0.0 <= prediction.communication_seconds <= prediction.step_seconds
+        exposed = prediction.communication_seconds + max(prediction.compute_seconds)
+        if not StageCosts(cluster, stage).meets_every_pass:
+            assert exposed <= prediction.step_seconds * (1 + 1e-9)
+
+
+def test_a_gather_that_a_residual_takes_away_is_no_communication():
+    network = dataclasses.replace(a_cluster().network, step_seconds=(0.0, -1.0, 0.0, 0.0))
+    prediction = predict(a_cluster(network=network), a_plan(1))
+    assert prediction.step_seconds == pytest.approx(0.6 + 0.06)
+    assert prediction.communication_seconds == pytest.approx(0.06)
+
+
 # What is said of it
+
+
+def test_where_nobody_searched_no_gap_is_known():
+    prediction = predict(a_cluster(), a_plan(1))
+    assert prediction.optimality_gap is None
+    assert json.loads(json.dumps(prediction.to_dict()))["optimality_gap"] is None
+    said = str(describe(a_cluster(), a_plan(1), prediction, "even"))
+    assert "from the fastest plan" not in said
 
 
 def test_what_bounds_a_step_is_said_in_words():

@@ -21,7 +21,9 @@ from reference import Recipe
 from torch import Tensor
 from training import STAGES, Run
 
+import poplar
 from poplar import Plan
+from poplar.planning.memory import rank_memory
 
 SHARES = (0.5, 0.3, 0.2, 0.0)
 BATCHES = ((1,), (1,), (1,), (1,))
@@ -142,3 +144,85 @@ def test_stage_3_never_gathers_the_whole_model(ranks: Pool) -> None:
         bound = (2 + 0.1 + 1 + 2 * (1 + 4 * SHARES[rank])) * unit
         bound += 4 * elements * SHARES[rank]  # the accumulator may come and go with a step
         assert most <= bound, f"rank {rank}: {most / unit:.1f} units, bound {bound / unit:.1f}"
+
+
+@dataclass(frozen=True)
+class Planned:
+    """Bytes on one rank, activations aside."""
+
+    needed: float
+    """By the planner, from a profile."""
+    most: int
+    """Seen at any block's forward or backward, and when the step is about to be taken."""
+
+
+def compare_with_the_plan(recipe: Recipe, engine: dict[str, object]) -> list[Planned]:
+    """At every stage. The batch is small, so activations hardly count."""
+    torch.manual_seed(0)
+    rank = harness.rank()
+    profile = poplar.profile_cluster(
+        models.build(recipe.spec),
+        training.loss_of(recipe),
+        training.on_device(recipe.part(0, 0, 1)),
+        process_group=harness.group(),
+        max_batch=1,
+        memory_limit=1 << 34,
+        seconds=0.1,
+        cache=False,
+        **engine,
+    )
+    found = []
+    for stage in STAGES:
+        plan = Plan(stage=stage, global_batch=4, micro_batches=BATCHES, shares=SHARES)
+        needed = rank_memory(profile, stage, rank).needed(0, SHARES[rank])
+        run = Run(recipe, plan, engine={**engine, "communicator": "process_group"})
+        found.append(Planned(needed, most_alive(run)))
+    return found
+
+
+def most_alive(run: Run) -> int:
+    """Shared memory is no tensor's until somebody asks for it; what is received by messages is."""
+    before = live_bytes()
+    model, optimizer = training.prepare(run)
+    training.take_step(run, model, optimizer, 0)
+    most = 0
+
+    def look(*_: object) -> None:
+        nonlocal most
+        most = max(most, live_bytes() - before)
+
+    handles = [block.register_forward_hook(look) for block in model.blocks]
+    handles += [block.register_full_backward_hook(look) for block in model.blocks]
+    handles += [optimizer.register_step_pre_hook(look)]
+    training.take_step(run, model, optimizer, 1)
+    for handle in handles:
+        handle.remove()
+    return most
+
+
+NARROW = {"compute_dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16}
+MODELS = {
+    "16 bits, partly frozen": (
+        ModelSpec(frozen=True, blocks=6, width=256, hidden=1024, dtype=torch.bfloat16),
+        NARROW,
+    ),
+    "parameters of 24 MiB": (ModelSpec(kind="mlp", blocks=2, width=64, hidden=100_000), {}),
+}
+SMALL = 3 << 20
+"""Counters, scalars and the activations of one sample."""
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_ranks_never_hold_more_than_was_planned_nor_much_less(ranks: Pool, name: str) -> None:
+    spec, engine = MODELS[name]
+    everybody = ranks.run(
+        compare_with_the_plan, Recipe(spec=spec, batches=(4, 4)), engine, timeout=300
+    )
+    for rank, found in enumerate(everybody):
+        for stage, planned in zip(STAGES, found, strict=True):
+            said = (
+                f"stage {stage}, rank {rank} held {planned.most / 2**20:.1f} MiB, "
+                f"planned {planned.needed / 2**20:.1f}"
+            )
+            assert planned.most <= planned.needed + SMALL, said
+            assert planned.most >= 0.5 * planned.needed - SMALL, said

@@ -59,7 +59,7 @@ def test_every_policy_keeps_within_memory_and_is_not_faster_than_the_search(stag
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_even_gives_every_rank_what_the_smallest_can_hold(stage):
-    small = device(memory=82 * MB, sample_bytes=MB)
+    small = device(memory=96 * MB, sample_bytes=MB)
     plan = search(cluster_of(device(), small), global_batch=64, stages=(stage,), policy="even")
     largest = max(map(max, plan.micro_batches))
     assert plan == Plan.even(2, 64, largest, stage)
@@ -73,6 +73,25 @@ def test_even_needs_every_rank_to_hold_a_sample(stage):
     full = device(memory=100 * MB, sample_bytes=1000 * MB)
     with pytest.raises(NoPlanFits, match=r"rank 1 \(device of speed 1.0\) .* for one sample"):
         search(cluster_of(device(), full), global_batch=8, stages=(stage,), policy="even")
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_even_with_fewer_samples_than_ranks_gives_the_first_ranks_one_each(stage):
+    few = {"global_batch": 2, "stages": (stage,), "policy": "even"}
+    plan = search(cluster_of(device(), device(), device()), **few)
+    assert [plan.samples(rank) for rank in range(3)] == [1, 1, 0]
+    assert seconds_of(plan) > 0
+    # A rank that gets no sample need not hold one.
+    full = device(sample_bytes=10**6 * MB)
+    assert search(cluster_of(device(), device(), full), **few) == plan
+    with pytest.raises(NoPlanFits, match=r"rank 1 \(device of speed 1.0\) .* for one sample"):
+        search(cluster_of(device(), full, device()), **few)
+
+
+def test_only_a_search_knows_how_far_the_fastest_plan_is():
+    for policy in POLICIES:
+        plan = search(unequal(), global_batch=18, policy=policy)
+        assert plan.prediction["optimality_gap"] == (0.0 if policy == "exact" else None)
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -145,6 +145,8 @@ def raising(case: str) -> None:
         options["max_batch"] = 0
     if case == "memory_limit" and on_one:
         options["memory_limit"] = -5
+    if case == "memory_limit above the device" and on_one:
+        options["memory_limit"] = 1 << 60
     if case == "stages":
         options["stages"] = (0, 7)
     if case == "stages differ":
@@ -220,6 +222,10 @@ def test_a_step_that_fails_under_measurement_leaves_the_model_to_the_next_attemp
     [
         ("max_batch", "max_batch must be a whole number, at least 1, got 0"),
         ("memory_limit", "memory_limit must be a whole number of bytes, got -5"),
+        (
+            "memory_limit above the device",
+            r"rank 1: a memory_limit of 1073741824\.00 GiB, but cpu has .* GiB; lower it",
+        ),
         ("stages", "stages must name ZeRO stages 0 to 3"),
         ("stages differ", "the ranks disagree on stages"),
         ("models", "the ranks disagree on the model"),

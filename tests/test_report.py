@@ -387,7 +387,9 @@ class TestReasons:
         assert [one.name for one in why.policies if one.is_chosen] == ["exact"]
         own = next(one.prediction for one in why.policies if one.is_chosen)
         assert own is not None
-        assert why.prediction == own
+        assert why.prediction is not None
+        assert why.prediction.optimality_gap == 0.0, "as the search said"
+        assert dataclasses.replace(why.prediction, optimality_gap=None) == own
         rivals = [one.prediction for one in why.policies]
         assert all(rival is not None and rival.step_seconds >= own.step_seconds for rival in rivals)
 
@@ -396,6 +398,13 @@ class TestReasons:
         tried = {**(chosen.prediction or {}), "step_seconds": 9.0}
         why = reasons(record.profile, dataclasses.replace(chosen, prediction=tried))
         assert "predicted to take 9.00 s" in why.sentences[0]
+
+    def test_of_a_plan_by_hand_nothing_is_said_of_the_fastest(self, record):
+        plan = Plan.even(record.profile.world_size, 72, 4, 0)
+        why = reasons(record.profile, plan)
+        assert why.prediction is not None
+        assert why.prediction.optimality_gap is None
+        assert not any("can be faster" in sentence for sentence in why.sentences)
 
     def test_a_stage_that_does_not_fit_says_why(self, record):
         small = [dataclasses.replace(d, memory_bytes=30 * 2**20) for d in record.profile.devices]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from planning_oracle import STAGES, Oracle
 
 from poplar.errors import PoplarError
-from poplar.planning.allocation import cheapest_sum, smallest
+from poplar.planning.allocation import cheapest_cover, smallest
 from poplar.planning.cluster import (
     BatchPoint,
     ClusterProfile,
@@ -253,6 +253,12 @@ def test_samples_that_no_rank_can_hold_are_said_so():
         ({"max_micro_batch": 0}, "max_micro_batch must be a whole number, at least 1, got 0"),
         ({"stages": ()}, r"stages must be some of \(0, 1, 2, 3\), got \(\)"),
         ({"stages": (4,)}, r"stages must be some of .* got \(4,\)"),
+        ({"stages": 2}, r"stages must be some of .* got 2$"),
+        ({"stages": "01"}, r"stages must be some of .* got '01'"),
+        ({"stages": (True,)}, r"stages must be some of .* got \(True,\)"),
+        ({"stages": (0, "a")}, r"stages must be some of .* got \(0, 'a'\)"),
+        ({"preference": -0.1}, r"preference must be finite and 0 or more, got -0\.1"),
+        ({"preference": math.nan}, "preference must be finite and 0 or more, got nan"),
         ({"policy": "best"}, "unknown policy 'best'; known are exact, even, flops, paper"),
     ],
 )
@@ -365,29 +371,32 @@ def test_the_order_of_the_ranks_changes_no_cost(seed, stage, global_batch):
 
 
 @given(
-    costs=st.lists(st.floats(0, 10), min_size=1, max_size=12),
+    parts=st.dictionaries(st.integers(1, 12), st.floats(0, 10), min_size=1),
     total=st.integers(1, 30),
-    ascending=st.booleans(),
 )
-def test_the_cheapest_sum_is_that_of_the_plain_programme(costs, total, ascending):
-    costs = sorted(costs) if ascending else costs
+def test_the_cheapest_cover_is_that_of_the_plain_programme(parts, total):
+    sizes = sorted({min(size, total) for size in parts})
+    costs = sorted(parts.values())[: len(sizes)]
     least = [0.0]
     for n in range(1, total + 1):
-        parts = range(1, min(n, len(costs)) + 1)
-        least.append(min(least[n - m] + costs[m - 1] for m in parts))
-    found, parts = cheapest_sum(costs, total)
-    assert sum(parts) == total
-    assert list(parts) == sorted(parts)
+        least.append(min(least[max(0, n - m)] + c for m, c in zip(sizes, costs, strict=True)))
+    found, cover = cheapest_cover(sizes, costs, total)
+    assert sum(cover) == total
+    assert list(cover) == sorted(cover)
     assert found == pytest.approx(least[total], rel=1e-9, abs=1e-12)
-    assert found == pytest.approx(sum(costs[m - 1] for m in parts), rel=1e-9, abs=1e-12)
 
 
 @given(
-    sequences=st.lists(st.lists(st.integers(0, 9)).map(sorted), min_size=1, max_size=4),
+    sequences=st.lists(
+        st.tuples(st.lists(st.integers(0, 9)).map(sorted), st.integers(1, 3)),
+        min_size=1,
+        max_size=4,
+    ),
     count=st.integers(1, 40),
 )
 def test_the_smallest_of_several_sequences_is_that_of_their_union(sequences, count):
-    union = sorted(value for values in sequences for value in values)
+    union = sorted(value for values, copies in sequences for value in values * copies)
     expected = union[count - 1] if count <= len(union) else math.inf
-    values = [lambda i, s=sequence: s[i - 1] for sequence in sequences]
-    assert smallest(values, [len(sequence) for sequence in sequences], count) == expected
+    values = [lambda i, s=sequence: s[i - 1] for sequence, _ in sequences]
+    tops = [len(sequence) for sequence, _ in sequences]
+    assert smallest(values, tops, [copies for _, copies in sequences], count) == expected

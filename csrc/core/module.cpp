@@ -10,6 +10,8 @@
 
 #include "board.h"
 #include "partition.h"
+#include "passes.h"
+#include "simplex.h"
 
 namespace py = pybind11;
 
@@ -185,6 +187,49 @@ Raises:
 
 Ties go to the lower index. Exact for integers and for weights within a factor of 512 of each
 other; smaller ones are rounded at 2**-62 of the largest.)");
+
+  module.def("cheapest_passes", &poplar::cheapest_passes, py::arg("passes"), py::arg("most"),
+             R"(How 0, 1, ... `most` samples are cut into passes in the least time.
+
+Args:
+    passes: what a pass of 0, 1, ... samples takes, up to the largest that is allowed.
+    most: how many samples there may be.
+
+Returns:
+    For each number of samples the least time, and the samples of the last pass. Of equally fast
+    cuts the one with the largest last pass. One entry, for no samples, if no pass holds one.)");
+
+  module.def("least_waste", &poplar::least_waste, py::arg("wastes"), py::arg("sizes"),
+             py::arg("rate"), py::arg("most_waste"), py::arg("total"),
+             R"(The parts that hold `total` together and waste least.
+
+Args:
+    wastes: what a full part wastes, ascending.
+    sizes: how much it holds.
+    rate: what each that is missing wastes where the last part in is less than full.
+    most_waste: sums above are not of interest.
+    total: at least 1.
+
+Returns:
+    How much each part holds; they sum to `total`.
+
+Raises:
+    ValueError: nothing within `most_waste` holds the total.)");
+
+  module.def(
+      "minimise", &poplar::minimise, py::arg("costs"), py::arg("rows"), py::arg("bounds"),
+      R"(Minimise `costs . x` over `x >= 0` with `rows . x <= bounds`, by the dual simplex method.
+
+Args:
+    costs: of each variable, none negative.
+    rows: a factor for each variable.
+    bounds: one per row.
+
+Returns:
+    The minimum and the variables there, or None if no `x` satisfies all rows.
+
+Raises:
+    RuntimeError: too many pivots.)");
 
   module.def("parameter_slices", &poplar::parameter_slices, py::arg("offsets"), py::arg("numels"),
              py::arg("boundaries"), R"(Which rank owns which part of which parameter.

@@ -1,4 +1,4 @@
-"""The command line: `poplar doctor`, `profile`, `plan`, `verify`, `report`.
+"""The command line: `poplar doctor`, `profile`, `plan`, `simulate`, `verify`, `report`.
 
 An application on top of the library, so it may do what the library never does: start process
 groups, choose devices, print. Alone it is one rank; under `torchrun -m poplar` all of them run it,

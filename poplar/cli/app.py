@@ -11,7 +11,11 @@ import typer
 from poplar.cli import parse, tables
 from poplar.cli.answer import answering
 from poplar.planning import Plan
+from poplar.planning.architecture import TrainingJob, architecture
 from poplar.planning.cluster import ClusterProfile
+from poplar.planning.cluster_file import ClusterFile
+from poplar.planning.estimate import estimate
+from poplar.planning.explain import PREDICTION_ERROR, explain
 from poplar.planning.policies import POLICIES
 from poplar.planning.search import alternatives, search
 
@@ -154,6 +158,12 @@ def plan(
     compare: Annotated[
         bool, typer.Option("--compare", help="Show all stages and all policies, too.")
     ] = False,
+    explained: Annotated[
+        bool, typer.Option("--explain", help="Say what bounds it, what helps, who is worth it.")
+    ] = False,
+    prediction_error: Annotated[
+        float, typer.Option(min=0, max=99, help="Percent; less than that is no gain to --explain.")
+    ] = 100 * PREDICTION_ERROR,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
@@ -185,9 +195,82 @@ def plan(
                 tables.plans({f"stage {best.stage}": best for best in by_stage}, "best of"),
                 tables.plans(by_policy, "policy"),
             )
+        if explained:
+            reasons = explain(
+                measured,
+                chosen,
+                stages=stages,
+                max_micro_batch=max_micro_batch,
+                error=prediction_error / 100,
+            )
+            beside = answer.document if compare else {"plan": chosen.to_dict()}
+            answer.document = {**beside, "explanation": reasons.to_dict()}
+            answer.show(*tables.explanation(reasons))
         if output is not None:
             chosen.to_json(output)
             answer.show(f"written to {output}")
+
+
+@app.command()
+def simulate(
+    cluster: Annotated[
+        Path,
+        typer.Argument(
+            metavar="CLUSTER.toml", exists=True, dir_okay=False, help="A described cluster."
+        ),
+    ],
+    model: Annotated[str, typer.Option(help="A model by name, as llama-1.1b.")],
+    global_batch: Annotated[int, typer.Option(min=1, help="Samples of one optimizer step.")],
+    sequence: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of a sample; the model's own.")
+    ] = None,
+    stage: Annotated[str, typer.Option(help="ZeRO stage: auto, or some, as in 1 or 0,2.")] = "auto",
+    checkpointing: Annotated[
+        bool, typer.Option("--checkpointing", help="Recompute activations in the backward.")
+    ] = False,
+    policy: Policy = "exact",
+    max_micro_batch: Annotated[
+        int | None, typer.Option(min=1, help="Most samples of one pass.")
+    ] = None,
+    write_profile: Annotated[
+        Path | None, typer.Option(help="Where to write the simulated profile, for poplar plan.")
+    ] = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Plan for devices nobody here has: a described cluster, published figures, intervals.
+
+    The plan is the best one for the expected cluster; every figure comes with what it is if the
+    devices turn out slower or faster.
+    """
+    stages = parse.stages(stage)
+    with answering(as_json=as_json, debug=debug) as answer:
+        from poplar.cli import simulation
+
+        job = TrainingJob(
+            architecture=architecture(model), sequence=sequence or 0, checkpointing=checkpointing
+        )
+        described = ClusterFile.read(cluster)
+        simulated = described.simulated(job)
+        if write_profile is not None:
+            simulated.middle.to_json(write_profile)
+        chosen = search(
+            simulated.middle,
+            global_batch=global_batch,
+            stages=stages,
+            policy=policy,
+            max_micro_batch=max_micro_batch,
+        )
+        gains = simulation.gains(
+            described, simulated, chosen, policy, stages=stages, max_micro_batch=max_micro_batch
+        )
+        worth = estimate(simulated, chosen)
+        answer.document = simulation.document(described, simulated, chosen, worth, gains)
+        answer.show(*simulation.shown(described, simulated, chosen, worth, gains))
+        if write_profile is not None:
+            answer.show(
+                f"written to {write_profile}; next: poplar plan {write_profile} --global-batch B"
+            )
 
 
 @app.command()

@@ -9,8 +9,10 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from poplar.planning.alike import spoken
 from poplar.planning.cluster import ClusterProfile, DeviceProfile
 from poplar.planning.cost_model import readable_bytes
+from poplar.planning.explanation import Explanation, signed_percent
 from poplar.planning.plan import Plan
 
 if TYPE_CHECKING:
@@ -85,6 +87,22 @@ def plans(found: Mapping[str, Plan | str], first: str) -> Table:
             prediction["bound"],
         )
     return table
+
+
+def explanation(explained: Explanation) -> list[Table | Text]:
+    """What bounds a plan, then what would help, then what each kind of device is worth."""
+    helps = _table("what would help", "how much", "gain", "then stage")
+    for change in explained.changes:
+        whose = f"{change.whose} ({change.device})" if change.device else change.whose
+        helps.add_row(whose, change.amount, signed_percent(change.gain), str(change.stage))
+    if not explained.changes:
+        helps.add_row("nothing that was tried", "", "", "")
+    worth = _table("without", "device", "samples/s", "so")
+    for one in explained.contributions:
+        change_of_speed = "" if one.without is None else signed_percent(one.without)
+        worth.add_row(spoken(one.ranks), one.device, change_of_speed, one.advice or one.verdict)
+    told = [Text(sentence) for sentence in explained.sentences()]
+    return [*told, helps, *([worth] if explained.contributions else [])]
 
 
 def _step_seconds(plan: Plan) -> float:

@@ -15,10 +15,14 @@ from poplar.planning.cluster import (
     NetworkProfile,
 )
 from poplar.planning.cost_model import DoesNotFit, Prediction, memory_needed, predict
+from poplar.planning.explain import explain
+from poplar.planning.explanation import Explanation
 from poplar.planning.layout import ALIGNMENT, Layout, Transfer, transfers
 from poplar.planning.plan import STRATEGIES, Plan, UnitPlan
 from poplar.planning.search import alternatives, search
 from poplar.planning.shortage import NoPlanFits
+from poplar.planning.simulator import simulate
+from poplar.planning.timeline import Timeline
 
 __all__ = [
     "ALIGNMENT",
@@ -27,17 +31,21 @@ __all__ = [
     "ClusterProfile",
     "DeviceProfile",
     "DoesNotFit",
+    "Explanation",
     "Layout",
     "ModelProfile",
     "NetworkProfile",
     "NoPlanFits",
     "Plan",
     "Prediction",
+    "Timeline",
     "Transfer",
     "UnitPlan",
     "alternatives",
+    "explain",
     "memory_needed",
     "predict",
     "search",
+    "simulate",
     "transfers",
 ]

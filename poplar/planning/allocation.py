@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
-from operator import add
 from typing import NamedTuple
 
+from poplar import _core
 from poplar.planning.cost_model import Meeting, StageCosts, Traffic
+from poplar.planning.kinds import members
 
 MicroBatches = tuple[tuple[int, ...], ...]
 _ROUNDING = 1e-12
@@ -32,79 +34,119 @@ class Workload:
     def __init__(self, costs: StageCosts, global_batch: int) -> None:
         self._costs = costs
         self._global_batch = global_batch
-        kinds = [(device.points, device.pass_overhead_seconds) for device in costs.cluster.devices]
-        self._kinds = [kinds.index(kind) for kind in kinds]
+        self._kinds = costs.cluster.device_kinds
+        self._first = [ranks[0] for ranks in members(self._kinds)]
+        """The first rank of each kind."""
         self._passes = cache(self._passes_of)
         self._cuts = cache(self._cuts_of)
         self.every_pass = cache(self._every_pass)
         self.once_per_step = cache(self._once_per_step)
 
     def _every_pass(self, caps: tuple[int, ...]) -> EveryPass:
-        passes = [
-            self._passes(kind)[: cap + 1] for kind, cap in zip(self._kinds, caps, strict=True)
+        groups = [
+            (ranks, self._passes(self._kinds[ranks[0]])[: caps[ranks[0]] + 1])
+            for ranks in self._alike(caps)
         ]
-        return EveryPass(self._costs, passes, self._global_batch)
+        return EveryPass(self._costs, groups, self._global_batch)
 
     def _once_per_step(self, caps: tuple[int, ...]) -> OncePerStep:
-        cuts = [self._cuts(kind, cap) for kind, cap in zip(self._kinds, caps, strict=True)]
-        return OncePerStep(self._costs, cuts, self._global_batch)
+        groups = [
+            (ranks, self._cuts(self._kinds[ranks[0]], caps[ranks[0]]))
+            for ranks in self._alike(caps)
+        ]
+        return OncePerStep(self._costs, groups, self._global_batch)
 
-    def _passes_of(self, rank: int) -> list[float]:
+    def _alike(self, caps: tuple[int, ...]) -> list[list[int]]:
+        """Ranks of the same kind and cap."""
+        return members(zip(self._kinds, caps, strict=True))
+
+    def _passes_of(self, kind: int) -> list[float]:
         """Seconds of a pass of 0, 1, 2, ... samples."""
+        rank = self._first[kind]
         most = min(self._global_batch, self._costs.cluster.devices[rank].max_batch)
         return [self._costs.pass_seconds(rank, batch) for batch in range(most + 1)]
 
-    def _cuts_of(self, rank: int, cap: int) -> RankCuts:
-        return RankCuts(self._passes(rank)[: cap + 1], self._global_batch, self._costs.late)
+    def _cuts_of(self, kind: int, cap: int) -> RankCuts:
+        return RankCuts(self._passes(kind)[: cap + 1], self._global_batch, self._costs.late)
 
 
 class EveryPass:
-    """Batches of a step in which ranks meet at every pass."""
+    """Batches of a step in which ranks meet at every pass.
+
+    A meeting lasts as long as the last of its samples, so of all meetings that last equally long
+    only the largest is of interest: there are no more of those than different samples.
+    """
 
     def __init__(
-        self, costs: StageCosts, passes: Sequence[Sequence[float]], global_batch: int
+        self,
+        costs: StageCosts,
+        groups: Sequence[tuple[Sequence[int], Sequence[float]]],
+        global_batch: int,
     ) -> None:
-        """`passes[r][b]`: seconds of a pass of `b` samples on rank `r`, up to its cap."""
-        samples = [(seconds, rank) for rank, own in enumerate(passes) for seconds in own[1:]]
+        """Groups of equal ranks: their ranks, and the seconds of a pass of 0, 1, ... samples."""
+        samples = [(seconds, group) for group, (_, own) in enumerate(groups) for seconds in own[1:]]
         samples.sort()
         self._costs = costs
-        self._ranks = [rank for _, rank in samples[:global_batch]]
+        self._groups = groups
         self._global_batch = global_batch
-        self.latest = [seconds for seconds, _ in samples[:global_batch]]
-        """`latest[m - 1]`: the least time in which the ranks together compute `m` samples."""
+        self._order: list[int] = []
+        """Groups whose ranks take one more sample each, in this order."""
+        self._reached: list[int] = []
+        """Samples that all ranks together have then."""
+        self.meetings: list[Meeting] = []
+        """That differ, shortest first."""
+        self.sizes: list[int] = []
+        """How many samples each of them holds at most."""
+        reached = 0
+        for latest, group in samples:
+            reached += len(groups[group][0])
+            self._order.append(group)
+            self._reached.append(reached)
+            if not self.meetings or latest > self.meetings[-1].latest:
+                self.meetings.append(Meeting(latest, latest - costs.late * latest))
+                self.sizes.append(reached)
+            else:
+                self.sizes[-1] = reached
+            if reached >= global_batch:
+                self.sizes[-1] = global_batch
+                break
 
     def meeting(self, samples: int) -> Meeting:
-        """A meeting of this many samples."""
-        latest = self.latest[samples - 1]
-        return Meeting(latest, latest - self._costs.late * latest)
+        """The shortest meeting that holds this many samples."""
+        return self.meetings[bisect_left(self.sizes, samples)]
 
     def cheapest(self, seconds: Sequence[float]) -> tuple[float, tuple[int, ...]]:
         """The cheapest meetings that hold the global batch, smaller ones first.
 
         Args:
-            seconds: `seconds[m - 1]` is what a meeting of `m` samples costs; non-decreasing.
+            seconds: what each of `meetings` costs; non-decreasing.
         """
-        return cheapest_sum(seconds, self._global_batch)
+        return cheapest_cover(self.sizes, seconds, self._global_batch)
 
     def at(self, traffic: Traffic) -> tuple[float, tuple[int, ...]]:
         """The cheapest meetings when this travels at each of them."""
         return self.cheapest(self.seconds(traffic))
 
     def seconds(self, traffic: Traffic) -> list[float]:
-        """What a meeting of 1, 2, ... samples costs when this travels."""
-        meetings = range(1, len(self.latest) + 1)
-        return [self._costs.meeting_seconds(self.meeting(m), traffic) for m in meetings]
+        """What each of `meetings` costs when this travels."""
+        return [self._costs.meeting_seconds(meeting, traffic) for meeting in self.meetings]
 
     def micro_batches(self, meetings: Sequence[int]) -> MicroBatches:
         """Who computes what: at every meeting each rank takes what it does fastest."""
-        ranks = self._costs.cluster.world_size
-        columns = []
-        for samples in meetings:
-            column = [0] * ranks
-            for rank in self._ranks[:samples]:
-                column[rank] += 1
-            columns.append(column)
-        return tuple(zip(*columns, strict=True))
+        columns = {samples: self._column(samples) for samples in set(meetings)}
+        return tuple(zip(*(columns[samples] for samples in meetings), strict=True))
+
+    def _column(self, samples: int) -> list[int]:
+        """By rank, its part of a meeting of this many samples."""
+        last = bisect_left(self._reached, samples)
+        column = [0] * self._costs.cluster.world_size
+        for group, taken in Counter(self._order[:last]).items():
+            for rank in self._groups[group][0]:
+                column[rank] = taken
+        left = samples - (self._reached[last - 1] if last else 0)
+        for rank in self._groups[self._order[last]][0][:left]:
+            column[rank] += 1
+        return column
 
 
 class Split(NamedTuple):
@@ -121,10 +163,18 @@ class OncePerStep:
     along those.
     """
 
-    def __init__(self, costs: StageCosts, cuts: Sequence[RankCuts], global_batch: int) -> None:
+    def __init__(
+        self,
+        costs: StageCosts,
+        groups: Sequence[tuple[Sequence[int], RankCuts]],
+        global_batch: int,
+    ) -> None:
+        """Groups of equal ranks: their ranks, and how each of them runs its samples."""
         self._costs = costs
         self._global_batch = global_batch
-        self._ranks = cuts
+        self._ranks = [ranks for ranks, _ in groups]
+        self._cuts = [cuts for _, cuts in groups]
+        self._counts = [len(ranks) for ranks in self._ranks]
 
     def at(self, traffic: Traffic) -> tuple[float, Split]:
         """The cheapest split when this travels at the meeting."""
@@ -139,9 +189,9 @@ class OncePerStep:
 
     def first(self) -> Split:
         """The split with the least `T`, and of those the one with the least `F`."""
-        tops = [cuts.most_samples for cuts in self._ranks]
-        ends = [cuts.seconds.__getitem__ for cuts in self._ranks]
-        latest = smallest(ends, tops, self._global_batch)
+        tops = [cuts.most_samples for cuts in self._cuts]
+        ends = [cuts.seconds.__getitem__ for cuts in self._cuts]
+        latest = smallest(ends, tops, self._counts, self._global_batch)
         return self._split(latest, latest)
 
     def following(self, split: Split, traffic: Traffic, below: float) -> Split | None:
@@ -160,9 +210,9 @@ class OncePerStep:
         )
         if target <= 0.0:
             return None
-        tops = [cuts.most_samples for cuts in self._ranks]
-        ends = [partial(cuts.least_end, reducible=target) for cuts in self._ranks]
-        latest = smallest(ends, tops, self._global_batch)
+        tops = [cuts.most_samples for cuts in self._cuts]
+        ends = [partial(cuts.least_end, reducible=target) for cuts in self._cuts]
+        latest = smallest(ends, tops, self._counts, self._global_batch)
         if latest >= self._latest_for(below, traffic):
             return None
         return self._split(latest, target)
@@ -181,22 +231,27 @@ class OncePerStep:
 
     def _split(self, latest: float, reducible: float) -> Split:
         """The global batch, dealt out with this `T` and the least `F`, which is in `reducible`."""
-        tops = [cuts.most(latest) for cuts in self._ranks]
+        tops = [cuts.most(latest) for cuts in self._cuts]
         if self._costs.hides:
-            starts = [partial(cuts.least_reducible, end=latest) for cuts in self._ranks]
-            reducible = smallest(starts, tops, self._global_batch)
+            starts = [partial(cuts.least_reducible, end=latest) for cuts in self._cuts]
+            reducible = smallest(starts, tops, self._counts, self._global_batch)
             tops = [
                 bisect_right(range(1, top + 1), reducible, key=start)
                 for start, top in zip(starts, tops, strict=True)
             ]
-        left, batches = self._global_batch, []
-        for cuts, top in zip(self._ranks, tops, strict=True):
-            samples = min(top, left)
-            left -= samples
-            batches.append(cuts.cut(samples, latest, reducible))
-        micro_batches = tuple(batches)
-        (meeting,) = self._costs.meetings(micro_batches)
-        return Split(meeting, micro_batches)
+        batches: list[tuple[int, ...]] = [()] * self._costs.cluster.world_size
+        kinds = []
+        left = self._global_batch
+        for ranks, cuts, top in zip(self._ranks, self._cuts, tops, strict=True):
+            full, rest = divmod(min(left, top * len(ranks)), top) if top else (0, 0)
+            left -= full * top + rest
+            for samples, some in ((top, ranks[:full]), (rest, ranks[full : full + 1])):
+                if samples and some:
+                    cut = cuts.cut(samples, latest, reducible)
+                    kinds.append((some[0], cut))
+                    for rank in some:
+                        batches[rank] = cut
+        return Split(self._costs.meeting(kinds), tuple(batches))
 
 
 class Cut(NamedTuple):
@@ -219,20 +274,10 @@ class RankCuts:
             global_batch: most samples of this rank.
             late: the part of a last pass in which it has gradients to offer.
         """
-        cap = len(passes) - 1
         self._late = late
         self._passes = passes
-        self.seconds = [0.0]
+        self.seconds, self._last = _core.cheapest_passes(passes, global_batch)
         """`seconds[n]`: the least time for `n` samples; non-decreasing. Ends at 0 if none fits."""
-        self._last = [0]
-        descending = passes[:0:-1]
-        for samples in range(1, global_batch + 1 if cap else 1):
-            width = min(cap, samples)
-            before = self.seconds[samples - width : samples]
-            ends = list(map(add, descending[cap - width :], before))
-            end = min(ends)
-            self.seconds.append(end)
-            self._last.append(width - ends.index(end))
         self._cuts = cache(self._cuts_of)
 
     @property
@@ -289,62 +334,72 @@ class RankCuts:
             samples -= self._last[samples]
 
 
-def cheapest_sum(costs: Sequence[float], total: int) -> tuple[float, tuple[int, ...]]:
-    """The cheapest way to write `total` as a sum of parts, smaller parts first.
+def cheapest_cover(
+    sizes: Sequence[int], costs: Sequence[float], total: int
+) -> tuple[float, tuple[int, ...]]:
+    """The cheapest parts that hold `total` together; a sum of `total` in parts, smaller ones first.
 
     Args:
-        costs: `costs[m - 1]` is what a part of `m` costs; at least one, non-negative.
+        sizes: of parts, ascending, none above `total`.
+        costs: of parts, non-negative and ascending as well; a part that holds less costs no more.
         total: at least 1.
 
-    A part of `m` costs at least `m` times the best rate. What it costs beyond is waste, and a sum
-    that wastes more than a known one is none of the cheapest: few parts and few partial sums
-    remain, and the dynamic programme runs over those.
+    A part of `m` costs at least `m` times the best rate. What it costs beyond is waste, as is what
+    it holds too much, and a cover that wastes more than a known one is none of the cheapest: few
+    parts and few partial sums remain, and the dynamic programme runs over those.
     """
-    sizes = range(1, min(len(costs), total) + 1)
-    rate = min(costs[m - 1] / m for m in sizes)
-    known = _cheapest_even_sum(costs, total)
+    parts = list(zip(sizes, costs, strict=True))
+    rate = min(cost / size for size, cost in parts)
+    known = _cheapest_even_cover(parts, total)
     most_waste = known - rate * total + 1e-12 * known
-    wastes = sorted((costs[m - 1] - rate * m, m) for m in sizes)
-    parts = [(waste, m) for waste, m in wastes if waste <= most_waste]
-    wasted, last = [math.inf] * (total + 1), [0] * (total + 1)
-    wasted[0] = 0.0
-    for n in range(total):
-        if wasted[n] > most_waste:
-            continue
-        left = total - n
-        for waste, m in parts:
-            together = wasted[n] + waste
-            if together > most_waste:
-                break
-            if m <= left and together < wasted[n + m]:
-                wasted[n + m], last[n + m] = together, m
-    found = []
-    while total:
-        found.append(last[total])
-        total -= found[-1]
-    return math.fsum(costs[m - 1] for m in found), tuple(sorted(found))
+    wastes = sorted((cost - rate * size, size) for size, cost in parts)
+    few = [(waste, size) for waste, size in wastes if waste <= most_waste]
+    found = _core.least_waste(
+        [waste for waste, _ in few], [size for _, size in few], rate, most_waste, total
+    )
+    at = dict(parts)
+    cost = math.fsum(at[sizes[bisect_left(sizes, part)]] for part in found)
+    return cost, tuple(sorted(found))
 
 
-def _cheapest_even_sum(costs: Sequence[float], total: int) -> float:
-    """The cheapest sum of parts that differ by at most 1."""
+def _cheapest_even_cover(parts: Sequence[tuple[int, float]], total: int) -> float:
+    """The cheapest cover by parts that differ by at most 1, or by equal ones and one for the rest.
+
+    For each size as many parts as it needs.
+    """
+    sizes = [size for size, _ in parts]
+
+    def cost(part: int) -> float:
+        return parts[bisect_left(sizes, part)][1] if part else 0.0
+
     cheapest = math.inf
-    for count in range(-(-total // len(costs)), total + 1):
-        size, larger = divmod(total, count)
-        more = larger * costs[size] if larger else 0.0
-        cheapest = min(cheapest, more + (count - larger) * costs[size - 1])
+    for size in sizes:
+        many, rest = divmod(total, size)
+        count = many + (rest > 0)
+        even, larger = divmod(total, count)
+        more = larger * cost(even + 1) if larger else 0.0
+        cheapest = min(
+            cheapest, many * cost(size) + cost(rest), more + (count - larger) * cost(even)
+        )
     return cheapest
 
 
-def smallest(values: Sequence[Callable[[int], float]], tops: Sequence[int], count: int) -> float:
+def smallest(
+    values: Sequence[Callable[[int], float]],
+    tops: Sequence[int],
+    copies: Sequence[int],
+    count: int,
+) -> float:
     """The `count`-th smallest of several ascending sequences together; infinite if they are fewer.
 
     Args:
         values: by sequence, its `i`-th value, counted from 1; non-decreasing.
         tops: by sequence, how many values it has.
+        copies: by sequence, how many there are that are equal to it, itself included.
         count: at least 1.
     """
     low, high, found = [0] * len(tops), list(tops), math.inf
-    if sum(tops) < count:
+    if _all(tops, copies) < count:
         return found
     while True:
         widest = max(range(len(low)), key=lambda s: high[s] - low[s])
@@ -356,7 +411,7 @@ def smallest(values: Sequence[Callable[[int], float]], tops: Sequence[int], coun
             a + bisect_right(window, pivot, key=value)
             for a, window, value in zip(low, windows, values, strict=True)
         ]
-        if sum(counts) < count:
+        if _all(counts, copies) < count:
             low = counts
             continue
         found = pivot
@@ -364,3 +419,7 @@ def smallest(values: Sequence[Callable[[int], float]], tops: Sequence[int], coun
             a + bisect_left(window, pivot, key=value)
             for a, window, value in zip(low, windows, values, strict=True)
         ]
+
+
+def _all(counts: Sequence[int], copies: Sequence[int]) -> int:
+    return sum(count * many for count, many in zip(counts, copies, strict=True))

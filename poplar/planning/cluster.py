@@ -11,13 +11,14 @@ import dataclasses
 import json
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from poplar.planning.kinds import numbered
 from poplar.planning.plan import STRATEGIES
 
 _SCHEMA_VERSION = 1
@@ -82,8 +83,24 @@ class DeviceProfile:
         _check_at_least(0, memory_bytes=self.memory_bytes, held_bytes=self.held_bytes)
         for what in ("optimizer_seconds", "optimizer_latency_seconds"):
             _check_seconds(what, getattr(self, what))
+        peak = self.peak_flops
+        if peak is not None and not (math.isfinite(peak) and peak > 0):
+            raise ValueError(f"peak_flops must be finite and above 0, or None, got {peak}")
         for what in ("pass_overhead_seconds", "step_overhead_seconds"):
             freeze(self, what, _checked_by_stage(what, getattr(self, what)))
+
+    @property
+    def costs(self) -> Hashable:
+        """All that costs depend on: not what it is called, where it is, what its vendor prints."""
+        return (
+            self.memory_bytes,
+            self.points,
+            self.optimizer_seconds,
+            self.optimizer_latency_seconds,
+            self.held_bytes,
+            self.pass_overhead_seconds,
+            self.step_overhead_seconds,
+        )
 
     @property
     def max_batch(self) -> int:
@@ -113,6 +130,10 @@ class DeviceProfile:
         return latency + (self.optimizer_seconds - latency) * share
 
     @cached_property
+    def _batches(self) -> list[int]:
+        return [point.batch for point in self.points]
+
+    @cached_property
     def _curves(self) -> tuple[list[float], list[float]]:
         return (
             _monotone([point.seconds for point in self.points]),
@@ -124,7 +145,7 @@ class DeviceProfile:
             return 0.0
         if batch > self.max_batch:
             return math.inf
-        batches = [point.batch for point in self.points]
+        batches = self._batches
         if batch < batches[0] and len(batches) == 1:
             return values[0]  # one point says nothing of the slope: no less than that
         right = max(1, bisect_left(batches, batch)) if len(batches) > 1 else 0
@@ -151,21 +172,52 @@ class ModelProfile:
     wire_bytes: float = 4.0
     """Of a gradient that travels."""
     frozen_bytes: int = 0
-    """Parameters that are not trained, and buffers: whole on every rank."""
+    """What is neither trained nor ever sharded, such as buffers: whole on every rank."""
+    unit_frozen_numels: tuple[int, ...] = ()
+    """Elements of each unit that are not trained: sharded and gathered as parameters are, in their
+    dtype. Empty: there are none."""
+    resident_units: tuple[int, ...] = ()
+    """Which units stay gathered until a pass is over (what belongs to no block, usually)."""
+    largest_flat_numels: tuple[int, ...] = ()
+    """By stage, elements of the largest buffer that is reduced at once: small units share one of up
+    to 32 MiB where they are not gathered, and a larger parameter is one on its own. Empty: units
+    are cut at 32 MiB."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "unit_numels", tuple(self.unit_numels))
+        for what in ("unit_numels", "unit_frozen_numels", "resident_units", "largest_flat_numels"):
+            object.__setattr__(self, what, tuple(getattr(self, what)))
         if not self.unit_numels:
             raise ValueError("a model without units: unit_numels must have at least one entry")
         for numel in self.unit_numels:
             _check_at_least(1, unit_numels=numel)
         for what in ("param_bytes", "grad_bytes", "optimizer_bytes", "wire_bytes", "frozen_bytes"):
             _check_at_least(0, **{what: getattr(self, what)})
+        for numel in self.largest_flat_numels:
+            _check_at_least(1, largest_flat_numels=numel)
+        if len(self.largest_flat_numels) not in (0, len(STRATEGIES)):
+            raise ValueError(
+                f"largest_flat_numels must have one entry per stage, got {self.largest_flat_numels}"
+            )
+        units = len(self.unit_numels)
+        if self.unit_frozen_numels and len(self.unit_frozen_numels) != units:
+            raise ValueError(
+                f"unit_frozen_numels must have one entry for each of the {units} units, got "
+                f"{len(self.unit_frozen_numels)}"
+            )
+        if not set(self.resident_units) <= set(range(units)):
+            raise ValueError(
+                f"resident_units must be numbers of the {units} units, got {self.resident_units}"
+            )
 
     @property
     def numel(self) -> int:
         """Trained elements of the whole model."""
         return sum(self.unit_numels)
+
+    @property
+    def frozen_numel(self) -> int:
+        """Elements that are not trained."""
+        return sum(self.unit_frozen_numels)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,6 +302,17 @@ class ClusterProfile:
     def world_size(self) -> int:
         """Number of ranks."""
         return len(self.devices)
+
+    @cached_property
+    def device_kinds(self) -> list[int]:
+        """By rank, a number of its device: equal where devices compute and hold the same."""
+        return numbered(device.costs for device in self.devices)
+
+    @cached_property
+    def rank_kinds(self) -> list[int]:
+        """By rank, a number: equal where ranks have equal devices and equal links."""
+        rates = (self.network.send_seconds_per_byte, self.network.receive_seconds_per_byte)
+        return numbered(zip(self.device_kinds, *rates, strict=True))
 
     def to_dict(self) -> dict[str, Any]:
         """This profile in JSON's types; `from_dict` gives it back."""

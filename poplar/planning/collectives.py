@@ -12,7 +12,7 @@ Both are maxima of straight lines in one share each, so what minimises them is a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -34,12 +34,26 @@ class CollectiveCost:
     least: float
     """Seconds whatever the shares: all of them where rates were not measured."""
     lines: tuple[Line, ...]
-    """Empty, or two per rank: its outgoing and its incoming link."""
+    """Empty, or one of each rank's outgoing link, and then one of each rank's incoming link."""
 
-    def seconds(self, shares: Sequence[float]) -> float:
-        """How long it takes when rank `r` owns `shares[r]` of every buffer."""
-        bounds = (line.constant + line.slope * shares[line.rank] for line in self.lines)
+    def seconds(self, shares: Sequence[float], ranks: Iterable[int] | None = None) -> float:
+        """How long it takes when rank `r` owns `shares[r]` of every buffer.
+
+        Args:
+            shares: by rank.
+            ranks: that have to be looked at, where others are equal to them; None: all.
+        """
+        lines = self.lines if ranks is None else self.lines_of(ranks)
+        bounds = (constant + slope * shares[rank] for rank, constant, slope in lines)
         return max(bounds, default=self.least)
+
+    def lines_of(self, ranks: Iterable[int]) -> Iterator[Line]:
+        """The lines of some ranks."""
+        half = len(self.lines) // 2
+        if half:
+            for rank in ranks:
+                yield self.lines[rank]
+                yield self.lines[half + rank]
 
 
 @dataclass(frozen=True, slots=True)

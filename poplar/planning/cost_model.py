@@ -17,15 +17,20 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import count
 from typing import Any, NamedTuple
 
 from poplar.planning.cluster import ClusterProfile
 from poplar.planning.collectives import CollectiveCosts
+from poplar.planning.kinds import each, members
 from poplar.planning.memory import RankMemory, rank_memory
 from poplar.planning.plan import MEETS_EVERY_PASS, STRATEGIES, Plan
+
+_SLOWER_LINK = 1.1
+"""Of two links, how many times slower one has to be to be called slower: rates are measured."""
 
 
 class DoesNotFit(ValueError):
@@ -43,21 +48,24 @@ class Prediction:
     optimizer_seconds: tuple[float, ...]
     """By rank."""
     communication_seconds: float
-    """Of a step, what does not run under compute."""
+    """Of a step, what does not run under compute; never more than the step."""
     memory_bytes: tuple[int, ...]
     """By rank: what the plan needs, everything that the framework holds included."""
     busy_fraction: tuple[float, ...]
     """By rank: compute and optimizer over the step."""
     bound: str
     """What bounds the step, in a sentence for a person."""
-    optimality_gap: float = 0.0
-    """How much faster, as a fraction of this step, any other plan of its stage can be."""
+    optimality_gap: float | None = None
+    """How much faster, as a fraction of this step, any other plan of its stage can be: 0.0 where
+    it is proven that none is, None where nobody searched."""
 
     def to_dict(self) -> dict[str, Any]:
         """This prediction in JSON's types."""
         return {
             key: list(value) if isinstance(value, tuple) else value
-            for key, value in dataclasses.asdict(self).items()
+            for key, value in (
+                (member.name, getattr(self, member.name)) for member in dataclasses.fields(self)
+            )
         }
 
 
@@ -68,6 +76,17 @@ class Meeting(NamedTuple):
     """`T`: the last rank's compute is over."""
     reducible: float
     """`F`: every rank's last backward has begun to leave gradients."""
+
+
+class Bound(NamedTuple):
+    """What would have to be better for a step to be shorter."""
+
+    what: str
+    """`"compute"`, `"network"` or `"memory"`."""
+    rank: int | None
+    """Whose; None: all ranks' alike."""
+    sentence: str
+    """For a person."""
 
 
 class Traffic(NamedTuple):
@@ -124,8 +143,10 @@ class StageCosts:
     @cached_property
     def memories(self) -> tuple[RankMemory, ...]:
         """By rank."""
-        ranks = range(self.cluster.world_size)
-        return tuple(rank_memory(self.cluster, self.stage, rank) for rank in ranks)
+        kinds = self.cluster.device_kinds
+        first = [ranks[0] for ranks in members(kinds)]
+        memories = [rank_memory(self.cluster, self.stage, rank) for rank in first]
+        return tuple(memories[kind] for kind in kinds)
 
     @property
     def meeting_residual(self) -> float:
@@ -149,12 +170,11 @@ class StageCosts:
         """What travels at every meeting."""
         if not self.shares_matter:
             even = (1.0 / len(shares),) * len(shares)
-            costs = self.collectives
-            return Traffic(0.0, costs.reduce_scatter.seconds(even) + costs.all_gather.seconds(even))
-        reduced = self.collectives.reduce_scatter.seconds(shares)
+            return Traffic(0.0, self._reduce_seconds(even) + self._gather_seconds(even))
+        reduced = self._reduce_seconds(shares)
         if self.stage < 3:
             return Traffic(0.0, reduced)
-        gathered = self.collectives.all_gather.seconds(shares)
+        gathered = self._gather_seconds(shares)
         return Traffic(gathered, gathered + reduced)
 
     def meeting_seconds(self, meeting: Meeting, traffic: Traffic) -> float:
@@ -181,22 +201,40 @@ class StageCosts:
 
     def tail_seconds(self, shares: Sequence[float]) -> float:
         """What follows the last meeting: the optimizer, and the gather of what it changed."""
-        ranks = range(self.cluster.world_size)
-        slowest = max(self.optimizer_seconds(rank, shares[rank]) for rank in ranks)
+        alike = dict(
+            zip(zip(self.cluster.device_kinds, shares, strict=True), count(), strict=False)
+        )
+        slowest = max(self.optimizer_seconds(rank, shares[rank]) for rank in alike.values())
         residual = self.cluster.network.step_seconds[self.stage]
         return max(0.0, slowest + self.gather_after_step_seconds(shares) + residual)
 
     def gather_after_step_seconds(self, shares: Sequence[float]) -> float:
         """The gather after the optimizer, where there is one."""
-        return self.collectives.all_gather.seconds(shares) if self.gathers_after_step else 0.0
+        return self._gather_seconds(shares) if self.gathers_after_step else 0.0
+
+    def _reduce_seconds(self, shares: Sequence[float]) -> float:
+        return self.collectives.reduce_scatter.seconds(shares, self._different(shares))
+
+    def _gather_seconds(self, shares: Sequence[float]) -> float:
+        return self.collectives.all_gather.seconds(shares, self._different(shares))
+
+    def _different(self, shares: Sequence[float]) -> Iterable[int]:
+        """Of ranks that are equal and own as much, one."""
+        kinds = zip(self.cluster.rank_kinds, shares, strict=True)
+        return dict(zip(kinds, count(), strict=False)).values()
 
     def meetings(self, micro_batches: Sequence[Sequence[int]]) -> list[Meeting]:
         """Every meeting of a step."""
+        kinds = zip(self.cluster.device_kinds, micro_batches, strict=True)
+        alike = {kind: rank for rank, kind in enumerate(kinds)}
+        ranks, rows = list(alike.values()), [passes for _, passes in alike]
         if self.meets_every_pass:
+            columns = zip(*rows, strict=True)
             return [
-                self._meeting([[b] for b in column]) for column in zip(*micro_batches, strict=True)
+                self.meeting((rank, (batch,)) for rank, batch in zip(ranks, column, strict=True))
+                for column in columns
             ]
-        return [self._meeting(micro_batches)]
+        return [self.meeting(zip(ranks, rows, strict=True))]
 
     def step_seconds(
         self, micro_batches: Sequence[Sequence[int]], shares: Sequence[float]
@@ -206,10 +244,10 @@ class StageCosts:
         met = [self.meeting_seconds(meeting, traffic) for meeting in self.meetings(micro_batches)]
         return math.fsum(met) + self.tail_seconds(shares)
 
-    def _meeting(self, batches: Sequence[Sequence[int]]) -> Meeting:
-        """The meeting after each rank has run these passes."""
+    def meeting(self, passes_of: Iterable[tuple[int, Sequence[int]]]) -> Meeting:
+        """The meeting after these ranks have run these passes; of equal ones, one will do."""
         latest = reducible = 0.0
-        for rank, own in enumerate(batches):
+        for rank, own in passes_of:
             passes = [self.pass_seconds(rank, batch) for batch in own if batch]
             end = math.fsum(passes)
             latest = max(latest, end)
@@ -224,10 +262,15 @@ def memory_needed(cluster: ClusterProfile, plan: Plan) -> tuple[int, ...]:
         ValueError: a plan for another number of ranks, or with units of their own strategy.
         DoesNotFit: a micro-batch beyond what was measured, so that nobody knows what it needs.
     """
-    costs = _costs_of(cluster, plan)
+    return _memory_needed(_costs_of(cluster, plan), plan)
+
+
+def _memory_needed(costs: StageCosts, plan: Plan) -> tuple[int, ...]:
     for rank, passes in enumerate(plan.micro_batches):
-        _check_measured(cluster, rank, max(passes, default=0))
-    return tuple(math.ceil(_needed(costs, plan, rank)) for rank in range(plan.world_size))
+        _check_measured(costs.cluster, rank, max(passes, default=0))
+    keys = list(zip(costs.cluster.device_kinds, plan.micro_batches, plan.shares, strict=True))
+    first = dict(zip(keys, count(), strict=False))
+    return tuple(each(lambda key: math.ceil(_needed(costs, plan, first[key])), keys))
 
 
 def predict(cluster: ClusterProfile, plan: Plan) -> Prediction:
@@ -238,24 +281,38 @@ def predict(cluster: ClusterProfile, plan: Plan) -> Prediction:
             names the rank, what is needed and what there is.
         ValueError: a plan for another number of ranks, or with units of their own strategy.
     """
-    memory = memory_needed(cluster, plan)
-    costs = _costs_of(cluster, plan)
-    for rank in range(plan.world_size):
-        _check_fits(costs, plan, rank)
+    return predict_at(_costs_of(cluster, plan), plan)
+
+
+def predict_at(costs: StageCosts, plan: Plan) -> Prediction:
+    """As `predict`, with the costs of the plan's stage."""
+    cluster = costs.cluster
+    memory = _memory_needed(costs, plan)
+    for rank, (needed, own) in enumerate(zip(memory, costs.memories, strict=True)):
+        if needed > own.limit:
+            _check_fits(costs, plan, rank)
     meetings = costs.meetings(plan.micro_batches)
     traffic = costs.traffic(plan.shares)
     met = [costs.meeting_seconds(meeting, traffic) for meeting in meetings]
-    step = math.fsum(met) + costs.tail_seconds(plan.shares)
-    compute = tuple(
-        math.fsum(costs.pass_seconds(rank, batch) for batch in passes)
-        for rank, passes in enumerate(plan.micro_batches)
-    )
-    optimizer = tuple(
-        max(0.0, costs.optimizer_seconds(rank, share)) for rank, share in enumerate(plan.shares)
-    )
-    communication = math.fsum(
-        [seconds - meeting.latest for seconds, meeting in zip(met, meetings, strict=True)]
-    ) + costs.gather_after_step_seconds(plan.shares)
+    tail = costs.tail_seconds(plan.shares)
+    step = math.fsum(met) + tail
+    first = dict(zip(cluster.device_kinds, count(), strict=False))
+
+    def computed(key: tuple[int, tuple[int, ...]]) -> float:
+        kind, passes = key
+        return math.fsum(costs.pass_seconds(first[kind], batch) for batch in passes)
+
+    def updated(key: tuple[int, float]) -> float:
+        kind, share = key
+        return max(0.0, costs.optimizer_seconds(first[kind], share))
+
+    kinds = cluster.device_kinds
+    compute = tuple(each(computed, list(zip(kinds, plan.micro_batches, strict=True))))
+    optimizer = tuple(each(updated, list(zip(kinds, plan.shares, strict=True))))
+    at_meetings = [seconds - meeting.latest for seconds, meeting in zip(met, meetings, strict=True)]
+    # Residuals may be negative: what follows the last meeting can be shorter than its gather.
+    after = min(costs.gather_after_step_seconds(plan.shares), tail)
+    communication = min(step, math.fsum([*at_meetings, after]))
     busy = tuple(
         min(1.0, (passes + update) / step) if step else 1.0
         for passes, update in zip(compute, optimizer, strict=True)
@@ -268,7 +325,7 @@ def predict(cluster: ClusterProfile, plan: Plan) -> Prediction:
         communication_seconds=communication,
         memory_bytes=memory,
         busy_fraction=busy,
-        bound=_bound(costs, plan, busy, communication / step if step else 0.0),
+        bound=bound_of(costs, plan, busy, communication / step if step else 0.0).sentence,
     )
 
 
@@ -329,23 +386,49 @@ def _check_fits(costs: StageCosts, plan: Plan, rank: int) -> None:
         )
 
 
-def _bound(costs: StageCosts, plan: Plan, busy: Sequence[float], communication: float) -> str:
-    """What would have to be better for the step to be shorter."""
+def bound_of(costs: StageCosts, plan: Plan, busy: Sequence[float], communication: float) -> Bound:
+    """What bounds a step, from what was predicted of it.
+
+    Args:
+        costs: of the plan's stage.
+        plan: whose step.
+        busy: by rank, compute and optimizer over the step.
+        communication: what does not run under compute, over the step.
+    """
     busiest = max(range(plan.world_size), key=lambda rank: busy[rank])
     if communication <= busy[busiest]:
-        return f"rank {busiest}'s compute ({100 * busy[busiest]:.0f} % busy)"
+        sentence = f"rank {busiest}'s compute ({100 * busy[busiest]:.0f} % busy)"
+        return Bound("compute", busiest, sentence)
     passes = max(map(len, plan.micro_batches))
     if costs.meets_every_pass and passes > 1:
         for rank, memory in enumerate(costs.memories):
             largest = max(plan.micro_batches[rank])
             more = largest + 1
             if more <= memory.device.max_batch and not memory.fits(more, plan.shares[rank]):
-                return (
+                sentence = (
                     f"rank {rank}'s memory: it holds no more than {largest} samples at a time, so "
                     f"ranks meet {passes} times a step ({100 * communication:.0f} % of it is "
                     "communication)"
                 )
-    return f"communication ({100 * communication:.0f} % of the step)"
+                return Bound("memory", rank, sentence)
+    slowest = _slowest_link(costs)
+    whose = "" if slowest is None else f", rank {slowest}'s link is the slowest"
+    return Bound(
+        "network", slowest, f"communication ({100 * communication:.0f} % of the step{whose})"
+    )
+
+
+def _slowest_link(costs: StageCosts) -> int | None:
+    """The rank that every collective waits for, if its link is slower than all others'."""
+    network = costs.cluster.network
+    rates = [
+        max(there, back)
+        for there, back in zip(
+            network.send_seconds_per_byte, network.receive_seconds_per_byte, strict=True
+        )
+    ]
+    *_, second, first = [0.0, *sorted(rates)]
+    return rates.index(first) if len(rates) > 1 and first > _SLOWER_LINK * second else None
 
 
 def readable_bytes(count: float) -> str:

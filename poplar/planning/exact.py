@@ -16,17 +16,17 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from poplar.planning.allocation import MicroBatches, Workload
 from poplar.planning.cost_model import StageCosts
 from poplar.planning.joint import TOLERANCE, Relaxed, relaxed
+from poplar.planning.kinds import each, members
+from poplar.planning.memory import RankMemory
 from poplar.planning.plan import Plan
 from poplar.planning.shares import Owns, ShareProblem
 from poplar.planning.shortage import shortage, smallest_shares, suffice
 from poplar.planning.tidy import tidied
-
-_T = TypeVar("_T")
 
 PREFERENCE = 1e-3
 """Even shares and fewer passes are preferred if they cost no more than this part of a step."""
@@ -118,10 +118,17 @@ def _found(costs: StageCosts, micro_batches: MicroBatches, shares: tuple[float, 
 
 def _caps(costs: StageCosts, shares: Sequence[float], request: Request) -> tuple[int, ...]:
     """By rank, the largest micro-batch that its share leaves room for; -1: it does not fit."""
-    return tuple(
-        memory.largest_batch(share, request.max_micro_batch)
-        for memory, share in zip(costs.memories, shares, strict=True)
-    )
+    memories = _memory_of_kinds(costs)
+
+    def cap(kind_and_share: tuple[int, float]) -> int:
+        kind, share = kind_and_share
+        return memories[kind].largest_batch(share, request.max_micro_batch)
+
+    return tuple(each(cap, list(zip(costs.cluster.device_kinds, shares, strict=True))))
+
+
+def _memory_of_kinds(costs: StageCosts) -> dict[int, RankMemory]:
+    return dict(zip(costs.cluster.device_kinds, costs.memories, strict=True))
 
 
 def _tidied(costs: StageCosts, found: Found, request: Request, most: float) -> Found:
@@ -142,20 +149,6 @@ class _Node:
     high: tuple[int, ...]
     owns: tuple[Owns, ...]
 
-    def with_rank(
-        self,
-        rank: int,
-        *,
-        low: int | None = None,
-        high: int | None = None,
-        owns: Owns | None = None,
-    ) -> _Node:
-        return _Node(
-            self.low if low is None else _with(self.low, rank, low),
-            self.high if high is None else _with(self.high, rank, high),
-            self.owns if owns is None else _with(self.owns, rank, owns),
-        )
-
 
 class _Search:
     """Best-first branch and bound over nodes."""
@@ -169,7 +162,12 @@ class _Search:
         self._best = known
         self._nodes: list[tuple[float, int, _Node, Relaxed]] = []
         self._number = count()
-        self._twins = _twins(costs)
+        self._kinds = costs.cluster.device_kinds
+        self._memories = _memory_of_kinds(costs)
+        self._twins = members(costs.cluster.rank_kinds)
+        """Equal ranks: a plan stays as fast when they change places, so that their caps may be
+        taken as descending."""
+        self._twins_of = {rank: twins for twins in self._twins for rank in twins}
 
     def run(self) -> tuple[Found, float]:
         """The fastest step found, and a bound that none is below."""
@@ -239,28 +237,34 @@ class _Search:
 
     def _tightened(self, node: _Node) -> tuple[_Node, list[float]] | None:
         """The node without caps that its shares rule out, and its shares' bounds; None: empty."""
-        memories = self._costs.memories
-        upper = [memory.largest_share(low) for memory, low in zip(memories, node.low, strict=True)]
-        for rank, own in enumerate(node.owns):
-            if own is Owns.NOTHING:
-                upper[rank] = min(0.0, upper[rank])
+
+        def most_owned(key: tuple[int, int, Owns]) -> float:
+            kind, low, owns = key
+            share = self._memories[kind].largest_share(low)
+            return min(0.0, share) if owns is Owns.NOTHING else share
+
+        upper = each(most_owned, list(zip(self._kinds, node.low, node.owns, strict=True)))
         room = math.fsum(upper)
         if min(upper) < 0.0 or not suffice(upper):
             return None
-        high = [
-            memory.largest_batch(max(0.0, 1.0 - (room - own)), most)
-            for memory, own, most in zip(memories, upper, node.high, strict=True)
-        ]
+
+        def most_held(key: tuple[int, float, int]) -> int:
+            kind, own, most = key
+            return self._memories[kind].largest_batch(max(0.0, 1.0 - (room - own)), most)
+
+        high = each(most_held, list(zip(self._kinds, upper, node.high, strict=True)))
         if max(high) < 1 or any(h < low for h, low in zip(high, node.low, strict=True)):
             return None
         return replace(node, high=tuple(high)), upper
 
     def _fitted(self, answer: Relaxed) -> Found | None:
         """The batches of a relaxed answer with the best shares that leave room for them."""
-        upper = [
-            memory.largest_share(max(passes, default=0))
-            for memory, passes in zip(self._costs.memories, answer.micro_batches, strict=True)
-        ]
+
+        def most_owned(kind_and_batch: tuple[int, int]) -> float:
+            kind, largest = kind_and_batch
+            return self._memories[kind].largest_share(largest)
+
+        upper = each(most_owned, list(zip(self._kinds, _largest(answer), strict=True)))
         problem = ShareProblem(self._costs, upper)
         if not problem.is_feasible:
             return None
@@ -283,12 +287,18 @@ class _Search:
 
     def _branches(self, node: _Node, answer: Relaxed) -> list[_Node]:
         """Nodes that together hold every plan of this one, and not its relaxed answer."""
-        excess = []
-        for rank, memory in enumerate(self._costs.memories):
-            used = max(answer.micro_batches[rank], default=0)
-            if not memory.fits(used, answer.shares[rank]):
-                missing = memory.needed(used, answer.shares[rank]) / memory.limit
-                excess.append((missing, -rank, used))
+        keys = list(zip(self._kinds, _largest(answer), answer.shares, strict=True))
+
+        def missing(key: tuple[int, int, float]) -> float | None:
+            kind, used, share = key
+            memory = self._memories[kind]
+            return None if memory.fits(used, share) else memory.needed(used, share) / memory.limit
+
+        excess = [
+            (much, -rank, keys[rank][1])
+            for rank, much in enumerate(each(missing, keys))
+            if much is not None
+        ]
         if excess:
             _, rank, used = max(excess)
             return self._by_cap(node, -rank, used, answer.shares[-rank])
@@ -297,13 +307,14 @@ class _Search:
     def _by_cap(self, node: _Node, rank: int, used: int, share: float) -> list[_Node]:
         fitting = self._costs.memories[rank].largest_batch(share, used)
         cap = (fitting + used + 1) // 2
-        smaller, larger = node, node
-        twins = self._twins[rank]
-        for twin in twins[twins.index(rank) :]:
-            smaller = smaller.with_rank(twin, high=min(smaller.high[twin], cap - 1))
-        for twin in twins[: twins.index(rank) + 1]:
-            larger = larger.with_rank(twin, low=max(larger.low[twin], cap))
-        return [smaller, larger]
+        twins = self._twins_of[rank]
+        place = twins.index(rank)
+        high, low = list(node.high), list(node.low)
+        for twin in twins[place:]:
+            high[twin] = min(high[twin], cap - 1)
+        for twin in twins[: place + 1]:
+            low[twin] = max(low[twin], cap)
+        return [replace(node, high=tuple(high)), replace(node, low=tuple(low))]
 
     def _by_ownership(self, node: _Node, shares: Sequence[float]) -> list[_Node]:
         undecided = [
@@ -314,25 +325,12 @@ class _Search:
         if not undecided:
             return []
         rank = -max(undecided)[1]
-        return [node.with_rank(rank, owns=own) for own in (Owns.SOMETHING, Owns.NOTHING)]
+        before, after = node.owns[:rank], node.owns[rank + 1 :]
+        return [
+            replace(node, owns=(*before, own, *after)) for own in (Owns.SOMETHING, Owns.NOTHING)
+        ]
 
 
-def _with(values: tuple[_T, ...], rank: int, value: _T) -> tuple[_T, ...]:
-    return (*values[:rank], value, *values[rank + 1 :])
-
-
-def _twins(costs: StageCosts) -> list[list[int]]:
-    """For each rank, those that are its equal, itself included, in order.
-
-    A plan stays as fast when equal ranks change places, so their caps may be taken as descending.
-    """
-    cluster, network = costs.cluster, costs.cluster.network
-    kinds = [
-        (
-            replace(device, name="", uuid="", host="", throttled="", peak_flops=None),
-            network.send_seconds_per_byte[rank],
-            network.receive_seconds_per_byte[rank],
-        )
-        for rank, device in enumerate(cluster.devices)
-    ]
-    return [[other for other, same in enumerate(kinds) if same == kind] for kind in kinds]
+def _largest(answer: Relaxed) -> list[int]:
+    """By rank, its largest pass."""
+    return each(lambda passes: max(passes, default=0), answer.micro_batches)

@@ -141,8 +141,8 @@ class _EveryPassSearch:
         """What meetings cost at least at a corner: along the slopes that they have at the least."""
         more = Traffic(corner.forward - least.forward, corner.backward - least.backward)
         bounds = []
-        for number, at_least in enumerate(seconds):
-            slopes = self._costs.slopes(self._every.meeting(number + 1), least)
+        for meeting, at_least in zip(self._every.meetings, seconds, strict=True):
+            slopes = self._costs.slopes(meeting, least)
             rise = slopes.forward * more.forward + slopes.backward * more.backward
             bounds.append(at_least + rise)
         return bounds

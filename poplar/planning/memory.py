@@ -16,8 +16,10 @@ ACCUMULATOR_BYTES = 4.0
 """Per element: gradients are accumulated in fp32."""
 BUCKET_ELEMENTS = 32 * 2**20 // 4
 """Larger units are reduced in several buckets of this many elements."""
-BUCKETS_IN_FLIGHT = 2
-"""Reductions that run under a backward at a time, where every pass ends in one."""
+BUCKETS_IN_FLIGHT = (4, 4, 2, 2)
+"""By stage: reductions that run under a backward at a time."""
+_SUMS_BYTES = 4.0
+"""Per element of what gradients are added up in; wire of fewer bytes needs a bucket of its own."""
 _SLACK_BYTES = 1.0
 """What rounding of a share may add; a plan that needs a byte too much fits."""
 
@@ -87,14 +89,24 @@ def _state(model: ModelProfile, stage: int) -> tuple[float, float]:
     """Parameters, accumulator and optimizer state: whole on every rank, and what a share adds."""
     by_sharding = (model.optimizer_bytes, ACCUMULATOR_BYTES, model.param_bytes)
     whole, sharded = sum(by_sharding[stage:]), sum(by_sharding[:stage])
-    return whole * model.numel, sharded * model.numel
+    frozen = model.param_bytes * model.frozen_numel
+    if stage < 3:
+        return whole * model.numel + frozen, sharded * model.numel
+    return whole * model.numel, sharded * model.numel + frozen
 
 
 def _gathered(model: ModelProfile, stage: int) -> float:
-    """Parameters that are gathered where they are sharded: this unit's and the next one's."""
+    """Parameters that are gathered where they are sharded.
+
+    This unit's and the next one's, beside those that stay gathered.
+    """
     if stage < 3:
         return 0.0
-    return model.param_bytes * sum(sorted(model.unit_numels)[-2:])
+    frozen = model.unit_frozen_numels or (0,) * len(model.unit_numels)
+    sizes = [sum(both) for both in zip(model.unit_numels, frozen, strict=True)]
+    resident = sum(sizes[unit] for unit in model.resident_units)
+    others = [size for unit, size in enumerate(sizes) if unit not in model.resident_units]
+    return model.param_bytes * (resident + sum(sorted(others)[-2:]))
 
 
 def _native_gradients(model: ModelProfile) -> float:
@@ -104,7 +116,12 @@ def _native_gradients(model: ModelProfile) -> float:
 
 def _buckets(model: ModelProfile, stage: int, ranks: int) -> tuple[float, float]:
     """Buckets on their way: packed and received, whatever the share and what a share adds."""
-    bucket = model.wire_bytes * min(max(model.unit_numels), BUCKET_ELEMENTS)
+    numel = min(max(model.unit_numels), BUCKET_ELEMENTS)
+    if model.largest_flat_numels:
+        numel = model.largest_flat_numels[stage]
+    flying = min(BUCKETS_IN_FLIGHT[stage], math.ceil(model.numel / numel))
+    bucket = flying * model.wire_bytes * numel
     if stage >= 2:
-        return BUCKETS_IN_FLIGHT * bucket, BUCKETS_IN_FLIGHT * bucket * ranks
-    return (0.0, bucket * ranks) if stage == 1 else (bucket, 0.0)
+        return bucket, bucket * ranks
+    packed = bucket if model.wire_bytes < _SUMS_BYTES else 0.0  # else sums are sent as they are
+    return (packed, bucket * ranks) if stage == 1 else (packed + bucket, 0.0)

@@ -7,22 +7,31 @@ memory, or raise `NoPlanFits`; those that are not ours know even shares only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from poplar import _core
 from poplar.planning.cost_model import StageCosts
 from poplar.planning.exact import Decision, Request, exact
 from poplar.planning.plan import Plan
-from poplar.planning.shortage import shortage_at_shares
+from poplar.planning.shortage import NoPlanFits, shortage, shortage_at_shares
 
 Policy = Callable[[StageCosts, Request], Decision]
 """From the costs of a stage and what is wanted of it."""
 
+Shortage = Callable[[StageCosts], NoPlanFits | None]
+"""What is missing at a stage, for one policy; None: a plan fits."""
+
 
 def even(costs: StageCosts, request: Request) -> Decision:
-    """The same for every rank: the largest micro-batch that fits the smallest, fewest passes."""
-    caps = _caps(costs, request, everyone_works=True)
-    plan = Plan.even(len(caps), request.global_batch, min(caps), costs.stage)
+    """The same for every rank: the largest micro-batch that fits the smallest, fewest passes.
+
+    Where there are fewer samples than ranks, the first ranks get one each and the others none.
+    """
+    working = _evenly_working(costs, request.global_batch)
+    caps = _caps(costs, request, working)
+    plan = Plan.even(
+        len(caps), request.global_batch, min(caps[rank] for rank in working), costs.stage
+    )
     return Decision(plan)
 
 
@@ -69,15 +78,36 @@ _SHORTEST_PASS = 1e-9
 """Seconds: a residual may take all of a pass away, and a speed has to stay finite."""
 
 
-def _caps(costs: StageCosts, request: Request, *, everyone_works: bool = False) -> list[int]:
+def shortage_of(policy: str, global_batch: int) -> Shortage:
+    """What is missing where this policy finds no plan."""
+    if policy == "exact":
+        return shortage
+
+    def at_even_shares(costs: StageCosts) -> NoPlanFits | None:
+        working = _evenly_working(costs, global_batch) if policy == "even" else ()
+        return shortage_at_shares(costs, _even_shares(costs), working=working)
+
+    return at_even_shares
+
+
+def _evenly_working(costs: StageCosts, global_batch: int) -> range:
+    """Ranks that get samples where all get equally many."""
+    return range(min(costs.cluster.world_size, global_batch))
+
+
+def _caps(costs: StageCosts, request: Request, working: Collection[int] = ()) -> list[int]:
     """By rank, the largest micro-batch that even shares leave room for.
 
+    Args:
+        costs: of the stage.
+        request: what is wanted.
+        working: ranks that have to hold a sample; empty: any one of them has to.
+
     Raises:
-        NoPlanFits: a rank cannot hold its share of the state, or nobody can hold a sample, or, if
-            everyone works, one rank cannot.
+        NoPlanFits: a rank cannot hold its share of the state, or a sample where it has to.
     """
     shares = _even_shares(costs)
-    missing = shortage_at_shares(costs, shares, everyone_works=everyone_works)
+    missing = shortage_at_shares(costs, shares, working=working)
     if missing is not None:
         raise missing
     return [

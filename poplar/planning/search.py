@@ -8,13 +8,15 @@ compared, and what does not fit is said. `tests/test_search.py` holds it against
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import Collection, Sequence
 
 from poplar.planning.cluster import ClusterProfile
-from poplar.planning.cost_model import StageCosts, describe, predict
+from poplar.planning.cost_model import StageCosts, describe, predict_at
 from poplar.planning.exact import PREFERENCE, Decision, Request
 from poplar.planning.plan import STRATEGIES, Plan
-from poplar.planning.policies import POLICIES
+from poplar.planning.policies import POLICIES, shortage_of
+from poplar.planning.remedies import with_remedies
 from poplar.planning.shortage import NoPlanFits
 
 __all__ = ["ALL_STAGES", "NoPlanFits", "alternatives", "search"]
@@ -48,7 +50,7 @@ def search(
 
     Raises:
         NoPlanFits: at none of the stages does a plan fit; says for the stage that comes closest
-            which rank misses how many bytes.
+            which rank misses how many bytes, and the smallest changes with which a plan would fit.
         ValueError: arguments that no plan has; a policy that lacks what it goes by.
     """
     return alternatives(
@@ -74,31 +76,60 @@ def alternatives(
 
     Arguments and errors are those of `search`.
     """
+    found, missing = plans_by_stage(
+        cluster,
+        global_batch=global_batch,
+        stages=stages,
+        policy=policy,
+        max_micro_batch=max_micro_batch,
+        preference=preference,
+    )
+    if not found:
+        raise with_remedies(cluster, missing, shortage_of(policy, global_batch))
+    return found
+
+
+def plans_by_stage(
+    cluster: ClusterProfile,
+    *,
+    global_batch: int,
+    stages: Sequence[int] = ALL_STAGES,
+    policy: str = "exact",
+    max_micro_batch: int | None = None,
+    preference: float = PREFERENCE,
+) -> tuple[tuple[Plan, ...], dict[int, NoPlanFits]]:
+    """The best plan of each stage that fits, fastest first, and by stage why the others do not.
+
+    Arguments are those of `search`, and so are errors about them.
+    """
     _check_at_least_one("global_batch", global_batch)
     if max_micro_batch is not None:
         _check_at_least_one("max_micro_batch", max_micro_batch)
     if policy not in POLICIES:
         raise ValueError(f"unknown policy {policy!r}; known are {', '.join(POLICIES)}")
     most = global_batch if max_micro_batch is None else min(max_micro_batch, global_batch)
+    if not (math.isfinite(preference) and preference >= 0.0):
+        raise ValueError(f"preference must be finite and 0 or more, got {preference}")
     request = Request(global_batch, most, preference)
     found: list[Plan] = []
-    missing: list[NoPlanFits] = []
+    missing: dict[int, NoPlanFits] = {}
     for stage in _checked_stages(stages):
+        costs = StageCosts(cluster, stage)
         try:
-            decision = POLICIES[policy](StageCosts(cluster, stage), request)
+            decision = POLICIES[policy](costs, request)
         except NoPlanFits as error:
-            missing.append(error)
+            missing[stage] = error
         else:
-            found.append(_described(cluster, decision, policy))
-    if not found:
-        raise min(missing, key=lambda error: error.missing_bytes)
-    return tuple(sorted(found, key=_preference))
+            found.append(_described(costs, decision, policy))
+    return tuple(sorted(found, key=_preference)), missing
 
 
-def _described(cluster: ClusterProfile, decision: Decision, policy: str) -> Plan:
+def _described(costs: StageCosts, decision: Decision, policy: str) -> Plan:
+    cluster = costs.cluster
     plan = dataclasses.replace(decision.plan, transport=cluster.network.transport)
-    prediction = predict(cluster, plan)
-    prediction = dataclasses.replace(prediction, optimality_gap=decision.gap)
+    prediction = predict_at(costs, plan)
+    if policy == "exact":  # the others decide without a search: nobody knows how far they are
+        prediction = dataclasses.replace(prediction, optimality_gap=decision.gap)
     return describe(cluster, plan, prediction, policy)
 
 
@@ -109,10 +140,10 @@ def _preference(plan: Plan) -> tuple[float, int, int]:
 
 
 def _checked_stages(stages: Sequence[int]) -> list[int]:
-    chosen = sorted(set(stages))
-    if not chosen or not set(chosen) <= set(ALL_STAGES):
-        raise ValueError(f"stages must be some of {ALL_STAGES}, got {tuple(stages)}")
-    return chosen
+    is_some = isinstance(stages, Collection) and not isinstance(stages, str) and len(stages) > 0
+    if not is_some or any(isinstance(s, bool) or s not in ALL_STAGES for s in stages):
+        raise ValueError(f"stages must be some of {ALL_STAGES}, got {stages!r}")
+    return sorted({int(stage) for stage in stages})
 
 
 def _check_at_least_one(what: str, value: int) -> None:

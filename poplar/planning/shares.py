@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from typing import NamedTuple
 
 from poplar.planning.collectives import CollectiveCost
 from poplar.planning.cost_model import Meeting, StageCosts, Traffic
+from poplar.planning.kinds import members
 from poplar.planning.linear_programme import LinearProgramme
 from poplar.planning.shortage import suffice
 
@@ -72,13 +73,8 @@ class ShareProblem:
 
     def _alike(self) -> list[list[int]]:
         """Ranks that differ in nothing that a share costs: their shares may be taken as equal."""
-        collectives = self._costs.collectives
-        kinds: dict[object, list[int]] = {}
-        lines = (*collectives.reduce_scatter.lines, *collectives.all_gather.lines)
-        for rank, upper in enumerate(self._upper):
-            own = tuple(line[1:] for line in lines if line.rank == rank)
-            kinds.setdefault((own, self._optimizer_line(rank), upper), []).append(rank)
-        return list(kinds.values())
+        kinds = self._costs.cluster.rank_kinds
+        return members(zip(kinds, self._upper, self._owns, strict=True))
 
     @property
     def is_feasible(self) -> bool:
@@ -167,10 +163,9 @@ class ShareProblem:
     ) -> None:
         programme.at_most(-cost.least / self._unit, {variable: -1.0})
         group_of = {ranks[0]: group for group, ranks in enumerate(self._groups)}
-        for rank, constant, slope in cost.lines:
-            if rank in group_of:
-                row = {group_of[rank]: slope / self._unit, variable: -1.0}
-                programme.at_most(-constant / self._unit, row)
+        for rank, constant, slope in cost.lines_of(group_of):
+            row = {group_of[rank]: slope / self._unit, variable: -1.0}
+            programme.at_most(-constant / self._unit, row)
 
     def _add_tail(self, programme: LinearProgramme) -> None:
         """The optimizer's variable counts from the least that any rank does once a step."""
@@ -250,8 +245,17 @@ def _settled(shares: Sequence[float], upper: Sequence[float]) -> tuple[float, ..
         for share, bound in zip(shares, upper, strict=True)
     ]
     missing = 1.0 - math.fsum(kept)
-    for rank in sorted(range(len(kept)), key=lambda r: -kept[r]):
+    for rank in _largest_first(kept):
+        if missing == 0.0:
+            break
         moved = min(max(missing, -kept[rank]), upper[rank] - kept[rank])
         kept[rank] += moved
         missing -= moved
     return tuple(kept)
+
+
+def _largest_first(values: Sequence[float]) -> Iterator[int]:
+    """The positions of values; the first is found without sorting, and often enough."""
+    first = max(range(len(values)), key=values.__getitem__)
+    yield first
+    yield from sorted(set(range(len(values))) - {first}, key=lambda place: (-values[place], place))

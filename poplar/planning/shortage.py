@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
 
 from poplar.errors import PoplarError
 from poplar.planning.cost_model import StageCosts, readable_bytes
@@ -17,28 +18,57 @@ _WAYS_OUT = (
 _ROUNDING = 1e-12
 
 
+class Lack(NamedTuple):
+    """Who lacks how much, for one stage."""
+
+    bytes_by_rank: Mapping[int, float]
+    """Ranks that need at least so much more each."""
+    sentence: str
+    """The rank that lacks the most, for a person."""
+
+
 class NoPlanFits(PoplarError, ValueError):
     """No plan at any stage that was asked for fits the ranks' memory."""
 
-    def __init__(self, message: str, missing_bytes: float = 0.0) -> None:
+    def __init__(
+        self,
+        message: str,
+        missing_bytes: float = 0.0,
+        *,
+        lack: Lack | None = None,
+        remedies: Sequence[str] = (),
+    ) -> None:
         super().__init__(message)
         self.missing_bytes = missing_bytes
         """What all ranks together lack for the least that a plan may ask of them."""
+        self.lack = lack
+        """Who lacks how much at the stage that comes closest."""
+        self.remedies = tuple(remedies)
+        """Changes of which each on its own makes a plan fit, in words; empty: nobody looked."""
+
+    def helped_by(self, remedies: Sequence[str]) -> NoPlanFits:
+        """The same error with what would help, in place of general advice."""
+        if not remedies or self.lack is None:
+            return self
+        message = f"{self.lack.sentence}; what would fit: {', or '.join(remedies)}"
+        return NoPlanFits(message, self.missing_bytes, lack=self.lack, remedies=remedies)
 
 
 def shortage(costs: StageCosts) -> NoPlanFits | None:
     """What is missing at this stage, however samples and state are dealt out; None: a plan fits."""
     if not costs.shares_matter:
-        return shortage_at_shares(costs, (0.0,) * len(costs.memories), everyone_works=False)
+        return shortage_at_shares(costs, (0.0,) * len(costs.memories))
     shares, rank = smallest_shares(costs)
     room = [memory.largest_share(0) for memory in costs.memories]
     room[rank] = costs.memories[rank].largest_share(1)
     if min(room) >= 0.0 and suffice(room):
         return None
     lacking = math.fsum(_lacking(costs, shares, 0))
-    for rank, memory in enumerate(costs.memories):
-        if not memory.fits(0, 0.0):
-            return _named(costs, rank, 0, 0.0, lacking)
+    nothing = (0.0,) * len(shares)
+    hold_nothing = {r: by for r, by in enumerate(_lacking(costs, nothing, 0)) if by}
+    if hold_nothing:
+        worst = max(hold_nothing, key=lambda r: hold_nothing[r])
+        return _named(costs, worst, 0, 0.0, lacking, hold_nothing)
     return _named(costs, rank, 1, shares[rank], max(lacking, _lacking(costs, shares, 1)[rank]))
 
 
@@ -66,26 +96,25 @@ def smallest_shares(costs: StageCosts) -> tuple[tuple[float, ...], int]:
 
 
 def shortage_at_shares(
-    costs: StageCosts, shares: Sequence[float], *, everyone_works: bool
+    costs: StageCosts, shares: Sequence[float], *, working: Collection[int] = ()
 ) -> NoPlanFits | None:
     """What is missing under these shares, or None if a plan fits.
 
     Args:
         costs: of the stage.
         shares: fraction of the state that each rank owns.
-        everyone_works: whether each rank has to hold a sample; otherwise one of them has to.
+        working: ranks that have to hold a sample; empty: any one of them has to.
     """
     ranks = range(len(costs.memories))
-    least = 1 if everyone_works else 0
-    lacking = _lacking(costs, shares, least)
-    if not any(lacking):
-        if everyone_works:
-            return None
-        one_more = _lacking(costs, shares, 1)
-        rank = min(ranks, key=lambda r: one_more[r])
-        return _named(costs, rank, 1, shares[rank], one_more[rank]) if one_more[rank] else None
-    rank = max(ranks, key=lambda r: lacking[r])
-    return _named(costs, rank, least, shares[rank], math.fsum(lacking))
+    none, one = _lacking(costs, shares, 0), _lacking(costs, shares, 1)
+    least = [one[rank] if rank in working else none[rank] for rank in ranks]
+    if not any(least):
+        rank = min(ranks, key=lambda r: one[r])
+        fits = working or not one[rank]
+        return None if fits else _named(costs, rank, 1, shares[rank], one[rank])
+    rank = max(ranks, key=lambda r: least[r])
+    lacks = {rank: by for rank, by in enumerate(least) if by}
+    return _named(costs, rank, int(rank in working), shares[rank], math.fsum(least), lacks)
 
 
 def _lacking(costs: StageCosts, shares: Sequence[float], micro_batch: int) -> list[float]:
@@ -97,7 +126,12 @@ def _lacking(costs: StageCosts, shares: Sequence[float], micro_batch: int) -> li
 
 
 def _named(
-    costs: StageCosts, rank: int, micro_batch: int, share: float, missing: float
+    costs: StageCosts,
+    rank: int,
+    micro_batch: int,
+    share: float,
+    missing: float,
+    lacks: Mapping[int, float] | None = None,
 ) -> NoPlanFits:
     memory = costs.memories[rank]
     needed = memory.needed(micro_batch, share)
@@ -105,10 +139,11 @@ def _named(
     owned = (
         f" and {100 * share:.1f} % of the sharded state" if share and costs.shares_matter else ""
     )
-    return NoPlanFits(
+    too_much = needed - memory.limit
+    sentence = (
         f"no plan fits at stage {costs.stage}: rank {rank} ({memory.device.name}) needs at least "
         f"{readable_bytes(needed)} for {samples}{owned}, but may use "
-        f"{readable_bytes(memory.limit)}: {readable_bytes(needed - memory.limit)} too little; "
-        f"{_WAYS_OUT}",
-        missing,
+        f"{readable_bytes(memory.limit)}: {readable_bytes(too_much)} too little"
     )
+    lack = Lack({rank: too_much} if lacks is None else lacks, sentence)
+    return NoPlanFits(f"{sentence}; {_WAYS_OUT}", missing, lack=lack)

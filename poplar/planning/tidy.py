@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from poplar.planning.allocation import MicroBatches
 from poplar.planning.cost_model import StageCosts
+from poplar.planning.kinds import members
 
 _SLOWER = 0.01
 """How much longer, as a fraction, a rank may compute for fewer passes while it is not the last."""
@@ -31,10 +32,16 @@ def tidied(
     """
     ((latest, reducible),) = costs.meetings(micro_batches)
     allowed += _ROUNDING * latest
-    return tuple(
-        _fewer(costs, rank, passes, caps[rank], latest + allowed, reducible + allowed)
-        for rank, passes in enumerate(micro_batches)
-    )
+    alike = members(zip(costs.cluster.device_kinds, micro_batches, caps, strict=True))
+    tidy = list(micro_batches)
+    for ranks in alike:
+        first = ranks[0]
+        passes = _fewer(
+            costs, first, tidy[first], caps[first], latest + allowed, reducible + allowed
+        )
+        for rank in ranks:
+            tidy[rank] = passes
+    return tuple(tidy)
 
 
 def _fewer(

@@ -102,10 +102,15 @@ class Passes:
     def activation_bytes(self, size: int) -> int:
         """Peak of a pass above what was held before it.
 
+        Gradients leave as soon as they are there, as in the engine, which packs them: what they
+        take is no activation.
+
         Raises:
             torch.OutOfMemoryError: it does not fit; nothing is left behind.
         """
         self.batch(size)
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        handles = [p.register_post_accumulate_grad_hook(_drop) for p in trained]
         try:
             return peak_bytes(lambda: self.run(size), self.device)
         except torch.OutOfMemoryError:
@@ -114,6 +119,9 @@ class Passes:
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
             raise
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def synchronize(self) -> None:
         """Wait for the device."""
@@ -123,6 +131,10 @@ class Passes:
     def _drop_gradients(self) -> None:
         for parameter in self.model.parameters():
             parameter.grad = None
+
+
+def _drop(parameter: Tensor) -> None:
+    parameter.grad = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -150,8 +150,22 @@ def agree_on(request: Request, control: Control) -> Agreed:
     )
 
 
-def flat_numels(agreed: Agreed, *, gathers: bool) -> tuple[list[int], list[int]]:
-    """Elements of each unit that is trained, and of each flat buffer.
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """What the engine makes of a model, in elements."""
+
+    trained: tuple[int, ...]
+    """Of each unit that has any."""
+    frozen: tuple[int, ...]
+    """Of the same units: what is gathered with them and not trained."""
+    resident: tuple[int, ...]
+    """Which of these units stay gathered until a pass is over."""
+    flats: tuple[int, ...]
+    """Of each flat buffer that is reduced."""
+
+
+def sizes_of(agreed: Agreed, *, gathers: bool) -> Sizes:
+    """Elements of units and flat buffers.
 
     Args:
         agreed: of this rank.
@@ -159,14 +173,20 @@ def flat_numels(agreed: Agreed, *, gathers: bool) -> tuple[list[int], list[int]]
     """
     checked = agreed.setup
     members = [
-        Member(name, parameter, checked.group_of[id(parameter)], True, parameter.dtype)
+        Member(name, parameter, group, group >= 0, parameter.dtype)
         for name, parameter in checked.model.named_parameters()
-        if id(parameter) in checked.group_of
+        for group in (checked.group_of.get(id(parameter), -1),)
+        if gathers or group >= 0
     ]
     merge = setup.merge_of(checked, gathers=gathers)
     units = build_units(checked.model, members, checked.unit_names, merge=merge)
-    sizes = [[flat.numel for flat in unit.flats] for unit in units]
-    return [sum(flats) for flats in sizes], [numel for flats in sizes for numel in flats]
+    units = [unit for unit in units if unit.trained]
+    return Sizes(
+        trained=tuple(sum(flat.numel for flat in unit.trained) for unit in units),
+        frozen=tuple(sum(f.numel for f in unit.flats if not f.trained) for unit in units),
+        resident=tuple(number for number, unit in enumerate(units) if unit.resident),
+        flats=tuple(flat.numel for unit in units for flat in unit.trained),
+    )
 
 
 def _own(request: Request, checked: setup.Request) -> dict[str, Any]:

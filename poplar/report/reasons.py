@@ -158,7 +158,7 @@ def _sentences(
         *_about_stage(chosen, stages),
         *_about_shares(profile, chosen),
     ]
-    if prediction.optimality_gap > 0:
+    if prediction.optimality_gap:
         told.append(
             "No plan of this stage can be faster by more than "
             f"{100 * prediction.optimality_gap:.1f} % of the step on the measured curves."

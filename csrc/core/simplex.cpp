@@ -1,0 +1,147 @@
+#include "simplex.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <numeric>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+
+namespace poplar {
+namespace {
+
+constexpr double kTolerance = 1e-12;  // of programmes whose numbers are around 1
+constexpr double kRounding = 1e-8;    // a row violated by less that can't be mended: rounding
+constexpr int kPivotsBeforeBland = 200;
+constexpr int kMostPivots = 20000;
+constexpr std::size_t kNone = static_cast<std::size_t>(-1);
+
+class Tableau {
+ public:
+  Tableau(std::vector<double> costs, std::vector<std::vector<double>> rows,
+          std::vector<double> bounds)
+      : costs_(std::move(costs)),
+        rows_(std::move(rows)),
+        bounds_(std::move(bounds)),
+        outside_(costs_.size()),
+        inside_(rows_.size()) {
+    std::iota(outside_.begin(), outside_.end(), std::size_t{0});
+    std::iota(inside_.begin(), inside_.end(), costs_.size());
+  }
+
+  // Whether some x satisfies all rows; then this is the minimum.
+  bool solve() {
+    for (int pivots = 0; pivots < kMostPivots; ++pivots) {
+      const std::size_t row = leaving(pivots >= kPivotsBeforeBland);
+      if (row == kNone) {
+        return true;
+      }
+      const std::size_t column = entering(row);
+      if (column == kNone) {
+        if (bounds_[row] < -kRounding) {
+          return false;
+        }
+        bounds_[row] = 0.0;
+        continue;
+      }
+      pivot(row, column);
+      std::swap(inside_[row], outside_[column]);
+    }
+    throw std::runtime_error("a linear programme of " + std::to_string(rows_.size()) +
+                             " rows did not end within " + std::to_string(kMostPivots) + " pivots");
+  }
+
+  double value() const { return value_; }
+
+  std::vector<double> variables() const {
+    std::vector<double> found(costs_.size(), 0.0);
+    for (std::size_t row = 0; row < rows_.size(); ++row) {
+      if (inside_[row] < found.size()) {
+        found[inside_[row]] = std::max(0.0, bounds_[row]);
+      }
+    }
+    return found;
+  }
+
+ private:
+  // The row that is violated most, or with Bland's rule the violated one of least index.
+  std::size_t leaving(bool bland) const {
+    std::size_t found = kNone;
+    for (std::size_t row = 0; row < rows_.size(); ++row) {
+      if (bounds_[row] < -kTolerance &&
+          (found == kNone ||
+           (bland ? inside_[row] < inside_[found] : bounds_[row] < bounds_[found]))) {
+        found = row;
+      }
+    }
+    return found;
+  }
+
+  // The column that becomes feasible in the row at the least cost.
+  std::size_t entering(std::size_t row) const {
+    std::size_t found = kNone;
+    std::tuple<double, std::size_t> least;
+    for (std::size_t column = 0; column < costs_.size(); ++column) {
+      const double factor = rows_[row][column];
+      if (factor < -kTolerance) {
+        const std::tuple<double, std::size_t> ratio{costs_[column] / -factor, outside_[column]};
+        if (found == kNone || ratio < least) {
+          found = column;
+          least = ratio;
+        }
+      }
+    }
+    return found;
+  }
+
+  // Exchanges a row's variable for a column's.
+  void pivot(std::size_t leaving, std::size_t entering) {
+    const double inverse = 1.0 / rows_[leaving][entering];
+    std::vector<double> pivot_row = rows_[leaving];
+    for (double& factor : pivot_row) {
+      factor *= inverse;
+    }
+    pivot_row[entering] = inverse;
+    const double pivot_bound = bounds_[leaving] * inverse;
+    const auto subtract = [&](std::vector<double>& from, double factor) {
+      from[entering] = 0.0;
+      for (std::size_t column = 0; column < from.size(); ++column) {
+        from[column] -= factor * pivot_row[column];
+      }
+    };
+    for (std::size_t row = 0; row < rows_.size(); ++row) {
+      const double factor = rows_[row][entering];
+      if (row != leaving && factor != 0.0) {
+        subtract(rows_[row], factor);
+        bounds_[row] -= factor * pivot_bound;
+      }
+    }
+    rows_[leaving] = pivot_row;
+    bounds_[leaving] = pivot_bound;
+    const double factor = costs_[entering];
+    if (factor != 0.0) {
+      subtract(costs_, factor);
+      value_ += factor * pivot_bound;
+    }
+  }
+
+  std::vector<double> costs_;
+  std::vector<std::vector<double>> rows_;
+  std::vector<double> bounds_;
+  std::vector<std::size_t> outside_;
+  std::vector<std::size_t> inside_;
+  double value_ = 0.0;
+};
+
+}  // namespace
+
+std::optional<std::pair<double, std::vector<double>>> minimise(
+    std::vector<double> costs, std::vector<std::vector<double>> rows, std::vector<double> bounds) {
+  Tableau tableau(std::move(costs), std::move(rows), std::move(bounds));
+  if (!tableau.solve()) {
+    return std::nullopt;
+  }
+  return std::pair{tableau.value(), tableau.variables()};
+}
+
+}  // namespace poplar

@@ -1,0 +1,371 @@
+"""What a rank does in a step, in order: compute, issue a collective, wait for one.
+
+One programme per ZeRO stage, each as its strategy in the engine acts. All ranks issue the same
+collectives in the same order, so a collective goes by its number in that order.
+"""
+
+from __future__ import annotations
+
+import itertools
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import ClassVar, NamedTuple
+
+from poplar.planning.cost_model import StageCosts
+from poplar.planning.memory import BUCKET_ELEMENTS
+
+
+class Senders(Enum):
+    """Whose data a rank needs before a collective is over for it."""
+
+    EVERYONE = 0
+    OWNERS = 1
+    """A gather: of all ranks with a share."""
+    EVERYONE_TO_OWNERS = 2
+    """A reduction: an owner needs everybody's gradients, a rank without a share needs none."""
+
+
+class Collective(NamedTuple):
+    """What all ranks issue once, in one order."""
+
+    what: str
+    unit: int | None
+    seconds: float
+    """For which it occupies the links of every rank."""
+    senders: Senders
+    stops: bool = False
+    """No compute at all runs under it; otherwise as the cluster's `overlap` says."""
+
+
+class Compute(NamedTuple):
+    """Work of the compute stream."""
+
+    what: str
+    unit: int | None
+    pass_index: int | None
+    seconds: float
+    """Undisturbed."""
+
+
+class Issue(NamedTuple):
+    """Queue the next collective on the communication stream, and go on."""
+
+    collective: Collective
+    pass_index: int | None
+
+
+class Wait(NamedTuple):
+    """Go on when a collective is over for this rank."""
+
+    number: int
+
+
+Action = Compute | Issue | Wait
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """What tells one rank from another: ranks of equal loads do the same at the same time."""
+
+    passes: tuple[float, ...]
+    """Seconds of each; 0 for one without samples."""
+    optimizer: float
+    """Seconds."""
+    owns: bool
+    """It has a share of what is sharded."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What is the same for all ranks."""
+
+    parts: tuple[float, ...]
+    """By unit, its fraction of the model's elements, and so of each pass and each collective."""
+    backward_fraction: float
+    resident: frozenset[int]
+    """Units that stay gathered until a pass is over, and are reduced last."""
+    reduce: tuple[tuple[Collective, ...], ...]
+    """By unit, one for each of its buffers."""
+    gather: tuple[Collective, ...]
+    """By unit: the parameters at stage 3, the reduced gradients at stage 0."""
+    publish: tuple[Collective, ...]
+    """By unit: the gather of what the optimizer changed."""
+    meeting: Collective
+    """What a meeting costs beyond its collectives."""
+    agreement: Collective
+    """Ranks agree that the step is good; what a step costs beyond all else."""
+    optimizer_change: float
+    """At most 0: added to the optimizer's seconds of every rank."""
+
+    @classmethod
+    def of(cls, costs: StageCosts, shares: Sequence[float], *, one_by_one: bool) -> Work:
+        """The work under a plan's shares.
+
+        Args:
+            costs: of the plan's stage.
+            shares: the plan's.
+            one_by_one: each unit travels alone; otherwise small neighbours share a buffer, and are
+                one unit here.
+
+        [Note: negative residuals]
+        A meeting that was measured to cost less than its collectives had faster collectives: all
+        of them shrink. A step that did has a faster gather of the new values, and after that a
+        faster optimizer.
+        """
+        numels = costs.cluster.model.unit_numels
+        numels = numels if one_by_one else _sharing_buffers(numels)
+        parts = tuple(numel / sum(numels) for numel in numels)
+        cut = shares if costs.shares_matter else (1.0 / len(shares),) * len(shares)
+        reduce = costs.collectives.reduce_scatter.seconds(cut)
+        gather = costs.collectives.all_gather.seconds(cut)
+        residual, whole = costs.meeting_residual, sum(costs.traffic(shares))
+        shrunk = max(0.0, 1.0 + min(0.0, residual) / whole) if whole else 1.0
+        slowest = max(costs.optimizer_seconds(rank, share) for rank, share in enumerate(shares))
+        once = costs.cluster.network.step_seconds[costs.stage] + min(0.0, slowest)
+        left = costs.gather_after_step_seconds(shares) + min(0.0, once)
+
+        def by_unit(what: str, seconds: float, senders: Senders) -> tuple[Collective, ...]:
+            return tuple(
+                Collective(what, unit, seconds * part, senders) for unit, part in enumerate(parts)
+            )
+
+        whole_reductions = by_unit("reduce", shrunk * reduce, Senders.EVERYONE_TO_OWNERS)
+        return cls(
+            parts=parts,
+            backward_fraction=costs.cluster.backward_fraction,
+            resident=frozenset(costs.cluster.model.resident_units if one_by_one else ()),
+            reduce=tuple(map(_by_buffer, whole_reductions, numels)),
+            gather=by_unit("gather", shrunk * gather, Senders.OWNERS),
+            publish=by_unit("publish", max(0.0, left), Senders.OWNERS),
+            meeting=_beyond_collectives("meeting", max(0.0, residual)),
+            agreement=_beyond_collectives("agreement", max(0.0, once)),
+            optimizer_change=min(0.0, left),
+        )
+
+
+def _sharing_buffers(numels: Sequence[int]) -> tuple[int, ...]:
+    """The units, where small neighbours are one up to the size of a buffer."""
+    shared: list[int] = []
+    for numel in numels:
+        if shared and shared[-1] + numel <= BUCKET_ELEMENTS:
+            shared[-1] += numel
+        else:
+            shared.append(numel)
+    return tuple(shared)
+
+
+def _by_buffer(reduction: Collective, numel: int) -> tuple[Collective, ...]:
+    """A unit's reduction as the engine issues it: a large unit has several buffers."""
+    buffers = -(-numel // BUCKET_ELEMENTS)
+    return (reduction._replace(seconds=reduction.seconds / buffers),) * buffers
+
+
+def _beyond_collectives(what: str, seconds: float) -> Collective:
+    return Collective(what, None, seconds, Senders.EVERYONE, stops=True)
+
+
+class Programme(ABC):
+    """One rank's step."""
+
+    in_flight: ClassVar[int]
+    """Reductions under way at once: before one more is issued, the oldest has to be over."""
+    one_by_one: ClassVar[bool] = False
+    """Each unit travels alone, however small."""
+
+    def __init__(self, work: Work, load: Load) -> None:
+        self.work = work
+        self.load = load
+        self.units = range(len(work.parts))
+        self._issued = 0
+        self._pending: deque[int] = deque()
+
+    def actions(self) -> Iterator[Action]:
+        """Everything this rank does in a step, in order."""
+        yield from self.passes()
+        yield from self.settle()
+        yield self.issue(self.work.agreement, None)
+        yield Wait(self.last)
+        seconds = max(0.0, self.load.optimizer + self.work.optimizer_change)
+        yield Compute("optimizer", None, None, seconds)
+        yield from self.publish()
+
+    @abstractmethod
+    def passes(self) -> Iterator[Action]:
+        """All passes, and the reductions that they lead to."""
+
+    def settle(self) -> Iterator[Action]:
+        """Wait until the mean gradient is where the optimizer reads it."""
+        yield from self._drain(0)
+        yield Wait(self.last)
+
+    def publish(self) -> Iterator[Action]:
+        """Gather what the optimizer changed."""
+        for collective in self.work.publish:
+            yield self.issue(collective, None)
+        yield Wait(self.last)
+
+    @property
+    def last(self) -> int:
+        """The number of the collective that was issued last; -1: none was."""
+        return self._issued - 1
+
+    def issue(self, collective: Collective, pass_index: int | None) -> Issue:
+        self._issued += 1
+        return Issue(collective, pass_index)
+
+    def reduce(self, unit: int, index: int | None) -> Iterator[Action]:
+        for buffer in self.work.reduce[unit]:
+            yield from self._drain(self.in_flight - 1)
+            yield self.issue(buffer, index)
+            self._pending.append(self.last)
+
+    def gather(self, unit: int, index: int | None) -> Issue:
+        return self.issue(self.work.gather[unit], index)
+
+    def meet(self, index: int | None) -> Iterator[Action]:
+        if self.work.meeting.seconds:
+            yield self.issue(self.work.meeting, index)
+
+    def forward(self, unit: int, index: int) -> Compute:
+        seconds = self.load.passes[index] * (1.0 - self.work.backward_fraction)
+        return Compute("forward", unit, index, seconds * self.work.parts[unit])
+
+    def backward(self, unit: int, index: int) -> Compute:
+        seconds = self.load.passes[index] * self.work.backward_fraction
+        return Compute("backward", unit, index, seconds * self.work.parts[unit])
+
+    def reducing_pass(self, index: int | None) -> Iterator[Action]:
+        """A pass that reduces each unit when its backward is over; None: one without samples."""
+        if index is not None:
+            yield from (self.forward(unit, index) for unit in self.units)
+        for unit in reversed(self.units):
+            if index is not None:
+                yield self.backward(unit, index)
+            yield from self.reduce(unit, index)
+        yield from self.meet(index)
+
+    def _drain(self, leave: int) -> Iterator[Action]:
+        while len(self._pending) > leave:
+            yield Wait(self._pending.popleft())
+
+
+class ShardedOptimizer(Programme):
+    """Passes add up on the rank; its last one reduces. New values travel after the optimizer."""
+
+    in_flight = 4
+
+    def passes(self) -> Iterator[Action]:
+        own = [index for index, seconds in enumerate(self.load.passes) if seconds]
+        for index in own[:-1]:
+            yield from (self.forward(unit, index) for unit in self.units)
+            yield from (self.backward(unit, index) for unit in reversed(self.units))
+        yield from self.reducing_pass(own[-1] if own else None)
+
+
+class Replicated(ShardedOptimizer):
+    """The reduced slices are gathered once all of them are there; nothing travels afterwards."""
+
+    def settle(self) -> Iterator[Action]:
+        yield from self._drain(0)
+        for unit in self.units:
+            yield self.gather(unit, None)
+        yield Wait(self.last)
+
+    def publish(self) -> Iterator[Action]:
+        yield from ()
+
+
+class ShardedGradients(Programme):
+    """Every pass reduces. A rank whose pass is over goes on, as far as its reductions let it."""
+
+    in_flight = 2
+
+    def passes(self) -> Iterator[Action]:
+        for index, seconds in enumerate(self.load.passes):
+            yield from self.reducing_pass(index if seconds else None)
+
+
+class ShardedParameters(Programme):
+    """Each unit is gathered while the one before it runs, and again in the backward.
+
+    The last unit is still there when the backward begins, so it is gathered once, as those are
+    that stay until the pass is over.
+    """
+
+    in_flight = 2
+    one_by_one = True
+
+    def passes(self) -> Iterator[Action]:
+        for index, seconds in enumerate(self.load.passes):
+            if seconds:
+                yield from self._own_pass(index)
+            else:
+                yield from self._empty_pass(index)
+            yield from self.meet(index)
+
+    def publish(self) -> Iterator[Action]:
+        """Nothing: the next gather sends the new shards."""
+        yield from ()
+
+    @property
+    def _regathered(self) -> list[int]:
+        """Units that are given back after their forward, in the order in which they run."""
+        return [unit for unit in self.units if unit not in self.work.resident]
+
+    def _own_pass(self, index: int) -> Iterator[Action]:
+        again = self._regathered
+        order = iter((*self.units, *reversed(again[:-1])))
+        returning = frozenset(again[:-1])
+        arrivals: deque[int] = deque()
+
+        def start_next() -> Iterator[Action]:
+            for unit in itertools.islice(order, 1):
+                yield self.gather(unit, index)
+                arrivals.append(self.last)
+
+        def enter() -> Iterator[Action]:
+            yield from start_next()
+            yield Wait(arrivals.popleft())
+
+        yield from start_next()
+        for unit in self.units:
+            yield from enter()
+            yield self.forward(unit, index)
+        for unit in reversed(self.units):
+            if unit in returning:
+                yield from enter()
+            yield self.backward(unit, index)
+            if unit not in self.work.resident:
+                yield from self.reduce(unit, index)
+        yield from self._reduce_resident(index)
+
+    def _empty_pass(self, index: int) -> Iterator[Action]:
+        """The same collectives in the same order, nothing ahead: there is nothing to run under."""
+        again = self._regathered
+        left = list(again)
+        for unit in self.units:
+            yield self.gather(unit, index)
+            yield Wait(self.last)
+        for unit in reversed(again[:-1]):
+            yield self.gather(unit, index)
+            yield Wait(self.last)
+            yield from self.reduce(left.pop(), index)
+        for unit in left:
+            yield from self.reduce(unit, index)
+        yield from self._reduce_resident(index)
+
+    def _reduce_resident(self, index: int) -> Iterator[Action]:
+        for unit in sorted(self.work.resident):
+            yield from self.reduce(unit, index)
+
+
+PROGRAMMES: tuple[type[Programme], ...] = (
+    Replicated,
+    ShardedOptimizer,
+    ShardedGradients,
+    ShardedParameters,
+)
+"""By ZeRO stage."""
