@@ -330,9 +330,13 @@ def predict_at(costs: StageCosts, plan: Plan) -> Prediction:
 
 
 def describe(cluster: ClusterProfile, plan: Plan, prediction: Prediction, policy: str) -> Plan:
-    """The plan with its prediction in JSON's types, and what a table needs beside it."""
+    """The plan with its prediction in JSON's types, and what a table needs beside it.
+
+    It names the transport that was measured, unless it names one already.
+    """
     return dataclasses.replace(
         plan,
+        transport=plan.transport or cluster.network.transport,
         prediction={
             **prediction.to_dict(),
             "devices": [device.name for device in cluster.devices],

@@ -23,7 +23,11 @@ def members(kinds: Iterable[Hashable]) -> list[list[int]]:
     """The positions of each kind, ascending; kinds by first appearance."""
     found: dict[Hashable, list[int]] = {}
     for position, kind in enumerate(kinds):
-        found.setdefault(kind, []).append(position)
+        known = found.get(kind)
+        if known is None:
+            found[kind] = [position]
+        else:
+            known.append(position)
     return list(found.values())
 
 

@@ -126,11 +126,10 @@ def plans_by_stage(
 
 def _described(costs: StageCosts, decision: Decision, policy: str) -> Plan:
     cluster = costs.cluster
-    plan = dataclasses.replace(decision.plan, transport=cluster.network.transport)
-    prediction = predict_at(costs, plan)
+    prediction = predict_at(costs, decision.plan)
     if policy == "exact":  # the others decide without a search: nobody knows how far they are
         prediction = dataclasses.replace(prediction, optimality_gap=decision.gap)
-    return describe(cluster, plan, prediction, policy)
+    return describe(cluster, decision.plan, prediction, policy)
 
 
 def _preference(plan: Plan) -> tuple[float, int, int]:

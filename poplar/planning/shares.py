@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from enum import Enum
+from enum import IntEnum
 from typing import NamedTuple
 
 from poplar.planning.collectives import CollectiveCost
@@ -24,12 +24,12 @@ _SMALLEST_SHARE = 1e-9
 """Less is rounding, and becomes nothing."""
 
 
-class Owns(Enum):
+class Owns(IntEnum):
     """Whether a rank owns a part of the state."""
 
-    OPEN = "open"
-    NOTHING = "nothing"
-    SOMETHING = "something"
+    NOTHING = 0
+    SOMETHING = 1
+    OPEN = 2
 
 
 class Shared(NamedTuple):
@@ -232,7 +232,7 @@ class ShareProblem:
         """The longest that a collective takes under any shares within the bounds."""
         room = math.fsum(self._upper)
         most = cost.least
-        for rank, constant, slope in cost.lines:
+        for rank, constant, slope in cost.lines_of(ranks[0] for ranks in self._groups):
             least = max(0.0, 1.0 - (room - self._upper[rank]))
             most = max(most, constant + slope * (self._upper[rank] if slope > 0.0 else least))
         return most

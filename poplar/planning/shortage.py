@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import NamedTuple, TypeVar
 
 from poplar.errors import PoplarError
 from poplar.planning.cost_model import StageCosts, readable_bytes
+from poplar.planning.kinds import each
+from poplar.planning.memory import RankMemory
+
+_Value = TypeVar("_Value")
 
 _WAYS_OUT = (
     "free memory on that rank (or raise its memory_limit), use shorter sequences or activation "
@@ -59,7 +63,7 @@ def shortage(costs: StageCosts) -> NoPlanFits | None:
     if not costs.shares_matter:
         return shortage_at_shares(costs, (0.0,) * len(costs.memories))
     shares, rank = smallest_shares(costs)
-    room = [memory.largest_share(0) for memory in costs.memories]
+    room = _of_each(costs, lambda memory: memory.largest_share(0))
     room[rank] = costs.memories[rank].largest_share(1)
     if min(room) >= 0.0 and suffice(room):
         return None
@@ -72,6 +76,13 @@ def shortage(costs: StageCosts) -> NoPlanFits | None:
     return _named(costs, rank, 1, shares[rank], max(lacking, _lacking(costs, shares, 1)[rank]))
 
 
+def _of_each(costs: StageCosts, function: Callable[[RankMemory], _Value]) -> list[_Value]:
+    """By rank, what holds of its memory: the same for equal ones."""
+    kinds = costs.cluster.device_kinds
+    memories = dict(zip(kinds, costs.memories, strict=True))
+    return each(lambda kind: function(memories[kind]), kinds)
+
+
 def suffice(room: Sequence[float]) -> bool:
     """Whether ranks with room for these shares can own everything, rounding aside."""
     return math.fsum(room) >= 1.0 - _ROUNDING
@@ -82,12 +93,10 @@ def smallest_shares(costs: StageCosts) -> tuple[tuple[float, ...], int]:
 
     The others own all that they have room for, and this rank the rest.
     """
-    memories = costs.memories
-    room = [max(0.0, memory.largest_share(0)) for memory in memories]
-    lost = [
-        own - max(0.0, memory.largest_share(1)) for memory, own in zip(memories, room, strict=True)
-    ]
-    holds_none = [not memory.fits(1, 0.0) for memory in memories]
+    room = _of_each(costs, lambda memory: max(0.0, memory.largest_share(0)))
+    with_one = _of_each(costs, lambda memory: max(0.0, memory.largest_share(1)))
+    lost = [own - less for own, less in zip(room, with_one, strict=True)]
+    holds_none = _of_each(costs, lambda memory: not memory.fits(1, 0.0))
     rank = min(range(len(room)), key=lambda r: (holds_none[r], lost[r]))
     others = math.fsum(room) - room[rank]
     shares = [own / max(1.0, others) for own in room]
