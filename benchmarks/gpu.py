@@ -11,9 +11,11 @@ and goes on where another fails; a short table comes last. Logs and rows are in 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -25,9 +27,13 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+import poplar
+from poplar import ops
+
 HERE = Path(__file__).resolve().parent
 TESTS = HERE.parent / "tests"
 OPERATORS = [TESTS / "test_ops.py", "-k", "cuda and not compile and not launches"]
+_LEAST_SECONDS = 15.0
 ENGINE = [
     TESTS / name for name in ("test_exact_steps.py", "test_norm.py", "test_random_collectives.py")
 ]
@@ -121,7 +127,8 @@ def run_parts(options: argparse.Namespace) -> int:
     """One after the other."""
     console = Console(width=max(100, shutil.get_terminal_size().columns))
     table = Table("part", "seconds", "", "last word")
-    failed = 0
+    console.print(f"poplar in {Path(poplar.__file__).parent}; {ops.describe()}", soft_wrap=True)
+    failed, deadline = 0, time.monotonic() + options.seconds
     for part in parts(options.output):
         if options.only and not any(word in part.name for word in options.only):
             continue
@@ -129,33 +136,40 @@ def run_parts(options: argparse.Namespace) -> int:
         if why_not:
             table.add_row(part.name, "", "not run", why_not)
             continue
-        console.print(f"{part.name} ...", highlight=False)
+        left = deadline - time.monotonic()
+        if left < _LEAST_SECONDS:
+            table.add_row(part.name, "", "not run", "no time was left; name it with --only")
+            continue
         began = time.monotonic()
-        ok, said = run(part, options.output)
+        ok, said = run(part, options.output, min(part.seconds, left))
         failed += not ok
-        table.add_row(part.name, f"{time.monotonic() - began:.0f}", "ok" if ok else "FAILED", said)
+        verdict = "ok" if ok else "FAILED"
+        console.print(f"{part.name}: {verdict}. {said}", highlight=False, soft_wrap=True)
+        table.add_row(part.name, f"{time.monotonic() - began:.0f}", verdict, said)
     console.print(table)
     return int(failed > 0)
 
 
-def run(part: Part, output: Path) -> tuple[bool, str]:
+def run(part: Part, output: Path, seconds: float) -> tuple[bool, str]:
     """Whether it went well, and its last word."""
     log = output / (re.sub(r"\W+", "-", part.name) + ".log")
     environment = {**os.environ, **part.environment, "COLUMNS": "160"}
     with log.open("w", encoding="utf-8") as file:
+        started = subprocess.Popen(
+            [str(word) for word in part.command],
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            cwd=TESTS,  # not where `poplar/` lies: what was built is what is tested
+            start_new_session=True,
+        )
         try:
-            done = subprocess.run(
-                [str(word) for word in part.command],
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                env=environment,
-                cwd=TESTS,  # not where `poplar/` lies: what was built is what is tested
-                timeout=part.seconds,
-                check=False,
-            )
-            status = f"exit status {done.returncode}"
+            status = f"exit status {started.wait(seconds)}"
         except subprocess.TimeoutExpired:
-            status = f"not over after {part.seconds:.0f} s"
+            status = f"not over after {seconds:.0f} s"
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # its ranks go with it
+                os.killpg(started.pid, signal.SIGKILL)
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     said = [line.strip() for line in lines if re.search(part.verdict, line)]
     ok = status == "exit status 0"
@@ -194,6 +208,7 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--output", type=Path, default=Path("gpu"), metavar="FOLDER")
     parser.add_argument("--only", nargs="+", metavar="WORD", help="parts with this in their name")
+    parser.add_argument("--seconds", type=float, default=480.0, help="for all parts together")
     parser.add_argument("--part", choices=("training",), help="this alone, in this process")
     parser.add_argument("--backend", choices=("gloo", "nccl"), default="gloo")
     parser.add_argument("--size", default="small", help="of the Llama that is trained")

@@ -104,7 +104,7 @@ def pack_(
         for grad, offset in zip(flat, offsets, strict=True)
         if grad.numel()
     ]
-    table = torch.tensor([*rows, (0, _PAST, 0, 0)], dtype=torch.int64)
+    table = torch.tensor([*rows, (0, _PAST, 0, 0)], dtype=torch.int64, device="cpu")
     pack_kernel[(triton.cdiv(numel, TILE),)](
         bucket,
         table.to(bucket.device, non_blocking=True),

@@ -525,3 +525,15 @@ def added_by(said: str) -> dict[int, int]:
                 named += range(int(first), int(last or first) + 1)
         added |= dict.fromkeys(named, round(float(size) * 2**20))
     return added
+
+
+def test_one_rank_that_is_slow_in_the_engine_alone_is_of_another_kind():
+    """Its plain passes are as fast as everybody's; among many ranks that must not get lost."""
+    slow = dataclasses.replace(device(), pass_overhead_seconds=(0.5,) * 4)
+    cluster = cluster_of(*[device()] * 39, slow)
+    assert [len(kind.ranks) for kind in alike_kinds(cluster)] == [39, 1]
+    plan = search(cluster, global_batch=320, stages=(0,))
+    even = search(cluster, global_batch=320, stages=(0,), policy="even")
+    told = explain(cluster, plan, stages=(0,)).over_even
+    assert told == pytest.approx(seconds_of(even) / seconds_of(plan) - 1)
+    assert told > 0.1

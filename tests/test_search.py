@@ -400,3 +400,31 @@ def test_the_smallest_of_several_sequences_is_that_of_their_union(sequences, cou
     values = [lambda i, s=sequence: s[i - 1] for sequence, _ in sequences]
     tops = [len(sequence) for sequence, _ in sequences]
     assert smallest(values, tops, [copies for _, copies in sequences], count) == expected
+
+
+def test_a_hundred_ranks_that_all_differ_a_little_are_planned():
+    """As measured profiles are: the linear programmes have hundreds of rows."""
+    draw, ranks = random.Random(0), 96
+    devices = tuple(
+        DeviceProfile(
+            name="device",
+            memory_bytes=int(30e9 * (1 + 0.01 * draw.random())),
+            points=tuple(
+                BatchPoint(batch=b, seconds=0.01 * b * pace, activation_bytes=b << 28)
+                for b in (1, 4, 16, 64)
+            ),
+            optimizer_seconds=0.05,
+            optimizer_latency_seconds=0.0005,
+        )
+        for pace in ((1 + rank % 3) * (1 + 0.02 * draw.random()) for rank in range(ranks))
+    )
+    network = NetworkProfile(
+        reduce_scatter_seconds=0.1,
+        all_gather_seconds=0.05,
+        send_seconds_per_byte=tuple(1e-10 * (1 + 0.05 * draw.random()) for _ in range(ranks)),
+        receive_seconds_per_byte=tuple(1e-10 * (1 + 0.05 * draw.random()) for _ in range(ranks)),
+    )
+    model = ModelProfile(unit_numels=(50_000_000,) * 22, param_bytes=2, optimizer_bytes=12)
+    cluster = ClusterProfile(devices=devices, model=model, network=network, overlap=0.5)
+    plan = search(cluster, global_batch=8 * ranks, stages=(3,))
+    assert plan.prediction["optimality_gap"] < 0.01

@@ -12,8 +12,9 @@ namespace {
 
 constexpr double kTolerance = 1e-12;  // of programmes whose numbers are around 1
 constexpr double kRounding = 1e-8;    // a row violated by less that can't be mended: rounding
-constexpr int kPivotsBeforeBland = 200;
-constexpr int kMostPivots = 20000;
+// For each row and column: Bland's rule is safe from cycles, and slow.
+constexpr std::size_t kPivotsBeforeBland = 10;
+constexpr std::size_t kMostPivots = 200;
 constexpr std::size_t kNone = static_cast<std::size_t>(-1);
 
 class Tableau {
@@ -31,8 +32,9 @@ class Tableau {
 
   // Whether some x satisfies all rows; then this is the minimum.
   bool solve() {
-    for (int pivots = 0; pivots < kMostPivots; ++pivots) {
-      const std::size_t row = leaving(pivots >= kPivotsBeforeBland);
+    const std::size_t size = costs_.size() + rows_.size();
+    for (std::size_t pivots = 0; pivots < kMostPivots * size; ++pivots) {
+      const std::size_t row = leaving(pivots >= kPivotsBeforeBland * size);
       if (row == kNone) {
         return true;
       }
@@ -48,7 +50,8 @@ class Tableau {
       std::swap(inside_[row], outside_[column]);
     }
     throw std::runtime_error("a linear programme of " + std::to_string(rows_.size()) +
-                             " rows did not end within " + std::to_string(kMostPivots) + " pivots");
+                             " rows did not end within " + std::to_string(kMostPivots * size) +
+                             " pivots");
   }
 
   double value() const { return value_; }

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 
 from poplar.comm import hosts
 from poplar.comm.algorithms import ALL_GATHERS, REDUCE_SCATTERS
@@ -65,13 +67,15 @@ def connect(
             ) from error
     name, algorithms = _parsed(choice)
     if name == "hierarchical" and algorithms:
-        return _nested(group)
+        return _nested(group, device)
     if name in ("shared_memory", "hierarchical") and device.type != "cpu":
         raise ValueError(
             f"communicator={choice!r} is for tensors on the CPU, the model's are on {device}; "
             "use 'auto', 'process_group', 'hierarchical:process_group' or 'staged'"
         )
     if name == "staged" or (name == "auto" and not group.carries(device)):
+        if not group.is_on_host(HOST):  # NCCL alone: what agreements use carries the host's tensors
+            group = replace(group, process_group=group.control_group)
         return StagedCommunicator(connect(group, "auto"))
     can = group.is_on_host(device) and device.type == "cpu" and group.size > 1
     if name == "process_group" or (name == "auto" and not can):
@@ -119,8 +123,11 @@ def _parsed(choice: str) -> tuple[str, tuple[str, ...]]:
     return name, algorithms
 
 
-def _nested(group: Group) -> Communicator:
+def _nested(group: Group, device: torch.device) -> Communicator:
     """Over hosts each of whose ranks have a process group of their own."""
+    if not group.is_on_host(device):
+        # NCCL connects all ranks in the group's first collective; few take part in a message.
+        dist.all_reduce(torch.zeros(1, device=device), group=group.process_group)
     places = Control(group).exchange_objects(hosts.place(), what="looking for ranks on one host")
     found = hosts.Hosts.of(places)
     return NestedCommunicator(group, found, group.part(found.members))

@@ -35,6 +35,8 @@ class Communicator(ABC):
 
     name: str
     """By which `connect` makes it."""
+    takes_memory: bool = True
+    """Whether a reduction holds memory besides its bucket until it has been waited for."""
     reduction_order: str
     """`"rank"`: ((r0 + r1) + r2) + ...; equal declared orders give equal bits. `"library"`: as NCCL
     or gloo adds, which may be another way each time."""

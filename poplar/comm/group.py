@@ -102,7 +102,8 @@ class Group:
 
     def carries(self, device: torch.device) -> bool:
         """Whether its backend for tensors of a device is made for them, as NCCL is for CUDA."""
-        return device.type == "cpu" or not self.is_on_host(device)
+        backend = _backends(self.process_group).get(device.type)
+        return device.type == "cpu" or (backend is not None and backend not in _ON_HOST)
 
     def failure(self, what: str, peers: Sequence[int], cause: str) -> CollectiveTimeout:
         """As `Members.failure`."""
@@ -163,10 +164,13 @@ def is_on_host(process_group: dist.ProcessGroup, device: torch.device) -> bool:
 
     A process group may have one for each device (`"cpu:gloo,cuda:nccl"`, which is the default).
     """
-    backends = dict(
-        part.split(":", 1) for part in dist.get_backend_config(process_group).split(",")
-    )
-    return backends.get(device.type) in _ON_HOST
+    return _backends(process_group).get(device.type) in _ON_HOST
+
+
+def _backends(process_group: dist.ProcessGroup) -> dict[str, str]:
+    """By type of device."""
+    parts = dist.get_backend_config(process_group).split(",")
+    return dict(part.split(":", 1) for part in parts)
 
 
 def _next_number(process_group: dist.ProcessGroup) -> int:

@@ -33,6 +33,7 @@ class SharedMemoryCommunicator(Communicator):
     """Uneven collectives by reading each other's memory."""
 
     name = "shared_memory"
+    takes_memory = False
     reduction_order = "rank"
 
     def __init__(self, board: Board) -> None:

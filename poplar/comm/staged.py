@@ -39,7 +39,7 @@ class StagedCommunicator(Communicator):
         squares: Tensor | None = None,
     ) -> Pending:
         staged = self._staged(bucket)
-        total = torch.empty(out.numel(), dtype=torch.float32)
+        total = torch.empty(out.numel(), dtype=torch.float32, device=HOST)
         adding = self._on_host.reduce_scatter(staged, total, accumulate=False, what=what)
 
         def place() -> None:
@@ -61,7 +61,7 @@ class StagedCommunicator(Communicator):
         self, data: Tensor, layout: Layout, *, what: str, own: Tensor | None = None
     ) -> Pending:
         mine = own_slice(data, layout, self.group.rank) if own is None else own
-        staged = torch.empty(layout.numel, dtype=data.dtype)
+        staged = torch.empty(layout.numel, dtype=data.dtype, device=HOST)
         own_slice(staged, layout, self.group.rank).copy_(mine)
         gathering = self._on_host.all_gather(staged, layout, what=what)
         return Finished(gathering, lambda: _place(data, staged))

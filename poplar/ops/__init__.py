@@ -325,6 +325,8 @@ def _load_cuda(file_name: str) -> str:
     if not torch.version.cuda:
         return "none (this torch has no CUDA)"
     state = "plain PyTorch (POPLAR_OPS=triton)" if _CHOICE == "triton" else _load(file_name)
+    if _CHOICE == "triton" and not through_triton.is_here():
+        raise ImportError("POPLAR_OPS=triton, but there is no Triton here: pip install triton")
     if state.startswith("C++") or _CHOICE == "off" or not through_triton.is_here():
         return state
     for name, function in through_triton.FUNCTIONS.items():

@@ -15,6 +15,7 @@ from poplar import _core
 
 ALIGNMENT = 64
 """See `poplar.ops.ALIGNMENT`."""
+_AT_ONCE = 1 << 22
 _FLOATING = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -175,6 +176,30 @@ def adamw_(
     """See `poplar.ops.adamw_`."""
     check_adamw(values, gradient, mean, square_mean, rounded, scale, found_inf)
 
+    for start in range(0, values.numel(), _AT_ONCE):  # temporaries of a whole shard would be large
+        part = slice(start, start + _AT_ONCE)
+        state = (values[part], gradient[part], mean[part], square_mean[part])
+        low = None if rounded is None else rounded[part]
+        update = (lr, beta1, beta2, eps, weight_decay, step)
+        _adamw_part(*state, low, *update, maximize, scale, found_inf)
+
+
+def _adamw_part(
+    values: Tensor,
+    gradient: Tensor,
+    mean: Tensor,
+    square_mean: Tensor,
+    rounded: Tensor | None,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: float,
+    maximize: bool,
+    scale: Tensor | None,
+    found_inf: Tensor | None,
+) -> None:
     def single(value: float) -> float:
         return torch.tensor(value, dtype=torch.float32).item()
 

@@ -1,8 +1,9 @@
-"""CUDA operators through Triton, where the C++ library was not built: no compiler is needed.
+"""CUDA operators through Triton, where the C++ library was not built: no nvcc is needed.
 
 Always holds: the bits are those of plain PyTorch. Triton itself promises nothing below capability
-8.0, so there a device has to show it on small tensors first; one that does not is served by plain
-PyTorch, with a warning that says so.
+8.0, so there a device has to show it on small tensors first. Where it does not, or nothing can be
+launched (Triton needs a C compiler and Python's headers once), plain PyTorch serves, with a warning
+that says so.
 """
 
 from __future__ import annotations
@@ -109,9 +110,8 @@ def _serving(tensor: Tensor) -> Any:
 @functools.cache
 def _serving_on(device: torch.device) -> Any:
     kernels = _OnDevice(device)
-    if torch.cuda.get_device_capability(device) >= SURE:
-        return kernels
-    trouble = self_test(kernels, device)
+    sure = torch.cuda.get_device_capability(device) >= SURE
+    trouble = launch_test(kernels, device) if sure else self_test(kernels, device)
     if not trouble:
         return kernels
     warnings.warn(
@@ -120,6 +120,15 @@ def _serving_on(device: torch.device) -> Any:
         stacklevel=4,
     )
     return plain
+
+
+def launch_test(kernels: Any, device: torch.device) -> str:
+    """Why nothing can be launched; empty if something can."""
+    try:
+        kernels.block_sums_of_squares(torch.zeros(64, device=device))
+    except Exception as error:  # whatever a compiler says that is not there
+        return f"they fail there: {type(error).__name__}: {error}"
+    return ""
 
 
 def self_test(kernels: Any, device: torch.device) -> str:
@@ -132,10 +141,10 @@ def self_test(kernels: Any, device: torch.device) -> str:
 
 
 def _agreements(kernels: Any, device: torch.device) -> list[tuple[str, bool]]:
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
 
     def values(numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.randn(numel, generator=generator).to(dtype).to(device)
+        return torch.randn(numel, generator=generator, device="cpu").to(dtype).to(device)
 
     found = []
     for dtype in (torch.float32, torch.bfloat16, torch.float16):

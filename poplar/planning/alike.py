@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from poplar.planning.cluster import ClusterProfile
+from poplar.planning.cluster import ClusterProfile, DeviceProfile
 
 MOST_KINDS = 12
 """More than a person reads of; beyond, devices that differ more are taken as alike."""
@@ -105,12 +105,20 @@ def _alike(cluster: ClusterProfile, one: int, other: int, tolerance: float) -> b
         most = min(first.max_batch, second.max_batch)
         compared += [
             (first.max_batch, second.max_batch),
-            (first.memory_bytes, second.memory_bytes),
+            (first.memory_bytes - first.held_bytes, second.memory_bytes - second.held_bytes),
             (first.activation_bytes(most), second.activation_bytes(most)),
-            *((first.seconds(batch), second.seconds(batch)) for batch in sorted({1, most})),
+            (first.optimizer_seconds, second.optimizer_seconds),
+            *zip(_passes(first, most), _passes(second, most), strict=True),
         ]
     # The smaller of the two is the whole, so that a factor is never within a tolerance below 1.
     return all(abs(a - b) <= tolerance * min(a, b) for a, b in compared)
+
+
+def _passes(device: DeviceProfile, most: int) -> list[float]:
+    """Seconds of small, middle and large passes, and what comes with them at each stage."""
+    seconds = [device.seconds(batch) for batch in sorted({1, (most + 1) // 2, most})]
+    extra = (*device.pass_overhead_seconds, *device.step_overhead_seconds)
+    return [*seconds, *(seconds[-1] + more for more in extra)]
 
 
 def _rates(cluster: ClusterProfile, rank: int) -> tuple[float, float]:

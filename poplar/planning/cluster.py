@@ -194,6 +194,8 @@ class ModelProfile:
             _check_at_least(0, **{what: getattr(self, what)})
         for numel in self.largest_flat_numels:
             _check_at_least(1, largest_flat_numels=numel)
+        for numel in self.unit_frozen_numels:
+            _check_at_least(0, unit_frozen_numels=numel)
         if len(self.largest_flat_numels) not in (0, len(STRATEGIES)):
             raise ValueError(
                 f"largest_flat_numels must have one entry per stage, got {self.largest_flat_numels}"
@@ -204,7 +206,10 @@ class ModelProfile:
                 f"unit_frozen_numels must have one entry for each of the {units} units, got "
                 f"{len(self.unit_frozen_numels)}"
             )
-        if not set(self.resident_units) <= set(range(units)):
+        known = set(range(units))
+        if not set(self.resident_units) <= known or len(set(self.resident_units)) < len(
+            self.resident_units
+        ):
             raise ValueError(
                 f"resident_units must be numbers of the {units} units, got {self.resident_units}"
             )

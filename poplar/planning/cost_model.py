@@ -33,6 +33,10 @@ _SLOWER_LINK = 1.1
 """Of two links, how many times slower one has to be to be called slower: rates are measured."""
 
 
+_MUCH_LATER = 2.0
+"""A rank that would hold everybody up for so many times as long is not short of memory."""
+
+
 class DoesNotFit(ValueError):
     """A plan that needs more memory than a rank has, or a batch that was never measured."""
 
@@ -381,7 +385,8 @@ def _check_fits(costs: StageCosts, plan: Plan, rank: int) -> None:
     largest, share = max(plan.micro_batches[rank], default=0), plan.shares[rank]
     memory = costs.memories[rank]
     if not memory.fits(largest, share):
-        needed, limit, device = memory.needed(largest, share), memory.limit, memory.device
+        needed, limit = memory.needed(largest, share), memory.limit
+        device = costs.cluster.devices[rank]
         raise DoesNotFit(
             f"rank {rank} ({device.name}) needs {readable_bytes(needed)} for {largest} samples and "
             f"{100 * share:.1f} % of the state at stage {plan.stage}, but may use "
@@ -405,10 +410,13 @@ def bound_of(costs: StageCosts, plan: Plan, busy: Sequence[float], communication
         return Bound("compute", busiest, sentence)
     passes = max(map(len, plan.micro_batches))
     if costs.meets_every_pass and passes > 1:
+        latest = max(meeting.latest for meeting in costs.meetings(plan.micro_batches))
         for rank, memory in enumerate(costs.memories):
             largest = max(plan.micro_batches[rank])
             more = largest + 1
-            if more <= memory.device.max_batch and not memory.fits(more, plan.shares[rank]):
+            measured = more <= memory.device.max_batch
+            useful = measured and costs.pass_seconds(rank, more) <= _MUCH_LATER * latest
+            if useful and not memory.fits(more, plan.shares[rank]):
                 sentence = (
                     f"rank {rank}'s memory: it holds no more than {largest} samples at a time, so "
                     f"ranks meet {passes} times a step ({100 * communication:.0f} % of it is "

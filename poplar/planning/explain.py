@@ -80,8 +80,9 @@ def explain(
     asked = _Planner(judged, plan.global_batch, stages, max_micro_batch)
     best = asked.step_on(judged)
     fastest = step if best is None else min(step, best.seconds)
-    even = asked.step_on(judged, policy="even")
-    over_even = None if even is None else _gain(even.seconds, step)
+    # Of the plan as it is, noise and all: what it makes of it is what it is worth.
+    even = asked.step_on(cluster, policy="even")
+    over_even = None if even is None else _gain(even.seconds, prediction.step_seconds)
     noise = max(NOISE, 0.0 if best is None else best.gap)
     changes = [change for change in asked.changes(found, fastest) if change.gain > noise]
     contributions = asked.contributions(found, fastest, error)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from itertools import count
+from itertools import accumulate, count
 from typing import NamedTuple
 
 from poplar.planning.allocation import EveryPass, MicroBatches, OncePerStep, Split, Workload
@@ -145,7 +145,8 @@ class _EveryPassSearch:
             slopes = self._costs.slopes(meeting, least)
             rise = slopes.forward * more.forward + slopes.backward * more.backward
             bounds.append(at_least + rise)
-        return bounds
+        # A larger meeting may have a smaller slope; no meeting costs less than a smaller one.
+        return list(accumulate(reversed(bounds), min))[::-1]
 
     def _cut(self, box: _Box) -> list[tuple[Traffic, Traffic]]:
         """Two boxes that together are this one; none if it is too small to be cut."""

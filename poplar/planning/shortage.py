@@ -142,7 +142,7 @@ def _named(
     missing: float,
     lacks: Mapping[int, float] | None = None,
 ) -> NoPlanFits:
-    memory = costs.memories[rank]
+    memory, name = costs.memories[rank], costs.cluster.devices[rank].name
     needed = memory.needed(micro_batch, share)
     samples = "one sample" if micro_batch else "no samples"
     owned = (
@@ -150,7 +150,7 @@ def _named(
     )
     too_much = needed - memory.limit
     sentence = (
-        f"no plan fits at stage {costs.stage}: rank {rank} ({memory.device.name}) needs at least "
+        f"no plan fits at stage {costs.stage}: rank {rank} ({name}) needs at least "
         f"{readable_bytes(needed)} for {samples}{owned}, but may use "
         f"{readable_bytes(memory.limit)}: {readable_bytes(too_much)} too little"
     )

@@ -40,9 +40,11 @@ class LocalSums(Strategy):
 
     def reduce(self, flat: Flat, weight: float) -> None:
         self.accumulate(flat, weight)
-        self._make_room()
+        narrow = self.codec.wire_dtype is not torch.float32
+        if narrow or self.comm.takes_memory:
+            self._make_room()  # which may be a long wait for ranks whose last pass is short
         bucket = sums = self._sums[flat]
-        if self.codec.wire_dtype is not torch.float32:
+        if narrow:
             bucket = self.comm.buffer(flat.layout, self.codec.wire_dtype, flat.device, self.codec)
             bucket.pack([sums.data], [0], 1.0)
         own = own_slice(sums.data, flat.layout, self.comm.group.rank)
