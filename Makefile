@@ -100,7 +100,7 @@ GPU_ARCH ?= native
 GPU_FLAGS ?=
 
 .PHONY: gpu
-gpu: ## Build for this machine's GPU and show what only it can show (under 9 minutes; rows in GPU_OUT)
+gpu: ## Build for this machine's GPU and show what only it can show (at most 8 minutes of it; rows in GPU_OUT)
 	$(PYTHON) -m pip --disable-pip-version-check -q install --no-index --no-deps --no-build-isolation \
 	  --upgrade --target build/gpu/site -C build-dir=build/gpu/cmake -C cmake.define.POPLAR_CUDA=ON \
 	  -C cmake.define.CMAKE_CUDA_ARCHITECTURES=$(GPU_ARCH) .
