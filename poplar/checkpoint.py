@@ -102,12 +102,23 @@ def load_local_state(engine: Engine, update: ShardedUpdate, saved: Mapping[str, 
         update.rebind(flat, states)
 
 
-def reshard(engine: Engine, update: ShardedUpdate, shares: Sequence[float]) -> None:
-    """Move masters, values and optimizer state to new shares. Collective, between steps."""
+def reshard(
+    engine: Engine,
+    update: ShardedUpdate,
+    shares: Sequence[float],
+    own_shares: Mapping[str, Sequence[float]],
+) -> None:
+    """Move masters, values and optimizer state to new shares. Collective, between steps.
+
+    `own_shares`: of the units, by name, that do not follow `shares`.
+    """
     schemas = _schemas(engine, update)
+    shares_of = {
+        flat: own_shares.get(unit.name, shares) for unit in engine.units for flat in unit.flats
+    }
     for flat in engine.flats:
         old = flat.layout
-        new = engine.strategy.layout_for(flat, shares)
+        new = engine.strategy.layout_for(flat, shares_of[flat])
         if new == old:
             continue
         states: dict[Run, dict[str, Any]] = {}

@@ -35,6 +35,7 @@ from poplar.zero.forward import Forward, LossFunction
 from poplar.zero.guard import guard_model_state
 from poplar.zero.pieces import Cutter, Loss, Opened, Piece, Weight
 from poplar.zero.setup import agree_on_request, build, check_request
+from poplar.zero.unit_plans import check_change, kept_units, own_shares
 from poplar.zero.update import OptimizerFactory
 
 
@@ -120,8 +121,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         model: on this rank's device, the same on every rank; the first rank's values and buffers
             are broadcast. Not wrapped in DDP or FSDP.
         optimizer_class: elementwise (AdamW, Adam, SGD, ...); tried out, others are refused.
-        plan: batches, passes and shares of each rank. None: even shares at `stage`, and whatever
-            batch each rank brings in one pass.
+        plan: batches, passes and shares of each rank, and units that stay gathered between passes.
+            None: even shares at `stage`, and whatever batch each rank brings in one pass.
         stage: 0, 1, 2 or 3, where there is no plan.
         params: parameters or param groups of the model, as `torch.optim` takes them; default: all
             that require a gradient.
@@ -478,33 +479,42 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
     def apply_plan(self, plan: Plan, *, at_step: int | None = None) -> None:
         """Go on under another plan of the same stage. Collective, between steps.
 
-        State moves directly from its old to its new owners. The transport stays what it is.
+        State moves directly from its old to its new owners. Which units stay gathered may change;
+        the transport stays what it is.
 
         Raises:
-            ValueError: another stage or world size, or ranks that give different plans.
+            ValueError: another stage or world size, units with new shares of their own, or ranks
+                that give different plans.
         """
         from poplar.checkpoint import reshard
 
         error: Exception | None = None
-        if at_step is not None:
-            error = ValueError(
-                "apply_plan(at_step=...) is not supported yet; call it between two steps"
-            )
-        elif plan.stage != self._stage or plan.world_size != self._group.size or plan.units:
-            error = ValueError(
-                f"apply_plan takes a plan of stage {self._stage} for {self._group.size} ranks "
-                f"without units of its own, got stage {plan.stage} for {plan.world_size}; build a "
-                "new optimizer for that"
-            )
-        elif self._engine.has_gradients or self._engine.conductor.active:
-            error = RuntimeError("apply_plan() in the middle of a step; call it after step()")
+        try:
+            self._check_change(plan, at_step)
+        except Exception as caught:
+            error = caught
         agree(self._control, error, doing="apply_plan()")
         digests = self._control.exchange_objects(plan.digest(), what="apply_plan()")
         if len(set(digests)) > 1:
             raise ValueError(f"the ranks gave different plans to apply_plan(): {digests}")
-        reshard(self._engine, self._update, plan.shares)
+        reshard(self._engine, self._update, plan.shares, own_shares(plan))
+        self._engine.strategy.kept = kept_units(plan, self._engine.units)
         self._plan = plan
         self._cutter = replace(self._cutter, plan=plan)
+
+    def _check_change(self, plan: Plan, at_step: int | None) -> None:
+        if at_step is not None:
+            raise ValueError(
+                "apply_plan(at_step=...) is not supported yet; call it between two steps"
+            )
+        if plan.stage != self._stage or plan.world_size != self._group.size:
+            raise ValueError(
+                f"apply_plan takes a plan of stage {self._stage} for {self._group.size} ranks, got "
+                f"stage {plan.stage} for {plan.world_size}; build a new optimizer for that"
+            )
+        check_change(self._plan, plan, self._engine.units)
+        if self._engine.has_gradients or self._engine.conductor.active:
+            raise RuntimeError("apply_plan() in the middle of a step; call it after step()")
 
     # Saving.
 

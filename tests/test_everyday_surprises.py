@@ -30,7 +30,7 @@ from torch.nn import functional as F
 from training import STAGES, Run, assert_close, assert_exact, assert_raised, assert_same
 
 import poplar
-from poplar import HeteroZeroOptimizer, Plan, RankFailed
+from poplar import HeteroZeroOptimizer, Plan, RankFailed, UnitPlan
 
 SHARES = (0.55, 0.25, 0.0, 0.2)
 MICRO_BATCHES = ((1, 1), (0, 1), (1, 2), (3, 3))
@@ -698,6 +698,37 @@ def test_zero_grad_forgets_what_was_not_finished(
 ) -> None:
     for parameters in ranks.run(go_on_after, Run(RECIPE, one_pass_each(stage)), what):
         assert_close(parameters, reference.train(RECIPE).parameters)
+
+
+def look_into_a_block_between_backwards(run: Run) -> Parameters:
+    """Two backwards a step, and a call of a part of the model, for its output only, in between."""
+    model, optimizer = training.prepare(run)
+    for step in range(0, len(run.recipe.batches), 2):
+        with optimizer.no_sync():
+            models.mean_over_samples(model, training.batch_of(run, step)).backward()
+        call_a_block(run, model)
+        models.mean_over_samples(model, training.batch_of(run, step + 1)).backward()
+        optimizer.step()
+    return training.whole_parameters(model, optimizer)
+
+
+@pytest.mark.parametrize("kept", [(), ("blocks.0", "blocks.2")])
+def test_calling_a_block_between_two_backwards_loses_no_gradient(
+    ranks: Pool, kept: tuple[str, ...]
+) -> None:
+    """At stage 3, where that gathers, and a gather has to end somewhere."""
+    recipe = Recipe(batches=(12,) * 4, optimizer="SGD", options=(("lr", 0.1), ("momentum", 0.9)))
+    units = [UnitPlan(name, "sharded_parameters", keep_gathered=True) for name in kept]
+    plan = replace(one_pass_each(3), units=tuple(units))
+    model = models.build(recipe.spec)
+    alone = recipe.optimizer_class(model.parameters(), **dict(recipe.options))
+    for step in range(len(recipe.batches)):
+        models.mean_over_samples(model, recipe.batch(step)).backward()
+        if step % 2:
+            alone.step()
+            alone.zero_grad()
+    for parameters in ranks.run(look_into_a_block_between_backwards, Run(recipe, plan)):
+        assert_close(parameters, dict(model.named_parameters()))
 
 
 def make_state_as_checkpointing_does(run: Run) -> tuple[dict | None, dict | None, Parameters]:

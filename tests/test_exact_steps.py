@@ -25,7 +25,8 @@ from ranks import Pool
 from reference import Recipe
 from training import STAGES, Run, assert_exact, assert_same, train_many
 
-from poplar import HeteroZeroOptimizer, Plan
+from poplar import HeteroZeroOptimizer, Plan, UnitPlan
+from poplar.planning.plan import STRATEGIES
 
 EVEN = (0.25,) * 4
 UNEVEN = (0.55, 0.25, 0.15, 0.05)
@@ -118,7 +119,7 @@ def test_steps_equal_one_process_on_the_whole_batch(ranks: Pool, case: str, stag
 
 
 def random_run(stage: int, seed: int) -> Run:
-    """A plan nobody thought of: passes, zeros, shares, a model and a loss, all drawn."""
+    """A plan nobody thought of: passes, zeros, shares, kept units, a model, a loss, all drawn."""
     draw = random.Random(1000 * stage + seed)
     meets_every_pass = stage >= 2
     passes = draw.randint(1, 3)
@@ -158,8 +159,17 @@ def random_run(stage: int, seed: int) -> Run:
     )
     if draw.random() < 0.3:
         recipe = replace(recipe, optimizer="SGD", options=(("lr", 0.1), ("momentum", 0.9)))
-    plan = Plan(stage=stage, global_batch=total, micro_batches=tuple(micro_batches), shares=shares)
-    return Run(recipe, plan, open_form=draw.random() < 0.4)
+    open_form = draw.random() < 0.4
+    names = ["root", *(f"blocks.{index}" for index in range(recipe.spec.blocks))]
+    kept = [name for name in names if draw.random() < 0.3] if stage == 3 else []
+    plan = Plan(
+        stage=stage,
+        global_batch=total,
+        micro_batches=tuple(micro_batches),
+        shares=shares,
+        units=tuple(UnitPlan(name, STRATEGIES[stage], keep_gathered=True) for name in kept),
+    )
+    return Run(recipe, plan, open_form)
 
 
 @pytest.mark.parametrize("stage", STAGES)

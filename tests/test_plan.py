@@ -138,7 +138,7 @@ def test_ranks_that_meet_once_a_step_may_have_their_own_number_of_passes(stage):
 
 
 def test_a_unit_may_have_a_strategy_and_shares_of_its_own():
-    unit = UnitPlan("layers.0", "sharded_optimizer", shares=[0, 0.5, 0.5], keep_gathered=True)
+    unit = UnitPlan("layers.0", "sharded_parameters", shares=[0, 0.5, 0.5], keep_gathered=True)
     assert spelled_out(units=[unit]).units == (unit,)
     assert unit.shares == (0, 0.5, 0.5)
 
@@ -158,6 +158,11 @@ def test_units_that_meet_at_every_pass_need_equal_passes_at_any_stage():
         (lambda: UnitPlan(3, "replicated"), TypeError, "must be a string, got 3"),
         (lambda: UnitPlan("a", "replicated", shares=(1, 1)), ValueError, "'a' must sum to 1"),
         (lambda: UnitPlan("a", "replicated", keep_gathered=1), TypeError, "True or False, got 1"),
+        (
+            lambda: UnitPlan("a", "sharded_gradients", keep_gathered=True),
+            ValueError,
+            r"keep_gathered under strategy 'sharded_gradients'.*'sharded_parameters' \(stage 3\)",
+        ),
         (lambda: UnitPlan("a", "replicated", transport=1), TypeError, "a name or None, got 1"),
         (
             lambda: spelled_out(units=(UnitPlan("a", "replicated", shares=(1,)),)),
@@ -348,7 +353,7 @@ def test_a_plan_is_the_same_after_json(plan):
 
 def test_a_plan_is_the_same_after_a_file(tmp_path):
     units = (
-        UnitPlan("layers.0", "replicated"),
+        UnitPlan("layers.0", STRATEGIES[3], keep_gathered=True),
         UnitPlan("layers.1", STRATEGIES[3], shares=(0.5, 0.25, 0.25), transport="direct"),
     )
     plan = spelled_out(units=units, prediction={"step_seconds": 1.5})

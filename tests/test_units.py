@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import models
 import pytest
@@ -14,13 +13,12 @@ import training
 from models import ModelSpec
 from ranks import Pool
 from reference import Recipe
-from torch import Tensor, nn
+from torch import nn
 from training import STAGES, Run, assert_close
+from watched import Watched
 
 from poplar import Plan, UnitPlan
-from poplar.comm import Bucket, Group, Pending
-from poplar.comm.process_group import ProcessGroupCommunicator
-from poplar.planning.layout import Layout
+from poplar.comm import Group
 from poplar.planning.plan import STRATEGIES
 from poplar.zero import unit as units
 from poplar.zero.unit import Member, build_units, find_blocks, resolve_units
@@ -137,24 +135,6 @@ def test_a_unit_may_have_shares_of_its_own(ranks: Pool, stage: int) -> None:
     recipe = Recipe(max_norm=0.5)
     for trajectory in ranks.run(training.train, Run(recipe, plan)):
         assert_close(trajectory.parameters, reference.train(recipe).parameters)
-
-
-class Watched(ProcessGroupCommunicator):
-    """Notes when collectives are issued, in between what the model does."""
-
-    def __init__(self, group: Group) -> None:
-        super().__init__(group)
-        self.events: list[str] = []
-
-    def reduce_scatter(self, bucket: Bucket, out: Tensor, *, what: str, **options: Any):
-        self.events.append(what)
-        return super().reduce_scatter(bucket, out, what=what, **options)
-
-    def all_gather(
-        self, data: Tensor, layout: Layout, *, what: str, own: Tensor | None = None
-    ) -> Pending:
-        self.events.append(what)
-        return super().all_gather(data, layout, what=what, own=own)
 
 
 def watch_a_step(run: Run) -> list[str]:

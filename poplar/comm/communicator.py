@@ -37,6 +37,8 @@ class Communicator(ABC):
     """By which `connect` makes it."""
     takes_memory: bool = True
     """Whether a reduction holds memory besides its bucket until it has been waited for."""
+    waits_on_stream: bool = False
+    """Whether a wait for CUDA tensors holds up the current stream alone, and never the caller."""
     reduction_order: str
     """`"rank"`: ((r0 + r1) + r2) + ...; equal declared orders give equal bits. `"library"`: as NCCL
     or gloo adds, which may be another way each time."""

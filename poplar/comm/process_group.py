@@ -31,6 +31,7 @@ class ProcessGroupCommunicator(Communicator):
         self._reduce, self._gather = REDUCE_SCATTERS[reduce], ALL_GATHERS[gather]
         self.name = f"process_group:{reduce}+{gather}"
         self.reduction_order = self._reduce.reduction_order
+        self.waits_on_stream = group.carries(torch.device("cuda"))
 
     def reduce_scatter(
         self,

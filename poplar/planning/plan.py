@@ -27,6 +27,7 @@ STRATEGIES = ("replicated", "sharded_optimizer", "sharded_gradients", "sharded_p
 MEETS_EVERY_PASS = STRATEGIES.index("sharded_gradients")
 """From this stage on ranks reduce at every pass, before it once a step."""
 _MEET_EVERY_PASS = frozenset(STRATEGIES[MEETS_EVERY_PASS:])
+_GATHERS = "sharded_parameters"
 _SCHEMA_VERSION = 1
 _SHARE_TOLERANCE = 1e-6
 
@@ -41,7 +42,8 @@ class UnitPlan:
     shares: tuple[float, ...] | None = field(default=None, kw_only=True)
     """Fraction of this unit owned by each rank; None: the plan's shares."""
     keep_gathered: bool = field(default=False, kw_only=True)
-    """Keep the parameters whole between the passes of a step: fewer gathers, more memory."""
+    """At stage 3: gather the parameters once a step, where they first run, and keep them whole
+    until its last pass is over, instead of twice at every pass. Costs their memory meanwhile."""
     transport: str | None = field(default=None, kw_only=True)
     """Which transport carries this unit; None: whichever was measured to be fastest."""
 
@@ -57,6 +59,11 @@ class UnitPlan:
             raise TypeError(
                 f"unit {self.name!r}: keep_gathered must be True or False, got "
                 f"{self.keep_gathered!r}"
+            )
+        if self.keep_gathered and self.strategy != _GATHERS:
+            raise ValueError(
+                f"unit {self.name!r}: keep_gathered under strategy {self.strategy!r}, where "
+                f"parameters are whole all the time; it is for {_GATHERS!r} (stage 3): leave it out"
             )
         if self.transport is not None and not isinstance(self.transport, str):
             raise TypeError(
@@ -86,7 +93,8 @@ class Plan:
     shares: tuple[float, ...]
     """Fraction of every sharded buffer that each rank owns; sums to 1, zeros allowed."""
     units: tuple[UnitPlan, ...] = ()
-    """Empty: every unit follows the stage. Otherwise one entry per unit, by name."""
+    """Units that differ, by name; all others follow the plan. `ModelProfile.unit_names` has the
+    names at stage 3; where a unit has shares of its own, each block is a unit by itself."""
     transport: str | None = None
     """What carries the tensors, as `communicator` of `HeteroZeroOptimizer` names it; the planner
     stores here what was measured to be fastest, so that the next run does the same. None: by where

@@ -156,6 +156,8 @@ class Sizes:
 
     trained: tuple[int, ...]
     """Of each unit that has any."""
+    names: tuple[str, ...]
+    """Of the same units."""
     frozen: tuple[int, ...]
     """Of the same units: what is gathered with them and not trained."""
     resident: tuple[int, ...]
@@ -183,6 +185,7 @@ def sizes_of(agreed: Agreed, *, gathers: bool) -> Sizes:
     units = [unit for unit in units if unit.trained]
     return Sizes(
         trained=tuple(sum(flat.numel for flat in unit.trained) for unit in units),
+        names=tuple(unit.name for unit in units),
         frozen=tuple(sum(f.numel for f in unit.flats if not f.trained) for unit in units),
         resident=tuple(number for number, unit in enumerate(units) if unit.resident),
         flats=tuple(flat.numel for unit in units for flat in unit.trained),

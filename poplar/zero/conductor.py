@@ -336,7 +336,7 @@ class Conductor:
         unit = self._units[slot.unit]
         self._recorded.append(slot)
         if slot.kind is not Kind.REDUCE:
-            self._strategy.gather(unit)
+            self._strategy.gather(unit, in_step=self.mode is Mode.TRAIN)
             self._gathered.add(unit)
             if self._finishing:
                 self._release(unit)

@@ -52,6 +52,7 @@ class Engine:
         self.strategy = strategy
         self.comm = comm
         self.control = control
+        strategy.expect(self.units)
         self.conductor = Conductor(self.units, strategy, control)
         self.syncs = True
         """A backward of its own is the step's last (False inside `no_sync`)."""
@@ -215,8 +216,10 @@ class Engine:
             return
         gathers = self.strategy.gathers
         if gathers:
+            # What is written in the block must not reach a later pass but through the shards.
+            self.strategy.release_kept()
             for unit in self.units:
-                self.strategy.gather(unit)
+                self.strategy.gather(unit, in_step=False)
             for unit in self.units:
                 self.strategy.show(unit)
         self._all_shown, self._writeback = True, writeback
@@ -339,7 +342,8 @@ class Engine:
         if self.conductor.active and not self._owned_pass:
             self.conductor.finish(failed=True)
             self._ending = False
-            self.begin_step()
+            if self.conductor.mode is not Mode.EVALUATE:  # which has left nothing to forget
+                self.begin_step()
 
     def _begin_own(self, mode: Mode) -> None:
         """A pass that nobody opened: the user's own loop, in which all ranks have samples."""

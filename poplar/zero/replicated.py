@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from poplar.comm import Communicator, Pending
+from poplar.comm.communicator import Finished
 from poplar.planning.layout import Layout
 from poplar.zero.flat import Flat
 from poplar.zero.local_sums import LocalSums
@@ -48,14 +50,13 @@ class Replicated(LocalSums):
         super().begin_step()
         self._wait_for_gathers()  # of a step that was closed with an error
 
-    def settle(self, units: Sequence[Unit]) -> None:
-        """The slices are on their way to everybody, too, while ranks agree on the step."""
-        super().settle(units)
-        self._gathering = [
-            self.comm.all_gather(flat.gradient, flat.layout, what=f"the gradients of {unit.name}")
-            for unit in units
-            for flat in unit.trained
-        ]
+    def _reduction(self, flat: Flat, *, narrow: bool) -> Pending:
+        """Whose end begins the gather: under the next reductions, or while ranks agree."""
+        return Finished(super()._reduction(flat, narrow=narrow), partial(self._gather, flat))
+
+    def _gather(self, flat: Flat) -> None:
+        what = f"the gradients of {flat.name}"
+        self._gathering.append(self.comm.all_gather(flat.gradient, flat.layout, what=what))
 
     def complete(self, units: Sequence[Unit]) -> None:
         self._wait_for_gathers()

@@ -14,13 +14,13 @@ import torch
 from torch import nn
 
 from poplar.comm import Communicator, Control
-from poplar.planning.plan import STRATEGIES as STRATEGY_NAMES
 from poplar.planning.plan import Plan
 from poplar.zero import checks
 from poplar.zero.adamw import flat_class
 from poplar.zero.agreement import agree
 from poplar.zero.engine import STRATEGIES, Engine
 from poplar.zero.unit import Member, Merge, Unit, build_units, resolve_units
+from poplar.zero.unit_plans import check_unit_names, check_unit_plans, kept_units, own_shares
 from poplar.zero.update import OptimizerFactory, ShardedUpdate, check_elementwise, fastest_options
 
 Groups = list[dict[str, Any]]
@@ -117,7 +117,7 @@ def check_request(
                 f"torch.float16"
             )
     if plan is not None:
-        _check_unit_plans(plan)
+        check_unit_plans(plan)
     for name, module in model.named_modules():
         if getattr(module, "sparse", False) and isinstance(module, nn.Embedding):
             raise TypeError(
@@ -201,22 +201,21 @@ def build(
             members.append(Member(name, parameter, group, trained, dtype))
         elif dtype is not parameter.dtype:
             recast.append((parameter, dtype))
-    unit_plans = {unit.name: unit for unit in plan.units} if plan is not None else {}
+    of_their_own = own_shares(plan)
     units = build_units(
         request.model,
         members,
         request.unit_names,
-        merge="none" if unit_plans else merge_of(request, gathers=strategy.gathers),
+        merge="none" if of_their_own else merge_of(request, gathers=strategy.gathers),
     )
-    _check_unit_names(control, unit_plans, units)
+    _check_unit_names(control, plan, units)
+    strategy.kept = kept_units(plan, units)
     _make_equal(request.model, units, comm)
     for parameter, dtype in recast:
         parameter.data = parameter.data.to(dtype)
     for unit in units:
-        own = unit_plans.get(unit.name)
-        unit_shares = own.shares if own is not None and own.shares is not None else shares
         for flat in unit.flats:
-            strategy.adopt(flat, unit_shares)
+            strategy.adopt(flat, of_their_own.get(unit.name, shares))
     engine = Engine(request.model, units, strategy, comm, control)
     hyper = [
         {key: value for key, value in group.items() if key != "params"} for group in request.groups
@@ -244,30 +243,12 @@ def _make_equal(model: nn.Module, units: Sequence[Unit], comm: Communicator) -> 
                 tensor.copy_(whole)
 
 
-def _check_unit_plans(plan: Plan) -> None:
-    """Refuse what a `UnitPlan` can say and the engine can't do yet."""
-    expected = STRATEGY_NAMES[plan.stage]
-    for unit in plan.units:
-        if unit.strategy != expected:
-            raise ValueError(
-                f"unit {unit.name!r}: strategy {unit.strategy!r} under a stage-{plan.stage} plan; "
-                f"units of different stages are not supported yet, use {expected!r}"
-            )
-        if unit.keep_gathered or unit.transport is not None:
-            raise ValueError(
-                f"unit {unit.name!r}: keep_gathered and transport are not supported yet; leave "
-                "them out"
-            )
-
-
-def _check_unit_names(control: Control, plans: Mapping[str, Any], units: Sequence[Unit]) -> None:
-    unknown = sorted(set(plans) - {unit.name for unit in units})
-    error = None
-    if unknown:
-        error = ValueError(
-            f"the plan names units {unknown} that the model does not have; it has "
-            f"{[unit.name for unit in units]}"
-        )
+def _check_unit_names(control: Control, plan: Plan | None, units: Sequence[Unit]) -> None:
+    error: Exception | None = None
+    try:
+        check_unit_names(plan, units)
+    except ValueError as caught:
+        error = caught
     agree(control, error, doing="building the optimizer")
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from poplar.comm import Communicator
 from poplar.zero.flat import Flat
 from poplar.zero.strategy import Strategy
+from poplar.zero.unit import Unit
 
 
 class ShardedGradients(Strategy):
@@ -18,11 +21,15 @@ class ShardedGradients(Strategy):
 
     gathers = False
     reduces_every_pass = True
-    in_flight = 2
 
     def __init__(self, comm: Communicator, reduce_dtype: torch.dtype) -> None:
         super().__init__(comm, reduce_dtype)
         self._started: set[Flat] = set()
+
+    def expect(self, units: Sequence[Unit]) -> None:
+        """A unit's reductions run under the backward of the next, however many they are."""
+        most = max((len(unit.trained) for unit in units), default=0)
+        self.in_flight = max(self.in_flight, 1 + most)
 
     def begin_step(self) -> None:
         super().begin_step()

@@ -29,16 +29,22 @@ class Strategy(ABC):
     """Parameters have to be gathered before a unit runs."""
     reduces_every_pass: ClassVar[bool]
     """Gradients are reduced in each pass, not only in a rank's last one."""
-    in_flight: ClassVar[int]
-    """Reductions under way at once; each holds its bucket and what it receives."""
 
     def __init__(self, comm: Communicator, reduce_dtype: torch.dtype) -> None:
         self.comm = comm
         self.codec = Codec(reduce_dtype)
+        self.in_flight = 2
+        """Reductions under way at once; each holds its bucket and what it receives."""
         self.waited = 0.0
         """Seconds this rank was held up by its peers since the step began."""
+        self.kept: frozenset[Unit] = frozenset()
+        """Units that, once gathered in a step, stay until it is settled. Changed between steps, and
+        on all ranks alike; says nothing where nothing is gathered."""
         self._pending: deque[Pending] = deque()
         self._holding: set[Flat] = set()
+
+    def expect(self, units: Sequence[Unit]) -> None:
+        """These will be trained."""
 
     def layout_for(self, flat: Flat, shares: Sequence[float]) -> Layout:
         """How `flat` is cut under `shares`."""
@@ -123,14 +129,24 @@ class Strategy(ABC):
     def before_writing(self, flat: Flat) -> None:
         """Before `flat.shard` changes: wait until no peer reads it any more."""
 
-    def gather(self, unit: Unit) -> None:
-        """Start to gather a unit's values. Collective."""
+    def gather(self, unit: Unit, *, in_step: bool) -> None:
+        """Start to gather a unit's values. Collective.
+
+        Args:
+            in_step: in a training pass, so that a unit in `kept` stays.
+        """
 
     def show(self, unit: Unit) -> None:
         """Wait for the unit's values and point its parameters at them."""
 
     def release(self, unit: Unit) -> None:
-        """Give the gathered values back."""
+        """Give the gathered values back, unless they stay."""
+
+    def release_kept(self) -> None:
+        """Give back what has stayed since earlier passes, so that it is gathered when next needed.
+
+        On all ranks at the same place in the order of collectives.
+        """
 
     def scale_gradients(self, units: Sequence[Unit], factor: float) -> float:
         """Multiply the settled gradient where the user can see it; returns what is left to do."""

@@ -1,0 +1,29 @@
+"""A transport that notes what is issued, for tests that ask when and how often."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from poplar.comm import Bucket, Group, Pending
+from poplar.comm.process_group import ProcessGroupCommunicator
+from poplar.planning.layout import Layout
+
+
+class Watched(ProcessGroupCommunicator):
+    """Notes collectives as they are issued; a test may note what comes in between."""
+
+    def __init__(self, group: Group) -> None:
+        super().__init__(group)
+        self.events: list[str] = []
+
+    def reduce_scatter(self, bucket: Bucket, out: Tensor, *, what: str, **options: Any) -> Pending:
+        self.events.append(what)
+        return super().reduce_scatter(bucket, out, what=what, **options)
+
+    def all_gather(
+        self, data: Tensor, layout: Layout, *, what: str, own: Tensor | None = None
+    ) -> Pending:
+        self.events.append(what)
+        return super().all_gather(data, layout, what=what, own=own)
