@@ -31,7 +31,13 @@ def shard_boundaries(numel: int, shares: Sequence[float], alignment: int) -> lis
 def apportion(total: int, weights: Sequence[float]) -> list[int]: ...
 def cheapest_passes(passes: Sequence[float], most: int) -> tuple[list[float], list[int]]: ...
 def least_waste(
-    wastes: Sequence[float], sizes: Sequence[int], rate: float, most_waste: float, total: int
+    wastes: Sequence[float],
+    sizes: Sequence[int],
+    last_wastes: Sequence[float],
+    last_sizes: Sequence[int],
+    rate: float,
+    most_waste: float,
+    total: int,
 ) -> list[int]: ...
 def minimise(
     costs: Sequence[float], rows: Sequence[Sequence[float]], bounds: Sequence[float]

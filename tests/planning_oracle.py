@@ -1,7 +1,7 @@
-"""What a step costs and which step is best, restated naively from DESIGN section 4.
+"""What a step costs and which step is best, restated naively: DESIGN section 4, unit by unit.
 
-Imports values only. `Oracle` evaluates one plan by the formulas as they are written there, stage by
-stage; `every_plan` lists all ways to run a tiny global batch, so that the best of them can be
+Imports values only. `Oracle` evaluates one plan by the formulas as a person would write them, stage
+by stage; `every_plan` lists all ways to run a tiny global batch, so that the best of them can be
 compared with what `search` found.
 """
 
@@ -22,6 +22,10 @@ from poplar.planning.cluster import (
 )
 
 STAGES = (0, 1, 2, 3)
+BUFFER = 32 * 2**20 // 4
+"""Elements that are reduced at once."""
+SCALE = 512
+"""So many times the size of a toy are the models of random clusters: units of up to two buffers."""
 Batches = tuple[tuple[int, ...], ...]
 
 
@@ -31,7 +35,20 @@ class Oracle:
     def __init__(self, cluster: ClusterProfile, stage: int) -> None:
         self.cluster, self.stage = cluster, stage
         self.n = cluster.world_size
-        self.k = 1 - 1 / len(cluster.model.unit_numels)
+        numels = cluster.model.unit_numels
+        if stage < 3:
+            numels = self._in_buffers(numels)
+        self.parts = [numel / cluster.model.numel for numel in numels]
+        self.buffers = [-(-numel // BUFFER) for numel in numels]
+
+    def _in_buffers(self, numels: tuple[int, ...]) -> list[int]:
+        """Neighbours that fit into one buffer share it."""
+        shared = [0]
+        for numel in numels:
+            if shared[-1] and shared[-1] + numel > BUFFER:
+                shared.append(0)
+            shared[-1] += numel
+        return shared
 
     # Seconds
 
@@ -70,15 +87,8 @@ class Oracle:
         return measured * bound(shares) / even
 
     def seconds(self, batches: Batches, shares: tuple[float, ...]) -> float:
-        beta, overlap = self.cluster.backward_fraction, self.cluster.overlap
-        network, stage, k = self.cluster.network, self.stage, self.k
-        extra = network.meeting_seconds[stage]
+        network, stage = self.cluster.network, self.stage
         reduce, gather = self.reduce(shares), self.gather(shares)
-
-        def meet(ends, lasts, c):
-            latest = max(ends)
-            reducible = max(end - beta * last * k for end, last in zip(ends, lasts, strict=True))
-            return max(latest, latest + c - overlap * min(c * k, latest - reducible) + extra)
 
         def optimizer(share_of):
             return max(
@@ -87,32 +97,94 @@ class Oracle:
                 for r in range(self.n)
             )
 
-        def once(c):
-            passes = [[self.x(r, b) for b in own if b] for r, own in enumerate(batches)]
-            return meet([sum(p) for p in passes], [p[-1] if p else 0.0 for p in passes], c)
-
         once_more = network.step_seconds[stage]
+        if stage < 2:
+            passes = [[self.x(r, b) for b in own if b] for r, own in enumerate(batches)]
+            ends, lasts = [sum(p) for p in passes], [p[-1] if p else 0.0 for p in passes]
         if stage == 0:
             even = (1 / self.n,) * self.n
-            total = once(self.reduce(even) + self.gather(even))
+            total = self._meet_and_gather(ends, lasts, self.reduce(even), self.gather(even))
             return total + max(0.0, optimizer(lambda r: 1.0) + once_more)
         if stage == 1:
-            total = once(reduce)
+            total = self._meet(ends, lasts, reduce)
             return total + max(0.0, optimizer(lambda r: shares[r]) + gather + once_more)
-        total = 0.0
-        for column in zip(*batches, strict=True):
-            ends = [self.x(r, b) for r, b in enumerate(column)]
-            if stage == 2:
-                total += meet(ends, ends, reduce)
-                continue
-            latest = max(ends)
-            reducible = max(end - beta * end * k for end in ends)
-            hidden = min(gather * k, (1 - beta) * latest) + min(
-                (gather + reduce) * k, latest - reducible
-            )
-            total += max(latest, latest + 2 * gather + reduce - overlap * hidden + extra)
+        columns = [[self.x(r, b) for r, b in enumerate(c)] for c in zip(*batches, strict=True)]
+        if stage == 2:
+            total = sum(self._meet_and_go_on(column, reduce) for column in columns[:-1])
+            total += self._meet(columns[-1], columns[-1], reduce)
+        else:
+            total = sum(self._meet_gathered(max(column), reduce, gather) for column in columns)
         after = gather if stage == 2 else 0.0
         return total + max(0.0, optimizer(lambda r: shares[r]) + after + once_more)
+
+    def _offered(self, ends, lasts) -> float:
+        """When every rank is through with its last unit's backward."""
+        left = self.cluster.backward_fraction * sum(self.parts[:-1])
+        return max(end - left * last for end, last in zip(ends, lasts, strict=True))
+
+    def _meet(self, ends, lasts, reduce: float) -> float:
+        latest, window = max(ends), max(ends) - self._offered(ends, lasts)
+        extra = self.cluster.network.meeting_seconds[self.stage]
+        hidden = min(self.cluster.overlap * reduce * sum(self.parts[1:]), window)
+        return max(latest, latest + reduce + extra - hidden)
+
+    def _meet_and_gather(self, ends, lasts, reduce: float, gather: float) -> float:
+        """What is reduced last and gathered last but one runs under nothing."""
+        latest, window = max(ends), max(ends) - self._offered(ends, lasts)
+        extra = self.cluster.network.meeting_seconds[self.stage]
+        may_hide = reduce * sum(self.parts[1:]) + gather * sum(self.parts[2:])
+        hidden = min(self.cluster.overlap * may_hide, window)
+        return max(latest, latest + reduce + gather + extra - hidden)
+
+    def _meet_and_go_on(self, column, reduce: float) -> float:
+        """What is under way when the pass is over may run under the next one's forward.
+
+        That is the last unit's reduction, or, where reductions are longer than the backward, as
+        many buffers as may be under way.
+        """
+        overlap, latest = self.cluster.overlap, max(column)
+        offered = self._offered(column, column)
+        extra = self.cluster.network.meeting_seconds[self.stage]
+        in_flight = max(2, 1 + -(-max(self.cluster.model.unit_numels) // BUFFER))
+        buffers = [p / n for p, n in zip(self.parts, self.buffers, strict=True) for _ in range(n)]
+        hidden = 0.0
+        if overlap:
+            hidden = min(
+                overlap * reduce,
+                overlap * reduce * sum(self.parts[1:]) + offered,
+                latest - offered + overlap * reduce * sum(buffers[:in_flight]),
+                latest - offered + offered,
+            )
+        return max(latest, latest + reduce + extra - hidden)
+
+    def _meet_gathered(self, latest: float, reduce: float, gather: float) -> float:
+        """Unit by unit: who is gathered and reduced under whose compute."""
+        overlap, beta = self.cluster.overlap, self.cluster.backward_fraction
+        extra = self.cluster.network.meeting_seconds[self.stage]
+        parts, units = self.parts, range(len(self.parts))
+        comes_back = [unit for unit in units if unit not in self.cluster.model.resident_units]
+        again = comes_back[:-1]
+        travels = gather * (1 + sum(parts[unit] for unit in again)) + reduce
+        forward = (1 - beta) * latest
+        hidden = sum(
+            min(overlap * gather * parts[unit + 1], forward * parts[unit]) for unit in units[:-1]
+        )
+        if again:
+            first_back = gather * parts[again[-1]]
+            hidden += min(overlap * first_back, latest * parts[-1])
+        if comes_back:
+            # In the backward: gathers of all others, and the reductions of all but the last to be
+            # computed and but the residents, which follow.
+            others = gather * sum(parts[unit] for unit in again[:-1])
+            reduced = sum(parts[unit] for unit in comes_back if unit > 0) * reduce
+            window = beta * latest * sum(parts[: comes_back[-1]])
+            may_hide = [overlap * (others + reduced), window]
+            ungathered = sum(parts[: comes_back[:2][-1]])
+            if ungathered:
+                late = sum(parts[unit] for unit in comes_back[:2] if unit > 0) * reduce
+                may_hide.append(window - beta * latest * ungathered + overlap * late)
+            hidden += min(may_hide)
+        return max(latest, latest + travels + extra - hidden)
 
     # Bytes
 
@@ -126,11 +198,11 @@ class Oracle:
             (param + accumulator + state) * share,
         )[stage]
         unit = max(model.unit_numels)
-        buffer = min(unit, 32 * 2**20 // 4)
+        buffer = min(unit, BUFFER)
         if model.largest_flat_numels:
             buffer = model.largest_flat_numels[stage]
-        in_flight = min(4 if stage < 2 else 2, -(-model.numel // buffer))
-        bucket = in_flight * model.wire_bytes * buffer
+        in_flight = 2 * buffer if stage < 2 else max(2 * buffer, unit + buffer)
+        bucket = model.wire_bytes * min(in_flight, -(-model.numel // buffer) * buffer)
         packed = bucket if stage >= 2 or model.wire_bytes < 4 else 0.0
         flying = packed + bucket * (1 if stage == 0 else n * share)
         frozen = model.unit_frozen_numels or (0,) * len(model.unit_numels)
@@ -278,14 +350,16 @@ def _just_holds(oracle: Oracle, rank: int, batch: int) -> float | None:
 
 def random_cluster(draw: random.Random, ranks: int, stage: int) -> ClusterProfile:
     """Any small cluster: equal or unequal ranks, memory that binds or not, or holds nothing."""
-    units = tuple(draw.randint(1, 400) * 64 for _ in range(draw.randint(1, 4)))
+    units = tuple(draw.randint(1, 400) * 64 * SCALE for _ in range(draw.randint(1, 4)))
+    residents = [unit for unit in range(len(units)) if draw.random() < 0.2]
     model = ModelProfile(
         unit_numels=units,
         param_bytes=draw.choice((2.0, 4.0)),
         grad_bytes=draw.choice((2.0, 4.0)),
         optimizer_bytes=draw.choice((0.0, 8.0, 12.0)),
         wire_bytes=4.0,
-        frozen_bytes=draw.choice((0, 5000)),
+        frozen_bytes=draw.choice((0, 5000 * SCALE)),
+        resident_units=tuple(residents),
     )
     devices = [_random_device(draw) for _ in range(ranks)]
     if draw.random() < 0.4:
@@ -319,12 +393,12 @@ def residuals(draw: random.Random, size: float) -> tuple[float, ...]:
 def _random_device(draw: random.Random) -> DeviceProfile:
     batches = sorted(draw.sample(range(1, 9), draw.randint(1, 4)))
     speed, latency = draw.choice((0.05, 0.1, 0.3)), draw.choice((0.0, 0.05, 0.3))
-    sample_bytes = draw.choice((1000, 20_000, 100_000))
+    sample_bytes = draw.choice((1000, 20_000, 100_000)) * SCALE
     points = tuple(
         BatchPoint(
             batch=batch,
             seconds=latency + speed * (batch if draw.random() < 0.8 else -(-batch // 4) * 4),
-            activation_bytes=draw.choice((0, 3000)) + sample_bytes * batch,
+            activation_bytes=draw.choice((0, 3000 * SCALE)) + sample_bytes * batch,
         )
         for batch in batches
     )
@@ -334,7 +408,7 @@ def _random_device(draw: random.Random) -> DeviceProfile:
         points=points,
         optimizer_seconds=draw.choice((0.0, 0.05, 0.5 * draw.random())),
         optimizer_latency_seconds=draw.choice((0.0, 0.0, 0.02, 0.2)),
-        held_bytes=draw.choice((0, 10_000)),
+        held_bytes=draw.choice((0, 10_000 * SCALE)),
         pass_overhead_seconds=residuals(draw, 0.06),
         step_overhead_seconds=residuals(draw, 0.06),
     )

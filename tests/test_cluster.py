@@ -120,6 +120,8 @@ def test_the_optimizer_is_a_line_above_its_latency():
         (lambda: BatchPoint(batch=1, seconds=1.0, activation_bytes=-1), "activation_bytes must be"),
         (lambda: BatchPoint(batch=1, seconds=math.inf, activation_bytes=0), "above 0, got inf"),
         (lambda: BatchPoint(batch=1, seconds=-1.0, activation_bytes=0), "above 0, got -1.0"),
+        (lambda: with_spread(-0.1), "spread_seconds must be finite and 0 or more, got -0.1"),
+        (lambda: with_spread(math.nan), "spread_seconds must be finite and 0 or more, got nan"),
         (lambda: profile_of(three_points(1, 2, 3), optimizer_seconds=-1.0), "0 or more, got -1.0"),
         (lambda: profile_of(three_points(1, 2, 3), peak_flops=0.0), "peak_flops must be finite"),
         (lambda: profile_of(three_points(1, 2, 3), peak_flops=math.nan), "peak_flops must be"),
@@ -135,6 +137,18 @@ def test_the_optimizer_is_a_line_above_its_latency():
         (lambda: ModelProfile(unit_numels=(0,)), "unit_numels must be at least 1"),
         (lambda: ModelProfile(unit_numels=(1,), grad_bytes=-1.0), "grad_bytes must be at least 0"),
         (lambda: ModelProfile(unit_numels=(1,), param_bytes=math.nan), "at least 0, got nan"),
+        (
+            lambda: ModelProfile(unit_numels=(1, 2), unit_names=("a",)),
+            "unit_names must have one entry for each of the 2 units, or none, got 1",
+        ),
+        (
+            lambda: ModelProfile(unit_numels=(1, 2), unit_names=("a", "a")),
+            r"unit_names must differ, but \['a'\] come more than once",
+        ),
+        (
+            lambda: ModelProfile(unit_numels=(1,), unit_names=(1,)),
+            "unit_names must be strings, got 1",
+        ),
         (lambda: dataclasses.replace(a_cluster(), devices=()), "at least one device"),
         (
             lambda: dataclasses.replace(a_cluster(), devices=a_cluster().devices[:2]),
@@ -158,6 +172,20 @@ def test_a_network_needs_both_rates_of_every_rank():
         )
 
 
+def with_spread(spread) -> DeviceProfile:
+    return profile_of(
+        tuple(dataclasses.replace(p, spread_seconds=spread) for p in three_points(1, 2, 3))
+    )
+
+
+def test_how_sure_points_are_changes_neither_the_curve_nor_which_devices_are_equal():
+    sure, unsure = with_spread(0.0), with_spread(0.2)
+    assert [sure.seconds(b) for b in range(10)] == [unsure.seconds(b) for b in range(10)]
+    assert sure.costs == unsure.costs
+    assert sure.seconds_within(4) == (2.0, 2.0)
+    assert unsure.seconds_within(4) == pytest.approx((1.6, 2.4))
+
+
 # Files
 
 
@@ -169,14 +197,40 @@ def test_a_profile_is_the_same_after_json(seed, ranks):
     assert hash(again) == hash(cluster)
 
 
+def test_how_sure_points_are_is_kept(tmp_path):
+    cluster = dataclasses.replace(a_cluster(), devices=(with_spread(0.2),) * 3)
+    cluster.to_json(tmp_path / "profile.json")
+    again = ClusterProfile.from_json(tmp_path / "profile.json")
+    assert [point.spread_seconds for point in again.devices[0].points] == [0.2] * 3
+
+
 def test_a_profile_is_the_same_after_a_file(tmp_path):
     a_cluster().to_json(tmp_path / "profile.json")
     assert ClusterProfile.from_json(tmp_path / "profile.json") == a_cluster()
 
 
+def test_names_of_units_come_back_from_json_and_may_be_missing_there():
+    cluster = a_cluster()
+    names = tuple(f"layers.{number}" for number in range(len(cluster.model.unit_numels)))
+    model = dataclasses.replace(cluster.model, unit_names=names)
+    named = dataclasses.replace(cluster, model=model)
+    content = json.loads(json.dumps(named.to_dict()))
+    assert ClusterProfile.from_dict(content) == named
+    del content["model"]["unit_names"]  # as written before units had names
+    assert ClusterProfile.from_dict(content).model.unit_names == ()
+
+
 def test_a_profile_cannot_be_changed():
     with pytest.raises(dataclasses.FrozenInstanceError):
         a_cluster().overlap = 1.0
+
+
+def test_a_profile_from_before_points_said_how_sure_they_are_is_read():
+    content = json.loads(json.dumps(a_cluster().to_dict()))
+    for device in content["devices"]:
+        for point in device["points"]:
+            del point["spread_seconds"]
+    assert ClusterProfile.from_dict(content) == a_cluster()
 
 
 @pytest.mark.parametrize(

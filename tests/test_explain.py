@@ -16,6 +16,7 @@ from test_search import cluster_of, device, seconds_of
 import poplar
 from poplar.planning import what_if
 from poplar.planning.alike import MOST_KINDS, alike_kinds, spoken, without_noise
+from poplar.planning.cluster import ModelProfile
 from poplar.planning.collectives import CollectiveCosts
 from poplar.planning.cost_model import memory_needed, predict
 from poplar.planning.explain import NOISE, explain
@@ -93,11 +94,20 @@ def test_changes_gain_what_a_search_on_the_changed_cluster_gains():
     assert change_of(told, "network").gain == pytest.approx(gain(network))
     faster = what_if.with_faster_devices(cluster, (0,), 1.25)
     assert change_of(told, "device", (0,)).gain == pytest.approx(gain(faster))
-    hidden = dataclasses.replace(cluster, overlap=1.0)
-    assert change_of(told, "overlap").gain == pytest.approx(gain(hidden))
     roomier = what_if.with_memory(cluster, {0: 15 * MB})
     assert change_of(told, "memory", (0,)).gain >= gain(roomier) - 1e-3
     assert str(change_of(told, "memory", (0,))).startswith("rank 0's memory: +14.3 MiB gives +")
+
+
+def test_more_overlap_gains_what_a_search_with_it_gains():
+    """Units as large as a buffer: those of small models travel at once, and hide nowhere."""
+    model = ModelProfile(unit_numels=(8 * 2**20,) * 4)
+    cluster = cluster_of(device(memory=10**10), device(memory=10**10), model=model)
+    told = explained(cluster, 32)
+    hidden = search(dataclasses.replace(cluster, overlap=1.0), global_batch=32)
+    gain = told.step_seconds / seconds_of(hidden) - 1
+    assert change_of(told, "overlap").gain == pytest.approx(gain)
+    assert gain > 0.0
 
 
 def test_changes_are_told_by_gain_and_only_above_noise():
@@ -515,7 +525,8 @@ def test_more_memory_as_it_is_said_does_fit(seed, stage):
 def added_by(said: str) -> dict[int, int]:
     added = {}
     for part in said.rpartition(" at stage")[0].split(" and "):
-        size, _, ranks = part.partition(" MiB more on ")
+        said, _, ranks = part.partition(" more on ")
+        size, unit = said.split()
         if "all" in ranks:
             named = range(int(ranks.split()[3]))
         else:
@@ -523,7 +534,8 @@ def added_by(said: str) -> dict[int, int]:
             for run in ranks.replace("each of ", "").split(" ", 1)[1].split(", "):
                 first, _, last = run.partition("-")
                 named += range(int(first), int(last or first) + 1)
-        added |= dict.fromkeys(named, round(float(size) * 2**20))
+        bytes_each = round(float(size) * {"MiB": 2**20, "GiB": 2**30}[unit])
+        added |= dict.fromkeys(named, bytes_each)
     return added
 
 

@@ -373,17 +373,20 @@ def test_the_order_of_the_ranks_changes_no_cost(seed, stage, global_batch):
 @given(
     parts=st.dictionaries(st.integers(1, 12), st.floats(0, 10), min_size=1),
     total=st.integers(1, 30),
+    more=st.floats(0, 3),
 )
-def test_the_cheapest_cover_is_that_of_the_plain_programme(parts, total):
+def test_the_cheapest_cover_is_that_of_the_plain_programme(parts, total, more):
     sizes = sorted({min(size, total) for size in parts})
     costs = sorted(parts.values())[: len(sizes)]
+    last_costs = [cost + more * size for size, cost in zip(sizes, costs, strict=True)]
     least = [0.0]
     for n in range(1, total + 1):
         least.append(min(least[max(0, n - m)] + c for m, c in zip(sizes, costs, strict=True)))
-    found, cover = cheapest_cover(sizes, costs, total)
-    assert sum(cover) == total
-    assert list(cover) == sorted(cover)
-    assert found == pytest.approx(least[total], rel=1e-9, abs=1e-12)
+    expected = min(least[max(0, total - m)] + c for m, c in zip(sizes, last_costs, strict=True))
+    found, (*others, last) = cheapest_cover(sizes, costs, last_costs, total)
+    assert sum(others) + last == total
+    assert others == sorted(others)
+    assert found == pytest.approx(expected, rel=1e-9, abs=1e-12)
 
 
 @given(

@@ -96,7 +96,7 @@ def _place(span):
 # By hand
 
 
-def test_at_stage_0_the_gathers_follow_the_last_reduction():
+def test_at_stage_0_what_is_reduced_is_gathered_after_the_next_reduction():
     timeline = simulate(a_cluster(), a_plan(0, (4,), (4,)))
     assert told(timeline) == [
         ("forward 0", 0.0, 0.1),
@@ -105,8 +105,8 @@ def test_at_stage_0_the_gathers_follow_the_last_reduction():
         ("backward 0", 0.3, 0.4),
         ("reduce 1", 0.3, 0.36),
         ("reduce 0", 0.4, 0.46),
-        ("gather 0", 0.46, 0.48),
-        ("gather 1", 0.48, 0.5),
+        ("gather 1", 0.46, 0.48),
+        ("gather 0", 0.48, 0.5),
         ("optimizer", 0.5, 0.58),
     ]
     assert timeline.step_seconds == pytest.approx(0.58)
@@ -305,9 +305,7 @@ def test_negative_residuals_shrink_communication_and_then_the_optimizer(stage):
     plan, cluster = a_plan(stage, (2, 4), (2, 4)), a_cluster(overlap=0.0)
     once = a_plan(stage, (4,), (4,))
     less = simulate(with_residuals(cluster, of_meeting=-0.01, of_step=-0.05), once).step_seconds
-    # At stage 3 one of four gathers' halves does not travel, so it cannot shrink either.
-    taken = 0.01 * (0.18 / 0.2 if stage == 3 else 1.0)
-    expected = simulate(cluster, once).step_seconds - taken
+    expected = simulate(cluster, once).step_seconds - 0.01
     expected -= min(0.05, 0.04 if stage == 3 else 0.05)
     assert less == pytest.approx(expected)
     nothing = with_residuals(cluster, of_meeting=-9.0, of_step=-9.0)
@@ -317,16 +315,6 @@ def test_negative_residuals_shrink_communication_and_then_the_optimizer(stage):
 
 
 # What the closed form leaves out
-
-
-def test_a_long_last_pass_is_held_up_by_ranks_that_come_late_to_theirs():
-    """Four reductions may be under way: the fifth waits until all have come to the first."""
-    cluster = a_cluster(units=(FULL,) * 8, reduce=0.0, gather=0.0)
-    plan = a_plan(1, (8,), (8, 1))
-    # Rank 1 comes to its first reduction at 0.8 + 0.05 + 0.05 / 8; rank 0 has issued four by 0.6,
-    # is held up at 0.65, and has three of its eight units left.
-    assert simulate(cluster, plan).step_seconds == pytest.approx(0.85625 + 3 * 0.05 + 0.04)
-    assert predict(cluster, plan).step_seconds == pytest.approx(0.9 + 0.04)
 
 
 def test_at_stage_2_ranks_run_ahead_into_the_next_pass():
@@ -342,43 +330,38 @@ def test_at_stage_3_they_cannot():
     assert simulate(cluster, plan).step_seconds == pytest.approx(0.8 + 0.04)
 
 
-def test_at_stage_0_no_gather_runs_under_the_backward():
-    cluster = a_cluster(reduce=0.0, gather=0.2)
-    plan = a_plan(0, (4,), (4,))
-    assert simulate(cluster, plan).step_seconds == pytest.approx(0.4 + 0.2 + 0.08)
-    assert predict(cluster, plan).step_seconds == pytest.approx(0.4 + 0.2 - 0.1 + 0.08)
-
-
-def test_where_communication_outlasts_the_backward_half_an_overlap_hides_more():
-    cluster = a_cluster(reduce=0.8, gather=0.0, overlap=0.5)
-    plan = a_plan(1, (4,), (4,))
-    # 0.4 s of the first reduction hide the 0.1 s that are left; the closed form hides half of that.
-    assert simulate(cluster, plan).step_seconds == pytest.approx(0.3 + 0.8 + 0.04)
-    assert predict(cluster, plan).step_seconds == pytest.approx(0.4 + 0.8 - 0.05 + 0.04)
-
-
-def test_a_large_first_unit_is_reduced_when_nothing_is_left_to_hide_it():
-    cluster = a_cluster(units=(9 * FULL // 5, FULL // 5), reduce=0.2, gather=0.0)
-    plan = a_plan(1, (4,), (4,))
-    assert simulate(cluster, plan).step_seconds == pytest.approx(0.4 + 0.18 + 0.04)
-    assert predict(cluster, plan).step_seconds == pytest.approx(0.4 + 0.1 + 0.04)
-
-
 # Held against the closed form
 
+BLOCKS = (2 * FULL,)
 
-MANY_UNITS = (FULL,) * 32
+
+def a_random_model(draw: random.Random) -> ModelProfile:
+    """Equal units, few or many; or blocks under an embedding that stays gathered."""
+    if draw.random() < 0.5:
+        return ModelProfile(unit_numels=(FULL,) * draw.choice((12, 32)))
+    embedding = draw.choice((1, 3, 6)) * FULL
+    return ModelProfile(
+        unit_numels=(embedding, *BLOCKS * draw.choice((8, 16, 22))), resident_units=(0,)
+    )
 
 
 def a_random_case(seed: int) -> tuple[ClusterProfile, Plan]:
-    """A random cluster, many equal units, and the plan that one of the policies makes of them."""
+    """A random cluster and model, and the plan that one of the policies makes of them.
+
+    What meetings cost less than their collectives is overlap, as long as there is none measured.
+    """
     draw = random.Random(seed)
     stage = seed % 4
     ranks = draw.choice((1, 2, 2, 3, 4, 6))
     cluster = planning_oracle.random_cluster(draw, ranks, stage)
+    network = cluster.network
+    if cluster.overlap:
+        meeting_seconds = tuple(max(0.0, seconds) for seconds in network.meeting_seconds)
+        network = dataclasses.replace(network, meeting_seconds=meeting_seconds)
     cluster = dataclasses.replace(
         cluster,
-        model=ModelProfile(unit_numels=MANY_UNITS),
+        model=a_random_model(draw),
+        network=network,
         devices=tuple(dataclasses.replace(d, memory_bytes=2**50) for d in cluster.devices),
     )
     policy = draw.choice(("exact", "exact", "even"))
@@ -388,76 +371,37 @@ def a_random_case(seed: int) -> tuple[ClusterProfile, Plan]:
     return cluster, plan
 
 
-def why_not(cluster: ClusterProfile, plan: Plan) -> str:
-    """Which of its simplifications the closed form may be off by here; empty: by none of them."""
-    costs, stage = StageCosts(cluster, plan.stage), plan.stage
-    hides = costs.hides
-    meetings, traffic = costs.meetings(plan.micro_batches), costs.traffic(plan.shares)
-    fits = all(
-        traffic.backward * costs.hideable <= latest - reducible
-        and traffic.forward <= (1 - cluster.backward_fraction) * latest
-        for latest, reducible in meetings
-    )
-    if hides and cluster.overlap < 1.0 and not fits:
-        return "partial overlap, and more communication than compute"
-    if hides and cluster.network.meeting_seconds[stage] < 0.0:
-        return "a negative residual of what may hide"
-    if hides and stage == 0 and cluster.network.all_gather_seconds:
-        return "gathers at stage 0"
-    if stage < MEETS_EVERY_PASS:
-        return "held up in the last pass" if _is_held_up(costs, plan) else ""
+def take_turns(cluster: ClusterProfile, plan: Plan) -> bool:
+    """Whether no rank is the last at every meeting of a plan whose ranks may go ahead.
+
+    At stage 3 those may that own nothing: nobody waits for them but the owners.
+    """
+    costs = StageCosts(cluster, plan.stage)
     columns = [
         [costs.pass_seconds(rank, batch) for rank, batch in enumerate(column)]
-        for column in zip(*plan.micro_batches, strict=True)
+        for column in zip(*plan.micro_batches, strict=plan.stage >= MEETS_EVERY_PASS)
     ]
-    if stage == 2 and hides and len(columns) > 1:
-        return "reductions under the next forward"
-    always_slowest = any(
+    may_go_ahead = plan.stage == 2 or (plan.stage == 3 and 0.0 in plan.shares)
+    return may_go_ahead and not any(
         all(column[rank] == max(column) for column in columns) for rank in range(plan.world_size)
     )
-    return "" if stage == 3 or always_slowest else "another rank is the slowest in each pass"
 
 
-def _is_held_up(costs: StageCosts, plan: Plan) -> bool:
-    """Some rank, if it stood at its first reduction when the last rank came to that, would end
-    after all others."""
-    ((latest, reducible),) = costs.meetings(plan.micro_batches)
-    passes = [
-        [costs.pass_seconds(rank, batch) for batch in own if batch]
-        for rank, own in enumerate(plan.micro_batches)
-    ]
-    return any(own and reducible + costs.late * own[-1] > latest + 1e-9 for own in passes)
-
-
-def test_the_closed_form_is_within_three_percent_where_its_simplifications_hold():
-    compared = dict.fromkeys(STAGES, 0)
-    for seed in range(1400):
+def test_the_closed_form_is_within_three_percent():
+    """And where ranks take turns in being the last, it is too slow, if anything."""
+    compared, turns = dict.fromkeys(STAGES, 0), 0
+    for seed in range(800):
         cluster, plan = a_random_case(seed)
-        if why_not(cluster, plan):
-            continue
         simulated = simulate(cluster, plan).step_seconds
         predicted = predict(cluster, plan).step_seconds
-        compared[plan.stage] += 1
-        assert predicted == pytest.approx(simulated, rel=0.03, abs=1e-9), f"seed {seed}"
-    assert sum(compared.values()) >= 500, compared
-    assert min(compared.values()) >= 60, compared
-
-
-@pytest.mark.parametrize("overlap", [0.0, 1.0])
-def test_elsewhere_it_errs_to_one_side(overlap):
-    """Too fast at stages 0 and 1, where ranks hold each other up and stage 0's gathers do not hide;
-    too slow at stages 2 and 3, where ranks run ahead and less is gathered."""
-    for seed in range(400):
-        cluster, plan = a_random_case(seed)
-        network = dataclasses.replace(cluster.network, meeting_seconds=(0.0,) * 4)
-        cluster = dataclasses.replace(cluster, overlap=overlap, network=network)
-        simulated = simulate(cluster, plan).step_seconds
-        predicted = predict(cluster, plan).step_seconds
-        slack = 1e-9 + 1e-9 * simulated
-        if plan.stage < MEETS_EVERY_PASS:
-            assert predicted <= simulated + slack, f"seed {seed}"
+        if take_turns(cluster, plan):
+            turns += 1
+            assert predicted >= simulated * 0.93, f"seed {seed}"
         else:
-            assert predicted >= simulated - slack, f"seed {seed}"
+            compared[plan.stage] += 1
+            assert predicted == pytest.approx(simulated, rel=0.03, abs=1e-9), f"seed {seed}"
+    assert sum(compared.values()) >= 700, compared
+    assert min(compared.values()) >= 120, compared
 
 
 # Properties
@@ -596,8 +540,8 @@ def test_a_thousand_ranks_with_a_hundred_units_are_simulated(stage):
 
 def test_as_many_reductions_are_under_way_as_in_the_engine():
     engine = pytest.importorskip("poplar.zero.engine")
-    assert [programme.in_flight for programme in PROGRAMMES] == [
-        strategy.in_flight for strategy in engine.STRATEGIES
+    assert [programme.holds_up for programme in PROGRAMMES] == [
+        strategy.reduces_every_pass for strategy in engine.STRATEGIES
     ]
     assert [programme.__name__ for programme in PROGRAMMES] == [
         strategy.__name__ for strategy in engine.STRATEGIES

@@ -200,18 +200,21 @@ Returns:
     cuts the one with the largest last pass. One entry, for no samples, if no pass holds one.)");
 
   module.def("least_waste", &poplar::least_waste, py::arg("wastes"), py::arg("sizes"),
-             py::arg("rate"), py::arg("most_waste"), py::arg("total"),
+             py::arg("last_wastes"), py::arg("last_sizes"), py::arg("rate"), py::arg("most_waste"),
+             py::arg("total"),
              R"(The parts that hold `total` together and waste least.
 
 Args:
     wastes: what a full part wastes, ascending.
     sizes: how much it holds.
-    rate: what each that is missing wastes where the last part in is less than full.
+    last_wastes: the same of the one part that is the last of a step.
+    last_sizes: as `sizes`.
+    rate: what each that is missing wastes where a part is less than full.
     most_waste: sums above are not of interest.
     total: at least 1.
 
 Returns:
-    How much each part holds; they sum to `total`.
+    How much each part holds, the last of the step first; they sum to `total`.
 
 Raises:
     ValueError: nothing within `most_waste` holds the total.)");

@@ -38,38 +38,45 @@ std::pair<std::vector<double>, std::vector<std::int64_t>> cheapest_passes(
 }
 
 std::vector<std::int64_t> least_waste(const std::vector<double>& wastes,
-                                      const std::vector<std::int64_t>& sizes, double rate,
+                                      const std::vector<std::int64_t>& sizes,
+                                      const std::vector<double>& last_wastes,
+                                      const std::vector<std::int64_t>& last_sizes, double rate,
                                       double most_waste, std::int64_t total) {
-  if (wastes.size() != sizes.size() || total < 1) {
+  if (wastes.size() != sizes.size() || last_wastes.size() != last_sizes.size() || total < 1) {
     throw std::invalid_argument("least_waste: a waste for each size, and a total of 1 or more");
   }
   std::vector<double> wasted(total + 1, kNever);
-  std::vector<std::int64_t> last(total + 1, 0);
-  wasted[0] = 0.0;
-  for (std::int64_t held = 0; held < total; ++held) {
-    if (wasted[held] > most_waste) {
-      continue;
-    }
-    for (std::size_t part = 0; part < sizes.size(); ++part) {
-      double together = wasted[held] + wastes[part];
+  std::vector<std::int64_t> added(total + 1, 0);
+  const auto add_parts = [&](std::int64_t held, double before,
+                             const std::vector<double>& part_wastes,
+                             const std::vector<std::int64_t>& part_sizes) {
+    for (std::size_t part = 0; part < part_sizes.size(); ++part) {
+      double together = before + part_wastes[part];
       if (together > most_waste) {
-        break;
+        return;
       }
-      const std::int64_t size = std::min(sizes[part], total - held);
-      together += rate * static_cast<double>(sizes[part] - size);
+      const std::int64_t size = std::min(part_sizes[part], total - held);
+      together += rate * static_cast<double>(part_sizes[part] - size);
       if (together < wasted[held + size]) {
         wasted[held + size] = together;
-        last[held + size] = size;
+        added[held + size] = size;
       }
+    }
+  };
+  add_parts(0, 0.0, last_wastes, last_sizes);
+  for (std::int64_t held = 1; held < total; ++held) {
+    if (wasted[held] <= most_waste) {
+      add_parts(held, wasted[held], wastes, sizes);
     }
   }
   std::vector<std::int64_t> found;
-  for (std::int64_t held = total; held > 0; held -= last[held]) {
-    if (last[held] == 0) {
+  for (std::int64_t held = total; held > 0; held -= added[held]) {
+    if (added[held] == 0) {
       throw std::invalid_argument("least_waste: nothing within most_waste holds the total");
     }
-    found.push_back(last[held]);
+    found.push_back(added[held]);
   }
+  std::reverse(found.begin(), found.end());
   return found;
 }
 

@@ -13,11 +13,14 @@ namespace poplar {
 std::pair<std::vector<double>, std::vector<std::int64_t>> cheapest_passes(
     const std::vector<double>& passes, std::int64_t most);
 
-// The parts, each of one of `sizes`, that hold `total` together and waste least; the last one in
-// may be less than full, which wastes `rate` for each that is missing. `wastes` ascend and belong
-// to `sizes`; sums above `most_waste` are not of interest.
+// The parts that hold `total` together and waste least: the first of them as wasteful as
+// `last_wastes` says of `last_sizes`, all others as `wastes` of `sizes` (they ascend). One part may
+// be less than full, which wastes `rate` for each that is missing; sums above `most_waste` are not
+// of interest.
 std::vector<std::int64_t> least_waste(const std::vector<double>& wastes,
-                                      const std::vector<std::int64_t>& sizes, double rate,
+                                      const std::vector<std::int64_t>& sizes,
+                                      const std::vector<double>& last_wastes,
+                                      const std::vector<std::int64_t>& last_sizes, double rate,
                                       double most_waste, std::int64_t total);
 
 }  // namespace poplar

@@ -115,21 +115,36 @@ class EveryPass:
         """The shortest meeting that holds this many samples."""
         return self.meetings[bisect_left(self.sizes, samples)]
 
-    def cheapest(self, seconds: Sequence[float]) -> tuple[float, tuple[int, ...]]:
-        """The cheapest meetings that hold the global batch, smaller ones first.
+    def cheapest(
+        self, seconds: Sequence[float], last_seconds: Sequence[float]
+    ) -> tuple[float, tuple[int, ...]]:
+        """The cheapest meetings that hold the global batch, smaller ones first but for the last.
 
         Args:
             seconds: what each of `meetings` costs; non-decreasing.
+            last_seconds: what it costs as the last of a step; no less.
         """
-        return cheapest_cover(self.sizes, seconds, self._global_batch)
+        return cheapest_cover(self.sizes, seconds, last_seconds, self._global_batch)
 
     def at(self, traffic: Traffic) -> tuple[float, tuple[int, ...]]:
         """The cheapest meetings when this travels at each of them."""
-        return self.cheapest(self.seconds(traffic))
+        return self.cheapest(*self.seconds(traffic))
 
-    def seconds(self, traffic: Traffic) -> list[float]:
-        """What each of `meetings` costs when this travels."""
-        return [self._costs.meeting_seconds(meeting, traffic) for meeting in self.meetings]
+    def seconds(self, traffic: Traffic) -> tuple[list[float], list[float]]:
+        """What each of `meetings` costs when this travels: as one of many, and as the last."""
+        costs = self._costs
+        last = [costs.meeting_seconds(meeting, traffic) for meeting in self.meetings]
+        if not costs.goes_on:
+            return last, last
+        return [costs.meeting_seconds(m, traffic, last=False) for m in self.meetings], last
+
+    def slopes(self, traffic: Traffic) -> tuple[list[Traffic], list[Traffic]]:
+        """By how much each of `seconds` grows with the traffic."""
+        costs = self._costs
+        last = [costs.slopes(meeting, traffic) for meeting in self.meetings]
+        if not costs.goes_on:
+            return last, last
+        return [costs.slopes(m, traffic, last=False) for m in self.meetings], last
 
     def micro_batches(self, meetings: Sequence[int]) -> MicroBatches:
         """Who computes what: at every meeting each rank takes what it does fastest."""
@@ -205,7 +220,7 @@ class OncePerStep:
         if not self._costs.hides:
             return None
         target = min(
-            self._reducible_for(below, split.meeting.latest, traffic),
+            self._reducible_for(below, traffic),
             split.meeting.reducible - _ROUNDING * split.meeting.latest,
         )
         if target <= 0.0:
@@ -217,17 +232,21 @@ class OncePerStep:
             return None
         return self._split(latest, target)
 
-    def _reducible_for(self, limit: float, latest: float, traffic: Traffic) -> float:
-        """The `F` under which a meeting with this `T` or a later one may be within `limit`."""
-        overlap = self._costs.cluster.overlap
-        spare = limit - traffic.backward - self._costs.meeting_residual - (1.0 - overlap) * latest
-        return spare / overlap
+    def _reducible_for(self, limit: float, traffic: Traffic) -> float:
+        """The `F` above which no meeting is within `limit`: everything travels after it."""
+        return limit - self._travels(traffic)
 
     def _latest_for(self, limit: float, traffic: Traffic) -> float:
-        """The `T` above which no meeting is within `limit`."""
-        hidden = self._costs.cluster.overlap * self._costs.hideable
-        exposed = traffic.backward * (1.0 - hidden) + self._costs.meeting_residual
+        """The `T` above which no meeting is within `limit`: the last unit travels after it."""
+        way = self._costs.itinerary
+        behind = way.gathers_under_backward * traffic.gather
+        behind += way.reductions_under_backward * traffic.reduce
+        exposed = self._travels(traffic) - self._costs.cluster.overlap * behind
         return limit - max(0.0, exposed)
+
+    def _travels(self, traffic: Traffic) -> float:
+        gathered = self._costs.itinerary.gathers * traffic.gather
+        return gathered + traffic.reduce + self._costs.meeting_residual
 
     def _split(self, latest: float, reducible: float) -> Split:
         """The global batch, dealt out with this `T` and the least `F`, which is in `reducible`."""
@@ -335,52 +354,67 @@ class RankCuts:
 
 
 def cheapest_cover(
-    sizes: Sequence[int], costs: Sequence[float], total: int
+    sizes: Sequence[int], costs: Sequence[float], last_costs: Sequence[float], total: int
 ) -> tuple[float, tuple[int, ...]]:
-    """The cheapest parts that hold `total` together; a sum of `total` in parts, smaller ones first.
+    """The cheapest parts that hold `total` together, one of which is the last and may cost more.
 
     Args:
         sizes: of parts, ascending, none above `total`.
         costs: of parts, non-negative and ascending as well; a part that holds less costs no more.
+        last_costs: of the last part, ascending, none below its cost as one of the others.
         total: at least 1.
+
+    Returns:
+        The cost, and a sum of `total` in parts: smaller ones first, and then the last.
 
     A part of `m` costs at least `m` times the best rate. What it costs beyond is waste, as is what
     it holds too much, and a cover that wastes more than a known one is none of the cheapest: few
     parts and few partial sums remain, and the dynamic programme runs over those.
     """
-    parts = list(zip(sizes, costs, strict=True))
-    rate = min(cost / size for size, cost in parts)
-    known = _cheapest_even_cover(parts, total)
+    rate = min(cost / size for size, cost in zip(sizes, costs, strict=True))
+    known = _cheapest_even_cover(sizes, costs, last_costs, total)
     most_waste = known - rate * total + 1e-12 * known
-    wastes = sorted((cost - rate * size, size) for size, cost in parts)
-    few = [(waste, size) for waste, size in wastes if waste <= most_waste]
-    found = _core.least_waste(
-        [waste for waste, _ in few], [size for _, size in few], rate, most_waste, total
+
+    def wasteful(seconds: Sequence[float]) -> tuple[list[float], list[int]]:
+        pairs = zip(sizes, seconds, strict=True)
+        wastes = sorted((cost - rate * size, size) for size, cost in pairs)
+        few = [(waste, size) for waste, size in wastes if waste <= most_waste]
+        return [waste for waste, _ in few], [size for _, size in few]
+
+    last, *others = _core.least_waste(
+        *wasteful(costs), *wasteful(last_costs), rate, most_waste, total
     )
-    at = dict(parts)
-    cost = math.fsum(at[sizes[bisect_left(sizes, part)]] for part in found)
-    return cost, tuple(sorted(found))
+    cost = last_costs[bisect_left(sizes, last)]
+    cost += math.fsum(costs[bisect_left(sizes, part)] for part in others)
+    return cost, (*sorted(others), last)
 
 
-def _cheapest_even_cover(parts: Sequence[tuple[int, float]], total: int) -> float:
+def _cheapest_even_cover(
+    sizes: Sequence[int], costs: Sequence[float], last_costs: Sequence[float], total: int
+) -> float:
     """The cheapest cover by parts that differ by at most 1, or by equal ones and one for the rest.
 
     For each size as many parts as it needs.
     """
-    sizes = [size for size, _ in parts]
 
-    def cost(part: int) -> float:
-        return parts[bisect_left(sizes, part)][1] if part else 0.0
+    def cost(part: int, many: int) -> tuple[float, float]:
+        """Of many such parts, and what one of them costs more as the last."""
+        if not part or not many:
+            return 0.0, math.inf
+        place = bisect_left(sizes, part)
+        return many * costs[place], last_costs[place] - costs[place]
 
     cheapest = math.inf
     for size in sizes:
         many, rest = divmod(total, size)
         count = many + (rest > 0)
         even, larger = divmod(total, count)
-        more = larger * cost(even + 1) if larger else 0.0
-        cheapest = min(
-            cheapest, many * cost(size) + cost(rest), more + (count - larger) * cost(even)
-        )
+        for parts in (
+            (cost(size, many), cost(rest, 1)),
+            (cost(even + 1, larger), cost(even, count - larger)),
+        ):
+            seconds, more = zip(*parts, strict=True)
+            cheapest = min(cheapest, sum(seconds) + min(more))
     return cheapest
 
 

@@ -10,14 +10,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from bisect import bisect_left
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from poplar.planning.curve import MonotoneCurve, pooled
 from poplar.planning.kinds import numbered
 from poplar.planning.plan import STRATEGIES
 
@@ -34,12 +34,15 @@ class BatchPoint:
     """Median over repetitions, without waiting for other ranks."""
     activation_bytes: int
     """Peak above what the model state holds."""
+    spread_seconds: float = 0.0
+    """Standard error of `seconds`, by how much the repetitions differ; 0: not known."""
 
     def __post_init__(self) -> None:
         _check_at_least(1, batch=self.batch)
         _check_at_least(0, activation_bytes=self.activation_bytes)
         if not (math.isfinite(self.seconds) and self.seconds > 0):
             raise ValueError(f"BatchPoint.seconds must be finite and above 0, got {self.seconds}")
+        _check_seconds("BatchPoint.spread_seconds", self.spread_seconds)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,10 +94,12 @@ class DeviceProfile:
 
     @property
     def costs(self) -> Hashable:
-        """All that costs depend on: not what it is called, where it is, what its vendor prints."""
+        """All that costs depend on: not what it is called, where it is, what its vendor prints,
+        nor how sure its points are.
+        """
         return (
             self.memory_bytes,
-            self.points,
+            tuple((point.batch, point.seconds, point.activation_bytes) for point in self.points),
             self.optimizer_seconds,
             self.optimizer_latency_seconds,
             self.held_bytes,
@@ -113,14 +118,23 @@ class DeviceProfile:
         Monotone through the measured points (neighbours that noise has put out of order are pooled
         to their mean), straight lines in between.
         """
-        return self._at(batch, self._curves[0])
+        return self._seconds.at(batch)
+
+    def seconds_within(self, batch: int) -> tuple[float, float]:
+        """Between which values `t(batch)` lies in nearly all cases, in seconds: `(low, high)`.
+
+        At a measured batch what repetitions differed by; between two, what the points around them
+        say, within the values of the two: see `curve`. Narrow where the points lie on a line, wide
+        where passes may take steps. `seconds(batch)` lies within; both infinite past `max_batch`.
+        """
+        return self._seconds.within(batch)
 
     def activation_bytes(self, batch: int) -> float:
         """`a(batch)`: peak memory of a pass above the model state; infinite past `max_batch`.
 
         Never falls, and never lies below what was measured: peaks, unlike seconds, are no noise.
         """
-        return self._at(batch, self._curves[1])
+        return self._bytes.at(batch)
 
     def optimizer_step_seconds(self, share: float) -> float:
         """`o(share)`: an optimizer step over this share of the model's state."""
@@ -130,31 +144,24 @@ class DeviceProfile:
         return latency + (self.optimizer_seconds - latency) * share
 
     @cached_property
-    def _batches(self) -> list[int]:
-        return [point.batch for point in self.points]
+    def _batches(self) -> tuple[int, ...]:
+        return tuple(point.batch for point in self.points)
 
     @cached_property
-    def _curves(self) -> tuple[list[float], list[float]]:
-        return (
-            _monotone([point.seconds for point in self.points]),
-            list(accumulate((float(point.activation_bytes) for point in self.points), max)),
+    def _seconds(self) -> MonotoneCurve:
+        measured = [point.seconds for point in self.points]
+        monotone = pooled(measured)
+        # What pooling moved was noise, whatever the repetitions say.
+        errors = (
+            max(point.spread_seconds, abs(value - point.seconds))
+            for point, value in zip(self.points, monotone, strict=True)
         )
+        return MonotoneCurve(self._batches, tuple(monotone), tuple(errors))
 
-    def _at(self, batch: int, values: Sequence[float]) -> float:
-        if batch <= 0:
-            return 0.0
-        if batch > self.max_batch:
-            return math.inf
-        batches = self._batches
-        if batch < batches[0] and len(batches) == 1:
-            return values[0]  # one point says nothing of the slope: no less than that
-        right = max(1, bisect_left(batches, batch)) if len(batches) > 1 else 0
-        if batches[right] == batch or right == 0:
-            return values[right]
-        left = right - 1
-        part = (batch - batches[left]) / (batches[right] - batches[left])
-        value = values[left] + part * (values[right] - values[left])
-        return max(value, 0.0 if batch >= batches[0] else values[0] * batch / batches[0])
+    @cached_property
+    def _bytes(self) -> MonotoneCurve:
+        peaks = (float(point.activation_bytes) for point in self.points)
+        return MonotoneCurve(self._batches, tuple(accumulate(peaks, max)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,6 +170,9 @@ class ModelProfile:
 
     unit_numels: tuple[int, ...]
     """Trained elements of each unit: what is gathered and reduced together."""
+    unit_names: tuple[str, ...] = ()
+    """`unit_names[i]`: what the engine calls the unit of `unit_numels[i]` where units are gathered
+    one by one, and what `UnitPlan.name` refers to. Empty: not known."""
     param_bytes: float = 4.0
     """Of a parameter as it is computed with."""
     grad_bytes: float = 4.0
@@ -184,7 +194,13 @@ class ModelProfile:
     are cut at 32 MiB."""
 
     def __post_init__(self) -> None:
-        for what in ("unit_numels", "unit_frozen_numels", "resident_units", "largest_flat_numels"):
+        for what in (
+            "unit_numels",
+            "unit_names",
+            "unit_frozen_numels",
+            "resident_units",
+            "largest_flat_numels",
+        ):
             object.__setattr__(self, what, tuple(getattr(self, what)))
         if not self.unit_numels:
             raise ValueError("a model without units: unit_numels must have at least one entry")
@@ -206,6 +222,7 @@ class ModelProfile:
                 f"unit_frozen_numels must have one entry for each of the {units} units, got "
                 f"{len(self.unit_frozen_numels)}"
             )
+        self._check_unit_names()
         known = set(range(units))
         if not set(self.resident_units) <= known or len(set(self.resident_units)) < len(
             self.resident_units
@@ -213,6 +230,20 @@ class ModelProfile:
             raise ValueError(
                 f"resident_units must be numbers of the {units} units, got {self.resident_units}"
             )
+
+    def _check_unit_names(self) -> None:
+        names = self.unit_names
+        odd = [name for name in names if not isinstance(name, str)]
+        if odd:
+            raise ValueError(f"unit_names must be strings, got {odd[0]!r}")
+        if names and len(names) != len(self.unit_numels):
+            raise ValueError(
+                f"unit_names must have one entry for each of the {len(self.unit_numels)} units, or "
+                f"none, got {len(names)}"
+            )
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"unit_names must differ, but {twice} come more than once")
 
     @property
     def numel(self) -> int:
@@ -391,18 +422,6 @@ def _build(kind: type[Any], content: Mapping[str, Any]) -> Any:
         if allowed and (isinstance(value, bool) or not isinstance(value, allowed)):
             raise ValueError(f"{kind.__name__}.{name} must be {hints[name]}, got {value!r}")
     return kind(**values)
-
-
-def _monotone(values: Sequence[float]) -> list[float]:
-    """The non-decreasing sequence nearest to `values`: pools of violators take their mean."""
-    pools: list[tuple[float, int]] = []
-    for value in values:
-        pools.append((value, 1))
-        while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
-            (low, many), (high, more) = pools.pop(), pools.pop()
-            count = many + more
-            pools.append(((low * many + high * more) / count, count))
-    return [mean for mean, count in pools for _ in range(count)]
 
 
 def _check_at_least(minimum: int, **values: float) -> None:

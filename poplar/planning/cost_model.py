@@ -2,15 +2,19 @@
 
 The closed form, in the words of a step: ranks compute until they *meet*, in a collective that the
 last of them opens. With `T` the end of the last rank's compute since the previous meeting, `F` the
-earliest moment at which all ranks have reduced gradients to offer (its last unit's backward is not
-over before `T`), and `k = 1 - 1/U` the part of a collective that does not belong to that unit,
+earliest moment at which all ranks have gradients of a unit to offer, and `k` the part of a
+collective that does not belong to the unit that comes last,
 
-    meet(c) = T + c - overlap * min(c k, T - F)
+    meet(c) = T + c - min(overlap * c k, T - F)
 
-A collective of the forward (stage 3 gathers there) hides under the forward alone. Where ranks meet
-once a step, `T` is the largest sum of passes; where they meet at every pass, the largest pass. What
-verification measured beyond that (residuals, by stage) is added; no meeting costs less than the
-compute before it. `search` minimises what `predict` says, so both take it from here.
+since compute advances at `overlap` of its speed while something travels: either all that could
+hide does, or all the compute there was has run meanwhile. A collective of the forward (stage 3
+gathers there) hides under the forward alone. Where every pass reduces and nothing is gathered,
+what is left when a pass is over runs under the next one's forward. `itinerary` says what travels
+when. Where ranks meet once a step, `T` is the largest sum of passes; where they meet at every
+pass, the largest pass. What verification measured beyond that (residuals, by stage) is added; no
+meeting costs less than the compute before it. `search` minimises what `predict` says, so both take
+it from here.
 """
 
 from __future__ import annotations
@@ -20,11 +24,12 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import count
+from itertools import count, product
 from typing import Any, NamedTuple
 
 from poplar.planning.cluster import ClusterProfile
 from poplar.planning.collectives import CollectiveCosts
+from poplar.planning.itinerary import Itinerary, itinerary
 from poplar.planning.kinds import each, members
 from poplar.planning.memory import RankMemory, rank_memory
 from poplar.planning.plan import MEETS_EVERY_PASS, STRATEGIES, Plan
@@ -94,12 +99,25 @@ class Bound(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """What travels at one meeting, in seconds: each part can hide under its own half of a pass."""
+    """Seconds of the collectives over the whole model, under some shares; how often each of them
+    is issued at a meeting is the stage's `Itinerary`.
+    """
 
-    forward: float
-    """Under the forward: a gather of the parameters, where they are sharded."""
-    backward: float
-    """Under the backward: the reduction, and with sharded parameters a second gather."""
+    gather: float
+    """0 where meetings gather nothing."""
+    reduce: float
+
+
+class Exposure(NamedTuple):
+    """A straight line in the traffic that what a meeting adds to its compute is never below."""
+
+    gather: float
+    reduce: float
+    seconds: float
+
+    def at(self, traffic: Traffic) -> float:
+        """The line's value."""
+        return self.gather * traffic.gather + self.reduce * traffic.reduce + self.seconds
 
 
 @dataclass(frozen=True)
@@ -125,19 +143,36 @@ class StageCosts:
         return self.stage in (1, 2)
 
     @cached_property
-    def hideable(self) -> float:
-        """`k`: the part of a collective that is not the last unit's (or the first's)."""
-        return 1.0 - 1.0 / len(self.cluster.model.unit_numels)
+    def itinerary(self) -> Itinerary:
+        """What travels at a meeting."""
+        return itinerary(self.cluster.model, self.stage)
+
+    @cached_property
+    def windows(self) -> list[tuple[float, float]]:
+        """Of the gathers and of the pass: what may run under what, before gradients travel; those
+        that are filled first come first.
+        """
+        forward, backward = 1.0 - self.cluster.backward_fraction, self.cluster.backward_fraction
+        lengths = [
+            (part, window_forward * forward + window_backward * backward)
+            for part, window_forward, window_backward in self.itinerary.windows
+        ]
+        return sorted(lengths, key=lambda window: window[1] / window[0])
 
     @property
     def late(self) -> float:
-        """The part of a pass, from its end, in which it leaves gradients for all units but one."""
-        return self.cluster.backward_fraction * self.hideable
+        """The part of a pass, from its end, in which it has gradients to offer."""
+        return self.cluster.backward_fraction * (1.0 - self.itinerary.turn)
 
     @property
     def hides(self) -> bool:
         """Whether any communication runs under compute."""
         return min(self.late, self.cluster.overlap) > 0.0
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether what a meeting leaves may run under the pass after it: the last one is dearer."""
+        return self.cluster.overlap > 0.0 and self.itinerary.reductions_behind > 0.0
 
     @cached_property
     def collectives(self) -> CollectiveCosts:
@@ -172,36 +207,103 @@ class StageCosts:
 
     def traffic(self, shares: Sequence[float]) -> Traffic:
         """What travels at every meeting."""
-        if not self.shares_matter:
-            even = (1.0 / len(shares),) * len(shares)
-            return Traffic(0.0, self._reduce_seconds(even) + self._gather_seconds(even))
-        reduced = self._reduce_seconds(shares)
-        if self.stage < 3:
-            return Traffic(0.0, reduced)
-        gathered = self._gather_seconds(shares)
-        return Traffic(gathered, gathered + reduced)
+        cut = shares if self.shares_matter else (1.0 / len(shares),) * len(shares)
+        gathered = self._gather_seconds(cut) if self.itinerary.gathers else 0.0
+        return Traffic(gathered, self._reduce_seconds(cut))
 
-    def meeting_seconds(self, meeting: Meeting, traffic: Traffic) -> float:
-        """From the meeting before to the end of this one."""
+    def meeting_seconds(self, meeting: Meeting, traffic: Traffic, *, last: bool = True) -> float:
+        """From the meeting before to the end of this one.
+
+        Args:
+            meeting: when compute ends.
+            traffic: what travels.
+            last: no pass follows under which something could run.
+        """
         latest, reducible = meeting
-        forward = (1.0 - self.cluster.backward_fraction) * latest
-        hidden = min(traffic.forward * self.hideable, forward) + min(
-            traffic.backward * self.hideable, latest - reducible
-        )
-        exposed = traffic.forward + traffic.backward - self.cluster.overlap * hidden
-        return latest + max(0.0, exposed + self.meeting_residual)
+        gather, reduce = traffic
+        way, overlap = self.itinerary, self.cluster.overlap
+        shown = way.gathers * gather + reduce + self.meeting_residual
+        if overlap:
+            if gather:
+                for part, length in self.windows:
+                    shown -= min(overlap * part * gather, length * latest)
+            backward = latest - reducible
+            behind = way.gathers_under_backward * gather + way.reductions_under_backward * reduce
+            if way.backward_after_gathers:
+                after = self.cluster.backward_fraction * way.backward_after_gathers * latest
+                shown -= min(
+                    overlap * behind,
+                    overlap * way.reductions_after_gathers * reduce + backward - after,
+                    backward,
+                )
+            elif last or not way.reductions_behind:
+                shown -= min(overlap * behind, backward)
+            else:
+                shown -= min(
+                    overlap * reduce,
+                    overlap * behind + reducible,
+                    overlap * way.reductions_behind * reduce + backward,
+                    latest,
+                )
+        return latest + max(0.0, shown)
 
-    def slopes(self, meeting: Meeting, traffic: Traffic) -> Traffic:
+    def exposures(self, meeting: Meeting, *, last: bool = True) -> list[Exposure]:
+        """The lines whose largest, where it is positive, `meeting_seconds` adds to `latest`."""
+        way, overlap = self.itinerary, self.cluster.overlap
+        nothing = (0.0, 0.0, 0.0)
+        forwards, backwards = [nothing], [nothing]
+        if overlap:
+            latest, reducible = meeting
+            backward = latest - reducible
+            part = overlap * way.reductions_under_backward
+            forwards = [
+                (
+                    overlap * sum(part for part, _ in self.windows[full:]),
+                    0.0,
+                    latest * sum(length for _, length in self.windows[:full]),
+                )
+                for full in range(len(self.windows) + 1)
+            ]
+            if last or not way.reductions_behind:
+                gathers = overlap * way.gathers_under_backward
+                backwards = [(gathers, part, 0.0), (0.0, 0.0, backward)]
+                if way.backward_after_gathers:
+                    after = self.cluster.backward_fraction * way.backward_after_gathers * latest
+                    left = overlap * way.reductions_after_gathers
+                    backwards.append((0.0, left, backward - after))
+            else:
+                backwards = [
+                    (0.0, overlap, 0.0),
+                    (0.0, part, reducible),
+                    (0.0, overlap * way.reductions_behind, backward),
+                    (0.0, 0.0, latest),
+                ]
+        return [
+            Exposure(
+                way.gathers - sum(gathers),
+                1.0 - sum(reductions),
+                self.meeting_residual - sum(computes),
+            )
+            for gathers, reductions, computes in (
+                zip(*hidden, strict=True) for hidden in product(forwards, backwards)
+            )
+        ]
+
+    def slopes(self, meeting: Meeting, traffic: Traffic, *, last: bool = True) -> Traffic:
         """By how much a meeting grows with each part of the traffic, as it grows from here."""
-        if self.meeting_seconds(meeting, traffic) <= meeting.latest:
-            return Traffic(0.0, 0.0)
-        latest, reducible = meeting
-        shown = 1.0 - self.cluster.overlap * self.hideable
-        forward = (1.0 - self.cluster.backward_fraction) * latest
-        return Traffic(
-            shown if traffic.forward * self.hideable < forward else 1.0,
-            shown if traffic.backward * self.hideable < latest - reducible else 1.0,
+        steepest = max(
+            self.exposures(meeting, last=last), key=lambda exposure: exposure.at(traffic)
         )
+        if steepest.at(traffic) <= 0.0:
+            return Traffic(0.0, 0.0)
+        return Traffic(steepest.gather, steepest.reduce)
+
+    def met_seconds(self, meetings: Sequence[Meeting], traffic: Traffic) -> list[float]:
+        """Of each of a step's meetings, in order."""
+        return [
+            self.meeting_seconds(meeting, traffic, last=number == len(meetings))
+            for number, meeting in enumerate(meetings, start=1)
+        ]
 
     def tail_seconds(self, shares: Sequence[float]) -> float:
         """What follows the last meeting: the optimizer, and the gather of what it changed."""
@@ -244,8 +346,7 @@ class StageCosts:
         self, micro_batches: Sequence[Sequence[int]], shares: Sequence[float]
     ) -> float:
         """A whole step."""
-        traffic = self.traffic(shares)
-        met = [self.meeting_seconds(meeting, traffic) for meeting in self.meetings(micro_batches)]
+        met = self.met_seconds(self.meetings(micro_batches), self.traffic(shares))
         return math.fsum(met) + self.tail_seconds(shares)
 
     def meeting(self, passes_of: Iterable[tuple[int, Sequence[int]]]) -> Meeting:
@@ -297,7 +398,7 @@ def predict_at(costs: StageCosts, plan: Plan) -> Prediction:
             _check_fits(costs, plan, rank)
     meetings = costs.meetings(plan.micro_batches)
     traffic = costs.traffic(plan.shares)
-    met = [costs.meeting_seconds(meeting, traffic) for meeting in meetings]
+    met = costs.met_seconds(meetings, traffic)
     tail = costs.tail_seconds(plan.shares)
     step = math.fsum(met) + tail
     first = dict(zip(cluster.device_kinds, count(), strict=False))

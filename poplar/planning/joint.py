@@ -12,12 +12,12 @@ programme's answer lies, or where the cost of a meeting bends.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
-from itertools import accumulate, count
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, combinations, count
 from typing import NamedTuple
 
 from poplar.planning.allocation import EveryPass, MicroBatches, OncePerStep, Split, Workload
-from poplar.planning.cost_model import StageCosts, Traffic
+from poplar.planning.cost_model import Exposure, StageCosts, Traffic
 from poplar.planning.shares import Corner, Shared, ShareProblem
 
 TOLERANCE = 1e-10
@@ -113,12 +113,16 @@ class _EveryPassSearch:
 
     def _add(self, least: Traffic, most: Traffic) -> None:
         seconds = self._every.seconds(least)
-        lowest, meetings = self._every.cheapest(seconds)
+        lowest, meetings = self._every.cheapest(*seconds)
         self._try(meetings)
         corners = [Corner(least, lowest)]
+        slopes = self._every.slopes(least)
         for corner in _other_corners(least, most):
-            tangent = self._tangent(seconds, least, corner)
-            corners.append(Corner(corner, self._every.cheapest(tangent)[0]))
+            tangents = [
+                _tangent(own, steep, least, corner)
+                for own, steep in zip(seconds, slopes, strict=True)
+            ]
+            corners.append(Corner(corner, self._every.cheapest(*tangents)[0]))
         shared = self._problem.between(corners)
         if shared is None or shared.seconds >= self._known * (1.0 - TOLERANCE):
             return
@@ -137,51 +141,61 @@ class _EveryPassSearch:
                 self._best = Relaxed(shared.seconds, batches, shared.shares)
             meetings = self._every.at(self._costs.traffic(shared.shares))[1]
 
-    def _tangent(self, seconds: Sequence[float], least: Traffic, corner: Traffic) -> list[float]:
-        """What meetings cost at least at a corner: along the slopes that they have at the least."""
-        more = Traffic(corner.forward - least.forward, corner.backward - least.backward)
-        bounds = []
-        for meeting, at_least in zip(self._every.meetings, seconds, strict=True):
-            slopes = self._costs.slopes(meeting, least)
-            rise = slopes.forward * more.forward + slopes.backward * more.backward
-            bounds.append(at_least + rise)
-        # A larger meeting may have a smaller slope; no meeting costs less than a smaller one.
-        return list(accumulate(reversed(bounds), min))[::-1]
-
     def _cut(self, box: _Box) -> list[tuple[Traffic, Traffic]]:
         """Two boxes that together are this one; none if it is too small to be cut."""
         at = self._costs.traffic(box.shared.shares)
-        for place in (*self._kinks(box), at):
-            for part in (0, 1):
-                low, high = box.least[part], box.most[part]
-                margin = 1e-9 * high
-                if low + margin < place[part] < high - margin:
-                    return _halves(box, part, place[part])
+        for part, place in (*self._kinks(box), *enumerate(at)):
+            low, high = box.least[part], box.most[part]
+            margin = 1e-9 * high
+            if low + margin < place < high - margin:
+                return _halves(box, part, place)
         widest = max((0, 1), key=lambda part: box.most[part] - box.least[part])
         low, high = box.least[widest], box.most[widest]
         if high - low <= 1e-9 * high:
             return []
         return _halves(box, widest, 0.5 * (low + high))
 
-    def _kinks(self, box: _Box) -> list[Traffic]:
-        """Where the cost of this box's meetings bends, nearest to the programme's answer."""
-        if not self._costs.hides:
-            return []
+    def _kinks(self, box: _Box) -> list[tuple[int, float]]:
+        """Where the cost of this box's meetings bends: which part of the traffic, and its seconds;
+        nearest to the programme's answer first.
+        """
         at = self._costs.traffic(box.shared.shares)
-        kinks = []
-        for size in set(self._every.at(at)[1]):
+        kinks = set()
+        *others, last = self._every.at(at)[1]
+        for size, is_last in {(size, False) for size in others} | {(last, True)}:
             meeting = self._every.meeting(size)
-            forward = (1.0 - self._costs.cluster.backward_fraction) * meeting.latest
-            backward = meeting.latest - meeting.reducible
-            kinks.append(Traffic(forward / self._costs.hideable, backward / self._costs.hideable))
-        return sorted(kinks, key=lambda kink: (abs(kink.backward - at.backward), kink))
+            exposures = self._costs.exposures(meeting, last=is_last)
+            kinks |= {kink for pair in combinations(exposures, 2) for kink in _crossings(*pair, at)}
+        return sorted(kinks, key=lambda kink: (abs(kink[1] - at[kink[0]]), kink))
+
+
+def _crossings(one: Exposure, other: Exposure, at: Traffic) -> Iterator[tuple[int, float]]:
+    """Where two lines are equal: along each part of the traffic, the other part as it is."""
+    apart = one.at(at) - other.at(at)
+    for part in (0, 1):
+        steeper = one[part] - other[part]
+        if steeper:
+            yield part, at[part] - apart / steeper
+
+
+def _tangent(
+    seconds: Sequence[float], slopes: Sequence[Traffic], least: Traffic, corner: Traffic
+) -> list[float]:
+    """What meetings cost at least at a corner: along the slopes that they have at the least."""
+    gather, reduce = corner.gather - least.gather, corner.reduce - least.reduce
+    bounds = [
+        at_least + slope.gather * gather + slope.reduce * reduce
+        for at_least, slope in zip(seconds, slopes, strict=True)
+    ]
+    # A larger meeting may have a smaller slope; no meeting costs less than a smaller one.
+    return list(accumulate(reversed(bounds), min))[::-1]
 
 
 def _other_corners(least: Traffic, most: Traffic) -> list[Traffic]:
     corners = {
-        Traffic(forward, backward)
-        for forward in (least.forward, most.forward)
-        for backward in (least.backward, most.backward)
+        Traffic(gather, reduce)
+        for gather in (least.gather, most.gather)
+        for reduce in (least.reduce, most.reduce)
     }
     return sorted(corners - {least})
 

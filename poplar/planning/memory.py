@@ -16,8 +16,7 @@ ACCUMULATOR_BYTES = 4.0
 """Per element: gradients are accumulated in fp32."""
 BUCKET_ELEMENTS = 32 * 2**20 // 4
 """Larger units are reduced in several buckets of this many elements."""
-BUCKETS_IN_FLIGHT = (4, 4, 2, 2)
-"""By stage: reductions that run under a backward at a time."""
+_LEAST_IN_FLIGHT = 2
 _SUMS_BYTES = 4.0
 """Per element of what gradients are added up in; wire of fewer bytes needs a bucket of its own."""
 _SLACK_BYTES = 1.0
@@ -119,9 +118,21 @@ def _buckets(model: ModelProfile, stage: int, ranks: int) -> tuple[float, float]
     numel = min(max(model.unit_numels), BUCKET_ELEMENTS)
     if model.largest_flat_numels:
         numel = model.largest_flat_numels[stage]
-    flying = min(BUCKETS_IN_FLIGHT[stage], math.ceil(model.numel / numel))
-    bucket = flying * model.wire_bytes * numel
+    flying = _LEAST_IN_FLIGHT * numel
+    if stage >= 2:
+        flying = max(flying, max(model.unit_numels) + numel)
+    bucket = model.wire_bytes * min(flying, math.ceil(model.numel / numel) * numel)
     if stage >= 2:
         return bucket, bucket * ranks
     packed = bucket if model.wire_bytes < _SUMS_BYTES else 0.0  # else sums are sent as they are
     return (packed, bucket * ranks) if stage == 1 else (packed + bucket, 0.0)
+
+
+def buffers_in_flight(model: ModelProfile, stage: int) -> int:
+    """Reductions under way at a time: one while the one before it is added up.
+
+    Where no rank keeps sums of its own, those of a whole unit, under the backward of the next.
+    """
+    if stage < 2:
+        return _LEAST_IN_FLIGHT
+    return max(_LEAST_IN_FLIGHT, 1 + math.ceil(max(model.unit_numels) / BUCKET_ELEMENTS))

@@ -139,7 +139,7 @@ def _swept(costs: StageCosts, global_batch: int, caps: Sequence[int]) -> Plan:
     for limit in sorted(limits):
         batches = [_largest_within(costs, rank, cap, limit) for rank, cap in enumerate(caps)]
         count = -(-global_batch // sum(batches))
-        seconds = count * (limit + traffic.forward + traffic.backward)
+        seconds = count * (limit + costs.itinerary.gathers * traffic.gather + traffic.reduce)
         if seconds < cheapest:
             cheapest, chosen, passes = seconds, batches, count
     rest = global_batch - (passes - 1) * sum(chosen)

@@ -15,7 +15,8 @@ from enum import Enum
 from typing import ClassVar, NamedTuple
 
 from poplar.planning.cost_model import StageCosts
-from poplar.planning.memory import BUCKET_ELEMENTS
+from poplar.planning.itinerary import buffers_of, units_of
+from poplar.planning.memory import buffers_in_flight
 
 
 class Senders(Enum):
@@ -85,6 +86,8 @@ class Work:
     parts: tuple[float, ...]
     """By unit, its fraction of the model's elements, and so of each pass and each collective."""
     backward_fraction: float
+    in_flight: int
+    """Reductions that may be under way at a time."""
     resident: frozenset[int]
     """Units that stay gathered until a pass is over, and are reduced last."""
     reduce: tuple[tuple[Collective, ...], ...]
@@ -101,27 +104,20 @@ class Work:
     """At most 0: added to the optimizer's seconds of every rank."""
 
     @classmethod
-    def of(cls, costs: StageCosts, shares: Sequence[float], *, one_by_one: bool) -> Work:
-        """The work under a plan's shares.
-
-        Args:
-            costs: of the plan's stage.
-            shares: the plan's.
-            one_by_one: each unit travels alone; otherwise small neighbours share a buffer, and are
-                one unit here.
+    def of(cls, costs: StageCosts, shares: Sequence[float]) -> Work:
+        """The work under the shares of a plan, with the costs of its stage.
 
         [Note: negative residuals]
         A meeting that was measured to cost less than its collectives had faster collectives: all
         of them shrink. A step that did has a faster gather of the new values, and after that a
         faster optimizer.
         """
-        numels = costs.cluster.model.unit_numels
-        numels = numels if one_by_one else _sharing_buffers(numels)
-        parts = tuple(numel / sum(numels) for numel in numels)
-        cut = shares if costs.shares_matter else (1.0 / len(shares),) * len(shares)
-        reduce = costs.collectives.reduce_scatter.seconds(cut)
-        gather = costs.collectives.all_gather.seconds(cut)
-        residual, whole = costs.meeting_residual, sum(costs.traffic(shares))
+        model = costs.cluster.model
+        numels = units_of(model, costs.stage)
+        parts = tuple(numel / model.numel for numel in numels)
+        gather, reduce = costs.traffic(shares)
+        residual = costs.meeting_residual
+        whole = costs.itinerary.gathers * gather + reduce
         shrunk = max(0.0, 1.0 + min(0.0, residual) / whole) if whole else 1.0
         slowest = max(costs.optimizer_seconds(rank, share) for rank, share in enumerate(shares))
         once = costs.cluster.network.step_seconds[costs.stage] + min(0.0, slowest)
@@ -136,7 +132,8 @@ class Work:
         return cls(
             parts=parts,
             backward_fraction=costs.cluster.backward_fraction,
-            resident=frozenset(costs.cluster.model.resident_units if one_by_one else ()),
+            in_flight=buffers_in_flight(model, costs.stage),
+            resident=frozenset(model.resident_units if costs.stage == 3 else ()),
             reduce=tuple(map(_by_buffer, whole_reductions, numels)),
             gather=by_unit("gather", shrunk * gather, Senders.OWNERS),
             publish=by_unit("publish", max(0.0, left), Senders.OWNERS),
@@ -146,20 +143,9 @@ class Work:
         )
 
 
-def _sharing_buffers(numels: Sequence[int]) -> tuple[int, ...]:
-    """The units, where small neighbours are one up to the size of a buffer."""
-    shared: list[int] = []
-    for numel in numels:
-        if shared and shared[-1] + numel <= BUCKET_ELEMENTS:
-            shared[-1] += numel
-        else:
-            shared.append(numel)
-    return tuple(shared)
-
-
 def _by_buffer(reduction: Collective, numel: int) -> tuple[Collective, ...]:
     """A unit's reduction as the engine issues it: a large unit has several buffers."""
-    buffers = -(-numel // BUCKET_ELEMENTS)
+    buffers = buffers_of(numel)
     return (reduction._replace(seconds=reduction.seconds / buffers),) * buffers
 
 
@@ -170,10 +156,8 @@ def _beyond_collectives(what: str, seconds: float) -> Collective:
 class Programme(ABC):
     """One rank's step."""
 
-    in_flight: ClassVar[int]
-    """Reductions under way at once: before one more is issued, the oldest has to be over."""
-    one_by_one: ClassVar[bool] = False
-    """Each unit travels alone, however small."""
+    holds_up: ClassVar[bool] = True
+    """Whether the backward waits until the reductions that are under way are few enough."""
 
     def __init__(self, work: Work, load: Load) -> None:
         self.work = work
@@ -218,7 +202,8 @@ class Programme(ABC):
 
     def reduce(self, unit: int, index: int | None) -> Iterator[Action]:
         for buffer in self.work.reduce[unit]:
-            yield from self._drain(self.in_flight - 1)
+            if self.holds_up:
+                yield from self._drain(self.work.in_flight - 1)
             yield self.issue(buffer, index)
             self._pending.append(self.last)
 
@@ -253,9 +238,12 @@ class Programme(ABC):
 
 
 class ShardedOptimizer(Programme):
-    """Passes add up on the rank; its last one reduces. New values travel after the optimizer."""
+    """Passes add up on the rank; its last one reduces. New values travel after the optimizer.
 
-    in_flight = 4
+    What cannot be reduced yet waits in the sums, and holds nobody up.
+    """
+
+    holds_up = False
 
     def passes(self) -> Iterator[Action]:
         own = [index for index, seconds in enumerate(self.load.passes) if seconds]
@@ -266,13 +254,16 @@ class ShardedOptimizer(Programme):
 
 
 class Replicated(ShardedOptimizer):
-    """The reduced slices are gathered once all of them are there; nothing travels afterwards."""
+    """Each reduced slice is gathered under the next reduction; nothing travels afterwards."""
+
+    def reduce(self, unit: int, index: int | None) -> Iterator[Action]:
+        yield from super().reduce(unit, index)
+        if unit + 1 in self.units:
+            yield self.gather(unit + 1, index)
 
     def settle(self) -> Iterator[Action]:
-        yield from self._drain(0)
-        for unit in self.units:
-            yield self.gather(unit, None)
-        yield Wait(self.last)
+        yield self.gather(0, None)
+        yield from super().settle()
 
     def publish(self) -> Iterator[Action]:
         yield from ()
@@ -280,8 +271,6 @@ class Replicated(ShardedOptimizer):
 
 class ShardedGradients(Programme):
     """Every pass reduces. A rank whose pass is over goes on, as far as its reductions let it."""
-
-    in_flight = 2
 
     def passes(self) -> Iterator[Action]:
         for index, seconds in enumerate(self.load.passes):
@@ -294,9 +283,6 @@ class ShardedParameters(Programme):
     The last unit is still there when the backward begins, so it is gathered once, as those are
     that stay until the pass is over.
     """
-
-    in_flight = 2
-    one_by_one = True
 
     def passes(self) -> Iterator[Action]:
         for index, seconds in enumerate(self.load.passes):

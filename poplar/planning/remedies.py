@@ -133,6 +133,12 @@ def _more_memory(cluster: ClusterProfile, stage: int, shortage: Shortage) -> dic
     return added
 
 
+def _no_less(size: int) -> str:
+    """As a person reads it, and as much at least: whoever adds what was said has enough."""
+    hundredth = 2**30 / 100
+    return readable_bytes(math.ceil(size / hundredth) * hundredth if size >= 2**28 else size)
+
+
 def _fits_with(
     cluster: ClusterProfile, added: Mapping[int, int], stage: int, shortage: Shortage
 ) -> bool:
@@ -142,12 +148,12 @@ def _fits_with(
 def _said(added: Mapping[int, int], world_size: int) -> str:
     """`1.00 GiB more on rank 0 and 20.0 MiB more on each of ranks 1-3`."""
     if len(added) == world_size > 1 and len(set(added.values())) == 1:
-        return f"{readable_bytes(added[0])} more on each of all {world_size} ranks"
+        return f"{_no_less(added[0])} more on each of all {world_size} ranks"
     by_size: dict[int, list[int]] = {}
     for rank, size in sorted(added.items()):
         by_size.setdefault(size, []).append(rank)
     parts = [
-        f"{readable_bytes(size)} more on {'each of ' if len(ranks) > 1 else ''}{spoken(ranks)}"
+        f"{_no_less(size)} more on {'each of ' if len(ranks) > 1 else ''}{spoken(ranks)}"
         for size, ranks in by_size.items()
     ]
     return " and ".join(parts)

@@ -1,7 +1,7 @@
 """The cheapest shares for given batches: a linear programme.
 
 Every term of a step is convex in the shares `p`: collectives are maxima of lines in one share each,
-a meeting's cost is the larger of at most four sums of them, the optimizer is a line per rank. Only
+a meeting's cost is the largest of a few sums of them, the optimizer is a line per rank. Only
 a rank that owns nothing skips the optimizer's latency, a jump at 0: `Owns` says on which side of it
 a rank is, and while that is open its optimizer is bounded from below by the line between.
 """
@@ -15,7 +15,7 @@ from enum import IntEnum
 from typing import NamedTuple
 
 from poplar.planning.collectives import CollectiveCost
-from poplar.planning.cost_model import Meeting, StageCosts, Traffic
+from poplar.planning.cost_model import Exposure, Meeting, StageCosts, Traffic
 from poplar.planning.kinds import members
 from poplar.planning.linear_programme import LinearProgramme
 from poplar.planning.shortage import suffice
@@ -83,18 +83,16 @@ class ShareProblem:
 
     def least_traffic(self) -> Traffic:
         """The least that travels at a meeting, each part for itself."""
-        if self._costs.stage < 3:
-            return Traffic(0.0, self._minimum({self._reduce: 1.0}))
-        both = {self._reduce: 1.0, self._gather: 1.0}
-        return Traffic(self._minimum({self._gather: 1.0}), self._minimum(both))
+        gathers = self._costs.itinerary.gathers
+        gathered = self._minimum({self._gather: 1.0}) if gathers else 0.0
+        return Traffic(gathered, self._minimum({self._reduce: 1.0}))
 
     def most_traffic(self) -> Traffic:
         """More travels at no meeting, whatever the shares."""
-        reduced = self._most(self._costs.collectives.reduce_scatter)
-        if self._costs.stage < 3:
-            return Traffic(0.0, reduced)
-        gathered = self._most(self._costs.collectives.all_gather)
-        return Traffic(gathered, gathered + reduced)
+        collectives = self._costs.collectives
+        gathers = self._costs.itinerary.gathers
+        gathered = self._most(collectives.all_gather) if gathers else 0.0
+        return Traffic(gathered, self._most(collectives.reduce_scatter))
 
     def least_tail(self) -> float:
         """The least seconds after the last meeting."""
@@ -102,14 +100,18 @@ class ShareProblem:
 
     def cheapest(self, meetings: Sequence[Meeting]) -> Shared:
         """The least seconds of a step with these meetings, and the shares that reach them."""
-        counts = Counter(meetings)
+        *others, last = meetings
+        counts = Counter((meeting, False) for meeting in others)
+        counts[last, True] += 1
         programme = self._programme(
             {self._tail: 1.0}
             | {self._free + number: float(count) for number, count in enumerate(counts.values())},
             self._free + len(counts),
         )
-        for number, meeting in enumerate(counts):
-            self._add_meeting(programme, meeting, self._free + number)
+        for number, (meeting, is_last) in enumerate(counts):
+            for exposure in self._costs.exposures(meeting, last=is_last):
+                row = self._traffic_row(exposure) | {self._free + number: -1.0}
+                programme.at_most(-exposure.seconds / self._unit, row)
         shared = self._solved(programme)
         computed = math.fsum(meeting.latest for meeting in meetings)
         return shared._replace(seconds=shared.seconds + computed)
@@ -131,19 +133,16 @@ class ShareProblem:
             self._free + len(corners),
         )
         programme.equal(1.0, dict.fromkeys(weights, 1.0))
-        forward, backward = self._traffic_rows()
-        for row, part in ((forward, 0), (backward, 1)):
+        for part, variable in ((0, self._gather), (1, self._reduce)):
             limits = {
                 weight: -corner.traffic[part] / self._unit for weight, corner in weights.items()
             }
-            programme.at_most(0.0, row | limits)
+            if part or self._costs.itinerary.gathers:
+                programme.at_most(0.0, {variable: 1.0} | limits)
         return self._solution(programme)
 
-    def _traffic_rows(self) -> tuple[dict[int, float], dict[int, float]]:
-        """What travels under a forward and under a backward, as rows."""
-        if self._costs.stage < 3:
-            return {}, {self._reduce: 1.0}
-        return {self._gather: 1.0}, {self._gather: 1.0, self._reduce: 1.0}
+    def _traffic_row(self, exposure: Exposure) -> dict[int, float]:
+        return {self._gather: exposure.gather, self._reduce: exposure.reduce}
 
     def _programme(self, costs: Mapping[int, float], variables: int) -> LinearProgramme:
         """Shares, what the collectives and the optimizer take under them, and the tail."""
@@ -189,24 +188,6 @@ class ShareProblem:
             return nothing, (costs.optimizer_seconds(rank, upper) - nothing) / upper
         whole, half = costs.optimizer_seconds(rank, 1.0), costs.optimizer_seconds(rank, 0.5)
         return 2.0 * half - whole, 2.0 * (whole - half)
-
-    def _add_meeting(self, programme: LinearProgramme, meeting: Meeting, variable: int) -> None:
-        """One row for each way in which the two parts of the traffic may hide."""
-        cluster, hideable = self._costs.cluster, self._costs.hideable
-        forward, backward = self._traffic_rows()
-        shown = 1.0 - cluster.overlap * hideable
-        half = (1.0 - cluster.backward_fraction) * meeting.latest
-        parts = [(shown, 0.0), (1.0, cluster.overlap * half)]
-        late = [(shown, 0.0), (1.0, cluster.overlap * (meeting.latest - meeting.reducible))]
-        for forward_part, forward_hidden in parts if forward else parts[:1]:
-            for backward_part, backward_hidden in late:
-                row = {variable: -1.0}
-                for name, factor in forward.items():
-                    row[name] = row.get(name, 0.0) + forward_part * factor
-                for name, factor in backward.items():
-                    row[name] = row.get(name, 0.0) + backward_part * factor
-                hidden = forward_hidden + backward_hidden - self._costs.meeting_residual
-                programme.at_most(hidden / self._unit, row)
 
     def _minimum(self, costs: Mapping[int, float]) -> float:
         return self._solved(self._programme(costs, self._free)).seconds

@@ -16,6 +16,8 @@ from poplar.planning.cost_model import StageCosts
 from poplar.planning.plan import MEETS_EVERY_PASS
 from poplar.profiling.steps import Observation
 
+_HALVINGS = 40
+
 
 def fit(
     cluster: ClusterProfile,
@@ -42,9 +44,8 @@ def fit(
         )
         cluster = replace(cluster, devices=devices)
     cluster = _with_step_residuals(cluster, stage, observations)
-    missing = -cluster.network.meeting_seconds[stage]
-    if fit_overlap and missing > 0:
-        overlap = _overlap_that_saves(cluster, stage, observations, missing)
+    if fit_overlap and cluster.network.meeting_seconds[stage] < 0.0:
+        overlap = _least_overlap(cluster, stage, observations)
         cluster = _with_step_residuals(replace(cluster, overlap=overlap), stage, observations)
     return cluster
 
@@ -131,17 +132,24 @@ def _with_step_residuals(
     cluster: ClusterProfile, stage: int, observations: Sequence[Observation]
 ) -> ClusterProfile:
     """Make the closed form agree with the observations, on average."""
+    each, once = _beyond_collectives(cluster, stage, observations)
+    network = replace(
+        cluster.network,
+        meeting_seconds=_replaced(cluster.network.meeting_seconds, stage, each),
+        step_seconds=_replaced(cluster.network.step_seconds, stage, once),
+    )
+    return replace(cluster, network=network)
+
+
+def _beyond_collectives(
+    cluster: ClusterProfile, stage: int, observations: Sequence[Observation]
+) -> tuple[float, float]:
+    """What each meeting, and what a step once, took beyond the closed form without residuals."""
     bare = _without_meeting_residual(cluster, stage)
     missing = [_beyond_meetings_and_update(bare, observation) for observation in observations]
     meetings = [_meetings(observation) for observation in observations]
     slope = _slope(meetings, missing)
-    intercept = mean(missing) - slope * mean(meetings)
-    network = replace(
-        cluster.network,
-        meeting_seconds=_replaced(cluster.network.meeting_seconds, stage, slope),
-        step_seconds=_replaced(cluster.network.step_seconds, stage, intercept),
-    )
-    return replace(cluster, network=network)
+    return slope, mean(missing) - slope * mean(meetings)
 
 
 def _beyond_meetings_and_update(cluster: ClusterProfile, observation: Observation) -> float:
@@ -163,20 +171,24 @@ def _without_meeting_residual(cluster: ClusterProfile, stage: int) -> ClusterPro
     return replace(cluster, network=replace(cluster.network, meeting_seconds=meetings))
 
 
-def _overlap_that_saves(
-    cluster: ClusterProfile, stage: int, observations: Sequence[Observation], seconds: float
+def _least_overlap(
+    cluster: ClusterProfile, stage: int, observations: Sequence[Observation]
 ) -> float:
-    """The overlap at which a meeting of the observed plans costs so much less."""
-    observation = max(observations, key=_meetings)
-    plan, bare = observation.plan, _without_meeting_residual(cluster, stage)
-    cost = {
-        overlap: StageCosts(replace(bare, overlap=overlap), stage).step_seconds(
-            plan.micro_batches, plan.shares
-        )
-        for overlap in (0.0, 1.0)
-    }
-    most = (cost[0.0] - cost[1.0]) / _meetings(observation)
-    return min(1.0, seconds / most) if most > 0 else 0.0
+    """The least overlap at which a meeting costs no less than its collectives; at most 1."""
+
+    def missing(overlap: float) -> float:
+        return _beyond_collectives(replace(cluster, overlap=overlap), stage, observations)[0]
+
+    nothing, everything = missing(0.0), missing(1.0)
+    if everything <= nothing:
+        return 0.0  # nothing can overlap
+    if everything <= 0.0:
+        return 1.0
+    low, high = 0.0, 1.0
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if missing(middle) >= 0.0 else (middle, high)
+    return high
 
 
 def _meetings(observation: Observation) -> int:
