@@ -32,8 +32,11 @@ Batches = tuple[tuple[int, ...], ...]
 class Oracle:
     """The closed form for one cluster at one stage."""
 
-    def __init__(self, cluster: ClusterProfile, stage: int) -> None:
-        self.cluster, self.stage = cluster, stage
+    def __init__(
+        self, cluster: ClusterProfile, stage: int, kept: frozenset[int] = frozenset()
+    ) -> None:
+        """`kept`: units that are gathered once a step, at stage 3."""
+        self.cluster, self.stage, self.kept = cluster, stage, kept
         self.n = cluster.world_size
         numels = cluster.model.unit_numels
         if stage < 3:
@@ -113,7 +116,10 @@ class Oracle:
             total = sum(self._meet_and_go_on(column, reduce) for column in columns[:-1])
             total += self._meet(columns[-1], columns[-1], reduce)
         else:
-            total = sum(self._meet_gathered(max(column), reduce, gather) for column in columns)
+            total = sum(
+                self._meet_gathered(max(column), reduce, gather, is_first=number == 0)
+                for number, column in enumerate(columns)
+            )
         after = gather if stage == 2 else 0.0
         return total + max(0.0, optimizer(lambda r: shares[r]) + after + once_more)
 
@@ -157,32 +163,37 @@ class Oracle:
             )
         return max(latest, latest + reduce + extra - hidden)
 
-    def _meet_gathered(self, latest: float, reduce: float, gather: float) -> float:
+    def _meet_gathered(
+        self, latest: float, reduce: float, gather: float, *, is_first: bool
+    ) -> float:
         """Unit by unit: who is gathered and reduced under whose compute."""
         overlap, beta = self.cluster.overlap, self.cluster.backward_fraction
         extra = self.cluster.network.meeting_seconds[self.stage]
         parts, units = self.parts, range(len(self.parts))
         comes_back = [unit for unit in units if unit not in self.cluster.model.resident_units]
-        again = comes_back[:-1]
-        travels = gather * (1 + sum(parts[unit] for unit in again)) + reduce
+        again = [unit for unit in comes_back[:-1] if unit not in self.kept]
+        arrives = [unit for unit in units if is_first or unit not in self.kept]
+        travels = gather * sum(parts[unit] for unit in arrives + again) + reduce
         forward = (1 - beta) * latest
         hidden = sum(
-            min(overlap * gather * parts[unit + 1], forward * parts[unit]) for unit in units[:-1]
+            min(overlap * gather * parts[unit], forward * parts[unit - 1])
+            for unit in arrives
+            if unit
         )
-        if again:
-            first_back = gather * parts[again[-1]]
-            hidden += min(overlap * first_back, latest * parts[-1])
+        others = list(again)
+        if others and others[-1] == comes_back[-2]:
+            hidden += min(overlap * gather * parts[others.pop()], latest * parts[-1])
         if comes_back:
             # In the backward: gathers of all others, and the reductions of all but the last to be
             # computed and but the residents, which follow.
-            others = gather * sum(parts[unit] for unit in again[:-1])
+            gathered = gather * sum(parts[unit] for unit in others)
             reduced = sum(parts[unit] for unit in comes_back if unit > 0) * reduce
             window = beta * latest * sum(parts[: comes_back[-1]])
-            may_hide = [overlap * (others + reduced), window]
-            ungathered = sum(parts[: comes_back[:2][-1]])
-            if ungathered:
-                late = sum(parts[unit] for unit in comes_back[:2] if unit > 0) * reduce
-                may_hide.append(window - beta * latest * ungathered + overlap * late)
+            may_hide = [overlap * (gathered + reduced), window]
+            if again:
+                last = comes_back[comes_back.index(again[0]) + 1]
+                late = reduce * sum(parts[unit] for unit in comes_back if 0 < unit <= last)
+                may_hide.append(window - beta * latest * sum(parts[:last]) + overlap * late)
             hidden += min(may_hide)
         return max(latest, latest + travels + extra - hidden)
 
@@ -207,8 +218,9 @@ class Oracle:
         flying = packed + bucket * (1 if stage == 0 else n * share)
         frozen = model.unit_frozen_numels or (0,) * len(model.unit_numels)
         sizes = [trained + other for trained, other in zip(model.unit_numels, frozen, strict=True)]
-        stays = [sizes[unit] for unit in model.resident_units]
-        moves = [size for unit, size in enumerate(sizes) if unit not in model.resident_units]
+        staying = set(model.resident_units) | self.kept
+        stays = [sizes[unit] for unit in staying]
+        moves = [size for unit, size in enumerate(sizes) if unit not in staying]
         gathered = param * (sum(stays) + sum(sorted(moves)[-2:])) if stage == 3 else 0.0
         gathered += param * sum(frozen) * (share if stage == 3 else 1.0)
         device = self.cluster.devices[rank]

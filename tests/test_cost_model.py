@@ -140,6 +140,34 @@ def test_no_more_hides_than_the_last_backward_lasts():
     assert predict(cluster, waiting).step_seconds == pytest.approx(0.6 + 0.1 - 0.03 + 0.08)
 
 
+@given(seed=st.integers(0, 2**32))
+@settings(max_examples=60, deadline=None)
+def test_units_that_stay_gathered_cost_what_the_oracle_says(seed):
+    draw = random.Random(seed)
+    cluster = planning_oracle.random_cluster(draw, draw.choice((1, 2, 3)), 3)
+    units = len(cluster.model.unit_numels)
+    names = tuple(f"unit {unit}" for unit in range(units))
+    kept = frozenset(draw.sample(range(units), draw.randint(1, units)))
+    cluster = dataclasses.replace(
+        cluster,
+        model=dataclasses.replace(cluster.model, unit_names=names),
+        devices=tuple(dataclasses.replace(d, memory_bytes=10**12) for d in cluster.devices),
+    )
+    passes = draw.randint(1, 3)
+    plan = dataclasses.replace(
+        Plan.even(cluster.world_size, passes * cluster.world_size, 1, 3),
+        units=tuple(
+            UnitPlan(names[unit], STRATEGIES[3], keep_gathered=True) for unit in sorted(kept)
+        ),
+    )
+    oracle, prediction = Oracle(cluster, 3, kept), predict(cluster, plan)
+    assert prediction.step_seconds == pytest.approx(
+        oracle.seconds(plan.micro_batches, plan.shares), rel=1e-9
+    )
+    for rank, needed in enumerate(prediction.memory_bytes):
+        assert needed == pytest.approx(oracle.needed(rank, 1, plan.shares[rank]), abs=1.0)
+
+
 def test_a_rank_without_samples_waits_for_the_others():
     for micro_batches in (((9,), ()), ((9,), (0,))):
         with pytest.raises(DoesNotFit, match="9 samples, but the largest that was measured is 8"):

@@ -28,7 +28,7 @@ from poplar.planning.cluster import (
     NetworkProfile,
 )
 from poplar.planning.cost_model import DoesNotFit, StageCosts
-from poplar.planning.plan import MEETS_EVERY_PASS
+from poplar.planning.plan import MEETS_EVERY_PASS, UnitPlan
 from poplar.planning.programme import PROGRAMMES
 
 FULL = 2**23
@@ -175,6 +175,20 @@ def test_at_stage_3_a_unit_that_stays_gathered_is_reduced_last():
         timeline = simulate(reducing, a_plan(3, (4,), (micro_batch,)))
         carried = [span for span in timeline.spans[rank] if span.stream == "communication"]
         assert [span.unit for span in carried] == [3, 1, 0, 2]
+
+
+def test_at_stage_3_a_unit_that_is_kept_is_gathered_once_a_step():
+    cluster = a_cluster(units=(FULL,) * 4, gather=0.08, reduce=0.0, overlap=0.0)
+    model = dataclasses.replace(cluster.model, unit_names=("a", "b", "c", "d"))
+    cluster = dataclasses.replace(cluster, model=model)
+    kept = tuple(UnitPlan(name, "sharded_parameters", keep_gathered=True) for name in "bd")
+    for last in (4, 0):
+        plan = dataclasses.replace(a_plan(3, (4, 4), (4, last)), units=kept)
+        timeline = simulate(cluster, plan)
+        carried = [span for span in timeline.spans[1] if span.stream == "communication"]
+        assert [span.unit for span in carried] == [0, 1, 2, 3, 2, 0, 0, 2, 2, 0]
+        assert timeline.step_seconds == pytest.approx(0.8 + 10 * 0.02 + 0.04)
+        assert predict(cluster, plan).step_seconds == pytest.approx(timeline.step_seconds)
 
 
 @pytest.mark.parametrize(

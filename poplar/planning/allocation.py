@@ -116,35 +116,37 @@ class EveryPass:
         return self.meetings[bisect_left(self.sizes, samples)]
 
     def cheapest(
-        self, seconds: Sequence[float], last_seconds: Sequence[float]
+        self, usual: Sequence[float], dearest: Sequence[float]
     ) -> tuple[float, tuple[int, ...]]:
-        """The cheapest meetings that hold the global batch, smaller ones first but for the last.
+        """The cheapest meetings that hold the global batch, in order: smaller ones first, but for
+        the dearest.
 
         Args:
-            seconds: what each of `meetings` costs; non-decreasing.
-            last_seconds: what it costs as the last of a step; no less.
+            usual: what each of `meetings` costs; non-decreasing.
+            dearest: what it costs as the dearest of a step; no less.
         """
-        return cheapest_cover(self.sizes, seconds, last_seconds, self._global_batch)
+        cost, (*others, one) = cheapest_cover(self.sizes, usual, dearest, self._global_batch)
+        return cost, self._costs.joined(others, one)
 
     def at(self, traffic: Traffic) -> tuple[float, tuple[int, ...]]:
         """The cheapest meetings when this travels at each of them."""
         return self.cheapest(*self.seconds(traffic))
 
     def seconds(self, traffic: Traffic) -> tuple[list[float], list[float]]:
-        """What each of `meetings` costs when this travels: as one of many, and as the last."""
+        """What each of `meetings` costs when this travels: as a usual one, and as the dearest."""
         costs = self._costs
-        last = [costs.meeting_seconds(meeting, traffic) for meeting in self.meetings]
-        if not costs.goes_on:
-            return last, last
-        return [costs.meeting_seconds(m, traffic, last=False) for m in self.meetings], last
+        dearest = [costs.meeting_seconds(meeting, traffic) for meeting in self.meetings]
+        if not costs.meetings_differ:
+            return dearest, dearest
+        return [costs.meeting_seconds(m, traffic, dearest=False) for m in self.meetings], dearest
 
     def slopes(self, traffic: Traffic) -> tuple[list[Traffic], list[Traffic]]:
         """By how much each of `seconds` grows with the traffic."""
         costs = self._costs
-        last = [costs.slopes(meeting, traffic) for meeting in self.meetings]
-        if not costs.goes_on:
-            return last, last
-        return [costs.slopes(m, traffic, last=False) for m in self.meetings], last
+        dearest = [costs.slopes(meeting, traffic) for meeting in self.meetings]
+        if not costs.meetings_differ:
+            return dearest, dearest
+        return [costs.slopes(m, traffic, dearest=False) for m in self.meetings], dearest
 
     def micro_batches(self, meetings: Sequence[int]) -> MicroBatches:
         """Who computes what: at every meeting each rank takes what it does fastest."""
@@ -354,25 +356,25 @@ class RankCuts:
 
 
 def cheapest_cover(
-    sizes: Sequence[int], costs: Sequence[float], last_costs: Sequence[float], total: int
+    sizes: Sequence[int], costs: Sequence[float], dearest: Sequence[float], total: int
 ) -> tuple[float, tuple[int, ...]]:
-    """The cheapest parts that hold `total` together, one of which is the last and may cost more.
+    """The cheapest parts that hold `total` together, of which one is dearer.
 
     Args:
         sizes: of parts, ascending, none above `total`.
         costs: of parts, non-negative and ascending as well; a part that holds less costs no more.
-        last_costs: of the last part, ascending, none below its cost as one of the others.
+        dearest: of the dearer part, ascending; none below what it costs as one of the others.
         total: at least 1.
 
     Returns:
-        The cost, and a sum of `total` in parts: smaller ones first, and then the last.
+        The cost, and a sum of `total` in parts: smaller ones first, and then the dearer one.
 
     A part of `m` costs at least `m` times the best rate. What it costs beyond is waste, as is what
     it holds too much, and a cover that wastes more than a known one is none of the cheapest: few
     parts and few partial sums remain, and the dynamic programme runs over those.
     """
     rate = min(cost / size for size, cost in zip(sizes, costs, strict=True))
-    known = _cheapest_even_cover(sizes, costs, last_costs, total)
+    known = _cheapest_even_cover(sizes, costs, dearest, total)
     most_waste = known - rate * total + 1e-12 * known
 
     def wasteful(seconds: Sequence[float]) -> tuple[list[float], list[int]]:
@@ -381,16 +383,14 @@ def cheapest_cover(
         few = [(waste, size) for waste, size in wastes if waste <= most_waste]
         return [waste for waste, _ in few], [size for _, size in few]
 
-    last, *others = _core.least_waste(
-        *wasteful(costs), *wasteful(last_costs), rate, most_waste, total
-    )
-    cost = last_costs[bisect_left(sizes, last)]
+    one, *others = _core.least_waste(*wasteful(costs), *wasteful(dearest), rate, most_waste, total)
+    cost = dearest[bisect_left(sizes, one)]
     cost += math.fsum(costs[bisect_left(sizes, part)] for part in others)
-    return cost, (*sorted(others), last)
+    return cost, (*sorted(others), one)
 
 
 def _cheapest_even_cover(
-    sizes: Sequence[int], costs: Sequence[float], last_costs: Sequence[float], total: int
+    sizes: Sequence[int], costs: Sequence[float], dearest: Sequence[float], total: int
 ) -> float:
     """The cheapest cover by parts that differ by at most 1, or by equal ones and one for the rest.
 
@@ -398,11 +398,11 @@ def _cheapest_even_cover(
     """
 
     def cost(part: int, many: int) -> tuple[float, float]:
-        """Of many such parts, and what one of them costs more as the last."""
+        """Of many such parts, and what one of them costs more as the dearer one."""
         if not part or not many:
             return 0.0, math.inf
         place = bisect_left(sizes, part)
-        return many * costs[place], last_costs[place] - costs[place]
+        return many * costs[place], dearest[place] - costs[place]
 
     cheapest = math.inf
     for size in sizes:

@@ -19,8 +19,9 @@
       price_per_hour = 2.5                # optional: of each device; added to the host's
 
 Ranks are numbered as the file lists them. A link inside a host is by default the slowest of its
-devices' printed ones. Prices are those of the host and of its devices, added up; where none is
-given, nothing is said of money.
+devices' printed ones. Prices are those of the host and of its devices, added up; a host without one
+of its own has one for each device or for none. Unless every host has a price, nothing is said of
+money.
 
 From a file and a model comes a `SimulatedCluster`: three `ClusterProfile`s that know the same
 batches, so that a plan searched on the middle one can be told as an interval, and one more for each
@@ -34,6 +35,7 @@ import dataclasses
 import math
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,14 +89,21 @@ class HostEntry:
 
     @property
     def whole_price_per_hour(self) -> float | None:
-        """With its devices; None if no price is given."""
-        prices = [
+        """With its devices; None unless it has a price, or each of them."""
+        if self.price_per_hour is None and self.unpriced:
+            return None
+        return (self.price_per_hour or 0.0) + sum(
             entry.price_per_hour * entry.count
             for entry in self.devices
             if entry.price_per_hour is not None
-        ]
-        own = [] if self.price_per_hour is None else [self.price_per_hour]
-        return sum(prices + own) if prices or own else None
+        )
+
+    @property
+    def unpriced(self) -> tuple[int, ...]:
+        """Which of its devices have no price of their own."""
+        return tuple(
+            index for index, entry in enumerate(self.devices) if entry.price_per_hour is None
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -162,8 +171,8 @@ class ClusterFile:
         table.end()
         copies = [_host(one, f"host{index}", network) for index, one in enumerate(described)]
         hosts = [host for several in copies for host in several]
-        names = [host.name for host in hosts]
-        twice = next((name for name in names if names.count(name) > 1), None)
+        names = Counter(host.name for host in hosts)
+        twice = next((name for name, count in names.items() if count > 1), None)
         if twice is not None:
             raise ValueError(f"{source}: two hosts are called {twice!r}; give each its own name")
         if len(hosts) > 1:
@@ -305,6 +314,13 @@ def _host(table: _Table, default_name: str, network: float | None) -> list[HostE
         price_per_hour=table.price("price_per_hour"),
     )
     table.end()
+    if host.price_per_hour is None and 0 < len(host.unpriced) < len(devices):
+        without = ", ".join(f"device[{i}] ({devices[i].specification.gpu})" for i in host.unpriced)
+        table.complain(
+            "price_per_hour",
+            f"one for some, but not for {without}",
+            "a price of the whole host, or of each of its devices, or none at all",
+        )
     if count == 1:
         return [host]
     return [dataclasses.replace(host, name=f"{name}-{number}") for number in range(count)]

@@ -25,14 +25,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import count, product
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from poplar.planning.cluster import ClusterProfile
 from poplar.planning.collectives import CollectiveCosts
-from poplar.planning.itinerary import Itinerary, itinerary
+from poplar.planning.itinerary import Itinerary, itineraries
 from poplar.planning.kinds import each, members
 from poplar.planning.memory import RankMemory, rank_memory
 from poplar.planning.plan import MEETS_EVERY_PASS, STRATEGIES, Plan
+
+T = TypeVar("T")
 
 _SLOWER_LINK = 1.1
 """Of two links, how many times slower one has to be to be called slower: rates are measured."""
@@ -126,6 +128,8 @@ class StageCosts:
 
     cluster: ClusterProfile
     stage: int
+    kept: frozenset[int] = frozenset()
+    """Units that stay gathered between the passes of a step, where units are gathered."""
 
     @property
     def meets_every_pass(self) -> bool:
@@ -143,21 +147,31 @@ class StageCosts:
         return self.stage in (1, 2)
 
     @cached_property
+    def itineraries(self) -> tuple[Itinerary, Itinerary]:
+        """What travels at a usual meeting of a step, and at its dearest."""
+        return itineraries(self.cluster.model, self.stage, self.kept)
+
+    @property
     def itinerary(self) -> Itinerary:
-        """What travels at a meeting."""
-        return itinerary(self.cluster.model, self.stage)
+        """What travels at the dearest meeting: the only one, if there is one."""
+        return self.itineraries[True]
 
     @cached_property
-    def windows(self) -> list[tuple[float, float]]:
-        """Of the gathers and of the pass: what may run under what, before gradients travel; those
-        that are filled first come first.
+    def windows(self) -> tuple[list[tuple[float, float]], ...]:
+        """For each itinerary: what of the gathers may run under what part of the pass, before
+        gradients travel; those that are filled first come first.
         """
         forward, backward = 1.0 - self.cluster.backward_fraction, self.cluster.backward_fraction
-        lengths = [
-            (part, window_forward * forward + window_backward * backward)
-            for part, window_forward, window_backward in self.itinerary.windows
-        ]
-        return sorted(lengths, key=lambda window: window[1] / window[0])
+        return tuple(
+            sorted(
+                (
+                    (part, window_forward * forward + window_backward * backward)
+                    for part, window_forward, window_backward in way.windows
+                ),
+                key=lambda window: window[1] / window[0],
+            )
+            for way in self.itineraries
+        )
 
     @property
     def late(self) -> float:
@@ -170,9 +184,24 @@ class StageCosts:
         return min(self.late, self.cluster.overlap) > 0.0
 
     @property
-    def goes_on(self) -> bool:
-        """Whether what a meeting leaves may run under the pass after it: the last one is dearer."""
-        return self.cluster.overlap > 0.0 and self.itinerary.reductions_behind > 0.0
+    def meetings_differ(self) -> bool:
+        """Whether one meeting of a step is dearer than the others."""
+        usual, dearest = self.itineraries
+        return usual.gathers < dearest.gathers or (
+            self.cluster.overlap > 0.0 and usual.reductions_behind > 0.0
+        )
+
+    def parted(self, items: Sequence[T]) -> tuple[Sequence[T], T]:
+        """The usual meetings of a step, and the dearest: `joined` the other way."""
+        return (items[1:], items[0]) if self._dearest_comes_first else (items[:-1], items[-1])
+
+    def joined(self, usual: Sequence[T], dearest: T) -> tuple[T, ...]:
+        """A step's meetings in order."""
+        return (dearest, *usual) if self._dearest_comes_first else (*usual, dearest)
+
+    @property
+    def _dearest_comes_first(self) -> bool:
+        return bool(self.kept)
 
     @cached_property
     def collectives(self) -> CollectiveCosts:
@@ -184,7 +213,7 @@ class StageCosts:
         """By rank."""
         kinds = self.cluster.device_kinds
         first = [ranks[0] for ranks in members(kinds)]
-        memories = [rank_memory(self.cluster, self.stage, rank) for rank in first]
+        memories = [rank_memory(self.cluster, self.stage, rank, self.kept) for rank in first]
         return tuple(memories[kind] for kind in kinds)
 
     @property
@@ -211,21 +240,21 @@ class StageCosts:
         gathered = self._gather_seconds(cut) if self.itinerary.gathers else 0.0
         return Traffic(gathered, self._reduce_seconds(cut))
 
-    def meeting_seconds(self, meeting: Meeting, traffic: Traffic, *, last: bool = True) -> float:
+    def meeting_seconds(self, meeting: Meeting, traffic: Traffic, *, dearest: bool = True) -> float:
         """From the meeting before to the end of this one.
 
         Args:
             meeting: when compute ends.
             traffic: what travels.
-            last: no pass follows under which something could run.
+            dearest: of the step's meetings, as `itineraries` says.
         """
         latest, reducible = meeting
         gather, reduce = traffic
-        way, overlap = self.itinerary, self.cluster.overlap
+        way, overlap = self.itineraries[dearest], self.cluster.overlap
         shown = way.gathers * gather + reduce + self.meeting_residual
         if overlap:
             if gather:
-                for part, length in self.windows:
+                for part, length in self.windows[dearest]:
                     shown -= min(overlap * part * gather, length * latest)
             backward = latest - reducible
             behind = way.gathers_under_backward * gather + way.reductions_under_backward * reduce
@@ -236,7 +265,7 @@ class StageCosts:
                     overlap * way.reductions_after_gathers * reduce + backward - after,
                     backward,
                 )
-            elif last or not way.reductions_behind:
+            elif not way.reductions_behind:
                 shown -= min(overlap * behind, backward)
             else:
                 shown -= min(
@@ -247,24 +276,25 @@ class StageCosts:
                 )
         return latest + max(0.0, shown)
 
-    def exposures(self, meeting: Meeting, *, last: bool = True) -> list[Exposure]:
+    def exposures(self, meeting: Meeting, *, dearest: bool = True) -> list[Exposure]:
         """The lines whose largest, where it is positive, `meeting_seconds` adds to `latest`."""
-        way, overlap = self.itinerary, self.cluster.overlap
+        way, overlap = self.itineraries[dearest], self.cluster.overlap
         nothing = (0.0, 0.0, 0.0)
         forwards, backwards = [nothing], [nothing]
         if overlap:
             latest, reducible = meeting
             backward = latest - reducible
             part = overlap * way.reductions_under_backward
+            windows = self.windows[dearest]
             forwards = [
                 (
-                    overlap * sum(part for part, _ in self.windows[full:]),
+                    overlap * sum(part for part, _ in windows[full:]),
                     0.0,
-                    latest * sum(length for _, length in self.windows[:full]),
+                    latest * sum(length for _, length in windows[:full]),
                 )
-                for full in range(len(self.windows) + 1)
+                for full in range(len(windows) + 1)
             ]
-            if last or not way.reductions_behind:
+            if not way.reductions_behind:
                 gathers = overlap * way.gathers_under_backward
                 backwards = [(gathers, part, 0.0), (0.0, 0.0, backward)]
                 if way.backward_after_gathers:
@@ -289,10 +319,10 @@ class StageCosts:
             )
         ]
 
-    def slopes(self, meeting: Meeting, traffic: Traffic, *, last: bool = True) -> Traffic:
+    def slopes(self, meeting: Meeting, traffic: Traffic, *, dearest: bool = True) -> Traffic:
         """By how much a meeting grows with each part of the traffic, as it grows from here."""
         steepest = max(
-            self.exposures(meeting, last=last), key=lambda exposure: exposure.at(traffic)
+            self.exposures(meeting, dearest=dearest), key=lambda exposure: exposure.at(traffic)
         )
         if steepest.at(traffic) <= 0.0:
             return Traffic(0.0, 0.0)
@@ -300,10 +330,13 @@ class StageCosts:
 
     def met_seconds(self, meetings: Sequence[Meeting], traffic: Traffic) -> list[float]:
         """Of each of a step's meetings, in order."""
-        return [
-            self.meeting_seconds(meeting, traffic, last=number == len(meetings))
-            for number, meeting in enumerate(meetings, start=1)
-        ]
+        usual, dearest = self.parted(meetings)
+        return list(
+            self.joined(
+                [self.meeting_seconds(meeting, traffic, dearest=False) for meeting in usual],
+                self.meeting_seconds(dearest, traffic),
+            )
+        )
 
     def tail_seconds(self, shares: Sequence[float]) -> float:
         """What follows the last meeting: the optimizer, and the gather of what it changed."""
@@ -367,7 +400,7 @@ def memory_needed(cluster: ClusterProfile, plan: Plan) -> tuple[int, ...]:
         ValueError: a plan for another number of ranks, or with units of their own strategy.
         DoesNotFit: a micro-batch beyond what was measured, so that nobody knows what it needs.
     """
-    return _memory_needed(_costs_of(cluster, plan), plan)
+    return _memory_needed(costs_of(cluster, plan), plan)
 
 
 def _memory_needed(costs: StageCosts, plan: Plan) -> tuple[int, ...]:
@@ -386,7 +419,7 @@ def predict(cluster: ClusterProfile, plan: Plan) -> Prediction:
             names the rank, what is needed and what there is.
         ValueError: a plan for another number of ranks, or with units of their own strategy.
     """
-    return predict_at(_costs_of(cluster, plan), plan)
+    return predict_at(costs_of(cluster, plan), plan)
 
 
 def predict_at(costs: StageCosts, plan: Plan) -> Prediction:
@@ -451,20 +484,33 @@ def describe(cluster: ClusterProfile, plan: Plan, prediction: Prediction, policy
     )
 
 
-def _costs_of(cluster: ClusterProfile, plan: Plan) -> StageCosts:
+def costs_of(cluster: ClusterProfile, plan: Plan) -> StageCosts:
+    """The costs that this plan has.
+
+    Raises:
+        ValueError: a plan for another number of ranks, or with units of their own strategy, or that
+            keeps units which the profile does not know.
+    """
     if plan.world_size != cluster.world_size:
         raise ValueError(
             f"a plan for {plan.world_size} ranks, but the profile is of {cluster.world_size}; "
             "measure the ranks that will train"
         )
+    known = {name: unit for unit, name in enumerate(cluster.model.unit_names)}
     for unit in plan.units:
         uniform = unit.strategy == STRATEGIES[plan.stage] and unit.shares in (None, plan.shares)
-        if not uniform or unit.keep_gathered:
+        if not uniform:
             raise ValueError(
                 f"unit {unit.name!r} has a plan of its own; the cost model knows plans whose units "
-                "all follow the stage: leave Plan.units empty"
+                "all follow the stage: leave Plan.units empty, or let it say keep_gathered alone"
             )
-    return StageCosts(cluster, plan.stage)
+        if unit.keep_gathered and unit.name not in known:
+            raise ValueError(
+                f"the plan keeps unit {unit.name!r} gathered, which the profile does not know; "
+                f"known are {', '.join(known) or 'none: profile again'}"
+            )
+    kept = frozenset(known[unit.name] for unit in plan.units if unit.keep_gathered)
+    return StageCosts(cluster, plan.stage, kept)
 
 
 def _needed(costs: StageCosts, plan: Plan, rank: int) -> float:

@@ -16,7 +16,7 @@ from typing import Any
 
 from poplar.planning.cluster import ClusterProfile
 from poplar.planning.cluster_file import SimulatedCluster
-from poplar.planning.cost_model import DoesNotFit, StageCosts, memory_needed, predict
+from poplar.planning.cost_model import DoesNotFit, StageCosts, costs_of, memory_needed, predict
 from poplar.planning.plan import Plan
 
 
@@ -132,7 +132,7 @@ def _sums_of_speeds(simulated: SimulatedCluster, stage: int) -> list[float]:
 def _step_seconds(simulated: SimulatedCluster, plan: Plan) -> list[float]:
     """By outlook, whether the plan still fits or not."""
     return [
-        StageCosts(cluster, plan.stage).step_seconds(plan.micro_batches, plan.shares)
+        costs_of(cluster, plan).step_seconds(plan.micro_batches, plan.shares)
         for cluster in simulated.outlooks
     ]
 

@@ -15,7 +15,14 @@ from functools import cached_property
 from poplar.planning import what_if
 from poplar.planning.alike import Kind, alike_kinds, without_noise
 from poplar.planning.cluster import ClusterProfile
-from poplar.planning.cost_model import DoesNotFit, StageCosts, bound_of, predict, readable_bytes
+from poplar.planning.cost_model import (
+    DoesNotFit,
+    StageCosts,
+    bound_of,
+    costs_of,
+    predict,
+    readable_bytes,
+)
 from poplar.planning.explanation import (
     NEEDED,
     NOT_WORTH_IT,
@@ -68,7 +75,7 @@ def explain(
     if not (math.isfinite(error) and 0.0 <= error < 1.0):
         raise ValueError(f"error is a part of a step, 0 or more and below 1, got {error}")
     prediction = predict(cluster, plan)
-    costs = StageCosts(cluster, plan.stage)
+    costs = costs_of(cluster, plan)
     exposed = prediction.communication_seconds / max(prediction.step_seconds, _SHORTEST_STEP)
     bound = bound_of(costs, plan, prediction.busy_fraction, exposed)
     found = alike_kinds(cluster)

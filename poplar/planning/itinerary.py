@@ -7,8 +7,8 @@ model's elements: of its compute, and of a whole gather or reduction, alike.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from typing import NamedTuple
 
@@ -48,69 +48,92 @@ class Itinerary:
     """The part of the backward, at its end, in which nothing is left to gather."""
     reductions_behind: float = 0.0
     """Of the reduction: what may be left when a backward ends that was shorter than it, and can run
-    under the next pass's forward; 0: ranks meet before they go on."""
+    under the next pass's forward; 0: there is none, or ranks meet before they go on."""
     turn: float = 1.0
     """The part of the model, at its end, whose backward is over before gradients travel."""
 
 
-def itinerary(model: ModelProfile, stage: int) -> Itinerary:
-    """What travels at a meeting of this stage."""
+def itineraries(
+    model: ModelProfile, stage: int, kept: frozenset[int] = frozenset()
+) -> tuple[Itinerary, Itinerary]:
+    """What travels at a step's meetings: at all but one, and at the dearest.
+
+    Where every pass reduces and nothing is gathered, that is the last one, with no forward after
+    it; where units are gathered it is the first, to which those come that stay gathered (`kept`).
+    """
     if stage == 3:
-        return _of_gathered_units(model)
+        first = frozenset(range(len(model.unit_numels)))
+        return _of_gathered_units(model, first - kept, kept), _of_gathered_units(model, first, kept)
     numels = units_of(model, stage)
     parts = [numel / model.numel for numel in numels]
-    behind = 0.0
-    if stage == 2:
-        last_first = [
-            part / buffers_of(numel)
-            for numel, part in zip(numels, parts, strict=True)
-            for _ in range(buffers_of(numel))
-        ]
-        behind = sum(last_first[: buffers_in_flight(model, stage)])
-    return Itinerary(
+    dearest = Itinerary(
         gathers=1.0 if stage == 0 else 0.0,
         # A buffer's sum is gathered while the next buffer is reduced.
         gathers_under_backward=sum(parts[2:]) if stage == 0 else 0.0,
         reductions_under_backward=sum(parts[1:]),
-        reductions_behind=behind,
         turn=parts[-1],
     )
+    if stage < 2:
+        return dearest, dearest
+    last_first = [
+        part / buffers_of(numel)
+        for numel, part in zip(numels, parts, strict=True)
+        for _ in range(buffers_of(numel))
+    ]
+    behind = sum(last_first[: buffers_in_flight(model, stage)])
+    return replace(dearest, reductions_behind=behind), dearest
 
 
-def _of_gathered_units(model: ModelProfile) -> Itinerary:
+def _of_gathered_units(
+    model: ModelProfile, gathered: frozenset[int], kept: frozenset[int]
+) -> Itinerary:
     """Stage 3: a unit is gathered while the one before it runs, and again in the backward.
 
     The last unit is still there then, and residents stay until the pass is over, when they are
     reduced; so these are gathered once. The first unit that comes back travels under the last
     one's forward and backward.
+
+    Args:
+        model: whose units.
+        gathered: units that are gathered in the forward.
+        kept: units that are not gathered in the backward.
     """
     parts = [numel / model.numel for numel in model.unit_numels]
-    resident = set(model.resident_units)
+    resident = frozenset(model.resident_units)
     returning = [unit for unit in range(len(parts)) if unit not in resident]
+    forward = sum(parts[unit] for unit in gathered)
+    windows = list(_forward_windows(parts, gathered))
     if not returning:
-        return Itinerary(gathers=1.0, windows=tuple(_forward_windows(parts)))
-    again = [parts[unit] for unit in returning[:-1]]
+        return Itinerary(gathers=forward, windows=tuple(windows))
+    again = [unit for unit in returning[:-1] if unit not in kept]
+    early = parts[again[-1]] if again[-1:] == returning[-2:-1] and again else 0.0
+    if early:
+        windows.append(Window(early, parts[-1], parts[-1]))
     # When the first unit that returns is reduced, residents may be left to compute, or nothing.
     exposed = parts[returning[0]] if returning[0] == 0 else 0.0
-    last_two = sum(parts[unit] for unit in returning[:2])
-    return Itinerary(
-        gathers=1.0 + sum(again),
-        windows=(
-            *_forward_windows(parts),
-            *(Window(part, parts[-1], parts[-1]) for part in again[-1:]),
-        ),
-        gathers_under_backward=sum(again[:-1]),
+    comes_back = sum(parts[unit] for unit in again)
+    found = Itinerary(
+        gathers=forward + comes_back,
+        windows=tuple(windows),
+        gathers_under_backward=comes_back - early,
         reductions_under_backward=1.0 - sum(parts[unit] for unit in resident) - exposed,
-        reductions_after_gathers=last_two - exposed,
-        backward_after_gathers=sum(parts[: returning[: 2][-1]]),
         turn=sum(parts[returning[-1] :]),
+    )
+    if not again:
+        return found
+    # The last gather travels under the backward of the unit after its own.
+    last = returning.index(again[0]) + 1
+    return replace(
+        found,
+        reductions_after_gathers=sum(parts[unit] for unit in returning[: last + 1]) - exposed,
+        backward_after_gathers=sum(parts[: returning[last]]),
     )
 
 
-def _forward_windows(parts: Sequence[float]) -> Iterator[Window]:
+def _forward_windows(parts: Sequence[float], gathered: Container[int]) -> Iterator[Window]:
     """Each unit's forward hides the gather of the next; windows of one proportion are one."""
-    pairs = sorted(pairwise(parts), key=_proportion)
-    groups = [list(group) for _, group in groupby(pairs, key=_proportion)]
+    pairs = [pair for unit, pair in enumerate(pairwise(parts), start=1) if unit in gathered]
+    groups = [list(group) for _, group in groupby(sorted(pairs, key=_proportion), key=_proportion)]
     while len(groups) > _MOST_WINDOWS:
         proportions = [_proportion(group[0]) for group in groups]
         apart = [after / before for before, after in pairwise(proportions)]

@@ -161,10 +161,10 @@ class _EveryPassSearch:
         """
         at = self._costs.traffic(box.shared.shares)
         kinks = set()
-        *others, last = self._every.at(at)[1]
-        for size, is_last in {(size, False) for size in others} | {(last, True)}:
+        usual, dearest = self._costs.parted(self._every.at(at)[1])
+        for size, is_dearest in {(size, False) for size in usual} | {(dearest, True)}:
             meeting = self._every.meeting(size)
-            exposures = self._costs.exposures(meeting, last=is_last)
+            exposures = self._costs.exposures(meeting, dearest=is_dearest)
             kinks |= {kink for pair in combinations(exposures, 2) for kink in _crossings(*pair, at)}
         return sorted(kinks, key=lambda kink: (abs(kink[1] - at[kink[0]]), kink))
 

@@ -8,6 +8,7 @@ room for, are one division away. Bytes throughout.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from poplar.planning.cluster import ClusterProfile, DeviceProfile, ModelProfile
@@ -63,8 +64,13 @@ class RankMemory:
         return low
 
 
-def rank_memory(cluster: ClusterProfile, stage: int, rank: int) -> RankMemory:
-    """What `rank` needs at `stage`, as a function of its micro-batch and its share."""
+def rank_memory(
+    cluster: ClusterProfile, stage: int, rank: int, kept: Collection[int] = ()
+) -> RankMemory:
+    """What `rank` needs at `stage`, as a function of its micro-batch and its share.
+
+    `kept` are units that stay gathered between the passes of a step.
+    """
     device, model = cluster.devices[rank], cluster.model
     ranks = cluster.world_size
     state, state_per_share = _state(model, stage)
@@ -74,7 +80,7 @@ def rank_memory(cluster: ClusterProfile, stage: int, rank: int) -> RankMemory:
         fixed=(
             state
             + buckets
-            + _gathered(model, stage)
+            + _gathered(model, stage, kept)
             + _native_gradients(model)
             + model.frozen_bytes
             + device.held_bytes
@@ -94,7 +100,7 @@ def _state(model: ModelProfile, stage: int) -> tuple[float, float]:
     return whole * model.numel, sharded * model.numel + frozen
 
 
-def _gathered(model: ModelProfile, stage: int) -> float:
+def _gathered(model: ModelProfile, stage: int, kept: Collection[int]) -> float:
     """Parameters that are gathered where they are sharded.
 
     This unit's and the next one's, beside those that stay gathered.
@@ -103,9 +109,10 @@ def _gathered(model: ModelProfile, stage: int) -> float:
         return 0.0
     frozen = model.unit_frozen_numels or (0,) * len(model.unit_numels)
     sizes = [sum(both) for both in zip(model.unit_numels, frozen, strict=True)]
-    resident = sum(sizes[unit] for unit in model.resident_units)
-    others = [size for unit, size in enumerate(sizes) if unit not in model.resident_units]
-    return model.param_bytes * (resident + sum(sorted(others)[-2:]))
+    staying = {*model.resident_units, *kept}
+    others = [size for unit, size in enumerate(sizes) if unit not in staying]
+    stays = sum(sizes[unit] for unit in staying)
+    return model.param_bytes * (stays + sum(sorted(others)[-2:]))
 
 
 def _native_gradients(model: ModelProfile) -> float:

@@ -469,8 +469,12 @@ class Plan:
         ]
         if self.transport:
             lines.append(f"transport {self.transport}")
-        if self.units:
-            lines.append(f"units with a plan of their own: {len(self.units)}")
+        kept = sum(unit.keep_gathered for unit in self.units)
+        if kept:
+            units = "unit" if kept == 1 else "units"
+            lines.append(f"keeps {kept} {units} gathered between passes")
+        if kept < len(self.units):
+            lines.append(f"units with a plan of their own: {len(self.units) - kept}")
         return "\n".join([*lines, *table.summary(prediction)])
 
     def _checked_rank(self, rank: int) -> int:

@@ -11,7 +11,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from poplar import _core
 from poplar.planning.cost_model import StageCosts
-from poplar.planning.exact import Decision, Request, exact
+from poplar.planning.exact import Decision, Request
+from poplar.planning.kept import exact_with_kept_units
 from poplar.planning.plan import Plan
 from poplar.planning.shortage import NoPlanFits, shortage, shortage_at_shares
 
@@ -72,7 +73,12 @@ def paper(costs: StageCosts, request: Request) -> Decision:
     return Decision(Plan.proportional(speeds, request.global_batch, costs.stage, best))
 
 
-POLICIES: Mapping[str, Policy] = {"exact": exact, "even": even, "flops": flops, "paper": paper}
+POLICIES: Mapping[str, Policy] = {
+    "exact": exact_with_kept_units,
+    "even": even,
+    "flops": flops,
+    "paper": paper,
+}
 
 _SHORTEST_PASS = 1e-9
 """Seconds: a residual may take all of a pass away, and a speed has to stay finite."""

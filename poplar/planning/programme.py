@@ -18,6 +18,9 @@ from poplar.planning.cost_model import StageCosts
 from poplar.planning.itinerary import buffers_of, units_of
 from poplar.planning.memory import buffers_in_flight
 
+_AT_ONCE = -1
+"""The number of a collective that never was: nobody waits for it."""
+
 
 class Senders(Enum):
     """Whose data a rank needs before a collective is over for it."""
@@ -90,6 +93,8 @@ class Work:
     """Reductions that may be under way at a time."""
     resident: frozenset[int]
     """Units that stay gathered until a pass is over, and are reduced last."""
+    kept: frozenset[int]
+    """Units that stay gathered until the step's passes are over."""
     reduce: tuple[tuple[Collective, ...], ...]
     """By unit, one for each of its buffers."""
     gather: tuple[Collective, ...]
@@ -134,6 +139,7 @@ class Work:
             backward_fraction=costs.cluster.backward_fraction,
             in_flight=buffers_in_flight(model, costs.stage),
             resident=frozenset(model.resident_units if costs.stage == 3 else ()),
+            kept=costs.kept,
             reduce=tuple(map(_by_buffer, whole_reductions, numels)),
             gather=by_unit("gather", shrunk * gather, Senders.OWNERS),
             publish=by_unit("publish", max(0.0, left), Senders.OWNERS),
@@ -297,20 +303,26 @@ class ShardedParameters(Programme):
         yield from ()
 
     @property
-    def _regathered(self) -> list[int]:
+    def _returning(self) -> list[int]:
         """Units that are given back after their forward, in the order in which they run."""
         return [unit for unit in self.units if unit not in self.work.resident]
 
+    def _gathers(self, index: int) -> Iterator[tuple[int, bool]]:
+        """The slots of a pass: whose they are, and whether anything travels."""
+        kept = self.work.kept
+        yield from ((unit, index == 0 or unit not in kept) for unit in self.units)
+        yield from ((unit, unit not in kept) for unit in reversed(self._returning[:-1]))
+
     def _own_pass(self, index: int) -> Iterator[Action]:
-        again = self._regathered
-        order = iter((*self.units, *reversed(again[:-1])))
-        returning = frozenset(again[:-1])
+        slots = self._gathers(index)
+        again = frozenset(self._returning[:-1])
         arrivals: deque[int] = deque()
 
         def start_next() -> Iterator[Action]:
-            for unit in itertools.islice(order, 1):
-                yield self.gather(unit, index)
-                arrivals.append(self.last)
+            for unit, travels in itertools.islice(slots, 1):
+                if travels:
+                    yield self.gather(unit, index)
+                arrivals.append(self.last if travels else _AT_ONCE)
 
         def enter() -> Iterator[Action]:
             yield from start_next()
@@ -321,7 +333,7 @@ class ShardedParameters(Programme):
             yield from enter()
             yield self.forward(unit, index)
         for unit in reversed(self.units):
-            if unit in returning:
+            if unit in again:
                 yield from enter()
             yield self.backward(unit, index)
             if unit not in self.work.resident:
@@ -330,16 +342,14 @@ class ShardedParameters(Programme):
 
     def _empty_pass(self, index: int) -> Iterator[Action]:
         """The same collectives in the same order, nothing ahead: there is nothing to run under."""
-        again = self._regathered
-        left = list(again)
-        for unit in self.units:
-            yield self.gather(unit, index)
-            yield Wait(self.last)
-        for unit in reversed(again[:-1]):
-            yield self.gather(unit, index)
-            yield Wait(self.last)
-            yield from self.reduce(left.pop(), index)
-        for unit in left:
+        returning = self._returning
+        for number, (unit, travels) in enumerate(self._gathers(index), start=1):
+            if travels:
+                yield self.gather(unit, index)
+                yield Wait(self.last)
+            if number > len(self.units):
+                yield from self.reduce(returning.pop(), index)
+        for unit in returning:
             yield from self.reduce(unit, index)
         yield from self._reduce_resident(index)
 

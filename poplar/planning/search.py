@@ -12,7 +12,7 @@ import math
 from collections.abc import Collection, Sequence
 
 from poplar.planning.cluster import ClusterProfile
-from poplar.planning.cost_model import StageCosts, describe, predict_at
+from poplar.planning.cost_model import StageCosts, costs_of, describe, predict_at
 from poplar.planning.exact import PREFERENCE, Decision, Request
 from poplar.planning.plan import STRATEGIES, Plan
 from poplar.planning.policies import POLICIES, shortage_of
@@ -120,13 +120,12 @@ def plans_by_stage(
         except NoPlanFits as error:
             missing[stage] = error
         else:
-            found.append(_described(costs, decision, policy))
+            found.append(_described(cluster, decision, policy))
     return tuple(sorted(found, key=_preference)), missing
 
 
-def _described(costs: StageCosts, decision: Decision, policy: str) -> Plan:
-    cluster = costs.cluster
-    prediction = predict_at(costs, decision.plan)
+def _described(cluster: ClusterProfile, decision: Decision, policy: str) -> Plan:
+    prediction = predict_at(costs_of(cluster, decision.plan), decision.plan)
     if policy == "exact":  # the others decide without a search: nobody knows how far they are
         prediction = dataclasses.replace(prediction, optimality_gap=decision.gap)
     return describe(cluster, decision.plan, prediction, policy)

@@ -100,16 +100,16 @@ class ShareProblem:
 
     def cheapest(self, meetings: Sequence[Meeting]) -> Shared:
         """The least seconds of a step with these meetings, and the shares that reach them."""
-        *others, last = meetings
-        counts = Counter((meeting, False) for meeting in others)
-        counts[last, True] += 1
+        usual, dearest = self._costs.parted(meetings)
+        counts = Counter((meeting, False) for meeting in usual)
+        counts[dearest, True] += 1
         programme = self._programme(
             {self._tail: 1.0}
             | {self._free + number: float(count) for number, count in enumerate(counts.values())},
             self._free + len(counts),
         )
-        for number, (meeting, is_last) in enumerate(counts):
-            for exposure in self._costs.exposures(meeting, last=is_last):
+        for number, (meeting, is_dearest) in enumerate(counts):
+            for exposure in self._costs.exposures(meeting, dearest=is_dearest):
                 row = self._traffic_row(exposure) | {self._free + number: -1.0}
                 programme.at_most(-exposure.seconds / self._unit, row)
         shared = self._solved(programme)

@@ -21,7 +21,7 @@ import itertools
 from collections.abc import Iterable, Iterator
 
 from poplar.planning.cluster import ClusterProfile
-from poplar.planning.cost_model import StageCosts, predict
+from poplar.planning.cost_model import StageCosts, costs_of, predict
 from poplar.planning.plan import Plan
 from poplar.planning.programme import (
     PROGRAMMES,
@@ -48,7 +48,7 @@ def simulate(cluster: ClusterProfile, plan: Plan) -> Timeline:
         ValueError: a plan for another number of ranks, or with units of their own strategy.
     """
     predict(cluster, plan)  # refuses what no rank could run
-    costs = StageCosts(cluster, plan.stage)
+    costs = costs_of(cluster, plan)
     programme = PROGRAMMES[plan.stage]
     work = Work.of(costs, plan.shares)
     loads = _loads(costs, plan)

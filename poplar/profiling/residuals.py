@@ -12,7 +12,7 @@ from dataclasses import replace
 from statistics import mean, median
 
 from poplar.planning.cluster import ClusterProfile, DeviceProfile
-from poplar.planning.cost_model import StageCosts
+from poplar.planning.cost_model import costs_of
 from poplar.planning.plan import MEETS_EVERY_PASS
 from poplar.profiling.steps import Observation
 
@@ -159,7 +159,7 @@ def _beyond_meetings_and_update(cluster: ClusterProfile, observation: Observatio
     that has turned out not to fit.
     """
     plan = observation.plan
-    costs = StageCosts(cluster, plan.stage)
+    costs = costs_of(cluster, plan)
     met = costs.step_seconds(plan.micro_batches, plan.shares) - costs.tail_seconds(plan.shares)
     updates = [costs.optimizer_seconds(rank, share) for rank, share in enumerate(plan.shares)]
     gather = costs.gather_after_step_seconds(plan.shares)

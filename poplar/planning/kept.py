@@ -1,0 +1,139 @@
+"""How many units stay gathered between the passes of a step, where units are gathered at all.
+
+A unit that stays is gathered once a step instead of twice a pass, and takes the memory of its
+parameters. All units win about as much for a byte, so they are kept in one order, and only their
+number is searched, by branch and bound: between two numbers no step is faster than one with the
+communication of the larger and the memory of the smaller, batches and shares as `exact` finds them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from poplar.planning.cluster import ModelProfile
+from poplar.planning.cost_model import StageCosts
+from poplar.planning.exact import Decision, Request, exact
+from poplar.planning.joint import TOLERANCE
+from poplar.planning.memory import RankMemory
+from poplar.planning.plan import STRATEGIES, Plan, UnitPlan
+from poplar.planning.shortage import NoPlanFits
+
+_MOST_SEARCHES = 24
+
+
+def exact_with_kept_units(costs: StageCosts, request: Request) -> Decision:
+    """The fastest plan of one stage, with as many units kept gathered as make it faster.
+
+    Raises:
+        NoPlanFits: says what is missing.
+    """
+    plain = exact(costs, request)
+    if costs.stage < 3 or not costs.cluster.model.unit_names:
+        return plain
+    search = _Search(costs, request)
+    search.keep(0, plain.plan)
+    return search.run()
+
+
+@dataclass(frozen=True)
+class _Lighter(StageCosts):
+    """Units that stay, of which only some take memory: a bound."""
+
+    weighing: frozenset[int] = frozenset()
+
+    @cached_property
+    def memories(self) -> tuple[RankMemory, ...]:
+        return StageCosts(self.cluster, self.stage, self.weighing).memories
+
+
+class _Range(NamedTuple):
+    """Numbers of kept units, and a bound that no step with one of them is below."""
+
+    bound: float
+    least: int
+    most: int
+
+
+class _Search:
+    """Best-first over ranges of numbers."""
+
+    def __init__(self, costs: StageCosts, request: Request) -> None:
+        self._cluster, self._stage, self._request = costs.cluster, costs.stage, request
+        self._order = list(_by_worth(costs.cluster.model))
+        self._found: dict[int, tuple[float, Plan]] = {}
+        """By number: the fastest step that is known, and its plan."""
+        self._ranges: list[_Range] = []
+
+    def run(self) -> Decision:
+        """Fewer units where that costs no more than is preferred."""
+        self._add(0, len(self._order))
+        for _ in range(_MOST_SEARCHES // 2):
+            if not self._ranges or self._ranges[0].bound >= self._best * (1.0 - TOLERANCE):
+                break
+            _, least, most = heapq.heappop(self._ranges)
+            middle = (least + most) // 2
+            self._add(least, middle)
+            self._add(middle + 1, most)
+        limit = self._best * (1.0 + self._request.preference)
+        fewest = min(count for count, (seconds, _) in self._found.items() if seconds <= limit)
+        seconds, plan = self._found[fewest]
+        bound = min([self._best, *(one.bound for one in self._ranges[:1])])
+        gap = 1.0 - bound / seconds if seconds else 0.0
+        return Decision(plan, gap if gap > TOLERANCE else 0.0)
+
+    def keep(self, count: int, plan: Plan) -> None:
+        """A plan with so many units kept, which fits."""
+        costs = self._costs(count)
+        seconds = costs.step_seconds(plan.micro_batches, plan.shares)
+        if count not in self._found or seconds < self._found[count][0]:
+            names = self._cluster.model.unit_names
+            units = tuple(
+                UnitPlan(names[unit], STRATEGIES[self._stage], keep_gathered=True)
+                for unit in sorted(costs.kept)
+            )
+            self._found[count] = seconds, dataclasses.replace(plan, units=units)
+
+    @property
+    def _best(self) -> float:
+        return min(seconds for seconds, _ in self._found.values())
+
+    def _costs(self, count: int) -> StageCosts:
+        return StageCosts(self._cluster, self._stage, frozenset(self._order[:count]))
+
+    def _add(self, least: int, most: int) -> None:
+        kept, weighing = frozenset(self._order[:most]), frozenset(self._order[:least])
+        costs = _Lighter(self._cluster, self._stage, kept, weighing)
+        try:
+            plan, gap = exact(costs, self._request)
+        except NoPlanFits:
+            return
+        fitting = bisect_right(
+            range(least + 1, most + 1), False, key=lambda count: not self._fits(count, plan)
+        )
+        self.keep(least + fitting, plan)
+        bound = costs.step_seconds(plan.micro_batches, plan.shares) * (1.0 - gap)
+        if least + fitting < most and bound < self._best * (1.0 - TOLERANCE):
+            heapq.heappush(self._ranges, _Range(bound, least, most))
+
+    def _fits(self, count: int, plan: Plan) -> bool:
+        needs = zip(self._costs(count).memories, plan.micro_batches, plan.shares, strict=True)
+        return all(
+            memory.fits(max(passes, default=0), share)
+            for memory, passes, share in dict.fromkeys(needs)
+        )
+
+
+def _by_worth(model: ModelProfile) -> Iterator[int]:
+    """The first unit, whose gather runs under nothing; those that are gathered twice; the rest."""
+    resident = frozenset(model.resident_units)
+    returning = [unit for unit in range(len(model.unit_numels)) if unit not in resident]
+    twice = returning[:-1]
+    yield 0
+    yield from (unit for unit in twice if unit)
+    yield from (unit for unit in range(1, len(model.unit_numels)) if unit not in twice)
