@@ -1,0 +1,132 @@
+"""What `prediction.py` runs: the plan that the search chooses, and others to hold it against.
+
+All plans of one configuration (a cluster, a model, a stage) have the same global batch, so that
+their steps do the same and the fastest is the best. Values to values; no clock, no processes.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+
+from poplar import Plan, search
+from poplar.planning.cluster import ClusterProfile
+
+CHOSEN = "chosen by the search"
+
+Speeds = Sequence[float]
+Maker = Callable[[int, Speeds, Sequence[int], int], Plan]
+"""A plan from a global batch, the ranks' speeds, their largest micro-batches and a stage."""
+
+
+def even(batch: int, speeds: Speeds, caps: Sequence[int], stage: int) -> Plan:
+    """As DDP and FSDP do it."""
+    return Plan.even(len(speeds), batch, min(caps), stage)
+
+
+def even_in_small_passes(batch: int, speeds: Speeds, caps: Sequence[int], stage: int) -> Plan:
+    """Many meetings where every pass is one."""
+    return Plan.even(len(speeds), batch, min(3, *caps), stage)
+
+
+def proportional(batch: int, speeds: Speeds, caps: Sequence[int], stage: int) -> Plan:
+    """All ranks finish together."""
+    return Plan.proportional(speeds, batch, stage, caps)
+
+
+def proportional_in_small_passes(
+    batch: int, speeds: Speeds, caps: Sequence[int], stage: int
+) -> Plan:
+    """All ranks finish together, in several passes."""
+    return Plan.proportional(speeds, batch, stage, [min(5, cap) for cap in caps])
+
+
+def shares_by_speed(batch: int, speeds: Speeds, caps: Sequence[int], stage: int) -> Plan:
+    """Who is fast owns much of the state too."""
+    shares = [speed / sum(speeds) for speed in speeds]
+    return Plan.proportional(speeds, batch, stage, caps, shares=shares)
+
+
+def all_owned_by_the_fastest(batch: int, speeds: Speeds, caps: Sequence[int], stage: int) -> Plan:
+    """The other ranks own nothing."""
+    fastest = speeds.index(max(speeds))
+    shares = [float(rank == fastest) for rank in range(len(speeds))]
+    return Plan.proportional(speeds, batch, stage, caps, shares=shares)
+
+
+def slowest_without_samples(batch: int, speeds: Speeds, caps: Sequence[int], stage: int) -> Plan:
+    """The slowest rank only owns its share."""
+    slowest = len(speeds) - 1 - speeds[::-1].index(min(speeds))
+    working = [speed * (rank != slowest) for rank, speed in enumerate(speeds)]
+    return Plan.proportional(working, batch, stage, caps)
+
+
+def too_much_for_the_slowest(batch: int, speeds: Speeds, caps: Sequence[int], stage: int) -> Plan:
+    """Between even and proportional: the fast ranks wait a while."""
+    flattened = [speed**0.5 for speed in speeds]
+    return Plan.proportional(flattened, batch, stage, [min(7, cap) for cap in caps])
+
+
+MAKERS: tuple[Maker, ...] = (
+    even,
+    even_in_small_passes,
+    proportional,
+    proportional_in_small_passes,
+    shares_by_speed,
+    all_owned_by_the_fastest,
+    slowest_without_samples,
+    too_much_for_the_slowest,
+)
+
+
+def plans_for(profile: ClusterProfile, stage: int, most: int) -> dict[str, Plan]:
+    """The plan that the search chooses and one of each other kind, at one global batch.
+
+    Args:
+        profile: what was measured.
+        stage: of all of them.
+        most: the largest global batch. From there down to three quarters of it, the one is taken at
+            which the part of the other kinds' micro-batches that have no measured size is nearest
+            to a half.
+
+    Returns:
+        By kind, the chosen one first. No plan twice: a kind whose plan is there already is left
+        out.
+
+    Raises:
+        NoPlanFits: at this stage no plan does.
+    """
+    batches = range(most, 3 * most // 4 - 1, -1)
+    offered = {batch: _others(profile, stage, batch) for batch in batches}
+    batch = min(batches, key=lambda b: abs(mean_unprofiled(offered[b].values(), profile) - 0.5))
+    chosen = search(profile, global_batch=batch, stages=(stage,))
+    others = {kind: plan for kind, plan in offered[batch].items() if plan != chosen}
+    return {CHOSEN: chosen, **others}
+
+
+def _others(profile: ClusterProfile, stage: int, batch: int) -> dict[str, Plan]:
+    speeds = [device.max_batch / device.seconds(device.max_batch) for device in profile.devices]
+    caps = [device.max_batch for device in profile.devices]
+    plans: dict[str, Plan] = {}
+    for make in MAKERS:
+        plan = make(batch, speeds, caps, stage)
+        if plan not in plans.values():
+            plans[make.__name__.replace("_", " ")] = plan
+    return plans
+
+
+def mean_unprofiled(plans: Iterable[Plan], profile: ClusterProfile) -> float:
+    """Part of the micro-batches without a point, over several plans that count the same."""
+    return statistics.mean(part_unprofiled(plan, profile) for plan in plans)
+
+
+def part_unprofiled(plan: Plan, profile: ClusterProfile) -> float:
+    """Part of the passes with samples whose size is not among their rank's measured points."""
+    measured = [{point.batch for point in device.points} for device in profile.devices]
+    known = [
+        size in points
+        for points, sizes in zip(measured, plan.micro_batches, strict=True)
+        for size in sizes
+        if size
+    ]
+    return known.count(False) / len(known)

@@ -1,0 +1,262 @@
+"""What `prediction.py` found: a row per plan, and what they say together."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import provenance
+from prediction_plans import CHOSEN
+from rich.table import Table
+
+from poplar import Plan
+from poplar.planning.cost_model import Prediction
+
+ACCEPTED_REGRET = 0.02
+"""Configurations with more are counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """Steps of one plan."""
+
+    turns: tuple[tuple[float, ...], ...]
+    """Seconds of each step that counts, turn by turn: until the slowest rank is done with it."""
+    bystanders: float
+    """Cores that other programs used meanwhile."""
+
+    @property
+    def seconds(self) -> float:
+        """Median over turns of each one's median step: one turn in a bad moment weighs little."""
+        return statistics.median(map(statistics.median, self.turns))
+
+    @property
+    def spread(self) -> tuple[float, float]:
+        """Between which seconds three of five steps lie: p20 and p80."""
+        low, *_, high = statistics.quantiles((s for turn in self.turns for s in turn), n=5)
+        return low, high
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One plan's result, as it is appended to `--output`."""
+
+    benchmark: str
+    cluster: str
+    model: str
+    stage: int
+    plan: str
+    """Which kind of plan, in words."""
+    micro_batches: list[list[int]]
+    shares: list[float]
+    unprofiled: float
+    """Part of the micro-batches whose size the profile has no point for."""
+    predicted_seconds: float
+    """By the closed form."""
+    simulated_seconds: float
+    p20_seconds: float
+    p50_seconds: float
+    """Median over turns of each turn's median step."""
+    p80_seconds: float
+    error: float
+    """Predicted over measured (p50), less 1."""
+    simulated_error: float
+    """The same of what was simulated."""
+    bound: str
+    """What bounds the step, as predicted."""
+    bystanders: float
+    """Cores that other programs used during the measurement."""
+    device: str
+    versions: str
+    commit: str
+
+    @classmethod
+    def of(
+        cls,
+        plan: Plan,
+        predicted: Prediction,
+        simulated_seconds: float,
+        measured: Measurement,
+        *,
+        cluster: str,
+        model: str,
+        kind: str,
+        unprofiled: float,
+    ) -> Row:
+        """What was predicted of a plan beside what was measured of it."""
+        low, high = measured.spread
+        return cls(
+            benchmark="prediction",
+            cluster=cluster,
+            model=model,
+            stage=plan.stage,
+            plan=kind,
+            micro_batches=[list(passes) for passes in plan.micro_batches],
+            shares=list(plan.shares),
+            unprofiled=unprofiled,
+            predicted_seconds=predicted.step_seconds,
+            simulated_seconds=simulated_seconds,
+            p20_seconds=low,
+            p50_seconds=measured.seconds,
+            p80_seconds=high,
+            error=predicted.step_seconds / measured.seconds - 1,
+            simulated_error=simulated_seconds / measured.seconds - 1,
+            bound=predicted.bound,
+            bystanders=measured.bystanders,
+            device=provenance.device(),
+            versions=provenance.versions("torch"),
+            commit=provenance.commit(),
+        )
+
+    @property
+    def configuration(self) -> tuple[str, str, int]:
+        """Rows that have it in common are of plans between which a user would choose."""
+        return self.cluster, self.model, self.stage
+
+    @property
+    def global_batch(self) -> int:
+        """Samples of a step."""
+        return sum(map(sum, self.micro_batches))
+
+    @property
+    def seconds_per_sample(self) -> float:
+        """Measured."""
+        return self.p50_seconds / self.global_batch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Regret:
+    """What was lost in one configuration by running the plan that the search chose."""
+
+    cluster: str
+    model: str
+    stage: int
+    best: str
+    """The kind of the fastest other plan that was measured."""
+    regret: float
+    """Seconds a sample of the chosen plan over that one's, less 1; below 0: nothing was lost."""
+
+
+def regrets(rows: Sequence[Row]) -> list[Regret]:
+    """One for each configuration that has a chosen plan and another one."""
+    found = []
+    for configuration in dict.fromkeys(row.configuration for row in rows):
+        own = [row for row in rows if row.configuration == configuration]
+        chosen = [row for row in own if row.plan == CHOSEN]
+        others = [row for row in own if row.plan != CHOSEN]
+        if chosen and others:
+            best = min(others, key=lambda row: row.seconds_per_sample)
+            cluster, model, stage = configuration
+            found.append(
+                Regret(
+                    cluster=cluster,
+                    model=model,
+                    stage=stage,
+                    best=best.plan,
+                    regret=chosen[0].seconds_per_sample / best.seconds_per_sample - 1,
+                )
+            )
+    return found
+
+
+def summary(rows: Sequence[Row]) -> dict[str, Any]:
+    """How far both predictions are off, over all plans and part by part, and what choosing cost."""
+    return {
+        "plans": len(rows),
+        "unprofiled": round(statistics.mean(row.unprofiled for row in rows), 3),
+        "closed_form": _by_part(rows, lambda row: row.error),
+        "simulated": _by_part(rows, lambda row: row.simulated_error),
+        "regret": of_regrets(regrets(rows)),
+    }
+
+
+def _by_part(rows: Sequence[Row], error: Callable[[Row], float]) -> dict[str, Any]:
+    def parts(of: Callable[[Row], object]) -> dict[str, dict[str, float]]:
+        return {
+            str(part): errors([error(row) for row in rows if of(row) == part])
+            for part in dict.fromkeys(map(of, rows))
+        }
+
+    return {
+        **errors([error(row) for row in rows]),
+        "by_stage": parts(lambda row: row.stage),
+        "by_cluster": parts(lambda row: row.cluster),
+        "by_model": parts(lambda row: row.model),
+    }
+
+
+def errors(signed: Sequence[float]) -> dict[str, float]:
+    """Median, 90th percentile and largest of the errors' sizes, as parts of what was measured."""
+    sizes = [abs(error) for error in signed]
+    return {
+        "median": round(statistics.median(sizes), 4),
+        "p90": round(_p90(sizes), 4),
+        "worst": round(max(sizes), 4),
+    }
+
+
+def of_regrets(found: Sequence[Regret]) -> dict[str, Any]:
+    """Median, 90th percentile and largest regret with their signs, and how many are not small."""
+    values = [one.regret for one in found]
+    if not values:
+        return {"configurations": 0}
+    return {
+        "configurations": len(values),
+        "median": round(statistics.median(values), 4),
+        "p90": round(_p90(values), 4),
+        "worst": round(max(values), 4),
+        "above_2_percent": sum(value > ACCEPTED_REGRET for value in values),
+    }
+
+
+def _p90(values: Sequence[float]) -> float:
+    if len(values) == 1:
+        return values[0]
+    return statistics.quantiles(values, n=10, method="inclusive")[8]
+
+
+# For people
+
+
+def table_of(rows: Sequence[Row]) -> Table:
+    """The rows of one cluster and model."""
+    off = errors([row.error for row in rows])
+    table = Table(
+        title=f"cluster {rows[0].cluster}, model {rows[0].model}: median error "
+        f"{100 * off['median']:.1f} %, p90 {100 * off['p90']:.1f} %",
+        title_justify="left",
+    )
+    for heading in ("stage", "plan", "samples", "passes", "new sizes"):
+        table.add_column(heading, justify="left" if heading == "plan" else "right", no_wrap=True)
+    for heading in ("predicted s", "simulated s", "p20 s", "p50 s", "p80 s"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for heading in ("error", "of simulated", "others"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in rows:
+        expected = (row.predicted_seconds, row.simulated_seconds)
+        measured = (row.p20_seconds, row.p50_seconds, row.p80_seconds)
+        table.add_row(
+            str(row.stage),
+            row.plan,
+            " ".join(str(sum(passes)) for passes in row.micro_batches),
+            str(max(map(len, row.micro_batches))),
+            f"{100 * row.unprofiled:.0f} %",
+            *(f"{value:.3f}" for value in (*expected, *measured)),
+            f"{100 * row.error:+.1f} %",
+            f"{100 * row.simulated_error:+.1f} %",
+            f"{row.bystanders:.1f}",
+        )
+    return table
+
+
+def regrets_table(found: Sequence[Regret]) -> Table:
+    """What choosing cost, configuration by configuration."""
+    table = Table(title="chosen plan over the best other one", title_justify="left")
+    for heading in ("cluster", "model", "stage", "regret", "best other"):
+        table.add_column(heading, justify="right" if heading in ("stage", "regret") else "left")
+    for one in found:
+        regret = f"{100 * one.regret:+.1f} %"
+        table.add_row(one.cluster, one.model, str(one.stage), regret, one.best)
+    return table
