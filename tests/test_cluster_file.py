@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 import sys
@@ -76,6 +77,40 @@ def test_prices_of_hosts_and_devices_add_up(tmp_path):
     assert read(tmp_path, TWO_HOSTS).price_per_hour == 12.5
     one_missing = re.sub(r"price_per_hour = 10\n", "", TWO_HOSTS)
     assert read(tmp_path, one_missing).price_per_hour is None
+
+
+def test_a_host_with_a_price_of_its_own_needs_none_of_its_devices(tmp_path):
+    text = TWO_HOSTS.replace("network_gbit_per_s = 25", "price_per_hour = 3")
+    assert read(tmp_path, text).price_per_hour == 15.5
+    assert read(tmp_path, text.replace("  price_per_hour = 0.5\n", "")).price_per_hour == 15.0
+
+
+def test_prices_of_only_some_devices_are_refused_and_the_others_named(tmp_path):
+    third = '\n  [[host.device]]\n  gpu = "P100-PCIe-16"\n'
+    text = TWO_HOSTS.replace("  price_per_hour = 0.5\n", "") + third
+    with pytest.raises(ValueError, match="or of each of its devices, or none") as raised:
+        read(tmp_path, text)
+    assert str(raised.value).endswith(
+        "got one for some, but not for device[0] (T4), device[2] (P100)"
+    )
+    assert "cluster.toml: host[1].price_per_hour: expected" in str(raised.value)
+    none = read(tmp_path, text.replace("  price_per_hour = 2.0\n", ""))
+    assert none.price_per_hour is None
+
+
+def test_a_host_is_worth_what_its_devices_are_only_if_all_have_a_price(tmp_path):
+    small = read(tmp_path, TWO_HOSTS).hosts[1]
+    assert small.whole_price_per_hour == 2.5
+    known, unknown = small.devices[0], dataclasses.replace(small.devices[1], price_per_hour=None)
+    assert dataclasses.replace(small, devices=(known, unknown)).whole_price_per_hour is None
+
+
+def test_a_file_may_have_tens_of_thousands_of_hosts(tmp_path):
+    text = '[[host]]\nname = "node"\ncount = 65536\n[[host.device]]\ngpu = "T4"\n'
+    described = read(tmp_path, f"network_gbit_per_s = 10\n{text}")
+    assert len(described.hosts) == 65536
+    with pytest.raises(ValueError, match="two hosts are called 'node-0'"):
+        read(tmp_path, f"network_gbit_per_s = 10\n{text}{text}")
 
 
 def test_a_count_makes_several_hosts(tmp_path):

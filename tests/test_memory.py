@@ -157,7 +157,11 @@ class Planned:
 
 
 def compare_with_the_plan(recipe: Recipe, engine: dict[str, object]) -> list[Planned]:
-    """At every stage. The batch is small, so activations hardly count."""
+    """At every stage. The batch is small, so activations hardly count.
+
+    Memory is planned from what passes and parameters take, at all stages: one stage's steps are
+    measured, since a profile has to have some.
+    """
     torch.manual_seed(0)
     rank = harness.rank()
     profile = poplar.profile_cluster(
@@ -167,6 +171,7 @@ def compare_with_the_plan(recipe: Recipe, engine: dict[str, object]) -> list[Pla
         process_group=harness.group(),
         max_batch=1,
         memory_limit=1 << 34,
+        stages=(0,),
         seconds=0.1,
         cache=False,
         **engine,

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from poplar.cli.app import app
-from poplar.planning import Plan, predict, search
+from poplar.planning import Plan, predict, search, simulate
 from poplar.planning.architecture import TrainingJob, architecture
 from poplar.planning.cluster import ClusterProfile
 from poplar.planning.cluster_file import ClusterFile
@@ -96,6 +96,37 @@ def test_the_profile_is_one_that_poplar_plan_reads(described, tmp_path):
     assert ClusterProfile.from_json(path) == simulated(described).middle
     planned = CliRunner().invoke(app, ["plan", str(path), "--global-batch", "256"])
     assert planned.exit_code == 0, planned.output
+
+
+def test_the_trace_is_of_the_plan_on_the_expected_cluster(described, tmp_path):
+    path = tmp_path / "step.json"
+    shown = run(described, "--stage", "1", "--trace", path)
+    assert shown.exit_code == 0, shown.output
+    assert f"written to {path}" in shown.stdout
+    written = path.read_text()
+    events = json.loads(written)["traceEvents"]
+    spans = [event for event in events if event["ph"] == "X"]
+    assert {span["pid"] for span in spans} == set(range(4)), "a process for each rank"
+    clusters = simulated(described)
+    step = simulate(clusters.middle, search(clusters.middle, global_batch=256, stages=(1,)))
+    assert max(span["ts"] + span["dur"] for span in spans) == pytest.approx(1e6 * step.step_seconds)
+    step.to_perfetto(path)
+    assert path.read_text() == written
+
+
+def test_a_trace_leaves_json_a_document(described, tmp_path):
+    path = tmp_path / "step.json"
+    shown = run(described, "--stage", "1", "--json", "--trace", path)
+    assert json.loads(shown.stdout)["simulated"] is True
+    assert path.exists()
+
+
+def test_a_trace_that_cannot_be_written_is_one_line(described, tmp_path):
+    shown = run(described, "--stage", "1", "--trace", tmp_path / "none" / "step.json")
+    assert shown.exit_code == 1
+    assert shown.stderr.startswith("poplar: ")
+    assert "step.json" in shown.stderr
+    assert shown.stderr.count("\n") == 1
 
 
 def test_a_model_that_does_not_fit_is_one_line(tmp_path):

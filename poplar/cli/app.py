@@ -235,6 +235,14 @@ def simulate(
     write_profile: Annotated[
         Path | None, typer.Option(help="Where to write the simulated profile, for poplar plan.")
     ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Where to write the plan's simulated step, for ui.perfetto.dev: what each rank "
+            "does when.",
+        ),
+    ] = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
@@ -271,6 +279,9 @@ def simulate(
             answer.show(
                 f"written to {write_profile}; next: poplar plan {write_profile} --global-batch B"
             )
+        if trace is not None:
+            simulation.write_trace(simulated, chosen, trace)
+            answer.show(f"written to {trace}; open it in ui.perfetto.dev")
 
 
 @app.command()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from rich import box
@@ -16,6 +17,7 @@ from poplar.planning.cost_model import readable_bytes
 from poplar.planning.estimate import Estimate, Interval, gain
 from poplar.planning.plan import Plan
 from poplar.planning.search import search
+from poplar.planning.simulator import simulate
 
 Gains = Mapping[str, Interval | str]
 """How many times as fast as each alternative, or why that one has no plan."""
@@ -60,6 +62,15 @@ def gains(
         else:
             found[name] = gain(simulated, plan, other, part)
     return found
+
+
+def write_trace(simulated: SimulatedCluster, plan: Plan, path: Path) -> None:
+    """One step of the plan on the expected cluster, as a Perfetto trace.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    simulate(simulated.middle, plan).to_perfetto(path)
 
 
 def document(
