@@ -36,6 +36,7 @@ RANKS, KINDS, BATCHES = (8, 64, 256, 1024, 10_000), (1, 4, 8, 16), (64, 512, 819
 USUAL_RANKS, USUAL_KINDS = 1024, 8
 WANTED = {(1024, 8, 8192): 0.2, (10_000, 8, 65_536): 2.0}
 """Seconds, by ranks, kinds and global batch."""
+UNITS = 22
 GIB = 2**30
 
 
@@ -137,7 +138,11 @@ def cluster(ranks: int, kinds: int) -> ClusterProfile:
     return ClusterProfile(
         devices=tuple(devices[rank * kinds // ranks] for rank in range(ranks)),
         model=ModelProfile(
-            unit_numels=(50_000_000,) * 22, param_bytes=2, grad_bytes=2, optimizer_bytes=12
+            unit_numels=(50_000_000,) * UNITS,
+            unit_names=tuple(f"block {unit}" for unit in range(UNITS)),
+            param_bytes=2,
+            grad_bytes=2,
+            optimizer_bytes=12,
         ),
         network=NetworkProfile(
             reduce_scatter_seconds=0.1,

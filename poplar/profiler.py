@@ -12,6 +12,7 @@ each ZeRO stage; here stages share one curve and differ in what is measured of t
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -236,18 +237,48 @@ class Profiler:
                 raise
         return tuple(observations)
 
-    def points_at(self, batch: int | None) -> list[BatchPoint | None]:
-        """One more point on each rank's curve, where a rank asks for one."""
-        passes = self._passes()
+    def points_at(
+        self, batches: Sequence[int | None], beside: Sequence[BatchPoint] = ()
+    ) -> list[BatchPoint | None]:
+        """One more point on the curve of each rank that has a batch here.
+
+        Args:
+            batches: by rank; None: nothing is asked of it.
+            beside: by rank, a point of its curve to measure again, in turns with the new one, or
+                alone where none is asked. Then all ranks compute for equally long, and new points
+                are as fast as the old ones were: a device is a few percent faster or slower a
+                minute later, which is no step in its curve.
+
+        Returns:
+            By rank, on every rank. Every rank calls it, with the same arguments.
+        """
+        passes, rank = self._passes(), self.group.rank
+        batch, known = batches[rank], beside[rank] if beside else None
+        sizes = [] if batch is None else [batch]
+        sizes += [] if known is None else [known.batch]
+
+        def first_passes() -> list[Rung]:
+            return [
+                Rung(
+                    batch=size,
+                    activation_bytes=passes.activation_bytes(size),
+                    seconds=passes.seconds(size),
+                )
+                for size in sizes
+            ]
 
         def measure() -> BatchPoint | None:
+            if not rungs:
+                return None
+            points = time_rungs(passes, rungs, seconds=seconds, least=TIMES_EACH)
             if batch is None:
                 return None
-            held = passes.activation_bytes(batch)
-            rung = Rung(batch=batch, seconds=passes.seconds(batch), activation_bytes=held)
-            return time_rungs(passes, [rung], seconds=0.0, least=TIMES_EACH)[0]
+            return points[0] if known is None else at_speed_of(known, *points)
 
         with computing_in(self.request.model, self.agreed.dtype):
+            rungs = self._together(first_passes, "the first passes of one more point")
+            longest = max(self._everyones(sum(rung.seconds for rung in rungs)))
+            seconds = TIMES_EACH * longest if beside else 0.0
             return self._everyones(self._together(measure, "measuring one more point"))
 
     def _look_up(self) -> tuple[ClusterProfile, dict[str, Plan]] | None:
@@ -419,6 +450,7 @@ class Profiler:
         together = max(sizes_of(self.agreed, gathers=False).flats)
         return ModelProfile(
             unit_numels=gathered.trained,
+            unit_names=gathered.names,
             unit_frozen_numels=gathered.frozen,
             resident_units=gathered.resident,
             largest_flat_numels=(together, together, together, max(gathered.flats)),
@@ -512,6 +544,14 @@ def fits(profile: ClusterProfile, plan: Plan) -> bool:
     except DoesNotFit:
         return False
     return True
+
+
+def at_speed_of(known: BatchPoint, new: BatchPoint, again: BatchPoint) -> BatchPoint:
+    """A new point as it would have been when the known one was measured, which now took `again`."""
+    factor = known.seconds / again.seconds
+    spread = math.hypot(new.spread_seconds / new.seconds, again.spread_seconds / again.seconds)
+    seconds = factor * new.seconds
+    return replace(new, seconds=seconds, spread_seconds=spread * seconds)
 
 
 def with_measured(profile: ClusterProfile, points: Sequence[BatchPoint | None]) -> ClusterProfile:

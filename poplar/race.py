@@ -183,10 +183,11 @@ class Race:
 
     def _measure_planned(self, plan: Plan) -> None:
         """One more point on each rank's curve: the batch that the plan gives it."""
-        rank = self._profiler.control.group.rank
-        planned = max(plan.micro_batches[rank], default=0)
-        known = {point.batch for point in self._profile.devices[rank].points}
-        fresh = planned if planned and planned not in known else None
+        fresh: list[int | None] = []
+        for passes, device in zip(plan.micro_batches, self._profile.devices, strict=True):
+            planned = max(passes, default=0)
+            known = {point.batch for point in device.points}
+            fresh.append(planned if planned and planned not in known else None)
         points = self._profiler.points_at(fresh)
         self._profile = with_measured(self._profile, points)
 

@@ -1,8 +1,8 @@
 """One call from a model to a plan: measure, search, try, agree.
 
 `autotune` profiles all ranks (or takes what the cache has), searches the best plan of each stage,
-lets the best two race, and keeps what the prediction missed. All ranks end with the same plan or
-the same error.
+measures the batches that this choice rests on where nobody did, lets the best plans race, and keeps
+what the prediction missed. All ranks end with the same plan or the same error.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import nn
 
 from poplar.comm import Group, control_of
+from poplar.inquiry import Inquiry, on_first_rank
 from poplar.planning.cluster import BatchPoint, ClusterProfile, DeviceProfile
 from poplar.planning.cost_model import describe, predict
 from poplar.planning.plan import STRATEGIES, Plan
@@ -31,6 +32,7 @@ from poplar.planning.search import alternatives
 from poplar.profiler import Profiler, cache_of
 from poplar.profiling.intact import surroundings_kept
 from poplar.profiling.passes import LossFunction
+from poplar.profiling.progress import Tell
 from poplar.profiling.progress import progress as shown
 from poplar.profiling.request import Request
 from poplar.profiling.steps import Observation
@@ -44,6 +46,8 @@ CANDIDATES = 2
 """The best plans of so many stages run first."""
 _PROFILE_PART = 0.75
 """Of the budget; the rest is for the trials."""
+_INQUIRY_PART = 0.3
+"""Of what is left for the trials, at most, for measuring what the plan rests on."""
 _MUST_MATCH = (
     "model",
     "units",
@@ -63,7 +67,7 @@ class Tuned:
 
     plan: Plan
     profile: ClusterProfile
-    """With the residuals that the trials left."""
+    """With the points that were asked for, and the residuals that the trials left."""
     observations: tuple[Observation, ...]
     """The plans that ran, each over all its turns; empty if the plan comes from the cache or
     nothing was tried."""
@@ -104,8 +108,9 @@ def tune(
         stage: a ZeRO stage, or the fastest of those that fit.
         policy: `"exact"`, or a published one to compare with: `"even"`, `"flops"`, `"paper"`.
         profile: plan on this one instead of measuring; it must be of this job.
-        verify: run the best plans of the best two stages in turns, a few steps each, before
-            deciding; a better one that shows itself meanwhile may join.
+        verify: measure the batches that decide between plans and that no rank has measured, on
+            a given profile too; then run the best plans of the best two stages in turns, a few
+            steps each, before deciding; a better one that shows itself meanwhile may join.
         seconds: budget for profile and trials together.
 
     Returns:
@@ -188,8 +193,16 @@ class Tuner:
         plans = self._search(profile)
         if not verify:
             return self._agreed(Tuned(plans[0], profile, ()))
-        left = self.control.exchange_objects(ends - time.perf_counter(), what="the budget")[0]
-        tuned = self._try(profile, plans, left)
+        with (
+            shown(self.profiler.show) as tell,
+            surroundings_kept(self.profiler.request.model, self.profiler.device),
+        ):
+            if self.policy == "exact":
+                inquiry = Inquiry(self.profiler, self._search)
+                profile, plans = inquiry.settled(
+                    profile, plans, seconds=_INQUIRY_PART * self._left(ends), tell=tell
+                )
+            tuned = self._try(profile, plans, self._left(ends), tell)
         if given is None:
             self.profiler.verified[self._key] = tuned.plan
             self.profiler.keep(tuned.profile)
@@ -201,24 +214,26 @@ class Tuner:
         return json.dumps([self.global_batch, self.policy])
 
     def _search(self, profile: ClusterProfile) -> tuple[Plan, ...]:
-        """On rank 0, for all: equal floats would do, but one search is one answer."""
-        answer: tuple[Plan, ...] | Exception = ()
-        if self.control.group.rank == 0:
-            try:
-                answer = alternatives(
-                    profile,
-                    global_batch=self.global_batch,
-                    stages=self.profiler.request.stages,
-                    policy=self.policy,
-                )[:CANDIDATES]
-            except Exception as error:
-                answer = error
-        answer = self.control.exchange_objects(answer, what="the search")[0]
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
+        """The best plans of the best stages."""
+        request = self.profiler.request
+        return on_first_rank(
+            self.control,
+            lambda: alternatives(
+                profile,
+                global_batch=self.global_batch,
+                stages=request.stages,
+                policy=self.policy,
+            )[:CANDIDATES],
+        )
 
-    def _try(self, profile: ClusterProfile, plans: Sequence[Plan], seconds: float) -> Tuned:
+    def _left(self, ends: float) -> float:
+        """Seconds until then, by the clock of rank 0, for all."""
+        left = ends - time.perf_counter()
+        return self.control.exchange_objects(left, what="the budget")[0]
+
+    def _try(
+        self, profile: ClusterProfile, plans: Sequence[Plan], seconds: float, tell: Tell
+    ) -> Tuned:
         race = Race(
             self.profiler,
             profile,
@@ -226,11 +241,7 @@ class Tuner:
             seconds=seconds,
             rebalances=self.policy == "exact",
         )
-        with (
-            shown(self.profiler.show) as tell,
-            surroundings_kept(self.profiler.request.model, self.profiler.device),
-        ):
-            best = race.winner(self._contenders(profile, plans), tell)
+        best = race.winner(self._contenders(profile, plans), tell)
         profile = race.refined(exactly=best)
         best = describe(profile, best, predict(profile, best), self.policy)
         return Tuned(best, profile, race.trials.observations())

@@ -13,12 +13,17 @@ import ranks as harness
 import torch
 from models import ModelSpec
 from ranks import Pool, RanksFailed
+from records import cluster
 from torch import Tensor, nn
 
 import poplar
 from poplar import ClusterProfile
+from poplar.comm import Group
 from poplar.errors import RankFailed
+from poplar.planning.cluster import BatchPoint
+from poplar.profiler import TIMES_EACH, Profiler, at_speed_of
 from poplar.profiling.memory import peak_bytes
+from poplar.profiling.request import Request
 from poplar.zero import checks
 
 QUICK = {"seconds": 20.0, "max_batch": 8, "progress": False}
@@ -101,6 +106,57 @@ def test_all_ranks_get_the_same_profile_and_it_survives_json(ranks: Pool, tmp_pa
     assert profile.model.numel >= sum(p.numel() for p in models.build(ModelSpec()).parameters())
     profile.to_json(tmp_path / "profile.json")
     assert ClusterProfile.from_json(tmp_path / "profile.json") == profile
+
+
+def points_beside(batches: list[int | None], known: ClusterProfile) -> tuple[Any, list[int]]:
+    """What is measured, and the batches that this rank ran."""
+    ran = []
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        ran.append(len(batch["tokens"]))
+        return models.mean_over_samples(model, batch)
+
+    request = Request(
+        model=models.build(ModelSpec(blocks=1)),
+        loss_fn=loss,
+        example=batch(),
+        optimizer_class=torch.optim.AdamW,
+        optimizer_options={},
+        max_batch=8,
+        memory_limit=None,
+        stages=(0,),
+        seconds=1.0,
+        max_norm=None,
+        units=None,
+        compute_dtype="auto",
+        reduce_dtype=torch.float32,
+        allow_batch_norm=False,
+    )
+    profiler = Profiler(request, Group.of(harness.group(), None), None, show=False)
+    points = profiler.points_at(batches, [device.points[1] for device in known.devices])
+    return points, ran
+
+
+def test_a_point_is_measured_while_all_other_ranks_compute(ranks: Pool):
+    known = cluster((10.0,) * 4, ["cpu"] * 4)  # its second points are of 2 samples
+    answers = ranks.run(points_beside, [3, None, 5, None], known)
+    first = answers[0][0]
+    assert [points for points, _ in answers] == [first] * 4
+    assert [point and point.batch for point in first] == [3, None, 5, None]
+    for (_, ran), own in zip(answers, ({2, 3}, {2}, {2, 5}, {2}), strict=True):
+        assert set(ran) == own
+        assert all(ran.count(size) > TIMES_EACH for size in own)
+
+
+def test_a_device_that_became_slower_has_no_step_in_its_curve():
+    def point(batch: int, seconds: float, spread: float) -> BatchPoint:
+        return BatchPoint(batch=batch, seconds=seconds, activation_bytes=0, spread_seconds=spread)
+
+    known, again, new = point(4, 1.0, 0.0), point(4, 1.25, 0.0), point(6, 1.875, 0.01875)
+    scaled = at_speed_of(known, new, again)
+    assert scaled.batch == 6
+    assert scaled.seconds == pytest.approx(1.5)
+    assert scaled.spread_seconds == pytest.approx(0.015)
 
 
 def limits(samples: list[int | None], memory: list[int | None]) -> list[int]:

@@ -28,7 +28,7 @@ from records import cluster as measured_cluster
 from torch import Tensor, nn
 
 import poplar
-from poplar import ClusterProfile, HeteroZeroOptimizer, Plan, Tuned, race, tuner
+from poplar import ClusterProfile, HeteroZeroOptimizer, Plan, Tuned, inquiry, race, tuner
 from poplar.planning.cluster import BatchPoint
 from poplar.planning.cost_model import StageCosts, predict
 from poplar.planning.policies import POLICIES
@@ -349,7 +349,9 @@ class Bench:
         self.verified: dict[str, Plan] = {}
         self.tried: list[Plan] = []
         self.seen: list[Plan] = []
-        self.points_asked: list[int | None] = []
+        self.points_asked: list[tuple[int | None, ...]] = []
+        self.before_trials: list[tuple[tuple[int | None, ...], list[int]]] = []
+        """What was asked for before any plan ran, and the batches that ran beside it."""
         self.kept: list[tuple[ClusterProfile, dict[str, Plan]]] = []
 
     def profile(self) -> ClusterProfile:
@@ -362,17 +364,21 @@ class Bench:
         self.tried += [plan for plan in plans if plan not in self.tried]
         return tuple(map(self._observation, plans))
 
-    def points_at(self, batch: int | None) -> list[BatchPoint | None]:
-        self.points_asked.append(batch)
-        if batch is None:
-            return [None] * self.true.world_size
+    def points_at(
+        self, batches: Sequence[int | None], beside: Sequence[BatchPoint] = ()
+    ) -> list[BatchPoint | None]:
+        self.points_asked.append(tuple(batches))
+        if not self.seen:
+            self.before_trials.append((tuple(batches), [point.batch for point in beside]))
         return [
-            BatchPoint(
+            None
+            if batch is None
+            else BatchPoint(
                 batch=batch,
                 seconds=device.seconds(batch),
                 activation_bytes=int(device.activation_bytes(batch)),
             )
-            for device in self.true.devices
+            for batch, device in zip(batches, self.true.devices, strict=True)
         ]
 
     def _observation(self, plan: Plan) -> Observation:
@@ -412,7 +418,7 @@ def predicted_order(cluster: ClusterProfile) -> list[int]:
 
 
 def test_the_best_plans_of_two_stages_are_tried_and_what_was_right_is_measured_no_further():
-    bench = Bench(known(), known(), STAGES)
+    bench = Bench(thorough(known()), known(), STAGES)
     decided = bench.tune()
     assert [plan.stage for plan in bench.tried] == predicted_order(known())[:2]
     assert bench.points_asked == []
@@ -521,7 +527,7 @@ class Sharing(Bench):
 
 def test_ranks_that_share_a_core_are_balanced_further_than_the_closed_form_sees():
     """By the form, the last of these two decides: a sample less at one of them saves nothing."""
-    bench = Sharing(*[straight_lines(203.5, 100.0, 100.0)] * 2, [1])
+    bench = Sharing(*[thorough(straight_lines(203.5, 100.0, 100.0))] * 2, [1])
     decided = Tuner(bench, global_batch=96, policy="exact").tune()
     assert [sum(own) for own in bench.seen[0].micro_batches] == [48, 24, 24]
     assert decided.plan.samples(0) == 49
@@ -547,7 +553,8 @@ def luring(cluster: ClusterProfile) -> ClusterProfile:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_cuts_that_noise_suggests_have_to_beat_the_plan_without_them(stage):
+def test_cuts_that_noise_suggests_have_to_beat_the_plan_without_them(stage, monkeypatch):
+    monkeypatch.setattr(inquiry, "QUESTIONS", 0)  # or the noise would be found out
     true = straight_lines(200.0, 100.0, 100.0)
     true = with_residuals(true, stage, overhead=0.002)
     bench = Bench(luring(true), true, [stage])
@@ -621,16 +628,102 @@ def straight() -> ClusterProfile:
     )
 
 
-def test_a_trial_far_from_its_prediction_leads_to_one_more_point_and_another_search():
+def test_a_trial_far_from_its_prediction_leads_to_one_more_point_and_another_search(monkeypatch):
+    monkeypatch.setattr(inquiry, "QUESTIONS", 0)  # or nothing would be far from its prediction
     bench = Bench(straight(), bent(), [0])
     decided = bench.tune()
-    planned = max(bench.tried[0].micro_batches[0])
-    assert bench.points_asked == [planned]
-    for device in decided.profile.devices:
-        assert planned in [point.batch for point in device.points]
+    planned = [max(passes) for passes in bench.tried[0].micro_batches]
+    assert bench.points_asked == [tuple(planned)]
+    for device, batch in zip(decided.profile.devices, planned, strict=True):
+        assert batch in [point.batch for point in device.points]
     trials = {observation.plan: observation.step_seconds for observation in decided.observations}
     assert list(trials) == bench.tried
     assert decided.plan == min(trials, key=trials.__getitem__)
+
+
+def in_steps(*sizes: int) -> ClusterProfile:
+    """Ranks whose passes take as long as the next multiple of so many samples, up to 64."""
+    alike = straight_lines(*[100.0] * len(sizes))
+    return replace(
+        alike,
+        devices=tuple(
+            replace(
+                device,
+                name=f"with tiles of {size}",
+                points=tuple(
+                    BatchPoint(
+                        batch=batch,
+                        seconds=-(-batch // size) * size / 100.0,
+                        activation_bytes=batch * 2**20,
+                    )
+                    for batch in range(1, 65)
+                ),
+            )
+            for device, size in zip(alike.devices, sizes, strict=True)
+        ),
+    )
+
+
+def in_powers_of_two(cluster: ClusterProfile) -> ClusterProfile:
+    """What a profile has of it."""
+    return replace(
+        cluster,
+        devices=tuple(
+            replace(d, points=tuple(p for p in d.points if p.batch.bit_count() == 1))
+            for d in cluster.devices
+        ),
+    )
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_decides_and_nobody_has_measured_is_measured_before_a_trial(stage):
+    """21 samples each look a third cheaper than 32, and cost as much as 24."""
+    true = in_steps(8, 8)
+    bench = Bench(in_powers_of_two(true), true, [stage])
+    decided = Tuner(bench, global_batch=42, policy="exact").tune()  # type: ignore[arg-type]
+    assert bench.before_trials[0] == ((21, 21), [16, 16])
+    assert len(bench.before_trials) <= inquiry.QUESTIONS
+    best = alternatives(true, global_batch=42, stages=(stage,))[0]
+    seconds = [predict(true, plan).step_seconds for plan in (decided.plan, best)]
+    assert seconds[0] == pytest.approx(seconds[1], rel=0.01)
+    for device in decided.profile.devices:
+        assert 21 in [point.batch for point in device.points]
+
+
+def test_ranks_that_are_asked_nothing_compute_beside_those_that_are():
+    true = in_steps(8, 1)
+    first, second = in_powers_of_two(true).devices[0], true.devices[1]
+    measured = replace(true, devices=(first, second))
+    bench = Bench(measured, true, [0])
+    Tuner(bench, global_batch=42, policy="exact").tune()  # type: ignore[arg-type]
+    (batches, beside), *_ = bench.before_trials
+    assert batches[0] not in (None, *(point.batch for point in first.points))
+    assert batches[1] is None
+    assert beside[0] in [point.batch for point in first.points]
+    (plan,) = alternatives(measured, global_batch=42, stages=[0])
+    assert beside[1] == max(plan.micro_batches[1])
+
+
+def test_a_given_profile_gets_the_points_that_decide_if_its_plan_is_verified():
+    true = in_steps(8, 8)
+    given = in_powers_of_two(true)
+    bench = Bench(true, true, [0])
+    tuner = Tuner(bench, global_batch=42, policy="exact")  # type: ignore[arg-type]
+    decided = tuner.tune(given)
+    assert bench.before_trials != []
+    assert len(decided.profile.devices[0].points) > len(given.devices[0].points)
+
+
+@pytest.mark.parametrize(
+    ("policy", "seconds", "verify"),
+    [("even", 45.0, True), ("paper", 45.0, True), ("exact", 0.0, True), ("exact", 45.0, False)],
+)
+def test_nothing_is_asked_of_other_policies_without_time_or_without_trials(policy, seconds, verify):
+    true = in_steps(8, 8)
+    bench = Bench(in_powers_of_two(true), true, [0])
+    bench.request.seconds = seconds
+    Tuner(bench, global_batch=42, policy=policy).tune(verify=verify)  # type: ignore[arg-type]
+    assert bench.before_trials == []
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -646,22 +739,31 @@ def test_ranks_whose_speeds_have_changed_since_the_profile_get_what_they_can_do_
 
 def test_what_is_known_already_is_not_measured_again():
     """The residuals alone were wrong: all planned batches are points of the curve."""
-    single = replace(known(), devices=tuple(with_all_batches(d) for d in known().devices))
+    single = thorough(known())
     bench = Bench(single, with_step_seconds(single, (1.0,) * 4), [1])
     bench.tune()
-    assert bench.points_asked == [None]
+    assert bench.points_asked == [(None,) * 4]
 
 
-def with_all_batches(device: Any) -> Any:
-    points = tuple(
-        BatchPoint(
-            batch=batch,
-            seconds=device.seconds(batch),
-            activation_bytes=int(device.activation_bytes(batch)),
-        )
-        for batch in range(1, device.max_batch + 1)
+def thorough(cluster: ClusterProfile) -> ClusterProfile:
+    """Every batch of every rank was measured."""
+    return replace(
+        cluster,
+        devices=tuple(
+            replace(
+                device,
+                points=tuple(
+                    BatchPoint(
+                        batch=batch,
+                        seconds=device.seconds(batch),
+                        activation_bytes=int(device.activation_bytes(batch)),
+                    )
+                    for batch in range(1, device.max_batch + 1)
+                ),
+            )
+            for device in cluster.devices
+        ),
     )
-    return replace(device, points=points)
 
 
 def test_a_planned_batch_that_turns_out_not_to_fit_is_not_planned():

@@ -97,8 +97,12 @@ class Architecture:
     @property
     def unit_numels(self) -> tuple[int, ...]:
         """Embeddings, every block, head: what is gathered and reduced together."""
-        units = (self.embedding_numel, *(self.block_numel,) * self.layers, self.head_numel)
-        return tuple(numel for numel in units if numel)
+        return tuple(numel for _, numel in self._units if numel)
+
+    @property
+    def unit_names(self) -> tuple[str, ...]:
+        """Of those, in words: what a model's own code calls them is not known here."""
+        return tuple(name for name, numel in self._units if numel)
 
     @property
     def numel(self) -> int:
@@ -112,6 +116,11 @@ class Architecture:
         if not self.tied:
             tables += self.vocabulary * self.embedding_width
         return self.numel - tables
+
+    @property
+    def _units(self) -> tuple[tuple[str, int], ...]:
+        blocks = ((f"block {layer}", self.block_numel) for layer in range(self.layers))
+        return ("embedding", self.embedding_numel), *blocks, ("head", self.head_numel)
 
     @property
     def _norm_numel(self) -> int:

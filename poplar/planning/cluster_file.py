@@ -258,7 +258,11 @@ class ClusterFile:
         # 16-bit training with AdamW as the engine does it: fp32 master and moments, fp32 on the
         # wire.
         model = ModelProfile(
-            unit_numels=shape.unit_numels, param_bytes=2, grad_bytes=2, optimizer_bytes=12
+            unit_numels=shape.unit_numels,
+            unit_names=shape.unit_names,
+            param_bytes=2,
+            grad_bytes=2,
+            optimizer_bytes=12,
         )
         links = [
             HostLinks(

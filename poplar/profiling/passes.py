@@ -25,6 +25,10 @@ MARGIN = 0.97
 NEAR_ENOUGH = 1 / 8
 """Once a batch was too large, the search between it and the largest that fits ends here."""
 
+_ERROR_PER_DEVIATION = 1.4826 * math.sqrt(math.pi / 2)
+"""Of many normal samples: a standard deviation is so many median ones, and the median errs by so
+much more than the mean."""
+
 
 @dataclass
 class Passes:
@@ -228,8 +232,19 @@ def time_rungs(
                         batch=rung.batch,
                         seconds=median(samples[rung.batch]),
                         activation_bytes=rung.activation_bytes,
+                        spread_seconds=error_of_median(samples[rung.batch]),
                     )
                     for rung in rungs
                 )
             samples[size].append(passes.seconds(size, repeats[size]))
         order.reverse()
+
+
+def error_of_median(samples: Sequence[float]) -> float:
+    """The standard error of the median, by the median deviation; 0 where one sample says nothing.
+
+    As of a normal distribution, without the few samples that were disturbed.
+    """
+    middle = median(samples)
+    deviation = median(abs(sample - middle) for sample in samples)
+    return _ERROR_PER_DEVIATION * deviation / math.sqrt(len(samples))
