@@ -90,38 +90,51 @@ class Oracle:
         return measured * bound(shares) / even
 
     def seconds(self, batches: Batches, shares: tuple[float, ...]) -> float:
-        network, stage = self.cluster.network, self.stage
-        reduce, gather = self.reduce(shares), self.gather(shares)
-
-        def optimizer(share_of):
-            return max(
-                self.cluster.devices[r].optimizer_step_seconds(share_of(r))
-                + self.cluster.devices[r].step_overhead_seconds[stage]
-                for r in range(self.n)
-            )
-
-        once_more = network.step_seconds[stage]
-        if stage < 2:
+        reduce, gather = self._traffic(shares)
+        if self.stage < 2:
             passes = [[self.x(r, b) for b in own if b] for r, own in enumerate(batches)]
             ends, lasts = [sum(p) for p in passes], [p[-1] if p else 0.0 for p in passes]
-        if stage == 0:
-            even = (1 / self.n,) * self.n
-            total = self._meet_and_gather(ends, lasts, self.reduce(even), self.gather(even))
-            return total + max(0.0, optimizer(lambda r: 1.0) + once_more)
-        if stage == 1:
-            total = self._meet(ends, lasts, reduce)
-            return total + max(0.0, optimizer(lambda r: shares[r]) + gather + once_more)
+            return self._meet_once(ends, lasts, reduce, gather) + self._after(shares)
         columns = [[self.x(r, b) for r, b in enumerate(c)] for c in zip(*batches, strict=True)]
-        if stage == 2:
-            total = sum(self._meet_and_go_on(column, reduce) for column in columns[:-1])
-            total += self._meet(columns[-1], columns[-1], reduce)
-        else:
-            total = sum(
-                self._meet_gathered(max(column), reduce, gather, is_first=number == 0)
-                for number, column in enumerate(columns)
+        total = sum(
+            self._meet_each_pass(
+                column,
+                reduce,
+                gather,
+                is_first=number == 0,
+                is_last=number == len(columns) - 1,
             )
-        after = gather if stage == 2 else 0.0
-        return total + max(0.0, optimizer(lambda r: shares[r]) + after + once_more)
+            for number, column in enumerate(columns)
+        )
+        return total + self._after(shares)
+
+    def _traffic(self, shares: tuple[float, ...]) -> tuple[float, float]:
+        if self.stage == 0:
+            shares = (1 / self.n,) * self.n
+        return self.reduce(shares), self.gather(shares)
+
+    def _after(self, shares: tuple[float, ...]) -> float:
+        """What follows the last meeting."""
+        stage, network = self.stage, self.cluster.network
+        optimizer = max(
+            device.optimizer_step_seconds(share if stage else 1.0)
+            + device.step_overhead_seconds[stage]
+            for device, share in zip(self.cluster.devices, shares, strict=True)
+        )
+        gather = self.gather(shares) if stage in (1, 2) else 0.0
+        return max(0.0, optimizer + gather + network.step_seconds[stage])
+
+    def _meet_once(self, ends, lasts, reduce: float, gather: float) -> float:
+        if self.stage == 0:
+            return self._meet_and_gather(ends, lasts, reduce, gather)
+        return self._meet(ends, lasts, reduce)
+
+    def _meet_each_pass(self, column, reduce, gather, *, is_first: bool, is_last: bool) -> float:
+        if self.stage == 3:
+            return self._meet_gathered(max(column), reduce, gather, is_first=is_first)
+        if is_last:
+            return self._meet(column, column, reduce)
+        return self._meet_and_go_on(column, reduce)
 
     def _offered(self, ends, lasts) -> float:
         """When every rank is through with its last unit's backward."""
@@ -265,6 +278,102 @@ class Oracle:
             if self.needed(rank, batch, share) <= self.limit(rank):
                 held = batch
         return held
+
+    def best_by_programme(self, global_batch: int, shares: list[tuple[float, ...]]) -> float:
+        """As `best`, for global batches that are too large to list all plans."""
+        best, splits = math.inf, {}
+        for p in shares:
+            holds = tuple(
+                min(self._holds(rank, global_batch, p[rank]), self.cluster.devices[rank].max_batch)
+                for rank in range(self.n)
+            )
+            if min(holds) < 0 or max(holds) < 1:
+                continue
+            if self.stage < 2:
+                if holds not in splits:
+                    splits[holds] = self._splits(global_batch, holds)
+                traffic = self._traffic(p)
+                least = min(
+                    self._meet_once([latest], [0.0], *traffic)
+                    if self._is_free_of_windows
+                    else self._met_at(latest, offered, *traffic)
+                    for latest, offered in splits[holds]
+                )
+            else:
+                least = self._cheapest_meetings(global_batch, holds, p)
+            best = min(best, least + self._after(p))
+        return best
+
+    @property
+    def _is_free_of_windows(self) -> bool:
+        return self.cluster.overlap == 0.0
+
+    def _met_at(self, latest: float, offered: float, reduce: float, gather: float) -> float:
+        """A meeting of two ranks: the last one, and the one whose gradients come latest."""
+        left = self.cluster.backward_fraction * sum(self.parts[:-1])
+        last = (latest - offered) / left if left else 0.0
+        return self._meet_once([latest], [last], reduce, gather)
+
+    def _cheapest_meetings(self, global_batch: int, holds, shares) -> float:
+        """Sums of meetings, each as long as the least time in which its samples are computed."""
+        reduce, gather = self._traffic(shares)
+        times = sorted(self.x(r, b) for r, most in enumerate(holds) for b in range(1, most + 1))
+        times = times[:global_batch]
+
+        def cost(samples: int, **place) -> float:
+            return self._meet_each_pass([times[samples - 1]], reduce, gather, **place)
+
+        sizes = range(1, len(times) + 1)
+        usual = {m: cost(m, is_first=False, is_last=False) for m in sizes}
+        last = {m: cost(m, is_first=False, is_last=True) for m in sizes}
+        least = [0.0]
+        for n in range(1, global_batch + 1):
+            least.append(min(least[n - m] + usual[m] for m in sizes if m <= n))
+        return min(least[global_batch - m] + last[m] for m in sizes if m <= global_batch)
+
+    def _splits(self, global_batch: int, holds) -> list[tuple[float, float]]:
+        """When the last rank's compute ends, and then the earliest that all offer gradients: of
+        the ways to deal out the samples those that may be the best."""
+        options = [self._options(r, global_batch, most) for r, most in enumerate(holds)]
+
+        def can_be(latest: float, offered: float) -> bool:
+            reached = 1  # bit n: the ranks so far can have n samples together
+            for own in options:
+                together = 0
+                for samples, ways in enumerate(own):
+                    if any(end <= latest and start <= offered for end, start in ways):
+                        together |= reached << samples
+                reached = together
+            return bool(reached >> global_batch & 1)
+
+        every = {way for own in options for ways in own for way in ways}
+        ends, starts = (sorted({way[part] for way in every}) for part in (0, 1))
+        found, place = [], len(starts) - 1
+        for latest in ends:
+            if can_be(latest, starts[place]):
+                while place and can_be(latest, starts[place - 1]):
+                    place -= 1
+                found.append((latest, starts[place]))
+                if self._is_free_of_windows:
+                    break
+        return found
+
+    def _options(self, rank: int, global_batch: int, most: int) -> list[list[tuple[float, float]]]:
+        """By samples: when they are computed and when the last pass offers gradients, however they
+        are cut; without those that others beat in both."""
+        left = self.cluster.backward_fraction * sum(self.parts[:-1])
+        least, options = [0.0], [[(0.0, 0.0)]]
+        for samples in range(1, global_batch + 1):
+            ways = []
+            for last in range(1, min(most, samples) + 1):
+                if samples - last < len(least):
+                    end = least[samples - last] + self.x(rank, last)
+                    ways.append((end, end - left * self.x(rank, last)))
+            if not ways:
+                break
+            least.append(min(ways)[0])
+            options.append([w for w in ways if not any(o[0] <= w[0] and o[1] < w[1] for o in ways)])
+        return options
 
     def every_batches(self, global_batch: int) -> Iterator[Batches]:
         """All batches, but for the order of what changes no formula."""

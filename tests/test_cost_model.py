@@ -22,14 +22,9 @@ from poplar.planning.cluster import (
     NetworkProfile,
 )
 from poplar.planning.collectives import CollectiveCosts
-from poplar.planning.cost_model import (
-    DoesNotFit,
-    StageCosts,
-    describe,
-    memory_needed,
-    predict,
-)
+from poplar.planning.cost_model import DoesNotFit, describe, memory_needed, predict
 from poplar.planning.plan import STRATEGIES, Plan, UnitPlan
+from poplar.planning.stage_costs import StageCosts
 
 MIB = 2**20
 

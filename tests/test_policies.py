@@ -38,7 +38,7 @@ def with_peaks(cluster, draw):
 @pytest.mark.parametrize("stage", STAGES)
 def test_every_policy_keeps_within_memory_and_is_not_faster_than_the_search(stage):
     decided = 0
-    for seed in range(150):
+    for seed in range(260):
         draw = random.Random(7 * seed + stage)
         cluster = planning_oracle.random_cluster(draw, draw.choice((1, 2, 3, 4)), stage)
         cluster = with_peaks(cluster, draw)
@@ -52,9 +52,8 @@ def test_every_policy_keeps_within_memory_and_is_not_faster_than_the_search(stag
             assert Oracle(cluster, stage).fits(plan.micro_batches, plan.shares, slack=1.0)
             assert plan.prediction["policy"] == policy
             best = search(cluster, preference=0.0, **wanted)
-            least = seconds_of(best) * (1 - best.prediction["optimality_gap"])
-            assert seconds_of(plan) >= least * (1 - 1e-9)
-    assert decided > 150
+            assert seconds_of(best) <= seconds_of(plan) * (1 + 1e-9)
+    assert decided > 260
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from records import cluster as measured_cluster
 
 from poplar import ClusterProfile, Plan
-from poplar.planning.cost_model import StageCosts, predict
+from poplar.planning.cost_model import predict
+from poplar.planning.stage_costs import StageCosts
 from poplar.profiling.residuals import at_observed_speeds, fit, refine
 from poplar.profiling.steps import Observation
 

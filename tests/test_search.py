@@ -27,6 +27,7 @@ from poplar.planning.search import NoPlanFits, alternatives, search
 LARGEST_GLOBAL_BATCH = {1: 8, 2: 6, 3: 4}
 SHARE_STEPS = {1: 1, 2: 12, 3: 5}
 SEEDS_PER_TEST = 80
+LARGER_CLUSTERS = 250
 
 
 def best_found(cluster, **wanted):
@@ -71,6 +72,33 @@ def test_no_plan_is_faster_than_the_one_that_search_finds(stage, first_seed):
         least = oracle.best(global_batch, shares)
         assert seconds_of(plan) <= least * (1 + 1e-9), f"seed {seed}: {ranks} ranks"
     assert fitting > SEEDS_PER_TEST / 2
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_nor_with_more_ranks_and_samples(stage):
+    """Where all plans are too many to be listed, a plain dynamic programme finds the best."""
+    fitting = 0
+    for seed in range(LARGER_CLUSTERS):
+        draw = random.Random(9 * seed + stage)
+        ranks, global_batch = draw.choice((2, 3, 3, 4)), draw.randint(5, 24)
+        cluster = planning_oracle.random_cluster(draw, ranks, stage)
+        oracle = Oracle(cluster, stage)
+        plan = best_found(cluster, global_batch=global_batch, stages=(stage,))
+        shares = [(1 / ranks,) * ranks]
+        if stage:
+            several = planning_oracle.share_grid(ranks, 4)
+            several += planning_oracle.critical_shares(oracle, global_batch)
+            shares += draw.sample(several, min(8, len(several)))
+        if plan is not None:
+            fitting += 1
+            shares.append(plan.shares)
+            own = oracle.seconds(plan.micro_batches, plan.shares)
+            assert seconds_of(plan) == pytest.approx(own, rel=1e-9), seed
+        least = oracle.best_by_programme(global_batch, shares)
+        gap = 0.0 if plan is None else plan.prediction["optimality_gap"]
+        assert seconds_of(plan) * (1 - gap) <= least * (1 + 1e-9), f"seed {seed}: {ranks} ranks"
+        assert least <= seconds_of(plan) * (1 + 1e-9), f"seed {seed}: the programme missed a plan"
+    assert fitting > LARGER_CLUSTERS / 2
 
 
 def device(speed=1.0, *, memory=10**9, latency=0.02, largest=16, sample_bytes=10**6, **changes):
@@ -327,6 +355,24 @@ def test_a_faster_device_is_never_slower(seed, stage, global_batch, factor):
     # Communication hides under a pass: with overlap a shorter pass can show more of it.
     slower = dataclasses.replace(cluster, overlap=0.0)
     faster = dataclasses.replace(slower, devices=tuple(devices))
+    before = best_found(slower, global_batch=global_batch, stages=(stage,))
+    after = best_found(faster, global_batch=global_batch, stages=(stage,))
+    assert seconds_of(after) <= within_gap(after, before)
+
+
+@given(seed=seeds, stage=stages, global_batch=st.integers(1, 24), factor=st.floats(0.2, 1.0))
+@few
+def test_a_faster_network_is_never_slower(seed, stage, global_batch, factor):
+    _, slower = drawn(seed, stage)
+    network = slower.network
+    faster = dataclasses.replace(
+        slower,
+        network=dataclasses.replace(
+            network,
+            reduce_scatter_seconds=factor * network.reduce_scatter_seconds,
+            all_gather_seconds=factor * network.all_gather_seconds,
+        ),
+    )
     before = best_found(slower, global_batch=global_batch, stages=(stage,))
     after = best_found(faster, global_batch=global_batch, stages=(stage,))
     assert seconds_of(after) <= within_gap(after, before)

@@ -27,9 +27,10 @@ from poplar.planning.cluster import (
     ModelProfile,
     NetworkProfile,
 )
-from poplar.planning.cost_model import DoesNotFit, StageCosts
+from poplar.planning.cost_model import DoesNotFit
 from poplar.planning.plan import MEETS_EVERY_PASS, UnitPlan
 from poplar.planning.programme import PROGRAMMES
+from poplar.planning.stage_costs import StageCosts
 
 FULL = 2**23
 """Elements that fill a buffer: such a unit travels alone, at every stage."""

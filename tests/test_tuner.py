@@ -30,9 +30,10 @@ from torch import Tensor, nn
 import poplar
 from poplar import ClusterProfile, HeteroZeroOptimizer, Plan, Tuned, inquiry, race, tuner
 from poplar.planning.cluster import BatchPoint
-from poplar.planning.cost_model import StageCosts, predict
+from poplar.planning.cost_model import predict
 from poplar.planning.policies import POLICIES
 from poplar.planning.search import alternatives
+from poplar.planning.stage_costs import StageCosts
 from poplar.profiling.steps import Observation
 from poplar.tuner import Tuner
 

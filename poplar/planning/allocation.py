@@ -20,8 +20,8 @@ from functools import cache, partial
 from typing import NamedTuple
 
 from poplar import _core
-from poplar.planning.cost_model import Meeting, StageCosts, Traffic
 from poplar.planning.kinds import members
+from poplar.planning.stage_costs import Meeting, StageCosts, Traffic
 
 MicroBatches = tuple[tuple[int, ...], ...]
 _ROUNDING = 1e-12

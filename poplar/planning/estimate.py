@@ -16,8 +16,9 @@ from typing import Any
 
 from poplar.planning.cluster import ClusterProfile
 from poplar.planning.cluster_file import SimulatedCluster
-from poplar.planning.cost_model import DoesNotFit, StageCosts, costs_of, memory_needed, predict
+from poplar.planning.cost_model import DoesNotFit, memory_needed, predict
 from poplar.planning.plan import Plan
+from poplar.planning.stage_costs import StageCosts, costs_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

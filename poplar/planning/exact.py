@@ -19,13 +19,13 @@ from itertools import count
 from typing import NamedTuple
 
 from poplar.planning.allocation import MicroBatches, Workload
-from poplar.planning.cost_model import StageCosts
 from poplar.planning.joint import TOLERANCE, Relaxed, relaxed
 from poplar.planning.kinds import each, members
 from poplar.planning.memory import RankMemory
 from poplar.planning.plan import Plan
 from poplar.planning.shares import Owns, ShareProblem
 from poplar.planning.shortage import shortage, smallest_shares, suffice
+from poplar.planning.stage_costs import StageCosts
 from poplar.planning.tidy import tidied
 
 PREFERENCE = 1e-3

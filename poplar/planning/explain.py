@@ -15,14 +15,7 @@ from functools import cached_property
 from poplar.planning import what_if
 from poplar.planning.alike import Kind, alike_kinds, without_noise
 from poplar.planning.cluster import ClusterProfile
-from poplar.planning.cost_model import (
-    DoesNotFit,
-    StageCosts,
-    bound_of,
-    costs_of,
-    predict,
-    readable_bytes,
-)
+from poplar.planning.cost_model import DoesNotFit, bound_of, predict, readable_bytes
 from poplar.planning.explanation import (
     NEEDED,
     NOT_WORTH_IT,
@@ -34,6 +27,7 @@ from poplar.planning.explanation import (
 )
 from poplar.planning.plan import Plan
 from poplar.planning.search import ALL_STAGES, plans_by_stage
+from poplar.planning.stage_costs import StageCosts, costs_of
 
 PREDICTION_ERROR = 0.04
 """Of a step, as a fraction, where nobody knows better: see the benchmark of predictions."""

@@ -17,8 +17,8 @@ from itertools import accumulate, combinations, count
 from typing import NamedTuple
 
 from poplar.planning.allocation import EveryPass, MicroBatches, OncePerStep, Split, Workload
-from poplar.planning.cost_model import Exposure, StageCosts, Traffic
 from poplar.planning.shares import Corner, Shared, ShareProblem
+from poplar.planning.stage_costs import Exposure, StageCosts, Traffic
 
 TOLERANCE = 1e-10
 """Relative difference below which two steps are equally fast."""

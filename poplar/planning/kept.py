@@ -17,12 +17,12 @@ from functools import cached_property
 from typing import NamedTuple
 
 from poplar.planning.cluster import ModelProfile
-from poplar.planning.cost_model import StageCosts
 from poplar.planning.exact import Decision, Request, exact
 from poplar.planning.joint import TOLERANCE
 from poplar.planning.memory import RankMemory
 from poplar.planning.plan import STRATEGIES, Plan, UnitPlan
 from poplar.planning.shortage import NoPlanFits
+from poplar.planning.stage_costs import StageCosts
 
 _MOST_SEARCHES = 24
 

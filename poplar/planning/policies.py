@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from poplar import _core
-from poplar.planning.cost_model import StageCosts
 from poplar.planning.exact import Decision, Request
 from poplar.planning.kept import exact_with_kept_units
 from poplar.planning.plan import Plan
 from poplar.planning.shortage import NoPlanFits, shortage, shortage_at_shares
+from poplar.planning.stage_costs import StageCosts
 
 Policy = Callable[[StageCosts, Request], Decision]
 """From the costs of a stage and what is wanted of it."""

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar, NamedTuple
 
-from poplar.planning.cost_model import StageCosts
 from poplar.planning.itinerary import buffers_of, units_of
 from poplar.planning.memory import buffers_in_flight
+from poplar.planning.stage_costs import StageCosts
 
 _AT_ONCE = -1
 """The number of a collective that never was: nobody waits for it."""

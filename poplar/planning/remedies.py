@@ -12,11 +12,12 @@ from dataclasses import replace
 
 from poplar.planning.alike import alike_kinds, spoken
 from poplar.planning.cluster import ClusterProfile, DeviceProfile
-from poplar.planning.cost_model import StageCosts, readable_bytes
+from poplar.planning.cost_model import readable_bytes
 from poplar.planning.plan import STRATEGIES
 from poplar.planning.policies import Shortage
 from poplar.planning.shortage import NoPlanFits
 from poplar.planning.shortage import shortage as exact_shortage
+from poplar.planning.stage_costs import StageCosts
 from poplar.planning.what_if import with_copies, with_memory, without
 
 _MIB = 2**20

@@ -12,12 +12,13 @@ import math
 from collections.abc import Collection, Sequence
 
 from poplar.planning.cluster import ClusterProfile
-from poplar.planning.cost_model import StageCosts, costs_of, describe, predict_at
+from poplar.planning.cost_model import describe, predict_at
 from poplar.planning.exact import PREFERENCE, Decision, Request
 from poplar.planning.plan import STRATEGIES, Plan
 from poplar.planning.policies import POLICIES, shortage_of
 from poplar.planning.remedies import with_remedies
 from poplar.planning.shortage import NoPlanFits
+from poplar.planning.stage_costs import StageCosts, costs_of
 
 __all__ = ["ALL_STAGES", "NoPlanFits", "alternatives", "search"]
 

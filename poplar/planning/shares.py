@@ -15,10 +15,10 @@ from enum import IntEnum
 from typing import NamedTuple
 
 from poplar.planning.collectives import CollectiveCost
-from poplar.planning.cost_model import Exposure, Meeting, StageCosts, Traffic
 from poplar.planning.kinds import members
 from poplar.planning.linear_programme import LinearProgramme
 from poplar.planning.shortage import suffice
+from poplar.planning.stage_costs import Exposure, Meeting, StageCosts, Traffic
 
 _SMALLEST_SHARE = 1e-9
 """Less is rounding, and becomes nothing."""

@@ -7,9 +7,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 from poplar.errors import PoplarError
-from poplar.planning.cost_model import StageCosts, readable_bytes
+from poplar.planning.cost_model import readable_bytes
 from poplar.planning.kinds import each
 from poplar.planning.memory import RankMemory
+from poplar.planning.stage_costs import StageCosts
 
 _Value = TypeVar("_Value")
 

@@ -1,4 +1,4 @@
-"""A step of a plan, event by event: the reference of the closed form in `cost_model`.
+"""A step of a plan, event by event: the reference of the closed form in `stage_costs`.
 
 Every rank has a compute stream, which follows its programme (`programme.py`), and a communication
 stream, which carries the collectives that it has issued, one after the other, in the order that all
@@ -21,7 +21,7 @@ import itertools
 from collections.abc import Iterable, Iterator
 
 from poplar.planning.cluster import ClusterProfile
-from poplar.planning.cost_model import StageCosts, costs_of, predict
+from poplar.planning.cost_model import predict
 from poplar.planning.plan import Plan
 from poplar.planning.programme import (
     PROGRAMMES,
@@ -33,6 +33,7 @@ from poplar.planning.programme import (
     Senders,
     Work,
 )
+from poplar.planning.stage_costs import StageCosts, costs_of
 from poplar.planning.timeline import Span, Timeline
 
 

@@ -11,8 +11,8 @@ import math
 from collections.abc import Sequence
 
 from poplar.planning.allocation import MicroBatches
-from poplar.planning.cost_model import StageCosts
 from poplar.planning.kinds import members
+from poplar.planning.stage_costs import StageCosts
 
 _SLOWER = 0.01
 """How much longer, as a fraction, a rank may compute for fewer passes while it is not the last."""

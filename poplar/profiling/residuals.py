@@ -12,8 +12,8 @@ from dataclasses import replace
 from statistics import mean, median
 
 from poplar.planning.cluster import ClusterProfile, DeviceProfile
-from poplar.planning.cost_model import costs_of
 from poplar.planning.plan import MEETS_EVERY_PASS
+from poplar.planning.stage_costs import costs_of
 from poplar.profiling.steps import Observation
 
 _HALVINGS = 40
