@@ -22,6 +22,8 @@ from poplar.planning.stage_costs import Exposure, Meeting, StageCosts, Traffic
 
 _SMALLEST_SHARE = 1e-9
 """Less is rounding, and becomes nothing."""
+_STEEPEST = 1e-5
+"""With room for less, the line between nothing and a latency is too steep for the arithmetic."""
 
 
 class Owns(IntEnum):
@@ -183,6 +185,8 @@ class ShareProblem:
         costs, upper = self._costs, self._upper[rank]
         nothing = costs.optimizer_seconds(rank, 0.0)
         if self._owns[rank] is Owns.NOTHING or upper <= 0.0:
+            return nothing, 0.0
+        if self._owns[rank] is Owns.OPEN and upper < _STEEPEST:
             return nothing, 0.0
         if self._owns[rank] is Owns.OPEN:
             return nothing, (costs.optimizer_seconds(rank, upper) - nothing) / upper
