@@ -42,7 +42,7 @@ from poplar.planning.shortage import NoPlanFits
 from poplar.profiling.cache import Cache, default_folder
 from poplar.profiling.intact import computing_in, parameters_kept, surroundings_kept
 from poplar.profiling.network import Collectives, measure_network
-from poplar.profiling.passes import LossFunction, Passes, Rung, scout, time_rungs
+from poplar.profiling.passes import LossFunction, Passes, Rung, Timings, scout, time_rungs
 from poplar.profiling.progress import Tell, progress
 from poplar.profiling.request import DEFAULT_MAX_BATCH, Agreed, Request, agree_on, sizes_of
 from poplar.profiling.residuals import fit
@@ -64,6 +64,9 @@ NETWORK = 0.08
 STEPS = 0.4
 """Part of the budget for steps of the engine, over all stages."""
 TIMES_EACH = 5
+"""Passes of a size, and steps of a plan, that are timed where they take equally long."""
+SURE = 0.01
+"""Of a median, as a fraction: where it is less sure, more is timed, as far as the budget goes."""
 PASSES_OBSERVED = (1, 3)
 """Steps of the engine are observed with so many passes; the difference is what a meeting costs."""
 
@@ -155,6 +158,12 @@ class _Curve:
     throttled: str
 
 
+def times_to_be_sure(curves: Sequence[_Curve]) -> float:
+    """How many times as many samples would make every median `SURE`; at least 1."""
+    unsure = max(point.spread_seconds / point.seconds for own in curves for point in own.points)
+    return float(max(1.0, (unsure / SURE) ** 2))
+
+
 class Profiler:
     """One request on one rank; its methods are collective."""
 
@@ -169,6 +178,8 @@ class Profiler:
         self.asynchronous = self.device.type == "cuda"
         """The device computes while the host goes on."""
         self.memory_bytes, self.held_bytes = self._together(self._memory, "reading free memory")
+        self._noise = 1.0
+        """How many times longer than on a quiet machine everything has to be timed."""
         self.verified: dict[str, Plan] = {}
         """Plans of this profile that fit into the present memory, by request; on every rank."""
         self._cached: dict[str, Plan] = {}
@@ -322,8 +333,18 @@ class Profiler:
         longest = max(self._everyones(sum(rung.seconds for rung in rungs)))
         timing = min(TIMES_EACH * longest, budget * TIMING)
         tell(f"time against batch, {timing:.0f} s")
+        timings = Timings(passes, rungs)
+        curves = self._timed(passes, timings, timing)
+        self._noise = times_to_be_sure(curves)
+        more = min((self._noise - 1.0) * timing, budget * TIMING - timing)
+        if more > 0.0:
+            tell(f"time against batch, {more:.0f} s more: passes differ from each other")
+            curves = self._timed(passes, timings, more)
+        return curves
+
+    def _timed(self, passes: Passes, timings: Timings, seconds: float) -> list[_Curve]:
         return self._everyones(
-            self._together(lambda: self._time(passes, rungs, timing), "timing passes")
+            self._together(lambda: self._time(passes, timings, seconds), "timing passes")
         )
 
     def _scout(self, passes: Passes) -> list[Rung]:
@@ -334,13 +355,14 @@ class Profiler:
             longest_seconds=self.request.seconds * LONGEST_PASS,
         )
 
-    def _time(self, passes: Passes, rungs: Sequence[Rung], seconds: float) -> _Curve:
+    def _time(self, passes: Passes, timings: Timings, seconds: float) -> _Curve:
         before = devices.throttle_reason(self.device)
-        points = time_rungs(passes, rungs, seconds=seconds, least=2)
+        timings.run(seconds, least=2)
         throttled = before or devices.throttle_reason(self.device)
         if throttled:  # hot or capped for a moment, perhaps: once more
-            points = time_rungs(passes, rungs, seconds=seconds, least=2)
+            timings.run(seconds, least=2)
             throttled = devices.throttle_reason(self.device)
+        points = timings.points
         return _Curve(points, passes.backward_fraction(points[len(points) // 2].batch), throttled)
 
     def _measure_updates(self, tell: Tell) -> list[UpdateCost]:
@@ -390,7 +412,8 @@ class Profiler:
             for device, sizes in zip(profile.devices, plans[0].micro_batches, strict=True)
         )
         steps = int(seconds / (one_pass * sum(PASSES_OBSERVED))) - 1
-        observations = self.steps_of(plans, steps=max(2, min(steps, TIMES_EACH)), tell=tell)
+        most = math.ceil(TIMES_EACH * self._noise)
+        observations = self.steps_of(plans, steps=max(2, min(steps, most)), tell=tell)
         return fit(
             profile,
             stage,

@@ -212,32 +212,53 @@ def _largest_that_fits(rungs: Sequence[Rung], room_bytes: float) -> int:
     return last.batch + max(0, math.floor(left / slope))
 
 
+class Timings:
+    """Passes of several sizes, timed in turns, so that a disturbance meets all of them alike.
+
+    All ranks do this for equally long, so that whatever they share (a core, a memory bus, a power
+    budget) is shared as in training.
+    """
+
+    def __init__(self, passes: Passes, rungs: Sequence[Rung]) -> None:
+        self._passes, self._rungs = passes, rungs
+        self._samples: dict[int, list[float]] = {rung.batch: [] for rung in rungs}
+        self._repeats = {
+            r.batch: max(1, math.ceil(SHORTEST_SAMPLE_SECONDS / r.seconds)) for r in rungs
+        }
+        self._order = [rung.batch for rung in rungs]
+
+    def run(self, seconds: float, *, least: int) -> None:
+        """Go on for so many seconds, and until each size has been timed `least` times in all."""
+        end = time.perf_counter() + seconds
+        while True:
+            for size in self._order:
+                enough = all(len(got) >= least for got in self._samples.values())
+                if enough and time.perf_counter() >= end:
+                    return
+                self._samples[size].append(self._passes.seconds(size, self._repeats[size]))
+            self._order.reverse()
+
+    @property
+    def points(self) -> tuple[BatchPoint, ...]:
+        """What was found out, by ascending batch."""
+        return tuple(
+            BatchPoint(
+                batch=rung.batch,
+                seconds=median(self._samples[rung.batch]),
+                activation_bytes=rung.activation_bytes,
+                spread_seconds=error_of_median(self._samples[rung.batch]),
+            )
+            for rung in self._rungs
+        )
+
+
 def time_rungs(
     passes: Passes, rungs: Sequence[Rung], *, seconds: float, least: int
 ) -> tuple[BatchPoint, ...]:
-    """Time all rungs in turns until `seconds` are over, each at least `least` times.
-
-    All ranks do this for equally long, so that whatever they share (a core, a memory bus, a power
-    budget) is shared as in training; in turns, so that a disturbance meets all rungs alike.
-    """
-    samples: dict[int, list[float]] = {rung.batch: [] for rung in rungs}
-    repeats = {r.batch: max(1, math.ceil(SHORTEST_SAMPLE_SECONDS / r.seconds)) for r in rungs}
-    end = time.perf_counter() + seconds
-    order = [rung.batch for rung in rungs]
-    while True:
-        for size in order:
-            if time.perf_counter() >= end and all(len(got) >= least for got in samples.values()):
-                return tuple(
-                    BatchPoint(
-                        batch=rung.batch,
-                        seconds=median(samples[rung.batch]),
-                        activation_bytes=rung.activation_bytes,
-                        spread_seconds=error_of_median(samples[rung.batch]),
-                    )
-                    for rung in rungs
-                )
-            samples[size].append(passes.seconds(size, repeats[size]))
-        order.reverse()
+    """Time all rungs in turns until `seconds` are over, each at least `least` times."""
+    timings = Timings(passes, rungs)
+    timings.run(seconds, least=least)
+    return timings.points
 
 
 def error_of_median(samples: Sequence[float]) -> float:
