@@ -2,7 +2,8 @@
 
 A Llama (causal, equal units, a loss at every place), an encoder (wide, shallow, biases, a loss at a
 few places) and a convolutional net (units of very unequal size, most parameters in one of them). A
-sample takes each about 10 ms of a core, so a micro-batch of 2 to 16 takes 20 to 150.
+sample takes each about 20 ms of a core, so that a pass is much longer than the 10 ms in which quotas
+are given out.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ import encoder
 import llama
 
 SEED = 0
-CONTEXT = 64
+CONTEXT = 192
 """Bytes of a sample."""
 MASKED = 10
 """Places of a sample that the encoder fills in."""
-SIDE, CLASSES = 32, 10
+SIDE, CLASSES = 56, 10
 """Pixels of a picture's side, and what it may show."""
 WIDTHS = (40, 80, 160, 320)
 """Channels of the convolutional net: behind its stem, then behind each block."""

@@ -24,11 +24,6 @@ def even(batch: int, speeds: Speeds, caps: Sequence[int], stage: int) -> Plan:
     return Plan.even(len(speeds), batch, min(caps), stage)
 
 
-def even_in_small_passes(batch: int, speeds: Speeds, caps: Sequence[int], stage: int) -> Plan:
-    """Many meetings where every pass is one."""
-    return Plan.even(len(speeds), batch, min(3, *caps), stage)
-
-
 def proportional(batch: int, speeds: Speeds, caps: Sequence[int], stage: int) -> Plan:
     """All ranks finish together."""
     return Plan.proportional(speeds, batch, stage, caps)
@@ -39,12 +34,6 @@ def proportional_in_small_passes(
 ) -> Plan:
     """All ranks finish together, in several passes."""
     return Plan.proportional(speeds, batch, stage, [min(5, cap) for cap in caps])
-
-
-def shares_by_speed(batch: int, speeds: Speeds, caps: Sequence[int], stage: int) -> Plan:
-    """Who is fast owns much of the state too."""
-    shares = [speed / sum(speeds) for speed in speeds]
-    return Plan.proportional(speeds, batch, stage, caps, shares=shares)
 
 
 def all_owned_by_the_fastest(batch: int, speeds: Speeds, caps: Sequence[int], stage: int) -> Plan:
@@ -61,21 +50,12 @@ def slowest_without_samples(batch: int, speeds: Speeds, caps: Sequence[int], sta
     return Plan.proportional(working, batch, stage, caps)
 
 
-def too_much_for_the_slowest(batch: int, speeds: Speeds, caps: Sequence[int], stage: int) -> Plan:
-    """Between even and proportional: the fast ranks wait a while."""
-    flattened = [speed**0.5 for speed in speeds]
-    return Plan.proportional(flattened, batch, stage, [min(7, cap) for cap in caps])
-
-
 MAKERS: tuple[Maker, ...] = (
     even,
-    even_in_small_passes,
     proportional,
     proportional_in_small_passes,
-    shares_by_speed,
     all_owned_by_the_fastest,
     slowest_without_samples,
-    too_much_for_the_slowest,
 )
 
 

@@ -21,7 +21,9 @@ from poplar import Plan, UnitPlan
 from poplar.comm import Group
 from poplar.planning.plan import STRATEGIES
 from poplar.zero import unit as units
-from poplar.zero.unit import Member, build_units, find_blocks, resolve_units
+from poplar.zero.sharded_gradients import ShardedGradients
+from poplar.zero.sharded_parameters import ShardedParameters
+from poplar.zero.unit import Member, Unit, build_units, find_blocks, resolve_units
 
 BLOCKS = ["blocks.0", "blocks.1", "blocks.2"]
 SPEC = ModelSpec(tied=True, frozen=True)
@@ -30,14 +32,20 @@ EVEN = (0.25,) * 4
 
 def built(model: nn.Module, names: Sequence[str], *, merge: str = "none") -> dict[str, list[str]]:
     """Parameter names by unit."""
+    return {
+        unit.name: [name for flat in unit.flats for name in flat.names]
+        for unit in units_of(model, names, merge=merge)
+    }
+
+
+def units_of(
+    model: nn.Module, names: Sequence[str] = BLOCKS, merge: str = "none"
+) -> Sequence[Unit]:
     members = [
         Member(name, parameter, 0, parameter.requires_grad, parameter.dtype)
         for name, parameter in model.named_parameters()
     ]
-    return {
-        unit.name: [name for flat in unit.flats for name in flat.names]
-        for unit in build_units(model, members, names, merge=merge)
-    }
+    return build_units(model, members, names, merge=merge)
 
 
 def test_repeated_blocks_are_found() -> None:
@@ -174,6 +182,35 @@ def test_a_unit_is_reduced_while_the_next_is_in_its_backward(ranks: Pool, stage:
                 if event.startswith("the reduction") and f"blocks.{block}" in event
             )
             assert reduced < events.index(f"backward {block - 1} in the middle"), events
+
+
+def test_at_stage_0_what_is_reduced_is_gathered_under_the_next_reductions(ranks: Pool) -> None:
+    for events in ranks.run(watch_a_step, run_of(0)):
+        issued = [event for event in events if event.startswith("the ")]
+        reduced = named(issued, "the reduction of unit ")
+        assert named(issued, "the gradients of ") == reduced
+        assert len(reduced) > 3
+        for done, under_way, following in zip(reduced, reduced[1:], reduced[2:], strict=False):
+            gather = issued.index(f"the gradients of {done}")
+            assert issued.index(f"the reduction of unit {under_way}") < gather
+            assert gather < issued.index(f"the reduction of unit {following}")
+
+
+def named(events: list[str], head: str) -> list[str]:
+    return [event.removeprefix(head) for event in events if event.startswith(head)]
+
+
+@pytest.mark.parametrize("strategy", [ShardedGradients, ShardedParameters])
+def test_a_units_reductions_may_all_run_under_the_backward_of_the_next(
+    monkeypatch: pytest.MonkeyPatch, strategy: type[ShardedGradients]
+) -> None:
+    one = strategy(None, torch.float32)  # type: ignore[arg-type]
+    one.expect(units_of(models.build(ModelSpec())))
+    assert one.in_flight == 2
+    monkeypatch.setattr(units, "MAX_FLAT_BYTES", 8000)
+    in_parts = units_of(models.build(ModelSpec()))
+    one.expect(in_parts)
+    assert one.in_flight == 1 + max(len(unit.trained) for unit in in_parts) > 2
 
 
 def test_a_unit_is_gathered_while_the_one_before_it_computes(ranks: Pool) -> None:
