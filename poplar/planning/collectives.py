@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 from poplar.planning.cluster import NetworkProfile
@@ -64,6 +65,7 @@ class CollectiveCosts:
     all_gather: CollectiveCost
 
     @classmethod
+    @lru_cache(maxsize=8)  # a search asks for every stage and number of kept units
     def of(cls, network: NetworkProfile) -> CollectiveCosts:
         """What a measured network costs under any shares."""
         leaving, arriving = network.send_seconds_per_byte, network.receive_seconds_per_byte
