@@ -23,7 +23,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import count, product
+from itertools import count
 from typing import NamedTuple, TypeVar
 
 from poplar.planning.cluster import ClusterProfile
@@ -56,7 +56,7 @@ class Traffic(NamedTuple):
 
 
 class Exposure(NamedTuple):
-    """A straight line in the traffic that what a meeting adds to its compute is never below."""
+    """A straight line in the traffic, which bounds what a meeting adds to its compute or hides."""
 
     gather: float
     reduce: float
@@ -65,6 +65,9 @@ class Exposure(NamedTuple):
     def at(self, traffic: Traffic) -> float:
         """The line's value."""
         return self.gather * traffic.gather + self.reduce * traffic.reduce + self.seconds
+
+
+_NOTHING = Exposure(0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -103,20 +106,29 @@ class StageCosts:
 
     @cached_property
     def windows(self) -> tuple[list[tuple[float, float]], ...]:
-        """For each itinerary: what of the gathers may run under what part of the pass, before
-        gradients travel; those that are filled first come first.
+        """For each itinerary: lines of which the least hides before gradients travel.
+
+        Each a part of the gathers, whose windows they do not fill, and of the pass: of the windows
+        that others do. Those that are filled first come first.
         """
         forward, backward = 1.0 - self.cluster.backward_fraction, self.cluster.backward_fraction
-        return tuple(
-            sorted(
-                (
-                    (part, window_forward * forward + window_backward * backward)
-                    for part, window_forward, window_backward in way.windows
-                ),
-                key=lambda window: window[1] / window[0],
+        found = []
+        for way in self.itineraries:
+            windows = [
+                (one.gathers, one.forward * forward + one.backward * backward)
+                for one in way.windows
+            ]
+            windows.sort(key=lambda window: window[1] / window[0])
+            found.append(
+                [
+                    (
+                        sum(gathers for gathers, _ in windows[filled:]),
+                        sum(length for _, length in windows[:filled]),
+                    )
+                    for filled in range(len(windows) + 1)
+                ]
             )
-            for way in self.itineraries
-        )
+        return tuple(found)
 
     @property
     def late(self) -> float:
@@ -199,8 +211,10 @@ class StageCosts:
         shown = way.gathers * gather + reduce + self.meeting_residual
         if overlap:
             if gather:
-                for part, length in self.windows[dearest]:
-                    shown -= min(overlap * part * gather, length * latest)
+                shown -= min(
+                    overlap * part * gather + length * latest
+                    for part, length in self.windows[dearest]
+                )
             backward = latest - reducible
             behind = way.gathers_under_backward * gather + way.reductions_under_backward * reduce
             if way.backward_after_gathers:
@@ -223,55 +237,58 @@ class StageCosts:
 
     def exposures(self, meeting: Meeting, *, dearest: bool = True) -> list[Exposure]:
         """The lines whose largest, where it is positive, `meeting_seconds` adds to `latest`."""
-        way, overlap = self.itineraries[dearest], self.cluster.overlap
-        nothing = (0.0, 0.0, 0.0)
-        forwards, backwards = [nothing], [nothing]
-        if overlap:
-            latest, reducible = meeting
-            backward = latest - reducible
-            part = overlap * way.reductions_under_backward
-            windows = self.windows[dearest]
-            forwards = [
-                (
-                    overlap * sum(part for part, _ in windows[full:]),
-                    0.0,
-                    latest * sum(length for _, length in windows[:full]),
-                )
-                for full in range(len(windows) + 1)
-            ]
-            if not way.reductions_behind:
-                gathers = overlap * way.gathers_under_backward
-                backwards = [(gathers, part, 0.0), (0.0, 0.0, backward)]
-                if way.backward_after_gathers:
-                    after = self.cluster.backward_fraction * way.backward_after_gathers * latest
-                    left = overlap * way.reductions_after_gathers
-                    backwards.append((0.0, left, backward - after))
-            else:
-                backwards = [
-                    (0.0, overlap, 0.0),
-                    (0.0, part, reducible),
-                    (0.0, overlap * way.reductions_behind, backward),
-                    (0.0, 0.0, latest),
-                ]
+        gathers, residual = self.itineraries[dearest].gathers, self.meeting_residual
+        forwards, backwards = self._hidden(meeting, dearest)
         return [
             Exposure(
-                way.gathers - sum(gathers),
-                1.0 - sum(reductions),
-                self.meeting_residual - sum(computes),
+                gathers - forward.gather - backward.gather,
+                1.0 - forward.reduce - backward.reduce,
+                residual - forward.seconds - backward.seconds,
             )
-            for gathers, reductions, computes in (
-                zip(*hidden, strict=True) for hidden in product(forwards, backwards)
-            )
+            for forward in forwards
+            for backward in backwards
         ]
 
     def slopes(self, meeting: Meeting, traffic: Traffic, *, dearest: bool = True) -> Traffic:
         """By how much a meeting grows with each part of the traffic, as it grows from here."""
-        steepest = max(
-            self.exposures(meeting, dearest=dearest), key=lambda exposure: exposure.at(traffic)
+        forward, backward = (
+            min(lines, key=lambda line: line.at(traffic))
+            for lines in self._hidden(meeting, dearest)
         )
-        if steepest.at(traffic) <= 0.0:
+        gather = self.itineraries[dearest].gathers - forward.gather - backward.gather
+        reduce = 1.0 - forward.reduce - backward.reduce
+        seconds = self.meeting_residual - forward.seconds - backward.seconds
+        if Exposure(gather, reduce, seconds).at(traffic) <= 0.0:
             return Traffic(0.0, 0.0)
-        return Traffic(steepest.gather, steepest.reduce)
+        return Traffic(gather, reduce)
+
+    def _hidden(self, meeting: Meeting, dearest: bool) -> tuple[list[Exposure], list[Exposure]]:
+        """Under the forward, and under the backward and what follows: the least of these lines."""
+        way, overlap = self.itineraries[dearest], self.cluster.overlap
+        latest, reducible = meeting
+        if not overlap:
+            return [_NOTHING], [_NOTHING]
+        forwards = [
+            Exposure(overlap * gathers, 0.0, length * latest)
+            for gathers, length in self.windows[dearest]
+        ]
+        backward, part = latest - reducible, overlap * way.reductions_under_backward
+        if way.reductions_behind:
+            return forwards, [
+                Exposure(0.0, overlap, 0.0),
+                Exposure(0.0, part, reducible),
+                Exposure(0.0, overlap * way.reductions_behind, backward),
+                Exposure(0.0, 0.0, latest),
+            ]
+        backwards = [
+            Exposure(overlap * way.gathers_under_backward, part, 0.0),
+            Exposure(0.0, 0.0, backward),
+        ]
+        if way.backward_after_gathers:
+            after = self.cluster.backward_fraction * way.backward_after_gathers * latest
+            left = overlap * way.reductions_after_gathers
+            backwards.append(Exposure(0.0, left, backward - after))
+        return forwards, backwards
 
     def met_seconds(self, meetings: Sequence[Meeting], traffic: Traffic) -> list[float]:
         """Of each of a step's meetings, in order."""
