@@ -2,8 +2,8 @@
 
 A Llama (causal, equal units, a loss at every place), an encoder (wide, shallow, biases, a loss at a
 few places) and a convolutional net (units of very unequal size, most parameters in one of them). A
-sample takes each about 20 ms of a core, so that a pass is much longer than the 10 ms in which quotas
-are given out.
+sample takes each 20 to 40 ms of a core, so that a pass is much longer than the 10 ms in which
+quotas are given out.
 """
 
 from __future__ import annotations

@@ -360,6 +360,7 @@ class Profiler:
         timings.run(seconds, least=2)
         throttled = before or devices.throttle_reason(self.device)
         if throttled:  # hot or capped for a moment, perhaps: once more
+            timings.forget()
             timings.run(seconds, least=2)
             throttled = devices.throttle_reason(self.device)
         points = timings.points

@@ -315,13 +315,16 @@ def _digest(profile: ClusterProfile) -> str:
 def _limited(
     device: DeviceProfile, max_batch: int | None, memory_limit: int | None
 ) -> DeviceProfile:
-    points = [p for p in device.points if max_batch is None or p.batch < max_batch]
-    if len(points) < len(device.points) and max_batch is not None:
+    points = [p for p in device.points if max_batch is None or p.batch <= max_batch]
+    known = points[-1].batch if points else 0
+    if max_batch is not None and known < max_batch < device.max_batch:
+        low, high = device.seconds_within(max_batch)
         points.append(
             BatchPoint(
                 batch=max_batch,
                 seconds=device.seconds(max_batch),
                 activation_bytes=round(device.activation_bytes(max_batch)),
+                spread_seconds=(high - low) / 4.0,  # it was not measured
             )
         )
     memory = device.memory_bytes if memory_limit is None else min(device.memory_bytes, memory_limit)

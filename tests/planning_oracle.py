@@ -203,11 +203,16 @@ class Oracle:
             reduced = sum(parts[unit] for unit in comes_back if unit > 0) * reduce
             window = beta * latest * sum(parts[: comes_back[-1]])
             may_hide = [overlap * (gathered + reduced), window]
-            if again:
-                last = comes_back[comes_back.index(again[0]) + 1]
-                late = reduce * sum(parts[unit] for unit in comes_back if 0 < unit <= last)
-                may_hide.append(window - beta * latest * sum(parts[:last]) + overlap * late)
+            # The backward of the unit after a gathered one is not over before the gather is.
+            for unit in again:
+                after = comes_back[comes_back.index(unit) + 1]
+                late = gather * sum(parts[one] for one in others if one < unit)
+                late += reduce * sum(parts[one] for one in comes_back if 0 < one <= after)
+                may_hide.append(window - beta * latest * sum(parts[:after]) + overlap * late)
             hidden += min(may_hide)
+            # What is left runs under the next forward, as far as that waits for no gather.
+            stays = min(arrives, default=len(parts))
+            hidden += min(overlap * (reduce - reduced), forward * sum(parts[:stays]))
         return max(latest, latest + travels + extra - hidden)
 
     # Bytes

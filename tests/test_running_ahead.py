@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import models
 import pytest
 import ranks as harness
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 from training import Run
 
 from poplar import Plan
+from poplar.zero import unit as units
 
 RECIPE = Recipe(batches=(12, 12, 7))
 LATE = 1
@@ -50,4 +53,46 @@ def test_the_first_forward_runs_before_all_have_opened_the_step(
     )
     expected = reference.train(RECIPE).parameters
     for parameters in ranks.run(train_where_one_is_late, Run(RECIPE, plan)):
+        training.assert_close(parameters, expected)
+
+
+def train_after_a_backward_that_raised(run: Run) -> dict[str, Tensor]:
+    """The user's own loop: a backward breaks off in the middle on all ranks, and is forgotten."""
+    units.MAX_FLAT_BYTES, before = 1, units.MAX_FLAT_BYTES  # several reductions are under way
+    try:
+        model, optimizer = training.prepare(run)
+    finally:
+        units.MAX_FLAT_BYTES = before
+    loss = training.loss_of(run.recipe)
+
+    def raise_it(_gradient: Tensor) -> None:
+        raise ZeroDivisionError("in the middle of a backward")
+
+    for step in range(len(run.recipe.batches)):
+        if step == 1:
+            handle = model.blocks[0].register_forward_hook(
+                lambda _module, _inputs, output: output.register_hook(raise_it) and None
+            )
+            with contextlib.suppress(ZeroDivisionError):
+                (10.0 * loss(model, training.batch_of(run, step))).backward()
+            handle.remove()
+            optimizer.zero_grad()
+        loss(model, training.batch_of(run, step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return training.whole_parameters(model, optimizer)
+
+
+@pytest.mark.parametrize("communicator", ["auto", "process_group"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_what_a_broken_backward_has_sent_reaches_no_later_step(
+    ranks: Pool, stage: int, communicator: str
+) -> None:
+    recipe = Recipe(batches=(12, 12, 12))
+    plan = Plan(
+        stage=stage, global_batch=12, micro_batches=((3,),) * 4, shares=(0.4, 0.3, 0.2, 0.1)
+    )
+    run = Run(recipe, plan, engine={"communicator": communicator})
+    expected = reference.train(recipe).parameters
+    for parameters in ranks.run(train_after_a_backward_that_raised, run):
         training.assert_close(parameters, expected)

@@ -373,6 +373,7 @@ def cheapest_cover(
     it holds too much, and a cover that wastes more than a known one is none of the cheapest: few
     parts and few partial sums remain, and the dynamic programme runs over those.
     """
+    dearest = [max(pair) for pair in zip(costs, dearest, strict=True)]
     rate = min(cost / size for size, cost in zip(sizes, costs, strict=True))
     known = _cheapest_even_cover(sizes, costs, dearest, total)
     most_waste = known - rate * total + 1e-12 * known

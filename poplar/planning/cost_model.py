@@ -49,7 +49,8 @@ class Prediction:
     """What bounds the step, in a sentence for a person."""
     optimality_gap: float | None = None
     """How much faster, as a fraction of this step, any other plan of its stage can be: 0.0 where
-    it is proven that none is, None where nobody searched."""
+    it is proven that none is, None where nobody searched. Of units that stay gathered their number
+    is searched, not which of them."""
 
     def to_dict(self) -> dict[str, Any]:
         """This prediction in JSON's types."""

@@ -28,6 +28,7 @@ from poplar.planning.cost_model import DoesNotFit, predict
 from poplar.planning.plan import Plan
 from poplar.planning.search import search
 from poplar.planning.shortage import NoPlanFits
+from poplar.planning.stage_costs import costs_of
 
 TOLERANCE = 0.02
 """What may stay open, as a part of a step: trials decide between plans as close as that. At half of
@@ -247,7 +248,12 @@ class _Doubts:
         """What a step gains by the luck of these ranks, as far as that is at this batch."""
         ranks, device = asked.kind.ranks, self.cluster.devices[asked.kind.ranks[0]]
         usual = _with_devices(lucky, {rank: self.cluster.devices[rank] for rank in ranks})
-        gain = predict(usual, plan).step_seconds - predict(lucky, plan).step_seconds
+        # Whether it fits is not asked: bytes at the lucky ends are rounded.
+        without, with_luck = (
+            costs_of(cluster, plan).step_seconds(plan.micro_batches, plan.shares)
+            for cluster in (usual, lucky)
+        )
+        gain = without - with_luck
 
         def luck(batch: int) -> float:
             return device.seconds(batch) - device.seconds_within(batch)[_LOW] if batch else 0.0

@@ -16,7 +16,8 @@ from poplar.planning.cluster import ModelProfile
 from poplar.planning.memory import BUCKET_ELEMENTS, buffers_in_flight
 
 _MOST_WINDOWS = 3
-"""Of a forward: units of more proportions than these are taken together, most alike first."""
+_MOST_CUTS = 3
+_ROUNDING = 1e-12
 
 
 class Window(NamedTuple):
@@ -26,6 +27,17 @@ class Window(NamedTuple):
     """In whole gathers."""
     forward: float
     """In whole forwards."""
+    backward: float
+    """In whole backwards."""
+
+
+class Cut(NamedTuple):
+    """What is left when a unit's backward is over under which a gather travels."""
+
+    gathers: float
+    """In whole gathers."""
+    reductions: float
+    """In whole reductions."""
     backward: float
     """In whole backwards."""
 
@@ -42,10 +54,12 @@ class Itinerary:
     """Of the gathers: what can run under the rest of the backward."""
     reductions_under_backward: float = 0.0
     """Of the reduction: what can run under that."""
-    reductions_after_gathers: float = 0.0
-    """Of that: what is issued when nothing is left to gather."""
-    backward_after_gathers: float = 0.0
-    """The part of the backward, at its end, in which nothing is left to gather."""
+    cuts: tuple[Cut, ...] = ()
+    """Moments of the backward that cannot come before what was gathered for them."""
+    reductions_left: float = 0.0
+    """Of the reduction: what has no backward left to run under, but a forward."""
+    forward_after: float = 0.0
+    """The part of that forward, from its beginning, which waits for no gather."""
     reductions_behind: float = 0.0
     """Of the reduction: what may be left when a backward ends that was shorter than it, and can run
     under the next pass's forward; 0: there is none, or ranks meet before they go on."""
@@ -119,28 +133,66 @@ def _of_gathered_units(
         reductions_under_backward=1.0 - sum(parts[unit] for unit in resident) - exposed,
         turn=sum(parts[returning[-1] :]),
     )
-    if not again:
-        return found
-    # The last gather travels under the backward of the unit after its own.
-    last = returning.index(again[0]) + 1
-    return replace(
-        found,
-        reductions_after_gathers=sum(parts[unit] for unit in returning[: last + 1]) - exposed,
-        backward_after_gathers=sum(parts[: returning[last]]),
+    free = min(gathered, default=len(parts))  # units that stay: ranks go on into the next pass
+    if free:
+        left = 1.0 - found.reductions_under_backward
+        found = replace(found, reductions_left=left, forward_after=sum(parts[:free]))
+    return replace(found, cuts=tuple(_cuts(parts, returning, again)))
+
+
+def _cuts(parts: Sequence[float], returning: list[int], again: list[int]) -> list[Cut]:
+    """One for each gather under the backward, but for those that lie on a line between others.
+
+    Where these are many, that of the last gather alone.
+    """
+    under_turn = returning[-2:-1]
+    cuts = []
+    for place, unit in enumerate(again):
+        after = returning[returning.index(unit) + 1]  # its backward hides the gather
+        cuts.append(
+            Cut(
+                gathers=sum(parts[one] for one in again[:place] if one not in under_turn),
+                reductions=sum(parts[one] for one in returning if 0 < one <= after),
+                backward=sum(parts[:after]),
+            )
+        )
+    kept = []
+    for place, cut in enumerate(cuts):
+        inner = 0 < place < len(cuts) - 1
+        if not (inner and _between(cuts[place - 1], cut, cuts[place + 1])):
+            kept.append(cut)
+    return kept if len(kept) <= _MOST_CUTS else kept[:1]
+
+
+def _between(one: Cut, cut: Cut, other: Cut) -> bool:
+    """Whether a cut lies on the straight line from one to the other."""
+    part = (cut.backward - one.backward) / (other.backward - one.backward)
+    return all(
+        abs(first + part * (last - first) - value) < _ROUNDING
+        for first, value, last in zip(one, cut, other, strict=True)
     )
 
 
 def _forward_windows(parts: Sequence[float], gathered: Container[int]) -> Iterator[Window]:
-    """Each unit's forward hides the gather of the next; windows of one proportion are one."""
-    pairs = [pair for unit, pair in enumerate(pairwise(parts), start=1) if unit in gathered]
-    groups = [list(group) for _, group in groupby(sorted(pairs, key=_proportion), key=_proportion)]
+    """Each unit's forward hides the gather of the next; windows of one proportion are one.
+
+    Where proportions are many, those that are most alike are taken together, whatever is gathered,
+    so that to gather more never costs less.
+    """
+    pairs = sorted(enumerate(pairwise(parts), start=1), key=lambda pair: _proportion(pair[1]))
+    groups = [list(group) for _, group in groupby(pairs, key=lambda pair: _proportion(pair[1]))]
+    alike = len(groups) <= _MOST_WINDOWS
     while len(groups) > _MOST_WINDOWS:
-        proportions = [_proportion(group[0]) for group in groups]
+        proportions = [_proportion(group[0][1]) for group in groups]
         apart = [after / before for before, after in pairwise(proportions)]
         at = apart.index(min(apart))
         groups[at : at + 2] = [groups[at] + groups[at + 1]]
     for group in groups:
-        yield Window(sum(after for _, after in group), sum(before for before, _ in group), 0.0)
+        arriving = [pair for unit, pair in group if unit in gathered]
+        hiding = arriving if alike else [pair for _, pair in group]
+        if arriving:
+            gathers = sum(after for _, after in arriving)
+            yield Window(gathers, sum(before for before, _ in hiding), 0.0)
 
 
 def _proportion(pair: tuple[float, float]) -> float:

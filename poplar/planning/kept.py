@@ -1,15 +1,17 @@
 """How many units stay gathered between the passes of a step, where units are gathered at all.
 
 A unit that stays is gathered once a step instead of twice a pass, and takes the memory of its
-parameters. All units win about as much for a byte, so they are kept in one order, and only their
-number is searched, by branch and bound: between two numbers no step is faster than one with the
-communication of the larger and the memory of the smaller, batches and shares as `exact` finds them.
+parameters. Units are kept in one order, and only their number is searched, by branch and bound:
+between two numbers no step is faster than one with the communication of the larger and the memory
+of the smaller, batches and shares as `exact` finds them. The order is what is worth most for a byte
+where units are alike, which is no proof where they are not.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import heapq
+import math
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,7 +26,8 @@ from poplar.planning.plan import STRATEGIES, Plan, UnitPlan
 from poplar.planning.shortage import NoPlanFits
 from poplar.planning.stage_costs import StageCosts
 
-_MOST_SEARCHES = 24
+_MOST_CUTS = 12
+"""Ranges of numbers that are cut in two; each half is a search."""
 
 
 def exact_with_kept_units(costs: StageCosts, request: Request) -> Decision:
@@ -69,11 +72,13 @@ class _Search:
         self._found: dict[int, tuple[float, Plan]] = {}
         """By number: the fastest step that is known, and its plan."""
         self._ranges: list[_Range] = []
+        self._closed = math.inf
+        """No step in a range that is done with is faster."""
 
     def run(self) -> Decision:
         """Fewer units where that costs no more than is preferred."""
         self._add(0, len(self._order))
-        for _ in range(_MOST_SEARCHES // 2):
+        for _ in range(_MOST_CUTS):
             if not self._ranges or self._ranges[0].bound >= self._best * (1.0 - TOLERANCE):
                 break
             _, least, most = heapq.heappop(self._ranges)
@@ -83,7 +88,7 @@ class _Search:
         limit = self._best * (1.0 + self._request.preference)
         fewest = min(count for count, (seconds, _) in self._found.items() if seconds <= limit)
         seconds, plan = self._found[fewest]
-        bound = min([self._best, *(one.bound for one in self._ranges[:1])])
+        bound = min([self._best, self._closed, *(one.bound for one in self._ranges[:1])])
         gap = 1.0 - bound / seconds if seconds else 0.0
         return Decision(plan, gap if gap > TOLERANCE else 0.0)
 
@@ -120,6 +125,8 @@ class _Search:
         bound = costs.step_seconds(plan.micro_batches, plan.shares) * (1.0 - gap)
         if least + fitting < most and bound < self._best * (1.0 - TOLERANCE):
             heapq.heappush(self._ranges, _Range(bound, least, most))
+        else:
+            self._closed = min(self._closed, bound)
 
     def _fits(self, count: int, plan: Plan) -> bool:
         needs = zip(self._costs(count).memories, plan.micro_batches, plan.shares, strict=True)
@@ -130,10 +137,13 @@ class _Search:
 
 
 def _by_worth(model: ModelProfile) -> Iterator[int]:
-    """The first unit, whose gather runs under nothing; those that are gathered twice; the rest."""
+    """Residents, which take no more memory; the first unit, whose gather runs under nothing; those
+    that are gathered twice a pass, small ones first; the last, which is gathered once.
+    """
     resident = frozenset(model.resident_units)
     returning = [unit for unit in range(len(model.unit_numels)) if unit not in resident]
-    twice = returning[:-1]
-    yield 0
-    yield from (unit for unit in twice if unit)
-    yield from (unit for unit in range(1, len(model.unit_numels)) if unit not in twice)
+    first, twice = returning[:1], returning[1:-1]
+    yield from sorted(resident)
+    yield from first
+    yield from sorted(twice, key=lambda unit: model.unit_numels[unit])
+    yield from returning[1:][-1:]

@@ -23,7 +23,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import count
+from itertools import count, product
 from typing import NamedTuple, TypeVar
 
 from poplar.planning.cluster import ClusterProfile
@@ -217,15 +217,17 @@ class StageCosts:
                 )
             backward = latest - reducible
             behind = way.gathers_under_backward * gather + way.reductions_under_backward * reduce
-            if way.backward_after_gathers:
-                after = self.cluster.backward_fraction * way.backward_after_gathers * latest
-                shown -= min(
-                    overlap * behind,
-                    overlap * way.reductions_after_gathers * reduce + backward - after,
-                    backward,
-                )
-            elif not way.reductions_behind:
-                shown -= min(overlap * behind, backward)
+            if not way.reductions_behind:
+                hidden = min(overlap * behind, backward)
+                for gathers, reductions, after in way.cuts:
+                    left = overlap * (gathers * gather + reductions * reduce)
+                    hidden = min(
+                        hidden, left + backward - self.cluster.backward_fraction * after * latest
+                    )
+                shown -= hidden
+                if way.forward_after:
+                    forward = (1.0 - self.cluster.backward_fraction) * way.forward_after * latest
+                    shown -= min(overlap * way.reductions_left * reduce, forward)
             else:
                 shown -= min(
                     overlap * reduce,
@@ -284,10 +286,19 @@ class StageCosts:
             Exposure(overlap * way.gathers_under_backward, part, 0.0),
             Exposure(0.0, 0.0, backward),
         ]
-        if way.backward_after_gathers:
-            after = self.cluster.backward_fraction * way.backward_after_gathers * latest
-            left = overlap * way.reductions_after_gathers
-            backwards.append(Exposure(0.0, left, backward - after))
+        for gathers, reductions, after in way.cuts:
+            over = backward - self.cluster.backward_fraction * after * latest
+            backwards.append(Exposure(overlap * gathers, overlap * reductions, over))
+        if way.forward_after:
+            forward = (1.0 - self.cluster.backward_fraction) * way.forward_after * latest
+            following = (
+                Exposure(0.0, overlap * way.reductions_left, 0.0),
+                Exposure(0.0, 0.0, forward),
+            )
+            backwards = [
+                Exposure(*map(sum, zip(*pair, strict=True)))
+                for pair in product(backwards, following)
+            ]
         return forwards, backwards
 
     def met_seconds(self, meetings: Sequence[Meeting], traffic: Traffic) -> list[float]:
@@ -370,15 +381,15 @@ def costs_of(cluster: ClusterProfile, plan: Plan) -> StageCosts:
     known = {name: unit for unit, name in enumerate(cluster.model.unit_names)}
     for unit in plan.units:
         uniform = unit.strategy == STRATEGIES[plan.stage] and unit.shares in (None, plan.shares)
-        if not uniform:
+        if not uniform or unit.transport is not None:
             raise ValueError(
                 f"unit {unit.name!r} has a plan of its own; the cost model knows plans whose units "
                 "all follow the stage: leave Plan.units empty, or let it say keep_gathered alone"
             )
-        if unit.keep_gathered and unit.name not in known:
+        if unit.name not in known and (known or unit.keep_gathered):
             raise ValueError(
-                f"the plan keeps unit {unit.name!r} gathered, which the profile does not know; "
-                f"known are {', '.join(known) or 'none: profile again'}"
+                f"the plan names unit {unit.name!r}, which the profile does not know; known are "
+                f"{', '.join(known) or 'none: profile again'}"
             )
     kept = frozenset(known[unit.name] for unit in plan.units if unit.keep_gathered)
     return StageCosts(cluster, plan.stage, kept)

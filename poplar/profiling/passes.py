@@ -238,6 +238,11 @@ class Timings:
                 self._samples[size].append(self._passes.seconds(size, self._repeats[size]))
             self._order.reverse()
 
+    def forget(self) -> None:
+        """What was timed so far does not count."""
+        for samples in self._samples.values():
+            samples.clear()
+
     @property
     def points(self) -> tuple[BatchPoint, ...]:
         """What was found out, by ascending batch."""

@@ -39,7 +39,7 @@ class LocalSums(Strategy):
     def begin_step(self) -> None:
         super().begin_step()
         self._started.clear()
-        self._join()  # of a step that was closed with an error
+        self._finish_reductions()  # of a step that was closed with an error
 
     def accumulate(self, flat: Flat, weight: float) -> None:
         gradients, offsets = flat.take_gradients(weight)
@@ -58,10 +58,7 @@ class LocalSums(Strategy):
             self._pending.append(self._reduction(flat, narrow=narrow))
 
     def settle(self, units: Sequence[Unit]) -> None:
-        for device in self._streams:
-            with self._beside(device):
-                self._drain(0)
-        self._join()
+        self._finish_reductions()
         super().settle(units)
 
     def drop_gradient(self, flat: Flat) -> None:
@@ -93,7 +90,10 @@ class LocalSums(Strategy):
         stream.wait_stream(torch.cuda.current_stream(device))
         return torch.cuda.stream(stream)
 
-    def _join(self) -> None:
+    def _finish_reductions(self) -> None:
         """The current stream goes on when everything beside it is over."""
         for device, stream in self._streams.items():
+            with self._beside(device):
+                self._drain(0)
             torch.cuda.current_stream(device).wait_stream(stream)
+        self._drain(0)

@@ -42,7 +42,8 @@ def check_unit_names(plan: Plan | None, units: Sequence[Unit]) -> None:
     unknown = sorted({unit.name for unit in plan.units} - set(known)) if plan is not None else []
     if unknown:
         raise ValueError(
-            f"the plan names units {unknown} that the model does not have; it has {known}"
+            f"the plan names units {unknown} that the model does not have; it has {known}. Plan on "
+            "a profile of this model, or leave them out: dataclasses.replace(plan, units=())"
         )
 
 
