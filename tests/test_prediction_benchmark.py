@@ -149,7 +149,7 @@ def test_a_model_learns_from_any_number_of_samples(name):
 def test_plans_of_a_configuration_do_the_same_in_other_ways(cluster, stage):
     plans = plans_for(CLUSTERS[cluster], stage, most=MOST)
     assert next(iter(plans)) == CHOSEN
-    assert len(plans) >= 7
+    assert len(plans) >= 5
     assert len(set(plans.values())) == len(plans), "no plan twice"
     assert {plan.stage for plan in plans.values()} == {stage}
     (batch,) = {plan.global_batch for plan in plans.values()}
