@@ -16,7 +16,9 @@ from poplar.planning.cluster import ModelProfile
 from poplar.planning.memory import BUCKET_ELEMENTS, buffers_in_flight
 
 _MOST_WINDOWS = 3
+"""Of a forward; each is a row more of every linear programme."""
 _MOST_CUTS = 3
+"""Of a backward."""
 _ROUNDING = 1e-12
 
 
