@@ -7,7 +7,8 @@ own nothing, skip units and fail in the middle; afterwards the memory is as it w
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import models
@@ -307,20 +308,26 @@ def fail_in_the_second_pass(run: Run, model: nn.Module, optimizer: HeteroZeroOpt
     optimizer.train_step(loss, training.batch_of(run, 1))
 
 
-def run_out_of_memory(run: Run, model: nn.Module, optimizer: HeteroZeroOptimizer) -> None:
+@contextmanager
+def short_of_memory(bad: int) -> Iterator[None]:
     """One rank has no room for what it is to gather, until its pass has failed and made some."""
     real, gathers = torch.UntypedStorage.resize_, iter(range(100))
 
     def resize(storage: torch.UntypedStorage, size: int) -> None:
-        if harness.rank() == BAD and size and next(gathers) == 2:
+        if harness.rank() == bad and size and next(gathers) == 2:
             raise torch.OutOfMemoryError("no room to gather")
         real(storage, size)
 
     torch.UntypedStorage.resize_ = resize
     try:
-        training.take_step(run, model, optimizer, 1)
+        yield
     finally:
         torch.UntypedStorage.resize_ = real
+
+
+def run_out_of_memory(run: Run, model: nn.Module, optimizer: HeteroZeroOptimizer) -> None:
+    with short_of_memory(BAD):
+        training.take_step(run, model, optimizer, 1)
 
 
 def leave_the_loop(run: Run, model: nn.Module, optimizer: HeteroZeroOptimizer) -> None:
@@ -384,6 +391,27 @@ def test_a_step_that_is_given_up_gives_the_memory_back_and_training_goes_on(
     for rank, (failure, stayed, left) in enumerate(answers):
         assert (failure is not None) == raises, f"rank {rank}: {failure}"
         assert stayed == 0, f"rank {rank} holds {stayed} bytes"
+        assert_close(left, reference.train(RECIPE).parameters, f"rank {rank}")
+
+
+def out_of_memory_at_first(run: Run, bad: int) -> tuple[Failure | None, dict]:
+    """In the first step, while one rank still tells the others what comes next; then two steps."""
+    model, optimizer = training.prepare(run)
+    with harness.catching() as caught, short_of_memory(bad):
+        training.take_step(run, model, optimizer, 0)
+    for step in range(2):
+        training.take_step(run, model, optimizer, step)
+    return (caught or [None])[0], training.whole_parameters(model, optimizer)
+
+
+@pytest.mark.parametrize("kept", [(), ("blocks.1",)])
+@pytest.mark.parametrize("bad", range(4))
+def test_a_rank_without_room_in_the_very_first_pass_keeps_nobody_waiting(
+    ranks: Pool, bad: int, kept: tuple[str, ...]
+) -> None:
+    run = Run(RECIPE, plan_of(*kept, micro_batches=((3,),) * 4))
+    for rank, (failure, left) in enumerate(ranks.run(out_of_memory_at_first, run, bad)):
+        assert failure is not None, f"rank {rank} took a step without rank {bad}"
         assert_close(left, reference.train(RECIPE).parameters, f"rank {rank}")
 
 

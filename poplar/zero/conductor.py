@@ -73,7 +73,8 @@ class Conductor:
         self._cursor = 0
         self._entered = -1
         self._recorded: list[Slot] = []
-        self._heard: Slot | None = None
+        self._pending: Slot | None = None
+        """Announced and not played yet: whatever fails meanwhile, others are waiting in it."""
         self._current: Unit | None = None
         self._gathered: set[Unit] = set()
         self._shown: set[Unit] = set()
@@ -294,8 +295,7 @@ class Conductor:
                 raise self._out_of_order(self._units[wanted.unit])
             if slot.kind is Kind.REDUCE and not self._is_over(unit):
                 raise self._out_of_order(self._units[wanted.unit])
-            self._heard = None
-            self._play(slot)
+            self._play_pending()
             if slot.kind is not Kind.REDUCE and slot.unit == wanted.unit:
                 return
             if slot.kind is not Kind.REDUCE and not unit.resident:
@@ -303,6 +303,7 @@ class Conductor:
 
     def _finish_led(self, failed: bool) -> None:
         if self._leads:
+            self._play_pending()
             if not failed:
                 if self._backward_visit is None and self.mode is not Mode.GIVEN:
                     self._announce_passed_by(len(self._units))
@@ -316,34 +317,39 @@ class Conductor:
             self._control.flush()
         else:
             while (last := self._peek()).kind not in (Kind.END, Kind.ABANDON):
-                self._heard = None
-                self._play(last)
+                self._play_pending()
         if last.kind is Kind.END:
             self._orders[self.mode, self.reduces] = agreed_order(self._recorded)
 
     def _announce_and_play(self, slot: Slot) -> None:
         self._control.announce(slot.encode())
-        self._play(slot)
+        self._pending = slot
+        self._play_pending()
+
+    def _play_pending(self) -> None:
+        if self._pending is not None:
+            self._play(self._pending)
+            self._pending = None
 
     def _peek(self) -> Slot:
-        if self._heard is None:
-            self._heard = Slot.decode(self._control.hear(self._leader))
-        return self._heard
+        if self._pending is None:
+            self._pending = Slot.decode(self._control.hear(self._leader))
+        return self._pending
 
     # Playing.
 
     def _play(self, slot: Slot) -> None:
         unit = self._units[slot.unit]
-        self._recorded.append(slot)
-        if slot.kind is not Kind.REDUCE:
+        if slot.kind is Kind.REDUCE:
+            self._reduced.add(unit)
+            for flat in unit.trained:
+                self._strategy.reduce(flat, self._weight)
+        else:
             self._strategy.gather(unit, in_step=self.mode is Mode.TRAIN)
             self._gathered.add(unit)
             if self._finishing:
                 self._release(unit)
-            return
-        self._reduced.add(unit)
-        for flat in unit.trained:
-            self._strategy.reduce(flat, self._weight)
+        self._recorded.append(slot)
 
     def _is_over(self, unit: Unit) -> bool:
         """No more gradients can come for `unit` in this pass: [Note: backward order]."""
