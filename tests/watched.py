@@ -1,7 +1,9 @@
-"""A transport that notes what is issued, for tests that ask when and how often."""
+"""Transports for tests: one that notes what is issued and when, and the slowest that may be."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -27,3 +29,18 @@ class Watched(ProcessGroupCommunicator):
     ) -> Pending:
         self.events.append(what)
         return super().all_gather(data, layout, what=what, own=own)
+
+
+class Late(ProcessGroupCommunicator):
+    """Reductions read their buckets when they are waited for: as late as any transport may."""
+
+    def reduce_scatter(self, bucket: Bucket, out: Tensor, *, what: str, **options: Any) -> Pending:
+        return _Later(lambda: super(Late, self).reduce_scatter(bucket, out, what=what, **options))
+
+
+@dataclass
+class _Later:
+    issue: Callable[[], Pending]
+
+    def wait(self) -> float:
+        return self.issue().wait()
