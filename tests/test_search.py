@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning_oracle import STAGES, Oracle
 
+from poplar import _core
 from poplar.errors import PoplarError
-from poplar.planning.allocation import cheapest_cover, smallest
+from poplar.planning.allocation import smallest
 from poplar.planning.cluster import (
     BatchPoint,
     ClusterProfile,
@@ -430,7 +431,7 @@ def test_the_cheapest_cover_is_that_of_the_plain_programme(parts, total, more):
     for n in range(1, total + 1):
         least.append(min(least[max(0, n - m)] + c for m, c in zip(sizes, costs, strict=True)))
     expected = min(least[max(0, total - m)] + c for m, c in zip(sizes, last_costs, strict=True))
-    found, (*others, last) = cheapest_cover(sizes, costs, last_costs, total)
+    found, (*others, last) = _core.cheapest_cover(sizes, costs, last_costs, total)
     assert sum(others) + last == total
     assert others == sorted(others)
     assert found == pytest.approx(expected, rel=1e-9, abs=1e-12)

@@ -199,25 +199,21 @@ Returns:
     For each number of samples the least time, and the samples of the last pass. Of equally fast
     cuts the one with the largest last pass. One entry, for no samples, if no pass holds one.)");
 
-  module.def("least_waste", &poplar::least_waste, py::arg("wastes"), py::arg("sizes"),
-             py::arg("last_wastes"), py::arg("last_sizes"), py::arg("rate"), py::arg("most_waste"),
-             py::arg("total"),
-             R"(The parts that hold `total` together and waste least.
+  module.def("cheapest_cover", &poplar::cheapest_cover, py::arg("sizes"), py::arg("costs"),
+             py::arg("dearest"), py::arg("total"),
+             R"(The cheapest parts that hold `total` together, of which one is dearer.
 
 Args:
-    wastes: what a full part wastes, ascending.
-    sizes: how much it holds.
-    last_wastes: the same of the one part that is the last of a step.
-    last_sizes: as `sizes`.
-    rate: what each that is missing wastes where a part is less than full.
-    most_waste: sums above are not of interest.
+    sizes: of parts, ascending, at least 1, none above `total`.
+    costs: of parts, non-negative and ascending as well; a part that holds less costs no more.
+    dearest: of the dearer part, ascending; none below what it costs as one of the others.
     total: at least 1.
 
 Returns:
-    How much each part holds, the last of the step first; they sum to `total`.
+    The cost, and a sum of `total` in parts: smaller ones first, and then the dearer one.
 
 Raises:
-    ValueError: nothing within `most_waste` holds the total.)");
+    ValueError: no parts, or not two costs for each, or a total below 1.)");
 
   module.def(
       "minimise", &poplar::minimise, py::arg("costs"), py::arg("rows"), py::arg("bounds"),

@@ -8,6 +8,65 @@ namespace poplar {
 namespace {
 
 constexpr double kNever = std::numeric_limits<double>::infinity();
+constexpr double kRounding = 1e-12;
+
+// What covers are made of: parts that hold up to `sizes[i]`, and what they take.
+struct Parts {
+  const std::vector<std::int64_t>& sizes;
+  const std::vector<double>& costs;
+  const std::vector<double>& dearest;
+
+  // The least part that holds so many.
+  std::size_t holding(std::int64_t many) const {
+    return std::lower_bound(sizes.begin(), sizes.end(), many) - sizes.begin();
+  }
+
+  // Of two sizes, so many parts each; one of them is the dearer one.
+  double cost(std::int64_t size, std::int64_t many, std::int64_t other, std::int64_t others) const {
+    double sum = 0.0;
+    double more = kNever;
+    for (const auto& [held, count] : {std::pair(size, many), std::pair(other, others)}) {
+      if (held > 0 && count > 0) {
+        const std::size_t part = holding(held);
+        sum += static_cast<double>(count) * costs[part];
+        more = std::min(more, dearest[part] - costs[part]);
+      }
+    }
+    return sum + more;
+  }
+};
+
+// The cheapest of the covers by parts that differ by at most 1, or by equal ones and one for the
+// rest: for each size as many parts as it needs.
+double cheapest_even_cover(const Parts& parts, std::int64_t total) {
+  double cheapest = kNever;
+  for (const std::int64_t size : parts.sizes) {
+    const std::int64_t many = total / size;
+    const std::int64_t rest = total % size;
+    const std::int64_t count = many + (rest > 0 ? 1 : 0);
+    const std::int64_t even = total / count;
+    const std::int64_t larger = total % count;
+    cheapest = std::min({cheapest, parts.cost(size, many, rest, 1),
+                         parts.cost(even + 1, larger, even, count - larger)});
+  }
+  return cheapest;
+}
+
+// Parts that waste no more than is of interest, by what they waste: a part of m takes at least m
+// times the best rate, and what it takes beyond is waste.
+std::vector<std::pair<double, std::int64_t>> thrifty(const std::vector<std::int64_t>& sizes,
+                                                     const std::vector<double>& costs, double rate,
+                                                     double most_waste) {
+  std::vector<std::pair<double, std::int64_t>> found;
+  for (std::size_t part = 0; part < sizes.size(); ++part) {
+    const double waste = costs[part] - rate * static_cast<double>(sizes[part]);
+    if (waste <= most_waste) {
+      found.emplace_back(waste, sizes[part]);
+    }
+  }
+  std::sort(found.begin(), found.end());
+  return found;
+}
 
 }  // namespace
 
@@ -37,47 +96,61 @@ std::pair<std::vector<double>, std::vector<std::int64_t>> cheapest_passes(
   return {seconds, last};
 }
 
-std::vector<std::int64_t> least_waste(const std::vector<double>& wastes,
-                                      const std::vector<std::int64_t>& sizes,
-                                      const std::vector<double>& last_wastes,
-                                      const std::vector<std::int64_t>& last_sizes, double rate,
-                                      double most_waste, std::int64_t total) {
-  if (wastes.size() != sizes.size() || last_wastes.size() != last_sizes.size() || total < 1) {
-    throw std::invalid_argument("least_waste: a waste for each size, and a total of 1 or more");
+std::pair<double, std::vector<std::int64_t>> cheapest_cover(const std::vector<std::int64_t>& sizes,
+                                                            const std::vector<double>& costs,
+                                                            const std::vector<double>& dearest,
+                                                            std::int64_t total) {
+  if (sizes.empty() || costs.size() != sizes.size() || dearest.size() != sizes.size() ||
+      sizes.front() < 1 || total < 1) {
+    throw std::invalid_argument(
+        "cheapest_cover: parts of 1 or more, two costs for each, and a total of 1 or more");
   }
+  const Parts parts{sizes, costs, dearest};
+  double rate = kNever;
+  for (std::size_t part = 0; part < sizes.size(); ++part) {
+    rate = std::min(rate, costs[part] / static_cast<double>(sizes[part]));
+  }
+  // A cover that wastes more than a known one is none of the cheapest: few parts and few partial
+  // sums remain, and the dynamic programme runs over those.
+  const double known = cheapest_even_cover(parts, total);
+  const double most_waste = known - rate * static_cast<double>(total) + kRounding * known;
   std::vector<double> wasted(total + 1, kNever);
   std::vector<std::int64_t> added(total + 1, 0);
-  const auto add_parts = [&](std::int64_t held, double before,
-                             const std::vector<double>& part_wastes,
-                             const std::vector<std::int64_t>& part_sizes) {
-    for (std::size_t part = 0; part < part_sizes.size(); ++part) {
-      double together = before + part_wastes[part];
+  const auto add_one_of = [&](const std::vector<std::pair<double, std::int64_t>>& some,
+                              std::int64_t held, double before) {
+    for (const auto& [waste, full] : some) {
+      double together = before + waste;
       if (together > most_waste) {
         return;
       }
-      const std::int64_t size = std::min(part_sizes[part], total - held);
-      together += rate * static_cast<double>(part_sizes[part] - size);
+      const std::int64_t size = std::min(full, total - held);
+      together += rate * static_cast<double>(full - size);
       if (together < wasted[held + size]) {
         wasted[held + size] = together;
         added[held + size] = size;
       }
     }
   };
-  add_parts(0, 0.0, last_wastes, last_sizes);
+  add_one_of(thrifty(sizes, dearest, rate, most_waste), 0, 0.0);
+  const auto usual = thrifty(sizes, costs, rate, most_waste);
   for (std::int64_t held = 1; held < total; ++held) {
     if (wasted[held] <= most_waste) {
-      add_parts(held, wasted[held], wastes, sizes);
+      add_one_of(usual, held, wasted[held]);
     }
   }
   std::vector<std::int64_t> found;
   for (std::int64_t held = total; held > 0; held -= added[held]) {
     if (added[held] == 0) {
-      throw std::invalid_argument("least_waste: nothing within most_waste holds the total");
+      throw std::invalid_argument("cheapest_cover: no parts hold the total");
     }
     found.push_back(added[held]);
   }
-  std::reverse(found.begin(), found.end());
-  return found;
+  std::sort(found.begin(), found.end() - 1);  // the last is the one that was laid down first
+  double seconds = dearest[parts.holding(found.back())];
+  for (std::size_t place = 0; place + 1 < found.size(); ++place) {
+    seconds += costs[parts.holding(found[place])];
+  }
+  return {seconds, found};
 }
 
 }  // namespace poplar

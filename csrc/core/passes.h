@@ -13,14 +13,12 @@ namespace poplar {
 std::pair<std::vector<double>, std::vector<std::int64_t>> cheapest_passes(
     const std::vector<double>& passes, std::int64_t most);
 
-// The parts that hold `total` together and waste least: the first of them as wasteful as
-// `last_wastes` says of `last_sizes`, all others as `wastes` of `sizes` (they ascend). One part may
-// be less than full, which wastes `rate` for each that is missing; sums above `most_waste` are not
-// of interest.
-std::vector<std::int64_t> least_waste(const std::vector<double>& wastes,
-                                      const std::vector<std::int64_t>& sizes,
-                                      const std::vector<double>& last_wastes,
-                                      const std::vector<std::int64_t>& last_sizes, double rate,
-                                      double most_waste, std::int64_t total);
+// The parts that hold `total` together in the least time, of which one is dearer: a part that holds
+// up to `sizes[i]` takes `costs[i]`, that one `dearest[i]`; all three ascend. What it takes, and
+// how much each part holds, the dearer one last and of the others small ones first.
+std::pair<double, std::vector<std::int64_t>> cheapest_cover(const std::vector<std::int64_t>& sizes,
+                                                            const std::vector<double>& costs,
+                                                            const std::vector<double>& dearest,
+                                                            std::int64_t total);
 
 }  // namespace poplar

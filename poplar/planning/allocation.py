@@ -125,7 +125,8 @@ class EveryPass:
             usual: what each of `meetings` costs; non-decreasing.
             dearest: what it costs as the dearest of a step; no less.
         """
-        cost, (*others, one) = cheapest_cover(self.sizes, usual, dearest, self._global_batch)
+        parts = _core.cheapest_cover(self.sizes, usual, dearest, self._global_batch)
+        cost, (*others, one) = parts
         return cost, self._costs.joined(others, one)
 
     def at(self, traffic: Traffic) -> tuple[float, tuple[int, ...]]:
@@ -353,70 +354,6 @@ class RankCuts:
         while samples:
             yield self._last[samples]
             samples -= self._last[samples]
-
-
-def cheapest_cover(
-    sizes: Sequence[int], costs: Sequence[float], dearest: Sequence[float], total: int
-) -> tuple[float, tuple[int, ...]]:
-    """The cheapest parts that hold `total` together, of which one is dearer.
-
-    Args:
-        sizes: of parts, ascending, none above `total`.
-        costs: of parts, non-negative and ascending as well; a part that holds less costs no more.
-        dearest: of the dearer part, ascending; none below what it costs as one of the others.
-        total: at least 1.
-
-    Returns:
-        The cost, and a sum of `total` in parts: smaller ones first, and then the dearer one.
-
-    A part of `m` costs at least `m` times the best rate. What it costs beyond is waste, as is what
-    it holds too much, and a cover that wastes more than a known one is none of the cheapest: few
-    parts and few partial sums remain, and the dynamic programme runs over those.
-    """
-    dearest = [max(pair) for pair in zip(costs, dearest, strict=True)]
-    rate = min(cost / size for size, cost in zip(sizes, costs, strict=True))
-    known = _cheapest_even_cover(sizes, costs, dearest, total)
-    most_waste = known - rate * total + 1e-12 * known
-
-    def wasteful(seconds: Sequence[float]) -> tuple[list[float], list[int]]:
-        pairs = zip(sizes, seconds, strict=True)
-        wastes = sorted((cost - rate * size, size) for size, cost in pairs)
-        few = [(waste, size) for waste, size in wastes if waste <= most_waste]
-        return [waste for waste, _ in few], [size for _, size in few]
-
-    one, *others = _core.least_waste(*wasteful(costs), *wasteful(dearest), rate, most_waste, total)
-    cost = dearest[bisect_left(sizes, one)]
-    cost += math.fsum(costs[bisect_left(sizes, part)] for part in others)
-    return cost, (*sorted(others), one)
-
-
-def _cheapest_even_cover(
-    sizes: Sequence[int], costs: Sequence[float], dearest: Sequence[float], total: int
-) -> float:
-    """The cheapest cover by parts that differ by at most 1, or by equal ones and one for the rest.
-
-    For each size as many parts as it needs.
-    """
-
-    def cost(part: int, many: int) -> tuple[float, float]:
-        """Of many such parts, and what one of them costs more as the dearer one."""
-        if not part or not many:
-            return 0.0, math.inf
-        place = bisect_left(sizes, part)
-        return many * costs[place], dearest[place] - costs[place]
-
-    cheapest = math.inf
-    for size in sizes:
-        many, rest = divmod(total, size)
-        count = many + (rest > 0)
-        even, larger = divmod(total, count)
-        for parts in (
-            (cost(size, many), cost(rest, 1)),
-            (cost(even + 1, larger), cost(even, count - larger)),
-        ):
-            seconds, more = zip(*parts, strict=True)
-            cheapest = min(cheapest, sum(seconds) + min(more))
-    return cheapest
 
 
 def smallest(
