@@ -8,6 +8,9 @@ all of them, by the closed form and by the simulator. Then run them in turns. Ab
 micro-batches have sizes that the profile has no point for. How many cores other programs use
 meanwhile is told: ranks get their quota before them, but share caches and the memory bus.
 
+Each step is told twice: as timed, and as it would have been had the machine been as fast as when it
+was profiled (`prediction_yardstick.py`).
+
 Regret is what was lost by running the chosen plan: its seconds a sample over those of the fastest
 other plan, less 1.
 
@@ -34,6 +37,7 @@ from emulation import EmulatedCluster, EmulationUnavailable, Ranks, measured_spe
 from prediction_models import SUBJECTS, Batch, Subject
 from prediction_plans import part_unprofiled, plans_for
 from prediction_rows import Measurement, Row, regrets, regrets_table, summary, table_of
+from prediction_yardstick import Step, Yardstick, slowed
 from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
@@ -171,13 +175,14 @@ def measure_pair(
         # From the saved profile alone, before any of them has run.
         predicted = {kind: predict(profile, plan) for kind, plan in plans.items()}
         simulated = {kind: simulate(profile, plan).step_seconds for kind, plan in plans.items()}
-        measured = run_in_turns(SUBJECTS[model], plans, options.rounds, options.steps)
+        measured = run_in_turns(SUBJECTS[model], profile, plans, options.rounds, options.steps)
         rows += [
             Row.of(
                 plan,
                 predicted[kind],
                 simulated[kind],
                 measured[kind],
+                lambda slowness, plan=plan: predict(slowed(profile, slowness), plan).step_seconds,
                 cluster=cluster,
                 model=model,
                 kind=kind,
@@ -214,7 +219,11 @@ def saved_profile(cluster: str, model: str, options: argparse.Namespace) -> Clus
 
 
 def run_in_turns(
-    subject: Subject, plans: Mapping[str, Plan], rounds: int, steps: int
+    subject: Subject,
+    profile: ClusterProfile,
+    plans: Mapping[str, Plan],
+    rounds: int,
+    steps: int,
 ) -> dict[str, Measurement]:
     """Run plans of one stage on one model, `steps` steps of each in every round.
 
@@ -226,36 +235,52 @@ def run_in_turns(
     )
     samples = {kind: plan.samples(dist.get_rank()) for kind, plan in plans.items()}
     batches = {kind: subject.batch(count) if count else None for kind, count in samples.items()}
-    take_steps(optimizer, subject, next(iter(batches.values())), FIRST_STEPS)
-    turns: dict[str, list[tuple[float, ...]]] = {kind: [] for kind in plans}
+    yardstick = Yardstick(subject, profile.devices[dist.get_rank()])
+    first = next(iter(batches.values()))
+    for _ in range(FIRST_STEPS):
+        optimizer.train_step(subject.loss, first, max_norm=MAX_NORM)
+    turns: dict[str, list[tuple[Step, ...]]] = {kind: [] for kind in plans}
     others: dict[str, list[float]] = {kind: [] for kind in plans}
     for _ in range(rounds):
         for kind, plan in plans.items():
             optimizer.apply_plan(plan)
-            take_steps(optimizer, subject, batches[kind], WARMUP_STEPS)
+            for _ in range(WARMUP_STEPS):
+                optimizer.train_step(subject.loss, batches[kind], max_norm=MAX_NORM)
             watch = Bystanders()
-            turns[kind].append(take_steps(optimizer, subject, batches[kind], steps))
+            turns[kind].append(take_steps(optimizer, subject, batches[kind], yardstick, steps))
             others[kind].append(watch.cores())
     optimizer.release()
     return {kind: Measurement(tuple(turns[kind]), sum(others[kind]) / rounds) for kind in plans}
 
 
 def take_steps(
-    optimizer: HeteroZeroOptimizer, subject: Subject, batch: Batch | None, steps: int
-) -> tuple[float, ...]:
-    """Steps as training takes them, one after another. Every rank must call it.
-
-    Returns:
-        Seconds from when the slowest rank was done with the step before to when it is with this.
-    """
+    optimizer: HeteroZeroOptimizer,
+    subject: Subject,
+    batch: Batch | None,
+    yardstick: Yardstick,
+    steps: int,
+) -> tuple[Step, ...]:
+    """Steps, and between them what the yardstick says. Every rank must call it."""
     dist.barrier()
-    moments = [time.perf_counter()]  # one clock for all processes of a machine
+    slowness, moments = [yardstick.slowness()], []
     for _ in range(steps):
+        dist.barrier()
+        moments.append(time.perf_counter())  # one clock for all processes of a machine
         optimizer.train_step(subject.loss, batch, max_norm=MAX_NORM)
         moments.append(time.perf_counter())
+        dist.barrier()
+        slowness.append(yardstick.slowness())
     latest = torch.tensor(moments, dtype=torch.float64)
     dist.all_reduce(latest, op=dist.ReduceOp.MAX)
-    return tuple(latest.diff().tolist())
+    mine = [(before + after) / 2 for before, after in itertools.pairwise(slowness)]
+    everyones: list[list[float]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(everyones, mine)
+    return tuple(
+        Step(seconds, slow)
+        for seconds, slow in zip(
+            (latest[1::2] - latest[::2]).tolist(), zip(*everyones, strict=True), strict=True
+        )
+    )
 
 
 def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:

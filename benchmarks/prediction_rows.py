@@ -9,6 +9,7 @@ from typing import Any
 
 import provenance
 from prediction_plans import CHOSEN
+from prediction_yardstick import Step, steadied
 from rich.table import Table
 
 from poplar import Plan
@@ -22,20 +23,23 @@ ACCEPTED_REGRET = 0.02
 class Measurement:
     """Steps of one plan."""
 
-    turns: tuple[tuple[float, ...], ...]
-    """Seconds of each step that counts, turn by turn: until the slowest rank is done with it."""
+    turns: tuple[tuple[Step, ...], ...]
+    """Each step that counts, turn by turn."""
     bystanders: float
     """Cores that other programs used meanwhile."""
 
     @property
     def seconds(self) -> float:
         """Median over turns of each one's median step: one turn in a bad moment weighs little."""
-        return statistics.median(map(statistics.median, self.turns))
+        return statistics.median(
+            statistics.median(step.seconds for step in turn) for turn in self.turns
+        )
 
     @property
     def spread(self) -> tuple[float, float]:
         """Between which seconds three of five steps lie: p20 and p80."""
-        low, *_, high = statistics.quantiles((s for turn in self.turns for s in turn), n=5)
+        seconds = [step.seconds for turn in self.turns for step in turn]
+        low, *_, high = statistics.quantiles(seconds, n=5)
         return low, high
 
 
@@ -60,8 +64,12 @@ class Row:
     p50_seconds: float
     """Median over turns of each turn's median step."""
     p80_seconds: float
+    steady_seconds: float
+    """Like p50, on a machine as fast as it was profiled: `prediction_yardstick.steadied`."""
+    timed_error: float
+    """Predicted over p50, less 1."""
     error: float
-    """Predicted over measured (p50), less 1."""
+    """Predicted over steady, less 1."""
     simulated_error: float
     """The same of what was simulated."""
     bound: str
@@ -79,14 +87,19 @@ class Row:
         predicted: Prediction,
         simulated_seconds: float,
         measured: Measurement,
+        expected: Callable[[Sequence[float]], float],
         *,
         cluster: str,
         model: str,
         kind: str,
         unprofiled: float,
     ) -> Row:
-        """What was predicted of a plan beside what was measured of it."""
+        """What was predicted of a plan beside what was measured of it.
+
+        `expected` are seconds of a step by the slowness of each rank.
+        """
         low, high = measured.spread
+        steady = steadied(measured.turns, expected)
         return cls(
             benchmark="prediction",
             cluster=cluster,
@@ -101,8 +114,10 @@ class Row:
             p20_seconds=low,
             p50_seconds=measured.seconds,
             p80_seconds=high,
-            error=predicted.step_seconds / measured.seconds - 1,
-            simulated_error=simulated_seconds / measured.seconds - 1,
+            steady_seconds=steady,
+            timed_error=predicted.step_seconds / measured.seconds - 1,
+            error=predicted.step_seconds / steady - 1,
+            simulated_error=simulated_seconds / steady - 1,
             bound=predicted.bound,
             bystanders=measured.bystanders,
             device=provenance.device(),
@@ -122,7 +137,12 @@ class Row:
 
     @property
     def seconds_per_sample(self) -> float:
-        """Measured."""
+        """Measured, with the machine as fast as when it was profiled."""
+        return self.steady_seconds / self.global_batch
+
+    @property
+    def timed_seconds_per_sample(self) -> float:
+        """As timed."""
         return self.p50_seconds / self.global_batch
 
 
@@ -139,7 +159,9 @@ class Regret:
     """Seconds a sample of the chosen plan over that one's, less 1; below 0: nothing was lost."""
 
 
-def regrets(rows: Sequence[Row]) -> list[Regret]:
+def regrets(
+    rows: Sequence[Row], seconds: Callable[[Row], float] = lambda row: row.seconds_per_sample
+) -> list[Regret]:
     """One for each configuration that has a chosen plan and another one."""
     found = []
     for configuration in dict.fromkeys(row.configuration for row in rows):
@@ -147,7 +169,7 @@ def regrets(rows: Sequence[Row]) -> list[Regret]:
         chosen = [row for row in own if row.plan == CHOSEN]
         others = [row for row in own if row.plan != CHOSEN]
         if chosen and others:
-            best = min(others, key=lambda row: row.seconds_per_sample)
+            best = min(others, key=seconds)
             cluster, model, stage = configuration
             found.append(
                 Regret(
@@ -155,7 +177,7 @@ def regrets(rows: Sequence[Row]) -> list[Regret]:
                     model=model,
                     stage=stage,
                     best=best.plan,
-                    regret=chosen[0].seconds_per_sample / best.seconds_per_sample - 1,
+                    regret=seconds(chosen[0]) / seconds(best) - 1,
                 )
             )
     return found
@@ -169,6 +191,10 @@ def summary(rows: Sequence[Row]) -> dict[str, Any]:
         "closed_form": _by_part(rows, lambda row: row.error),
         "simulated": _by_part(rows, lambda row: row.simulated_error),
         "regret": of_regrets(regrets(rows)),
+        "as_timed": {
+            "closed_form": errors([row.timed_error for row in rows]),
+            "regret": of_regrets(regrets(rows, lambda row: row.timed_seconds_per_sample)),
+        },
     }
 
 
@@ -232,7 +258,7 @@ def table_of(rows: Sequence[Row]) -> Table:
         table.add_column(heading, justify="left" if heading == "plan" else "right", no_wrap=True)
     for heading in ("predicted s", "simulated s", "p20 s", "p50 s", "p80 s"):
         table.add_column(heading, justify="right", no_wrap=True)
-    for heading in ("error", "of simulated", "others"):
+    for heading in ("timed error", "steady s", "error", "of simulated", "others"):
         table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
         expected = (row.predicted_seconds, row.simulated_seconds)
@@ -244,6 +270,8 @@ def table_of(rows: Sequence[Row]) -> Table:
             str(max(map(len, row.micro_batches))),
             f"{100 * row.unprofiled:.0f} %",
             *(f"{value:.3f}" for value in (*expected, *measured)),
+            f"{100 * row.timed_error:+.1f} %",
+            f"{row.steady_seconds:.3f}",
             f"{100 * row.error:+.1f} %",
             f"{100 * row.simulated_error:+.1f} %",
             f"{row.bystanders:.1f}",

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
+from statistics import mean
 from typing import Any, TypeVar
 
 import torch
@@ -36,18 +37,28 @@ from poplar.planning.cluster import (
     NetworkProfile,
 )
 from poplar.planning.cost_model import DoesNotFit, predict, readable_bytes
+from poplar.planning.curve import straightened
 from poplar.planning.plan import MEETS_EVERY_PASS, Plan
 from poplar.planning.search import search
 from poplar.planning.shortage import NoPlanFits
 from poplar.profiling.cache import Cache, default_folder
 from poplar.profiling.intact import computing_in, parameters_kept, surroundings_kept
 from poplar.profiling.network import Collectives, measure_network
-from poplar.profiling.passes import LossFunction, Passes, Rung, Timings, scout, time_rungs
+from poplar.profiling.passes import (
+    SHORTEST_SAMPLE_SECONDS,
+    LossFunction,
+    Passes,
+    Rung,
+    Timings,
+    scout,
+    time_rungs,
+)
 from poplar.profiling.progress import Tell, progress
 from poplar.profiling.request import DEFAULT_MAX_BATCH, Agreed, Request, agree_on, sizes_of
-from poplar.profiling.residuals import fit
+from poplar.profiling.residuals import as_profiled, fit
 from poplar.profiling.steps import Observation, observe
 from poplar.profiling.transport import sample_numels, time_transports
+from poplar.profiling.trials import Trials
 from poplar.profiling.update import UpdateCost, measure_update
 from poplar.zero.agreement import agree
 from poplar.zero.update import OptimizerFactory
@@ -63,8 +74,12 @@ NETWORK = 0.08
 """Part of the budget for the collectives."""
 STEPS = 0.4
 """Part of the budget for steps of the engine, over all stages."""
+PLAIN = 0.4
+"""Of that, part for plain passes before, between and after: is the device as fast as it was?"""
 TIMES_EACH = 5
 """Passes of a size, and steps of a plan, that are timed where they take equally long."""
+FEWEST_STEPS = 2
+"""Of a plan in one turn, besides one that does not count."""
 SURE = 0.01
 """Of a median, as a fraction: where it is less sure, more is timed, as far as the budget goes."""
 PASSES_OBSERVED = (1, 3)
@@ -340,7 +355,7 @@ class Profiler:
         if more > 0.0:
             tell(f"time against batch, {more:.0f} s more: passes differ from each other")
             curves = self._timed(passes, timings, more)
-        return curves
+        return [replace(curve, points=without_noise(curve.points)) for curve in curves]
 
     def _timed(self, passes: Passes, timings: Timings, seconds: float) -> list[_Curve]:
         return self._everyones(
@@ -412,9 +427,20 @@ class Profiler:
             device.seconds(max(sizes, default=0))
             for device, sizes in zip(profile.devices, plans[0].micro_batches, strict=True)
         )
-        steps = int(seconds / (one_pass * sum(PASSES_OBSERVED))) - 1
-        most = math.ceil(TIMES_EACH * self._noise)
-        observations = self.steps_of(plans, steps=max(2, min(steps, most)), tell=tell)
+        a_step_of_each = one_pass * sum(PASSES_OBSERVED)
+        most = TIMES_EACH if self._noise == 1.0 else FEWEST_STEPS  # else rather in more turns
+        affordable = int(seconds * (1.0 - PLAIN) / a_step_of_each) - 1
+        steps = max(FEWEST_STEPS, min(most, affordable))
+        plain = max(SHORTEST_SAMPLE_SECONDS, PLAIN * steps * a_step_of_each)
+        if (len(plans) + 1) * plain > PLAIN * seconds:
+            plain = 0.0
+        began, trials = time.perf_counter(), Trials()
+        for turn in range(math.ceil(self._noise)):
+            taken = time.perf_counter() - began
+            if turn and self._agreed_seconds(taken / turn * (turn + 1)) > seconds:
+                break
+            trials.add(self._turn(profile, plans, steps=steps, plain=plain, tell=tell))
+        observations = trials.observations()
         return fit(
             profile,
             stage,
@@ -423,6 +449,46 @@ class Profiler:
             # On a CPU the collectives use the cores that compute: what looks like overlap is noise.
             fit_overlap=self.asynchronous and profile.overlap == 0.0 and stage >= MEETS_EVERY_PASS,
         )
+
+    def _turn(
+        self,
+        profile: ClusterProfile,
+        plans: Sequence[Plan],
+        *,
+        steps: int,
+        plain: float,
+        tell: Tell,
+    ) -> list[Observation]:
+        """Steps of each plan, with plain passes before, between and after."""
+        observations = []
+        before = self._slowness(profile, plans[0], plain)
+        for plan in plans:
+            (seen,) = self.steps_of([plan], steps=steps, tell=tell)
+            after = self._slowness(profile, plan, plain)
+            beside = [mean(both) for both in zip(before, after, strict=True)]
+            observations.append(as_profiled(profile, seen, beside))
+            before = after
+        return observations
+
+    def _slowness(self, profile: ClusterProfile, plan: Plan, seconds: float) -> list[float]:
+        """By rank: how long plain passes as large as the plan's take now, over the curve.
+
+        All ranks run them for so many seconds; 0: there is no time, and ranks count as unchanged.
+        """
+        device, sizes = profile.devices[self.group.rank], plan.micro_batches[self.group.rank]
+        first, *others = device.points
+        known = max([first, *(p for p in others if p.batch <= max(sizes, default=0))], key=_batch)
+        rung = Rung(batch=known.batch, seconds=known.seconds, activation_bytes=0)
+        passes = self._passes()
+
+        def measure() -> float:
+            (point,) = time_rungs(passes, [rung], seconds=seconds, least=1)
+            return point.seconds / known.seconds
+
+        if not seconds:
+            return [1.0] * self.group.size
+        with computing_in(self.request.model, self.agreed.dtype):
+            return self._everyones(self._together(measure, "timing passes beside steps"))
 
     def _assemble(
         self, curves: list[_Curve], updates: list[UpdateCost], network: NetworkProfile
@@ -534,6 +600,23 @@ class Profiler:
 
     def _agreed_seconds(self, seconds: float) -> float:
         return self._everyones(seconds)[0]
+
+
+def _batch(point: BatchPoint) -> int:
+    return point.batch
+
+
+def without_noise(points: Sequence[BatchPoint]) -> tuple[BatchPoint, ...]:
+    """Points on a straight line where only noise keeps them off it."""
+    seconds, errors = straightened(
+        [point.batch for point in points],
+        [point.seconds for point in points],
+        [point.spread_seconds for point in points],
+    )
+    return tuple(
+        replace(point, seconds=value, spread_seconds=error)
+        for point, value, error in zip(points, seconds, errors, strict=True)
+    )
 
 
 def plans_to_observe(profile: ClusterProfile, stage: int) -> list[Plan]:

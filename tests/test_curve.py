@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from poplar.planning.cluster import BatchPoint, DeviceProfile
-from poplar.planning.curve import MonotoneCurve, pooled
+from poplar.planning.curve import MonotoneCurve, pooled, straightened
 from poplar.planning.measurements import CURVES
 
 NOISE = 0.004
@@ -209,3 +209,52 @@ def test_a_device_is_as_unsure_of_points_that_noise_put_out_of_order_as_they_are
     assert low <= 2.0
     assert high >= 3.0
     assert device.seconds_within(1) == pytest.approx((0.98, 1.02))
+
+
+# On a line but for noise
+
+
+RUNGS = (1, 2, 4, 8, 16)
+
+
+def noisy(truth: Seconds, noise: float, draw: random.Random) -> tuple[list[float], list[float]]:
+    values = [truth(batch) * (1.0 + noise * draw.gauss(0.0, 1.0)) for batch in RUNGS]
+    return values, [noise * value for value in values]
+
+
+def test_what_lies_on_a_line_but_for_noise_is_surer_than_each_of_its_points():
+    draw, gains, left = random.Random(0), [], 0
+    for _ in range(DEVICES):
+        truth = straight(draw)
+        values, errors = noisy(truth, 0.04, draw)
+        line, less = straightened(RUNGS, values, errors)
+        left += line == values
+        gains += [
+            (abs(after - truth(batch)), abs(before - truth(batch)))
+            for batch, after, before in zip(RUNGS, line, values, strict=True)
+        ]
+        assert all(a <= b * 1.5 for a, b in zip(less, errors, strict=True))
+    assert left < DEVICES / 10, "few lines are taken for something else"
+    assert sum(after for after, _ in gains) < 0.75 * sum(before for _, before in gains)
+
+
+@pytest.mark.parametrize("shape", [flat_then_straight, tiled])
+def test_what_is_no_line_stays_as_it_was_measured(shape: Callable[[random.Random], Seconds]):
+    draw = random.Random(1)
+    for _ in range(DEVICES):
+        truth = shape(draw)
+        values, errors = noisy(truth, 0.002, draw)
+        found, _ = straightened(RUNGS, values, errors)
+        for batch, value in zip(RUNGS, found, strict=True):
+            assert value == pytest.approx(truth(batch), rel=0.012)
+
+
+def test_two_points_and_points_without_noise_stay():
+    assert straightened((1, 2), (1.0, 1.5), (0.5, 0.5)) == ([1.0, 1.5], [0.5, 0.5])
+    values = [1.0, 2.1, 4.0]
+    assert straightened((1, 2, 4), values, (0.0, 0.0, 0.0)) == (values, [0.0, 0.0, 0.0])
+
+
+def test_a_line_that_falls_or_starts_below_nothing_is_none():
+    assert straightened((1, 2, 3), (3.0, 2.0, 1.0), (1.0,) * 3)[0] == [3.0, 2.0, 1.0]
+    assert straightened((1, 2, 3), (0.1, 2.0, 5.0), (1.0,) * 3)[0] == [0.1, 2.0, 5.0]

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from unittest import mock
 
+import hypothesis.strategies as st
 import pytest
 import ranks as harness
 import torch
+from hypothesis import given
 from ranks import Pool
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
 import prediction
-from prediction_models import SUBJECTS
+from prediction_models import SUBJECTS, Subject
 from prediction_plans import CHOSEN, mean_unprofiled, part_unprofiled, plans_for
 from prediction_rows import (
     Measurement,
@@ -29,6 +31,7 @@ from prediction_rows import (
     summary,
     table_of,
 )
+from prediction_yardstick import Step, Yardstick, slowed, steadied
 
 from poplar import HeteroZeroOptimizer, Plan, predict, search, simulate
 from poplar.planning import (
@@ -38,6 +41,7 @@ from poplar.planning import (
     ModelProfile,
     NetworkProfile,
 )
+from poplar.profiling.passes import Passes
 
 POINTS = (1, 2, 4, 8, 16)
 MOST = prediction.parse_options([]).global_batch
@@ -86,6 +90,8 @@ ROW = Row(
     p20_seconds=0.35,
     p50_seconds=0.36,
     p80_seconds=0.38,
+    steady_seconds=0.36,
+    timed_error=0.0,
     error=0.0,
     simulated_error=0.02,
     bound="rank 0's compute",
@@ -181,26 +187,73 @@ def test_a_micro_batch_without_samples_needs_no_point():
 
 
 def test_a_median_over_turns_is_not_moved_by_one_bad_turn():
-    measured = Measurement(((1.0, 1.1, 1.2), (9.0, 9.0, 9.0), (1.2, 1.3, 1.4)), 0.0)
+    turns = ((1.0, 1.1, 1.2), (9.0, 9.0, 9.0), (1.2, 1.3, 1.4))
+    measured = Measurement(tuple(tuple(map(step, turn)) for turn in turns), 0.0)
     assert measured.seconds == 1.3
     low, high = measured.spread
     assert low <= measured.seconds <= high
 
 
+def step(seconds: float, *slowness: float) -> Step:
+    return Step(seconds, slowness or (1.0, 1.0))
+
+
+@given(first=st.floats(0.5, 2.0), second=st.floats(0.5, 2.0), stage=st.integers(0, 3))
+def test_a_step_that_took_longer_because_ranks_were_slower_is_told_as_if_they_were_not(
+    first, second, stage
+):
+    cluster, plan = CLUSTERS["2:1"], Plan.even(2, 24, 16, stage)
+
+    def expected(slowness: Sequence[float]) -> float:
+        return predict(slowed(cluster, slowness), plan).step_seconds
+
+    taken = expected((first, second))
+    assert steadied([[step(taken, first, second)]], expected) == pytest.approx(expected((1.0, 1.0)))
+
+
+def test_ranks_that_are_slower_alike_take_longer_by_as_much_but_for_the_network():
+    cluster, plan = CLUSTERS["2:1"], Plan.even(2, 24, 16, stage=0)
+    step_seconds = predict(cluster, plan).step_seconds
+    network = cluster.network.reduce_scatter_seconds + cluster.network.all_gather_seconds
+    twice = predict(slowed(cluster, (2.0, 2.0)), plan).step_seconds
+    assert twice == pytest.approx(2 * (step_seconds - network) + network)
+
+
+def test_a_yardstick_is_a_point_of_the_profile_again():
+    (device, _) = profile(0.5, 1.0).devices
+    model = torch.nn.Linear(1, 1)
+    subject = Subject(
+        new=lambda: model,
+        loss=lambda model, batch: model(batch["x"]).mean(),
+        draw=lambda samples, generator: {"x": torch.ones(samples, 1)},
+    )
+    asked: list[tuple[int, int]] = []
+
+    def seconds(self: Passes, size: int, repeats: int) -> float:
+        asked.append((size, repeats))
+        return 0.486
+
+    with mock.patch.object(Passes, "seconds", seconds):
+        assert Yardstick(subject, device).slowness() == pytest.approx(3.0), "0.162 in the profile"
+    assert asked == [(8, 2)], "the largest that is short enough, for about as long as is wanted"
+
+
 def test_errors_are_of_what_was_measured():
     plan = Plan.even(2, 24, 16, stage=0)
     expected = predict(CLUSTERS["2:1"], plan)
-    measured = Measurement(((2 * expected.step_seconds,) * 3,), 0.0)
+    measured = Measurement(((step(4 * expected.step_seconds, 2.0, 2.0),) * 3,), 0.0)
     row = Row.of(
         plan,
         expected,
         3 * expected.step_seconds,
         measured,
+        lambda slowness: 3.0 * max(slowness),
         cluster="2:1",
         model="llama",
         kind="even",
         unprofiled=0.0,
     )
+    assert row.timed_error == pytest.approx(-0.75)
     assert row.error == pytest.approx(-0.5)
     assert row.simulated_error == pytest.approx(0.5)
     assert row.global_batch == 24
@@ -215,7 +268,8 @@ def test_errors_count_by_their_size():
 
 def rows(seconds: Mapping[str, float], **more: object) -> list[Row]:
     return [
-        replace(ROW, plan=kind, p50_seconds=measured, **more) for kind, measured in seconds.items()
+        replace(ROW, plan=kind, steady_seconds=measured, **more)
+        for kind, measured in seconds.items()
     ]
 
 
@@ -230,7 +284,7 @@ def test_regret_is_over_the_fastest_other_plan_of_the_configuration():
 
 def test_regret_is_by_the_sample():
     chosen, *_ = rows({CHOSEN: 0.36})
-    half = replace(chosen, plan="even", micro_batches=[[8], [10]], p50_seconds=0.18)
+    half = replace(chosen, plan="even", micro_batches=[[8], [10]], steady_seconds=0.18)
     assert regrets([chosen, half])[0].regret == pytest.approx(0.0)
 
 
@@ -262,6 +316,8 @@ def test_a_summary_has_both_predictions_by_every_part_and_the_regrets():
         "worst": 0.03,
         "above_2_percent": 1,
     }
+    assert said["as_timed"]["closed_form"]["worst"] == 0.0
+    assert said["as_timed"]["regret"]["worst"] == 0.0, "timed, all took the same"
     json.dumps(said)
 
 
@@ -274,7 +330,7 @@ def test_tables_have_a_line_for_every_row_and_configuration():
 # On ranks
 
 
-def measured_turns() -> tuple[dict[str, tuple[tuple[float, ...], ...]], list[str]]:
+def measured_turns() -> tuple[dict[str, tuple[tuple[Step, ...], ...]], list[str]]:
     """Each plan's turns, and which plan ran in which turn."""
     plans = {
         "even": Plan.even(4, 8, 2, stage=1),
@@ -288,7 +344,9 @@ def measured_turns() -> tuple[dict[str, tuple[tuple[float, ...], ...]], list[str
         apply_plan(optimizer, plan)
 
     with mock.patch.object(HeteroZeroOptimizer, "apply_plan", noted):
-        measured = prediction.run_in_turns(SUBJECTS["encoder"], plans, rounds=2, steps=2)
+        measured = prediction.run_in_turns(
+            SUBJECTS["encoder"], profile(1, 1, 1, 1), plans, rounds=2, steps=2
+        )
     return {kind: one.turns for kind, one in measured.items()}, ran
 
 
@@ -299,9 +357,10 @@ def test_plans_run_in_turns_and_all_ranks_agree_how_long_steps_took(ranks: Pool)
     assert all(rank == found[0] for rank in found)
     turns, ran = found[0]
     assert ran == ["even", "nothing for the last"] * 2
-    for seconds in turns.values():
-        assert [len(turn) for turn in seconds] == [2, 2]
-        assert all(step > 0 for turn in seconds for step in turn)
+    for own in turns.values():
+        assert [len(turn) for turn in own] == [2, 2]
+        assert all(step.seconds > 0 for turn in own for step in turn)
+        assert all(len(step.slowness) == 4 for turn in own for step in turn)
 
 
 # The command line

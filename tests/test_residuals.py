@@ -17,7 +17,8 @@ from records import cluster as measured_cluster
 from poplar import ClusterProfile, Plan
 from poplar.planning.cost_model import predict
 from poplar.planning.stage_costs import StageCosts
-from poplar.profiling.residuals import at_observed_speeds, fit, refine
+from poplar.planning.what_if import with_faster_devices
+from poplar.profiling.residuals import as_profiled, at_observed_speeds, fit, refine
 from poplar.profiling.steps import Observation
 
 STAGES = (0, 1, 2, 3)
@@ -115,6 +116,19 @@ def test_what_an_engine_adds_is_found_out_and_predicts_other_plans_too(stage):
         Plan.manual((20, 0, 7, 7), stage=stage, passes=5),
     ]
     assert_predicts(found, [observed(true, plan) for plan in others])
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_devices_that_were_slower_beside_the_steps_are_not_charged_to_the_engine(stage):
+    slowness = (1.3, 0.9, 1.0, 1.1)
+    now = plain()
+    for rank, times in enumerate(slowness):
+        now = with_faster_devices(now, (rank,), 1.0 / times)
+    seen = [as_profiled(plain(), observed(now, plan), slowness) for plan in two_plans(stage)]
+    found = fitted(plain(), seen)
+    assert_predicts(found, [observed(plain(), plan) for plan in two_plans(stage)])
+    for device in found.devices:
+        assert device.pass_overhead_seconds == pytest.approx((0.0,) * 4, abs=1e-12)
 
 
 @pytest.mark.parametrize("stage", EACH_PASS)

@@ -28,6 +28,8 @@ _SURE = 2.0
 """Standard errors between a value and the end of its interval."""
 _CLOSE = 0.01
 """Being off by this part of a value does not speak against a shape: no curve is exactly one."""
+_LEAST_ERROR = 1e-3
+"""Of a value: a few samples that agree by chance don't make a point surer than this."""
 _SIZES = (*(quarters / 4 for quarters in range(5, 64)), *map(float, range(16, 129)))
 """Samples of a step: whole ones in a tile, any number in a wave of blocks. Larger tiles are of
 elements, and a sample has many."""
@@ -201,6 +203,38 @@ def _largest_part(misses: Sequence[_Miss], times: float) -> float:
         elif abs(miss.straight) > limit:
             return 0.0
     return most if least <= most else 0.0
+
+
+def straightened(
+    batches: Sequence[int], values: Sequence[float], errors: Sequence[float]
+) -> tuple[list[float], list[float]]:
+    """Values and errors on the straight line through all points, if noise alone may keep them off.
+
+    A line rests on all points at once, so it is surer than each of them. Points that it misses by
+    more than their errors explain, or that are too few to tell, stay as they are.
+
+    Args:
+        batches: at least one, ascending.
+        values: above 0.
+        errors: standard errors of the values.
+    """
+    as_measured = list(values), list(errors)
+    surplus = len(batches) - 2
+    if surplus < 1:
+        return as_measured
+    spread = [max(error, _LEAST_ERROR * value) for value, error in zip(*as_measured, strict=True)]
+    weights = [error**-2 for error in spread]
+    weight = math.fsum(weights)
+    middle = math.fsum(w * batch for w, batch in zip(weights, batches, strict=True)) / weight
+    height = math.fsum(w * value for w, value in zip(weights, values, strict=True)) / weight
+    away = [batch - middle for batch in batches]
+    lever = math.fsum(w * a * a for w, a in zip(weights, away, strict=True))
+    slope = math.fsum(w * a * v for w, a, v in zip(weights, away, values, strict=True)) / lever
+    line = [height + slope * a for a in away]
+    missed = math.fsum(w * (v - on) ** 2 for w, v, on in zip(weights, values, line, strict=True))
+    if missed > surplus + _SURE * math.sqrt(2.0 * surplus) or slope < 0.0 or line[0] <= 0.0:
+        return as_measured
+    return line, [math.sqrt(1.0 / weight + a * a / lever) for a in away]
 
 
 def pooled(values: Sequence[float]) -> list[float]:

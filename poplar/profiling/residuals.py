@@ -7,6 +7,7 @@ overhead; what a step takes beyond the closed form becomes the meeting's and the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from statistics import mean, median
@@ -14,6 +15,8 @@ from statistics import mean, median
 from poplar.planning.cluster import ClusterProfile, DeviceProfile
 from poplar.planning.plan import MEETS_EVERY_PASS
 from poplar.planning.stage_costs import costs_of
+from poplar.planning.what_if import with_faster_devices
+from poplar.profiling.passes import error_of_median
 from poplar.profiling.steps import Observation
 
 _HALVINGS = 40
@@ -73,6 +76,39 @@ def refine(
     return replace(cluster, network=replace(cluster.network, step_seconds=steps))
 
 
+def as_profiled(
+    cluster: ClusterProfile, observation: Observation, slowness: Sequence[float]
+) -> Observation:
+    """What would have been observed of ranks as fast as their curves say.
+
+    Else a device that is slower for a few seconds would be charged for it at every pass of every
+    plan of that stage, as if the engine were to blame.
+
+    Args:
+        cluster: as measured so far.
+        observation: of a plan on it.
+        slowness: by rank, seconds of plain passes beside the observed steps, over those of the
+            curve.
+    """
+    plan = observation.plan
+    now = cluster
+    for rank, times in enumerate(slowness):
+        now = with_faster_devices(now, (rank,), 1.0 / times)
+    then, present = (
+        costs_of(each, plan).step_seconds(plan.micro_batches, plan.shares)
+        for each in (cluster, now)
+    )
+    return replace(
+        observation,
+        step_seconds=observation.step_seconds * then / present,
+        spread_seconds=observation.spread_seconds * then / present,
+        pass_seconds=tuple(
+            tuple(seconds / times for seconds in own)
+            for own, times in zip(observation.pass_seconds, slowness, strict=True)
+        ),
+    )
+
+
 def at_observed_speeds(
     cluster: ClusterProfile, observations: Sequence[Observation]
 ) -> ClusterProfile:
@@ -118,9 +154,9 @@ def _with_overheads(
         other.append(observation.other_seconds[rank])
     overhead = device.pass_overhead_seconds[stage]
     if extra:
-        # The engine adds work to a pass, never takes any away: less is a quieter machine, and
-        # must not be counted once for each of many passes.
-        overhead = max(0.0, median(extra))
+        # The engine adds work to a pass, never takes any away; and what may be the machine's noise
+        # must not be counted once for each of many passes: it stays with the step.
+        overhead = max(0.0, median(extra) - error_of_median(extra))
     return replace(
         device,
         pass_overhead_seconds=_replaced(device.pass_overhead_seconds, stage, overhead),
@@ -131,8 +167,17 @@ def _with_overheads(
 def _with_step_residuals(
     cluster: ClusterProfile, stage: int, observations: Sequence[Observation]
 ) -> ClusterProfile:
-    """Make the closed form agree with the observations, on average."""
-    each, once = _beyond_collectives(cluster, stage, observations)
+    """Make the closed form agree with the observations, on average.
+
+    A meeting is charged with what noise does not explain: plans have many of them.
+    """
+    each = _beyond_collectives(cluster, stage, observations)
+    unsure = _error_of_slope(observations)
+    each = math.copysign(max(0.0, abs(each) - unsure), each)
+    bare = _without_meeting_residual(cluster, stage)
+    once = mean(
+        _beyond_meetings_and_update(bare, seen) - each * _meetings(seen) for seen in observations
+    )
     network = replace(
         cluster.network,
         meeting_seconds=_replaced(cluster.network.meeting_seconds, stage, each),
@@ -143,13 +188,11 @@ def _with_step_residuals(
 
 def _beyond_collectives(
     cluster: ClusterProfile, stage: int, observations: Sequence[Observation]
-) -> tuple[float, float]:
-    """What each meeting, and what a step once, took beyond the closed form without residuals."""
+) -> float:
+    """What each meeting took beyond the closed form without residuals."""
     bare = _without_meeting_residual(cluster, stage)
     missing = [_beyond_meetings_and_update(bare, observation) for observation in observations]
-    meetings = [_meetings(observation) for observation in observations]
-    slope = _slope(meetings, missing)
-    return slope, mean(missing) - slope * mean(meetings)
+    return _slope([_meetings(observation) for observation in observations], missing)
 
 
 def _beyond_meetings_and_update(cluster: ClusterProfile, observation: Observation) -> float:
@@ -177,7 +220,7 @@ def _least_overlap(
     """The least overlap at which a meeting costs no less than its collectives; at most 1."""
 
     def missing(overlap: float) -> float:
-        return _beyond_collectives(replace(cluster, overlap=overlap), stage, observations)[0]
+        return _beyond_collectives(replace(cluster, overlap=overlap), stage, observations)
 
     nothing, everything = missing(0.0), missing(1.0)
     if everything <= nothing:
@@ -205,6 +248,17 @@ def _slope(at: Sequence[int], values: Sequence[float]) -> float:
     height = mean(values)
     pairs = zip(at, values, strict=True)
     return sum((place - middle) * (value - height) for place, value in pairs) / spread
+
+
+def _error_of_slope(observations: Sequence[Observation]) -> float:
+    """The standard error of what a meeting takes, from those of the steps."""
+    at = [_meetings(observation) for observation in observations]
+    away = [place - mean(at) for place in at]
+    spread = math.fsum(a * a for a in away)
+    if not spread:
+        return 0.0
+    errors = (observation.spread_seconds for observation in observations)
+    return math.hypot(*(a * error for a, error in zip(away, errors, strict=True))) / spread
 
 
 def _replaced(values: Sequence[float], at: int, value: float) -> tuple[float, ...]:

@@ -10,7 +10,7 @@ from typing import Any
 from poplar.comm import Control
 from poplar.optimizer import HeteroZeroOptimizer
 from poplar.planning.plan import Plan
-from poplar.profiling.passes import Passes
+from poplar.profiling.passes import Passes, error_of_median
 from poplar.trace import Span
 
 
@@ -21,6 +21,8 @@ class Observation:
     plan: Plan
     step_seconds: float
     """Of the slowest rank."""
+    spread_seconds: float = 0.0
+    """The standard error of `step_seconds`; 0: not known, and taken for none."""
     pass_seconds: tuple[tuple[float, ...], ...]
     """`[rank][pass]` of those with samples, without waiting for others."""
     other_seconds: tuple[float, ...]
@@ -60,11 +62,11 @@ def observe(
         optimizer.train_step(passes.loss_fn, batch, max_norm=max_norm)
     own = [_one_step(optimizer, batch, passes, max_norm) for _ in range(steps)]
     everyones = control.exchange_objects(own, what="the profiler's steps")
+    slowest = [max(step.seconds for step in at) for at in zip(*everyones, strict=True)]
     return Observation(
         plan=plan,
-        step_seconds=median(
-            max(step.seconds for step in at) for at in zip(*everyones, strict=True)
-        ),
+        step_seconds=median(slowest),
+        spread_seconds=error_of_median(slowest),
         pass_seconds=tuple(
             tuple(median(times) for times in zip(*(step.passes for step in own), strict=True))
             for own in everyones

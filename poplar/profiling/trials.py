@@ -7,10 +7,12 @@ luck, and what a plan is known by is the median over all of its turns.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from statistics import median
 
 from poplar.planning.plan import Plan
+from poplar.profiling.passes import error_of_median
 from poplar.profiling.steps import Observation
 
 
@@ -54,9 +56,12 @@ class Trials:
 
 def _pooled(observations: Sequence[Observation]) -> Observation:
     """Of one plan, over its turns."""
+    turns = [seen.step_seconds for seen in observations]
+    own = median(seen.spread_seconds for seen in observations) / math.sqrt(len(turns))
     return Observation(
         plan=observations[0].plan,
-        step_seconds=median(seen.step_seconds for seen in observations),
+        step_seconds=median(turns),
+        spread_seconds=max(own, error_of_median(turns)),
         pass_seconds=tuple(
             tuple(median(times) for times in zip(*own, strict=True))
             for own in zip(*(seen.pass_seconds for seen in observations), strict=True)

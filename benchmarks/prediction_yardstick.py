@@ -1,0 +1,78 @@
+"""How slow each rank is at the moment, beside how it was when it was profiled.
+
+A core of a shared machine is a tenth faster or slower from one second to the next, as the other
+thread of its core, which may be somebody else's, has something to do or not. Then one step, timed
+twice, differs by more than a prediction may be off. So between steps each rank times plain passes
+of a model that nobody trains, and what a step took is also told as it would have been on ranks as
+fast as the profile has them: times the step's prediction from the profile, over its prediction from
+the profile with each rank's speed of that moment.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from prediction_models import Subject
+
+from poplar.planning.cluster import ClusterProfile, DeviceProfile
+from poplar.planning.what_if import with_faster_devices
+from poplar.profiling.passes import Passes
+
+SECONDS = 0.3
+"""Of one measurement: dozens of the periods in which quotas are given out."""
+
+
+class Yardstick:
+    """Plain passes of a model of its own, as the profiler times them."""
+
+    def __init__(self, subject: Subject, device: DeviceProfile) -> None:
+        """One per rank: `device` is what the profile has about the rank that is here."""
+        short = [point for point in device.points if point.seconds <= SECONDS]
+        self._point = max(short, key=lambda point: point.batch, default=device.points[0])
+        self._repeats = max(1, round(SECONDS / self._point.seconds))
+        self._passes = Passes(
+            subject.model(), subject.loss, subject.batch(self._point.batch), torch.device("cpu")
+        )
+
+    def slowness(self) -> float:
+        """Seconds of a pass now, over those in the profile. All ranks at once, as they train."""
+        return self._passes.seconds(self._point.batch, self._repeats) / self._point.seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One that counts."""
+
+    seconds: float
+    """From when all ranks began to when the slowest was done."""
+    slowness: tuple[float, ...]
+    """Of each rank, the mean of just before and just after."""
+
+
+def steadied(
+    turns: Sequence[Sequence[Step]], expected: Callable[[Sequence[float]], float]
+) -> float:
+    """What a step would have taken on ranks as fast as the profile has them.
+
+    Args:
+        turns: what was measured of one plan.
+        expected: seconds of the plan's step by the slowness of each rank.
+
+    Returns:
+        Seconds, the median over turns of each one's median step.
+    """
+
+    def of(step: Step) -> float:
+        return step.seconds * expected([1.0] * len(step.slowness)) / expected(step.slowness)
+
+    return statistics.median(statistics.median(map(of, turn)) for turn in turns)
+
+
+def slowed(profile: ClusterProfile, slowness: Sequence[float]) -> ClusterProfile:
+    """The profile of ranks so many times as slow."""
+    for rank, times in enumerate(slowness):
+        profile = with_faster_devices(profile, (rank,), 1.0 / times)
+    return profile
