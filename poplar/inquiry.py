@@ -15,7 +15,8 @@ from poplar.comm.control import Control
 from poplar.planning.cluster import BatchPoint, ClusterProfile
 from poplar.planning.doubt import TOLERANCE, Question, doubts, safest
 from poplar.planning.plan import Plan
-from poplar.profiler import Profiler, with_measured
+from poplar.profiler import Profiler
+from poplar.profiling.points import with_measured
 from poplar.profiling.progress import Tell
 
 T = TypeVar("T")

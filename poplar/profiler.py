@@ -6,8 +6,9 @@ the same profile, or an error; nothing is measured twice that the cache has.
 
 A profile is made in this order: plain passes (time and memory against the batch), the optimizer
 step, the collectives, and a few steps of the engine itself at every stage, which tell what the
-closed form of a step leaves out. After Poplar (AAAI 2025), which measures time against the batch at
-each ZeRO stage; here stages share one curve and differ in what is measured of their steps.
+closed form of a step leaves out; beside those plain passes again, as devices change their speed.
+After Poplar (AAAI 2025), which measures time against the batch at each ZeRO stage; here stages
+share one curve and differ in what is measured of their steps.
 """
 
 from __future__ import annotations
@@ -37,7 +38,6 @@ from poplar.planning.cluster import (
     NetworkProfile,
 )
 from poplar.planning.cost_model import DoesNotFit, predict, readable_bytes
-from poplar.planning.curve import straightened
 from poplar.planning.plan import MEETS_EVERY_PASS, Plan
 from poplar.planning.search import search
 from poplar.planning.shortage import NoPlanFits
@@ -53,6 +53,7 @@ from poplar.profiling.passes import (
     scout,
     time_rungs,
 )
+from poplar.profiling.points import at_speed_of, on_a_line, times_to_be_sure
 from poplar.profiling.progress import Tell, progress
 from poplar.profiling.request import DEFAULT_MAX_BATCH, Agreed, Request, agree_on, sizes_of
 from poplar.profiling.residuals import as_profiled, fit
@@ -80,8 +81,6 @@ TIMES_EACH = 5
 """Passes of a size, and steps of a plan, that are timed where they take equally long."""
 FEWEST_STEPS = 2
 """Of a plan in one turn, besides one that does not count."""
-SURE = 0.01
-"""Of a median, as a fraction: where it is less sure, more is timed, as far as the budget goes."""
 PASSES_OBSERVED = (1, 3)
 """Steps of the engine are observed with so many passes; the difference is what a meeting costs."""
 
@@ -171,12 +170,6 @@ class _Curve:
     points: tuple[BatchPoint, ...]
     backward_fraction: float
     throttled: str
-
-
-def times_to_be_sure(curves: Sequence[_Curve]) -> float:
-    """How many times as many samples would make every median `SURE`; at least 1."""
-    unsure = max(point.spread_seconds / point.seconds for own in curves for point in own.points)
-    return float(max(1.0, (unsure / SURE) ** 2))
 
 
 class Profiler:
@@ -350,12 +343,12 @@ class Profiler:
         tell(f"time against batch, {timing:.0f} s")
         timings = Timings(passes, rungs)
         curves = self._timed(passes, timings, timing)
-        self._noise = times_to_be_sure(curves)
+        self._noise = times_to_be_sure(curve.points for curve in curves)
         more = min((self._noise - 1.0) * timing, budget * TIMING - timing)
         if more > 0.0:
             tell(f"time against batch, {more:.0f} s more: passes differ from each other")
             curves = self._timed(passes, timings, more)
-        return [replace(curve, points=without_noise(curve.points)) for curve in curves]
+        return [replace(curve, points=on_a_line(curve.points)) for curve in curves]
 
     def _timed(self, passes: Passes, timings: Timings, seconds: float) -> list[_Curve]:
         return self._everyones(
@@ -606,19 +599,6 @@ def _batch(point: BatchPoint) -> int:
     return point.batch
 
 
-def without_noise(points: Sequence[BatchPoint]) -> tuple[BatchPoint, ...]:
-    """Points on a straight line where only noise keeps them off it."""
-    seconds, errors = straightened(
-        [point.batch for point in points],
-        [point.seconds for point in points],
-        [point.spread_seconds for point in points],
-    )
-    return tuple(
-        replace(point, seconds=value, spread_seconds=error)
-        for point, value, error in zip(points, seconds, errors, strict=True)
-    )
-
-
 def plans_to_observe(profile: ClusterProfile, stage: int) -> list[Plan]:
     """One plan with few and one with more passes: equally long ones on all ranks, if that fits.
 
@@ -651,25 +631,3 @@ def fits(profile: ClusterProfile, plan: Plan) -> bool:
     except DoesNotFit:
         return False
     return True
-
-
-def at_speed_of(known: BatchPoint, new: BatchPoint, again: BatchPoint) -> BatchPoint:
-    """A new point as it would have been when the known one was measured, which now took `again`."""
-    factor = known.seconds / again.seconds
-    spread = math.hypot(new.spread_seconds / new.seconds, again.spread_seconds / again.seconds)
-    seconds = factor * new.seconds
-    return replace(new, seconds=seconds, spread_seconds=spread * seconds)
-
-
-def with_measured(profile: ClusterProfile, points: Sequence[BatchPoint | None]) -> ClusterProfile:
-    """The profile with one more point for each rank that has one."""
-    devices_ = tuple(
-        device if point is None else replace(device, points=_inserted(device.points, point))
-        for device, point in zip(profile.devices, points, strict=True)
-    )
-    return replace(profile, devices=devices_)
-
-
-def _inserted(points: Sequence[BatchPoint], point: BatchPoint) -> tuple[BatchPoint, ...]:
-    others = [other for other in points if other.batch != point.batch]
-    return tuple(sorted([*others, point], key=lambda other: other.batch))

@@ -17,7 +17,8 @@ from poplar.planning.cluster import ClusterProfile
 from poplar.planning.cost_model import predict
 from poplar.planning.moves import moved, recut
 from poplar.planning.plan import MEETS_EVERY_PASS, Plan
-from poplar.profiler import Profiler, fits, with_measured
+from poplar.profiler import Profiler, fits
+from poplar.profiling.points import with_measured
 from poplar.profiling.progress import Tell
 from poplar.profiling.residuals import at_observed_speeds, refine
 from poplar.profiling.steps import Observation

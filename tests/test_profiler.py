@@ -21,8 +21,9 @@ from poplar import ClusterProfile
 from poplar.comm import Group
 from poplar.errors import RankFailed
 from poplar.planning.cluster import BatchPoint
-from poplar.profiler import TIMES_EACH, Profiler, at_speed_of
+from poplar.profiler import TIMES_EACH, Profiler
 from poplar.profiling.memory import peak_bytes
+from poplar.profiling.points import at_speed_of
 from poplar.profiling.request import Request
 from poplar.zero import checks
 

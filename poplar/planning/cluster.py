@@ -31,7 +31,8 @@ class BatchPoint:
 
     batch: int
     seconds: float
-    """Median over repetitions, without waiting for other ranks."""
+    """Median over repetitions, without waiting for other ranks. Where only noise keeps the points
+    of a curve off a straight line, on that line."""
     activation_bytes: int
     """Peak above what the model state holds."""
     spread_seconds: float = 0.0

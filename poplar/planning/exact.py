@@ -213,7 +213,7 @@ class _Search:
 
     def _roomy_shares(self) -> tuple[float, ...]:
         """Shares in proportion to the room beside one sample, if all ranks can hold one."""
-        room = [memory.largest_share(1) for memory in self._costs.memories]
+        room = each(lambda kind: self._memories[kind].largest_share(1), self._kinds)
         if min(room) < 0.0 or not suffice(room):
             return smallest_shares(self._costs)[0]
         total = math.fsum(room)

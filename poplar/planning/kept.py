@@ -36,12 +36,9 @@ def exact_with_kept_units(costs: StageCosts, request: Request) -> Decision:
     Raises:
         NoPlanFits: says what is missing.
     """
-    plain = exact(costs, request)
     if costs.stage < 3 or not costs.cluster.model.unit_names:
-        return plain
-    search = _Search(costs, request)
-    search.keep(0, plain.plan)
-    return search.run()
+        return exact(costs, request)
+    return _Search(costs, request).run()
 
 
 @dataclass(frozen=True)
@@ -77,7 +74,10 @@ class _Search:
 
     def run(self) -> Decision:
         """Fewer units where that costs no more than is preferred."""
-        self._add(0, len(self._order))
+        every = len(self._order)
+        self._add(0, every)
+        if every not in self._found:  # some may have to go, or all: what is fastest without?
+            self.keep(0, exact(self._costs(0), self._request).plan)
         for _ in range(_MOST_CUTS):
             if not self._ranges or self._ranges[0].bound >= self._best * (1.0 - TOLERANCE):
                 break
@@ -122,6 +122,7 @@ class _Search:
             range(least + 1, most + 1), False, key=lambda count: not self._fits(count, plan)
         )
         self.keep(least + fitting, plan)
+        self.keep(least, plan)
         bound = costs.step_seconds(plan.micro_batches, plan.shares) * (1.0 - gap)
         if least + fitting < most and bound < self._best * (1.0 - TOLERANCE):
             heapq.heappush(self._ranges, _Range(bound, least, most))
@@ -129,10 +130,11 @@ class _Search:
             self._closed = min(self._closed, bound)
 
     def _fits(self, count: int, plan: Plan) -> bool:
-        needs = zip(self._costs(count).memories, plan.micro_batches, plan.shares, strict=True)
+        kinds = self._cluster.device_kinds
+        memories = dict(zip(kinds, self._costs(count).memories, strict=True))
         return all(
-            memory.fits(max(passes, default=0), share)
-            for memory, passes, share in dict.fromkeys(needs)
+            memories[kind].fits(max(passes, default=0), share)
+            for kind, passes, share in set(zip(kinds, plan.micro_batches, plan.shares, strict=True))
         )
 
 

@@ -7,6 +7,7 @@ holds for all of its kind.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from itertools import groupby
 from typing import TypeVar
 
 _Value = TypeVar("_Value")
@@ -22,19 +23,15 @@ def numbered(keys: Iterable[Hashable]) -> list[int]:
 def members(kinds: Iterable[Hashable]) -> list[list[int]]:
     """The positions of each kind, ascending; kinds by first appearance."""
     found: dict[Hashable, list[int]] = {}
-    for position, kind in enumerate(kinds):
-        known = found.get(kind)
-        if known is None:
-            found[kind] = [position]
-        else:
-            known.append(position)
+    position = 0
+    for kind, run in groupby(kinds):  # neighbours are mostly equal
+        stop = position + len(list(run))
+        found.setdefault(kind, []).extend(range(position, stop))
+        position = stop
     return list(found.values())
 
 
 def each(function: Callable[[_Key], _Value], keys: Sequence[_Key]) -> list[_Value]:
     """`function(key)` for each key, computed once for equal ones."""
-    known: dict[_Key, _Value] = {}
-    for key in keys:
-        if key not in known:
-            known[key] = function(key)
-    return [known[key] for key in keys]
+    known = {key: function(key) for key in dict.fromkeys(keys)}
+    return list(map(known.__getitem__, keys))

@@ -15,6 +15,7 @@ import math
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -540,6 +541,8 @@ def _checked_micro_batches(micro_batches: Any) -> tuple[tuple[int, ...], ...]:
         ) from None
     if not per_rank:
         raise ValueError("micro_batches is empty: a plan needs at least one rank")
+    if set(map(type, chain(*per_rank))) <= {int} and min(chain(*per_rank), default=0) >= 0:
+        return tuple(per_rank)  # as nearly always: thousands of ranks are checked at once
     return tuple(
         tuple(
             _checked_count(size, f"rank {rank}: the micro-batch of pass {number}")
@@ -557,11 +560,12 @@ def _checked_shares(shares: Any, whose: str) -> tuple[float, ...]:
         raise TypeError(
             f"the shares of {whose} must be one number per rank, got {shares!r}"
         ) from None
-    for rank, share in enumerate(checked):
-        if not (math.isfinite(share) and share >= 0):
-            raise ValueError(
-                f"rank {rank}: the share of {whose} must be finite and 0 or more, got {share}"
-            )
+    refused = [rank for rank, share in enumerate(checked) if not 0.0 <= share < math.inf]
+    if refused:
+        raise ValueError(
+            f"rank {refused[0]}: the share of {whose} must be finite and 0 or more, got "
+            f"{checked[refused[0]]}"
+        )
     if abs(math.fsum(checked) - 1) > _SHARE_TOLERANCE:
         raise ValueError(
             f"the shares of {whose} must sum to 1, got {math.fsum(checked):.9g}; divide each by "

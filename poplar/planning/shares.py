@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -57,7 +57,7 @@ class ShareProblem:
         self._costs = costs
         self._owns = owns or (Owns.SOMETHING,) * len(upper)
         self._upper = [
-            0.0 if own is Owns.NOTHING else min(1.0, bound)
+            0.0 if own is Owns.NOTHING else 1.0 if bound > 1.0 else bound
             for own, bound in zip(self._owns, upper, strict=True)
         ]
         self._groups = self._alike()
@@ -207,11 +207,12 @@ class ShareProblem:
         if found is None:
             return None
         shares = [0.0] * len(self._upper)
-        for group, ranks in enumerate(self._groups):
-            for rank in ranks:
-                shares[rank] = found.variables[group]
-        settled = _settled(shares, self._upper)
-        return Shared(found.value * self._unit, settled)
+        for ranks, share in zip(self._groups, found.variables, strict=False):
+            if share >= _SMALLEST_SHARE:
+                share = min(share, self._upper[ranks[0]])
+                for rank in ranks:
+                    shares[rank] = share
+        return Shared(found.value * self._unit, _settled(shares, self._upper))
 
     def _most(self, cost: CollectiveCost) -> float:
         """The longest that a collective takes under any shares within the bounds."""
@@ -224,23 +225,21 @@ class ShareProblem:
 
 
 def _settled(shares: Sequence[float], upper: Sequence[float]) -> tuple[float, ...]:
-    """Shares without what rounding did to them: within their bounds, with sum 1."""
-    kept = [
-        0.0 if share < _SMALLEST_SHARE else min(share, bound)
-        for share, bound in zip(shares, upper, strict=True)
-    ]
+    """Shares within their bounds without what rounding did to their sum, which is 1."""
+    kept = list(shares)
     missing = 1.0 - math.fsum(kept)
-    for rank in _largest_first(kept):
-        if missing == 0.0:
+    while missing:
+        places = [
+            rank
+            for rank, (share, bound) in enumerate(zip(kept, upper, strict=True))
+            if (share < bound if missing > 0.0 else share > 0.0)
+        ]
+        if not places:
             break
-        moved = min(max(missing, -kept[rank]), upper[rank] - kept[rank])
-        kept[rank] += moved
-        missing -= moved
+        rank = max(places, key=kept.__getitem__)
+        before = kept[rank]
+        kept[rank] = min(max(0.0, before + missing), upper[rank])
+        if kept[rank] == before:
+            break
+        missing -= kept[rank] - before
     return tuple(kept)
-
-
-def _largest_first(values: Sequence[float]) -> Iterator[int]:
-    """The positions of values; the first is found without sorting, and often enough."""
-    first = max(range(len(values)), key=values.__getitem__)
-    yield first
-    yield from sorted(set(range(len(values))) - {first}, key=lambda place: (-values[place], place))

@@ -20,9 +20,9 @@ it from here.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import count, product
 from typing import NamedTuple, TypeVar
 
@@ -313,10 +313,8 @@ class StageCosts:
 
     def tail_seconds(self, shares: Sequence[float]) -> float:
         """What follows the last meeting: the optimizer, and the gather of what it changed."""
-        alike = dict(
-            zip(zip(self.cluster.device_kinds, shares, strict=True), count(), strict=False)
-        )
-        slowest = max(self.optimizer_seconds(rank, shares[rank]) for rank in alike.values())
+        ranks = self._different(tuple(shares))
+        slowest = max(self.optimizer_seconds(rank, shares[rank]) for rank in ranks)
         residual = self.cluster.network.step_seconds[self.stage]
         return max(0.0, slowest + self.gather_after_step_seconds(shares) + residual)
 
@@ -325,15 +323,23 @@ class StageCosts:
         return self._gather_seconds(shares) if self.gathers_after_step else 0.0
 
     def _reduce_seconds(self, shares: Sequence[float]) -> float:
-        return self.collectives.reduce_scatter.seconds(shares, self._different(shares))
+        return self.collectives.reduce_scatter.seconds(shares, self._different(tuple(shares)))
 
     def _gather_seconds(self, shares: Sequence[float]) -> float:
-        return self.collectives.all_gather.seconds(shares, self._different(shares))
+        return self.collectives.all_gather.seconds(shares, self._different(tuple(shares)))
 
-    def _different(self, shares: Sequence[float]) -> Iterable[int]:
-        """Of ranks that are equal and own as much, one."""
-        kinds = zip(self.cluster.rank_kinds, shares, strict=True)
-        return dict(zip(kinds, count(), strict=False)).values()
+    @cached_property
+    def _different(self) -> Callable[[tuple[float, ...]], Collection[int]]:
+        """Of ranks that are equal and own as much, one. The same shares are asked for repeatedly:
+        for every collective, and for the optimizer.
+        """
+
+        @lru_cache(maxsize=4)
+        def found(shares: tuple[float, ...]) -> Collection[int]:
+            kinds = zip(self.cluster.rank_kinds, shares, strict=True)
+            return dict(zip(kinds, count(), strict=False)).values()
+
+        return found
 
     def meetings(self, micro_batches: Sequence[Sequence[int]]) -> list[Meeting]:
         """Every meeting of a step."""
