@@ -20,10 +20,8 @@ import poplar
 from poplar import ClusterProfile
 from poplar.comm import Group
 from poplar.errors import RankFailed
-from poplar.planning.cluster import BatchPoint
 from poplar.profiler import TIMES_EACH, Profiler
 from poplar.profiling.memory import peak_bytes
-from poplar.profiling.points import at_speed_of
 from poplar.profiling.request import Request
 from poplar.zero import checks
 
@@ -147,17 +145,6 @@ def test_a_point_is_measured_while_all_other_ranks_compute(ranks: Pool):
     for (_, ran), own in zip(answers, ({2, 3}, {2}, {2, 5}, {2}), strict=True):
         assert set(ran) == own
         assert all(ran.count(size) > TIMES_EACH for size in own)
-
-
-def test_a_device_that_became_slower_has_no_step_in_its_curve():
-    def point(batch: int, seconds: float, spread: float) -> BatchPoint:
-        return BatchPoint(batch=batch, seconds=seconds, activation_bytes=0, spread_seconds=spread)
-
-    known, again, new = point(4, 1.0, 0.0), point(4, 1.25, 0.0), point(6, 1.875, 0.01875)
-    scaled = at_speed_of(known, new, again)
-    assert scaled.batch == 6
-    assert scaled.seconds == pytest.approx(1.5)
-    assert scaled.spread_seconds == pytest.approx(0.015)
 
 
 def limits(samples: list[int | None], memory: list[int | None]) -> list[int]:

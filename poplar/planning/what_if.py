@@ -99,7 +99,7 @@ def _with_devices(cluster: ClusterProfile, changed: Mapping[int, DeviceProfile])
 def _faster(device: DeviceProfile, times: float) -> DeviceProfile:
     return replace(
         device,
-        points=tuple(replace(point, seconds=point.seconds / times) for point in device.points),
+        points=tuple(point.times(1.0 / times) for point in device.points),
         optimizer_seconds=device.optimizer_seconds / times,
         optimizer_latency_seconds=device.optimizer_latency_seconds / times,
     )

@@ -130,7 +130,7 @@ def at_observed_speeds(
         if not known:
             return device
         factor = sum(sum(observation.pass_seconds[rank]) for observation in observations) / known
-        points = (replace(point, seconds=factor * point.seconds) for point in device.points)
+        points = (point.times(factor) for point in device.points)
         overheads = (
             factor * seconds if stage in stages else seconds
             for stage, seconds in enumerate(device.pass_overhead_seconds)
