@@ -37,7 +37,7 @@ from emulation import EmulatedCluster, EmulationUnavailable, Ranks, measured_spe
 from prediction_models import SUBJECTS, Batch, Subject
 from prediction_plans import part_unprofiled, plans_for
 from prediction_rows import Measurement, Row, regrets, regrets_table, summary, table_of
-from prediction_yardstick import Step, Yardstick, slowed
+from prediction_yardstick import Step, Yardstick
 from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
@@ -45,6 +45,7 @@ from launch import LaunchError, run_ranks
 
 from poplar import HeteroZeroOptimizer, Plan, predict, profile_cluster, simulate
 from poplar.planning.cluster import ClusterProfile
+from poplar.planning.what_if import with_slower_devices
 
 LEARNING_RATE = 1e-4
 CLUSTERS = ("2:1", "4:2:1", "3:3:1:1")
@@ -182,7 +183,7 @@ def measure_pair(
                 predicted[kind],
                 simulated[kind],
                 measured[kind],
-                lambda slowness, plan=plan: predict(slowed(profile, slowness), plan).step_seconds,
+                lambda slowness, plan=plan: expected_seconds(profile, plan, slowness),
                 cluster=cluster,
                 model=model,
                 kind=kind,
@@ -193,6 +194,11 @@ def measure_pair(
         console.print(f"stage {stage}: {len(plans)} plans in {time.perf_counter() - start:.0f} s")
     if rank == 0:
         Path(result).write_text("".join(json.dumps(asdict(row)) + "\n" for row in rows))
+
+
+def expected_seconds(profile: ClusterProfile, plan: Plan, slowness: Sequence[float]) -> float:
+    """Of a step with ranks that are so many times as slow as the profile has them."""
+    return predict(with_slower_devices(profile, slowness), plan).step_seconds
 
 
 def saved_profile(cluster: str, model: str, options: argparse.Namespace) -> ClusterProfile:

@@ -17,8 +17,7 @@ from dataclasses import dataclass
 import torch
 from prediction_models import Subject
 
-from poplar.planning.cluster import ClusterProfile, DeviceProfile
-from poplar.planning.what_if import with_faster_devices
+from poplar.planning.cluster import DeviceProfile
 from poplar.profiling.passes import Passes
 
 SECONDS = 0.3
@@ -69,10 +68,3 @@ def steadied(
         return step.seconds * expected([1.0] * len(step.slowness)) / expected(step.slowness)
 
     return statistics.median(statistics.median(map(of, turn)) for turn in turns)
-
-
-def slowed(profile: ClusterProfile, slowness: Sequence[float]) -> ClusterProfile:
-    """The profile of ranks so many times as slow."""
-    for rank, times in enumerate(slowness):
-        profile = with_faster_devices(profile, (rank,), 1.0 / times)
-    return profile

@@ -34,6 +34,8 @@ from poplar.planning import (
 
 RANKS, KINDS, BATCHES = (8, 64, 256, 1024, 10_000), (1, 4, 8, 16), (64, 512, 8192, 65_536)
 USUAL_RANKS, USUAL_KINDS = 1024, 8
+DIFFERENT = (96, 256)
+"""Ranks of which no two are equal, as measured ones are."""
 WANTED = {(1024, 8, 8192): 0.2, (10_000, 8, 65_536): 2.0}
 """Seconds, by ranks, kinds and global batch."""
 UNITS = 22
@@ -88,6 +90,8 @@ def cases(quick: bool) -> Iterator[tuple[int, int, int]]:
         if batch != 8192:
             yield USUAL_RANKS, USUAL_KINDS, batch
     yield 10_000, 8, 65_536
+    for ranks in DIFFERENT:
+        yield ranks, ranks, 8 * ranks
 
 
 def measure(ranks: int, kinds: int, batch: int, rounds: int) -> Row:

@@ -1,6 +1,6 @@
 """Partition arithmetic, the planner's inner loops, and boards in shared memory; free of torch."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from mmap import mmap
 
@@ -34,7 +34,7 @@ def cheapest_cover(
     sizes: Sequence[int], costs: Sequence[float], dearest: Sequence[float], total: int
 ) -> tuple[float, list[int]]: ...
 def minimise(
-    costs: Sequence[float], rows: Sequence[Sequence[float]], bounds: Sequence[float]
+    costs: Sequence[float], rows: Sequence[Mapping[int, float]], bounds: Sequence[float]
 ) -> tuple[float, list[float]] | None: ...
 def parameter_slices(
     offsets: Sequence[int], numels: Sequence[int], boundaries: Sequence[int]

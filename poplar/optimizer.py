@@ -265,7 +265,10 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
                 if isinstance(caught, torch.OutOfMemoryError):
                     # The frames of the failed pass hold its activations; what remains needs room.
                     traceback.clear_frames(caught.__traceback__)
-            self._end_pass(failed=error is not None)
+            try:
+                self._end_pass(failed=error is not None)
+            except torch.OutOfMemoryError as caught:
+                error = error or self._engine.explain(caught)
         self._engine.settle()
         now = self._now
         now.loss = float(own_loss)

@@ -19,8 +19,8 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from operator import attrgetter
 from pathlib import Path
-from statistics import mean
 from typing import Any, TypeVar
 
 import torch
@@ -56,7 +56,7 @@ from poplar.profiling.passes import (
 from poplar.profiling.points import at_speed_of, on_a_line, times_to_be_sure
 from poplar.profiling.progress import Tell, progress
 from poplar.profiling.request import DEFAULT_MAX_BATCH, Agreed, Request, agree_on, sizes_of
-from poplar.profiling.residuals import as_profiled, fit
+from poplar.profiling.residuals import Slowness, as_profiled, fit
 from poplar.profiling.steps import Observation, observe
 from poplar.profiling.transport import sample_numels, time_transports
 from poplar.profiling.trials import Trials
@@ -76,7 +76,7 @@ NETWORK = 0.08
 STEPS = 0.4
 """Part of the budget for steps of the engine, over all stages."""
 PLAIN = 0.4
-"""Of that, part for plain passes before, between and after: is the device as fast as it was?"""
+"""Of that, at most for plain passes before, between and after: is the device as fast as it was?"""
 TIMES_EACH = 5
 """Passes of a size, and steps of a plan, that are timed where they take equally long."""
 FEWEST_STEPS = 2
@@ -421,17 +421,18 @@ class Profiler:
             for device, sizes in zip(profile.devices, plans[0].micro_batches, strict=True)
         )
         a_step_of_each = one_pass * sum(PASSES_OBSERVED)
-        most = TIMES_EACH if self._noise == 1.0 else FEWEST_STEPS  # else rather in more turns
+        quiet = self._noise <= 1.0
+        most = TIMES_EACH if quiet else FEWEST_STEPS  # else rather in more turns
         affordable = int(seconds * (1.0 - PLAIN) / a_step_of_each) - 1
         steps = max(FEWEST_STEPS, min(most, affordable))
         plain = max(SHORTEST_SAMPLE_SECONDS, PLAIN * steps * a_step_of_each)
-        if (len(plans) + 1) * plain > PLAIN * seconds:
-            plain = 0.0
+        plain = min(plain, PLAIN * seconds / (len(plans) + 1))
         began, trials = time.perf_counter(), Trials()
         for turn in range(math.ceil(self._noise)):
-            taken = time.perf_counter() - began
-            if turn and self._agreed_seconds(taken / turn * (turn + 1)) > seconds:
-                break
+            if turn:
+                expected = (time.perf_counter() - began) * (turn + 1) / turn
+                if self._agreed_seconds(expected) > seconds:
+                    break
             trials.add(self._turn(profile, plans, steps=steps, plain=plain, tell=tell))
         observations = trials.observations()
         return fit(
@@ -458,29 +459,35 @@ class Profiler:
         for plan in plans:
             (seen,) = self.steps_of([plan], steps=steps, tell=tell)
             after = self._slowness(profile, plan, plain)
-            beside = [mean(both) for both in zip(before, after, strict=True)]
+            beside = [
+                Slowness((one.times + two.times) / 2, math.hypot(one.error, two.error) / 2)
+                for one, two in zip(before, after, strict=True)
+            ]
             observations.append(as_profiled(profile, seen, beside))
             before = after
         return observations
 
-    def _slowness(self, profile: ClusterProfile, plan: Plan, seconds: float) -> list[float]:
-        """By rank: how long plain passes as large as the plan's take now, over the curve.
+    def _slowness(self, profile: ClusterProfile, plan: Plan, seconds: float) -> list[Slowness]:
+        """By rank: how long plain passes about as large as the plan's take now, over the curve.
 
-        All ranks run them for so many seconds; 0: there is no time, and ranks count as unchanged.
+        All ranks run them for so many seconds, or, where that is too short to tell anything, count
+        as unchanged.
         """
+        if seconds < SHORTEST_SAMPLE_SECONDS:
+            return [Slowness(1.0, 0.0)] * self.group.size
         device, sizes = profile.devices[self.group.rank], plan.micro_batches[self.group.rank]
         first, *others = device.points
-        known = max([first, *(p for p in others if p.batch <= max(sizes, default=0))], key=_batch)
+        largest = max(sizes, default=0)
+        known = max([first, *(p for p in others if p.batch <= largest)], key=attrgetter("batch"))
         rung = Rung(batch=known.batch, seconds=known.seconds, activation_bytes=0)
         passes = self._passes()
 
-        def measure() -> float:
-            (point,) = time_rungs(passes, [rung], seconds=seconds, least=1)
-            return point.seconds / known.seconds
+        def measure() -> Slowness:
+            (point,) = time_rungs(passes, [rung], seconds=seconds, least=2)
+            return Slowness(point.seconds / known.seconds, point.spread_seconds / point.seconds)
 
-        if not seconds:
-            return [1.0] * self.group.size
         with computing_in(self.request.model, self.agreed.dtype):
+            self._together(lambda: passes.run(known.batch), "a pass before timing")
             return self._everyones(self._together(measure, "timing passes beside steps"))
 
     def _assemble(
@@ -593,10 +600,6 @@ class Profiler:
 
     def _agreed_seconds(self, seconds: float) -> float:
         return self._everyones(seconds)[0]
-
-
-def _batch(point: BatchPoint) -> int:
-    return point.batch
 
 
 def plans_to_observe(profile: ClusterProfile, stage: int) -> list[Plan]:

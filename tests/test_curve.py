@@ -222,20 +222,19 @@ def noisy(truth: Seconds, noise: float, draw: random.Random) -> tuple[list[float
     return values, [noise * value for value in values]
 
 
-def test_what_lies_on_a_line_but_for_noise_is_surer_than_each_of_its_points():
+def test_what_lies_on_a_line_but_for_noise_comes_nearer_to_it():
     draw, gains, left = random.Random(0), [], 0
     for _ in range(DEVICES):
         truth = straight(draw)
         values, errors = noisy(truth, 0.04, draw)
-        line, less = straightened(RUNGS, values, errors)
+        line = straightened(RUNGS, values, errors)
         left += line == values
         gains += [
             (abs(after - truth(batch)), abs(before - truth(batch)))
             for batch, after, before in zip(RUNGS, line, values, strict=True)
         ]
-        assert all(a <= b * 1.5 for a, b in zip(less, errors, strict=True))
-    assert left < DEVICES / 10, "few lines are taken for something else"
-    assert sum(after for after, _ in gains) < 0.75 * sum(before for _, before in gains)
+    assert left < DEVICES / 4, "few lines are taken for something else"
+    assert sum(after for after, _ in gains) < 0.8 * sum(before for _, before in gains)
 
 
 @pytest.mark.parametrize("shape", [flat_then_straight, tiled])
@@ -244,17 +243,33 @@ def test_what_is_no_line_stays_as_it_was_measured(shape: Callable[[random.Random
     for _ in range(DEVICES):
         truth = shape(draw)
         values, errors = noisy(truth, 0.002, draw)
-        found, _ = straightened(RUNGS, values, errors)
-        for batch, value in zip(RUNGS, found, strict=True):
+        for batch, value in zip(RUNGS, straightened(RUNGS, values, errors), strict=True):
             assert value == pytest.approx(truth(batch), rel=0.012)
 
 
-def test_two_points_and_points_without_noise_stay():
-    assert straightened((1, 2), (1.0, 1.5), (0.5, 0.5)) == ([1.0, 1.5], [0.5, 0.5])
-    values = [1.0, 2.1, 4.0]
-    assert straightened((1, 2, 4), values, (0.0, 0.0, 0.0)) == (values, [0.0, 0.0, 0.0])
+@pytest.mark.parametrize("shape", [straight, bent, flat_then_straight, tiled])
+def test_where_noise_hides_a_shape_it_remains_possible(shape: Callable[[random.Random], Seconds]):
+    draw, within = random.Random(2), []
+    for _ in range(DEVICES):
+        truth = shape(draw)
+        values, errors = noisy(truth, 0.08, draw)
+        line = pooled(straightened(RUNGS, values, errors))
+        curve = MonotoneCurve(RUNGS, tuple(line), tuple(errors))
+        for batch in range(1, RUNGS[-1] + 1):
+            low, high = curve.within(batch)
+            within.append(low <= truth(batch) <= high)
+    assert sum(within) > 0.9 * len(within)
 
 
-def test_a_line_that_falls_or_starts_below_nothing_is_none():
-    assert straightened((1, 2, 3), (3.0, 2.0, 1.0), (1.0,) * 3)[0] == [3.0, 2.0, 1.0]
-    assert straightened((1, 2, 3), (0.1, 2.0, 5.0), (1.0,) * 3)[0] == [0.1, 2.0, 5.0]
+@pytest.mark.parametrize(
+    ("batches", "values", "errors"),
+    [
+        ((1, 2), (1.0, 1.5), (0.5, 0.5)),
+        ((1, 2, 4), (1.0, 2.1, 4.0), (0.1, 0.0, 0.1)),
+        ((1, 2, 3), (3.0, 2.0, 1.0), (1.0,) * 3),
+        ((1, 2, 3), (0.1, 2.0, 5.0), (1.0,) * 3),
+    ],
+    ids=["two points", "an error that is not known", "falls", "starts below nothing"],
+)
+def test_points_that_say_nothing_of_a_line_stay(batches, values, errors):
+    assert straightened(batches, values, errors) == list(values)

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import models
 import pytest
@@ -26,7 +27,8 @@ from watched import Watched
 
 import poplar
 from poplar import HeteroZeroOptimizer, Plan, UnitPlan
-from poplar.comm import Group
+from poplar.comm import Bucket, Group
+from poplar.comm.process_group import ProcessGroupCommunicator
 from poplar.zero import unit as units
 
 BLOCKS = ("blocks.0", "blocks.1", "blocks.2")
@@ -411,6 +413,56 @@ def test_a_rank_without_room_in_the_very_first_pass_keeps_nobody_waiting(
 ) -> None:
     run = Run(RECIPE, plan_of(*kept, micro_batches=((3,),) * 4))
     for rank, (failure, left) in enumerate(ranks.run(out_of_memory_at_first, run, bad)):
+        assert failure is not None, f"rank {rank} took a step without rank {bad}"
+        assert_close(left, reference.train(RECIPE).parameters, f"rank {rank}")
+
+
+class Short(ProcessGroupCommunicator):
+    """Has no room, once, for the second buffer of a unit that is reduced in several."""
+
+    def __init__(self, group: Group, bad: int) -> None:
+        super().__init__(group)
+        self.bad = bad
+        self.refuses = False
+        self.buffers = 0
+
+    def buffer(self, *arguments: Any, **options: Any) -> Bucket:
+        self.buffers += self.refuses
+        if self.refuses and self.buffers == 2 and harness.rank() == self.bad:
+            raise torch.OutOfMemoryError("no room for a bucket")
+        return super().buffer(*arguments, **options)
+
+
+def no_room_for_a_bucket(
+    run: Run, bad: int, good_steps: int
+) -> tuple[Failure | None, dict[str, Tensor]]:
+    """In the step after so many good ones; then a good one."""
+    comm = Short(Group.of(harness.group(), None), bad)
+    units.MAX_FLAT_BYTES, before = 1, units.MAX_FLAT_BYTES  # units have many buffers
+    try:
+        model, optimizer = training.prepare(replace(run, engine={"communicator": comm}))
+    finally:
+        units.MAX_FLAT_BYTES = before
+    for step in range(good_steps):
+        training.take_step(run, model, optimizer, step)
+    comm.refuses = True
+    with harness.catching() as caught:
+        training.take_step(run, model, optimizer, good_steps)
+    comm.refuses = False
+    for step in range(good_steps, 2):
+        training.take_step(run, model, optimizer, step)
+    return (caught or [None])[0], training.whole_parameters(model, optimizer)
+
+
+@pytest.mark.parametrize("good_steps", [0, 1], ids=["first step", "second step"])
+@pytest.mark.parametrize("bad", [0, 2])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_what_is_on_its_way_is_not_sent_again_when_the_rest_of_a_unit_finds_no_room(
+    ranks: Pool, stage: int, bad: int, good_steps: int
+) -> None:
+    plan = replace(plan_of(micro_batches=((3,),) * 4), stage=stage)
+    answers = ranks.run(no_room_for_a_bucket, Run(RECIPE, plan), bad, good_steps)
+    for rank, (failure, left) in enumerate(answers):
         assert failure is not None, f"rank {rank} took a step without rank {bad}"
         assert_close(left, reference.train(RECIPE).parameters, f"rank {rank}")
 

@@ -31,7 +31,7 @@ from prediction_rows import (
     summary,
     table_of,
 )
-from prediction_yardstick import Step, Yardstick, slowed, steadied
+from prediction_yardstick import Step, Yardstick, steadied
 
 from poplar import HeteroZeroOptimizer, Plan, predict, search, simulate
 from poplar.planning import (
@@ -205,7 +205,7 @@ def test_a_step_that_took_longer_because_ranks_were_slower_is_told_as_if_they_we
     cluster, plan = CLUSTERS["2:1"], Plan.even(2, 24, 16, stage)
 
     def expected(slowness: Sequence[float]) -> float:
-        return predict(slowed(cluster, slowness), plan).step_seconds
+        return prediction.expected_seconds(cluster, plan, slowness)
 
     taken = expected((first, second))
     assert steadied([[step(taken, first, second)]], expected) == pytest.approx(expected((1.0, 1.0)))
@@ -215,7 +215,7 @@ def test_ranks_that_are_slower_alike_take_longer_by_as_much_but_for_the_network(
     cluster, plan = CLUSTERS["2:1"], Plan.even(2, 24, 16, stage=0)
     step_seconds = predict(cluster, plan).step_seconds
     network = cluster.network.reduce_scatter_seconds + cluster.network.all_gather_seconds
-    twice = predict(slowed(cluster, (2.0, 2.0)), plan).step_seconds
+    twice = prediction.expected_seconds(cluster, plan, (2.0, 2.0))
     assert twice == pytest.approx(2 * (step_seconds - network) + network)
 
 

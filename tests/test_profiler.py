@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import models
 import numpy as np
@@ -17,12 +18,14 @@ from records import cluster
 from torch import Tensor, nn
 
 import poplar
-from poplar import ClusterProfile
+from poplar import ClusterProfile, Plan
 from poplar.comm import Group
 from poplar.errors import RankFailed
-from poplar.profiler import TIMES_EACH, Profiler
+from poplar.profiler import FEWEST_STEPS, PLAIN, TIMES_EACH, Profiler
 from poplar.profiling.memory import peak_bytes
+from poplar.profiling.passes import SHORTEST_SAMPLE_SECONDS
 from poplar.profiling.request import Request
+from poplar.profiling.steps import Observation
 from poplar.zero import checks
 
 QUICK = {"seconds": 20.0, "max_batch": 8, "progress": False}
@@ -107,9 +110,9 @@ def test_all_ranks_get_the_same_profile_and_it_survives_json(ranks: Pool, tmp_pa
     assert ClusterProfile.from_json(tmp_path / "profile.json") == profile
 
 
-def points_beside(batches: list[int | None], known: ClusterProfile) -> tuple[Any, list[int]]:
-    """What is measured, and the batches that this rank ran."""
-    ran = []
+def watched_profiler() -> tuple[Profiler, list[int]]:
+    """A profiler, and the batches that its passes on this rank will have had."""
+    ran: list[int] = []
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
         ran.append(len(batch["tokens"]))
@@ -131,9 +134,19 @@ def points_beside(batches: list[int | None], known: ClusterProfile) -> tuple[Any
         reduce_dtype=torch.float32,
         allow_batch_norm=False,
     )
-    profiler = Profiler(request, Group.of(harness.group(), None), None, show=False)
-    points = profiler.points_at(batches, [device.points[1] for device in known.devices])
-    return points, ran
+    return Profiler(request, Group.of(harness.group(), None), None, show=False), ran
+
+
+def points_beside(batches: list[int | None], known: ClusterProfile) -> tuple[Any, list[int]]:
+    """What is measured, and the batches that this rank ran."""
+    profiler, ran = watched_profiler()
+    return profiler.points_at(batches, [device.points[1] for device in known.devices]), ran
+
+
+def slowness_beside(plan: Plan, known: ClusterProfile, seconds: float) -> tuple[Any, list[int]]:
+    """How slow the ranks are said to be, and the batches that this rank ran."""
+    profiler, ran = watched_profiler()
+    return profiler._slowness(known, plan, seconds), ran
 
 
 def test_a_point_is_measured_while_all_other_ranks_compute(ranks: Pool):
@@ -145,6 +158,62 @@ def test_a_point_is_measured_while_all_other_ranks_compute(ranks: Pool):
     for (_, ran), own in zip(answers, ({2, 3}, {2}, {2, 5}, {2}), strict=True):
         assert set(ran) == own
         assert all(ran.count(size) > TIMES_EACH for size in own)
+
+
+def test_all_ranks_time_plain_passes_of_a_measured_size_beside_steps(ranks: Pool):
+    known = cluster((10.0,) * 4, ["cpu"] * 4)
+    measured = [point.batch for point in known.devices[0].points]
+    plan = Plan.manual((measured[-1], measured[1] + 1, 1, 0), stage=2)
+    answers = ranks.run(slowness_beside, plan, known, 0.2)
+    first = answers[0][0]
+    assert [slowness for slowness, _ in answers] == [first] * 4
+    assert all(own.times > 0.0 for own in first)
+    for (_, ran), size in zip(answers, (measured[-1], measured[1], 1, 1), strict=True):
+        assert set(ran) == {size}, "one that the curve has a point for"
+
+
+def test_without_time_for_plain_passes_ranks_count_as_unchanged(ranks: Pool):
+    known = cluster((10.0,) * 4, ["cpu"] * 4)
+    for slowness, ran in ranks.run(slowness_beside, Plan.even(4, 8, 2, stage=2), known, 0.01):
+        assert slowness == [(1.0, 0.0)] * 4
+        assert ran == []
+
+
+@pytest.mark.parametrize(
+    ("noise", "seconds", "turns", "steps"),
+    [
+        (1.0, 100.0, 1, TIMES_EACH),  # quiet: once
+        (9.0, 100.0, 9, FEWEST_STEPS),  # as often as noise asks for
+        (9.0, 10.0, 3, FEWEST_STEPS),  # as long as there is time
+        (9.0, 0.5, 1, FEWEST_STEPS),
+    ],
+)
+def test_stages_are_observed_in_turns_where_passes_differ(noise, seconds, turns, steps):
+    known, clock = cluster((10.0,) * 4, ["cpu"] * 4), [0.0]
+    took: list[tuple[int, float]] = []
+
+    def turn(profile: ClusterProfile, plans: list[Plan], **options: Any) -> list[Observation]:
+        took.append((options["steps"], options["plain"]))
+        clock[0] += 3.0
+        return [
+            Observation(
+                plan=plan,
+                step_seconds=poplar.predict(profile, plan).step_seconds,
+                pass_seconds=((),) * 4,
+                other_seconds=(0.0,) * 4,
+            )
+            for plan in plans
+        ]
+
+    profiler = object.__new__(Profiler)
+    profiler._noise, profiler.asynchronous = noise, True
+    profiler._agreed_seconds, profiler._turn = lambda seconds: seconds, turn
+    with mock.patch("time.perf_counter", side_effect=lambda: clock[0]):
+        profiler._measure_stage(known, 2, seconds, lambda text: None)
+    assert [count for count, _ in took] == [steps] * turns
+    for _, plain in took:
+        assert 3 * plain <= PLAIN * seconds * (1 + 1e-9)
+        assert plain >= SHORTEST_SAMPLE_SECONDS or seconds == 0.5
 
 
 def limits(samples: list[int | None], memory: list[int | None]) -> list[int]:

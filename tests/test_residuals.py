@@ -6,6 +6,7 @@ residuals and those steps, and must find out what was left out.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -17,8 +18,8 @@ from records import cluster as measured_cluster
 from poplar import ClusterProfile, Plan
 from poplar.planning.cost_model import predict
 from poplar.planning.stage_costs import StageCosts
-from poplar.planning.what_if import with_faster_devices
-from poplar.profiling.residuals import as_profiled, at_observed_speeds, fit, refine
+from poplar.planning.what_if import with_slower_devices
+from poplar.profiling.residuals import Slowness, as_profiled, at_observed_speeds, fit, refine
 from poplar.profiling.steps import Observation
 
 STAGES = (0, 1, 2, 3)
@@ -121,14 +122,48 @@ def test_what_an_engine_adds_is_found_out_and_predicts_other_plans_too(stage):
 @pytest.mark.parametrize("stage", STAGES)
 def test_devices_that_were_slower_beside_the_steps_are_not_charged_to_the_engine(stage):
     slowness = (1.3, 0.9, 1.0, 1.1)
-    now = plain()
-    for rank, times in enumerate(slowness):
-        now = with_faster_devices(now, (rank,), 1.0 / times)
-    seen = [as_profiled(plain(), observed(now, plan), slowness) for plan in two_plans(stage)]
+    now = with_slower_devices(plain(), slowness)
+    beside = [Slowness(times, 0.0) for times in slowness]
+    seen = [as_profiled(plain(), observed(now, plan), beside) for plan in two_plans(stage)]
     found = fitted(plain(), seen)
     assert_predicts(found, [observed(plain(), plan) for plan in two_plans(stage)])
     for device in found.devices:
         assert device.pass_overhead_seconds == pytest.approx((0.0,) * 4, abs=1e-12)
+
+
+def test_what_is_not_sure_of_the_plain_passes_is_not_sure_of_the_steps():
+    (plan, _), even = two_plans(2), [Slowness(1.0, 0.0)] * 3
+    seen = replace(observed(plain(), plan), spread_seconds=0.0)
+    unsure = as_profiled(plain(), seen, [*even, Slowness(1.0, 0.02)])
+    assert unsure.spread_seconds == pytest.approx(0.02 * seen.step_seconds)
+    passes = seen.pass_seconds[3][0]
+    assert unsure.pass_errors == pytest.approx((0.0, 0.0, 0.0, 0.02 * passes))
+
+
+@pytest.mark.parametrize("stage", EACH_PASS)
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_a_meeting_is_charged_with_what_is_beyond_noise(stage, sign):
+    true = with_residuals(plain(), stage, meeting=sign * 0.0016)
+    one, three = (
+        replace(observed(true, plan), spread_seconds=error)
+        for plan, error in zip(two_plans(stage), (0.0006, 0.0008), strict=True)
+    )
+    found = fitted(plain(), [one, three])
+    charged = found.network.meeting_seconds[stage]
+    assert charged == pytest.approx(sign * (0.0016 - 0.0005)), (
+        "0.6, 0.8 and 1 ms, over two meetings"
+    )
+    missed = [predict(found, seen.plan).step_seconds - seen.step_seconds for seen in (one, three)]
+    assert sum(missed) == pytest.approx(0.0, abs=1e-12), "and the step with the rest"
+
+
+def test_a_pass_is_charged_with_what_is_beyond_noise():
+    true = with_residuals(plain(), 1, passes=(0.004, 0.001, 0.002, 0.0))
+    seen = [replace(observed(true, plan), pass_errors=(0.002,) * 4) for plan in two_plans(1)]
+    charged = [device.pass_overhead_seconds[1] for device in fitted(plain(), seen).devices]
+    noise = 0.002 / math.sqrt(2)
+    expected = [max(0.0, extra - noise) for extra in (0.004, 0.001, 0.002, 0.0)]
+    assert charged == pytest.approx(expected, abs=1e-12)
 
 
 @pytest.mark.parametrize("stage", EACH_PASS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from statistics import median
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from poplar import Plan
+from poplar.profiling.passes import error_of_median
 from poplar.profiling.steps import Observation
 from poplar.profiling.trials import Trials
 
@@ -51,6 +53,23 @@ def test_one_lucky_turn_does_not_decide():
     for _ in range(2):
         trials.add([ran(FAST, 1.0), ran(SLOW, 1.05)])
     assert trials.ranking([SLOW, FAST]) == [FAST, SLOW]
+
+
+def test_how_sure_a_median_over_turns_is_says_whichever_tells_of_more_noise():
+    def unsure(seconds: float, error: float) -> Observation:
+        return replace(ran(FAST, seconds), spread_seconds=error, pass_errors=(error, 0.0))
+
+    alike, different = Trials(), Trials()
+    for seconds in (1.0, 1.0, 1.0, 1.0):
+        alike.add([unsure(seconds, 0.1)])
+    (seen,) = alike.observations()
+    assert seen.spread_seconds == pytest.approx(0.05)
+    assert seen.pass_errors == pytest.approx((0.05, 0.0))
+    for seconds in (1.0, 1.2, 1.4, 1.6):
+        different.add([unsure(seconds, 0.1)])
+    (seen,) = different.observations()
+    assert seen.spread_seconds == error_of_median([1.0, 1.2, 1.4, 1.6]) > 0.05
+    assert seen.pass_errors[1] == pytest.approx(0.6 * seen.spread_seconds)
 
 
 @given(st.lists(st.floats(0.5, 2.0), min_size=1, max_size=6))

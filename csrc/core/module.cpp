@@ -221,14 +221,15 @@ Raises:
 
 Args:
     costs: of each variable, none negative.
-    rows: a factor for each variable.
+    rows: factors by variable; those that are left out are 0.
     bounds: one per row.
 
 Returns:
     The minimum and the variables there, or None if no `x` satisfies all rows.
 
 Raises:
-    RuntimeError: too many pivots.)");
+    RuntimeError: too many pivots.
+    ValueError: a row of a variable that has no cost, or not a bound for each row.)");
 
   module.def("parameter_slices", &poplar::parameter_slices, py::arg("offsets"), py::arg("numels"),
              py::arg("boundaries"), R"(Which rank owns which part of which parameter.

@@ -106,9 +106,15 @@ class Tableau {
     }
     pivot_row[entering] = inverse;
     const double pivot_bound = bounds_[leaving] * inverse;
+    std::vector<std::size_t> filled;  // few, where variables have little to do with each other
+    for (std::size_t column = 0; column < pivot_row.size(); ++column) {
+      if (pivot_row[column] != 0.0) {
+        filled.push_back(column);
+      }
+    }
     const auto subtract = [&](std::vector<double>& from, double factor) {
       from[entering] = 0.0;
-      for (std::size_t column = 0; column < from.size(); ++column) {
+      for (const std::size_t column : filled) {
         from[column] -= factor * pivot_row[column];
       }
     };
@@ -138,9 +144,24 @@ class Tableau {
 
 }  // namespace
 
-std::optional<std::pair<double, std::vector<double>>> minimise(
-    std::vector<double> costs, std::vector<std::vector<double>> rows, std::vector<double> bounds) {
-  Tableau tableau(std::move(costs), std::move(rows), std::move(bounds));
+std::optional<std::pair<double, std::vector<double>>> minimise(std::vector<double> costs,
+                                                               const std::vector<Row>& rows,
+                                                               std::vector<double> bounds) {
+  if (rows.size() != bounds.size()) {
+    throw std::invalid_argument("minimise: " + std::to_string(rows.size()) + " rows and " +
+                                std::to_string(bounds.size()) + " bounds");
+  }
+  std::vector<std::vector<double>> dense(rows.size(), std::vector<double>(costs.size(), 0.0));
+  for (std::size_t row = 0; row < rows.size(); ++row) {
+    for (const auto& [variable, factor] : rows[row]) {
+      if (variable >= costs.size()) {
+        throw std::invalid_argument("minimise: variable " + std::to_string(variable) + " of " +
+                                    std::to_string(costs.size()));
+      }
+      dense[row][variable] = factor;
+    }
+  }
+  Tableau tableau(std::move(costs), std::move(dense), std::move(bounds));
   if (!tableau.solve()) {
     return std::nullopt;
   }

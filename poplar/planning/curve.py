@@ -207,22 +207,23 @@ def _largest_part(misses: Sequence[_Miss], times: float) -> float:
 
 def straightened(
     batches: Sequence[int], values: Sequence[float], errors: Sequence[float]
-) -> tuple[list[float], list[float]]:
-    """Values and errors on the straight line through all points, if noise alone may keep them off.
+) -> list[float]:
+    """Values on the straight line through all points, if noise alone may keep them off it.
 
-    A line rests on all points at once, so it is surer than each of them. Points that it misses by
-    more than their errors explain, or that are too few to tell, stay as they are.
+    A line rests on all points at once, so it is mostly nearer to the truth than each of them. That
+    does not make it the truth: the errors remain what they are, and with them what `within` takes
+    for possible. Points that the line misses by more than they explain, that are too few to tell,
+    or whose errors are not known (0), stay as they are.
 
     Args:
         batches: at least one, ascending.
         values: above 0.
         errors: standard errors of the values.
     """
-    as_measured = list(values), list(errors)
     surplus = len(batches) - 2
-    if surplus < 1:
-        return as_measured
-    spread = [max(error, _LEAST_ERROR * value) for value, error in zip(*as_measured, strict=True)]
+    if surplus < 1 or min(errors) <= 0.0:
+        return list(values)
+    spread = [max(error, _LEAST_ERROR * value) for value, error in zip(values, errors, strict=True)]
     weights = [error**-2 for error in spread]
     weight = math.fsum(weights)
     middle = math.fsum(w * batch for w, batch in zip(weights, batches, strict=True)) / weight
@@ -232,9 +233,8 @@ def straightened(
     slope = math.fsum(w * a * v for w, a, v in zip(weights, away, values, strict=True)) / lever
     line = [height + slope * a for a in away]
     missed = math.fsum(w * (v - on) ** 2 for w, v, on in zip(weights, values, line, strict=True))
-    if missed > surplus + _SURE * math.sqrt(2.0 * surplus) or slope < 0.0 or line[0] <= 0.0:
-        return as_measured
-    return line, [math.sqrt(1.0 / weight + a * a / lever) for a in away]
+    too_far = missed > surplus + math.sqrt(2.0 * surplus)
+    return list(values) if too_far or slope < 0.0 or line[0] <= 0.0 else line
 
 
 def pooled(values: Sequence[float]) -> list[float]:

@@ -73,7 +73,9 @@ class _Search:
         """No step in a range that is done with is faster."""
 
     def run(self) -> Decision:
-        """Fewer units where that costs no more than is preferred."""
+        """Of the plans that were come across, one with fewer units where that costs no more than is
+        preferred. What is best without any is searched only where some may have to go.
+        """
         every = len(self._order)
         self._add(0, every)
         if every not in self._found:  # some may have to go, or all: what is fastest without?

@@ -1,4 +1,4 @@
-"""A small dense linear programme, for shares: tens of rows, no dependencies.
+"""A small linear programme, for shares: tens to a thousand short rows, no dependencies.
 
 The dual simplex method, because a plan's costs are what is minimised: no cost is negative, so the
 empty plan is optimal but not feasible, and there is no first phase. Deterministic: ties go to the
@@ -28,12 +28,12 @@ class LinearProgramme:
         if any(cost < 0.0 for cost in costs.values()):
             raise ValueError(f"costs must not be negative, got {dict(costs)}")
         self._costs = [costs.get(variable, 0.0) for variable in range(variables)]
-        self._rows: list[list[float]] = []
+        self._rows: list[Mapping[int, float]] = []
         self._bounds: list[float] = []
 
     def at_most(self, bound: float, row: Mapping[int, float]) -> None:
         """Demand `sum of row[i] * x[i] <= bound`."""
-        self._rows.append([row.get(variable, 0.0) for variable in range(len(self._costs))])
+        self._rows.append(dict(row))
         self._bounds.append(bound)
 
     def equal(self, value: float, row: Mapping[int, float]) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -228,18 +228,24 @@ def _settled(shares: Sequence[float], upper: Sequence[float]) -> tuple[float, ..
     """Shares within their bounds without what rounding did to their sum, which is 1."""
     kept = list(shares)
     missing = 1.0 - math.fsum(kept)
-    while missing:
-        places = [
-            rank
-            for rank, (share, bound) in enumerate(zip(kept, upper, strict=True))
-            if (share < bound if missing > 0.0 else share > 0.0)
-        ]
-        if not places:
+    for rank in _largest_first(kept, upper, grow=missing > 0.0):
+        if missing == 0.0:
             break
-        rank = max(places, key=kept.__getitem__)
-        before = kept[rank]
-        kept[rank] = min(max(0.0, before + missing), upper[rank])
-        if kept[rank] == before:
-            break
-        missing -= kept[rank] - before
+        moved = min(max(missing, -kept[rank]), upper[rank] - kept[rank])
+        kept[rank] += moved
+        missing -= moved
     return tuple(kept)
+
+
+def _largest_first(shares: Sequence[float], upper: Sequence[float], *, grow: bool) -> Iterator[int]:
+    """Ranks whose share may grow, or shrink; the first, often enough, is found without sorting."""
+    places = [
+        rank
+        for rank, (share, bound) in enumerate(zip(shares, upper, strict=True))
+        if (share < bound if grow else share > 0.0)
+    ]
+    if places:
+        first = max(places, key=shares.__getitem__)
+        yield first
+        places.sort(key=lambda place: (-shares[place], place))
+        yield from (place for place in places if place != first)

@@ -20,9 +20,9 @@ it from here.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import count, product
 from typing import NamedTuple, TypeVar
 
@@ -313,7 +313,7 @@ class StageCosts:
 
     def tail_seconds(self, shares: Sequence[float]) -> float:
         """What follows the last meeting: the optimizer, and the gather of what it changed."""
-        ranks = self._different(tuple(shares))
+        ranks = self._different(shares)
         slowest = max(self.optimizer_seconds(rank, shares[rank]) for rank in ranks)
         residual = self.cluster.network.step_seconds[self.stage]
         return max(0.0, slowest + self.gather_after_step_seconds(shares) + residual)
@@ -323,23 +323,24 @@ class StageCosts:
         return self._gather_seconds(shares) if self.gathers_after_step else 0.0
 
     def _reduce_seconds(self, shares: Sequence[float]) -> float:
-        return self.collectives.reduce_scatter.seconds(shares, self._different(tuple(shares)))
+        return self.collectives.reduce_scatter.seconds(shares, self._different(shares))
 
     def _gather_seconds(self, shares: Sequence[float]) -> float:
-        return self.collectives.all_gather.seconds(shares, self._different(tuple(shares)))
+        return self.collectives.all_gather.seconds(shares, self._different(shares))
+
+    def _different(self, shares: Sequence[float]) -> list[int]:
+        """Of ranks that are equal and own as much, one."""
+        asked = tuple(shares)
+        if asked not in self._last_different:
+            kinds = zip(self.cluster.rank_kinds, asked, strict=True)
+            self._last_different.clear()
+            self._last_different[asked] = list(dict(zip(kinds, count(), strict=False)).values())
+        return self._last_different[asked]
 
     @cached_property
-    def _different(self) -> Callable[[tuple[float, ...]], Collection[int]]:
-        """Of ranks that are equal and own as much, one. The same shares are asked for repeatedly:
-        for every collective, and for the optimizer.
-        """
-
-        @lru_cache(maxsize=4)
-        def found(shares: tuple[float, ...]) -> Collection[int]:
-            kinds = zip(self.cluster.rank_kinds, shares, strict=True)
-            return dict(zip(kinds, count(), strict=False)).values()
-
-        return found
+    def _last_different(self) -> dict[tuple[float, ...], list[int]]:
+        """For the shares that were asked for last: every collective asks, and the optimizer."""
+        return {}
 
     def meetings(self, micro_batches: Sequence[Sequence[int]]) -> list[Meeting]:
         """Every meeting of a step."""

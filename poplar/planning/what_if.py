@@ -6,7 +6,7 @@ measured (batches above the largest), the measured curves go on in straight line
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from poplar.planning.cluster import BatchPoint, ClusterProfile, DeviceProfile, NetworkProfile
@@ -33,6 +33,12 @@ def with_faster_devices(
 ) -> ClusterProfile:
     """Ranks whose passes and whose optimizer are so many times as fast."""
     return _with_devices(cluster, {rank: _faster(cluster.devices[rank], times) for rank in ranks})
+
+
+def with_slower_devices(cluster: ClusterProfile, times: Sequence[float]) -> ClusterProfile:
+    """Ranks whose passes and whose optimizer take so many times as long, by rank."""
+    slower = zip(cluster.devices, times, strict=True)
+    return replace(cluster, devices=tuple(_faster(device, 1.0 / by) for device, by in slower))
 
 
 def with_faster_network(cluster: ClusterProfile, times: float) -> ClusterProfile:

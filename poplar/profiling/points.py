@@ -24,15 +24,12 @@ def times_to_be_sure(curves: Iterable[Sequence[BatchPoint]]) -> float:
 
 def on_a_line(points: Sequence[BatchPoint]) -> tuple[BatchPoint, ...]:
     """Points on a straight line where only noise keeps them off it."""
-    seconds, errors = straightened(
+    line = straightened(
         [point.batch for point in points],
         [point.seconds for point in points],
         [point.spread_seconds for point in points],
     )
-    return tuple(
-        replace(point, seconds=value, spread_seconds=error)
-        for point, value, error in zip(points, seconds, errors, strict=True)
-    )
+    return tuple(replace(point, seconds=value) for point, value in zip(points, line, strict=True))
 
 
 def at_speed_of(known: BatchPoint, new: BatchPoint, again: BatchPoint) -> BatchPoint:

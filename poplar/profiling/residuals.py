@@ -10,16 +10,25 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from statistics import mean, median
+from statistics import fmean, mean, median
+from typing import NamedTuple
 
 from poplar.planning.cluster import ClusterProfile, DeviceProfile
 from poplar.planning.plan import MEETS_EVERY_PASS
 from poplar.planning.stage_costs import costs_of
-from poplar.planning.what_if import with_faster_devices
-from poplar.profiling.passes import error_of_median
+from poplar.planning.what_if import with_slower_devices
 from poplar.profiling.steps import Observation
 
 _HALVINGS = 40
+
+
+class Slowness(NamedTuple):
+    """How long plain passes of a rank took beside the steps that were observed."""
+
+    times: float
+    """Over what its curve says."""
+    error: float
+    """The standard error of that, as a part of it."""
 
 
 def fit(
@@ -77,7 +86,7 @@ def refine(
 
 
 def as_profiled(
-    cluster: ClusterProfile, observation: Observation, slowness: Sequence[float]
+    cluster: ClusterProfile, observation: Observation, slowness: Sequence[Slowness]
 ) -> Observation:
     """What would have been observed of ranks as fast as their curves say.
 
@@ -87,24 +96,33 @@ def as_profiled(
     Args:
         cluster: as measured so far.
         observation: of a plan on it.
-        slowness: by rank, seconds of plain passes beside the observed steps, over those of the
-            curve.
+        slowness: by rank, as plain passes beside the observed steps say.
     """
     plan = observation.plan
-    now = cluster
-    for rank, times in enumerate(slowness):
-        now = with_faster_devices(now, (rank,), 1.0 / times)
+    now = with_slower_devices(cluster, [own.times for own in slowness])
     then, present = (
         costs_of(each, plan).step_seconds(plan.micro_batches, plan.shares)
         for each in (cluster, now)
     )
+    computing = [
+        own.error for own, passes in zip(slowness, plan.micro_batches, strict=True) if any(passes)
+    ]
+    step_seconds = observation.step_seconds * then / present
+    pass_seconds = tuple(
+        tuple(seconds / own.times for seconds in passes)
+        for passes, own in zip(observation.pass_seconds, slowness, strict=True)
+    )
+    known = observation.pass_errors or (0.0,) * len(slowness)
     return replace(
         observation,
-        step_seconds=observation.step_seconds * then / present,
-        spread_seconds=observation.spread_seconds * then / present,
-        pass_seconds=tuple(
-            tuple(seconds / times for seconds in own)
-            for own, times in zip(observation.pass_seconds, slowness, strict=True)
+        step_seconds=step_seconds,
+        spread_seconds=math.hypot(
+            observation.spread_seconds * then / present, step_seconds * max(computing)
+        ),
+        pass_seconds=pass_seconds,
+        pass_errors=tuple(
+            math.hypot(error / own.times, fmean(passes or [0.0]) * own.error)
+            for error, own, passes in zip(known, slowness, pass_seconds, strict=True)
         ),
     )
 
@@ -147,16 +165,19 @@ def _with_overheads(
 ) -> DeviceProfile:
     extra: list[float] = []
     other: list[float] = []
+    errors: list[float] = []
     for observation in observations:
         batches = [size for size in observation.plan.micro_batches[rank] if size]
         own = observation.pass_seconds[rank]
         extra += [taken - device.seconds(size) for taken, size in zip(own, batches, strict=True)]
         other.append(observation.other_seconds[rank])
+        errors += observation.pass_errors[rank : rank + 1]
     overhead = device.pass_overhead_seconds[stage]
     if extra:
         # The engine adds work to a pass, never takes any away; and what may be the machine's noise
         # must not be counted once for each of many passes: it stays with the step.
-        overhead = max(0.0, median(extra) - error_of_median(extra))
+        noise = math.hypot(*errors) / max(1, len(errors))
+        overhead = max(0.0, median(extra) - noise)
     return replace(
         device,
         pass_overhead_seconds=_replaced(device.pass_overhead_seconds, stage, overhead),
@@ -169,11 +190,11 @@ def _with_step_residuals(
 ) -> ClusterProfile:
     """Make the closed form agree with the observations, on average.
 
-    A meeting is charged with what noise does not explain: plans have many of them.
+    A meeting is charged with what is beyond one standard error: plans have many of them.
     """
     each = _beyond_collectives(cluster, stage, observations)
     unsure = _error_of_slope(observations)
-    each = math.copysign(max(0.0, abs(each) - unsure), each)
+    each = max(each - unsure, 0.0) + min(each + unsure, 0.0)
     bare = _without_meeting_residual(cluster, stage)
     once = mean(
         _beyond_meetings_and_update(bare, seen) - each * _meetings(seen) for seen in observations
@@ -217,10 +238,14 @@ def _without_meeting_residual(cluster: ClusterProfile, stage: int) -> ClusterPro
 def _least_overlap(
     cluster: ClusterProfile, stage: int, observations: Sequence[Observation]
 ) -> float:
-    """The least overlap at which a meeting costs no less than its collectives; at most 1."""
+    """The least overlap at which a meeting costs no less than its collectives, but for what noise
+    explains; at most 1.
+    """
+    unsure = _error_of_slope(observations)
 
     def missing(overlap: float) -> float:
-        return _beyond_collectives(replace(cluster, overlap=overlap), stage, observations)
+        without = replace(cluster, overlap=overlap)
+        return _beyond_collectives(without, stage, observations) + unsure
 
     nothing, everything = missing(0.0), missing(1.0)
     if everything <= nothing:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -27,6 +28,8 @@ class Observation:
     """`[rank][pass]` of those with samples, without waiting for others."""
     other_seconds: tuple[float, ...]
     """By rank: neither in a pass, nor in the update, nor waiting."""
+    pass_errors: tuple[float, ...] = ()
+    """By rank, the standard error of what a pass took; empty: not known, and taken for none."""
 
     @property
     def busy_seconds(self) -> tuple[float, ...]:
@@ -72,7 +75,14 @@ def observe(
             for own in everyones
         ),
         other_seconds=tuple(median(step.other for step in own) for own in everyones),
+        pass_errors=tuple(_error_of_passes(own) for own in everyones),
     )
+
+
+def _error_of_passes(own: Sequence[_Step]) -> float:
+    """Of the median over steps of each pass of one rank; 0 without passes."""
+    errors = [error_of_median(times) for times in zip(*(step.passes for step in own), strict=True)]
+    return median(errors) if errors else 0.0
 
 
 def _one_step(

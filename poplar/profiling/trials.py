@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from statistics import median
+from statistics import fmean, median
 
 from poplar.planning.plan import Plan
 from poplar.profiling.passes import error_of_median
@@ -57,11 +57,10 @@ class Trials:
 def _pooled(observations: Sequence[Observation]) -> Observation:
     """Of one plan, over its turns."""
     turns = [seen.step_seconds for seen in observations]
-    own = median(seen.spread_seconds for seen in observations) / math.sqrt(len(turns))
     return Observation(
         plan=observations[0].plan,
         step_seconds=median(turns),
-        spread_seconds=max(own, error_of_median(turns)),
+        spread_seconds=_larger_error([seen.spread_seconds for seen in observations], turns),
         pass_seconds=tuple(
             tuple(median(times) for times in zip(*own, strict=True))
             for own in zip(*(seen.pass_seconds for seen in observations), strict=True)
@@ -69,4 +68,13 @@ def _pooled(observations: Sequence[Observation]) -> Observation:
         other_seconds=tuple(
             median(own) for own in zip(*(seen.other_seconds for seen in observations), strict=True)
         ),
+        pass_errors=tuple(
+            _larger_error(own, [fmean(seen.pass_seconds[rank] or [0.0]) for seen in observations])
+            for rank, own in enumerate(zip(*(o.pass_errors for o in observations), strict=True))
+        ),
     )
+
+
+def _larger_error(errors: Sequence[float], turns: Sequence[float]) -> float:
+    """The standard error of the median over turns: by their own errors, or by how they differ."""
+    return max(median(errors) / math.sqrt(len(turns)), error_of_median(turns))

@@ -75,6 +75,9 @@ class Conductor:
         self._recorded: list[Slot] = []
         self._pending: Slot | None = None
         """Announced and not played yet: whatever fails meanwhile, others are waiting in it."""
+        self._sent = 0
+        """Buffers of the reduction being played that are on their way: should the next one find no
+        memory, they are not sent again."""
         self._current: Unit | None = None
         self._gathered: set[Unit] = set()
         self._shown: set[Unit] = set()
@@ -322,6 +325,7 @@ class Conductor:
             self._orders[self.mode, self.reduces] = agreed_order(self._recorded)
 
     def _announce_and_play(self, slot: Slot) -> None:
+        self._play_pending()  # of a forward that failed and was tried again, say
         self._control.announce(slot.encode())
         self._pending = slot
         self._play_pending()
@@ -342,8 +346,10 @@ class Conductor:
         unit = self._units[slot.unit]
         if slot.kind is Kind.REDUCE:
             self._reduced.add(unit)
-            for flat in unit.trained:
+            for flat in unit.trained[self._sent :]:
                 self._strategy.reduce(flat, self._weight)
+                self._sent += 1
+            self._sent = 0
         else:
             self._strategy.gather(unit, in_step=self.mode is Mode.TRAIN)
             self._gathered.add(unit)

@@ -7,6 +7,7 @@ autograd does.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -134,10 +135,20 @@ class Engine:
         return True
 
     def pass_end(self, *, failed: bool = False) -> None:
-        """Close the open pass; after a failure the rest of it is played with zeros. Collective."""
+        """Close the open pass; after a failure the rest of it is played with zeros. Collective.
+
+        Raises:
+            torch.OutOfMemoryError: of this rank, when the pass is over nevertheless: others wait
+                for its part of it.
+        """
         has_gradients = self.conductor.mode is not Mode.EVALUATE
         try:
-            self.conductor.finish(failed=failed)
+            try:
+                self.conductor.finish(failed=failed)
+            except torch.OutOfMemoryError as short:
+                traceback.clear_frames(short.__traceback__)
+                self.conductor.finish(failed=True)
+                raise
         finally:
             self._owned_pass = False
             self.conductor.active = False
