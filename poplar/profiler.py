@@ -13,6 +13,7 @@ share one curve and differ in what is measured of their steps.
 
 from __future__ import annotations
 
+import gc
 import math
 import time
 import warnings
@@ -254,6 +255,9 @@ class Profiler:
             except BaseException:
                 optimizer._let_go()  # the error's frames hold on to it
                 raise
+            del optimizer
+            if self.asynchronous:
+                gc.collect()  # Python does not see how much device memory a cycle keeps
         return tuple(observations)
 
     def points_at(
