@@ -7,6 +7,7 @@ import random
 import pytest
 from scipy.optimize import linprog
 
+from poplar import _core
 from poplar.planning.linear_programme import LinearProgramme
 
 
@@ -56,3 +57,10 @@ def test_nothing_to_do_is_done():
 def test_costs_that_the_method_cannot_take_are_refused():
     with pytest.raises(ValueError, match=r"costs must not be negative, got \{0: -1\.0\}"):
         LinearProgramme({0: -1.0}, 1)
+
+
+def test_rows_of_unknown_variables_and_rows_without_bounds_are_refused():
+    with pytest.raises(ValueError, match="minimise: variable 1 of 1"):
+        _core.minimise([1.0], [{1: 1.0}], [0.0])
+    with pytest.raises(ValueError, match="minimise: 1 rows and 2 bounds"):
+        _core.minimise([1.0], [{0: 1.0}], [0.0, 1.0])

@@ -24,6 +24,7 @@ from poplar.planning.cluster import (
 )
 from poplar.planning.cost_model import predict
 from poplar.planning.search import NoPlanFits, alternatives, search
+from poplar.planning.shares import settle
 
 LARGEST_GLOBAL_BATCH = {1: 8, 2: 6, 3: 4}
 SHARE_STEPS = {1: 1, 2: 12, 3: 5}
@@ -435,6 +436,36 @@ def test_the_cheapest_cover_is_that_of_the_plain_programme(parts, total, more):
     assert sum(others) + last == total
     assert others == sorted(others)
     assert found == pytest.approx(expected, rel=1e-9, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "costs", "dearest", "total"),
+    [
+        ([], [], [], 1),
+        ([1, 2], [1.0], [1.0, 2.0], 2),
+        ([1, 2], [1.0, 2.0], [1.0], 2),
+        ([0, 2], [1.0, 2.0], [1.0, 2.0], 2),
+        ([1, 2], [1.0, 2.0], [1.0, 2.0], 0),
+    ],
+)
+def test_parts_that_make_no_sense_are_refused(sizes, costs, dearest, total):
+    with pytest.raises(ValueError, match="cheapest_cover: parts of 1 or more"):
+        _core.cheapest_cover(sizes, costs, dearest, total)
+
+
+@given(
+    parts=st.lists(st.tuples(st.floats(0.01, 1.0), st.floats(0.0, 0.5)), min_size=1, max_size=40),
+    off=st.floats(-1e-12, 1e-12),
+)
+def test_shares_are_settled_within_their_bounds(parts, off):
+    total = math.fsum(part for part, _ in parts)
+    shares = [part / total * (1.0 + off) for part, _ in parts]
+    upper = [share + room for share, (_, room) in zip(shares, parts, strict=True)]
+    settled = settle(shares, upper)
+    assert all(0.0 <= share <= bound for share, bound in zip(settled, upper, strict=True))
+    if math.fsum(upper) >= 1.0 + 1e-9:
+        assert math.fsum(settled) == pytest.approx(1.0, abs=1e-15)
+    assert settled == pytest.approx(shares, abs=1e-11)
 
 
 @given(

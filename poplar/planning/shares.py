@@ -212,7 +212,7 @@ class ShareProblem:
                 share = min(share, self._upper[ranks[0]])
                 for rank in ranks:
                     shares[rank] = share
-        return Shared(found.value * self._unit, _settled(shares, self._upper))
+        return Shared(found.value * self._unit, settle(shares, self._upper))
 
     def _most(self, cost: CollectiveCost) -> float:
         """The longest that a collective takes under any shares within the bounds."""
@@ -224,8 +224,8 @@ class ShareProblem:
         return most
 
 
-def _settled(shares: Sequence[float], upper: Sequence[float]) -> tuple[float, ...]:
-    """Shares within their bounds without what rounding did to their sum, which is 1."""
+def settle(shares: Sequence[float], upper: Sequence[float]) -> tuple[float, ...]:
+    """The shares, within their bounds without what rounding did to their sum, which is 1."""
     kept = list(shares)
     missing = 1.0 - math.fsum(kept)
     for rank in _largest_first(kept, upper, grow=missing > 0.0):
