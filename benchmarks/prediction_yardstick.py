@@ -20,7 +20,7 @@ from prediction_models import Subject
 from poplar.planning.cluster import DeviceProfile
 from poplar.profiling.passes import Passes
 
-SECONDS = 0.3
+SECONDS = 0.5
 """Of one measurement: dozens of the periods in which quotas are given out."""
 
 

@@ -220,7 +220,7 @@ def test_ranks_that_are_slower_alike_take_longer_by_as_much_but_for_the_network(
 
 
 def test_a_yardstick_is_a_point_of_the_profile_again():
-    (device, _) = profile(0.5, 1.0).devices
+    (device, _) = profile(0.25, 1.0).devices
     model = torch.nn.Linear(1, 1)
     subject = Subject(
         new=lambda: model,
@@ -231,10 +231,10 @@ def test_a_yardstick_is_a_point_of_the_profile_again():
 
     def seconds(self: Passes, size: int, repeats: int) -> float:
         asked.append((size, repeats))
-        return 0.486
+        return 0.972
 
     with mock.patch.object(Passes, "seconds", seconds):
-        assert Yardstick(subject, device).slowness() == pytest.approx(3.0), "0.162 in the profile"
+        assert Yardstick(subject, device).slowness() == pytest.approx(3.0), "0.324 in the profile"
     assert asked == [(8, 2)], "the largest that is short enough, for about as long as is wanted"
 
 
