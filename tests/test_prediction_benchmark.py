@@ -233,9 +233,10 @@ def test_a_yardstick_is_a_point_of_the_profile_again():
         asked.append((size, repeats))
         return 0.972
 
-    with mock.patch.object(Passes, "seconds", seconds):
+    with mock.patch.object(Passes, "seconds", seconds), mock.patch.object(Passes, "run") as first:
         assert Yardstick(subject, device).slowness() == pytest.approx(3.0), "0.324 in the profile"
     assert asked == [(8, 2)], "the largest that is short enough, for about as long as is wanted"
+    first.assert_called_once_with(8)
 
 
 def test_errors_are_of_what_was_measured():
