@@ -7,11 +7,10 @@ does in each of these is the strategy's matter (`poplar.zero`), how tensors trav
 
 from __future__ import annotations
 
-import math
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -28,7 +27,14 @@ from poplar.planning.plan import Plan
 from poplar.scaler import GradScaler
 from poplar.trace import Span
 from poplar.zero import checks
-from poplar.zero.agreement import Closing, agree, close_step, join_norm, local_norm
+from poplar.zero.agreement import (
+    Closing,
+    agree,
+    close_step,
+    exchange_rows,
+    join_norm,
+    local_norm,
+)
 from poplar.zero.engine import STRATEGIES, Engine
 from poplar.zero.evaluation import Evaluation
 from poplar.zero.forward import Forward, LossFunction
@@ -66,16 +72,19 @@ class _Now:
     """In the global batch."""
     waited: float = 0.0
     """Seconds spent waiting for others to open the step."""
-    loss: float = 0.0
+    loss: Tensor | float = 0.0
     """This rank's part of the weighted loss."""
     open_piece: Piece | None = None
     pass_began: float = 0.0
     closing: Closing | None = None
-    scale: float = 1.0
-    """What the reduced gradient has been multiplied by since (loss scale, clipping)."""
-    factor: float = 1.0
-    """The part of `scale` that the update has yet to multiply in."""
-    finite: bool = True
+    scale: Tensor | float = 1.0
+    """What the reduced gradient has been multiplied by since (loss scale, clipping): one float64 on
+    the device, where it is computed; nobody waits for it."""
+    factor: Tensor | None = None
+    """The part of `scale` that the update has yet to multiply in; None: there is none."""
+    found_inf: Tensor | None = None
+    """As `torch.amp` has it: not 0 if the step is to be skipped."""
+    skipped: bool = False
     abandoned: bool = False
     is_whole: bool = False
     """`train_step` is at it, so nobody looks at `.grad` before the update."""
@@ -271,28 +280,27 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
                 error = error or self._engine.explain(caught)
         self._engine.settle()
         now = self._now
-        now.loss = float(own_loss)
+        now.loss = own_loss
         closing = self._close(None if max_norm is None and scaler is None else 2.0, error)
         self._engine.complete()
+        now.is_whole = not (self._optimizer_step_pre_hooks or _global_optimizer_pre_hooks)
         if scaler is not None:
             scaler.unscale_(self)
-        now.is_whole = not (self._optimizer_step_pre_hooks or _global_optimizer_pre_hooks)
-        norm = float(self.clip_grad_norm_(max_norm)) if max_norm is not None else None
+        norm = self.clip_grad_norm_(max_norm) if max_norm is not None else None
         waited = now.waited + self._engine.strategy.waited
         if scaler is None:
             self.step()
         else:
             scaler.step(self)
             scaler.update()
-            self._forget_step()
         return StepResult(
-            loss=closing.loss,
-            grad_norm=norm,
+            loss=sum(closing.losses.tolist()),
+            grad_norm=None if norm is None else float(norm),
             samples=now.samples,
             seconds=time.perf_counter() - began,
             waiting_seconds=waited,
             waiting_on=min(range(self._group.size), key=closing.waited.__getitem__),
-            skipped=not now.finite,
+            skipped=now.skipped,
         )
 
     def micro_batches(
@@ -311,13 +319,13 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
                 if self._begin_pass(piece):
                     if piece.samples:
                         yield piece.batch
-                    self._end_pass()
+                    self._end_own_pass(pieces[played + 1 :])
                 played += 1
             if self._engine.has_gradients:  # not if step() came inside the loop
                 self._engine.complete()
         except GeneratorExit:
             if self._now.open_piece is not None or played < len(pieces) - 1:
-                self._abandon(pieces[played + 1 :])
+                self._abandon(pieces[played + 1 :], PoplarError(_LEFT_EARLY))
             raise
 
     @torch.no_grad()
@@ -342,14 +350,17 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         if self._is_nothing_to_apply():
             return result
         self._finish_passes()
-        closing = self._now.closing or self._close(None)
+        now = self._now
+        closing = now.closing or self._close(None)
         unused = closing.unused
         for flat in self._engine.trained:
             unused[flat] = unused[flat].union(self._engine.strategy.take_shown_gradients(flat))
             self._engine.strategy.before_writing(flat)
         with self._group.trace.span("optimizer", "the update"):
-            self._update.step(self.param_groups, unused, self._now.factor)
+            self._update.step(self.param_groups, unused, now.factor, now.found_inf)
         self._engine.strategy.publish(self._engine.units)
+        if now.found_inf is not None:  # where the device has it, now that all has been issued
+            now.skipped = self._update.take_back_if(now.found_inf)
         self._forget_step()
         return result
 
@@ -361,9 +372,9 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         don't depend on the shares. Returns the norm before clipping.
         """
         self._finish_passes()
-        norm = self._norm(float(norm_type)) * abs(self._now.scale)
-        self._scale_gradient(min(1.0, float(max_norm) / (norm + 1e-6)))
-        return torch.tensor(norm, dtype=torch.float32, device=self._engine.trained[0].device)
+        norm = self._norm(float(norm_type)) * self._now.scale
+        self._scale_gradient((float(max_norm) / (norm + 1e-6)).clamp(max=1.0))
+        return norm.float()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of this step. `.grad` is always set to None."""
@@ -397,7 +408,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         """
         self._finish_passes()
         gradients = self._engine.whole_gradients()
-        return {name: gradient * self._now.factor for name, gradient in gradients}
+        factor = 1.0 if self._now.factor is None else self._now.factor
+        return {name: gradient * factor for name, gradient in gradients}
 
     def trace(self) -> AbstractContextManager[list[Span]]:
         """A context that records what this rank does: its passes, waits and updates, as spans.
@@ -644,7 +656,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
                     f"rank {rank}: step() or clip_grad_norm_() inside the micro_batches loop, "
                     "before its last micro-batch; call it after the loop"
                 )
-            self._end_pass()
+            self._end_own_pass(())
         elif not engine.has_gradients:
             if not any(p.grad is not None for flat in engine.trained for p in flat.parameters):
                 raise RuntimeError(
@@ -676,6 +688,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         """Agree that the step may be applied. Collective; raises on all ranks if one has failed."""
         try:
             closing = close_step(
+                self._engine.comm,
                 self._control,
                 self._engine.trained,
                 loss=self._now.loss,
@@ -689,49 +702,71 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         self._now.closing = closing
         return closing
 
-    def _norm(self, norm_type: float) -> float:
+    def _norm(self, norm_type: float) -> Tensor:
         """Norm of the reduced gradient as it was closed, before `scale`. Collective."""
         closing = self._now.closing or self._close(norm_type)
         if closing.norm_type == norm_type:
             return closing.norm
         ours = local_norm(self._engine.trained, self._group.rank, norm_type)
-        norm = join_norm(self._control.exchange(ours, what="a gradient norm")(), norm_type)
-        return norm * self._now.factor / self._now.scale if self._now.scale else norm
+        rows = exchange_rows(self._engine.comm, ours, what="a gradient norm")()
+        norm, scale, left = join_norm(rows, norm_type), self._now.scale, self._now.factor
+        if not isinstance(scale, Tensor):
+            return norm
+        return torch.where(scale == 0, norm, norm * (1.0 if left is None else left) / scale)
 
-    def _abandon(self, rest: Sequence[Piece]) -> None:
-        """This rank left its loop early: play the rest for the others, and let them know."""
-        self._end_pass(failed=True)
+    def _end_own_pass(self, rest: Sequence[Piece]) -> None:
+        """Of a loop that is the user's; if there is no room to end it, all ranks give the step up.
+
+        Args:
+            rest: of this rank's passes, after this one.
+        """
+        try:
+            self._end_pass()
+        except torch.OutOfMemoryError as short:
+            self._abandon(rest, short)
+            raise
+
+    def _abandon(self, rest: Sequence[Piece], reason: Exception) -> None:
+        """This rank gives the step up: play the rest of it for the others, and let them know."""
+
+        def end() -> None:
+            with suppress(torch.OutOfMemoryError):  # the pass is over all the same
+                self._end_pass(failed=True)
+
+        end()
         for piece in rest:
             if self._begin_pass(piece):
-                self._end_pass(failed=True)
+                end()
         self._engine.settle()
-        reason = PoplarError(
-            "it left the micro_batches loop early (an exception in its body, or break)"
-        )
         try:
             self._close(None, reason)
-        except PoplarError as error:
+        except Exception as error:
             if error is not reason:
                 raise
         self._now.abandoned = True
 
-    def multiply_gradient(self, factor: float) -> bool:
+    @torch.no_grad()
+    def multiply_gradient(self, factor: Tensor) -> Tensor:
         """Multiply the step's gradient, as part of the update; for loss scaling. Collective.
 
+        Args:
+            factor: one element; it is not waited for, nor is the result.
+
         Returns:
-            Whether the gradient is finite, agreed by all ranks.
+            One fp32 that all ranks agree on: 0, or 1 if the gradient is not finite. Then `step`
+            changes nothing.
         """
         self._finish_passes()
-        self._now.finite = math.isfinite(self._norm(2.0))
-        self._scale_gradient(factor)
-        return self._now.finite
+        self._now.found_inf = (~torch.isfinite(self._norm(2.0))).float()
+        device = self._engine.trained[0].device
+        self._scale_gradient(factor.to(device, torch.float64, non_blocking=True))
+        return self._now.found_inf
 
-    def _scale_gradient(self, factor: float) -> None:
-        left = factor
-        if not self._now.is_whole:  # or nobody looks at `.grad` before the step
-            left = self._engine.strategy.scale_gradients(self._engine.units, factor)
-        self._now.scale *= factor
-        self._now.factor *= left
+    def _scale_gradient(self, factor: Tensor) -> None:
+        now, strategy = self._now, self._engine.strategy
+        now.scale = now.scale * factor
+        if now.is_whole or not strategy.scale_gradients(self._engine.units, factor):
+            now.factor = factor if now.factor is None else now.factor * factor
 
     def _forget_step(self) -> None:
         self._engine.begin_step()
@@ -752,6 +787,8 @@ class _Released:
     def __getattr__(self, name: str) -> Any:
         raise RuntimeError("this optimizer has released its model; build a new one")
 
+
+_LEFT_EARLY = "it left the micro_batches loop early (an exception in its body, or break)"
 
 _PLAIN_SCALER = (
     "torch.amp.GradScaler looks at .grad on each rank alone; the gradients here are reduced and "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+from torch import Tensor
 from torch.amp.grad_scaler import GradScaler as TorchGradScaler
 from torch.amp.grad_scaler import OptState
 
@@ -13,8 +14,12 @@ from torch.amp.grad_scaler import OptState
 class AgreedGradient(Protocol):
     """An optimizer whose gradient belongs to all ranks, as `HeteroZeroOptimizer`."""
 
-    def multiply_gradient(self, factor: float) -> bool:
-        """Multiply the step's gradient; returns whether it is finite, agreed by all ranks."""
+    def multiply_gradient(self, factor: Tensor) -> Tensor:
+        """Multiply the step's gradient by one element, without waiting for it.
+
+        Returns one fp32 that all ranks agree on: 0, or 1 if the gradient is not finite, and then
+        the optimizer's `step` changes nothing.
+        """
         ...
 
 
@@ -23,8 +28,10 @@ class GradScaler(TorchGradScaler):
 
     The gradients that it unscales and checks are the reduced ones, in fp32, sharded over the ranks;
     whether one of them is not finite is agreed by all. Unscaling costs no pass of its own: it is
-    one factor that the optimizer step multiplies in. `unscale_` and `step` are collective. For any
-    other optimizer it does what torch's does.
+    one factor that the optimizer step multiplies in. With Poplar's AdamW and torch's fused
+    optimizers the host waits for nothing before the update; `step` always calls the optimizer's,
+    which changes nothing where the gradient is not finite. `unscale_` and `step` are collective.
+    For any other optimizer it does what torch's does.
     """
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
@@ -43,8 +50,7 @@ class GradScaler(TorchGradScaler):
             # A rank without samples scales no loss, but steps with the others.
             self._lazy_init_scale_growth_tracker(optimizer.param_groups[0]["params"][0].device)
         assert self._scale is not None
-        finite = optimizer.multiply_gradient(1.0 / float(self._scale))
-        flag = torch.full((), 0.0 if finite else 1.0, device=self._scale.device)
+        flag = optimizer.multiply_gradient(self._scale.double().reciprocal())
         state["found_inf_per_device"] = {flag.device: flag}
         state["stage"] = OptState.UNSCALED
 
@@ -57,6 +63,6 @@ class GradScaler(TorchGradScaler):
             raise RuntimeError("step() has already been called since the last update()")
         if state["stage"] is OptState.READY:
             self.unscale_(optimizer)
-        result = self._maybe_opt_step(optimizer, state, *args, **kwargs)
+        result: float | None = optimizer.step(*args, **kwargs)
         state["stage"] = OptState.STEPPED
         return result

@@ -21,7 +21,7 @@ from ranks import Failure, Pool
 from reference import Recipe
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from training import STAGES, Run, assert_raised
+from training import STAGES, Run, assert_close, assert_raised
 
 import poplar
 from poplar import HeteroZeroOptimizer, Plan, PoplarError, RankFailed
@@ -311,6 +311,29 @@ def one_leaves_after_one(run: Run, model: nn.Module, optimizer: HeteroZeroOptimi
 def test_micro_batches_left_half_way(ranks: Pool, mistake: Mistake, who: str, stage: int) -> None:
     answers = ranks.run(between_good_steps, Run(RECIPE, plan_of(stage)), mistake)
     assert_raised(assert_nothing_lost(answers), who, kind=RuntimeError)
+
+
+def leave_the_first_step(run: Run, who: int) -> tuple[Failure | None, dict[str, Tensor]]:
+    """Before a backward, so before anybody knows in which order units are reduced."""
+    model, optimizer = training.prepare(run)
+    with harness.catching() as caught:
+        for micro_batch in optimizer.micro_batches(training.batch_of(run, 0)):
+            if harness.rank() == who:
+                break
+            training.loss_of(run.recipe)(model, micro_batch).backward()
+        optimizer.step()
+    for step in range(len(run.recipe.batches)):
+        training.take_step(run, model, optimizer, step)
+    return (caught or [None])[0], training.whole_parameters(model, optimizer)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("who", [0, 2])
+def test_the_very_first_step_left_by_one_rank(ranks: Pool, who: int, stage: int) -> None:
+    for failure, left in ranks.run(leave_the_first_step, Run(RECIPE, plan_of(stage)), who):
+        assert failure is not None
+        assert f"rank {who}" in failure.message
+        assert_close(left, reference.train(RECIPE).parameters)
 
 
 def step_alone(run: Run, model: nn.Module, optimizer: HeteroZeroOptimizer) -> None:

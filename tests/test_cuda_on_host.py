@@ -191,6 +191,16 @@ def test_block_sums(cuda, dtype, shift, numel):
     assert_same_bits(sums, plain.block_sums_of_squares(flat))
 
 
+@pytest.mark.parametrize("numel", [0, 1, 4096, 4097, 10_000])
+def test_exact_sum(cuda, numel):
+    values = Draw(numel, "cpu").values(numel, torch.float32)
+    actual = torch.arange(plain.EXACT_WORDS)
+    expected = actual.clone()
+    cuda.exact_sum(address(actual), address(values), ctypes.c_int64(numel))
+    plain.exact_sum_(expected, values)
+    assert torch.equal(actual, expected)
+
+
 @pytest.mark.parametrize("numel", [0, 1, 1024, 3001])
 @pytest.mark.parametrize("rounded", [None, *DTYPES])
 @pytest.mark.parametrize("maximize", [False, True])

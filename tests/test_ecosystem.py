@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import models
 import pytest
@@ -259,12 +260,15 @@ def test_scaled_gradients_are_exact(ranks: Pool, open_form: bool, stage: int) ->
         assert_close(parameters, reference.train(recipe).parameters)
 
 
-def overflow_on_one_rank(run: Run, bad: int) -> tuple[bool, list[str], float, dict[str, Tensor]]:
-    """A good step, one with an infinite loss on one rank, a good step."""
+def overflow_on_one_rank(
+    run: Run, bad: int, good_steps: int
+) -> tuple[bool, list[str], float, dict[str, Tensor]]:
+    """So many good steps, one with an infinite loss on one rank, the other good steps."""
     model, optimizer = training.prepare(run)
     scaler = poplar.GradScaler(harness.device().type, init_scale=1024.0, growth_interval=1000)
     loss = training.loss_of(run.recipe)
-    optimizer.train_step(loss, training.batch_of(run, 0), scaler=scaler)
+    for step in range(good_steps):
+        optimizer.train_step(loss, training.batch_of(run, step), scaler=scaler)
     before = training.whole_parameters(model, optimizer)
     factor = math.inf if harness.rank() == bad else 1.0
     result = optimizer.train_step(
@@ -275,20 +279,73 @@ def overflow_on_one_rank(run: Run, bad: int) -> tuple[bool, list[str], float, di
     )
     after = training.whole_parameters(model, optimizer)
     changed = [name for name, value in before.items() if not torch.equal(after[name], value)]
-    optimizer.train_step(loss, training.batch_of(run, 1), scaler=scaler)
+    for step in range(good_steps, len(run.recipe.batches)):
+        optimizer.train_step(loss, training.batch_of(run, step), scaler=scaler)
     left = training.whole_parameters(model, optimizer)
     return result.skipped, changed, scaler.get_scale(), left
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks: Pool, stage: int) -> None:
-    recipe = replace(RECIPE, batches=(12, 12))
-    for answer in ranks.run(overflow_on_one_rank, Run(recipe, plan_of(stage)), 2):
+@pytest.mark.parametrize("good_steps", [0, 1], ids=["first step", "second step"])
+@pytest.mark.parametrize(
+    ("optimizer", "options"),
+    [
+        ("AdamW", RECIPE.options),
+        ("Adam", (("lr", 1e-3), ("amsgrad", True))),
+        ("SGD", (("lr", 0.1),)),
+        ("SGD", (("lr", 0.1), ("momentum", 0.9))),
+        ("RMSprop", (("lr", 1e-3), ("eps", 1e-2))),  # which torch has no fused form of
+    ],
+    ids=["AdamW", "amsgrad", "SGD", "momentum", "RMSprop"],
+)
+def test_an_overflow_on_one_rank_skips_the_step_on_all(
+    ranks: Pool, optimizer: str, options: tuple, good_steps: int, stage: int
+) -> None:
+    recipe = replace(RECIPE, batches=(12, 12), optimizer=optimizer, options=options)
+    run = Run(recipe, plan_of(stage))
+    for answer in ranks.run(overflow_on_one_rank, run, 2, good_steps):
         skipped, changed, scale, left = answer
         assert skipped
         assert not changed
         assert scale == 512.0
         assert_close(left, reference.train(recipe).parameters)
+
+
+class OwnStep(torch.optim.SGD):
+    """Fused, as its class has it, but what it does with gradients is its own."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.add_(parameter.grad, alpha=-group["lr"])
+
+
+def step_in_its_own_way(run: Run) -> tuple[bool, dict[str, Tensor]]:
+    model = models.build(run.recipe.spec)
+    optimizer = HeteroZeroOptimizer(
+        model, OwnStep, plan=run.plan, process_group=harness.group(), **dict(run.recipe.options)
+    )
+    scaler = poplar.GradScaler(harness.device().type, init_scale=1024.0, growth_interval=1000)
+    loss = training.loss_of(run.recipe)
+    for step in range(len(run.recipe.batches)):
+        batch = training.batch_of(run, step)
+        optimizer.train_step(loss, batch, max_norm=run.recipe.max_norm, scaler=scaler)
+    result = optimizer.train_step(
+        lambda model, batch: loss(model, batch) * math.inf, batch, scaler=scaler
+    )
+    return result.skipped, training.whole_parameters(model, optimizer)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_optimizer_with_a_step_of_its_own_finds_the_gradient_scaled_and_clipped(
+    ranks: Pool, stage: int
+) -> None:
+    recipe = replace(RECIPE, max_norm=0.1, optimizer="SGD", options=(("lr", 0.5),))
+    for skipped, parameters in ranks.run(step_in_its_own_way, Run(recipe, plan_of(stage))):
+        assert skipped
+        assert_close(parameters, reference.train(recipe).parameters)
 
 
 # Checkpoints

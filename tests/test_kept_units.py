@@ -408,10 +408,11 @@ def out_of_memory_at_first(run: Run, bad: int) -> tuple[Failure | None, dict]:
 
 @pytest.mark.parametrize("kept", [(), ("blocks.1",)])
 @pytest.mark.parametrize("bad", range(4))
+@pytest.mark.parametrize("own_loop", [False, True], ids=["train_step", "own loop"])
 def test_a_rank_without_room_in_the_very_first_pass_keeps_nobody_waiting(
-    ranks: Pool, bad: int, kept: tuple[str, ...]
+    ranks: Pool, own_loop: bool, bad: int, kept: tuple[str, ...]
 ) -> None:
-    run = Run(RECIPE, plan_of(*kept, micro_batches=((3,),) * 4))
+    run = Run(RECIPE, plan_of(*kept, micro_batches=((3,),) * 4), open_form=own_loop)
     for rank, (failure, left) in enumerate(ranks.run(out_of_memory_at_first, run, bad)):
         assert failure is not None, f"rank {rank} took a step without rank {bad}"
         assert_close(left, reference.train(RECIPE).parameters, f"rank {rank}")
@@ -457,11 +458,19 @@ def no_room_for_a_bucket(
 @pytest.mark.parametrize("good_steps", [0, 1], ids=["first step", "second step"])
 @pytest.mark.parametrize("bad", [0, 2])
 @pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("micro_batches", [(3,), (2, 1)], ids=["one pass", "two passes"])
+@pytest.mark.parametrize("own_loop", [False, True], ids=["train_step", "own loop"])
 def test_what_is_on_its_way_is_not_sent_again_when_the_rest_of_a_unit_finds_no_room(
-    ranks: Pool, stage: int, bad: int, good_steps: int
+    ranks: Pool,
+    own_loop: bool,
+    micro_batches: tuple[int, ...],
+    stage: int,
+    bad: int,
+    good_steps: int,
 ) -> None:
-    plan = replace(plan_of(micro_batches=((3,),) * 4), stage=stage)
-    answers = ranks.run(no_room_for_a_bucket, Run(RECIPE, plan), bad, good_steps)
+    plan = replace(plan_of(micro_batches=(micro_batches,) * 4), stage=stage)
+    run = Run(RECIPE, plan, open_form=own_loop)
+    answers = ranks.run(no_room_for_a_bucket, run, bad, good_steps)
     for rank, (failure, left) in enumerate(answers):
         assert failure is not None, f"rank {rank} took a step without rank {bad}"
         assert_close(left, reference.train(RECIPE).parameters, f"rank {rank}")

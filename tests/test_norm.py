@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from poplar import ops
 from poplar.zero import norm
 
+CPU = torch.device("cpu")
+
 
 def spread(numel: int, seed: int) -> torch.Tensor:
     """Values over 60 powers of two, so that adding them in floats would round."""
@@ -21,8 +23,8 @@ def spread(numel: int, seed: int) -> torch.Tensor:
     return torch.ldexp(torch.randn(numel, generator=generator), exponents)
 
 
-def bins(parts: list[torch.Tensor]) -> torch.Tensor:
-    return norm.square_bins([ops.block_sums_of_squares(part) for part in parts])
+def total_of(parts: list[torch.Tensor]) -> torch.Tensor:
+    return norm.exact_total([ops.block_sums_of_squares(part) for part in parts], CPU)
 
 
 def squares_of_blocks(values: torch.Tensor) -> list[float]:
@@ -30,9 +32,12 @@ def squares_of_blocks(values: torch.Tensor) -> list[float]:
 
 
 @given(st.integers(0, 2000), st.integers(0, 2**20))
-def test_the_total_is_the_exact_sum_of_the_blocks_rounded_once(numel: int, seed: int) -> None:
+def test_the_total_is_the_exact_sum_of_the_blocks_to_the_last_bits_of_a_float64(
+    numel: int, seed: int
+) -> None:
     values = spread(numel, seed)
-    assert norm.total_of_bins(bins([values])) == math.fsum(squares_of_blocks(values))
+    exact = math.fsum(squares_of_blocks(values))
+    assert float(norm.rounded(total_of([values]))) == pytest.approx(exact, rel=2**-50)
 
 
 @given(st.lists(st.integers(0, 30), max_size=5), st.integers(0, 2**20))
@@ -40,32 +45,38 @@ def test_cuts_at_block_boundaries_change_no_bit(cuts: list[int], seed: int) -> N
     values = spread(64 * 30 + 7, seed)
     places = [0, *sorted(64 * cut for cut in cuts), len(values)]
     parts = [values[low:high] for low, high in pairwise(places)]
-    shards = torch.stack([bins([part]) for part in reversed(parts)]).sum(0)
-    assert torch.equal(shards, bins([values]))
+    shards = torch.stack([total_of([part]) for part in reversed(parts)]).sum(0)
+    assert norm.rounded(shards) == norm.rounded(total_of([values]))
+
+
+def test_thousands_of_totals_may_be_added() -> None:
+    values = torch.full((64 * 1000,), 1.9999999)
+    one = total_of([values])
+    assert float(norm.rounded(one * 2**20)) == float(norm.rounded(one)) * 2**20
 
 
 def test_the_norm_is_torchs_to_fp32_rounding() -> None:
     values = torch.randn(10_000, generator=torch.Generator().manual_seed(0))
-    ours = math.sqrt(norm.total_of_bins(bins([values])))
+    ours = math.sqrt(norm.rounded(total_of([values])))
     assert ours == pytest.approx(float(values.double().norm()), rel=1e-6)
 
 
 @pytest.mark.parametrize("tiny", [1e-19, 2.0**-70, 1e-21, 0.0])
 def test_squares_below_the_normal_range_are_counted(tiny: float) -> None:
     values = torch.full((64,), tiny)
-    assert norm.total_of_bins(bins([values])) == squares_of_blocks(values)[0]
+    assert norm.rounded(total_of([values])) == squares_of_blocks(values)[0]
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e30])
 def test_a_value_that_is_not_finite_makes_the_total_infinite(bad: float) -> None:
     values = torch.zeros(200)
     values[130] = bad
-    assert norm.total_of_bins(bins([torch.ones(64), values])) == math.inf
+    assert norm.rounded(total_of([torch.ones(64), values])) == math.inf
 
 
 def test_nothing_sums_to_zero() -> None:
     empty = torch.zeros(0)
-    assert norm.total_of_bins(bins([])) == 0.0
-    assert norm.total_of_bins(bins([empty])) == 0.0
-    assert norm.largest([empty]) == 0.0
-    assert norm.power_sum([empty], 3.0) == 0.0
+    assert norm.rounded(total_of([])) == 0.0
+    assert norm.rounded(total_of([empty])) == 0.0
+    assert norm.largest([empty], CPU) == 0.0
+    assert norm.power_sum([empty], 3.0, CPU) == 0.0

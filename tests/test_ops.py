@@ -7,6 +7,7 @@ import random
 import shutil
 import subprocess
 import sys
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -431,6 +432,52 @@ def test_whoever_claims_a_chunk_leaves_its_block_sums(device):
 # AdamW.
 
 
+def exact(total: Tensor) -> Fraction:
+    """What an exact sum stands for, by its definition."""
+    return sum(
+        (
+            word * Fraction(2) ** (28 * place - 149)
+            for place, word in enumerate(total[:-1].tolist())
+        ),
+        Fraction(0),
+    )
+
+
+@pytest.mark.parametrize("numel", [0, 1, 64, 5000, 300_001])
+def test_exact_sums_are_exact_and_leave_out_what_is_not_finite(device, numel):
+    values = Draw(numel, device).values(numel, torch.float32)
+    before = torch.arange(ops.EXACT_WORDS, device=device)
+    (total,), (plain,) = both("exact_sum_", [before], lambda add_, out: add_(out[0], values))
+    assert torch.equal(total, plain)
+    finite = values[values.isfinite()].tolist()
+    assert exact(total) - exact(before) == sum(map(Fraction, finite), Fraction(0))
+    assert total[-1] - before[-1] == numel - len(finite)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [0.0, -0.0, 1e-45, -1e-45, 1.17e-38, 2.0**-126, 1.0, -1 / 3, 65504.0, 2.0**127 * 1.9999998],
+)
+def test_exact_sums_have_a_place_for_every_magnitude(device, value):
+    values = torch.full((3,), value, device=device)
+    total = torch.zeros(ops.EXACT_WORDS, dtype=torch.int64, device=device)
+    ops.exact_sum_(total, values)
+    assert exact(total) == 3 * Fraction(values[0].item())
+    assert total[-1] == 0
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_exact_sums_are_the_same_in_any_order_however_cut(device, seed):
+    values = Draw(seed, device).values(70_000, torch.float32)
+    whole = torch.zeros(ops.EXACT_WORDS, dtype=torch.int64, device=device)
+    ops.exact_sum_(whole, values)
+    parts = values[torch.randperm(70_000).to(device)].split([1, 40_000, 0, 29_999])
+    totals = [torch.zeros_like(whole) for _ in parts]
+    for total, part in zip(totals, parts, strict=True):
+        ops.exact_sum_(total, part.contiguous())
+    assert torch.equal(torch.stack(totals).sum(0), whole)
+
+
 def state(draw: Draw, numel: int) -> list[Tensor]:
     """Values, moments; the second is not negative."""
     values, mean, square = (draw.values(numel, torch.float32) for _ in range(3))
@@ -574,6 +621,10 @@ def test_adamw_changes_nothing_where_infinities_were_found(device, plain):
         ("unpack_", lambda f: (f(9), [f(4).int()], [0]), "must be float32, bfloat16 or"),
         ("block_sums_of_squares", lambda f: (f(64).view(8, 8),), "1-D and contiguous, got 2"),
         ("block_sums_of_squares", lambda f: (f(64).double(),), "must be float32, bfloat16 or"),
+        ("exact_sum_", lambda f: (f(16), f(4)), "total must be int64 and hold 16 elements"),
+        ("exact_sum_", lambda f: (f(15).long(), f(4)), "total must be int64 and hold 16"),
+        ("exact_sum_", lambda f: (f(16).long(), f(4).half()), "values must be float32"),
+        ("exact_sum_", lambda f: (f(16).long(), f(8)[::2]), "values must be 1-D and contiguous"),
     ],
 )
 @pytest.mark.parametrize("plain", [False, True])
@@ -597,6 +648,7 @@ def test_bad_arguments_get_the_same_error_from_everyone(device, name, arguments,
         ("copy_", lambda f: (f(64), f(64))),
         ("unpack_", lambda f: (f(200), [f(8, 3), f(0), f(5).half()], [2, 30, 64])),
         ("block_sums_of_squares", lambda f: (f(100),)),
+        ("exact_sum_", lambda f: (f(16).long(), f(100))),
         ("pack_", lambda f: (f(200), [f(8)], [64], 0.3, True, f(4))),
         ("rank_sum_", lambda f: (f(64), list(f(4, 64).unbind()), False, f(1))),
         ("adamw_", lambda f: (f(64), f(64), f(64), f(64).abs(), f(64).bfloat16(), *RULE)),
@@ -653,7 +705,7 @@ def test_plain_pytorch_serves_when_the_libraries_are_switched_off(device):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["75", "120"])
-@pytest.mark.parametrize("source", ["adamw", "norm", "pack", "rank_sum", "unpack"])
+@pytest.mark.parametrize("source", ["adamw", "exact_sum", "norm", "pack", "rank_sum", "unpack"])
 def test_cuda_operators_compile_and_round_every_product(device, tmp_path, source, architecture):
     """No GPU is needed: what nvcc made is searched for fused multiply-adds, which change bits."""
     nvcc = shutil.which("nvcc")

@@ -144,6 +144,22 @@ def test_squares_are_added_in_the_fixed_tree(interpreted, dtype, numel):
     interpreted(check_block_sums, numel, dtype)
 
 
+def check_exact_sum(numel: int) -> None:
+    from poplar import kernels
+
+    values = Draw(numel, "cpu").values(numel, torch.float32)
+    actual = torch.arange(plain.EXACT_WORDS)
+    expected = actual.clone()
+    kernels.exact_sum_(actual, values)
+    plain.exact_sum_(expected, values)
+    assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("numel", [0, 1, 64, 4096, 10_000])
+def test_exact_sums_are_the_plain_ones(interpreted, numel):
+    interpreted(check_exact_sum, numel)
+
+
 def check_adamw(numel: int, rounded: torch.dtype | None, maximize: bool, found: float) -> None:
     from poplar import kernels
 
@@ -202,6 +218,8 @@ def launches() -> list[tuple[str, str, dict[str, str], dict[str, Any]]]:
             found.append(("rank_sum", "rank_sum_kernel", sizes | add, flags))
         norm = {"sums_ptr": "*fp32", "flat_ptr": dtype, "numel": "i64"}
         found.append(("norm", "block_sums_kernel", norm, {}))
+        exact = {"total_ptr": "*i64", "numel": "i64"}
+        found.append(("exact_sum", "exact_sum_kernel", exact, {}))
         step = {"rounded_ptr": dtype, "numel": "i64"}
         names = ("KEEPS_MEAN", "NEGATIVE", "ROUNDS", "SCALED", "CHECKED")
         for value in (False, True):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 
@@ -12,6 +11,7 @@ from torch import Tensor
 from operators.lists import TensorList
 from operators.task import Task, Way
 from poplar import ops
+from poplar.zero.norm import exact_total, rounded
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 OPERATIONS = ("pack", "reduce", "update", "chain")
@@ -99,15 +99,16 @@ def update(tensors: TensorList, dtype: torch.dtype) -> Task:
     grads, _, numel = _gradients(tensors, dtype)
     flat = torch.cat([g.reshape(-1) for g in grads])
     ours, fused, each = Flat(flat), Listed(grads, fused=True), Listed(grads, foreach=True)
+    half, nothing = torch.tensor(0.5), torch.zeros(())
     return Task(
         name="update",
         numel=numel,
         least_bytes=28 * numel,
         ways={
-            OURS: Way(lambda: ours.step(0.5), lambda: ours.mean, ours.reset),
+            OURS: Way(lambda: ours.step(half), lambda: ours.mean, ours.reset),
             "mul_, AdamW(fused)": Way(lambda: fused.step(0.5), fused.mean, fused.reset),
             "AdamW(fused), grad_scale": Way(
-                lambda: fused.step_scaled(0.5), fused.mean, fused.reset
+                lambda: fused.step_scaled(half, nothing), fused.mean, fused.reset
             ),
             "mul_, AdamW(foreach)": Way(lambda: each.step(0.5), each.mean, each.reset),
         },
@@ -124,9 +125,8 @@ def chain(tensors: TensorList, dtype: torch.dtype) -> Task:
 
     def by_poplar() -> None:
         ops.pack_(bucket, grads, offsets, weight, False, sums)
-        norm = math.sqrt(sums.double().sum().item())
-        if math.isfinite(norm):
-            ours.step(min(1.0, MAX_NORM / (norm + 1e-6)))
+        norm = rounded(exact_total([sums], sums.device)).sqrt()
+        ours.step(_clip(norm), (~norm.isfinite()).float())
 
     def usual() -> None:
         torch._foreach_mul_(listed.grads, WEIGHT)
@@ -137,9 +137,8 @@ def chain(tensors: TensorList, dtype: torch.dtype) -> Task:
             listed.optimizer.step()
 
     def best() -> None:
-        norm = torch.nn.utils.get_total_norm(listed.grads, foreach=True).item() * weight
-        if math.isfinite(norm):
-            listed.step_scaled(weight * min(1.0, MAX_NORM / (norm + 1e-6)))
+        norm = torch.nn.utils.get_total_norm(listed.grads, foreach=True) * weight
+        listed.step_scaled(weight * _clip(norm), (~norm.isfinite()).float())
 
     return Task(
         name="chain",
@@ -163,7 +162,7 @@ class Flat:
         self.gradient = gradient
         self.values, self.mean, self.square = torch.zeros(3, gradient.numel()).unbind()
 
-    def step(self, scale: float) -> None:
+    def step(self, scale: Tensor, found_inf: Tensor | None = None) -> None:
         """The first step of AdamW, as `Listed` does it."""
         ops.adamw_(
             self.values,
@@ -176,7 +175,8 @@ class Flat:
             eps=1e-8,
             weight_decay=0.01,
             step=1,
-            scale=torch.tensor(scale),
+            scale=scale,
+            found_inf=found_inf,
         )
 
     def reset(self) -> None:
@@ -202,10 +202,10 @@ class Listed:
         torch._foreach_mul_(self.grads, scale)
         self.optimizer.step()
 
-    def step_scaled(self, scale: float) -> None:
+    def step_scaled(self, scale: Tensor, found_inf: Tensor) -> None:
         """The same by the way that `GradScaler` knows; it unscales the gradients too."""
-        self.optimizer.grad_scale = torch.tensor(1.0 / scale)  # type: ignore[attr-defined]
-        self.optimizer.found_inf = torch.zeros(())  # type: ignore[attr-defined]
+        self.optimizer.grad_scale = scale.reciprocal()  # type: ignore[attr-defined]
+        self.optimizer.found_inf = found_inf  # type: ignore[attr-defined]
         try:
             self.optimizer.step()
         finally:
@@ -223,6 +223,11 @@ class Listed:
             for state in self.optimizer.state.values():
                 for tensor in state.values():
                     tensor.zero_()
+
+
+def _clip(norm: Tensor) -> Tensor:
+    """What gradients of this norm are multiplied by; nobody on the host waits for it."""
+    return (MAX_NORM / (norm + 1e-6)).clamp(max=1.0).float()
 
 
 def _gradients(tensors: TensorList, dtype: torch.dtype) -> tuple[list[Tensor], list[int], int]:

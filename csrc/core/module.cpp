@@ -206,14 +206,16 @@ Returns:
 Args:
     sizes: of parts, ascending, at least 1, none above `total`.
     costs: of parts, non-negative and ascending as well; a part that holds less costs no more.
-    dearest: of the dearer part, ascending; none below what it costs as one of the others.
+    dearest: of the dearer part, ascending; none below what it costs as one of the others, or the
+        result may not be the cheapest: nobody checks it.
     total: at least 1.
 
 Returns:
     The cost, and a sum of `total` in parts: smaller ones first, and then the dearer one.
 
 Raises:
-    ValueError: no parts, or not two costs for each, or a total below 1.)");
+    ValueError: no parts, one below 1, not two costs for each, a total below 1, or none that hold it
+        at a finite cost.)");
 
   module.def(
       "minimise", &poplar::minimise, py::arg("costs"), py::arg("rows"), py::arg("bounds"),

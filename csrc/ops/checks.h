@@ -14,6 +14,7 @@
 #include <string>
 #include <vector>
 
+#include "poplar/exact_sum.h"
 #include "poplar/segments.h"
 
 namespace poplar {
@@ -178,6 +179,16 @@ inline float* sums_of(const std::string& name, const Tensor& flat,
         name, ": sums must be float32 on the same device and hold ", blocks_of(flat.numel()),
         " elements, one for each 64");
   return static_cast<float*>(sums->mutable_data_ptr());
+}
+
+inline void check_exact_sum(const Tensor& total, const Tensor& values) {
+  check_flat(total, "exact_sum_: total");
+  check(total.scalar_type() == torch::headeronly::ScalarType::Long && total.numel() == kExactWords,
+        "exact_sum_: total must be int64 and hold ", kExactWords, " elements");
+  check_flat(values, "exact_sum_: values");
+  check(values.scalar_type() == torch::headeronly::ScalarType::Float,
+        "exact_sum_: values must be float32");
+  check(same_device(total, values), "exact_sum_: total and values must be on one device");
 }
 
 inline void check_adamw(const Tensor& values, const Tensor& gradient, const Tensor& mean,

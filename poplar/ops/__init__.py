@@ -25,10 +25,12 @@ from poplar.ops import plain, through_triton
 
 __all__ = [
     "ALIGNMENT",
+    "EXACT_WORDS",
     "adamw_",
     "block_sums_of_squares",
     "copy_",
     "describe",
+    "exact_sum_",
     "native",
     "native_cuda",
     "pack_",
@@ -40,6 +42,9 @@ __all__ = [
 
 ALIGNMENT = plain.ALIGNMENT
 """Elements per block of the norm's tree; every boundary of a flat buffer is a multiple of it."""
+
+EXACT_WORDS = plain.EXACT_WORDS
+"""Elements of an exact sum: see `exact_sum_`."""
 
 _library = torch.library.Library("poplar", "DEF")
 _library.define("copy_(Tensor(a!) target, Tensor source) -> ()")
@@ -58,6 +63,7 @@ _library.define(
 )
 _library.define("unpack_(Tensor flat, Tensor(a!)[] outs, int[] offsets) -> ()")
 _library.define("block_sums_of_squares(Tensor flat) -> Tensor")
+_library.define("exact_sum_(Tensor(a!) total, Tensor values) -> ()")
 _library.define(
     "adamw_(Tensor(a!) values, Tensor gradient, Tensor(b!) mean, Tensor(c!) square_mean, "
     "Tensor(d!)? rounded, float lr, float beta1, float beta2, float eps, float weight_decay, "
@@ -210,6 +216,26 @@ def block_sums_of_squares(flat: Tensor) -> Tensor:
     with torch.no_grad():
         sums: Tensor = torch.ops.poplar.block_sums_of_squares(flat)
     return sums
+
+
+def exact_sum_(total: Tensor, values: Tensor) -> None:
+    """Add values to a sum that rounds nothing: the same bits in any order, however they are cut.
+
+    `total` is a fixed-point number that has a place for every fp32 (Kulisch's accumulator): element
+    i counts in units of 2^(28 i - 149). Nothing is carried, so totals of several ranks are added by
+    `+`, and the same values give the same bits.
+
+    Args:
+        total: int64, `EXACT_WORDS` elements, zeros at first; room for 2^34 values. The last one
+            counts the values that are not finite, which are left out.
+        values: fp32, 1-D, contiguous.
+
+    Raises:
+        RuntimeError: another dtype, size or device.
+    """
+    with torch.no_grad():
+        torch.ops.poplar.exact_sum_(total, values)
+    _written(total)
 
 
 def adamw_(

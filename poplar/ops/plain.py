@@ -15,6 +15,9 @@ from poplar import _core
 
 ALIGNMENT = 64
 """See `poplar.ops.ALIGNMENT`."""
+EXACT_WORDS = 16
+"""See `poplar.ops.EXACT_WORDS`."""
+_EXACT_BITS = 28
 _AT_ONCE = 1 << 22
 _FLOATING = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -332,6 +335,37 @@ def block_sums_of_squares(flat: Tensor) -> Tensor:
     return lanes.reshape(-1)
 
 
+@torch.no_grad()
+def exact_sum_(total: Tensor, values: Tensor) -> None:
+    """See `poplar.ops.exact_sum_`."""
+    check_exact_sum(total, values)
+    for piece in values.split(_AT_ONCE):
+        bits = piece.view(torch.int32)
+        exponent = (bits >> 23) & 0xFF
+        fraction = bits & 0x7FFFFF
+        mantissa = torch.where(exponent == 0, fraction, fraction | 0x800000).long()
+        place = (exponent - 1).clamp_(min=0)
+        shifted = mantissa << (place % _EXACT_BITS)
+        finite = exponent != 0xFF
+        sign = torch.where(bits < 0, -1, 1) * finite
+        word = (place // _EXACT_BITS).long()
+        total.index_add_(0, word, sign * (shifted & ((1 << _EXACT_BITS) - 1)))
+        total.index_add_(0, word + 1, sign * (shifted >> _EXACT_BITS))
+        total[-1] += (~finite).sum()
+
+
+def check_exact_sum(total: Tensor, values: Tensor) -> None:
+    """Raise where `exact_sum_` can't take its arguments."""
+    _check_shape(total, "exact_sum_: total")
+    _check(
+        total.dtype == torch.int64 and total.numel() == EXACT_WORDS,
+        f"exact_sum_: total must be int64 and hold {EXACT_WORDS} elements",
+    )
+    _check_shape(values, "exact_sum_: values")
+    _check(values.dtype == torch.float32, "exact_sum_: values must be float32")
+    _check(total.device == values.device, "exact_sum_: total and values must be on one device")
+
+
 FUNCTIONS: dict[str, Callable[..., Tensor | None]] = {
     "copy_": copy_,
     "pack_": pack_,
@@ -340,5 +374,6 @@ FUNCTIONS: dict[str, Callable[..., Tensor | None]] = {
     "rank_sum_each_": rank_sum_each_,
     "unpack_": unpack_,
     "block_sums_of_squares": block_sums_of_squares,
+    "exact_sum_": exact_sum_,
     "adamw_": adamw_,
 }

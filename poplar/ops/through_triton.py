@@ -56,6 +56,12 @@ def block_sums_of_squares(flat: Tensor) -> Tensor:
     return sums
 
 
+def exact_sum_(total: Tensor, values: Tensor) -> None:
+    """See `poplar.ops.exact_sum_`."""
+    plain.check_exact_sum(total, values)
+    _serving(total).exact_sum_(total, values)
+
+
 def adamw_(
     values: Tensor,
     gradient: Tensor,
@@ -82,6 +88,7 @@ FUNCTIONS: dict[str, Callable[..., Tensor | None]] = {
     "pack_": pack_,
     "rank_sum_": rank_sum_,
     "block_sums_of_squares": block_sums_of_squares,
+    "exact_sum_": exact_sum_,
     "adamw_": adamw_,
 }
 
@@ -163,6 +170,11 @@ def _agreements(kernels: Any, device: torch.device) -> list[tuple[str, bool]]:
         found.append(
             ("adamw_", _agree(kernels.adamw_, plain.adamw_, values(3000), step, sums=False))
         )
+    total = torch.zeros(plain.EXACT_WORDS, dtype=torch.int64, device=device)
+    sums = (values(3000),)
+    found.append(
+        ("exact_sum_", _agree(kernels.exact_sum_, plain.exact_sum_, total, sums, sums=False))
+    )
     return found
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,25 +20,33 @@ class FlatAdamW(torch.optim.AdamW):
     torch's own would need one more each.
     """
 
-    def step_scaled(self, scale: float, rounded: Mapping[Tensor, Tensor]) -> None:
+    _counted: Sequence[Tensor] = ()
+    """Step counters of the last step, which may turn out to have been none."""
+
+    def step_scaled(
+        self,
+        scale: Tensor | None,
+        found_inf: Tensor | None,
+        rounded: Mapping[Tensor, Tensor],
+    ) -> None:
         """`step` with `scale` times the gradients, which stay as they are.
 
         Args:
-            scale: for unscaling and clipping.
+            scale: one fp32 where the gradients are, for unscaling and clipping; None for 1.
+            found_inf: another one; if it is not 0 nothing changes, and `take_back` has to follow.
             rounded: by parameter, what takes its new values.
         """
-        factor = None
+        counted = []
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
             for values in group["params"]:
                 if values.grad is None:
                     continue
-                if scale != 1.0 and factor is None:
-                    factor = torch.tensor(scale, dtype=torch.float32, device=values.device)
                 state = self._state_of(values)
                 if state["step"].is_cuda:  # a checkpoint's; nobody should wait for a GPU
                     state["step"] = state["step"].cpu()
                 state["step"] += 1
+                counted.append(state["step"])
                 ops.adamw_(
                     values,
                     values.grad,
@@ -52,8 +60,16 @@ class FlatAdamW(torch.optim.AdamW):
                     weight_decay=group["weight_decay"],
                     step=state["step"].item(),
                     maximize=group["maximize"],
-                    scale=factor,
+                    scale=scale,
+                    found_inf=found_inf,
                 )
+        self._counted = counted
+
+    def take_back(self) -> None:
+        """The last step has found something that is not finite: it counts for nothing."""
+        for count in self._counted:
+            count -= 1  # in place
+        self._counted = ()
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """As `torch.optim.AdamW.step`."""
@@ -63,7 +79,7 @@ class FlatAdamW(torch.optim.AdamW):
                     state["step"] = state["step"].to(values.device)
             result: float | None = super().step(closure)
             return result
-        self.step_scaled(1.0, {})
+        self.step_scaled(None, None, {})
         return None
 
     def is_plain(self) -> bool:

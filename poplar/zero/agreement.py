@@ -15,10 +15,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from poplar.comm import Control
+from poplar import ops
+from poplar.comm import Communicator, Control
 from poplar.errors import RankFailed
+from poplar.planning.layout import ALIGNMENT, Layout
 from poplar.zero import norm
 from poplar.zero.flat import Flat
+
+ROW = ALIGNMENT
+"""Elements of what each rank contributes to a norm, and to the loss beside it."""
+_LOSS = ops.EXACT_WORDS
+"""Where in a row the loss is."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +41,12 @@ class Opening:
 class Closing:
     """What all ranks know once the gradients are final."""
 
-    loss: float
+    losses: Tensor
+    """By rank, its part of the weighted loss: float64 on the device."""
     norm_type: float | None
-    norm: float
-    """Of the gradient as accumulated (a loss scale still in it); NaN if not asked for."""
+    norm: Tensor
+    """Of the gradient as accumulated (a loss scale still in it), one float64 on the device; NaN if
+    not asked for."""
     unused: dict[Flat, set[int]]
     """Parameters, by position, that got a gradient on no rank."""
     waited: tuple[float, ...]
@@ -98,15 +107,19 @@ def open_step(
 
 
 def close_step(
+    comm: Communicator,
     control: Control,
     flats: Sequence[Flat],
     *,
-    loss: float,
+    loss: Tensor | float,
     waited: float,
     norm_type: float | None,
     error: BaseException | None,
 ) -> Closing:
     """Agree that the step may be applied. Collective.
+
+    What the device computes, loss and norm, travels as the gradients do and stays there; only what
+    the host knows anyway is awaited here. So a GPU that is still at the last pass holds nobody up.
 
     Args:
         loss: this rank's part of the weighted loss.
@@ -116,20 +129,23 @@ def close_step(
     Raises:
         RankFailed: on the ranks that have finished theirs, if one has not.
     """
-    head = torch.tensor([float(error is not None), loss, waited], dtype=torch.float64)
-    ours = local_norm(flats, control.group.rank, norm_type if error is None else None)
+    # A rank that has failed does not know what the others ask for, but it takes part.
+    ours = local_norm(flats, comm.group.rank, norm_type if error is None else None)
+    ours[_LOSS] = _as_word(loss, ours.device)
+    collect = exchange_rows(comm, ours, what="the loss and the gradient norm")
+    head = torch.tensor([float(error is not None), waited], dtype=torch.float64)
     flags = [place in flat.used for flat in flats for place in range(len(flat.parameters))]
     used = torch.tensor(flags, dtype=torch.float64)
-    received = control.exchange(torch.cat([head, ours, used]), what="closing a step")()
+    received = control.exchange(torch.cat([head, used]), what="closing a step")()
+    rows = collect()
     if any(bool(values[0]) for values in received):
         raise_together(control, error, doing="a step")
-    end = len(head) + len(ours)
     return Closing(
-        loss=sum(float(values[1]) for values in received),
+        losses=rows[:, _LOSS].view(torch.float64),
         norm_type=norm_type,
-        norm=join_norm([values[len(head) : end] for values in received], norm_type),
-        unused=_unused(flats, torch.stack([values[end:] for values in received]).amax(0)),
-        waited=tuple(float(values[2]) for values in received),
+        norm=join_norm(rows, norm_type),
+        unused=_unused(flats, torch.stack([values[len(head) :] for values in received]).amax(0)),
+        waited=tuple(float(values[1]) for values in received),
     )
 
 
@@ -144,29 +160,65 @@ def _unused(flats: Sequence[Flat], used: Tensor) -> dict[Flat, set[int]]:
 def local_norm(flats: Sequence[Flat], rank: int, norm_type: float | None) -> Tensor:
     """This rank's part of the gradient norm, over the slices that it owns in the layouts.
 
-    float64, always `norm.BINS` long: a rank that has failed does not know what the others ask for.
+    A row for `exchange_rows` on the gradients' device, in which there is room for a loss.
     """
-    result = torch.zeros(norm.BINS, dtype=torch.float64)
+    device = flats[0].device
+    row = torch.zeros(ROW, dtype=torch.int64, device=device)
     if norm_type is None:
-        return result
+        return row
     owned = [(flat, flat.restrict(*flat.layout.bounds(rank))) for flat in flats]
     if norm_type == 2.0:
-        return norm.square_bins([flat.squares_of(part) for flat, part in owned if part is not None])
+        squares = [flat.squares_of(part) for flat, part in owned if part is not None]
+        row[: ops.EXACT_WORDS] = norm.exact_total(squares, device)
+        return row
     parts = [flat.gradient[part] for flat, part in owned if part is not None]
     if norm_type == float("inf"):
-        result[0] = norm.largest(parts)
+        row[0] = norm.largest(parts, device).view(torch.int64)
     else:
-        result[0] = norm.power_sum(parts, norm_type)
-    return result
+        row[0] = norm.power_sum(parts, norm_type, device).view(torch.int64)
+    return row
 
 
-def join_norm(parts: Sequence[Tensor], norm_type: float | None) -> float:
-    """The norm from all ranks' `local_norm`."""
+def exchange_rows(comm: Communicator, row: Tensor, *, what: str) -> Callable[[], Tensor]:
+    """Start to exchange small rows of every rank's device. Collective.
+
+    Args:
+        row: int64, `ROW` elements.
+
+    Returns:
+        What waits, as transports do for that device; gives `[ranks, ROW]`.
+    """
+    rank, size = comm.group.rank, comm.group.size
+    rows = torch.zeros(size, ROW, dtype=row.dtype, device=row.device)
+    rows[rank] = row
+    layout = Layout(tuple(range(0, (size + 1) * ROW, ROW)))
+    pending = comm.all_gather(rows.view(-1), layout, what=what)
+
+    def collect() -> Tensor:
+        pending.wait()
+        return rows
+
+    return collect
+
+
+def join_norm(rows: Tensor, norm_type: float | None) -> Tensor:
+    """The norm from all ranks' `local_norm`, as one float64 on the device.
+
+    The same bits on every rank, whatever their devices: only the host has one `pow` for all.
+    """
     if norm_type is None:
-        return float("nan")
-    stacked = torch.stack(list(parts))
+        return torch.full((), math.nan, dtype=torch.float64, device=rows.device)
     if norm_type == 2.0:
-        return math.sqrt(norm.total_of_bins(stacked.sum(0)))
+        return norm.rounded(rows[:, : ops.EXACT_WORDS].sum(0)).sqrt()
+    parts = rows[:, 0].view(torch.float64)
     if norm_type == float("inf"):
-        return float(stacked[:, 0].max())
-    return math.pow(float(stacked[:, 0].sum()), 1.0 / norm_type)
+        return parts.max()
+    total = math.fsum(parts.tolist()) ** (1.0 / norm_type)
+    return torch.full((), total, dtype=torch.float64, device=rows.device)
+
+
+def _as_word(value: Tensor | float, device: torch.device) -> Tensor:
+    """The bits of a float64; a number of the host gets to the device without waiting for it."""
+    if not isinstance(value, Tensor):
+        value = torch.full((), value, dtype=torch.float64, device=device)
+    return value.to(device, torch.float64).view(torch.int64)

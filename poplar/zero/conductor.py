@@ -14,7 +14,7 @@ from enum import Enum
 from torch import Tensor, nn
 
 from poplar.comm import Control
-from poplar.errors import OutOfOrder
+from poplar.errors import OutOfOrder, RankFailed
 from poplar.zero.schedule import Kind, Slot, agreed_order
 from poplar.zero.strategy import Strategy
 from poplar.zero.unit import Unit
@@ -161,6 +161,7 @@ class Conductor:
 
         Raises:
             OutOfOrder: the agreed order has no gather of this unit left.
+            RankFailed: the rank that leads the first pass has not come so far.
         """
         if unit in self._shown:
             return
@@ -294,7 +295,12 @@ class Conductor:
         while True:
             slot = self._peek()
             unit = self._units[slot.unit]
-            if slot.kind in (Kind.END, Kind.ABANDON):
+            if slot.kind is Kind.ABANDON:
+                raise RankFailed(
+                    f"rank {self._control.group.rank}: rank {self._leader}, which tells the others "
+                    "in its first pass what comes next, did not finish it; look there for the cause"
+                )
+            if slot.kind is Kind.END:
                 raise self._out_of_order(self._units[wanted.unit])
             if slot.kind is Kind.REDUCE and not self._is_over(unit):
                 raise self._out_of_order(self._units[wanted.unit])

@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from poplar import nest
 from poplar.comm import Communicator, Control
+from poplar.errors import PoplarError
 from poplar.zero.conductor import Conductor, Mode
 from poplar.zero.flat import Flat
 from poplar.zero.replicated import Replicated
@@ -140,6 +141,7 @@ class Engine:
         Raises:
             torch.OutOfMemoryError: of this rank, when the pass is over nevertheless: others wait
                 for its part of it.
+            PoplarError: there was no memory even for that.
         """
         has_gradients = self.conductor.mode is not Mode.EVALUATE
         try:
@@ -147,7 +149,7 @@ class Engine:
                 self.conductor.finish(failed=failed)
             except torch.OutOfMemoryError as short:
                 traceback.clear_frames(short.__traceback__)
-                self.conductor.finish(failed=True)
+                self._end_without_room()
                 raise
         finally:
             self._owned_pass = False
@@ -155,6 +157,17 @@ class Engine:
         if has_gradients:
             self._passes_to_reduce = True
             self.reduced = self.reduced or self.conductor.reduces
+
+    def _end_without_room(self) -> None:
+        """Play the rest of the pass with zeros, for which there is less to hold."""
+        try:
+            self.conductor.finish(failed=True)
+        except torch.OutOfMemoryError as short:
+            raise PoplarError(
+                f"rank {self.comm.group.rank} has no memory left, not even to take part in the "
+                "rest of a pass without gradients, so the other ranks wait for it until their "
+                f"deadline; give it fewer samples or a smaller share: {short}"
+            ) from short
 
     def settle(self) -> None:
         """Wait until what the layouts give this rank of the mean gradient is final. Collective."""

@@ -62,7 +62,8 @@ class Replicated(LocalSums):
         self._wait_for_gathers()
         for unit in units:
             for flat in unit.trained:
-                _show_gradients(flat)
+                if flat in self._holding:  # or the step was given up before it came to this one
+                    _show_gradients(flat)
                 flat.forget_squares()
 
     def _wait_for_gathers(self) -> None:
@@ -70,12 +71,12 @@ class Replicated(LocalSums):
         for gather in pending:
             self.wait(gather)
 
-    def scale_gradients(self, units: Sequence[Unit], factor: float) -> float:
+    def scale_gradients(self, units: Sequence[Unit], factor: Tensor) -> bool:
         """`.grad` is what the step applies, so it shows clipping and unscaling at once."""
         for unit in units:
             for flat in unit.trained:
                 flat.gradient.mul_(factor)
-        return 1.0
+        return True
 
     def take_shown_gradients(self, flat: Flat) -> list[int]:
         removed = []

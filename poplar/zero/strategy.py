@@ -148,9 +148,9 @@ class Strategy(ABC):
         On all ranks at the same place in the order of collectives.
         """
 
-    def scale_gradients(self, units: Sequence[Unit], factor: float) -> float:
-        """Multiply the settled gradient where the user can see it; returns what is left to do."""
-        return factor
+    def scale_gradients(self, units: Sequence[Unit], factor: Tensor) -> bool:
+        """Multiply the settled gradient where the user can see it; otherwise that is left to do."""
+        return False
 
     def take_shown_gradients(self, flat: Flat) -> list[int]:
         """Take over what the user made of `.grad` since it was shown.

@@ -11,7 +11,8 @@ always move.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,8 @@ from poplar.zero.adamw import FlatAdamW, can_round_to
 from poplar.zero.flat import Flat
 
 OptimizerFactory = Callable[..., torch.optim.Optimizer]
+_FUSED = (FlatAdamW, *(getattr(torch.optim, name) for name in ("Adagrad", "Adam", "SGD")))
+_FUSED_STEPS = {inspect.unwrap(cls.step) for cls in _FUSED}  # torch wraps them at the first use
 
 
 @dataclass(eq=False)
@@ -75,19 +78,23 @@ class ShardedUpdate:
         self,
         groups: Sequence[Mapping[str, Any]],
         unused: Mapping[Flat, set[int]],
-        scale: float,
+        scale: Tensor | None = None,
+        found_inf: Tensor | None = None,
     ) -> None:
         """Update the masters by `scale` times the mean gradient, then the low-precision values.
+
+        Scalars of the device stay there where the class can take them: see [Note: scalars].
 
         Args:
             groups: the outer param groups, whose hyper-parameters count.
             unused: parameters (positions) that no rank used in this step.
+            scale: one element; None for 1.
+            found_inf: one element; if it is not 0, nothing changes. `take_back_if` has to follow.
         """
         for mine, theirs in zip(self.inner.param_groups, groups, strict=True):
             mine.update({key: value for key, value in theirs.items() if key != "params"})
         self._split_where_used_in_part(unused)
-        flat = self.inner if isinstance(self.inner, FlatAdamW) and self.inner.is_plain() else None
-        stepped = []
+        stepped = {}
         for run in self.runs:
             owned = run.owned
             if run.tensor is None or owned is None:
@@ -96,20 +103,59 @@ class ShardedUpdate:
                 run.tensor.grad = None
                 continue
             run.tensor.grad = run.flat.gradient[owned]
-            if scale != 1.0 and flat is None:
-                run.tensor.grad.mul_(scale)
-            low = None if run.flat.shard is run.flat.master else run.flat.shard[owned]
-            stepped.append((run.tensor, low))
-        if flat is not None:
-            written = {t: low for t, low in stepped if low is not None and can_round_to(low.dtype)}
-            flat.step_scaled(scale, written)
-        else:
-            written = {}
-            self.inner.step()
-        for tensor, low in stepped:
+            stepped[run.tensor] = run.flat.shard[owned] if _has_low(run.flat) else None
+        written = self._step_inner(stepped, scale, found_inf)
+        for tensor, low in stepped.items():
             tensor.grad = None
             if low is not None and tensor not in written:
                 low.copy_(tensor)
+
+    def take_back_if(self, found_inf: Tensor) -> bool:
+        """Whether the last step was one that changed nothing; waits for the device to say so."""
+        skipped = bool(found_inf)
+        if skipped and isinstance(self.inner, FlatAdamW) and self.inner.is_plain():
+            self.inner.take_back()
+        return skipped
+
+    def _step_inner(
+        self,
+        tensors: Mapping[Tensor, Tensor | None],
+        scale: Tensor | None,
+        found_inf: Tensor | None,
+    ) -> Mapping[Tensor, Tensor]:
+        """Step the tensors, by whichever way is fastest; returns the low-precision copies made.
+
+        [Note: scalars]
+        Poplar's own AdamW and torch's fused optimizers multiply a scale in and skip a step by
+        themselves, so neither costs a pass over the gradients or a wait for the device. (Torch's
+        divide by what `GradScaler` calls the scale: one rounding more than a product.) For others,
+        subclasses with a step of their own among them, the gradients are scaled and the host asks.
+        """
+        inner = self.inner
+        factor = None if scale is None else scale.float()
+        if isinstance(inner, FlatAdamW) and inner.is_plain():
+            written = {
+                tensor: low
+                for tensor, low in tensors.items()
+                if low is not None and can_round_to(low.dtype)
+            }
+            inner.step_scaled(factor, found_inf, written)
+            return written
+        takes_scalars = _takes_scalars(inner)
+        if not takes_scalars or _makes_momentum(inner):
+            if found_inf is not None and bool(found_inf):
+                return {}
+            found_inf = None
+        if takes_scalars:
+            with _amp_scalars(inner, factor, found_inf):
+                inner.step()
+        else:
+            if factor is not None and float(factor) != 1.0:
+                for tensor in tensors:
+                    assert tensor.grad is not None
+                    tensor.grad.mul_(factor)
+            inner.step()
+        return {}
 
     def refresh(self, flat: Flat) -> None:
         """Take over new values of `flat.shard`, but keep masters that still round to them."""
@@ -245,6 +291,44 @@ def _first_runs(flat: Flat) -> list[Run]:
     for run in runs:
         run.tensor = _view(run)
     return runs
+
+
+def _takes_scalars(inner: torch.optim.Optimizer) -> bool:
+    """Whether `step` is torch's own and of the kind that knows `grad_scale` and `found_inf`."""
+    fused = all(group.get("fused") for group in inner.param_groups)
+    return fused and inspect.unwrap(type(inner).step) in _FUSED_STEPS
+
+
+def _makes_momentum(inner: torch.optim.Optimizer) -> bool:
+    """Whether a step that is skipped would leave in `inner` what happened to lie in memory.
+
+    Torch's fused SGD takes memory for its momentum and leaves it to the step to write there.
+    """
+    return any(
+        group.get("momentum") and not inner.state.get(tensor)
+        for group in inner.param_groups
+        for tensor in group["params"]
+        if tensor.grad is not None
+    )
+
+
+@contextmanager
+def _amp_scalars(
+    inner: torch.optim.Optimizer, factor: Tensor | None, found_inf: Tensor | None
+) -> Iterator[None]:
+    """Hand scalars to one of torch's fused optimizers, as `torch.amp.GradScaler` does."""
+    given = {"grad_scale": None if factor is None else factor.reciprocal(), "found_inf": found_inf}
+    vars(inner).update(given)
+    try:
+        yield
+    finally:
+        for name in given:
+            vars(inner).pop(name, None)
+
+
+def _has_low(flat: Flat) -> bool:
+    """Whether there are low-precision values beside the masters."""
+    return flat.shard is not flat.master
 
 
 def _view(run: Run) -> Tensor | None:

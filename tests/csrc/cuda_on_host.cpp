@@ -3,6 +3,7 @@
 #include <type_traits>
 
 #include "adamw.cuh"
+#include "exact_sum.cuh"
 #include "norm.cuh"
 #include "pack.cuh"
 #include "rank_sum.cuh"
@@ -67,6 +68,10 @@ void block_sums(Dtype dtype, float* sums, const void* flat, std::int64_t numel) 
     using Flat = std::remove_pointer_t<decltype(type)>;
     cuda::block_sums(sums, static_cast<const Flat*>(flat), numel, nullptr);
   });
+}
+
+void exact_sum(std::int64_t* total, const float* values, std::int64_t numel) {
+  cuda::exact_sum(total, values, numel, nullptr);
 }
 
 void adamw(Dtype dtype, float* values, const float* gradient, float* mean, float* square_mean,

@@ -28,6 +28,8 @@ void unpack_(Tensor flat, std::vector<Tensor> outs, std::vector<std::int64_t> of
 
 Tensor block_sums_of_squares(Tensor flat);
 
+void exact_sum_(Tensor total, Tensor values);
+
 void adamw_(Tensor values, Tensor gradient, Tensor mean, Tensor square_mean,
             std::optional<Tensor> rounded, double lr, double beta1, double beta2, double eps,
             double weight_decay, double step, bool maximize, std::optional<Tensor> scale,

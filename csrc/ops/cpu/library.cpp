@@ -12,4 +12,5 @@ STABLE_TORCH_LIBRARY_IMPL(poplar, CPU, library) {
   library.impl("unpack_", TORCH_BOX(&poplar::cpu::unpack_));
   library.impl("adamw_", TORCH_BOX(&poplar::cpu::adamw_));
   library.impl("block_sums_of_squares", TORCH_BOX(&poplar::cpu::block_sums_of_squares));
+  library.impl("exact_sum_", TORCH_BOX(&poplar::cpu::exact_sum_));
 }

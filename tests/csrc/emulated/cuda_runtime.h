@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <functional>
 #include <memory>
 #include <vector>
@@ -53,7 +54,7 @@ struct Block {
   std::vector<ucontext_t> threads;
   std::vector<std::unique_ptr<char[]>> stacks;
   std::vector<bool> over;
-  std::vector<float> shown;
+  std::vector<std::uint64_t> shown;
   std::vector<Barrier> warps;
   Barrier whole;
   std::function<void()> kernel;
@@ -130,19 +131,28 @@ inline void __syncthreads() {
   emulated::wait(emulated::block->whole, 0, static_cast<unsigned>(emulated::block->threads.size()));
 }
 
-inline float __shfl_xor_sync(unsigned mask, float value, int distance) {
+template <typename Value>
+Value __shfl_xor_sync(unsigned mask, Value value, int distance) {
   using namespace emulated;
+  static_assert(sizeof(Value) <= sizeof(block->shown[0]));
   if (mask != 0xffffffffu) {
     give_up("only whole warps are emulated");
   }
   const unsigned me = threadIdx.x;
   Barrier& warp = block->warps[me / kWarp];
   const unsigned first = me / kWarp * kWarp;
-  block->shown[me] = value;
+  std::memcpy(&block->shown[me], &value, sizeof value);
   wait(warp, first, kWarp);
-  const float other = block->shown[me ^ static_cast<unsigned>(distance)];
+  Value other;
+  std::memcpy(&other, &block->shown[me ^ static_cast<unsigned>(distance)], sizeof other);
   wait(warp, first, kWarp);
   return other;
+}
+
+inline unsigned long long atomicAdd(unsigned long long* total, unsigned long long value) {
+  const unsigned long long before = *total;
+  *total += value;
+  return before;
 }
 
 template <typename... Parameters, typename... Arguments>
