@@ -39,7 +39,7 @@ from poplar.planning.cluster import (
     NetworkProfile,
 )
 from poplar.planning.cost_model import DoesNotFit, predict, readable_bytes
-from poplar.planning.plan import MEETS_EVERY_PASS, Plan
+from poplar.planning.plan import Plan
 from poplar.planning.search import search
 from poplar.planning.shortage import NoPlanFits
 from poplar.profiling.cache import Cache, default_folder
@@ -328,13 +328,7 @@ class Profiler:
             curves = self._measure_curves(tell)
             updates = self._measure_updates(tell)
             network = self._measure_network(tell)
-        profile = self._assemble(curves, updates, network)
-        began = time.perf_counter()
-        for number, stage in enumerate(self.request.stages):
-            left = self.request.seconds * STEPS - (time.perf_counter() - began)
-            share = left / (len(self.request.stages) - number)
-            profile = self._measure_stage(profile, stage, self._agreed_seconds(share), tell)
-        return profile
+        return self._with_residuals(self._assemble(curves, updates, network), tell)
 
     def _measure_curves(self, tell: Tell) -> list[_Curve]:
         passes, budget = self._passes(), self.request.seconds
@@ -413,13 +407,49 @@ class Profiler:
         network = measure_network(collectives, self.request.seconds * NETWORK)
         return replace(network, transports=transports)
 
-    def _measure_stage(
-        self, profile: ClusterProfile, stage: int, seconds: float, tell: Tell
-    ) -> ClusterProfile:
-        try:
-            plans = plans_to_observe(profile, stage)
-        except NoPlanFits as error:
-            return replace(profile, notes=(*profile.notes, f"stage {stage} was not run: {error}"))
+    def _with_residuals(self, profile: ClusterProfile, tell: Tell) -> ClusterProfile:
+        """Run the engine at every stage, and charge it with what the plain passes know nothing of.
+
+        The stages take turns: a device that is slower for some seconds is so for all of them.
+        """
+        plans, notes = {}, list(profile.notes)
+        for stage in self.request.stages:
+            try:
+                plans[stage] = plans_to_observe(profile, stage)
+            except NoPlanFits as error:
+                notes.append(f"stage {stage} was not run: {error}")
+        profile = replace(profile, notes=tuple(notes))
+        budget = self._agreed_seconds(self.request.seconds * STEPS)
+        lengths = {
+            stage: self._lengths(profile, each, budget / len(plans))
+            for stage, each in plans.items()
+        }
+        trials = {stage: Trials() for stage in plans}
+        began = time.perf_counter()
+        for turn in range(math.ceil(self._noise)):
+            if turn:
+                expected = (time.perf_counter() - began) * (turn + 1) / turn
+                if self._agreed_seconds(expected) > budget:
+                    break
+            for stage, each in plans.items():
+                steps, plain = lengths[stage]
+                trials[stage].add(self._turn(profile, each, steps=steps, plain=plain, tell=tell))
+        return fit(
+            profile,
+            {stage: seen.observations() for stage, seen in trials.items()},
+            asynchronous=self.asynchronous,
+            # On a CPU the collectives use the cores that compute: what looks like overlap is noise.
+            fit_overlap=self.asynchronous,
+        )
+
+    def _lengths(
+        self, profile: ClusterProfile, plans: Sequence[Plan], seconds: float
+    ) -> tuple[int, float]:
+        """Of a turn at one stage, all of whose turns have so many seconds.
+
+        Returns:
+            Steps of each plan, and seconds of plain passes before, between and after.
+        """
         one_pass = max(
             device.seconds(max(sizes, default=0))
             for device, sizes in zip(profile.devices, plans[0].micro_batches, strict=True)
@@ -430,23 +460,7 @@ class Profiler:
         affordable = int(seconds * (1.0 - PLAIN) / a_step_of_each) - 1
         steps = max(FEWEST_STEPS, min(most, affordable))
         plain = max(SHORTEST_SAMPLE_SECONDS, PLAIN * steps * a_step_of_each)
-        plain = min(plain, PLAIN * seconds / (len(plans) + 1))
-        began, trials = time.perf_counter(), Trials()
-        for turn in range(math.ceil(self._noise)):
-            if turn:
-                expected = (time.perf_counter() - began) * (turn + 1) / turn
-                if self._agreed_seconds(expected) > seconds:
-                    break
-            trials.add(self._turn(profile, plans, steps=steps, plain=plain, tell=tell))
-        observations = trials.observations()
-        return fit(
-            profile,
-            stage,
-            observations,
-            asynchronous=self.asynchronous,
-            # On a CPU the collectives use the cores that compute: what looks like overlap is noise.
-            fit_overlap=self.asynchronous and profile.overlap == 0.0 and stage >= MEETS_EVERY_PASS,
-        )
+        return steps, min(plain, PLAIN * seconds / (len(plans) + 1))
 
     def _turn(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -21,7 +22,7 @@ import poplar
 from poplar import ClusterProfile, Plan
 from poplar.comm import Group
 from poplar.errors import RankFailed
-from poplar.profiler import FEWEST_STEPS, PLAIN, TIMES_EACH, Profiler
+from poplar.profiler import FEWEST_STEPS, PLAIN, STEPS, TIMES_EACH, Profiler
 from poplar.profiling.memory import peak_bytes
 from poplar.profiling.passes import SHORTEST_SAMPLE_SECONDS
 from poplar.profiling.request import Request
@@ -190,10 +191,10 @@ def test_without_time_for_plain_passes_ranks_count_as_unchanged(ranks: Pool):
 )
 def test_stages_are_observed_in_turns_where_passes_differ(noise, seconds, turns, steps):
     known, clock = cluster((10.0,) * 4, ["cpu"] * 4), [0.0]
-    took: list[tuple[int, float]] = []
+    took: list[tuple[int, int, float]] = []
 
     def turn(profile: ClusterProfile, plans: list[Plan], **options: Any) -> list[Observation]:
-        took.append((options["steps"], options["plain"]))
+        took.append((plans[0].stage, options["steps"], options["plain"]))
         clock[0] += 3.0
         return [
             Observation(
@@ -207,11 +208,12 @@ def test_stages_are_observed_in_turns_where_passes_differ(noise, seconds, turns,
 
     profiler = object.__new__(Profiler)
     profiler._noise, profiler.asynchronous = noise, True
+    profiler.request = SimpleNamespace(stages=(2, 0), seconds=2 * seconds / STEPS)
     profiler._agreed_seconds, profiler._turn = lambda seconds: seconds, turn
     with mock.patch("time.perf_counter", side_effect=lambda: clock[0]):
-        profiler._measure_stage(known, 2, seconds, lambda text: None)
-    assert [count for count, _ in took] == [steps] * turns
-    for _, plain in took:
+        profiler._with_residuals(known, lambda text: None)
+    assert [(stage, count) for stage, count, _ in took] == [(2, steps), (0, steps)] * turns
+    for _, _, plain in took:
         assert 3 * plain <= PLAIN * seconds * (1 + 1e-9)
         assert plain >= SHORTEST_SAMPLE_SECONDS or seconds == 0.5
 

@@ -84,9 +84,11 @@ def two_plans(stage: int, sizes: tuple[int, ...] = SIZES) -> list[Plan]:
 def fitted(
     cluster: ClusterProfile, observations: list[Observation], **options: Any
 ) -> ClusterProfile:
-    stage = observations[0].plan.stage
+    trials: dict[int, list[Observation]] = {}
+    for seen in observations:
+        trials.setdefault(seen.plan.stage, []).append(seen)
     defaults = {"asynchronous": False, "fit_overlap": False}
-    return fit(cluster, stage, observations, **{**defaults, **options})
+    return fit(cluster, trials, **{**defaults, **options})
 
 
 def assert_predicts(cluster: ClusterProfile, observations: list[Observation]) -> None:
@@ -164,6 +166,28 @@ def test_a_pass_is_charged_with_what_is_beyond_noise():
     noise = 0.002 / math.sqrt(2)
     expected = [max(0.0, extra - noise) for extra in (0.004, 0.001, 0.002, 0.0)]
     assert charged == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_passes_that_are_the_same_at_two_stages_tell_of_neither_what_only_one_of_them_took(slow):
+    overheads, steps = (0.004, 0.11, 0.0, 0.07), {0: 0.013, 1: 0.021}
+    true = {
+        stage: with_residuals(plain(), stage, passes=overheads, step=steps[stage])
+        for stage in steps
+    }
+    now = with_slower_devices(true[slow], (1.2, 1.0, 1.1, 1.0))
+    seen = [
+        observed(now if stage == slow else true[stage], plan)
+        for stage in steps
+        for plan in two_plans(stage)
+    ]
+    found = fitted(plain(), seen)
+    for device, overhead in zip(found.devices, overheads, strict=True):
+        assert device.pass_overhead_seconds == pytest.approx((overhead, overhead, 0.0, 0.0))
+    for stage in steps:
+        for plan in two_plans(stage):
+            wanted = predict(true[stage], plan).step_seconds
+            assert predict(found, plan).step_seconds == pytest.approx(wanted, rel=0.005)
 
 
 @pytest.mark.parametrize("stage", EACH_PASS)

@@ -8,7 +8,7 @@ overhead; what a step takes beyond the closed form becomes the meeting's and the
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean, mean, median
 from typing import NamedTuple
@@ -33,32 +33,30 @@ class Slowness(NamedTuple):
 
 def fit(
     cluster: ClusterProfile,
-    stage: int,
-    observations: Sequence[Observation],
+    trials: Mapping[int, Sequence[Observation]],
     *,
     asynchronous: bool,
     fit_overlap: bool,
 ) -> ClusterProfile:
-    """The profile with this stage's residuals.
+    """The profile with the residuals of the stages that ran.
 
     Args:
         cluster: as measured so far.
-        stage: of all observations.
-        observations: plans with different numbers of passes tell a meeting's residual from a
-            step's.
+        trials: by stage, what was observed; plans with different numbers of passes tell a
+            meeting's residual from a step's.
         asynchronous: the device computes while the host goes on, so spans say nothing of it.
         fit_overlap: explain meetings that cost less than their collectives by overlap.
     """
     if not asynchronous:
-        devices = tuple(
-            _with_overheads(device, rank, stage, observations)
-            for rank, device in enumerate(cluster.devices)
-        )
-        cluster = replace(cluster, devices=devices)
-    cluster = _with_step_residuals(cluster, stage, observations)
-    if fit_overlap and cluster.network.meeting_seconds[stage] < 0.0:
-        overlap = _least_overlap(cluster, stage, observations)
-        cluster = _with_step_residuals(replace(cluster, overlap=overlap), stage, observations)
+        for stage, seen in trials.items():
+            cluster = _with_overheads(cluster, stage, seen)
+        cluster, trials = _agreed(cluster, trials)
+    for stage, seen in trials.items():
+        cluster = _with_step_residuals(cluster, stage, seen)
+        overlaps = fit_overlap and stage >= MEETS_EVERY_PASS and cluster.overlap == 0.0
+        if overlaps and cluster.network.meeting_seconds[stage] < 0.0:
+            overlap = _least_overlap(cluster, stage, seen)
+            cluster = _with_step_residuals(replace(cluster, overlap=overlap), stage, seen)
     return cluster
 
 
@@ -75,11 +73,7 @@ def refine(
     A single plan is predicted exactly.
     """
     if not asynchronous:
-        devices = tuple(
-            _with_overheads(device, rank, stage, observations)
-            for rank, device in enumerate(cluster.devices)
-        )
-        cluster = replace(cluster, devices=devices)
+        cluster = _with_overheads(cluster, stage, observations)
     missing = mean(_beyond_meetings_and_update(cluster, seen) for seen in observations)
     steps = _replaced(cluster.network.step_seconds, stage, missing)
     return replace(cluster, network=replace(cluster.network, step_seconds=steps))
@@ -161,6 +155,56 @@ def at_observed_speeds(
 
 
 def _with_overheads(
+    cluster: ClusterProfile, stage: int, observations: Sequence[Observation]
+) -> ClusterProfile:
+    devices = (
+        _with_overhead(device, rank, stage, observations)
+        for rank, device in enumerate(cluster.devices)
+    )
+    return replace(cluster, devices=tuple(devices))
+
+
+def _agreed(
+    cluster: ClusterProfile, trials: Mapping[int, Sequence[Observation]]
+) -> tuple[ClusterProfile, dict[int, list[Observation]]]:
+    """Where ranks meet once a step they run the same passes whatever the stage.
+
+    What these take at one stage beyond another is then the machine's moment: it is charged to no
+    stage, and steps are taken for as much shorter as their passes should have been.
+    """
+    devices = []
+    for rank, device in enumerate(cluster.devices):
+        overheads = device.pass_overhead_seconds
+        alike = [
+            stage
+            for stage, seen in trials.items()
+            if stage < MEETS_EVERY_PASS and any(each.pass_seconds[rank] for each in seen)
+        ]
+        least = min((overheads[stage] for stage in alike), default=0.0)
+        for stage in alike:
+            overheads = _replaced(overheads, stage, least)
+        devices.append(replace(device, pass_overhead_seconds=overheads))
+    agreed = replace(cluster, devices=tuple(devices))
+
+    def slowness(rank: int, seen: Observation) -> Slowness:
+        device, stage = agreed.devices[rank], seen.plan.stage
+        overhead = device.pass_overhead_seconds[stage]
+        sizes = [size for size in seen.plan.micro_batches[rank] if size]
+        if not sizes or cluster.devices[rank].pass_overhead_seconds[stage] <= overhead:
+            return Slowness(1.0, 0.0)
+        computed = sum(seen.pass_seconds[rank]) - len(sizes) * overhead
+        return Slowness(computed / sum(map(device.seconds, sizes)), 0.0)
+
+    return agreed, {
+        stage: [
+            as_profiled(agreed, each, [slowness(rank, each) for rank in range(len(devices))])
+            for each in seen
+        ]
+        for stage, seen in trials.items()
+    }
+
+
+def _with_overhead(
     device: DeviceProfile, rank: int, stage: int, observations: Sequence[Observation]
 ) -> DeviceProfile:
     extra: list[float] = []
