@@ -8,7 +8,7 @@ all of them, by the closed form and by the simulator. Then run them in turns. Ab
 micro-batches have sizes that the profile has no point for. How many cores other programs use
 meanwhile is told: ranks get their quota before them, but share caches and the memory bus.
 
-Each step is told twice: as timed, and as it would have been had the machine been as fast as when it
+Steps are told twice: as timed, and as they would have been had the machine been as fast as when it
 was profiled (`prediction_yardstick.py`).
 
 Regret is what was lost by running the chosen plan: its seconds a sample over those of the fastest
@@ -37,7 +37,7 @@ from emulation import EmulatedCluster, EmulationUnavailable, Ranks, measured_spe
 from prediction_models import SUBJECTS, Batch, Subject
 from prediction_plans import part_unprofiled, plans_for
 from prediction_rows import Measurement, Row, regrets, regrets_table, summary, table_of
-from prediction_yardstick import Step, Yardstick
+from prediction_yardstick import Turn, Yardstick
 from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
@@ -245,7 +245,7 @@ def run_in_turns(
     first = next(iter(batches.values()))
     for _ in range(FIRST_STEPS):
         optimizer.train_step(subject.loss, first, max_norm=MAX_NORM)
-    turns: dict[str, list[tuple[Step, ...]]] = {kind: [] for kind in plans}
+    turns: dict[str, list[Turn]] = {kind: [] for kind in plans}
     others: dict[str, list[float]] = {kind: [] for kind in plans}
     for _ in range(rounds):
         for kind, plan in plans.items():
@@ -253,40 +253,35 @@ def run_in_turns(
             for _ in range(WARMUP_STEPS):
                 optimizer.train_step(subject.loss, batches[kind], max_norm=MAX_NORM)
             watch = Bystanders()
-            turns[kind].append(take_steps(optimizer, subject, batches[kind], yardstick, steps))
+            turns[kind].append(take_turn(optimizer, subject, batches[kind], yardstick, steps))
             others[kind].append(watch.cores())
     optimizer.release()
     return {kind: Measurement(tuple(turns[kind]), sum(others[kind]) / rounds) for kind in plans}
 
 
-def take_steps(
+def take_turn(
     optimizer: HeteroZeroOptimizer,
     subject: Subject,
     batch: Batch | None,
     yardstick: Yardstick,
     steps: int,
-) -> tuple[Step, ...]:
-    """Steps, and between them what the yardstick says. Every rank must call it."""
+) -> Turn:
+    """Steps as training takes them, between two looks at the yardstick. Every rank must call it."""
     dist.barrier()
-    slowness, moments = [yardstick.slowness()], []
+    before = yardstick.slowness()
+    dist.barrier()
+    began = time.perf_counter()  # one clock for all processes of a machine
     for _ in range(steps):
-        dist.barrier()
-        moments.append(time.perf_counter())  # one clock for all processes of a machine
         optimizer.train_step(subject.loss, batch, max_norm=MAX_NORM)
-        moments.append(time.perf_counter())
-        dist.barrier()
-        slowness.append(yardstick.slowness())
-    latest = torch.tensor(moments, dtype=torch.float64)
+    ended = time.perf_counter()
+    dist.barrier()
+    mine = (before + yardstick.slowness()) / 2
+    latest = torch.tensor([began, ended], dtype=torch.float64)
     dist.all_reduce(latest, op=dist.ReduceOp.MAX)
-    mine = [(before + after) / 2 for before, after in itertools.pairwise(slowness)]
-    everyones: list[list[float]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(everyones, mine)
-    return tuple(
-        Step(seconds, slow)
-        for seconds, slow in zip(
-            (latest[1::2] - latest[::2]).tolist(), zip(*everyones, strict=True), strict=True
-        )
-    )
+    slowness = [0.0] * dist.get_world_size()
+    dist.all_gather_object(slowness, mine)
+    began, ended = latest.tolist()
+    return Turn((ended - began) / steps, tuple(slowness))
 
 
 def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -316,7 +311,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     for name, (full, quick) in defaults.items():
         if getattr(options, name) is None:
             setattr(options, name, quick if options.quick else full)
-    least = {"global_batch": 12, "max_batch": 1, "seconds": 0.1, "rounds": 1, "steps": 2}
+    least = {"global_batch": 12, "max_batch": 1, "seconds": 0.1, "rounds": 2, "steps": 1}
     for name, bound in least.items():
         if getattr(options, name) < bound:
             option = f"--{name.replace('_', '-')}"

@@ -9,7 +9,7 @@ from typing import Any
 
 import provenance
 from prediction_plans import CHOSEN
-from prediction_yardstick import Step, steadied
+from prediction_yardstick import Turn, steadied
 from rich.table import Table
 
 from poplar import Plan
@@ -23,23 +23,20 @@ ACCEPTED_REGRET = 0.02
 class Measurement:
     """Steps of one plan."""
 
-    turns: tuple[tuple[Step, ...], ...]
-    """Each step that counts, turn by turn."""
+    turns: tuple[Turn, ...]
     bystanders: float
     """Cores that other programs used meanwhile."""
 
     @property
     def seconds(self) -> float:
-        """Median over turns of each one's median step: one turn in a bad moment weighs little."""
-        return statistics.median(
-            statistics.median(step.seconds for step in turn) for turn in self.turns
-        )
+        """Of a step, the median over turns: one turn in a bad moment weighs little."""
+        return statistics.median(turn.seconds for turn in self.turns)
 
     @property
     def spread(self) -> tuple[float, float]:
-        """Between which seconds three of five steps lie: p20 and p80."""
-        seconds = [step.seconds for turn in self.turns for step in turn]
-        low, *_, high = statistics.quantiles(seconds, n=5)
+        """Between which seconds three of five turns lie: p20 and p80."""
+        seconds = [turn.seconds for turn in self.turns]
+        low, *_, high = statistics.quantiles(seconds, n=5, method="inclusive")
         return low, high
 
 
@@ -62,7 +59,7 @@ class Row:
     simulated_seconds: float
     p20_seconds: float
     p50_seconds: float
-    """Median over turns of each turn's median step."""
+    """Seconds of a step, the median over turns."""
     p80_seconds: float
     steady_seconds: float
     """Like p50, on a machine as fast as it was profiled: `prediction_yardstick.steadied`."""

@@ -2,10 +2,10 @@
 
 A core of a shared machine is a tenth faster or slower from one second to the next, as the other
 thread of its core, which may be somebody else's, has something to do or not. Then one step, timed
-twice, differs by more than a prediction may be off. So between steps each rank times plain passes
-of a model that nobody trains, and what a step took is also told as it would have been on ranks as
-fast as the profile has them: times the step's prediction from the profile, over its prediction from
-the profile with each rank's speed of that moment.
+twice, differs by more than a prediction may be off. So before and after some steps each rank times
+plain passes of a model that nobody trains, and what a step took is also told as it would have been
+on ranks as fast as the profile has them: times the step's prediction from the profile, over its
+prediction from the profile with each rank's speed of that moment.
 """
 
 from __future__ import annotations
@@ -43,18 +43,17 @@ class Yardstick:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """One that counts."""
+class Turn:
+    """Some steps of one plan, one after the other."""
 
     seconds: float
-    """From when all ranks began to when the slowest was done."""
+    """Of a step: from when all ranks began the first to when the slowest was done with the last,
+    over their number."""
     slowness: tuple[float, ...]
     """Of each rank, the mean of just before and just after."""
 
 
-def steadied(
-    turns: Sequence[Sequence[Step]], expected: Callable[[Sequence[float]], float]
-) -> float:
+def steadied(turns: Sequence[Turn], expected: Callable[[Sequence[float]], float]) -> float:
     """What a step would have taken on ranks as fast as the profile has them.
 
     Args:
@@ -62,10 +61,10 @@ def steadied(
         expected: seconds of the plan's step by the slowness of each rank.
 
     Returns:
-        Seconds, the median over turns of each one's median step.
+        Seconds, the median over turns.
     """
 
-    def of(step: Step) -> float:
-        return step.seconds * expected([1.0] * len(step.slowness)) / expected(step.slowness)
+    def of(turn: Turn) -> float:
+        return turn.seconds * expected([1.0] * len(turn.slowness)) / expected(turn.slowness)
 
-    return statistics.median(statistics.median(map(of, turn)) for turn in turns)
+    return statistics.median(map(of, turns))

@@ -31,7 +31,7 @@ from prediction_rows import (
     summary,
     table_of,
 )
-from prediction_yardstick import Step, Yardstick, steadied
+from prediction_yardstick import Turn, Yardstick, steadied
 
 from poplar import HeteroZeroOptimizer, Plan, predict, search, simulate
 from poplar.planning import (
@@ -187,15 +187,14 @@ def test_a_micro_batch_without_samples_needs_no_point():
 
 
 def test_a_median_over_turns_is_not_moved_by_one_bad_turn():
-    turns = ((1.0, 1.1, 1.2), (9.0, 9.0, 9.0), (1.2, 1.3, 1.4))
-    measured = Measurement(tuple(tuple(map(step, turn)) for turn in turns), 0.0)
+    measured = Measurement(tuple(map(turn, (1.1, 9.0, 1.3))), 0.0)
     assert measured.seconds == 1.3
     low, high = measured.spread
     assert low <= measured.seconds <= high
 
 
-def step(seconds: float, *slowness: float) -> Step:
-    return Step(seconds, slowness or (1.0, 1.0))
+def turn(seconds: float, *slowness: float) -> Turn:
+    return Turn(seconds, slowness or (1.0, 1.0))
 
 
 @given(first=st.floats(0.5, 2.0), second=st.floats(0.5, 2.0), stage=st.integers(0, 3))
@@ -208,7 +207,7 @@ def test_a_step_that_took_longer_because_ranks_were_slower_is_told_as_if_they_we
         return prediction.expected_seconds(cluster, plan, slowness)
 
     taken = expected((first, second))
-    assert steadied([[step(taken, first, second)]], expected) == pytest.approx(expected((1.0, 1.0)))
+    assert steadied([turn(taken, first, second)], expected) == pytest.approx(expected((1.0, 1.0)))
 
 
 def test_ranks_that_are_slower_alike_take_longer_by_as_much_but_for_the_network():
@@ -242,7 +241,7 @@ def test_a_yardstick_is_a_point_of_the_profile_again():
 def test_errors_are_of_what_was_measured():
     plan = Plan.even(2, 24, 16, stage=0)
     expected = predict(CLUSTERS["2:1"], plan)
-    measured = Measurement(((step(4 * expected.step_seconds, 2.0, 2.0),) * 3,), 0.0)
+    measured = Measurement((turn(4 * expected.step_seconds, 2.0, 2.0),) * 3, 0.0)
     row = Row.of(
         plan,
         expected,
@@ -331,7 +330,7 @@ def test_tables_have_a_line_for_every_row_and_configuration():
 # On ranks
 
 
-def measured_turns() -> tuple[dict[str, tuple[tuple[Step, ...], ...]], list[str]]:
+def measured_turns() -> tuple[dict[str, tuple[Turn, ...]], list[str]]:
     """Each plan's turns, and which plan ran in which turn."""
     plans = {
         "even": Plan.even(4, 8, 2, stage=1),
@@ -358,9 +357,8 @@ def test_plans_run_in_turns_and_all_ranks_agree_how_long_steps_took(ranks: Pool)
     turns, ran = found[0]
     assert ran == ["even", "nothing for the last"] * 2
     for own in turns.values():
-        assert [len(turn) for turn in own] == [2, 2]
-        assert all(step.seconds > 0 for turn in own for step in turn)
-        assert all(len(step.slowness) == 4 for turn in own for step in turn)
+        assert len(own) == 2
+        assert all(turn.seconds > 0 and len(turn.slowness) == 4 for turn in own)
 
 
 # The command line
@@ -382,8 +380,8 @@ def test_quick_means_less_of_everything_that_was_not_asked_for():
         (["--models", "bert"], "invalid choice: 'bert'"),
         (["--stages", "4"], "invalid choice: 4"),
         (["--global-batch", "11"], "--global-batch must be at least 12, got 11"),
-        (["--rounds", "0"], "--rounds must be at least 1, got 0"),
-        (["--steps", "1"], "--steps must be at least 2, got 1"),
+        (["--rounds", "1"], "--rounds must be at least 2, got 1"),
+        (["--steps", "0"], "--steps must be at least 1, got 0"),
         (["--seconds", "0"], "--seconds must be at least 0.1, got 0.0"),
         (["--max-batch", "0"], "--max-batch must be at least 1, got 0"),
     ],

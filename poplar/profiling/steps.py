@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from poplar.comm import Control
@@ -21,7 +21,7 @@ class Observation:
 
     plan: Plan
     step_seconds: float
-    """Of the slowest rank."""
+    """From one step to the next, as training goes on."""
     spread_seconds: float = 0.0
     """The standard error of `step_seconds`; 0: not known, and taken for none."""
     pass_seconds: tuple[tuple[float, ...], ...]
@@ -65,11 +65,13 @@ def observe(
         optimizer.train_step(passes.loss_fn, batch, max_norm=max_norm)
     own = [_one_step(optimizer, batch, passes, max_norm) for _ in range(steps)]
     everyones = control.exchange_objects(own, what="the profiler's steps")
-    slowest = [max(step.seconds for step in at) for at in zip(*everyones, strict=True)]
+    # A rank that is done early begins the next step early and waits there. So ranks agree over some
+    # steps, and the longest of each step would add to a step what it took from the one before.
+    together = [fmean(step.seconds for step in at) for at in zip(*everyones, strict=True)]
     return Observation(
         plan=plan,
-        step_seconds=median(slowest),
-        spread_seconds=error_of_median(slowest),
+        step_seconds=median(together),
+        spread_seconds=error_of_median(together),
         pass_seconds=tuple(
             tuple(median(times) for times in zip(*(step.passes for step in own), strict=True))
             for own in everyones
