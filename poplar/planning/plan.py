@@ -27,6 +27,8 @@ STRATEGIES = ("replicated", "sharded_optimizer", "sharded_gradients", "sharded_p
 
 MEETS_EVERY_PASS = STRATEGIES.index("sharded_gradients")
 """From this stage on ranks reduce at every pass, before it once a step."""
+GATHERS = STRATEGIES.index("sharded_parameters")
+"""The first stage at which parameters have to be gathered before they are used."""
 _MEET_EVERY_PASS = frozenset(STRATEGIES[MEETS_EVERY_PASS:])
 _GATHERS = "sharded_parameters"
 _SCHEMA_VERSION = 1

@@ -14,7 +14,7 @@ from statistics import fmean, mean, median
 from typing import NamedTuple
 
 from poplar.planning.cluster import ClusterProfile, DeviceProfile
-from poplar.planning.plan import MEETS_EVERY_PASS
+from poplar.planning.plan import GATHERS, MEETS_EVERY_PASS
 from poplar.planning.stage_costs import costs_of
 from poplar.planning.what_if import with_slower_devices
 from poplar.profiling.steps import Observation
@@ -167,9 +167,9 @@ def _with_overheads(
 def _agreed(
     cluster: ClusterProfile, trials: Mapping[int, Sequence[Observation]]
 ) -> tuple[ClusterProfile, dict[int, list[Observation]]]:
-    """Where ranks meet once a step they run the same passes whatever the stage.
+    """Where parameters are whole, a pass is the same whatever the stage.
 
-    What these take at one stage beyond another is then the machine's moment: it is charged to no
+    What passes take at one stage beyond another is then the machine's moment: it is charged to no
     stage, and steps are taken for as much shorter as their passes should have been.
     """
     devices = []
@@ -178,7 +178,7 @@ def _agreed(
         alike = [
             stage
             for stage, seen in trials.items()
-            if stage < MEETS_EVERY_PASS and any(each.pass_seconds[rank] for each in seen)
+            if stage < GATHERS and any(each.pass_seconds[rank] for each in seen)
         ]
         least = min((overheads[stage] for stage in alike), default=0.0)
         for stage in alike:
