@@ -132,8 +132,6 @@ def questions(stage: int, name: str, scaled: bool, own_loop: bool) -> tuple[list
 def test_the_update_is_issued_before_anybody_asks(
     ranks: Pool, own_loop: bool, scaled: bool, name: str, stage: int
 ) -> None:
-    if harness.device().type == "cuda":
-        pytest.skip("PyTorch itself tells there: see the test below")
     for found, updated in ranks.run(questions, stage, name, scaled, own_loop, ranks=2):
         assert updated
         assert found == []

@@ -350,8 +350,6 @@ def measured_turns() -> tuple[dict[str, tuple[Turn, ...]], list[str]]:
 
 
 def test_plans_run_in_turns_and_all_ranks_agree_how_long_steps_took(ranks: Pool) -> None:
-    if harness.device().type == "cuda":
-        pytest.skip("the benchmark's ranks are on the CPU")
     found = ranks.run(measured_turns)
     assert all(rank == found[0] for rank in found)
     turns, ran = found[0]
