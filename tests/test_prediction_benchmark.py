@@ -11,7 +11,6 @@ from unittest import mock
 
 import hypothesis.strategies as st
 import pytest
-import ranks as harness
 import torch
 from hypothesis import given
 from ranks import Pool
