@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import models
 import pytest
@@ -29,7 +30,10 @@ import poplar
 from poplar import HeteroZeroOptimizer, Plan, UnitPlan
 from poplar.comm import Bucket, Group
 from poplar.comm.process_group import ProcessGroupCommunicator
+from poplar.errors import PoplarError
 from poplar.zero import unit as units
+from poplar.zero.conductor import Mode
+from poplar.zero.engine import Engine
 
 BLOCKS = ("blocks.0", "blocks.1", "blocks.2")
 ALL = ("root", *BLOCKS)
@@ -474,6 +478,18 @@ def test_what_is_on_its_way_is_not_sent_again_when_the_rest_of_a_unit_finds_no_r
     for rank, (failure, left) in enumerate(answers):
         assert failure is not None, f"rank {rank} took a step without rank {bad}"
         assert_close(left, reference.train(RECIPE).parameters, f"rank {rank}")
+
+
+def test_a_rank_without_memory_even_for_zeros_says_who_waits_for_it() -> None:
+    engine = object.__new__(Engine)
+    full = mock.Mock(side_effect=torch.OutOfMemoryError("full"))
+    engine.conductor = mock.Mock(mode=Mode.TRAIN, active=True, finish=full)
+    engine.comm = mock.Mock()
+    engine.comm.group.rank = 3
+    with pytest.raises(PoplarError, match=r"rank 3 has no memory left.*the other ranks wait"):
+        engine.pass_end()
+    assert full.call_args_list == [mock.call(failed=False), mock.call(failed=True)]
+    assert not engine.conductor.active
 
 
 # Plans

@@ -25,6 +25,7 @@ from poplar.ops import plain, through_triton
 
 __all__ = [
     "ALIGNMENT",
+    "EXACT_BITS",
     "EXACT_WORDS",
     "adamw_",
     "block_sums_of_squares",
@@ -45,6 +46,8 @@ ALIGNMENT = plain.ALIGNMENT
 
 EXACT_WORDS = plain.EXACT_WORDS
 """Elements of an exact sum: see `exact_sum_`."""
+EXACT_BITS = plain.EXACT_BITS
+"""By how many bits each of them counts for more than the one before."""
 
 _library = torch.library.Library("poplar", "DEF")
 _library.define("copy_(Tensor(a!) target, Tensor source) -> ()")

@@ -17,7 +17,8 @@ ALIGNMENT = 64
 """See `poplar.ops.ALIGNMENT`."""
 EXACT_WORDS = 16
 """See `poplar.ops.EXACT_WORDS`."""
-_EXACT_BITS = 28
+EXACT_BITS = 28
+"""See `poplar.ops.EXACT_BITS`."""
 _AT_ONCE = 1 << 22
 _FLOATING = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -345,12 +346,12 @@ def exact_sum_(total: Tensor, values: Tensor) -> None:
         fraction = bits & 0x7FFFFF
         mantissa = torch.where(exponent == 0, fraction, fraction | 0x800000).long()
         place = (exponent - 1).clamp_(min=0)
-        shifted = mantissa << (place % _EXACT_BITS)
+        shifted = mantissa << (place % EXACT_BITS)
         finite = exponent != 0xFF
         sign = torch.where(bits < 0, -1, 1) * finite
-        word = (place // _EXACT_BITS).long()
-        total.index_add_(0, word, sign * (shifted & ((1 << _EXACT_BITS) - 1)))
-        total.index_add_(0, word + 1, sign * (shifted >> _EXACT_BITS))
+        word = (place // EXACT_BITS).long()
+        total.index_add_(0, word, sign * (shifted & ((1 << EXACT_BITS) - 1)))
+        total.index_add_(0, word + 1, sign * (shifted >> EXACT_BITS))
         total[-1] += (~finite).sum()
 
 

@@ -27,10 +27,10 @@ STRATEGIES = ("replicated", "sharded_optimizer", "sharded_gradients", "sharded_p
 
 MEETS_EVERY_PASS = STRATEGIES.index("sharded_gradients")
 """From this stage on ranks reduce at every pass, before it once a step."""
-GATHERS = STRATEGIES.index("sharded_parameters")
-"""The first stage at which parameters have to be gathered before they are used."""
 _MEET_EVERY_PASS = frozenset(STRATEGIES[MEETS_EVERY_PASS:])
 _GATHERS = "sharded_parameters"
+GATHERS = STRATEGIES.index(_GATHERS)
+"""The first stage at which parameters have to be gathered before they are used."""
 _SCHEMA_VERSION = 1
 _SHARE_TOLERANCE = 1e-6
 

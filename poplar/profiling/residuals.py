@@ -167,7 +167,7 @@ def _with_overheads(
 def _agreed(
     cluster: ClusterProfile, trials: Mapping[int, Sequence[Observation]]
 ) -> tuple[ClusterProfile, dict[int, list[Observation]]]:
-    """Where parameters are whole, a pass is the same whatever the stage.
+    """Where parameters are whole, passes are alike at every stage but for where they pack to.
 
     What passes take at one stage beyond another is then the machine's moment: it is charged to no
     stage, and steps are taken for as much shorter as their passes should have been.

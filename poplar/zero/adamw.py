@@ -68,7 +68,7 @@ class FlatAdamW(torch.optim.AdamW):
     def take_back(self) -> None:
         """The last step has found something that is not finite: it counts for nothing."""
         for count in self._counted:
-            count -= 1  # in place
+            count.sub_(1)
         self._counted = ()
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]

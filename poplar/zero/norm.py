@@ -17,8 +17,8 @@ from torch import Tensor
 
 from poplar import ops
 
-_BITS, _LOWEST = 28, -149
-"""Of an exact sum, word i counts in units of 2^(_BITS i + _LOWEST)."""
+_LOWEST = -149
+"""The exponent of the smallest fp32, in units of which the first word of an exact sum counts."""
 _BIAS, _FRACTION = 1023, 52
 """Of a float64."""
 
@@ -37,9 +37,9 @@ def rounded(total: Tensor) -> Tensor:
     The order of its few additions is fixed, so it has the same bits on every device.
     """
     words = torch.arange(ops.EXACT_WORDS, device=total.device)
-    units = ((_BITS * words + (_LOWEST + _BIAS)) << _FRACTION).view(torch.float64)
-    carries = torch.cat([total.new_zeros(1), total[:-1] >> _BITS])
-    values = ((total & ((1 << _BITS) - 1)) + carries).double() * units  # both exact
+    units = ((ops.EXACT_BITS * words + (_LOWEST + _BIAS)) << _FRACTION).view(torch.float64)
+    carries = torch.cat([total.new_zeros(1), total[:-1] >> ops.EXACT_BITS])
+    values = ((total & ((1 << ops.EXACT_BITS) - 1)) + carries).double() * units  # both exact
     values[-1] = 0.0
     while values.numel() > 1:
         values = values[: values.numel() // 2] + values[values.numel() // 2 :]

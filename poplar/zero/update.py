@@ -23,7 +23,7 @@ from poplar.zero.adamw import FlatAdamW, can_round_to
 from poplar.zero.flat import Flat
 
 OptimizerFactory = Callable[..., torch.optim.Optimizer]
-_FUSED = (FlatAdamW, *(getattr(torch.optim, name) for name in ("Adagrad", "Adam", "SGD")))
+_FUSED = (FlatAdamW, torch.optim.Adagrad, torch.optim.Adam, torch.optim.SGD)
 _FUSED_STEPS = {inspect.unwrap(cls.step) for cls in _FUSED}  # torch wraps them at the first use
 
 

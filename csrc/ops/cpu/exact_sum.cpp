@@ -1,4 +1,4 @@
-// A gradient's norm whose bits depend on nothing but the gradient: contract in poplar/ops.
+// Contract: exact_sum_ in poplar/ops.
 #include "poplar/exact_sum.h"
 
 #include <atomic>
