@@ -7,9 +7,18 @@ Launchers take arguments that were checked, on the current device: use them thro
 """
 
 from .adamw import adamw_
+from .clip import clip_coefficient, exact_norm
 from .exact_sum import exact_sum_
 from .norm import block_sums_of_squares
 from .pack import pack_
 from .rank_sum import rank_sum_
 
-__all__ = ["adamw_", "block_sums_of_squares", "exact_sum_", "pack_", "rank_sum_"]
+__all__ = [
+    "adamw_",
+    "block_sums_of_squares",
+    "clip_coefficient",
+    "exact_norm",
+    "exact_sum_",
+    "pack_",
+    "rank_sum_",
+]

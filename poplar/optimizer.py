@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
+from poplar import ops
 from poplar.comm import Communicator, Group, connect, control_of
 from poplar.errors import CollectiveTimeout, PoplarError
 from poplar.planning.plan import Plan
@@ -29,11 +30,12 @@ from poplar.trace import Span
 from poplar.zero import checks
 from poplar.zero.agreement import (
     Closing,
+    add_norm,
     agree,
     close_step,
     exchange_rows,
     join_norm,
-    local_norm,
+    rows_for,
 )
 from poplar.zero.engine import STRATEGIES, Engine
 from poplar.zero.evaluation import Evaluation
@@ -77,9 +79,9 @@ class _Now:
     open_piece: Piece | None = None
     pass_began: float = 0.0
     closing: Closing | None = None
-    scale: Tensor | float = 1.0
+    scale: Tensor | None = None
     """What the reduced gradient has been multiplied by since (loss scale, clipping): one float64 on
-    the device, where it is computed; nobody waits for it."""
+    the device, where it is computed, so that nobody waits for it; None for 1."""
     factor: Tensor | None = None
     """The part of `scale` that the update has yet to multiply in; None: there is none."""
     found_inf: Tensor | None = None
@@ -372,9 +374,9 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         don't depend on the shares. Returns the norm before clipping.
         """
         self._finish_passes()
-        norm = self._norm(float(norm_type)) * self._now.scale
-        self._scale_gradient((float(max_norm) / (norm + 1e-6)).clamp(max=1.0))
-        return norm.float()
+        norm, scale = self._norm(float(norm_type)), self._now.scale
+        self._scale_gradient(ops.clip_coefficient(norm, float(max_norm), scale))
+        return (norm if scale is None else norm * scale).float()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of this step. `.grad` is always set to None."""
@@ -707,10 +709,12 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         closing = self._now.closing or self._close(norm_type)
         if closing.norm_type == norm_type:
             return closing.norm
-        ours = local_norm(self._engine.trained, self._group.rank, norm_type)
-        rows = exchange_rows(self._engine.comm, ours, what="a gradient norm")()
+        comm, flats = self._engine.comm, self._engine.trained
+        rows = rows_for(comm, flats)
+        add_norm(rows, flats, self._group.rank, norm_type)
+        exchange_rows(comm, rows, what="a gradient norm").wait()
         norm, scale, left = join_norm(rows, norm_type), self._now.scale, self._now.factor
-        if not isinstance(scale, Tensor):
+        if scale is None:
             return norm
         return torch.where(scale == 0, norm, norm * (1.0 if left is None else left) / scale)
 
@@ -764,7 +768,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
 
     def _scale_gradient(self, factor: Tensor) -> None:
         now, strategy = self._now, self._engine.strategy
-        now.scale = now.scale * factor
+        now.scale = factor if now.scale is None else now.scale * factor
         if now.is_whole or not strategy.scale_gradients(self._engine.units, factor):
             now.factor = factor if now.factor is None else now.factor * factor
 

@@ -16,7 +16,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_ops import DTYPES, RULE, Draw, assert_same_bits, state
+from test_ops import (
+    DTYPES,
+    NORMS,
+    RULE,
+    Draw,
+    assert_same_bits,
+    assert_same_value,
+    state,
+    totals_of,
+)
 from torch import Tensor
 
 from poplar.ops import plain
@@ -199,6 +208,24 @@ def test_exact_sum(cuda, numel):
     cuda.exact_sum(address(actual), address(values), ctypes.c_int64(numel))
     plain.exact_sum_(expected, values)
     assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 2, 9])
+def test_exact_norm(cuda, rows):
+    totals = totals_of(Draw(rows, "cpu"), rows)
+    actual = torch.zeros((), dtype=torch.float64)
+    cuda.exact_norm(address(actual), address(totals), *longs(totals.shape))
+    assert torch.equal(actual, plain.exact_norm(totals))
+
+
+@pytest.mark.parametrize("value", NORMS)
+@pytest.mark.parametrize("scale", [None, 1 / 1024])
+def test_clip_coefficient(cuda, scale, value):
+    norm = torch.tensor(value, dtype=torch.float64)
+    factor = None if scale is None else torch.tensor(scale, dtype=torch.float64)
+    actual = torch.zeros_like(norm)
+    cuda.clip_coefficient(address(actual), address(norm), address(factor), ctypes.c_float(0.1))
+    assert_same_value(actual, plain.clip_coefficient(norm, 0.1, factor))
 
 
 @pytest.mark.parametrize("numel", [0, 1, 1024, 3001])

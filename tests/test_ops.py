@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import shutil
@@ -45,6 +46,11 @@ def assert_same_bits(actual: Tensor, expected: Tensor) -> None:
         f"{int(differ.sum())} of {differ.numel()} elements differ, the first at "
         f"{int(differ.flatten().nonzero()[0])}: {actual[differ][0]}, not {expected[differ][0]}"
     )
+
+
+def assert_same_value(actual: Tensor, expected: Tensor) -> None:
+    """To the last bit, but any NaN is a NaN."""
+    torch.testing.assert_close(actual, expected, rtol=0.0, atol=0.0, equal_nan=True)
 
 
 class Draw:
@@ -478,6 +484,65 @@ def test_exact_sums_are_the_same_in_any_order_however_cut(device, seed):
     assert torch.equal(torch.stack(totals).sum(0), whole)
 
 
+def totals_of(draw: Draw, rows: int) -> Tensor:
+    """Exact sums of squares as ranks exchange them: a row each, with room beside the words."""
+    totals = torch.zeros(rows, 64, dtype=torch.int64, device=draw.device)
+    totals[:, ops.EXACT_WORDS :] = -1
+    for row in totals:
+        values = torch.ldexp(
+            torch.rand(500, generator=draw.generator),
+            torch.randint(-149, 120, (500,), generator=draw.generator),
+        )
+        plain_ops.exact_sum_(row[: ops.EXACT_WORDS], values.to(draw.device))
+    return totals
+
+
+@pytest.mark.parametrize("rows", [0, 1, 2, 7])
+def test_norms_are_roots_of_the_exact_sums(device, rows):
+    totals = totals_of(Draw(rows, device), rows)
+    norm = ops.exact_norm(totals)
+    assert norm.shape == ()
+    assert torch.equal(norm, PLAIN["exact_norm"](totals))
+    wanted = sum((exact(row[: ops.EXACT_WORDS]) for row in totals), Fraction(0))
+    assert norm.item() == pytest.approx(math.sqrt(wanted), rel=2**-51)
+
+
+def test_a_norm_depends_on_the_sum_not_on_how_it_came_about(device):
+    spread = torch.zeros(1, ops.EXACT_WORDS, dtype=torch.int64, device=device)
+    spread[0, 4:7] = torch.tensor([-(2**61), 2**40 + 5, 2**62], device=device)
+    carried = spread.clone()
+    carried[0, 4] += 2**61 + 2**33
+    carried[0, 5] -= 2**33 + 2**5
+    assert exact(spread[0]) == exact(carried[0])
+    assert torch.equal(ops.exact_norm(spread), ops.exact_norm(carried))
+
+
+def test_the_norm_is_infinite_where_a_value_was_not_finite(device):
+    totals = totals_of(Draw(0, device), 3)
+    totals[1, ops.EXACT_WORDS - 1] = 2
+    assert ops.exact_norm(totals).item() == math.inf
+
+
+NORMS = [0.0, 1e-300, 0.05, 0.1 - 1e-6, 0.1, 1 / 3, 1e30, math.inf, math.nan]
+
+
+@pytest.mark.parametrize("value", NORMS)
+@pytest.mark.parametrize("scale", [None, 1 / 1024, 3.7])
+@pytest.mark.parametrize("max_norm", [0.0, 0.1, math.inf])
+def test_clip_coefficients_are_torchs(device, max_norm, scale, value):
+    norm = torch.tensor([value], dtype=torch.float64, device=device)
+    factor = None if scale is None else torch.tensor(scale, dtype=torch.float64, device=device)
+    actual = ops.clip_coefficient(norm, max_norm, factor)
+    assert actual.shape == ()
+    assert_same_value(actual, PLAIN["clip_coefficient"](norm, max_norm, factor))
+    gradient = torch.ones(1, dtype=torch.float64)
+    parameter = torch.nn.Parameter(gradient)
+    parameter.grad = gradient.clone()
+    total = torch.tensor(value * (scale or 1.0), dtype=torch.float64)
+    torch.nn.utils.clip_grads_with_norm_(parameter, max_norm, total)
+    torch.testing.assert_close(actual.cpu(), parameter.grad[0], rtol=1e-7, atol=0.0, equal_nan=True)
+
+
 def state(draw: Draw, numel: int) -> list[Tensor]:
     """Values, moments; the second is not negative."""
     values, mean, square = (draw.values(numel, torch.float32) for _ in range(3))
@@ -625,6 +690,11 @@ def test_adamw_changes_nothing_where_infinities_were_found(device, plain):
         ("exact_sum_", lambda f: (f(15).long(), f(4)), "total must be int64 and hold 16"),
         ("exact_sum_", lambda f: (f(16).long(), f(4).half()), "values must be float32"),
         ("exact_sum_", lambda f: (f(16).long(), f(8)[::2]), "values must be 1-D and contiguous"),
+        ("exact_norm", lambda f: (f(16).long(),), "int64, contiguous, and hold at least 16"),
+        ("exact_norm", lambda f: (f(30).long().view(2, 15),), "hold at least 16"),
+        ("exact_norm", lambda f: (f(32).view(2, 16),), "totals must be int64"),
+        ("clip_coefficient", lambda f: (f(1), 1.0), "must be single float64 elements"),
+        ("clip_coefficient", lambda f: (f(1).double(), 1.0, f(2).double()), "single float64"),
     ],
 )
 @pytest.mark.parametrize("plain", [False, True])
@@ -649,6 +719,9 @@ def test_bad_arguments_get_the_same_error_from_everyone(device, name, arguments,
         ("unpack_", lambda f: (f(200), [f(8, 3), f(0), f(5).half()], [2, 30, 64])),
         ("block_sums_of_squares", lambda f: (f(100),)),
         ("exact_sum_", lambda f: (f(16).long(), f(100))),
+        ("exact_norm", lambda f: (f(3, 64).long().abs(),)),
+        ("clip_coefficient", lambda f: (f(1).double(), 0.5)),
+        ("clip_coefficient", lambda f: (f(1)[0].double(), 0.5, f(1).double())),
         ("pack_", lambda f: (f(200), [f(8)], [64], 0.3, True, f(4))),
         ("rank_sum_", lambda f: (f(64), list(f(4, 64).unbind()), False, f(1))),
         ("adamw_", lambda f: (f(64), f(64), f(64), f(64).abs(), f(64).bfloat16(), *RULE)),
@@ -705,7 +778,9 @@ def test_plain_pytorch_serves_when_the_libraries_are_switched_off(device):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["75", "120"])
-@pytest.mark.parametrize("source", ["adamw", "exact_sum", "norm", "pack", "rank_sum", "unpack"])
+@pytest.mark.parametrize(
+    "source", ["adamw", "clip", "exact_sum", "norm", "pack", "rank_sum", "unpack"]
+)
 def test_cuda_operators_compile_and_round_every_product(device, tmp_path, source, architecture):
     """No GPU is needed: what nvcc made is searched for fused multiply-adds, which change bits."""
     nvcc = shutil.which("nvcc")
@@ -721,7 +796,7 @@ def test_cuda_operators_compile_and_round_every_product(device, tmp_path, source
     )  # fmt: skip
     code = ptx.read_text()
     assert ".entry" in code
-    assert "fma.rn.f32" not in code
+    assert "fma.rn.f" not in code
 
 
 @pytest.mark.slow

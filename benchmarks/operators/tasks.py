@@ -11,7 +11,6 @@ from torch import Tensor
 from operators.lists import TensorList
 from operators.task import Task, Way
 from poplar import ops
-from poplar.zero.norm import exact_total, rounded
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 OPERATIONS = ("pack", "reduce", "update", "chain")
@@ -125,8 +124,10 @@ def chain(tensors: TensorList, dtype: torch.dtype) -> Task:
 
     def by_poplar() -> None:
         ops.pack_(bucket, grads, offsets, weight, False, sums)
-        norm = rounded(exact_total([sums], sums.device)).sqrt()
-        ours.step(_clip(norm), (~norm.isfinite()).float())
+        total = torch.zeros(1, ops.EXACT_WORDS, dtype=torch.int64)
+        ops.exact_sum_(total[0], sums)
+        norm = ops.exact_norm(total)
+        ours.step(ops.clip_coefficient(norm, MAX_NORM).float(), (~norm.isfinite()).float())
 
     def usual() -> None:
         torch._foreach_mul_(listed.grads, WEIGHT)
@@ -138,7 +139,8 @@ def chain(tensors: TensorList, dtype: torch.dtype) -> Task:
 
     def best() -> None:
         norm = torch.nn.utils.get_total_norm(listed.grads, foreach=True) * weight
-        listed.step_scaled(weight * _clip(norm), (~norm.isfinite()).float())
+        clip = (MAX_NORM / (norm + 1e-6)).clamp(max=1.0)
+        listed.step_scaled(weight * clip, (~norm.isfinite()).float())
 
     return Task(
         name="chain",
@@ -223,11 +225,6 @@ class Listed:
             for state in self.optimizer.state.values():
                 for tensor in state.values():
                     tensor.zero_()
-
-
-def _clip(norm: Tensor) -> Tensor:
-    """What gradients of this norm are multiplied by; nobody on the host waits for it."""
-    return (MAX_NORM / (norm + 1e-6)).clamp(max=1.0).float()
 
 
 def _gradients(tensors: TensorList, dtype: torch.dtype) -> tuple[list[Tensor], list[int], int]:

@@ -191,6 +191,21 @@ inline void check_exact_sum(const Tensor& total, const Tensor& values) {
   check(same_device(total, values), "exact_sum_: total and values must be on one device");
 }
 
+inline void check_exact_norm(const Tensor& totals) {
+  check(totals.dim() == 2 && totals.is_contiguous() && totals.size(1) >= kExactWords &&
+            totals.scalar_type() == torch::headeronly::ScalarType::Long,
+        "exact_norm: totals must be int64, contiguous, and hold at least ", kExactWords,
+        " elements in each row");
+}
+
+inline void check_clip_coefficient(const Tensor& norm, const std::optional<Tensor>& scale) {
+  for (const Tensor* tensor : {&norm, scale ? &*scale : &norm}) {
+    check(tensor->numel() == 1 && same_device(*tensor, norm) &&
+              tensor->scalar_type() == torch::headeronly::ScalarType::Double,
+          "clip_coefficient: norm and scale must be single float64 elements on the same device");
+  }
+}
+
 inline void check_adamw(const Tensor& values, const Tensor& gradient, const Tensor& mean,
                         const Tensor& square_mean, const std::optional<Tensor>& rounded,
                         const std::optional<Tensor>& scale,

@@ -14,7 +14,7 @@ Environment: `POPLAR_OPS=off` leaves all of that alone, so that plain PyTorch se
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -29,8 +29,10 @@ __all__ = [
     "EXACT_WORDS",
     "adamw_",
     "block_sums_of_squares",
+    "clip_coefficient",
     "copy_",
     "describe",
+    "exact_norm",
     "exact_sum_",
     "native",
     "native_cuda",
@@ -67,6 +69,8 @@ _library.define(
 _library.define("unpack_(Tensor flat, Tensor(a!)[] outs, int[] offsets) -> ()")
 _library.define("block_sums_of_squares(Tensor flat) -> Tensor")
 _library.define("exact_sum_(Tensor(a!) total, Tensor values) -> ()")
+_library.define("exact_norm(Tensor totals) -> Tensor")
+_library.define("clip_coefficient(Tensor norm, float max_norm, Tensor? scale=None) -> Tensor")
 _library.define(
     "adamw_(Tensor(a!) values, Tensor gradient, Tensor(b!) mean, Tensor(c!) square_mean, "
     "Tensor(d!)? rounded, float lr, float beta1, float beta2, float eps, float weight_decay, "
@@ -241,6 +245,45 @@ def exact_sum_(total: Tensor, values: Tensor) -> None:
     _written(total)
 
 
+def exact_norm(totals: Tensor) -> Tensor:
+    """The root of what exact sums of squares add up to, as `exact_sum_` leaves them.
+
+    Args:
+        totals: int64, contiguous; one sum a row, in its first `EXACT_WORDS` elements.
+
+    Returns:
+        One float64; infinite if a value was not finite, NaN if the sum is negative. The same sum
+        gives the same bits on every device, however it came about.
+
+    Raises:
+        RuntimeError: another dtype or shape.
+    """
+    with torch.no_grad():
+        norm: Tensor = torch.ops.poplar.exact_norm(totals)
+    return norm
+
+
+def clip_coefficient(norm: Tensor, max_norm: float, scale: Tensor | None = None) -> Tensor:
+    """What brings a norm down to `max_norm`: `min(1, max_norm / (norm * scale + 1e-6))`.
+
+    As `torch.nn.utils.clip_grad_norm_` has it, in one launch and without a wait for the device.
+
+    Args:
+        norm: one float64.
+        max_norm: rounded to fp32.
+        scale: one float64 on the same device; None for 1.
+
+    Returns:
+        One float64; NaN if the norm is.
+
+    Raises:
+        RuntimeError: another dtype, size or device.
+    """
+    with torch.no_grad():
+        coefficient: Tensor = torch.ops.poplar.clip_coefficient(norm, max_norm, scale)
+    return coefficient
+
+
 def adamw_(
     values: Tensor,
     gradient: Tensor,
@@ -322,14 +365,22 @@ def _fake_block_sums(flat: Tensor) -> Tensor:
     return flat.new_empty((flat.numel() + ALIGNMENT - 1) // ALIGNMENT, dtype=torch.float32)
 
 
+def _fake_scalar(beside: Tensor, *_: object, **__: object) -> Tensor:
+    return beside.new_empty((), dtype=torch.float64)
+
+
 def _fake_write(*_: object, **__: object) -> None:
     """Of the operators that only write to what they are given."""
 
 
+_FAKES: dict[str, Callable[..., object]] = {
+    "block_sums_of_squares": _fake_block_sums,
+    "exact_norm": _fake_scalar,
+    "clip_coefficient": _fake_scalar,
+}
 for _name, _function in plain.FUNCTIONS.items():
     _library.impl(_name, _function, "CompositeExplicitAutograd")
-    _fake = _fake_block_sums if _name == "block_sums_of_squares" else _fake_write
-    torch.library.register_fake(f"poplar::{_name}", _fake, lib=_library)
+    torch.library.register_fake(f"poplar::{_name}", _FAKES.get(_name, _fake_write), lib=_library)
 
 
 # The libraries, which lie beside `_core` (not beside this file in an editable install).

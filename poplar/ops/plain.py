@@ -367,6 +367,50 @@ def check_exact_sum(total: Tensor, values: Tensor) -> None:
     _check(total.device == values.device, "exact_sum_: total and values must be on one device")
 
 
+@torch.no_grad()
+def exact_norm(totals: Tensor) -> Tensor:
+    """See `poplar.ops.exact_norm`."""
+    check_exact_norm(totals)
+    words = totals[:, :EXACT_WORDS].sum(0)
+    total, carry = torch.zeros((), dtype=torch.float64, device=totals.device), 0
+    for place, word in enumerate(words[:-1]):
+        carried = word + carry
+        digit = carried & ((1 << EXACT_BITS) - 1)
+        total = total + digit.double() * 2.0 ** (EXACT_BITS * place - 149)
+        carry = carried >> EXACT_BITS
+    return torch.where(words[-1] == 0, total.sqrt(), math.inf)
+
+
+def check_exact_norm(totals: Tensor) -> None:
+    """Raise where `exact_norm` can't take its argument."""
+    _check(
+        totals.dim() == 2
+        and totals.is_contiguous()
+        and totals.shape[1] >= EXACT_WORDS
+        and totals.dtype == torch.int64,
+        f"exact_norm: totals must be int64, contiguous, and hold at least {EXACT_WORDS} elements "
+        "in each row",
+    )
+
+
+@torch.no_grad()
+def clip_coefficient(norm: Tensor, max_norm: float, scale: Tensor | None = None) -> Tensor:
+    """See `poplar.ops.clip_coefficient`."""
+    check_clip_coefficient(norm, scale)
+    scaled = norm.reshape(()) * (1.0 if scale is None else scale.reshape(()))
+    bound = torch.full_like(scaled, torch.tensor(max_norm, dtype=torch.float32).item())
+    return (bound / (scaled + 1e-6)).clamp(max=1.0)
+
+
+def check_clip_coefficient(norm: Tensor, scale: Tensor | None) -> None:
+    """Raise where `clip_coefficient` can't take its arguments."""
+    for scalar in (norm, norm if scale is None else scale):
+        _check(
+            scalar.numel() == 1 and scalar.device == norm.device and scalar.dtype == torch.float64,
+            "clip_coefficient: norm and scale must be single float64 elements on the same device",
+        )
+
+
 FUNCTIONS: dict[str, Callable[..., Tensor | None]] = {
     "copy_": copy_,
     "pack_": pack_,
@@ -376,5 +420,7 @@ FUNCTIONS: dict[str, Callable[..., Tensor | None]] = {
     "unpack_": unpack_,
     "block_sums_of_squares": block_sums_of_squares,
     "exact_sum_": exact_sum_,
+    "exact_norm": exact_norm,
+    "clip_coefficient": clip_coefficient,
     "adamw_": adamw_,
 }

@@ -62,6 +62,20 @@ def exact_sum_(total: Tensor, values: Tensor) -> None:
     _serving(total).exact_sum_(total, values)
 
 
+def exact_norm(totals: Tensor) -> Tensor:
+    """See `poplar.ops.exact_norm`."""
+    plain.check_exact_norm(totals)
+    norm: Tensor = _serving(totals).exact_norm(totals)
+    return norm
+
+
+def clip_coefficient(norm: Tensor, max_norm: float, scale: Tensor | None = None) -> Tensor:
+    """See `poplar.ops.clip_coefficient`."""
+    plain.check_clip_coefficient(norm, scale)
+    coefficient: Tensor = _serving(norm).clip_coefficient(norm, max_norm, scale)
+    return coefficient
+
+
 def adamw_(
     values: Tensor,
     gradient: Tensor,
@@ -89,6 +103,8 @@ FUNCTIONS: dict[str, Callable[..., Tensor | None]] = {
     "rank_sum_": rank_sum_,
     "block_sums_of_squares": block_sums_of_squares,
     "exact_sum_": exact_sum_,
+    "exact_norm": exact_norm,
+    "clip_coefficient": clip_coefficient,
     "adamw_": adamw_,
 }
 
@@ -175,6 +191,12 @@ def _agreements(kernels: Any, device: torch.device) -> list[tuple[str, bool]]:
     found.append(
         ("exact_sum_", _agree(kernels.exact_sum_, plain.exact_sum_, total, sums, sums=False))
     )
+    plain.exact_sum_(total, *sums)
+    norm = plain.exact_norm(total.view(1, -1))
+    found.append(("exact_norm", torch.equal(kernels.exact_norm(total.view(1, -1)), norm)))
+    for scale in (None, norm.reciprocal()):
+        ours, theirs = (o.clip_coefficient(norm, 0.1, scale) for o in (kernels, plain))
+        found.append(("clip_coefficient", torch.equal(ours, theirs)))
     return found
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from poplar import ops
-from poplar.comm import Communicator, Control
+from poplar.comm import Communicator, Control, Pending
 from poplar.errors import RankFailed
 from poplar.planning.layout import ALIGNMENT, Layout
 from poplar.zero import norm
@@ -129,15 +129,16 @@ def close_step(
     Raises:
         RankFailed: on the ranks that have finished theirs, if one has not.
     """
+    rows = rows_for(comm, flats)
     # A rank that has failed does not know what the others ask for, but it takes part.
-    ours = local_norm(flats, comm.group.rank, norm_type if error is None else None)
-    ours[_LOSS] = _as_word(loss, ours.device)
-    collect = exchange_rows(comm, ours, what="the loss and the gradient norm")
+    add_norm(rows, flats, comm.group.rank, norm_type if error is None else None)
+    rows[comm.group.rank, _LOSS] = _as_word(loss, rows.device)
+    pending = exchange_rows(comm, rows, what="the loss and the gradient norm")
     head = torch.tensor([float(error is not None), waited], dtype=torch.float64)
     flags = [place in flat.used for flat in flats for place in range(len(flat.parameters))]
     used = torch.tensor(flags, dtype=torch.float64)
     received = control.exchange(torch.cat([head, used]), what="closing a step")()
-    rows = collect()
+    pending.wait()
     if any(bool(values[0]) for values in received):
         raise_together(control, error, doing="a step")
     return Closing(
@@ -157,59 +158,46 @@ def _unused(flats: Sequence[Flat], used: Tensor) -> dict[Flat, set[int]]:
     return unused
 
 
-def local_norm(flats: Sequence[Flat], rank: int, norm_type: float | None) -> Tensor:
-    """This rank's part of the gradient norm, over the slices that it owns in the layouts.
+def rows_for(comm: Communicator, flats: Sequence[Flat]) -> Tensor:
+    """Small rows for `exchange_rows`, one of each rank, on the gradients' device: zeros."""
+    return torch.zeros(comm.group.size, ROW, dtype=torch.int64, device=flats[0].device)
 
-    A row for `exchange_rows` on the gradients' device, in which there is room for a loss.
+
+def add_norm(rows: Tensor, flats: Sequence[Flat], rank: int, norm_type: float | None) -> None:
+    """Put this rank's part of the gradient norm into its row.
+
+    Over the slices that it owns in the layouts; the loss has room beside it.
     """
-    device = flats[0].device
-    row = torch.zeros(ROW, dtype=torch.int64, device=device)
     if norm_type is None:
-        return row
+        return
+    row = rows[rank]
     owned = [(flat, flat.restrict(*flat.layout.bounds(rank))) for flat in flats]
     if norm_type == 2.0:
         squares = [flat.squares_of(part) for flat, part in owned if part is not None]
-        row[: ops.EXACT_WORDS] = norm.exact_total(squares, device)
-        return row
+        norm.add_squares(row[: ops.EXACT_WORDS], squares)
+        return
     parts = [flat.gradient[part] for flat, part in owned if part is not None]
     if norm_type == float("inf"):
-        row[0] = norm.largest(parts, device).view(torch.int64)
+        row[0] = norm.largest(parts, row.device).view(torch.int64)
     else:
-        row[0] = norm.power_sum(parts, norm_type, device).view(torch.int64)
-    return row
+        row[0] = norm.power_sum(parts, norm_type, row.device).view(torch.int64)
 
 
-def exchange_rows(comm: Communicator, row: Tensor, *, what: str) -> Callable[[], Tensor]:
-    """Start to exchange small rows of every rank's device. Collective.
-
-    Args:
-        row: int64, `ROW` elements.
-
-    Returns:
-        What waits, as transports do for that device; gives `[ranks, ROW]`.
-    """
-    rank, size = comm.group.rank, comm.group.size
-    rows = torch.zeros(size, ROW, dtype=row.dtype, device=row.device)
-    rows[rank] = row
-    layout = Layout(tuple(range(0, (size + 1) * ROW, ROW)))
-    pending = comm.all_gather(rows.view(-1), layout, what=what)
-
-    def collect() -> Tensor:
-        pending.wait()
-        return rows
-
-    return collect
+def exchange_rows(comm: Communicator, rows: Tensor, *, what: str) -> Pending:
+    """Start to give all ranks every rank's row, as transports do it for that device. Collective."""
+    layout = Layout(tuple(range(0, rows.numel() + 1, ROW)))
+    return comm.all_gather(rows.view(-1), layout, what=what)
 
 
 def join_norm(rows: Tensor, norm_type: float | None) -> Tensor:
-    """The norm from all ranks' `local_norm`, as one float64 on the device.
+    """The norm from all ranks' rows, as one float64 on the device.
 
     The same bits on every rank, whatever their devices: only the host has one `pow` for all.
     """
     if norm_type is None:
         return torch.full((), math.nan, dtype=torch.float64, device=rows.device)
     if norm_type == 2.0:
-        return norm.rounded(rows[:, : ops.EXACT_WORDS].sum(0)).sqrt()
+        return ops.exact_norm(rows)
     parts = rows[:, 0].view(torch.float64)
     if norm_type == float("inf"):
         return parts.max()

@@ -4,12 +4,11 @@
 A sum of floats depends on the order, and shards change the order. So sums of squares are taken in
 two steps: in fp32 over aligned blocks of 64 elements, which no shard boundary cuts, and from there
 on exactly, as integers (`ops.exact_sum_`). Those add up over units and ranks, in any order, to the
-same bits; only the last step, to one number, rounds.
+same bits; only the last step, to one number (`ops.exact_norm`), rounds.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -17,33 +16,11 @@ from torch import Tensor
 
 from poplar import ops
 
-_LOWEST = -149
-"""The exponent of the smallest fp32, in units of which the first word of an exact sum counts."""
-_BIAS, _FRACTION = 1023, 52
-"""Of a float64."""
 
-
-def exact_total(parts: Sequence[Tensor], device: torch.device) -> Tensor:
-    """The exact sum of fp32 tensors: `ops.EXACT_WORDS` of int64. Those of several ranks add up."""
-    total = torch.zeros(ops.EXACT_WORDS, dtype=torch.int64, device=device)
+def add_squares(total: Tensor, parts: Sequence[Tensor]) -> None:
+    """Add sums of squares, fp32, to an exact sum of `ops.EXACT_WORDS`."""
     for part in parts:
         ops.exact_sum_(total, part)
-    return total
-
-
-def rounded(total: Tensor) -> Tensor:
-    """An exact sum of values >= 0 as one float64; infinite if a value was not finite.
-
-    The order of its few additions is fixed, so it has the same bits on every device.
-    """
-    words = torch.arange(ops.EXACT_WORDS, device=total.device)
-    units = ((ops.EXACT_BITS * words + (_LOWEST + _BIAS)) << _FRACTION).view(torch.float64)
-    carries = torch.cat([total.new_zeros(1), total[:-1] >> ops.EXACT_BITS])
-    values = ((total & ((1 << ops.EXACT_BITS) - 1)) + carries).double() * units  # both exact
-    values[-1] = 0.0
-    while values.numel() > 1:
-        values = values[: values.numel() // 2] + values[values.numel() // 2 :]
-    return torch.where(total[-1] == 0, values[0], math.inf)
 
 
 def largest(parts: Sequence[Tensor], device: torch.device) -> Tensor:

@@ -3,6 +3,7 @@
 #include <type_traits>
 
 #include "adamw.cuh"
+#include "clip.cuh"
 #include "exact_sum.cuh"
 #include "norm.cuh"
 #include "pack.cuh"
@@ -72,6 +73,16 @@ void block_sums(Dtype dtype, float* sums, const void* flat, std::int64_t numel) 
 
 void exact_sum(std::int64_t* total, const float* values, std::int64_t numel) {
   cuda::exact_sum(total, values, numel, nullptr);
+}
+
+void exact_norm(double* norm, const std::int64_t* totals, std::int64_t rows,
+                std::int64_t distance) {
+  cuda::norm(norm, totals, rows, distance, nullptr);
+}
+
+void clip_coefficient(double* coefficient, const double* norm, const double* scale,
+                      float max_norm) {
+  cuda::clip(coefficient, norm, scale, max_norm, nullptr);
 }
 
 void adamw(Dtype dtype, float* values, const float* gradient, float* mean, float* square_mean,

@@ -30,6 +30,10 @@ Tensor block_sums_of_squares(Tensor flat);
 
 void exact_sum_(Tensor total, Tensor values);
 
+Tensor exact_norm(Tensor totals);
+
+Tensor clip_coefficient(Tensor norm, double max_norm, std::optional<Tensor> scale);
+
 void adamw_(Tensor values, Tensor gradient, Tensor mean, Tensor square_mean,
             std::optional<Tensor> rounded, double lr, double beta1, double beta2, double eps,
             double weight_decay, double step, bool maximize, std::optional<Tensor> scale,

@@ -13,4 +13,6 @@ STABLE_TORCH_LIBRARY_IMPL(poplar, CPU, library) {
   library.impl("adamw_", TORCH_BOX(&poplar::cpu::adamw_));
   library.impl("block_sums_of_squares", TORCH_BOX(&poplar::cpu::block_sums_of_squares));
   library.impl("exact_sum_", TORCH_BOX(&poplar::cpu::exact_sum_));
+  library.impl("exact_norm", TORCH_BOX(&poplar::cpu::exact_norm));
+  library.impl("clip_coefficient", TORCH_BOX(&poplar::cpu::clip_coefficient));
 }

@@ -6,17 +6,16 @@
 
 namespace poplar::cuda {
 
-constexpr int kExactPerThread = 16;
-
 // Words are named, not indexed, so that a thread's own stay in registers.
+template <int kPerThread>  // a template, so that any number of sources may include it
 __global__ void __launch_bounds__(kThreads)
     exact_sum_kernel(unsigned long long* total, const float* values, std::int64_t numel) {
   constexpr int kCounts = kExactUsed + 1;  // and of values that are not finite
   std::int64_t own[kCounts] = {};
   const std::int64_t first =
-      static_cast<std::int64_t>(blockIdx.x) * kThreads * kExactPerThread + threadIdx.x;
+      static_cast<std::int64_t>(blockIdx.x) * kThreads * kPerThread + threadIdx.x;
 #pragma unroll
-  for (int i = 0; i < kExactPerThread; ++i) {
+  for (int i = 0; i < kPerThread; ++i) {
     const std::int64_t place = first + static_cast<std::int64_t>(i) * kThreads;
     const ExactTerm term = exact_term(place < numel ? values[place] : 0.0f);
 #pragma unroll
@@ -40,7 +39,8 @@ __global__ void __launch_bounds__(kThreads)
 
 inline cudaError_t exact_sum(std::int64_t* total, const float* values, std::int64_t numel,
                              cudaStream_t stream) {
-  return launch(exact_sum_kernel, numel, kThreads * kExactPerThread, stream,
+  constexpr int kPerThread = 16;
+  return launch(exact_sum_kernel<kPerThread>, numel, kThreads * kPerThread, stream,
                 reinterpret_cast<unsigned long long*>(total), values, numel);
 }
 

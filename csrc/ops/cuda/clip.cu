@@ -1,0 +1,39 @@
+#include "clip.cuh"
+
+#include "binding.h"
+
+namespace poplar::cuda {
+namespace {
+
+Tensor double_beside(const Tensor& tensor) {
+  return torch::stable::new_empty(tensor, {}, torch::headeronly::ScalarType::Double);
+}
+
+Tensor exact_norm(Tensor totals) {
+  check_exact_norm(totals);
+  const OnDevice device(totals);
+  Tensor norm = double_beside(totals);
+  STD_CUDA_CHECK(cuda::norm(static_cast<double*>(norm.mutable_data_ptr()),
+                            static_cast<const std::int64_t*>(totals.const_data_ptr()),
+                            totals.size(0), totals.size(1), device.stream()));
+  return norm;
+}
+
+Tensor clip_coefficient(Tensor norm, double max_norm, std::optional<Tensor> scale) {
+  check_clip_coefficient(norm, scale);
+  const OnDevice device(norm);
+  Tensor coefficient = double_beside(norm);
+  STD_CUDA_CHECK(cuda::clip(static_cast<double*>(coefficient.mutable_data_ptr()),
+                            static_cast<const double*>(norm.const_data_ptr()),
+                            scale ? static_cast<const double*>(scale->const_data_ptr()) : nullptr,
+                            static_cast<float>(max_norm), device.stream()));
+  return coefficient;
+}
+
+}  // namespace
+}  // namespace poplar::cuda
+
+STABLE_TORCH_LIBRARY_IMPL(poplar, CUDA, library) {
+  library.impl("exact_norm", TORCH_BOX(&poplar::cuda::exact_norm));
+  library.impl("clip_coefficient", TORCH_BOX(&poplar::cuda::clip_coefficient));
+}
