@@ -7,6 +7,8 @@ runs them. It cuts fp32 off where it makes bf16 of it, so there a bf16 may be it
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -269,28 +271,55 @@ def launches() -> list[tuple[str, str, dict[str, str], dict[str, Any]]]:
     return found
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("chip", CHIPS)
-def test_every_variant_compiles_and_fuses_no_products_into_sums(chip):
+def compiled(
+    chip: int, module_name: str, name: str, types: dict[str, str], flags: dict[str, Any]
+) -> Any:
+    """For a chip, with arguments as aligned as PyTorch allocates."""
     from importlib import import_module
 
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
+    module = import_module(f"poplar.kernels.{module_name}")
+    kernel = getattr(module, name)
+    constants = {**flags, **({"TILE": module.TILE} if "TILE" in kernel.arg_names else {})}
+    signature = {
+        argument: "constexpr"
+        if argument in constants
+        else types.get(argument, "*fp32" if argument.endswith("_ptr") else "fp32")
+        for argument in kernel.arg_names
+    }
+    aligned = {
+        (place,): [["tt.divisibility", 16]]
+        for place, argument in enumerate(kernel.arg_names)
+        if argument.endswith("_ptr") or argument in ("numel", "distance")
+    }
+    return triton.compile(
+        ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned),
+        target=GPUTarget("cuda", chip, 32),
+        options={"num_warps": 4, "enable_fp_fusion": False},
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chip", CHIPS)
+def test_every_variant_compiles_and_fuses_no_products_into_sums(chip):
     for module_name, name, types, flags in launches():
-        module = import_module(f"poplar.kernels.{module_name}")
-        kernel = getattr(module, name)
-        constants = {**flags, **({"TILE": module.TILE} if "TILE" in kernel.arg_names else {})}
-        signature = {
-            argument: "constexpr"
-            if argument in constants
-            else types.get(argument, "*fp32" if argument.endswith("_ptr") else "fp32")
-            for argument in kernel.arg_names
-        }
-        made = triton.compile(
-            ASTSource(fn=kernel, signature=signature, constexprs=constants),
-            target=GPUTarget("cuda", chip, 32),
-            options={"num_warps": 4, "enable_fp_fusion": False},
-        )
+        made = compiled(chip, module_name, name, types, flags)
         assert made.asm["cubin"], (name, types, flags)
         assert "fma.rn.f" not in made.asm["ptx"], (name, types, flags)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chip", CHIPS)
+def test_what_is_aligned_is_read_sixteen_bytes_at_a_time(chip):
+    for module, name, types, flags in launches():
+        reads = Counter(
+            re.findall(r"ld\.global[\w.]*", compiled(chip, module, name, types, flags).asm["ptx"])
+        )
+        if module == "pack":  # a tile inside one tensor: a thread's 8 elements of either width
+            assert reads["ld.global.v4.b32"] >= 3, (types, flags)
+        elif module != "clip":
+            scalars = flags.get("SCALED", False) + flags.get("CHECKED", False)
+            assert reads.keys() <= {"ld.global.v4.b32", "ld.global.b32"}, (name, types, flags)
+            assert reads["ld.global.b32"] == scalars, (name, types, flags)
