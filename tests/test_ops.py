@@ -163,7 +163,7 @@ def test_pack_writes_every_element_unless_it_accumulates(device):
 
 
 @pytest.mark.parametrize("accumulate", [False, True])
-def test_pack_takes_thousands_of_tensors_and_buckets_beyond_one_thread(device, accumulate):
+def test_pack_takes_thousands_of_tensors_and_large_buckets(device, accumulate):
     draw = Draw(7, device)
     grads = [draw.values(i % 97, DTYPES[i % 3]) for i in range(3000)]
     grads.append(draw.values(300_001, torch.float32))

@@ -11,15 +11,24 @@
 namespace poplar::cpu {
 namespace {
 
+// Elements updated before they are rounded, in a loop of its own and from the first-level cache: GCC
+// makes no vectors of both in one where they are rounded to fp16 (63 ms for 8 Mi elements, now 8).
+constexpr std::int64_t kPiece = 256;
+
 template <bool kRounds, typename Rounded>
 POPLAR_CLONES void update(const AdamW& rule, float* __restrict values,
                           const float* __restrict gradient, float* __restrict mean,
                           float* __restrict square_mean, Rounded* __restrict rounded,
                           std::int64_t begin, std::int64_t end) {
-  for (std::int64_t i = begin; i < end; ++i) {
-    values[i] = rule.update(values[i], gradient[i], mean[i], square_mean[i]);
+  for (std::int64_t first = begin; first < end; first += kPiece) {
+    const std::int64_t last = std::min(end, first + kPiece);
+    for (std::int64_t i = first; i < last; ++i) {
+      values[i] = rule.update(values[i], gradient[i], mean[i], square_mean[i]);
+    }
     if constexpr (kRounds) {
-      rounded[i] = narrow<Rounded>(values[i]);
+      for (std::int64_t i = first; i < last; ++i) {
+        rounded[i] = narrow<Rounded>(values[i]);
+      }
     }
   }
 }
