@@ -11,8 +11,9 @@
 namespace poplar::cpu {
 namespace {
 
-// Elements updated before they are rounded, in a loop of its own and from the first-level cache: GCC
-// makes no vectors of both in one where they are rounded to fp16 (63 ms for 8 Mi elements, now 8).
+// Elements updated before they are rounded, in a loop of its own and from the first-level cache:
+// GCC makes no vectors of both in one where they are rounded to fp16 (63 ms for 8 Mi elements, now
+// 8).
 constexpr std::int64_t kPiece = 256;
 
 template <bool kRounds, typename Rounded>
