@@ -24,14 +24,13 @@ _PAST = 2**62
 def _loaded(address, offset, mask, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
     """fp32 values of a type; what the mask leaves out means nothing.
 
-    `ALIGNED`: without a mask and from a multiple of sixteen bytes on, so many at a time. Only this
-    promise makes the compiler do so: an address from a table tells it nothing.
+    `ALIGNED`: from a multiple of sixteen bytes on, so many at a time. Only this promise makes the
+    compiler do so: an address from a table tells it nothing.
     """
     place = address.to(tl.pointer_type(TYPE)) + offset
     if ALIGNED:
-        return tl.load(tl.multiple_of(place, 16)).to(tl.float32)
-    else:
-        return tl.load(place, mask=mask).to(tl.float32)
+        place = tl.multiple_of(place, 16)
+    return tl.load(place, mask=mask).to(tl.float32)
 
 
 @triton.jit

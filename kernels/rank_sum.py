@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -16,26 +16,35 @@ TILE = 1024
 
 
 @triton.jit
+def _part(address, position, inside, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """fp32 values of one rank. `ALIGNED`: every part begins at a multiple of sixteen bytes."""
+    place = address.to(tl.pointer_type(TYPE)) + position
+    if ALIGNED:
+        place = tl.multiple_of(place, 16)
+    return tl.load(place, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def rank_sum_kernel(
     out_ptr,
-    received_ptr,
+    first_ptr,
+    table_ptr,
     sums_ptr,
-    distance,
     ranks,
     numel,
     ACCUMULATE: tl.constexpr,
     SUMS: tl.constexpr,
+    ALIGNED: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """One tile of the shard; ranks' parts begin `distance` elements apart."""
+    """One tile of the shard. The table holds the parts' addresses; `first_ptr` tells their type."""
     tile = tl.program_id(0).to(tl.int64)
     position = tile * TILE + tl.arange(0, TILE)
     inside = position < numel
-    part_ptr = received_ptr + position
-    total = tl.load(part_ptr, mask=inside, other=0.0).to(tl.float32)
-    for _ in range(1, ranks):
-        part_ptr += distance
-        total += tl.load(part_ptr, mask=inside, other=0.0).to(tl.float32)
+    kind: tl.constexpr = first_ptr.dtype.element_ty
+    total = _part(tl.load(table_ptr), position, inside, kind, ALIGNED)
+    for rank in range(1, ranks):
+        total += _part(tl.load(table_ptr + rank), position, inside, kind, ALIGNED)
     if ACCUMULATE:
         total = tl.load(out_ptr + position, mask=inside, other=0.0) + total
     tl.store(out_ptr + position, total, mask=inside)
@@ -50,21 +59,18 @@ def rank_sum_(
     numel = out.numel()
     if numel == 0:
         return
-    starts = [part.data_ptr() // part.element_size() for part in received]
-    steps = {after - before for before, after in itertools.pairwise(starts)} or {0}
-    if len(steps) > 1:
-        raise RuntimeError(
-            "poplar::rank_sum_: on CUDA all parts must be slices of one tensor at equal distances"
-        )
+    addresses = [part.data_ptr() for part in received]
+    table = torch.tensor(addresses, dtype=torch.int64, device="cpu")
     rank_sum_kernel[(triton.cdiv(numel, TILE),)](
         out,
         received[0],
+        table.to(out.device, non_blocking=True),
         out if sums is None else sums,
-        steps.pop(),
         len(received),
         numel,
         ACCUMULATE=accumulate,
         SUMS=sums is not None,
+        ALIGNED=all(address % 16 == 0 for address in addresses),
         TILE=TILE,
         num_warps=4,
         enable_fp_fusion=False,

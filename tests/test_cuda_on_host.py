@@ -162,6 +162,28 @@ def test_unpack(cuda, dtype, seed):
         assert_same_bits(actual, wanted)
 
 
+def add_ranks(cuda: ctypes.CDLL, parts: Sequence[Tensor], out: Tensor, accumulate: bool) -> None:
+    """Both ways, with and without the block sums; the last is what stays."""
+    before, numel = out.clone(), out.numel()
+    for sums in (None, room_for_sums(numel)):
+        out.copy_(before)
+        cuda.rank_sum(
+            code(parts[0].dtype),
+            address(out),
+            address(sums),
+            (ctypes.c_void_p * len(parts))(*(part.data_ptr() for part in parts)),
+            ctypes.c_int64(len(parts)),
+            address(torch.full((numel,), -1.0)),
+            ctypes.c_int64(numel),
+            ctypes.c_bool(accumulate),
+        )
+    assert sums is not None
+    expected = before.clone()
+    plain.rank_sum_(expected, parts, accumulate)
+    assert_same_bits(out, expected)
+    assert_same_bits(sums, plain.block_sums_of_squares(expected))
+
+
 @pytest.mark.parametrize("numel", [0, 1, 64, 1000, 4100])
 @pytest.mark.parametrize("ranks", [1, 2, 5])
 @pytest.mark.parametrize("between", [0, 1, 8])
@@ -171,23 +193,16 @@ def test_rank_sum(cuda, dtype, accumulate, between, ranks, numel):
     draw = Draw(numel + ranks, "cpu")
     received = draw.values(ranks * (numel + between), dtype).view(ranks, -1)
     parts = [part[:numel] for part in received]
-    before = draw.values(numel, torch.float32)
-    expected = before.clone()
-    for sums in (None, room_for_sums(numel)):
-        actual = shifted(before, between % 2)
-        cuda.rank_sum(
-            code(dtype),
-            address(actual),
-            address(sums),
-            address(received),
-            ctypes.c_int64(numel + between),
-            ctypes.c_int64(ranks),
-            ctypes.c_int64(numel),
-            ctypes.c_bool(accumulate),
-        )
-    plain.rank_sum_(expected, parts, accumulate)
-    assert_same_bits(actual, expected)
-    assert_same_bits(sums, plain.block_sums_of_squares(expected))
+    parts[ranks // 2] = parts[ranks // 2].clone()  # a rank's own slice lies elsewhere
+    add_ranks(cuda, parts, shifted(draw.values(numel, torch.float32), between % 2), accumulate)
+
+
+@pytest.mark.parametrize("ranks", [256, 257, 600])
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_more_ranks_than_one_launch_takes_are_added_in_the_same_order(cuda, accumulate, ranks):
+    draw = Draw(ranks, "cpu")
+    parts = list(draw.values(ranks * 70, torch.bfloat16).view(ranks, 70).unbind())
+    add_ranks(cuda, parts, draw.values(70, torch.float32), accumulate)
 
 
 @pytest.mark.parametrize("numel", [0, 1, 63, 64, 65, 1024, 5000])

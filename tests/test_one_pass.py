@@ -12,61 +12,97 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from poplar import HeteroZeroOptimizer, Plan, ops
+from poplar import GradScaler, HeteroZeroOptimizer, Plan, ops
 
 WIDTH = 512
 """One weight of 512 x 512 is enough for peers to help with its sum."""
 
 
-class Readers(TorchDispatchMode):
-    """Notes which operators take tensors that lie in given memory, however they are viewed."""
+SHARES = (0.75, 0.25)
+LARGE = WIDTH * WIDTH // 4
+"""The smaller share: whatever takes fewer elements is no pass over gradients."""
 
-    def __init__(self, memory: dict[int, int]) -> None:
+
+class Passes(TorchDispatchMode):
+    """Notes the operators that take large tensors."""
+
+    def __init__(self) -> None:
         super().__init__()
-        self.memory, self.found = memory, []
+        self.found: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.numel()]
-        if any(self._is_inside(tensor) for tensor in tensors):
-            self.found.append(func.overloadpacket.__str__())
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        if any(tensor.numel() >= LARGE for tensor in tensors):
+            self.found.append(str(func.overloadpacket))
         return func(*args, **kwargs)
 
-    def _is_inside(self, tensor: Tensor) -> bool:
-        place = tensor.data_ptr()
-        return any(begin <= place < begin + size for begin, size in self.memory.items())
+
+MODEL = {"aten.mm", "aten.t"}
+NOT_READ = {"aten.slice", "aten.view", "aten.detach", "aten.unbind", "aten.new_empty"}
+MESSAGES = {"c10d.send", "c10d.recv_"}
+SUMS = {"poplar.rank_sum_", "poplar.rank_sum_claimed_"}
 
 
-VIEWS = {"aten.slice", "aten.view", "aten.detach", "aten.alias", "aten.as_strided", "aten.split"}
-
-
-def readers(stage: int, max_norm: float) -> tuple[list[str], float]:
-    """What reads the reduced gradients from the end of the passes to the end of the step."""
+def passes(stage: int, communicator: str, scaled: bool, own_loop: bool) -> tuple[list[str], float]:
+    """What reads or writes large tensors in a step, but for the model, views and messages."""
     torch.manual_seed(0)
     model = nn.Linear(WIDTH, WIDTH, bias=False)
-    plan = Plan.manual("1,2", stage=stage, shares=(0.75, 0.25))
     optimizer = HeteroZeroOptimizer(
-        model, torch.optim.AdamW, plan=plan, process_group=harness.group(), lr=0.1
+        model,
+        torch.optim.AdamW,
+        plan=Plan.manual("1,2", stage=stage, shares=SHARES),
+        process_group=harness.group(),
+        communicator=communicator,
+        lr=0.1,
     )
     batch = torch.randn(1 + optimizer._group.rank, WIDTH)
-    for micro_batch in optimizer.micro_batches(batch):
-        model(micro_batch).square().mean().backward()
-    flats = optimizer._engine.trained
-    gradients = {flat.gradient.data_ptr(): flat.gradient.nbytes for flat in flats}
-    with Readers(gradients) as mode:
-        norm = optimizer.clip_grad_norm_(max_norm).item()
-        optimizer.step()
-    return mode.found, norm
+    scaler = GradScaler("cpu", init_scale=8.0, enabled=scaled)
+
+    def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
+        return model(batch).square().mean()
+
+    optimizer.train_step(loss_of, batch)  # makes what stays: buffers, moments
+    with Passes() as mode:
+        if own_loop:
+            for micro_batch in optimizer.micro_batches(batch):
+                scaler.scale(loss_of(model, micro_batch)).backward()
+            scaler.unscale_(optimizer)
+            norm = optimizer.clip_grad_norm_(1e-3)
+            scaler.step(optimizer)
+        else:
+            given = scaler if scaled else None
+            norm = optimizer.train_step(loss_of, batch, max_norm=1e-3, scaler=given).grad_norm
+    return [name for name in mode.found if name not in MODEL | NOT_READ | MESSAGES], float(norm)
 
 
 @pytest.mark.skipif(not ops.native, reason="plain PyTorch serves")
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_nothing_but_the_sum_and_the_update_reads_a_gradient(ranks: Pool, stage: int) -> None:
-    for found, norm in ranks.run(readers, stage, 1e-3, ranks=2):
+@pytest.mark.parametrize("scaled", [False, True], ids=["", "scaled"])
+@pytest.mark.parametrize("communicator", ["shared_memory", "process_group"])
+@pytest.mark.parametrize(
+    ("stage", "own_loop"), [(0, False), *((s, own) for s in (1, 2, 3) for own in (False, True))]
+)
+def test_a_gradient_is_packed_once_summed_once_and_applied(
+    ranks: Pool, stage: int, own_loop: bool, communicator: str, scaled: bool
+) -> None:
+    for found, norm in ranks.run(passes, stage, communicator, scaled, own_loop, ranks=2):
         assert norm > 1e-3, "clipping has something to do"
-        allowed = {"poplar.rank_sum_", "poplar.rank_sum_claimed_", "poplar.adamw_", *VIEWS}
-        assert set(found) <= allowed
-        assert "poplar.adamw_" in found
+        # Neighbours in shared memory help each other to add, and gathers are copies there.
+        arithmetic = [name for name in found if name not in {"aten.copy_", "aten.empty"}]
+        assert arithmetic[0] == "poplar.pack_"
+        assert arithmetic[-1] == "poplar.adamw_"
+        assert set(arithmetic[1:-1]) <= SUMS
+        if communicator == "process_group":
+            assert len(arithmetic) == 3
+            copies = {3: 1}.get(stage, 0)  # a rank's own parameters among the gathered ones
+            assert found.count("aten.copy_") == copies
+
+
+def test_what_stage_0_shows_in_a_loop_of_the_users_own_is_scaled_there(ranks: Pool) -> None:
+    """The one exception: `.grad` shows what the step will apply, so it is written for that."""
+    for found, _ in ranks.run(passes, 0, "process_group", True, True, ranks=2):
+        extra = [name for name in found if name not in {"poplar.pack_", "poplar.adamw_", *SUMS}]
+        assert sorted(extra) == ["aten.mul_", "aten.mul_", "poplar.block_sums_of_squares"]
 
 
 def clip_what_was_written_behind_autograds_back(stage: int) -> tuple[float, float]:

@@ -46,16 +46,17 @@ def _reduce_directly(
 ) -> Pending:
     rank, size, layout = link.group.rank, link.group.size, bucket.layout
     own = layout.size(rank)
-    received = link.spare.take(size * own, bucket.data)
+    received = link.spare.take((size - 1) * own, bucket.data)
+    parts = list(received.view(size - 1, own).unbind())
+    parts.insert(rank, own_slice(bucket.data, layout, rank))
     messages = []
     for peer in link.peers():
         messages.append(Message(peer, own_slice(bucket.data, layout, peer), incoming=False))
-        messages.append(Message(peer, received[peer * own : (peer + 1) * own], incoming=True))
-    received[rank * own : (rank + 1) * own].copy_(own_slice(bucket.data, layout, rank))
+        messages.append(Message(peer, parts[peer], incoming=True))
 
     def add() -> None:
         if own:
-            bucket.codec.reduce(out, received.view(size, own).unbind(), accumulate, squares)
+            bucket.codec.reduce(out, parts, accumulate, squares)
         link.spare.give_back(received)
 
     return link.exchange(messages, what, add)

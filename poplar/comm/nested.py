@@ -112,12 +112,11 @@ class NestedCommunicator(Communicator):
             Bucket(ordered, near, bucket.codec), added, accumulate=False, what=what
         )
         low, high = layout.bounds(rank)
-        # Of one tensor: CUDA's sum reads them at equal distances.
-        by_host = data.new_empty(len(self._hosts.members), high - low).unbind()
+        by_host = [data.new_empty(high - low) for _ in self._hosts.members]
 
         def cross() -> Pending:
             travelling = added.to(data.dtype)
-            by_host[self._host].copy_(travelling[: high - low])
+            by_host[self._host] = travelling[: high - low]
             messages = [
                 Message(sender, by_host[host][piece.start - low : piece.stop - low], incoming=True)
                 for host, sender, piece in self._crossing(layout)

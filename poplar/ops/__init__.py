@@ -135,8 +135,7 @@ def rank_sum_(
     Args:
         out: fp32, 1-D, contiguous, `m` elements.
         received: each rank's part, `m` elements, 1-D, contiguous; fp32, bf16 or fp16, all the same.
-            One of them may be `out` itself. On CUDA they are slices of one tensor at equal
-            distances, as transports receive them.
+            One of them may be `out` itself.
         accumulate: add the finished total to `out` instead.
         sums: takes `block_sums_of_squares(out)` as it is then: see `pack_`.
 

@@ -55,12 +55,15 @@ void unpack(Dtype dtype, const void* flat, std::int64_t numel, std::int64_t coun
   });
 }
 
-void rank_sum(Dtype dtype, float* out, float* sums, const void* received, std::int64_t distance,
-              std::int64_t ranks, std::int64_t numel, bool accumulate) {
+void rank_sum(Dtype dtype, float* out, float* sums, const void* const* received, std::int64_t ranks,
+              float* begun, std::int64_t numel, bool accumulate) {
   with_type(dtype, [&](auto* type) {
     using Received = std::remove_pointer_t<decltype(type)>;
-    cuda::rank_sum(out, sums, static_cast<const Received*>(received), distance, ranks, numel,
-                   accumulate, nullptr);
+    std::vector<const Received*> parts;
+    for (std::int64_t rank = 0; rank < ranks; ++rank) {
+      parts.push_back(static_cast<const Received*>(received[rank]));
+    }
+    cuda::rank_sum(out, sums, parts, begun, numel, accumulate, nullptr);
   });
 }
 

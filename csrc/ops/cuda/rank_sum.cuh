@@ -1,28 +1,45 @@
 // What every rank sent, summed in rank order. Contract: rank_sum_ in poplar/ops.
 #pragma once
 
+#include <algorithm>
+#include <vector>
+
 #include "block_sums.cuh"
 #include "launch.cuh"
 #include "vector.cuh"
 
 namespace poplar::cuda {
 
-// Ranks' parts begin `distance` elements apart. A thread takes neighbouring elements: the ranks'
-// parts are read side by side, coalesced, and added in order.
+// Ranks' parts of one launch: 2 KB of kernel parameters.
+constexpr std::size_t kParts = 256;
+
+template <typename Received>
+struct PartTable {
+  const Received* data[kParts];
+  int count;
+};
+
+// A thread takes neighbouring elements: the parts are read side by side, coalesced, and added in
+// order. `begun`, if not null: the sum of what earlier launches have added.
 template <typename Received, bool kAccumulate>
 __global__ void __launch_bounds__(kThreads)
-    rank_sum_kernel(float* out, float* sums, const Received* received, std::int64_t distance,
-                    std::int64_t ranks, std::int64_t numel, bool aligned) {
+    rank_sum_kernel(float* out, float* sums, const float* begun,
+                    const __grid_constant__ PartTable<Received> parts, std::int64_t numel,
+                    bool aligned) {
   constexpr int kCount = kVector<Received>;
   const std::int64_t first =
       (static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x) * kCount;
   const std::int64_t count = numel - first;
   float total[kCount];
-  load(total, received + first, count, aligned);
+  if (begun != nullptr) {
+    load(total, begun + first, count, aligned);
+  } else {
+    load(total, parts.data[0] + first, count, aligned);
+  }
 #pragma unroll 4
-  for (std::int64_t rank = 1; rank < ranks; ++rank) {
+  for (int rank = begun != nullptr ? 0 : 1; rank < parts.count; ++rank) {
     float part[kCount];
-    load(part, received + rank * distance + first, count, aligned);
+    load(part, parts.data[rank] + first, count, aligned);
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       total[i] += part[i];
@@ -42,17 +59,31 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// `sums` may be null.
+// `sums` may be null. `begun`: room for `numel` elements, where there are more parts than kParts.
 template <typename Received>
-cudaError_t rank_sum(float* out, float* sums, const Received* received, std::int64_t distance,
-                     std::int64_t ranks, std::int64_t numel, bool accumulate, cudaStream_t stream) {
+cudaError_t rank_sum(float* out, float* sums, const std::vector<const Received*>& parts,
+                     float* begun, std::int64_t numel, bool accumulate, cudaStream_t stream) {
   constexpr int kCount = kVector<Received>;
-  const bool aligned =
-      is_aligned<kCount>(out) && is_aligned<kCount>(received) && distance % kCount == 0;
-  const auto kernel =
-      accumulate ? rank_sum_kernel<Received, true> : rank_sum_kernel<Received, false>;
-  return launch(kernel, numel, kThreads * kCount, stream, out, sums, received, distance, ranks,
-                numel, aligned);
+  const bool aligned = is_aligned<kCount>(out) && is_aligned<kCount>(begun) &&
+                       std::all_of(parts.begin(), parts.end(),
+                                   [](const Received* part) { return is_aligned<kCount>(part); });
+  for (std::size_t first = 0; first < parts.size(); first += kParts) {
+    const std::size_t end = std::min(first + kParts, parts.size());
+    PartTable<Received> table;
+    table.count = static_cast<int>(end - first);
+    std::copy(parts.begin() + first, parts.begin() + end, table.data);
+    const float* before = first == 0 ? nullptr : begun;
+    const bool is_last = end == parts.size();
+    const auto kernel =
+        is_last && accumulate ? rank_sum_kernel<Received, true> : rank_sum_kernel<Received, false>;
+    const cudaError_t error =
+        launch(kernel, numel, kThreads * kCount, stream, is_last ? out : begun,
+               is_last ? sums : nullptr, before, table, numel, aligned);
+    if (error != cudaSuccess) {
+      return error;
+    }
+  }
+  return cudaSuccess;
 }
 
 }  // namespace poplar::cuda
