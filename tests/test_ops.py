@@ -163,6 +163,19 @@ def test_pack_writes_every_element_unless_it_accumulates(device):
 
 
 @pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("numel", [100, STREAMED])
+def test_what_lies_at_its_place_in_the_bucket_is_scaled_there(device, numel, accumulate):
+    before = Draw(5, device).values(numel, torch.float32)
+    buckets = [before.clone() for _ in "ab"]
+    for pack_, bucket in zip((ops.pack_, PLAIN["pack_"]), buckets, strict=True):
+        pack_(bucket, [bucket[3:20], bucket[30:]], [3, 30], 0.5, accumulate)
+    assert_same_bits(*buckets)
+    finite = before[30:].isfinite()
+    wanted = before[30:] * 1.5 if accumulate else before[30:] * 0.5
+    torch.testing.assert_close(buckets[0][30:][finite], wanted[finite])
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
 def test_pack_takes_thousands_of_tensors_and_large_buckets(device, accumulate):
     draw = Draw(7, device)
     grads = [draw.values(i % 97, DTYPES[i % 3]) for i in range(3000)]
@@ -656,6 +669,17 @@ def test_adamw_changes_nothing_where_infinities_were_found(device, plain):
         ("pack_", lambda f: (f(10), [f(4)], [7], 1.0), "reaches past the end of the buffer, 10"),
         ("pack_", lambda f: (f(10), [f(4)], [2**63 - 2], 1.0), "reaches past the end"),
         ("pack_", lambda f: (f(10), [f(4)], [-1], 1.0), "starts at -1"),
+        (
+            "pack_",
+            lambda f: ((whole := f(20))[:12], [f(1), whole[10:14]], [0, 5], 1.0),
+            "tensor 1 lies in the buffer's memory, but not at its own place",
+        ),
+        ("copy_", lambda f: ((whole := f(9))[1:], whole[:-1]), "must not share memory in part"),
+        (
+            "adamw_",
+            lambda f: (f(4), f(4), f(4), f(4), None, *RULE[:-1], 0.0),
+            "step must be at least 1, got 0",
+        ),
         ("pack_", lambda f: (f(10), [f(4)], [0, 4], 1.0), "got 1 tensors and 2 offsets"),
         ("pack_", lambda f: (f(10), [f(4).long()], [0], 1.0), "must be float32, bfloat16 or"),
         ("pack_", lambda f: (f(10).double(), [f(4)], [0], 1.0), "must be float32, bfloat16 or"),
@@ -774,27 +798,48 @@ def test_plain_pytorch_serves_when_the_libraries_are_switched_off(device):
     assert "[0.0, 0.5, 0.5, 0.5, 0.0]" in done.stdout
 
 
+CUDA_SOURCES = sorted(path.name for path in (ROOT / "csrc/ops/cuda").glob("*.cu"))
+
+
+def nvcc(*arguments: str | Path) -> None:
+    """With the flags of the build, to which no GPU is needed."""
+    program = shutil.which("nvcc")
+    if program is None:
+        pytest.skip("nvcc is not on the path: the CUDA operators were not compiled")
+    recipe = (ROOT / "CMakeLists.txt").read_text()
+    assert "poplar_ops_cuda PRIVATE -fmad=false" in recipe
+    assert all(source in recipe for source in CUDA_SOURCES)
+    options = ["-std=c++20", "-fmad=false", f"-I{ROOT / 'csrc/include'}"]
+    subprocess.run([program, *options, *map(str, arguments)], check=True)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["75", "120"])
-@pytest.mark.parametrize(
-    "source", ["adamw", "clip", "exact_sum", "norm", "pack", "rank_sum", "unpack"]
-)
+@pytest.mark.parametrize("source", CUDA_SOURCES)
 def test_cuda_operators_compile_and_round_every_product(device, tmp_path, source, architecture):
-    """No GPU is needed: what nvcc made is searched for fused multiply-adds, which change bits."""
-    nvcc = shutil.which("nvcc")
-    if nvcc is None:
-        pytest.skip("nvcc is not on the path: the CUDA operators were not compiled")
-    torch_headers = Path(torch.__file__).parent / "include"
+    """What nvcc made is searched for fused multiply-adds, which change bits."""
     ptx = tmp_path / "out.ptx"
-    subprocess.run(
-        [nvcc, "-ptx", f"-arch=compute_{architecture}", "-std=c++20", "-fmad=false", "-o", str(ptx),
-         "-DTORCH_TARGET_VERSION=0x020a000000000000ULL", f"-I{ROOT / 'csrc/include'}",
-         "-isystem", str(torch_headers), str(ROOT / f"csrc/ops/cuda/{source}.cu")],
-        check=True,
-    )  # fmt: skip
+    torch_headers = Path(torch.__file__).parent / "include"
+    nvcc(
+        *("-ptx", f"-arch=compute_{architecture}", "-isystem", torch_headers, "-o", ptx),
+        *("-DTORCH_TARGET_VERSION=0x020a000000000000ULL", ROOT / "csrc/ops/cuda" / source),
+    )
     code = ptx.read_text()
     assert ".entry" in code
     assert "fma.rn.f" not in code
+
+
+@pytest.mark.slow
+def test_cuda_kernels_compile_for_every_architecture_of_the_toolkit(device, tmp_path):
+    """All kernels in one file, without PyTorch's headers, which would be read once for each."""
+    kernels = ROOT / "tests/csrc/cuda_on_host.cpp"
+    included = kernels.read_text()
+    for source in CUDA_SOURCES:
+        assert f'#include "{Path(source).stem}.cuh"' in included
+    nvcc(
+        *("-x", "cu", "-c", "-arch=all", "--threads=0", f"-I{ROOT / 'csrc/ops/cuda'}"),
+        *("-o", tmp_path / "out.o", kernels),
+    )
 
 
 @pytest.mark.slow

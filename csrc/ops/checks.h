@@ -61,6 +61,20 @@ void with_type(Dtype dtype, const Function& function) {
 
 inline bool same_device(const Tensor& a, const Tensor& b) { return a.device() == b.device(); }
 
+// Whether two tensors have bytes in common; `b` contiguous, `a` reaching as far as its strides go.
+inline bool overlap(const Tensor& a, const Tensor& b) {
+  if (a.numel() == 0 || b.numel() == 0) {
+    return false;
+  }
+  std::int64_t reach = 1;
+  for (std::int64_t dim = 0; dim < a.dim(); ++dim) {
+    reach += (a.sizes()[dim] - 1) * a.strides()[dim];
+  }
+  const auto* first = static_cast<const char*>(a.const_data_ptr());
+  const auto* second = static_cast<const char*>(b.const_data_ptr());
+  return first < second + b.numel() * b.element_size() && second < first + reach * a.element_size();
+}
+
 inline void check_flat(const Tensor& tensor, const char* name) {
   check(tensor.dim() == 1 && tensor.is_contiguous(), name, " must be 1-D and contiguous, got ",
         tensor.dim(), " dimensions");
@@ -93,13 +107,21 @@ struct Sources {
 };
 
 inline Sources sources_of(const char* name, const Tensor& buffer,
-                          const std::vector<Tensor>& tensors) {
+                          const std::vector<Tensor>& tensors,
+                          const std::vector<std::int64_t>& offsets) {
   Sources sources;
   sources.keep_alive.reserve(tensors.size());
   sources.data.reserve(tensors.size());
   sources.dtypes.reserve(tensors.size());
-  for (const Tensor& tensor : tensors) {
+  const auto* first = static_cast<const char*>(buffer.const_data_ptr());
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    const Tensor& tensor = tensors[i];
     check(same_device(buffer, tensor), name, ": all tensors must be on the buffer's device");
+    const bool is_its_place =
+        tensor.const_data_ptr() == first + offsets[i] * buffer.element_size() &&
+        tensor.is_contiguous() && tensor.scalar_type() == buffer.scalar_type();
+    check(is_its_place || !overlap(tensor, buffer), name, ": tensor ", i,
+          " lies in the buffer's memory, but not at its own place");
     sources.dtypes.push_back(dtype_of(tensor, name));
     sources.keep_alive.push_back(tensor.is_contiguous() ? tensor
                                                         : torch::stable::contiguous(tensor));
@@ -208,8 +230,9 @@ inline void check_clip_coefficient(const Tensor& norm, const std::optional<Tenso
 
 inline void check_adamw(const Tensor& values, const Tensor& gradient, const Tensor& mean,
                         const Tensor& square_mean, const std::optional<Tensor>& rounded,
-                        const std::optional<Tensor>& scale,
+                        double step, const std::optional<Tensor>& scale,
                         const std::optional<Tensor>& found_inf) {
+  check(step >= 1.0, "adamw_: step must be at least 1, got ", step);
   for (const Tensor* tensor : {&values, &gradient, &mean, &square_mean}) {
     check_flat(*tensor, "adamw_: all tensors");
     check(dtype_of(*tensor, "adamw_: all tensors") == Dtype::kFloat,
@@ -246,6 +269,8 @@ inline void check_copy(const Tensor& target, const Tensor& source) {
         "copy_: target and source must have one dtype");
   check(target.numel() == source.numel(), "copy_: target has ", target.numel(),
         " elements, source ", source.numel());
+  check(target.const_data_ptr() == source.const_data_ptr() || !overlap(target, source),
+        "copy_: target and source must not share memory in part");
 }
 
 }  // namespace poplar

@@ -89,7 +89,7 @@ def copy_(target: Tensor, source: Tensor) -> None:
         source: of the same dtype and as many elements.
 
     Raises:
-        RuntimeError: they differ in dtype, device or size, or are not flat.
+        RuntimeError: they differ in dtype, device or size, are not flat, or share memory in part.
     """
     with torch.no_grad():
         torch.ops.poplar.copy_(target, source)
@@ -109,15 +109,18 @@ def pack_(
     Args:
         bucket: 1-D, contiguous; fp32, bf16 or fp16. Every element is written: gaps become 0, unless
             `accumulate`.
-        grads: any shapes and strides; fp32, bf16 or fp16, mixed; may be empty.
+        grads: any shapes and strides; fp32, bf16 or fp16, mixed; may be empty. In the bucket's own
+            memory only at the very place to which they go.
         offsets: first element of each gradient in the bucket, ascending without overlap.
         weight: rounded to fp32, as is its product with each element.
         accumulate: add to what the bucket holds, and leave gaps as they are.
         sums: takes `block_sums_of_squares(bucket)` as it is then, without another read of it. One
-            that is not finite tells that an element is not, or is beyond 1.8e19.
+            that is not finite tells that one of its 64 elements is not, or that the root of their
+            squares is beyond 1.8e19, where fp32 ends.
 
     Raises:
-        RuntimeError: offsets that overlap or reach past the bucket, another dtype or device.
+        RuntimeError: offsets that overlap or reach past the bucket, a gradient elsewhere in the
+            bucket's memory, another dtype or device.
     """
     with torch.no_grad():
         torch.ops.poplar.pack_(bucket, grads, offsets, weight, accumulate, sums)
@@ -315,7 +318,7 @@ def adamw_(
         beta2: decay of `square_mean`.
         eps: added to the root.
         weight_decay: decoupled, times `lr`.
-        step: number of this step, from 1 on.
+        step: number of this step, at least 1.
         maximize: against the gradient's direction.
         scale: one element on the same device; the gradient times this is what counts (weight,
             unscaling and clipping).

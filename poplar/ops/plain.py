@@ -86,7 +86,20 @@ def copy_(target: Tensor, source: Tensor) -> None:
         target.numel() == source.numel(),
         f"copy_: target has {target.numel()} elements, source {source.numel()}",
     )
+    _check(
+        target.data_ptr() == source.data_ptr() or not _overlap(target, source),
+        "copy_: target and source must not share memory in part",
+    )
     target.copy_(source)
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors have bytes in common; `b` contiguous."""
+    if not a.numel() or not b.numel():
+        return False
+    reach = 1 + sum((size - 1) * step for size, step in zip(a.shape, a.stride(), strict=True))
+    first, second = a.data_ptr(), b.data_ptr()
+    return first < second + b.nbytes and second < first + reach * a.element_size()
 
 
 @torch.no_grad()
@@ -99,13 +112,18 @@ def pack_(
     sums: Tensor | None = None,
 ) -> None:
     """See `poplar.ops.pack_`."""
-    pieces = check_pack(bucket, grads, offsets, sums)
+    check_pack(bucket, grads, offsets, sums)
     rounded = torch.tensor(weight, dtype=torch.float32).item()
-    if not accumulate:
-        bucket.zero_()
-    for grad, place in pieces:
+    end = 0
+    for grad, offset in zip(grads, offsets, strict=True):
         product = grad.reshape(-1).to(torch.float32) * rounded
+        place = bucket[offset : offset + grad.numel()]
         place.copy_(place.to(torch.float32) + product if accumulate else product)
+        if not accumulate:
+            bucket[end:offset].zero_()
+        end = offset + grad.numel()
+    if not accumulate:
+        bucket[end:].zero_()
     if sums is not None:
         sums.copy_(block_sums_of_squares(bucket))
 
@@ -178,7 +196,7 @@ def adamw_(
     found_inf: Tensor | None = None,
 ) -> None:
     """See `poplar.ops.adamw_`."""
-    check_adamw(values, gradient, mean, square_mean, rounded, scale, found_inf)
+    check_adamw(values, gradient, mean, square_mean, rounded, step, scale, found_inf)
 
     for start in range(0, values.numel(), _AT_ONCE):  # temporaries of a whole shard would be large
         part = slice(start, start + _AT_ONCE)
@@ -235,10 +253,12 @@ def check_adamw(
     mean: Tensor,
     square_mean: Tensor,
     rounded: Tensor | None,
+    step: float,
     scale: Tensor | None,
     found_inf: Tensor | None,
 ) -> None:
     """Raise where `adamw_` can't take its arguments."""
+    _check(step >= 1.0, f"adamw_: step must be at least 1, got {step:g}")
     for tensor in (values, gradient, mean, square_mean):
         check_flat(tensor, "adamw_: all tensors")
         _check(tensor.dtype == torch.float32, "adamw_: values, gradient and state must be float32")
@@ -282,12 +302,20 @@ def _total(received: Sequence[Tensor]) -> Tensor:
 
 def check_pack(
     bucket: Tensor, grads: Sequence[Tensor], offsets: Sequence[int], sums: Tensor | None
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Raise where `pack_` can't take its arguments; each gradient with its place in the bucket."""
+) -> None:
+    """Raise where `pack_` can't take its arguments."""
     check_flat(bucket, "pack_: bucket")
-    pieces = _pieces("pack_", bucket, grads, offsets)
+    for i, (grad, place) in enumerate(_pieces("pack_", bucket, grads, offsets)):
+        is_its_place = (
+            grad.data_ptr() == place.data_ptr()
+            and grad.is_contiguous()
+            and grad.dtype == bucket.dtype
+        )
+        _check(
+            is_its_place or not _overlap(grad, bucket),
+            f"pack_: tensor {i} lies in the buffer's memory, but not at its own place",
+        )
     _check_sums("pack_", bucket, sums)
-    return pieces
 
 
 def check_rank_sum(out: Tensor, received: Sequence[Tensor], sums: Tensor | None) -> None:

@@ -93,7 +93,7 @@ def adamw_(
     found_inf: Tensor | None = None,
 ) -> None:
     """See `poplar.ops.adamw_`."""
-    plain.check_adamw(values, gradient, mean, square_mean, rounded, scale, found_inf)
+    plain.check_adamw(values, gradient, mean, square_mean, rounded, step, scale, found_inf)
     rule = (lr, beta1, beta2, eps, weight_decay, step, maximize, scale, found_inf)
     _serving(values).adamw_(values, gradient, mean, square_mean, rounded, *rule)
 

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from poplar import ops
 
+_AT_ONCE = 1 << 20
+
 
 def add_squares(total: Tensor, parts: Sequence[Tensor]) -> None:
     """Add sums of squares, fp32, to an exact sum of `ops.EXACT_WORDS`."""
@@ -25,14 +27,17 @@ def add_squares(total: Tensor, parts: Sequence[Tensor]) -> None:
 
 def largest(parts: Sequence[Tensor], device: torch.device) -> Tensor:
     """Largest absolute value as one float64; 0 where there is nothing."""
-    values = [part.abs().max().double() for part in parts if part.numel()]
-    return torch.stack(values).max() if values else _zero(device)
+    values = [torch.linalg.vector_norm(part, torch.inf) for part in parts if part.numel()]
+    return torch.stack(values).max().double() if values else _zero(device)
 
 
 def power_sum(parts: Sequence[Tensor], power: float, device: torch.device) -> Tensor:
     """Sum of `|x| ** power` as one float64; its bits may depend on the shards."""
-    values = [part.double().abs().pow(power).sum() for part in parts if part.numel()]
-    return torch.stack(values).sum() if values else _zero(device)
+    total = _zero(device)
+    for part in parts:
+        for piece in part.split(_AT_ONCE):  # float64 of a whole shard would be twice its size
+            total += piece.double().abs_().pow_(power).sum()
+    return total
 
 
 def _zero(device: torch.device) -> Tensor:

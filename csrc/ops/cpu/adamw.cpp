@@ -40,7 +40,7 @@ void adamw_(Tensor values, Tensor gradient, Tensor mean, Tensor square_mean,
             std::optional<Tensor> rounded, double lr, double beta1, double beta2, double eps,
             double weight_decay, double step, bool maximize, std::optional<Tensor> scale,
             std::optional<Tensor> found_inf) {
-  check_adamw(values, gradient, mean, square_mean, rounded, scale, found_inf);
+  check_adamw(values, gradient, mean, square_mean, rounded, step, scale, found_inf);
   if (found_inf && scalar_of(*found_inf) != 0.0f) {
     return;
   }

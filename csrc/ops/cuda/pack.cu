@@ -11,7 +11,7 @@ void pack_(Tensor bucket, std::vector<Tensor> grads, std::vector<std::int64_t> o
   const std::int64_t numel = bucket.numel();
   const std::vector<std::int64_t> numels = numels_of("pack_", numel, grads, offsets);
   const OnDevice device(bucket);
-  const Sources sources = sources_of("pack_", bucket, grads);
+  const Sources sources = sources_of("pack_", bucket, grads, offsets);
   float* blocks = sums_of("pack_", bucket, sums);
   with_type(dtype_of(bucket, "pack_: bucket"), [&](auto* type) {
     using Bucket = std::remove_pointer_t<decltype(type)>;
