@@ -1,9 +1,14 @@
-"""Ways take turns in every round, and so does a copy, which tells how fast memory is just then."""
+"""Ways take turns in every round, and so does a copy, which tells how fast memory is just then.
+
+On CUDA every way runs twice a round: once for the host's seconds, launches included, which is what
+a trainer waits for, and once for the device's own, which is what a bandwidth is judged by.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -13,28 +18,50 @@ from poplar import ops
 COPY_BYTES = {"cpu": 256 << 20, "cuda": 2 << 30}
 """Far above any last-level cache that a process has for itself."""
 MOST_COMPARED = 20_000_000
+CYCLES_PER_SECOND = 3e9
+"""Of no GPU so far: one that sleeps for so many cycles sleeps for a second at least."""
 
 
 class Wrong(Exception):
     """A way gave another result."""
 
 
-def measure(task: Task, rounds: int) -> tuple[dict[str, list[float]], list[float]]:
-    """Seconds by way and round, and bytes per second of a copy by round.
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """One task: by round, and by way before that."""
+
+    seconds: Mapping[str, Sequence[float]]
+    """The host's, until the device is done."""
+    device_seconds: Mapping[str, Sequence[float]]
+    """The device's own, between two CUDA events; empty on the CPU."""
+    speeds: Sequence[float]
+    """Bytes per second of a copy; on CUDA by the device's seconds."""
+
+
+def measure(task: Task, rounds: int) -> Measured:
+    """Time every way, after all of them have been held against the first.
 
     Raises:
         Wrong: a way's result is not the first one's.
     """
     check(task)
-    copies = _Copies()
+    copies = _Copies(task.device)
     seconds: dict[str, list[float]] = {way: [] for way in task.ways}
+    device_seconds: dict[str, list[float]] = {way: [] for way in task.ways}
     speeds = []
     for _ in range(rounds):
         speeds.append(copies.bytes_per_second())
         for name, way in task.ways.items():
             way.prepare()
-            seconds[name].append(_seconds(way.run))
-    return seconds, speeds
+            seconds[name].append(_host_seconds(way.run, task.device))
+            if task.device == "cuda":
+                way.prepare()
+                device_seconds[name].append(_device_seconds(way.run, seconds[name][-1]))
+    return Measured(
+        seconds=seconds,
+        device_seconds=device_seconds if task.device == "cuda" else {},
+        speeds=speeds,
+    )
 
 
 def check(task: Task) -> None:
@@ -56,24 +83,41 @@ def check(task: Task) -> None:
 class _Copies:
     """The fastest of torch's copy and streaming stores."""
 
-    def __init__(self) -> None:
-        self._bytes = COPY_BYTES[torch.get_default_device().type]
-        source, target = torch.ones(self._bytes // 4), torch.ones(self._bytes // 4)
+    def __init__(self, device: str) -> None:
+        self._device, self._bytes = device, COPY_BYTES[device]
+        source, target = (torch.ones(self._bytes // 4, device=device) for _ in range(2))
         self._ways = (lambda: target.copy_(source), lambda: ops.copy_(target, source))
 
     def bytes_per_second(self) -> float:
-        return 2 * self._bytes / min(_seconds(way) for way in self._ways)
+        return 2 * self._bytes / min(self._seconds(way) for way in self._ways)
+
+    def _seconds(self, run: Callable[[], object]) -> float:
+        seconds = _host_seconds(run, self._device)
+        return _device_seconds(run, seconds) if self._device == "cuda" else seconds
 
 
-def _seconds(run: Callable[[], object]) -> float:
-    """Until the device is done, launches included: what a trainer waits for."""
-    _settle()
+def _host_seconds(run: Callable[[], object], device: str) -> float:
+    """Until the device is done, launches included."""
+    settle = torch.cuda.synchronize if device == "cuda" else lambda: None
+    settle()
     began = time.perf_counter()
     run()
-    _settle()
+    settle()
     return time.perf_counter() - began
 
 
-def _settle() -> None:
-    if torch.get_default_device().type == "cuda":
-        torch.cuda.synchronize()
+def _device_seconds(run: Callable[[], object], launching: float) -> float:
+    """Between the first kernel and the last, all of them launched while the device still sleeps.
+
+    Args:
+        run: what does not wait for the device.
+        launching: seconds that the host needs for it, at most.
+    """
+    began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    torch.cuda._sleep(int((2 * launching + 1e-3) * CYCLES_PER_SECOND))
+    began.record()
+    run()
+    ended.record()
+    torch.cuda.synchronize()
+    return 1e-3 * began.elapsed_time(ended)

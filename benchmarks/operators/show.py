@@ -11,14 +11,23 @@ from rich.table import Table
 from operators.row import Row
 from operators.targets import Verdict
 from operators.tasks import OURS
-from poplar.report import theme
 
 
 def table_of(rows: Sequence[Row]) -> Table:
     """One line for each way."""
-    headings = ("operation", "tensors", "dtype", "way", "ms", "GB/s", "of copy", "over usual")
+    on_device = any(row.device_p50_seconds is not None for row in rows)
+    times = ("ms", "device ms") if on_device else ("ms",)
     table = Table(box=SIMPLE_HEAD)
-    for heading in headings:
+    for heading in (
+        "operation",
+        "tensors",
+        "dtype",
+        "way",
+        *times,
+        "GB/s",
+        "of copy",
+        "over usual",
+    ):
         table.add_column(heading, overflow="fold")
     before: tuple[str, ...] = ()
     for row in rows:
@@ -28,13 +37,22 @@ def table_of(rows: Sequence[Row]) -> Table:
         shown, before = (("", "", "") if case == before else case), case
         table.add_row(
             *shown,
-            row.way,
-            f"{1e3 * row.p50_seconds:.3g}",
+            _label(row),
+            *(_milliseconds(s) for s in (row.p50_seconds, row.device_p50_seconds)[: len(times)]),
             f"{row.bytes_per_second / 1e9:.3g}",
             f"{100 * row.of_copy:.0f} %",
             f"{row.over_usual:.2f}",
         )
     return table
+
+
+def _label(row: Row) -> str:
+    """The way; Poplar's with what served it, where the row tells."""
+    return f"{row.way}, {row.served}" if row.way == OURS and row.served else row.way
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "" if seconds is None else f"{1e3 * seconds:.3g}"
 
 
 def verdicts_table(verdicts: Sequence[Verdict]) -> Table:
@@ -49,7 +67,13 @@ def verdicts_table(verdicts: Sequence[Verdict]) -> Table:
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """Bars: percent of a copy's bandwidth, by case and way. Writes a PNG file."""
+    """Bars: percent of a copy's bandwidth, by case and way. Writes a PNG file.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    from poplar.report import theme  # takes matplotlib, which nothing else here does
+
     cases = list(dict.fromkeys((row.operation, row.tensors, row.dtype) for row in rows))
     with theme.style():
         figure = theme.new_figure(height=1.0 + 0.35 * len(rows))
@@ -60,7 +84,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
                 colour = theme.SERIES[0] if row.way == OURS else theme.MUTED
                 axes.barh(place, 100 * row.of_copy, color=colour)
                 ticks.append(place)
-                names.append(f"{', '.join(case)}: {row.way}")
+                names.append(f"{', '.join(case)}: {_label(row)}")
                 place += 1
             place += 0.6
         axes.set_yticks(ticks, names)

@@ -13,6 +13,7 @@ class Way:
     """One way to do it."""
 
     run: Callable[[], object]
+    """Names the device of every tensor that it makes: nothing sets a default one (see `Task`)."""
     result: Callable[[], Tensor]
     """Once it has run: what has to be the same by all ways, to rounding."""
     prepare: Callable[[], object] = lambda: None
@@ -21,7 +22,11 @@ class Way:
 
 @dataclass(frozen=True)
 class Task:
-    """The same by several ways; all are held against the first one's result."""
+    """The same by several ways; all are held against the first one's result.
+
+    A default device (`torch.set_default_device`) is a mode that every call of torch from Python
+    passes through; ways with many calls would be timed two or three times too slow.
+    """
 
     name: str
     numel: int
@@ -32,3 +37,5 @@ class Task:
     """The way that most programs go."""
     tolerance: float = 1e-4
     """Of the largest element, and of each: by how much ways may differ."""
+    device: str = "cpu"
+    """`cpu` or `cuda`: where the tensors are."""
