@@ -7,6 +7,7 @@
 #include "kernels.h"
 #include "parallel.h"
 #include "stream.h"
+#include "widen.h"
 
 namespace poplar::cpu {
 namespace {
@@ -61,14 +62,6 @@ POPLAR_CLONES void stream_blocks(Bucket* bucket, const Gradient* gradient, std::
 }
 
 #ifdef POPLAR_WIDE
-// The CPU's own conversion, exact as ours, which compilers don't find in it.
-POPLAR_WIDE inline __attribute__((always_inline)) void widen_block(float* wide, const Half* block) {
-  for (std::int64_t i = 0; i < kBlock; i += 16) {
-    const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(block + i));
-    _mm512_store_ps(wide + i, _mm512_cvtph_ps(half));
-  }
-}
-
 // With registers of 64 bytes, whose arithmetic and stores take half as long: 16-bit gradients need
 // more of both for a byte than fp32. Here they reach 96 % and more of a loop that only widens and
 // stores, which in turn reaches 81 % of a copy (two cores of an EPYC: writing is what takes long);
