@@ -95,16 +95,21 @@ cuda-check: setup ## Compile the CUDA operators for every architecture of nvcc (
 
 # Nothing is downloaded and nothing outside this folder is touched: the Python that has a CUDA build of
 # torch also has to have scikit-build-core, pybind11, cmake, ninja, pytest, hypothesis, numpy, rich and safetensors.
+# The toolkit comes first on the path, the one place where CMake looks for nvcc without being told.
+# Without make: `make -n gpu` elsewhere prints the commands, and benchmarks/gpu.py has them too.
 GPU_OUT ?= gpu
 GPU_ARCH ?= native
 GPU_FLAGS ?=
+GPU_PATH := $(if $(wildcard /usr/local/cuda/bin),/usr/local/cuda/bin:)
 
 .PHONY: gpu
 gpu: ## Build for this machine's GPU and show what only it can show (at most 8 minutes of it; rows in GPU_OUT)
-	$(PYTHON) -m pip --disable-pip-version-check -q install --no-index --no-deps --no-build-isolation \
+	PATH="$(GPU_PATH)$$PATH" \
+	  $(PYTHON) -m pip --disable-pip-version-check -q install --no-index --no-deps --no-build-isolation \
 	  --upgrade --target build/gpu/site -C build-dir=build/gpu/cmake -C cmake.define.POPLAR_CUDA=ON \
 	  -C cmake.define.CMAKE_CUDA_ARCHITECTURES=$(GPU_ARCH) .
-	PYTHONPATH="$(CURDIR)/build/gpu/site" $(PYTHON) benchmarks/gpu.py --output $(GPU_OUT) $(GPU_FLAGS)
+	PATH="$(GPU_PATH)$$PATH" PYTHONPATH="$(CURDIR)/build/gpu/site" \
+	  $(PYTHON) benchmarks/gpu.py --output $(GPU_OUT) $(GPU_FLAGS)
 
 .PHONY: clean
 clean: ## Remove what was built, and .venv

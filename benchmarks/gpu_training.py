@@ -1,8 +1,9 @@
 """Training with several ranks on one GPU, each with its own part of the memory.
 
 What travels goes by way of host memory (`communicator="auto"` beside gloo), or by NCCL where it
-lets ranks share a GPU. The gradient is held against one process's. Nothing here is about speed:
-ranks on one GPU take it from each other.
+lets ranks share a GPU. The gradient is held against one process's, in fp32, so that what is wrong
+does not pass for rounding; then a few steps are trained in the dtype that the GPU is used with.
+Nothing here is about speed: ranks on one GPU take it from each other.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ import json
 import statistics
 import sys
 from dataclasses import asdict, dataclass
+from datetime import date
 from pathlib import Path
 
+import provenance
 import torch
 import torch.distributed as dist
 
@@ -22,7 +25,7 @@ from launch import run_ranks
 from llama import SIZES, Llama, next_byte_loss
 
 import poplar
-from poplar import HeteroZeroOptimizer, Plan
+from poplar import HeteroZeroOptimizer, Plan, ops
 
 MICRO_BATCHES, SHARES, MEMORY = (4, 2, 1), (0.5, 0.3, 0.2), (0.4, 0.2, 0.1)
 PASSES, STEPS = 2, 8
@@ -45,8 +48,12 @@ class Row:
     step_seconds: float
     peak_bytes: tuple[int, ...]
     """Allocated on the GPU, by rank."""
+    operators: str
+    """Who serves them, on the CPU and on the GPU."""
     device: str
-    torch: str
+    versions: str
+    commit: str
+    day: str
 
 
 def train_on_one_gpu(
@@ -66,14 +73,14 @@ def train_on_one_gpu(
 
 
 def train(stage: int, backend: str, size: str, device: torch.device) -> Row:
-    """Verify one step, then train."""
+    """Verify one step in fp32, then train."""
     config = SIZES[size]
     torch.manual_seed(0)
     model = Llama(config).to(device)
     plan = Plan.manual(MICRO_BATCHES, stage=stage, passes=PASSES, shares=SHARES)
     bytes_of_text = torch.randint(0, 256, (plan.global_batch, config.context + 1))
     batch = {"input": bytes_of_text[:, :-1].to(device), "target": bytes_of_text[:, 1:].to(device)}
-    found = poplar.verify(model, next_byte_loss, batch, plan)
+    found = poplar.verify(model, next_byte_loss, batch, plan, compute_dtype=torch.float32)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     optimizer = HeteroZeroOptimizer(model, torch.optim.AdamW, plan=plan, lr=1e-3)
@@ -97,8 +104,11 @@ def train(stage: int, backend: str, size: str, device: torch.device) -> Row:
         losses=tuple(float(result.loss) for result in results),
         step_seconds=statistics.median(result.seconds for result in results[2:]),
         peak_bytes=gathered(peak),
-        device=torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
-        torch=torch.__version__,
+        operators=ops.describe(),
+        device=provenance.device(device.type),
+        versions=provenance.versions("torch", "triton"),
+        commit=provenance.commit(),
+        day=date.today().isoformat(),
     )
 
 
@@ -131,7 +141,7 @@ def run(output: Path, backend: str, size: str, device: str) -> list[Row]:
 
 
 def agrees(row: Row) -> bool:
-    """Whether the gradient is one process's, and training goes on."""
+    """Whether the gradient is one process's, and the loss falls."""
     falls = row.losses[-1] < row.losses[0]
     return row.relative_error <= row.tolerance and falls
 

@@ -240,6 +240,7 @@ def train_without_a_plan(
         recipe.optimizer_class,
         stage=stage,
         process_group=harness.group(),
+        compute_dtype=recipe.spec.dtype,
         **dict(recipe.options),
     )
     start = sum(sizes[: harness.rank()])

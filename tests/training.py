@@ -51,7 +51,8 @@ def prepare(run: Run) -> tuple[nn.Module, HeteroZeroOptimizer]:
         params=models.parameter_groups(run.recipe.spec, model),
         process_group=ranks.group(),
         **dict(run.recipe.options),
-        **run.engine,
+        # Not "auto": on a GPU that computes in bf16, and the oracle does not.
+        **{"compute_dtype": run.recipe.spec.dtype, **run.engine},
     )
     return model, optimizer
 
