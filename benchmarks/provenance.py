@@ -34,7 +34,11 @@ def versions(*names: str) -> str:
 
 @cache
 def commit() -> str:
-    """Of this repository; `-dirty` if something was changed since."""
+    """Of this repository, `-dirty` if something was changed since; where a copy has no history, as
+    `POPLAR_COMMIT` says.
+    """
+    if told := os.environ.get("POPLAR_COMMIT"):
+        return told
     command = ["git", "describe", "--always", "--dirty"]
     try:
         found = subprocess.run(

@@ -20,6 +20,7 @@ from poplar.ops import through_triton
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
 import gpu
+import gpu_parts
 from gpu import Part
 
 TESTS = Path(__file__).parent
@@ -114,13 +115,13 @@ def test_a_part_that_can_not_be_run_here_is_said_and_harms_nothing(said_of):
 def test_a_part_whose_tests_were_all_skipped_has_failed(said_of, tmp_path):
     skipping = tmp_path / "test_nothing.py"
     skipping.write_text("import pytest\n\ndef test_nothing():\n    pytest.skip('no reason')\n")
-    status, said = said_of(gpu.of_tests("skipped", [str(skipping)], seconds=60.0))
+    status, said = said_of(gpu_parts.of_tests("skipped", [str(skipping)], seconds=60.0))
     assert status == 1
     assert "skipped: FAILED. exit status 0, but no line matches" in said
     assert "1 skipped" in said
 
 
-@pytest.mark.skipif(gpu.CPP in gpu.ops.describe(), reason="it serves here")
+@pytest.mark.skipif(gpu_parts.CPP in gpu.ops.describe(), reason="it serves here")
 def test_a_part_about_the_cpp_library_fails_where_something_else_serves(said_of):
     status, said = said_of(part("of C++", cpp=True))
     assert status == 1
@@ -131,14 +132,14 @@ def test_a_part_about_the_cpp_library_fails_where_something_else_serves(said_of)
 
 
 def named(name: str) -> Part:
-    (found,) = (part for part in gpu.parts(Path("out")) if part.name == name)
+    (found,) = (part for part in gpu_parts.parts(Path("out")) if part.name == name)
     return found
 
 
 def test_what_tells_most_gets_all_of_its_time(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["gpu.py"])
     assert gpu.parse_options().seconds == gpu.SECONDS < 9 * 60
-    deadlines = {part.name: part.seconds for part in gpu.parts(Path("out"))}
+    deadlines = {part.name: part.seconds for part in gpu_parts.parts(Path("out"))}
     assert min(deadlines.values()) > gpu.LEAST_SECONDS
     first = list(deadlines)[:6]
     assert sum(deadlines[name] for name in first) <= gpu.SECONDS
@@ -146,7 +147,7 @@ def test_what_tells_most_gets_all_of_its_time(monkeypatch):
     assert {"engine, four ranks", "nobody waits", "kernels, C++", "operators, Triton"} < {*first}
 
 
-@pytest.mark.filterwarnings(gpu.PLAIN_SERVES)
+@pytest.mark.filterwarnings(gpu_parts.PLAIN_SERVES)
 def test_triton_parts_fail_where_plain_pytorch_would_take_its_place(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
@@ -155,7 +156,7 @@ def test_triton_parts_fail_where_plain_pytorch_would_take_its_place(monkeypatch)
         through_triton._serving_on.__wrapped__(torch.device("cuda"))
     for name in ("operators, Triton", "kernels, Triton"):
         command = list(named(name).command)
-        assert command[command.index("-W") + 1] == gpu.PLAIN_SERVES
+        assert command[command.index("-W") + 1] == gpu_parts.PLAIN_SERVES
         assert named(name).environment == {"POPLAR_OPS": "triton"}
 
 
@@ -183,8 +184,8 @@ def collected(part: Part, folder: str) -> set[str]:
 
 def test_all_operators_are_tested_but_what_only_asks_nvcc(gpu_is_here):
     on_gpu = collected(named("operators, C++"), gpu_is_here)
-    assert {*gpu.OPERATORS} < {*named("operators, Triton").command}
-    everything = collected(gpu.of_tests("all", ["test_ops.py"], seconds=1.0), gpu_is_here)
+    assert {*gpu_parts.OPERATORS} < {*named("operators, Triton").command}
+    everything = collected(gpu_parts.of_tests("all", ["test_ops.py"], seconds=1.0), gpu_is_here)
     assert {name for name in everything if name.endswith(("cuda]", "-cuda]"))} > on_gpu
     left_out = {name.partition("[")[0] for name in everything - on_gpu if "cuda]" in name}
     assert all(name.startswith("test_cuda_") for name in left_out)
@@ -192,7 +193,10 @@ def test_all_operators_are_tested_but_what_only_asks_nvcc(gpu_is_here):
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("compute-sanitizer, operators", gpu.MEMORY), ("compute-sanitizer, races", gpu.RACES)],
+    [
+        ("compute-sanitizer, operators", gpu_parts.MEMORY),
+        ("compute-sanitizer, races", gpu_parts.RACES),
+    ],
     ids=["memory", "races"],
 )
 def test_a_handful_of_each_kernel_runs_under_the_sanitizer(gpu_is_here, name, words):
@@ -206,7 +210,7 @@ def test_a_handful_of_each_kernel_runs_under_the_sanitizer(gpu_is_here, name, wo
 def test_the_engine_is_tested_where_ranks_compute_on_the_gpu(gpu_is_here):
     part = named("engine, four ranks")
     found = collected(part, gpu_is_here)
-    assert all(any(name in one for one in found) for name in (f"{c}-3]" for c in gpu.CASES))
+    assert all(any(name in one for one in found) for name in (f"{c}-3]" for c in gpu_parts.CASES))
     source = Path(harness.__file__).read_text()
     assert all(f'"{name}"' in source for name in part.environment)
 

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 import poplar
 from poplar import HeteroZeroOptimizer, Plan
+from poplar.zero.update import ShardedUpdate
 
 ANSWERS = {
     "aten::_local_scalar_dense",
@@ -146,7 +147,10 @@ def alone() -> Iterator[Pool]:
 
 
 def clip_and_step(stage: int, name: str, scaled: bool) -> bool:
-    """With PyTorch raising where it waits for the device; whether the transport lets it be so."""
+    """With PyTorch raising where it waits for the device; whether the transport lets it be so.
+
+    Once all has been issued, the optimizer asks whether a scaled step was one.
+    """
     device = harness.device()
     model = nn.Sequential(nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)).to(device)
     plan = Plan.manual((2,), stage=stage, passes=2)
@@ -158,7 +162,7 @@ def clip_and_step(stage: int, name: str, scaled: bool) -> bool:
         for micro_batch in optimizer.micro_batches(batch):
             scaler.scale(loss_of(model, micro_batch)).backward()
         # In the first step memory is taken, and libraries are loaded.
-        with raising_where_pytorch_waits() if step else nullcontext():
+        with raising_where_pytorch_waits() if step else nullcontext(), asking_at_the_end():
             scaler.unscale_(optimizer)
             optimizer.clip_grad_norm_(1e-3)
             scaler.step(optimizer)
@@ -174,6 +178,22 @@ def raising_where_pytorch_waits() -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@contextmanager
+def asking_at_the_end() -> Iterator[None]:
+    ask = ShardedUpdate.take_back_if
+
+    def may_wait(self: ShardedUpdate, found_inf: Tensor) -> bool:
+        before = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("default")
+        try:
+            return ask(self, found_inf)
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+
+    with mock.patch.object(ShardedUpdate, "take_back_if", may_wait):
+        yield
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: only their order was looked at")
