@@ -7,8 +7,8 @@ serve CUDA (`through_triton`). Always holds: whoever serves, the bits are the sa
 fp32, every product and every sum is rounded before it is used again, narrowing rounds to nearest
 even, and sums run in a fixed order. Only the payload of a NaN is undefined, as in PyTorch itself.
 
-Under `torch.compile` each is a node of the graph. A Python number that changes (a weight, a learning
-rate, a step) makes a new graph, as with PyTorch's own operators: compile what lies around them.
+Under `torch.compile` each is a node of the graph. A Python number that changes (a weight, a
+learning rate, a step) makes a new graph, as with PyTorch's own: compile what lies around them.
 
 Environment: `POPLAR_OPS=off` leaves all of that alone, so that plain PyTorch serves;
 `POPLAR_OPS=triton` leaves the CUDA library alone, so that Triton does.
