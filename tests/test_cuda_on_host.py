@@ -165,6 +165,7 @@ def test_unpack(cuda, dtype, seed):
 def add_ranks(cuda: ctypes.CDLL, parts: Sequence[Tensor], out: Tensor, accumulate: bool) -> None:
     """Both ways, with and without the block sums; the last is what stays."""
     before, numel = out.clone(), out.numel()
+    begun = torch.full((numel,), -1.0)
     for sums in (None, room_for_sums(numel)):
         out.copy_(before)
         cuda.rank_sum(
@@ -173,7 +174,7 @@ def add_ranks(cuda: ctypes.CDLL, parts: Sequence[Tensor], out: Tensor, accumulat
             address(sums),
             (ctypes.c_void_p * len(parts))(*(part.data_ptr() for part in parts)),
             ctypes.c_int64(len(parts)),
-            address(torch.full((numel,), -1.0)),
+            address(begun),
             ctypes.c_int64(numel),
             ctypes.c_bool(accumulate),
         )
