@@ -40,7 +40,7 @@ $(VENV)/.poplar-dependencies: pyproject.toml
 	  echo "setup: installing $(TORCH)"; $(PIP) '$(TORCH)'; \
 	fi
 	@echo "setup: installing what the build and the tests need"
-	@$(PIP) 'scikit-build-core>=1.0' 'pybind11>=2.13' cmake ninja
+	@$(PIP) 'scikit-build-core>=0.11' 'pybind11>=2.13' cmake ninja
 	@touch $@
 
 $(VENV)/.poplar-built: $(VENV)/.poplar-dependencies pyproject.toml $(NATIVE_SOURCES)

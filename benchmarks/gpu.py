@@ -143,8 +143,9 @@ def run(part: Part, output: Path, seconds: float) -> Outcome:
                 os.killpg(started.pid, signal.SIGKILL)
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     said = [line.strip() for line in lines if re.search(part.verdict, line)]
-    if status == "exit status 0" and not said:
-        status += f", but no line matches {part.verdict!r}"
+    for pattern in (part.verdict, part.besides):
+        if status == "exit status 0" and not any(re.search(pattern, line) for line in lines):
+            status += f", but no line matches {pattern!r}"
     ok = status == "exit status 0"
     return Outcome(
         name=part.name,

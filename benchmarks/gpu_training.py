@@ -160,6 +160,7 @@ def one_step() -> None:
         optimizer.release()
     torch.cuda.synchronize()
     dist.destroy_process_group()
+    print("a step of every stage")
 
 
 if __name__ == "__main__":

@@ -59,7 +59,8 @@ def main() -> None:
 def run(options: argparse.Namespace, console: Console) -> list[Row]:
     """Measure everything that was asked for."""
     rows: list[Row] = []
-    peers = installed(options.device) if "update" in options.operations else []
+    wanted = options.peers and "update" in options.operations
+    peers = installed(options.device) if wanted else []
     for name, dtype in product(options.tensors, options.dtypes):
         operations = [o for o in options.operations if fits(name, o, options.device, len(peers))]
         for make in tasks_of(operations, LISTS[name], dtype, options.device, peers):
@@ -102,6 +103,12 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         help="on cuda percent of the copy goes by the device's own seconds, ratios by the host's",
     )
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument(
+        "--no-peers",
+        dest="peers",
+        action="store_false",
+        help="leave out apex and DeepSpeed, which may have to be compiled first",
+    )
     parser.add_argument("--quick", action="store_true", help="the small list, three rounds")
     parser.add_argument("--show", type=Path, metavar="FILE", help="show saved rows")
     parser.add_argument("--output", type=Path, metavar="FILE", help="add rows as JSON lines")

@@ -37,16 +37,15 @@ def commit() -> str:
     """Of this repository, `-dirty` if something was changed since; where a copy has no history, as
     `POPLAR_COMMIT` says.
     """
-    if told := os.environ.get("POPLAR_COMMIT"):
-        return told
     command = ["git", "describe", "--always", "--dirty"]
     try:
         found = subprocess.run(
             command, capture_output=True, text=True, cwd=Path(__file__).parent, check=False
         )
+        said = found.stdout.strip()
     except OSError:  # no git; the figures are no worse for it
-        return "unknown"
-    return found.stdout.strip() or "unknown"
+        said = ""
+    return said or os.environ.get("POPLAR_COMMIT", "unknown")
 
 
 def _processor() -> str:

@@ -180,7 +180,7 @@ def add_ranks(cuda: ctypes.CDLL, parts: Sequence[Tensor], out: Tensor, accumulat
         )
     assert sums is not None
     expected = before.clone()
-    plain.rank_sum_(expected, parts, accumulate)
+    plain.rank_sum_(expected, [before if part is out else part for part in parts], accumulate)
     assert_same_bits(out, expected)
     assert_same_bits(sums, plain.block_sums_of_squares(expected))
 
@@ -195,7 +195,11 @@ def test_rank_sum(cuda, dtype, accumulate, between, ranks, numel):
     received = draw.values(ranks * (numel + between), dtype).view(ranks, -1)
     parts = [part[:numel] for part in received]
     parts[ranks // 2] = parts[ranks // 2].clone()  # a rank's own slice lies elsewhere
-    add_ranks(cuda, parts, shifted(draw.values(numel, torch.float32), between % 2), accumulate)
+    out = shifted(draw.values(numel, torch.float32), between % 2)
+    add_ranks(cuda, parts, out, accumulate)
+    if dtype is torch.float32:
+        parts[ranks // 2] = out  # or is where the sum goes
+        add_ranks(cuda, parts, out, accumulate)
 
 
 @pytest.mark.parametrize("ranks", [256, 257, 600])

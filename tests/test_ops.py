@@ -297,6 +297,22 @@ def test_rank_sum_takes_parts_from_anywhere(device):
     assert_same_bits(scattered, together)
 
 
+@pytest.mark.parametrize("place", [None, 0, 256, 599])
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_more_ranks_than_one_launch_takes_are_added_in_the_same_order(device, accumulate, place):
+    draw = Draw(4, device)
+    parts = list(draw.values(600 * 70, torch.float32).view(600, 70).unbind())
+    before = draw.values(70, torch.float32) if place is None else parts[place].clone()
+    outs = []
+    for sum_ in (ops.rank_sum_, PLAIN["rank_sum_"]):
+        out, sums = before.clone(), torch.zeros(2, device=device)
+        given = [out if i == place else part for i, part in enumerate(parts)]
+        sum_(out, given, accumulate, sums)
+        outs.append((out, sums))
+    assert_same_bits(outs[0][0], outs[1][0])
+    assert_same_bits(outs[0][1], outs[1][1])
+
+
 def test_rank_sum_adds_in_rank_order_and_adds_the_total_last(device):
     big = 2.0**24  # where fp32 can no longer count by ones
     out = torch.zeros(1, device=device)
@@ -691,6 +707,11 @@ def test_adamw_changes_nothing_where_infinities_were_found(device, plain):
         ("rank_sum_", lambda f: (f(4), [f(4).int()]), "must be float32, bfloat16 or"),
         ("rank_sum_", lambda f: (f(4), [f(4), f(4).half()]), "parts must have one dtype"),
         ("rank_sum_", lambda f: (f(4), [f(8)[::2]]), "1-D and contiguous"),
+        (
+            "rank_sum_",
+            lambda f: ((whole := f(9))[:8], [f(8), whole[1:]]),
+            "received must not share memory with out in part",
+        ),
         ("rank_sum_each_", lambda f: ([f(4)], [f(4), f(5)]), "each part must hold 4 elements"),
         ("rank_sum_each_", lambda f: ([f(4)], []), "at least one rank's part, got none"),
         ("rank_sum_each_", lambda f: ([f(4), f(4).half()], [f(4)]), "outs must have one dtype"),
@@ -832,12 +853,23 @@ def test_cuda_operators_compile_and_round_every_product(device, tmp_path, source
 @pytest.mark.slow
 def test_cuda_kernels_compile_for_every_architecture_of_the_toolkit(device, tmp_path):
     """All kernels in one file, without PyTorch's headers, which would be read once for each."""
+    if shutil.which("nvcc") is None:
+        pytest.skip("nvcc is not on the path: the CUDA kernels were not compiled")
     kernels = ROOT / "tests/csrc/cuda_on_host.cpp"
     included = kernels.read_text()
     for source in CUDA_SOURCES:
         assert f'#include "{Path(source).stem}.cuh"' in included
+    said = subprocess.run(["nvcc", "--list-gpu-arch"], capture_output=True, text=True, check=True)
+    known = [name.removeprefix("compute_") for name in said.stdout.split()]
+    assert known
+    chips = [
+        word
+        for chip in known
+        if int(chip) >= 70  # older ones have no room for so many parameters
+        for word in ("-gencode", f"arch=compute_{chip},code=sm_{chip}")
+    ]
     nvcc(
-        *("-x", "cu", "-c", "-arch=all", "--threads=0", f"-I{ROOT / 'csrc/ops/cuda'}"),
+        *("-x", "cu", "-c", *chips, "--threads=0", f"-I{ROOT / 'csrc/ops/cuda'}"),
         *("-o", tmp_path / "out.o", kernels),
     )
 

@@ -53,10 +53,11 @@ def measure(task: Task, rounds: int) -> Measured:
         speeds.append(copies.bytes_per_second())
         for name, way in task.ways.items():
             way.prepare()
-            seconds[name].append(_host_seconds(way.run, task.device))
+            launched, done = _host_seconds(way.run, task.device)
+            seconds[name].append(done)
             if task.device == "cuda":
                 way.prepare()
-                device_seconds[name].append(_device_seconds(way.run, seconds[name][-1]))
+                device_seconds[name].append(_device_seconds(way.run, launched))
     return Measured(
         seconds=seconds,
         device_seconds=device_seconds if task.device == "cuda" else {},
@@ -92,18 +93,19 @@ class _Copies:
         return 2 * self._bytes / min(self._seconds(way) for way in self._ways)
 
     def _seconds(self, run: Callable[[], object]) -> float:
-        seconds = _host_seconds(run, self._device)
-        return _device_seconds(run, seconds) if self._device == "cuda" else seconds
+        launched, done = _host_seconds(run, self._device)
+        return _device_seconds(run, launched) if self._device == "cuda" else done
 
 
-def _host_seconds(run: Callable[[], object], device: str) -> float:
-    """Until the device is done, launches included."""
+def _host_seconds(run: Callable[[], object], device: str) -> tuple[float, float]:
+    """Until all is launched, and until the device is done with it."""
     settle = torch.cuda.synchronize if device == "cuda" else lambda: None
     settle()
     began = time.perf_counter()
     run()
+    launched = time.perf_counter() - began
     settle()
-    return time.perf_counter() - began
+    return launched, time.perf_counter() - began
 
 
 def _device_seconds(run: Callable[[], object], launching: float) -> float:

@@ -61,7 +61,8 @@ void with_type(Dtype dtype, const Function& function) {
 
 inline bool same_device(const Tensor& a, const Tensor& b) { return a.device() == b.device(); }
 
-// Whether two tensors have bytes in common; `b` contiguous, `a` reaching as far as its strides go.
+// Whether two tensors reach into each other's memory: `b` contiguous, `a` from its first element to
+// its last, whatever its strides leave out in between.
 inline bool overlap(const Tensor& a, const Tensor& b) {
   if (a.numel() == 0 || b.numel() == 0) {
     return false;
@@ -167,6 +168,10 @@ inline void check_parts(const std::string& name, const Tensor& out,
 // Everything that rank_sum_ demands of its arguments; returns how many elements each part has.
 inline std::int64_t check_rank_sum(const Tensor& out, const std::vector<Tensor>& received) {
   check_parts("rank_sum_", out, received);
+  for (const Tensor& part : received) {
+    check(part.const_data_ptr() == out.const_data_ptr() || !overlap(part, out),
+          "rank_sum_: received must not share memory with out in part");
+  }
   check(dtype_of(out, "rank_sum_: out") == Dtype::kFloat, "rank_sum_: out must be float32");
   return out.numel();
 }

@@ -112,7 +112,10 @@ class NestedCommunicator(Communicator):
             Bucket(ordered, near, bucket.codec), added, accumulate=False, what=what
         )
         low, high = layout.bounds(rank)
-        by_host = [data.new_empty(high - low) for _ in self._hosts.members]
+        by_host = [
+            data.new_empty(0 if host == self._host else high - low)  # the own one is at hand
+            for host in range(len(self._hosts.members))
+        ]
 
         def cross() -> Pending:
             travelling = added.to(data.dtype)

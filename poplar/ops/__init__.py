@@ -141,7 +141,7 @@ def rank_sum_(
     Args:
         out: fp32, 1-D, contiguous, `m` elements.
         received: each rank's part, `m` elements, 1-D, contiguous; fp32, bf16 or fp16, all the same.
-            One of them may be `out` itself.
+            One of them may be `out` itself; none overlaps it otherwise.
         accumulate: add the finished total to `out` instead.
         sums: takes `block_sums_of_squares(out)` as it is then: see `pack_`.
 
@@ -254,11 +254,12 @@ def exact_norm(totals: Tensor) -> Tensor:
     """The root of what exact sums of squares add up to, as `exact_sum_` leaves them.
 
     Args:
-        totals: int64, contiguous; one sum a row, in its first `EXACT_WORDS` elements.
+        totals: int64, contiguous; one sum a row, in its first `EXACT_WORDS` elements. What they add
+            up to is not negative.
 
     Returns:
-        One float64; infinite if a value was not finite, NaN if the sum is negative. The same sum
-        gives the same bits on every device, however it came about.
+        One float64; infinite if a value was not finite. The same sum gives the same bits on every
+        device, however it came about.
 
     Raises:
         RuntimeError: another dtype or shape.

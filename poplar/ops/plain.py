@@ -94,7 +94,9 @@ def copy_(target: Tensor, source: Tensor) -> None:
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors have bytes in common; `b` contiguous."""
+    """Whether two tensors reach into each other's memory: `b` contiguous, `a` from its first
+    element to its last, whatever its strides leave out in between.
+    """
     if not a.numel() or not b.numel():
         return False
     reach = 1 + sum((size - 1) * step for size, step in zip(a.shape, a.stride(), strict=True))
@@ -321,6 +323,11 @@ def check_pack(
 def check_rank_sum(out: Tensor, received: Sequence[Tensor], sums: Tensor | None) -> None:
     """Raise where `rank_sum_` can't take its arguments."""
     _check_parts("rank_sum_", out, received)
+    for part in received:
+        _check(
+            part.data_ptr() == out.data_ptr() or not _overlap(part, out),
+            "rank_sum_: received must not share memory with out in part",
+        )
     _check(out.dtype == torch.float32, "rank_sum_: out must be float32")
     _check_sums("rank_sum_", out, sums)
 

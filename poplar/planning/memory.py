@@ -130,7 +130,7 @@ def _buckets(model: ModelProfile, stage: int, ranks: int) -> tuple[float, float]
         flying = max(flying, max(model.unit_numels) + numel)
     bucket = model.wire_bytes * min(flying, math.ceil(model.numel / numel) * numel)
     if stage >= 2:
-        return bucket, bucket * ranks
+        return bucket, bucket * ranks  # some transports receive from all, others from all others
     packed = bucket if model.wire_bytes < _SUMS_BYTES else 0.0  # else sums are sent as they are
     return (packed, bucket * ranks) if stage == 1 else (packed + bucket, 0.0)
 

@@ -1,5 +1,5 @@
 // Contract: exact_norm and clip_coefficient in poplar/ops. Some hundred bytes in, eight out: one
-// block each, so that what was a dozen launches is one.
+// block each, so that what was more than twenty launches is two.
 #pragma once
 
 #include "launch.cuh"
