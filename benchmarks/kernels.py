@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib.util
+import sys
 import warnings
 from collections.abc import Sequence
 from itertools import product
@@ -43,6 +44,8 @@ def main() -> None:
     if options.show:
         rows = read_rows(options.show)
     else:
+        if options.device == "cuda" and not torch.cuda.is_available():
+            sys.exit(f"torch {torch.__version__} sees no GPU here: `poplar doctor` says more")
         torch.set_num_threads(options.threads)
         # Rows name Triton: better none than those of plain PyTorch in its place.
         warnings.filterwarnings("error", message="Triton's kernels don't serve")
