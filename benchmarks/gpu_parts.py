@@ -20,7 +20,7 @@ PLAIN_SERVES = "error:Triton's kernels don't serve"
 PYTEST = [sys.executable, "-m", "pytest", "-q", "--maxfail=10", "-p", "no:cacheprovider"]
 PASSED = r"\b[1-9]\d* passed"
 # Those that only ask nvcc need no GPU.
-OPERATORS = ["test_ops.py", "-k", "cuda and not test_cuda_"]
+OPERATORS = ["unit/test_ops.py", "-k", "cuda and not test_cuda_"]
 CASES = (
     "uneven shares",
     "passes with a remainder",
@@ -34,25 +34,25 @@ OVERFLOWS = [f"{name}-second step" for name in ("AdamW", "momentum", "RMSprop")]
 STAGES = range(4)
 ENGINE = [
     *(
-        f"test_exact_steps.py::test_steps_equal_one_process_on_the_whole_batch[{case}-{stage}]"
+        f"distributed/test_exact_steps.py::test_steps_equal_one_process_on_the_whole_batch[{case}-{stage}]"
         for case in CASES
         for stage in STAGES
     ),
-    "test_exact_steps.py::test_random_plans_equal_one_process_on_the_whole_batch",
-    "test_exact_steps.py::test_any_number_of_ranks",
-    "test_exact_steps.py::test_bf16_parameters_stay_within_their_rounding",
-    "test_exact_steps.py::test_without_a_plan_batches_may_differ_all_the_same",
-    "test_same_bits.py::test_other_shares_give_the_same_bits",
-    "test_kept_units.py::test_steps_equal_one_process_and_keeping_changes_no_bit",
-    "test_ecosystem.py::test_scaled_gradients_are_exact",
+    "distributed/test_exact_steps.py::test_random_plans_equal_one_process_on_the_whole_batch",
+    "distributed/test_exact_steps.py::test_any_number_of_ranks",
+    "distributed/test_exact_steps.py::test_bf16_parameters_stay_within_their_rounding",
+    "distributed/test_exact_steps.py::test_without_a_plan_batches_may_differ_all_the_same",
+    "distributed/test_same_bits.py::test_other_shares_give_the_same_bits",
+    "distributed/test_persistent_units.py::test_steps_equal_one_process_and_keeping_changes_no_bit",
+    "integration/test_ecosystem.py::test_scaled_gradients_are_exact",
     *(
-        f"test_ecosystem.py::test_an_overflow_on_one_rank_skips_the_step_on_all[{case}-{stage}]"
+        f"integration/test_ecosystem.py::test_an_overflow_on_one_rank_skips_the_step_on_all[{case}-{stage}]"
         for case in OVERFLOWS
         for stage in STAGES
     ),
-    "test_everyday_surprises.py::test_fp16_on_a_rank_without_samples",
+    "integration/test_everyday_surprises.py::test_fp16_on_a_rank_without_samples",
 ]
-NOBODY_WAITS = ["test_nobody_waits.py", "-k", "for_a_gpu"]
+NOBODY_WAITS = ["distributed/test_no_host_synchronization.py", "-k", "for_a_gpu"]
 # A few of each kernel's, since every launch is many times slower than without.
 MEMORY = (
     "pack_takes_thousands or large_pack or lies_at_its_place or block_sums_give or more_ranks "
@@ -179,7 +179,7 @@ def of_tests(
 
 def operators_with(words: str) -> list[str]:
     """Arguments of pytest: the operators' tests with these words, on the GPU."""
-    return ["test_ops.py", "-k", f"cuda and not test_cuda_ and ({words})"]
+    return ["unit/test_ops.py", "-k", f"cuda and not test_cuda_ and ({words})"]
 
 
 def sanitizer(

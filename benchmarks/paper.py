@@ -2,7 +2,7 @@
 
 Three clusters of two kinds of device in several proportions, models of the Llama and BERT families,
 a global batch of two million tokens, every ZeRO stage; planned by each policy on profiles
-calculated from printed figures and published measurements (`poplar.planning.roofline`), and told by
+calculated from printed figures and published measurements (`poplar.hardware.roofline`), and told by
 the cost model. Nothing here was measured: every line says "simulated".
 
     python benchmarks/paper.py --output rows.jsonl
@@ -38,10 +38,13 @@ import provenance
 from rich.console import Console
 from rich.table import Table
 
-from poplar.planning import NoPlanFits, Plan, roofline, search
-from poplar.planning.architecture import TrainingJob, architecture
-from poplar.planning.cluster_file import ClusterFile, SimulatedCluster
-from poplar.planning.estimate import estimate, gain
+from poplar.hardware import roofline
+from poplar.hardware.cluster_file import ClusterFile, SimulatedCluster
+from poplar.hardware.estimate import estimate, gain
+from poplar.hardware.model_shapes import TrainingJob, architecture
+from poplar.plan import Plan
+from poplar.planner import search
+from poplar.planner.memory_shortfall import NoPlanFits
 
 TOKENS = 2 * 2**20
 """Of a global batch."""

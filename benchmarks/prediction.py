@@ -44,8 +44,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 from launch import LaunchError, run_ranks
 
 from poplar import HeteroZeroOptimizer, Plan, predict, profile_cluster, simulate
-from poplar.planning.cluster import ClusterProfile
-from poplar.planning.what_if import with_slower_devices
+from poplar.planner.what_if import with_slower_devices
+from poplar.profile import ClusterProfile
 
 LEARNING_RATE = 1e-4
 CLUSTERS = ("2:1", "4:2:1", "3:3:1:1")

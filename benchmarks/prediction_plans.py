@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 
 from poplar import Plan, search
-from poplar.planning.cluster import ClusterProfile
+from poplar.profile import ClusterProfile
 
 CHOSEN = "chosen by the search"
 

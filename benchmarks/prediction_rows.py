@@ -13,7 +13,7 @@ from prediction_yardstick import Turn, steadied
 from rich.table import Table
 
 from poplar import Plan
-from poplar.planning.cost_model import Prediction
+from poplar.planner.prediction import Prediction
 
 ACCEPTED_REGRET = 0.02
 """Configurations with more are counted."""

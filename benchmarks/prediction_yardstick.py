@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import torch
 from prediction_models import Subject
 
-from poplar.planning.cluster import DeviceProfile
-from poplar.profiling.passes import Passes
+from poplar.profile import DeviceProfile
+from poplar.profiler.passes import Passes
 
 SECONDS = 0.5
 """Of one measurement: dozens of the periods in which quotas are given out."""

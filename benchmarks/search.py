@@ -23,14 +23,8 @@ import provenance
 from rich.console import Console
 from rich.table import Table
 
-from poplar.planning import (
-    BatchPoint,
-    ClusterProfile,
-    DeviceProfile,
-    ModelProfile,
-    NetworkProfile,
-    alternatives,
-)
+from poplar.planner.search import alternatives
+from poplar.profile import BatchPoint, ClusterProfile, DeviceProfile, ModelProfile, NetworkProfile
 
 RANKS, KINDS, BATCHES = (8, 64, 256, 1024, 10_000), (1, 4, 8, 16), (64, 512, 8192, 65_536)
 USUAL_RANKS, USUAL_KINDS = 1024, 8

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 import poplar
 from poplar import ClusterProfile, HeteroZeroOptimizer, Plan
-from poplar.planning.moves import moved, recut
+from poplar.planner.plan_neighborhood import moved, recut
 
 STEPS_OF_A_TURN = 2
 FARTHEST_MOVE = 4

@@ -10,62 +10,62 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from poplar.data import HeteroBatchSampler, split_stream
+    from poplar.data.sampler import HeteroBatchSampler, split_stream
     from poplar.errors import CollectiveTimeout, OutOfOrder, PoplarError, RankFailed
     from poplar.optimizer import HeteroZeroOptimizer, StepResult
-    from poplar.planning.cluster import (
+    from poplar.plan import Plan, UnitPlan
+    from poplar.planner.explain import explain
+    from poplar.planner.explanation import Explanation
+    from poplar.planner.memory_shortfall import NoPlanFits
+    from poplar.planner.prediction import DoesNotFit, Prediction, predict
+    from poplar.planner.search import search
+    from poplar.profile import (
         BatchPoint,
         ClusterProfile,
         DeviceProfile,
         ModelProfile,
         NetworkProfile,
     )
-    from poplar.planning.cost_model import DoesNotFit, Prediction, predict
-    from poplar.planning.explain import explain
-    from poplar.planning.explanation import Explanation
-    from poplar.planning.plan import Plan, UnitPlan
-    from poplar.planning.search import search
-    from poplar.planning.shortage import NoPlanFits
-    from poplar.planning.simulator import simulate
-    from poplar.planning.timeline import Timeline
-    from poplar.profiler import profile_cluster
-    from poplar.scaler import GradScaler
-    from poplar.tuner import Tuned, autotune, tune
+    from poplar.profiler.cluster_profiler import profile_cluster
+    from poplar.simulator.event_engine import simulate
+    from poplar.simulator.timeline import Timeline
+    from poplar.tuning import Tuned, autotune, tune
     from poplar.verification import Verification, verify
+    from poplar.zero.grad_scaler import GradScaler
 
 __version__ = "0.1.0"
 
 _HOME = {
-    "BatchPoint": "poplar.planning.cluster",
-    "ClusterProfile": "poplar.planning.cluster",
+    "BatchPoint": "poplar.profile",
+    "ClusterProfile": "poplar.profile",
     "CollectiveTimeout": "poplar.errors",
-    "DeviceProfile": "poplar.planning.cluster",
-    "DoesNotFit": "poplar.planning.cost_model",
-    "Explanation": "poplar.planning.explanation",
-    "GradScaler": "poplar.scaler",
-    "HeteroBatchSampler": "poplar.data",
+    "DeviceProfile": "poplar.profile",
+    "DoesNotFit": "poplar.planner.prediction",
+    "Explanation": "poplar.planner.explanation",
+    "GradScaler": "poplar.zero.grad_scaler",
+    "HeteroBatchSampler": "poplar.data.sampler",
     "HeteroZeroOptimizer": "poplar.optimizer",
-    "ModelProfile": "poplar.planning.cluster",
-    "NetworkProfile": "poplar.planning.cluster",
-    "NoPlanFits": "poplar.planning.shortage",
+    "ModelProfile": "poplar.profile",
+    "NetworkProfile": "poplar.profile",
+    "NoPlanFits": "poplar.planner.memory_shortfall",
     "OutOfOrder": "poplar.errors",
-    "Plan": "poplar.planning.plan",
+    "Plan": "poplar.plan",
     "PoplarError": "poplar.errors",
-    "Prediction": "poplar.planning.cost_model",
+    "Prediction": "poplar.planner.prediction",
     "RankFailed": "poplar.errors",
     "StepResult": "poplar.optimizer",
-    "Timeline": "poplar.planning.timeline",
-    "Tuned": "poplar.tuner",
-    "UnitPlan": "poplar.planning.plan",
+    "Timeline": "poplar.simulator.timeline",
+    "Tuned": "poplar.tuning",
+    "UnitPlan": "poplar.plan",
     "Verification": "poplar.verification",
-    "autotune": "poplar.tuner",
-    "explain": "poplar.planning.explain",
-    "predict": "poplar.planning.cost_model",
-    "profile_cluster": "poplar.profiler",
-    "search": "poplar.planning.search",
-    "simulate": "poplar.planning.simulator",
-    "split_stream": "poplar.data",
-    "tune": "poplar.tuner",
+    "autotune": "poplar.tuning",
+    "explain": "poplar.planner.explain",
+    "predict": "poplar.planner.prediction",
+    "profile_cluster": "poplar.profiler.cluster_profiler",
+    "search": "poplar.planner.search",
+    "simulate": "poplar.simulator.event_engine",
+    "split_stream": "poplar.data.sampler",
+    "tune": "poplar.tuning",
     "verify": "poplar.verification",
 }
 

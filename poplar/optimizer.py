@@ -24,10 +24,9 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 from poplar import ops
 from poplar.comm import Communicator, Group, connect, control_of
 from poplar.errors import CollectiveTimeout, PoplarError
-from poplar.planning.plan import Plan
-from poplar.scaler import GradScaler
-from poplar.trace import Span
-from poplar.zero import checks
+from poplar.plan import Plan
+from poplar.system.trace import Span
+from poplar.zero import model_checks
 from poplar.zero.agreement import (
     Closing,
     add_norm,
@@ -40,9 +39,10 @@ from poplar.zero.agreement import (
 from poplar.zero.engine import STRATEGIES, Engine
 from poplar.zero.evaluation import Evaluation
 from poplar.zero.forward import Forward, LossFunction
-from poplar.zero.guard import guard_model_state
-from poplar.zero.pieces import Cutter, Loss, Opened, Piece, Weight
+from poplar.zero.grad_scaler import GradScaler
+from poplar.zero.micro_batches import Cutter, Loss, Opened, Piece, Weight
 from poplar.zero.setup import agree_on_request, build, check_request
+from poplar.zero.state_dict_guard import guard_model_state
 from poplar.zero.unit_plans import check_change, kept_units, own_shares
 from poplar.zero.update import OptimizerFactory
 
@@ -203,7 +203,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         self._model = model
         self._plan = plan
         self._stage = request.stage
-        self._batch_norms = [] if allow_batch_norm else checks.batch_norms(model)
+        self._batch_norms = [] if allow_batch_norm else model_checks.batch_norms(model)
         every_pass = STRATEGIES[request.stage].reduces_every_pass
         self._cutter = Cutter(plan, every_pass, dtype)
         self._default_scaler = GradScaler(request.device.type) if dtype is torch.float16 else None
@@ -212,7 +212,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         self._settings_are_final = True
         self._now = _Now()
         guard_model_state(self._engine, self._update)
-        self._disown = checks.claim(list(model.named_parameters()), self, self._engine.hooks)
+        self._disown = model_checks.claim(list(model.named_parameters()), self, self._engine.hooks)
 
     # The step.
 
@@ -489,7 +489,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
 
     def memory(self) -> dict[str, int]:
         """Bytes of training state on this rank; masters count as optimizer."""
-        from poplar.checkpoint import state_bytes
+        from poplar.checkpoint.sharded_state import state_bytes
 
         return state_bytes(self._engine, self._update)
 
@@ -503,7 +503,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             ValueError: another stage or world size, units with new shares of their own, or ranks
                 that give different plans.
         """
-        from poplar.checkpoint import reshard
+        from poplar.checkpoint.sharded_state import reshard
 
         error: Exception | None = None
         try:
@@ -540,7 +540,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
 
         For a checkpoint that any optimizer can read: `consolidate_state_dict`.
         """
-        from poplar.checkpoint import local_state
+        from poplar.checkpoint.sharded_state import local_state
 
         state = super().state_dict()
         state["poplar"] = local_state(self._engine, self._update, self._identity())
@@ -554,7 +554,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: it is another rank's, or from another world, stage or shares.
         """
-        from poplar.checkpoint import check_identity, load_local_state
+        from poplar.checkpoint.sharded_state import check_identity, load_local_state
 
         state_dict = dict(state_dict)
         own = state_dict.pop("poplar", None)
@@ -576,7 +576,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             On rank `to` a state dict that `optimizer_class(same param groups).load_state_dict`
             takes; None elsewhere.
         """
-        from poplar.checkpoint import whole_state
+        from poplar.checkpoint.sharded_state import whole_state
 
         return whole_state(
             self._engine, self._update, super().state_dict()["param_groups"], self, to
@@ -584,7 +584,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
 
     def save_model(self, path: str | Path) -> None:
         """Write the full weights, from rank 0, as safetensors. Collective."""
-        from poplar.checkpoint import save_model
+        from poplar.checkpoint.sharded_state import save_model
 
         save_model(self._engine, self._control, self._model, Path(path))
 
@@ -615,7 +615,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         self._engine.drop_own_pass()
         if self._engine.conductor.active:
             raise RuntimeError("a step begins inside another one's micro_batches loop")
-        checks.refuse_batch_norm(self._batch_norms)
+        model_checks.refuse_batch_norm(self._batch_norms)
         for flat in self._engine.flats:
             if flat.take_back() and flat.trained:
                 self._update.refresh(flat)

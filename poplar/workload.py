@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from poplar import nest
+from poplar.data import pytree
 
 _SEED = 0
 
@@ -52,17 +52,17 @@ class Workload:
                 "Workload.loss_fn must be a function of the model and a batch, got "
                 f"{type(self.loss_fn).__name__}"
             )
-        nest.samples_in(self.example_batch)
+        pytree.samples_in(self.example_batch)
 
     def to(self, device: torch.device) -> Workload:
         """This workload with its model (moved in place) and its batch on `device`."""
-        batch = nest.map_tensors(lambda tensor: tensor.to(device), self.example_batch)
+        batch = pytree.map_tensors(lambda tensor: tensor.to(device), self.example_batch)
         return replace(self, model=self.model.to(device), example_batch=batch)
 
     def batch_of(self, samples: int) -> Any:
         """A batch of exactly `samples`: the example's, again from its first where it ends."""
-        have = nest.samples_in(self.example_batch)
-        return nest.take(self.example_batch, [index % have for index in range(samples)])
+        have = pytree.samples_in(self.example_batch)
+        return pytree.take(self.example_batch, [index % have for index in range(samples)])
 
 
 def load(address: str) -> Workload:

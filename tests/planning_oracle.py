@@ -13,13 +13,7 @@ import math
 import random
 from collections.abc import Iterator
 
-from poplar.planning.cluster import (
-    BatchPoint,
-    ClusterProfile,
-    DeviceProfile,
-    ModelProfile,
-    NetworkProfile,
-)
+from poplar.profile import BatchPoint, ClusterProfile, DeviceProfile, ModelProfile, NetworkProfile
 
 STAGES = (0, 1, 2, 3)
 BUFFER = 32 * 2**20 // 4

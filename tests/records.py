@@ -6,14 +6,8 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 
-from poplar.planning.cluster import (
-    BatchPoint,
-    ClusterProfile,
-    DeviceProfile,
-    ModelProfile,
-    NetworkProfile,
-)
-from poplar.planning.plan import Plan
+from poplar.plan import Plan
+from poplar.profile import BatchPoint, ClusterProfile, DeviceProfile, ModelProfile, NetworkProfile
 from poplar.report import Neighbour, Run, RunRecord, Span
 
 SPEEDS = (33.0, 11.6, 11.2, 10.6)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from poplar.comm import Bucket, Group, Pending
 from poplar.comm.process_group import ProcessGroupCommunicator
-from poplar.planning.layout import Layout
+from poplar.comm.shard_layout import Layout
 
 
 class Watched(ProcessGroupCommunicator):

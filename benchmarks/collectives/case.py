@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from poplar.planning.layout import ALIGNMENT, Layout
+from poplar.comm.shard_layout import ALIGNMENT, Layout
 
 OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

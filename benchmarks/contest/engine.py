@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from contest.task import Batch, Task
 from poplar import Plan
-from poplar.trace import Span, Trace
+from poplar.system.trace import Span, Trace
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from contest.engine import Engine, Entrant
 from contest.task import Batch, Task
 from poplar import HeteroZeroOptimizer
-from poplar.trace import Span
+from poplar.system.trace import Span
 
 
 class Poplar(Engine):

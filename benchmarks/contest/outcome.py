@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from contest.engine import Entrant
 from contest.task import Task
-from poplar.trace import Span
+from poplar.system.trace import Span
 
 MicroBatches = tuple[tuple[int, ...], ...]
 """Samples of each pass, by rank."""

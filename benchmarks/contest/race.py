@@ -19,7 +19,7 @@ from contest.outcome import TURN_STEPS, Calibration, Contest, MicroBatches, Outc
 from contest.ranks import Turn
 from contest.task import Task
 from poplar import Plan
-from poplar.trace import Span
+from poplar.system.trace import Span
 
 WARMUP_STEPS = 3
 """Not counted: allocations, DDP's rebuilding of its buckets, the recording of our schedule."""

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from contest.crew import Here
 from contest.engine import Engine, Entrant
 from contest.task import Batch, Task
-from poplar.trace import Span
+from poplar.system.trace import Span
 
 MEMORY_STEPS = 3
 

@@ -2,7 +2,7 @@
 //
 // Ranks of one host that take part in the same collectives in the same order each post their part,
 // read the others', and say when they are done, so that the memory can be written again. Nothing is
-// sent and nobody is asked. Knows neither tensors nor deadlines: `poplar/comm/board.py` does.
+// sent and nobody is asked. Knows neither tensors nor deadlines: `poplar/comm/rendezvous.py` does.
 #pragma once
 
 #include <cstdint>

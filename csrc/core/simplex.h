@@ -1,5 +1,5 @@
 // A small dense linear programme by the dual simplex method; the contract and the reasons are in
-// poplar/planning/linear_programme.py.
+// poplar/planner/linear_program.py.
 #pragma once
 
 #include <cstddef>

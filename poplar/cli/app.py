@@ -10,14 +10,14 @@ import typer
 
 from poplar.cli import parse, tables
 from poplar.cli.answer import answering
-from poplar.planning import Plan
-from poplar.planning.architecture import TrainingJob, architecture
-from poplar.planning.cluster import ClusterProfile
-from poplar.planning.cluster_file import ClusterFile
-from poplar.planning.estimate import estimate
-from poplar.planning.explain import PREDICTION_ERROR, explain
-from poplar.planning.policies import POLICIES
-from poplar.planning.search import alternatives, search
+from poplar.hardware.cluster_file import ClusterFile
+from poplar.hardware.estimate import estimate
+from poplar.hardware.model_shapes import TrainingJob, architecture
+from poplar.plan import Plan
+from poplar.planner.baselines import POLICIES
+from poplar.planner.explain import PREDICTION_ERROR, explain
+from poplar.planner.search import alternatives, search
+from poplar.profile import ClusterProfile
 
 if TYPE_CHECKING:
     import torch
@@ -118,7 +118,7 @@ def profile(
     chosen = parse.stages(stages)
     with answering(as_json=as_json, debug=debug) as answer:
         from poplar.cli.world import chosen_device, joined
-        from poplar.profiler import profile_cluster
+        from poplar.profiler.cluster_profiler import profile_cluster
 
         own = chosen_device(device)
         with joined(own) as world:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 import typer
 
-from poplar.planning.plan import STRATEGIES
+from poplar.plan import STRATEGIES
 
 _STAGES = range(len(STRATEGIES))
 _UNITS = {

@@ -11,13 +11,13 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from poplar.planning.catalogue import find_device, spread
-from poplar.planning.cluster_file import ClusterFile, SimulatedCluster
-from poplar.planning.cost_model import readable_bytes
-from poplar.planning.estimate import Estimate, Interval, gain
-from poplar.planning.plan import Plan
-from poplar.planning.search import search
-from poplar.planning.simulator import simulate
+from poplar.formatting import format_bytes
+from poplar.hardware.cluster_file import ClusterFile, SimulatedCluster
+from poplar.hardware.device_catalog import find_device, spread
+from poplar.hardware.estimate import Estimate, Interval, gain
+from poplar.plan import Plan
+from poplar.planner.search import search
+from poplar.simulator.event_engine import simulate
 
 Gains = Mapping[str, Interval | str]
 """How many times as fast as each alternative, or why that one has no plan."""
@@ -157,5 +157,5 @@ def _figures(simulated: SimulatedCluster, worth: Estimate, gains: Gains) -> Tabl
         add(f"samples per {simulated.currency or 'unit of price'}", worth.samples_per_price, ".4g")
     fullest = max(worth.memory_bytes, key=lambda memory: memory.middle)
     values = (fullest.middle, fullest.low, fullest.high)
-    table.add_row("most memory of a rank", *(readable_bytes(value) for value in values))
+    table.add_row("most memory of a rank", *(format_bytes(value) for value in values))
     return table

@@ -9,11 +9,10 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from poplar.planning.alike import spoken
-from poplar.planning.cluster import ClusterProfile, DeviceProfile
-from poplar.planning.cost_model import readable_bytes
-from poplar.planning.explanation import Explanation, signed_percent
-from poplar.planning.plan import Plan
+from poplar.formatting import format_bytes, format_ranks
+from poplar.plan import Plan
+from poplar.planner.explanation import Explanation, signed_percent
+from poplar.profile import ClusterProfile, DeviceProfile
 
 if TYPE_CHECKING:
     from poplar.doctor import Report
@@ -44,7 +43,7 @@ def profile(cluster: ClusterProfile) -> list[Table | Text]:
         ranks.add_row(
             str(rank),
             device.name,
-            readable_bytes(device.memory_bytes),
+            format_bytes(device.memory_bytes),
             f"1 to {device.max_batch}, {len(device.points)} measured",
             _best_speed(device),
             _seconds(device.optimizer_seconds),
@@ -83,7 +82,7 @@ def plans(found: Mapping[str, Plan | str], first: str) -> Table:
             _seconds(seconds),
             f"{prediction['samples_per_second']:.1f}",
             f"{(best or seconds) / seconds:.2f}x",
-            readable_bytes(max(prediction["memory_bytes"])),
+            format_bytes(max(prediction["memory_bytes"])),
             prediction["bound"],
         )
     return table
@@ -100,7 +99,9 @@ def explanation(explained: Explanation) -> list[Table | Text]:
     worth = _table("without", "device", "samples/s", "so")
     for one in explained.contributions:
         change_of_speed = "" if one.without is None else signed_percent(one.without)
-        worth.add_row(spoken(one.ranks), one.device, change_of_speed, one.advice or one.verdict)
+        worth.add_row(
+            format_ranks(one.ranks), one.device, change_of_speed, one.advice or one.verdict
+        )
     told = [Text(sentence) for sentence in explained.sentences()]
     return [*told, helps, *([worth] if explained.contributions else [])]
 

@@ -23,10 +23,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from poplar.comm.bucket import Bucket
+from poplar.comm.collective_queue import Link
 from poplar.comm.communicator import Pending, own_slice
-from poplar.comm.exchange import Message
-from poplar.comm.link import Link
-from poplar.planning.layout import Layout
+from poplar.comm.point_to_point import Message
+from poplar.comm.shard_layout import Layout
 
 # torch 2.13 renamed them, and 2.10 to 2.12 know only the old names.
 _gather_chunks: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from poplar import ops
-from poplar.planning.layout import Layout
+from poplar.comm.shard_layout import Layout
 
 
 @dataclass(frozen=True)

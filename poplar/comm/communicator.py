@@ -15,7 +15,7 @@ from torch import Tensor
 
 from poplar.comm.bucket import Bucket, Codec
 from poplar.comm.group import Members
-from poplar.planning.layout import Layout
+from poplar.comm.shard_layout import Layout
 
 
 class Pending(Protocol):

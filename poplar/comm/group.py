@@ -21,7 +21,7 @@ from torch.distributed.distributed_c10d import (
 )
 
 from poplar.errors import CollectiveTimeout
-from poplar.trace import Trace
+from poplar.system.trace import Trace
 
 DEFAULT_TIMEOUT = timedelta(minutes=5)
 POPLAR = "poplar"

@@ -14,20 +14,20 @@ from datetime import timedelta
 import torch
 from torch import Tensor
 
-from poplar.comm.board import Board
 from poplar.comm.bucket import Bucket, Codec
+from poplar.comm.collective_queue import Link
 from poplar.comm.communicator import Communicator, Pending, own_slice
 from poplar.comm.copies import copy
-from poplar.comm.exchange import Exchange, Message
 from poplar.comm.group import Group
-from poplar.comm.hosts import Hosts, Piece
-from poplar.comm.link import Link
+from poplar.comm.host_topology import Hosts, Piece
+from poplar.comm.point_to_point import Exchange, Message
 from poplar.comm.process_group import reshard
-from poplar.comm.read import Read
+from poplar.comm.rendezvous import Board
+from poplar.comm.shard_layout import Layout
 from poplar.comm.shared_memory import SharedMemoryCommunicator
+from poplar.comm.shared_memory_work import Read
 from poplar.errors import CollectiveTimeout
-from poplar.planning.layout import Layout
-from poplar.trace import Trace
+from poplar.system.trace import Trace
 
 _PATIENCE = timedelta(seconds=2)
 

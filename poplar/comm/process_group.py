@@ -13,12 +13,12 @@ from torch import Tensor
 
 from poplar.comm.algorithms import ALL_GATHERS, REDUCE_SCATTERS, gather_directly
 from poplar.comm.bucket import Bucket
+from poplar.comm.collective_queue import Link
 from poplar.comm.communicator import Communicator, Pending, own_slice
-from poplar.comm.exchange import Message
 from poplar.comm.group import Group
-from poplar.comm.link import Link
-from poplar.comm.pool import keeps_memory
-from poplar.planning.layout import Layout, transfers
+from poplar.comm.point_to_point import Message
+from poplar.comm.segment_pool import keeps_memory
+from poplar.comm.shard_layout import Layout, transfers
 
 
 class ProcessGroupCommunicator(Communicator):

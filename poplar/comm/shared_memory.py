@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from poplar import _core, ops
-from poplar.comm.board import Board
 from poplar.comm.bucket import Bucket, Codec
 from poplar.comm.communicator import Communicator, Pending, own_slice
 from poplar.comm.copies import copy, copy_around
-from poplar.comm.read import Read
-from poplar.planning.layout import ALIGNMENT, Layout, transfers
+from poplar.comm.rendezvous import Board
+from poplar.comm.shard_layout import ALIGNMENT, Layout, transfers
+from poplar.comm.shared_memory_work import Read
 
 _LEAST_TO_SHARE = 2 * _core.CHUNK
 """Elements of a slice on which more than one rank may work."""

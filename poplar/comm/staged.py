@@ -13,7 +13,7 @@ from torch import Tensor
 from poplar import ops
 from poplar.comm.bucket import Bucket
 from poplar.comm.communicator import Communicator, Finished, Pending, own_slice
-from poplar.planning.layout import Layout
+from poplar.comm.shard_layout import Layout
 
 HOST = torch.device("cpu")
 

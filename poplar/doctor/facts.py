@@ -18,8 +18,9 @@ import torch
 import torch.distributed as dist
 
 import poplar
-from poplar import devices, host, ops
-from poplar.devices import DeviceInfo
+from poplar import ops
+from poplar.system import devices, host_limits
+from poplar.system.devices import DeviceInfo
 
 _ASKED_FOR = ("rich", "triton", "typer", "nvidia-ml-py")
 """Packages that serve if they are there, by the names of their distributions."""
@@ -112,8 +113,8 @@ def gather(device: torch.device) -> RankFacts:
         native_operators=ops.native_cuda if info.kind == "cuda" else ops.native,
         transport=_transport(info),
         memory_bytes=devices.memory_available(device, ranks_on_host),
-        shared_memory_bytes=host.shared_memory(),
-        cores=host.cores(),
+        shared_memory_bytes=host_limits.shared_memory(),
+        cores=host_limits.cores(),
         threads=torch.get_num_threads(),
         address=_address(),
         interface=next(filter(None, map(os.environ.get, _HOST_NAME_SETTINGS)), ""),

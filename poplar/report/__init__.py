@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from poplar.report.record import Neighbour, Run, RunRecord
-from poplar.trace import Span
+from poplar.system.trace import Span
 
 __all__ = ["Neighbour", "Run", "RunRecord", "Span", "write_report"]
 

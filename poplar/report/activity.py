@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from poplar.trace import Span
+from poplar.system.trace import Span
 
 COMPUTE, COMMUNICATION, WAITING, OPTIMIZER = "compute", "communication", "waiting", "optimizer"
 ACTIVITIES = (COMPUTE, OPTIMIZER, COMMUNICATION, WAITING)

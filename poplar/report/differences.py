@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from poplar.planning.plan import Plan
+from poplar.plan import Plan
 from poplar.report import words
 
 

@@ -12,8 +12,8 @@ from matplotlib.lines import Line2D
 from matplotlib.text import Text
 from matplotlib.ticker import MaxNLocator
 
-from poplar.planning.cluster import ClusterProfile, DeviceProfile
-from poplar.planning.plan import Plan
+from poplar.plan import Plan
+from poplar.profile import ClusterProfile, DeviceProfile
 from poplar.report import theme, words
 from poplar.report.labels import spread
 

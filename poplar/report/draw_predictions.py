@@ -9,9 +9,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from poplar.planning.cluster import ClusterProfile
-from poplar.planning.cost_model import predict
-from poplar.planning.plan import Plan
+from poplar.plan import Plan
+from poplar.planner.prediction import predict
+from poplar.profile import ClusterProfile
 from poplar.report import theme, words
 from poplar.report.differences import difference
 from poplar.report.record import Neighbour, Run

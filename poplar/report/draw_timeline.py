@@ -8,9 +8,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from poplar.planning.timeline import Span, Timeline
 from poplar.report import theme, words
 from poplar.report.activity import COMMUNICATION, COMPUTE, OPTIMIZER, WAITING
+from poplar.simulator.timeline import Span, Timeline
 
 _MOST_LABELLED_RANKS = 16
 _INCHES_OF_A_RANK = 0.5

@@ -12,9 +12,9 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 import poplar
-from poplar.planning.cluster import ClusterProfile
-from poplar.planning.cost_model import Prediction
-from poplar.planning.plan import STRATEGIES
+from poplar.plan import STRATEGIES
+from poplar.planner.prediction import Prediction
+from poplar.profile import ClusterProfile
 from poplar.report import markup, words
 from poplar.report.activity import ACTIVITIES, seconds_by_activity, stretches
 from poplar.report.pictures import to_svg

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from poplar.planning.cluster import ClusterProfile
-from poplar.planning.cost_model import Prediction, predict
-from poplar.planning.plan import STRATEGIES, Plan
-from poplar.planning.policies import POLICIES
-from poplar.planning.search import search
+from poplar.plan import STRATEGIES, Plan
+from poplar.planner.baselines import POLICIES
+from poplar.planner.prediction import Prediction, predict
+from poplar.planner.search import search
+from poplar.profile import ClusterProfile
 from poplar.report import words
 
 _NOISE = 0.005

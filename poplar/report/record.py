@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from poplar.planning.cluster import ClusterProfile
-from poplar.planning.plan import Plan
-from poplar.trace import Span
+from poplar.plan import Plan
+from poplar.profile import ClusterProfile
+from poplar.system.trace import Span
 
 _SCHEMA_VERSION = 1
 _SPAN_KINDS = ("pass", "wait", "optimizer")

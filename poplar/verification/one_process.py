@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
-from poplar import nest
+from poplar.data import pytree
 from poplar.verification.outcome import Tolerance, relative_error
-from poplar.zero.pieces import Loss, Weight
+from poplar.zero.micro_batches import Loss, Weight
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
 
@@ -123,7 +123,7 @@ class OneProcess:
 
     def count(self, part: Any) -> float:
         """What a micro-batch counts for."""
-        return float(nest.samples_in(part) if self.weight is None else self.weight(part))
+        return float(pytree.samples_in(part) if self.weight is None else self.weight(part))
 
     def _factor(self, part: Any, total: float) -> float:
         """What the loss of a part is multiplied by: the definition of the gradient, once more."""
@@ -143,9 +143,9 @@ class OneProcess:
 
 def cut_into(batch: Any, micro_batch: int) -> list[Any]:
     """Parts of at most so many samples, in order."""
-    samples = nest.samples_in(batch)
+    samples = pytree.samples_in(batch)
     full, remainder = divmod(samples, micro_batch)
-    return nest.cut(batch, [micro_batch] * full + [remainder] * bool(remainder))
+    return pytree.cut(batch, [micro_batch] * full + [remainder] * bool(remainder))
 
 
 def what_depends_on_the_cut(process: OneProcess, sample: Any, tolerance: Tolerance) -> list[str]:
@@ -164,11 +164,11 @@ def what_depends_on_the_cut(process: OneProcess, sample: Any, tolerance: Toleran
     if not relative_error(second, first) <= tolerance.relative:
         return [
             *notes,
-            f"the same {nest.samples_in(sample)} samples twice gave losses {first:.7g} and "
+            f"the same {pytree.samples_in(sample)} samples twice gave losses {first:.7g} and "
             f"{second:.7g}: the loss is random (dropout, sampling) or changes state. Verify with "
             "model.eval(), or draw from a seed that belongs to the sample",
         ]
-    samples = nest.samples_in(sample)
+    samples = pytree.samples_in(sample)
     if samples > 1:
         halves = process.loss_of(cut_into(sample, (samples + 1) // 2))
         if not relative_error(halves, first) <= tolerance.relative:

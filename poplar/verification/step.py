@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from poplar import nest
 from poplar.comm import Control, Group, control_of
+from poplar.data import pytree
 from poplar.errors import CollectiveTimeout, RankFailed
 from poplar.optimizer import HeteroZeroOptimizer
-from poplar.planning.plan import Plan
-from poplar.profiling.intact import parameters_kept, surroundings_kept
+from poplar.plan import Plan
+from poplar.profiler.preserved_state import parameters_kept, surroundings_kept
 from poplar.verification.one_process import (
     Gradient,
     LossFunction,
@@ -32,7 +32,7 @@ from poplar.verification.one_process import (
 )
 from poplar.verification.outcome import Tolerance, Verification, compare
 from poplar.zero.agreement import agree, raise_together
-from poplar.zero.pieces import Loss, Weight
+from poplar.zero.micro_batches import Loss, Weight
 
 _DOING = "poplar.verify()"
 _FP16_SCALE = 2.0**10
@@ -172,7 +172,7 @@ class _BothSides:
     def _passes(self, optimizer: HeteroZeroOptimizer, batch: Any) -> Gradient:
         rank, process = self.control.group.rank, self.process
         sizes = [self.plan.samples(other) for other in range(self.plan.world_size)]
-        part = nest.cut(batch, sizes)[rank] if sizes[rank] else None
+        part = pytree.cut(batch, sizes)[rank] if sizes[rank] else None
         loss, count = 0.0, 0.0
         loop = optimizer.micro_batches(part, process.weight, process.loss)
         with closing(cast(Generator[Any, None, None], loop)):  # an exception leaves it at once
@@ -264,7 +264,7 @@ def _cast(batch: Any, dtypes: set[torch.dtype]) -> Any:
     if not halves:
         return batch
     dtype = halves.pop()
-    return nest.map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, batch)
+    return pytree.map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, batch)
 
 
 def _check_arguments(
@@ -277,7 +277,7 @@ def _check_arguments(
             f"rank {group.rank}: the plan is for {plan.world_size} ranks, but this process group "
             f"has {group.size}; start {plan.world_size} ranks, or plan for {group.size}"
         )
-    samples = nest.samples_in(batch)
+    samples = pytree.samples_in(batch)
     if samples != plan.global_batch:
         raise ValueError(
             f"rank {group.rank}: a batch of {samples} samples, but the plan's global batch is "
@@ -295,7 +295,7 @@ def _check_arguments(
 def _digest(batch: Any) -> str:
     """A hash of all tensors of a batch."""
     digest = hashlib.sha256()
-    for tensor in nest.tensors(batch):
+    for tensor in pytree.tensors(batch):
         digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
         plain = tensor.detach().cpu().contiguous().reshape(-1)
         digest.update(plain.view(torch.uint8).numpy().tobytes())

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from poplar import ops
 from poplar.comm import Communicator, Control, Pending
+from poplar.comm.shard_layout import ALIGNMENT, Layout
 from poplar.errors import RankFailed
-from poplar.planning.layout import ALIGNMENT, Layout
-from poplar.zero import norm
-from poplar.zero.flat import Flat
+from poplar.zero import gradient_norm
+from poplar.zero.flat_parameter import Flat
 
 ROW = ALIGNMENT
 """Elements of what each rank contributes to a norm, and to the loss beside it."""
@@ -174,13 +174,13 @@ def add_norm(rows: Tensor, flats: Sequence[Flat], rank: int, norm_type: float | 
     owned = [(flat, flat.restrict(*flat.layout.bounds(rank))) for flat in flats]
     if norm_type == 2.0:
         squares = [flat.squares_of(part) for flat, part in owned if part is not None]
-        norm.add_squares(row[: ops.EXACT_WORDS], squares)
+        gradient_norm.add_squares(row[: ops.EXACT_WORDS], squares)
         return
     parts = [flat.gradient[part] for flat, part in owned if part is not None]
     if norm_type == float("inf"):
-        row[0] = norm.largest(parts, row.device).view(torch.int64)
+        row[0] = gradient_norm.largest(parts, row.device).view(torch.int64)
     else:
-        row[0] = norm.power_sum(parts, norm_type, row.device).view(torch.int64)
+        row[0] = gradient_norm.power_sum(parts, norm_type, row.device).view(torch.int64)
 
 
 def exchange_rows(comm: Communicator, rows: Tensor, *, what: str) -> Pending:

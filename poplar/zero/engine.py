@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
-from poplar import nest
 from poplar.comm import Communicator, Control
+from poplar.data import pytree
 from poplar.errors import PoplarError
-from poplar.zero.conductor import Conductor, Mode
-from poplar.zero.flat import Flat
+from poplar.zero.collective_scheduler import Conductor, Mode
+from poplar.zero.flat_parameter import Flat
 from poplar.zero.replicated import Replicated
 from poplar.zero.sharded_gradients import ShardedGradients
 from poplar.zero.sharded_optimizer import ShardedOptimizer
@@ -331,7 +331,7 @@ class Engine:
             # when the backward has left all later ones.
             outputs = [
                 value
-                for value in nest.tensors(output)
+                for value in pytree.tensors(output)
                 if value.requires_grad and self.conductor.is_new_output(value)
             ]
 

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from poplar import nest
 from poplar.comm import Control
+from poplar.data import pytree
 from poplar.errors import CollectiveTimeout
 from poplar.zero.agreement import agree, leader_of
-from poplar.zero.conductor import Mode
+from poplar.zero.collective_scheduler import Mode
 from poplar.zero.engine import Engine
 
 
@@ -89,7 +89,9 @@ class Evaluation:
 
     def _evaluate(self, batch: Any) -> None:
         try:
-            counts = nest.samples_in(batch) if self._weight is None else float(self._weight(batch))
+            counts = (
+                pytree.samples_in(batch) if self._weight is None else float(self._weight(batch))
+            )
             self._total += float(self._loss_fn(self._engine.model, batch)) * counts
             self._count += counts
         except CollectiveTimeout:

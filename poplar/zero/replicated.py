@@ -10,9 +10,9 @@ from torch import Tensor
 
 from poplar.comm import Communicator, Pending
 from poplar.comm.communicator import Finished
-from poplar.planning.layout import Layout
-from poplar.zero.flat import Flat
-from poplar.zero.local_sums import LocalSums
+from poplar.comm.shard_layout import Layout
+from poplar.zero.flat_parameter import Flat
+from poplar.zero.gradient_accumulation import LocalSums
 from poplar.zero.unit import Unit
 
 _GRADIENTS_HAVE_DTYPES = hasattr(Tensor, "grad_dtype")

@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 from poplar.comm import Communicator, Control
-from poplar.planning.plan import Plan
-from poplar.zero import checks
-from poplar.zero.adamw import flat_class
+from poplar.plan import Plan
+from poplar.zero import model_checks
 from poplar.zero.agreement import agree
 from poplar.zero.engine import STRATEGIES, Engine
+from poplar.zero.flat_adamw import flat_class
 from poplar.zero.unit import Member, Merge, Unit, build_units, resolve_units
 from poplar.zero.unit_plans import check_unit_names, check_unit_plans, kept_units, own_shares
 from poplar.zero.update import OptimizerFactory, ShardedUpdate, check_elementwise, fastest_options
@@ -90,9 +90,9 @@ def check_request(
     Raises:
         ValueError, TypeError, RuntimeError: what is wrong, and the way out.
     """
-    checks.refuse_wrapped(model)
+    model_checks.refuse_wrapped(model)
     if not allow_batch_norm:
-        checks.refuse_batch_norm(checks.batch_norms(model))
+        model_checks.refuse_batch_norm(model_checks.batch_norms(model))
     chosen = _stage_of(plan, stage, world_size)
     groups = _param_groups(model, params)
     named = list(model.named_parameters())
@@ -108,7 +108,7 @@ def check_request(
                 )
             if parameter.requires_grad:
                 group_of[id(parameter)] = index
-    device = checks.check_parameters(named, set(group_of))
+    device = model_checks.check_parameters(named, set(group_of))
     for name, dtype in (("compute_dtype", compute_dtype), ("reduce_dtype", reduce_dtype)):
         allowed = (torch.float32, torch.bfloat16, torch.float16)
         if dtype not in allowed and not (name == "compute_dtype" and dtype == "auto"):

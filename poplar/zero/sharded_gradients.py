@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from poplar.comm import Communicator
-from poplar.zero.flat import Flat
+from poplar.zero.flat_parameter import Flat
 from poplar.zero.strategy import Strategy
 from poplar.zero.unit import Unit
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from poplar.comm.communicator import own_slice
-from poplar.zero.flat import Flat
-from poplar.zero.local_sums import LocalSums
+from poplar.zero.flat_parameter import Flat
+from poplar.zero.gradient_accumulation import LocalSums
 
 
 class ShardedOptimizer(LocalSums):

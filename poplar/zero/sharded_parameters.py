@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from poplar.comm import Communicator, Pending
-from poplar.planning.layout import Layout
-from poplar.zero.flat import Flat
+from poplar.comm.shard_layout import Layout
+from poplar.zero.flat_parameter import Flat
 from poplar.zero.sharded_gradients import ShardedGradients
 from poplar.zero.unit import Unit
 

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from poplar import ops
 from poplar.comm import Codec, Communicator, Pending
-from poplar.planning.layout import Layout
-from poplar.zero.flat import Flat
+from poplar.comm.shard_layout import Layout
+from poplar.zero.flat_parameter import Flat
 from poplar.zero.unit import Unit
 
 

@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from poplar.zero.flat import PACKABLE, Flat
+from poplar.zero.flat_parameter import PACKABLE, Flat
 
 MAX_FLAT_BYTES = 32 << 20
 """Above this a unit is cut into several buffers, at parameters; below it small units share one.

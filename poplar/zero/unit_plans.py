@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from poplar.planning.plan import STRATEGIES, Plan
+from poplar.plan import STRATEGIES, Plan
 from poplar.zero.unit import Unit
 
 Shares = tuple[float, ...]

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from poplar.zero.adamw import FlatAdamW, can_round_to
-from poplar.zero.flat import Flat
+from poplar.zero.flat_adamw import FlatAdamW, can_round_to
+from poplar.zero.flat_parameter import Flat
 
 OptimizerFactory = Callable[..., torch.optim.Optimizer]
 _FUSED = (FlatAdamW, torch.optim.Adagrad, torch.optim.Adam, torch.optim.SGD)

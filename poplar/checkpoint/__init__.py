@@ -1,0 +1,1 @@
+"""Saves, loads and reshards training state."""

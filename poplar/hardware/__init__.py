@@ -1,0 +1,1 @@
+"""Profiles of GPUs and clusters that were not measured: specifications, roofline, cluster files."""

@@ -1,0 +1,146 @@
+"""What a plan is worth on a cluster that nobody measured: every figure an interval.
+
+The plan is searched on the middle profile and then stays as it is, while the cluster turns out
+faster, slower, or faster in one kind of device and slower in another. An interval spans all of
+these. It is no confidence interval: it says what follows from being wrong by the spreads of
+`catalogue`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from poplar.hardware.cluster_file import SimulatedCluster
+from poplar.plan import Plan
+from poplar.planner.cost_model import StageCosts, costs_of
+from poplar.planner.prediction import DoesNotFit, memory_needed, predict
+from poplar.profile import ClusterProfile
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Interval:
+    """A figure that was calculated, and between what it may lie."""
+
+    middle: float
+    low: float
+    high: float
+
+    @classmethod
+    def spanning(cls, values: Sequence[float]) -> Interval:
+        """All of these, the first in the middle."""
+        return cls(middle=values[0], low=min(values), high=max(values))
+
+    def map(self, change: Callable[[float], float]) -> Interval:
+        """The interval of a monotone function of this figure."""
+        return Interval.spanning([change(v) for v in (self.middle, self.low, self.high)])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Estimate:
+    """One plan on one simulated cluster."""
+
+    step_seconds: Interval
+    samples_per_second: Interval
+    tflops: Interval
+    """TFLOP/s of the whole cluster, the model's own: what is recomputed does not count."""
+    of_sum_of_speeds: Interval
+    """A part of 1."""
+    memory_bytes: tuple[Interval, ...]
+    """By rank."""
+    may_not_fit: str
+    """Why the plan would fail if passes kept more than expected; empty if it would not."""
+    samples_per_price: Interval | None
+    """Samples for one unit of the currency, if prices are known."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """This estimate in JSON's types."""
+        return dataclasses.asdict(self)
+
+
+def estimate(simulated: SimulatedCluster, plan: Plan) -> Estimate:
+    """What a plan is worth.
+
+    Args:
+        simulated: the cluster.
+        plan: one that was searched on its middle profile.
+
+    Raises:
+        DoesNotFit: the plan does not even fit the middle profile.
+        ValueError: a plan for another number of ranks.
+    """
+    predict(simulated.middle, plan)  # raises
+    steps = _step_seconds(simulated, plan)
+    rates = [plan.global_batch / seconds for seconds in steps]
+    speeds = _sums_of_speeds(simulated, plan.stage)
+    rate = Interval.spanning(rates)
+    flops = simulated.job.flops_per_sample
+    price = simulated.price_per_hour
+    memory = [
+        memory_needed(cluster, plan)
+        for cluster in (simulated.middle, simulated.optimistic, simulated.pessimistic)
+    ]
+    return Estimate(
+        step_seconds=Interval.spanning(steps),
+        samples_per_second=rate,
+        tflops=rate.map(lambda samples: samples * flops / 1e12),
+        of_sum_of_speeds=Interval.spanning(
+            [rate / speed for rate, speed in zip(rates, speeds, strict=True)]
+        ),
+        memory_bytes=tuple(Interval.spanning(rank) for rank in zip(*memory, strict=True)),
+        may_not_fit=_misfit(simulated.pessimistic, plan),
+        samples_per_price=rate.map(lambda samples: 3600 * samples / price) if price else None,
+    )
+
+
+def gain(
+    simulated: SimulatedCluster,
+    plan: Plan,
+    other: Plan,
+    elsewhere: SimulatedCluster | None = None,
+) -> Interval:
+    """How many times as fast as `other` a plan is, both fixed, whatever the cluster is like.
+
+    Above 1: faster. What is common to both plans cancels, so this is narrower than the step. The
+    other plan may be for `elsewhere`, a part of this cluster, under the same outlooks.
+    """
+    others = _step_seconds(elsewhere or simulated, other)
+    pairs = zip(others, _step_seconds(simulated, plan), strict=True)
+    return Interval.spanning([theirs / ours for theirs, ours in pairs])
+
+
+def sum_of_speeds(cluster: ClusterProfile, batches: Sequence[int]) -> float:
+    """Samples per second of all ranks, each alone: no communication, its best batch up to this."""
+    speeds = []
+    for device, most in zip(cluster.devices, batches, strict=True):
+        sizes = [point.batch for point in device.points if point.batch <= most]
+        if 1 <= most <= device.max_batch:
+            sizes.append(most)
+        speeds.append(max((size / device.seconds(size) for size in sizes), default=0.0))
+    return math.fsum(speeds)
+
+
+def _sums_of_speeds(simulated: SimulatedCluster, stage: int) -> list[float]:
+    """By outlook. The batches are those that fit beside a share of 0 on the middle profile."""
+    memories = StageCosts(simulated.middle, stage).memories
+    batches = [memory.largest_batch(0.0, memory.device.max_batch) for memory in memories]
+    return [sum_of_speeds(cluster, batches) for cluster in simulated.outlooks]
+
+
+def _step_seconds(simulated: SimulatedCluster, plan: Plan) -> list[float]:
+    """By outlook, whether the plan still fits or not."""
+    return [
+        costs_of(cluster, plan).step_seconds(plan.micro_batches, plan.shares)
+        for cluster in simulated.outlooks
+    ]
+
+
+def _misfit(pessimistic: ClusterProfile, plan: Plan) -> str:
+    try:
+        predict(pessimistic, plan)
+    except DoesNotFit as error:
+        return str(error)
+    return ""

@@ -1,0 +1,119 @@
+"""A plan as a table that a person reads: who does what, and if it was predicted, at what cost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
+
+from poplar.formatting import format_seconds
+
+_ROWS_BEFORE_COLLAPSING = 32
+_GIB, _MIB = 2**30, 2**20
+
+
+class Column(NamedTuple):
+    """A title and one cell per rank."""
+
+    title: str
+    cells: tuple[str, ...]
+    to_the_left: bool = False
+
+
+def planned(micro_batches: Sequence[Sequence[int]], shares: Sequence[float]) -> list[Column]:
+    """What every plan says: samples, passes and share of each rank."""
+    return [
+        Column("samples", tuple(str(sum(passes)) for passes in micro_batches)),
+        Column("passes", tuple(map(_passes, micro_batches)), to_the_left=True),
+        Column("share", tuple(f"{100 * share:.1f} %" for share in shares)),
+    ]
+
+
+def devices(prediction: Mapping[str, Any], ranks: int) -> list[Column]:
+    """The devices that a prediction was made for, where it names them."""
+    names = _by_rank(prediction, "devices", ranks)
+    return [Column("device", tuple(map(str, names)), to_the_left=True)] if names else []
+
+
+def predicted(prediction: Mapping[str, Any], ranks: int) -> list[Column]:
+    """What a prediction says of each rank; whatever it does not say is left out."""
+    columns: list[Column] = []
+    for title, what, show in (
+        ("compute", "compute_seconds", format_seconds),
+        ("memory", "memory_bytes", _readable_memory),
+        ("busy", "busy_fraction", lambda fraction: f"{100 * fraction:.0f} %"),
+    ):
+        values = _by_rank(prediction, what, ranks)
+        if what == "memory_bytes" and values:
+            limits = _by_rank(prediction, "memory_limit_bytes", ranks) or [None] * ranks
+            values = list(zip(values, limits, strict=True))
+        if values:
+            columns.append(Column(title, tuple(map(show, values))))
+    return columns
+
+
+def summary(prediction: Mapping[str, Any]) -> list[str]:
+    """The last line: the step and what bounds it; none if the prediction has no step."""
+    step = prediction.get("step_seconds")
+    if not isinstance(step, (int, float)):
+        return []
+    line = f"predicted {format_seconds(step)} a step"
+    if isinstance(rate := prediction.get("samples_per_second"), (int, float)):
+        line += f", {rate:.0f} samples/s" if rate >= 100 else f", {rate:.3g} samples/s"
+    if bound := prediction.get("bound"):
+        line += f"; bound by {bound}"
+    if gap := prediction.get("optimality_gap"):
+        line += f"; at most {100 * gap:.2g} % from the fastest plan"
+    return [line]
+
+
+def lines(columns: Sequence[Column]) -> list[str]:
+    """The table, one line per rank; equal neighbours share one where there are many ranks."""
+    rows = list(zip(*(column.cells for column in columns), strict=True))
+    numbered = [("rank", *(column.title for column in columns)), *_numbered(rows)]
+    widths = [max(map(len, cells)) for cells in zip(*numbered, strict=True)]
+    to_the_left = [False, *(column.to_the_left for column in columns)]
+    return [
+        "  ".join(
+            f"{cell:<{width}}" if left else f"{cell:>{width}}"
+            for cell, width, left in zip(row, widths, to_the_left, strict=True)
+        )
+        for row in numbered
+    ]
+
+
+def _readable_memory(needed_and_limit: tuple[float, float | None]) -> str:
+    needed, limit = needed_and_limit
+    (shown, unit), whole = _sized(needed), "" if limit is None else " ".join(_sized(limit))
+    if not whole:
+        return f"{shown} {unit}"
+    return f"{shown} of {whole}" if whole.endswith(unit) else f"{shown} {unit} of {whole}"
+
+
+def _sized(size: float) -> tuple[str, str]:
+    return (f"{size / _GIB:.1f}", "GiB") if size >= _GIB else (f"{size / _MIB:.0f}", "MiB")
+
+
+def _by_rank(prediction: Mapping[str, Any], what: str, ranks: int) -> list[Any]:
+    """One value per rank; empty if the prediction has none, or for another number of ranks."""
+    values = prediction.get(what)
+    if not isinstance(values, (list, tuple)) or len(values) != ranks:
+        return []
+    return list(values)
+
+
+def _numbered(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    if len(rows) <= _ROWS_BEFORE_COLLAPSING:
+        return [(str(rank), *row) for rank, row in enumerate(rows)]
+    collapsed, first = [], 0
+    for row, alike in groupby(rows):
+        last = first + len(list(alike)) - 1
+        collapsed.append((str(first) if first == last else f"{first}-{last}", *row))
+        first = last + 1
+    return collapsed
+
+
+def _passes(passes: Sequence[int]) -> str:
+    """Passes as a person writes them: `(3, 8, 8)` is `1x3 + 2x8`."""
+    runs = [f"{len(list(alike))}x{size}" for size, alike in groupby(passes)]
+    return " + ".join(runs) or "none"

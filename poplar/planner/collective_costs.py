@@ -1,0 +1,96 @@
+"""What a collective over the whole model costs under any shares, as values.
+
+The direct algorithm (all-to-all, then a local sum) is bound by the busiest direction of the busiest
+rank. Profiles measure it at even shares; how the time changes under other shares follows from each
+rank's rates, of which only the proportions count:
+
+    reduce-scatter: rank r sends (1 - p[r]) and receives (n - 1) p[r] of the model
+    all-gather:     rank r sends (n - 1) p[r] and receives (1 - p[r])
+
+Both are maxima of straight lines in one share each, so what minimises them is a linear programme.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from poplar.profile import NetworkProfile
+
+
+class Line(NamedTuple):
+    """A lower bound on a time: at least `constant + slope * shares[rank]` seconds."""
+
+    rank: int
+    constant: float
+    slope: float
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveCost:
+    """Seconds of one collective as a function of the shares: never less than any of its lines."""
+
+    least: float
+    """Seconds whatever the shares: all of them where rates were not measured."""
+    lines: tuple[Line, ...]
+    """Empty, or one of each rank's outgoing link, and then one of each rank's incoming link."""
+
+    def seconds(self, shares: Sequence[float], ranks: Iterable[int] | None = None) -> float:
+        """How long it takes when rank `r` owns `shares[r]` of every buffer.
+
+        Args:
+            shares: by rank.
+            ranks: that have to be looked at, where others are equal to them; None: all.
+        """
+        lines = self.lines if ranks is None else self.lines_of(ranks)
+        bounds = (constant + slope * shares[rank] for rank, constant, slope in lines)
+        return max(bounds, default=self.least)
+
+    def lines_of(self, ranks: Iterable[int]) -> Iterator[Line]:
+        """The lines of some ranks."""
+        half = len(self.lines) // 2
+        if half:
+            for rank in ranks:
+                yield self.lines[rank]
+                yield self.lines[half + rank]
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveCosts:
+    """`R(p)` and `G(p)`: the two collectives that training is made of, for the whole model."""
+
+    reduce_scatter: CollectiveCost
+    all_gather: CollectiveCost
+
+    @classmethod
+    @lru_cache(maxsize=8)  # a search asks for every stage and number of kept units
+    def of(cls, network: NetworkProfile) -> CollectiveCosts:
+        """What a measured network costs under any shares."""
+        leaving, arriving = network.send_seconds_per_byte, network.receive_seconds_per_byte
+        return cls(
+            reduce_scatter=_scaled(network.reduce_scatter_seconds, leaving, arriving),
+            all_gather=_scaled(network.all_gather_seconds, arriving, leaving),
+        )
+
+
+def _scaled(measured: float, others: Sequence[float], own: Sequence[float]) -> CollectiveCost:
+    """A collective that took `measured` seconds at even shares.
+
+    Args:
+        measured: seconds at even shares.
+        others: by rank, what a byte of the others' shares costs: all but its own pass this link.
+        own: by rank, what a byte of its own share costs: it passes this link once per other rank.
+    """
+    n = len(others)
+    lines = [Line(rank, rate, -rate) for rank, rate in enumerate(others)]
+    lines += [Line(rank, 0.0, (n - 1) * rate) for rank, rate in enumerate(own)]
+    even = max(line.constant + line.slope / n for line in lines)
+    if n == 1 or even == 0.0 or measured == 0.0:
+        return CollectiveCost(measured, ())
+    scale = measured / even
+    return CollectiveCost(
+        0.0,
+        tuple(Line(rank, constant * scale, slope * scale) for rank, constant, slope in lines),
+    )

@@ -1,0 +1,1 @@
+"""Measures every rank in the training job, with one instrument per module."""

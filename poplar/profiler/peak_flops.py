@@ -1,0 +1,54 @@
+"""Peak FLOP/s of a device: from its specification, else measured by a large matrix product."""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+import torch
+
+from poplar.hardware.gpu_specifications import specification
+from poplar.system.devices import checked_kind, synchronize
+
+_HALF = (torch.float16, torch.bfloat16)
+_MATRIX_SIDE = {"cpu": 1024, "cuda": 8192}
+"""Large enough that a product is bound by arithmetic, not by memory or launches."""
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """FLOP/s that the device reaches at most in matrix products of `dtype`.
+
+    By specification for fp16 and bf16 on devices that `planning.specifications` knows, else
+    measured (a product takes well under a second); None where `dtype` cannot be multiplied.
+    """
+    if checked_kind(device) == "cuda" and dtype in _HALF:
+        printed = specification(torch.cuda.get_device_name(device))
+        if printed is not None and (printed.bf16 or dtype != torch.bfloat16):
+            return printed.half_flops
+    try:
+        return measure_flops(device, dtype)
+    except (RuntimeError, TypeError):
+        return None
+
+
+def measure_flops(device: torch.device, dtype: torch.dtype, seconds: float = 0.2) -> float:
+    """FLOP/s of a large square matrix product, the median over about `seconds`.
+
+    Random state stays as it is. On a CPU with the threads that torch has now.
+
+    Raises:
+        RuntimeError: this device cannot multiply `dtype`, or has no memory for it.
+    """
+    side = _MATRIX_SIDE[checked_kind(device)]
+    generator = torch.Generator(device).manual_seed(0)
+    # Noise, as gradients are: products of constants draw less power and run at higher clocks.
+    matrix = torch.randn(side, side, generator=generator, device=device).to(dtype)
+    out = matrix @ matrix
+    taken: list[float] = []
+    while sum(taken) < seconds or len(taken) < 3:
+        synchronize(device)
+        start = time.perf_counter()
+        torch.mm(matrix, matrix, out=out)
+        synchronize(device)
+        taken.append(time.perf_counter() - start)
+    return 2 * side**3 / statistics.median(taken)

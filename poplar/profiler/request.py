@@ -1,0 +1,281 @@
+"""What shall be measured: checked on this rank, agreed by all, and named for the cache."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import poplar
+from poplar.comm import Control
+from poplar.data import pytree
+from poplar.plan import STRATEGIES
+from poplar.profiler.passes import LossFunction
+from poplar.system import devices, host_limits
+from poplar.zero import setup
+from poplar.zero.agreement import agree
+from poplar.zero.unit import Member, build_units
+from poplar.zero.update import OptimizerFactory
+
+DEFAULT_MAX_BATCH = 1024
+"""Where neither memory nor time ends the climb."""
+
+_ONLY_VALUES = frozenset({"lr", "betas", "eps"})
+"""Options of an optimizer that a profile does not depend on."""
+_OWN = (
+    "device",
+    "host",
+    "driver",
+    "cores",
+    "quota",
+    "threads",
+    "matmul_precision",
+    "max_batch",
+    "memory_limit",
+)
+"""What may be another on each rank."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """Everything that `profile_cluster` was asked for, on this rank."""
+
+    model: nn.Module
+    loss_fn: LossFunction
+    example: Any
+    optimizer_class: OptimizerFactory
+    optimizer_options: Mapping[str, Any]
+    max_batch: int | None
+    memory_limit: int | None
+    stages: Sequence[int]
+    seconds: float
+    max_norm: float | None
+    units: Sequence[str | nn.Module | type[nn.Module]] | None
+    compute_dtype: torch.dtype | str
+    reduce_dtype: torch.dtype
+    allow_batch_norm: bool
+
+    def check(self) -> None:
+        """What can be checked on this rank alone.
+
+        Raises:
+            ValueError, TypeError: what is wrong, and the way out.
+        """
+        if self.max_batch is not None and not _is_count(self.max_batch):
+            raise ValueError(
+                f"max_batch must be a whole number, at least 1, got {self.max_batch!r}; it is the "
+                "largest micro-batch that is tried on this rank"
+            )
+        if self.memory_limit is not None and not _is_count(self.memory_limit):
+            raise ValueError(
+                f"memory_limit must be a whole number of bytes, got {self.memory_limit!r}; leave "
+                "it out to use what the device has"
+            )
+        unknown = [s for s in self.stages if isinstance(s, bool) or s not in range(len(STRATEGIES))]
+        if unknown or not self.stages:
+            raise ValueError(f"stages must name ZeRO stages 0 to 3, got {self.stages}")
+        if not self.seconds > 0:
+            raise ValueError(f"seconds must be above 0, got {self.seconds}")
+        if pytree.samples_in(self.example) < 1:
+            raise ValueError("example_batch has no samples; give at least one")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Agreed:
+    """What all ranks know of each other before anything is measured."""
+
+    setup: setup.Request
+    dtype: torch.dtype | None
+    """In which the model computes; None: as it is."""
+    device: torch.device
+    everyones: tuple[Mapping[str, Any], ...]
+    """By rank: what is its own."""
+    identity: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def ranks_on_this_host(self) -> int:
+        """How many ranks share the memory of this one's host."""
+        host = devices.describe(self.device).host
+        return sum(own["host"] == host for own in self.everyones)
+
+
+def agree_on(request: Request, control: Control) -> Agreed:
+    """Check on all ranks, compare, and name what is measured. Collective.
+
+    Raises:
+        ValueError, TypeError: on the rank that was given something wrong; ranks that differ.
+        RankFailed: another rank was given something wrong.
+    """
+    error: Exception | None = None
+    try:
+        request.check()
+        checked = setup.check_request(
+            request.model,
+            request.optimizer_class,
+            request.optimizer_options,
+            plan=None,
+            stage=0,
+            params=None,
+            units=request.units,
+            compute_dtype=request.compute_dtype,
+            reduce_dtype=request.reduce_dtype,
+            world_size=control.group.size,
+            allow_batch_norm=request.allow_batch_norm,
+        )
+        own = _own(request, checked)
+    except Exception as caught:
+        error = caught
+    agree(control, error, doing="profiling")
+    dtype = setup.agree_on_request(control, checked)
+    everyones = control.exchange_objects(own, what="profiling")
+    for key in ("stages", "seconds", "max_norm", "loss_fn", "versions"):
+        values = [other[key] for other in everyones]
+        if len(set(map(str, values))) > 1:
+            raise ValueError(
+                f"the ranks disagree on {key}: {dict(enumerate(values))}; profile with the same "
+                "arguments and versions on every rank"
+            )
+    identity = _identity(checked, request, dtype, everyones)
+    return Agreed(
+        setup=checked,
+        dtype=dtype,
+        device=checked.device,
+        everyones=tuple(everyones),
+        identity=identity,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """What the engine makes of a model, in elements."""
+
+    trained: tuple[int, ...]
+    """Of each unit that has any."""
+    names: tuple[str, ...]
+    """Of the same units."""
+    frozen: tuple[int, ...]
+    """Of the same units: what is gathered with them and not trained."""
+    resident: tuple[int, ...]
+    """Which of these units stay gathered until a pass is over."""
+    flats: tuple[int, ...]
+    """Of each flat buffer that is reduced."""
+
+
+def sizes_of(agreed: Agreed, *, gathers: bool) -> Sizes:
+    """Elements of units and flat buffers.
+
+    Args:
+        agreed: of this rank.
+        gathers: as where units are gathered one by one.
+    """
+    checked = agreed.setup
+    members = [
+        Member(name, parameter, group, group >= 0, parameter.dtype)
+        for name, parameter in checked.model.named_parameters()
+        for group in (checked.group_of.get(id(parameter), -1),)
+        if gathers or group >= 0
+    ]
+    merge = setup.merge_of(checked, gathers=gathers)
+    units = build_units(checked.model, members, checked.unit_names, merge=merge)
+    units = [unit for unit in units if unit.trained]
+    return Sizes(
+        trained=tuple(sum(flat.numel for flat in unit.trained) for unit in units),
+        names=tuple(unit.name for unit in units),
+        frozen=tuple(sum(f.numel for f in unit.flats if not f.trained) for unit in units),
+        resident=tuple(number for number, unit in enumerate(units) if unit.resident),
+        flats=tuple(flat.numel for unit in units for flat in unit.trained),
+    )
+
+
+def _own(request: Request, checked: setup.Request) -> dict[str, Any]:
+    """This rank's part of the identity: plain values."""
+    info = devices.describe(checked.device)
+    on_cpu = checked.device.type == "cpu"
+    return {
+        "device": f"{info.name} {info.uuid}".strip(),
+        "host": info.host,
+        "driver": info.driver,
+        "cores": info.cores,
+        "quota": host_limits.processor_quota() if on_cpu else None,
+        "threads": torch.get_num_threads() if on_cpu else 0,
+        "matmul_precision": torch.get_float32_matmul_precision(),
+        "max_batch": request.max_batch,
+        "memory_limit": request.memory_limit,
+        "stages": list(request.stages),
+        "seconds": request.seconds,
+        "max_norm": request.max_norm,
+        "loss_fn": _name(request.loss_fn),
+        "versions": f"poplar {poplar.__version__}, torch {torch.__version__}",
+        "example": _signature(request.example),
+    }
+
+
+def _identity(
+    checked: setup.Request,
+    request: Request,
+    dtype: torch.dtype | None,
+    everyones: Sequence[Mapping[str, Any]],
+) -> dict[str, str]:
+    shared = checked.identity()
+    first = everyones[0]
+    texts = {
+        "model": f"{type(checked.model).__name__} {_digest([shared['model'], shared['buffers']])}",
+        "structure": _digest([str(checked.model), _switches(checked.model)]),
+        "units": _digest(shared["units"]),
+        "optimizer": f"{shared['optimizer']} {_timed(shared['optimizer options'])}",
+        "compute_dtype": str(dtype if dtype is not None else "as the model is"),
+        "reduce_dtype": str(request.reduce_dtype),
+        "example": ", ".join(dict.fromkeys(own["example"] for own in everyones)),
+        "world_size": str(len(everyones)),
+    }
+    texts.update({key: str(first[key]) for key in ("stages", "max_norm", "loss_fn")})
+    texts["versions"] = first["versions"]
+    for key in _OWN:
+        texts[key] = _by_rank([own[key] for own in everyones])
+    return texts
+
+
+def _switches(model: nn.Module) -> list[dict[str, bool | str]]:
+    """What modules were told to do that neither their names nor their shapes show.
+
+    The training mode is one of them, activation checkpointing, as it is switched on, another.
+    """
+    return [
+        {key: value for key, value in vars(module).items() if isinstance(value, (bool, str))}
+        for module in model.modules()
+    ]
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _timed(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of an optimizer that its time and its memory may depend on."""
+    return {key: value for key, value in options.items() if key not in _ONLY_VALUES}
+
+
+def _by_rank(values: Sequence[Any]) -> str:
+    return str(values[0]) if len(set(values)) == 1 else str(list(values))
+
+
+def _signature(example: Any) -> str:
+    """What of a batch decides how long it takes: shapes but for the samples, and dtypes."""
+    tensors = pytree.tensors(example)
+    return " ".join(f"{list(t.shape[1:])}:{t.dtype}" for t in tensors if isinstance(t, Tensor))
+
+
+def _name(function: Callable[..., Any]) -> str:
+    if isinstance(function, functools.partial):
+        function = function.func
+    return str(getattr(function, "__qualname__", type(function).__qualname__))
+
+
+def _digest(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, default=str).encode()).hexdigest()[:16]

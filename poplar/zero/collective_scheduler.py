@@ -1,0 +1,395 @@
+"""The conductor: plays every slot of a pass once, in the agreed order, on every rank.
+
+It is told what this rank's own pass demands (`need`), what is complete (`gradient_arrived`) and
+when the pass is over or has failed (`finish`). A rank without a backward of its own goes straight
+to `finish`, where the remaining slots are played with zeros. See [Note: one order for all] in
+`schedule.py`, and [Note: backward order] below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+
+from torch import Tensor, nn
+
+from poplar.comm import Control
+from poplar.errors import OutOfOrder, RankFailed
+from poplar.zero.collective_order import Kind, Slot, agreed_order
+from poplar.zero.strategy import Strategy
+from poplar.zero.unit import Unit
+
+
+class Mode(Enum):
+    """Passes of one mode share an order of slots."""
+
+    TRAIN = "training"
+    EVALUATE = "evaluation"
+    GIVEN = "reduction-only"
+    """No forward and no backward: what lies in `.grad` is reduced."""
+
+
+class Conductor:
+    """One per engine; `begin` and `finish` bracket a pass.
+
+    [Note: backward order]
+    Autograd runs what was recorded last first. When the backward enters the `v`-th visit of the
+    forward, everything that was visited later is over: its parameters can be released, and a unit
+    whose visits were all later gets no more gradients, whether or not each parameter got one.
+    """
+
+    def __init__(self, units: Sequence[Unit], strategy: Strategy, control: Control) -> None:
+        self._units = units
+        self._strategy = strategy
+        self._control = control
+        self._orders: dict[tuple[Mode, bool], tuple[Slot, ...]] = {}
+        self._trained = {unit: sum(len(flat.parameters) for flat in unit.trained) for unit in units}
+        self.active = False
+        self.mode = Mode.TRAIN
+        self.reduces = False
+        """The pass that is open, or was last, reduces gradients."""
+
+    def knows(self, mode: Mode, reduces: bool) -> bool:
+        """Whether the order of such passes has been recorded, so that nobody has to lead."""
+        return (mode, reduces) in self._orders or not (self._strategy.gathers or reduces)
+
+    def begin(self, mode: Mode, *, reduces: bool, weight: float, leader: int) -> None:
+        """Open a pass. Collective where slots will be played.
+
+        Args:
+            reduces: gradients are reduced in this pass.
+            weight: what this rank's gradients are multiplied by.
+            leader: the rank that announces the order while none has been recorded.
+        """
+        self.active = True
+        self.mode = mode
+        self.reduces = reduces
+        self._weight = weight
+        self._leader = leader
+        self._leads = leader == self._control.group.rank
+        order = self._orders.get((mode, reduces))
+        self._led = order is None and (self._strategy.gathers or reduces)
+        self._slots: tuple[Slot, ...] = order or ()
+        self._cursor = 0
+        self._entered = -1
+        self._recorded: list[Slot] = []
+        self._pending: Slot | None = None
+        """Announced and not played yet: whatever fails meanwhile, others are waiting in it."""
+        self._sent = 0
+        """Buffers of the reduction being played that are on their way: should the next one find no
+        memory, they are not sent again."""
+        self._current: Unit | None = None
+        self._gathered: set[Unit] = set()
+        self._shown: set[Unit] = set()
+        self._path: list[Unit] = []
+        self._visited: set[Unit] = set()
+        self._expected: set[int] = set()
+        self._first_visit: dict[Unit, int] = {}
+        self._backward_visit: int | None = None
+        self._outputs: set[tuple[object, int]] = set()
+        self._arrived: dict[Unit, set[nn.Parameter]] = {}
+        self._complete: set[Unit] = set()
+        self._reduced: set[Unit] = set()
+        self._finishing = False
+
+    # What this rank's own pass tells.
+
+    def visit(self, unit: Unit) -> int:
+        """The forward enters `unit`: gather it; returns the number of this visit."""
+        self._announce_passed_by(unit.index)
+        self.need(unit)
+        self._visited.add(unit)
+        self._path.append(unit)
+        return len(self._path) - 1
+
+    def expect_backward(self, unit: Unit, visit: int) -> None:
+        """A visit of the forward has given out tensors that may bring gradients back."""
+        self._expected.add(visit)
+        self._first_visit.setdefault(unit, visit)
+
+    def is_new_output(self, value: Tensor) -> bool:
+        """Whether no unit has given this tensor out before in this pass."""
+        # The objects themselves: they stay alive, so that no later one can be taken for them.
+        key = (value if value.grad_fn is None else value.grad_fn, value.output_nr)
+        if key in self._outputs:
+            return False
+        self._outputs.add(key)
+        return True
+
+    def revisit(self, unit: Unit, visit: int) -> None:
+        """The backward enters a visit of the forward."""
+        if self._backward_visit is None:
+            self._announce_passed_by(len(self._units))
+        self._announce_passed_by_backwards(visit)
+        self._backward_visit = visit
+        self.need(unit)
+
+    def _announce_passed_by(self, index: int) -> None:
+        """As the leader: units before `index` in the module tree that this rank's forward skips."""
+        if self._led and self._leads and self._strategy.gathers:
+            for unit in self._units[:index]:
+                if not unit.resident and unit not in self._path:
+                    self._pass_by(unit)
+                    self._path.append(unit)
+
+    def _announce_passed_by_backwards(self, visit: int) -> None:
+        """As the leader: skipped units between the backward's last visit and this one."""
+        if self._led and self._leads and self._strategy.gathers:
+            last = len(self._path) if self._backward_visit is None else self._backward_visit
+            for place in range(last - 1, visit, -1):
+                unit = self._path[place]
+                if unit.resident:
+                    continue
+                if unit not in self._visited:
+                    self._pass_by(unit)
+                elif place in self._expected or (unit.trained and unit not in self._first_visit):
+                    # Nothing came back to it on this rank, but may on others.
+                    self._pass_by(unit, Kind.GATHER)
+
+    def _pass_by(self, unit: Unit, kind: Kind = Kind.SKIPPED) -> None:
+        last = next(
+            (slot for slot in reversed(self._recorded) if slot.kind is not Kind.REDUCE), None
+        )
+        if last is not None and last.unit == unit.index:
+            return  # whoever needs it has it still
+        self._release_current()
+        self._announce_and_play(Slot(kind, unit.index))
+        self._release(unit)
+
+    def need(self, unit: Unit) -> None:
+        """`unit`'s parameters are read next: return when they are there.
+
+        Raises:
+            OutOfOrder: the agreed order has no gather of this unit left.
+            RankFailed: the rank that leads the first pass has not come so far.
+        """
+        if unit in self._shown:
+            return
+        if unit in self._gathered and unit.resident:
+            pass  # came early, with those that were needed before it
+        elif self._led:
+            if not unit.resident:
+                self._release_current()
+            self._play_led_until(Slot(Kind.GATHER, unit.index))
+        else:
+            self._play_until(unit)
+        if not unit.resident:
+            self._current = unit
+        self._shown.add(unit)
+        self._strategy.show(unit)
+
+    def gradient_arrived(self, unit: Unit, parameter: nn.Parameter) -> None:
+        """Autograd has accumulated a parameter's gradient of this pass.
+
+        Raises:
+            RuntimeError: the unit has been reduced already.
+        """
+        if unit in self._reduced:
+            raise RuntimeError(
+                f"rank {self._control.group.rank}: a parameter of unit {unit.name!r} got a "
+                "gradient after the unit was reduced. One backward per micro-batch, please: add "
+                "the losses up first; and use activation checkpointing with use_reentrant=False"
+            )
+        arrived = self._arrived.setdefault(unit, set())
+        arrived.add(parameter)
+        if len(arrived) < self._trained[unit] or unit in self._complete:
+            return
+        self._complete.add(unit)
+        if not self.reduces:
+            self._accumulate(unit)
+        elif not self._led:
+            self._play_what_is_complete()
+        elif self._leads and not (unit.resident and self._strategy.gathers):
+            # A resident unit's reduction comes last: its backward may be over while others' units
+            # that this rank skips are still to be gathered.
+            self._announce_and_play(Slot(Kind.REDUCE, unit.index))
+
+    def finish(self, *, failed: bool = False) -> None:
+        """Play what remains, with zeros for what never came, and release everything."""
+        self._finishing = True
+        if not self.reduces and not self._strategy.gathers:
+            self._accumulate_rest(failed)
+        elif self._led:
+            self._finish_led(failed)
+        else:
+            while self._cursor < len(self._slots):
+                self._play(self._slots[self._cursor])
+                self._cursor += 1
+        for unit in list(self._gathered):
+            self._release(unit)
+        self._outputs.clear()
+        self.active = False
+
+    def _accumulate_rest(self, failed: bool) -> None:
+        for unit in self._units:
+            if failed:
+                for flat in unit.trained:
+                    flat.take_gradients(0.0)
+            else:
+                self._accumulate(unit)
+
+    def _accumulate(self, unit: Unit) -> None:
+        for flat in unit.trained:
+            self._strategy.accumulate(flat, self._weight)
+
+    # The recorded order.
+
+    def _play_until(self, unit: Unit) -> None:
+        place = self._next_gather(unit)
+        for skipped in self._passed_over(place):
+            self._release(skipped)
+        if not unit.resident:
+            self._release_current()
+            self._entered = place
+        self._play_through(place)
+        following = self._gather_after(place)
+        if following is not None:
+            self._play_through(following, only_if_complete=True)
+
+    def _next_gather(self, unit: Unit) -> int:
+        wanted = Slot(Kind.GATHER, unit.index)
+        for place in range(self._entered + 1, len(self._slots)):
+            if self._slots[place] == wanted:
+                return place
+        raise self._out_of_order(unit)
+
+    def _passed_over(self, place: int) -> list[Unit]:
+        """Units gathered early for visits that this rank's pass skips."""
+        passed = (self._slots[at] for at in range(self._entered + 1, min(place, self._cursor)))
+        units = (self._units[slot.unit] for slot in passed if slot.kind is Kind.GATHER)
+        return [unit for unit in units if not unit.resident and unit in self._gathered]
+
+    def _gather_after(self, place: int) -> int | None:
+        for later in range(place + 1, len(self._slots)):
+            if self._slots[later].kind is Kind.GATHER:
+                return later
+        return None
+
+    def _play_through(self, place: int, *, only_if_complete: bool = False) -> None:
+        while self._cursor <= place:
+            slot = self._slots[self._cursor]
+            if slot.kind is Kind.REDUCE and not self._is_over(self._units[slot.unit]):
+                if only_if_complete:
+                    return
+                raise self._out_of_order(self._units[self._slots[place].unit])
+            self._play(slot)
+            self._cursor += 1
+            passed_over = slot.kind is Kind.GATHER and self._cursor <= place
+            if passed_over and not self._units[slot.unit].resident:
+                self._release(self._units[slot.unit])
+
+    def _play_what_is_complete(self) -> None:
+        while self._cursor < len(self._slots):
+            slot = self._slots[self._cursor]
+            if slot.kind is not Kind.REDUCE or self._units[slot.unit] not in self._complete:
+                return
+            self._play(slot)
+            self._cursor += 1
+
+    # The first pass: the leader announces, the others follow.
+
+    def _play_led_until(self, wanted: Slot) -> None:
+        if self._leads:
+            self._announce_and_play(wanted)
+            return
+        while True:
+            slot = self._peek()
+            unit = self._units[slot.unit]
+            if slot.kind is Kind.ABANDON:
+                raise RankFailed(
+                    f"rank {self._control.group.rank}: rank {self._leader}, which tells the others "
+                    "in its first pass what comes next, did not finish it; look there for the cause"
+                )
+            if slot.kind is Kind.END:
+                raise self._out_of_order(self._units[wanted.unit])
+            if slot.kind is Kind.REDUCE and not self._is_over(unit):
+                raise self._out_of_order(self._units[wanted.unit])
+            self._play_pending()
+            if slot.kind is not Kind.REDUCE and slot.unit == wanted.unit:
+                return
+            if slot.kind is not Kind.REDUCE and not unit.resident:
+                self._release(unit)
+
+    def _finish_led(self, failed: bool) -> None:
+        if self._leads:
+            self._play_pending()
+            if not failed:
+                if self._backward_visit is None and self.mode is not Mode.GIVEN:
+                    self._announce_passed_by(len(self._units))
+                if self.mode is Mode.TRAIN:
+                    self._announce_passed_by_backwards(-1)
+                for unit in self._units:
+                    if self.reduces and unit.trained and unit not in self._reduced:
+                        self._announce_and_play(Slot(Kind.REDUCE, unit.index))
+            last = Slot(Kind.ABANDON if failed else Kind.END)
+            self._control.announce(last.encode())
+            self._control.flush()
+        else:
+            while (last := self._peek()).kind not in (Kind.END, Kind.ABANDON):
+                self._play_pending()
+        if last.kind is Kind.END:
+            self._orders[self.mode, self.reduces] = agreed_order(self._recorded)
+
+    def _announce_and_play(self, slot: Slot) -> None:
+        self._play_pending()  # of a forward that failed and was tried again, say
+        self._control.announce(slot.encode())
+        self._pending = slot
+        self._play_pending()
+
+    def _play_pending(self) -> None:
+        if self._pending is not None:
+            self._play(self._pending)
+            self._pending = None
+
+    def _peek(self) -> Slot:
+        if self._pending is None:
+            self._pending = Slot.decode(self._control.hear(self._leader))
+        return self._pending
+
+    # Playing.
+
+    def _play(self, slot: Slot) -> None:
+        unit = self._units[slot.unit]
+        if slot.kind is Kind.REDUCE:
+            self._reduced.add(unit)
+            for flat in unit.trained[self._sent :]:
+                self._strategy.reduce(flat, self._weight)
+                self._sent += 1
+            self._sent = 0
+        else:
+            self._strategy.gather(unit, in_step=self.mode is Mode.TRAIN)
+            self._gathered.add(unit)
+            if self._finishing:
+                self._release(unit)
+        self._recorded.append(slot)
+
+    def _is_over(self, unit: Unit) -> bool:
+        """No more gradients can come for `unit` in this pass: [Note: backward order]."""
+        if self._finishing or unit in self._complete:
+            return True
+        if unit.resident or not self._strategy.gathers:
+            return False
+        first = self._first_visit.get(unit)
+        return first is None or (self._backward_visit is not None and first > self._backward_visit)
+
+    def _release_current(self) -> None:
+        if self._current is not None:
+            self._release(self._current)
+            self._current = None
+
+    def _release(self, unit: Unit) -> None:
+        if unit in self._gathered:
+            self._gathered.discard(unit)
+            self._shown.discard(unit)
+            self._strategy.release(unit)
+
+    def _out_of_order(self, unit: Unit) -> OutOfOrder:
+        played = self._slots[: self._cursor] if not self._led else tuple(self._recorded)
+        names = [self._units[slot.unit].name for slot in played if slot.kind is Kind.GATHER]
+        return OutOfOrder(
+            f"rank {self._control.group.rank}: the model reached unit {unit.name!r} in another "
+            f"order than agreed in the first {self.mode.value} pass (so far agreed: "
+            f"{', '.join(names[-6:])}). All ranks must run the same model in the same order; a "
+            "unit may be skipped, not moved. If the order depends on the data, name a larger unit "
+            "that contains these: HeteroZeroOptimizer(..., units=[...])"
+        )

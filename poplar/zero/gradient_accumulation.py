@@ -1,0 +1,99 @@
+"""What stages 0 and 1 share: passes add up on the rank, and gradients meet once a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from poplar.comm import Bucket, Communicator, Pending
+from poplar.comm.communicator import own_slice
+from poplar.zero.flat_parameter import Flat
+from poplar.zero.strategy import Strategy
+from poplar.zero.unit import Unit
+
+
+class LocalSums(Strategy):
+    """Each rank adds up its passes, weighted, in fp32; in its last pass the sums are reduced.
+
+    The transport sends from the bucket that holds the sums, and what it reduces ends in the slice
+    of it that the layout gives this rank.
+
+    [Note: beside the backward]
+    Ranks come to their last pass at different times, so a reduction may have to wait for long, and
+    the next one for the memory that it holds. What cannot be reduced yet is safe in the sums, so on
+    CUDA reductions and all waits for them have a stream of their own, and the backward goes on.
+    Waits on the host hold up the backward, but where ranks share memory: there nothing has to wait.
+    """
+
+    gathers = False
+    reduces_every_pass = False
+
+    def __init__(self, comm: Communicator, reduce_dtype: torch.dtype) -> None:
+        super().__init__(comm, reduce_dtype)
+        self._sums: dict[Flat, Bucket] = {}
+        self._started: set[Flat] = set()
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    def begin_step(self) -> None:
+        super().begin_step()
+        self._started.clear()
+        self._finish_reductions()  # of a step that was closed with an error
+
+    def accumulate(self, flat: Flat, weight: float) -> None:
+        gradients, offsets = flat.take_gradients(weight)
+        self._hold_gradient(flat)
+        again = flat in self._started
+        if gradients or not again:
+            self._sums[flat].pack(gradients, offsets, weight, accumulate=again)
+        self._started.add(flat)
+
+    def reduce(self, flat: Flat, weight: float) -> None:
+        self.accumulate(flat, weight)
+        with self._beside(flat.device):
+            narrow = self.codec.wire_dtype is not torch.float32
+            if narrow or self.comm.takes_memory:
+                self._make_room()
+            self._pending.append(self._reduction(flat, narrow=narrow))
+
+    def settle(self, units: Sequence[Unit]) -> None:
+        self._finish_reductions()
+        super().settle(units)
+
+    def drop_gradient(self, flat: Flat) -> None:
+        super().drop_gradient(flat)
+        self._sums.pop(flat, None)
+
+    def _reduction(self, flat: Flat, *, narrow: bool) -> Pending:
+        bucket = sums = self._sums[flat]
+        if narrow:
+            bucket = self.comm.buffer(flat.layout, self.codec.wire_dtype, flat.device, self.codec)
+            bucket.pack([sums.data], [0], 1.0)
+        own = own_slice(sums.data, flat.layout, self.comm.group.rank)
+        what = f"the reduction of unit {flat.name}"
+        return self.comm.reduce_scatter(
+            bucket, own, accumulate=False, what=what, squares=flat.squares
+        )
+
+    def _allocate_sums(self, flat: Flat) -> Bucket:
+        self._sums[flat] = self.comm.buffer(flat.layout, torch.float32, flat.device)
+        return self._sums[flat]
+
+    def _beside(self, device: torch.device) -> AbstractContextManager[object]:
+        """What is issued and waited for within comes after all that was issued so far, and holds
+        nobody up where the transport waits on streams.
+        """
+        if device.type != "cuda" or not self.comm.waits_on_stream:
+            return nullcontext()
+        stream = self._streams.setdefault(device, torch.cuda.Stream(device))
+        stream.wait_stream(torch.cuda.current_stream(device))
+        return torch.cuda.stream(stream)
+
+    def _finish_reductions(self) -> None:
+        """The current stream goes on when everything beside it is over."""
+        for device, stream in self._streams.items():
+            with self._beside(device):
+                self._drain(0)
+            torch.cuda.current_stream(device).wait_stream(stream)
+        self._drain(0)

@@ -1,0 +1,162 @@
+"""The direct algorithm against arithmetic in one process: any layout and dtype, empty slices."""
+
+from __future__ import annotations
+
+import random
+from datetime import timedelta
+
+import pytest
+import ranks as harness
+import torch
+from ranks import Pool
+from torch import Tensor
+
+from poplar.comm import Codec, Control, Group, connect
+from poplar.comm.shard_layout import Layout
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+WORLD = 4
+
+
+def random_layout(generator: random.Random, numel: int) -> Layout:
+    cuts = sorted(64 * generator.randint(0, numel // 64) for _ in range(WORLD - 1))
+    return Layout((0, *cuts, numel))
+
+
+def gradient(rank: int, numel: int, seed: int) -> Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(1000 * seed + rank))
+
+
+def sum_in_rank_order(parts: list[Tensor]) -> Tensor:
+    total = parts[0].float()
+    for part in parts[1:]:
+        total = total + part.float()
+    return total
+
+
+def reduce_scatter_many(seed: int, times: int, depth: int) -> list[str]:
+    """Random buckets, several in flight; returns what differed."""
+    group = Group.of(harness.group(), None)
+    comm = connect(group, "auto")
+    generator = random.Random(seed)
+    wrong, in_flight = [], []
+    for turn in range(times):
+        numel = 64 * generator.randint(0, 60)
+        layout = random_layout(generator, numel)
+        dtype = generator.choice(DTYPES)
+        weights = [generator.random() for _ in range(WORLD)]
+        accumulate = generator.random() < 0.5
+        packed = []
+        for rank in range(WORLD):
+            bucket = comm.buffer(layout, dtype, torch.device("cpu"), Codec(dtype))
+            bucket.pack([gradient(rank, numel, turn)], [0], weights[rank])
+            packed.append(bucket)
+        mine = packed[group.rank]
+        low, high = layout.bounds(group.rank)
+        out = torch.full((high - low,), 0.5)
+        expected = sum_in_rank_order([bucket.data for bucket in packed])[low:high]
+        expected = expected + 0.5 if accumulate else expected
+        pending = comm.reduce_scatter(mine, out, accumulate=accumulate, what=f"turn {turn}")
+        in_flight.append((pending, out, expected, f"{turn}: {layout} {dtype}"))
+        if len(in_flight) == depth or turn == times - 1:
+            for pending, out, expected, text in in_flight:
+                pending.wait()
+                if not torch.equal(out, expected):
+                    wrong.append(text)
+            in_flight = []
+    return wrong
+
+
+@pytest.mark.parametrize("depth", [1, 5])
+def test_reduce_scatter_adds_in_rank_order_bit_for_bit(ranks: Pool, depth: int) -> None:
+    for wrong in ranks.run(reduce_scatter_many, 7, 60, depth):
+        assert wrong == []
+
+
+def gather_many(seed: int, times: int) -> list[str]:
+    group = Group.of(harness.group(), None)
+    comm = connect(group, "auto")
+    generator = random.Random(seed)
+    wrong = []
+    for turn in range(times):
+        numel = 64 * generator.randint(0, 60)
+        layout = random_layout(generator, numel)
+        truth = gradient(0, numel, turn).to(generator.choice(DTYPES))
+        low, high = layout.bounds(group.rank)
+        data = torch.full_like(truth, float("nan"))
+        data[low:high] = truth[low:high]
+        comm.all_gather(data, layout, what=f"turn {turn}").wait()
+        if not torch.equal(data, truth):
+            wrong.append(f"{turn}: {layout}")
+    return wrong
+
+
+def test_all_gather_completes_the_buffer_in_place(ranks: Pool) -> None:
+    for wrong in ranks.run(gather_many, 8, 60):
+        assert wrong == []
+
+
+def reshard_many(seed: int, times: int) -> list[str]:
+    group = Group.of(harness.group(), None)
+    comm = connect(group, "auto")
+    generator = random.Random(seed)
+    wrong = []
+    for turn in range(times):
+        numel = 64 * generator.randint(0, 60)
+        old, new = random_layout(generator, numel), random_layout(generator, numel)
+        truth = gradient(0, numel, turn)
+        before = truth[slice(*old.bounds(group.rank))].clone()
+        after = comm.reshard(before, old, new, what=f"turn {turn}")
+        if not torch.equal(after, truth[slice(*new.bounds(group.rank))]):
+            wrong.append(f"{turn}: {old} -> {new}")
+    return wrong
+
+
+def test_reshard_brings_every_element_to_its_new_owner(ranks: Pool) -> None:
+    for wrong in ranks.run(reshard_many, 9, 60):
+        assert wrong == []
+
+
+def agree_on_many_things() -> tuple[list[object], list[list[float]], list[int]]:
+    group = Group.of(harness.group(), None)
+    control = Control(group)
+    objects = control.exchange_objects({"rank": group.rank, "text": "x" * group.rank}, what="test")
+    later = [control.exchange(torch.tensor([float(group.rank), k]), what="test") for k in range(3)]
+    values = [[float(part[0]) for part in collect()] for collect in later]
+    heard = []
+    for leader in range(group.size):
+        if leader == group.rank:
+            control.announce(100 + leader)
+        else:
+            heard.append(control.hear(leader))
+    control.flush()
+    return objects, values, heard
+
+
+def test_ranks_agree_on_values_objects_and_announcements(ranks: Pool) -> None:
+    for rank, (objects, values, heard) in enumerate(ranks.run(agree_on_many_things)):
+        assert objects == [{"rank": r, "text": "x" * r} for r in range(WORLD)]
+        assert values == [[0.0, 1.0, 2.0, 3.0]] * 3
+        assert heard == [100 + leader for leader in range(WORLD) if leader != rank]
+
+
+def wait_in_opposite_orders(choice: str) -> list[float]:
+    """Even ranks wait for the sum before they issue the gather, odd ones for the gather first."""
+    group = Group.of(harness.group(), timedelta(seconds=20))
+    comm = connect(group, choice)
+    layout = Layout.even(64 * WORLD, WORLD)
+    bucket = comm.buffer(layout, torch.float32, torch.device("cpu"))
+    bucket.pack([torch.ones(layout.numel)], [0], 1.0)
+    data = torch.full((layout.numel,), 1.0)
+    summed = comm.all_reduce(bucket, what="the sum")
+    if group.rank % 2 == 0:
+        summed.wait()
+    gathered = comm.all_gather(data, layout, what="the gather")
+    gathered.wait()
+    summed.wait()
+    return [bucket.data.mean().item(), data.mean().item()]
+
+
+@pytest.mark.parametrize("choice", ["shared_memory", "process_group", "staged"])
+def test_ranks_may_wait_in_any_order(ranks: Pool, choice: str) -> None:
+    assert ranks.run(wait_in_opposite_orders, choice) == [[4.0, 1.0]] * WORLD

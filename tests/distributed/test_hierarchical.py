@@ -1,0 +1,144 @@
+"""Two hosts as network namespaces: what crosses between them, counted at their interfaces."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+
+import ranks as harness
+from launch import run_ranks
+from network import EmulatedNetwork, EmulationUnavailable, Hosts
+
+from poplar.comm import Bucket, Codec, Group, connect, host_topology
+from poplar.comm.shard_layout import Layout
+from poplar.errors import CollectiveTimeout
+
+RANKS, NUMEL = 5, 1 << 20
+ON_THE_FIRST = 3
+"""Uneven: three ranks on one host, two on the other."""
+GIGABITS = 4.0
+FRAMES = 1.1
+"""What headers and acknowledgements may add; a second copy of anything would be far above."""
+
+
+def enter(hosts: Hosts, rank: int) -> None:
+    host_topology.enter(int(rank >= ON_THE_FIRST))
+
+
+def run_and_count(hosts: Hosts, choice: str, operation: str, folder: str) -> None:
+    """Rank 0 writes down the bytes that either host has sent in one collective."""
+    group = Group.of(None, None)
+    comm = connect(group, choice)
+    layout = Layout.even(NUMEL, RANKS)
+    bucket = Bucket(torch.full((NUMEL,), float(group.rank)), layout, Codec())
+    low, high = layout.bounds(group.rank)
+    dist.barrier()
+    before = [host_topology.sent_bytes(host) for host in (0, 1)]
+    dist.barrier()
+    if operation == "reduce_scatter":
+        out = torch.empty(high - low)
+        comm.reduce_scatter(bucket, out, accumulate=False, what=operation).wait()
+        assert (out == sum(range(RANKS))).all()
+    elif operation == "all_gather":
+        comm.all_gather(bucket.data, layout, what=operation).wait()
+        for rank in range(RANKS):
+            assert (bucket.data[slice(*layout.bounds(rank))] == rank).all()
+    else:
+        comm.all_reduce(bucket, what=operation).wait()
+        assert (bucket.data == sum(range(RANKS))).all()
+    dist.barrier()
+    if group.rank == 0:
+        after = [host_topology.sent_bytes(host) for host in (0, 1)]
+        Path(folder, "sent").write_text(f"{after[0] - before[0]} {after[1] - before[1]}")
+    dist.barrier()
+
+
+def sent(choice: str, operation: str, folder: Path) -> tuple[float, float]:
+    """By each host, as parts of the whole buffer."""
+    try:
+        with EmulatedNetwork(bits_per_second=1e9 * GIGABITS) as hosts:
+            run_ranks(
+                run_and_count,
+                RANKS,
+                hosts,
+                choice,
+                operation,
+                str(folder),
+                before=partial(enter, hosts),
+            )
+    except EmulationUnavailable as why:
+        pytest.skip(f"no network namespaces here: {why}")
+    first, second = map(int, (folder / "sent").read_text().split())
+    return first / (4 * NUMEL), second / (4 * NUMEL)
+
+
+@pytest.mark.parametrize(
+    ("operation", "first", "second"),
+    [
+        ("reduce_scatter", 2 / 5, 3 / 5),  # sums of what the other host owns
+        ("all_gather", 3 / 5, 2 / 5),  # what this host owns
+        ("all_reduce", 1.0, 1.0),
+    ],
+)
+@pytest.mark.parametrize("choice", ["auto", "hierarchical:process_group"])
+def test_what_belongs_to_the_other_host_crosses_once(operation, first, second, choice, tmp_path):
+    found = sent(choice, operation, tmp_path)
+    assert first <= found[0] <= FRAMES * first
+    assert second <= found[1] <= FRAMES * second
+
+
+def test_the_direct_algorithm_sends_it_once_for_each_rank(tmp_path):
+    first, second = sent("process_group", "reduce_scatter", tmp_path)
+    assert first >= 3 * 2 / 5
+    assert second >= 2 * 3 / 5
+
+
+def lose_a_rank(operation: str, how: int, seconds: float) -> str:
+    """Rank 3, of the second host, goes; what the others say."""
+    host_topology.place = lambda: ("aabb"[harness.rank()],)
+    group = Group.of(harness.group(), timedelta(seconds=seconds))
+    comm = connect(group, "hierarchical")
+    layout = Layout.even(64 * 4, 4)
+    bucket = Bucket(torch.ones(layout.numel), layout, Codec())
+    comm.all_gather(bucket.data, layout, what="the first").wait()
+    if group.rank == 3:
+        os.kill(os.getpid(), how)
+    calls = {
+        "all_reduce": lambda: comm.all_reduce(bucket, what="it").wait(),
+        "all_gather": lambda: comm.all_gather(bucket.data, layout, what="it").wait(),
+        "broadcast": lambda: comm.broadcast(bucket.data, 3, what="it"),
+    }
+    try:
+        calls[operation]()
+    except CollectiveTimeout as error:
+        return str(error)
+    return ""
+
+
+LOST = [
+    ("all_reduce", signal.SIGSTOP),
+    ("all_gather", signal.SIGKILL),
+    ("broadcast", signal.SIGKILL),
+]
+
+
+@pytest.mark.parametrize(("operation", "how"), LOST)
+def test_a_rank_of_another_host_that_is_gone_or_stopped_is_found_by_what_all_say(operation, how):
+    answers = harness.one_off(4, lose_a_rank, operation, int(how), 2.0, lost=[3], timeout=55.0)
+    # Its neighbour knows, unless it had nothing to wait for. Who waits for that one names it, and
+    # so does that one's neighbour, though it has only waited for a rank that is well.
+    assert "waiting for rank(s) 3" in answers[2] or operation == "broadcast"
+    for rank in (0, 1):
+        names = [f"waiting for rank(s) {lost}" for lost in ("2", "3", "2, 3")]
+        assert any(text in answers[rank] for text in names), answers[rank]

@@ -1,0 +1,619 @@
+"""Units that stay gathered between passes: one gather a step, and nothing else changes.
+
+Every rank must issue the same collectives whatever happens to it, so ranks here have empty passes,
+own nothing, skip units and fail in the middle; afterwards the memory is as it was.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import models
+import pytest
+import ranks as harness
+import reference
+import torch
+import training
+from models import ModelSpec
+from ranks import Failure, Pool
+from reference import Recipe, Steering
+from torch import Tensor, nn
+from training import Run, assert_close, assert_exact, assert_raised, assert_same, train_many
+from watched import Watched
+
+import poplar
+from poplar import HeteroZeroOptimizer, Plan, UnitPlan
+from poplar.comm import Bucket, Group
+from poplar.comm.process_group import ProcessGroupCommunicator
+from poplar.errors import PoplarError
+from poplar.zero import unit as units
+from poplar.zero.collective_scheduler import Mode
+from poplar.zero.engine import Engine
+
+BLOCKS = ("blocks.0", "blocks.1", "blocks.2")
+ALL = ("root", *BLOCKS)
+EVEN = (0.25,) * 4
+UNEVEN = (0.55, 0.25, 0.0, 0.2)
+"""Rank 2 owns nothing."""
+TWO_PASSES = ((1, 1), (0, 1), (1, 2), (3, 3))
+AN_IDLE_RANK = ((0, 1, 2), (0, 0, 0), (1, 1, 2), (2, 1, 2))
+BAD = 2
+"""The rank that fails, where only one does."""
+RECIPE = Recipe(batches=(12, 12))
+
+
+def plan_of(*kept: str, micro_batches: tuple = TWO_PASSES, shares: tuple = UNEVEN) -> Plan:
+    return keeping(
+        Plan(stage=3, global_batch=12, micro_batches=micro_batches, shares=shares), *kept
+    )
+
+
+def keeping(plan: Plan, *names: str) -> Plan:
+    """The plan, with these units gathered once a step."""
+    return replace(
+        plan,
+        units=tuple(UnitPlan(name, "sharded_parameters", keep_gathered=True) for name in names),
+    )
+
+
+# Exact
+
+
+CASES = {
+    "uneven batches and shares": (BLOCKS[:1], Run(Recipe(), plan_of())),
+    "a rank without samples": (ALL, Run(Recipe(), plan_of(micro_batches=AN_IDLE_RANK))),
+    "one pass": (
+        ALL,
+        Run(Recipe(), plan_of(micro_batches=((5,), (0,), (3,), (4,)), shares=EVEN)),
+    ),
+    "clipping": (BLOCKS, Run(Recipe(max_norm=0.1), plan_of())),
+    "activation checkpointing": (
+        ("root", "blocks.1"),
+        Run(Recipe(spec=ModelSpec(checkpointing=True)), plan_of()),
+    ),
+    "a unit that is entered several times": (
+        ("blocks.0",),
+        Run(
+            Recipe(spec=ModelSpec(kind="albert"), batches=(12,) * 2),
+            plan_of(),
+            engine={"units": ["blocks.0"]},
+        ),
+    ),
+    "frozen, tied, unused, two groups": (
+        ALL[:3],
+        Run(
+            Recipe(spec=ModelSpec(frozen=True, tied=True, unused=True, two_groups=True)), plan_of()
+        ),
+    ),
+    "own loop, token weights": (
+        BLOCKS[1:],
+        Run(Recipe(loss="tokens", max_norm=0.1), plan_of(), open_form=True),
+    ),
+    "each rank skips another unit": (
+        BLOCKS[:2],
+        Run(
+            Recipe(
+                steering=(
+                    Steering(0, 4, "skip", 0),
+                    Steering(4, 7, "skip", 1),
+                    Steering(7, 12, "skip", None),
+                ),
+                batches=(12,) * 3,
+            ),
+            plan_of(micro_batches=((1, 3), (1, 2), (2, 1), (0, 2))),
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_steps_equal_one_process_and_keeping_changes_no_bit(ranks: Pool, case: str) -> None:
+    kept, run = CASES[case]
+    trained = ranks.run(train_many, [run, replace(run, plan=keeping(run.plan, *kept))])
+    assert_exact([of_rank[1] for of_rank in trained], run.recipe, case)
+    released, stayed = trained[0]
+    assert_same(stayed.parameters, released.parameters)
+    assert stayed.losses == released.losses
+    assert stayed.norms == released.norms
+
+
+def test_keeping_changes_no_bit_of_16_bit_parameters(ranks: Pool) -> None:
+    recipe = Recipe(spec=ModelSpec(dtype=torch.bfloat16), max_norm=0.1, batches=(12, 12))
+    engine = {"compute_dtype": torch.bfloat16}
+    runs = [Run(recipe, plan_of(*kept), engine=engine) for kept in ((), ALL)]
+    for released, stayed in ranks.run(train_many, runs):
+        assert_same(stayed.parameters, released.parameters)
+
+
+def look_around_between_passes(run: Run, writeback: bool) -> tuple[list[float], dict[str, Tensor]]:
+    """Evaluation and whole parameters, in the middle of a step of the user's own loop and after."""
+    model, optimizer = training.prepare(run)
+    loss, evaluated = training.loss_of(run.recipe), []
+
+    def look() -> None:
+        loader = [training.batch_of(run, 0)] * (1 + harness.rank())
+        evaluated.append(optimizer.evaluate(loss, loader))
+        with optimizer.full_parameters(writeback=writeback), torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.9)
+        evaluated.append(optimizer.evaluate(loss, loader))
+
+    for step in range(0, len(run.recipe.batches), 2):
+        with optimizer.no_sync():
+            loss(model, training.batch_of(run, step)).backward()
+        look()
+        loss(model, training.batch_of(run, step + 1)).backward()
+        optimizer.step()
+        look()
+    return evaluated, training.whole_parameters(model, optimizer)
+
+
+@pytest.mark.parametrize("writeback", [False, True])
+def test_what_happens_between_passes_sees_and_leaves_what_it_would_without(
+    ranks: Pool, writeback: bool
+) -> None:
+    recipe = Recipe(batches=(12,) * 4)
+    each_three = ((3,),) * 4
+    released, stayed = (
+        ranks.run(
+            look_around_between_passes,
+            Run(recipe, plan_of(*kept, micro_batches=each_three)),
+            writeback,
+        )
+        for kept in ((), ALL)
+    )
+    for (expected, there), (found, here) in zip(released, stayed, strict=True):
+        assert found == expected
+        assert_same(here, there)
+
+
+# Gathers
+
+
+def gathers_of_steps(
+    run: Run, act: Callable[[Run, nn.Module, HeteroZeroOptimizer, int], None]
+) -> list[list[str]]:
+    """Names of the units that were gathered in each step, in order."""
+    comm = Watched(Group.of(harness.group(), None))
+    model, optimizer = training.prepare(replace(run, engine={"communicator": comm}))
+    found = []
+    for step in range(len(run.recipe.batches)):
+        comm.events.clear()
+        act(run, model, optimizer, step)
+        found.append(units_gathered(comm))
+    return found
+
+
+def units_gathered(comm: Watched) -> list[str]:
+    head = "the gather of unit "
+    return [event.removeprefix(head) for event in comm.events if event.startswith(head)]
+
+
+def take_a_step(run: Run, model: nn.Module, optimizer: HeteroZeroOptimizer, step: int) -> None:
+    training.take_step(run, model, optimizer, step)
+
+
+def accumulate(run: Run, model: nn.Module, optimizer: HeteroZeroOptimizer, step: int) -> None:
+    """Two backwards of the user's own in a step; every rank has samples."""
+    loss = training.loss_of(run.recipe)
+    with optimizer.no_sync():
+        loss(model, training.batch_of(run, step)).backward()
+    loss(model, training.batch_of(run, step)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def accumulate_and_step_unsynced(
+    run: Run, model: nn.Module, optimizer: HeteroZeroOptimizer, step: int
+) -> None:
+    """All backwards within `no_sync`: the step ends where it is applied."""
+    loss = training.loss_of(run.recipe)
+    with optimizer.no_sync():
+        for _ in range(2):
+            loss(model, training.batch_of(run, step)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+WAYS = {
+    "train_step": (take_a_step, TWO_PASSES, False),
+    "a rank without samples": (take_a_step, AN_IDLE_RANK, False),
+    "own loop": (take_a_step, TWO_PASSES, True),
+    "no_sync": (accumulate, ((3,),) * 4, False),
+    "no_sync to the end": (accumulate_and_step_unsynced, ((3,),) * 4, False),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kept", [("blocks.1",), ("root", "blocks.0", "blocks.2"), ALL])
+def test_a_kept_unit_is_gathered_once_a_step_and_others_as_before(
+    ranks: Pool, way: str, kept: tuple[str, ...]
+) -> None:
+    act, micro_batches, open_form = WAYS[way]
+    recipe = Recipe(batches=(12,) * 3)  # in the first step the order is recorded
+    plan = plan_of(micro_batches=micro_batches)
+    before = ranks.run(gathers_of_steps, Run(recipe, plan, open_form), act)
+    after = ranks.run(gathers_of_steps, Run(recipe, keeping(plan, *kept), open_form), act)
+    assert all(of_rank == after[0] for of_rank in after)
+    for released, stayed in zip(before[0], after[0], strict=True):
+        passes = Counter(released)["root"]
+        assert passes == max(2, len(micro_batches[0]))
+        assert Counter(released)["blocks.0"] == 2 * passes
+        assert Counter(stayed) == {
+            name: 1 if name in kept else count for name, count in Counter(released).items()
+        }
+
+
+def evaluate_between_steps(
+    run: Run, model: nn.Module, optimizer: HeteroZeroOptimizer, step: int
+) -> None:
+    for _ in range(2):
+        optimizer.evaluate(training.loss_of(run.recipe), [training.batch_of(run, step)])
+
+
+def test_evaluation_between_steps_gathers_as_ever(ranks: Pool) -> None:
+    run = Run(Recipe(batches=(12, 12)), plan_of(micro_batches=((3,),) * 4))
+    before = ranks.run(gathers_of_steps, run, evaluate_between_steps)
+    run = replace(run, plan=keeping(run.plan, *ALL))
+    assert ranks.run(gathers_of_steps, run, evaluate_between_steps) == before
+    assert Counter(before[0][0])["blocks.1"] == 2
+
+
+# Memory
+
+
+def block_bytes() -> int:
+    """Of a block's flat buffer, in which every parameter takes a multiple of 64 elements."""
+    block = models.build(RECIPE.spec).blocks[1]
+    return 4 * sum(-(-parameter.numel() // 64) * 64 for parameter in block.parameters())
+
+
+def bytes_of_parameters(run: Run) -> tuple[int, int, int, bool]:
+    """Between steps, between two passes, after the last one; and whether nothing is shown then."""
+    model, optimizer = training.prepare(run)
+    loss = training.loss_of(run.recipe)
+    held = [optimizer.memory()["parameters"]]
+    with optimizer.no_sync():
+        loss(model, training.batch_of(run, 0)).backward()
+    held.append(optimizer.memory()["parameters"])
+    loss(model, training.batch_of(run, 0)).backward()
+    held.append(optimizer.memory()["parameters"])
+    hidden = all(bool(torch.isnan(parameter).all()) for parameter in model.parameters())
+    optimizer.step()
+    return *held, hidden
+
+
+@pytest.mark.parametrize("kept", [(), ("blocks.1",), BLOCKS[1:]])
+def test_only_kept_units_take_memory_between_passes_and_none_after(
+    ranks: Pool, kept: tuple[str, ...]
+) -> None:
+    run = Run(RECIPE, plan_of(*kept, micro_batches=((3,),) * 4))
+    for between_steps, between_passes, after, hidden in ranks.run(bytes_of_parameters, run):
+        assert between_passes - between_steps == len(kept) * block_bytes()
+        assert after == between_steps
+        assert hidden
+
+
+# Steps that nobody applies
+
+
+def fail_in_the_second_pass(run: Run, model: nn.Module, optimizer: HeteroZeroOptimizer) -> None:
+    passes, loss_fn = iter((1, 2)), training.loss_of(run.recipe)
+
+    def loss(model: nn.Module, micro_batch: dict) -> Tensor:
+        value = loss_fn(model, micro_batch)
+        if harness.rank() == BAD and next(passes) == 2:
+            raise ZeroDivisionError("in the middle of the step")
+        return value
+
+    optimizer.train_step(loss, training.batch_of(run, 1))
+
+
+@contextmanager
+def short_of_memory(bad: int) -> Iterator[None]:
+    """One rank has no room for what it is to gather, until its pass has failed and made some."""
+    real, gathers = torch.UntypedStorage.resize_, iter(range(100))
+
+    def resize(storage: torch.UntypedStorage, size: int) -> None:
+        if harness.rank() == bad and size and next(gathers) == 2:
+            raise torch.OutOfMemoryError("no room to gather")
+        real(storage, size)
+
+    torch.UntypedStorage.resize_ = resize
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = real
+
+
+def run_out_of_memory(run: Run, model: nn.Module, optimizer: HeteroZeroOptimizer) -> None:
+    with short_of_memory(BAD):
+        training.take_step(run, model, optimizer, 1)
+
+
+def leave_the_loop(run: Run, model: nn.Module, optimizer: HeteroZeroOptimizer) -> None:
+    for micro_batch in optimizer.micro_batches(training.batch_of(run, 1)):
+        training.loss_of(run.recipe)(model, micro_batch).backward()
+        if harness.rank() == BAD:
+            break
+    optimizer.step()
+
+
+def forget_a_pass(run: Run, model: nn.Module, optimizer: HeteroZeroOptimizer) -> None:
+    with optimizer.no_sync():
+        training.loss_of(run.recipe)(model, training.batch_of(run, 1)).backward()
+    optimizer.zero_grad()
+
+
+def fail_in_an_own_backward(run: Run, model: nn.Module, optimizer: HeteroZeroOptimizer) -> None:
+    def boom(_gradient: Tensor) -> None:
+        raise ZeroDivisionError("in the middle of a backward")
+
+    def watch(_module: nn.Module, _inputs: object, output: Tensor) -> None:
+        output.register_hook(boom)
+
+    handle = model.blocks[1].register_forward_hook(watch)
+    try:
+        forget_a_pass(run, model, optimizer)
+    finally:
+        handle.remove()
+        optimizer.zero_grad()
+
+
+Mistake = Callable[[Run, nn.Module, HeteroZeroOptimizer], None]
+
+
+def between_good_steps(run: Run, mistake: Mistake) -> tuple[Failure | None, int, dict]:
+    """A good step, the mistake, a good step: what was raised, bytes that stayed, what is left."""
+    model, optimizer = training.prepare(run)
+    training.take_step(run, model, optimizer, 0)
+    before = optimizer.memory()["parameters"]
+    with harness.catching() as caught:
+        mistake(run, model, optimizer)
+    stayed = optimizer.memory()["parameters"] - before
+    training.take_step(run, model, optimizer, 1)
+    return (caught or [None])[0], stayed, training.whole_parameters(model, optimizer)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "raises"),
+    [
+        (fail_in_the_second_pass, True),
+        (run_out_of_memory, True),
+        (leave_the_loop, True),
+        (forget_a_pass, False),
+        (fail_in_an_own_backward, True),
+    ],
+)
+def test_a_step_that_is_given_up_gives_the_memory_back_and_training_goes_on(
+    ranks: Pool, mistake: Mistake, raises: bool
+) -> None:
+    answers = ranks.run(between_good_steps, Run(RECIPE, plan_of("root", "blocks.1")), mistake)
+    for rank, (failure, stayed, left) in enumerate(answers):
+        assert (failure is not None) == raises, f"rank {rank}: {failure}"
+        assert stayed == 0, f"rank {rank} holds {stayed} bytes"
+        assert_close(left, reference.train(RECIPE).parameters, f"rank {rank}")
+
+
+def out_of_memory_at_first(run: Run, bad: int) -> tuple[Failure | None, dict]:
+    """In the first step, while one rank still tells the others what comes next; then two steps."""
+    model, optimizer = training.prepare(run)
+    with harness.catching() as caught, short_of_memory(bad):
+        training.take_step(run, model, optimizer, 0)
+    for step in range(2):
+        training.take_step(run, model, optimizer, step)
+    return (caught or [None])[0], training.whole_parameters(model, optimizer)
+
+
+@pytest.mark.parametrize("kept", [(), ("blocks.1",)])
+@pytest.mark.parametrize("bad", range(4))
+@pytest.mark.parametrize("own_loop", [False, True], ids=["train_step", "own loop"])
+def test_a_rank_without_room_in_the_very_first_pass_keeps_nobody_waiting(
+    ranks: Pool, own_loop: bool, bad: int, kept: tuple[str, ...]
+) -> None:
+    run = Run(RECIPE, plan_of(*kept, micro_batches=((3,),) * 4), open_form=own_loop)
+    for rank, (failure, left) in enumerate(ranks.run(out_of_memory_at_first, run, bad)):
+        assert failure is not None, f"rank {rank} took a step without rank {bad}"
+        assert_close(left, reference.train(RECIPE).parameters, f"rank {rank}")
+
+
+class Short(ProcessGroupCommunicator):
+    """Has no room, once, for the second buffer of a unit that is reduced in several."""
+
+    def __init__(self, group: Group, bad: int) -> None:
+        super().__init__(group)
+        self.bad = bad
+        self.refuses = False
+        self.buffers = 0
+
+    def buffer(self, *arguments: Any, **options: Any) -> Bucket:
+        self.buffers += self.refuses
+        if self.refuses and self.buffers == 2 and harness.rank() == self.bad:
+            raise torch.OutOfMemoryError("no room for a bucket")
+        return super().buffer(*arguments, **options)
+
+
+def no_room_for_a_bucket(
+    run: Run, bad: int, good_steps: int
+) -> tuple[Failure | None, dict[str, Tensor]]:
+    """In the step after so many good ones; then a good one."""
+    comm = Short(Group.of(harness.group(), None), bad)
+    units.MAX_FLAT_BYTES, before = 1, units.MAX_FLAT_BYTES  # units have many buffers
+    try:
+        model, optimizer = training.prepare(replace(run, engine={"communicator": comm}))
+    finally:
+        units.MAX_FLAT_BYTES = before
+    for step in range(good_steps):
+        training.take_step(run, model, optimizer, step)
+    comm.refuses = True
+    with harness.catching() as caught:
+        training.take_step(run, model, optimizer, good_steps)
+    comm.refuses = False
+    for step in range(good_steps, 2):
+        training.take_step(run, model, optimizer, step)
+    return (caught or [None])[0], training.whole_parameters(model, optimizer)
+
+
+@pytest.mark.parametrize("good_steps", [0, 1], ids=["first step", "second step"])
+@pytest.mark.parametrize("bad", [0, 2])
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("micro_batches", [(3,), (2, 1)], ids=["one pass", "two passes"])
+@pytest.mark.parametrize("own_loop", [False, True], ids=["train_step", "own loop"])
+def test_what_is_on_its_way_is_not_sent_again_when_the_rest_of_a_unit_finds_no_room(
+    ranks: Pool,
+    own_loop: bool,
+    micro_batches: tuple[int, ...],
+    stage: int,
+    bad: int,
+    good_steps: int,
+) -> None:
+    plan = replace(plan_of(micro_batches=(micro_batches,) * 4), stage=stage)
+    run = Run(RECIPE, plan, open_form=own_loop)
+    answers = ranks.run(no_room_for_a_bucket, run, bad, good_steps)
+    for rank, (failure, left) in enumerate(answers):
+        assert failure is not None, f"rank {rank} took a step without rank {bad}"
+        assert_close(left, reference.train(RECIPE).parameters, f"rank {rank}")
+
+
+def test_a_rank_without_memory_even_for_zeros_says_who_waits_for_it() -> None:
+    engine = object.__new__(Engine)
+    full = mock.Mock(side_effect=torch.OutOfMemoryError("full"))
+    engine.conductor = mock.Mock(mode=Mode.TRAIN, active=True, finish=full)
+    engine.comm = mock.Mock()
+    engine.comm.group.rank = 3
+    with pytest.raises(PoplarError, match=r"rank 3 has no memory left.*the other ranks wait"):
+        engine.pass_end()
+    assert full.call_args_list == [mock.call(failed=False), mock.call(failed=True)]
+    assert not engine.conductor.active
+
+
+# Plans
+
+
+def change_plans(run: Run, plans: Sequence[Plan]) -> tuple[list[list[str]], dict[str, Tensor]]:
+    """A step under the run's plan, and one more under each of the others."""
+    comm = Watched(Group.of(harness.group(), None))
+    model, optimizer = training.prepare(replace(run, engine={"communicator": comm}))
+    found = []
+    for step, plan in enumerate([run.plan, *plans]):
+        if step:
+            optimizer.apply_plan(plan)
+        comm.events.clear()
+        training.take_step(replace(run, plan=plan), model, optimizer, step)
+        found.append(units_gathered(comm))
+    return found, training.whole_parameters(model, optimizer)
+
+
+def test_a_new_plan_may_keep_other_units(ranks: Pool) -> None:
+    recipe = Recipe(batches=(12,) * 4)
+    kept = [(), ("blocks.0",), ("root", "blocks.1"), ()]
+    first, *others = [
+        plan_of(*names, shares=shares)
+        for names, shares in zip(kept, (UNEVEN, UNEVEN, EVEN, EVEN), strict=True)
+    ]
+    for gathers, parameters in ranks.run(change_plans, Run(recipe, first), others):
+        for names, gathered in zip(kept, gathers, strict=True):
+            once = {name for name, count in Counter(gathered).items() if count == 1}
+            assert once == set(names)
+        assert_close(parameters, reference.train(recipe).parameters)
+
+
+def test_shares_of_a_units_own_stay_when_others_are_kept(ranks: Pool) -> None:
+    recipe = Recipe(batches=(12, 12))
+    own = UnitPlan("blocks.1", "sharded_parameters", shares=(0, 0, 0.9, 0.1))
+    plan = replace(plan_of(), units=(own,))
+    later = replace(plan_of("blocks.0", shares=EVEN))
+    later = replace(later, units=(*later.units, own))
+    for gathers, parameters in ranks.run(change_plans, Run(recipe, plan), [later]):
+        assert [Counter(step)["blocks.0"] for step in gathers] == [4, 1]
+        assert_close(parameters, reference.train(recipe).parameters)
+
+
+def apply(run: Run, plan: Plan) -> tuple[Failure | None, dict[str, Tensor]]:
+    model, optimizer = training.prepare(run)
+    training.take_step(run, model, optimizer, 0)
+    with harness.catching() as caught:
+        optimizer.apply_plan(plan)
+    training.take_step(run, model, optimizer, 1)
+    return (caught or [None])[0], training.whole_parameters(model, optimizer)
+
+
+SHARES_OF_ITS_OWN = UnitPlan("blocks.1", "sharded_parameters", shares=EVEN)
+
+
+@pytest.mark.parametrize(
+    ("plan", "patterns"),
+    [
+        (
+            replace(plan_of(), units=(SHARES_OF_ITS_OWN,)),
+            ("'blocks.1'", "shares of its own", "now it has none", "build a new optimizer"),
+        ),
+        (plan_of("blocks.7"), ("['blocks.7']", "does not have", "'root', 'blocks.0'")),
+        (Plan.even(4, 12, 3, stage=2), ("stage 3 for 4 ranks", "got stage 2")),
+    ],
+)
+def test_a_plan_that_cannot_be_gone_on_under_is_refused_and_harms_nothing(
+    ranks: Pool, plan: Plan, patterns: tuple[str, ...]
+) -> None:
+    answers = ranks.run(apply, Run(RECIPE, plan_of("blocks.0")), plan)
+    assert_raised([failure for failure, _ in answers], *patterns, kind=ValueError)
+    for _, parameters in answers:
+        assert_close(parameters, reference.train(RECIPE).parameters)
+
+
+def build(plan: Plan) -> list[Failure]:
+    with harness.catching() as caught:
+        training.prepare(Run(RECIPE, plan))
+    return caught
+
+
+def test_a_unit_that_the_model_does_not_have_is_refused_with_those_that_it_has(ranks: Pool) -> None:
+    failures = ranks.run(build, plan_of("blocks.0", "blocks.3"))
+    assert_raised(
+        [failure for (failure,) in failures],
+        "units ['blocks.3'] that the model does not have",
+        "['root', 'blocks.0', 'blocks.1', 'blocks.2']",
+        kind=ValueError,
+    )
+
+
+def test_a_kept_unit_under_a_plan_of_another_stage_is_refused(ranks: Pool) -> None:
+    plan = keeping(Plan.even(4, 12, 3, stage=2), "blocks.0")
+    failures = [failure for (failure,) in ranks.run(build, plan)]
+    assert_raised(failures, "'blocks.0'", "under a stage-2 plan", kind=ValueError)
+
+
+# Profiles
+
+
+def train_with_names_of_a_profile(recipe: Recipe) -> tuple[tuple[str, ...], dict[str, Tensor]]:
+    """Small blocks travel together, in the profile and in training; all of them stay."""
+    units.GATHERED_TOGETHER_BYTES, before = 2 << 20, units.GATHERED_TOGETHER_BYTES
+    try:
+        profile = poplar.profile_cluster(
+            models.build(recipe.spec),
+            training.loss_of(recipe),
+            training.on_device(recipe.part(0, 0, 1)),
+            process_group=harness.group(),
+            max_batch=1,
+            stages=(3,),
+            seconds=0.1,
+            cache=False,
+        )
+        names = profile.model.unit_names
+        trajectory = training.train(Run(recipe, plan_of(*names)))
+    finally:
+        units.GATHERED_TOGETHER_BYTES = before
+    return names, trajectory.parameters
+
+
+def test_a_profile_names_the_units_that_a_plan_may_keep(ranks: Pool) -> None:
+    torch.manual_seed(0)
+    for names, parameters in ranks.run(train_with_names_of_a_profile, RECIPE):
+        assert names == ("root", "blocks.0..blocks.2")
+        assert_close(parameters, reference.train(RECIPE).parameters)

@@ -1,0 +1,609 @@
+"""What was measured once is not measured again, and nothing else is ever taken for it.
+
+Most tests put a profile of their own into the cache and ask for it with a loss that refuses to run:
+a rank answers "from the cache", or says that it would have measured.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import threading
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import models
+import pytest
+import ranks as harness
+import torch
+from models import ModelSpec
+from ranks import Pool
+from records import cluster as measured_cluster
+from torch import Tensor, nn
+
+import poplar
+from poplar import ClusterProfile, Plan
+from poplar.comm import Group
+from poplar.planner.search import search
+from poplar.profiler import cache as caching
+from poplar.profiler import cluster_profiler
+from poplar.profiler.cache import Cache
+from poplar.profiler.cluster_profiler import Profiler
+from poplar.profiler.request import Request
+from poplar.system import devices, host_limits
+
+SMALL = ModelSpec(kind="mlp", blocks=1)
+GLOBAL_BATCH = 8
+KEY = json.dumps([GLOBAL_BATCH, "exact"])
+CACHED, MEASURED = "from the cache", "measured"
+
+
+class WouldMeasure(Exception):
+    """The model was about to run."""
+
+
+def refuses_to_run(model: nn.Module, batch: Any) -> Tensor:
+    raise WouldMeasure
+
+
+def another_loss(model: nn.Module, batch: Any) -> Tensor:
+    raise WouldMeasure
+
+
+def asked_for(folder: str, spec: ModelSpec = SMALL, **changes: Any) -> dict[str, Any]:
+    """All arguments of `profile_cluster` on this rank; they differ from the usual by `changes`."""
+    return {
+        "model": models.build(spec),
+        "loss_fn": refuses_to_run,
+        "example_batch": models.data(3, seed=1),
+        "process_group": harness.group(),
+        "stages": (0, 2),
+        "seconds": 2.0,
+        "max_batch": 4,
+        "memory_limit": 1 << 30,
+        "cache": folder,
+        "progress": False,
+        "lr": 1e-3,
+        **changes,
+    }
+
+
+def identity() -> dict[str, str]:
+    """Of the usual request, as this rank knows it."""
+    usual = asked_for("")
+    request = Request(
+        example=usual["example_batch"],
+        optimizer_class=torch.optim.AdamW,
+        optimizer_options={"lr": usual["lr"]},
+        max_norm=1.0,
+        units=None,
+        compute_dtype="auto",
+        reduce_dtype=torch.float32,
+        allow_batch_norm=False,
+        **{key: usual[key] for key in ("model", "loss_fn", "stages", "seconds")},
+        **{key: usual[key] for key in ("max_batch", "memory_limit")},
+    )
+    profiler = Profiler(request, Group.of(harness.group(), None), None, show=False)
+    return dict(profiler.agreed.identity)
+
+
+def where_from(
+    folder: str, prepare: Callable[[], dict[str, Any]] | None = None
+) -> tuple[str, list[str]]:
+    """Where the profile would come from on this rank, and the warnings on the way."""
+    changes = prepare() if prepare is not None else {}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            poplar.profile_cluster(**asked_for(folder, **changes))
+            source = CACHED
+        except WouldMeasure:
+            source = MEASURED
+        except poplar.RankFailed as error:
+            source = MEASURED if "WouldMeasure" in str(error) else str(error)
+    return source, [str(w.message) for w in caught if "cache" in str(w.message)]
+
+
+@pytest.fixture(scope="module")
+def usual_identity(ranks: Pool) -> dict[str, str]:
+    first, *others = ranks.run(identity)
+    assert others == [first] * 3
+    return first
+
+
+def a_profile(identity: dict[str, str], speeds: tuple[float, ...] = (4, 3, 2, 1)) -> ClusterProfile:
+    return replace(measured_cluster(speeds, ["cpu"] * len(speeds)), identity=identity)
+
+
+def a_plan(profile: ClusterProfile) -> Plan:
+    return search(profile, global_batch=GLOBAL_BATCH, stages=(0,))
+
+
+@pytest.fixture
+def kept(usual_identity: dict[str, str], tmp_path: Path) -> Path:
+    """The cache's file of the usual request."""
+    profile = a_profile(usual_identity)
+    return Cache(tmp_path).save(profile, {KEY: a_plan(profile)})
+
+
+def sources(answers: list[tuple[str, list[str]]]) -> list[str]:
+    return [source for source, _ in answers]
+
+
+# What is found
+
+
+class Counting:
+    """A loss that counts its calls."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        self.calls += 1
+        return models.mean_over_samples(model, batch)
+
+
+def profiled_twice(folder: str) -> tuple[bool, list[int]]:
+    loss = Counting()
+    calls, profiles = [], []
+    for _ in range(2):
+        before = loss.calls
+        profiles.append(poplar.profile_cluster(**asked_for(folder, loss_fn=loss, max_batch=2)))
+        calls.append(loss.calls - before)
+    return profiles[0] == profiles[1], calls
+
+
+def test_the_second_profile_is_the_first_one_and_no_model_runs_for_it(ranks: Pool, tmp_path: Path):
+    for same, (measuring, cached) in ranks.run(profiled_twice, str(tmp_path)):
+        assert same
+        assert measuring > 0
+        assert cached == 0
+
+
+def tuned_twice(folder: str) -> tuple[list[Plan], list[int]]:
+    loss = Counting()
+    calls, plans = [], []
+    for _ in range(2):
+        before = loss.calls
+        arguments = asked_for(folder, loss_fn=loss, max_batch=2)
+        del arguments["stages"]
+        plans.append(poplar.autotune(**arguments, global_batch=GLOBAL_BATCH, stage=2))
+        calls.append(loss.calls - before)
+    return plans, calls
+
+
+def test_a_verified_plan_is_found_with_its_profile_and_nothing_is_tried(
+    ranks: Pool, tmp_path: Path
+):
+    answers = ranks.run(tuned_twice, str(tmp_path))
+    for (tuned, found), (measuring, cached) in answers:
+        assert found == tuned == answers[0][0][0]
+        assert found.prediction == tuned.prediction
+        assert measuring > 0
+        assert cached == 0
+
+
+def test_a_cached_profile_reaches_all_ranks_without_a_word(ranks: Pool, kept: Path):
+    assert ranks.run(where_from, str(kept.parents[1])) == [(CACHED, [])] * 4
+
+
+def test_an_empty_cache_measures_without_a_word(ranks: Pool, tmp_path: Path):
+    assert ranks.run(where_from, str(tmp_path)) == [(MEASURED, [])] * 4
+
+
+def with_other_values_in_the_update() -> dict[str, Any]:
+    return {"lr": 0.5, "betas": (0.8, 0.9), "eps": 1e-5}
+
+
+def test_a_new_learning_rate_takes_no_longer_and_measures_nothing(ranks: Pool, kept: Path):
+    folder = str(kept.parents[1])
+    assert ranks.run(where_from, folder, with_other_values_in_the_update) == [(CACHED, [])] * 4
+
+
+def by_the_same_loss_with_arguments_bound() -> dict[str, Any]:
+    return {"loss_fn": functools.partial(refuses_to_run)}
+
+
+def test_a_loss_with_arguments_bound_goes_by_its_function(ranks: Pool, kept: Path):
+    folder, change = str(kept.parents[1]), by_the_same_loss_with_arguments_bound
+    assert ranks.run(where_from, folder, change) == [(CACHED, [])] * 4
+
+
+def profiled_while_others_hold_memory(folder: str) -> tuple[list[int], int]:
+    """Rank 1's memory before, meanwhile and afterwards; and how often the loss was computed."""
+    loss = Counting()
+    request = {"loss_fn": loss, "max_batch": 1, "stages": (0,), "memory_limit": None}
+    profiles = [poplar.profile_cluster(**asked_for(folder, **request))]
+    loss.calls = 0
+    if harness.rank() == 1:
+        _patch(devices, "memory_available", lambda device, ranks_on_host: 1000)
+    try:
+        profiles.append(poplar.profile_cluster(**asked_for(folder, **request)))
+    finally:
+        unpatch()
+    profiles.append(poplar.profile_cluster(**asked_for(folder, **request)))
+    return [profile.devices[1].memory_bytes for profile in profiles], loss.calls
+
+
+def test_a_cached_profile_has_the_memory_that_is_there_now(ranks: Pool, tmp_path: Path):
+    for memory, calls in ranks.run(profiled_while_others_hold_memory, str(tmp_path)):
+        before, meanwhile, afterwards = memory
+        assert meanwhile == 1000
+        assert min(before, afterwards) > 1000
+        assert calls == 0
+
+
+def plans_kept_beside_a_new_one(folder: str) -> list[str]:
+    """What the cache has after a plan was verified while an older one did not fit."""
+    arguments = asked_for(folder, loss_fn=Counting(), max_batch=2)
+    del arguments["stages"]
+    for batch in (GLOBAL_BATCH, GLOBAL_BATCH + 1):
+        if batch != GLOBAL_BATCH:
+            _patch(cluster_profiler, "fits", lambda profile, plan: False)
+        try:
+            poplar.autotune(**arguments, global_batch=batch, stage=2)
+        finally:
+            unpatch()
+    path = next(Path(folder).glob("profiles/*.json"))
+    return sorted(json.loads(path.read_text())["content"]["plans"])
+
+
+def test_a_plan_that_does_not_fit_today_stays_in_the_cache(ranks: Pool, tmp_path: Path):
+    expected = [json.dumps([batch, "exact"]) for batch in (GLOBAL_BATCH, GLOBAL_BATCH + 1)]
+    assert ranks.run(plans_kept_beside_a_new_one, str(tmp_path))[0] == sorted(expected)
+
+
+def no_cache() -> dict[str, Any]:
+    return {"cache": False}
+
+
+def test_without_a_cache_nothing_is_looked_up(ranks: Pool, kept: Path):
+    assert sources(ranks.run(where_from, str(kept.parents[1]), no_cache)) == [MEASURED] * 4
+
+
+# What is refused because something else is asked for
+
+
+def wider() -> dict[str, Any]:
+    return {"spec": replace(SMALL, hidden=67)}
+
+
+def deeper() -> dict[str, Any]:
+    return {"spec": replace(SMALL, blocks=2)}
+
+
+def in_another_mode() -> dict[str, Any]:
+    return {"model": models.build(SMALL).eval()}
+
+
+def of_another_dtype() -> dict[str, Any]:
+    return {"spec": replace(SMALL, dtype=torch.bfloat16)}
+
+
+def partly_frozen() -> dict[str, Any]:
+    model = models.build(SMALL)
+    model.head.weight.requires_grad_(False)
+    return {"model": model}
+
+
+def computing_in_bf16() -> dict[str, Any]:
+    return {"compute_dtype": torch.bfloat16}
+
+
+def reducing_in_bf16() -> dict[str, Any]:
+    return {"reduce_dtype": torch.bfloat16}
+
+
+def with_sgd() -> dict[str, Any]:
+    return {"optimizer_class": torch.optim.SGD}
+
+
+def with_amsgrad() -> dict[str, Any]:
+    return {"amsgrad": True}
+
+
+def with_a_larger_batch() -> dict[str, Any]:
+    return {"max_batch": 5}
+
+
+def with_a_larger_batch_on_one_rank() -> dict[str, Any]:
+    return {"max_batch": 5 if harness.rank() == 2 else 4}
+
+
+def with_less_memory_on_one_rank() -> dict[str, Any]:
+    return {"memory_limit": (1 << 29) if harness.rank() == 3 else 1 << 30}
+
+
+def at_other_stages() -> dict[str, Any]:
+    return {"stages": (0, 3)}
+
+
+def without_clipping() -> dict[str, Any]:
+    return {"max_norm": None}
+
+
+def of_other_units() -> dict[str, Any]:
+    return {"units": ["embedding", "head"]}
+
+
+def of_longer_samples() -> dict[str, Any]:
+    batch = models.data(3, seed=1)
+    return {"example_batch": {key: value[:, :5] for key, value in batch.items()}}
+
+
+def by_another_loss() -> dict[str, Any]:
+    return {"loss_fn": another_loss}
+
+
+def with_checkpointing() -> dict[str, Any]:
+    model = models.build(SMALL)
+    model.head.gradient_checkpointing = True
+    return {"model": model}
+
+
+def under_a_quota() -> dict[str, Any]:
+    _patch(host_limits, "processor_quota", lambda: 0.5)
+    return {}
+
+
+def in_another_precision() -> dict[str, Any]:
+    _patch(torch, "get_float32_matmul_precision", lambda: "medium")
+    return {}
+
+
+def by_another_poplar() -> dict[str, Any]:
+    _patch(poplar, "__version__", "99.0")
+    return {}
+
+
+def by_another_torch() -> dict[str, Any]:
+    _patch(torch, "__version__", "99.0")
+    return {}
+
+
+def on_another_device() -> dict[str, Any]:
+    before = devices.describe
+    _patch(devices, "describe", lambda device: replace(before(device), name="Another 9000"))
+    return {}
+
+
+_PATCHED: list[tuple[Any, str, Any]] = []
+
+
+def _patch(where: Any, name: str, value: Any) -> None:
+    _PATCHED.append((where, name, getattr(where, name)))
+    setattr(where, name, value)
+
+
+def unpatch() -> None:
+    while _PATCHED:
+        setattr(*_PATCHED.pop())
+
+
+CHANGES = [
+    wider,
+    deeper,
+    in_another_mode,
+    of_another_dtype,
+    partly_frozen,
+    computing_in_bf16,
+    reducing_in_bf16,
+    with_sgd,
+    with_amsgrad,
+    with_a_larger_batch,
+    with_a_larger_batch_on_one_rank,
+    with_less_memory_on_one_rank,
+    at_other_stages,
+    without_clipping,
+    of_other_units,
+    of_longer_samples,
+    by_another_loss,
+    with_checkpointing,
+    under_a_quota,
+    in_another_precision,
+    by_another_poplar,
+    by_another_torch,
+    on_another_device,
+]
+
+
+def where_all_from(folder: str) -> dict[str, tuple[str, list[str]]]:
+    answers = {}
+    for change in CHANGES:
+        try:
+            answers[change.__name__] = where_from(folder, change)
+        finally:
+            unpatch()
+    answers["no change"] = where_from(folder)
+    return answers
+
+
+def test_another_request_is_measured_and_the_cached_one_stays(ranks: Pool, kept: Path):
+    before = kept.read_bytes()
+    expected = {change.__name__: (MEASURED, []) for change in CHANGES}
+    for answers in ranks.run(where_all_from, str(kept.parents[1])):
+        assert answers == {**expected, "no change": (CACHED, [])}
+    assert kept.read_bytes() == before
+
+
+def test_fewer_ranks_are_another_cluster(ranks: Pool, kept: Path):
+    assert ranks.run(where_from, str(kept.parents[1]), ranks=3) == [(MEASURED, [])] * 3
+
+
+# What is refused because it is damaged
+
+
+def truncated(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def emptied(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def no_json(path: Path) -> None:
+    path.write_text("measured on a Tuesday")
+
+
+def no_text(path: Path) -> None:
+    path.write_bytes(b"\xff\xfe\x00\x80" * 100)
+
+
+def another_shape(path: Path) -> None:
+    path.write_text("[1, 2, 3]")
+
+
+def a_changed_number(path: Path) -> None:
+    document = json.loads(path.read_text())
+    document["content"]["profile"]["devices"][1]["points"][0]["seconds"] *= 10
+    path.write_text(json.dumps(document))
+
+
+def a_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def edited(path: Path, edit: Callable[[dict[str, Any]], None]) -> None:
+    """Change the content and put the right checksum beside it."""
+    content = json.loads(path.read_text())["content"]
+    edit(content)
+    path.write_text(json.dumps({"sha256": caching._checksum(content), "content": content}))
+
+
+def of_another_format(path: Path) -> None:
+    edited(path, lambda content: content["profile"].update(version=99))
+
+
+def of_somebody_else(path: Path) -> None:
+    edited(path, lambda content: content["profile"]["identity"].update(device="Another 9000"))
+
+
+def without_a_field(path: Path) -> None:
+    edited(path, lambda content: content["profile"]["network"].pop("all_gather_seconds"))
+
+
+def impossible(path: Path) -> None:
+    edited(path, lambda content: content["profile"]["devices"][0]["points"][0].update(seconds=-1))
+
+
+def with_a_damaged_plan(path: Path) -> None:
+    edited(path, lambda content: content["plans"][KEY].update(global_batch=9))
+
+
+@pytest.mark.parametrize(
+    ("damage", "why"),
+    [
+        (truncated, "JSONDecodeError"),
+        (emptied, "JSONDecodeError"),
+        (no_json, "JSONDecodeError"),
+        (no_text, "can't decode"),
+        (another_shape, "TypeError"),
+        (a_changed_number, "its checksum is wrong"),
+        (a_folder, "Is a directory"),
+        (of_another_format, "profile format 99"),
+        (of_somebody_else, "it is another profile's"),
+        (without_a_field, "all_gather_seconds"),
+        (impossible, "above 0"),
+        (with_a_damaged_plan, "global_batch is 9"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_damaged_file_is_said_to_be_so_and_not_used(usual_identity, kept: Path, damage, why):
+    damage(kept)
+    with pytest.warns(UserWarning, match="measuring again") as caught:
+        assert Cache(kept.parents[1]).load(usual_identity) is None
+    (warning,) = caught
+    assert str(kept) in str(warning.message)
+    assert why in str(warning.message)
+
+
+def test_what_a_damaged_file_holds_is_measured_anew_and_one_rank_says_so(ranks: Pool, kept: Path):
+    truncated(kept)
+    first, *others = ranks.run(where_from, str(kept.parents[1]))
+    assert others == [(MEASURED, [])] * 3
+    assert first[0] == MEASURED
+    assert len(first[1]) == 1
+
+
+# How it is kept
+
+
+def test_what_is_kept_is_found_by_what_was_measured(tmp_path: Path):
+    cache, profile = Cache(tmp_path / "new" / "folder"), a_profile({"model": "A"})
+    plan = a_plan(profile)
+    assert cache.load({"model": "A"}) is None
+    cache.save(profile, {KEY: plan})
+    found, plans = cache.load({"model": "A"})
+    assert (found, plans) == (profile, {KEY: plan})
+    assert plans[KEY].prediction == json.loads(json.dumps(plan.prediction))
+    assert cache.load({"model": "B"}) is None
+
+
+def test_what_is_kept_later_replaces_what_was_there(tmp_path: Path):
+    cache = Cache(tmp_path)
+    older, newer = a_profile({"model": "A"}), a_profile({"model": "A"}, (1, 2, 3, 4))
+    assert cache.save(older, {}) == cache.save(newer, {})
+    assert cache.load({"model": "A"}) == (newer, {})
+
+
+def test_readers_never_see_half_a_file(tmp_path: Path):
+    cache = Cache(tmp_path)
+    versions = [a_profile({"model": "A"}, speeds) for speeds in ((4, 3, 2, 1), (1, 2, 3, 4))]
+    cache.save(versions[0], {})
+    seen: list[Any] = []
+
+    def read() -> None:
+        for _ in range(100):
+            seen.append(cache.load({"model": "A"}))
+
+    def write() -> None:
+        for number in range(100):
+            cache.save(versions[number % 2], {})
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        threads = [threading.Thread(target=work) for work in (read, write, read, write)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(seen) == 200
+    assert all(found is not None and found[0] in versions for found in seen)
+    assert len(list(tmp_path.rglob("*.*"))) == 1
+
+
+def test_the_folder_is_the_users_own_choice(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("POPLAR_CACHE", raising=False)
+    assert caching.default_folder() == tmp_path / "poplar"
+    monkeypatch.setenv("POPLAR_CACHE", str(tmp_path / "mine"))
+    assert caching.default_folder() == tmp_path / "mine"
+    monkeypatch.delenv("POPLAR_CACHE")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert caching.default_folder() == tmp_path / "home" / ".cache" / "poplar"
+
+
+def profiled_into(folder: str) -> tuple[int, list[str]]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        profile = poplar.profile_cluster(
+            **asked_for(folder, loss_fn=models.mean_over_samples, max_batch=1, stages=(0,))
+        )
+    return profile.world_size, [str(w.message) for w in caught if "cache" in str(w.message)]
+
+
+def test_a_profile_that_cannot_be_kept_is_a_warning_and_still_a_profile(
+    ranks: Pool, tmp_path: Path
+):
+    folder = tmp_path / "a file"
+    folder.write_text("in the way")
+    first, *others = ranks.run(profiled_into, str(folder))
+    assert others == [(4, [])] * 3
+    assert first[0] == 4
+    assert str(folder) in first[1][0]

@@ -1,0 +1,358 @@
+"""Profiling leaves everything as it was, gives all ranks one profile, and says what is wrong."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import models
+import numpy as np
+import pytest
+import ranks as harness
+import torch
+from models import ModelSpec
+from ranks import Pool, RanksFailed
+from records import cluster
+from torch import Tensor, nn
+
+import poplar
+from poplar import ClusterProfile, Plan
+from poplar.comm import Group
+from poplar.errors import RankFailed
+from poplar.profiler.cluster_profiler import FEWEST_STEPS, PLAIN, STEPS, TIMES_EACH, Profiler
+from poplar.profiler.engine_steps import Observation
+from poplar.profiler.memory import peak_bytes
+from poplar.profiler.passes import SHORTEST_SAMPLE_SECONDS
+from poplar.profiler.request import Request
+from poplar.zero import model_checks
+
+QUICK = {"seconds": 20.0, "max_batch": 8, "progress": False}
+
+
+def batch(samples: int = 3) -> dict[str, Tensor]:
+    return models.data(samples, seed=1)
+
+
+def profiled(
+    model: nn.Module | None = None, example: Any = None, loss: Any = None, **options: Any
+) -> ClusterProfile:
+    return poplar.profile_cluster(
+        model if model is not None else models.build(ModelSpec()),
+        loss if loss is not None else models.mean_over_samples,
+        example if example is not None else batch(),
+        process_group=harness.group(),
+        **{**QUICK, "cache": False, **options},
+    )
+
+
+class Remembering(nn.Module):
+    """Draws random numbers, keeps count in buffers, and changes nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = models.build(ModelSpec(blocks=1))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.calls += 1
+        self.seen = 0.9 * self.seen + tokens.numel()
+        random.random()
+        np.random.rand()
+        return self.inner(tokens) + 0.0 * torch.rand(1)
+
+
+def traces_left(stages: tuple[int, ...]) -> list[str]:
+    model = Remembering()
+    kept_gradient = torch.full_like(model.inner.embedding.weight, 3.0)
+    model.inner.embedding.weight.grad = kept_gradient
+    values = {name: value.clone() for name, value in model.state_dict().items()}
+    data = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    profiled(model, stages=stages, max_batch=4)
+    left = []
+    left += [name for name, value in model.state_dict().items() if not value.equal(values[name])]
+    left += [f"memory of {n}" for n, p in model.named_parameters() if p.data_ptr() != data[n]]
+    if model.inner.embedding.weight.grad is not kept_gradient:
+        left.append("gradient")
+    if any(p.grad is not None for n, p in model.named_parameters() if "embedding" not in n):
+        left.append("new gradients")
+    if not torch.get_rng_state().equal(states[0]):
+        left.append("random state of torch")
+    if random.getstate() != states[1]:
+        left.append("random state of Python")
+    if not np.array_equal(np.random.get_state()[1], states[2][1]):
+        left.append("random state of numpy")
+    if any(module._forward_hooks for module in model.modules()):
+        left.append("hooks")
+    return left
+
+
+def test_a_profile_leaves_no_trace(ranks: Pool):
+    assert ranks.run(traces_left, (0, 1, 2, 3)) == [[]] * 4
+
+
+def profile_as_dict() -> dict[str, Any]:
+    return profiled().to_dict()
+
+
+def test_all_ranks_get_the_same_profile_and_it_survives_json(ranks: Pool, tmp_path: Path):
+    first, *others = ranks.run(profile_as_dict)
+    assert others == [first] * 3
+    profile = ClusterProfile.from_dict(first)
+    assert [point.batch for point in profile.devices[0].points] == [1, 2, 4, 8]
+    assert profile.devices[0].points[-1].activation_bytes > profile.devices[0].points[0].batch
+    assert profile.model.optimizer_bytes == 8.0
+    assert profile.model.numel >= sum(p.numel() for p in models.build(ModelSpec()).parameters())
+    profile.to_json(tmp_path / "profile.json")
+    assert ClusterProfile.from_json(tmp_path / "profile.json") == profile
+
+
+def watched_profiler() -> tuple[Profiler, list[int]]:
+    """A profiler, and the batches that its passes on this rank will have had."""
+    ran: list[int] = []
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        ran.append(len(batch["tokens"]))
+        return models.mean_over_samples(model, batch)
+
+    request = Request(
+        model=models.build(ModelSpec(blocks=1)),
+        loss_fn=loss,
+        example=batch(),
+        optimizer_class=torch.optim.AdamW,
+        optimizer_options={},
+        max_batch=8,
+        memory_limit=None,
+        stages=(0,),
+        seconds=1.0,
+        max_norm=None,
+        units=None,
+        compute_dtype="auto",
+        reduce_dtype=torch.float32,
+        allow_batch_norm=False,
+    )
+    return Profiler(request, Group.of(harness.group(), None), None, show=False), ran
+
+
+def points_beside(batches: list[int | None], known: ClusterProfile) -> tuple[Any, list[int]]:
+    """What is measured, and the batches that this rank ran."""
+    profiler, ran = watched_profiler()
+    return profiler.points_at(batches, [device.points[1] for device in known.devices]), ran
+
+
+def slowness_beside(plan: Plan, known: ClusterProfile, seconds: float) -> tuple[Any, list[int]]:
+    """How slow the ranks are said to be, and the batches that this rank ran."""
+    profiler, ran = watched_profiler()
+    return profiler._slowness(known, plan, seconds), ran
+
+
+def test_a_point_is_measured_while_all_other_ranks_compute(ranks: Pool):
+    known = cluster((10.0,) * 4, ["cpu"] * 4)  # its second points are of 2 samples
+    answers = ranks.run(points_beside, [3, None, 5, None], known)
+    first = answers[0][0]
+    assert [points for points, _ in answers] == [first] * 4
+    assert [point and point.batch for point in first] == [3, None, 5, None]
+    for (_, ran), own in zip(answers, ({2, 3}, {2}, {2, 5}, {2}), strict=True):
+        assert set(ran) == own
+        assert all(ran.count(size) > TIMES_EACH for size in own)
+
+
+def test_all_ranks_time_plain_passes_of_a_measured_size_beside_steps(ranks: Pool):
+    known = cluster((10.0,) * 4, ["cpu"] * 4)
+    measured = [point.batch for point in known.devices[0].points]
+    plan = Plan.manual((measured[-1], measured[1] + 1, 1, 0), stage=2)
+    answers = ranks.run(slowness_beside, plan, known, 0.2)
+    first = answers[0][0]
+    assert [slowness for slowness, _ in answers] == [first] * 4
+    assert all(own.times > 0.0 for own in first)
+    for (_, ran), size in zip(answers, (measured[-1], measured[1], 1, 1), strict=True):
+        assert set(ran) == {size}, "one that the curve has a point for"
+
+
+def test_without_time_for_plain_passes_ranks_count_as_unchanged(ranks: Pool):
+    known = cluster((10.0,) * 4, ["cpu"] * 4)
+    for slowness, ran in ranks.run(slowness_beside, Plan.even(4, 8, 2, stage=2), known, 0.01):
+        assert slowness == [(1.0, 0.0)] * 4
+        assert ran == []
+
+
+@pytest.mark.parametrize(
+    ("noise", "seconds", "turns", "steps"),
+    [
+        (1.0, 100.0, 1, TIMES_EACH),  # quiet: once
+        (9.0, 100.0, 9, FEWEST_STEPS),  # as often as noise asks for
+        (9.0, 10.0, 3, FEWEST_STEPS),  # as long as there is time
+        (9.0, 0.5, 1, FEWEST_STEPS),
+    ],
+)
+def test_stages_are_observed_in_turns_where_passes_differ(noise, seconds, turns, steps):
+    known, clock = cluster((10.0,) * 4, ["cpu"] * 4), [0.0]
+    took: list[tuple[int, int, float]] = []
+
+    def turn(profile: ClusterProfile, plans: list[Plan], **options: Any) -> list[Observation]:
+        took.append((plans[0].stage, options["steps"], options["plain"]))
+        clock[0] += 3.0
+        return [
+            Observation(
+                plan=plan,
+                step_seconds=poplar.predict(profile, plan).step_seconds,
+                pass_seconds=((),) * 4,
+                other_seconds=(0.0,) * 4,
+            )
+            for plan in plans
+        ]
+
+    profiler = object.__new__(Profiler)
+    profiler._noise, profiler.asynchronous = noise, True
+    profiler.request = SimpleNamespace(stages=(2, 0), seconds=2 * seconds / STEPS)
+    profiler._agreed_seconds, profiler._turn = lambda seconds: seconds, turn
+    with mock.patch("time.perf_counter", side_effect=lambda: clock[0]):
+        profiler._with_residuals(known, lambda text: None)
+    assert [(stage, count) for stage, count, _ in took] == [(2, steps), (0, steps)] * turns
+    for _, _, plain in took:
+        assert 3 * plain <= PLAIN * seconds * (1 + 1e-9)
+        assert plain >= SHORTEST_SAMPLE_SECONDS or seconds == 0.5
+
+
+def limits(samples: list[int | None], memory: list[int | None]) -> list[int]:
+    rank = harness.rank()
+    own = {"max_batch": samples[rank], "memory_limit": memory[rank]}
+    return [device.max_batch for device in profiled(stages=(0,), **own).devices]
+
+
+def test_each_rank_has_its_own_limits(ranks: Pool):
+    plenty = 1 << 30
+    assert ranks.run(limits, [1, 3, 8, 5], [plenty] * 4)[0] == [1, 3, 8, 5]
+
+
+def test_memory_ends_the_climb_where_the_next_batch_would_not_fit(ranks: Pool):
+    held = [
+        point["activation_bytes"] for point in ranks.run(profile_as_dict)[0]["devices"][0]["points"]
+    ]
+    six = held[2] + (held[3] - held[2]) / 2
+    tight = round(six * 1.05 / 0.97 / 0.95)
+    measured = ranks.run(limits, [8] * 4, [1 << 30, tight, 1 << 30, 1 << 30])[0]
+    assert measured == [8, 6, 8, 8]
+
+
+def test_peak_memory_counts_what_is_alive_at_once():
+    def run() -> None:
+        first = torch.ones(1000)
+        second = first * 2
+        del first
+        third = second.view(10, 100) + 1
+        del second, third
+        torch.ones(500)
+
+    run()
+    assert peak_bytes(run, torch.device("cpu")) == 2 * 4000
+
+
+def raising(case: str) -> None:
+    on_one = harness.rank() == 1
+    model = models.build(ModelSpec(hidden=31 if case == "models" and on_one else 61))
+    options: dict[str, Any] = {}
+    if case == "max_batch" and on_one:
+        options["max_batch"] = 0
+    if case == "memory_limit" and on_one:
+        options["memory_limit"] = -5
+    if case == "memory_limit above the device" and on_one:
+        options["memory_limit"] = 1 << 60
+    if case == "stages":
+        options["stages"] = (0, 7)
+    if case == "stages differ":
+        options["stages"] = (0, 1) if on_one else (0,)
+    if case == "nan" and on_one:
+        options["loss"] = nan_loss
+    if case == "no gradient" and on_one:
+        options["loss"] = detached_loss
+    if case == "no scalar" and on_one:
+        options["loss"] = vector_loss
+    if case == "example" and on_one:
+        options["example"] = {"tokens": batch(3)["tokens"], "targets": batch(2)["targets"]}
+    if case == "loss raises" and on_one:
+        options["loss"] = raising_loss
+    profiled(model, **options)
+
+
+def _named(function: Any) -> Any:
+    function.__qualname__ = models.mean_over_samples.__qualname__
+    return function
+
+
+@_named
+def nan_loss(model: nn.Module, batch: Any) -> Tensor:
+    return models.mean_over_samples(model, batch) * float("nan")
+
+
+@_named
+def detached_loss(model: nn.Module, batch: Any) -> Tensor:
+    return models.mean_over_samples(model, batch).detach()
+
+
+@_named
+def vector_loss(model: nn.Module, batch: Any) -> Tensor:
+    return models.mean_over_samples(model, batch).expand(2)
+
+
+@_named
+def raising_loss(model: nn.Module, batch: Any) -> Tensor:
+    raise KeyError("labels")
+
+
+@_named
+def loss_that_fails_in_the_engine(model: nn.Module, batch: Any) -> Tensor:
+    """On one rank, and only while an optimizer holds the model."""
+    if harness.rank() == 1 and id(next(model.parameters())) in model_checks._OWNERS:
+        raise MemoryError("no room")
+    return models.mean_over_samples(model, batch)
+
+
+def model_after_a_failed_step(stage: int) -> list[str]:
+    model = models.build(ModelSpec(blocks=1))
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    with pytest.raises((MemoryError, RankFailed)) as kept:
+        profiled(model, loss=loss_that_fails_in_the_engine, stages=(stage,), max_batch=4)
+    assert kept.value.__traceback__ is not None  # and with it all that its frames hold
+    left = [name for name, p in model.named_parameters() if not p.equal(before[name])]
+    poplar.HeteroZeroOptimizer(
+        model, torch.optim.SGD, stage=stage, process_group=harness.group(), lr=0.1
+    ).release()
+    return left
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_step_that_fails_under_measurement_leaves_the_model_to_the_next_attempt(
+    ranks: Pool, stage
+):
+    assert ranks.run(model_after_a_failed_step, stage) == [[]] * 4
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("max_batch", "max_batch must be a whole number, at least 1, got 0"),
+        ("memory_limit", "memory_limit must be a whole number of bytes, got -5"),
+        (
+            "memory_limit above the device",
+            r"rank 1: a memory_limit of 1073741824\.00 GiB, but cpu has .* GiB; lower it",
+        ),
+        ("stages", "stages must name ZeRO stages 0 to 3"),
+        ("stages differ", "the ranks disagree on stages"),
+        ("models", "the ranks disagree on the model"),
+        ("nan", "the loss of the first sample of example_batch is nan"),
+        ("no gradient", "the loss does not require a gradient"),
+        ("no scalar", "must return a scalar tensor, got \\(2,\\)"),
+        ("example", "has 2 samples .* has 3"),
+        ("loss raises", "labels"),
+    ],
+)
+def test_a_mistake_on_one_rank_is_a_clear_error_on_all(ranks: Pool, case, message):
+    with pytest.raises(RanksFailed, match=f"(?s){message}") as caught:
+        ranks.run(raising, case)
+    assert len(caught.value.failures) == 4
+    assert not caught.value.silent

@@ -1,0 +1,268 @@
+"""Random collectives against a sum in float64, and one transport against the other, bit by bit.
+
+`POPLAR_COLLECTIVES=10000 pytest tests/distributed/test_random_collectives.py` draws as many.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import ranks as harness
+import torch
+import torch.distributed as dist
+from ranks import Pool
+from torch import Tensor
+
+from poplar import ops
+from poplar.comm import Bucket, Codec, Communicator, Group, Pending, connect, host_topology
+from poplar.comm.shard_layout import Layout
+
+WORLD = 4
+TIMES = int(os.environ.get("POPLAR_COLLECTIVES", "400"))
+MOST_IN_FLIGHT = 4
+IN_RANK_ORDER = ("shared_memory", "process_group", "process_group:padded+grouped", "staged")
+ACROSS_HOSTS = ("hierarchical", "hierarchical:process_group")
+IN_ANOTHER_ORDER = ("process_group:library+padded", "process_group:grouped+direct")
+CPU = torch.device("cpu")
+EPSILON = {torch.float32: 2**-23, torch.bfloat16: 2**-8, torch.float16: 2**-10}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One collective; the same on all ranks."""
+
+    number: int
+    operation: str
+    layout: Layout
+    dtype: torch.dtype
+    weights: tuple[float, ...]
+    accumulate: bool
+    is_shared: bool
+    """Tensors lie where the transport sends from; else they are ordinary ones."""
+
+    @classmethod
+    def draw(cls, number: int, generator: random.Random) -> Case:
+        numel = 64 * generator.choice((0, 1, 3, 20, 200, 2000, 2000, 9000))
+        cuts = sorted(64 * generator.randint(0, numel // 64) for _ in range(WORLD - 1))
+        if generator.random() < 0.2:  # one rank has it all
+            cuts = [0] * generator.randint(0, WORLD - 1)
+            cuts += [numel] * (WORLD - 1 - len(cuts))
+        return cls(
+            number=number,
+            operation=generator.choice(("reduce_scatter", "all_gather", "all_reduce")),
+            layout=Layout((0, *cuts, numel)),
+            dtype=generator.choice((torch.float32, torch.bfloat16, torch.float16)),
+            weights=tuple(generator.choice((0.0, 1.0, generator.random())) for _ in range(WORLD)),
+            accumulate=generator.random() < 0.5,
+            is_shared=generator.random() < 0.5,
+        )
+
+    def values(self, rank: int) -> Tensor:
+        generator = torch.Generator().manual_seed(self.number * WORLD + rank)
+        return torch.randn(self.layout.numel, generator=generator)
+
+    def packed(self, rank: int) -> Tensor:
+        """As it travels: weighted and rounded once."""
+        weight = torch.tensor(self.weights[rank], dtype=torch.float32)
+        return (self.values(rank) * weight).to(self.dtype)
+
+    def expected(self, rank: int) -> Tensor:
+        """In float64; a gather has no arithmetic."""
+        if self.operation == "all_gather":
+            bounds = map(self.layout.bounds, range(WORLD))
+            return torch.cat(
+                [self.values(r)[slice(*b)].to(self.dtype) for r, b in enumerate(bounds)]
+            )
+        total = sum((self.packed(r).double() for r in range(WORLD)), torch.zeros(()).double())
+        if self.operation == "all_reduce":
+            return total
+        return total[slice(*self.layout.bounds(rank))] + float(self.accumulate)
+
+    def bound(self, rank: int, hosts: int) -> Tensor:
+        """What rounding may do: `WORLD` fp32 additions, one rounding to what comes out, and where
+        there are several hosts one of each host's sum to what travels.
+        """
+        if self.operation == "all_gather":
+            return torch.zeros(())
+        size = 1.0 + sum(self.packed(r).double().abs() for r in range(WORLD))
+        out = self.dtype if self.operation == "all_reduce" else torch.float32
+        bound = size * (WORLD * EPSILON[torch.float32] + EPSILON[out])
+        bound += size * EPSILON[self.dtype] * (hosts > 1)
+        low, high = self.layout.bounds(rank)
+        return bound[low:high] if self.operation == "reduce_scatter" else bound
+
+
+def issue(case: Case, comm: Communicator) -> tuple[Pending, Callable[[], Tensor]]:
+    """Start it; the second gives the result once the first is over."""
+    rank, layout, what = comm.group.rank, case.layout, f"number {case.number}"
+    low, high = layout.bounds(rank)
+    if case.operation == "all_gather":
+        mine = case.values(rank)[low:high].to(case.dtype)
+        data = torch.zeros(layout.numel, dtype=case.dtype)
+        if case.is_shared:
+            return comm.all_gather(data, layout, what=what, own=comm.share(mine)), lambda: data
+        if case.accumulate:  # in place, in what peers read
+            data = comm.buffer(layout, case.dtype, CPU).data
+            data[low:high] = mine
+            return comm.all_gather(data, layout, what=what, own=data[low:high]), lambda: data
+        data[low:high] = mine
+        return comm.all_gather(data, layout, what=what), lambda: data
+    if case.is_shared:
+        bucket = comm.buffer(layout, case.dtype, CPU, Codec(case.dtype))
+    else:
+        bucket = Bucket(torch.empty(layout.numel, dtype=case.dtype), layout, Codec(case.dtype))
+    bucket.pack([case.values(rank)], [0], case.weights[rank])
+    if case.operation == "all_reduce":
+        return comm.all_reduce(bucket, what=what), lambda: bucket.data
+    in_place = case.is_shared and case.dtype is torch.float32 and not case.accumulate
+    out = bucket.data[low:high] if in_place else torch.ones(high - low)
+    squares = torch.full(((high - low) // 64,), -1.0)
+
+    def result() -> Tensor:
+        assert torch.equal(squares, ops.block_sums_of_squares(out)), case
+        return out
+
+    pending = comm.reduce_scatter(
+        bucket, out, accumulate=case.accumulate, what=what, squares=squares
+    )
+    return pending, result
+
+
+def run(
+    seed: int, times: int, choices: tuple[str, ...] = IN_RANK_ORDER, hosts: int = 1
+) -> list[str]:
+    """Draw, issue and wait, in another order on every rank; returns what was wrong.
+
+    All transports must give the same bits.
+    """
+    group = Group.of(harness.group(), None)
+    transports = [connect(group, choice) for choice in choices]
+    draw, own_order = random.Random(seed), random.Random(seed + 1 + group.rank)
+    wrong: list[str] = []
+    in_flight = []
+    for number in range(times):
+        case = Case.draw(number, draw)
+        in_flight.append((case, [issue(case, comm) for comm in transports]))
+        if len(in_flight) > draw.randint(0, MOST_IN_FLIGHT - 1) or number == times - 1:
+            own_order.shuffle(in_flight)
+            for transport in range(len(transports)):
+                for _, started in in_flight:
+                    started[transport][0].wait()
+            for case, started in in_flight:
+                first, *others = (result() for _, result in started)
+                off = (first.double() - case.expected(group.rank).double()).abs()
+                is_right = not (off > case.bound(group.rank, hosts)).any()
+                if not is_right or not all(torch.equal(first, other) for other in others):
+                    wrong.append(f"rank {group.rank}: {case}")
+            in_flight = []
+    return wrong
+
+
+def test_results_are_right_and_the_same_by_every_transport(ranks: Pool) -> None:
+    for seed in range(max(1, TIMES // 400)):  # each call has a deadline
+        for wrong in ranks.run(run, 1 + 10 * seed, min(TIMES, 400)):
+            assert wrong == []
+
+
+@pytest.mark.parametrize("choice", IN_ANOTHER_ORDER)
+def test_results_are_right_where_the_library_adds(ranks: Pool, choice: str) -> None:
+    for wrong in ranks.run(run, 4, TIMES // 4, (choice,)):
+        assert wrong == []
+
+
+def run_without_a_cache(seed: int, times: int) -> list[str]:
+    os.environ["POPLAR_MEMORY_CACHE"] = "off"
+    try:
+        return run(seed, times)
+    finally:
+        del os.environ["POPLAR_MEMORY_CACHE"]
+
+
+def test_results_are_right_where_idle_memory_goes_back_at_once(ranks: Pool) -> None:
+    for wrong in ranks.run(run_without_a_cache, 2, TIMES // 4):
+        assert wrong == []
+
+
+def run_on_hosts(seed: int, times: int, names: str) -> list[str]:
+    """As `run`, by the hierarchical transport: each rank says that it runs on the host named."""
+    real = host_topology.place
+    host_topology.place = lambda: (names[harness.rank()],)
+    try:
+        return run(seed, times, ACROSS_HOSTS, hosts=2)
+    finally:
+        host_topology.place = real
+
+
+@pytest.mark.parametrize("names", ["aabb", "abab", "abbb", "aaaa", "abcc", "abcd"])
+def test_results_are_right_and_the_same_across_hosts(ranks: Pool, names: str) -> None:
+    for wrong in ranks.run(run_on_hosts, 3, TIMES // 4, names):
+        assert wrong == []
+
+
+def gathered_after_other_groups(names: str) -> bool:
+    """On ranks that have not made the same number of process groups."""
+    mine = dist.new_group([harness.rank()], use_local_synchronization=True)
+    more = [
+        dist.new_group([harness.rank()], use_local_synchronization=True)
+        for _ in range(harness.rank())
+    ]
+    real = host_topology.place
+    host_topology.place = lambda: (names[harness.rank()],)
+    try:
+        comm = connect(Group.of(harness.group(), None), "hierarchical:process_group")
+        layout = Layout.even(64 * WORLD, WORLD)
+        data = torch.full((64 * WORLD,), float(harness.rank()))
+        comm.all_gather(data, layout, what="a gather").wait()
+        return bool((data.view(WORLD, -1) == torch.arange(WORLD).view(-1, 1)).all())
+    finally:
+        host_topology.place = real
+        for group in (mine, *more):
+            dist.destroy_process_group(group)
+
+
+@pytest.mark.parametrize("names", ["aabb", "abba"])
+def test_parts_of_a_group_are_made_whatever_groups_ranks_have(ranks: Pool, names: str) -> None:
+    assert all(ranks.run(gathered_after_other_groups, names))
+
+
+def moved(choice: str, names: str) -> list[bool]:
+    """Broadcasts from every rank, and slices that are cut anew."""
+    real = host_topology.place
+    host_topology.place = lambda: (names[harness.rank()],)
+    try:
+        group = Group.of(harness.group(), None)
+        comm = connect(group, choice)
+        right = []
+        for source in range(WORLD):
+            data = torch.full((5, 3), float(group.rank))
+            comm.broadcast(data, source, what="a broadcast")
+            right.append(bool((data == source).all()))
+        whole = torch.arange(64.0 * 20)
+        cuts = ((0, 320, 320, 640, 1280), (0, 64, 128, 1216, 1280), (0, 0, 0, 0, 1280))
+        for old, new in itertools.permutations(map(Layout, cuts), 2):
+            shard = whole[slice(*old.bounds(group.rank))].clone()
+            own = comm.reshard(shard, old, new, what="a move")
+            right.append(torch.equal(own, whole[slice(*new.bounds(group.rank))]))
+        return right
+    finally:
+        host_topology.place = real
+
+
+@pytest.mark.parametrize(
+    ("choice", "names"),
+    [
+        ("process_group", "aaaa"),
+        ("shared_memory", "aaaa"),
+        ("staged", "aaaa"),
+        ("hierarchical", "abba"),
+        ("hierarchical:process_group", "abba"),
+    ],
+)
+def test_values_reach_everybody_and_slices_are_cut_anew(ranks, choice, names):
+    for right in ranks.run(moved, choice, names):
+        assert all(right)

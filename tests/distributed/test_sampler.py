@@ -1,0 +1,422 @@
+"""Step k is the same global batch whatever the plan, and training goes on where it stopped."""
+
+from __future__ import annotations
+
+import json
+from itertools import islice
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, Dataset
+
+from poplar.data.sampler import HeteroBatchSampler, split_stream
+from poplar.plan import Plan
+
+PLANS = (
+    Plan.even(4, 12, 3, stage=0),
+    Plan.manual("1,2,3,6", stage=0),
+    Plan.manual("0,12,0,0", stage=2),
+    Plan.proportional([5, 1, 1, 0], 12, 3, max_micro_batch=2),
+)
+batch_sizes = st.lists(st.integers(0, 5), min_size=1, max_size=5).filter(any)
+
+
+def samplers(length, plan, **options):
+    return [
+        HeteroBatchSampler(length, plan, rank=rank, **options) for rank in range(plan.world_size)
+    ]
+
+
+def one_epoch(samplers):
+    """What all ranks draw, step by step; the one index of a rank without samples left out."""
+    steps = zip(*samplers, strict=True)
+    plan = samplers[0]._plan
+    return [
+        [index for rank, part in enumerate(parts) if plan.samples(rank) for index in part]
+        for parts in steps
+    ]
+
+
+class Squares(Dataset):
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        return torch.tensor(index**2)
+
+
+# The same global batch
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("drop_last", [True, False])
+def test_a_step_is_the_same_global_batch_whatever_the_plan(shuffle, drop_last):
+    epochs = [
+        one_epoch(samplers(40, plan, seed=3, shuffle=shuffle, drop_last=drop_last))
+        for plan in PLANS
+    ]
+    assert all(epoch == epochs[0] for epoch in epochs)
+    assert [len(step) for step in epochs[0]] == [12, 12, 12] + [4] * (not drop_last)
+
+
+@given(sizes=batch_sizes, length=st.integers(1, 60), seed=st.integers(0, 5))
+def test_an_epoch_holds_every_sample_once(sizes, length, seed):
+    plan = Plan.manual(sizes, stage=2)
+    working = sum(size > 0 for size in sizes)
+    if 0 < length % plan.global_batch < working:
+        length -= length % plan.global_batch
+    if length == 0:
+        length = plan.global_batch
+    drawn = one_epoch(samplers(length, plan, seed=seed, drop_last=False))
+    assert sorted(index for step in drawn for index in step) == list(range(length))
+    assert [len(step) for step in drawn[:-1]] == [plan.global_batch] * (len(drawn) - 1)
+
+
+def test_each_rank_draws_what_the_plan_gives_it():
+    plan = Plan.manual("1,2,3,6", stage=0)
+    drawn = [list(sampler) for sampler in samplers(24, plan, shuffle=False)]
+    assert drawn[1] == [[1, 2], [13, 14]]
+    assert [[len(batch) for batch in rank] for rank in drawn] == [[1, 1], [2, 2], [3, 3], [6, 6]]
+
+
+def test_a_rank_without_samples_draws_one_of_the_same_global_batch():
+    sampler = HeteroBatchSampler(24, Plan.manual("0,12", stage=0), rank=0, shuffle=False)
+    assert list(sampler) == [[0], [12]]
+
+
+def test_a_short_last_batch_is_cut_by_the_same_plan():
+    plan = Plan.manual("1,2,3,6", stage=0)
+    last = [list(sampler)[-1] for sampler in samplers(18, plan, shuffle=False, drop_last=False)]
+    assert [len(part) for part in last] == list(plan.cut(6))
+    assert [index for part in last for index in part] == list(range(12, 18))
+
+
+def test_the_order_depends_on_seed_and_epoch_and_on_nothing_else():
+    def order(seed, epoch):
+        sampler = HeteroBatchSampler(30, Plan.manual("30", stage=0), seed=seed)
+        sampler.set_epoch(epoch)
+        return tuple(next(iter(sampler)))
+
+    assert order(0, 0) == order(0, 0)
+    assert len({order(seed, epoch) for seed in range(3) for epoch in range(3)}) == 9
+    torch.manual_seed(1)
+    state = torch.get_rng_state()
+    order(0, 0)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_the_length_is_the_number_of_steps():
+    plan = Plan.manual("4,8", stage=0)
+    assert len(HeteroBatchSampler(40, plan, rank=0)) == 3
+    assert len(HeteroBatchSampler(40, plan, rank=0, drop_last=False)) == 4
+
+
+# Epochs
+
+
+def test_an_iteration_after_a_finished_one_is_the_next_epoch():
+    sampler = HeteroBatchSampler(24, Plan.manual("12", stage=0))
+    first, second = list(sampler), list(sampler)
+    assert first != second
+    assert sampler.epoch == 1
+    sampler.set_epoch(0)
+    assert list(sampler) == first
+    assert list(sampler) == second
+
+
+def test_an_iteration_after_an_unfinished_one_is_the_same_epoch_again():
+    sampler = HeteroBatchSampler(24, Plan.manual("12", stage=0))
+    peeked = next(iter(sampler))
+    assert next(iter(sampler)) == peeked
+    assert sampler.epoch == 0
+
+
+def test_setting_the_epoch_of_a_finished_one_repeats_it():
+    sampler = HeteroBatchSampler(24, Plan.manual("12", stage=0))
+    first = list(sampler)
+    sampler.set_epoch(0)
+    assert list(sampler) == first
+
+
+# Resuming
+
+
+def through_json(state):
+    return json.loads(json.dumps(state))
+
+
+@pytest.mark.parametrize("stop", [0, 1, 4, 5, 7, 10])
+@pytest.mark.parametrize("drop_last", [True, False])
+def test_training_goes_on_where_it_stopped(stop, drop_last):
+    plan, other_plan = Plan.manual("2,6", stage=0), Plan.manual("5,0,3", stage=0)
+
+    def endless(sampler):
+        while True:
+            yield from sampler
+
+    def drawn(plan, steps, state=None):
+        ranks = samplers(44, plan, seed=1, drop_last=drop_last)
+        if state is not None:
+            for sampler in ranks:
+                sampler.load_state_dict(through_json(state))
+        steps = list(islice(zip(*map(endless, ranks), strict=True), steps))
+        steps = [
+            [i for rank, part in enumerate(parts) if plan.samples(rank) for i in part]
+            for parts in steps
+        ]
+        return steps, ranks[0].state_dict()
+
+    whole, _ = drawn(plan, 14)
+    before, state = drawn(plan, stop)
+    after, _ = drawn(other_plan, 14 - stop, state)
+    assert before + after == whole
+
+
+def test_after_the_last_step_the_state_is_the_start_of_the_next_epoch():
+    sampler = HeteroBatchSampler(24, Plan.manual("12", stage=0))
+    list(sampler)
+    state = sampler.state_dict()
+    assert (state["epoch"], state["step"]) == (1, 0)
+
+
+def test_set_epoch_keeps_the_place_in_the_epoch_that_was_resumed():
+    plan = Plan.manual("12", stage=0)
+    sampler = HeteroBatchSampler(48, plan)
+    sampler.set_epoch(3)
+    whole = list(sampler)
+    resumed = HeteroBatchSampler(48, plan)
+    resumed.load_state_dict(sampler.state_dict(steps_done=1))
+    resumed.set_epoch(3)
+    assert list(resumed) == whole[1:]
+    resumed.set_epoch(3)
+    assert list(resumed) == whole
+
+
+def test_a_resumed_epoch_that_is_left_early_begins_where_it_was_resumed():
+    plan = Plan.manual("12", stage=0)
+    sampler = HeteroBatchSampler(48, plan)
+    whole = list(sampler)
+    resumed = HeteroBatchSampler(48, plan)
+    resumed.load_state_dict({**sampler.state_dict(), "epoch": 0, "step": 2})
+    assert next(iter(resumed)) == whole[2]
+    assert list(resumed) == whole[2:]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loader_that_reads_ahead_resumes_by_the_trainers_count(workers):
+    plan = Plan.manual("2,2", stage=0)
+    sampler = HeteroBatchSampler(40, plan, rank=1)
+    loader = DataLoader(Squares(), batch_sampler=sampler, num_workers=workers)
+    batches = [batch.tolist() for batch in islice(loader, 3)]
+    resumed = HeteroBatchSampler(40, plan, rank=1)
+    resumed.load_state_dict(sampler.state_dict(steps_done=3))
+    loader = DataLoader(Squares(), batch_sampler=resumed, num_workers=workers)
+    batches += [batch.tolist() for batch in loader]
+    expected = HeteroBatchSampler(40, plan, rank=1)
+    assert batches == [[index**2 for index in part] for part in expected]
+
+
+def test_a_state_counts_what_was_drawn():
+    sampler = HeteroBatchSampler(40, Plan.manual("4", stage=0))
+    list(islice(sampler, 3))
+    assert sampler.state_dict()["step"] == 3
+
+
+# Mistakes
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"length": 41}, "saved with length=40, but here it is 41"),
+        ({"seed": 1}, "saved with seed=0, but here it is 1"),
+        ({"shuffle": False}, "saved with shuffle=True, but here it is False"),
+        ({"plan": Plan.manual("8", stage=0)}, "saved with global_batch=4, but here it is 8"),
+    ],
+)
+def test_a_state_of_other_data_is_refused(options, complaint):
+    state = HeteroBatchSampler(40, Plan.manual("4", stage=0)).state_dict()
+    options = {"length": 40, "plan": Plan.manual("4", stage=0), **options}
+    with pytest.raises(ValueError, match=complaint):
+        HeteroBatchSampler(**options).load_state_dict(state)
+
+
+def test_a_state_of_something_else_is_refused():
+    sampler = HeteroBatchSampler(40, Plan.manual("4", stage=0))
+    with pytest.raises(ValueError, match="not a state of HeteroBatchSampler"):
+        sampler.load_state_dict({"epoch": 1})
+    with pytest.raises(ValueError, match="state format 9"):
+        sampler.load_state_dict({**sampler.state_dict(), "version": 9})
+    with pytest.raises(ValueError, match="at step 10 of an epoch, but an epoch has 10 steps"):
+        sampler.load_state_dict({**sampler.state_dict(), "step": 10})
+    with pytest.raises(ValueError, match="between 0 and the 10 steps of an epoch, got 11"):
+        sampler.state_dict(steps_done=11)
+
+
+def test_a_tail_too_short_for_the_ranks_is_refused_at_construction_on_every_rank():
+    plan = Plan.manual("2,2,0,2", stage=0)
+    for rank in range(4):
+        with pytest.raises(ValueError, match=r"14 samples, .* has 2 .* 3 ranks .* by 1 samples"):
+            HeteroBatchSampler(14, plan, rank=rank, drop_last=False)
+        assert len(HeteroBatchSampler(14, plan, rank=rank)) == 2
+
+
+@pytest.mark.parametrize("length", [0, 11])
+def test_a_dataset_without_a_single_step_is_refused(length):
+    with pytest.raises(ValueError, match=f"{length} samples gives no step: the global batch is 12"):
+        HeteroBatchSampler(length, Plan.manual("12", stage=0))
+
+
+def test_a_rank_must_be_known_and_in_the_plan():
+    plan = Plan.manual("2,2", stage=0)
+    for make in (lambda **rank: HeteroBatchSampler(8, plan, **rank), _stream_of(plan)):
+        with pytest.raises(ValueError, match=r"2 ranks and torch\.distributed is not init"):
+            make()
+        with pytest.raises(ValueError, match="rank 2: the plan is for ranks 0 to 1"):
+            make(rank=2)
+
+
+def _stream_of(plan):
+    return lambda **rank: split_stream(range(8), plan, **rank)
+
+
+def test_the_rank_is_that_of_the_process(ranks):
+    drawn = ranks.run(_draw_without_naming_the_rank, Plan.manual("1,2,3,6", stage=0))
+    assert drawn == [[[0]], [[1, 2]], [[3, 4, 5]], [[6, 7, 8, 9, 10, 11]]]
+
+
+def _draw_without_naming_the_rank(plan):
+    return list(HeteroBatchSampler(12, plan, shuffle=False))
+
+
+def test_a_plan_for_another_number_of_processes_is_refused(ranks):
+    complaints = ranks.run(_error_for, Plan.manual("1,2,3", stage=0))
+    for rank, complaint in enumerate(complaints):
+        assert f"rank {rank}: the plan is for 3 ranks, but torch.distributed runs 4" in complaint
+
+
+def _error_for(plan):
+    try:
+        HeteroBatchSampler(12, plan)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+# Streams
+
+
+def streams(samples, plan, **options):
+    return [split_stream(samples, plan, rank=rank, **options) for rank in range(plan.world_size)]
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("drop_last", [True, False])
+def test_a_step_of_a_stream_is_the_same_global_batch_whatever_the_plan(plan, drop_last):
+    drawn = [
+        [s for rank, part in enumerate(parts) if plan.samples(rank) for s in part]
+        for parts in zip(*streams(range(40), plan, drop_last=drop_last), strict=True)
+    ]
+    whole = [list(range(k, k + 12)) for k in (0, 12, 24)]
+    assert drawn == whole + [list(range(36, 40))] * (not drop_last)
+
+
+def test_a_rank_without_samples_reads_one_of_the_same_global_batch():
+    stream = split_stream(range(24), Plan.manual("0,12", stage=0), rank=0)
+    assert list(stream) == [[0], [12]]
+
+
+def test_a_stream_that_ends_too_short_for_the_ranks_ends_in_an_error_on_every_rank():
+    plan = Plan.manual("2,2,0,2", stage=0)
+    for stream in streams(range(8), plan, drop_last=False):
+        steps = iter(stream)
+        next(steps)
+        with pytest.raises(ValueError, match="the stream ended, and its last global batch has 2"):
+            next(steps)
+
+
+def loaded(stream, workers, **options):
+    return DataLoader(
+        stream, batch_size=None, collate_fn=list, num_workers=workers, prefetch_factor=3, **options
+    )
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker")
+@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("length", [0, 8, 43])
+@pytest.mark.parametrize("persistent", [True, False])
+def test_workers_keep_the_order_of_a_stream(workers, length, persistent):
+    plan = Plan.manual("1,3", stage=0)
+    stream = split_stream(range(length), plan, rank=1, drop_last=False)
+    loader = loaded(stream, workers, persistent_workers=persistent)
+    in_this_process = list(split_stream(range(length), plan, rank=1, drop_last=False))
+    for _ in range(2):
+        assert list(loader) == in_this_process
+
+
+@pytest.mark.parametrize("stop", [0, 1, 4, 10])
+def test_a_stream_goes_on_where_it_stopped_and_the_next_pass_is_whole(stop):
+    plan = Plan.manual("1,3", stage=0)
+    stream = split_stream(range(40), plan, rank=1)
+    whole = list(stream)
+    before = list(islice(stream, stop))
+    assert before == whole[:stop]
+    resumed = split_stream(range(40), Plan.manual("0,1,3", stage=0), rank=2)
+    resumed.load_state_dict(through_json(stream.state_dict()))
+    assert list(resumed) == whole[stop:]
+    assert list(resumed) == whole
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_workers_go_on_where_training_stopped_and_the_next_pass_is_whole(persistent):
+    plan = Plan.manual("1,3", stage=0)
+    whole = list(split_stream(range(40), plan, rank=1))
+    stream = split_stream(range(40), plan, rank=1)
+    loader = loaded(stream, 2, persistent_workers=persistent)
+    for done in (5, 2):
+        assert list(islice(loader, 2)) == whole[:2]
+        stream.load_state_dict(stream.state_dict(steps_done=done))
+        assert list(loader) == whole[done:]
+        assert list(loader) == whole
+    assert list(stream) == whole
+
+
+def test_only_the_pass_after_resuming_skips_even_if_it_is_left_early():
+    plan = Plan.manual("1,3", stage=0)
+    whole = list(split_stream(range(40), plan, rank=1))
+    stream = split_stream(range(40), plan, rank=1)
+    for workers in (0, 2):
+        reader = loaded(stream, workers) if workers else stream
+        stream.load_state_dict(stream.state_dict(steps_done=5))
+        assert next(iter(reader)) == whole[5]
+        assert list(reader) == whole
+
+
+def test_a_stream_read_by_workers_asks_for_the_trainers_count():
+    stream = split_stream(range(40), Plan.manual("4", stage=0))
+    assert stream.state_dict()["step"] == 0
+    list(loaded(stream, 1))
+    with pytest.raises(RuntimeError, match="pass steps_done="):
+        stream.state_dict()
+    assert stream.state_dict(steps_done=3)["step"] == 3
+
+
+def test_resuming_a_stream_that_is_too_short_is_refused():
+    plan = Plan.manual("4", stage=0)
+    state = split_stream(range(40), plan).state_dict(steps_done=7)
+    other = split_stream(range(20), plan)
+    other.load_state_dict(state)
+    with pytest.raises(ValueError, match="skips 28 samples, but the stream ended after 20"):
+        list(other)
+
+
+def test_a_state_of_another_stream_is_refused():
+    stream = split_stream(range(40), Plan.manual("4", stage=0))
+    with pytest.raises(ValueError, match="saved with global_batch=8, but here it is 4"):
+        stream.load_state_dict({**stream.state_dict(), "global_batch": 8})
+    with pytest.raises(ValueError, match="not a state of split_stream"):
+        stream.load_state_dict(HeteroBatchSampler(4, Plan.manual("4", stage=0)).state_dict())
+    with pytest.raises(ValueError, match="at least 0, got -1"):
+        stream.state_dict(steps_done=-1)

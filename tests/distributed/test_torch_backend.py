@@ -1,0 +1,675 @@
+"""`cpu:poplar`, a torch backend: collectives give what gloo gives, and trainers run on it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+import ranks as harness
+import torch
+import torch.distributed as dist
+from ranks import Pool
+from torch import Tensor, nn
+
+import poplar
+import poplar.comm  # makes the backend known
+from poplar.comm import rendezvous, segment_pool
+
+WORLD = 4
+
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def new_group(backend: str, seconds: float = 60.0) -> dist.ProcessGroup:
+    group = dist.new_group(
+        dist.get_process_group_ranks(harness.group()),
+        timeout=timedelta(seconds=seconds),
+        backend=backend,
+        use_local_synchronization=True,
+    )
+    assert group is not None
+    return group
+
+
+def values(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Eighths, so that every order of adding gives the same bits."""
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    return (torch.randint(-64, 64, shape, generator=generator) / 8).to(dtype)
+
+
+def summed(group: dist.ProcessGroup, dtype: torch.dtype, op: dist.ReduceOp) -> Tensor:
+    data = values(3, 37, dtype=dtype)
+    dist.all_reduce(data, op, group=group)
+    return data
+
+
+def summed_where_it_is_not_contiguous(group: dist.ProcessGroup) -> Tensor:
+    data = values(8, 6).t()
+    dist.all_reduce(data, group=group)
+    return data
+
+
+def coalesced(group: dist.ProcessGroup) -> Tensor:
+    counts, tokens = values(3).long(), values(3).long() + 100
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dist.all_reduce_coalesced([counts, tokens], group=group)
+    return torch.cat([counts, tokens])
+
+
+def summed_sparsely(group: dist.ProcessGroup) -> Tensor:
+    rank = dist.get_rank(group)
+    data = torch.sparse_coo_tensor([[rank]], values(1, 4), (WORLD, 4), check_invariants=True)
+    dist.all_reduce(data, group=group)
+    return data.to_dense()
+
+
+def gathered(group: dist.ProcessGroup, dtype: torch.dtype) -> Tensor:
+    whole = torch.empty(WORLD * 5, 3, dtype=dtype)
+    all_gather(whole, values(5, 3, dtype=dtype), group=group)
+    return whole
+
+
+def gathered_in_a_list(group: dist.ProcessGroup) -> Tensor:
+    parts = [torch.empty(7, 2) for _ in range(WORLD)]
+    dist.all_gather(parts, values(7, 2), group=group)
+    return torch.stack(parts)
+
+
+def scattered(group: dist.ProcessGroup, dtype: torch.dtype) -> Tensor:
+    own = torch.empty(5, 3, dtype=dtype)
+    reduce_scatter(own, values(WORLD * 5, 3, dtype=dtype), group=group)
+    return own
+
+
+def scattered_from_an_uneven_list(group: dist.ProcessGroup) -> Tensor:
+    own = torch.empty(dist.get_rank(group) + 1)
+    parts = list(values(WORLD * (WORLD + 1) // 2).split([rank + 1 for rank in range(WORLD)]))
+    dist.reduce_scatter(own, parts, group=group)
+    return own
+
+
+def sent_from_one(group: dist.ProcessGroup) -> Tensor:
+    data = values(3, 5).t()
+    dist.broadcast(data, 2, group=group)
+    return data
+
+
+def exchanged(group: dist.ProcessGroup) -> Tensor:
+    rank = dist.get_rank(group)
+    leaving = [(rank + peer) % 3 for peer in range(WORLD)]
+    received = torch.empty(sum(leaving), 2)
+    # What arrives from a peer is what leaves for it: (rank + peer) % 3 is symmetric.
+    dist.all_to_all_single(received, values(sum(leaving), 2), leaving, leaving, group=group)
+    return received
+
+
+def exchanged_evenly(group: dist.ProcessGroup) -> Tensor:
+    received = torch.empty(WORLD * 3, dtype=torch.int64)
+    dist.all_to_all_single(received, values(WORLD * 3).long(), group=group)
+    return received
+
+
+def objects(group: dist.ProcessGroup) -> Tensor:
+    found: list[object] = [None] * WORLD
+    dist.all_gather_object(found, {"rank": dist.get_rank(group)}, group=group)
+    return torch.tensor([entry["rank"] for entry in found])  # type: ignore[index]
+
+
+def by_gloo(group: dist.ProcessGroup) -> Tensor:
+    """What shared memory doesn't carry."""
+    rank, seen = dist.get_rank(group), []
+    data = values(4)
+    dist.reduce(data, 1, group=group)
+    seen.append(data if rank == 1 else torch.zeros(4))
+    data = torch.zeros(4)
+    if rank == 0:
+        dist.send(torch.ones(4), 3, group=group)
+    if rank == 3:
+        dist.recv(data, 0, group=group)
+    seen.append(data)
+    return torch.stack(seen)
+
+
+CALLS: dict[str, Callable[[dist.ProcessGroup], Tensor]] = {
+    function.__name__: function
+    for function in (
+        summed_where_it_is_not_contiguous,
+        coalesced,
+        summed_sparsely,
+        gathered_in_a_list,
+        scattered_from_an_uneven_list,
+        sent_from_one,
+        exchanged,
+        exchanged_evenly,
+        objects,
+        by_gloo,
+    )
+}
+FLOATING = (torch.float32, torch.bfloat16, torch.float16)
+for dtype in FLOATING:
+    CALLS[f"sum {dtype}"] = lambda group, dtype=dtype: summed(group, dtype, dist.ReduceOp.SUM)
+    CALLS[f"scatter {dtype}"] = lambda group, dtype=dtype: scattered(group, dtype)
+for dtype in (*FLOATING, torch.int64, torch.float64):
+    CALLS[f"gather {dtype}"] = lambda group, dtype=dtype: gathered(group, dtype)
+for dtype, op in ((torch.float32, "MAX"), (torch.int64, "SUM"), (torch.float64, "SUM")):
+    CALLS[f"{op} {dtype}"] = lambda group, dtype=dtype, op=op: summed(
+        group, dtype, getattr(dist.ReduceOp, op)
+    )
+
+
+def differing() -> list[str]:
+    """Calls whose result is another than gloo's, all on one group, one after the other."""
+    ours, gloo = new_group("cpu:poplar"), new_group("gloo")
+    wrong = [name for name, call in CALLS.items() if not torch.equal(call(ours), call(gloo))]
+    dist.barrier(ours)
+    return wrong
+
+
+def test_every_collective_gives_what_gloo_gives(ranks: Pool) -> None:
+    assert ranks.run(differing) == [[]] * WORLD
+
+
+def gathered_unevenly() -> list[list[float]]:
+    """gloo has no such thing."""
+    group = new_group("cpu:poplar")
+    rank = dist.get_rank(group)
+    parts = [torch.empty(peer) for peer in range(WORLD)]
+    dist.all_gather(parts, torch.full((rank,), float(rank)), group=group)
+    return [part.tolist() for part in parts]
+
+
+def test_lists_of_different_sizes_are_gathered(ranks: Pool) -> None:
+    assert ranks.run(gathered_unevenly) == [[[], [1.0], [2.0] * 2, [3.0] * 3]] * WORLD
+
+
+def in_strides(numel: int) -> list[bool]:
+    """Tensors with gaps between their elements have what contiguous ones have, and gaps stay."""
+    group, right = new_group("cpu:poplar"), []
+    calls = {
+        "all_reduce": lambda data: dist.all_reduce(data, group=group),
+        "broadcast": lambda data: dist.broadcast(data, 1, group=group),
+        "reduce_scatter": lambda data: reduce_scatter(data[: numel // WORLD], data, group=group),
+        "all_gather": lambda data: all_gather(data, data[: numel // WORLD], group=group),
+        "all_to_all": lambda data: dist.all_to_all_single(data, data.clone(), group=group),
+    }
+    for call in calls.values():
+        wide = values(numel, 2)
+        gaps, dense = wide[:, 1].clone(), wide[:, 0].clone()
+        call(wide[:, 0])
+        call(dense)
+        right.append(torch.equal(wide[:, 0], dense) and torch.equal(wide[:, 1], gaps))
+    return right
+
+
+@pytest.mark.parametrize("numel", [WORLD * 3, WORLD << 20])
+def test_tensors_with_gaps_are_carried_too(ranks: Pool, numel: int) -> None:
+    assert ranks.run(in_strides, numel) == [[True] * 5] * WORLD
+
+
+def means() -> float:
+    group = new_group("cpu:poplar")
+    data = torch.full((5,), float(dist.get_rank(group)))
+    dist.all_reduce(data, dist.ReduceOp.AVG, group=group)
+    return data.mean().item()
+
+
+def test_means_come_without_a_sum_first(ranks: Pool) -> None:
+    assert ranks.run(means) == [1.5] * WORLD
+
+
+def in_flight() -> list[float]:
+    """Works are waited for late, and in another order on every rank."""
+    group = new_group("cpu:poplar")
+    rank = dist.get_rank(group)
+    tensors = [torch.full((1000,), float(number + rank)) for number in range(6)]
+    works = [dist.all_reduce(tensor, group=group, async_op=True) for tensor in tensors]
+    for number in range(6):
+        works[(number + rank) % 6].wait()
+    return [tensor.mean().item() for tensor in tensors]
+
+
+def test_works_go_on_whoever_waits_for_them(ranks: Pool) -> None:
+    assert ranks.run(in_flight) == [[4.0 * number + 6.0 for number in range(6)]] * WORLD
+
+
+def refused() -> str:
+    group = new_group("cpu:poplar")
+    try:
+        reduce_scatter(torch.empty(2), torch.ones(2 * WORLD), dist.ReduceOp.MAX, group=group)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_reductions_that_nobody_scatters_are_refused(ranks: Pool) -> None:
+    for said in ranks.run(refused):
+        assert "sums or means of float32, bfloat16 and float16" in said
+
+
+def split_wrongly() -> list[str]:
+    group, said = new_group("cpu:poplar"), []
+    for splits in ([1, 1, 1], [1, 1, 1, 2], None):
+        try:
+            data = torch.ones(WORLD + (splits is None))
+            dist.all_to_all_single(torch.empty_like(data), data, splits, splits, group=group)
+        except ValueError as error:
+            said.append(str(error))
+    dist.barrier(group)
+    return said
+
+
+def test_splits_that_do_not_add_up_are_refused_and_the_group_goes_on(ranks: Pool) -> None:
+    for said in ranks.run(split_wrongly):
+        assert len(said) == 3
+        assert "one for each rank" in said[0]
+        assert "add up to 4 rows" in said[1]
+        assert "5 rows are not divisible by 4" in said[2]
+
+
+def sizes_that_do_not_fit() -> list[str]:
+    group, said = new_group("cpu:poplar"), []
+    calls = (
+        lambda: all_gather(torch.empty(7), torch.ones(2), group=group),
+        lambda: reduce_scatter(torch.empty(2), torch.ones(7), group=group),
+        lambda: all_gather(torch.empty(2 * WORLD).half(), torch.ones(2), group=group),
+    )
+    for call in calls:
+        try:
+            call()
+        except (ValueError, RuntimeError) as error:
+            said.append(str(error))
+    dist.barrier(group)
+    return said
+
+
+def test_sizes_that_do_not_fit_are_refused_and_the_group_goes_on(ranks: Pool) -> None:
+    for said in ranks.run(sizes_that_do_not_fit):
+        assert len(said) == 3, said
+
+
+def mean_of_large_values() -> float:
+    group = new_group("cpu:poplar")
+    data = torch.full((100,), 40_000.0, dtype=torch.float16)
+    dist.all_reduce(data, dist.ReduceOp.AVG, group=group)
+    return data.float().mean().item()
+
+
+def test_a_mean_is_there_where_the_sum_would_be_too_large(ranks: Pool) -> None:
+    assert ranks.run(mean_of_large_values) == [40_000.0] * WORLD
+
+
+def callbacks_that_wait() -> list[float]:
+    """As DDP's PowerSGD hook: the callback of one collective waits for the next."""
+    group = new_group("cpu:poplar", seconds=20.0)
+
+    def again(future: torch.futures.Future[list[Tensor]]) -> Tensor:
+        (tensor,) = future.value()
+        return dist.all_reduce(tensor, group=group, async_op=True).get_future().wait()[0]
+
+    works = [dist.all_reduce(torch.ones(8), group=group, async_op=True) for _ in range(3)]
+    futures = []
+    for work in works:
+        futures.append(work.get_future().then(again))
+        futures[-1].wait()  # all ranks must issue the second ones in the same order
+    return [future.wait().mean().item() for future in futures]
+
+
+def test_callbacks_may_wait_for_collectives(ranks: Pool) -> None:
+    assert ranks.run(callbacks_that_wait) == [[16.0] * 3] * WORLD
+
+
+def meet_in_opposite_orders() -> list[float]:
+    """The first collective waits for other ranks, and must not keep the store from this one."""
+    first, data = new_group("cpu:poplar", seconds=20.0), torch.ones(4)
+    if dist.get_rank() == 0:
+        work = dist.all_reduce(data, group=first, async_op=True)
+        second = new_group("gloo", seconds=20.0)
+        work.wait()
+    else:
+        second = new_group("gloo", seconds=20.0)
+        dist.all_reduce(data, group=first)
+    dist.all_reduce(data, group=second)
+    return data.tolist()
+
+
+def test_a_first_collective_leaves_the_store_to_others(ranks: Pool) -> None:
+    assert ranks.run(meet_in_opposite_orders) == [[16.0] * 4] * WORLD
+
+
+def use_what_was_destroyed() -> str:
+    group = new_group("cpu:poplar")
+    dist.barrier(group)
+    kept = group  # torch forgets it, users may not
+    dist.destroy_process_group(group)
+    try:
+        kept.allreduce([torch.ones(1)])
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_group_that_was_destroyed_is_refused():
+    # On ranks of its own: torch gives the next group its name, and gloo finds old addresses there.
+    for said in harness.one_off(2, use_what_was_destroyed, timeout=50.0):
+        assert "was destroyed" in said
+
+
+END_EARLY = """
+import sys, torch, torch.distributed as dist
+import poplar.comm
+rank = int(sys.argv[1])
+dist.init_process_group("cpu:poplar", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2)
+dist.barrier()
+if rank == 0:
+    work = dist.all_reduce(torch.ones(1 << 20), async_op=True)  # the other never comes
+print("the end")
+"""
+
+
+def test_a_process_may_end_with_a_collective_in_flight(tmp_path):
+    command = [sys.executable, "-c", END_EARLY]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), str(tmp_path / "store")],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    for process in ranks:
+        said, _ = process.communicate(timeout=50)
+        assert process.returncode == 0, said
+        assert "the end" in said
+
+
+def train_with_poplar(backend: str) -> tuple[str, list[float]]:
+    group = new_group(backend)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 1))
+    optimizer = poplar.HeteroZeroOptimizer(
+        model,
+        torch.optim.AdamW,
+        plan=poplar.Plan.manual("1,2,3,2", stage=2),
+        process_group=group,
+        lr=0.01,
+    )
+    generator = torch.Generator().manual_seed(dist.get_rank(group))
+    losses = []
+    for _ in range(3):
+        batch = torch.randn((1, 2, 3, 2)[dist.get_rank(group)], 16, generator=generator)
+        result = optimizer.train_step(lambda model, batch: model(batch).square().mean(), batch)
+        losses.append(result.loss)
+    return type(optimizer._engine.comm).__name__, losses
+
+
+def test_poplar_itself_takes_the_fast_way_on_it(ranks: Pool) -> None:
+    ours = ranks.run(train_with_poplar, "cpu:poplar")
+    assert ours == ranks.run(train_with_poplar, "gloo")
+    assert {name for name, _ in ours} == {"SharedMemoryCommunicator"}
+
+
+def fail_before_it_is_posted() -> list[str]:
+    """Rank 0 has no memory for its first sum, and both go on as if nothing had been."""
+    group, said = new_group("cpu:poplar", seconds=20.0), []
+    dist.barrier(group)
+    real = segment_pool.Pool.take
+    if dist.get_rank() == 0:
+        segment_pool.Pool.take = no_memory
+    for _ in range(2):
+        try:
+            dist.all_reduce(torch.ones(1000), group=group)
+        except (RuntimeError, MemoryError) as error:
+            said.append(str(error))
+        segment_pool.Pool.take = real
+    return said
+
+
+def no_memory(*_: object) -> None:
+    raise MemoryError("no memory")
+
+
+def test_a_collective_that_fails_before_it_is_posted_is_nobody_elses():
+    for said in harness.one_off(2, fail_before_it_is_posted, timeout=50.0):
+        assert len(said) == 2
+        assert all("no memory" in text for text in said)
+
+
+def interrupt_a_sum() -> str:
+    """A Ctrl-C in the middle of a sum in place; the sum must not be taken up again."""
+    group = new_group("cpu:poplar", seconds=20.0)
+    dist.barrier(group)
+    real = rendezvous.Board.mark
+    if dist.get_rank() == 0:
+        rendezvous.Board.mark = interrupted
+    data = torch.ones(1000)
+    with contextlib.suppress(RuntimeError, KeyboardInterrupt):
+        dist.all_reduce(data, group=group)
+    rendezvous.Board.mark = real
+    try:
+        dist.all_reduce(torch.ones(1000), group=group)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def interrupted(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_an_interrupted_sum_is_the_end_for_all():
+    for said in harness.one_off(2, interrupt_a_sum, timeout=50.0):
+        assert "KeyboardInterrupt" in said
+
+
+def two_threads() -> bool:
+    """A sum that another thread has put is not for the one that waits for its own."""
+    group, other = new_group("cpu:poplar", seconds=20.0), new_group("gloo", seconds=20.0)
+    rank, data, late = dist.get_rank(), torch.ones(1 << 20), torch.ones(4)
+    works = []
+
+    def put() -> None:
+        works.append(dist.all_reduce(late, group=group, async_op=True))
+
+    dist.all_reduce(data, group=group)
+    if rank == 0:
+        thread = threading.Thread(target=put)
+        thread.start()
+        thread.join()
+        dist.barrier(other)  # before it the others don't issue theirs
+    else:
+        dist.barrier(other)
+        put()
+    works[0].wait()
+    return bool((late == WORLD).all())
+
+
+def test_whoever_waits_runs_no_more_than_its_own(ranks: Pool) -> None:
+    assert all(ranks.run(two_threads))
+
+
+def a_signal_in_between() -> str:
+    """A handler that issues a collective while the main thread is inside one."""
+    group, said = new_group("cpu:poplar", seconds=20.0), []
+
+    def handle(*_: object) -> None:
+        try:
+            dist.all_reduce(torch.ones(4), group=group)
+        except RuntimeError as error:
+            said.append(str(error))
+
+    dist.barrier(group)
+    if dist.get_rank() == 0:
+        old = signal.signal(signal.SIGUSR2, handle)
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGUSR2)).start()
+    else:
+        time.sleep(1.0)
+    dist.barrier(group)
+    if dist.get_rank() == 0:
+        signal.signal(signal.SIGUSR2, old)
+    return said[0] if said else ""
+
+
+def test_a_collective_inside_another_one_is_refused(ranks: Pool) -> None:
+    first, *others = ranks.run(a_signal_in_between)
+    assert "a signal handler must not issue any" in first
+    assert others == [""] * (WORLD - 1)
+
+
+def under_another_default_dtype() -> list[float]:
+    group = new_group("cpu:poplar")
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        own = torch.empty(4)
+        reduce_scatter(own, torch.ones(4 * WORLD), group=group)
+        data = torch.ones(4)
+        dist.all_reduce(data, dist.ReduceOp.AVG, group=group)
+        return [own.mean().item(), data.mean().item()]
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_the_default_dtype_is_the_users(ranks: Pool) -> None:
+    assert ranks.run(under_another_default_dtype) == [[4.0, 1.0]] * WORLD
+
+
+# Trainers
+
+
+def trained(kind: str, backend: str) -> list[float]:
+    """Losses of a few steps."""
+    group = new_group(backend)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 1))
+    if kind == "ddp":
+        model = nn.parallel.DistributedDataParallel(model, process_group=group)
+    else:
+        from torch.distributed.device_mesh import DeviceMesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = DeviceMesh.from_group(group, "cpu")
+        for layer in model:
+            if isinstance(layer, nn.Linear):
+                fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    generator = torch.Generator().manual_seed(dist.get_rank(group))
+    losses = []
+    for _ in range(5):
+        inputs = torch.randn(8, 16, generator=generator)
+        loss = (model(inputs) - inputs.sum(1, keepdim=True)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_trainers_have_the_losses_that_they_have_on_gloo(ranks: Pool, kind: str) -> None:
+    ours, gloo = ranks.run(trained, kind, "cpu:poplar"), ranks.run(trained, kind, "gloo")
+    for mine, theirs in zip(ours, gloo, strict=True):
+        torch.testing.assert_close(torch.tensor(mine), torch.tensor(theirs), rtol=1e-5, atol=1e-6)
+
+
+# Trouble
+
+
+IN_SHARED_MEMORY = {
+    "all_reduce": CALLS["sum torch.float32"],
+    "all_gather": CALLS["gather torch.float32"],
+    "reduce_scatter": CALLS["scatter torch.float32"],
+    "all_to_all": exchanged,
+    "broadcast": sent_from_one,
+    "barrier": lambda group: dist.barrier(group) or torch.zeros(()),
+}
+
+
+def lose_a_rank(how: int, seconds: float) -> dict[str, str]:
+    """Rank 2 goes before any of these, each on its own group; the others say whom they waited for.
+
+    The source of the broadcast is rank 2.
+    """
+    groups = {name: new_group("cpu:poplar", seconds) for name in IN_SHARED_MEMORY}
+    for group in groups.values():
+        dist.barrier(group)
+    if dist.get_rank() == 2:
+        os.kill(os.getpid(), how)
+    said = {}
+    for name, call in IN_SHARED_MEMORY.items():
+        try:
+            call(groups[name])
+        except RuntimeError as error:
+            said[name] = str(error)
+    return said
+
+
+@pytest.mark.parametrize(("how", "seconds"), [(signal.SIGKILL, 60.0), (signal.SIGSTOP, 1.5)])
+def test_a_rank_that_is_gone_or_stopped_is_named(how, seconds):
+    answers = harness.one_off(WORLD, lose_a_rank, int(how), seconds, lost=[2], timeout=50.0)
+    for rank in (0, 1, 3):
+        assert answers[rank].keys() == IN_SHARED_MEMORY.keys()
+        for name, said in answers[rank].items():
+            assert f"rank {rank}: {name} failed, waiting for rank(s) 2" in said
+
+
+def lose_a_rank_of_ddp() -> str:
+    model = nn.parallel.DistributedDataParallel(
+        nn.Linear(4, 4), process_group=new_group("cpu:poplar")
+    )
+    model(torch.ones(2, 4)).sum().backward()
+    if dist.get_rank() == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        for _ in range(2):
+            model(torch.ones(2, 4)).sum().backward()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_ddp_names_a_rank_that_is_gone():
+    answers = harness.one_off(WORLD, lose_a_rank_of_ddp, lost=[2], timeout=50.0)
+    for rank in (0, 1, 3):
+        assert "waiting for rank(s) 2" in answers[rank]
+        assert "its process has ended" in answers[rank]
+
+
+def killed_in_the_middle(name: str, delay: float) -> str:
+    """Rank 2 is killed while all of them are at it, wherever that is."""
+    group = new_group("cpu:poplar")
+    dist.barrier(group)
+    if dist.get_rank() == 2:
+        threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    data, own = torch.ones(WORLD << 18), torch.empty(1 << 18)
+    calls = {
+        "all_reduce": lambda: dist.all_reduce(data, group=group),
+        "all_gather": lambda: all_gather(data, own, group=group),
+        "reduce_scatter": lambda: reduce_scatter(own, data, group=group),
+    }
+    try:
+        while True:
+            calls[name]()
+    except RuntimeError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("name", ["all_reduce", "all_gather", "reduce_scatter"])
+def test_survivors_of_a_rank_that_is_killed_in_the_middle_all_raise(name):
+    delay = 0.1 + 0.1 * random.random()
+    answers = harness.one_off(WORLD, killed_in_the_middle, name, delay, lost=[2], timeout=50.0)
+    for rank in (0, 1, 3):
+        assert "waiting for rank(s) 2 " in answers[rank], f"after {delay} s"
+        assert "its process has ended" in answers[rank], f"after {delay} s"

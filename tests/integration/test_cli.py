@@ -1,0 +1,417 @@
+"""The command line answers people and programs, says what went wrong in a line, and exits so."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+from torch import nn
+from typer.testing import CliRunner
+
+import poplar.cli
+from poplar.cli import parse
+from poplar.cli.answer import answering
+from poplar.cli.app import app
+from poplar.plan import Plan
+from poplar.planner.baselines import POLICIES
+from poplar.planner.explanation import Explanation
+from poplar.profile import BatchPoint, ClusterProfile, DeviceProfile, ModelProfile, NetworkProfile
+from poplar.workload import Workload, load
+
+ROOT = Path(poplar.__file__).parent.parent
+GIB = 1 << 30
+
+TRAIN = """
+import torch
+from torch import nn
+
+def loss_fn(model, batch):
+    return (model(batch["x"]) - batch["y"]).square().mean()
+
+def workload():
+    print("building the model")
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+    return model, loss_fn, {"x": torch.randn(4, 8), "y": torch.randn(4, 1)}
+
+def coupled():
+    model, _, batch = workload()
+    return model, lambda model, batch: loss_fn(model, batch) + model(batch["x"]).std(), batch
+
+def broken():
+    raise RuntimeError("no data here\\nsecond line")
+
+def nothing():
+    return None
+
+SIZE = 3
+"""
+
+
+@pytest.fixture
+def train(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(TRAIN)
+    return path
+
+
+def device(seconds_per_sample, **more):
+    points = tuple(
+        BatchPoint(batch=b, seconds=0.01 + seconds_per_sample * b, activation_bytes=b << 20)
+        for b in (1, 4, 16)
+    )
+    values = {"name": "NVIDIA A100", "memory_bytes": 8 * GIB, "peak_flops": 3e14, **more}
+    return DeviceProfile(points=points, optimizer_seconds=0.001, **values)
+
+
+def cluster(**more):
+    return ClusterProfile(
+        devices=(device(0.01, **more), device(0.02, name="Tesla T4", **more)),
+        model=ModelProfile(unit_numels=(1000, 2000)),
+        network=NetworkProfile(
+            reduce_scatter_seconds=0.002,
+            all_gather_seconds=0.001,
+            send_seconds_per_byte=(1e-9, 1e-9),
+            receive_seconds_per_byte=(1e-9, 1e-9),
+        ),
+        notes=("rank 1 was throttled",),
+    )
+
+
+@pytest.fixture
+def measured(tmp_path):
+    path = tmp_path / "cluster.json"
+    cluster().to_json(path)
+    return path
+
+
+def run(*arguments):
+    """One command in this process."""
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def launch(*arguments, ranks=1):
+    """One command in processes of its own, as a user starts it."""
+    launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
+    command = [sys.executable, "-m", *(launcher if ranks > 1 else []), "poplar"]
+    return subprocess.run(
+        [*command, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+    )
+
+
+def test_doctor_answers_people_and_programs():
+    shown = run("doctor", "--device", "cpu")
+    assert shown.exit_code == 0, shown.output
+    assert "torch" in shown.stdout
+    assert "can train" in shown.stdout
+    said = run("doctor", "--device", "cpu", "--json")
+    document = json.loads(said.stdout)
+    assert document["ok"]
+    assert document["ranks"][0]["versions"]["torch"] == torch.__version__
+
+
+def test_doctor_exits_with_1_where_there_is_a_problem(monkeypatch):
+    monkeypatch.setattr("poplar.doctor.facts._transport", lambda info: "none: not built")
+    shown = run("doctor", "--device", "cpu")
+    assert shown.exit_code == 1
+    assert "problem: rank 0: no transport" in shown.stdout
+    said = run("doctor", "--device", "cpu", "--json")
+    assert said.exit_code == 1
+    assert json.loads(said.stdout)["findings"][0]["kind"] == "problem"
+
+
+def test_plan_shows_a_table_and_writes_a_plan(measured, tmp_path):
+    path = tmp_path / "plan.json"
+    shown = run("plan", measured, "--global-batch", 24, "--stage", "1", "-o", path)
+    assert shown.exit_code == 0, shown.output
+    chosen = Plan.from_json(path)
+    assert (chosen.stage, chosen.global_batch) == (1, 24)
+    assert chosen.samples(0) > chosen.samples(1), "the first device is twice as fast"
+    assert "stage 1" in shown.stdout
+    assert f"written to {path}" in shown.stdout
+
+
+def test_plan_prints_the_plan_itself_as_json(measured):
+    said = run("plan", measured, "--global-batch", 24, "--json")
+    chosen = Plan.from_dict(json.loads(said.stdout))
+    assert chosen.global_batch == 24
+    assert chosen.prediction["step_seconds"] > 0
+
+
+def test_plan_compares_stages_and_policies(measured):
+    shown = run("plan", measured, "--global-batch", 24, "--compare")
+    assert shown.exit_code == 0, shown.output
+    for name in (*POLICIES, "stage 0", "stage 3"):
+        assert name in shown.stdout
+    document = json.loads(run("plan", measured, "--global-batch", 24, "--compare", "--json").stdout)
+    assert set(document["policies"]) == set(POLICIES)
+    assert len(document["stages"]) == 4
+    assert document["plan"] == document["policies"]["exact"]
+
+
+def test_plan_explains_what_bounds_helps_and_is_worth_it(measured):
+    shown = run("plan", measured, "--global-batch", 24, "--explain")
+    assert shown.exit_code == 0, shown.output
+    for words in ("bound by rank", "give or take 4 %: worth it", "what would help", "without"):
+        assert words in shown.stdout
+    assert "rank 0's device (NVIDIA A100)" in shown.stdout
+    said = run("plan", measured, "--global-batch", 24, "--explain", "--json")
+    document = json.loads(said.stdout)
+    told = Explanation.from_dict(document["explanation"])
+    assert told.step_seconds == document["plan"]["prediction"]["step_seconds"]
+    assert told.error == 0.04
+    assert {change.what for change in told.changes} >= {"device"}
+
+
+def test_explain_goes_with_compare_and_takes_an_error(measured):
+    arguments = ("--compare", "--explain", "--prediction-error", 60, "--json")
+    document = json.loads(run("plan", measured, "--global-batch", 24, *arguments).stdout)
+    assert set(document) == {"plan", "stages", "policies", "explanation"}
+    assert document["explanation"]["verdict"] == "not worth it", "less than 60 %"
+    assert document["policies"]["even"]["prediction"]["optimality_gap"] is None
+
+
+def test_a_policy_without_a_plan_says_why_beside_the_others(tmp_path):
+    path = tmp_path / "cluster.json"
+    cluster(peak_flops=None).to_json(path)
+    shown = run("plan", path, "--global-batch", 24, "--compare")
+    assert shown.exit_code == 0, shown.output
+    assert "no peak_flops" in shown.stdout
+
+
+def test_a_plan_that_does_not_fit_is_one_line(tmp_path):
+    path = tmp_path / "cluster.json"
+    cluster(memory_bytes=1 << 10).to_json(path)
+    shown = run("plan", path, "--global-batch", 24)
+    assert shown.exit_code == 1
+    assert shown.stdout == ""
+    assert shown.stderr.startswith("poplar: ")
+    assert "rank" in shown.stderr
+    assert shown.stderr.count("\n") == 1
+    said = run("plan", path, "--global-batch", 24, "--json")
+    assert said.exit_code == 1
+    assert "rank" in json.loads(said.stdout)["error"]
+
+
+def test_a_damaged_profile_is_named(tmp_path):
+    path = tmp_path / "cluster.json"
+    path.write_text("{")
+    shown = run("plan", path, "--global-batch", 24)
+    assert shown.exit_code == 1
+    assert str(path) in shown.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--global-batch", "0"],
+        ["--global-batch", "many"],
+        ["--global-batch", "8", "--stage", "4"],
+        ["--global-batch", "8", "--stage", "fast"],
+        ["--global-batch", "8", "--policy", "best"],
+        ["--global-batch", "8", "--max-micro-batch", "0"],
+        ["--global-batch", "8", "--unknown"],
+        [],
+    ],
+)
+def test_commands_that_make_no_sense_exit_with_2(measured, arguments):
+    shown = run("plan", measured, *arguments)
+    assert shown.exit_code == 2
+    assert shown.stdout == ""
+
+
+def test_an_unknown_device_is_a_mistake_of_the_command():
+    shown = run("doctor", "--device", "abacus")
+    assert shown.exit_code == 2
+    assert "auto, cuda, cpu" in shown.stderr
+
+
+def test_files_that_do_not_exist_are_a_mistake_of_the_command(tmp_path):
+    for command in (["plan", "--global-batch", "8"], ["report"]):
+        assert run(command[0], tmp_path / "none.json", *command[1:]).exit_code == 2
+    assert run("verify", "train.py:workload", "--plan", tmp_path / "none.json").exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("8GiB", (8 * GIB,)),
+        ("1.5 GiB,500mb", (1536 << 20, 500_000_000)),
+        ("4096", (4096,)),
+        ("2TiB", (2048 * GIB,)),
+    ],
+)
+def test_sizes_are_read_as_people_write_them(text, expected):
+    assert parse.sizes(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "8 apples", "-1GiB", "0", "8GiB,", "GiB"])
+def test_sizes_that_are_none_are_refused(text):
+    with pytest.raises(typer.BadParameter, match="8GiB"):
+        parse.sizes(text)
+
+
+def test_each_rank_has_its_own_memory_limit():
+    assert [parse.of_rank((5, 6), rank, 2) for rank in range(2)] == [5, 6]
+    assert parse.of_rank((5,), 1, 2) == 5
+    assert parse.of_rank(None, 1, 2) is None
+    with pytest.raises(ValueError, match="2 memory limits for 3 ranks"):
+        parse.of_rank((5, 6), 0, 3)
+
+
+def test_an_unexpected_error_is_one_line_and_debug_shows_where(capsys):
+    for debug in (False, True):
+        with pytest.raises(typer.Exit), answering(as_json=False, debug=debug):
+            raise KeyError("surprise\nmore")
+        said = capsys.readouterr().err
+        assert "poplar: KeyError: " in said
+        assert ("Traceback" in said) == debug
+        assert ("--debug" in said) != debug
+
+
+def test_json_knows_no_nan(capsys):
+    with answering(as_json=True, debug=False) as answer:
+        print("chatter")
+        answer.document = {"error": float("nan"), "by_rank": (1.0, float("inf"))}
+    said = capsys.readouterr()
+    assert json.loads(said.out) == {"error": None, "by_rank": [1.0, None]}
+    assert "chatter" in said.err
+
+
+def test_only_rank_0_answers(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "1")
+    with answering(as_json=False, debug=False) as answer:
+        answer.show("an answer")
+    with pytest.raises(typer.Exit), answering(as_json=False, debug=False):
+        raise ValueError("a mistake")
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err == "poplar: rank 1: a mistake\n"
+
+
+def test_a_missing_extra_is_said(monkeypatch):
+    monkeypatch.delitem(sys.modules, "poplar.cli.app")
+    monkeypatch.setitem(sys.modules, "typer", None)
+    monkeypatch.delitem(sys.modules, "poplar.cli.answer")
+    monkeypatch.delitem(sys.modules, "poplar.cli.parse")
+    with pytest.raises(SystemExit, match=r"needs typer.*pip install 'poplar-zero\[cli\]'"):
+        poplar.cli.main([])
+
+
+def test_a_workload_is_found_in_a_file(train):
+    work = load(f"{train}:workload")
+    assert isinstance(work, Workload)
+    assert work.optimizer_class is torch.optim.AdamW
+    again = load(f"{train}:workload")
+    torch.testing.assert_close(again.model[0].weight, work.model[0].weight)
+    batch = work.batch_of(10)
+    assert batch["x"].shape == (10, 8)
+    torch.testing.assert_close(batch["x"][8:], work.example_batch["x"][:2])
+
+
+def test_the_examples_workload_is_one():
+    work = load(f"{ROOT}/examples/workload.py:tiny")
+    assert work.loss_fn(work.model, work.batch_of(2)).requires_grad
+
+
+@pytest.mark.parametrize(
+    ("address", "error", "words"),
+    [
+        ("train.py", ValueError, "names no function"),
+        ("{}/none.py:workload", ValueError, "there is no file"),
+        ("{}/train.py:none", ValueError, "it has broken, coupled, loss_fn, nothing, workload"),
+        ("{}/train.py:SIZE", ValueError, "no function 'SIZE'"),
+        ("{}/train.py:nothing", ValueError, "got NoneType"),
+        ("no_such_module:workload", ValueError, "write its path with .py"),
+        ("{}/train.py:broken", RuntimeError, "no data here"),
+    ],
+)
+def test_a_workload_that_is_none_is_refused(train, address, error, words):
+    with pytest.raises(error, match=words):
+        load(address.format(train.parent))
+
+
+def test_a_workload_is_checked_where_it_is_made():
+    with pytest.raises(TypeError, match=r"must be a torch\.nn\.Module"):
+        Workload(print, print, torch.zeros(2))
+    with pytest.raises(TypeError, match="must be a function"):
+        Workload(nn.Linear(1, 1), None, torch.zeros(2))
+    with pytest.raises(ValueError, match="samples"):
+        Workload(nn.Linear(1, 1), print, (torch.zeros(2), torch.zeros(3)))
+
+
+def test_profile_plan_and_verify_alone(train, tmp_path):
+    path, plan = tmp_path / "c.json", tmp_path / "p.json"
+    shown = launch(
+        *("profile", f"{train}:workload", "-o", path, "--seconds", 1, "--max-batch", 4),
+        *("--memory-limit", "1GiB", "--stages", "0,3", "--no-cache", "--device", "cpu"),
+    )
+    assert shown.returncode == 0, shown.stderr
+    assert "rank" in shown.stdout
+    (alone,) = ClusterProfile.from_json(path).devices
+    assert alone.max_batch <= 4
+    assert run("plan", path, "--global-batch", 8, "--stage", "3", "-o", plan).exit_code == 0
+    said = launch("verify", f"{train}:workload", "--plan", plan, "--json", "--device", "cpu")
+    assert said.returncode == 0, said.stderr
+    assert json.loads(said.stdout)["ok"], "and what the workload prints is not on stdout"
+
+
+def test_verify_on_two_ranks_finds_a_loss_that_couples_samples(train, tmp_path):
+    plan = tmp_path / "p.json"
+    Plan.manual("3,1", stage=1).to_json(plan)
+    arguments = ("--plan", plan, "--json", "--device", "cpu")
+    said = launch("verify", f"{train}:coupled", *arguments, ranks=2)
+    assert said.returncode == 1
+    assert not json.loads(said.stdout)["ok"]
+
+
+def test_a_plan_for_other_ranks_is_refused_with_the_command_that_fits(train, tmp_path):
+    plan = tmp_path / "p.json"
+    Plan.manual("3,1", stage=1).to_json(plan)
+    said = launch("verify", f"{train}:workload", "--plan", plan, "--device", "cpu")
+    assert said.returncode == 1
+    assert "torchrun --nproc-per-node 2 -m poplar verify" in said.stderr
+    assert "Traceback" not in said.stderr
+
+
+def test_doctor_compares_launched_ranks():
+    said = launch("doctor", "--json", "--device", "cpu", ranks=2)
+    document = json.loads(said.stdout)
+    assert [rank["rank"] for rank in document["ranks"]] == [0, 1]
+
+
+def test_a_recorded_run_becomes_a_report(tmp_path):
+    pytest.importorskip("matplotlib")
+    from poplar.report import Run, RunRecord
+
+    chosen = Plan.manual("3,1", stage=1)
+    record = RunRecord(
+        title="a run",
+        profile=cluster(),
+        runs=(
+            Run(
+                name="planned",
+                plan=chosen,
+                losses=(2.0, 1.0),
+                step_seconds=(0.1, 0.1),
+                predicted_step_seconds=0.1,
+                spans=((), ()),
+            ),
+        ),
+    )
+    source, page = tmp_path / "run.json", tmp_path / "out" / "report.html"
+    record.to_json(source)
+    said = run("report", source, "-o", page, "--json")
+    assert said.exit_code == 0, said.output
+    assert json.loads(said.stdout)["report"] == str(page)
+    assert "a run" in page.read_text()

@@ -1,0 +1,262 @@
+"""Unequal ranks by quota are really as slow as asked, and nothing is left behind."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import struct
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+import awake
+import emulation
+from emulation import EmulatedCluster, EmulationUnavailable, Ranks
+
+BENCHMARKS = Path(emulation.__file__).parent
+
+
+def has_quotas() -> bool:
+    try:
+        emulation.find_hierarchy()
+    except EmulationUnavailable:
+        return False
+    return True
+
+
+needs_quotas = pytest.mark.skipif(not has_quotas(), reason="no writable cgroup with a CPU quota")
+
+
+def enter_and_spin(ranks: Ranks, rank: int) -> float:
+    """The part of a core that was used."""
+    ranks.enter(rank)
+    time.sleep(0.05)  # into a fresh period
+    wall, used = time.perf_counter(), time.process_time()
+    emulation.spin(0.8)
+    return (time.process_time() - used) / (time.perf_counter() - wall)
+
+
+@needs_quotas
+def test_a_rank_gets_its_part_of_a_core_and_no_more():
+    """No lower bound: other work on the machine may take from any rank, but gives it nothing."""
+    quotas = (0.4, 0.2)
+    with (
+        EmulatedCluster.quotas(quotas) as ranks,
+        multiprocessing.get_context("spawn").Pool(2, maxtasksperchild=1) as pool,
+    ):
+        pending = [pool.apply_async(enter_and_spin, (ranks, rank)) for rank in (0, 1)]
+        for quota, each in zip(quotas, pending, strict=True):
+            assert each.get(timeout=60) < quota * 1.06
+
+
+def test_cores_are_asked_to_stay_awake_until_the_end_of_the_block(tmp_path, monkeypatch):
+    requests = tmp_path / "cpu_dma_latency"
+    requests.touch()
+    monkeypatch.setattr(awake, "REQUESTS", requests)
+    core = min(os.sched_getaffinity(0))
+    with EmulatedCluster.core_sharing((core, core)):
+        assert requests.read_bytes() == struct.pack("i", 0)
+        assert requests in [Path(os.readlink(file)) for file in open_files()]
+    assert requests not in [Path(os.readlink(file)) for file in open_files()]
+
+
+def open_files() -> list[Path]:
+    return [file for file in Path("/proc/self/fd").iterdir() if file.is_symlink()]
+
+
+def test_where_cores_may_sleep_the_ranks_run_all_the_same(tmp_path, monkeypatch):
+    monkeypatch.setattr(awake, "REQUESTS", tmp_path / "there is none")
+    core = min(os.sched_getaffinity(0))
+    with EmulatedCluster.core_sharing((core, core)) as ranks:
+        assert len(ranks.seats) == 2
+
+
+@needs_quotas
+def test_no_group_is_left_behind():
+    with EmulatedCluster.quotas((0.5, 0.5)) as ranks:
+        groups = [seat.group for seat in ranks.seats]
+        assert all(group.is_dir() for group in groups)
+    assert not any(group.exists() for group in groups)
+
+
+def fail_beside_a_process_in_its_group(process: subprocess.Popen) -> None:
+    with EmulatedCluster.quotas((0.5,)) as ranks:
+        group = ranks.seats[0].group
+        (group / "cgroup.procs").write_text(str(process.pid))
+        raise KeyError(str(group))
+
+
+@needs_quotas
+def test_no_group_is_left_behind_by_an_exception_and_its_processes_go_on():
+    sleeper = subprocess.Popen(["sleep", "60"])
+    try:
+        with pytest.raises(KeyError) as raised:
+            fail_beside_a_process_in_its_group(sleeper)
+        assert not Path(raised.value.args[0]).exists()
+        assert sleeper.poll() is None
+    finally:
+        sleeper.kill()
+        sleeper.wait()
+
+
+@needs_quotas
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
+def test_no_group_is_left_behind_by_a_run_that_is_killed(end):
+    program = (
+        "import sys, time; from emulation import EmulatedCluster\n"
+        "with EmulatedCluster.quotas((0.5, 0.5)) as ranks:\n"
+        "    print(*(seat.group for seat in ranks.seats), flush=True)\n"
+        "    ranks.enter(0)\n"
+        "    time.sleep(60)\n"
+    )
+    run = subprocess.Popen(
+        [sys.executable, "-c", program], cwd=BENCHMARKS, stdout=subprocess.PIPE, text=True
+    )
+    groups = [Path(name) for name in run.stdout.readline().split()]
+    assert len(groups) == 2
+    assert all(group.is_dir() for group in groups)
+    run.send_signal(end)
+    run.wait(timeout=10)
+    run.stdout.close()
+    deadline = time.monotonic() + 20
+    while any(group.exists() for group in groups):
+        assert time.monotonic() < deadline, f"still there: {groups}"
+        time.sleep(0.05)
+
+
+@needs_quotas
+def test_the_next_run_removes_groups_whose_maker_is_gone_and_no_others():
+    hierarchy = emulation.find_hierarchy()
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    space = emulation._pid_namespace()
+    me, began = os.getpid(), emulation._start_of(os.getpid())
+    stale = hierarchy.make(f"poplar-emulation-{space}-{gone.pid}-1-0-rank0", 5000, 10000)
+    reused_id = hierarchy.make(f"poplar-emulation-{space}-{me}-{began - 1}-0-rank0", 5000, 10000)
+    elsewhere = hierarchy.make(f"poplar-emulation-{space + 1}-{gone.pid}-1-0-rank0", 5000, 10000)
+    alive = hierarchy.make(f"poplar-emulation-{space}-{me}-{began}-99-rank0", 5000, 10000)
+    try:
+        with EmulatedCluster.quotas((0.5,)):
+            assert not stale.exists()
+            assert not reused_id.exists()
+            assert elsewhere.exists()
+            assert alive.exists()
+    finally:
+        emulation.remove([stale, reused_id, elsewhere, alive])
+
+
+@needs_quotas
+def test_entering_after_the_end_says_so():
+    with EmulatedCluster.quotas((0.5,)) as ranks:
+        pass
+    with pytest.raises(EmulationUnavailable, match=r"rank 0 could not enter.*must still be open"):
+        ranks.enter(0)
+
+
+def bind_with_a_second_thread(core: int) -> set[frozenset[int]]:
+    done = threading.Event()
+    thread = threading.Thread(target=done.wait)
+    thread.start()
+    with EmulatedCluster.core_sharing((core,)) as ranks:
+        ranks.enter(0)
+    found = {
+        frozenset(os.sched_getaffinity(int(t.name))) for t in Path("/proc/self/task").iterdir()
+    }
+    done.set()
+    thread.join()
+    return found
+
+
+def test_sharing_a_core_binds_every_thread():
+    core = max(os.sched_getaffinity(0))
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        assert pool.apply(bind_with_a_second_thread, (core,)) == {frozenset({core})}
+
+
+@pytest.mark.parametrize(
+    ("fractions", "complaint"),
+    [
+        ((0.5, 0.05), "rank 1: 0.05 of a core is a quota of 500 us .* least is 1000 us"),
+        ((-1.0,), "rank 0: -1.0 of a core"),
+        ((float("nan"),), "rank 0: nan of a core"),
+        ((1000.0, 1000.0), "sum to 2000 cores, and this process may use"),
+        ((), "sum to 0 cores"),
+    ],
+)
+def test_impossible_fractions_are_refused(fractions, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        EmulatedCluster.quotas(fractions)
+
+
+@pytest.mark.parametrize("cores", [(), (0, 100_000)])
+def test_cores_that_are_not_ours_are_refused(cores):
+    with pytest.raises(ValueError, match="one per rank, each of"):
+        EmulatedCluster.core_sharing(cores)
+
+
+def test_a_rank_that_does_not_exist_is_refused():
+    with pytest.raises(ValueError, match="rank 2: this emulated cluster has ranks 0 to 1"):
+        Ranks((emulation.CoreSeat(0), emulation.CoreSeat(0))).enter(2)
+
+
+def fake_machine(folder: Path, mounts: str, groups: str) -> Path:
+    (folder / "proc/self").mkdir(parents=True)
+    (folder / "proc/self/mounts").write_text(mounts)
+    (folder / "proc/self/cgroup").write_text(groups)
+    return folder / "proc"
+
+
+def test_a_machine_without_quotas_is_told_what_would_help(tmp_path):
+    proc = fake_machine(tmp_path, "proc /proc proc rw 0 0\n", "0::/\n")
+    with pytest.raises(EmulationUnavailable, match=r"no cgroup tree is mounted.*core_sharing"):
+        emulation.find_hierarchy(tmp_path / "nothing", proc)
+
+
+def test_a_tree_that_may_not_be_written_is_named(tmp_path):
+    tree = tmp_path / "tree"
+    tree.mkdir()
+    (tree / "cgroup.controllers").write_text("cpu memory\n")
+    (tree / "cgroup.subtree_control").mkdir()  # writing fails, for root too
+    proc = fake_machine(tmp_path, f"cgroup2 {tree} cgroup2 rw,relatime 0 0\n", "0::/\n")
+    with pytest.raises(EmulationUnavailable, match=f"{tree}: Is a directory"):
+        emulation.find_hierarchy(tree, proc)
+
+
+def test_both_versions_are_found_own_group_first(tmp_path):
+    v1, v2 = tmp_path / "cpu,cpuacct", tmp_path / "unified"
+    (v1 / "docker/abc").mkdir(parents=True)
+    (v2 / "user.slice").mkdir(parents=True)
+    (v2 / "cgroup.controllers").write_text("cpuset cpu io\n")
+    proc = fake_machine(
+        tmp_path,
+        f"cgroup {v1} cgroup rw,cpu,cpuacct 0 0\ncgroup {tmp_path} cgroup rw,cpuset 0 0\n"
+        f"cgroup2 {v2} cgroup2 rw 0 0\n",
+        "3:cpu,cpuacct:/docker/abc\n0::/user.slice/hidden\n",
+    )
+    found = list(emulation._candidates(tmp_path, proc))
+    assert found == [
+        emulation.Version1(v1 / "docker/abc"),
+        emulation.Version1(v1 / "docker"),
+        emulation.Version1(v1),
+        emulation.Version2(v2 / "user.slice"),
+        emulation.Version2(v2),
+    ]
+
+
+def test_a_quota_is_written_as_each_version_wants_it(tmp_path):
+    (tmp_path / "cgroup.subtree_control").write_text("")
+    first = emulation.Version1(tmp_path).make("first", 2500, 10_000)
+    assert (first / "cpu.cfs_period_us").read_text() == "10000"
+    assert (first / "cpu.cfs_quota_us").read_text() == "2500"
+    second = emulation.Version2(tmp_path).make("second", 2500, 10_000)
+    assert (first / "cpu.shares").read_text() == "262144"
+    assert (second / "cpu.max").read_text() == "2500 10000"
+    assert (second / "cpu.weight").read_text() == "10000"
+    assert (tmp_path / "cgroup.subtree_control").read_text() == "+cpu"

@@ -1,0 +1,491 @@
+"""The report: records both ways, what each rank did, labels apart, one page that needs nothing."""
+
+from __future__ import annotations
+
+import builtins
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from records import synthetic_record
+
+from poplar.plan import Plan
+from poplar.planner.search import search
+from poplar.report import Neighbour, Run, RunRecord, Span, words, write_report
+from poplar.report.activity import (
+    COMMUNICATION,
+    COMPUTE,
+    OPTIMIZER,
+    WAITING,
+    Stretch,
+    seconds_by_activity,
+    stretches,
+)
+from poplar.report.differences import difference
+from poplar.report.draw_steps import draw_steps
+from poplar.report.labels import spread
+from poplar.report.reasons import reasons
+
+NEEDS_NOTHING_ELSE = {"meta", "link", "img", "input", "br"}
+"""HTML elements without an end."""
+
+
+@pytest.fixture(scope="module")
+def record() -> RunRecord:
+    return synthetic_record()
+
+
+@pytest.fixture(scope="module")
+def folder(record, tmp_path_factory):
+    """A report and its pictures."""
+    folder = tmp_path_factory.mktemp("report")
+    write_report(record, folder / "deep" / "report.html", folder / "pictures")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def text(folder):
+    """The report's page."""
+    return (folder / "deep" / "report.html").read_text(encoding="utf-8")
+
+
+class TestRecords:
+    def test_a_record_survives_json(self, record, tmp_path):
+        record.to_json(tmp_path / "run.json")
+        assert RunRecord.from_json(tmp_path / "run.json") == record
+
+    def test_what_was_not_recorded_may_be_missing(self, record):
+        bare = dataclasses.replace(
+            record,
+            sum_of_speeds=None,
+            neighbours=None,
+            runs=(Run(name="planned", plan=record.chosen.plan, step_seconds=(1.0,)),),
+        )
+        assert RunRecord.from_dict(json.loads(json.dumps(bare.to_dict()))) == bare
+
+    @pytest.mark.parametrize(
+        ("change", "complaint"),
+        [
+            (lambda c: c.update(version=7), "run format 7"),
+            (lambda c: c.pop("profile"), "profile"),
+            (lambda c: c.update(colour="red"), "colour"),
+            (lambda c: c.update(runs=[]), "at least one run"),
+            (lambda c: c["runs"].append(c["runs"][0]), "different names"),
+            (lambda c: c["runs"][0].update(step_seconds=[]), "no step_seconds"),
+            (lambda c: c["runs"][0].update(step_seconds=[0.0]), "above 0"),
+            (lambda c: c["runs"][0].update(step_seconds=["1"]), "above 0"),
+            (lambda c: c["runs"][0]["spans"].pop(), "spans of 3 ranks"),
+            (lambda c: c["runs"][0]["spans"][0][0].update(kind="sleep"), "one of pass, wait"),
+            (lambda c: c["runs"][0]["spans"][0][0].update(stop=0.0), "start before it stops"),
+            (lambda c: c["neighbours"][0].update(step_seconds=-1), "Neighbour.step_seconds"),
+            (lambda c: c["profile"]["devices"].pop(), "ranks"),
+        ],
+    )
+    def test_a_damaged_record_says_what_is_wrong(self, record, tmp_path, change, complaint):
+        content = json.loads(json.dumps(record.to_dict()))
+        change(content)
+        path = tmp_path / "run.json"
+        path.write_text(json.dumps(content))
+        with pytest.raises(ValueError, match=complaint) as caught:
+            RunRecord.from_json(path)
+        assert str(path) in str(caught.value)
+
+    @pytest.mark.parametrize("text", ["", "{", "[]", '"run"', "{}"])
+    def test_a_file_that_is_no_record_says_so(self, tmp_path, text):
+        path = tmp_path / "run.json"
+        path.write_text(text)
+        with pytest.raises(ValueError, match=re.escape(str(path))):
+            RunRecord.from_json(path)
+
+    def test_a_plan_for_other_ranks_is_refused(self, record):
+        lone = Run(name="lone", plan=Plan.even(2, 8, 4, 0), step_seconds=(1.0,))
+        with pytest.raises(ValueError, match="is for 2 ranks, but the profile has 4"):
+            dataclasses.replace(record, runs=(lone,))
+
+    def test_the_first_step_may_be_untimed(self):
+        run = Run(name="a", plan=Plan.even(1, 4, 4, 0), step_seconds=(2.0, 4.0), losses=(3, 2, 1))
+        assert run.measured_step_seconds == 3.0
+        assert run.samples_per_second == pytest.approx(4 / 3)
+        assert run.prediction_error is None
+
+
+class TestActivity:
+    def test_waiting_ends_when_the_last_rank_has_come(self):
+        fast = [Span("pass", "", 10.0, 12.0), Span("wait", "unit a", 12.0, 15.5)]
+        slow = [Span("pass", "", 10.0, 15.0), Span("wait", "unit a", 15.0, 15.5)]
+        assert stretches([fast, slow]) == [
+            [
+                Stretch(COMPUTE, 0.0, 2.0),
+                Stretch(WAITING, 2.0, 5.0),
+                Stretch(COMMUNICATION, 5.0, 5.5),
+            ],
+            [Stretch(COMPUTE, 0.0, 5.0), Stretch(COMMUNICATION, 5.0, 5.5)],
+        ]
+
+    def test_a_wait_inside_a_pass_is_no_compute(self):
+        fast = [Span("pass", "", 0.0, 4.0), Span("wait", "a", 1.0, 3.0)]
+        slow = [Span("pass", "", 0.0, 4.0), Span("wait", "a", 2.0, 3.0)]
+        first, second = (seconds_by_activity(rank) for rank in stretches([fast, slow]))
+        assert first == {COMPUTE: 2.0, OPTIMIZER: 0.0, COMMUNICATION: 1.0, WAITING: 1.0}
+        assert second == {COMPUTE: 3.0, OPTIMIZER: 0.0, COMMUNICATION: 1.0, WAITING: 0.0}
+
+    def test_the_second_wait_for_one_thing_is_another_collective(self):
+        fast = [Span("wait", "a", 0.0, 2.0), Span("wait", "a", 3.0, 6.0)]
+        slow = [Span("wait", "a", 1.0, 2.0), Span("wait", "a", 5.0, 6.0)]
+        assert [part.activity for part in stretches([fast, slow])[0]] == [
+            WAITING,
+            COMMUNICATION,
+            WAITING,
+            COMMUNICATION,
+        ]
+
+    def test_a_rank_that_never_waited_does_not_matter(self):
+        (only, none) = stretches([[Span("wait", "a", 0.0, 1.0)], []])
+        assert only == [Stretch(COMMUNICATION, 0.0, 1.0)]
+        assert none == []
+
+    def test_a_wait_inside_the_optimizer_is_a_wait(self):
+        rank = [Span("optimizer", "", 0.0, 3.0), Span("wait", "norm", 1.0, 2.0)]
+        assert [part.activity for part in stretches([rank])[0]] == [
+            OPTIMIZER,
+            COMMUNICATION,
+            OPTIMIZER,
+        ]
+
+    @settings(max_examples=60, deadline=None)
+    @given(
+        st.lists(
+            st.lists(
+                st.tuples(
+                    st.sampled_from(["pass", "wait", "optimizer"]),
+                    st.integers(0, 30),
+                    st.integers(0, 10),
+                ),
+                max_size=8,
+            ),
+            min_size=1,
+            max_size=3,
+        )
+    )
+    def test_every_moment_of_a_span_counts_once(self, spans):
+        ranks = [[Span(kind, "x", float(a), float(a + b)) for kind, a, b in own] for own in spans]
+        for own, parts in zip(ranks, stretches(ranks), strict=True):
+            covered = {t for span in own for t in range(int(span.start), int(span.stop))}
+            assert sum(part.seconds for part in parts) == pytest.approx(len(covered))
+            assert all(a.stop <= b.start for a, b in pairwise(parts))
+
+
+class TestLabels:
+    def test_labels_that_are_apart_stay(self):
+        assert spread([5.0, 1.0, 9.0], 2.0, 0.0, 10.0) == [5.0, 1.0, 9.0]
+
+    def test_labels_that_collide_share_the_way(self):
+        assert spread([5.0, 5.0], 2.0, 0.0, 10.0) == [4.0, 6.0]
+
+    @settings(max_examples=100, deadline=None)
+    @given(st.lists(st.floats(0, 100), min_size=1, max_size=8))
+    def test_no_label_covers_another_or_leaves(self, wishes):
+        placed = spread(wishes, 10.0, 0.0, 100.0)
+        ordered = sorted(placed)
+        assert all(b - a >= 10.0 - 1e-6 for a, b in pairwise(ordered))
+        assert ordered[0] >= -1e-6
+        assert ordered[-1] <= 100.0 + 1e-6
+
+
+class TestWords:
+    @pytest.mark.parametrize(
+        ("value", "text"),
+        [
+            (123.4, "123 s"),
+            (1.046, "1.05 s"),
+            (0.9999, "1.00 s"),
+            (0.123, "123 ms"),
+            (0.0042, "4.2 ms"),
+            (42e-6, "42 µs"),
+            (0.0, "0 s"),
+        ],
+    )
+    def test_seconds(self, value, text):
+        assert words.seconds(value) == text
+
+    @pytest.mark.parametrize(
+        ("value", "text"),
+        [(0, "0 B"), (1023, "1023 B"), (3 * 2**20, "3.0 MiB"), (8.5 * 2**30, "8.5 GiB")],
+    )
+    def test_sizes(self, value, text):
+        assert words.size(value) == text
+
+    def test_signed_percent_has_no_negative_zero(self):
+        assert words.signed_percent(-0.0001) == "±0.0 %"
+        assert words.signed_percent(-0.021) == "−2.1 %"
+        assert words.signed_percent(0.021) == "+2.1 %"
+
+    def test_passes_and_ranks(self):
+        assert words.passes((3, 8, 8)) == "3 + 2 × 8"
+        assert words.passes(()) == "none"
+        assert words.ranks([0, 2, 3, 4]) == "ranks 0, 2–4"
+        assert words.ranks([5]) == "rank 5"
+
+    def test_counts(self):
+        assert words.count(1_106_080) == "1.1 million"
+        assert words.count(7e9) == "7.0 billion"
+        assert words.count(512) == "512"
+
+
+class TestDifferences:
+    CHOSEN = Plan(stage=1, global_batch=12, micro_batches=((4, 4), (2, 2)), shares=(0.5, 0.5))
+
+    @pytest.mark.parametrize(
+        ("change", "text"),
+        [
+            ({}, "the chosen plan"),
+            ({"micro_batches": ((4, 3), (3, 2))}, "rank 0 −1, rank 1 +1"),
+            ({"micro_batches": ((8,), (2, 2))}, "rank 0 in 1 pass"),
+            ({"micro_batches": ((3, 5), (2, 2))}, "rank 0 cut 3 + 5"),
+            ({"shares": (0.75, 0.25)}, "shares 75 25"),
+        ],
+    )
+    def test_a_plan_is_told_by_what_sets_it_apart(self, change, text):
+        assert difference(dataclasses.replace(self.CHOSEN, **change), self.CHOSEN) == text
+
+    def test_where_ranks_meet_at_every_pass_all_change_together(self):
+        chosen = Plan.manual("4,2", stage=2, passes=2)
+        thrice = dataclasses.replace(chosen, micro_batches=((2, 3, 3), (1, 1, 2)))
+        assert difference(thrice, chosen) == "3 passes for all"
+
+
+class Page(HTMLParser):
+    """What a page opens and never closes, what it loads, and its words."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.loads: list[str] = []
+        self.ids: list[str] = []
+        self.words: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        if tag not in NEEDS_NOTHING_ELSE:
+            self.open.append(tag)
+        self._look(attrs)
+
+    def handle_startendtag(self, tag, attrs):
+        self._look(attrs)
+
+    def _look(self, attrs):
+        for name, value in attrs:
+            if name == "id":
+                self.ids.append(value)
+            if name in ("src", "href", "xlink:href") and not value.startswith("#"):
+                self.loads.append(value)
+
+    def handle_endtag(self, tag):
+        assert self.open, f"</{tag}> closes nothing"
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.words.append(data)
+
+
+class TestPages:
+    def test_the_page_is_whole_and_needs_nothing_else(self, text):
+        page = Page(text)
+        assert not page.open
+        assert not page.loads
+        assert "<script" not in text
+        assert "@import" not in text
+        assert not re.findall(r"url\((?!#)", text)
+
+    def test_pictures_do_not_borrow_from_each_other(self, text):
+        ids = Page(text).ids
+        used = re.findall(r'(?:href="#|url\(#)([^")]+)', text)
+        assert set(used) <= set(ids)
+        assert text.count("<svg") == 5
+        for name in ("curves", "timeline", "losses", "predictions", "neighbours"):
+            assert any(identifier.startswith(f"{name}-") for identifier in ids)
+
+    def test_every_colour_of_a_picture_follows_the_page(self, text):
+        style, body = text.split("</style>", 1)
+        assert set(re.findall("#[0-9a-f]{6}", body)) == set()
+        light, dark = style.split("@media screen")
+        for name in set(re.findall(r"var\((--[a-z0-9-]+)\)", text)):
+            assert f"{name}:" in light
+            assert f"{name}:" in dark or name == "--alarm"
+
+    def test_the_page_says_what_was_decided(self, text, record):
+        told = " ".join(Page(text).words)
+        assert record.title in told
+        assert "What it decided and why" in told
+        assert "36 13 12 11" in told or str(record.chosen.plan.samples(0)) in told
+        for policy in ("exact", "even", "flops", "paper"):
+            assert policy in told
+        for stage in range(4):
+            assert f"stage {stage}" in told
+        assert "rank 3 shared its core" in told
+        assert "2.13.0" in told
+
+    def test_the_same_pictures_are_files(self, folder):
+        from PIL import Image
+
+        found = sorted(path.name for path in (folder / "pictures").iterdir())
+        assert found == [
+            "curves.png",
+            "losses.png",
+            "neighbours.png",
+            "predictions.png",
+            "timeline.png",
+        ]
+        for name in found:
+            with Image.open(folder / "pictures" / name) as picture:
+                assert picture.width == 1600
+
+    def test_the_same_record_gives_the_same_page(self, record, text, tmp_path):
+        write_report(record, tmp_path / "again.html")
+        assert (tmp_path / "again.html").read_text(encoding="utf-8") == text
+
+    def test_what_comes_from_outside_is_escaped(self, record, tmp_path):
+        mean = dataclasses.replace(record, title="<script>alert(1)</script> & more")
+        write_report(mean, tmp_path / "report.html")
+        text = (tmp_path / "report.html").read_text(encoding="utf-8")
+        assert "<script" not in text
+        assert "&lt;script&gt;alert(1)&lt;/script&gt; &amp; more" in text
+
+    def test_a_caller_keeps_its_own_matplotlib_settings(self, record, tmp_path):
+        import matplotlib
+
+        with matplotlib.rc_context({"font.size": 33.0, "svg.fonttype": "none"}):
+            write_report(record, tmp_path / "report.html")
+            assert matplotlib.rcParams["font.size"] == 33.0
+            assert matplotlib.rcParams["svg.fonttype"] == "none"
+
+
+class TestTimelines:
+    def test_the_whole_of_every_run_and_its_prediction_is_seen(self, record):
+        late = dataclasses.replace(record.runs[0], predicted_step_seconds=5.0)
+        figure = draw_steps([late, record.chosen])
+        assert figure is not None
+        assert [axes.get_xlim()[0] for axes in figure.axes] == [0.0, 0.0]
+        assert all(axes.get_xlim()[1] > 5.0 for axes in figure.axes)
+
+    def test_nothing_traced_is_no_picture(self, record):
+        assert draw_steps([dataclasses.replace(record.chosen, spans=())]) is None
+
+
+class TestReasons:
+    def test_all_stages_and_policies_are_predicted_on_one_profile(self, record):
+        chosen = search(record.profile, global_batch=72, stages=(2,))
+        why = reasons(record.profile, chosen)
+        assert [one.is_chosen for one in why.stages] == [False, False, True, False]
+        assert [one.name for one in why.policies if one.is_chosen] == ["exact"]
+        own = next(one.prediction for one in why.policies if one.is_chosen)
+        assert own is not None
+        assert why.prediction is not None
+        assert why.prediction.optimality_gap == 0.0, "as the search said"
+        assert dataclasses.replace(why.prediction, optimality_gap=None) == own
+        rivals = [one.prediction for one in why.policies]
+        assert all(rival is not None and rival.step_seconds >= own.step_seconds for rival in rivals)
+
+    def test_what_trials_taught_is_said_of_the_chosen_plan(self, record):
+        chosen = search(record.profile, global_batch=72, stages=(0,))
+        tried = {**(chosen.prediction or {}), "step_seconds": 9.0}
+        why = reasons(record.profile, dataclasses.replace(chosen, prediction=tried))
+        assert "predicted to take 9.00 s" in why.sentences[0]
+
+    def test_of_a_plan_by_hand_nothing_is_said_of_the_fastest(self, record):
+        plan = Plan.even(record.profile.world_size, 72, 4, 0)
+        why = reasons(record.profile, plan)
+        assert why.prediction is not None
+        assert why.prediction.optimality_gap is None
+        assert not any("can be faster" in sentence for sentence in why.sentences)
+
+    def test_a_stage_that_does_not_fit_says_why(self, record):
+        small = [dataclasses.replace(d, memory_bytes=30 * 2**20) for d in record.profile.devices]
+        profile = dataclasses.replace(record.profile, devices=tuple(small))
+        chosen = search(profile, global_batch=72, stages=(3,))
+        why = reasons(profile, chosen)
+        assert why.stages[0].plan is None
+        assert "rank" in why.stages[0].obstacle
+        assert any("no plan fits into memory" in sentence for sentence in why.sentences)
+
+
+class TestUnusualRuns:
+    def test_one_run_without_trace_losses_or_prediction(self, record, tmp_path):
+        bare = dataclasses.replace(
+            record,
+            sum_of_speeds=None,
+            neighbours=None,
+            runs=(Run(name="only", plan=record.chosen.plan, step_seconds=(1.0,)),),
+        )
+        write_report(bare, tmp_path / "report.html", tmp_path)
+        assert not Page((tmp_path / "report.html").read_text(encoding="utf-8")).open
+        assert {p.stem for p in tmp_path.glob("*.png")} == {"curves", "predictions"}
+
+    def test_one_rank(self, tmp_path):
+        write_report(synthetic_record(speeds=(20.0,)), tmp_path / "report.html")
+
+    def test_more_ranks_than_colours(self, tmp_path):
+        names = ["NVIDIA A100-SXM4-80GB"] * 6 + ["Tesla V100-SXM2-16GB"] * 6
+        speeds = [30.0 + r for r in range(6)] + [12.0 + r / 2 for r in range(6)]
+        write_report(synthetic_record(speeds, names=names, stage=1), tmp_path / "report.html")
+
+    def test_ranks_without_samples(self, record, tmp_path):
+        plan = Plan(
+            stage=2,
+            global_batch=24,
+            micro_batches=((4, 8), (0, 0), (6, 6), (0, 0)),
+            shares=(0.5, 0.25, 0.25, 0.0),
+        )
+        run = Run(name="planned", plan=plan, step_seconds=(1.0, 1.1), losses=(2.0, 1.0))
+        write_report(
+            dataclasses.replace(record, runs=(run,), neighbours=None), tmp_path / "report.html"
+        )
+        told = (tmp_path / "report.html").read_text(encoding="utf-8")
+        assert "Ranks 1, 3 get no samples" in told
+
+    def test_a_plan_beyond_the_profile_is_shown_without_a_prediction(self, record, tmp_path):
+        plan = Plan.even(4, 400, 100, 0)
+        run = Run(name="by hand", plan=plan, step_seconds=(9.0,))
+        neighbours = (Neighbour(plan=plan, step_seconds=9.0),)
+        write_report(
+            dataclasses.replace(record, runs=(run,), neighbours=neighbours),
+            tmp_path / "report.html",
+        )
+        told = (tmp_path / "report.html").read_text(encoding="utf-8")
+        assert "goes beyond what was measured" in told
+
+    def test_a_loss_that_is_not_finite_is_drawn_as_a_gap(self, record, tmp_path):
+        run = dataclasses.replace(record.chosen, losses=(2.0, float("nan"), float("inf"), 1.0))
+        write_report(dataclasses.replace(record, runs=(run,)), tmp_path / "report.html")
+
+
+def test_without_matplotlib_the_error_says_what_to_install(record, tmp_path, monkeypatch):
+    real = builtins.__import__
+
+    def missing(name, *args, **kwargs):
+        if name.partition(".")[0] == "matplotlib":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        return real(name, *args, **kwargs)
+
+    for module in [name for name in sys.modules if name.startswith("poplar.report.")]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setattr(builtins, "__import__", missing)
+    with pytest.raises(ImportError, match=r"pip install 'poplar-zero\[report\]'"):
+        write_report(record, tmp_path / "report.html")
+    assert not list(tmp_path.iterdir())
+
+
+def test_records_need_neither_torch_nor_matplotlib():
+    program = (
+        "import sys; sys.modules['torch'] = sys.modules['matplotlib'] = None\n"
+        "from poplar.report import RunRecord"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

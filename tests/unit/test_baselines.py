@@ -1,0 +1,132 @@
+"""Policies decide as others do, keep within memory, and are never faster than the search."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import planning_oracle
+import pytest
+from planning_oracle import STAGES, Oracle
+from test_search import cluster_of, device, seconds_of
+
+from poplar.plan import Plan
+from poplar.planner.baselines import POLICIES
+from poplar.planner.search import NoPlanFits, alternatives, search
+
+MB = 10**6
+
+
+def unequal(**changes):
+    """Three ranks, whose specifications promise other speeds than they have."""
+    return cluster_of(
+        device(4.0, peak_flops=3e12),
+        device(2.0, peak_flops=2e12),
+        device(peak_flops=1e12),
+        **changes,
+    )
+
+
+def with_peaks(cluster, draw):
+    devices = tuple(
+        dataclasses.replace(device, peak_flops=draw.choice((1e12, 2e12)))
+        for device in cluster.devices
+    )
+    return dataclasses.replace(cluster, devices=devices)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_every_policy_keeps_within_memory_and_is_not_faster_than_the_search(stage):
+    decided = 0
+    for seed in range(260):
+        draw = random.Random(7 * seed + stage)
+        cluster = planning_oracle.random_cluster(draw, draw.choice((1, 2, 3, 4)), stage)
+        cluster = with_peaks(cluster, draw)
+        wanted = {"global_batch": draw.randint(1, 20), "stages": (stage,)}
+        for policy in POLICIES:
+            try:
+                plan = search(cluster, policy=policy, **wanted)
+            except NoPlanFits:
+                continue
+            decided += 1
+            assert Oracle(cluster, stage).fits(plan.micro_batches, plan.shares, slack=1.0)
+            assert plan.prediction["policy"] == policy
+            best = search(cluster, preference=0.0, **wanted)
+            assert seconds_of(best) <= seconds_of(plan) * (1 + 1e-9)
+    assert decided > 260
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_even_gives_every_rank_what_the_smallest_can_hold(stage):
+    small = device(memory=96 * MB, sample_bytes=MB)
+    plan = search(cluster_of(device(), small), global_batch=64, stages=(stage,), policy="even")
+    largest = max(map(max, plan.micro_batches))
+    assert plan == Plan.even(2, 64, largest, stage)
+    assert Oracle(cluster_of(small, small), stage).fits(((largest,),) * 2, (0.5, 0.5))
+    if largest < small.max_batch:
+        assert not Oracle(cluster_of(small, small), stage).fits(((largest + 1,),) * 2, (0.5, 0.5))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_even_needs_every_rank_to_hold_a_sample(stage):
+    full = device(memory=100 * MB, sample_bytes=1000 * MB)
+    with pytest.raises(NoPlanFits, match=r"rank 1 \(device of speed 1.0\) .* for one sample"):
+        search(cluster_of(device(), full), global_batch=8, stages=(stage,), policy="even")
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_even_with_fewer_samples_than_ranks_gives_the_first_ranks_one_each(stage):
+    few = {"global_batch": 2, "stages": (stage,), "policy": "even"}
+    plan = search(cluster_of(device(), device(), device()), **few)
+    assert [plan.samples(rank) for rank in range(3)] == [1, 1, 0]
+    assert seconds_of(plan) > 0
+    # A rank that gets no sample need not hold one.
+    full = device(sample_bytes=10**6 * MB)
+    assert search(cluster_of(device(), device(), full), **few) == plan
+    with pytest.raises(NoPlanFits, match=r"rank 1 \(device of speed 1.0\) .* for one sample"):
+        search(cluster_of(device(), full, device()), **few)
+
+
+def test_only_a_search_knows_how_far_the_fastest_plan_is():
+    for policy in POLICIES:
+        plan = search(unequal(), global_batch=18, policy=policy)
+        assert plan.prediction["optimality_gap"] == (0.0 if policy == "exact" else None)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_flops_goes_by_the_specification(stage):
+    plan = search(unequal(), global_batch=18, stages=(stage,), policy="flops")
+    assert [plan.samples(rank) for rank in range(3)] == [9, 6, 3]
+
+
+def test_flops_needs_a_specification():
+    with pytest.raises(ValueError, match=r"rank 0 \(device of .*\): the profile has no peak"):
+        search(cluster_of(device()), global_batch=8, policy="flops")
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_paper_deals_out_by_best_speed_where_ranks_meet_once(stage):
+    plan = search(unequal(), global_batch=70, stages=(stage,), policy="paper")
+    assert [plan.samples(rank) for rank in range(3)] == [40, 20, 10]
+    assert plan.micro_batches == ((8, 16, 16), (4, 16), (10,))
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_paper_sweeps_a_time_limit_where_ranks_meet_at_every_pass(stage):
+    plan = search(unequal(), global_batch=56, stages=(stage,), policy="paper")
+    assert len({plan.passes(rank) for rank in range(3)}) == 1
+    assert all(list(own) == sorted(own) for own in plan.micro_batches)
+    assert plan.samples(0) > plan.samples(1) > plan.samples(2)
+
+
+def test_balance_gains_what_it_should_on_unequal_devices():
+    cluster = unequal(communication=0.0)
+    wanted = {"global_batch": 42, "stages": (1,)}
+    even = seconds_of(search(cluster, policy="even", **wanted))
+    assert even / seconds_of(search(cluster, **wanted)) > 1.8
+
+
+def test_the_alternatives_of_a_policy_are_its_own():
+    plans = alternatives(unequal(), global_batch=24, policy="even")
+    assert {plan.stage for plan in plans} == set(STAGES)
+    assert {plan.prediction["policy"] for plan in plans} == {"even"}

@@ -1,0 +1,423 @@
+"""`predict` adds up what DESIGN section 4 says: seconds, bytes, and what bounds a step."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import random
+
+import planning_oracle
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from planning_oracle import STAGES, Oracle
+from test_plan import random_plan
+
+from poplar.plan import STRATEGIES, Plan, UnitPlan
+from poplar.planner.collective_costs import CollectiveCosts
+from poplar.planner.cost_model import StageCosts
+from poplar.planner.prediction import DoesNotFit, describe, memory_needed, predict
+from poplar.profile import BatchPoint, ClusterProfile, DeviceProfile, ModelProfile, NetworkProfile
+
+MIB = 2**20
+
+
+def a_cluster(**changes) -> ClusterProfile:
+    """Two ranks, the second of half the speed, whose numbers are easy to add up by hand."""
+    fast = DeviceProfile(
+        name="fast",
+        memory_bytes=1000 * MIB,
+        points=tuple(
+            BatchPoint(batch=b, seconds=0.1 * b, activation_bytes=10 * MIB * b) for b in (1, 8)
+        ),
+        optimizer_seconds=0.08,
+    )
+    slow = dataclasses.replace(
+        fast,
+        name="slow",
+        points=tuple(dataclasses.replace(p, seconds=2 * p.seconds) for p in fast.points),
+    )
+    return ClusterProfile(
+        **{
+            "devices": (fast, slow),
+            "model": ModelProfile(unit_numels=(MIB, 2 * MIB, MIB, MIB)),
+            "network": NetworkProfile(
+                reduce_scatter_seconds=0.06,
+                all_gather_seconds=0.04,
+                send_seconds_per_byte=(1e-9, 1e-9),
+                receive_seconds_per_byte=(1e-9, 1e-9),
+            ),
+            "memory_reserve": 0.0,
+            **changes,
+        }
+    )
+
+
+def a_plan(stage: int, **changes) -> Plan:
+    fields = {
+        "stage": stage,
+        "global_batch": 9,
+        "micro_batches": ((2, 4), (1, 2)),
+        "shares": (0.5, 0.5),
+    }
+    return Plan(**{**fields, **changes})
+
+
+def changed(cluster: ClusterProfile, rank: int, **changes) -> ClusterProfile:
+    devices = list(cluster.devices)
+    devices[rank] = dataclasses.replace(devices[rank], **changes)
+    return dataclasses.replace(cluster, devices=tuple(devices))
+
+
+# Seconds, by hand
+
+
+@pytest.mark.parametrize(
+    ("stage", "seconds"),
+    [
+        (0, 0.6 + 0.06 + 0.04 + 0.08),
+        (1, 0.6 + 0.06 + 0.04 + 0.04),
+        (2, (0.2 + 0.06) + (0.4 + 0.06) + 0.04 + 0.04),
+        # The last of five parts is still there when the backward begins.
+        (3, (0.2 + 0.132) + (0.4 + 0.132) + 0.04),
+    ],
+)
+def test_without_overlap_a_step_is_the_sum_of_its_parts(stage, seconds):
+    prediction = predict(a_cluster(), a_plan(stage))
+    assert prediction.step_seconds == pytest.approx(seconds)
+    assert prediction.samples_per_second == pytest.approx(9 / seconds)
+    assert prediction.compute_seconds == pytest.approx((0.6, 0.6))
+    assert prediction.optimizer_seconds == pytest.approx((0.08 if stage == 0 else 0.04,) * 2)
+    whole = sum((prediction.compute_seconds[0], prediction.optimizer_seconds[0]))
+    assert prediction.communication_seconds == pytest.approx(seconds - whole)
+    assert prediction.busy_fraction == pytest.approx((whole / seconds,) * 2)
+
+
+FOUR_BUFFERS = ModelProfile(unit_numels=(8 * MIB,) * 4)
+"""Units that travel one by one at every stage."""
+
+
+@pytest.mark.parametrize(
+    ("stage", "seconds"),
+    [
+        # Three quarters of a reduction may hide, and two quarters of the gather that follows it.
+        (0, 0.6 + (0.06 - 0.045) + (0.04 - 0.02) + 0.08),
+        (1, 0.6 + (0.06 - 0.045) + 0.04 + 0.04),
+        # What is left of the first reduction runs under the second pass's forward.
+        (2, 0.6 + (0.06 - 0.045) + 0.04 + 0.04),
+        # The first unit's gather and its reduction.
+        (3, 0.6 + 2 * (0.01 + 0.015) + 0.04),
+    ],
+)
+def test_with_overlap_all_but_one_unit_hides(stage, seconds):
+    cluster = a_cluster(overlap=1.0, model=FOUR_BUFFERS)
+    assert predict(cluster, a_plan(stage)).step_seconds == pytest.approx(seconds)
+
+
+def test_where_communication_is_short_half_an_overlap_hides_half_of_it():
+    cluster = a_cluster(overlap=0.5, model=FOUR_BUFFERS)
+    seconds = predict(cluster, a_plan(1)).step_seconds
+    assert seconds == pytest.approx(0.6 + (0.06 - 0.0225) + 0.04 + 0.04)
+
+
+def test_no_more_hides_than_the_last_backward_lasts():
+    cluster = a_cluster(overlap=1.0, backward_fraction=0.1, model=FOUR_BUFFERS)
+    # 0.1 of a last pass of 0.4 s, three quarters of it
+    assert predict(cluster, a_plan(0)).step_seconds == pytest.approx(0.6 + 0.1 - 0.03 + 0.08)
+    waiting = a_plan(0, micro_batches=((2, 4), (1,)), global_batch=7)
+    assert predict(cluster, waiting).step_seconds == pytest.approx(0.6 + 0.1 - 0.03 + 0.08)
+
+
+@given(seed=st.integers(0, 2**32))
+@settings(max_examples=60, deadline=None)
+def test_units_that_stay_gathered_cost_what_the_oracle_says(seed):
+    draw = random.Random(seed)
+    cluster = planning_oracle.random_cluster(draw, draw.choice((1, 2, 3)), 3)
+    units = len(cluster.model.unit_numels)
+    names = tuple(f"unit {unit}" for unit in range(units))
+    kept = frozenset(draw.sample(range(units), draw.randint(1, units)))
+    cluster = dataclasses.replace(
+        cluster,
+        model=dataclasses.replace(cluster.model, unit_names=names),
+        devices=tuple(dataclasses.replace(d, memory_bytes=10**12) for d in cluster.devices),
+    )
+    passes = draw.randint(1, 3)
+    plan = dataclasses.replace(
+        Plan.even(cluster.world_size, passes * cluster.world_size, 1, 3),
+        units=tuple(
+            UnitPlan(names[unit], STRATEGIES[3], keep_gathered=True) for unit in sorted(kept)
+        ),
+    )
+    oracle, prediction = Oracle(cluster, 3, kept), predict(cluster, plan)
+    assert prediction.step_seconds == pytest.approx(
+        oracle.seconds(plan.micro_batches, plan.shares), rel=1e-9
+    )
+    for rank, needed in enumerate(prediction.memory_bytes):
+        assert needed == pytest.approx(oracle.needed(rank, 1, plan.shares[rank]), abs=1.0)
+
+
+def test_a_rank_without_samples_waits_for_the_others():
+    for micro_batches in (((9,), ()), ((9,), (0,))):
+        with pytest.raises(DoesNotFit, match="9 samples, but the largest that was measured is 8"):
+            predict(a_cluster(), a_plan(0, micro_batches=micro_batches))
+    prediction = predict(a_cluster(), a_plan(1, micro_batches=((1, 8), ())))
+    assert prediction.compute_seconds == pytest.approx((0.9, 0.0))
+    assert prediction.busy_fraction[1] == pytest.approx(0.04 / prediction.step_seconds)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_residuals_are_added_where_they_belong(stage):
+    def only(value):
+        return tuple(value if s == stage else 100.0 for s in STAGES)
+
+    plain = predict(a_cluster(), a_plan(stage)).step_seconds
+    cluster = a_cluster()
+    for rank in range(2):
+        cluster = changed(
+            cluster,
+            rank,
+            pass_overhead_seconds=only(0.01),
+            step_overhead_seconds=only(0.02),
+        )
+    network = dataclasses.replace(
+        cluster.network, meeting_seconds=only(0.004), step_seconds=only(0.0005)
+    )
+    meetings = 2 if stage >= 2 else 1
+    found = predict(dataclasses.replace(cluster, network=network), a_plan(stage))
+    added = 2 * 0.01 + 0.02 + meetings * 0.004 + 0.0005
+    assert found.step_seconds == pytest.approx(plain + added)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_negative_residuals_take_no_more_than_there_is(stage):
+    cluster = a_cluster()
+    network = dataclasses.replace(
+        cluster.network, meeting_seconds=(-9.0,) * 4, step_seconds=(-9.0,) * 4
+    )
+    cluster = dataclasses.replace(cluster, network=network)
+    prediction = predict(cluster, a_plan(stage))
+    assert prediction.step_seconds == pytest.approx(0.6)
+    for rank in range(2):
+        cluster = changed(cluster, rank, pass_overhead_seconds=(-9.0,) * 4)
+    prediction = predict(cluster, a_plan(stage))
+    assert prediction.step_seconds == 0.0
+    assert prediction.samples_per_second == math.inf
+
+
+def test_the_optimizer_takes_its_share_and_a_latency():
+    cluster = a_cluster()
+    for rank in range(2):
+        cluster = changed(cluster, rank, optimizer_latency_seconds=0.02)
+    prediction = predict(cluster, a_plan(2, shares=(1.0, 0.0)))
+    assert prediction.optimizer_seconds == pytest.approx((0.08, 0.0))
+    prediction = predict(cluster, a_plan(2))
+    assert prediction.optimizer_seconds == pytest.approx((0.05, 0.05))
+
+
+def test_collectives_follow_the_busiest_link():
+    def of(send, receive, shares):
+        network = NetworkProfile(
+            reduce_scatter_seconds=0.6,
+            all_gather_seconds=0.3,
+            send_seconds_per_byte=send,
+            receive_seconds_per_byte=receive,
+        )
+        costs = CollectiveCosts.of(network)
+        return costs.reduce_scatter.seconds(shares), costs.all_gather.seconds(shares)
+
+    even = (1 / 3,) * 3
+    assert of((1, 1, 1), (1, 1, 1), even) == pytest.approx((0.6, 0.3))
+    # Rank 0 receives twice 0.5 instead of twice a third, and sends 0.5 twice in a gather.
+    assert of((1, 1, 1), (1, 1, 1), (0.5, 0.25, 0.25)) == pytest.approx((0.9, 0.45))
+    # A slow sender sends the more in a reduction the less it owns.
+    assert of((9, 1, 1), (1, 1, 1), (0.0, 0.5, 0.5))[0] == pytest.approx(0.9)
+    assert of((9, 1, 1), (1, 1, 1), (0.0, 0.5, 0.5))[1] == pytest.approx(0.3 / 6)
+    assert of((0, 0, 0), (0, 0, 0), (0.5, 0.5, 0.0)) == (0.6, 0.3)
+    assert of((1,), (1,), (1.0,)) == (0.6, 0.3)
+
+
+@given(seed=st.integers(0, 2**32))
+@settings(deadline=None)
+def test_any_plan_costs_what_the_oracle_says(seed):
+    plan = random_plan(seed)
+    draw = random.Random(seed)
+    assume(max(max(own, default=0) for own in plan.micro_batches) <= 20)
+    cluster = planning_oracle.random_cluster(draw, plan.world_size, plan.stage)
+    last = BatchPoint(batch=20, seconds=9.0, activation_bytes=10**7)
+    for rank in range(plan.world_size):
+        points = (*cluster.devices[rank].points, last)
+        cluster = changed(cluster, rank, points=points, memory_bytes=10**12)
+    oracle = Oracle(cluster, plan.stage)
+    prediction = predict(cluster, plan)
+    assert prediction.step_seconds == pytest.approx(
+        oracle.seconds(plan.micro_batches, plan.shares), rel=1e-9
+    )
+    for rank, own in enumerate(plan.micro_batches):
+        needed = oracle.needed(rank, max(own, default=0), plan.shares[rank])
+        assert prediction.memory_bytes[rank] == pytest.approx(needed, abs=1.0)
+        assert 0.0 <= prediction.busy_fraction[rank] <= 1.0
+
+
+# Bytes
+
+
+@pytest.mark.parametrize(
+    ("stage", "state"),
+    [
+        (0, 5 * (4 + 4 + 8)),
+        (1, 5 * (4 + 4 + 8 * 0.25)),
+        (2, 5 * (4 + 12 * 0.25)),
+        (3, 5 * 16 * 0.25 + 4 * (2 + 1)),
+    ],
+)
+def test_memory_is_state_gradients_buckets_and_activations(stage, state):
+    # Two buckets of 2 Mi elements at a time.
+    flying = {0: 2.0, 1: 2 * 2 * 0.25, 2: 2 * (1 + 2 * 0.25), 3: 2 * (1 + 2 * 0.25)}[stage]
+    expected = state + 4 * 2 + 4 * 2 * flying + 40
+    cluster = a_cluster()
+    plan = a_plan(stage, shares=(0.25, 0.75))
+    assert memory_needed(cluster, plan)[0] == expected * MIB
+    held = changed(cluster, 0, held_bytes=7)
+    frozen = dataclasses.replace(held, model=dataclasses.replace(held.model, frozen_bytes=5))
+    assert memory_needed(frozen, plan)[0] == expected * MIB + 12
+
+
+def test_large_units_travel_in_buckets():
+    model = ModelProfile(unit_numels=(64 * MIB,))
+    cluster = a_cluster(model=model)
+    flying = 8 * 4 * 8 * (1 + 2 * 0.5)  # a unit's eight, under the backward of the next
+    expected = 64 * (4 + 12 * 0.5) + 4 * 64 + flying + 40
+    assert memory_needed(cluster, a_plan(2))[0] == expected * MIB
+
+
+def test_a_large_parameter_travels_whole():
+    model = ModelProfile(unit_numels=(64 * MIB,), largest_flat_numels=(1, 1, 40 * MIB, 1))
+    flying = 4 * 80 * (1 + 2 * 0.5)
+    expected = 64 * (4 + 12 * 0.5) + 4 * 64 + flying + 40
+    assert memory_needed(a_cluster(model=model), a_plan(2))[0] == expected * MIB
+
+
+@pytest.mark.parametrize(("stage", "flying"), [(0, 2 * 2), (1, 2 * (1 + 2 * 0.5))])
+def test_narrow_gradients_need_buckets_beside_the_sums(stage, flying):
+    model = dataclasses.replace(a_cluster().model, wire_bytes=2)
+    plan = a_plan(stage)
+    state = 5 * (8 + 8 * (1.0 if stage == 0 else 0.5))
+    expected = state + 4 * 2 + 2 * 2 * flying + 40
+    assert memory_needed(a_cluster(model=model), plan)[0] == expected * MIB
+
+
+def test_what_is_not_trained_is_sharded_and_gathered_with_the_rest():
+    model = ModelProfile(
+        unit_numels=(MIB, MIB, MIB, MIB),
+        unit_frozen_numels=(8 * MIB, 3 * MIB, 5 * MIB, 4 * MIB),
+        resident_units=(0,),
+    )
+    cluster = a_cluster(model=model)
+    gathered = (1 + 8) + (1 + 5) + (1 + 4)
+    flying = 2 * 4 * (1 + 2 * 0.5)
+    expected = 4 * 16 * 0.5 + 4 * 20 * 0.5 + 4 * gathered + 4 + flying + 40
+    assert memory_needed(cluster, a_plan(3))[0] == expected * MIB
+    whole = 4 * (4 + 4 + 8) + 4 * 20 + 4 + 2 * 4 + 40
+    assert memory_needed(cluster, a_plan(0))[0] == whole * MIB
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"unit_frozen_numels": (1,)}, "one entry for each of the 2 units, got 1"),
+        ({"resident_units": (2,)}, "numbers of the 2 units"),
+        ({"largest_flat_numels": (1, 1, 0, 1)}, "largest_flat_numels must be at least 1"),
+        ({"largest_flat_numels": (1, 1)}, "one entry per stage"),
+    ],
+)
+def test_a_model_that_cannot_be_is_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        ModelProfile(unit_numels=(5, 6), **fields)
+
+
+def test_a_plan_that_does_not_fit_names_the_rank_and_the_bytes():
+    cluster = changed(a_cluster(), 1, memory_bytes=100 * MIB)
+    assert memory_needed(cluster, a_plan(0))[1] > 100 * MIB
+    with pytest.raises(DoesNotFit, match=r"rank 1 \(slow\) needs 124.0 MiB for 2 samples") as error:
+        predict(cluster, a_plan(0))
+    assert "may use 100.0 MiB of 100.0 MiB" in str(error.value)
+    reserved = dataclasses.replace(a_cluster(), memory_reserve=0.9)
+    with pytest.raises(DoesNotFit, match=r"may use 100.0 MiB of 0.98 GiB"):
+        predict(reserved, a_plan(0))
+
+
+def test_a_batch_beyond_what_was_measured_is_refused():
+    plan = Plan.manual("9,1", stage=0)
+    for ask in (predict, memory_needed):
+        with pytest.raises(DoesNotFit, match=r"rank 0 \(fast\): a micro-batch of 9 samples"):
+            ask(a_cluster(), plan)
+    assert issubclass(DoesNotFit, ValueError)
+
+
+def test_plans_for_others_are_refused():
+    with pytest.raises(ValueError, match="a plan for 1 ranks, but the profile is of 2"):
+        predict(a_cluster(), Plan.manual("4", stage=0))
+    own = UnitPlan("layers.0", STRATEGIES[0])
+    with pytest.raises(ValueError, match=r"unit 'layers.0' has a plan of its own"):
+        predict(a_cluster(), a_plan(2, units=(own,)))
+    same = UnitPlan("layers.0", STRATEGIES[2], shares=(0.5, 0.5))
+    assert predict(a_cluster(), a_plan(2, units=(same,))) == predict(a_cluster(), a_plan(2))
+
+
+@given(seed=st.integers(0, 2**32), stage=st.sampled_from(STAGES))
+@settings(max_examples=200, deadline=None)
+def test_communication_is_never_more_than_the_step(seed, stage):
+    draw = random.Random(seed)
+    cluster = planning_oracle.random_cluster(draw, draw.choice((1, 2, 3)), stage)
+    roomy = tuple(dataclasses.replace(d, memory_bytes=10**12) for d in cluster.devices)
+    cluster = dataclasses.replace(cluster, devices=roomy)
+    for plan in (
+        Plan.even(cluster.world_size, 6, 1, stage),
+        Plan.manual([1] * cluster.world_size, stage=stage, passes=2),
+    ):
+        prediction = predict(cluster, plan)
+        assert 0.0 <= prediction.communication_seconds <= prediction.step_seconds
+        exposed = prediction.communication_seconds + max(prediction.compute_seconds)
+        if not StageCosts(cluster, stage).meets_every_pass:
+            assert exposed <= prediction.step_seconds * (1 + 1e-9)
+
+
+def test_a_gather_that_a_residual_takes_away_is_no_communication():
+    network = dataclasses.replace(a_cluster().network, step_seconds=(0.0, -1.0, 0.0, 0.0))
+    prediction = predict(a_cluster(network=network), a_plan(1))
+    assert prediction.step_seconds == pytest.approx(0.6 + 0.06)
+    assert prediction.communication_seconds == pytest.approx(0.06)
+
+
+# What is said of it
+
+
+def test_where_nobody_searched_no_gap_is_known():
+    prediction = predict(a_cluster(), a_plan(1))
+    assert prediction.optimality_gap is None
+    assert json.loads(json.dumps(prediction.to_dict()))["optimality_gap"] is None
+    said = str(describe(a_cluster(), a_plan(1), prediction, "even"))
+    assert "from the fastest plan" not in said
+
+
+def test_what_bounds_a_step_is_said_in_words():
+    def bound(cluster, plan):
+        return predict(cluster, plan).bound
+
+    slower = a_plan(2, micro_batches=((1, 1), (3, 4)))
+    assert bound(a_cluster(), slower).startswith("rank 1's compute (9")
+    network = dataclasses.replace(a_cluster().network, reduce_scatter_seconds=10.0)
+    slow_network = a_cluster(network=network)
+    assert bound(slow_network, a_plan(1)).startswith("communication (94 % of the step)")
+    assert bound(slow_network, a_plan(2)).startswith("communication (9")
+    tight = changed(slow_network, 1, memory_bytes=memory_needed(slow_network, a_plan(2))[1])
+    assert bound(tight, a_plan(2)).startswith("rank 1's memory: it holds no more than 2 samples")
+
+
+def test_a_prediction_is_json():
+    prediction = predict(a_cluster(), a_plan(1))
+    content = json.loads(json.dumps(prediction.to_dict()))
+    assert content["step_seconds"] == prediction.step_seconds
+    assert content["memory_bytes"] == list(prediction.memory_bytes)
+    assert set(content) == {field.name for field in dataclasses.fields(prediction)}

@@ -1,0 +1,283 @@
+"""The CUDA kernels on the host, thread by thread, against plain PyTorch, bit for bit.
+
+`csrc/emulated/cuda_runtime.h` takes the place of CUDA's header, so the very kernels run, with their
+tiles, vector accesses, shuffles and barriers; a misaligned access ends the process. What a GPU adds
+(speed, memory, streams) only a GPU can show: there `test_ops.py` runs the operators themselves.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from test_ops import (
+    DTYPES,
+    NORMS,
+    RULE,
+    Draw,
+    assert_same_bits,
+    assert_same_value,
+    state,
+    totals_of,
+)
+from torch import Tensor
+
+from poplar.ops import plain
+
+ROOT = Path(__file__).resolve().parents[2]
+CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+SEGMENTS = 640
+"""Tensors of one launch."""
+
+
+@pytest.fixture(scope="module")
+def cuda(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    compiler = os.environ.get("CXX", "g++")
+    if shutil.which(compiler) is None:
+        pytest.skip(f"no {compiler}: the CUDA kernels were not run on the host")
+    library = tmp_path_factory.mktemp("cuda_on_host") / "kernels.so"
+    subprocess.run(
+        [compiler, "-std=c++20", "-O1", "-ffp-contract=off", "-shared", "-fPIC",
+         "-fsanitize=alignment", "-fsanitize-undefined-trap-on-error", "-w",
+         f"-I{ROOT / 'tests/csrc/emulated'}", f"-I{ROOT / 'csrc/ops/cuda'}",
+         f"-I{ROOT / 'csrc/include'}", "-o", str(library),
+         str(ROOT / "tests/csrc/cuda_on_host.cpp")],
+        check=True,
+    )  # fmt: skip
+    return ctypes.CDLL(str(library))
+
+
+def address(tensor: Tensor | None) -> ctypes.c_void_p:
+    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
+
+
+def longs(values: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:
+    return (ctypes.c_int64 * len(values))(*values)
+
+
+def code(dtype: torch.dtype) -> ctypes.c_uint8:
+    return ctypes.c_uint8(CODES[dtype])
+
+
+def tables(tensors: Sequence[Tensor], offsets: Sequence[int]) -> list[object]:
+    """As C takes many tensors: count, offsets, numels, addresses, dtypes."""
+    return [
+        ctypes.c_int64(len(tensors)),
+        longs(offsets),
+        longs([tensor.numel() for tensor in tensors]),
+        (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors)),
+        (ctypes.c_uint8 * len(tensors))(*(CODES[tensor.dtype] for tensor in tensors)),
+    ]
+
+
+def room_for_sums(numel: int) -> Tensor:
+    return torch.full((-(-numel // 64),), -1.0)
+
+
+def shifted(values: Tensor, by: int) -> Tensor:
+    """The same values, `by` elements from where memory is aligned."""
+    room = torch.empty(values.numel() + by, dtype=values.dtype)
+    room[by:] = values
+    return room[by:]
+
+
+def assert_packs(
+    cuda: ctypes.CDLL,
+    before: Tensor,
+    grads: Sequence[Tensor],
+    offsets: Sequence[int],
+    weight: float,
+    accumulate: bool,
+    shift: int = 0,
+) -> None:
+    actual, expected = shifted(before, shift), before.clone()
+    grads = [grad.contiguous() for grad in grads]
+    for sums in (None, room_for_sums(before.numel())):
+        actual.copy_(before)
+        cuda.pack(
+            code(before.dtype),
+            address(actual),
+            address(sums),
+            ctypes.c_int64(before.numel()),
+            *tables(grads, offsets),
+            ctypes.c_float(weight),
+            ctypes.c_bool(accumulate),
+        )
+    plain.pack_(expected, grads, offsets, weight, accumulate)
+    assert_same_bits(actual, expected)
+    assert_same_bits(sums, plain.block_sums_of_squares(expected))
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_pack_of_small_tensors(cuda, dtype, accumulate, seed):
+    draw = Draw(seed, "cpu")
+    grads, offsets, numel = draw.tensors(draw.random.choice([0, 1, 3, 20]))
+    weight = draw.random.choice([1.0, 1 / 3, 0.0, -2.5, 1e-8])
+    assert_packs(cuda, draw.values(numel, dtype), grads, offsets, weight, accumulate)
+
+
+@pytest.mark.parametrize("shift", [0, 1, 4])
+@pytest.mark.parametrize("gradient", DTYPES)
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_pack_of_tiles_within_one_tensor(cuda, dtype, accumulate, gradient, shift):
+    draw = Draw(shift, "cpu")
+    numel = 3 * 4096 + 70
+    grads = [draw.values(numel - 100, gradient), draw.values(50, torch.float16)]
+    before = draw.values(numel, dtype)
+    assert_packs(cuda, before, grads, [shift, numel - 60], 1 / 3, accumulate, shift)
+
+
+@pytest.mark.parametrize("sizes", [[0, 1, 2, 3], [9], [0] * 700 + [65], [1], [100, 0, 70]])
+@pytest.mark.parametrize("count", [SEGMENTS, SEGMENTS + 1, 3 * SEGMENTS])
+def test_pack_of_more_tensors_than_a_launch_takes(cuda, sizes, count):
+    draw = Draw(count, "cpu")
+    grads = [draw.values(sizes[i % len(sizes)], torch.float32) for i in range(count)]
+    offsets, end = [], 0
+    for i, grad in enumerate(grads):
+        offsets.append(end + i % 3)
+        end = offsets[-1] + grad.numel()
+    assert_packs(cuda, torch.empty(end + 5), grads, offsets, 0.5, False)
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_unpack(cuda, dtype, seed):
+    draw = Draw(seed, "cpu")
+    outs, offsets, numel = draw.tensors(draw.random.choice([0, 1, 3, 20]))
+    outs = [out.contiguous() for out in outs]
+    expected = [out.clone() for out in outs]
+    flat = draw.values(numel, dtype)
+    cuda.unpack(code(dtype), address(flat), ctypes.c_int64(numel), *tables(outs, offsets))
+    plain.unpack_(flat, expected, offsets)
+    for actual, wanted in zip(outs, expected, strict=True):
+        assert_same_bits(actual, wanted)
+
+
+def add_ranks(cuda: ctypes.CDLL, parts: Sequence[Tensor], out: Tensor, accumulate: bool) -> None:
+    """Both ways, with and without the block sums; the last is what stays."""
+    before, numel = out.clone(), out.numel()
+    begun = torch.full((numel,), -1.0)
+    for sums in (None, room_for_sums(numel)):
+        out.copy_(before)
+        cuda.rank_sum(
+            code(parts[0].dtype),
+            address(out),
+            address(sums),
+            (ctypes.c_void_p * len(parts))(*(part.data_ptr() for part in parts)),
+            ctypes.c_int64(len(parts)),
+            address(begun),
+            ctypes.c_int64(numel),
+            ctypes.c_bool(accumulate),
+        )
+    assert sums is not None
+    expected = before.clone()
+    plain.rank_sum_(expected, [before if part is out else part for part in parts], accumulate)
+    assert_same_bits(out, expected)
+    assert_same_bits(sums, plain.block_sums_of_squares(expected))
+
+
+@pytest.mark.parametrize("numel", [0, 1, 64, 1000, 4100])
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+@pytest.mark.parametrize("between", [0, 1, 8])
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rank_sum(cuda, dtype, accumulate, between, ranks, numel):
+    draw = Draw(numel + ranks, "cpu")
+    received = draw.values(ranks * (numel + between), dtype).view(ranks, -1)
+    parts = [part[:numel] for part in received]
+    parts[ranks // 2] = parts[ranks // 2].clone()  # a rank's own slice lies elsewhere
+    out = shifted(draw.values(numel, torch.float32), between % 2)
+    add_ranks(cuda, parts, out, accumulate)
+    if dtype is torch.float32:
+        parts[ranks // 2] = out  # or is where the sum goes
+        add_ranks(cuda, parts, out, accumulate)
+
+
+@pytest.mark.parametrize("ranks", [256, 257, 600])
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_more_ranks_than_one_launch_takes_are_added_in_the_same_order(cuda, accumulate, ranks):
+    draw = Draw(ranks, "cpu")
+    parts = list(draw.values(ranks * 70, torch.bfloat16).view(ranks, 70).unbind())
+    add_ranks(cuda, parts, draw.values(70, torch.float32), accumulate)
+
+
+@pytest.mark.parametrize("numel", [0, 1, 63, 64, 65, 1024, 5000])
+@pytest.mark.parametrize("shift", [0, 1, 2])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_block_sums(cuda, dtype, shift, numel):
+    flat = shifted(Draw(numel, "cpu").values(numel, dtype), shift)
+    sums = room_for_sums(numel)
+    cuda.block_sums(code(dtype), address(sums), address(flat), ctypes.c_int64(numel))
+    assert_same_bits(sums, plain.block_sums_of_squares(flat))
+
+
+@pytest.mark.parametrize("numel", [0, 1, 4096, 4097, 10_000])
+def test_exact_sum(cuda, numel):
+    values = Draw(numel, "cpu").values(numel, torch.float32)
+    actual = torch.arange(plain.EXACT_WORDS)
+    expected = actual.clone()
+    cuda.exact_sum(address(actual), address(values), ctypes.c_int64(numel))
+    plain.exact_sum_(expected, values)
+    assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 2, 9])
+def test_exact_norm(cuda, rows):
+    totals = totals_of(Draw(rows, "cpu"), rows)
+    actual = torch.zeros((), dtype=torch.float64)
+    cuda.exact_norm(address(actual), address(totals), *longs(totals.shape))
+    assert torch.equal(actual, plain.exact_norm(totals))
+
+
+@pytest.mark.parametrize("value", NORMS)
+@pytest.mark.parametrize("scale", [None, 1 / 1024])
+def test_clip_coefficient(cuda, scale, value):
+    norm = torch.tensor(value, dtype=torch.float64)
+    factor = None if scale is None else torch.tensor(scale, dtype=torch.float64)
+    actual = torch.zeros_like(norm)
+    cuda.clip_coefficient(address(actual), address(norm), address(factor), ctypes.c_float(0.1))
+    assert_same_value(actual, plain.clip_coefficient(norm, 0.1, factor))
+
+
+@pytest.mark.parametrize("numel", [0, 1, 1024, 3001])
+@pytest.mark.parametrize("rounded", [None, *DTYPES])
+@pytest.mark.parametrize("maximize", [False, True])
+@pytest.mark.parametrize("found", [None, 0.0, 1.0])
+@pytest.mark.parametrize("shift", [0, 1])
+def test_adamw(cuda, shift, found, maximize, rounded, numel):
+    draw = Draw(numel, "cpu")
+    values, mean, square = state(draw, numel)
+    gradient = torch.randn(numel, generator=draw.generator)
+    low = None if rounded is None else torch.zeros(numel, dtype=rounded)
+    scale = torch.tensor([0.25])
+    flag = None if found is None else torch.tensor(found)
+    actual = [shifted(tensor, shift) for tensor in (values, mean, square)]
+    expected = [tensor.clone() for tensor in (values, mean, square)]
+    actual_low = None if low is None else shifted(low, shift)
+    cuda.adamw(
+        code(rounded or torch.float32),
+        address(actual[0]),
+        address(gradient),
+        address(actual[1]),
+        address(actual[2]),
+        address(actual_low),
+        ctypes.c_int64(numel),
+        (ctypes.c_double * 6)(*RULE),
+        ctypes.c_bool(maximize),
+        address(scale),
+        address(flag),
+    )
+    plain.adamw_(expected[0], gradient, *expected[1:], low, *RULE, maximize, scale, flag)
+    for one, other in zip(actual, expected, strict=True):
+        assert_same_bits(one, other)
+    if low is not None:
+        assert_same_bits(actual_low, low)

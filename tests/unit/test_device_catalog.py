@@ -1,0 +1,175 @@
+"""Devices by name: measured ratios where there are any, a calibrated roofline where not."""
+
+from __future__ import annotations
+
+import pytest
+
+from poplar.hardware import roofline
+from poplar.hardware.device_catalog import (
+    MIDDLE,
+    OPTIMISTIC,
+    PESSIMISTIC,
+    device_profile,
+    find_device,
+    measured_curve,
+    spread,
+)
+from poplar.hardware.gpu_specifications import SPECIFICATIONS
+from poplar.hardware.model_shapes import TrainingJob, architecture
+from poplar.hardware.published_measurements import CURVES, THROUGHPUTS
+
+LLAMA = TrainingJob(architecture=architecture("llama-1.1b"))
+OPT = TrainingJob(architecture=architecture("opt-350m"))
+KINDS = [known.gpu for known in SPECIFICATIONS]
+
+
+@pytest.mark.parametrize(
+    ("name", "gpu"),
+    [
+        ("A100-SXM-80", "A100-SXM-80"),
+        ("a100-sxm-80", "A100-SXM-80"),
+        ("NVIDIA A100-SXM4-40GB", "A100-SXM-40"),
+        ("A100-80GB", "A100-SXM-80"),
+        ("A800-80GB", "A800-80"),
+        ("V100S-32GB", "V100S-PCIe-32"),
+        ("V100-32", "V100-SXM2-32"),
+        ("T4-16GB", "T4"),
+        ("RTX 4090", "RTX-4090"),
+        ("NVIDIA GeForce RTX 3090", "RTX-3090"),
+    ],
+)
+def test_devices_are_found_as_people_call_them(name, gpu):
+    assert find_device(name).gpu == gpu
+
+
+def test_a_name_that_two_devices_have_is_refused_with_both():
+    with pytest.raises(ValueError, match=r"'A100-40' may be several.*A100-PCIe-40, A100-SXM-40"):
+        find_device("A100-40")
+
+
+@pytest.mark.parametrize("name", ["A1000", "", "  ", "RTX 4090 Laptop", "40"])
+def test_a_device_nobody_knows_is_refused_with_those_there_are(name):
+    with pytest.raises(ValueError, match=r"(no device|several).*A100"):
+        find_device(name)
+
+
+def errors_of(*words):
+    return [one.error for one in roofline.errors() if all(word in one.what for word in words)]
+
+
+def test_the_roofline_meets_what_it_was_calibrated_on_as_its_docstring_says():
+    assert len(list(roofline.errors())) == len(THROUGHPUTS) + 4
+    on_a100 = [
+        one.error for one in roofline.errors() if " over " not in one.what and "on A100" in one.what
+    ]
+    assert len(on_a100) == 8
+    assert max(map(abs, on_a100)) < 0.04
+    assert max(map(abs, errors_of("on H100"))) < 0.15
+    assert max(map(abs, errors_of("on V100", " over "))) < 0.02
+    assert max(map(abs, errors_of("on A100-SXM-80 over "))) < 0.04
+    (geforce,) = errors_of("RTX-3090")
+    assert geforce == pytest.approx(-0.17, abs=0.01), "the roofline is too slow"
+
+
+def test_measurements_that_nothing_was_fitted_to_are_missed_as_the_docstring_says():
+    held_out = {one.what.partition(":")[0]: one.error for one in roofline.held_out_errors()}
+    assert held_out == {
+        "bert-large (512 tokens) on V100-SXM2-16": pytest.approx(0.33, abs=0.01),
+        "bert-large (128 tokens) on V100-SXM2-16": pytest.approx(0.19, abs=0.01),
+        "bert-large (512 tokens) on V100-SXM2-32": pytest.approx(0.25, abs=0.01),
+        "bert-large (128 tokens) on V100-SXM2-32": pytest.approx(-0.02, abs=0.01),
+        "bert-large (512 tokens) on A100-SXM-40": pytest.approx(0.89, abs=0.01),
+        "bert-large (128 tokens) on A100-SXM-40": pytest.approx(0.56, abs=0.01),
+    }
+
+
+def test_the_ratio_of_two_devices_lies_within_what_is_told_even_then():
+    # The A100 over the V100, by the spreads that a tilted cluster has.
+    measured = [70.856 / 31.23, 356.845 / 168.63]
+    for sequence, ratio in zip((512, 128), measured, strict=True):
+        job = TrainingJob(architecture=architecture("bert-large"), sequence=sequence)
+        a100, v100 = (
+            1 / device_profile(find_device(gpu), job).seconds(1)
+            for gpu in ("A100-SXM-40", "V100-SXM2-32")
+        )
+        assert a100 / v100 * 0.7 / 1.3 < ratio < a100 / v100 * 1.3 / 0.7
+
+
+def test_a_chip_nobody_measured_may_be_as_wrong_as_the_docstring_says(monkeypatch):
+    monkeypatch.setattr(roofline, "_EFFICIENCIES", {})
+    assert errors_of("on V100", " over ") == [pytest.approx(0.47, abs=0.02)]
+    assert errors_of("RTX-3090") == [pytest.approx(-0.39, abs=0.02)]
+
+
+def test_chips_that_were_measured_have_the_narrower_interval():
+    curves, runs = {one.gpu for one in CURVES}, {one.gpu for one in THROUGHPUTS}
+    assert curves | runs <= roofline.CALIBRATED <= set(KINDS)
+    assert spread(find_device("A800-80")) == 0.3 < spread(find_device("T4")) == 0.5
+
+
+def test_every_error_lies_within_the_interval_that_is_told():
+    assert all(0.7 < 1 / (1 + one.error) < 1.3 for one in roofline.errors())
+
+
+@pytest.mark.parametrize("gpu", KINDS)
+def test_a_device_without_a_curve_has_a_straight_line_that_pays_less_per_sample(gpu):
+    profile = device_profile(find_device(gpu), LLAMA)
+    assert measured_curve(find_device(gpu), LLAMA) is None
+    rates = [point.batch / point.seconds for point in profile.points]
+    assert rates == sorted(rates), "launches count less in larger batches"
+    mfu = rates[-1] * LLAMA.flops_per_sample / profile.peak_flops
+    assert 0.05 < mfu < 0.9
+    assert profile.peak_flops == find_device(gpu).half_flops
+
+
+def test_a_measured_device_keeps_its_measured_ratios():
+    for curve in CURVES:
+        job = TrainingJob(architecture=architecture(curve.model))
+        profile = device_profile(find_device(curve.gpu), job)
+        reference = device_profile(find_device("A100-SXM-40"), job)
+        published = {other.gpu: other.seconds for other in CURVES if other.model == curve.model}[
+            "A100-SXM-40"
+        ]
+        assert [point.batch for point in profile.points] == list(curve.seconds)
+        for point in profile.points:
+            if point.batch in published:
+                ratio = point.seconds / reference.seconds(point.batch)
+                assert ratio == pytest.approx(curve.seconds[point.batch] / published[point.batch])
+
+
+def test_a_measured_device_stands_at_the_rooflines_level():
+    reference = find_device("A100-SXM-40")
+    last = device_profile(reference, OPT).points[-1]
+    assert last.seconds == pytest.approx(roofline.pass_seconds(reference, OPT, last.batch))
+
+
+@pytest.mark.parametrize("more", [{"checkpointing": True}, {"sequence": 1024}])
+def test_a_curve_of_another_job_is_no_curve_of_this_one(more):
+    a100 = find_device("A100-SXM-80")
+    assert measured_curve(a100, OPT) is not None
+    assert measured_curve(a100, TrainingJob(architecture=OPT.architecture, **more)) is None
+
+
+def test_outlooks_know_the_same_batches_and_differ_by_the_spread():
+    t4 = find_device("T4")
+    middle, best, worst = (
+        device_profile(t4, LLAMA, outlook) for outlook in (MIDDLE, OPTIMISTIC, PESSIMISTIC)
+    )
+    assert middle.max_batch == best.max_batch == worst.max_batch
+    assert best.seconds(1) == pytest.approx(middle.seconds(1) / 1.5)
+    assert worst.seconds(1) == pytest.approx(middle.seconds(1) / 0.5)
+    assert worst.activation_bytes(1) == pytest.approx(1.3 * middle.activation_bytes(1), abs=1)
+
+
+def test_checkpointing_makes_passes_a_third_longer_and_larger_ones_possible():
+    t4 = find_device("T4")
+    job = TrainingJob(architecture=LLAMA.architecture, checkpointing=True)
+    plain, less = device_profile(t4, LLAMA), device_profile(t4, job)
+    assert less.seconds(1) == pytest.approx(plain.seconds(1) * 4 / 3)
+    assert less.max_batch > 2 * plain.max_batch
+
+
+def test_memory_is_what_is_printed_unless_told():
+    t4 = find_device("T4")
+    assert device_profile(t4, LLAMA).memory_bytes == 16 << 30
+    assert device_profile(t4, LLAMA, memory_gib=14.5).memory_bytes == 29 << 29

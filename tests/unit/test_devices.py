@@ -1,0 +1,394 @@
+"""What is known of a device before it is measured, also where NVML is missing, broken or hidden."""
+
+from __future__ import annotations
+
+import sys
+import types
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from poplar.hardware.gpu_specifications import SPECIFICATIONS, specification
+from poplar.profiler import peak_flops
+from poplar.system import devices, host_limits, nvml
+
+CPU = torch.device("cpu")
+GIB = 1 << 30
+
+
+class NVMLError(Exception):
+    pass
+
+
+class FakeNvml(types.ModuleType):
+    """A `pynvml` over a list of cards; whatever a card has no entry for raises, as NVML does."""
+
+    NVML_CLOCK_SM = 1
+
+    def __init__(self, cards, starts=True):
+        super().__init__("pynvml")
+        self.cards = cards
+        self.starts = starts
+
+    def nvmlInit(self):
+        if not self.starts:
+            raise NVMLError("Driver/library version mismatch")
+
+    def _find(self, key, value):
+        for card in self.cards:
+            if card.get(key) == value:
+                return card
+        raise NVMLError("Not Found")
+
+    def nvmlDeviceGetHandleByUUID(self, uuid):
+        return self._find("uuid", uuid)
+
+    def nvmlDeviceGetHandleByPciBusId(self, bus):
+        return self._find("bus", bus)
+
+    def nvmlDeviceGetHandleByIndex(self, index):
+        return self.cards[index]
+
+    def nvmlDeviceGetDeviceHandleFromMigDeviceHandle(self, card):
+        return self._find("uuid", _known(card, "cut_from"))
+
+    def nvmlDeviceGetUUID(self, card):
+        return _known(card, "uuid")
+
+    def nvmlSystemGetDriverVersion(self):
+        return b"570.86.15"  # bytes, as old versions of pynvml say it
+
+    def nvmlDeviceGetClockInfo(self, card, kind):
+        return _known(card, "clock")
+
+    def nvmlDeviceGetMaxClockInfo(self, card, kind):
+        return _known(card, "max_clock")
+
+    def nvmlDeviceGetComputeRunningProcesses(self, card):
+        return _known(card, "processes")
+
+    def nvmlDeviceGetCurrentClocksThrottleReasons(self, card):
+        return _known(card, "reasons")
+
+    def nvmlDeviceGetNvLinkState(self, card, link):
+        return int(link in _known(card, "nvlinks"))
+
+    def nvmlDeviceGetNvLinkVersion(self, card, link):
+        return 4
+
+    def nvmlDeviceGetMaxPcieLinkGeneration(self, card):
+        return _known(card, "pcie")[0]
+
+    def nvmlDeviceGetCurrPcieLinkWidth(self, card):
+        return _known(card, "pcie")[1]
+
+    def nvmlDeviceGetMaxPcieLinkWidth(self, card):
+        return _known(card, "pcie")[2]
+
+
+def _known(card, what):
+    if what not in card:
+        raise NVMLError("Not Supported")
+    return card[what]
+
+
+def card(number, **more):
+    return {"uuid": f"GPU-{number}", "bus": f"00000000:{number:02x}:00.0", **more}
+
+
+@pytest.fixture
+def cards(monkeypatch):
+    """Installs a fake NVML; returns the list of its cards, to be filled."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    found = []
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(found))
+    return found
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    """A CUDA device as torch describes it: 24 GiB, of which 18 are free and torch holds 2."""
+    properties = SimpleNamespace(
+        name="NVIDIA GeForce RTX 4090",
+        uuid="7",
+        major=8,
+        minor=9,
+        multi_processor_count=128,
+        pci_domain_id=0,
+        pci_bus_id=7,
+        pci_device_id=0,
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: properties.name)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (18 * GIB, 24 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 2 * GIB)
+    return properties
+
+
+def process(pid, gib):
+    return SimpleNamespace(pid=pid, usedGpuMemory=None if gib is None else gib * GIB)
+
+
+def test_a_cuda_device_is_described_with_all_that_nvml_knows(cuda, cards, monkeypatch):
+    monkeypatch.setattr("os.getpid", lambda: 42)
+    cards.append(
+        card(
+            7,
+            clock=1200,
+            max_clock=2520,
+            reasons=0x04 | 0x40,
+            nvlinks={0, 1, 2},
+            pcie=(4, 8, 16),
+            processes=[process(1, 2), process(42, 4)],
+        )
+    )
+    info = devices.describe(torch.device("cuda", 0))
+    assert info.name == "NVIDIA GeForce RTX 4090"
+    assert (info.uuid, info.driver, info.capability) == ("GPU-7", "570.86.15", (8, 9))
+    assert info.links == ("NVLink 4 x3", "PCIe 4 x8 (of x16)")
+    assert info.clocks_mhz == (1200, 2520)
+    assert info.others_bytes == 2 * GIB, "24 less 18 free less 4 of this process"
+    assert info.throttled == "too hot (hardware thermal slowdown)"
+    assert info.notes == ("power cap",)
+    assert info.has_bf16
+
+
+def test_a_power_cap_is_how_a_device_trains_and_heat_is_not(cuda, cards):
+    cards.append(card(7, reasons=0x01 | 0x02 | 0x04))
+    assert devices.throttle_reason(torch.device("cuda", 0)) == ""
+    cards[0]["reasons"] = 0x20 | 0x80
+    reason = devices.throttle_reason(torch.device("cuda", 0))
+    assert "too hot" in reason
+    assert "power brake" in reason
+
+
+def test_memory_available_leaves_out_what_others_hold(cuda, cards, monkeypatch):
+    monkeypatch.setattr("os.getpid", lambda: 42)
+    device = torch.device("cuda", 0)
+    cards.append(card(7, processes=[process(42, 4), process(43, 2)]))
+    assert devices.memory_available(device, ranks_on_host=8) == 22 * GIB
+    cards[0]["processes"] = [process(90001, 5)]  # the host's number for this process
+    assert devices.memory_available(device, 1) == 23 * GIB
+    cards[0]["processes"] = [process(42, None)]  # a driver that does not say how much
+    assert devices.memory_available(device, 1) == 20 * GIB, "what torch holds, and no context"
+
+
+@pytest.mark.parametrize(
+    ("library", "reason"),
+    [
+        (None, "not installed"),
+        (FakeNvml([], starts=False), "version mismatch"),
+        (FakeNvml([]), "does not know cuda:0"),
+        (types.ModuleType("pynvml"), "does not start"),
+    ],
+)
+def test_without_nvml_a_device_is_still_described(cuda, monkeypatch, library, reason):
+    monkeypatch.setitem(sys.modules, "pynvml", library)
+    info = devices.describe(torch.device("cuda", 0))
+    assert (info.name, info.uuid) == ("NVIDIA GeForce RTX 4090", "GPU-7")
+    assert info.others_bytes == 4 * GIB
+    assert info.links == ()
+    assert reason in info.notes[0]
+    assert devices.throttle_reason(torch.device("cuda", 0)) == ""
+
+
+def test_devices_are_found_by_uuid_whatever_their_order(cards):
+    cards += [card(1), card(2), card(3)]
+    assert nvml.find(0, uuid="GPU-3").uuid == "GPU-3"
+    assert nvml.find(0, uuid="2").uuid == "GPU-2"
+
+
+def test_devices_are_found_by_their_bus_where_torch_says_no_uuid(cards):
+    cards += [card(1), card(2)]
+    assert nvml.find(0, bus="00000000:02:00.0").uuid == "GPU-2"
+
+
+@pytest.mark.parametrize(
+    ("visible", "index", "uuid"),
+    [("2,0", 0, "GPU-3"), ("2,0", 1, "GPU-1"), ("GPU-2", 0, "GPU-2"), ("", 1, "GPU-2")],
+)
+def test_visible_devices_say_which_one_is_meant(cards, monkeypatch, visible, index, uuid):
+    cards += [card(1), card(2), card(3)]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert nvml.find(index).uuid == uuid
+
+
+def test_a_slice_has_its_own_memory_and_the_links_of_its_device(cards, monkeypatch):
+    cards += [
+        card(7, clock=1410, max_clock=1410, reasons=0x08, pcie=(4, 16, 16)),
+        {"uuid": "MIG-aa", "cut_from": "GPU-7", "processes": [process(1, 3)]},
+    ]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-aa")
+    found = nvml.find(0, uuid="GPU-7")
+    assert found.uuid == "MIG-aa"
+    assert found.own_bytes() == 3 * GIB
+    assert found.links() == ("PCIe 4 x16",)
+    assert found.slowdowns() == ("hardware slowdown (temperature or power)",)
+
+
+def test_a_device_out_of_reach_of_an_index_is_no_error(cards):
+    assert "does not know cuda:5" in nvml.find(5)
+
+
+def test_the_processor_is_described():
+    info = devices.describe(CPU)
+    assert (info.kind, info.capability, info.throttled) == ("cpu", None, "")
+    assert info.name
+    assert info.cores >= 1
+    assert info.total_bytes > 0
+    assert 0 <= info.others_bytes <= info.total_bytes
+    assert devices.throttle_reason(CPU) == ""
+
+
+def test_ranks_of_a_host_share_its_memory():
+    alone, one_of_four = devices.memory_available(CPU, 1), devices.memory_available(CPU, 4)
+    own = host_limits.resident_memory()
+    assert own > 0
+    assert (one_of_four - own) * 4 == pytest.approx(alone - own, rel=0.1)
+    with pytest.raises(ValueError, match="at least 1"):
+        devices.memory_available(CPU, 0)
+
+
+def test_devices_that_poplar_does_not_train_on_are_refused():
+    with pytest.raises(ValueError, match="not on meta"):
+        devices.describe(torch.device("meta"))
+
+
+def test_memory_that_the_system_does_not_tell_must_be_given(tmp_path, monkeypatch):
+    pretend(monkeypatch, tmp_path, {})
+    with pytest.raises(RuntimeError, match="pass memory_limit="):
+        devices.memory_available(CPU, 1)
+    assert "does not say how much memory" in devices.describe(CPU).notes[0]
+
+
+MEMINFO = "MemTotal: 1000 kB\nMemFree: 1 kB\nMemAvailable: 800 kB\n"
+
+
+def pretend(monkeypatch, folder, files):
+    """Make `host` read these files instead of the kernel's."""
+    for name, text in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    monkeypatch.setattr(host_limits, "_PROC", folder / "proc")
+    monkeypatch.setattr(host_limits, "_CGROUPS", folder / "cgroup")
+
+
+@pytest.mark.parametrize(
+    ("files", "total_kib", "free_kib"),
+    [
+        ({}, 1000, 800),
+        (
+            {  # version 2; the limit is the parent's, page cache does not count as used
+                "proc/self/cgroup": "0::/outer/inner\n",
+                "cgroup/outer/inner/memory.max": "max\n",
+                "cgroup/outer/inner/memory.current": "1024\n",
+                "cgroup/outer/memory.max": str(500 * 1024),
+                "cgroup/outer/memory.current": str(300 * 1024),
+                "cgroup/outer/memory.stat": f"anon 5\ninactive_file {100 * 1024}\n",
+            },
+            500,
+            300,
+        ),
+        (
+            {  # version 1 in a container: the path is the host's, only the root is mounted
+                "proc/self/cgroup": "5:cpu:/docker/x\n4:memory:/docker/x\n0::/\n",
+                "cgroup/memory/memory.limit_in_bytes": str(600 * 1024),
+                "cgroup/memory/memory.usage_in_bytes": str(100 * 1024),
+                "cgroup/memory/memory.stat": "inactive_file 0\ntotal_inactive_file 0\n",
+            },
+            600,
+            500,
+        ),
+        (
+            {  # version 1 without a limit
+                "proc/self/cgroup": "4:memory:/\n",
+                "cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+                "cgroup/memory/memory.usage_in_bytes": "5\n",
+            },
+            1000,
+            800,
+        ),
+    ],
+)
+def test_a_container_limits_the_memory(tmp_path, monkeypatch, files, total_kib, free_kib):
+    pretend(monkeypatch, tmp_path, {"proc/meminfo": MEMINFO, **files})
+    assert host_limits.total_memory() == total_kib * 1024
+    assert host_limits.free_memory() == free_kib * 1024
+
+
+@pytest.mark.parametrize(
+    ("files", "quota"),
+    [
+        ({}, None),
+        ({"proc/self/cgroup": "0::/a\n", "cgroup/a/cpu.max": "50000 100000\n"}, 0.5),
+        ({"proc/self/cgroup": "0::/a\n", "cgroup/a/cpu.max": "max 100000\n"}, None),
+        (
+            {
+                "proc/self/cgroup": "3:cpu,cpuacct:/a\n",
+                "cgroup/cpu/a/cpu.cfs_quota_us": "2500\n",
+                "cgroup/cpu/a/cpu.cfs_period_us": "10000\n",
+                "cgroup/cpu/cpu.cfs_quota_us": "-1\n",
+            },
+            0.25,
+        ),
+    ],
+)
+def test_a_quota_is_a_part_of_the_cores(tmp_path, monkeypatch, files, quota):
+    pretend(monkeypatch, tmp_path, files)
+    assert host_limits.processor_quota() == quota
+    notes = " ".join(devices.describe(CPU).notes)
+    assert ("CPU quota" in notes) == (quota is not None)
+
+
+@pytest.mark.parametrize(
+    ("name", "gpu"),
+    [
+        ("Tesla V100-SXM2-16GB", "V100-SXM2-16"),
+        ("Tesla V100S-PCIE-32GB", "V100S-PCIe-32"),
+        ("Tesla T4", "T4"),
+        ("NVIDIA A100-SXM4-80GB", "A100-SXM-80"),
+        ("NVIDIA A100-PCIE-40GB", "A100-PCIe-40"),
+        ("NVIDIA H100 80GB HBM3", "H100-SXM-80"),
+        ("NVIDIA H100 PCIe", "H100-PCIe-80"),
+        ("NVIDIA H200", "H200-SXM-141"),
+        ("NVIDIA L4", "L4"),
+        ("NVIDIA GeForce RTX 4090", "RTX-4090"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA GeForce RTX 3090 Ti", None),
+        ("NVIDIA L40", None),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
+        ("AMD EPYC", None),
+    ],
+)
+def test_specifications_are_found_by_the_drivers_name(name, gpu):
+    found = specification(name)
+    assert (found and found.gpu) == gpu
+
+
+def test_every_specification_says_where_it_is_from():
+    assert all(known.source and known.half_flops > 1e12 for known in SPECIFICATIONS)
+
+
+def test_peak_flops_are_printed_where_known_and_measured_elsewhere(cuda, monkeypatch):
+    monkeypatch.setattr(peak_flops, "measure_flops", lambda device, dtype: 1.0)
+    device = torch.device("cuda", 0)
+    assert peak_flops.peak_flops(device, torch.bfloat16) == 165.2e12
+    assert peak_flops.peak_flops(device, torch.float32) == 1.0, "the table is of half precision"
+    cuda.name = "Tesla V100-SXM2-16GB"
+    assert peak_flops.peak_flops(device, torch.float16) == 125e12
+    assert peak_flops.peak_flops(device, torch.bfloat16) == 1.0, "emulated there"
+    assert peak_flops.peak_flops(CPU, torch.float32) == 1.0
+
+
+def test_flops_are_measured_without_touching_random_state(monkeypatch):
+    monkeypatch.setitem(devices._MATRIX_SIDE, "cpu", 128)
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    assert peak_flops.measure_flops(CPU, torch.float32, seconds=0.01) > 1e6
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_what_cannot_be_multiplied_has_no_peak():
+    assert peak_flops.peak_flops(CPU, torch.bool) is None

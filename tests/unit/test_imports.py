@@ -1,0 +1,206 @@
+"""The import graph: imports point down the layers, and planning works without torch."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import poplar
+
+PACKAGE = Path(poplar.__file__).parent
+
+LAYERS = (
+    {"errors", "formatting", "curve"},
+    {"ops", "kernels", "plan", "plan_table", "profile", "system", "data"},
+    {"comm", "planner", "simulator", "hardware"},
+    {"zero", "checkpoint"},
+    {"optimizer"},
+    {"profiler"},
+    {"tuning", "active_measurement", "trial_race", "verification", "report", "doctor", "workload"},
+    {"cli", "__main__"},
+)
+"""Packages and top-level modules, from the bottom up. Imports point down or stay within a layer.
+
+The profiler is above the optimizer because it times steps of the engine as users run it.
+"""
+
+INDEPENDENT = {
+    "comm": {"planner", "simulator", "hardware"},
+    "planner": {"comm", "hardware"},
+    "simulator": {"comm", "hardware"},
+    "hardware": {"comm"},
+    "zero": {"planner", "simulator", "hardware", "checkpoint"},
+}
+"""What a package may not import although its layer allows it."""
+
+WITHOUT_TORCH = {
+    "formatting",
+    "curve",
+    "plan",
+    "plan_table",
+    "profile",
+    "planner",
+    "simulator",
+    "hardware",
+}
+
+MODULES = {
+    ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in sorted(PACKAGE.rglob("*.py"))
+}
+KERNELS = PACKAGE.parent / "kernels"  # installed as `poplar.kernels`
+MODULES |= {
+    f"poplar.kernels.{path.stem}".removesuffix(".__init__"): path
+    for path in sorted(KERNELS.glob("*.py"))
+}
+
+
+def inside(module: str, room: str) -> bool:
+    return module == room or module.startswith(room + ".")
+
+
+def imports(module: str, *, when_loaded: bool = False) -> Iterator[str]:
+    """Every module that `module` imports: anywhere in it, or only what loading it needs."""
+    tree = ast.parse(MODULES[module].read_text(encoding="utf-8"))
+    for node in tree.body if when_loaded else ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            source = absolute(module, node)
+            for alias in node.names:
+                submodule = f"{source}.{alias.name}"
+                known = submodule in MODULES or submodule == "poplar._core"
+                yield submodule if known else source
+
+
+def absolute(module: str, node: ast.ImportFrom) -> str:
+    if node.level == 0:
+        return str(node.module)
+    is_package = MODULES[module].name == "__init__.py"
+    parts = module.split(".")
+    parts = parts[: len(parts) - node.level + is_package]
+    return ".".join([*parts, node.module] if node.module else parts)
+
+
+def top_name(module: str) -> str:
+    """`comm` for `poplar.comm.group`; `_core` is below everything."""
+    return module.partition(".")[2].partition(".")[0]
+
+
+LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names} | {"_core": -1}
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if name != "poplar"])
+def test_imports_point_down_the_layers(module):
+    own = top_name(module)
+    wrong = [
+        imported
+        for imported in imports(module)
+        if inside(imported, "poplar") and imported != "poplar"
+        if LEVEL[top_name(imported)] > LEVEL[own]
+        or top_name(imported) in INDEPENDENT.get(own, set())
+    ]
+    assert not wrong, f"{module} is in layer {LEVEL[own]} of {LAYERS}"
+
+
+def test_every_module_has_a_layer():
+    assert {top_name(module) for module in MODULES if module != "poplar"} <= set(LEVEL)
+
+
+def test_no_module_needs_itself_to_be_loaded():
+    graph = {
+        module: {needed for needed in imports(module, when_loaded=True) if needed in MODULES}
+        for module in MODULES
+        if MODULES[module].name != "__init__.py"
+    }
+    try:
+        list(TopologicalSorter(graph).static_order())
+    except CycleError as error:
+        pytest.fail(f"circular imports: {' -> '.join(error.args[1])}")
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if top_name(name) in WITHOUT_TORCH])
+def test_planning_imports_no_torch(module):
+    assert not [imported for imported in imports(module) if inside(imported, "torch")]
+
+
+@pytest.mark.parametrize(
+    "module", [name for name in MODULES if not inside(name, "poplar.comm") and name != "poplar"]
+)
+def test_backends_have_names_only_in_comm(module):
+    tree = ast.parse(MODULES[module].read_text(encoding="utf-8"))
+    strings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+    assert not strings & {"nccl", "gloo"}
+
+
+# `setup` checks the stage that was asked for and picks the strategy; nobody below it knows one.
+BELOW_SETUP = [
+    name for name in MODULES if inside(name, "poplar.zero") and name != "poplar.zero.setup"
+]
+
+
+@pytest.mark.parametrize("module", BELOW_SETUP)
+def test_strategies_compare_no_stage_numbers(module):
+    tree = ast.parse(MODULES[module].read_text(encoding="utf-8"))
+    compared = [
+        f"line {node.lineno}: {ast.unparse(node)}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Compare)
+        for side in (node.left, *node.comparators)
+        if ast.unparse(side).split(".")[-1] == "stage"
+    ]
+    assert not compared
+
+
+def test_planning_loads_without_torch():
+    run_fresh(
+        """
+        import sys
+        import poplar
+        import poplar.planner.search, poplar.simulator.event_engine
+        plan = poplar.Plan.manual("2,2,2,15", stage=0)
+        assert plan.global_batch == 21
+        assert "torch" not in sys.modules, "planning must not load torch"
+        assert "numpy" not in sys.modules
+        """
+    )
+
+
+def test_planning_works_where_torch_is_not_installed():
+    run_fresh(
+        """
+        import sys
+        sys.modules["torch"] = None  # as if it were not there: importing it raises
+        from poplar import Plan
+        print(Plan.proportional([3, 1], 24, 3, 8))
+        """
+    )
+
+
+def test_the_public_names_are_where_the_package_says():
+    for name in poplar.__all__:
+        home = poplar._HOME[name]
+        if home in MODULES:
+            assert getattr(poplar, name).__name__ == name
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        poplar.nothing  # noqa: B018
+
+
+def run_fresh(program: str) -> None:
+    """Run a program in a new interpreter: this one has everything loaded."""
+    lines = [line.removeprefix(" " * 8) for line in program.splitlines()]
+    # From the package's parent, so that it is found the way it is here.
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=PACKAGE.parent,
+    )
+    assert done.returncode == 0, done.stderr

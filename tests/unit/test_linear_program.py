@@ -1,0 +1,66 @@
+"""The small simplex finds what SciPy's finds."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from scipy.optimize import linprog
+
+from poplar import _core
+from poplar.planner.linear_program import LinearProgramme
+
+
+def solve(costs, rows, bounds, simplex):
+    programme = LinearProgramme(dict(enumerate(costs)), len(costs))
+    for row, bound in zip(rows, bounds, strict=True):
+        programme.at_most(bound, dict(enumerate(row)))
+    if simplex:
+        programme.equal(1.0, dict.fromkeys(range(len(costs)), 1.0))
+    return programme.solve()
+
+
+@pytest.mark.parametrize("first", range(0, 300, 100))
+def test_the_minimum_is_that_of_scipy(first):
+    for seed in range(first, first + 100):
+        draw = random.Random(seed)
+        n, m, simplex = draw.randint(1, 10), draw.randint(1, 30), draw.random() < 0.7
+        costs = [draw.choice((0.0, draw.random())) for _ in range(n)]
+        rows = [
+            [draw.choice((0.0, 0.0, draw.uniform(-1, 1), -1.0, 1.0)) for _ in range(n)]
+            for _ in range(m)
+        ]
+        bounds = [draw.choice((0.0, draw.uniform(-0.3, 2.0))) for _ in range(m)]
+        found = solve(costs, rows, bounds, simplex)
+        equal = {"A_eq": [[1.0] * n], "b_eq": [1.0]} if simplex else {}
+        known = linprog(costs, A_ub=rows, b_ub=bounds, **equal)
+        assert (found is None) == (known.status == 2), seed
+        if found is not None:
+            assert found.value == pytest.approx(known.fun, abs=1e-9), seed
+            for row, bound in zip(rows, bounds, strict=True):
+                used = sum(a * x for a, x in zip(row, found.variables, strict=True))
+                assert used <= bound + 1e-9, seed
+
+
+def test_a_degenerate_programme_ends():
+    rows = [[1.0 if j <= i else -1.0 for j in range(12)] for i in range(12)] * 4
+    found = solve([0.0] * 11 + [1.0], rows, [0.0] * 48, simplex=True)
+    assert found is None or found.value >= 0.0
+
+
+def test_nothing_to_do_is_done():
+    found = LinearProgramme({0: 1.0}, 2).solve()
+    assert found is not None
+    assert found == (0.0, (0.0, 0.0))
+
+
+def test_costs_that_the_method_cannot_take_are_refused():
+    with pytest.raises(ValueError, match=r"costs must not be negative, got \{0: -1\.0\}"):
+        LinearProgramme({0: -1.0}, 1)
+
+
+def test_rows_of_unknown_variables_and_rows_without_bounds_are_refused():
+    with pytest.raises(ValueError, match="minimise: variable 1 of 1"):
+        _core.minimise([1.0], [{1: 1.0}], [0.0])
+    with pytest.raises(ValueError, match="minimise: 1 rows and 2 bounds"):
+        _core.minimise([1.0], [{0: 1.0}], [0.0, 1.0])

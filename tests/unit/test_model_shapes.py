@@ -1,0 +1,190 @@
+"""Shapes by name: parameters to the last one, FLOPs and activations by the published formulas."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from poplar.hardware.model_shapes import ARCHITECTURES, Architecture, TrainingJob, architecture
+
+PUBLISHED = {
+    "llama-1.1b": 1_100_048_384,  # TinyLlama
+    "llama-7b": 6_738_415_616,
+    "llama-13b": 13_015_864_320,
+    "llama-3-8b": 8_030_261_248,
+    "gpt2-124m": 124_439_808,
+    "gpt2-355m": 354_823_168,
+    "gpt2-774m": 774_030_080,
+    "gpt2-1.5b": 1_557_611_200,
+    "gpt-neo-2.7b": 2_651_307_520,
+    "opt-350m": 331_196_416,
+    "mpt-7b": 6_649_286_656,
+    "bert-base": 109_514_298,  # with the head of masked language modelling, without a pooler
+    "bert-large": 335_174_458,
+}
+
+
+@pytest.mark.parametrize(("name", "parameters"), PUBLISHED.items())
+def test_parameters_are_the_published_ones(name, parameters):
+    assert architecture(name).numel == parameters
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"), [("llama-0.5b", 0.5e9), ("mpt-125m", 125e6), ("mpt-1b", 1.3e9)]
+)
+def test_parameters_are_near_what_the_name_says(name, parameters):
+    assert architecture(name).numel == pytest.approx(parameters, rel=0.05)
+
+
+def test_parameters_are_those_of_the_library_that_everybody_uses():
+    transformers = pytest.importorskip("transformers")
+    torch = pytest.importorskip("torch")
+    with torch.device("meta"):
+        built = {
+            "llama-1.1b": transformers.LlamaForCausalLM(
+                transformers.LlamaConfig(
+                    hidden_size=2048,
+                    num_hidden_layers=22,
+                    num_attention_heads=32,
+                    num_key_value_heads=4,
+                    intermediate_size=5632,
+                    vocab_size=32000,
+                )
+            ),
+            "gpt2-124m": transformers.GPT2LMHeadModel(transformers.GPT2Config()),
+            "bert-large": transformers.BertForMaskedLM(
+                transformers.BertConfig(
+                    hidden_size=1024,
+                    num_hidden_layers=24,
+                    num_attention_heads=16,
+                    intermediate_size=4096,
+                )
+            ),
+        }
+    for name, model in built.items():
+        assert architecture(name).numel == sum(p.numel() for p in model.parameters()), name
+
+
+@pytest.mark.parametrize("shape", ARCHITECTURES.values(), ids=lambda shape: shape.name)
+def test_units_are_embeddings_blocks_and_head(shape):
+    units = shape.unit_numels
+    assert sum(units) == shape.numel
+    assert units[0] == shape.embedding_numel
+    assert units[1 : 1 + shape.layers] == (shape.block_numel,) * shape.layers
+    assert all(numel > 0 for numel in units)
+
+
+def test_names_are_found_in_any_case():
+    assert architecture(" Llama-1.1B ") is ARCHITECTURES["llama-1.1b"]
+
+
+def test_an_unknown_model_is_refused_with_those_there_are():
+    with pytest.raises(ValueError, match=r"unknown model 'llama-9000b'; known are llama-0.5b, "):
+        architecture("llama-9000b")
+
+
+def test_an_architecture_is_checked_where_it_is_made():
+    shape = ARCHITECTURES["gpt2-124m"]
+    with pytest.raises(ValueError, match="unknown family 'rnn'"):
+        dataclasses.replace(shape, family="rnn")
+    with pytest.raises(ValueError, match="7 heads must divide 768"):
+        dataclasses.replace(shape, heads=7, key_value_heads=0)
+    with pytest.raises(ValueError, match="layers must be at least 1"):
+        dataclasses.replace(shape, layers=0)
+
+
+def test_flops_are_six_per_parameter_and_token_plus_attention():
+    job = TrainingJob(architecture=architecture("mpt-7b"))
+    attention = 12 * 32 * 4096 * 2048**2
+    assert job.flops_per_sample == 6 * 6_649_286_656 * 2048 + attention
+
+
+def test_tables_that_tokens_are_looked_up_in_cost_no_flops():
+    tied = Architecture(
+        name="tiny", family="gpt", hidden=8, layers=1, heads=1, mlp=32, vocabulary=100, sequence=16
+    )
+    own_head = dataclasses.replace(tied, tied=False)
+    assert own_head.numel == tied.numel + 800
+    assert own_head.multiplied_numel == tied.multiplied_numel
+
+
+def test_a_gpt_layer_keeps_what_korthikanti_et_al_say():
+    job = TrainingJob(architecture=architecture("gpt2-124m"), sequence=1024, fused_attention=False)
+    s, h, a = 1024, 768, 12
+    assert job.layer_bytes_per_sample == s * h * (34 + 5 * a * s / h)
+    fused = dataclasses.replace(job, fused_attention=True)
+    assert fused.layer_bytes_per_sample == s * h * 34
+
+
+def test_a_llama_layer_keeps_fewer_keys_no_masks_and_a_gated_mlp():
+    job = TrainingJob(architecture=architecture("llama-1.1b"))
+    assert job.layer_bytes_per_sample == 2048 * 2048 * (12 + 4 * 4 / 32 + 8 * 5632 / 2048)
+
+
+@pytest.mark.parametrize(("family", "more"), [("llama", 1.23), ("bert", 1.06)])
+def test_pytorch_keeps_of_a_block_what_the_docstring_says(family, more):
+    transformers = pytest.importorskip("transformers")
+    tokens, sizes = 256, {"num_attention_heads": 8, "vocab_size": 128, "hidden_size": 512}
+    if family == "llama":
+        sizes |= {"num_key_value_heads": 1, "intermediate_size": 1408}
+        config, model = transformers.LlamaConfig, transformers.LlamaForCausalLM
+    else:
+        sizes |= {"intermediate_size": 2048, "attention_probs_dropout_prob": 0.0}
+        config, model = transformers.BertConfig, transformers.BertForMaskedLM
+    kept = [
+        bytes_saved(model(config(num_hidden_layers=layers, **sizes)), tokens) for layers in (1, 2)
+    ]
+    shape = Architecture(
+        name=family,
+        family=family,
+        hidden=512,
+        layers=1,
+        heads=8,
+        key_value_heads=sizes.get("num_key_value_heads", 0),
+        mlp=sizes["intermediate_size"],
+        vocabulary=128,
+        sequence=tokens,
+        dropout=family == "bert",
+    )
+    expected = TrainingJob(architecture=shape).layer_bytes_per_sample
+    assert (kept[1] - kept[0]) / expected == pytest.approx(more, abs=0.05)
+
+
+def bytes_saved(model, tokens):
+    """Of a forward in 16 bit, what autograd keeps besides parameters."""
+    import torch
+
+    model = model.to(torch.bfloat16).train()
+    own = {p.untyped_storage().data_ptr() for p in (*model.parameters(), *model.buffers())}
+    kept = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = tensor, storage.nbytes()  # alive, so no address comes twice
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        logits = model(torch.zeros(1, tokens, dtype=torch.long)).logits
+    assert logits.requires_grad
+    return sum(size for _, size in kept.values())
+
+
+def test_checkpointing_trades_memory_for_a_third_of_the_time():
+    job = TrainingJob(architecture=architecture("llama-1.1b"))
+    less = dataclasses.replace(job, checkpointing=True)
+    assert less.activation_bytes_per_sample < job.activation_bytes_per_sample / 3
+    assert less.recomputation == pytest.approx(4 / 3)
+    assert less.flops_per_sample == job.flops_per_sample, "the model's, by which MFU is reckoned"
+    assert less.produced_bytes_per_sample == job.activation_bytes_per_sample
+
+
+def test_samples_have_the_models_own_length_unless_told():
+    shape = architecture("bert-large")
+    assert TrainingJob(architecture=shape).sequence == 512
+    assert TrainingJob(architecture=shape, sequence=128).sequence == 128
+    with pytest.raises(ValueError, match="positions for 512 tokens"):
+        TrainingJob(architecture=shape, sequence=1024)
+    with pytest.raises(ValueError, match="at least 1, got -1"):
+        TrainingJob(architecture=shape, sequence=-1)

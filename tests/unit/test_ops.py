@@ -1,0 +1,890 @@
+"""Every operator: C++ against plain PyTorch bit for bit, and plain PyTorch against numpy loops."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import shutil
+import subprocess
+import sys
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from poplar import _core, ops
+from poplar.ops import plain as plain_ops
+
+ROOT = Path(__file__).resolve().parents[2]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+INTEGERS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
+SPECIAL = [float("inf"), -float("inf"), float("nan"), -0.0, 0.0, 1e-45, -3e-39, 6e-8, 65520.0, 3e38]
+STREAMED = 4 << 20
+"""Bytes from which the C++ kernels write past the caches."""
+PLAIN = plain_ops.FUNCTIONS
+RULE = (1e-3, 0.9, 0.999, 1e-8, 0.1, 3.0)
+"""lr, betas, eps, weight decay and step, as the operator takes them."""
+
+pytestmark = pytest.mark.parametrize("device", DEVICES)
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """The bits, with one NaN for all: their payloads depend on the CPU in PyTorch itself."""
+    one_nan = torch.where(tensor.isnan(), torch.full_like(tensor, float("nan")), tensor)
+    return one_nan.view(INTEGERS[tensor.dtype])
+
+
+def assert_same_bits(actual: Tensor, expected: Tensor) -> None:
+    assert actual.dtype == expected.dtype
+    differ = bits(actual) != bits(expected)
+    assert not differ.any(), (
+        f"{int(differ.sum())} of {differ.numel()} elements differ, the first at "
+        f"{int(differ.flatten().nonzero()[0])}: {actual[differ][0]}, not {expected[differ][0]}"
+    )
+
+
+def assert_same_value(actual: Tensor, expected: Tensor) -> None:
+    """To the last bit, but any NaN is a NaN."""
+    torch.testing.assert_close(actual, expected, rtol=0.0, atol=0.0, equal_nan=True)
+
+
+class Draw:
+    """Tensors drawn from one seed: every magnitude, special values, odd shapes and strides."""
+
+    def __init__(self, seed: int, device: str) -> None:
+        self.random = random.Random(seed)
+        self.generator = torch.Generator().manual_seed(seed)
+        self.device = device
+
+    def values(self, numel: int, dtype: torch.dtype) -> Tensor:
+        scale = torch.exp2(torch.randint(-30, 16, (numel,), generator=self.generator).float())
+        values = torch.randn(numel, generator=self.generator) * scale
+        for _ in range(min(numel, self.random.randrange(4))):
+            values[self.random.randrange(numel)] = self.random.choice(SPECIAL)
+        return values.to(dtype).to(self.device)
+
+    def tensor(self, dtype: torch.dtype) -> Tensor:
+        shape = self.random.choice(
+            [(), (0,), (1,), (7,), (64,), (65,), (3, 5), (2, 3, 4), (31, 33)]
+        )
+        values = self.values(int(np.prod(shape)), dtype).reshape(shape)
+        strided = [values.transpose(0, -1), values.repeat(2, 1)[::2]] if len(shape) == 2 else []
+        return self.random.choice([values, *strided])
+
+    def tensors(self, count: int) -> tuple[list[Tensor], list[int], int]:
+        """Tensors of any dtype, their offsets in a buffer with gaps, and its size."""
+        tensors = [self.tensor(self.random.choice(DTYPES)) for _ in range(count)]
+        offsets, end = [], 0
+        for tensor in tensors:
+            offsets.append(end + self.random.choice([0, 0, 1, 70]))
+            end = offsets[-1] + tensor.numel()
+        return tensors, offsets, end + self.random.choice([0, 3])
+
+
+def naive_pack(
+    bucket: Tensor, grads: list[Tensor], offsets: list[int], weight: float, add: bool
+) -> Tensor:
+    """In numpy, one element after the other: fp32 products, then fp32 sums."""
+    old = bucket.float().cpu().numpy()
+    result = old.copy() if add else np.zeros_like(old)
+    for grad, offset in zip(grads, offsets, strict=True):
+        for i, value in enumerate(grad.float().cpu().flatten().numpy()):
+            product = np.float32(weight) * value
+            result[offset + i] = old[offset + i] + product if add else product
+    return torch.from_numpy(result).to(bucket.dtype)
+
+
+def both(name: str, mutated: list[Tensor], call) -> tuple[list[Tensor], list[Tensor]]:
+    """Run the dispatched operator and the plain one on copies of what they change."""
+    dispatched = [tensor.clone() for tensor in mutated]
+    plain = [tensor.clone() for tensor in mutated]
+    call(getattr(ops, name), dispatched)
+    call(PLAIN[name], plain)
+    return dispatched, plain
+
+
+def free_bytes(device: str) -> int:
+    if device == "cuda":
+        return torch.cuda.mem_get_info()[0]
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
+
+
+def test_the_libraries_that_were_built_are_the_ones_that_serve(device):
+    built = (Path(_core.__file__).parent / "libpoplar_ops.so").exists()
+    assert ops.native == (built and os.environ.get("POPLAR_OPS") != "off")
+    assert "operators on CPU: " in ops.describe()
+    if not ops.native:
+        pytest.skip(f"plain PyTorch is compared with itself here: {ops.describe()}")
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_pack_gives_the_same_bits_as_plain_pytorch(device, dtype, accumulate, seed):
+    draw = Draw(seed, device)
+    grads, offsets, numel = draw.tensors(draw.random.choice([0, 1, 3, 20]))
+    weight = draw.random.choice([1.0, 1 / 3, 0.0, -2.5, 1e-8])
+    before = draw.values(numel, dtype)
+    (actual,), (expected,) = both(
+        "pack_", [before], lambda pack_, out: pack_(out[0], grads, offsets, weight, accumulate)
+    )
+    assert_same_bits(actual, expected)
+
+
+@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_pack_is_a_rounded_product_and_a_rounded_sum(device, dtype, accumulate, seed):
+    draw = Draw(seed + 100, device)
+    grads, offsets, numel = draw.tensors(6)
+    before = draw.values(numel, dtype)
+    actual = before.clone()
+    ops.pack_(actual, grads, offsets, 1 / 3, accumulate)
+    expected = naive_pack(before, grads, offsets, 1 / 3, accumulate)
+    assert_same_bits(actual.cpu(), expected)
+
+
+def test_pack_writes_every_element_unless_it_accumulates(device):
+    grads = [torch.ones(3, device=device), torch.ones(2, device=device)]
+    bucket = torch.full((10,), float("nan"), device=device)
+    ops.pack_(bucket, grads, [1, 6], 0.5)
+    assert bucket.tolist() == [0, 0.5, 0.5, 0.5, 0, 0, 0.5, 0.5, 0, 0]
+    ops.pack_(bucket, grads, [0, 8], 1.0, accumulate=True)
+    assert bucket.tolist() == [1, 1.5, 1.5, 0.5, 0, 0, 0.5, 0.5, 1, 1]
+    ops.pack_(bucket, [], [], 1.0)
+    assert bucket.tolist() == [0] * 10
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("numel", [100, STREAMED])
+def test_what_lies_at_its_place_in_the_bucket_is_scaled_there(device, numel, accumulate):
+    before = Draw(5, device).values(numel, torch.float32)
+    buckets = [before.clone() for _ in "ab"]
+    for pack_, bucket in zip((ops.pack_, PLAIN["pack_"]), buckets, strict=True):
+        pack_(bucket, [bucket[3:20], bucket[30:]], [3, 30], 0.5, accumulate)
+    assert_same_bits(*buckets)
+    finite = before[30:].isfinite()
+    wanted = before[30:] * 1.5 if accumulate else before[30:] * 0.5
+    torch.testing.assert_close(buckets[0][30:][finite], wanted[finite])
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_pack_takes_thousands_of_tensors_and_large_buckets(device, accumulate):
+    draw = Draw(7, device)
+    grads = [draw.values(i % 97, DTYPES[i % 3]) for i in range(3000)]
+    grads.append(draw.values(300_001, torch.float32))
+    numels = [grad.numel() for grad in grads]
+    offsets = [sum(numels[:i]) + i // 2 for i in range(len(numels))]
+    before = draw.values(offsets[-1] + numels[-1] + 40_000, torch.float32)
+    (actual,), (expected,) = both(
+        "pack_", [before], lambda pack_, out: pack_(out[0], grads, offsets, 0.37, accumulate)
+    )
+    assert_same_bits(actual, expected)
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rank_sum_gives_the_same_bits_as_plain_pytorch(device, dtype, accumulate, seed):
+    draw = Draw(seed, device)
+    ranks, numel = (
+        draw.random.choice([1, 2, 3, 8, 33]),
+        draw.random.choice([0, 1, 64, 1025, 40_000]),
+    )
+    received = draw.values(ranks * numel, dtype).view(ranks, numel).unbind()
+    before = draw.values(numel, torch.float32)
+    (actual,), (expected,) = both(
+        "rank_sum_", [before], lambda sum_, out: sum_(out[0], list(received), accumulate)
+    )
+    assert_same_bits(actual, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shift", [0, 1])
+def test_a_large_sum_has_the_same_bits(device, dtype, shift):
+    draw, numel = Draw(3, device), STREAMED // 4 + 77
+    received = list(draw.values(3 * numel, dtype).view(3, numel).unbind())
+    whole = torch.zeros(numel + shift, device=device)
+    ops.rank_sum_(whole[shift:], received)
+    expected = torch.empty(numel, device=device)
+    plain_ops.rank_sum_(expected, received)
+    assert_same_bits(whole[shift:], expected)
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("out_dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_sum_for_everybody_is_the_sum_rounded_once(device, dtype, out_dtype, seed):
+    draw = Draw(seed, device)
+    ranks = draw.random.choice([1, 2, 4, 5, 9])
+    numel = draw.random.choice([0, 1, 64, 1025, STREAMED // 2 + 3 if seed == 0 else 40_000])
+    received = list(draw.values(ranks * numel, dtype).view(ranks, numel).unbind())
+    total = torch.empty(numel, device=device)
+    ops.rank_sum_(total, received)
+    outs = [torch.empty(numel, dtype=out_dtype, device=device) for _ in range(2)]
+    ops.rank_sum_each_(outs, received)
+    for out in outs:
+        assert_same_bits(out, total.to(out_dtype))
+
+
+def test_a_sum_for_everybody_may_end_in_all_of_its_parts(device):
+    draw = Draw(1, device)
+    parts = draw.values(3 * 2050, torch.bfloat16).view(3, 2050)
+    expected = torch.empty(2050, dtype=torch.bfloat16, device=device)
+    ops.rank_sum_each_([expected], list(parts.unbind()))
+    ops.rank_sum_each_(list(parts.unbind()), list(parts.unbind()))
+    for part in parts:
+        assert_same_bits(part, expected)
+
+
+@pytest.mark.parametrize("numel", [0, 5, _core.CHUNK, 3 * _core.CHUNK + 5])
+@pytest.mark.parametrize("plain", [False, True])
+def test_what_others_have_claimed_is_left_to_them(device, numel, plain):
+    draw = Draw(1, device)
+    received = list(draw.values(3 * numel, torch.float32).view(3, numel).unbind())
+    expected, out = torch.empty(numel, device=device), torch.zeros(numel, device=device)
+    ops.rank_sum_(expected, received)
+    claims = torch.zeros(_core.CLAIMS_BYTES, dtype=torch.uint8, device=device)
+    claims.view(torch.int32)[0] = 1
+    claimed = PLAIN["rank_sum_claimed_"] if plain else ops.rank_sum_claimed_
+    claimed([out], received, claims)
+    assert not out[: _core.CHUNK].any()
+    assert_same_bits(out[_core.CHUNK :], expected[_core.CHUNK :])
+    chunks = -(-numel // _core.CHUNK)
+    assert claims.view(torch.int32)[2] == max(chunks - 1, 0), "done by this call"
+    before = out.clone()
+    claimed([out], received, claims)
+    assert_same_bits(out, before)
+
+
+@pytest.mark.parametrize("numel", [0, 1, 15, 64, 1025, STREAMED + 13])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8])
+@pytest.mark.parametrize("shift", [0, 1])
+def test_copies_are_complete_and_stay_in_their_bounds(device, dtype, numel, shift):
+    source = torch.randint(0, 100, (numel,), device=device).to(dtype)
+    around = torch.full((numel + 2,), 101, device=device).to(dtype)
+    target = around[shift : numel + shift]
+    ops.copy_(target, source)
+    assert torch.equal(target, source)
+    assert (around[:shift] == 101).all()
+    assert (around[numel + shift :] == 101).all()
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_rank_sum_may_end_in_one_of_its_parts(device, accumulate):
+    draw = Draw(1, device)
+    whole = draw.values(3 * 2050, torch.float32).view(3, 2050)
+    for rank in range(3):
+        parts, expected = whole.clone(), whole[rank].clone()
+        ops.rank_sum_(expected, list(whole.unbind()), accumulate)
+        ops.rank_sum_(parts[rank], list(parts.unbind()), accumulate)
+        assert_same_bits(parts[rank], expected)
+
+
+def test_rank_sum_takes_parts_from_anywhere(device):
+    draw = Draw(2, device)
+    parts = [draw.values(size, torch.bfloat16)[:700] for size in (700, 900, 701, 800)]
+    scattered, together = torch.empty(2, 700, device=device)
+    ops.rank_sum_(scattered, [parts[1], parts[0], parts[3], parts[2], parts[0]])
+    ops.rank_sum_(together, list(torch.stack([parts[i] for i in (1, 0, 3, 2, 0)]).unbind()))
+    assert_same_bits(scattered, together)
+
+
+@pytest.mark.parametrize("place", [None, 0, 256, 599])
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_more_ranks_than_one_launch_takes_are_added_in_the_same_order(device, accumulate, place):
+    draw = Draw(4, device)
+    parts = list(draw.values(600 * 70, torch.float32).view(600, 70).unbind())
+    before = draw.values(70, torch.float32) if place is None else parts[place].clone()
+    outs = []
+    for sum_ in (ops.rank_sum_, PLAIN["rank_sum_"]):
+        out, sums = before.clone(), torch.zeros(2, device=device)
+        given = [out if i == place else part for i, part in enumerate(parts)]
+        sum_(out, given, accumulate, sums)
+        outs.append((out, sums))
+    assert_same_bits(outs[0][0], outs[1][0])
+    assert_same_bits(outs[0][1], outs[1][1])
+
+
+def test_rank_sum_adds_in_rank_order_and_adds_the_total_last(device):
+    big = 2.0**24  # where fp32 can no longer count by ones
+    out = torch.zeros(1, device=device)
+    ops.rank_sum_(out, list(torch.tensor([big, 1.0, 1.0], device=device).split(1)))
+    assert out.item() == big
+    ops.rank_sum_(out, list(torch.tensor([1.0, 1.0, big], device=device).split(1)))
+    assert out.item() == big + 2
+    out.fill_(1.0)
+    parts = list(torch.tensor([1.0, big], device=device).split(1))
+    ops.rank_sum_(out, parts, accumulate=True)
+    assert out.item() == big, "1 + (1 + 2^24), not (1 + 1) + 2^24"
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_unpack_gives_the_same_bits_as_plain_pytorch(device, dtype, seed):
+    draw = Draw(seed, device)
+    outs, offsets, numel = draw.tensors(draw.random.choice([0, 1, 3, 20]))
+    outs = [out.contiguous() for out in outs]
+    flat = draw.values(numel, dtype)
+    actual, expected = both("unpack_", outs, lambda unpack_, out: unpack_(flat, out, offsets))
+    for one, other, offset in zip(actual, expected, offsets, strict=True):
+        assert_same_bits(one, other)
+        assert_same_bits(one.flatten(), flat[offset : offset + one.numel()].to(one.dtype))
+
+
+@pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16])
+def test_narrowing_rounds_to_nearest_even_everywhere(device, narrow):
+    """Every value of the narrow dtype, the midpoints between neighbours, and just beside them."""
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(narrow).float()
+    integers = every.view(torch.int32)
+    unit = 1 << 16 if narrow == torch.bfloat16 else 1 << 13
+    flat = torch.cat(
+        [
+            (integers + delta).view(torch.float32)
+            for delta in (-1, 0, 1, unit // 2 - 1, unit // 2, unit // 2 + 1)
+        ]
+        + [torch.linspace(-1, 1, 100_001) * 6.2e-5, torch.linspace(65_400, 65_600, 1001)]
+    ).to(device)
+    out = torch.empty(flat.shape, dtype=narrow, device=device)
+    ops.unpack_(flat, [out], [0])
+    assert_same_bits(out.cpu(), flat.cpu().to(narrow))
+    back = torch.empty_like(flat)
+    ops.unpack_(out, [back], [0])
+    assert_same_bits(back.cpu(), out.cpu().float())
+
+
+@pytest.mark.parametrize("numel", [0, 1, 63, 64, 65, 128, 5000, 300_000])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_block_sums_give_the_same_bits_as_plain_pytorch(device, dtype, numel):
+    flat = Draw(numel, device).values(numel, dtype)
+    actual = ops.block_sums_of_squares(flat)
+    assert_same_bits(actual, plain_ops.block_sums_of_squares(flat))
+    assert actual.shape == (-(-numel // 64),)
+
+
+def test_block_sums_follow_the_halving_tree_and_ignore_where_shards_are_cut(device):
+    flat = Draw(3, device).values(64 * 9 + 5, torch.float32).nan_to_num(0, 1, 1).clamp(-1e4, 1e4)
+    sums = ops.block_sums_of_squares(flat)
+    for block, values in enumerate(flat.cpu().split(64)):
+        lanes = [np.float32(value) * np.float32(value) for value in values.numpy()]
+        lanes += [np.float32(0)] * (64 - len(lanes))
+        while len(lanes) > 1:
+            half = len(lanes) // 2
+            lanes = [lanes[i] + lanes[i + half] for i in range(half)]
+        assert sums[block].item() == lanes[0]
+    exact = flat.double().square().sum().item()
+    assert sums.double().sum().item() == pytest.approx(exact, rel=1e-6)
+    cut = torch.cat([ops.block_sums_of_squares(flat[:192]), ops.block_sums_of_squares(flat[192:])])
+    assert_same_bits(cut, sums)
+
+
+# What operators leave behind for the norm.
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_pack_leaves_the_block_sums_of_what_it_wrote(device, dtype, accumulate, seed):
+    draw = Draw(seed, device)
+    grads, offsets, numel = draw.tensors(draw.random.choice([0, 1, 20, 300]))
+    bucket = draw.values(numel, dtype)
+    sums = torch.full((-(-numel // 64),), 7.0, device=device)
+    ops.pack_(bucket, grads, offsets, 1 / 3, accumulate, sums)
+    assert_same_bits(sums, plain_ops.block_sums_of_squares(bucket))
+
+
+@pytest.mark.slow
+def test_pack_takes_more_than_2_to_the_31_elements(device):
+    """One gradient, many times over, so that the bucket alone is large."""
+    numel, times = (1 << 26) + 64, 33
+    if free_bytes(device) < 12 << 30:
+        pytest.skip("12 GiB of memory are not free here")
+    grad = torch.arange(numel, device=device).remainder_(2048).half()
+    bucket = torch.empty(times * numel, dtype=torch.float16, device=device)
+    assert bucket.numel() > 2**31
+    sums = torch.empty(bucket.numel() // 64, device=device)
+    ops.pack_(bucket, [grad] * times, [i * numel for i in range(times)], 0.5, False, sums)
+    expected = grad * 0.5
+    assert all(torch.equal(part, expected) for part in bucket.view(times, -1))
+    assert torch.equal(sums.view(times, -1)[-1], ops.block_sums_of_squares(expected))
+    out = torch.empty(numel, device=device)
+    ops.rank_sum_(out, list(bucket.view(times, -1).unbind()))
+    assert torch.equal(out, expected.float() * times)  # small integers and halves: exact
+
+
+@pytest.mark.parametrize("numel", [STREAMED // 4, STREAMED // 2 + 5, STREAMED + 70])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_large_pack_has_the_same_bits_and_sums(device, dtype, numel):
+    draw = Draw(numel, device)
+    sizes = [numel // 3, 1, numel // 2]
+    grads = [draw.values(size, grad) for size, grad in zip(sizes, DTYPES, strict=True)]
+    offsets = [3, 10 + numel // 3, 20 + numel // 3]
+    expected = torch.empty(numel, dtype=dtype, device=device)
+    plain_ops.pack_(expected, grads, offsets, 0.3)
+    for shift in (0, 8, 1):  # of which the last can't be streamed
+        bucket = torch.full((numel + shift,), 5.0, dtype=dtype, device=device)[shift:]
+        sums = torch.empty(-(-numel // 64), device=device)
+        ops.pack_(bucket, grads, offsets, 0.3, False, sums)
+        assert_same_bits(bucket, expected)
+        assert_same_bits(sums, plain_ops.block_sums_of_squares(expected))
+
+
+@pytest.mark.parametrize("numel", [0, 1, 64, 1000, 300_000, STREAMED // 4 + 3])
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rank_sum_leaves_the_block_sums_of_what_came_out(device, dtype, accumulate, numel):
+    draw = Draw(numel, device)
+    parts = [draw.values(numel, dtype) for _ in range(3)]
+    received = list(torch.stack(parts).unbind())
+    out, sums = draw.values(numel, torch.float32), torch.empty(-(-numel // 64), device=device)
+    ops.rank_sum_(out, received, accumulate, sums)
+    assert_same_bits(sums, plain_ops.block_sums_of_squares(out))
+
+
+def test_whoever_claims_a_chunk_leaves_its_block_sums(device):
+    if device != "cpu":
+        pytest.skip("claims are of CPU ranks")
+    numel = 2 * _core.CHUNK + 100
+    parts = [Draw(seed, device).values(numel, torch.float32) for seed in range(3)]
+    claims = torch.zeros(_core.CLAIMS_BYTES, dtype=torch.uint8)
+    claims.view(torch.int32)[0] = 1  # somebody else has the first chunk
+    sums, out = torch.zeros(-(-numel // 64)), torch.zeros(numel)
+    ops.rank_sum_claimed_([out], parts, claims, sums)
+    blocks = _core.CHUNK // 64
+    assert not sums[:blocks].any()
+    assert_same_bits(sums[blocks:], plain_ops.block_sums_of_squares(out)[blocks:])
+
+
+# AdamW.
+
+
+def exact(total: Tensor) -> Fraction:
+    """What an exact sum stands for, by its definition."""
+    return sum(
+        (
+            word * Fraction(2) ** (28 * place - 149)
+            for place, word in enumerate(total[:-1].tolist())
+        ),
+        Fraction(0),
+    )
+
+
+@pytest.mark.parametrize("numel", [0, 1, 64, 5000, 300_001])
+def test_exact_sums_are_exact_and_leave_out_what_is_not_finite(device, numel):
+    values = Draw(numel, device).values(numel, torch.float32)
+    before = torch.arange(ops.EXACT_WORDS, device=device)
+    (total,), (plain,) = both("exact_sum_", [before], lambda add_, out: add_(out[0], values))
+    assert torch.equal(total, plain)
+    finite = values[values.isfinite()].tolist()
+    assert exact(total) - exact(before) == sum(map(Fraction, finite), Fraction(0))
+    assert total[-1] - before[-1] == numel - len(finite)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [0.0, -0.0, 1e-45, -1e-45, 1.17e-38, 2.0**-126, 1.0, -1 / 3, 65504.0, 2.0**127 * 1.9999998],
+)
+def test_exact_sums_have_a_place_for_every_magnitude(device, value):
+    values = torch.full((3,), value, device=device)
+    total = torch.zeros(ops.EXACT_WORDS, dtype=torch.int64, device=device)
+    ops.exact_sum_(total, values)
+    assert exact(total) == 3 * Fraction(values[0].item())
+    assert total[-1] == 0
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_exact_sums_are_the_same_in_any_order_however_cut(device, seed):
+    values = Draw(seed, device).values(70_000, torch.float32)
+    whole = torch.zeros(ops.EXACT_WORDS, dtype=torch.int64, device=device)
+    ops.exact_sum_(whole, values)
+    parts = values[torch.randperm(70_000).to(device)].split([1, 40_000, 0, 29_999])
+    totals = [torch.zeros_like(whole) for _ in parts]
+    for total, part in zip(totals, parts, strict=True):
+        ops.exact_sum_(total, part.contiguous())
+    assert torch.equal(torch.stack(totals).sum(0), whole)
+
+
+def totals_of(draw: Draw, rows: int) -> Tensor:
+    """Exact sums of squares as ranks exchange them: a row each, with room beside the words."""
+    totals = torch.zeros(rows, 64, dtype=torch.int64, device=draw.device)
+    totals[:, ops.EXACT_WORDS :] = -1
+    for row in totals:
+        values = torch.ldexp(
+            torch.rand(500, generator=draw.generator),
+            torch.randint(-149, 120, (500,), generator=draw.generator),
+        )
+        plain_ops.exact_sum_(row[: ops.EXACT_WORDS], values.to(draw.device))
+    return totals
+
+
+@pytest.mark.parametrize("rows", [0, 1, 2, 7])
+def test_norms_are_roots_of_the_exact_sums(device, rows):
+    totals = totals_of(Draw(rows, device), rows)
+    norm = ops.exact_norm(totals)
+    assert norm.shape == ()
+    assert torch.equal(norm, PLAIN["exact_norm"](totals))
+    wanted = sum((exact(row[: ops.EXACT_WORDS]) for row in totals), Fraction(0))
+    assert norm.item() == pytest.approx(math.sqrt(wanted), rel=2**-51)
+
+
+def test_a_norm_depends_on_the_sum_not_on_how_it_came_about(device):
+    spread = torch.zeros(1, ops.EXACT_WORDS, dtype=torch.int64, device=device)
+    spread[0, 4:7] = torch.tensor([-(2**61), 2**40 + 5, 2**62], device=device)
+    carried = spread.clone()
+    carried[0, 4] += 2**61 + 2**33
+    carried[0, 5] -= 2**33 + 2**5
+    assert exact(spread[0]) == exact(carried[0])
+    assert torch.equal(ops.exact_norm(spread), ops.exact_norm(carried))
+
+
+def test_the_norm_is_infinite_where_a_value_was_not_finite(device):
+    totals = totals_of(Draw(0, device), 3)
+    totals[1, ops.EXACT_WORDS - 1] = 2
+    assert ops.exact_norm(totals).item() == math.inf
+
+
+NORMS = [0.0, 1e-300, 0.05, 0.1 - 1e-6, 0.1, 1 / 3, 1e30, math.inf, math.nan]
+
+
+@pytest.mark.parametrize("value", NORMS)
+@pytest.mark.parametrize("scale", [None, 1 / 1024, 3.7])
+@pytest.mark.parametrize("max_norm", [0.0, 0.1, math.inf])
+def test_clip_coefficients_are_torchs(device, max_norm, scale, value):
+    norm = torch.tensor([value], dtype=torch.float64, device=device)
+    factor = None if scale is None else torch.tensor(scale, dtype=torch.float64, device=device)
+    actual = ops.clip_coefficient(norm, max_norm, factor)
+    assert actual.shape == ()
+    assert_same_value(actual, PLAIN["clip_coefficient"](norm, max_norm, factor))
+    gradient = torch.ones(1, dtype=torch.float64)
+    parameter = torch.nn.Parameter(gradient)
+    parameter.grad = gradient.clone()
+    total = torch.tensor(value * (scale or 1.0), dtype=torch.float64)
+    torch.nn.utils.clip_grads_with_norm_(parameter, max_norm, total)
+    torch.testing.assert_close(actual.cpu(), parameter.grad[0], rtol=1e-7, atol=0.0, equal_nan=True)
+
+
+def state(draw: Draw, numel: int) -> list[Tensor]:
+    """Values, moments; the second is not negative."""
+    values, mean, square = (draw.values(numel, torch.float32) for _ in range(3))
+    return [values, mean, square.abs()]
+
+
+@pytest.mark.parametrize("numel", [0, 1, 100, 70_000])
+@pytest.mark.parametrize("rounded", [None, *DTYPES])
+@pytest.mark.parametrize("maximize", [False, True])
+def test_adamw_gives_the_same_bits_as_plain_pytorch(device, numel, rounded, maximize):
+    draw = Draw(numel, device)
+    gradient = draw.values(numel, torch.float32)
+    scale = torch.tensor([0.37], device=device)
+    low = [] if rounded is None else [torch.zeros(numel, dtype=rounded, device=device)]
+
+    def call(adamw_, tensors):
+        values, mean, square, *out = tensors
+        arguments = (values, gradient, mean, square, *(out or [None]))
+        if adamw_ is ops.adamw_:
+            names = ("lr", "beta1", "beta2", "eps", "weight_decay", "step")
+            rule = dict(zip(names, RULE, strict=True))
+            adamw_(*arguments, **rule, maximize=maximize, scale=scale)
+        else:
+            adamw_(*arguments, *RULE, maximize, scale)
+
+    dispatched, plain = both("adamw_", [*state(draw, numel), *low], call)
+    for actual, expected in zip(dispatched, plain, strict=True):
+        assert_same_bits(actual, expected)
+
+
+@pytest.mark.parametrize("beta1", [0.0, 0.3, 0.6])
+def test_adamw_keeps_small_gradients_whatever_its_decay(device, beta1):
+    values, mean, square = torch.zeros(3, 100, device=device).unbind()
+    theirs = torch.zeros(100, device=device, requires_grad=True)
+    optimizer = torch.optim.AdamW([theirs], lr=0.01, betas=(beta1, 0.9))
+    for step, size in enumerate([1e4, 1e-4, 3.0], start=1):
+        gradient = torch.full((100,), size, device=device)
+        theirs.grad = gradient.clone()
+        optimizer.step()
+        rule = {"lr": 0.01, "beta1": beta1, "beta2": 0.9, "eps": 1e-8, "weight_decay": 0.01}
+        for each in (ops.adamw_, plain_ops.adamw_):
+            state = [values.clone(), mean.clone(), square.clone()]
+            if each is ops.adamw_:
+                each(state[0], gradient, state[1], state[2], **rule, step=step)
+                kept = state
+            else:
+                each(state[0], gradient, state[1], state[2], None, *rule.values(), step)
+                for ours, plain in zip(kept, state, strict=True):
+                    assert_same_bits(ours, plain)
+        values, mean, square = kept
+        torch.testing.assert_close(mean, optimizer.state[theirs]["exp_avg"], rtol=1e-6, atol=0)
+        torch.testing.assert_close(values, theirs.detach(), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_adamw_is_torchs(device, weight_decay):
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(1000, generator=generator)
+    theirs = start.clone().to(device).requires_grad_()
+    optimizer = torch.optim.AdamW([theirs], lr=0.01, weight_decay=weight_decay)
+    values, mean, square = (start.clone().to(device), *torch.zeros(2, 1000, device=device).unbind())
+    for step in range(1, 21):
+        gradient = torch.randn(1000, generator=generator).to(device)
+        theirs.grad = gradient * 0.5
+        optimizer.step()
+        ops.adamw_(
+            values,
+            gradient,
+            mean,
+            square,
+            lr=0.01,
+            beta1=0.9,
+            beta2=0.999,
+            eps=1e-8,
+            weight_decay=weight_decay,
+            step=step,
+            scale=torch.tensor(0.5, device=device),
+        )
+    torch.testing.assert_close(values, theirs.detach(), rtol=1e-5, atol=1e-7)
+    kept = optimizer.state[theirs]
+    torch.testing.assert_close(mean, kept["exp_avg"], rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(square, kept["exp_avg_sq"], rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_adamw_changes_nothing_where_infinities_were_found(device, plain):
+    values, mean, square = state(Draw(0, device), 100)
+    before = [tensor.clone() for tensor in (values, mean, square)]
+    low = torch.ones(100, dtype=torch.bfloat16, device=device)
+    gradient = torch.full((100,), float("inf"), device=device)
+    found = torch.ones((), device=device)
+    adamw_ = plain_ops.adamw_ if plain else torch.ops.poplar.adamw_
+    adamw_(values, gradient, mean, square, low, *RULE, False, None, found)
+    for tensor, old in zip((values, mean, square), before, strict=True):
+        assert_same_bits(tensor, old)
+    assert (low == 1).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("pack_", lambda f: (f(65), [], [], 1.0, False, f(1)), "hold 2 elements, one for each 64"),
+        ("rank_sum_", lambda f: (f(65), [f(65)], False, f(2).half()), "sums must be float32"),
+        ("adamw_", lambda f: (f(4), f(5), f(4), f(4), None, *RULE), "values have 4 elements"),
+        ("adamw_", lambda f: (f(4), f(4).half(), f(4), f(4), None, *RULE), "must be float32"),
+        ("adamw_", lambda f: (f(4), f(4), f(8)[::2], f(4), None, *RULE), "1-D and contiguous"),
+        (
+            "adamw_",
+            lambda f: (f(4), f(4), f(4), f(4), None, *RULE, False, f(2)),
+            "scale and found_inf must be single",
+        ),
+        ("pack_", lambda f: (f(10), [f(4), f(4)], [0, 3], 1.0), "tensor 1 starts at 3, before 4"),
+        ("pack_", lambda f: (f(10), [f(4)], [7], 1.0), "reaches past the end of the buffer, 10"),
+        ("pack_", lambda f: (f(10), [f(4)], [2**63 - 2], 1.0), "reaches past the end"),
+        ("pack_", lambda f: (f(10), [f(4)], [-1], 1.0), "starts at -1"),
+        (
+            "pack_",
+            lambda f: ((whole := f(20))[:12], [f(1), whole[10:14]], [0, 5], 1.0),
+            "tensor 1 lies in the buffer's memory, but not at its own place",
+        ),
+        ("copy_", lambda f: ((whole := f(9))[1:], whole[:-1]), "must not share memory in part"),
+        (
+            "adamw_",
+            lambda f: (f(4), f(4), f(4), f(4), None, *RULE[:-1], 0.0),
+            "step must be at least 1, got 0",
+        ),
+        ("pack_", lambda f: (f(10), [f(4)], [0, 4], 1.0), "got 1 tensors and 2 offsets"),
+        ("pack_", lambda f: (f(10), [f(4).long()], [0], 1.0), "must be float32, bfloat16 or"),
+        ("pack_", lambda f: (f(10).double(), [f(4)], [0], 1.0), "must be float32, bfloat16 or"),
+        ("pack_", lambda f: (f(10).view(2, 5), [], [], 1.0), "1-D and contiguous, got 2"),
+        ("pack_", lambda f: (f(10)[::2], [], [], 1.0), "1-D and contiguous"),
+        ("rank_sum_", lambda f: (f(4), [f(4), f(5)]), "each part must hold 4 elements, as out"),
+        ("rank_sum_", lambda f: (f(4), []), "at least one rank's part, got none"),
+        ("rank_sum_", lambda f: (f(4).half(), [f(4)]), "out must be float32"),
+        ("rank_sum_", lambda f: (f(4), [f(4).int()]), "must be float32, bfloat16 or"),
+        ("rank_sum_", lambda f: (f(4), [f(4), f(4).half()]), "parts must have one dtype"),
+        ("rank_sum_", lambda f: (f(4), [f(8)[::2]]), "1-D and contiguous"),
+        (
+            "rank_sum_",
+            lambda f: ((whole := f(9))[:8], [f(8), whole[1:]]),
+            "received must not share memory with out in part",
+        ),
+        ("rank_sum_each_", lambda f: ([f(4)], [f(4), f(5)]), "each part must hold 4 elements"),
+        ("rank_sum_each_", lambda f: ([f(4)], []), "at least one rank's part, got none"),
+        ("rank_sum_each_", lambda f: ([f(4), f(4).half()], [f(4)]), "outs must have one dtype"),
+        ("rank_sum_each_", lambda f: ([f(4).int()], [f(4)]), "must be float32, bfloat16 or"),
+        ("rank_sum_claimed_", lambda f: ([f(4)], [f(4)], f(4).byte()), "claims must hold 16 bytes"),
+        ("copy_", lambda f: (f(4), f(5)), "target has 4 elements, source 5"),
+        ("copy_", lambda f: (f(4), f(4).half()), "must have one dtype"),
+        ("copy_", lambda f: (f(4), f(8)[::2]), "source must be 1-D and contiguous"),
+        (
+            "unpack_",
+            lambda f: (f(9), [f(4), f(6)], [0, 4]),
+            "reaches past the end of the buffer, 9",
+        ),
+        ("unpack_", lambda f: (f(9), [f(8)[::2]], [0]), "outs must be contiguous, number 0"),
+        ("unpack_", lambda f: (f(9), [f(4).int()], [0]), "must be float32, bfloat16 or"),
+        ("block_sums_of_squares", lambda f: (f(64).view(8, 8),), "1-D and contiguous, got 2"),
+        ("block_sums_of_squares", lambda f: (f(64).double(),), "must be float32, bfloat16 or"),
+        ("exact_sum_", lambda f: (f(16), f(4)), "total must be int64 and hold 16 elements"),
+        ("exact_sum_", lambda f: (f(15).long(), f(4)), "total must be int64 and hold 16"),
+        ("exact_sum_", lambda f: (f(16).long(), f(4).half()), "values must be float32"),
+        ("exact_sum_", lambda f: (f(16).long(), f(8)[::2]), "values must be 1-D and contiguous"),
+        ("exact_norm", lambda f: (f(16).long(),), "int64, contiguous, and hold at least 16"),
+        ("exact_norm", lambda f: (f(30).long().view(2, 15),), "hold at least 16"),
+        ("exact_norm", lambda f: (f(32).view(2, 16),), "totals must be int64"),
+        ("clip_coefficient", lambda f: (f(1), 1.0), "must be single float64 elements"),
+        ("clip_coefficient", lambda f: (f(1).double(), 1.0, f(2).double()), "single float64"),
+    ],
+)
+@pytest.mark.parametrize("plain", [False, True])
+def test_bad_arguments_get_the_same_error_from_everyone(device, name, arguments, message, plain):
+    function = PLAIN[name] if plain else getattr(torch.ops.poplar, name)
+    with pytest.raises(RuntimeError, match=message):
+        function(*arguments(lambda numel: torch.zeros(numel, device=device)))
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("pack_", lambda f: (f(200), [f(8, 3).t(), f(0), f(5).half()], [2, 30, 64], 0.3)),
+        ("pack_", lambda f: (f(200).half(), [f(8).bfloat16()], [64], 0.3, True)),
+        ("rank_sum_", lambda f: (f(64), list(f(4, 64).bfloat16().unbind()), True)),
+        ("rank_sum_each_", lambda f: ([f(64).half(), f(64).half()], list(f(4, 64).unbind()))),
+        (
+            "rank_sum_claimed_",
+            lambda f: ([f(64)], list(f(4, 64).unbind()), torch.zeros(16, dtype=torch.uint8)),
+        ),
+        ("copy_", lambda f: (f(64), f(64))),
+        ("unpack_", lambda f: (f(200), [f(8, 3), f(0), f(5).half()], [2, 30, 64])),
+        ("block_sums_of_squares", lambda f: (f(100),)),
+        ("exact_sum_", lambda f: (f(16).long(), f(100))),
+        ("exact_norm", lambda f: (f(3, 64).long().abs(),)),
+        ("clip_coefficient", lambda f: (f(1).double(), 0.5)),
+        ("clip_coefficient", lambda f: (f(1)[0].double(), 0.5, f(1).double())),
+        ("pack_", lambda f: (f(200), [f(8)], [64], 0.3, True, f(4))),
+        ("rank_sum_", lambda f: (f(64), list(f(4, 64).unbind()), False, f(1))),
+        ("adamw_", lambda f: (f(64), f(64), f(64), f(64).abs(), f(64).bfloat16(), *RULE)),
+        ("adamw_", lambda f: (f(9), f(9), f(9), f(9).abs(), None, *RULE, True, f(1), f(1))),
+    ],
+)
+def test_operators_keep_their_promises_to_pytorch(device, name, arguments):
+    sample = arguments(lambda *shape: torch.randn(*shape, device=device))
+    torch.library.opcheck(getattr(torch.ops.poplar, name).default, sample)
+
+
+def test_operators_write_leaves_that_require_gradients(device):
+    parameter = torch.nn.Parameter(torch.zeros(4, device=device))
+    ops.unpack_(torch.arange(4.0, device=device), [parameter], [0])
+    assert parameter.tolist() == [0, 1, 2, 3]
+    assert parameter.requires_grad
+    assert parameter.is_leaf
+
+
+def test_autograd_notices_that_a_tensor_it_saved_was_overwritten(device):
+    weight = torch.ones(4, device=device, requires_grad=True)
+    saved = torch.ones(4, device=device)
+    loss = (weight * saved).sum()
+    ops.unpack_(torch.zeros(4, device=device), [saved], [0])
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_operators_compile_into_one_graph_and_run_in_inference_mode(device):
+    def packed_norm(bucket, grads):
+        ops.pack_(bucket, grads, [0, 64], 0.5)
+        return ops.block_sums_of_squares(bucket)
+
+    grads = [torch.ones(3, device=device), torch.ones(4, 2, device=device)]
+    compiled = torch.compile(packed_norm, backend="aot_eager", fullgraph=True)
+    assert compiled(torch.empty(100, device=device), grads).tolist() == [0.75, 2.0]
+    with torch.inference_mode():
+        assert packed_norm(torch.empty(100, device=device), grads).tolist() == [0.75, 2.0]
+
+
+def test_plain_pytorch_serves_when_the_libraries_are_switched_off(device):
+    program = (
+        "import torch; from poplar import ops; assert not ops.native; print(ops.describe());"
+        f"b = torch.ones(5, device='{device}');"
+        f"ops.pack_(b, [torch.ones(3, device='{device}')], [1], 0.5); print(b.tolist())"
+    )
+    environment = {**os.environ, "POPLAR_OPS": "off"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
+    )
+    assert "plain PyTorch (POPLAR_OPS=off)" in done.stdout
+    assert "[0.0, 0.5, 0.5, 0.5, 0.0]" in done.stdout
+
+
+CUDA_SOURCES = sorted(path.name for path in (ROOT / "csrc/ops/cuda").glob("*.cu"))
+
+
+def nvcc(*arguments: str | Path) -> None:
+    """With the flags of the build, to which no GPU is needed."""
+    program = shutil.which("nvcc")
+    if program is None:
+        pytest.skip("nvcc is not on the path: the CUDA operators were not compiled")
+    recipe = (ROOT / "CMakeLists.txt").read_text()
+    assert "poplar_ops_cuda PRIVATE -fmad=false" in recipe
+    assert all(source in recipe for source in CUDA_SOURCES)
+    options = ["-std=c++20", "-fmad=false", f"-I{ROOT / 'csrc/include'}"]
+    subprocess.run([program, *options, *map(str, arguments)], check=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ["75", "120"])
+@pytest.mark.parametrize("source", CUDA_SOURCES)
+def test_cuda_operators_compile_and_round_every_product(device, tmp_path, source, architecture):
+    """What nvcc made is searched for fused multiply-adds, which change bits."""
+    ptx = tmp_path / "out.ptx"
+    torch_headers = Path(torch.__file__).parent / "include"
+    nvcc(
+        *("-ptx", f"-arch=compute_{architecture}", "-isystem", torch_headers, "-o", ptx),
+        *("-DTORCH_TARGET_VERSION=0x020a000000000000ULL", ROOT / "csrc/ops/cuda" / source),
+    )
+    code = ptx.read_text()
+    assert ".entry" in code
+    assert "fma.rn.f" not in code
+
+
+@pytest.mark.slow
+def test_cuda_kernels_compile_for_every_architecture_of_the_toolkit(device, tmp_path):
+    """All kernels in one file, without PyTorch's headers, which would be read once for each."""
+    if shutil.which("nvcc") is None:
+        pytest.skip("nvcc is not on the path: the CUDA kernels were not compiled")
+    kernels = ROOT / "tests/csrc/cuda_on_host.cpp"
+    included = kernels.read_text()
+    for source in CUDA_SOURCES:
+        assert f'#include "{Path(source).stem}.cuh"' in included
+    said = subprocess.run(["nvcc", "--list-gpu-arch"], capture_output=True, text=True, check=True)
+    known = [name.removeprefix("compute_") for name in said.stdout.split()]
+    assert known
+    chips = [
+        word
+        for chip in known
+        if int(chip) >= 70  # older ones have no room for so many parameters
+        for word in ("-gencode", f"arch=compute_{chip},code=sm_{chip}")
+    ]
+    nvcc(
+        *("-x", "cu", "-c", *chips, "--threads=0", f"-I{ROOT / 'csrc/ops/cuda'}"),
+        *("-o", tmp_path / "out.o", kernels),
+    )
+
+
+@pytest.mark.slow
+def test_cuda_launches_cover_every_element_once(device, tmp_path):
+    """The CUDA operators' cutting of tensors into launches and tiles, run on the host by nvcc."""
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        pytest.skip("nvcc is not on the path: the CUDA operators' host code was not run")
+    program = tmp_path / "cuda_tables"
+    subprocess.run(
+        [nvcc, "-std=c++20", "-O1", f"-I{ROOT / 'csrc/include'}", "-o", str(program),
+         str(ROOT / "tests/csrc/cuda_tables.cu")],
+        check=True,
+    )  # fmt: skip
+    done = subprocess.run([program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "every element once\n")

@@ -1,0 +1,468 @@
+"""A plan says who computes what, keeps its promises when a batch is short, and survives a file."""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from poplar.plan import STRATEGIES, Plan, UnitPlan
+
+STAGES = (0, 1, 2, 3)
+
+
+def random_plan(seed: int) -> Plan:
+    """Any plan that is legal: idle ranks, empty passes, ranks that own nothing."""
+    draw = random.Random(seed)
+    stage, world_size = draw.choice(STAGES), draw.randint(1, 6)
+    meetings = draw.randint(1, 4)
+    micro_batches = tuple(
+        tuple(
+            draw.choice((0, 1, 2, draw.randint(0, 20)))
+            for _ in range(meetings if stage >= 2 else draw.randint(0, 4))
+        )
+        for _ in range(world_size)
+    )
+    if not any(map(sum, micro_batches)):
+        micro_batches = ((1,) * meetings, *micro_batches[1:])
+    parts = [draw.choice((0, draw.random())) for _ in range(world_size)]
+    parts[draw.randrange(world_size)] += 0.1
+    return Plan(
+        stage=stage,
+        global_batch=sum(map(sum, micro_batches)),
+        micro_batches=micro_batches,
+        shares=tuple(part / sum(parts) for part in parts),
+    )
+
+
+plans = st.builds(random_plan, st.integers(0, 2**32))
+speeds = st.lists(st.floats(0, 1000), min_size=1, max_size=6).filter(lambda s: max(s) > 1e-3)
+
+
+def spelled_out(**changes) -> Plan:
+    fields = {
+        "stage": 2,
+        "global_batch": 12,
+        "micro_batches": ((1, 4), (2, 3), (0, 2)),
+        "shares": (0.5, 0.5, 0),
+    }
+    return Plan(**{**fields, **changes})
+
+
+# What a plan says
+
+
+def test_a_plan_says_what_each_rank_does():
+    plan = spelled_out()
+    assert plan.world_size == 3
+    assert [plan.samples(rank) for rank in range(3)] == [5, 5, 2]
+    assert [plan.passes(rank) for rank in range(3)] == [2, 2, 2]
+    assert [plan.offset(rank) for rank in range(3)] == [0, 5, 10]
+
+
+@pytest.mark.parametrize("rank", [-1, 3])
+def test_a_rank_outside_the_plan_is_refused(rank):
+    for ask in (spelled_out().samples, spelled_out().passes, spelled_out().offset):
+        with pytest.raises(ValueError, match=f"rank {rank}: this plan is for ranks 0 to 2"):
+            ask(rank)
+
+
+def test_a_plan_is_a_value_that_cannot_be_changed():
+    plan = spelled_out(micro_batches=[[1, 4], [2, 3], [0, 2]], shares=[0.5, 0.5, 0])
+    assert plan == spelled_out()
+    assert hash(plan) == hash(spelled_out())
+    assert pickle.loads(pickle.dumps(plan)) == plan
+    with pytest.raises(AttributeError):
+        plan.stage = 3
+
+
+def test_the_prediction_takes_no_part_in_equality_hash_and_digest():
+    plan = spelled_out(prediction={"step_seconds": 1.5})
+    assert plan == spelled_out()
+    assert hash(plan) == hash(spelled_out())
+    assert plan.digest() == spelled_out().digest()
+
+
+def test_plans_that_differ_have_digests_that_differ():
+    different = [
+        spelled_out(),
+        spelled_out(stage=3),
+        spelled_out(micro_batches=((1, 4), (3, 2), (0, 2))),
+        spelled_out(shares=(0.5, 0.25, 0.25)),
+        spelled_out(units=(UnitPlan("layers.0", "replicated"),)),
+    ]
+    assert len({plan.digest() for plan in different}) == len(different)
+    assert spelled_out(shares=(0.5, 0.5, -0.0)).digest() == spelled_out().digest()
+
+
+# Plans that cannot be
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "complaint"),
+    [
+        ({"stage": 4}, ValueError, "stage must be 0, 1, 2 or 3, got 4"),
+        ({"stage": True}, TypeError, "stage must be a whole number, got True"),
+        ({"global_batch": 13}, ValueError, "sum to 12 samples, but global_batch is 13"),
+        ({"global_batch": 12.0}, TypeError, r"global_batch must be a whole number, got 12\.0"),
+        ({"micro_batches": ()}, ValueError, "at least one rank"),
+        ({"micro_batches": (5, 5, 2)}, TypeError, "one tuple of passes per rank"),
+        (
+            {"micro_batches": ((1, 4), (2, -1), (0, 2))},
+            ValueError,
+            "rank 1: the micro-batch of pass 1 must be at least 0, got -1",
+        ),
+        ({"micro_batches": ((1, 4), (5,), (0, 2))}, ValueError, "rank 1 has 1 passes and rank 0"),
+        ({"shares": (0.5, 0.5)}, ValueError, "2 shares for 3 ranks"),
+        ({"shares": (0.5, 0.4, 0)}, ValueError, r"must sum to 1, got 0\.9; divide each"),
+        ({"shares": (1.5, -0.5, 0)}, ValueError, r"rank 1: .* 0 or more, got -0\.5"),
+        ({"shares": (math.nan, 1, 0)}, ValueError, "rank 0: .* finite .* got nan"),
+        ({"shares": "even"}, TypeError, "one number per rank, got 'even'"),
+        ({"units": ("layers.0",)}, TypeError, "must hold UnitPlan values, got 'layers.0'"),
+    ],
+)
+def test_a_plan_that_cannot_be_says_what_is_wrong(changes, error, complaint):
+    with pytest.raises(error, match=complaint):
+        spelled_out(**changes)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_ranks_that_meet_once_a_step_may_have_their_own_number_of_passes(stage):
+    plan = spelled_out(stage=stage, micro_batches=((1, 4, 4), (3,), ()))
+    assert [plan.passes(rank) for rank in range(3)] == [3, 1, 0]
+
+
+def test_a_unit_may_have_a_strategy_and_shares_of_its_own():
+    unit = UnitPlan("layers.0", "sharded_parameters", shares=[0, 0.5, 0.5], keep_gathered=True)
+    assert spelled_out(units=[unit]).units == (unit,)
+    assert unit.shares == (0, 0.5, 0.5)
+
+
+def test_units_that_meet_at_every_pass_need_equal_passes_at_any_stage():
+    micro_batches = ((1, 4, 4), (3,), ())
+    with pytest.raises(ValueError, match="rank 1 has 1 passes"):
+        spelled_out(
+            stage=0, micro_batches=micro_batches, units=(UnitPlan("a", "sharded_parameters"),)
+        )
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "complaint"),
+    [
+        (lambda: UnitPlan("a", "sharded"), ValueError, "unknown strategy 'sharded'; known are rep"),
+        (lambda: UnitPlan(3, "replicated"), TypeError, "must be a string, got 3"),
+        (lambda: UnitPlan("a", "replicated", shares=(1, 1)), ValueError, "'a' must sum to 1"),
+        (lambda: UnitPlan("a", "replicated", keep_gathered=1), TypeError, "True or False, got 1"),
+        (
+            lambda: UnitPlan("a", "sharded_gradients", keep_gathered=True),
+            ValueError,
+            r"keep_gathered under strategy 'sharded_gradients'.*'sharded_parameters' \(stage 3\)",
+        ),
+        (lambda: UnitPlan("a", "replicated", transport=1), TypeError, "a name or None, got 1"),
+        (
+            lambda: spelled_out(units=(UnitPlan("a", "replicated", shares=(1,)),)),
+            ValueError,
+            "unit 'a' has 1 shares for 3 ranks",
+        ),
+        (
+            lambda: spelled_out(units=(UnitPlan("a", "replicated"),) * 2),
+            ValueError,
+            "unit 'a' has two entries",
+        ),
+    ],
+)
+def test_a_unit_that_cannot_be_says_what_is_wrong(make, error, complaint):
+    with pytest.raises(error, match=complaint):
+        make()
+
+
+# Plans made by rule
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_even_is_the_same_for_all_with_the_remainder_first(stage):
+    plan = Plan.even(world_size=3, global_batch=30, micro_batch=4, stage=stage)
+    assert plan.micro_batches == ((2, 4, 4),) * 3
+    assert plan.shares == pytest.approx((1 / 3,) * 3)
+    assert plan.stage == stage
+
+
+def test_even_is_as_even_as_possible_when_the_batch_does_not_divide():
+    assert Plan.even(2, 9, 4, stage=0).micro_batches == ((1, 4), (4,))
+    assert Plan.even(2, 9, 4, stage=3).micro_batches == ((1, 4), (0, 4))
+    assert Plan.even(3, 2, 4, stage=0).micro_batches == ((1,), (1,), ())
+
+
+def test_manual_gives_each_rank_its_micro_batch():
+    plan = Plan.manual("2,2,2,15", stage=1, passes=2)
+    assert plan.global_batch == 42
+    assert plan.micro_batches == ((2, 2), (2, 2), (2, 2), (15, 15))
+    assert plan.shares == (0.25,) * 4
+    assert Plan.manual([2, 2, 2, 15], stage=1, passes=2) == plan
+
+
+def test_manual_takes_idle_ranks_and_shares():
+    assert Plan.manual("4, 0", stage=0, passes=2).micro_batches == ((4, 4), ())
+    assert Plan.manual("4,0", stage=2, passes=2).micro_batches == ((4, 4), (0, 0))
+    assert Plan.manual("4,0", stage=2, shares=(0.25, 0.75)).shares == (0.25, 0.75)
+
+
+@pytest.mark.parametrize("text", ["", "2,x", "2;3", "2,,3", "1.5,2"])
+def test_manual_says_what_it_cannot_read(text):
+    with pytest.raises(ValueError, match="as in '2,2,2,15', got"):
+        Plan.manual(text, stage=0)
+
+
+def test_manual_refuses_a_plan_without_samples():
+    with pytest.raises(ValueError, match="the micro-batch of rank 1 must be at least 0, got -1"):
+        Plan.manual("2,-1", stage=0)
+    with pytest.raises(ValueError, match="global_batch must be at least 1, got 0"):
+        Plan.manual("0,0", stage=0)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_proportional_gives_each_rank_the_fewest_passes_where_ranks_meet_once(stage):
+    plan = Plan.proportional([3, 1, 0], 24, stage, max_micro_batch=8)
+    assert plan.micro_batches == ((2, 8, 8), (6,), ())
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_proportional_keeps_every_pass_in_proportion_where_ranks_meet_at_every_pass(stage):
+    plan = Plan.proportional([3, 1, 0], 24, stage, max_micro_batch=8)
+    assert plan.micro_batches == ((6, 6, 6), (2, 2, 2), (0, 0, 0))
+    plan = Plan.proportional([3, 1], 26, stage, max_micro_batch=10)
+    assert plan.micro_batches == ((10, 10), (3, 3))
+    plan = Plan.proportional([3, 1], 27, stage, max_micro_batch=[7, 4])
+    assert plan.micro_batches == ((6, 7, 7), (2, 2, 3))
+
+
+@given(
+    speeds=speeds,
+    global_batch=st.integers(1, 300),
+    stage=st.sampled_from(STAGES),
+    most=st.integers(1, 40),
+)
+def test_proportional_is_within_a_sample_of_the_speeds_and_within_the_limit(
+    speeds, global_batch, stage, most
+):
+    plan = Plan.proportional(speeds, global_batch, stage, most)
+    assert plan.global_batch == global_batch
+    for rank, speed in enumerate(speeds):
+        fair = global_batch * speed / sum(speeds)
+        assert abs(plan.samples(rank) - fair) < 1 + 1e-6 * global_batch
+        assert max(plan.micro_batches[rank], default=0) <= most
+        if stage < 2:
+            assert plan.passes(rank) == -(-plan.samples(rank) // most)
+    if stage >= 2:
+        assert plan.passes(0) == max(-(-plan.samples(r) // most) for r in range(len(speeds)))
+        for passes in plan.micro_batches:
+            assert sorted(passes) == list(passes)
+            assert passes[-1] - passes[0] <= 1
+
+
+def test_proportional_takes_shares_and_a_limit_per_rank():
+    plan = Plan.proportional([1, 1], 8, 0, [4, 0], shares=(0.75, 0.25))
+    assert plan.micro_batches == ((4, 4), ())
+    assert plan.shares == (0.75, 0.25)
+
+
+@pytest.mark.parametrize(
+    ("speeds", "most", "complaint"),
+    [
+        ([1, -1], 4, "rank 1: a speed must be finite and 0 or more, got -1"),
+        ([math.inf, 1], 4, "rank 0: a speed must be finite"),
+        ([0, 0], 4, "no rank can take a sample"),
+        ([1, 0], [0, 4], "no rank can take a sample"),
+        ([1, 1], [4], "1 values of max_micro_batch for 2 speeds"),
+        ([1, 1], 0, "max_micro_batch must be at least 1, got 0"),
+        ([], 4, "no rank can take a sample"),
+    ],
+)
+def test_proportional_says_what_it_cannot_plan_for(speeds, most, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        Plan.proportional(speeds, 8, 0, most)
+
+
+# Short batches
+
+
+@given(plan=plans, data=st.data())
+def test_a_short_batch_is_cut_like_a_whole_one(plan, data):
+    planned = [plan.samples(rank) for rank in range(plan.world_size)]
+    working = sum(count > 0 for count in planned)
+    samples = data.draw(st.integers(working, plan.global_batch))
+    cut = plan.cut(samples)
+    assert sum(cut) == samples
+    assert samples < plan.global_batch or list(cut) == planned
+    quotas = [count * samples / plan.global_batch for count in planned]
+    nobody_falls_below_one = all(quota >= 1 for quota in quotas if quota)
+    for count, whole, quota in zip(cut, planned, quotas, strict=True):
+        assert min(whole, 1) <= count <= whole
+        assert abs(count - quota) < 1 or not nobody_falls_below_one
+
+
+def test_a_short_batch_keeps_one_sample_for_every_rank_that_works():
+    plan = Plan.manual("1,0,1,98", stage=0)
+    assert plan.cut(100) == (1, 0, 1, 98)
+    assert plan.cut(50) == (1, 0, 1, 48)
+    assert plan.cut(3) == (1, 0, 1, 1)
+
+
+def test_a_batch_that_cannot_be_cut_is_refused():
+    plan = Plan.manual("1,0,1,98", stage=0)
+    with pytest.raises(ValueError, match="2 samples cannot give one to each of the 3 ranks"):
+        plan.cut(2)
+    with pytest.raises(ValueError, match="101 samples, but the plan's is 100"):
+        plan.cut(101)
+
+
+def test_a_ranks_samples_fill_its_passes_one_by_one():
+    plan = Plan(stage=2, global_batch=13, micro_batches=((1, 4, 4), (0, 2, 2)), shares=(0.5, 0.5))
+    assert plan.micro_batch_sizes(0, 9) == (1, 4, 4)
+    assert plan.micro_batch_sizes(0, 4) == (1, 3, 0)
+    assert plan.micro_batch_sizes(1, 1) == (0, 1, 0)
+    assert plan.micro_batch_sizes(1, 0) == (0, 0, 0)
+    with pytest.raises(ValueError, match=r"rank 1: a batch of 5 samples, .* gives this rank 4"):
+        plan.micro_batch_sizes(1, 5)
+
+
+@given(plan=plans, data=st.data())
+def test_no_pass_of_a_short_batch_is_larger_than_planned(plan, data):
+    for rank, planned in enumerate(plan.micro_batches):
+        samples = data.draw(st.integers(0, sum(planned)))
+        sizes = plan.micro_batch_sizes(rank, samples)
+        assert sum(sizes) == samples
+        assert len(sizes) == len(planned)
+        assert all(size <= whole for size, whole in zip(sizes, planned, strict=True))
+
+
+# Files
+
+
+@given(plan=plans)
+def test_a_plan_is_the_same_after_json(plan):
+    again = Plan.from_dict(json.loads(json.dumps(plan.to_dict())))
+    assert again == plan
+    assert again.digest() == plan.digest()
+
+
+def test_a_plan_is_the_same_after_a_file(tmp_path):
+    units = (
+        UnitPlan("layers.0", STRATEGIES[3], keep_gathered=True),
+        UnitPlan("layers.1", STRATEGIES[3], shares=(0.5, 0.25, 0.25), transport="direct"),
+    )
+    plan = spelled_out(units=units, prediction={"step_seconds": 1.5})
+    plan.to_json(tmp_path / "plan.json")
+    again = Plan.from_json(tmp_path / "plan.json")
+    assert again == plan
+    assert again.prediction == {"step_seconds": 1.5}
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"version": None}, "no field 'version': this is not a plan"),
+        ({"version": 7}, "plan format 7, but this version of Poplar reads format 1"),
+        ({"shares": None, "stage": None}, r"missing \['shares', 'stage'\]"),
+        ({"sharess": [1]}, r"unknown \['sharess'\]"),
+        ({"micro_batches": 3}, "one tuple of passes per rank"),
+        ({"global_batch": "12"}, "global_batch must be a whole number, got '12'"),
+        ({"units": [{"name": "a"}]}, r"this unit .* missing \['strategy'\]"),
+        ({"units": ["a"]}, "a unit of a plan is a JSON object, got 'a'"),
+        ({"units": 3}, "units must be a list of units, got 3"),
+        ({"prediction": 3}, "prediction must be an object with names and values, or None, got 3"),
+    ],
+)
+def test_a_file_with_wrong_fields_names_itself_and_what_is_wrong(tmp_path, changes, complaint):
+    content = {**spelled_out().to_dict(), **changes}
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
+    with pytest.raises(ValueError, match=rf"plan\.json: .*{complaint}"):
+        Plan.from_json(path)
+
+
+@pytest.mark.parametrize("content", [b"", b'{"version": 1, "sta', b"\xff\xfe\x00"])
+def test_a_damaged_file_is_called_damaged(tmp_path, content):
+    path = tmp_path / "plan.json"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"plan\.json is damaged"):
+        Plan.from_json(path)
+
+
+def test_a_file_with_other_json_is_no_plan(tmp_path):
+    path = tmp_path / "plan.json"
+    path.write_text("[1, 2]")
+    with pytest.raises(ValueError, match=r"plan\.json: a plan is a JSON object, got list"):
+        Plan.from_json(path)
+
+
+# What a person reads
+
+
+def test_a_plan_prints_as_a_table():
+    plan = Plan(
+        stage=0, global_batch=29, micro_batches=((3, 8, 8), (10,), ()), shares=(0.5, 0.475, 0.025)
+    )
+    assert str(plan).splitlines() == [
+        "stage 0 (replicated), global batch 29, 3 ranks",
+        "rank  samples  passes      share",
+        "   0       19  1x3 + 2x8  50.0 %",
+        "   1       10  1x10       47.5 %",
+        "   2        0  none        2.5 %",
+    ]
+
+
+def test_a_plan_for_many_ranks_prints_equal_neighbours_as_one_line():
+    plan = Plan.proportional([2.0] * 999 + [1.0], 1999, 2, 8)
+    lines = str(plan).splitlines()
+    assert len(lines) == 4
+    assert lines[2].split() == ["0-998", "2", "1x2", "0.1", "%"]
+    assert lines[3].split() == ["999", "1", "1x1", "0.1", "%"]
+
+
+def predicted(**changes) -> dict:
+    return {
+        "step_seconds": 1.05,
+        "samples_per_second": 27.6,
+        "compute_seconds": [0.95, 0.0421, 0.0],
+        "memory_bytes": [3.1 * 2**30, 700 * 2**20, 2**30],
+        "memory_limit_bytes": [8 * 2**30, 900 * 2**20, 4 * 2**30],
+        "busy_fraction": [0.924, 0.05, 0.0],
+        "bound": "rank 0's compute (92 % busy)",
+        "optimality_gap": 0.0,
+        "devices": ["RTX 4090", "T4", "T4"],
+        **changes,
+    }
+
+
+def test_a_predicted_plan_prints_what_it_costs_each_rank_and_what_bounds_it():
+    plan = Plan(
+        stage=0,
+        global_batch=29,
+        micro_batches=((3, 8, 8), (10,), ()),
+        shares=(0.5, 0.475, 0.025),
+        prediction=predicted(),
+    )
+    assert str(plan).splitlines() == [
+        "stage 0 (replicated), global batch 29, 3 ranks",
+        "rank  device    samples  passes      share  compute          memory  busy",
+        "   0  RTX 4090       19  1x3 + 2x8  50.0 %   0.95 s  3.1 of 8.0 GiB  92 %",
+        "   1  T4             10  1x10       47.5 %  42.1 ms  700 of 900 MiB   5 %",
+        "   2  T4              0  none        2.5 %     0 ms  1.0 of 4.0 GiB   0 %",
+        "predicted 1.05 s a step, 27.6 samples/s; bound by rank 0's compute (92 % busy)",
+    ]
+
+
+def test_a_prediction_from_elsewhere_is_shown_as_far_as_it_goes():
+    plan = spelled_out(prediction={"step_seconds": 0.02, "memory_bytes": [1], "note": "mine"})
+    lines = str(plan).splitlines()
+    assert lines[:-1] == str(spelled_out()).splitlines()
+    assert lines[-1] == "predicted 20 ms a step"
+    fast = spelled_out(prediction=predicted(samples_per_second=1234.5, optimality_gap=0.0031))
+    assert "1234 samples/s" in str(fast)
+    assert str(fast).endswith("; at most 0.31 % from the fastest plan")

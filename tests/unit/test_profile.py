@@ -1,0 +1,270 @@
+"""Profiles are values: curves are monotone, files come back the same, mistakes are named."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import random
+from itertools import pairwise
+
+import planning_oracle
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from poplar.profile import BatchPoint, ClusterProfile, DeviceProfile, ModelProfile, NetworkProfile
+
+points = st.lists(
+    st.tuples(st.integers(1, 200), st.floats(1e-6, 10.0), st.integers(0, 10**9)),
+    min_size=1,
+    max_size=8,
+    unique_by=lambda point: point[0],
+).map(
+    lambda drawn: tuple(
+        BatchPoint(batch=batch, seconds=seconds, activation_bytes=size)
+        for batch, seconds, size in sorted(drawn)
+    )
+)
+
+
+def profile_of(points, **changes) -> DeviceProfile:
+    return DeviceProfile(
+        **{
+            "name": "a device",
+            "memory_bytes": 10**9,
+            "points": points,
+            "optimizer_seconds": 0.1,
+            **changes,
+        }
+    )
+
+
+def three_points(*seconds) -> tuple[BatchPoint, ...]:
+    return tuple(
+        BatchPoint(batch=batch, seconds=time, activation_bytes=100 * batch)
+        for batch, time in zip((2, 4, 8), seconds, strict=True)
+    )
+
+
+def a_cluster(seed=1, ranks=3) -> ClusterProfile:
+    cluster = planning_oracle.random_cluster(random.Random(seed), ranks, 2)
+    return dataclasses.replace(cluster, identity={"model": "a model"}, notes=("rank 0 was hot",))
+
+
+# Curves
+
+
+def test_curves_pass_through_their_points_and_are_straight_in_between():
+    device = profile_of(three_points(1.0, 1.5, 3.5))
+    assert [device.seconds(batch) for batch in (2, 3, 4, 6, 8)] == [1.0, 1.25, 1.5, 2.5, 3.5]
+    assert [device.activation_bytes(batch) for batch in (2, 3, 8)] == [200, 300, 800]
+    assert device.max_batch == 8
+
+
+def test_below_the_first_point_the_first_line_goes_on_down_to_proportion():
+    assert profile_of(three_points(1.0, 1.5, 3.5)).seconds(1) == 0.75
+    steep = profile_of(three_points(1.0, 5.0, 9.0))
+    assert steep.seconds(1) == 0.5
+    single = profile_of((BatchPoint(batch=4, seconds=1.0, activation_bytes=8),))
+    assert [single.seconds(batch) for batch in (0, 1, 4)] == [0.0, 1.0, 1.0]
+
+
+def test_nothing_is_assumed_beyond_what_was_measured():
+    device = profile_of(three_points(1.0, 1.5, 3.5))
+    assert device.seconds(9) == math.inf
+    assert device.activation_bytes(9) == math.inf
+    assert device.seconds(0) == device.activation_bytes(0) == 0.0
+
+
+def test_points_that_noise_put_out_of_order_take_their_mean():
+    device = profile_of(three_points(1.0, 3.0, 2.0))
+    assert [device.seconds(batch) for batch in (2, 4, 8)] == [1.0, 2.5, 2.5]
+
+
+@given(points=points)
+def test_curves_never_fall(points):
+    device = profile_of(points)
+    batches = range(device.max_batch + 1)
+    for curve in (device.seconds, device.activation_bytes):
+        values = [curve(batch) for batch in batches]
+        assert all(a <= b + 1e-9 * abs(b) for a, b in pairwise(values))
+        assert values[0] == 0.0
+    assert all(device.seconds(batch) > 0 for batch in batches[1:])
+    assert all(device.activation_bytes(p.batch) >= p.activation_bytes for p in device.points)
+
+
+def test_the_optimizer_is_a_line_above_its_latency():
+    device = profile_of(three_points(1, 2, 3), optimizer_latency_seconds=0.02)
+    shares = (0.0, 0.5, 1.0)
+    assert [device.optimizer_step_seconds(s) for s in shares] == pytest.approx([0.0, 0.06, 0.1])
+    only = profile_of(three_points(1, 2, 3), optimizer_latency_seconds=0.5)
+    assert [only.optimizer_step_seconds(s) for s in shares] == pytest.approx([0.0, 0.1, 0.1])
+
+
+# Values that cannot be
+
+
+@pytest.mark.parametrize(
+    ("make", "complaint"),
+    [
+        (lambda: BatchPoint(batch=0, seconds=1.0, activation_bytes=0), "batch must be at least 1"),
+        (lambda: BatchPoint(batch=1, seconds=0.0, activation_bytes=0), "above 0, got 0.0"),
+        (lambda: BatchPoint(batch=1, seconds=math.nan, activation_bytes=0), "above 0, got nan"),
+        (lambda: BatchPoint(batch=1, seconds=1.0, activation_bytes=-1), "activation_bytes must be"),
+        (lambda: BatchPoint(batch=1, seconds=math.inf, activation_bytes=0), "above 0, got inf"),
+        (lambda: BatchPoint(batch=1, seconds=-1.0, activation_bytes=0), "above 0, got -1.0"),
+        (lambda: with_spread(-0.1), "spread_seconds must be finite and 0 or more, got -0.1"),
+        (lambda: with_spread(math.nan), "spread_seconds must be finite and 0 or more, got nan"),
+        (lambda: profile_of(three_points(1, 2, 3), optimizer_seconds=-1.0), "0 or more, got -1.0"),
+        (lambda: profile_of(three_points(1, 2, 3), peak_flops=0.0), "peak_flops must be finite"),
+        (lambda: profile_of(three_points(1, 2, 3), peak_flops=math.nan), "peak_flops must be"),
+        (lambda: profile_of(()), "'a device' has no points"),
+        (lambda: profile_of(three_points(1, 2, 3)[::-1]), "ascending batches, got .8, 4, 2."),
+        (lambda: profile_of(three_points(1, 2, 3), memory_bytes=-1), "memory_bytes must be"),
+        (lambda: profile_of(three_points(1, 2, 3), optimizer_seconds=math.inf), "must be finite"),
+        (
+            lambda: profile_of(three_points(1, 2, 3), pass_overhead_seconds=(0.0,)),
+            "pass_overhead_seconds must have one finite number per stage",
+        ),
+        (lambda: ModelProfile(unit_numels=()), "unit_numels must have at least one entry"),
+        (lambda: ModelProfile(unit_numels=(0,)), "unit_numels must be at least 1"),
+        (lambda: ModelProfile(unit_numels=(1,), grad_bytes=-1.0), "grad_bytes must be at least 0"),
+        (lambda: ModelProfile(unit_numels=(1,), param_bytes=math.nan), "at least 0, got nan"),
+        (
+            lambda: ModelProfile(unit_numels=(1, 2), unit_names=("a",)),
+            "unit_names must have one entry for each of the 2 units, or none, got 1",
+        ),
+        (
+            lambda: ModelProfile(unit_numels=(1, 2), unit_names=("a", "a")),
+            r"unit_names must differ, but \['a'\] come more than once",
+        ),
+        (
+            lambda: ModelProfile(unit_numels=(1,), unit_names=(1,)),
+            "unit_names must be strings, got 1",
+        ),
+        (lambda: dataclasses.replace(a_cluster(), devices=()), "at least one device"),
+        (
+            lambda: dataclasses.replace(a_cluster(), devices=a_cluster().devices[:2]),
+            "the network profile is for 3 ranks, but there are 2 devices",
+        ),
+        (lambda: dataclasses.replace(a_cluster(), overlap=1.5), "overlap must lie between 0 and 1"),
+    ],
+)
+def test_values_that_cannot_be_say_what_is_wrong(make, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        make()
+
+
+def test_a_network_needs_both_rates_of_every_rank():
+    with pytest.raises(ValueError, match="one entry per rank"):
+        NetworkProfile(
+            reduce_scatter_seconds=0.1,
+            all_gather_seconds=0.1,
+            send_seconds_per_byte=(1e-9, 1e-9),
+            receive_seconds_per_byte=(1e-9,),
+        )
+
+
+def with_spread(spread) -> DeviceProfile:
+    return profile_of(
+        tuple(dataclasses.replace(p, spread_seconds=spread) for p in three_points(1, 2, 3))
+    )
+
+
+def test_how_sure_points_are_changes_neither_the_curve_nor_which_devices_are_equal():
+    sure, unsure = with_spread(0.0), with_spread(0.2)
+    assert [sure.seconds(b) for b in range(10)] == [unsure.seconds(b) for b in range(10)]
+    assert sure.costs == unsure.costs
+    assert sure.seconds_within(4) == (2.0, 2.0)
+    assert unsure.seconds_within(4) == pytest.approx((1.6, 2.4))
+
+
+# Files
+
+
+@given(seed=st.integers(0, 2**32), ranks=st.integers(1, 4))
+def test_a_profile_is_the_same_after_json(seed, ranks):
+    cluster = a_cluster(seed, ranks)
+    again = ClusterProfile.from_dict(json.loads(json.dumps(cluster.to_dict())))
+    assert again == cluster
+    assert hash(again) == hash(cluster)
+
+
+def test_how_sure_points_are_is_kept(tmp_path):
+    cluster = dataclasses.replace(a_cluster(), devices=(with_spread(0.2),) * 3)
+    cluster.to_json(tmp_path / "profile.json")
+    again = ClusterProfile.from_json(tmp_path / "profile.json")
+    assert [point.spread_seconds for point in again.devices[0].points] == [0.2] * 3
+
+
+def test_a_profile_is_the_same_after_a_file(tmp_path):
+    a_cluster().to_json(tmp_path / "profile.json")
+    assert ClusterProfile.from_json(tmp_path / "profile.json") == a_cluster()
+
+
+def test_names_of_units_come_back_from_json_and_may_be_missing_there():
+    cluster = a_cluster()
+    names = tuple(f"layers.{number}" for number in range(len(cluster.model.unit_numels)))
+    model = dataclasses.replace(cluster.model, unit_names=names)
+    named = dataclasses.replace(cluster, model=model)
+    content = json.loads(json.dumps(named.to_dict()))
+    assert ClusterProfile.from_dict(content) == named
+    del content["model"]["unit_names"]  # as written before units had names
+    assert ClusterProfile.from_dict(content).model.unit_names == ()
+
+
+def test_a_profile_cannot_be_changed():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        a_cluster().overlap = 1.0
+
+
+def test_a_profile_from_before_points_said_how_sure_they_are_is_read():
+    content = json.loads(json.dumps(a_cluster().to_dict()))
+    for device in content["devices"]:
+        for point in device["points"]:
+            del point["spread_seconds"]
+    assert ClusterProfile.from_dict(content) == a_cluster()
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        (b"", r"profile\.json is damaged or no JSON .*measure again"),
+        (b'{"version": 1, "dev', r"profile\.json is damaged or no JSON .*measure again"),
+        (b"\xff\xfe\x00", r"profile\.json is damaged or no JSON .*measure again"),
+        (b"[1, 2]", "not a profile that ClusterProfile.to_json wrote"),
+        (b'{"version": 9, "devices": []}', "profile format 9, but this .* reads format 1"),
+        (b'{"version": 1, "micro_batches": []}', "this is a plan, not a profile"),
+        (b'{"version": 1}', "not a profile of format 1"),
+        (b'{"version": 1, "devices": 3}', "not a profile of format 1: .*measure again"),
+    ],
+)
+def test_a_damaged_file_is_refused_and_named(tmp_path, content, complaint):
+    path = tmp_path / "profile.json"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=complaint):
+        ClusterProfile.from_json(path)
+
+
+@pytest.mark.parametrize(
+    ("where", "value", "complaint"),
+    [
+        (("overlap",), "much", "overlap must be float, got 'much'"),
+        (("surprise",), 1, r"ClusterProfile has no fields \['surprise'\]"),
+        (("model", "surprise"), 1, r"ModelProfile has no fields \['surprise'\]"),
+        (("devices", 0, "memory_bytes"), 1.5, "memory_bytes must be int, got 1.5"),
+        (("devices", 0, "points", 0, "seconds"), "1", "seconds must be float, got '1'"),
+        (("devices", 0, "points", 0, "seconds"), math.nan, "seconds must be finite and above 0"),
+        (("devices", 0, "optimizer_seconds"), -0.1, "optimizer_seconds must be finite and 0"),
+        (("network", "all_gather_seconds"), -1.0, "all_gather_seconds must be finite and 0"),
+    ],
+)
+def test_a_file_with_values_that_no_profile_has_is_refused(where, value, complaint):
+    content = json.loads(json.dumps(a_cluster().to_dict()))
+    place = content
+    for key in where[:-1]:
+        place = place[key]
+    place[where[-1]] = value
+    with pytest.raises(ValueError, match=complaint):
+        ClusterProfile.from_dict(content)

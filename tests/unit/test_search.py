@@ -1,0 +1,506 @@
+"""`search` finds what exhaustive search finds, and does what a person expects of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+
+import planning_oracle
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planning_oracle import STAGES, Oracle
+
+from poplar import _core
+from poplar.errors import PoplarError
+from poplar.planner.batch_allocation import smallest
+from poplar.planner.prediction import predict
+from poplar.planner.search import NoPlanFits, alternatives, search
+from poplar.planner.shard_allocation import settle
+from poplar.profile import BatchPoint, ClusterProfile, DeviceProfile, ModelProfile, NetworkProfile
+
+LARGEST_GLOBAL_BATCH = {1: 8, 2: 6, 3: 4}
+SHARE_STEPS = {1: 1, 2: 12, 3: 5}
+SEEDS_PER_TEST = 80
+LARGER_CLUSTERS = 250
+
+
+def best_found(cluster, **wanted):
+    """The fastest plan, even shares not preferred; None if nothing fits."""
+    try:
+        return search(cluster, preference=0.0, **wanted)
+    except NoPlanFits:
+        return None
+
+
+def seconds_of(plan):
+    return math.inf if plan is None else plan.prediction["step_seconds"]
+
+
+def some_shares(oracle, global_batch, draw):
+    """A grid, and shares at which a rank is just full; one of them where nothing is sharded."""
+    if oracle.stage == 0:
+        return [(1 / oracle.n,) * oracle.n]
+    shares = planning_oracle.share_grid(oracle.n, SHARE_STEPS[oracle.n])
+    shares += planning_oracle.critical_shares(oracle, global_batch)
+    return shares if len(shares) <= 40 else draw.sample(shares, 40)
+
+
+@pytest.mark.parametrize("first_seed", range(0, 4 * SEEDS_PER_TEST, SEEDS_PER_TEST))
+@pytest.mark.parametrize("stage", STAGES)
+def test_no_plan_is_faster_than_the_one_that_search_finds(stage, first_seed):
+    fitting = 0
+    for seed in range(first_seed, first_seed + SEEDS_PER_TEST):
+        draw = random.Random(4 * seed + stage)
+        ranks = draw.choice((1, 2, 2, 2, 3, 3))
+        global_batch = draw.randint(1, LARGEST_GLOBAL_BATCH[ranks])
+        cluster = planning_oracle.random_cluster(draw, ranks, stage)
+        oracle = Oracle(cluster, stage)
+        plan = best_found(cluster, global_batch=global_batch, stages=(stage,))
+        shares = some_shares(oracle, global_batch, draw)
+        if plan is not None:
+            fitting += 1
+            shares.append(plan.shares)
+            assert oracle.fits(plan.micro_batches, plan.shares, slack=1.0), seed
+            own = oracle.seconds(plan.micro_batches, plan.shares)
+            assert seconds_of(plan) == pytest.approx(own, rel=1e-9), seed
+        least = oracle.best(global_batch, shares)
+        assert seconds_of(plan) <= least * (1 + 1e-9), f"seed {seed}: {ranks} ranks"
+    assert fitting > SEEDS_PER_TEST / 2
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_nor_with_more_ranks_and_samples(stage):
+    """Where all plans are too many to be listed, a plain dynamic programme finds the best."""
+    fitting = 0
+    for seed in range(LARGER_CLUSTERS):
+        draw = random.Random(9 * seed + stage)
+        ranks, global_batch = draw.choice((2, 3, 3, 4)), draw.randint(5, 24)
+        cluster = planning_oracle.random_cluster(draw, ranks, stage)
+        oracle = Oracle(cluster, stage)
+        plan = best_found(cluster, global_batch=global_batch, stages=(stage,))
+        shares = [(1 / ranks,) * ranks]
+        if stage:
+            several = planning_oracle.share_grid(ranks, 4)
+            several += planning_oracle.critical_shares(oracle, global_batch)
+            shares += draw.sample(several, min(8, len(several)))
+        if plan is not None:
+            fitting += 1
+            shares.append(plan.shares)
+            own = oracle.seconds(plan.micro_batches, plan.shares)
+            assert seconds_of(plan) == pytest.approx(own, rel=1e-9), seed
+        least = oracle.best_by_programme(global_batch, shares)
+        gap = 0.0 if plan is None else plan.prediction["optimality_gap"]
+        assert seconds_of(plan) * (1 - gap) <= least * (1 + 1e-9), f"seed {seed}: {ranks} ranks"
+        if plan is not None and oracle.fits(plan.micro_batches, plan.shares):  # to the last byte
+            assert least <= own * (1 + 1e-9), f"seed {seed}: the programme missed a plan"
+    assert fitting > LARGER_CLUSTERS / 2
+
+
+def device(speed=1.0, *, memory=10**9, latency=0.02, largest=16, sample_bytes=10**6, **changes):
+    """A device whose passes take a latency and then time in proportion."""
+    batches = [2**power for power in range(largest.bit_length())]
+    return DeviceProfile(
+        **{
+            "name": f"device of speed {speed}",
+            "memory_bytes": memory,
+            "points": tuple(
+                BatchPoint(
+                    batch=batch,
+                    seconds=(latency + 0.01 * batch) / speed,
+                    activation_bytes=sample_bytes * batch,
+                )
+                for batch in batches
+            ),
+            "optimizer_seconds": 0.01,
+            **changes,
+        }
+    )
+
+
+def cluster_of(*devices, overlap=0.0, communication=0.01, **changes):
+    rates = (1e-9,) * len(devices)
+    return ClusterProfile(
+        **{
+            "devices": devices,
+            "model": ModelProfile(unit_numels=(10**6,) * 4),
+            "network": NetworkProfile(
+                reduce_scatter_seconds=communication,
+                all_gather_seconds=communication,
+                send_seconds_per_byte=rates,
+                receive_seconds_per_byte=rates,
+            ),
+            "overlap": overlap,
+            **changes,
+        }
+    )
+
+
+# What a person expects
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_equal_ranks_get_an_even_plan(stage):
+    plan = search(cluster_of(device(), device(), device()), global_batch=48, stages=(stage,))
+    assert plan.micro_batches == ((16,), (16,), (16,))
+    assert plan.shares == pytest.approx((1 / 3,) * 3)
+    assert plan.prediction["optimality_gap"] == 0.0
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_faster_rank_gets_more_samples(stage):
+    plan = search(cluster_of(device(3.0), device(1.0)), global_batch=16, stages=(stage,))
+    assert plan.samples(0) > 2 * plan.samples(1) > 0
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_rank_that_is_far_too_slow_gets_no_samples(stage):
+    plan = search(cluster_of(device(100.0), device(1.0)), global_batch=4, stages=(stage,))
+    assert plan.samples(1) == 0
+
+
+def test_a_rank_without_room_for_a_sample_still_owns_state():
+    roomy, full = device(memory=90 * 10**6), device(memory=60 * 10**6, sample_bytes=10**9)
+    plan = search(cluster_of(roomy, full), global_batch=8, stages=(3,))
+    assert plan.samples(1) == 0
+    assert plan.shares[1] > 0.4
+
+
+def test_a_rank_without_room_for_state_may_work():
+    roomy, full = device(memory=200 * 10**6), device(memory=50 * 10**6)
+    plan = search(cluster_of(roomy, full), global_batch=16, stages=(2,))
+    assert plan.samples(1) > 0
+    assert plan.shares[1] < 0.25
+
+
+def test_even_shares_are_kept_where_others_hardly_help():
+    slow_optimizer = device(optimizer_seconds=0.0105)
+    cluster = cluster_of(slow_optimizer, device(), communication=0.0)
+    plan = search(cluster, global_batch=32, stages=(1,))
+    assert plan.shares == (0.5, 0.5)
+    assert 0.0 < plan.prediction["optimality_gap"] < 1e-3
+    fastest = search(cluster, global_batch=32, stages=(1,), preference=0.0)
+    assert fastest.shares[0] < 0.5
+    assert seconds_of(fastest) < seconds_of(plan) < seconds_of(fastest) * 1.001
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_fewer_passes_are_preferred_where_they_cost_nothing(stage):
+    noisy = device(latency=0.0, largest=32)
+    points = list(noisy.points)
+    points[2] = dataclasses.replace(points[2], seconds=points[2].seconds * 0.9995)
+    noisy = dataclasses.replace(noisy, points=tuple(points))
+    plan = search(cluster_of(noisy, noisy), global_batch=96, stages=(stage,))
+    assert plan.micro_batches == ((24, 24), (24, 24))
+    fastest = best_found(cluster_of(noisy, noisy), global_batch=96, stages=(stage,))
+    assert fastest.micro_batches == ((4,) * 12, (4,) * 12)
+
+
+def test_the_cheapest_stage_is_chosen_and_ties_need_less_memory():
+    plans = alternatives(cluster_of(device(), device()), global_batch=32)
+    assert [seconds_of(plan) for plan in plans] == sorted(map(seconds_of, plans))
+    assert {plan.stage for plan in plans} == set(STAGES)
+    assert plans[0] == search(cluster_of(device(), device()), global_batch=32)
+    alone = alternatives(cluster_of(device(), communication=0.0), global_batch=8)
+    assert len({seconds_of(plan) for plan in alone}) == 1
+    needs = [sum(plan.prediction["memory_bytes"]) for plan in alone]
+    assert needs == sorted(needs)
+
+
+def test_stages_that_do_not_fit_are_left_out():
+    small = device(memory=70 * 10**6)
+    plans = alternatives(cluster_of(small, small), global_batch=8)
+    assert 0 not in {plan.stage for plan in plans}
+    assert {2, 3} <= {plan.stage for plan in plans}
+
+
+def test_max_micro_batch_is_kept():
+    plan = search(cluster_of(device(), device()), global_batch=32, max_micro_batch=3)
+    assert max(map(max, plan.micro_batches)) <= 3
+    assert plan.global_batch == 32
+
+
+def test_a_plan_says_what_it_was_made_for():
+    plan = search(cluster_of(device(2.0), device()), global_batch=8)
+    assert plan.prediction["devices"] == ["device of speed 2.0", "device of speed 1.0"]
+    assert plan.prediction["memory_limit_bytes"] == [10**9, 10**9]
+    assert plan.prediction["policy"] == "exact"
+    assert type(plan).from_dict(plan.to_dict()).prediction == plan.prediction
+
+
+def test_eight_unequal_ranks_with_little_memory_are_planned_close_to_the_optimum():
+    draw = random.Random(3)
+    devices = [
+        device(draw.choice((1.0, 2.0, 4.0)) * (1 + 0.02 * draw.random()), memory=memory * 10**6)
+        for memory in (50, 60, 80, 120) * 2
+    ]
+    plan = search(cluster_of(*devices, overlap=0.5), global_batch=128, stages=(3,))
+    assert plan.prediction["optimality_gap"] < 0.03
+    assert predict(cluster_of(*devices, overlap=0.5), plan).step_seconds == seconds_of(plan)
+
+
+def test_a_global_batch_of_thousands_is_planned():
+    plan = search(cluster_of(device(4.0), device(), largest := device(2.0)), global_batch=5000)
+    assert plan.global_batch == 5000
+    assert max(map(max, plan.micro_batches)) <= largest.max_batch
+
+
+# What nobody can plan
+
+
+def test_where_nothing_fits_the_error_says_what_is_missing_and_where():
+    small = device(memory=10 * 10**6)
+    complaint = r"rank 0 \(device of speed 1.0\) needs at least .* may use 9.1 MiB: .* too little"
+    for stages in (STAGES, *((stage,) for stage in STAGES)):
+        with pytest.raises(NoPlanFits, match=complaint):
+            search(cluster_of(small, small), global_batch=4, stages=stages)
+    assert issubclass(NoPlanFits, (PoplarError, ValueError))
+
+
+def test_state_that_all_ranks_together_cannot_hold_is_said_so():
+    full = device(memory=48 * 10**6)
+    with pytest.raises(NoPlanFits, match=r"needs at least .* for one sample and .* % of the"):
+        search(cluster_of(full, full), global_batch=4, stages=(2,))
+
+
+def test_samples_that_no_rank_can_hold_are_said_so():
+    full = device(memory=100 * 10**6, sample_bytes=10**9)
+    with pytest.raises(NoPlanFits, match="for one sample"):
+        search(cluster_of(full, full), global_batch=4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"global_batch": 0}, "global_batch must be a whole number, at least 1, got 0"),
+        ({"global_batch": 2.0}, r"global_batch must be a whole number, at least 1, got 2\.0"),
+        ({"max_micro_batch": 0}, "max_micro_batch must be a whole number, at least 1, got 0"),
+        ({"stages": ()}, r"stages must be some of \(0, 1, 2, 3\), got \(\)"),
+        ({"stages": (4,)}, r"stages must be some of .* got \(4,\)"),
+        ({"stages": 2}, r"stages must be some of .* got 2$"),
+        ({"stages": "01"}, r"stages must be some of .* got '01'"),
+        ({"stages": (True,)}, r"stages must be some of .* got \(True,\)"),
+        ({"stages": (0, "a")}, r"stages must be some of .* got \(0, 'a'\)"),
+        ({"preference": -0.1}, r"preference must be finite and 0 or more, got -0\.1"),
+        ({"preference": math.nan}, "preference must be finite and 0 or more, got nan"),
+        ({"policy": "best"}, "unknown policy 'best'; known are exact, even, flops, paper"),
+    ],
+)
+def test_arguments_that_cannot_be_are_refused(changes, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        search(cluster_of(device()), **{"global_batch": 8, **changes})
+
+
+# Properties
+
+seeds = st.integers(0, 2**32)
+stages = st.sampled_from(STAGES)
+few = settings(max_examples=60, deadline=None)
+
+
+def drawn(seed, stage, ranks=(1, 2, 3)):
+    draw = random.Random(seed)
+    return draw, planning_oracle.random_cluster(draw, draw.choice(ranks), stage)
+
+
+@given(seed=seeds, stage=stages, global_batch=st.integers(1, 40))
+@few
+def test_the_same_question_has_the_same_answer(seed, stage, global_batch):
+    _, cluster = drawn(seed, stage)
+    first = best_found(cluster, global_batch=global_batch, stages=(stage,))
+    again = best_found(cluster, global_batch=global_batch, stages=(stage,))
+    assert first == again
+    assert first is None or first.prediction == again.prediction
+
+
+def within_gap(faster, slower):
+    """What `faster` may cost at most if it must not be slower than `slower`."""
+    gap = 0.0 if faster is None else faster.prediction["optimality_gap"]
+    return seconds_of(slower) * (1 + 1e-9) / (1 - gap)
+
+
+@given(seed=seeds, stage=stages, global_batch=st.integers(1, 40), more=st.floats(1.0, 3.0))
+@few
+def test_more_memory_is_never_slower(seed, stage, global_batch, more):
+    draw, cluster = drawn(seed, stage)
+    rank = draw.randrange(cluster.world_size)
+    devices = list(cluster.devices)
+    devices[rank] = dataclasses.replace(
+        devices[rank], memory_bytes=int(devices[rank].memory_bytes * more)
+    )
+    larger = dataclasses.replace(cluster, devices=tuple(devices))
+    before = best_found(cluster, global_batch=global_batch, stages=(stage,))
+    after = best_found(larger, global_batch=global_batch, stages=(stage,))
+    assert seconds_of(after) <= within_gap(after, before)
+
+
+@given(seed=seeds, stage=stages, global_batch=st.integers(1, 40), factor=st.floats(0.2, 1.0))
+@few
+def test_a_faster_device_is_never_slower(seed, stage, global_batch, factor):
+    draw, cluster = drawn(seed, stage)
+    rank = draw.randrange(cluster.world_size)
+    devices = list(cluster.devices)
+    devices[rank] = dataclasses.replace(
+        devices[rank],
+        points=tuple(
+            dataclasses.replace(point, seconds=point.seconds * factor)
+            for point in devices[rank].points
+        ),
+        optimizer_seconds=devices[rank].optimizer_seconds * factor,
+    )
+    # Communication hides under a pass: with overlap a shorter pass can show more of it.
+    slower = dataclasses.replace(cluster, overlap=0.0)
+    faster = dataclasses.replace(slower, devices=tuple(devices))
+    before = best_found(slower, global_batch=global_batch, stages=(stage,))
+    after = best_found(faster, global_batch=global_batch, stages=(stage,))
+    assert seconds_of(after) <= within_gap(after, before)
+
+
+@given(seed=seeds, stage=stages, global_batch=st.integers(1, 24), factor=st.floats(0.2, 1.0))
+@few
+def test_a_faster_network_is_never_slower(seed, stage, global_batch, factor):
+    _, slower = drawn(seed, stage)
+    network = slower.network
+    faster = dataclasses.replace(
+        slower,
+        network=dataclasses.replace(
+            network,
+            reduce_scatter_seconds=factor * network.reduce_scatter_seconds,
+            all_gather_seconds=factor * network.all_gather_seconds,
+        ),
+    )
+    before = best_found(slower, global_batch=global_batch, stages=(stage,))
+    after = best_found(faster, global_batch=global_batch, stages=(stage,))
+    assert seconds_of(after) <= within_gap(after, before)
+
+
+@given(seed=seeds, stage=stages, global_batch=st.integers(1, 24))
+@few
+def test_more_samples_take_longer_but_not_longer_than_in_proportion(seed, stage, global_batch):
+    _, cluster = drawn(seed, stage)
+    some = best_found(cluster, global_batch=global_batch, stages=(stage,))
+    more = best_found(cluster, global_batch=global_batch + 1, stages=(stage,))
+    twice = best_found(cluster, global_batch=2 * global_batch, stages=(stage,))
+    assert (some is None) == (more is None) == (twice is None)
+    if some is not None:
+        assert seconds_of(some) <= within_gap(some, more)
+        assert seconds_of(twice) <= 2 * within_gap(twice, some)
+
+
+@given(seed=seeds, stage=stages, global_batch=st.integers(1, 24))
+@few
+def test_the_order_of_the_ranks_changes_no_cost(seed, stage, global_batch):
+    draw, cluster = drawn(seed, stage, ranks=(2, 3, 4))
+    order = list(range(cluster.world_size))
+    draw.shuffle(order)
+    network = cluster.network
+    shuffled = dataclasses.replace(
+        cluster,
+        devices=tuple(cluster.devices[rank] for rank in order),
+        network=dataclasses.replace(
+            network,
+            send_seconds_per_byte=tuple(network.send_seconds_per_byte[r] for r in order),
+            receive_seconds_per_byte=tuple(network.receive_seconds_per_byte[r] for r in order),
+        ),
+    )
+    plan = best_found(cluster, global_batch=global_batch, stages=(stage,))
+    other = best_found(shuffled, global_batch=global_batch, stages=(stage,))
+    assert seconds_of(plan) <= within_gap(plan, other)
+    assert seconds_of(other) <= within_gap(other, plan)
+
+
+# The pieces
+
+
+@given(
+    parts=st.dictionaries(st.integers(1, 12), st.floats(0, 10), min_size=1),
+    total=st.integers(1, 30),
+    more=st.floats(0, 3),
+)
+def test_the_cheapest_cover_is_that_of_the_plain_programme(parts, total, more):
+    sizes = sorted({min(size, total) for size in parts})
+    costs = sorted(parts.values())[: len(sizes)]
+    last_costs = [cost + more * size for size, cost in zip(sizes, costs, strict=True)]
+    least = [0.0]
+    for n in range(1, total + 1):
+        least.append(min(least[max(0, n - m)] + c for m, c in zip(sizes, costs, strict=True)))
+    expected = min(least[max(0, total - m)] + c for m, c in zip(sizes, last_costs, strict=True))
+    found, (*others, last) = _core.cheapest_cover(sizes, costs, last_costs, total)
+    assert sum(others) + last == total
+    assert others == sorted(others)
+    assert found == pytest.approx(expected, rel=1e-9, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "costs", "dearest", "total"),
+    [
+        ([], [], [], 1),
+        ([1, 2], [1.0], [1.0, 2.0], 2),
+        ([1, 2], [1.0, 2.0], [1.0], 2),
+        ([0, 2], [1.0, 2.0], [1.0, 2.0], 2),
+        ([1, 2], [1.0, 2.0], [1.0, 2.0], 0),
+    ],
+)
+def test_parts_that_make_no_sense_are_refused(sizes, costs, dearest, total):
+    with pytest.raises(ValueError, match="cheapest_cover: parts of 1 or more"):
+        _core.cheapest_cover(sizes, costs, dearest, total)
+
+
+@given(
+    parts=st.lists(st.tuples(st.floats(0.01, 1.0), st.floats(0.0, 0.5)), min_size=1, max_size=40),
+    off=st.floats(-1e-12, 1e-12),
+)
+def test_shares_are_settled_within_their_bounds(parts, off):
+    total = math.fsum(part for part, _ in parts)
+    shares = [part / total * (1.0 + off) for part, _ in parts]
+    upper = [share + room for share, (_, room) in zip(shares, parts, strict=True)]
+    settled = settle(shares, upper)
+    assert all(0.0 <= share <= bound for share, bound in zip(settled, upper, strict=True))
+    if math.fsum(upper) >= 1.0 + 1e-9:
+        assert math.fsum(settled) == pytest.approx(1.0, abs=1e-15)
+    assert settled == pytest.approx(shares, abs=1e-11)
+
+
+@given(
+    sequences=st.lists(
+        st.tuples(st.lists(st.integers(0, 9)).map(sorted), st.integers(1, 3)),
+        min_size=1,
+        max_size=4,
+    ),
+    count=st.integers(1, 40),
+)
+def test_the_smallest_of_several_sequences_is_that_of_their_union(sequences, count):
+    union = sorted(value for values, copies in sequences for value in values * copies)
+    expected = union[count - 1] if count <= len(union) else math.inf
+    values = [lambda i, s=sequence: s[i - 1] for sequence, _ in sequences]
+    tops = [len(sequence) for sequence, _ in sequences]
+    assert smallest(values, tops, [copies for _, copies in sequences], count) == expected
+
+
+def test_a_hundred_ranks_that_all_differ_a_little_are_planned():
+    """As measured profiles are: the linear programmes have hundreds of rows."""
+    draw, ranks = random.Random(0), 96
+    devices = tuple(
+        DeviceProfile(
+            name="device",
+            memory_bytes=int(30e9 * (1 + 0.01 * draw.random())),
+            points=tuple(
+                BatchPoint(batch=b, seconds=0.01 * b * pace, activation_bytes=b << 28)
+                for b in (1, 4, 16, 64)
+            ),
+            optimizer_seconds=0.05,
+            optimizer_latency_seconds=0.0005,
+        )
+        for pace in ((1 + rank % 3) * (1 + 0.02 * draw.random()) for rank in range(ranks))
+    )
+    network = NetworkProfile(
+        reduce_scatter_seconds=0.1,
+        all_gather_seconds=0.05,
+        send_seconds_per_byte=tuple(1e-10 * (1 + 0.05 * draw.random()) for _ in range(ranks)),
+        receive_seconds_per_byte=tuple(1e-10 * (1 + 0.05 * draw.random()) for _ in range(ranks)),
+    )
+    model = ModelProfile(unit_numels=(50_000_000,) * 22, param_bytes=2, optimizer_bytes=12)
+    cluster = ClusterProfile(devices=devices, model=model, network=network, overlap=0.5)
+    plan = search(cluster, global_batch=8 * ranks, stages=(3,))
+    assert plan.prediction["optimality_gap"] < 0.01
