@@ -1,10 +1,10 @@
-"""Partition arithmetic, the planner's inner loops, and boards in shared memory; free of torch."""
+"""Types of the compiled core (csrc/core): partitions, allocation and same-host rendezvous."""
 
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from mmap import mmap
 
-BOARD_BYTES: int
+RENDEZVOUS_BYTES: int
 CLAIMS_BYTES: int
 PLACES: int
 CHUNK: int
@@ -14,7 +14,7 @@ class Event(Enum):
     MARKED = ...
     FINISHED = ...
 
-class Board:
+class Rendezvous:
     def __init__(self, memories: Sequence[mmap], rank: int) -> None: ...
     @property
     def posted(self) -> int: ...

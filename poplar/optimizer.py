@@ -43,7 +43,7 @@ from poplar.zero.grad_scaler import GradScaler
 from poplar.zero.micro_batches import Cutter, Loss, Opened, Piece, Weight
 from poplar.zero.setup import agree_on_request, build, check_request
 from poplar.zero.state_dict_guard import guard_model_state
-from poplar.zero.unit_plans import check_change, kept_units, own_shares
+from poplar.zero.unit_plans import check_change, own_shares, persistent_units
 from poplar.zero.update import OptimizerFactory
 
 
@@ -431,7 +431,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             RuntimeError: in the middle of a step.
         """
         engine, error = self._engine, None
-        if engine.has_gradients or engine.conductor.active:
+        if engine.has_gradients or engine.scheduler.active:
             error = RuntimeError("release() in the middle of a step; call it after step()")
         agree(self._control, error, doing="release()")
         parameters = [p for flat in engine.flats for p in flat.parameters]
@@ -515,7 +515,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         if len(set(digests)) > 1:
             raise ValueError(f"the ranks gave different plans to apply_plan(): {digests}")
         reshard(self._engine, self._update, plan.shares, own_shares(plan))
-        self._engine.strategy.kept = kept_units(plan, self._engine.units)
+        self._engine.strategy.persistent = persistent_units(plan, self._engine.units)
         self._plan = plan
         self._cutter = replace(self._cutter, plan=plan)
 
@@ -530,7 +530,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
                 f"stage {plan.stage} for {plan.world_size}; build a new optimizer for that"
             )
         check_change(self._plan, plan, self._engine.units)
-        if self._engine.has_gradients or self._engine.conductor.active:
+        if self._engine.has_gradients or self._engine.scheduler.active:
             raise RuntimeError("apply_plan() in the middle of a step; call it after step()")
 
     # Saving.
@@ -613,7 +613,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         if self._engine.is_shown_whole:
             raise RuntimeError("a step inside full_parameters(); leave that context first")
         self._engine.drop_own_pass()
-        if self._engine.conductor.active:
+        if self._engine.scheduler.active:
             raise RuntimeError("a step begins inside another one's micro_batches loop")
         model_checks.refuse_batch_norm(self._batch_norms)
         for flat in self._engine.flats:

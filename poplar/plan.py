@@ -24,9 +24,9 @@ from poplar import _core, plan_table
 STRATEGIES = ("replicated", "sharded_optimizer", "sharded_gradients", "sharded_parameters")
 """What is sharded, by stage: nothing, + optimizer state, + gradients, + parameters."""
 
-MEETS_EVERY_PASS = STRATEGIES.index("sharded_gradients")
+FIRST_STAGE_SYNCHRONIZING_EVERY_PASS = STRATEGIES.index("sharded_gradients")
 """From this stage on ranks reduce at every pass, before it once a step."""
-_MEET_EVERY_PASS = frozenset(STRATEGIES[MEETS_EVERY_PASS:])
+_MEET_EVERY_PASS = frozenset(STRATEGIES[FIRST_STAGE_SYNCHRONIZING_EVERY_PASS:])
 _GATHERS = "sharded_parameters"
 GATHERS = STRATEGIES.index(_GATHERS)
 """The first stage at which parameters have to be gathered before they are used."""
@@ -184,8 +184,8 @@ class Plan:
         samples = _core.apportion(global_batch, (1.0,) * world_size)
         passes = [_fewest_passes(count, micro_batch) for count in samples]
         if STRATEGIES[stage] in _MEET_EVERY_PASS:
-            meetings = max(map(len, passes))
-            passes = [(0,) * (meetings - len(own)) + own for own in passes]
+            synchronizations = max(map(len, passes))
+            passes = [(0,) * (synchronizations - len(own)) + own for own in passes]
         return cls(
             stage=stage,
             global_batch=global_batch,
@@ -268,10 +268,10 @@ class Plan:
         limits = _checked_limits(max_micro_batch, len(speeds))
         samples = _core.apportion(global_batch, _checked_speeds(speeds, limits))
         if STRATEGIES[stage] in _MEET_EVERY_PASS:
-            meetings = max(
+            synchronizations = max(
                 -(-count // limit) for count, limit in zip(samples, limits, strict=True) if count
             )
-            passes = [_spread(count, meetings) for count in samples]
+            passes = [_spread(count, synchronizations) for count in samples]
         else:
             passes = [
                 _fewest_passes(count, limit) for count, limit in zip(samples, limits, strict=True)

@@ -274,7 +274,7 @@ class NetworkProfile:
     """By rank. Only their proportions count: they say how times change under other shares."""
     receive_seconds_per_byte: tuple[float, ...]
     """By rank."""
-    meeting_seconds: tuple[float, ...] = _NO_RESIDUALS
+    synchronization_seconds: tuple[float, ...] = _NO_RESIDUALS
     """By stage: what a meeting costs beyond its collectives. Measured; may be negative."""
     step_seconds: tuple[float, ...] = _NO_RESIDUALS
     """By stage: what a step costs once, beyond all else (the agreements). May be negative."""
@@ -299,7 +299,7 @@ class NetworkProfile:
         if len(self.send_seconds_per_byte) != len(self.receive_seconds_per_byte):
             raise ValueError("send_ and receive_seconds_per_byte must have one entry per rank")
         freeze(self, "transports", tuple((str(name), float(s)) for name, s in self.transports))
-        for what in ("meeting_seconds", "step_seconds"):
+        for what in ("synchronization_seconds", "step_seconds"):
             freeze(self, what, _checked_by_stage(what, getattr(self, what)))
 
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from poplar.plan import MEETS_EVERY_PASS, Plan
+from poplar.plan import FIRST_STAGE_SYNCHRONIZING_EVERY_PASS, Plan
 from poplar.planner.plan_neighborhood import moved, recut
 from poplar.planner.prediction import predict
 from poplar.profile import ClusterProfile
@@ -202,7 +202,7 @@ def plainer(profile: ClusterProfile, plan: Plan) -> Plan:
     even = replace(plan, shares=(1.0 / plan.world_size,) * plan.world_size, prediction=None)
     plain = even if fits(profile, even) else plan
     everybody = range(plan.world_size)
-    if plan.stage >= MEETS_EVERY_PASS:
+    if plan.stage >= FIRST_STAGE_SYNCHRONIZING_EVERY_PASS:
         return _in_fewest_passes(profile, plain, everybody)
     for rank in everybody:
         plain = _in_fewest_passes(profile, plain, [rank])

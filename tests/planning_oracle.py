@@ -27,10 +27,10 @@ class Oracle:
     """The closed form for one cluster at one stage."""
 
     def __init__(
-        self, cluster: ClusterProfile, stage: int, kept: frozenset[int] = frozenset()
+        self, cluster: ClusterProfile, stage: int, persistent: frozenset[int] = frozenset()
     ) -> None:
         """`kept`: units that are gathered once a step, at stage 3."""
-        self.cluster, self.stage, self.kept = cluster, stage, kept
+        self.cluster, self.stage, self.persistent = cluster, stage, persistent
         self.n = cluster.world_size
         numels = cluster.model.unit_numels
         if stage < 3:
@@ -137,14 +137,14 @@ class Oracle:
 
     def _meet(self, ends, lasts, reduce: float) -> float:
         latest, window = max(ends), max(ends) - self._offered(ends, lasts)
-        extra = self.cluster.network.meeting_seconds[self.stage]
+        extra = self.cluster.network.synchronization_seconds[self.stage]
         hidden = min(self.cluster.overlap * reduce * sum(self.parts[1:]), window)
         return max(latest, latest + reduce + extra - hidden)
 
     def _meet_and_gather(self, ends, lasts, reduce: float, gather: float) -> float:
         """What is reduced last and gathered last but one runs under nothing."""
         latest, window = max(ends), max(ends) - self._offered(ends, lasts)
-        extra = self.cluster.network.meeting_seconds[self.stage]
+        extra = self.cluster.network.synchronization_seconds[self.stage]
         may_hide = reduce * sum(self.parts[1:]) + gather * sum(self.parts[2:])
         hidden = min(self.cluster.overlap * may_hide, window)
         return max(latest, latest + reduce + gather + extra - hidden)
@@ -157,7 +157,7 @@ class Oracle:
         """
         overlap, latest = self.cluster.overlap, max(column)
         offered = self._offered(column, column)
-        extra = self.cluster.network.meeting_seconds[self.stage]
+        extra = self.cluster.network.synchronization_seconds[self.stage]
         in_flight = max(2, 1 + -(-max(self.cluster.model.unit_numels) // BUFFER))
         buffers = [p / n for p, n in zip(self.parts, self.buffers, strict=True) for _ in range(n)]
         hidden = 0.0
@@ -175,11 +175,11 @@ class Oracle:
     ) -> float:
         """Unit by unit: who is gathered and reduced under whose compute."""
         overlap, beta = self.cluster.overlap, self.cluster.backward_fraction
-        extra = self.cluster.network.meeting_seconds[self.stage]
+        extra = self.cluster.network.synchronization_seconds[self.stage]
         parts, units = self.parts, range(len(self.parts))
         comes_back = [unit for unit in units if unit not in self.cluster.model.resident_units]
-        again = [unit for unit in comes_back[:-1] if unit not in self.kept]
-        arrives = [unit for unit in units if is_first or unit not in self.kept]
+        again = [unit for unit in comes_back[:-1] if unit not in self.persistent]
+        arrives = [unit for unit in units if is_first or unit not in self.persistent]
         travels = gather * sum(parts[unit] for unit in arrives + again) + reduce
         forward = (1 - beta) * latest
         hidden = sum(
@@ -230,7 +230,7 @@ class Oracle:
         flying = packed + bucket * (1 if stage == 0 else n * share)
         frozen = model.unit_frozen_numels or (0,) * len(model.unit_numels)
         sizes = [trained + other for trained, other in zip(model.unit_numels, frozen, strict=True)]
-        staying = set(model.resident_units) | self.kept
+        staying = set(model.resident_units) | self.persistent
         stays = [sizes[unit] for unit in staying]
         moves = [size for unit, size in enumerate(sizes) if unit not in staying]
         gathered = param * (sum(stays) + sum(sorted(moves)[-2:])) if stage == 3 else 0.0
@@ -291,15 +291,15 @@ class Oracle:
             if self.stage < 2:
                 if holds not in splits:
                     splits[holds] = self._splits(global_batch, holds)
-                traffic = self._traffic(p)
+                communication = self._traffic(p)
                 least = min(
-                    self._meet_once([latest], [0.0], *traffic)
+                    self._meet_once([latest], [0.0], *communication)
                     if self._is_free_of_windows
-                    else self._met_at(latest, offered, *traffic)
+                    else self._met_at(latest, offered, *communication)
                     for latest, offered in splits[holds]
                 )
             else:
-                least = self._cheapest_meetings(global_batch, holds, p)
+                least = self._cheapest_synchronizations(global_batch, holds, p)
             best = min(best, least + self._after(p))
         return best
 
@@ -313,7 +313,7 @@ class Oracle:
         last = (latest - offered) / left if left else 0.0
         return self._meet_once([latest], [last], reduce, gather)
 
-    def _cheapest_meetings(self, global_batch: int, holds, shares) -> float:
+    def _cheapest_synchronizations(self, global_batch: int, holds, shares) -> float:
         """Sums of meetings, each as long as the least time in which its samples are computed."""
         reduce, gather = self._traffic(shares)
         times = sorted(self.x(r, b) for r, most in enumerate(holds) for b in range(1, most + 1))
@@ -490,7 +490,7 @@ def random_cluster(draw: random.Random, ranks: int, stage: int) -> ClusterProfil
         all_gather_seconds=draw.choice((0.0, 0.02, draw.random())),
         send_seconds_per_byte=tuple(draw.choice(rates) for _ in range(ranks)),
         receive_seconds_per_byte=tuple(draw.choice(rates) for _ in range(ranks)),
-        meeting_seconds=residuals(draw, 0.05),
+        synchronization_seconds=residuals(draw, 0.05),
         step_seconds=residuals(draw, 0.05),
     )
     cluster = ClusterProfile(

@@ -1,4 +1,4 @@
-// poplar._core: the Python face of partition.h and board.h. Free of torch, so it builds and is
+// poplar._core: the Python face of partition.h and rendezvous.h. Free of torch, so it builds and is
 // tested anywhere.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -8,29 +8,29 @@
 #include <string>
 #include <vector>
 
-#include "board.h"
 #include "partition.h"
 #include "passes.h"
+#include "rendezvous.h"
 #include "simplex.h"
 
 namespace py = pybind11;
 
 namespace {
 
-// A board, and the memory of all ranks (mmaps, say), which it keeps.
-class BoardOfBuffers {
+// A rendezvous, and the memory of all ranks (mmaps, say), which it keeps.
+class BufferRendezvous {
  public:
-  BoardOfBuffers(const std::vector<py::buffer>& memories, int rank)
-      : memories_(memories), board_(addresses(memories, rank), rank) {}
+  BufferRendezvous(const std::vector<py::buffer>& memories, int rank)
+      : memories_(memories), rendezvous_(addresses(memories, rank), rank) {}
 
-  poplar::Board& board() { return board_; }
+  poplar::Rendezvous& rendezvous() { return rendezvous_; }
 
   const poplar::Place& place_of(int rank, std::int64_t collective) {
     if (rank < 0 || rank >= static_cast<int>(memories_.size()) || collective < 0) {
       throw std::invalid_argument("no place of rank " + std::to_string(rank) + " for collective " +
                                   std::to_string(collective));
     }
-    return board_.place_of(rank, collective);
+    return rendezvous_.place_of(rank, collective);
   }
 
  private:
@@ -45,7 +45,7 @@ class BoardOfBuffers {
       const auto bytes = static_cast<std::size_t>(info.size * info.itemsize);
       if (bytes < sizeof(poplar::Page) ||
           reinterpret_cast<std::uintptr_t>(info.ptr) % alignof(poplar::Page) != 0) {
-        throw std::invalid_argument("a board needs " + std::to_string(sizeof(poplar::Page)) +
+        throw std::invalid_argument("a rendezvous needs " + std::to_string(sizeof(poplar::Page)) +
                                     " bytes at a multiple of 64, got " + std::to_string(bytes));
       }
       addresses.push_back(info.ptr);
@@ -54,39 +54,39 @@ class BoardOfBuffers {
   }
 
   std::vector<py::buffer> memories_;
-  poplar::Board board_;
+  poplar::Rendezvous rendezvous_;
 };
 
-void define_board(py::module_& module) {
+void define_rendezvous(py::module_& module) {
   py::enum_<poplar::Event>(module, "Event", "What ranks do with a collective.")
       .value("POSTED", poplar::Event::kPosted)
       .value("MARKED", poplar::Event::kMarked)
       .value("FINISHED", poplar::Event::kFinished);
 
-  module.attr("BOARD_BYTES") = sizeof(poplar::Page);
+  module.attr("RENDEZVOUS_BYTES") = sizeof(poplar::Page);
   module.attr("PLACES") = poplar::kPlaces;
   module.attr("CHUNK") = poplar::kChunk;
 
-  py::class_<BoardOfBuffers>(module, "Board",
-                             R"(Where ranks of one host say what they offer and how far they are.
+  py::class_<BufferRendezvous>(module, "Rendezvous",
+                               R"(Where ranks of one host say what they offer and how far they are.
 
-A board per rank, at the start of its shared memory. All ranks post the same collectives in the same
+A rendezvous per rank, at the start of its shared memory. All ranks post the same collectives in the same
 order, which are numbered from 0. Not for several threads at once.)")
       .def(py::init<const std::vector<py::buffer>&, int>(), py::arg("memories"), py::arg("rank"),
            R"(Args:
     memories: of each rank, in rank order: writable buffers (mmaps, say) of which the first
-        `BOARD_BYTES` are used, all zeros before the first rank begins. They are kept.
+        `RENDEZVOUS_BYTES` are used, all zeros before the first rank begins. They are kept.
     rank: this one.
 
 Raises:
     ValueError: a buffer that is too small or not aligned.)")
       .def_property_readonly(
-          "posted", [](BoardOfBuffers& self) { return self.board().posted(); },
+          "posted", [](BufferRendezvous& self) { return self.rendezvous().posted(); },
           "Collectives that this rank has posted: the number of the next one.")
       .def(
           "post",
-          [](BoardOfBuffers& self, std::int64_t begin, std::int64_t nbytes, bool is_open) {
-            return self.board().post(begin, nbytes, is_open);
+          [](BufferRendezvous& self, std::int64_t begin, std::int64_t nbytes, bool is_open) {
+            return self.rendezvous().post(begin, nbytes, is_open);
           },
           py::arg("begin"), py::arg("nbytes"), py::arg("is_open"),
           R"(Offer what lies at byte `begin` of this rank's memory; returns the collective's number.
@@ -95,7 +95,7 @@ All ranks must have finished the collective `PLACES` before. What was written in
 before is seen by whoever has waited for it. `is_open`: others may work on this rank's slice.)")
       .def(
           "part_of",
-          [](BoardOfBuffers& self, int rank, std::int64_t collective) {
+          [](BufferRendezvous& self, int rank, std::int64_t collective) {
             const poplar::Place& place = self.place_of(rank, collective);
             return py::make_tuple(place.begin, place.nbytes, place.is_open != 0);
           },
@@ -103,24 +103,28 @@ before is seen by whoever has waited for it. `is_open`: others may work on this 
           "`(begin, nbytes, is_open)` of what a rank has posted.")
       .def(
           "mark",
-          [](BoardOfBuffers& self, std::int64_t collective) { self.board().mark(collective); },
+          [](BufferRendezvous& self, std::int64_t collective) {
+            self.rendezvous().mark(collective);
+          },
           py::arg("collective"), "This rank has written into others' parts what it had to.")
       .def(
           "finish",
-          [](BoardOfBuffers& self, std::int64_t collective) { self.board().finish(collective); },
+          [](BufferRendezvous& self, std::int64_t collective) {
+            self.rendezvous().finish(collective);
+          },
           py::arg("collective"),
           "This rank reads nothing any more of what others posted. In any order.")
       .def(
           "is_over",
-          [](BoardOfBuffers& self, std::int64_t collective) {
-            return self.board().is_over(collective);
+          [](BufferRendezvous& self, std::int64_t collective) {
+            return self.rendezvous().is_over(collective);
           },
           py::arg("collective"), "Whether all others have finished it.")
       .def(
           "late",
-          [](BoardOfBuffers& self, poplar::Event event, std::int64_t collective, double seconds) {
+          [](BufferRendezvous& self, poplar::Event event, std::int64_t collective, double seconds) {
             const py::gil_scoped_release others_may_run;
-            return self.board().late(event, collective, seconds);
+            return self.rendezvous().late(event, collective, seconds);
           },
           py::arg("event"), py::arg("collective"), py::arg("seconds"),
           R"(The other ranks that have not come so far after so many seconds, ascending.
@@ -128,7 +132,7 @@ before is seen by whoever has waited for it. `is_open`: others may work on this 
 At once, and empty, when all have; sleeps meanwhile.)")
       .def(
           "claims_at",
-          [](BoardOfBuffers&, std::int64_t collective) {
+          [](BufferRendezvous&, std::int64_t collective) {
             return offsetof(poplar::Page, places) + offsetof(poplar::Place, claims) +
                    sizeof(poplar::Place) * (collective % poplar::kPlaces);
           },
@@ -136,11 +140,11 @@ At once, and empty, when all have; sleeps meanwhile.)")
           "Where in a rank's memory the claims on its slice lie: `CLAIMS_BYTES` from this byte.")
       .def(
           "wait_for_chunks",
-          [](BoardOfBuffers& self, int rank, std::int64_t collective, std::uint32_t chunks,
+          [](BufferRendezvous& self, int rank, std::int64_t collective, std::uint32_t chunks,
              double seconds) {
             self.place_of(rank, collective);
             const py::gil_scoped_release others_may_run;
-            poplar::Counter& done = self.board().place_of(rank, collective).claims.done;
+            poplar::Counter& done = self.rendezvous().place_of(rank, collective).claims.done;
             return poplar::wait_for(done, chunks, seconds);
           },
           py::arg("rank"), py::arg("collective"), py::arg("chunks"), py::arg("seconds"),
@@ -151,9 +155,9 @@ At once, and empty, when all have; sleeps meanwhile.)")
 }  // namespace
 
 PYBIND11_MODULE(_core, module) {
-  module.doc() = "Partition arithmetic of flat buffers, and boards in shared memory.";
+  module.doc() = "Partition arithmetic of flat buffers, and rendezvous in shared memory.";
 
-  define_board(module);
+  define_rendezvous(module);
 
   module.def("shard_boundaries", &poplar::shard_boundaries, py::arg("numel"), py::arg("shares"),
              py::arg("alignment"), R"(Cut a flat buffer into one contiguous, aligned slice per rank.

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from poplar.comm.bucket import Bucket
-from poplar.comm.collective_queue import Link
+from poplar.comm.collective_queue import CollectiveQueue
 from poplar.comm.communicator import Pending, own_slice
 from poplar.comm.point_to_point import Message
 from poplar.comm.shard_layout import Layout
@@ -38,11 +38,16 @@ class ReduceScatter:
     """One way; `run` is as `Communicator.reduce_scatter`."""
 
     reduction_order: str
-    run: Callable[[Link, Bucket, Tensor, bool, str, Tensor | None], Pending]
+    run: Callable[[CollectiveQueue, Bucket, Tensor, bool, str, Tensor | None], Pending]
 
 
 def _reduce_directly(
-    link: Link, bucket: Bucket, out: Tensor, accumulate: bool, what: str, squares: Tensor | None
+    link: CollectiveQueue,
+    bucket: Bucket,
+    out: Tensor,
+    accumulate: bool,
+    what: str,
+    squares: Tensor | None,
 ) -> Pending:
     rank, size, layout = link.group.rank, link.group.size, bucket.layout
     own = layout.size(rank)
@@ -63,7 +68,12 @@ def _reduce_directly(
 
 
 def _reduce_padded(
-    link: Link, bucket: Bucket, out: Tensor, accumulate: bool, what: str, squares: Tensor | None
+    link: CollectiveQueue,
+    bucket: Bucket,
+    out: Tensor,
+    accumulate: bool,
+    what: str,
+    squares: Tensor | None,
 ) -> Pending:
     """All-to-all of equal chunks, and a sum here."""
     layout, own = bucket.layout, bucket.layout.size(link.group.rank)
@@ -84,7 +94,12 @@ def _reduce_padded(
 
 
 def _reduce_by_library(
-    link: Link, bucket: Bucket, out: Tensor, accumulate: bool, what: str, squares: Tensor | None
+    link: CollectiveQueue,
+    bucket: Bucket,
+    out: Tensor,
+    accumulate: bool,
+    what: str,
+    squares: Tensor | None,
 ) -> Pending:
     """The library's reduce-scatter of equal chunks."""
     if bucket.data.dtype is not torch.float32:
@@ -103,7 +118,12 @@ def _reduce_by_library(
 
 
 def _reduce_grouped(
-    link: Link, bucket: Bucket, out: Tensor, accumulate: bool, what: str, squares: Tensor | None
+    link: CollectiveQueue,
+    bucket: Bucket,
+    out: Tensor,
+    accumulate: bool,
+    what: str,
+    squares: Tensor | None,
 ) -> Pending:
     """A reduction to each owner."""
     if bucket.data.dtype is not torch.float32:
@@ -127,7 +147,7 @@ def _reduce_grouped(
 
 
 def gather_directly(
-    link: Link, data: Tensor, layout: Layout, what: str, place: int | None = None
+    link: CollectiveQueue, data: Tensor, layout: Layout, what: str, place: int | None = None
 ) -> Pending:
     """As `Communicator.all_gather`; at a reserved place of the order, if there is one."""
     mine = own_slice(data, layout, link.group.rank)
@@ -138,7 +158,7 @@ def gather_directly(
     return link.exchange(messages, what, place=place)
 
 
-def _gather_padded(link: Link, data: Tensor, layout: Layout, what: str) -> Pending:
+def _gather_padded(link: CollectiveQueue, data: Tensor, layout: Layout, what: str) -> Pending:
     """The library's gather of equal chunks."""
     mine = own_slice(data, layout, link.group.rank)
     most = max(layout.sizes)
@@ -157,7 +177,7 @@ def _gather_padded(link: Link, data: Tensor, layout: Layout, what: str) -> Pendi
     return link.call(start if most else list, data.device, what, place)
 
 
-def _gather_grouped(link: Link, data: Tensor, layout: Layout, what: str) -> Pending:
+def _gather_grouped(link: CollectiveQueue, data: Tensor, layout: Layout, what: str) -> Pending:
     """A broadcast from each owner."""
 
     def start() -> list[dist.Work | None]:
@@ -177,7 +197,7 @@ REDUCE_SCATTERS = {
     "grouped": ReduceScatter("library", _reduce_grouped),
     "library": ReduceScatter("library", _reduce_by_library),
 }
-ALL_GATHERS: dict[str, Callable[[Link, Tensor, Layout, str], Pending]] = {
+ALL_GATHERS: dict[str, Callable[[CollectiveQueue, Tensor, Layout, str], Pending]] = {
     "direct": gather_directly,
     "padded": _gather_padded,
     "grouped": _gather_grouped,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-class Spare:
+class BufferPool:
     """Buffers that were used before, by size; as many of each as were ever in use at once."""
 
     def __init__(self) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from poplar.comm.buffer_pool import Spare
+from poplar.comm.buffer_pool import BufferPool
 from poplar.comm.communicator import Pending
 from poplar.comm.group import Group
 from poplar.comm.point_to_point import Exchange, Message, tag_of
@@ -17,12 +17,12 @@ from poplar.comm.work import InFlight
 _TENSORS = 3
 
 
-class Link:
+class CollectiveQueue:
     """Numbers the collectives of a group, which all its ranks issue in the same order."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
-        self.spare = Spare()
+        self.spare = BufferPool()
         self._places = itertools.count()
         self._unfinished: dict[int, _OneAfterTheOther] = {}
 

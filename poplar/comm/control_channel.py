@@ -16,8 +16,8 @@ from torch import Tensor
 
 from poplar.comm.group import Group
 from poplar.comm.point_to_point import Exchange, Message, tag_of
-from poplar.comm.rendezvous import Board
-from poplar.comm.shared_memory_work import Read
+from poplar.comm.rendezvous import Rendezvous
+from poplar.comm.shared_memory_work import SharedMemoryWork
 
 T = TypeVar("T")
 
@@ -28,7 +28,7 @@ _EXCHANGES, _ANNOUNCEMENTS = 1, 2
 class Control:
     """The agreements of one group."""
 
-    def __init__(self, group: Group, board: Board | None = None) -> None:
+    def __init__(self, group: Group, board: Rendezvous | None = None) -> None:
         """With a board, which must be this control's own, exchanges go through shared memory."""
         self.group = group
         self._board = board
@@ -86,7 +86,7 @@ class Control:
         return int(value)
 
     def _exchange_on(
-        self, board: Board, mine: Tensor, what: str, sizes: Sequence[int] | None = None
+        self, board: Rendezvous, mine: Tensor, what: str, sizes: Sequence[int] | None = None
     ) -> Callable[[], list[Tensor]]:
         numels = [mine.numel()] * self.group.size if sizes is None else sizes
         collective = board.post(mine)
@@ -100,7 +100,7 @@ class Control:
                     part = board.posted_by(peer, collective, mine.dtype, 0, numel, of=numel)
                     theirs.append(part.clone())
 
-        pending = Read(board, collective, what, read)
+        pending = SharedMemoryWork(board, collective, what, read)
 
         def collect() -> list[Tensor]:
             pending.wait()

@@ -15,17 +15,17 @@ import torch
 from torch import Tensor
 
 from poplar.comm.bucket import Bucket, Codec
-from poplar.comm.collective_queue import Link
+from poplar.comm.collective_queue import CollectiveQueue
 from poplar.comm.communicator import Communicator, Pending, own_slice
 from poplar.comm.copies import copy
 from poplar.comm.group import Group
 from poplar.comm.host_topology import Hosts, Piece
 from poplar.comm.point_to_point import Exchange, Message
 from poplar.comm.process_group import reshard
-from poplar.comm.rendezvous import Board
+from poplar.comm.rendezvous import Rendezvous
 from poplar.comm.shard_layout import Layout
 from poplar.comm.shared_memory import SharedMemoryCommunicator
-from poplar.comm.shared_memory_work import Read
+from poplar.comm.shared_memory_work import SharedMemoryWork
 from poplar.errors import CollectiveTimeout
 from poplar.system.trace import Trace
 
@@ -74,12 +74,12 @@ class HierarchicalCommunicator(Communicator):
     name = "hierarchical"
     reduction_order = "host"
 
-    def __init__(self, group: Group, hosts: Hosts, board: Board) -> None:
+    def __init__(self, group: Group, hosts: Hosts, board: Rendezvous) -> None:
         """`board`: of this host's ranks, as `Neighbours`."""
         super().__init__(group)
         self._board = board
         self._near = SharedMemoryCommunicator(board)
-        self._link = Link(group)
+        self._link = CollectiveQueue(group)
         self._hosts = hosts
         self._host = hosts.host_of(group.rank)
         self._neighbours = hosts.members[self._host]
@@ -132,7 +132,7 @@ class HierarchicalCommunicator(Communicator):
                 bucket.codec.reduce(out, by_host, accumulate, squares)
             return held_up + sum(exchange.wait() for exchange in leaving)
 
-        return Read(self._board, collective, what, add)
+        return SharedMemoryWork(self._board, collective, what, add)
 
     def all_gather(
         self, data: Tensor, layout: Layout, *, what: str, own: Tensor | None = None
@@ -153,7 +153,7 @@ class HierarchicalCommunicator(Communicator):
             held_up += self._place(collective, data, shown, layout, arriving, what)
             return held_up + leaving.wait()
 
-        return Read(self._board, collective, what, place)
+        return SharedMemoryWork(self._board, collective, what, place)
 
     def all_reduce(self, bucket: Bucket, *, what: str) -> Pending:
         """A reduce-scatter, and a gather of what came out."""
@@ -177,7 +177,7 @@ class HierarchicalCommunicator(Communicator):
             held_up += self._place(collective, data, shown, layout, arriving, what)
             return held_up + leaving.wait()
 
-        return Read(self._board, collective, what, place)
+        return SharedMemoryWork(self._board, collective, what, place)
 
     def broadcast(self, data: Tensor, source: int, *, what: str) -> None:
         flat = data.view(-1)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from poplar.comm.algorithms import gather_directly
 from poplar.comm.bucket import Bucket
-from poplar.comm.collective_queue import Link
+from poplar.comm.collective_queue import CollectiveQueue
 from poplar.comm.communicator import Communicator, Finished, Pending, own_slice
 from poplar.comm.group import Group
 from poplar.comm.host_topology import Hosts, Piece
@@ -40,7 +40,7 @@ class NestedCommunicator(Communicator):
         self._group, self._hosts = group, hosts
         self._host = hosts.host_of(group.rank)
         self._neighbours = hosts.members[self._host]
-        self._far, self._near = Link(group), Link(near)
+        self._far, self._near = CollectiveQueue(group), CollectiveQueue(near)
         self._within = ProcessGroupCommunicator(near)
 
     def reduce_scatter(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from poplar.comm.algorithms import ALL_GATHERS, REDUCE_SCATTERS, gather_directly
 from poplar.comm.bucket import Bucket
-from poplar.comm.collective_queue import Link
+from poplar.comm.collective_queue import CollectiveQueue
 from poplar.comm.communicator import Communicator, Pending, own_slice
 from poplar.comm.group import Group
 from poplar.comm.point_to_point import Message
@@ -27,7 +27,7 @@ class ProcessGroupCommunicator(Communicator):
     def __init__(self, group: Group, reduce: str = "direct", gather: str = "direct") -> None:
         """`reduce` and `gather`: names in `REDUCE_SCATTERS` and `ALL_GATHERS`."""
         super().__init__(group)
-        self._link = Link(group)
+        self._link = CollectiveQueue(group)
         self._reduce, self._gather = REDUCE_SCATTERS[reduce], ALL_GATHERS[gather]
         self.name = f"process_group:{reduce}+{gather}"
         self.reduction_order = self._reduce.reduction_order
@@ -88,7 +88,7 @@ class ProcessGroupCommunicator(Communicator):
         return reshard(self._link, shard, old, new, what)
 
 
-def reshard(link: Link, shard: Tensor, old: Layout, new: Layout, what: str) -> Tensor:
+def reshard(link: CollectiveQueue, shard: Tensor, old: Layout, new: Layout, what: str) -> Tensor:
     """As `Communicator.reshard`, by messages."""
     rank = link.group.rank
     result = torch.empty(new.size(rank), dtype=shard.dtype, device=shard.device)

@@ -28,7 +28,7 @@ from poplar.errors import CollectiveTimeout
 
 T = TypeVar("T")
 
-_LAST_WORDS = -(-_core.BOARD_BYTES // PAGE) * PAGE
+_LAST_WORDS = -(-_core.RENDEZVOUS_BYTES // PAGE) * PAGE
 """Where a rank that gives up says why: a page after its board, which begins with a length."""
 _FIRST = _LAST_WORDS + PAGE
 """Where the memory to share begins."""
@@ -53,7 +53,7 @@ class NotOneHost(RuntimeError):
     """Ranks cannot share memory: on several hosts, or kept apart on one; says which."""
 
 
-class Board:
+class Rendezvous:
     """This rank's board and the others'. All ranks post the same collectives in the same order."""
 
     def __init__(self, group: Members, exchange: Exchange, nbytes: int) -> None:
@@ -70,7 +70,7 @@ class Board:
         self.group = group
         self._own, self._peers = _meet(group.rank, exchange, nbytes)
         memories = [self._peers.get(rank, self._own).memory for rank in range(group.size)]
-        self._counters = _core.Board(memories, group.rank)
+        self._counters = _core.Rendezvous(memories, group.rank)
         self._shift = group.rank * _SHIFT
         self.reads: dict[int, Callable[[], float]] = {}
         """What finishes each collective that this rank has posted and not finished, and returns the
@@ -423,7 +423,7 @@ def _meet(me: int, exchange: Exchange, nbytes: int) -> tuple[Segment, dict[int, 
     return own, peers
 
 
-def _come_back(board: weakref.ref[Board], part: Shared) -> None:
+def _come_back(board: weakref.ref[Rendezvous], part: Shared) -> None:
     alive = board()
     if alive is not None:
         alive.give_back(part)

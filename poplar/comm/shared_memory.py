@@ -18,9 +18,9 @@ from poplar import _core, ops
 from poplar.comm.bucket import Bucket, Codec
 from poplar.comm.communicator import Communicator, Pending, own_slice
 from poplar.comm.copies import copy, copy_around
-from poplar.comm.rendezvous import Board
+from poplar.comm.rendezvous import Rendezvous
 from poplar.comm.shard_layout import ALIGNMENT, Layout, transfers
-from poplar.comm.shared_memory_work import Read
+from poplar.comm.shared_memory_work import SharedMemoryWork
 
 _LEAST_TO_SHARE = 2 * _core.CHUNK
 """Elements of a slice on which more than one rank may work."""
@@ -36,7 +36,7 @@ class SharedMemoryCommunicator(Communicator):
     takes_memory = False
     reduction_order = "rank"
 
-    def __init__(self, board: Board) -> None:
+    def __init__(self, board: Rendezvous) -> None:
         super().__init__(board.group)
         self._board = board
 
@@ -106,7 +106,7 @@ class SharedMemoryCommunicator(Communicator):
                     squares.copy_(self._squares(rank, collective, bucket))
             return held_up
 
-        return Read(board, collective, what, add)
+        return SharedMemoryWork(board, collective, what, add)
 
     def _help(self, rank: int, collective: int, bucket: Bucket) -> None:
         """Add up what nobody has claimed yet of a rank's slice, into its own buffer."""
@@ -148,7 +148,7 @@ class SharedMemoryCommunicator(Communicator):
                 board.give_back(part)
             return held_up
 
-        return Read(board, collective, what, add)
+        return SharedMemoryWork(board, collective, what, add)
 
     def all_gather(
         self, data: Tensor, layout: Layout, *, what: str, own: Tensor | None = None
@@ -169,7 +169,7 @@ class SharedMemoryCommunicator(Communicator):
                 copy(own_slice(data, layout, peer), part)
             return held_up
 
-        return Read(board, collective, what, place)
+        return SharedMemoryWork(board, collective, what, place)
 
     def all_to_all(
         self, received: Tensor, mine: Tensor, arriving: Sequence[int], leaving: Sequence[int]
@@ -209,12 +209,12 @@ class SharedMemoryCommunicator(Communicator):
                 )
                 copy(part, sent.view(part.dtype))
 
-        Read(board, collective, "all_to_all", place).wait()
+        SharedMemoryWork(board, collective, "all_to_all", place).wait()
 
     def barrier(self) -> None:
         """Return when every rank is here."""
         board = self._board
-        Read(board, board.post(torch.empty(0)), "barrier", lambda: None).wait()
+        SharedMemoryWork(board, board.post(torch.empty(0)), "barrier", lambda: None).wait()
 
     def parts(self, collective: int, mine: Tensor, low: int, numel: int) -> list[Tensor]:
         """Everybody's elements from `low` on, in rank order; this rank's are `mine`."""
@@ -245,7 +245,7 @@ class SharedMemoryCommunicator(Communicator):
                 count = flat.numel()
                 copy(flat, board.posted_by(source, collective, flat.dtype, 0, count, of=count))
 
-        Read(board, collective, what, take_over).wait()
+        SharedMemoryWork(board, collective, what, take_over).wait()
 
     def reshard(self, shard: Tensor, old: Layout, new: Layout, *, what: str) -> Tensor:
         board, rank = self._board, self.group.rank
@@ -268,7 +268,7 @@ class SharedMemoryCommunicator(Communicator):
                 )
                 copy(result[move.start - first : move.stop - first], part)
 
-        Read(board, collective, what, take_over).wait()
+        SharedMemoryWork(board, collective, what, take_over).wait()
         return result
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from poplar.comm.rendezvous import Board
+from poplar.comm.rendezvous import Rendezvous
 
 
-class Read:
+class SharedMemoryWork:
     """A collective that has been posted here; waiting for it reads what the peers have posted."""
 
     def __init__(
-        self, board: Board, collective: int, what: str, read: Callable[[], float | None]
+        self, board: Rendezvous, collective: int, what: str, read: Callable[[], float | None]
     ) -> None:
         """`read` returns seconds for which it was held up itself, if it was."""
         self._board, self._collective, self._what = board, collective, what

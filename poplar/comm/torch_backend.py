@@ -26,7 +26,7 @@ from poplar.comm.communicator import own_slice
 from poplar.comm.group import POPLAR
 from poplar.comm.shard_layout import ALIGNMENT, Layout
 from poplar.comm.shared_memory import SharedMemoryCommunicator
-from poplar.comm.worker_thread import Job, Jobs, Ranks
+from poplar.comm.worker_thread import Job, Ranks, WorkerThread
 
 _ProcessGroup: Any = dist.ProcessGroup
 """Its type stubs show methods as users call them; torch calls them in another way."""
@@ -46,7 +46,7 @@ class PoplarProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self._gloo: Any = c10d.ProcessGroupGloo(
             store, ranks.rank, ranks.size, timeout=ranks.timeout
         )
-        self._jobs = Jobs(ranks)
+        self._jobs = WorkerThread(ranks)
         weakref.finalize(self, self._jobs.stop)  # also when the interpreter ends
 
     # What torch asks of a process group. Names in camel case are those of its C++ class.

@@ -16,7 +16,7 @@ from poplar.comm.group import Group
 from poplar.comm.hierarchical import HierarchicalCommunicator, Neighbours
 from poplar.comm.hierarchical_process_group import NestedCommunicator
 from poplar.comm.process_group import ProcessGroupCommunicator
-from poplar.comm.rendezvous import Board, NotOneHost
+from poplar.comm.rendezvous import NotOneHost, Rendezvous
 from poplar.comm.shared_memory import SharedMemoryCommunicator
 from poplar.comm.shared_segment import addresses
 from poplar.comm.staged import HOST, StagedCommunicator
@@ -89,7 +89,7 @@ def connect(
         if name == "hierarchical" or (name == "auto" and len(found.members) > 1):
             return _hierarchical(group, control, found)
         return SharedMemoryCommunicator(
-            Board(group, control.exchange_objects, addresses(group.size))
+            Rendezvous(group, control.exchange_objects, addresses(group.size))
         )
     except NotOneHost:
         if name != "auto":
@@ -149,7 +149,7 @@ def _hierarchical(group: Group, control: Control, found: host_topology.Hosts) ->
 
     board, trouble = None, ""
     try:
-        board = Board(neighbours, exchange, addresses(neighbours.size))
+        board = Rendezvous(neighbours, exchange, addresses(neighbours.size))
     except NotOneHost as error:
         trouble = str(error)
     troubles = [t for t in control.exchange_objects(trouble, what="agreeing on hosts") if t]
@@ -177,6 +177,6 @@ def control_of(group: Group, choice: str | Communicator = "auto") -> Control:
     if group.size == 1 or name.startswith("process_group"):
         return control
     try:
-        return Control(group, Board(group, control.exchange_objects, AGREEMENT_BYTES))
+        return Control(group, Rendezvous(group, control.exchange_objects, AGREEMENT_BYTES))
     except NotOneHost:
         return control

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from poplar.comm.group import collective_timeout
-from poplar.comm.rendezvous import Board
+from poplar.comm.rendezvous import Rendezvous
 from poplar.comm.shared_memory import SharedMemoryCommunicator
 from poplar.comm.shared_segment import addresses
 from poplar.errors import CollectiveTimeout
@@ -154,7 +154,7 @@ class Job(_Work):  # type: ignore[misc]
         return self._results
 
 
-class Jobs:
+class WorkerThread:
     """Runs collectives in the order in which they come. The ranks meet at the first one."""
 
     def __init__(self, ranks: Ranks) -> None:
@@ -236,7 +236,7 @@ class Jobs:
             raise self._trouble
         if self._communicator is None:
             try:
-                board = Board(self._ranks, self._ranks.exchange, addresses(self._ranks.size))
+                board = Rendezvous(self._ranks, self._ranks.exchange, addresses(self._ranks.size))
             except Exception as error:
                 self._trouble = error
                 raise

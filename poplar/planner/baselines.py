@@ -14,7 +14,7 @@ from poplar.plan import Plan
 from poplar.planner.branch_and_bound import Decision, Request
 from poplar.planner.cost_model import StageCosts
 from poplar.planner.memory_shortfall import NoPlanFits, shortage, shortage_at_shares
-from poplar.planner.persistent_units import exact_with_kept_units
+from poplar.planner.persistent_units import exact_with_persistent_units
 
 Policy = Callable[[StageCosts, Request], Decision]
 """From the costs of a stage and what is wanted of it."""
@@ -63,7 +63,7 @@ def paper(costs: StageCosts, request: Request) -> Decision:
     kept.
     """
     caps = _caps(costs, request)
-    if costs.meets_every_pass:
+    if costs.synchronizes_every_pass:
         return Decision(_swept(costs, request.global_batch, caps))
     best = [_best_batch(costs, rank, cap) for rank, cap in enumerate(caps)]
     speeds = [
@@ -74,7 +74,7 @@ def paper(costs: StageCosts, request: Request) -> Decision:
 
 
 POLICIES: Mapping[str, Policy] = {
-    "exact": exact_with_kept_units,
+    "exact": exact_with_persistent_units,
     "even": even,
     "flops": flops,
     "paper": paper,
@@ -135,7 +135,7 @@ def _best_batch(costs: StageCosts, rank: int, cap: int) -> int:
 
 def _swept(costs: StageCosts, global_batch: int, caps: Sequence[int]) -> Plan:
     shares = _even_shares(costs)
-    traffic = costs.traffic(shares)
+    communication = costs.communication(shares)
     limits = {
         costs.pass_seconds(rank, batch)
         for rank, cap in enumerate(caps)
@@ -145,7 +145,9 @@ def _swept(costs: StageCosts, global_batch: int, caps: Sequence[int]) -> Plan:
     for limit in sorted(limits):
         batches = [_largest_within(costs, rank, cap, limit) for rank, cap in enumerate(caps)]
         count = -(-global_batch // sum(batches))
-        seconds = count * (limit + costs.itinerary.gathers * traffic.gather + traffic.reduce)
+        seconds = count * (
+            limit + costs.schedule.gathers * communication.gather + communication.reduce
+        )
         if seconds < cheapest:
             cheapest, chosen, passes = seconds, batches, count
     rest = global_batch - (passes - 1) * sum(chosen)

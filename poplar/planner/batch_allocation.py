@@ -20,7 +20,7 @@ from functools import cache, partial
 from typing import NamedTuple
 
 from poplar import _core
-from poplar.planner.cost_model import Meeting, StageCosts, Traffic
+from poplar.planner.cost_model import CommunicationSeconds, StageCosts, Synchronization
 from poplar.planner.rank_groups import members
 
 MicroBatches = tuple[tuple[int, ...], ...]
@@ -93,7 +93,7 @@ class EveryPass:
         """Groups whose ranks take one more sample each, in this order."""
         self._reached: list[int] = []
         """Samples that all ranks together have then."""
-        self.meetings: list[Meeting] = []
+        self.synchronizations: list[Synchronization] = []
         """That differ, shortest first."""
         self.sizes: list[int] = []
         """How many samples each of them holds at most."""
@@ -102,8 +102,8 @@ class EveryPass:
             reached += len(groups[group][0])
             self._order.append(group)
             self._reached.append(reached)
-            if not self.meetings or latest > self.meetings[-1].latest:
-                self.meetings.append(Meeting(latest, latest - costs.late * latest))
+            if not self.synchronizations or latest > self.synchronizations[-1].latest:
+                self.synchronizations.append(Synchronization(latest, latest - costs.late * latest))
                 self.sizes.append(reached)
             else:
                 self.sizes[-1] = reached
@@ -111,9 +111,9 @@ class EveryPass:
                 self.sizes[-1] = global_batch
                 break
 
-    def meeting(self, samples: int) -> Meeting:
+    def synchronization(self, samples: int) -> Synchronization:
         """The shortest meeting that holds this many samples."""
-        return self.meetings[bisect_left(self.sizes, samples)]
+        return self.synchronizations[bisect_left(self.sizes, samples)]
 
     def cheapest(
         self, usual: Sequence[float], dearest: Sequence[float]
@@ -129,30 +129,43 @@ class EveryPass:
         cost, (*others, one) = parts
         return cost, self._costs.joined(others, one)
 
-    def at(self, traffic: Traffic) -> tuple[float, tuple[int, ...]]:
+    def at(self, communication: CommunicationSeconds) -> tuple[float, tuple[int, ...]]:
         """The cheapest meetings when this travels at each of them."""
-        return self.cheapest(*self.seconds(traffic))
+        return self.cheapest(*self.seconds(communication))
 
-    def seconds(self, traffic: Traffic) -> tuple[list[float], list[float]]:
+    def seconds(self, communication: CommunicationSeconds) -> tuple[list[float], list[float]]:
         """What each of `meetings` costs when this travels: as a usual one, and as the dearest."""
         costs = self._costs
-        dearest = [costs.meeting_seconds(meeting, traffic) for meeting in self.meetings]
-        if not costs.meetings_differ:
+        dearest = [
+            costs.synchronization_seconds(synchronization, communication)
+            for synchronization in self.synchronizations
+        ]
+        if not costs.synchronizations_differ:
             return dearest, dearest
-        return [costs.meeting_seconds(m, traffic, dearest=False) for m in self.meetings], dearest
+        return [
+            costs.synchronization_seconds(m, communication, dearest=False)
+            for m in self.synchronizations
+        ], dearest
 
-    def slopes(self, traffic: Traffic) -> tuple[list[Traffic], list[Traffic]]:
+    def slopes(
+        self, communication: CommunicationSeconds
+    ) -> tuple[list[CommunicationSeconds], list[CommunicationSeconds]]:
         """By how much each of `seconds` grows with the traffic."""
         costs = self._costs
-        dearest = [costs.slopes(meeting, traffic) for meeting in self.meetings]
-        if not costs.meetings_differ:
+        dearest = [
+            costs.slopes(synchronization, communication)
+            for synchronization in self.synchronizations
+        ]
+        if not costs.synchronizations_differ:
             return dearest, dearest
-        return [costs.slopes(m, traffic, dearest=False) for m in self.meetings], dearest
+        return [
+            costs.slopes(m, communication, dearest=False) for m in self.synchronizations
+        ], dearest
 
-    def micro_batches(self, meetings: Sequence[int]) -> MicroBatches:
+    def micro_batches(self, synchronizations: Sequence[int]) -> MicroBatches:
         """Who computes what: at every meeting each rank takes what it does fastest."""
-        columns = {samples: self._column(samples) for samples in set(meetings)}
-        return tuple(zip(*(columns[samples] for samples in meetings), strict=True))
+        columns = {samples: self._column(samples) for samples in set(synchronizations)}
+        return tuple(zip(*(columns[samples] for samples in synchronizations), strict=True))
 
     def _column(self, samples: int) -> list[int]:
         """By rank, its part of a meeting of this many samples."""
@@ -170,7 +183,7 @@ class EveryPass:
 class Split(NamedTuple):
     """Samples per rank of a step with one meeting, and the bounds that its passes keep."""
 
-    meeting: Meeting
+    synchronization: Synchronization
     micro_batches: MicroBatches
 
 
@@ -194,15 +207,15 @@ class OncePerStep:
         self._cuts = [cuts for _, cuts in groups]
         self._counts = [len(ranks) for ranks in self._ranks]
 
-    def at(self, traffic: Traffic) -> tuple[float, Split]:
+    def at(self, communication: CommunicationSeconds) -> tuple[float, Split]:
         """The cheapest split when this travels at the meeting."""
         split: Split | None = self.first()
         best = math.inf
         while split is not None:
-            seconds = self._costs.meeting_seconds(split.meeting, traffic)
+            seconds = self._costs.synchronization_seconds(split.synchronization, communication)
             if seconds < best:
                 best, found = seconds, split
-            split = self.following(split, traffic, best)
+            split = self.following(split, communication, best)
         return best, found
 
     def first(self) -> Split:
@@ -212,7 +225,9 @@ class OncePerStep:
         latest = smallest(ends, tops, self._counts, self._global_batch)
         return self._split(latest, latest)
 
-    def following(self, split: Split, traffic: Traffic, below: float) -> Split | None:
+    def following(
+        self, split: Split, communication: CommunicationSeconds, below: float
+    ) -> Split | None:
         """The next split with a larger `T` and a smaller `F`, or None.
 
         Args:
@@ -223,33 +238,33 @@ class OncePerStep:
         if not self._costs.hides:
             return None
         target = min(
-            self._reducible_for(below, traffic),
-            split.meeting.reducible - _ROUNDING * split.meeting.latest,
+            self._reducible_for(below, communication),
+            split.synchronization.reducible - _ROUNDING * split.synchronization.latest,
         )
         if target <= 0.0:
             return None
         tops = [cuts.most_samples for cuts in self._cuts]
         ends = [partial(cuts.least_end, reducible=target) for cuts in self._cuts]
         latest = smallest(ends, tops, self._counts, self._global_batch)
-        if latest >= self._latest_for(below, traffic):
+        if latest >= self._latest_for(below, communication):
             return None
         return self._split(latest, target)
 
-    def _reducible_for(self, limit: float, traffic: Traffic) -> float:
+    def _reducible_for(self, limit: float, communication: CommunicationSeconds) -> float:
         """The `F` above which no meeting is within `limit`: everything travels after it."""
-        return limit - self._travels(traffic)
+        return limit - self._travels(communication)
 
-    def _latest_for(self, limit: float, traffic: Traffic) -> float:
+    def _latest_for(self, limit: float, communication: CommunicationSeconds) -> float:
         """The `T` above which no meeting is within `limit`: the last unit travels after it."""
-        way = self._costs.itinerary
-        behind = way.gathers_under_backward * traffic.gather
-        behind += way.reductions_under_backward * traffic.reduce
-        exposed = self._travels(traffic) - self._costs.cluster.overlap * behind
+        way = self._costs.schedule
+        behind = way.gathers_under_backward * communication.gather
+        behind += way.reductions_under_backward * communication.reduce
+        exposed = self._travels(communication) - self._costs.cluster.overlap * behind
         return limit - max(0.0, exposed)
 
-    def _travels(self, traffic: Traffic) -> float:
-        gathered = self._costs.itinerary.gathers * traffic.gather
-        return gathered + traffic.reduce + self._costs.meeting_residual
+    def _travels(self, communication: CommunicationSeconds) -> float:
+        gathered = self._costs.schedule.gathers * communication.gather
+        return gathered + communication.reduce + self._costs.synchronization_residual
 
     def _split(self, latest: float, reducible: float) -> Split:
         """The global batch, dealt out with this `T` and the least `F`, which is in `reducible`."""
@@ -273,7 +288,7 @@ class OncePerStep:
                     kinds.append((some[0], cut))
                     for rank in some:
                         batches[rank] = cut
-        return Split(self._costs.meeting(kinds), tuple(batches))
+        return Split(self._costs.synchronization(kinds), tuple(batches))
 
 
 class Cut(NamedTuple):

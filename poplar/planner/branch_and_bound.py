@@ -103,12 +103,12 @@ def at_shares(
     caps = _caps(costs, shares, request)
     if min(caps) < 0 or max(caps) < 1:
         return None
-    traffic = costs.traffic(shares)
-    if costs.meets_every_pass:
+    communication = costs.communication(shares)
+    if costs.synchronizes_every_pass:
         every = workload.every_pass(caps)
-        micro_batches = every.micro_batches(every.at(traffic)[1])
+        micro_batches = every.micro_batches(every.at(communication)[1])
     else:
-        micro_batches = workload.once_per_step(caps).at(traffic)[1].micro_batches
+        micro_batches = workload.once_per_step(caps).at(communication)[1].micro_batches
     return _found(costs, micro_batches, tuple(shares))
 
 
@@ -133,7 +133,7 @@ def _memory_of_kinds(costs: StageCosts) -> dict[int, RankMemory]:
 
 def _tidied(costs: StageCosts, found: Found, request: Request, most: float) -> Found:
     """The same with fewer passes, if that takes no more than `most` seconds."""
-    if costs.meets_every_pass:
+    if costs.synchronizes_every_pass:
         return found
     caps = _caps(costs, found.shares, request)
     batches = tidied(costs, found.micro_batches, caps, max(0.0, most - found.seconds))
@@ -268,7 +268,7 @@ class _Search:
         problem = ShareProblem(self._costs, upper)
         if not problem.is_feasible:
             return None
-        shared = problem.cheapest(self._costs.meetings(answer.micro_batches))
+        shared = problem.cheapest(self._costs.synchronizations(answer.micro_batches))
         return _found(self._costs, answer.micro_batches, shared.shares)
 
     def _repaired(self, shares: tuple[float, ...]) -> Found | None:

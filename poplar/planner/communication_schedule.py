@@ -45,7 +45,7 @@ class Cut(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Itinerary:
+class CommunicationSchedule:
     """Of one meeting, in whole gathers and whole reductions of the model; one reduction travels."""
 
     gathers: float = 0.0
@@ -69,9 +69,9 @@ class Itinerary:
     """The part of the model, at its end, whose backward is over before gradients travel."""
 
 
-def itineraries(
-    model: ModelProfile, stage: int, kept: frozenset[int] = frozenset()
-) -> tuple[Itinerary, Itinerary]:
+def schedules(
+    model: ModelProfile, stage: int, persistent: frozenset[int] = frozenset()
+) -> tuple[CommunicationSchedule, CommunicationSchedule]:
     """What travels at a step's meetings: at all but one, and at the dearest.
 
     Where every pass reduces and nothing is gathered, that is the last one, with no forward after
@@ -79,10 +79,12 @@ def itineraries(
     """
     if stage == 3:
         first = frozenset(range(len(model.unit_numels)))
-        return _of_gathered_units(model, first - kept, kept), _of_gathered_units(model, first, kept)
+        return _of_gathered_units(model, first - persistent, persistent), _of_gathered_units(
+            model, first, persistent
+        )
     numels = units_of(model, stage)
     parts = [numel / model.numel for numel in numels]
-    dearest = Itinerary(
+    dearest = CommunicationSchedule(
         gathers=1.0 if stage == 0 else 0.0,
         # A buffer's sum is gathered while the next buffer is reduced.
         gathers_under_backward=sum(parts[2:]) if stage == 0 else 0.0,
@@ -101,8 +103,8 @@ def itineraries(
 
 
 def _of_gathered_units(
-    model: ModelProfile, gathered: frozenset[int], kept: frozenset[int]
-) -> Itinerary:
+    model: ModelProfile, gathered: frozenset[int], persistent: frozenset[int]
+) -> CommunicationSchedule:
     """Stage 3: a unit is gathered while the one before it runs, and again in the backward.
 
     The last unit is still there then, and residents stay until the pass is over, when they are
@@ -120,15 +122,15 @@ def _of_gathered_units(
     forward = sum(parts[unit] for unit in gathered)
     windows = list(_forward_windows(parts, gathered))
     if not returning:
-        return Itinerary(gathers=forward, windows=tuple(windows))
-    again = [unit for unit in returning[:-1] if unit not in kept]
+        return CommunicationSchedule(gathers=forward, windows=tuple(windows))
+    again = [unit for unit in returning[:-1] if unit not in persistent]
     early = parts[again[-1]] if again[-1:] == returning[-2:-1] and again else 0.0
     if early:
         windows.append(Window(early, parts[-1], parts[-1]))
     # When the first unit that returns is reduced, residents may be left to compute, or nothing.
     exposed = parts[returning[0]] if returning[0] == 0 else 0.0
     comes_back = sum(parts[unit] for unit in again)
-    found = Itinerary(
+    found = CommunicationSchedule(
         gathers=forward + comes_back,
         windows=tuple(windows),
         gathers_under_backward=comes_back - early,
@@ -158,12 +160,12 @@ def _cuts(parts: Sequence[float], returning: list[int], again: list[int]) -> lis
                 backward=sum(parts[:after]),
             )
         )
-    kept = []
+    distinct = []
     for place, cut in enumerate(cuts):
         inner = 0 < place < len(cuts) - 1
         if not (inner and _between(cuts[place - 1], cut, cuts[place + 1])):
-            kept.append(cut)
-    return kept if len(kept) <= _MOST_CUTS else kept[:1]
+            distinct.append(cut)
+    return distinct if len(distinct) <= _MOST_CUTS else distinct[:1]
 
 
 def _between(one: Cut, cut: Cut, other: Cut) -> bool:

@@ -26,9 +26,9 @@ from functools import cached_property
 from itertools import count, product
 from typing import NamedTuple, TypeVar
 
-from poplar.plan import MEETS_EVERY_PASS, STRATEGIES, Plan
+from poplar.plan import FIRST_STAGE_SYNCHRONIZING_EVERY_PASS, STRATEGIES, Plan
 from poplar.planner.collective_costs import CollectiveCosts
-from poplar.planner.communication_schedule import Itinerary, itineraries
+from poplar.planner.communication_schedule import CommunicationSchedule, schedules
 from poplar.planner.memory_model import RankMemory, rank_memory
 from poplar.planner.rank_groups import members
 from poplar.profile import ClusterProfile
@@ -36,7 +36,7 @@ from poplar.profile import ClusterProfile
 T = TypeVar("T")
 
 
-class Meeting(NamedTuple):
+class Synchronization(NamedTuple):
     """When the ranks' compute before a meeting ends, in seconds since the meeting before."""
 
     latest: float
@@ -45,7 +45,7 @@ class Meeting(NamedTuple):
     """`F`: every rank's last backward has begun to leave gradients."""
 
 
-class Traffic(NamedTuple):
+class CommunicationSeconds(NamedTuple):
     """Seconds of the collectives over the whole model, under some shares; how often each of them
     is issued at a meeting is the stage's `Itinerary`.
     """
@@ -62,9 +62,11 @@ class Exposure(NamedTuple):
     reduce: float
     seconds: float
 
-    def at(self, traffic: Traffic) -> float:
+    def at(self, communication: CommunicationSeconds) -> float:
         """The line's value."""
-        return self.gather * traffic.gather + self.reduce * traffic.reduce + self.seconds
+        return (
+            self.gather * communication.gather + self.reduce * communication.reduce + self.seconds
+        )
 
 
 _NOTHING = Exposure(0.0, 0.0, 0.0)
@@ -76,13 +78,13 @@ class StageCosts:
 
     cluster: ClusterProfile
     stage: int
-    kept: frozenset[int] = frozenset()
+    persistent: frozenset[int] = frozenset()
     """Units that stay gathered between the passes of a step, where units are gathered."""
 
     @property
-    def meets_every_pass(self) -> bool:
+    def synchronizes_every_pass(self) -> bool:
         """Whether a pass ends in a meeting; otherwise ranks meet once a step."""
-        return self.stage >= MEETS_EVERY_PASS
+        return self.stage >= FIRST_STAGE_SYNCHRONIZING_EVERY_PASS
 
     @property
     def shares_matter(self) -> bool:
@@ -95,14 +97,14 @@ class StageCosts:
         return self.stage in (1, 2)
 
     @cached_property
-    def itineraries(self) -> tuple[Itinerary, Itinerary]:
+    def schedules(self) -> tuple[CommunicationSchedule, CommunicationSchedule]:
         """What travels at a usual meeting of a step, and at its dearest."""
-        return itineraries(self.cluster.model, self.stage, self.kept)
+        return schedules(self.cluster.model, self.stage, self.persistent)
 
     @property
-    def itinerary(self) -> Itinerary:
+    def schedule(self) -> CommunicationSchedule:
         """What travels at the dearest meeting: the only one, if there is one."""
-        return self.itineraries[True]
+        return self.schedules[True]
 
     @cached_property
     def windows(self) -> tuple[list[tuple[float, float]], ...]:
@@ -113,7 +115,7 @@ class StageCosts:
         """
         forward, backward = 1.0 - self.cluster.backward_fraction, self.cluster.backward_fraction
         found = []
-        for way in self.itineraries:
+        for way in self.schedules:
             windows = [
                 (one.gathers, one.forward * forward + one.backward * backward)
                 for one in way.windows
@@ -133,7 +135,7 @@ class StageCosts:
     @property
     def late(self) -> float:
         """The part of a pass, from its end, in which it has gradients to offer."""
-        return self.cluster.backward_fraction * (1.0 - self.itinerary.turn)
+        return self.cluster.backward_fraction * (1.0 - self.schedule.turn)
 
     @property
     def hides(self) -> bool:
@@ -141,9 +143,9 @@ class StageCosts:
         return min(self.late, self.cluster.overlap) > 0.0
 
     @property
-    def meetings_differ(self) -> bool:
+    def synchronizations_differ(self) -> bool:
         """Whether one meeting of a step is dearer than the others."""
-        usual, dearest = self.itineraries
+        usual, dearest = self.schedules
         return usual.gathers < dearest.gathers or (
             self.cluster.overlap > 0.0 and usual.reductions_behind > 0.0
         )
@@ -158,7 +160,7 @@ class StageCosts:
 
     @property
     def _dearest_comes_first(self) -> bool:
-        return bool(self.kept)
+        return bool(self.persistent)
 
     @cached_property
     def collectives(self) -> CollectiveCosts:
@@ -170,13 +172,13 @@ class StageCosts:
         """By rank."""
         kinds = self.cluster.device_kinds
         first = [ranks[0] for ranks in members(kinds)]
-        memories = [rank_memory(self.cluster, self.stage, rank, self.kept) for rank in first]
+        memories = [rank_memory(self.cluster, self.stage, rank, self.persistent) for rank in first]
         return tuple(memories[kind] for kind in kinds)
 
     @property
-    def meeting_residual(self) -> float:
+    def synchronization_residual(self) -> float:
         """What was measured of a meeting beyond its collectives."""
-        return self.cluster.network.meeting_seconds[self.stage]
+        return self.cluster.network.synchronization_seconds[self.stage]
 
     def pass_seconds(self, rank: int, batch: int) -> float:
         """`x(batch)`: one pass of this rank in the engine; 0 without samples."""
@@ -191,13 +193,19 @@ class StageCosts:
         owned = share if self.shares_matter else 1.0
         return device.optimizer_step_seconds(owned) + device.step_overhead_seconds[self.stage]
 
-    def traffic(self, shares: Sequence[float]) -> Traffic:
+    def communication(self, shares: Sequence[float]) -> CommunicationSeconds:
         """What travels at every meeting."""
         cut = shares if self.shares_matter else (1.0 / len(shares),) * len(shares)
-        gathered = self._gather_seconds(cut) if self.itinerary.gathers else 0.0
-        return Traffic(gathered, self._reduce_seconds(cut))
+        gathered = self._gather_seconds(cut) if self.schedule.gathers else 0.0
+        return CommunicationSeconds(gathered, self._reduce_seconds(cut))
 
-    def meeting_seconds(self, meeting: Meeting, traffic: Traffic, *, dearest: bool = True) -> float:
+    def synchronization_seconds(
+        self,
+        synchronization: Synchronization,
+        communication: CommunicationSeconds,
+        *,
+        dearest: bool = True,
+    ) -> float:
         """From the meeting before to the end of this one.
 
         Args:
@@ -205,10 +213,10 @@ class StageCosts:
             traffic: what travels.
             dearest: of the step's meetings, as `itineraries` says.
         """
-        latest, reducible = meeting
-        gather, reduce = traffic
-        way, overlap = self.itineraries[dearest], self.cluster.overlap
-        shown = way.gathers * gather + reduce + self.meeting_residual
+        latest, reducible = synchronization
+        gather, reduce = communication
+        way, overlap = self.schedules[dearest], self.cluster.overlap
+        shown = way.gathers * gather + reduce + self.synchronization_residual
         if overlap:
             if gather:
                 shown -= min(
@@ -237,10 +245,12 @@ class StageCosts:
                 )
         return latest + max(0.0, shown)
 
-    def exposures(self, meeting: Meeting, *, dearest: bool = True) -> list[Exposure]:
+    def exposures(
+        self, synchronization: Synchronization, *, dearest: bool = True
+    ) -> list[Exposure]:
         """The lines whose largest, where it is positive, `meeting_seconds` adds to `latest`."""
-        gathers, residual = self.itineraries[dearest].gathers, self.meeting_residual
-        forwards, backwards = self._hidden(meeting, dearest)
+        gathers, residual = self.schedules[dearest].gathers, self.synchronization_residual
+        forwards, backwards = self._hidden(synchronization, dearest)
         return [
             Exposure(
                 gathers - forward.gather - backward.gather,
@@ -251,23 +261,31 @@ class StageCosts:
             for backward in backwards
         ]
 
-    def slopes(self, meeting: Meeting, traffic: Traffic, *, dearest: bool = True) -> Traffic:
+    def slopes(
+        self,
+        synchronization: Synchronization,
+        communication: CommunicationSeconds,
+        *,
+        dearest: bool = True,
+    ) -> CommunicationSeconds:
         """By how much a meeting grows with each part of the traffic, as it grows from here."""
         forward, backward = (
-            min(lines, key=lambda line: line.at(traffic))
-            for lines in self._hidden(meeting, dearest)
+            min(lines, key=lambda line: line.at(communication))
+            for lines in self._hidden(synchronization, dearest)
         )
-        gather = self.itineraries[dearest].gathers - forward.gather - backward.gather
+        gather = self.schedules[dearest].gathers - forward.gather - backward.gather
         reduce = 1.0 - forward.reduce - backward.reduce
-        seconds = self.meeting_residual - forward.seconds - backward.seconds
-        if Exposure(gather, reduce, seconds).at(traffic) <= 0.0:
-            return Traffic(0.0, 0.0)
-        return Traffic(gather, reduce)
+        seconds = self.synchronization_residual - forward.seconds - backward.seconds
+        if Exposure(gather, reduce, seconds).at(communication) <= 0.0:
+            return CommunicationSeconds(0.0, 0.0)
+        return CommunicationSeconds(gather, reduce)
 
-    def _hidden(self, meeting: Meeting, dearest: bool) -> tuple[list[Exposure], list[Exposure]]:
+    def _hidden(
+        self, synchronization: Synchronization, dearest: bool
+    ) -> tuple[list[Exposure], list[Exposure]]:
         """Under the forward, and under the backward and what follows: the least of these lines."""
-        way, overlap = self.itineraries[dearest], self.cluster.overlap
-        latest, reducible = meeting
+        way, overlap = self.schedules[dearest], self.cluster.overlap
+        latest, reducible = synchronization
         if not overlap:
             return [_NOTHING], [_NOTHING]
         forwards = [
@@ -301,13 +319,18 @@ class StageCosts:
             ]
         return forwards, backwards
 
-    def met_seconds(self, meetings: Sequence[Meeting], traffic: Traffic) -> list[float]:
+    def met_seconds(
+        self, synchronizations: Sequence[Synchronization], communication: CommunicationSeconds
+    ) -> list[float]:
         """Of each of a step's meetings, in order."""
-        usual, dearest = self.parted(meetings)
+        usual, dearest = self.parted(synchronizations)
         return list(
             self.joined(
-                [self.meeting_seconds(meeting, traffic, dearest=False) for meeting in usual],
-                self.meeting_seconds(dearest, traffic),
+                [
+                    self.synchronization_seconds(synchronization, communication, dearest=False)
+                    for synchronization in usual
+                ],
+                self.synchronization_seconds(dearest, communication),
             )
         )
 
@@ -342,27 +365,29 @@ class StageCosts:
         """For the shares that were asked for last: every collective asks, and the optimizer."""
         return {}
 
-    def meetings(self, micro_batches: Sequence[Sequence[int]]) -> list[Meeting]:
+    def synchronizations(self, micro_batches: Sequence[Sequence[int]]) -> list[Synchronization]:
         """Every meeting of a step."""
         kinds = zip(self.cluster.device_kinds, micro_batches, strict=True)
         alike = {kind: rank for rank, kind in enumerate(kinds)}
         ranks, rows = list(alike.values()), [passes for _, passes in alike]
-        if self.meets_every_pass:
+        if self.synchronizes_every_pass:
             columns = zip(*rows, strict=True)
             return [
-                self.meeting((rank, (batch,)) for rank, batch in zip(ranks, column, strict=True))
+                self.synchronization(
+                    (rank, (batch,)) for rank, batch in zip(ranks, column, strict=True)
+                )
                 for column in columns
             ]
-        return [self.meeting(zip(ranks, rows, strict=True))]
+        return [self.synchronization(zip(ranks, rows, strict=True))]
 
     def step_seconds(
         self, micro_batches: Sequence[Sequence[int]], shares: Sequence[float]
     ) -> float:
         """A whole step."""
-        met = self.met_seconds(self.meetings(micro_batches), self.traffic(shares))
+        met = self.met_seconds(self.synchronizations(micro_batches), self.communication(shares))
         return math.fsum(met) + self.tail_seconds(shares)
 
-    def meeting(self, passes_of: Iterable[tuple[int, Sequence[int]]]) -> Meeting:
+    def synchronization(self, passes_of: Iterable[tuple[int, Sequence[int]]]) -> Synchronization:
         """The meeting after these ranks have run these passes; of equal ones, one will do."""
         latest = reducible = 0.0
         for rank, own in passes_of:
@@ -370,7 +395,7 @@ class StageCosts:
             end = math.fsum(passes)
             latest = max(latest, end)
             reducible = max(reducible, end - self.late * passes[-1] if passes else 0.0)
-        return Meeting(latest, reducible)
+        return Synchronization(latest, reducible)
 
 
 def costs_of(cluster: ClusterProfile, plan: Plan) -> StageCosts:
@@ -398,5 +423,5 @@ def costs_of(cluster: ClusterProfile, plan: Plan) -> StageCosts:
                 f"the plan names unit {unit.name!r}, which the profile does not know; known are "
                 f"{', '.join(known) or 'none: profile again'}"
             )
-    kept = frozenset(known[unit.name] for unit in plan.units if unit.keep_gathered)
-    return StageCosts(cluster, plan.stage, kept)
+    persistent = frozenset(known[unit.name] for unit in plan.units if unit.keep_gathered)
+    return StageCosts(cluster, plan.stage, persistent)

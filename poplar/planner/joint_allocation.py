@@ -17,7 +17,7 @@ from itertools import accumulate, combinations, count
 from typing import NamedTuple
 
 from poplar.planner.batch_allocation import EveryPass, MicroBatches, OncePerStep, Split, Workload
-from poplar.planner.cost_model import Exposure, StageCosts, Traffic
+from poplar.planner.cost_model import CommunicationSeconds, Exposure, StageCosts
 from poplar.planner.shard_allocation import Corner, Shared, ShareProblem
 
 TOLERANCE = 1e-10
@@ -43,7 +43,7 @@ def relaxed(
     known: float,
 ) -> Relaxed | None:
     """The fastest step with these caps and these bounds on the shares; None: not below `known`."""
-    if costs.meets_every_pass:
+    if costs.synchronizes_every_pass:
         return _EveryPassSearch(costs, workload.every_pass(caps), problem, known).run()
     return _once_per_step(costs, workload.once_per_step(caps), problem, known)
 
@@ -51,16 +51,18 @@ def relaxed(
 def _once_per_step(
     costs: StageCosts, once: OncePerStep, problem: ShareProblem, known: float
 ) -> Relaxed | None:
-    traffic, tail = problem.least_traffic(), problem.least_tail()
+    communication, tail = problem.least_communication(), problem.least_tail()
     best = None
     split: Split | None = once.first()
     while split is not None:
-        if costs.meeting_seconds(split.meeting, traffic) + tail < known * (1.0 - TOLERANCE):
-            shared = problem.cheapest([split.meeting])
+        if costs.synchronization_seconds(split.synchronization, communication) + tail < known * (
+            1.0 - TOLERANCE
+        ):
+            shared = problem.cheapest([split.synchronization])
             if shared.seconds < known * (1.0 - TOLERANCE):
                 known = shared.seconds
                 best = Relaxed(known, split.micro_batches, shared.shares)
-        split = once.following(split, traffic, known - tail)
+        split = once.following(split, communication, known - tail)
     return best
 
 
@@ -69,10 +71,10 @@ class _Box(NamedTuple):
 
     bound: float
     number: int
-    least: Traffic
-    most: Traffic
+    least: CommunicationSeconds
+    most: CommunicationSeconds
     shared: Shared
-    meetings: tuple[int, ...]
+    synchronizations: tuple[int, ...]
     """The cheapest where the least travels."""
 
 
@@ -92,7 +94,7 @@ class _EveryPassSearch:
         self._tried: set[tuple[int, ...]] = set()
 
     def run(self) -> Relaxed | None:
-        self._add(self._problem.least_traffic(), self._problem.most_traffic())
+        self._add(self._problem.least_communication(), self._problem.most_communication())
         closed = self._known
         for _ in range(_MOST_BOXES):
             if not self._boxes or self._boxes[0].bound >= self._known * (1.0 - TOLERANCE):
@@ -105,16 +107,18 @@ class _EveryPassSearch:
                 self._add(least, most)
         if self._best is None and self._boxes:
             box = self._boxes[0]
-            return Relaxed(box.bound, self._every.micro_batches(box.meetings), box.shared.shares)
+            return Relaxed(
+                box.bound, self._every.micro_batches(box.synchronizations), box.shared.shares
+            )
         if self._best is None:
             return None
         bound = min([self._best.bound, closed, *(box.bound for box in self._boxes[:1])])
         return self._best._replace(bound=bound)
 
-    def _add(self, least: Traffic, most: Traffic) -> None:
+    def _add(self, least: CommunicationSeconds, most: CommunicationSeconds) -> None:
         seconds = self._every.seconds(least)
-        lowest, meetings = self._every.cheapest(*seconds)
-        self._try(meetings)
+        lowest, synchronizations = self._every.cheapest(*seconds)
+        self._try(synchronizations)
         corners = [Corner(least, lowest)]
         slopes = self._every.slopes(least)
         for corner in _other_corners(least, most):
@@ -126,24 +130,26 @@ class _EveryPassSearch:
         shared = self._problem.between(corners)
         if shared is None or shared.seconds >= self._known * (1.0 - TOLERANCE):
             return
-        self._try(self._every.at(self._costs.traffic(shared.shares))[1])
-        box = _Box(shared.seconds, next(self._number), least, most, shared, meetings)
+        self._try(self._every.at(self._costs.communication(shared.shares))[1])
+        box = _Box(shared.seconds, next(self._number), least, most, shared, synchronizations)
         heapq.heappush(self._boxes, box)
 
-    def _try(self, meetings: tuple[int, ...]) -> None:
+    def _try(self, synchronizations: tuple[int, ...]) -> None:
         """The best shares for these meetings, then the best meetings for those, and so on."""
-        while meetings not in self._tried:
-            self._tried.add(meetings)
-            shared = self._problem.cheapest([self._every.meeting(m) for m in meetings])
+        while synchronizations not in self._tried:
+            self._tried.add(synchronizations)
+            shared = self._problem.cheapest(
+                [self._every.synchronization(m) for m in synchronizations]
+            )
             if shared.seconds < self._known:
                 self._known = shared.seconds
-                batches = self._every.micro_batches(meetings)
+                batches = self._every.micro_batches(synchronizations)
                 self._best = Relaxed(shared.seconds, batches, shared.shares)
-            meetings = self._every.at(self._costs.traffic(shared.shares))[1]
+            synchronizations = self._every.at(self._costs.communication(shared.shares))[1]
 
-    def _cut(self, box: _Box) -> list[tuple[Traffic, Traffic]]:
+    def _cut(self, box: _Box) -> list[tuple[CommunicationSeconds, CommunicationSeconds]]:
         """Two boxes that together are this one; none if it is too small to be cut."""
-        at = self._costs.traffic(box.shared.shares)
+        at = self._costs.communication(box.shared.shares)
         for part, place in (*self._kinks(box), *enumerate(at)):
             low, high = box.least[part], box.most[part]
             margin = 1e-9 * high
@@ -159,17 +165,19 @@ class _EveryPassSearch:
         """Where the cost of this box's meetings bends: which part of the traffic, and its seconds;
         nearest to the programme's answer first.
         """
-        at = self._costs.traffic(box.shared.shares)
+        at = self._costs.communication(box.shared.shares)
         kinks = set()
         usual, dearest = self._costs.parted(self._every.at(at)[1])
         for size, is_dearest in {(size, False) for size in usual} | {(dearest, True)}:
-            meeting = self._every.meeting(size)
-            exposures = self._costs.exposures(meeting, dearest=is_dearest)
+            synchronization = self._every.synchronization(size)
+            exposures = self._costs.exposures(synchronization, dearest=is_dearest)
             kinks |= {kink for pair in combinations(exposures, 2) for kink in _crossings(*pair, at)}
         return sorted(kinks, key=lambda kink: (abs(kink[1] - at[kink[0]]), kink))
 
 
-def _crossings(one: Exposure, other: Exposure, at: Traffic) -> Iterator[tuple[int, float]]:
+def _crossings(
+    one: Exposure, other: Exposure, at: CommunicationSeconds
+) -> Iterator[tuple[int, float]]:
     """Where two lines are equal: along each part of the traffic, the other part as it is."""
     apart = one.at(at) - other.at(at)
     for part in (0, 1):
@@ -179,7 +187,10 @@ def _crossings(one: Exposure, other: Exposure, at: Traffic) -> Iterator[tuple[in
 
 
 def _tangent(
-    seconds: Sequence[float], slopes: Sequence[Traffic], least: Traffic, corner: Traffic
+    seconds: Sequence[float],
+    slopes: Sequence[CommunicationSeconds],
+    least: CommunicationSeconds,
+    corner: CommunicationSeconds,
 ) -> list[float]:
     """What meetings cost at least at a corner: along the slopes that they have at the least."""
     gather, reduce = corner.gather - least.gather, corner.reduce - least.reduce
@@ -191,15 +202,22 @@ def _tangent(
     return list(accumulate(reversed(bounds), min))[::-1]
 
 
-def _other_corners(least: Traffic, most: Traffic) -> list[Traffic]:
+def _other_corners(
+    least: CommunicationSeconds, most: CommunicationSeconds
+) -> list[CommunicationSeconds]:
     corners = {
-        Traffic(gather, reduce)
+        CommunicationSeconds(gather, reduce)
         for gather in (least.gather, most.gather)
         for reduce in (least.reduce, most.reduce)
     }
     return sorted(corners - {least})
 
 
-def _halves(box: _Box, part: int, place: float) -> list[tuple[Traffic, Traffic]]:
-    middle = [corner._replace(**{Traffic._fields[part]: place}) for corner in (box.most, box.least)]
+def _halves(
+    box: _Box, part: int, place: float
+) -> list[tuple[CommunicationSeconds, CommunicationSeconds]]:
+    middle = [
+        corner._replace(**{CommunicationSeconds._fields[part]: place})
+        for corner in (box.most, box.least)
+    ]
     return [(box.least, middle[0]), (middle[1], box.most)]

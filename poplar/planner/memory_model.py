@@ -65,7 +65,7 @@ class RankMemory:
 
 
 def rank_memory(
-    cluster: ClusterProfile, stage: int, rank: int, kept: Collection[int] = ()
+    cluster: ClusterProfile, stage: int, rank: int, persistent: Collection[int] = ()
 ) -> RankMemory:
     """What `rank` needs at `stage`, as a function of its micro-batch and its share.
 
@@ -80,7 +80,7 @@ def rank_memory(
         fixed=(
             state
             + buckets
-            + _gathered(model, stage, kept)
+            + _gathered(model, stage, persistent)
             + _native_gradients(model)
             + model.frozen_bytes
             + device.held_bytes
@@ -100,7 +100,7 @@ def _state(model: ModelProfile, stage: int) -> tuple[float, float]:
     return whole * model.numel, sharded * model.numel + frozen
 
 
-def _gathered(model: ModelProfile, stage: int, kept: Collection[int]) -> float:
+def _gathered(model: ModelProfile, stage: int, persistent: Collection[int]) -> float:
     """Parameters that are gathered where they are sharded.
 
     This unit's and the next one's, beside those that stay gathered.
@@ -109,7 +109,7 @@ def _gathered(model: ModelProfile, stage: int, kept: Collection[int]) -> float:
         return 0.0
     frozen = model.unit_frozen_numels or (0,) * len(model.unit_numels)
     sizes = [sum(both) for both in zip(model.unit_numels, frozen, strict=True)]
-    staying = {*model.resident_units, *kept}
+    staying = {*model.resident_units, *persistent}
     others = [size for unit, size in enumerate(sizes) if unit not in staying]
     stays = sum(sizes[unit] for unit in staying)
     return model.param_bytes * (stays + sum(sorted(others)[-2:]))

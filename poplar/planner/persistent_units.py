@@ -30,7 +30,7 @@ _MOST_CUTS = 12
 """Ranges of numbers that are cut in two; each half is a search."""
 
 
-def exact_with_kept_units(costs: StageCosts, request: Request) -> Decision:
+def exact_with_persistent_units(costs: StageCosts, request: Request) -> Decision:
     """The fastest plan of one stage, with as many units kept gathered as make it faster.
 
     Raises:
@@ -102,7 +102,7 @@ class _Search:
             names = self._cluster.model.unit_names
             units = tuple(
                 UnitPlan(names[unit], STRATEGIES[self._stage], keep_gathered=True)
-                for unit in sorted(costs.kept)
+                for unit in sorted(costs.persistent)
             )
             self._found[count] = seconds, dataclasses.replace(plan, units=units)
 
@@ -114,8 +114,8 @@ class _Search:
         return StageCosts(self._cluster, self._stage, frozenset(self._order[:count]))
 
     def _add(self, least: int, most: int) -> None:
-        kept, weighing = frozenset(self._order[:most]), frozenset(self._order[:least])
-        costs = _Lighter(self._cluster, self._stage, kept, weighing)
+        persistent, weighing = frozenset(self._order[:most]), frozenset(self._order[:least])
+        costs = _Lighter(self._cluster, self._stage, persistent, weighing)
         try:
             plan, gap = exact(costs, self._request)
         except NoPlanFits:

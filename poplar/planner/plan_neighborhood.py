@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from poplar.plan import MEETS_EVERY_PASS, Plan
+from poplar.plan import FIRST_STAGE_SYNCHRONIZING_EVERY_PASS, Plan
 
 
 def moved(plan: Plan, source: int, target: int, samples: int = 1) -> Plan | None:
@@ -18,7 +18,7 @@ def moved(plan: Plan, source: int, target: int, samples: int = 1) -> Plan | None
     if not passes[source] or not passes[target]:
         return None
     longest = max(range(len(passes[source])), key=passes[source].__getitem__)
-    if plan.stage >= MEETS_EVERY_PASS:
+    if plan.stage >= FIRST_STAGE_SYNCHRONIZING_EVERY_PASS:
         same = longest
     else:
         same = min(range(len(passes[target])), key=passes[target].__getitem__)

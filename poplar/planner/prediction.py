@@ -110,9 +110,9 @@ def predict_at(costs: StageCosts, plan: Plan) -> Prediction:
     for rank, (needed, own) in enumerate(zip(memory, costs.memories, strict=True)):
         if needed > own.limit:
             _check_fits(costs, plan, rank)
-    meetings = costs.meetings(plan.micro_batches)
-    traffic = costs.traffic(plan.shares)
-    met = costs.met_seconds(meetings, traffic)
+    synchronizations = costs.synchronizations(plan.micro_batches)
+    communication = costs.communication(plan.shares)
+    met = costs.met_seconds(synchronizations, communication)
     tail = costs.tail_seconds(plan.shares)
     step = math.fsum(met) + tail
     first = dict(zip(cluster.device_kinds, count(), strict=False))
@@ -128,10 +128,13 @@ def predict_at(costs: StageCosts, plan: Plan) -> Prediction:
     kinds = cluster.device_kinds
     compute = tuple(each(computed, list(zip(kinds, plan.micro_batches, strict=True))))
     optimizer = tuple(each(updated, list(zip(kinds, plan.shares, strict=True))))
-    at_meetings = [seconds - meeting.latest for seconds, meeting in zip(met, meetings, strict=True)]
+    at_synchronizations = [
+        seconds - synchronization.latest
+        for seconds, synchronization in zip(met, synchronizations, strict=True)
+    ]
     # Residuals may be negative: what follows the last meeting can be shorter than its gather.
     after = min(costs.gather_after_step_seconds(plan.shares), tail)
-    communication = min(step, math.fsum([*at_meetings, after]))
+    communication = min(step, math.fsum([*at_synchronizations, after]))
     busy = tuple(
         min(1.0, (passes + update) / step) if step else 1.0
         for passes, update in zip(compute, optimizer, strict=True)
@@ -208,8 +211,10 @@ def bound_of(costs: StageCosts, plan: Plan, busy: Sequence[float], communication
         sentence = f"rank {busiest}'s compute ({100 * busy[busiest]:.0f} % busy)"
         return Bound("compute", busiest, sentence)
     passes = max(map(len, plan.micro_batches))
-    if costs.meets_every_pass and passes > 1:
-        latest = max(meeting.latest for meeting in costs.meetings(plan.micro_batches))
+    if costs.synchronizes_every_pass and passes > 1:
+        latest = max(
+            synchronization.latest for synchronization in costs.synchronizations(plan.micro_batches)
+        )
         for rank, memory in enumerate(costs.memories):
             largest = max(plan.micro_batches[rank])
             more = largest + 1

@@ -15,7 +15,7 @@ from enum import IntEnum
 from typing import NamedTuple
 
 from poplar.planner.collective_costs import CollectiveCost
-from poplar.planner.cost_model import Exposure, Meeting, StageCosts, Traffic
+from poplar.planner.cost_model import CommunicationSeconds, Exposure, StageCosts, Synchronization
 from poplar.planner.linear_program import LinearProgramme
 from poplar.planner.memory_shortfall import suffice
 from poplar.planner.rank_groups import members
@@ -44,7 +44,7 @@ class Shared(NamedTuple):
 class Corner(NamedTuple):
     """At least `seconds` of meetings a step where this travels at each of them."""
 
-    traffic: Traffic
+    communication: CommunicationSeconds
     seconds: float
 
 
@@ -83,39 +83,39 @@ class ShareProblem:
         """Whether the ranks together can own everything."""
         return min(self._upper) >= 0.0 and suffice(self._upper)
 
-    def least_traffic(self) -> Traffic:
+    def least_communication(self) -> CommunicationSeconds:
         """The least that travels at a meeting, each part for itself."""
-        gathers = self._costs.itinerary.gathers
+        gathers = self._costs.schedule.gathers
         gathered = self._minimum({self._gather: 1.0}) if gathers else 0.0
-        return Traffic(gathered, self._minimum({self._reduce: 1.0}))
+        return CommunicationSeconds(gathered, self._minimum({self._reduce: 1.0}))
 
-    def most_traffic(self) -> Traffic:
+    def most_communication(self) -> CommunicationSeconds:
         """More travels at no meeting, whatever the shares."""
         collectives = self._costs.collectives
-        gathers = self._costs.itinerary.gathers
+        gathers = self._costs.schedule.gathers
         gathered = self._most(collectives.all_gather) if gathers else 0.0
-        return Traffic(gathered, self._most(collectives.reduce_scatter))
+        return CommunicationSeconds(gathered, self._most(collectives.reduce_scatter))
 
     def least_tail(self) -> float:
         """The least seconds after the last meeting."""
         return self._minimum({self._tail: 1.0})
 
-    def cheapest(self, meetings: Sequence[Meeting]) -> Shared:
+    def cheapest(self, synchronizations: Sequence[Synchronization]) -> Shared:
         """The least seconds of a step with these meetings, and the shares that reach them."""
-        usual, dearest = self._costs.parted(meetings)
-        counts = Counter((meeting, False) for meeting in usual)
+        usual, dearest = self._costs.parted(synchronizations)
+        counts = Counter((synchronization, False) for synchronization in usual)
         counts[dearest, True] += 1
         programme = self._programme(
             {self._tail: 1.0}
             | {self._free + number: float(count) for number, count in enumerate(counts.values())},
             self._free + len(counts),
         )
-        for number, (meeting, is_dearest) in enumerate(counts):
-            for exposure in self._costs.exposures(meeting, dearest=is_dearest):
-                row = self._traffic_row(exposure) | {self._free + number: -1.0}
+        for number, (synchronization, is_dearest) in enumerate(counts):
+            for exposure in self._costs.exposures(synchronization, dearest=is_dearest):
+                row = self._communication_row(exposure) | {self._free + number: -1.0}
                 programme.at_most(-exposure.seconds / self._unit, row)
         shared = self._solved(programme)
-        computed = math.fsum(meeting.latest for meeting in meetings)
+        computed = math.fsum(synchronization.latest for synchronization in synchronizations)
         return shared._replace(seconds=shared.seconds + computed)
 
     def between(self, corners: Sequence[Corner]) -> Shared | None:
@@ -137,13 +137,14 @@ class ShareProblem:
         programme.equal(1.0, dict.fromkeys(weights, 1.0))
         for part, variable in ((0, self._gather), (1, self._reduce)):
             limits = {
-                weight: -corner.traffic[part] / self._unit for weight, corner in weights.items()
+                weight: -corner.communication[part] / self._unit
+                for weight, corner in weights.items()
             }
-            if part or self._costs.itinerary.gathers:
+            if part or self._costs.schedule.gathers:
                 programme.at_most(0.0, {variable: 1.0} | limits)
         return self._solution(programme)
 
-    def _traffic_row(self, exposure: Exposure) -> dict[int, float]:
+    def _communication_row(self, exposure: Exposure) -> dict[int, float]:
         return {self._gather: exposure.gather, self._reduce: exposure.reduce}
 
     def _programme(self, costs: Mapping[int, float], variables: int) -> LinearProgramme:

@@ -30,7 +30,7 @@ def tidied(
         caps: by rank, the largest micro-batch.
         allowed: seconds by which the meeting may become later.
     """
-    ((latest, reducible),) = costs.meetings(micro_batches)
+    ((latest, reducible),) = costs.synchronizations(micro_batches)
     allowed += _ROUNDING * latest
     alike = members(zip(costs.cluster.device_kinds, micro_batches, caps, strict=True))
     tidy = list(micro_batches)

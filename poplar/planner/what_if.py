@@ -153,6 +153,6 @@ def _network_of(network: NetworkProfile, left: list[int]) -> NetworkProfile:
         all_gather_seconds=scale * network.all_gather_seconds,
         send_seconds_per_byte=send,
         receive_seconds_per_byte=receive,
-        meeting_seconds=_NOTHING if alone else network.meeting_seconds,
+        synchronization_seconds=_NOTHING if alone else network.synchronization_seconds,
         step_seconds=_NOTHING if alone else network.step_seconds,
     )

@@ -13,7 +13,7 @@ from dataclasses import replace
 from statistics import fmean, mean, median
 from typing import NamedTuple
 
-from poplar.plan import GATHERS, MEETS_EVERY_PASS
+from poplar.plan import FIRST_STAGE_SYNCHRONIZING_EVERY_PASS, GATHERS
 from poplar.planner.cost_model import costs_of
 from poplar.planner.what_if import with_slower_devices
 from poplar.profile import ClusterProfile, DeviceProfile
@@ -53,8 +53,10 @@ def fit(
         cluster, trials = _agreed(cluster, trials)
     for stage, seen in trials.items():
         cluster = _with_step_residuals(cluster, stage, seen)
-        overlaps = fit_overlap and stage >= MEETS_EVERY_PASS and cluster.overlap == 0.0
-        if overlaps and cluster.network.meeting_seconds[stage] < 0.0:
+        overlaps = (
+            fit_overlap and stage >= FIRST_STAGE_SYNCHRONIZING_EVERY_PASS and cluster.overlap == 0.0
+        )
+        if overlaps and cluster.network.synchronization_seconds[stage] < 0.0:
             overlap = _least_overlap(cluster, stage, seen)
             cluster = _with_step_residuals(replace(cluster, overlap=overlap), stage, seen)
     return cluster
@@ -74,7 +76,7 @@ def refine(
     """
     if not asynchronous:
         cluster = _with_overheads(cluster, stage, observations)
-    missing = mean(_beyond_meetings_and_update(cluster, seen) for seen in observations)
+    missing = mean(_beyond_synchronizations_and_update(cluster, seen) for seen in observations)
     steps = _replaced(cluster.network.step_seconds, stage, missing)
     return replace(cluster, network=replace(cluster.network, step_seconds=steps))
 
@@ -239,13 +241,14 @@ def _with_step_residuals(
     each = _beyond_collectives(cluster, stage, observations)
     unsure = _error_of_slope(observations)
     each = max(each - unsure, 0.0) + min(each + unsure, 0.0)
-    bare = _without_meeting_residual(cluster, stage)
+    bare = _without_synchronization_residual(cluster, stage)
     once = mean(
-        _beyond_meetings_and_update(bare, seen) - each * _meetings(seen) for seen in observations
+        _beyond_synchronizations_and_update(bare, seen) - each * _synchronizations(seen)
+        for seen in observations
     )
     network = replace(
         cluster.network,
-        meeting_seconds=_replaced(cluster.network.meeting_seconds, stage, each),
+        synchronization_seconds=_replaced(cluster.network.synchronization_seconds, stage, each),
         step_seconds=_replaced(cluster.network.step_seconds, stage, once),
     )
     return replace(cluster, network=network)
@@ -255,12 +258,14 @@ def _beyond_collectives(
     cluster: ClusterProfile, stage: int, observations: Sequence[Observation]
 ) -> float:
     """What each meeting took beyond the closed form without residuals."""
-    bare = _without_meeting_residual(cluster, stage)
-    missing = [_beyond_meetings_and_update(bare, observation) for observation in observations]
-    return _slope([_meetings(observation) for observation in observations], missing)
+    bare = _without_synchronization_residual(cluster, stage)
+    missing = [
+        _beyond_synchronizations_and_update(bare, observation) for observation in observations
+    ]
+    return _slope([_synchronizations(observation) for observation in observations], missing)
 
 
-def _beyond_meetings_and_update(cluster: ClusterProfile, observation: Observation) -> float:
+def _beyond_synchronizations_and_update(cluster: ClusterProfile, observation: Observation) -> float:
     """What the step took beyond the closed form: the residual that a step would need.
 
     Not a difference of predictions: these never fall below the compute, and know nothing of a plan
@@ -274,9 +279,11 @@ def _beyond_meetings_and_update(cluster: ClusterProfile, observation: Observatio
     return observation.step_seconds - met - max(updates) - gather
 
 
-def _without_meeting_residual(cluster: ClusterProfile, stage: int) -> ClusterProfile:
-    meetings = _replaced(cluster.network.meeting_seconds, stage, 0.0)
-    return replace(cluster, network=replace(cluster.network, meeting_seconds=meetings))
+def _without_synchronization_residual(cluster: ClusterProfile, stage: int) -> ClusterProfile:
+    synchronizations = _replaced(cluster.network.synchronization_seconds, stage, 0.0)
+    return replace(
+        cluster, network=replace(cluster.network, synchronization_seconds=synchronizations)
+    )
 
 
 def _least_overlap(
@@ -303,8 +310,8 @@ def _least_overlap(
     return high
 
 
-def _meetings(observation: Observation) -> int:
-    if observation.plan.stage < MEETS_EVERY_PASS:
+def _synchronizations(observation: Observation) -> int:
+    if observation.plan.stage < FIRST_STAGE_SYNCHRONIZING_EVERY_PASS:
         return 1
     return max(observation.plan.passes(rank) for rank in range(observation.plan.world_size))
 
@@ -321,7 +328,7 @@ def _slope(at: Sequence[int], values: Sequence[float]) -> float:
 
 def _error_of_slope(observations: Sequence[Observation]) -> float:
     """The standard error of what a meeting takes, from those of the steps."""
-    at = [_meetings(observation) for observation in observations]
+    at = [_synchronizations(observation) for observation in observations]
     away = [place - mean(at) for place in at]
     spread = math.fsum(a * a for a in away)
     if not spread:

@@ -93,7 +93,7 @@ class Work:
     """Reductions that may be under way at a time."""
     resident: frozenset[int]
     """Units that stay gathered until a pass is over, and are reduced last."""
-    kept: frozenset[int]
+    persistent: frozenset[int]
     """Units that stay gathered until the step's passes are over."""
     reduce: tuple[tuple[Collective, ...], ...]
     """By unit, one for each of its buffers."""
@@ -101,7 +101,7 @@ class Work:
     """By unit: the parameters at stage 3, the reduced gradients at stage 0."""
     publish: tuple[Collective, ...]
     """By unit: the gather of what the optimizer changed."""
-    meeting: Collective
+    synchronization: Collective
     """What a meeting costs beyond its collectives."""
     agreement: Collective
     """Ranks agree that the step is good; what a step costs beyond all else."""
@@ -120,9 +120,9 @@ class Work:
         model = costs.cluster.model
         numels = units_of(model, costs.stage)
         parts = tuple(numel / model.numel for numel in numels)
-        gather, reduce = costs.traffic(shares)
-        residual = costs.meeting_residual
-        whole = costs.itinerary.gathers * gather + reduce
+        gather, reduce = costs.communication(shares)
+        residual = costs.synchronization_residual
+        whole = costs.schedule.gathers * gather + reduce
         shrunk = max(0.0, 1.0 + min(0.0, residual) / whole) if whole else 1.0
         slowest = max(costs.optimizer_seconds(rank, share) for rank, share in enumerate(shares))
         once = costs.cluster.network.step_seconds[costs.stage] + min(0.0, slowest)
@@ -139,11 +139,11 @@ class Work:
             backward_fraction=costs.cluster.backward_fraction,
             in_flight=buffers_in_flight(model, costs.stage),
             resident=frozenset(model.resident_units if costs.stage == 3 else ()),
-            kept=costs.kept,
+            persistent=costs.persistent,
             reduce=tuple(map(_by_buffer, whole_reductions, numels)),
             gather=by_unit("gather", shrunk * gather, Senders.OWNERS),
             publish=by_unit("publish", max(0.0, left), Senders.OWNERS),
-            meeting=_beyond_collectives("meeting", max(0.0, residual)),
+            synchronization=_beyond_collectives("synchronization", max(0.0, residual)),
             agreement=_beyond_collectives("agreement", max(0.0, once)),
             optimizer_change=min(0.0, left),
         )
@@ -217,8 +217,8 @@ class Programme(ABC):
         return self.issue(self.work.gather[unit], index)
 
     def meet(self, index: int | None) -> Iterator[Action]:
-        if self.work.meeting.seconds:
-            yield self.issue(self.work.meeting, index)
+        if self.work.synchronization.seconds:
+            yield self.issue(self.work.synchronization, index)
 
     def forward(self, unit: int, index: int) -> Compute:
         seconds = self.load.passes[index] * (1.0 - self.work.backward_fraction)
@@ -309,9 +309,9 @@ class ShardedParameters(Programme):
 
     def _gathers(self, index: int) -> Iterator[tuple[int, bool]]:
         """The slots of a pass: whose they are, and whether anything travels."""
-        kept = self.work.kept
-        yield from ((unit, index == 0 or unit not in kept) for unit in self.units)
-        yield from ((unit, unit not in kept) for unit in reversed(self._returning[:-1]))
+        persistent = self.work.persistent
+        yield from ((unit, index == 0 or unit not in persistent) for unit in self.units)
+        yield from ((unit, unit not in persistent) for unit in reversed(self._returning[:-1]))
 
     def _own_pass(self, index: int) -> Iterator[Action]:
         slots = self._gathers(index)

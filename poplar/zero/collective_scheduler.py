@@ -29,7 +29,7 @@ class Mode(Enum):
     """No forward and no backward: what lies in `.grad` is reduced."""
 
 
-class Conductor:
+class CollectiveScheduler:
     """One per engine; `begin` and `finish` bracket a pass.
 
     [Note: backward order]

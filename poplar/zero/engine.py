@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from poplar.comm import Communicator, Control
 from poplar.data import pytree
 from poplar.errors import PoplarError
-from poplar.zero.collective_scheduler import Conductor, Mode
+from poplar.zero.collective_scheduler import CollectiveScheduler, Mode
 from poplar.zero.flat_parameter import Flat
 from poplar.zero.replicated import Replicated
 from poplar.zero.sharded_gradients import ShardedGradients
@@ -55,7 +55,7 @@ class Engine:
         self.comm = comm
         self.control = control
         strategy.expect(self.units)
-        self.conductor = Conductor(self.units, strategy, control)
+        self.scheduler = CollectiveScheduler(self.units, strategy, control)
         self.syncs = True
         """A backward of its own is the step's last (False inside `no_sync`)."""
         self._owned_pass = False
@@ -128,11 +128,11 @@ class Engine:
             return False
         reduces = mode is not Mode.EVALUATE and (last or self.strategy.reduces_every_pass)
         if leader is None:
-            if not self.conductor.knows(mode, reduces):
+            if not self.scheduler.knows(mode, reduces):
                 return False
             leader = 0
         self._owned_pass = True
-        self.conductor.begin(mode, reduces=reduces, weight=weight, leader=leader)
+        self.scheduler.begin(mode, reduces=reduces, weight=weight, leader=leader)
         return True
 
     def pass_end(self, *, failed: bool = False) -> None:
@@ -143,25 +143,25 @@ class Engine:
                 for its part of it.
             PoplarError: there was no memory even for that.
         """
-        has_gradients = self.conductor.mode is not Mode.EVALUATE
+        has_gradients = self.scheduler.mode is not Mode.EVALUATE
         try:
             try:
-                self.conductor.finish(failed=failed)
+                self.scheduler.finish(failed=failed)
             except torch.OutOfMemoryError as short:
                 traceback.clear_frames(short.__traceback__)
                 self._end_without_room()
                 raise
         finally:
             self._owned_pass = False
-            self.conductor.active = False
+            self.scheduler.active = False
         if has_gradients:
             self._passes_to_reduce = True
-            self.reduced = self.reduced or self.conductor.reduces
+            self.reduced = self.reduced or self.scheduler.reduces
 
     def _end_without_room(self) -> None:
         """Play the rest of the pass with zeros, for which there is less to hold."""
         try:
-            self.conductor.finish(failed=True)
+            self.scheduler.finish(failed=True)
         except torch.OutOfMemoryError as short:
             raise PoplarError(
                 f"rank {self.comm.group.rank} has no memory left, not even to take part in the "
@@ -199,7 +199,7 @@ class Engine:
     def abort(self) -> None:
         """After a collective failed there is nothing to play any more: drop the open pass."""
         self._owned_pass = False
-        self.conductor.active = False
+        self.scheduler.active = False
 
     def explain(self, error: Exception) -> Exception:
         """Say what autograd's complaint about a version means where parameters come and go."""
@@ -227,7 +227,7 @@ class Engine:
     @contextmanager
     def all_values(self, *, writeback: bool) -> Iterator[None]:
         """Gather everything for the time of a `with` block. Collective at both ends."""
-        if self.conductor.active:
+        if self.scheduler.active:
             raise RuntimeError("full_parameters() inside a pass; end the backward first")
         if self._all_shown:  # inside another such block: that one gives the values back
             outer, self._writeback = self._writeback, self._writeback or writeback
@@ -296,12 +296,12 @@ class Engine:
 
     def _arrival(self, unit: Unit) -> Callable[[Tensor], None]:
         def gradient_arrived(parameter: Tensor) -> None:
-            if not self.conductor.active:
+            if not self.scheduler.active:
                 self._begin_own(Mode.TRAIN)
             if not self._owned_pass and not self._ending:
                 self._ending = True
                 Variable._execution_engine.queue_callback(self._backward_over)
-            self.conductor.gradient_arrived(unit, parameter)  # type: ignore[arg-type]
+            self.scheduler.gradient_arrived(unit, parameter)  # type: ignore[arg-type]
 
         return gradient_arrived
 
@@ -311,12 +311,12 @@ class Engine:
                 return  # values are there, or a copy of the model runs, which has its own
             if torch.is_grad_enabled() and self._own_evaluation_is_open:
                 self.drop_own_pass()
-            if not self.conductor.active:
+            if not self.scheduler.active:
                 self._begin_own(Mode.TRAIN if torch.is_grad_enabled() else Mode.EVALUATE)
             if _in_backward():
-                self.conductor.need(unit)  # recomputation for activation checkpointing
+                self.scheduler.need(unit)  # recomputation for activation checkpointing
             else:
-                self._visits[unit] = self.conductor.visit(unit)
+                self._visits[unit] = self.scheduler.visit(unit)
 
         return _untraced(enter)
 
@@ -332,14 +332,14 @@ class Engine:
             outputs = [
                 value
                 for value in pytree.tensors(output)
-                if value.requires_grad and self.conductor.is_new_output(value)
+                if value.requires_grad and self.scheduler.is_new_output(value)
             ]
 
             def enter_backward(_gradient: Tensor) -> None:
-                self.conductor.revisit(unit, visit)
+                self.scheduler.revisit(unit, visit)
 
             if outputs:
-                self.conductor.expect_backward(unit, visit)
+                self.scheduler.expect_backward(unit, visit)
             for value in outputs:
                 value.register_hook(enter_backward)
 
@@ -351,22 +351,22 @@ class Engine:
     def _model_exit(self, module: nn.Module, _inputs: Any, _output: Any) -> None:
         self._depth -= module is self.model
         if self._depth == 0 and self._own_evaluation_is_open:
-            self.conductor.finish()
+            self.scheduler.finish()
 
     @property
     def _own_evaluation_is_open(self) -> bool:
-        own = self.conductor.active and not self._owned_pass
-        return own and self.conductor.mode is Mode.EVALUATE
+        own = self.scheduler.active and not self._owned_pass
+        return own and self.scheduler.mode is Mode.EVALUATE
 
     def drop_own_pass(self) -> None:
         """End a pass that began by itself and will not end so, a forward without a backward, say.
 
         Collective if there is one, as its beginning was.
         """
-        if self.conductor.active and not self._owned_pass:
-            self.conductor.finish(failed=True)
+        if self.scheduler.active and not self._owned_pass:
+            self.scheduler.finish(failed=True)
             self._ending = False
-            if self.conductor.mode is not Mode.EVALUATE:  # which has left nothing to forget
+            if self.scheduler.mode is not Mode.EVALUATE:  # which has left nothing to forget
                 self.begin_step()
 
     def _begin_own(self, mode: Mode) -> None:
@@ -386,11 +386,11 @@ class Engine:
             self.begin_step(keep_gradients=True)  # the first one is there already
         reduces = mode is Mode.TRAIN and (self.syncs or self.strategy.reduces_every_pass)
         weight = 1.0 / self.comm.group.size
-        self.conductor.begin(mode, reduces=reduces, weight=weight, leader=0)
+        self.scheduler.begin(mode, reduces=reduces, weight=weight, leader=0)
 
     def _backward_over(self) -> None:
         self._ending = False
-        if self._owned_pass or not self.conductor.active:
+        if self._owned_pass or not self.scheduler.active:
             return
         self.pass_end()
         if self.syncs:

@@ -45,7 +45,7 @@ class Evaluation:
             ValueError: nobody had a batch.
         """
         busy = None
-        if self._engine.conductor.active:
+        if self._engine.scheduler.active:
             busy = RuntimeError("evaluate() inside a pass; call it between two steps")
         agree(self._control, busy, doing="evaluate()")
         batches = iter(loader)

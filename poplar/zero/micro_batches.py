@@ -59,7 +59,7 @@ class Cutter:
 
     plan: Plan | None
     """None: whatever comes, in one pass."""
-    meets_every_pass: bool
+    synchronizes_every_pass: bool
     """All ranks run the same number of passes, those without samples included."""
     input_dtype: torch.dtype | None
     """Floating-point inputs are cast to this; None: left as they are."""
@@ -121,7 +121,7 @@ class Cutter:
     def _pieces(
         self, batches: list[Any], sizes: Sequence[int], weights: Sequence[float], opening: Opening
     ) -> list[Piece]:
-        if self.meets_every_pass:
+        if self.synchronizes_every_pass:
             everybodys = [self._sizes(rank, count) for rank, count in enumerate(opening.samples)]
             places = list(range(len(sizes)))
             leaders = [leader_of([own[place] for own in everybodys]) for place in places]

@@ -20,7 +20,7 @@ from poplar.zero.agreement import agree
 from poplar.zero.engine import STRATEGIES, Engine
 from poplar.zero.flat_adamw import flat_class
 from poplar.zero.unit import Member, Merge, Unit, build_units, resolve_units
-from poplar.zero.unit_plans import check_unit_names, check_unit_plans, kept_units, own_shares
+from poplar.zero.unit_plans import check_unit_names, check_unit_plans, own_shares, persistent_units
 from poplar.zero.update import OptimizerFactory, ShardedUpdate, check_elementwise, fastest_options
 
 Groups = list[dict[str, Any]]
@@ -209,7 +209,7 @@ def build(
         merge="none" if of_their_own else merge_of(request, gathers=strategy.gathers),
     )
     _check_unit_names(control, plan, units)
-    strategy.kept = kept_units(plan, units)
+    strategy.persistent = persistent_units(plan, units)
     _make_equal(request.model, units, comm)
     for parameter, dtype in recast:
         parameter.data = parameter.data.to(dtype)

@@ -76,7 +76,7 @@ class ShardedParameters(ShardedGradients):
                 self.comm.all_gather(flat.values, flat.layout, what=what, own=flat.shard)
             )
         self._gathering[unit] = pending
-        if in_step and unit in self.kept:
+        if in_step and unit in self.persistent:
             self._staying[unit] = None
 
     def show(self, unit: Unit) -> None:

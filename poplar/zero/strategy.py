@@ -37,7 +37,7 @@ class Strategy(ABC):
         """Reductions under way at once; each holds its bucket and what it receives."""
         self.waited = 0.0
         """Seconds this rank was held up by its peers since the step began."""
-        self.kept: frozenset[Unit] = frozenset()
+        self.persistent: frozenset[Unit] = frozenset()
         """Units that, once gathered in a step, stay until it is settled. Changed between steps, and
         on all ranks alike; says nothing where nothing is gathered."""
         self._pending: deque[Pending] = deque()

@@ -72,7 +72,7 @@ def own_shares(plan: Plan | None) -> Mapping[str, Shares]:
     return {unit.name: unit.shares for unit in units if unit.shares is not None}
 
 
-def kept_units(plan: Plan | None, units: Sequence[Unit]) -> frozenset[Unit]:
+def persistent_units(plan: Plan | None, units: Sequence[Unit]) -> frozenset[Unit]:
     """Those of these units that stay gathered between the passes of a step."""
     named = plan.units if plan is not None else ()
     names = {unit.name for unit in named if unit.keep_gathered}

@@ -121,13 +121,13 @@ def test_steps_equal_one_process_on_the_whole_batch(ranks: Pool, case: str, stag
 def random_run(stage: int, seed: int) -> Run:
     """A plan nobody thought of: passes, zeros, shares, kept units, a model, a loss, all drawn."""
     draw = random.Random(1000 * stage + seed)
-    meets_every_pass = stage >= 2
+    synchronizes_every_pass = stage >= 2
     passes = draw.randint(1, 3)
     micro_batches = []
     for _ in range(4):
-        count = passes if meets_every_pass else draw.randint(0, 3)
+        count = passes if synchronizes_every_pass else draw.randint(0, 3)
         full = draw.choice([0, 1, 1, 2, 3, 4])
-        idle = draw.randint(0, max(0, count - 1)) if meets_every_pass else 0
+        idle = draw.randint(0, max(0, count - 1)) if synchronizes_every_pass else 0
         own = [full] * (count - idle)
         if own and full > 1:
             own[0] = draw.randint(1, full)

@@ -483,13 +483,13 @@ def test_what_is_on_its_way_is_not_sent_again_when_the_rest_of_a_unit_finds_no_r
 def test_a_rank_without_memory_even_for_zeros_says_who_waits_for_it() -> None:
     engine = object.__new__(Engine)
     full = mock.Mock(side_effect=torch.OutOfMemoryError("full"))
-    engine.conductor = mock.Mock(mode=Mode.TRAIN, active=True, finish=full)
+    engine.scheduler = mock.Mock(mode=Mode.TRAIN, active=True, finish=full)
     engine.comm = mock.Mock()
     engine.comm.group.rank = 3
     with pytest.raises(PoplarError, match=r"rank 3 has no memory left.*the other ranks wait"):
         engine.pass_end()
     assert full.call_args_list == [mock.call(failed=False), mock.call(failed=True)]
-    assert not engine.conductor.active
+    assert not engine.scheduler.active
 
 
 # Plans

@@ -33,10 +33,10 @@ CPU = torch.device("cpu")
 # Boards
 
 
-def boards(size: int = 2) -> list[_core.Board]:
+def boards(size: int = 2) -> list[_core.Rendezvous]:
     """Of ranks that live in one process."""
-    memories = [mmap.mmap(-1, _core.BOARD_BYTES) for _ in range(size)]
-    return [_core.Board(memories, rank) for rank in range(size)]
+    memories = [mmap.mmap(-1, _core.RENDEZVOUS_BYTES) for _ in range(size)]
+    return [_core.Rendezvous(memories, rank) for rank in range(size)]
 
 
 def test_a_wait_is_over_as_soon_as_all_others_have_posted():
@@ -78,13 +78,13 @@ def test_a_collective_is_over_when_all_before_it_are():
 @pytest.mark.parametrize("nbytes", [mmap.PAGESIZE, 2 * mmap.PAGESIZE])
 def test_memory_without_room_for_a_board_is_refused(nbytes):
     with pytest.raises(ValueError, match="a board needs"):
-        _core.Board([mmap.mmap(-1, nbytes)], 0)
+        _core.Rendezvous([mmap.mmap(-1, nbytes)], 0)
 
 
 def test_a_rank_that_there_is_not_is_refused():
     (board,) = boards(1)
     with pytest.raises(ValueError, match="rank 2 of 1"):
-        _core.Board([mmap.mmap(-1, _core.BOARD_BYTES)], 2)
+        _core.Rendezvous([mmap.mmap(-1, _core.RENDEZVOUS_BYTES)], 2)
     with pytest.raises(ValueError, match="no place of rank 1"):
         board.part_of(1, 0)
 

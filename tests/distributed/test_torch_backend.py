@@ -451,13 +451,13 @@ def interrupt_a_sum() -> str:
     """A Ctrl-C in the middle of a sum in place; the sum must not be taken up again."""
     group = new_group("cpu:poplar", seconds=20.0)
     dist.barrier(group)
-    real = rendezvous.Board.mark
+    real = rendezvous.Rendezvous.mark
     if dist.get_rank() == 0:
-        rendezvous.Board.mark = interrupted
+        rendezvous.Rendezvous.mark = interrupted
     data = torch.ones(1000)
     with contextlib.suppress(RuntimeError, KeyboardInterrupt):
         dist.all_reduce(data, group=group)
-    rendezvous.Board.mark = real
+    rendezvous.Rendezvous.mark = real
     try:
         dist.all_reduce(torch.ones(1000), group=group)
     except RuntimeError as error:

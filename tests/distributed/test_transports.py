@@ -10,7 +10,7 @@ import torch
 from ranks import Pool
 
 from poplar.comm import Communicator, Control, Group, connect
-from poplar.comm.buffer_pool import Spare
+from poplar.comm.buffer_pool import BufferPool
 from poplar.profile import NetworkProfile
 from poplar.profiler.collectives import Collectives
 from poplar.profiler.transports import MOST_NUMEL, sample_numels, time_transports
@@ -84,7 +84,7 @@ def test_a_profile_names_the_fastest() -> None:
 
 
 def test_memory_to_receive_in_is_kept_while_its_size_is_used() -> None:
-    spare, like = Spare(), torch.empty(0)
+    spare, like = BufferPool(), torch.empty(0)
     first = spare.take(100, like)
     spare.give_back(first)
     assert spare.take(100, like).data_ptr() == first.data_ptr()

@@ -40,7 +40,7 @@ def with_residuals(
     *,
     passes: tuple[float, ...] = (0.0,) * 4,
     steps: tuple[float, ...] = (0.0,) * 4,
-    meeting: float = 0.0,
+    synchronization: float = 0.0,
     step: float = 0.0,
 ) -> ClusterProfile:
     devices = tuple(
@@ -53,7 +53,7 @@ def with_residuals(
     )
     network = replace(
         cluster.network,
-        meeting_seconds=at_stage(stage, meeting),
+        synchronization_seconds=at_stage(stage, synchronization),
         step_seconds=at_stage(stage, step),
     )
     return replace(cluster, devices=devices, network=network)
@@ -104,7 +104,7 @@ def test_what_an_engine_adds_is_found_out_and_predicts_other_plans_too(stage):
         stage,
         passes=(0.004, 0.011, 0.0, 0.007),
         steps=(0.002, 0.001, 0.003, 0.002),
-        meeting=0.006,
+        synchronization=0.006,
         step=0.013,
     )
     seen = [observed(true, plan) for plan in two_plans(stage)]
@@ -145,13 +145,13 @@ def test_what_is_not_sure_of_the_plain_passes_is_not_sure_of_the_steps():
 @pytest.mark.parametrize("stage", EACH_PASS)
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 def test_a_meeting_is_charged_with_what_is_beyond_noise(stage, sign):
-    true = with_residuals(plain(), stage, meeting=sign * 0.0016)
+    true = with_residuals(plain(), stage, synchronization=sign * 0.0016)
     one, three = (
         replace(observed(true, plan), spread_seconds=error)
         for plan, error in zip(two_plans(stage), (0.0006, 0.0008), strict=True)
     )
     found = fitted(plain(), [one, three])
-    charged = found.network.meeting_seconds[stage]
+    charged = found.network.synchronization_seconds[stage]
     assert charged == pytest.approx(sign * (0.0016 - 0.0005)), (
         "0.6, 0.8 and 1 ms, over two meetings"
     )
@@ -192,19 +192,19 @@ def test_passes_that_are_the_same_at_two_stages_tell_of_neither_what_only_one_of
 
 @pytest.mark.parametrize("stage", EACH_PASS)
 def test_a_meeting_is_told_from_a_step_by_the_number_of_passes(stage):
-    true = with_residuals(plain(), stage, meeting=0.006, step=0.013)
+    true = with_residuals(plain(), stage, synchronization=0.006, step=0.013)
     found = fitted(plain(), [observed(true, plan) for plan in two_plans(stage)]).network
-    assert found.meeting_seconds == pytest.approx(at_stage(stage, 0.006), abs=1e-12)
+    assert found.synchronization_seconds == pytest.approx(at_stage(stage, 0.006), abs=1e-12)
     assert found.step_seconds == pytest.approx(at_stage(stage, 0.013), abs=1e-12)
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_one_plan_alone_says_nothing_of_meetings(stage):
-    true = with_residuals(plain(), stage, meeting=0.006, step=0.013)
+    true = with_residuals(plain(), stage, synchronization=0.006, step=0.013)
     seen = [observed(true, two_plans(stage)[1])]
     found = fitted(plain(), seen)
     assert_predicts(found, seen)
-    assert found.network.meeting_seconds == (0.0,) * 4
+    assert found.network.synchronization_seconds == (0.0,) * 4
 
 
 @given(
@@ -238,7 +238,7 @@ def test_where_ranks_meet_once_a_step_the_observations_are_met_on_average(stage)
     found = fitted(plain(), seen)
     errors = [o.step_seconds - predict(found, o.plan).step_seconds for o in seen]
     assert errors == pytest.approx([-0.03, 0.03])
-    assert found.network.meeting_seconds == (0.0,) * 4
+    assert found.network.synchronization_seconds == (0.0,) * 4
 
 
 @given(st.lists(st.floats(0.2, 3.0), min_size=4, max_size=4), st.sampled_from(STAGES))
@@ -269,8 +269,10 @@ def test_one_disturbed_pass_does_not_become_everybodys_overhead():
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_only_the_stage_that_ran_is_touched(stage):
-    before = with_residuals(plain(), (stage + 1) % 4, passes=(0.01,) * 4, meeting=0.02, step=0.03)
-    true = with_residuals(plain(), stage, passes=(0.005,) * 4, meeting=0.001, step=0.002)
+    before = with_residuals(
+        plain(), (stage + 1) % 4, passes=(0.01,) * 4, synchronization=0.02, step=0.03
+    )
+    true = with_residuals(plain(), stage, passes=(0.005,) * 4, synchronization=0.001, step=0.002)
     seen = [observed(true, plan) for plan in two_plans(stage)]
     for found in (fitted(before, seen), refine(before, stage, seen[:1], asynchronous=False)):
         for other in set(STAGES) - {stage}:
@@ -289,7 +291,7 @@ def test_a_rank_without_samples_keeps_its_overhead_of_a_pass():
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_spans_of_an_asynchronous_device_say_nothing_but_its_steps_do(stage):
-    true = with_residuals(plain(), stage, meeting=0.004, step=0.01)
+    true = with_residuals(plain(), stage, synchronization=0.004, step=0.01)
     seen = [
         replace(observed(true, plan), pass_seconds=((1e-6,) * plan.passes(0),) * 4)
         for plan in two_plans(stage)
@@ -310,9 +312,9 @@ def test_collectives_under_compute_are_found_out_as_overlap(stage, overlap):
     found = fitted(plain(), seen, fit_overlap=True)
     assert found.overlap == pytest.approx(overlap, abs=1e-9)
     assert_predicts(found, seen)
-    kept = fitted(plain(), seen, fit_overlap=False)
-    assert kept.overlap == 0.0
-    assert_predicts(kept, seen)
+    persistent = fitted(plain(), seen, fit_overlap=False)
+    assert persistent.overlap == 0.0
+    assert_predicts(persistent, seen)
 
 
 @pytest.mark.parametrize("stage", EACH_PASS)
@@ -321,11 +323,11 @@ def test_no_more_overlaps_than_everything(stage):
 
     As far as it shows: no meeting costs less than its compute.
     """
-    true = with_residuals(plain(overlap=1.0), stage, meeting=-0.001)
+    true = with_residuals(plain(overlap=1.0), stage, synchronization=-0.001)
     seen = [observed(true, plan) for plan in two_plans(stage)]
     found = fitted(plain(), seen, fit_overlap=True)
     assert found.overlap == 1.0
-    assert -0.001 <= found.network.meeting_seconds[stage] <= 1e-12
+    assert -0.001 <= found.network.synchronization_seconds[stage] <= 1e-12
     assert_predicts(found, seen)
 
 
@@ -333,7 +335,7 @@ def test_where_nothing_can_overlap_nothing_is_said_to():
     """One unit at stage 3: its collective begins when its pass is over, and so does the next."""
     stage = 3
     cluster = plain(model=replace(plain().model, unit_numels=(1_000_000,)))
-    true = with_residuals(cluster, stage, meeting=-0.002)
+    true = with_residuals(cluster, stage, synchronization=-0.002)
     seen = [observed(true, plan) for plan in two_plans(stage)]
     found = fitted(cluster, seen, fit_overlap=True)
     assert found.overlap == 0.0
@@ -359,19 +361,23 @@ residuals = st.floats(-0.05, 0.2)
 @given(
     stage=st.sampled_from(STAGES),
     overheads=st.tuples(*[st.floats(0.0, 0.1)] * 4),
-    meeting=residuals,
+    synchronization=residuals,
     step=residuals,
-    known_meeting=residuals,
+    known_synchronization=residuals,
     known_step=residuals,
 )
 def test_a_refined_profile_predicts_its_plan_as_it_ran(
-    stage, overheads, meeting, step, known_meeting, known_step
+    stage, overheads, synchronization, step, known_synchronization, known_step
 ):
     """Whatever was known before, and whatever is wrong with it."""
-    true = with_residuals(plain(), stage, passes=overheads, meeting=meeting, step=step)
-    before = with_residuals(plain(), stage, meeting=known_meeting, step=known_step)
+    true = with_residuals(
+        plain(), stage, passes=overheads, synchronization=synchronization, step=step
+    )
+    before = with_residuals(plain(), stage, synchronization=known_synchronization, step=known_step)
     seen = observed(true, Plan.manual(SIZES, stage=stage, passes=2))
-    known = 2 * (max(0.0, known_meeting) - min(0.0, meeting))  # no step is shorter than this
+    known = 2 * (
+        max(0.0, known_synchronization) - min(0.0, synchronization)
+    )  # no step is shorter than this
     seen = replace(seen, step_seconds=seen.step_seconds + known)
     assert_predicts(refine(before, stage, [seen], asynchronous=False), [seen])
 

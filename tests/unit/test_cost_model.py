@@ -136,7 +136,7 @@ def test_units_that_stay_gathered_cost_what_the_oracle_says(seed):
     cluster = planning_oracle.random_cluster(draw, draw.choice((1, 2, 3)), 3)
     units = len(cluster.model.unit_numels)
     names = tuple(f"unit {unit}" for unit in range(units))
-    kept = frozenset(draw.sample(range(units), draw.randint(1, units)))
+    persistent = frozenset(draw.sample(range(units), draw.randint(1, units)))
     cluster = dataclasses.replace(
         cluster,
         model=dataclasses.replace(cluster.model, unit_names=names),
@@ -146,10 +146,10 @@ def test_units_that_stay_gathered_cost_what_the_oracle_says(seed):
     plan = dataclasses.replace(
         Plan.even(cluster.world_size, passes * cluster.world_size, 1, 3),
         units=tuple(
-            UnitPlan(names[unit], STRATEGIES[3], keep_gathered=True) for unit in sorted(kept)
+            UnitPlan(names[unit], STRATEGIES[3], keep_gathered=True) for unit in sorted(persistent)
         ),
     )
-    oracle, prediction = Oracle(cluster, 3, kept), predict(cluster, plan)
+    oracle, prediction = Oracle(cluster, 3, persistent), predict(cluster, plan)
     assert prediction.step_seconds == pytest.approx(
         oracle.seconds(plan.micro_batches, plan.shares), rel=1e-9
     )
@@ -181,11 +181,11 @@ def test_residuals_are_added_where_they_belong(stage):
             step_overhead_seconds=only(0.02),
         )
     network = dataclasses.replace(
-        cluster.network, meeting_seconds=only(0.004), step_seconds=only(0.0005)
+        cluster.network, synchronization_seconds=only(0.004), step_seconds=only(0.0005)
     )
-    meetings = 2 if stage >= 2 else 1
+    synchronizations = 2 if stage >= 2 else 1
     found = predict(dataclasses.replace(cluster, network=network), a_plan(stage))
-    added = 2 * 0.01 + 0.02 + meetings * 0.004 + 0.0005
+    added = 2 * 0.01 + 0.02 + synchronizations * 0.004 + 0.0005
     assert found.step_seconds == pytest.approx(plain + added)
 
 
@@ -193,7 +193,7 @@ def test_residuals_are_added_where_they_belong(stage):
 def test_negative_residuals_take_no_more_than_there_is(stage):
     cluster = a_cluster()
     network = dataclasses.replace(
-        cluster.network, meeting_seconds=(-9.0,) * 4, step_seconds=(-9.0,) * 4
+        cluster.network, synchronization_seconds=(-9.0,) * 4, step_seconds=(-9.0,) * 4
     )
     cluster = dataclasses.replace(cluster, network=network)
     prediction = predict(cluster, a_plan(stage))
@@ -379,7 +379,7 @@ def test_communication_is_never_more_than_the_step(seed, stage):
         prediction = predict(cluster, plan)
         assert 0.0 <= prediction.communication_seconds <= prediction.step_seconds
         exposed = prediction.communication_seconds + max(prediction.compute_seconds)
-        if not StageCosts(cluster, stage).meets_every_pass:
+        if not StageCosts(cluster, stage).synchronizes_every_pass:
             assert exposed <= prediction.step_seconds * (1 + 1e-9)
 
 

@@ -132,7 +132,7 @@ def test_pytorch_keeps_of_a_block_what_the_docstring_says(family, more):
     else:
         sizes |= {"intermediate_size": 2048, "attention_probs_dropout_prob": 0.0}
         config, model = transformers.BertConfig, transformers.BertForMaskedLM
-    kept = [
+    persistent = [
         bytes_saved(model(config(num_hidden_layers=layers, **sizes)), tokens) for layers in (1, 2)
     ]
     shape = Architecture(
@@ -148,7 +148,7 @@ def test_pytorch_keeps_of_a_block_what_the_docstring_says(family, more):
         dropout=family == "bert",
     )
     expected = TrainingJob(architecture=shape).layer_bytes_per_sample
-    assert (kept[1] - kept[0]) / expected == pytest.approx(more, abs=0.05)
+    assert (persistent[1] - persistent[0]) / expected == pytest.approx(more, abs=0.05)
 
 
 def bytes_saved(model, tokens):
@@ -157,18 +157,21 @@ def bytes_saved(model, tokens):
 
     model = model.to(torch.bfloat16).train()
     own = {p.untyped_storage().data_ptr() for p in (*model.parameters(), *model.buffers())}
-    kept = {}
+    persistent = {}
 
     def pack(tensor):
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = tensor, storage.nbytes()  # alive, so no address comes twice
+            persistent[storage.data_ptr()] = (
+                tensor,
+                storage.nbytes(),
+            )  # alive, so no address comes twice
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         logits = model(torch.zeros(1, tokens, dtype=torch.long)).logits
     assert logits.requires_grad
-    return sum(size for _, size in kept.values())
+    return sum(size for _, size in persistent.values())
 
 
 def test_checkpointing_trades_memory_for_a_third_of_the_time():

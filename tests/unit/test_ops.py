@@ -614,12 +614,12 @@ def test_adamw_keeps_small_gradients_whatever_its_decay(device, beta1):
             state = [values.clone(), mean.clone(), square.clone()]
             if each is ops.adamw_:
                 each(state[0], gradient, state[1], state[2], **rule, step=step)
-                kept = state
+                persistent = state
             else:
                 each(state[0], gradient, state[1], state[2], None, *rule.values(), step)
-                for ours, plain in zip(kept, state, strict=True):
+                for ours, plain in zip(persistent, state, strict=True):
                     assert_same_bits(ours, plain)
-        values, mean, square = kept
+        values, mean, square = persistent
         torch.testing.assert_close(mean, optimizer.state[theirs]["exp_avg"], rtol=1e-6, atol=0)
         torch.testing.assert_close(values, theirs.detach(), rtol=1e-5, atol=1e-7)
 
@@ -649,9 +649,9 @@ def test_adamw_is_torchs(device, weight_decay):
             scale=torch.tensor(0.5, device=device),
         )
     torch.testing.assert_close(values, theirs.detach(), rtol=1e-5, atol=1e-7)
-    kept = optimizer.state[theirs]
-    torch.testing.assert_close(mean, kept["exp_avg"], rtol=1e-5, atol=1e-7)
-    torch.testing.assert_close(square, kept["exp_avg_sq"], rtol=1e-5, atol=1e-8)
+    persistent = optimizer.state[theirs]
+    torch.testing.assert_close(mean, persistent["exp_avg"], rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(square, persistent["exp_avg_sq"], rtol=1e-5, atol=1e-8)
 
 
 @pytest.mark.parametrize("plain", [False, True])

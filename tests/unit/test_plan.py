@@ -20,16 +20,16 @@ def random_plan(seed: int) -> Plan:
     """Any plan that is legal: idle ranks, empty passes, ranks that own nothing."""
     draw = random.Random(seed)
     stage, world_size = draw.choice(STAGES), draw.randint(1, 6)
-    meetings = draw.randint(1, 4)
+    synchronizations = draw.randint(1, 4)
     micro_batches = tuple(
         tuple(
             draw.choice((0, 1, 2, draw.randint(0, 20)))
-            for _ in range(meetings if stage >= 2 else draw.randint(0, 4))
+            for _ in range(synchronizations if stage >= 2 else draw.randint(0, 4))
         )
         for _ in range(world_size)
     )
     if not any(map(sum, micro_batches)):
-        micro_batches = ((1,) * meetings, *micro_batches[1:])
+        micro_batches = ((1,) * synchronizations, *micro_batches[1:])
     parts = [draw.choice((0, draw.random())) for _ in range(world_size)]
     parts[draw.randrange(world_size)] += 0.1
     return Plan(

@@ -1,4 +1,4 @@
-"""The boards under ThreadSanitizer, with ranks as threads of a C++ program."""
+"""The rendezvous under ThreadSanitizer, with ranks as threads of a C++ program."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ SANITIZED = ["-std=c++20", "-O1", "-g", "-fsanitize=thread", "-pthread", "-Wall"
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    target = tmp_path_factory.mktemp("boards") / "board_threads"
-    sources = [ROOT / "tests/csrc/board_threads.cpp", ROOT / "csrc/core/board.cpp"]
+    target = tmp_path_factory.mktemp("rendezvous") / "rendezvous_threads"
+    sources = [ROOT / "tests/csrc/rendezvous_threads.cpp", ROOT / "csrc/core/rendezvous.cpp"]
     command = [COMPILER, *SANITIZED, "-I", ROOT / "csrc/include", *sources, "-o", target]
     built = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
     if "libtsan" in built.stderr or "tsan" in built.stderr:

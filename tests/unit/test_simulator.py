@@ -20,7 +20,7 @@ from planning_oracle import STAGES
 
 import poplar
 from poplar import Plan, Timeline, predict, simulate
-from poplar.plan import MEETS_EVERY_PASS, UnitPlan
+from poplar.plan import FIRST_STAGE_SYNCHRONIZING_EVERY_PASS, UnitPlan
 from poplar.planner.cost_model import StageCosts
 from poplar.planner.prediction import DoesNotFit
 from poplar.profile import BatchPoint, ClusterProfile, DeviceProfile, ModelProfile, NetworkProfile
@@ -176,9 +176,9 @@ def test_at_stage_3_a_unit_that_is_kept_is_gathered_once_a_step():
     cluster = a_cluster(units=(FULL,) * 4, gather=0.08, reduce=0.0, overlap=0.0)
     model = dataclasses.replace(cluster.model, unit_names=("a", "b", "c", "d"))
     cluster = dataclasses.replace(cluster, model=model)
-    kept = tuple(UnitPlan(name, "sharded_parameters", keep_gathered=True) for name in "bd")
+    persistent = tuple(UnitPlan(name, "sharded_parameters", keep_gathered=True) for name in "bd")
     for last in (4, 0):
-        plan = dataclasses.replace(a_plan(3, (4, 4), (4, last)), units=kept)
+        plan = dataclasses.replace(a_plan(3, (4, 4), (4, last)), units=persistent)
         timeline = simulate(cluster, plan)
         carried = [span for span in timeline.spans[1] if span.stream == "communication"]
         assert [span.unit for span in carried] == [0, 1, 2, 3, 2, 0, 0, 2, 2, 0]
@@ -282,7 +282,7 @@ def test_one_rank_alone_waits_for_nobody():
 # Residuals
 
 
-def with_residuals(cluster, *, of_pass=0.0, of_rank=0.0, of_meeting=0.0, of_step=0.0):
+def with_residuals(cluster, *, of_pass=0.0, of_rank=0.0, of_synchronization=0.0, of_step=0.0):
     devices = tuple(
         dataclasses.replace(
             device, pass_overhead_seconds=(of_pass,) * 4, step_overhead_seconds=(of_rank,) * 4
@@ -290,7 +290,9 @@ def with_residuals(cluster, *, of_pass=0.0, of_rank=0.0, of_meeting=0.0, of_step
         for device in cluster.devices
     )
     network = dataclasses.replace(
-        cluster.network, meeting_seconds=(of_meeting,) * 4, step_seconds=(of_step,) * 4
+        cluster.network,
+        synchronization_seconds=(of_synchronization,) * 4,
+        step_seconds=(of_step,) * 4,
     )
     return dataclasses.replace(cluster, devices=devices, network=network)
 
@@ -300,9 +302,11 @@ def with_residuals(cluster, *, of_pass=0.0, of_rank=0.0, of_meeting=0.0, of_step
 def test_residuals_are_added_where_they_belong(stage, overlap):
     plan, cluster = a_plan(stage, (2, 4), (2, 4)), a_cluster(overlap=overlap)
     plain = simulate(cluster, plan).step_seconds
-    meetings = 2 if stage >= MEETS_EVERY_PASS else 1
-    found = simulate(with_residuals(cluster, of_rank=0.02, of_meeting=0.004, of_step=5e-4), plan)
-    assert found.step_seconds == pytest.approx(plain + 0.02 + 0.004 * meetings + 5e-4)
+    synchronizations = 2 if stage >= FIRST_STAGE_SYNCHRONIZING_EVERY_PASS else 1
+    found = simulate(
+        with_residuals(cluster, of_rank=0.02, of_synchronization=0.004, of_step=5e-4), plan
+    )
+    assert found.step_seconds == pytest.approx(plain + 0.02 + 0.004 * synchronizations + 5e-4)
     longer = simulate(with_residuals(cluster, of_pass=0.01), plan)
     assert sum(longer.busy_seconds) == pytest.approx(
         sum(simulate(cluster, plan).busy_seconds) + 4 * 0.01
@@ -313,13 +317,15 @@ def test_residuals_are_added_where_they_belong(stage, overlap):
 def test_negative_residuals_shrink_communication_and_then_the_optimizer(stage):
     plan, cluster = a_plan(stage, (2, 4), (2, 4)), a_cluster(overlap=0.0)
     once = a_plan(stage, (4,), (4,))
-    less = simulate(with_residuals(cluster, of_meeting=-0.01, of_step=-0.05), once).step_seconds
+    less = simulate(
+        with_residuals(cluster, of_synchronization=-0.01, of_step=-0.05), once
+    ).step_seconds
     expected = simulate(cluster, once).step_seconds - 0.01
     expected -= min(0.05, 0.04 if stage == 3 else 0.05)
     assert less == pytest.approx(expected)
-    nothing = with_residuals(cluster, of_meeting=-9.0, of_step=-9.0)
+    nothing = with_residuals(cluster, of_synchronization=-9.0, of_step=-9.0)
     assert simulate(nothing, plan).step_seconds == pytest.approx(0.6)
-    nothing = with_residuals(cluster, of_pass=-9.0, of_meeting=-9.0, of_step=-9.0)
+    nothing = with_residuals(cluster, of_pass=-9.0, of_synchronization=-9.0, of_step=-9.0)
     assert simulate(nothing, plan).step_seconds == 0.0
 
 
@@ -365,8 +371,10 @@ def a_random_case(seed: int) -> tuple[ClusterProfile, Plan]:
     cluster = planning_oracle.random_cluster(draw, ranks, stage)
     network = cluster.network
     if cluster.overlap:
-        meeting_seconds = tuple(max(0.0, seconds) for seconds in network.meeting_seconds)
-        network = dataclasses.replace(network, meeting_seconds=meeting_seconds)
+        synchronization_seconds = tuple(
+            max(0.0, seconds) for seconds in network.synchronization_seconds
+        )
+        network = dataclasses.replace(network, synchronization_seconds=synchronization_seconds)
     cluster = dataclasses.replace(
         cluster,
         model=a_random_model(draw),
@@ -388,7 +396,9 @@ def take_turns(cluster: ClusterProfile, plan: Plan) -> bool:
     costs = StageCosts(cluster, plan.stage)
     columns = [
         [costs.pass_seconds(rank, batch) for rank, batch in enumerate(column)]
-        for column in zip(*plan.micro_batches, strict=plan.stage >= MEETS_EVERY_PASS)
+        for column in zip(
+            *plan.micro_batches, strict=plan.stage >= FIRST_STAGE_SYNCHRONIZING_EVERY_PASS
+        )
     ]
     may_go_ahead = plan.stage == 2 or (plan.stage == 3 and 0.0 in plan.shares)
     return may_go_ahead and not any(
@@ -439,7 +449,9 @@ def any_case(seed: int, *, overlap: float | None = None) -> tuple[ClusterProfile
     micro_batches = [
         tuple(
             draw.randint(0, 9)
-            for _ in range(meets if stage >= MEETS_EVERY_PASS else draw.randint(0, 3))
+            for _ in range(
+                meets if stage >= FIRST_STAGE_SYNCHRONIZING_EVERY_PASS else draw.randint(0, 3)
+            )
         )
         for _ in range(ranks)
     ]

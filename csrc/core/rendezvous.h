@@ -1,4 +1,5 @@
-// A board per rank at the start of its shared memory: where what it offers lies, how far it is.
+// A rendezvous per rank at the start of its shared memory: where what it offers lies, how far it
+// is.
 //
 // Ranks of one host that take part in the same collectives in the same order each post their part,
 // read the others', and say when they are done, so that the memory can be written again. Nothing is
@@ -37,11 +38,11 @@ static_assert(sizeof(Page) == 128 + 64 * kPlaces);
 
 enum class Event { kPosted, kMarked, kFinished };
 
-class Board {
+class Rendezvous {
  public:
   // `memories`: of each rank, in rank order, each at least `sizeof(Page)`, all zeros at first; kept
   // by the caller.
-  Board(const std::vector<void*>& memories, int rank);
+  Rendezvous(const std::vector<void*>& memories, int rank);
 
   // Offer what lies `begin` bytes into this rank's memory; returns the collective's number. All
   // ranks must have finished the collective `kPlaces` before.

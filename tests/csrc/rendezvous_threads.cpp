@@ -1,19 +1,19 @@
-// Ranks as threads, each with its board, for ThreadSanitizer: it can't see across processes.
+// Ranks as threads, each with its rendezvous, for ThreadSanitizer: it can't see across processes.
 //
 // Every rank writes its buffer, posts it, and takes part in reductions that others may help with,
 // in gathers, and in sums that are written into everybody's buffer; what comes out is checked.
-// Usage: board_threads RANKS COLLECTIVES
+// Usage: rendezvous_threads RANKS COLLECTIVES
 #include <cstdio>
 #include <cstdlib>
 #include <thread>
 #include <vector>
 
-#include "../../csrc/core/board.h"
+#include "../../csrc/core/rendezvous.h"
 
 namespace {
 
-using poplar::Board;
 using poplar::Event;
+using poplar::Rendezvous;
 
 // Elements of a slice, each of which stands for a chunk; buffers, so that one is read while the
 // next is written.
@@ -40,7 +40,7 @@ class Rank {
       : segments_(segments),
         size_(static_cast<int>(segments.size())),
         rank_(rank),
-        board_(pages(segments), rank) {}
+        rendezvous_(pages(segments), rank) {}
 
   void run(std::int64_t collectives) {
     for (std::int64_t c = 0; c < collectives; ++c) {
@@ -51,7 +51,7 @@ class Rank {
         buffer(rank_, c)[i] = value(rank_, c, i);
       }
       const bool is_open = c % 3 == 0;
-      board_.post(c % kBuffers, size_ * kSlice * 8, is_open);
+      rendezvous_.post(c % kBuffers, size_ * kSlice * 8, is_open);
       wait(Event::kPosted, c);
       if (is_open) {
         reduce_scatter(c);
@@ -60,7 +60,7 @@ class Rank {
       } else {
         all_reduce(c);
       }
-      board_.finish(c);
+      rendezvous_.finish(c);
     }
   }
 
@@ -90,7 +90,7 @@ class Rank {
   }
 
   void wait(Event event, std::int64_t c) {
-    require(board_.late(event, c, kSeconds).empty(), "somebody is late", rank_, c);
+    require(rendezvous_.late(event, c, kSeconds).empty(), "somebody is late", rank_, c);
   }
 
   void reduce_scatter(std::int64_t c) {
@@ -98,7 +98,7 @@ class Rank {
     for (int step = 1; step < size_; ++step) {
       help((rank_ + step) % size_, c);
     }
-    poplar::Counter& done = board_.place_of(rank_, c).claims.done;
+    poplar::Counter& done = rendezvous_.place_of(rank_, c).claims.done;
     require(poplar::wait_for(done, kSlice, kSeconds), "the slice is not done", rank_, c);
     for (std::int64_t i = rank_ * kSlice; i < (rank_ + 1) * kSlice; ++i) {
       require(buffer(rank_, c)[i] == total(c, i), "wrong sum", rank_, c);
@@ -106,7 +106,7 @@ class Rank {
   }
 
   void help(int owner, std::int64_t c) {
-    poplar::Claims& claims = board_.place_of(owner, c).claims;
+    poplar::Claims& claims = rendezvous_.place_of(owner, c).claims;
     const auto add = [&](std::int64_t begin, std::int64_t) {
       const std::int64_t i = owner * kSlice + begin / poplar::kChunk;
       std::int64_t sum = 0;
@@ -134,7 +134,7 @@ class Rank {
         buffer(rank, c)[i] = total(c, i);
       }
     }
-    board_.mark(c);
+    rendezvous_.mark(c);
     wait(Event::kMarked, c);
     for (std::int64_t i = 0; i < size_ * kSlice; ++i) {
       require(buffer(rank_, c)[i] == total(c, i), "wrong total", rank_, c);
@@ -144,7 +144,7 @@ class Rank {
   std::vector<Segment>& segments_;
   int size_;
   int rank_;
-  Board board_;
+  Rendezvous rendezvous_;
 };
 
 }  // namespace

@@ -1,4 +1,4 @@
-#include "board.h"
+#include "rendezvous.h"
 
 #include <algorithm>
 #include <chrono>
@@ -11,13 +11,13 @@ std::uint32_t after(std::int64_t collective) { return static_cast<std::uint32_t>
 
 }  // namespace
 
-Board::Board(const std::vector<void*>& memories, int rank) : rank_(rank) {
+Rendezvous::Rendezvous(const std::vector<void*>& memories, int rank) : rank_(rank) {
   for (void* memory : memories) {
     pages_.push_back(static_cast<Page*>(memory));
   }
 }
 
-std::int64_t Board::post(std::int64_t begin, std::int64_t nbytes, bool is_open) {
+std::int64_t Rendezvous::post(std::int64_t begin, std::int64_t nbytes, bool is_open) {
   const std::int64_t collective = posted_;
   Place& place = place_of(rank_, collective);
   place.begin = begin;
@@ -32,19 +32,19 @@ std::int64_t Board::post(std::int64_t begin, std::int64_t nbytes, bool is_open) 
   return collective;
 }
 
-const Place& Board::place_of(int rank, std::int64_t collective) const {
+const Place& Rendezvous::place_of(int rank, std::int64_t collective) const {
   return pages_[rank]->places[collective % kPlaces];
 }
 
-Place& Board::place_of(int rank, std::int64_t collective) {
+Place& Rendezvous::place_of(int rank, std::int64_t collective) {
   return pages_[rank]->places[collective % kPlaces];
 }
 
-void Board::mark(std::int64_t collective) {
+void Rendezvous::mark(std::int64_t collective) {
   raise(place_of(rank_, collective).mark, after(collective));
 }
 
-void Board::finish(std::int64_t collective) {
+void Rendezvous::finish(std::int64_t collective) {
   ahead_.insert(collective);
   const std::int64_t before = finished_;
   while (!ahead_.empty() && *ahead_.begin() == finished_) {
@@ -56,7 +56,7 @@ void Board::finish(std::int64_t collective) {
   }
 }
 
-bool Board::is_over(std::int64_t collective) const {
+bool Rendezvous::is_over(std::int64_t collective) const {
   for (std::size_t peer = 0; peer < pages_.size(); ++peer) {
     if (static_cast<int>(peer) != rank_ &&
         !has_reached(pages_[peer]->finished, after(collective))) {
@@ -66,7 +66,7 @@ bool Board::is_over(std::int64_t collective) const {
   return true;
 }
 
-std::vector<int> Board::late(Event event, std::int64_t collective, double seconds) {
+std::vector<int> Rendezvous::late(Event event, std::int64_t collective, double seconds) {
   using Clock = std::chrono::steady_clock;
   const auto deadline = Clock::now() + std::chrono::duration<double>(seconds);
   const int size = static_cast<int>(pages_.size());
@@ -82,7 +82,7 @@ std::vector<int> Board::late(Event event, std::int64_t collective, double second
   return late;
 }
 
-Counter& Board::counter_of(int rank, Event event, std::int64_t collective) {
+Counter& Rendezvous::counter_of(int rank, Event event, std::int64_t collective) {
   switch (event) {
     case Event::kPosted:
       return pages_[rank]->posted;
