@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import nn
 
 from poplar.active_measurement import Inquiry, on_first_rank
-from poplar.comm import Group, control_of
+from poplar.comm import Group, connect_control
 from poplar.plan import STRATEGIES, Plan
 from poplar.planner.baselines import POLICIES
 from poplar.planner.prediction import describe, predict
@@ -127,7 +127,7 @@ def tune(
     elif policy not in POLICIES:
         error = ValueError(f"policy={policy!r} is not known; use one of {sorted(POLICIES)}")
     group = Group.of(process_group, timeout)
-    agree(control_of(group), error, doing="autotune()")
+    agree(connect_control(group), error, doing="autotune()")
     request = Request(
         model=model,
         loss_fn=loss_fn,

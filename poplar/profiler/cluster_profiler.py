@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from poplar.comm import Group, connect, control_of
+from poplar.comm import Group, connect, connect_control
 from poplar.formatting import format_bytes
 from poplar.optimizer import HeteroZeroOptimizer
 from poplar.plan import Plan
@@ -175,7 +175,7 @@ class Profiler:
     def __init__(self, request: Request, group: Group, cache: Cache | None, *, show: bool) -> None:
         self.request = request
         self.group = group
-        self.control = control_of(group)
+        self.control = connect_control(group)
         self.cache = cache
         self.show = show and group.rank == 0
         self.agreed: Agreed = agree_on(request, self.control)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from poplar.comm import Control, Group, control_of
+from poplar.comm import Control, Group, connect_control
 from poplar.data import pytree
 from poplar.errors import CollectiveTimeout, RankFailed
 from poplar.optimizer import HeteroZeroOptimizer
@@ -87,7 +87,7 @@ def verify(
         RankFailed: another rank failed.
     """
     group = Group.of(process_group, timeout)
-    control = control_of(group)
+    control = connect_control(group)
     error: Exception | None = None
     digest, device = "", torch.device("cpu")
     try:

@@ -322,7 +322,7 @@ class CollectiveScheduler:
                     if self.reduces and unit.trained and unit not in self._reduced:
                         self._announce_and_play(Slot(Kind.REDUCE, unit.index))
             last = Slot(Kind.ABANDON if failed else Kind.END)
-            self._control.announce(last.encode())
+            self._control.broadcast_integer(last.encode())
             self._control.flush()
         else:
             while (last := self._peek()).kind not in (Kind.END, Kind.ABANDON):
@@ -332,7 +332,7 @@ class CollectiveScheduler:
 
     def _announce_and_play(self, slot: Slot) -> None:
         self._play_pending()  # of a forward that failed and was tried again, say
-        self._control.announce(slot.encode())
+        self._control.broadcast_integer(slot.encode())
         self._pending = slot
         self._play_pending()
 
@@ -343,7 +343,7 @@ class CollectiveScheduler:
 
     def _peek(self) -> Slot:
         if self._pending is None:
-            self._pending = Slot.decode(self._control.hear(self._leader))
+            self._pending = Slot.decode(self._control.receive_integer(self._leader))
         return self._pending
 
     # Playing.

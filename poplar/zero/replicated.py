@@ -8,8 +8,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from poplar.comm import Communicator, Pending
-from poplar.comm.communicator import Finished
+from poplar.comm import Communicator, Work
+from poplar.comm.communicator import CallbackWork
 from poplar.comm.shard_layout import Layout
 from poplar.zero.flat_parameter import Flat
 from poplar.zero.gradient_accumulation import LocalSums
@@ -44,15 +44,15 @@ class Replicated(LocalSums):
 
     def __init__(self, comm: Communicator, reduce_dtype: torch.dtype) -> None:
         super().__init__(comm, reduce_dtype)
-        self._gathering: list[Pending] = []
+        self._gathering: list[Work] = []
 
     def begin_step(self) -> None:
         super().begin_step()
         self._wait_for_gathers()  # of a step that was closed with an error
 
-    def _reduction(self, flat: Flat, *, narrow: bool) -> Pending:
+    def _reduction(self, flat: Flat, *, narrow: bool) -> Work:
         """Whose end begins the gather: under the next reductions, or while ranks agree."""
-        return Finished(super()._reduction(flat, narrow=narrow), partial(self._gather, flat))
+        return CallbackWork(super()._reduction(flat, narrow=narrow), partial(self._gather, flat))
 
     def _gather(self, flat: Flat) -> None:
         what = f"the gradients of {flat.name}"

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from poplar.comm import Communicator, Pending
+from poplar.comm import Communicator, Work
 from poplar.comm.shard_layout import Layout
 from poplar.zero.flat_parameter import Flat
 from poplar.zero.sharded_gradients import ShardedGradients
@@ -34,7 +34,7 @@ class ShardedParameters(ShardedGradients):
 
     def __init__(self, comm: Communicator, reduce_dtype: torch.dtype) -> None:
         super().__init__(comm, reduce_dtype)
-        self._gathering: dict[Unit, list[Pending]] = {}
+        self._gathering: dict[Unit, list[Work]] = {}
         self._staying: dict[Unit, None] = {}
         """Kept units that have been gathered in this step; in that order."""
 
@@ -69,7 +69,7 @@ class ShardedParameters(ShardedGradients):
         # All memory first: where it runs out, nothing has been sent, and the slot is played again.
         for flat in unit.flats:
             flat.values.untyped_storage().resize_(flat.numel * flat.values.element_size())
-        pending: list[Pending] = []
+        pending: list[Work] = []
         for flat in unit.flats:
             what = f"the gather of unit {unit.name}"
             pending.append(
@@ -100,7 +100,7 @@ class ShardedParameters(ShardedGradients):
             self.release(unit)
 
     def before_writing(self, flat: Flat) -> None:
-        self.comm.guard(flat.shard)
+        self.comm.wait_for_readers(flat.shard)
 
     def publish(self, units: Sequence[Unit]) -> None:
         """Nothing to bring anywhere: the next gather sends the new shards."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from poplar import ops
-from poplar.comm import Codec, Communicator, Pending
+from poplar.comm import Codec, Communicator, Work
 from poplar.comm.shard_layout import Layout
 from poplar.zero.flat_parameter import Flat
 from poplar.zero.unit import Unit
@@ -40,7 +40,7 @@ class Strategy(ABC):
         self.persistent: frozenset[Unit] = frozenset()
         """Units that, once gathered in a step, stay until it is settled. Changed between steps, and
         on all ranks alike; says nothing where nothing is gathered."""
-        self._pending: deque[Pending] = deque()
+        self._pending: deque[Work] = deque()
         self._holding: set[Flat] = set()
 
     def expect(self, units: Sequence[Unit]) -> None:
@@ -165,7 +165,7 @@ class Strategy(ABC):
         self.before_writing(flat)
         flat.shard.copy_(flat.values[flat.owned[0] : flat.owned[1]])
 
-    def wait(self, pending: Pending) -> None:
+    def wait(self, pending: Work) -> None:
         self.waited += pending.wait()
 
     def _make_room(self) -> None:
