@@ -11,10 +11,12 @@ from pathlib import Path
 
 import torch
 
+from poplar.ops import Provider
+
 HERE = Path(__file__).resolve().parent
-CPP = "C++ (libpoplar_ops_cuda.so)"
-"""What `ops.describe` says of CUDA where the library serves."""
-PLAIN_SERVES = "error:Triton's kernels don't serve"
+CPP = Provider("C++", "libpoplar_ops_cuda.so")
+"""The provider of CUDA operators if the C++ library was built."""
+NO_FALLBACK = "error:Triton's kernels do not run on"
 """A filter of warnings: where Triton can't, plain PyTorch would be compared with itself."""
 
 PYTEST = [sys.executable, "-m", "pytest", "-q", "--maxfail=10", "-p", "no:cacheprovider"]
@@ -114,7 +116,7 @@ def parts(output: Path) -> list[Part]:
         ),
         of_tests(
             "operators, Triton",
-            [*OPERATORS, "-W", PLAIN_SERVES],
+            [*OPERATORS, "-W", NO_FALLBACK],
             seconds=90,
             environment=triton,
         ),
@@ -140,7 +142,7 @@ def parts(output: Path) -> list[Part]:
         Part(
             name="kernels, Triton",
             command=[
-                *(sys.executable, "-W", PLAIN_SERVES, *kernels, output / "kernels-triton.jsonl"),
+                *(sys.executable, "-W", NO_FALLBACK, *kernels, output / "kernels-triton.jsonl"),
                 *("--tensors", "gpt-124m", "--operations", "pack", "chain", "--rounds", "7"),
             ],
             seconds=60,

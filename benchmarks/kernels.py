@@ -48,7 +48,7 @@ def main() -> None:
             sys.exit(f"torch {torch.__version__} sees no GPU here: `poplar doctor` says more")
         torch.set_num_threads(options.threads)
         # Rows name Triton: better none than those of plain PyTorch in its place.
-        warnings.filterwarnings("error", message="Triton's kernels don't serve")
+        warnings.filterwarnings("error", message="Triton's kernels do not run on")
         console.print(ops.describe())
         rows = run(options, console)
     console.print(table_of(rows))

@@ -13,9 +13,8 @@ from poplar import ops
 
 
 def operators(device: str) -> str:
-    """Who serves Poplar's operators there: `C++ (...)`, `Triton (...)`, `plain PyTorch (...)`."""
-    on_cpu, _, on_cuda = ops.describe().removeprefix("operators on CPU: ").partition("; on CUDA: ")
-    return on_cuda if device == "cuda" else on_cpu
+    """The provider of Poplar's operators on this device, for example `C++ (libpoplar_ops.so)`."""
+    return str(ops.providers()[device])
 
 
 @cache

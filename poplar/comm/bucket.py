@@ -49,7 +49,7 @@ class Codec:
         work_counters: Tensor,
         squares: Tensor,
     ) -> None:
-        ops.rank_sum_claimed_(outs, received, work_counters, squares)
+        ops.rank_sum_chunks_(outs, received, work_counters, squares)
 
     def reduce_each(self, outs: Sequence[Tensor], received: Sequence[Tensor]) -> None:
         ops.rank_sum_each_(outs, received)

@@ -167,7 +167,7 @@ class Rendezvous:
     ) -> int:
         self._check_not_aborted()
         collective = self._counters.posted
-        self.wait_until_over(collective - _core.PLACES)
+        self.wait_until_over(collective - _core.SLOTS)
         begin = 0
         if block is not None:
             block.last_collective = collective
@@ -208,7 +208,7 @@ class Rendezvous:
         Raises:
             RuntimeError: it has posted another size: the ranks are in different collectives.
         """
-        begin, nbytes, _ = self._counters.part_of(peer, collective)
+        begin, nbytes, _ = self._counters.posted_range(peer, collective)
         expected = (first + numel if total is None else total) * dtype.itemsize
         if nbytes < expected or (
             total is not None and nbytes not in (expected, expected + extra_bytes)
@@ -222,12 +222,17 @@ class Rendezvous:
 
     def peers_sharing_work(self, collective: int) -> list[int]:
         """The peers whose slices this rank may help to reduce."""
-        return [peer for peer in self.peers() if self._counters.part_of(peer, collective)[2]]
+        return [peer for peer in self.peers() if self._counters.posted_range(peer, collective)[2]]
 
     def work_counters(self, rank: int, collective: int) -> Tensor:
-        """The work-sharing counters of a rank's slice, for `ops.rank_sum_claimed_`."""
+        """The work-sharing counters of a rank's slice, for `ops.rank_sum_chunks_`."""
         memory = self._own.memory if rank == self.group.rank else self._peers[rank].memory
-        return view(memory, torch.uint8, self._counters.claims_at(collective), _core.CLAIMS_BYTES)
+        return view(
+            memory,
+            torch.uint8,
+            self._counters.work_counters_offset(collective),
+            _core.WORK_COUNTERS_BYTES,
+        )
 
     def wait_for_chunks(self, collective: int, numel: int, what: str) -> float:
         """Wait until all `numel` elements of this rank's slice have been reduced, by any rank.
@@ -242,13 +247,13 @@ class Rendezvous:
         def missing(seconds: float) -> list[int]:
             if self._counters.wait_for_chunks(rank, collective, chunks, seconds):
                 return []
-            return self._counters.late(_core.Event.FINISHED, collective, 0.0)
+            return self._counters.wait(_core.Event.FINISHED, collective, 0.0)
 
         return self._wait_while(missing, what)
 
     def mark_written(self, collective: int) -> None:
         """Signal that this rank has written all it had to write into the peers' data."""
-        self._counters.mark(collective)
+        self._counters.mark_written(collective)
 
     def wait_until_written(self, collective: int, what: str) -> float:
         """Wait until all ranks have called `mark_written`; returns the seconds that it took.
@@ -256,7 +261,7 @@ class Rendezvous:
         Raises:
             CollectiveTimeout: as `wait_until_posted`.
         """
-        return self._traced_wait(_core.Event.MARKED, collective, what)
+        return self._traced_wait(_core.Event.WRITTEN, collective, what)
 
     def finish(self, collective: int) -> None:
         """Signal that this rank no longer reads what peers have posted for this collective."""
@@ -355,7 +360,7 @@ class Rendezvous:
 
     def _wait(self, event: _core.Event, collective: int, what: str) -> float:
         return self._wait_while(
-            lambda seconds: self._counters.late(event, collective, seconds), what
+            lambda seconds: self._counters.wait(event, collective, seconds), what
         )
 
     def _wait_while(self, missing_after: Callable[[float], list[int]], what: str) -> float:

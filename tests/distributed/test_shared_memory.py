@@ -43,27 +43,27 @@ def test_wait_returns_when_all_peers_have_posted():
     one, other = rendezvous_of_threads()
     poster = threading.Timer(0.05, other.post, (64, 8, False))
     poster.start()
-    assert one.late(_core.Event.POSTED, 0, 30.0) == []
-    assert one.part_of(1, 0) == (64, 8, False)
+    assert one.wait(_core.Event.POSTED, 0, 30.0) == []
+    assert one.posted_range(1, 0) == (64, 8, False)
     poster.join()
 
 
 def test_wait_returns_the_missing_ranks_after_the_timeout():
     first, second, _ = rendezvous_of_threads(3)
     second.post(0, 0, False)
-    assert first.late(_core.Event.POSTED, 0, 0.01) == [2]
-    assert first.late(_core.Event.POSTED, 1, -1.0) == [1, 2]
+    assert first.wait(_core.Event.POSTED, 0, 0.01) == [2]
+    assert first.wait(_core.Event.POSTED, 1, -1.0) == [1, 2]
 
 
 def test_marks_belong_to_one_collective():
     one, other = rendezvous_of_threads()
-    for _ in range(_core.PLACES + 2):
+    for _ in range(_core.SLOTS + 2):
         other.post(0, 0, False)
-    other.mark(1)
-    assert one.late(_core.Event.MARKED, 1, 0.0) == []
-    assert one.late(_core.Event.MARKED, _core.PLACES + 1, 0.0) == [1]
-    other.mark(_core.PLACES + 1)
-    assert one.late(_core.Event.MARKED, _core.PLACES + 1, 0.0) == []
+    other.mark_written(1)
+    assert one.wait(_core.Event.WRITTEN, 1, 0.0) == []
+    assert one.wait(_core.Event.WRITTEN, _core.SLOTS + 1, 0.0) == [1]
+    other.mark_written(_core.SLOTS + 1)
+    assert one.wait(_core.Event.WRITTEN, _core.SLOTS + 1, 0.0) == []
 
 
 def test_collective_is_over_when_all_earlier_ones_are():
@@ -85,8 +85,8 @@ def test_unknown_rank_is_refused():
     (rendezvous,) = rendezvous_of_threads(1)
     with pytest.raises(ValueError, match="rank 2 of 1"):
         _core.Rendezvous([mmap.mmap(-1, _core.RENDEZVOUS_BYTES)], 2)
-    with pytest.raises(ValueError, match="no place of rank 1"):
-        rendezvous.part_of(1, 0)
+    with pytest.raises(ValueError, match="no slot of rank 1"):
+        rendezvous.posted_range(1, 0)
 
 
 # Memory

@@ -71,11 +71,11 @@ def test_sums_over_ranks(threads: int, ranks: int, dtype: torch.dtype) -> None:
         [torch.zeros(NUMEL, dtype=dtype) for _ in range(2)],
         lambda sum_, outs: sum_(outs, received),
     )
-    claims = torch.zeros(_core.CLAIMS_BYTES, dtype=torch.uint8)
+    work_counters = torch.zeros(_core.WORK_COUNTERS_BYTES, dtype=torch.uint8)
     assert_as_plain(
-        "rank_sum_claimed_",
+        "rank_sum_chunks_",
         [torch.zeros(NUMEL), room_for_sums()],
-        lambda sum_, out: sum_(out[:1], received, claims.clone(), out[1]),
+        lambda sum_, out: sum_(out[:1], received, work_counters.clone(), out[1]),
     )
 
 

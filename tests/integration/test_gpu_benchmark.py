@@ -15,7 +15,7 @@ import pytest
 import ranks as harness
 import torch
 
-from poplar.ops import through_triton
+from poplar.ops import triton_backend
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
@@ -121,7 +121,7 @@ def test_a_part_whose_tests_were_all_skipped_has_failed(said_of, tmp_path):
     assert "1 skipped" in said
 
 
-@pytest.mark.skipif(gpu_parts.CPP in gpu.ops.describe(), reason="it serves here")
+@pytest.mark.skipif(gpu.ops.providers()["cuda"] == gpu_parts.CPP, reason="it is built here")
 def test_a_part_about_the_cpp_library_fails_where_something_else_serves(said_of):
     status, said = said_of(part("of C++", cpp=True))
     assert status == 1
@@ -147,16 +147,16 @@ def test_what_tells_most_gets_all_of_its_time(monkeypatch):
     assert {"engine, four ranks", "nobody waits", "kernels, C++", "operators, Triton"} < {*first}
 
 
-@pytest.mark.filterwarnings(gpu_parts.PLAIN_SERVES)
+@pytest.mark.filterwarnings(gpu_parts.NO_FALLBACK)
 def test_triton_parts_fail_where_plain_pytorch_would_take_its_place(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    monkeypatch.setattr(through_triton, "launch_test", lambda kernels, device: "no C compiler")
+    monkeypatch.setattr(triton_backend, "launch_test", lambda kernels, device: "no C compiler")
     with pytest.raises(UserWarning, match="no C compiler"):
-        through_triton._serving_on.__wrapped__(torch.device("cuda"))
+        triton_backend._provider_on.__wrapped__(torch.device("cuda"))
     for name in ("operators, Triton", "kernels, Triton"):
         command = list(named(name).command)
-        assert command[command.index("-W") + 1] == gpu_parts.PLAIN_SERVES
+        assert command[command.index("-W") + 1] == gpu_parts.NO_FALLBACK
         assert named(name).environment == {"POPLAR_OPS": "triton"}
 
 

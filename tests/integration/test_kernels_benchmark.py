@@ -31,6 +31,7 @@ from operators.tasks import DTYPES, FUSED, OPERATIONS, OURS, chain, tasks_of, up
 from rich.console import Console
 
 import kernels
+from poplar import ops
 
 BENCHMARKS = Path(kernels.__file__).parent
 
@@ -273,8 +274,8 @@ def test_rows_tell_who_served_the_operators(monkeypatch: pytest.MonkeyPatch) -> 
     here, _ = rows_with(**{OURS: 1.0, "usual torch": 1.0})
     assert here.operators == stack.operators("cpu")
     assert here.served in ("C++", "plain PyTorch")
-    said = "operators on CPU: C++ (libpoplar_ops.so); on CUDA: Triton (POPLAR_OPS=triton)"
-    monkeypatch.setattr("poplar.ops.describe", lambda: said)
+    found = {"cuda": ops.Provider("Triton", "POPLAR_OPS=triton")}
+    monkeypatch.setattr("poplar.ops.providers", lambda: found)
     assert stack.operators("cuda") == "Triton (POPLAR_OPS=triton)"
     triton = replace(here, operators=stack.operators("cuda"))
     assert next(verdicts([triton])).case == "chain, gpt-124m, fp32, Triton"

@@ -251,16 +251,16 @@ def test_what_others_have_claimed_is_left_to_them(device, numel, plain):
     received = list(draw.values(3 * numel, torch.float32).view(3, numel).unbind())
     expected, out = torch.empty(numel, device=device), torch.zeros(numel, device=device)
     ops.rank_sum_(expected, received)
-    claims = torch.zeros(_core.CLAIMS_BYTES, dtype=torch.uint8, device=device)
-    claims.view(torch.int32)[0] = 1
-    claimed = PLAIN["rank_sum_claimed_"] if plain else ops.rank_sum_claimed_
-    claimed([out], received, claims)
+    work_counters = torch.zeros(_core.WORK_COUNTERS_BYTES, dtype=torch.uint8, device=device)
+    work_counters.view(torch.int32)[0] = 1
+    claimed = PLAIN["rank_sum_chunks_"] if plain else ops.rank_sum_chunks_
+    claimed([out], received, work_counters)
     assert not out[: _core.CHUNK].any()
     assert_same_bits(out[_core.CHUNK :], expected[_core.CHUNK :])
     chunks = -(-numel // _core.CHUNK)
-    assert claims.view(torch.int32)[2] == max(chunks - 1, 0), "done by this call"
+    assert work_counters.view(torch.int32)[2] == max(chunks - 1, 0), "done by this call"
     before = out.clone()
-    claimed([out], received, claims)
+    claimed([out], received, work_counters)
     assert_same_bits(out, before)
 
 
@@ -450,13 +450,13 @@ def test_rank_sum_leaves_the_block_sums_of_what_came_out(device, dtype, accumula
 
 def test_whoever_claims_a_chunk_leaves_its_block_sums(device):
     if device != "cpu":
-        pytest.skip("claims are of CPU ranks")
+        pytest.skip("work_counters are of CPU ranks")
     numel = 2 * _core.CHUNK + 100
     parts = [Draw(seed, device).values(numel, torch.float32) for seed in range(3)]
-    claims = torch.zeros(_core.CLAIMS_BYTES, dtype=torch.uint8)
-    claims.view(torch.int32)[0] = 1  # somebody else has the first chunk
+    work_counters = torch.zeros(_core.WORK_COUNTERS_BYTES, dtype=torch.uint8)
+    work_counters.view(torch.int32)[0] = 1  # somebody else has the first chunk
     sums, out = torch.zeros(-(-numel // 64)), torch.zeros(numel)
-    ops.rank_sum_claimed_([out], parts, claims, sums)
+    ops.rank_sum_chunks_([out], parts, work_counters, sums)
     blocks = _core.CHUNK // 64
     assert not sums[:blocks].any()
     assert_same_bits(sums[blocks:], plain_ops.block_sums_of_squares(out)[blocks:])
@@ -716,7 +716,11 @@ def test_adamw_changes_nothing_where_infinities_were_found(device, plain):
         ("rank_sum_each_", lambda f: ([f(4)], []), "at least one rank's part, got none"),
         ("rank_sum_each_", lambda f: ([f(4), f(4).half()], [f(4)]), "outs must have one dtype"),
         ("rank_sum_each_", lambda f: ([f(4).int()], [f(4)]), "must be float32, bfloat16 or"),
-        ("rank_sum_claimed_", lambda f: ([f(4)], [f(4)], f(4).byte()), "claims must hold 16 bytes"),
+        (
+            "rank_sum_chunks_",
+            lambda f: ([f(4)], [f(4)], f(4).byte()),
+            "work_counters must hold 16 bytes",
+        ),
         ("copy_", lambda f: (f(4), f(5)), "target has 4 elements, source 5"),
         ("copy_", lambda f: (f(4), f(4).half()), "must have one dtype"),
         ("copy_", lambda f: (f(4), f(8)[::2]), "source must be 1-D and contiguous"),
@@ -755,7 +759,7 @@ def test_bad_arguments_get_the_same_error_from_everyone(device, name, arguments,
         ("rank_sum_", lambda f: (f(64), list(f(4, 64).bfloat16().unbind()), True)),
         ("rank_sum_each_", lambda f: ([f(64).half(), f(64).half()], list(f(4, 64).unbind()))),
         (
-            "rank_sum_claimed_",
+            "rank_sum_chunks_",
             lambda f: ([f(64)], list(f(4, 64).unbind()), torch.zeros(16, dtype=torch.uint8)),
         ),
         ("copy_", lambda f: (f(64), f(64))),

@@ -30,7 +30,7 @@ from test_ops import (
 from torch import Tensor
 
 from poplar import ops
-from poplar.ops import plain, through_triton
+from poplar.ops import plain, triton_backend
 
 triton = pytest.importorskip("triton", reason="Triton is not installed: its kernels were not run")
 
@@ -216,11 +216,11 @@ def test_adamw_is_the_plain_one(interpreted, numel, rounded, maximize, found):
 def what_is_wrong() -> str:
     from poplar import kernels
 
-    return through_triton.self_test(kernels, CPU)
+    return triton_backend.self_test(kernels, CPU)
 
 
 def test_a_device_that_rounds_otherwise_fails_the_self_test(interpreted):
-    assert through_triton.self_test(plain, CPU) == ""
+    assert triton_backend.self_test(plain, CPU) == ""
     assert "pack_" in interpreted(what_is_wrong)  # the interpreter cuts bf16 off
 
 
@@ -232,7 +232,7 @@ class Broken:
 
 
 def test_a_device_that_cannot_compile_fails_the_self_test():
-    assert "no such chip" in through_triton.self_test(Broken(), CPU)
+    assert "no such chip" in triton_backend.self_test(Broken(), CPU)
 
 
 def launches() -> list[tuple[str, str, dict[str, str], dict[str, Any]]]:
