@@ -37,7 +37,7 @@ def rank_sum_kernel(
     ALIGNED: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """One tile of the shard. The table holds the parts' addresses; `first_ptr` gives their dtype."""
+    """One tile of the shard. The table has the addresses; `first_ptr` gives their dtype."""
     tile = tl.program_id(0).to(tl.int64)
     position = tile * TILE + tl.arange(0, TILE)
     inside = position < numel

@@ -1,4 +1,4 @@
-"""Types of the compiled core (csrc/core): partitions, allocation and the shared-memory rendezvous."""
+"""Types of the compiled core (csrc/core): partitions, allocation, shared-memory rendezvous."""
 
 from collections.abc import Mapping, Sequence
 from enum import Enum

@@ -154,7 +154,7 @@ def launch_test(kernels: Any, device: torch.device) -> str:
 
 
 def self_test(kernels: Any, device: torch.device) -> str:
-    """Which kernels give wrong results on small tensors, or why they fail; empty if all are right."""
+    """Which kernels are wrong on small tensors, or why they fail; empty if all are right."""
     try:
         wrong = [name for name, same in _compare_all(kernels, device) if not same]
     except Exception as error:  # an unsupported chip raises many types of errors
