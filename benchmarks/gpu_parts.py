@@ -57,13 +57,13 @@ ENGINE = [
 NOBODY_WAITS = ["distributed/test_no_host_synchronization.py", "-k", "for_a_gpu"]
 # A few of each kernel's, since every launch is many times slower than without.
 MEMORY = (
-    "pack_takes_thousands or large_pack or lies_at_its_place or block_sums_give or more_ranks "
-    "or (clip_coefficients and 0.05) "
-    "or exact_sums_are_exact or norms_are_roots or (rank_sum_leaves and dtype1) "
+    "pack_of_thousands or large_pack or pack_in_place or block_sums_give or more_ranks "
+    "or (clip_coefficient_matches and 0.05) "
+    "or exact_sums_are_exact or norm_is_the_root or (rank_sum_computes and dtype1) "
     "or (unpack_gives and dtype1) or (adamw_gives and False)"
 )
 # The kernels that have shared memory.
-RACES = "(pack_leaves and dtype0) or norms_are_roots"
+RACES = "(pack_computes and dtype0) or norm_is_the_root"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Transports for tests: one that notes what is issued and when, and the slowest that may be."""
+"""Transports for tests: one that records the issued collectives, and the latest one allowed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from poplar.comm.shard_layout import Layout
 
 
 class Watched(ProcessGroupCommunicator):
-    """Notes collectives as they are issued; a test may note what comes in between."""
+    """Records collectives as they are issued; a test may add other events between them."""
 
     def __init__(self, group: Group) -> None:
         super().__init__(group)
@@ -32,7 +32,7 @@ class Watched(ProcessGroupCommunicator):
 
 
 class Late(ProcessGroupCommunicator):
-    """Reductions read their buckets when they are waited for: as late as any transport may."""
+    """Reductions read their buckets in the wait: as late as a transport may."""
 
     def reduce_scatter(self, bucket: Bucket, out: Tensor, *, what: str, **options: Any) -> Work:
         return _Later(lambda: super(Late, self).reduce_scatter(bucket, out, what=what, **options))

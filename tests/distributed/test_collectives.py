@@ -1,4 +1,4 @@
-"""The direct algorithm against arithmetic in one process: any layout and dtype, empty slices."""
+"""The direct algorithm against arithmetic in one process: random layouts, dtypes, empty slices."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def sum_in_rank_order(parts: list[Tensor]) -> Tensor:
 
 
 def reduce_scatter_many(seed: int, times: int, depth: int) -> list[str]:
-    """Random buckets, several in flight; returns what differed."""
+    """Random buckets, several in flight; returns the wrong results."""
     group = Group.of(harness.group(), None)
     comm = connect(group, "auto")
     generator = random.Random(seed)
@@ -143,7 +143,9 @@ def test_control_exchanges_values_objects_and_integers(ranks: Pool) -> None:
 
 
 def wait_in_opposite_orders(choice: str) -> list[float]:
-    """Even ranks wait for the sum before they issue the gather, odd ones for the gather first."""
+    """Even ranks wait for the sum before they issue the gather; odd ranks wait for the gather
+    first.
+    """
     group = Group.of(harness.group(), timedelta(seconds=20))
     comm = connect(group, choice)
     layout = Layout.even(64 * WORLD, WORLD)

@@ -1,4 +1,4 @@
-"""Two hosts as network namespaces: what crosses between them, counted at their interfaces."""
+"""Two hosts as network namespaces: the bytes sent between them, counted at their interfaces."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ RANKS_ON_FIRST_HOST = 3
 """Uneven: three ranks on one host, two on the other."""
 GIGABITS = 4.0
 OVERHEAD = 1.1
-"""What headers and acknowledgements may add; a second copy of anything would be far above."""
+"""The factor for headers and acknowledgements; sending anything twice would exceed it."""
 
 
 def enter(hosts: Hosts, rank: int) -> None:
@@ -37,7 +37,7 @@ def enter(hosts: Hosts, rank: int) -> None:
 
 
 def run_and_count(hosts: Hosts, choice: str, operation: str, folder: str) -> None:
-    """Rank 0 writes down the bytes that either host has sent in one collective."""
+    """Rank 0 stores the bytes that each host has sent in one collective."""
     group = Group.of(None, None)
     comm = connect(group, choice)
     layout = Layout.even(NUMEL, RANKS)
@@ -65,7 +65,7 @@ def run_and_count(hosts: Hosts, choice: str, operation: str, folder: str) -> Non
 
 
 def bytes_sent(choice: str, operation: str, folder: Path) -> tuple[float, float]:
-    """By each host, as parts of the whole buffer."""
+    """Bytes sent by each host, relative to the whole buffer."""
     try:
         with EmulatedNetwork(bits_per_second=1e9 * GIGABITS) as hosts:
             run_ranks(
@@ -86,8 +86,8 @@ def bytes_sent(choice: str, operation: str, folder: Path) -> tuple[float, float]
 @pytest.mark.parametrize(
     ("operation", "first", "second"),
     [
-        ("reduce_scatter", 2 / 5, 3 / 5),  # sums of what the other host owns
-        ("all_gather", 3 / 5, 2 / 5),  # what this host owns
+        ("reduce_scatter", 2 / 5, 3 / 5),  # sums of slices of the other host
+        ("all_gather", 3 / 5, 2 / 5),  # slices of this host
         ("all_reduce", 1.0, 1.0),
     ],
 )
@@ -105,7 +105,7 @@ def test_direct_algorithm_sends_it_once_per_rank(tmp_path):
 
 
 def lose_a_rank(operation: str, how: int, seconds: float) -> str:
-    """Rank 3, of the second host, goes; what the others say."""
+    """Rank 3, on the second host, is killed or stopped; the others return the error."""
     host_topology.host_id = lambda: ("aabb"[harness.rank()],)
     group = Group.of(harness.group(), timedelta(seconds=seconds))
     comm = connect(group, "hierarchical")
@@ -136,8 +136,8 @@ LOST = [
 @pytest.mark.parametrize(("operation", "how"), LOST)
 def test_killed_or_stopped_rank_of_another_host_is_found(operation, how):
     answers = harness.one_off(4, lose_a_rank, operation, int(how), 2.0, lost=[3], timeout=55.0)
-    # Its neighbour knows, unless it had nothing to wait for. Who waits for that one names it, and
-    # so does that one's neighbour, though it has only waited for a rank that is well.
+    # Rank 2 shares a host with rank 3 and names it, unless it does not wait for it. The others may
+    # wait for rank 2 instead and name that one.
     assert "waiting for rank(s) 3" in answers[2] or operation == "broadcast"
     for rank in (0, 1):
         names = [f"waiting for rank(s) {lost}" for lost in ("2", "3", "2, 3")]

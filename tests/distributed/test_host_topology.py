@@ -1,4 +1,4 @@
-"""Who carries what across hosts, as values."""
+"""Host topology and the relay assignments between hosts."""
 
 from __future__ import annotations
 

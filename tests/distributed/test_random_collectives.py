@@ -1,6 +1,6 @@
-"""Random collectives against a sum in float64, and one transport against the other, bit by bit.
+"""Random collectives against a float64 sum, and all transports against each other, bit by bit.
 
-`POPLAR_COLLECTIVES=10000 pytest tests/distributed/test_random_collectives.py` draws as many.
+`POPLAR_COLLECTIVES=10000 pytest tests/distributed/test_random_collectives.py` runs that many.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ EPSILON = {torch.float32: 2**-23, torch.bfloat16: 2**-8, torch.float16: 2**-10}
 
 @dataclass(frozen=True)
 class Case:
-    """One collective; the same on all ranks."""
+    """One random collective, the same on all ranks."""
 
     number: int
     operation: str
@@ -43,7 +43,7 @@ class Case:
     weights: tuple[float, ...]
     accumulate: bool
     is_shared: bool
-    """Tensors lie where the transport sends from; else they are ordinary ones."""
+    """Tensors are in the transport's memory; otherwise they are ordinary tensors."""
 
     @classmethod
     def draw(cls, number: int, generator: random.Random) -> Case:
@@ -67,12 +67,12 @@ class Case:
         return torch.randn(self.layout.numel, generator=generator)
 
     def packed(self, rank: int) -> Tensor:
-        """As it travels: weighted and rounded once."""
+        """The values in the wire dtype: weighted and rounded once."""
         weight = torch.tensor(self.weights[rank], dtype=torch.float32)
         return (self.values(rank) * weight).to(self.dtype)
 
     def expected(self, rank: int) -> Tensor:
-        """In float64; a gather has no arithmetic."""
+        """The result in float64; gathers have no arithmetic."""
         if self.operation == "all_gather":
             bounds = map(self.layout.bounds, range(WORLD))
             return torch.cat(
@@ -84,8 +84,8 @@ class Case:
         return total[slice(*self.layout.bounds(rank))] + float(self.accumulate)
 
     def bound(self, rank: int, hosts: int) -> Tensor:
-        """What rounding may do: `WORLD` fp32 additions, one rounding to what comes out, and where
-        there are several hosts one of each host's sum to what travels.
+        """The rounding error: `WORLD` fp32 additions, one rounding to the result's dtype and, with
+        several hosts, one rounding of each host's sum to the wire dtype.
         """
         if self.operation == "all_gather":
             return torch.zeros(())
@@ -98,7 +98,7 @@ class Case:
 
 
 def issue(case: Case, comm: Communicator) -> tuple[Work, Callable[[], Tensor]]:
-    """Start it; the second gives the result once the first is over."""
+    """Start the collective; the second value returns the result once the first has finished."""
     rank, layout, what = comm.group.rank, case.layout, f"number {case.number}"
     low, high = layout.bounds(rank)
     if case.operation == "all_gather":
@@ -106,7 +106,7 @@ def issue(case: Case, comm: Communicator) -> tuple[Work, Callable[[], Tensor]]:
         data = torch.zeros(layout.numel, dtype=case.dtype)
         if case.is_shared:
             return comm.all_gather(data, layout, what=what, own=comm.share(mine)), lambda: data
-        if case.accumulate:  # in place, in what peers read
+        if case.accumulate:  # in place, in shared memory
             data = comm.buffer(layout, case.dtype, CPU).data
             data[low:high] = mine
             return comm.all_gather(data, layout, what=what, own=data[low:high]), lambda: data
@@ -134,7 +134,7 @@ def issue(case: Case, comm: Communicator) -> tuple[Work, Callable[[], Tensor]]:
 
 
 def run(seed: int, times: int, choices: tuple[str, ...] = RANK_ORDER, hosts: int = 1) -> list[str]:
-    """Draw, issue and wait, in another order on every rank; returns what was wrong.
+    """Draw, issue and wait, in a different order on every rank; returns the wrong results.
 
     All transports must give the same bits.
     """
@@ -187,7 +187,7 @@ def test_results_are_correct_without_a_memory_cache(ranks: Pool) -> None:
 
 
 def run_on_hosts(seed: int, times: int, names: str) -> list[str]:
-    """As `run`, by the hierarchical transport: each rank says that it runs on the host named."""
+    """As `run` with the hierarchical transports; each rank reports the host named for it."""
     real = host_topology.host_id
     host_topology.host_id = lambda: (names[harness.rank()],)
     try:
@@ -203,7 +203,7 @@ def test_hierarchical_transports_give_the_same_correct_bits(ranks: Pool, names: 
 
 
 def gather_after_creating_other_groups(names: str) -> bool:
-    """On ranks that have not made the same number of process groups."""
+    """Ranks that have created different numbers of process groups before."""
     mine = dist.new_group([harness.rank()], use_local_synchronization=True)
     more = [
         dist.new_group([harness.rank()], use_local_synchronization=True)
@@ -229,7 +229,7 @@ def test_subgroups_do_not_depend_on_other_process_groups(ranks: Pool, names: str
 
 
 def broadcast_and_reshard(choice: str, names: str) -> list[bool]:
-    """Broadcasts from every rank, and slices that are cut anew."""
+    """Broadcasts from every rank, and reshards between several layouts."""
     real = host_topology.host_id
     host_topology.host_id = lambda: (names[harness.rank()],)
     try:

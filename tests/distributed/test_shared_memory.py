@@ -1,4 +1,4 @@
-"""Ranks of one host read each other's memory: the same bits as by sockets, and nobody is stuck."""
+"""Collectives in shared memory: the same bits as through sockets, and no deadlocks."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ WORLD = 4
 CPU = torch.device("cpu")
 
 
-# Boards
+# The rendezvous
 
 
 def rendezvous_of_threads(size: int = 2) -> list[_core.Rendezvous]:
-    """Of ranks that live in one process."""
+    """The rendezvous of several ranks in one process."""
     memories = [mmap.mmap(-1, _core.RENDEZVOUS_BYTES) for _ in range(size)]
     return [_core.Rendezvous(memories, rank) for rank in range(size)]
 
@@ -160,7 +160,7 @@ def both(group: Group) -> tuple[SharedMemoryCommunicator, object]:
 
 
 def gather_from_shares(seed: int, times: int) -> list[str]:
-    """Shards that are gathered from where they lie, and written again; returns what was wrong."""
+    """Gather from shared shards and overwrite them; returns the wrong results."""
     group = Group.of(harness.group(), None)
     generator = random.Random(seed)
     wrong = []
@@ -206,7 +206,7 @@ def test_shared_tensors_are_gathered_without_a_copy(ranks: Pool, shared: bool, c
 
 
 def reduce_slice_of_a_late_rank() -> bool:
-    """Rank 0 owns all of a bucket and takes its time; returns whether the others did its work."""
+    """Rank 0 owns the whole bucket and is late; returns whether the others reduced its slice."""
     group = Group.of(harness.group(), None)
     comm, _ = both(group)
     numel = 64 * _core.CHUNK // 16
@@ -231,7 +231,7 @@ def test_idle_ranks_reduce_chunks_of_the_largest_slice(ranks: Pool) -> None:
 
 
 def kill_rank_after_claiming_a_chunk() -> str:
-    """Rank 2 claims a chunk of rank 0's slice, and is never heard of again."""
+    """Rank 2 takes a chunk of rank 0's slice and is killed."""
     group = Group.of(harness.group(), timedelta(seconds=60))
     comm, _ = both(group)
     numel = 4 * _core.CHUNK
@@ -258,7 +258,7 @@ def test_rank_killed_after_claiming_a_chunk_is_named():
 
 
 def blocks_cached_after_a_gather(setting: str) -> list[bool]:
-    """A rank that is done first can't give its part back at once: the others still read it."""
+    """The first rank to finish cannot free its block at once, because the others still read it."""
     os.environ["POPLAR_MEMORY_CACHE"] = setting
     try:
         group = Group.of(harness.group(), None)
@@ -279,7 +279,7 @@ def test_trim_releases_memory_when_caching_is_off(ranks: Pool, setting: str, kep
 
 
 def reuse_a_bucket(steps: int) -> list[float]:
-    """A bucket that stays is packed as soon as this rank has its sum; peers may be slower."""
+    """Pack a bucket again as soon as this rank has its sum; peers may be slower."""
     group = Group.of(harness.group(), None)
     comm, _ = both(group)
     layout = Layout.even(64 * 4 * 50, WORLD)
@@ -308,9 +308,9 @@ def pack_again_without_waiting() -> list[float]:
     layout = Layout.even(64 * WORLD, WORLD)
     bucket, out = comm.buffer(layout, torch.float32, CPU), torch.empty(64)
     bucket.pack([torch.ones(layout.numel)], [0], 1.0)
-    comm.reduce_scatter(bucket, out, accumulate=False, what="nobody waits for this")
+    comm.reduce_scatter(bucket, out, accumulate=False, what="without a wait")
     bucket.pack([torch.ones(layout.numel)], [0], 2.0)
-    comm.reduce_scatter(bucket, out, accumulate=False, what="but for this").wait()
+    comm.reduce_scatter(bucket, out, accumulate=False, what="with a wait").wait()
     return out.unique().tolist()
 
 
@@ -338,11 +338,11 @@ def test_control_exchanges_in_shared_memory_match_gloo(ranks: Pool) -> None:
     assert all(ranks.run(exchange_many_values, 400))
 
 
-# Trouble
+# Failures
 
 
 def lose_a_rank(seconds: float, how: int) -> str | None:
-    """Rank 2 goes in the middle; the others say whom they waited for."""
+    """Rank 2 is killed or stopped; the others return the error."""
     group = Group.of(harness.group(), timedelta(seconds=seconds))
     comm, _ = both(group)
     layout = Layout.even(64 * WORLD, WORLD)
@@ -373,7 +373,7 @@ def test_killed_or_stopped_rank_is_named(how, seconds, cause):
 
 
 def continue_after_a_timeout(seconds: float) -> list[str]:
-    """Rank 1 comes too late, and then all of them go on as if nothing had been."""
+    """Rank 1 is late for a collective, and then all ranks continue with the next one."""
     group = Group.of(harness.group(), timedelta(seconds=seconds))
     control, comm = connect_control(group), connect(group, "shared_memory")
     layout = Layout.even(64 * WORLD, WORLD)
@@ -398,11 +398,11 @@ def test_no_collective_runs_after_a_failed_one():
         assert f"rank {rank}: the second failed, waiting for rank(s) 1" in first
         assert "an earlier collective did not finish" in second
         assert "the second failed" in second
-    assert len(answers[1]) == 2, "the others' old values are there, their agreement never comes"
+    assert len(answers[1]) == 2, "the second gather finds the others' data, but the exchange fails"
 
 
 def use_different_layouts(operation: str) -> list[str]:
-    """Rank 3 believes in another cut than the others, and all of them go on."""
+    """Rank 3 uses another layout than the others, and all continue with the next collective."""
     group = Group.of(harness.group(), timedelta(seconds=120))
     comm, _ = both(group)
     cuts = (0, 64, 128, 192, 256) if group.rank != 3 else (0, 128, 192, 256, 320)
@@ -449,7 +449,7 @@ def test_segments_of_all_ranks_fit_into_the_address_space(ranks: int, monkeypatc
 
 
 def reuse_freed_memory() -> list[int]:
-    """Buckets go as their last tensor goes; a view is enough to keep the memory."""
+    """A bucket is freed with its last tensor; a view of it keeps the memory."""
     group = Group.of(harness.group(), None)
     comm, _ = both(group)
     layout = Layout.even(64 * WORLD, WORLD)
@@ -486,7 +486,7 @@ def test_different_transports_raise_on_all_ranks(ranks: Pool) -> None:
 
 
 def read_data_of_an_exited_rank() -> float:
-    """Rank 0 posts its part and ends at once; the others read it whenever they come to it."""
+    """Rank 0 posts its data and exits; the others read it later."""
     group = Group.of(harness.group(), timedelta(seconds=30))
     comm, _ = both(group)
     layout = Layout((0, 64, 64, 64, 64))
@@ -516,7 +516,7 @@ def test_no_files_are_left_in_dev_shm(ranks: Pool) -> None:
 
 
 def connect_with_one_rank_elsewhere() -> tuple[str, str]:
-    """Rank 0 says that it runs elsewhere: nobody can share with it."""
+    """Rank 0 reports another host, so no rank can share memory with it."""
     from poplar.comm import host_topology, rendezvous
 
     group = Group.of(harness.group(), None)
@@ -563,7 +563,7 @@ def test_unknown_algorithm_raises_with_the_known_ones(ranks: Pool, choice, messa
 
 
 def use_a_plan_of_other_hosts() -> str:
-    """The plan is from where all ranks were on one host."""
+    """A plan for ranks on one host, used on ranks of several hosts."""
     real, host_topology.host_id = host_topology.host_id, lambda: (f"host {harness.rank()}",)
     try:
         plan = replace(Plan.even(WORLD, WORLD, 1, stage=1), transport="shared_memory")

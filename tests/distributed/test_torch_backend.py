@@ -1,4 +1,4 @@
-"""`cpu:poplar`, a torch backend: collectives give what gloo gives, and trainers run on it."""
+"""The `cpu:poplar` torch backend: collectives match gloo's, and DDP and FSDP2 run on it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ranks import Pool
 from torch import Tensor, nn
 
 import poplar
-import poplar.comm  # makes the backend known
+import poplar.comm  # registers the backend
 from poplar.comm import rendezvous, segment_pool
 
 WORLD = 4
@@ -43,7 +43,7 @@ def new_group(backend: str, seconds: float = 60.0) -> dist.ProcessGroup:
 
 
 def values(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Eighths, so that every order of adding gives the same bits."""
+    """Multiples of 1/8, so that every order of addition gives the same bits."""
     generator = torch.Generator().manual_seed(dist.get_rank())
     return (torch.randint(-64, 64, shape, generator=generator) / 8).to(dtype)
 
@@ -110,7 +110,7 @@ def all_to_all(group: dist.ProcessGroup) -> Tensor:
     rank = dist.get_rank(group)
     leaving = [(rank + peer) % 3 for peer in range(WORLD)]
     received = torch.empty(sum(leaving), 2)
-    # What arrives from a peer is what leaves for it: (rank + peer) % 3 is symmetric.
+    # (rank + peer) % 3 is symmetric, so both ends expect the same number of rows.
     dist.all_to_all_single(received, values(sum(leaving), 2), leaving, leaving, group=group)
     return received
 
@@ -128,7 +128,7 @@ def all_gathered_objects(group: dist.ProcessGroup) -> Tensor:
 
 
 def run_by_gloo(group: dist.ProcessGroup) -> Tensor:
-    """What shared memory doesn't carry."""
+    """Collectives that shared memory does not support."""
     rank, seen = dist.get_rank(group), []
     data = values(4)
     dist.reduce(data, 1, group=group)
@@ -170,7 +170,7 @@ for dtype, op in ((torch.float32, "MAX"), (torch.int64, "SUM"), (torch.float64, 
 
 
 def calls_that_differ_from_gloo() -> list[str]:
-    """Calls whose result is another than gloo's, all on one group, one after the other."""
+    """The calls whose results differ from gloo's; all run on one group, one after the other."""
     ours, gloo = new_group("cpu:poplar"), new_group("gloo")
     wrong = [name for name, call in CALLS.items() if not torch.equal(call(ours), call(gloo))]
     dist.barrier(ours)
@@ -182,7 +182,7 @@ def test_all_collectives_match_gloo(ranks: Pool) -> None:
 
 
 def gather_uneven_lists() -> list[list[float]]:
-    """gloo has no such thing."""
+    """gloo does not support this."""
     group = new_group("cpu:poplar")
     rank = dist.get_rank(group)
     parts = [torch.empty(peer) for peer in range(WORLD)]
@@ -195,7 +195,7 @@ def test_uneven_lists_are_gathered(ranks: Pool) -> None:
 
 
 def run_on_strided_tensors(numel: int) -> list[bool]:
-    """Tensors with gaps between their elements have what contiguous ones have, and gaps stay."""
+    """Strided tensors get the results of contiguous ones, and the gaps are unchanged."""
     group, right = new_group("cpu:poplar"), []
     calls = {
         "all_reduce": lambda data: dist.all_reduce(data, group=group),
@@ -230,7 +230,7 @@ def test_all_reduce_average(ranks: Pool) -> None:
 
 
 def wait_in_different_orders() -> list[float]:
-    """Works are waited for late, and in another order on every rank."""
+    """Works are waited for late, and in a different order on every rank."""
     group = new_group("cpu:poplar")
     rank = dist.get_rank(group)
     tensors = [torch.full((1000,), float(number + rank)) for number in range(6)]
@@ -313,7 +313,7 @@ def test_average_does_not_overflow_float16(ranks: Pool) -> None:
 
 
 def callbacks_that_wait() -> list[float]:
-    """As DDP's PowerSGD hook: the callback of one collective waits for the next."""
+    """Like DDP's PowerSGD hook: the callback of one collective waits for the next."""
     group = new_group("cpu:poplar", seconds=20.0)
 
     def again(future: torch.futures.Future[list[Tensor]]) -> Tensor:
@@ -333,7 +333,7 @@ def test_callbacks_may_wait_for_collectives(ranks: Pool) -> None:
 
 
 def create_groups_in_opposite_orders() -> list[float]:
-    """The first collective waits for other ranks, and must not keep the store from this one."""
+    """The first collective connects the ranks and must not block the store for this rank."""
     first, data = new_group("cpu:poplar", seconds=20.0), torch.ones(4)
     if dist.get_rank() == 0:
         work = dist.all_reduce(data, group=first, async_op=True)
@@ -353,7 +353,7 @@ def test_first_collective_does_not_block_the_store(ranks: Pool) -> None:
 def use_a_destroyed_group() -> str:
     group = new_group("cpu:poplar")
     dist.barrier(group)
-    kept = group  # torch forgets it, users may not
+    kept = group  # torch drops its reference, users may keep theirs
     dist.destroy_process_group(group)
     try:
         kept.allreduce([torch.ones(1)])
@@ -363,7 +363,7 @@ def use_a_destroyed_group() -> str:
 
 
 def test_destroyed_group_is_refused():
-    # On ranks of its own: torch gives the next group its name, and gloo finds old addresses there.
+    # On separate ranks: torch reuses the group's name, and gloo would find old addresses.
     for message in harness.one_off(2, use_a_destroyed_group, timeout=50.0):
         assert "was destroyed" in message
 
@@ -375,7 +375,7 @@ rank = int(sys.argv[1])
 dist.init_process_group("cpu:poplar", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2)
 dist.barrier()
 if rank == 0:
-    work = dist.all_reduce(torch.ones(1 << 20), async_op=True)  # the other never comes
+    work = dist.all_reduce(torch.ones(1 << 20), async_op=True)  # the other rank never issues it
 print("the end")
 """
 
@@ -424,7 +424,7 @@ def test_poplar_uses_shared_memory_on_cpu_poplar(ranks: Pool) -> None:
 
 
 def fail_before_posting() -> list[str]:
-    """Rank 0 has no memory for its first sum, and both go on as if nothing had been."""
+    """Rank 0 has no memory for its first sum, and both ranks continue with the next."""
     group, message = new_group("cpu:poplar", seconds=20.0), []
     dist.barrier(group)
     real = segment_pool.SegmentPool.allocate
@@ -450,7 +450,7 @@ def test_collective_that_fails_before_posting_fails_on_all_ranks():
 
 
 def interrupt_a_sum() -> str:
-    """A Ctrl-C in the middle of a sum in place; the sum must not be taken up again."""
+    """Ctrl-C during an in-place sum; the sum must not be resumed."""
     group = new_group("cpu:poplar", seconds=20.0)
     dist.barrier(group)
     real = rendezvous.Rendezvous.mark_written
@@ -477,7 +477,7 @@ def test_interrupted_all_reduce_aborts_all_ranks():
 
 
 def issue_from_two_threads() -> bool:
-    """A sum that another thread has put is not for the one that waits for its own."""
+    """A thread that waits for its own collective must not run a later one of another thread."""
     group, other = new_group("cpu:poplar", seconds=20.0), new_group("gloo", seconds=20.0)
     rank, data, late = dist.get_rank(), torch.ones(1 << 20), torch.ones(4)
     works = []
@@ -490,7 +490,7 @@ def issue_from_two_threads() -> bool:
         thread = threading.Thread(target=issue)
         thread.start()
         thread.join()
-        dist.barrier(other)  # before it the others don't issue theirs
+        dist.barrier(other)  # the other ranks issue theirs after it
     else:
         dist.barrier(other)
         issue()
@@ -503,7 +503,7 @@ def test_wait_does_not_run_later_collectives_of_other_threads(ranks: Pool) -> No
 
 
 def issue_in_a_signal_handler() -> str:
-    """A handler that issues a collective while the main thread is inside one."""
+    """A signal handler issues a collective while the main thread is inside one."""
     group, message = new_group("cpu:poplar", seconds=20.0), []
 
     def handle(*_: object) -> None:
@@ -551,7 +551,7 @@ def test_default_dtype_does_not_change_results(ranks: Pool) -> None:
 
 
 def train(kind: str, backend: str) -> list[float]:
-    """Losses of a few steps."""
+    """The losses of a few steps."""
     group = new_group(backend)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 1))
@@ -586,7 +586,7 @@ def test_ddp_and_fsdp2_have_the_same_losses_as_on_gloo(ranks: Pool, kind: str) -
         torch.testing.assert_close(torch.tensor(mine), torch.tensor(theirs), rtol=1e-5, atol=1e-6)
 
 
-# Trouble
+# Failures
 
 
 IN_SHARED_MEMORY = {
@@ -600,9 +600,9 @@ IN_SHARED_MEMORY = {
 
 
 def lose_a_rank(how: int, seconds: float) -> dict[str, str]:
-    """Rank 2 goes before any of these, each on its own group; the others say whom they waited for.
+    """Rank 2 is killed or stopped before these collectives, each on its own group.
 
-    The source of the broadcast is rank 2.
+    Rank 2 is also the source of the broadcast. Returns the errors.
     """
     groups = {name: new_group("cpu:poplar", seconds) for name in IN_SHARED_MEMORY}
     for group in groups.values():
@@ -650,7 +650,7 @@ def test_ddp_names_a_killed_rank():
 
 
 def kill_during_collectives(name: str, delay: float) -> str:
-    """Rank 2 is killed while all of them are at it, wherever that is."""
+    """Rank 2 is killed during a loop of collectives."""
     group = new_group("cpu:poplar")
     dist.barrier(group)
     if dist.get_rank() == 2:

@@ -1,4 +1,4 @@
-"""The choice of a transport: measured once, kept in profile and plan, and taken by the next run."""
+"""Transport selection: measured once, stored in profile and plan, and used by the next run."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_few_sizes_represent_a_model(numels: list[int], sample: list[int]) -> No
 
 
 def time_all_transports(choice: str) -> tuple[tuple[tuple[str, float], ...], list[str], float]:
-    """What was timed; the orders in which the transports found add; seconds that it took."""
+    """The timed transports, their reduction orders, and the seconds that this took."""
     group = Group.of(harness.group(), None)
 
     def sample(comm: Communicator) -> Collectives:
@@ -90,7 +90,7 @@ def test_receive_buffers_are_cached_while_their_size_is_used() -> None:
     assert pool.take(100, like).data_ptr() == first.data_ptr()
     pool.put_back(first)
     pool.trim(caches_memory=True)
-    assert pool.take(100, like).data_ptr() == first.data_ptr(), "it was used since the last time"
+    assert pool.take(100, like).data_ptr() == first.data_ptr(), "it was used since the last trim"
     pool.put_back(first)
     pool.trim(caches_memory=True)
     pool.trim(caches_memory=True)
