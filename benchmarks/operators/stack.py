@@ -1,4 +1,4 @@
-"""What a figure rests on: who serves Poplar's operators, and the versions underneath."""
+"""The environment of a measurement: provider of Poplar's operators, and versions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def operators(device: str) -> str:
 
 @cache
 def versions(device: str) -> str:
-    """Of torch, the peers and Python; for a GPU also of Triton, CUDA and the driver."""
+    """Versions of torch, the peers and Python; for a GPU also of Triton, CUDA and the driver."""
     if device != "cuda":
         return provenance.versions("torch", "deepspeed")
     said = provenance.versions("torch", "triton", "apex", "deepspeed")

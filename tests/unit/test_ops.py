@@ -858,7 +858,7 @@ def test_cuda_operators_compile_and_round_every_product(device, tmp_path, source
 
 @pytest.mark.slow
 def test_cuda_kernels_compile_for_every_architecture_of_the_toolkit(device, tmp_path):
-    """All kernels in one file without PyTorch's headers, so headers are read once per architecture."""
+    """All kernels in one file, without PyTorch's headers, to read headers once per architecture."""
     if shutil.which("nvcc") is None:
         pytest.skip("nvcc is not on the path: the CUDA kernels were not compiled")
     kernels = ROOT / "tests/csrc/cuda_on_host.cpp"

@@ -1,4 +1,4 @@
-"""Poplar's transports, with ordinary tensors and with those that lie where peers read them."""
+"""Poplar's transports, with ordinary tensors and with tensors that all ranks can read."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from poplar.comm.communicator import own_slice
 CPU = torch.device("cpu")
 
 
-class Ours(Provider):
-    """A `Communicator`: tensors come from the caller's own memory and go back there."""
+class PoplarProvider(Provider):
+    """A `Communicator`; without zero-copy, inputs and results are ordinary tensors."""
 
     def __init__(self, comm: Communicator, transport: str, *, zero_copy: bool = False) -> None:
         self.name = f"poplar {transport}{', zero-copy' if zero_copy else ''}"

@@ -1,4 +1,4 @@
-"""Seconds of a collective, as the slowest rank sees them; providers take turns in every round."""
+"""Seconds of a collective on the slowest rank; the providers are interleaved in every round."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ import torch
 import torch.distributed as dist
 
 TURN_SECONDS = 0.1
-"""A turn runs a collective back to back for about so long: ranks don't leave a barrier together,
-and what that adds to one run would be noise of its own size."""
-MOST_RUNS = 300
+"""Target duration of a turn, which runs a collective repeatedly. Ranks leave a barrier at slightly
+different times, which would distort the time of a single run.
+"""
+MAX_RUNS = 300
 WARM_UPS = 2
 
 
 def time_turns(runs: Mapping[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of a run, by name, one for every round: a turn's mean, on the slowest rank.
+    """Seconds per run, by name, one value per round: the mean of a turn, on the slowest rank.
 
     Collective; every rank names the same runs in the same order.
     """
@@ -33,8 +34,8 @@ def time_turns(runs: Mapping[str, Callable[[], None]], rounds: int) -> dict[str,
 def _runs_of_a_turn(run: Callable[[], None]) -> int:
     _turn(run, WARM_UPS)
     seconds = torch.tensor(_turn(run, WARM_UPS), dtype=torch.float64)
-    dist.all_reduce(seconds, dist.ReduceOp.MAX)  # all ranks must count the same
-    return max(1, min(MOST_RUNS, round(TURN_SECONDS / seconds.item())))
+    dist.all_reduce(seconds, dist.ReduceOp.MAX)  # all ranks need the same count
+    return max(1, min(MAX_RUNS, round(TURN_SECONDS / seconds.item())))
 
 
 def _turn(run: Callable[[], None], times: int) -> float:
