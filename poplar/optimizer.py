@@ -28,22 +28,22 @@ from poplar.plan import Plan
 from poplar.system.trace import Span
 from poplar.zero import model_checks
 from poplar.zero.agreement import (
-    Closing,
-    add_norm,
-    agree,
+    StepSummary,
     close_step,
-    exchange_rows,
-    join_norm,
-    rows_for,
+    combine_norm,
+    fill_norm_row,
+    gather_rows,
+    norm_rows,
+    raise_on_any_error,
 )
 from poplar.zero.engine import STRATEGIES, Engine
 from poplar.zero.evaluation import Evaluation
-from poplar.zero.forward import Forward, LossFunction
 from poplar.zero.grad_scaler import GradScaler
-from poplar.zero.micro_batches import Cutter, Loss, Opened, Piece, Weight
-from poplar.zero.setup import agree_on_request, build, check_request
+from poplar.zero.micro_batch_loss import LossFunction, MicroBatchLoss
+from poplar.zero.micro_batches import BatchSplitter, Loss, MicroBatch, OpenedStep, Weight
+from poplar.zero.setup import agree_on_request, build_engine, check_request
 from poplar.zero.state_dict_guard import guard_model_state
-from poplar.zero.unit_plans import check_change, own_shares, persistent_units
+from poplar.zero.unit_plans import check_plan_change, persistent_units, shares_by_unit
 from poplar.zero.update import OptimizerFactory
 
 
@@ -67,7 +67,7 @@ class StepResult:
 
 
 @dataclass
-class _Now:
+class _StepState:
     """Where the present step stands."""
 
     samples: int = 0
@@ -76,9 +76,9 @@ class _Now:
     """Seconds spent waiting for others to open the step."""
     loss: Tensor | float = 0.0
     """This rank's part of the weighted loss."""
-    open_piece: Piece | None = None
+    open_micro_batch: MicroBatch | None = None
     pass_began: float = 0.0
-    closing: Closing | None = None
+    closing: StepSummary | None = None
     scale: Tensor | None = None
     """What the reduced gradient has been multiplied by since (loss scale, clipping): one float64 on
     the device, where it is computed, so that nobody waits for it; None for 1."""
@@ -88,7 +88,7 @@ class _Now:
     """As `torch.amp` has it: not 0 if the step is to be skipped."""
     skipped: bool = False
     abandoned: bool = False
-    is_whole: bool = False
+    in_train_step: bool = False
     """`train_step` is at it, so nobody looks at `.grad` before the update."""
 
 
@@ -196,7 +196,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             )
         except Exception as caught:
             error = caught
-        agree(self._control, error, doing="building the optimizer")
+        raise_on_any_error(self._control, error, doing="building the optimizer")
         dtype = agree_on_request(self._control, request)
         planned = plan.transport if plan is not None else None
         comm = connect(self._group, communicator, request.device, planned=planned)
@@ -205,14 +205,16 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         self._stage = request.stage
         self._batch_norms = [] if allow_batch_norm else model_checks.batch_norms(model)
         every_pass = STRATEGIES[request.stage].reduces_every_pass
-        self._cutter = Cutter(plan, every_pass, dtype)
+        self._splitter = BatchSplitter(plan, every_pass, dtype)
         self._default_scaler = GradScaler(request.device.type) if dtype is torch.float16 else None
-        self._engine, self._update = build(request, comm, self._control, dtype)
+        self._engine, self._update = build_engine(request, comm, self._control, dtype)
         super().__init__(request.groups, self._update.inner.defaults)
         self._settings_are_final = True
-        self._now = _Now()
+        self._step_state = _StepState()
         guard_model_state(self._engine, self._update)
-        self._disown = model_checks.claim(list(model.named_parameters()), self, self._engine.hooks)
+        self._unregister = model_checks.register_owner(
+            list(model.named_parameters()), self, self._engine.hooks
+        )
 
     # The step.
 
@@ -252,40 +254,40 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             raise TypeError(_PLAIN_SCALER)
         scaler = scaler if scaler is not None else self._default_scaler
         opened = self._open_step(batch, weight, loss)
-        forward = Forward(loss_fn, self._model, self._group.rank)
-        if opened.first is not None and not self._engine.strategy.gathers:
-            with self._engine.running_ahead():
-                forward.run_ahead(opened.first)
+        forward = MicroBatchLoss(loss_fn, self._model, self._group.rank)
+        if opened.first is not None and not self._engine.strategy.shards_parameters:
+            with self._engine.early_forward():
+                forward.compute_early(opened.first)
         error: Exception | None = None
         own_loss: Tensor | float = 0.0
-        for piece in self._agree_on_step(opened):
-            if not self._begin_pass(piece, forward.began if piece.samples else None):
+        for micro_batch in self._start_step(opened):
+            if not self._begin_pass(micro_batch, forward.began if micro_batch.samples else None):
                 continue
             try:
-                if piece.samples and error is None:
-                    value = forward(piece.batch)
+                if micro_batch.samples and error is None:
+                    value = forward(micro_batch.batch)
                     (value if scaler is None else scaler.scale(value)).backward()
-                    if piece.weight:  # a mean over nothing is NaN, and counts for nothing
-                        own_loss = own_loss + value.detach().double() * piece.weight
+                    if micro_batch.weight:  # a mean over nothing is NaN, and counts for nothing
+                        own_loss = own_loss + value.detach().double() * micro_batch.weight
                     del value
             except CollectiveTimeout:
                 self._engine.abort()
                 raise
             except Exception as caught:
-                error = self._engine.explain(caught)
+                error = self._engine.explain_error(caught)
                 if isinstance(caught, torch.OutOfMemoryError):
                     # The frames of the failed pass hold its activations; what remains needs room.
                     traceback.clear_frames(caught.__traceback__)
             try:
                 self._end_pass(failed=error is not None)
             except torch.OutOfMemoryError as caught:
-                error = error or self._engine.explain(caught)
-        self._engine.settle()
-        now = self._now
+                error = error or self._engine.explain_error(caught)
+        self._engine.wait_for_reductions()
+        now = self._step_state
         now.loss = own_loss
         closing = self._close(None if max_norm is None and scaler is None else 2.0, error)
-        self._engine.complete()
-        now.is_whole = not (self._optimizer_step_pre_hooks or _global_optimizer_pre_hooks)
+        self._engine.finish_gradients()
+        now.in_train_step = not (self._optimizer_step_pre_hooks or _global_optimizer_pre_hooks)
         if scaler is not None:
             scaler.unscale_(self)
         norm = self.clip_grad_norm_(max_norm) if max_norm is not None else None
@@ -314,20 +316,20 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         samples are played in between. Leaving the loop before its end abandons the step on all
         ranks. The arguments are those of `train_step`.
         """
-        pieces = self._agree_on_step(self._open_step(batch, weight, loss))
+        micro_batches = self._start_step(self._open_step(batch, weight, loss))
         played = 0
         try:
-            for piece in pieces:
-                if self._begin_pass(piece):
-                    if piece.samples:
-                        yield piece.batch
-                    self._end_own_pass(pieces[played + 1 :])
+            for micro_batch in micro_batches:
+                if self._begin_pass(micro_batch):
+                    if micro_batch.samples:
+                        yield micro_batch.batch
+                    self._end_user_pass(micro_batches[played + 1 :])
                 played += 1
             if self._engine.has_gradients:  # not if step() came inside the loop
-                self._engine.complete()
+                self._engine.finish_gradients()
         except GeneratorExit:
-            if self._now.open_piece is not None or played < len(pieces) - 1:
-                self._abandon(pieces[played + 1 :], PoplarError(_LEFT_EARLY))
+            if self._step_state.open_micro_batch is not None or played < len(micro_batches) - 1:
+                self._abandon(micro_batches[played + 1 :], PoplarError(_LOOP_LEFT_EARLY))
             raise
 
     @torch.no_grad()
@@ -349,21 +351,21 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             for name in ("found_inf", "grad_scale"):
                 vars(self).pop(name, None)
             raise RuntimeError(_PLAIN_SCALER)
-        if self._is_nothing_to_apply():
+        if self._is_zero_step():
             return result
         self._finish_passes()
-        now = self._now
+        now = self._step_state
         closing = now.closing or self._close(None)
         unused = closing.unused
         for flat in self._engine.trained:
-            unused[flat] = unused[flat].union(self._engine.strategy.take_shown_gradients(flat))
-            self._engine.strategy.before_writing(flat)
+            unused[flat] = unused[flat].union(self._engine.strategy.read_back_gradients(flat))
+            self._engine.strategy.wait_for_readers(flat)
         with self._group.trace.span("optimizer", "the update"):
             self._update.step(self.param_groups, unused, now.factor, now.found_inf)
-        self._engine.strategy.publish(self._engine.units)
+        self._engine.strategy.publish_update(self._engine.units)
         if now.found_inf is not None:  # where the device has it, now that all has been issued
-            now.skipped = self._update.take_back_if(now.found_inf)
-        self._forget_step()
+            now.skipped = self._update.undo_if_skipped(now.found_inf)
+        self._reset_step()
         return result
 
     @torch.no_grad()
@@ -374,7 +376,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         don't depend on the shares. Returns the norm before clipping.
         """
         self._finish_passes()
-        norm, scale = self._norm(float(norm_type)), self._now.scale
+        norm, scale = self._norm(float(norm_type)), self._step_state.scale
         self._scale_gradient(ops.clip_coefficient(norm, float(max_norm), scale))
         return (norm if scale is None else norm * scale).float()
 
@@ -383,23 +385,23 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         for flat in self._engine.trained:
             for parameter in flat.parameters:
                 parameter.grad = None
-        if self._now.open_piece is None:
-            self._engine.drop_own_pass()
+        if self._step_state.open_micro_batch is None:
+            self._engine.drop_implicit_pass()
             if self._engine.has_gradients:
-                self._forget_step()
+                self._reset_step()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backwards outside `micro_batches` are not the last of their step in this context."""
-        before, self._engine.syncs = self._engine.syncs, False
+        before, self._engine.requires_gradient_sync = self._engine.requires_gradient_sync, False
         try:
             yield
         finally:
-            self._engine.syncs = before
+            self._engine.requires_gradient_sync = before
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
         """As FSDP2's: `no_sync` without a context."""
-        self._engine.syncs = requires_gradient_sync
+        self._engine.requires_gradient_sync = requires_gradient_sync
 
     @torch.no_grad()
     def full_gradients(self) -> dict[str, Tensor]:
@@ -409,8 +411,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         shape: for checks and statistics, since it costs the memory of all gradients.
         """
         self._finish_passes()
-        gradients = self._engine.whole_gradients()
-        factor = 1.0 if self._now.factor is None else self._now.factor
+        gradients = self._engine.full_gradients()
+        factor = 1.0 if self._step_state.factor is None else self._step_state.factor
         return {name: gradient * factor for name, gradient in gradients}
 
     def trace(self) -> AbstractContextManager[list[Span]]:
@@ -433,19 +435,19 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         engine, error = self._engine, None
         if engine.has_gradients or engine.scheduler.active:
             error = RuntimeError("release() in the middle of a step; call it after step()")
-        agree(self._control, error, doing="release()")
+        raise_on_any_error(self._control, error, doing="release()")
         parameters = [p for flat in engine.flats for p in flat.parameters]
-        with engine.all_values(writeback=False):
+        with engine.unsharded_parameters(writeback=False):
             values = [parameter.detach().clone() for parameter in parameters]
-        self._let_go()
+        self._detach()
         for parameter, value in zip(parameters, values, strict=True):
             parameter.grad = None
             parameter.data = value
 
-    def _let_go(self) -> None:
+    def _detach(self) -> None:
         """The model is nobody's, its parameters as they lie; who keeps this keeps nothing of it."""
-        self._disown()
-        self._engine = cast(Engine, _Released())
+        self._unregister()
+        self._engine = cast(Engine, _ReleasedEngine())
 
     # Without a step.
 
@@ -460,7 +462,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         was_training = self._model.training
         self._model.eval()
         try:
-            cast = (self._cutter.cast(batch) for batch in loader)
+            cast = (self._splitter.cast(batch) for batch in loader)
             return Evaluation(self._engine, loss_fn, weight).run(cast)
         finally:
             self._model.train(was_training)
@@ -476,7 +478,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def _full_parameters(self, writeback: bool) -> Iterator[None]:
-        with self._engine.all_values(writeback=writeback):
+        with self._engine.unsharded_parameters(writeback=writeback):
             yield
         if writeback:
             for flat in self._engine.trained:
@@ -507,19 +509,19 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
 
         error: Exception | None = None
         try:
-            self._check_change(plan, at_step)
+            self._check_new_plan(plan, at_step)
         except Exception as caught:
             error = caught
-        agree(self._control, error, doing="apply_plan()")
+        raise_on_any_error(self._control, error, doing="apply_plan()")
         digests = self._control.exchange_objects(plan.digest(), what="apply_plan()")
         if len(set(digests)) > 1:
             raise ValueError(f"the ranks gave different plans to apply_plan(): {digests}")
-        reshard(self._engine, self._update, plan.shares, own_shares(plan))
+        reshard(self._engine, self._update, plan.shares, shares_by_unit(plan))
         self._engine.strategy.persistent = persistent_units(plan, self._engine.units)
         self._plan = plan
-        self._cutter = replace(self._cutter, plan=plan)
+        self._splitter = replace(self._splitter, plan=plan)
 
-    def _check_change(self, plan: Plan, at_step: int | None) -> None:
+    def _check_new_plan(self, plan: Plan, at_step: int | None) -> None:
         if at_step is not None:
             raise ValueError(
                 "apply_plan(at_step=...) is not supported yet; call it between two steps"
@@ -529,7 +531,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
                 f"apply_plan takes a plan of stage {self._stage} for {self._group.size} ranks, got "
                 f"stage {plan.stage} for {plan.world_size}; build a new optimizer for that"
             )
-        check_change(self._plan, plan, self._engine.units)
+        check_plan_change(self._plan, plan, self._engine.units)
         if self._engine.has_gradients or self._engine.scheduler.active:
             raise RuntimeError("apply_plan() in the middle of a step; call it after step()")
 
@@ -576,9 +578,9 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             On rank `to` a state dict that `optimizer_class(same param groups).load_state_dict`
             takes; None elsewhere.
         """
-        from poplar.checkpoint.sharded_state import whole_state
+        from poplar.checkpoint.sharded_state import consolidated_state
 
-        return whole_state(
+        return consolidated_state(
             self._engine, self._update, super().state_dict()["param_groups"], self, to
         )
 
@@ -598,26 +600,26 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
 
     # The parts of a step.
 
-    def _open_step(self, batch: Any, weight: Weight | None, loss: Loss) -> Opened:
+    def _open_step(self, batch: Any, weight: Weight | None, loss: Loss) -> OpenedStep:
         """Check and cut the batch, and tell all ranks what it counts for. Collective."""
-        return self._cutter.open(self._control, batch, weight, loss, self._check_before_step)
+        return self._splitter.open(self._control, batch, weight, loss, self._check_before_step)
 
-    def _agree_on_step(self, opened: Opened) -> list[Piece]:
+    def _start_step(self, opened: OpenedStep) -> list[MicroBatch]:
         """Hear what the others brought; this rank's passes. Collective."""
-        pieces, opening, waited = opened.agree()
-        self._forget_step()
-        self._now.samples, self._now.waited = sum(opening.samples), waited
-        return pieces
+        micro_batches, opening, waited = opened.wait()
+        self._reset_step()
+        self._step_state.samples, self._step_state.waited = sum(opening.samples), waited
+        return micro_batches
 
     def _check_before_step(self) -> None:
-        if self._engine.is_shown_whole:
+        if self._engine.is_fully_unsharded:
             raise RuntimeError("a step inside full_parameters(); leave that context first")
-        self._engine.drop_own_pass()
+        self._engine.drop_implicit_pass()
         if self._engine.scheduler.active:
             raise RuntimeError("a step begins inside another one's micro_batches loop")
-        model_checks.refuse_batch_norm(self._batch_norms)
+        model_checks.reject_batch_norm(self._batch_norms)
         for flat in self._engine.flats:
-            if flat.take_back() and flat.trained:
+            if flat.adopt_replaced_data() and flat.trained:
                 self._update.refresh(flat)
         mine = {id(p) for flat in self._engine.trained for p in flat.parameters}
         for group in self.param_groups:
@@ -629,36 +631,42 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
                         "after unfreezing"
                     )
 
-    def _begin_pass(self, piece: Piece, began: float | None = None) -> bool:
+    def _begin_pass(self, micro_batch: MicroBatch, began: float | None = None) -> bool:
         """Open a pass, which `began` with a forward or begins now; False if nobody has any part."""
         began = time.perf_counter() if began is None else began
-        opened = self._engine.pass_begin(weight=piece.weight, leader=piece.leader, last=piece.last)
-        self._now.open_piece = piece if opened else None
-        self._now.pass_began = began
+        opened = self._engine.begin_pass(
+            weight=micro_batch.weight, leader=micro_batch.leader, last=micro_batch.last
+        )
+        self._step_state.open_micro_batch = micro_batch if opened else None
+        self._step_state.pass_began = began
         return opened
 
     def _end_pass(self, *, failed: bool = False) -> None:
-        piece, self._now.open_piece = self._now.open_piece, None
-        if piece is not None:
-            self._engine.pass_end(failed=failed)
-            what = f"a pass of {piece.samples} samples"
-            self._group.trace.add("pass", what, self._now.pass_began)
+        micro_batch, self._step_state.open_micro_batch = self._step_state.open_micro_batch, None
+        if micro_batch is not None:
+            self._engine.end_pass(failed=failed)
+            what = f"a pass of {micro_batch.samples} samples"
+            self._group.trace.add("pass", what, self._step_state.pass_began)
 
     def _finish_passes(self) -> None:
         """Bring the step's gradients to their final form, whichever way they came. Collective."""
-        rank, engine, piece = self._group.rank, self._engine, self._now.open_piece
-        if self._now.abandoned:
+        rank, engine, micro_batch = (
+            self._group.rank,
+            self._engine,
+            self._step_state.open_micro_batch,
+        )
+        if self._step_state.abandoned:
             raise RuntimeError(
                 f"rank {rank}: the micro_batches loop of this step was left before its end, so the "
                 "step was abandoned on all ranks; begin the next one with a new micro_batches()"
             )
-        if piece is not None:
-            if not piece.last:
+        if micro_batch is not None:
+            if not micro_batch.last:
                 raise RuntimeError(
                     f"rank {rank}: step() or clip_grad_norm_() inside the micro_batches loop, "
                     "before its last micro-batch; call it after the loop"
                 )
-            self._end_own_pass(())
+            self._end_user_pass(())
         elif not engine.has_gradients:
             if not any(p.grad is not None for flat in engine.trained for p in flat.parameters):
                 raise RuntimeError(
@@ -667,16 +675,16 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
                 )
             engine.begin_step(keep_gradients=True)
             engine.reduce_without_backward()
-        elif not engine.reduced:
+        elif not engine.reduction_issued:
             engine.reduce_without_backward()  # all passes were inside no_sync()
-        engine.complete()
+        engine.finish_gradients()
 
-    def _is_nothing_to_apply(self) -> bool:
+    def _is_zero_step(self) -> bool:
         """Zero gradients set by hand at learning rate 0: torch's checkpoint code makes state so.
 
         There is nothing to make, and moments must not decay by being saved.
         """
-        if self._engine.has_gradients or self._now.open_piece is not None:
+        if self._engine.has_gradients or self._step_state.open_micro_batch is not None:
             return False
         given = [p.grad for flat in self._engine.trained for p in flat.parameters]
         rates = [float(group.get("lr", 1.0)) for group in self.param_groups]
@@ -686,39 +694,43 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             and not any(bool(gradient.any()) for gradient in given if gradient is not None)
         )
 
-    def _close(self, norm_type: float | None, error: Exception | None = None) -> Closing:
+    def _close(self, norm_type: float | None, error: Exception | None = None) -> StepSummary:
         """Agree that the step may be applied. Collective; raises on all ranks if one has failed."""
         try:
             closing = close_step(
                 self._engine.comm,
                 self._control,
                 self._engine.trained,
-                loss=self._now.loss,
-                waited=self._now.waited + self._engine.strategy.waited,
+                loss=self._step_state.loss,
+                waited=self._step_state.waited + self._engine.strategy.waited,
                 norm_type=norm_type,
                 error=error,
             )
         except BaseException:
-            self._forget_step()
+            self._reset_step()
             raise
-        self._now.closing = closing
+        self._step_state.closing = closing
         return closing
 
     def _norm(self, norm_type: float) -> Tensor:
         """Norm of the reduced gradient as it was closed, before `scale`. Collective."""
-        closing = self._now.closing or self._close(norm_type)
+        closing = self._step_state.closing or self._close(norm_type)
         if closing.norm_type == norm_type:
             return closing.norm
         comm, flats = self._engine.comm, self._engine.trained
-        rows = rows_for(comm, flats)
-        add_norm(rows, flats, self._group.rank, norm_type)
-        exchange_rows(comm, rows, what="a gradient norm").wait()
-        norm, scale, left = join_norm(rows, norm_type), self._now.scale, self._now.factor
+        rows = norm_rows(comm, flats)
+        fill_norm_row(rows, flats, self._group.rank, norm_type)
+        gather_rows(comm, rows, what="a gradient norm").wait()
+        norm, scale, left = (
+            combine_norm(rows, norm_type),
+            self._step_state.scale,
+            self._step_state.factor,
+        )
         if scale is None:
             return norm
         return torch.where(scale == 0, norm, norm * (1.0 if left is None else left) / scale)
 
-    def _end_own_pass(self, rest: Sequence[Piece]) -> None:
+    def _end_user_pass(self, rest: Sequence[MicroBatch]) -> None:
         """Of a loop that is the user's; if there is no room to end it, all ranks give the step up.
 
         Args:
@@ -730,7 +742,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             self._abandon(rest, short)
             raise
 
-    def _abandon(self, rest: Sequence[Piece], reason: Exception) -> None:
+    def _abandon(self, rest: Sequence[MicroBatch], reason: Exception) -> None:
         """This rank gives the step up: play the rest of it for the others, and let them know."""
 
         def end() -> None:
@@ -738,16 +750,16 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
                 self._end_pass(failed=True)
 
         end()
-        for piece in rest:
-            if self._begin_pass(piece):
+        for micro_batch in rest:
+            if self._begin_pass(micro_batch):
                 end()
-        self._engine.settle()
+        self._engine.wait_for_reductions()
         try:
             self._close(None, reason)
         except Exception as error:
             if error is not reason:
                 raise
-        self._now.abandoned = True
+        self._step_state.abandoned = True
 
     @torch.no_grad()
     def multiply_gradient(self, factor: Tensor) -> Tensor:
@@ -761,20 +773,20 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             changes nothing.
         """
         self._finish_passes()
-        self._now.found_inf = (~torch.isfinite(self._norm(2.0))).float()
+        self._step_state.found_inf = (~torch.isfinite(self._norm(2.0))).float()
         device = self._engine.trained[0].device
         self._scale_gradient(factor.to(device, torch.float64, non_blocking=True))
-        return self._now.found_inf
+        return self._step_state.found_inf
 
     def _scale_gradient(self, factor: Tensor) -> None:
-        now, strategy = self._now, self._engine.strategy
+        now, strategy = self._step_state, self._engine.strategy
         now.scale = factor if now.scale is None else now.scale * factor
-        if now.is_whole or not strategy.scale_gradients(self._engine.units, factor):
+        if now.in_train_step or not strategy.scale_gradients(self._engine.units, factor):
             now.factor = factor if now.factor is None else now.factor * factor
 
-    def _forget_step(self) -> None:
+    def _reset_step(self) -> None:
         self._engine.begin_step()
-        self._now = _Now()
+        self._step_state = _StepState()
 
     def _identity(self) -> dict[str, Any]:
         return {
@@ -785,14 +797,14 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         }
 
 
-class _Released:
+class _ReleasedEngine:
     """Stands where the engine was."""
 
     def __getattr__(self, name: str) -> Any:
         raise RuntimeError("this optimizer has released its model; build a new one")
 
 
-_LEFT_EARLY = "it left the micro_batches loop early (an exception in its body, or break)"
+_LOOP_LEFT_EARLY = "it left the micro_batches loop early (an exception in its body, or break)"
 
 _PLAIN_SCALER = (
     "torch.amp.GradScaler looks at .grad on each rank alone; the gradients here are reduced and "

@@ -184,7 +184,7 @@ def _work(me: int, world_size: int, folder: str, backend: str, channel: Connecti
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     torch.set_num_threads(1)
     # Models in tests are tiny: all their blocks would be one unit, and no schedule were tested.
-    unit.GATHERED_TOGETHER_BYTES = 0
+    unit.MERGED_UNIT_BYTES = 0
     _Here.rank = me
     _Here.notes = Path(folder) / f"note-{me}"
     if backend == "nccl" or os.environ.get("POPLAR_TEST_DEVICE") == "cuda":

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from poplar.comm import Control
 from poplar.comm.shard_layout import Layout
-from poplar.zero.agreement import agree
+from poplar.zero.agreement import raise_on_any_error
 from poplar.zero.engine import Engine
-from poplar.zero.flat_parameter import Flat
+from poplar.zero.flat_parameter import FlatParameter
 from poplar.zero.update import Run, ShardedUpdate, is_elementwise
 
 
@@ -106,15 +106,15 @@ def reshard(
     engine: Engine,
     update: ShardedUpdate,
     shares: Sequence[float],
-    own_shares: Mapping[str, Sequence[float]],
+    shares_by_unit: Mapping[str, Sequence[float]],
 ) -> None:
     """Move masters, values and optimizer state to new shares. Collective, between steps.
 
     `own_shares`: of the units, by name, that do not follow `shares`.
     """
-    schemas = _schemas(engine, update)
+    schemas = _gather_schemas(engine, update)
     shares_of = {
-        flat: own_shares.get(unit.name, shares) for unit in engine.units for flat in unit.flats
+        flat: shares_by_unit.get(unit.name, shares) for unit in engine.units for flat in unit.flats
     }
     for flat in engine.flats:
         old = flat.layout
@@ -123,23 +123,23 @@ def reshard(
             continue
         states: dict[Run, dict[str, Any]] = {}
         if flat.trained:
-            whole = _state_under(engine, update, flat, schemas, old, new)
+            whole = _reshard_state(engine, update, flat, schemas, old, new)
             master_moves = flat.master is not flat.shard
             master = (
                 engine.comm.reshard(flat.master, old, new, what=f"moving unit {flat.name}")
                 if master_moves
                 else None
             )
-            engine.strategy.relayout(flat, new, master)
+            engine.strategy.change_layout(flat, new, master)
             for run in update.runs:
                 if run.flat is flat:
                     states[run] = whole(run)
             update.rebind(flat, states)
         else:
-            engine.strategy.relayout(flat, new, None)
+            engine.strategy.change_layout(flat, new, None)
 
 
-def whole_state(
+def consolidated_state(
     engine: Engine,
     update: ShardedUpdate,
     packed_groups: list[dict[str, Any]],
@@ -148,7 +148,7 @@ def whole_state(
 ) -> dict[str, Any] | None:
     """Every parameter's state, as a plain optimizer saves it, on rank `to`. Collective."""
     here = engine.comm.group.rank == to
-    schemas = _schemas(engine, update)
+    schemas = _gather_schemas(engine, update)
     number = {
         id(parameter): index
         for index, parameter in enumerate(p for g in optimizer.param_groups for p in g["params"])
@@ -159,7 +159,7 @@ def whole_state(
             tuple(0 if rank <= to else flat.numel for rank in range(engine.comm.group.size + 1))
         )
         old = engine.strategy.state_layout(flat, to)
-        collect = _state_under(engine, update, flat, schemas, old, gathered)
+        collect = _reshard_state(engine, update, flat, schemas, old, gathered)
         for run in update.runs:
             if run.flat is not flat:
                 continue
@@ -185,18 +185,18 @@ def save_model(engine: Engine, control: Control, model: nn.Module, path: Path) -
     from safetensors.torch import save_file
 
     error: Exception | None = None
-    with engine.all_values(writeback=False):
+    with engine.unsharded_parameters(writeback=False):
         if control.group.rank == 0:
             try:
-                state, tied = _distinct(model)
+                state, tied = _unique_tensors(model)
                 # Names left out are noted as safetensors does, so that load_model finds them.
                 save_file(state, path, metadata={"format": "pt", **tied})
             except Exception as caught:
                 error = caught
-    agree(control, error, doing=f"save_model({str(path)!r})")
+    raise_on_any_error(control, error, doing=f"save_model({str(path)!r})")
 
 
-def _distinct(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
+def _unique_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
     """The model's state without second names of one tensor, and what those names stand for."""
     state: dict[str, Tensor] = {}
     tied: dict[str, str] = {}
@@ -211,7 +211,7 @@ def _distinct(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
     return state, tied
 
 
-def _schemas(engine: Engine, update: ShardedUpdate) -> list[dict[str, tuple[Any, Any]]]:
+def _gather_schemas(engine: Engine, update: ShardedUpdate) -> list[dict[str, tuple[Any, Any]]]:
     """Say of what each run's state consists: dtype if elementwise, else the value. Collective.
 
     A rank that owns nothing of a run learns it from those that do.
@@ -229,10 +229,10 @@ def _schemas(engine: Engine, update: ShardedUpdate) -> list[dict[str, tuple[Any,
     ]
 
 
-def _state_under(  # type: ignore[no-untyped-def]
+def _reshard_state(  # type: ignore[no-untyped-def]
     engine: Engine,
     update: ShardedUpdate,
-    flat: Flat,
+    flat: FlatParameter,
     schemas: Sequence[Mapping[str, tuple[Any, Any]]],
     old: Layout,
     new: Layout,

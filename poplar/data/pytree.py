@@ -17,7 +17,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-Nest = TypeVar("Nest")
+PyTree = TypeVar("PyTree")
 
 
 def samples_in(batch: Any) -> int:
@@ -52,7 +52,7 @@ def samples_in(batch: Any) -> int:
     return first[1]
 
 
-def cut(batch: Nest, sizes: Sequence[int]) -> list[Nest]:
+def cut(batch: PyTree, sizes: Sequence[int]) -> list[PyTree]:
     """Cut a batch into consecutive micro-batches.
 
     Args:
@@ -78,7 +78,7 @@ def cut(batch: Nest, sizes: Sequence[int]) -> list[Nest]:
     return [_slice(batch, samples, start, stop) for start, stop in bounds]
 
 
-def take(batch: Nest, indices: Sequence[int]) -> Nest:
+def take(batch: PyTree, indices: Sequence[int]) -> PyTree:
     """These samples of a batch, in this order; an index may come several times.
 
     Args:
@@ -89,99 +89,99 @@ def take(batch: Nest, indices: Sequence[int]) -> Nest:
         ValueError: as `samples_in`.
     """
     samples = samples_in(batch)
-    return cast(Nest, _take(batch, samples, list(indices)))
+    return cast(PyTree, _take(batch, samples, list(indices)))
 
 
-def tensors(nest: Any) -> list[Tensor]:
+def tensors(tree: Any) -> list[Tensor]:
     """Every tensor in a nest, in the order in which its containers hold them."""
-    return [tensor for _, tensor in _tensors_with_paths(nest, "")]
+    return [tensor for _, tensor in _tensors_with_paths(tree, "")]
 
 
-def map_tensors(fn: Callable[[Tensor], Any], nest: Nest) -> Nest:
+def map_tensors(fn: Callable[[Tensor], Any], tree: PyTree) -> PyTree:
     """The same nest with `fn(tensor)` in the place of every tensor."""
-    if isinstance(nest, Tensor):
-        return cast(Nest, fn(nest))
-    return cast(Nest, _rebuild(nest, lambda child: map_tensors(fn, child)))
+    if isinstance(tree, Tensor):
+        return cast(PyTree, fn(tree))
+    return cast(PyTree, _rebuild(tree, lambda child: map_tensors(fn, child)))
 
 
-def _slice(nest: Any, samples: int, start: int, stop: int) -> Any:
-    if isinstance(nest, Tensor):
-        return nest if nest.dim() == 0 else nest.narrow(0, start, stop - start)
-    if _holds_a_value_per_sample(nest, samples):
-        return nest[start:stop]
-    return _rebuild(nest, lambda child: _slice(child, samples, start, stop))
+def _slice(tree: Any, samples: int, start: int, stop: int) -> Any:
+    if isinstance(tree, Tensor):
+        return tree if tree.dim() == 0 else tree.narrow(0, start, stop - start)
+    if _holds_a_value_per_sample(tree, samples):
+        return tree[start:stop]
+    return _rebuild(tree, lambda child: _slice(child, samples, start, stop))
 
 
-def _take(nest: Any, samples: int, indices: list[int]) -> Any:
-    if isinstance(nest, Tensor):
-        return nest if nest.dim() == 0 else nest[torch.tensor(indices, device=nest.device)]
-    if _holds_a_value_per_sample(nest, samples):
-        if type(nest) in (list, tuple):
-            return type(nest)(nest[index] for index in indices)
-        return nest[indices]
-    return _rebuild(nest, lambda child: _take(child, samples, indices))
+def _take(tree: Any, samples: int, indices: list[int]) -> Any:
+    if isinstance(tree, Tensor):
+        return tree if tree.dim() == 0 else tree[torch.tensor(indices, device=tree.device)]
+    if _holds_a_value_per_sample(tree, samples):
+        if type(tree) in (list, tuple):
+            return type(tree)(tree[index] for index in indices)
+        return tree[indices]
+    return _rebuild(tree, lambda child: _take(child, samples, indices))
 
 
-def _holds_a_value_per_sample(nest: Any, samples: int) -> bool:
+def _holds_a_value_per_sample(tree: Any, samples: int) -> bool:
     """A list or tuple that is data rather than structure, or an array, as long as the batch."""
-    if type(nest) in (list, tuple):
-        return len(nest) == samples and not tensors(nest)
-    shape = getattr(nest, "shape", None)
+    if type(tree) in (list, tuple):
+        return len(tree) == samples and not tensors(tree)
+    shape = getattr(tree, "shape", None)
     return (
         isinstance(shape, tuple)
         and len(shape) > 0
         and shape[0] == samples
-        and hasattr(nest, "__getitem__")
+        and hasattr(tree, "__getitem__")
     )
 
 
-def _children(nest: Any) -> Iterator[tuple[str, Any]]:
+def _children(tree: Any) -> Iterator[tuple[str, Any]]:
     """The members of a container, each with how a person would reach it; nothing for a leaf."""
-    if isinstance(nest, Mapping):
-        for key in nest:
-            yield f"[{key!r}]", nest[key]
-    elif dataclasses.is_dataclass(nest) and not isinstance(nest, type):
-        for member in _set_fields(nest):
-            yield f".{member}", getattr(nest, member)
-    elif isinstance(nest, tuple) and hasattr(nest, "_fields"):
-        for member, child in zip(nest._fields, nest, strict=True):
+    if isinstance(tree, Mapping):
+        for key in tree:
+            yield f"[{key!r}]", tree[key]
+    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        for member in _set_fields(tree):
+            yield f".{member}", getattr(tree, member)
+    elif isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        for member, child in zip(tree._fields, tree, strict=True):
             yield f".{member}", child
-    elif isinstance(nest, (list, tuple)) and not isinstance(nest, torch.Size):
-        for position, child in enumerate(nest):
+    elif isinstance(tree, (list, tuple)) and not isinstance(tree, torch.Size):
+        for position, child in enumerate(tree):
             yield f"[{position}]", child
 
 
-def _rebuild(nest: Any, fn: Callable[[Any], Any]) -> Any:
+def _rebuild(tree: Any, fn: Callable[[Any], Any]) -> Any:
     """A copy of a container with `fn(member)` for each member; a leaf is returned as it is."""
-    if isinstance(nest, MutableMapping):
+    if isinstance(tree, MutableMapping):
         # A shallow copy keeps what a subclass holds beside its items (default_factory,
         # BatchEncoding's encodings).
-        copied = copy.copy(nest)
-        for key in nest:
-            copied[key] = fn(nest[key])
+        copied = copy.copy(tree)
+        for key in tree:
+            copied[key] = fn(tree[key])
         return copied
-    if isinstance(nest, Mapping):
-        return type(nest)({key: fn(nest[key]) for key in nest})  # type: ignore[call-arg]
-    if dataclasses.is_dataclass(nest) and not isinstance(nest, type):
+    if isinstance(tree, Mapping):
+        return type(tree)({key: fn(tree[key]) for key in tree})  # type: ignore[call-arg]
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         # Not dataclasses.replace: it refuses fields with init=False and runs __post_init__ again.
-        duplicate = copy.copy(nest)
-        for member in _set_fields(nest):
-            object.__setattr__(duplicate, member, fn(getattr(nest, member)))
+        duplicate = copy.copy(tree)
+        for member in _set_fields(tree):
+            object.__setattr__(duplicate, member, fn(getattr(tree, member)))
         return duplicate
-    if isinstance(nest, tuple) and hasattr(nest, "_fields"):
-        return type(nest)._make(fn(child) for child in nest)  # type: ignore[attr-defined]
-    if isinstance(nest, (list, tuple)) and not isinstance(nest, torch.Size):
-        return type(nest)(fn(child) for child in nest)
-    return nest
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)._make(fn(child) for child in tree)  # type: ignore[attr-defined]
+    if isinstance(tree, (list, tuple)) and not isinstance(tree, torch.Size):
+        return type(tree)(fn(child) for child in tree)
+    return tree
 
 
-def _set_fields(nest: Any) -> list[str]:
-    return [member.name for member in dataclasses.fields(nest) if hasattr(nest, member.name)]
+def _set_fields(tree: Any) -> list[str]:
+    return [member.name for member in dataclasses.fields(tree) if hasattr(tree, member.name)]
 
 
-def _tensors_with_paths(nest: Any, path: str) -> Iterator[tuple[str, Tensor]]:
-    if isinstance(nest, Tensor):
-        yield path, nest
+def _tensors_with_paths(tree: Any, path: str) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(tree, Tensor):
+        yield path, tree
     else:
-        for step, child in _children(nest):
+        for step, child in _children(tree):
             yield from _tensors_with_paths(child, path + step)

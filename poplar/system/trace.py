@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["pass", "wait", "optimizer"]
+SpanKind = Literal["pass", "wait", "optimizer"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class Span:
     then on it is *communication*.
     """
 
-    kind: Kind
+    kind: SpanKind
     what: str
     start: float
     stop: float
@@ -51,7 +51,7 @@ class Trace:
             self.spans = before
 
     @contextmanager
-    def span(self, kind: Kind, what: str) -> Iterator[None]:
+    def span(self, kind: SpanKind, what: str) -> Iterator[None]:
         """One span around a `with` block."""
         if self.spans is None:
             yield
@@ -62,7 +62,7 @@ class Trace:
         finally:
             self.add(kind, what, start)
 
-    def add(self, kind: Kind, what: str, start: float) -> None:
+    def add(self, kind: SpanKind, what: str, start: float) -> None:
         """A span from `start` until now."""
         if self.spans is not None:
             self.spans.append(Span(kind, what, start, time.perf_counter()))

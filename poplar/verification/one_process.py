@@ -46,7 +46,7 @@ class OneProcess:
     loss: Loss
     scale: float
     """What losses are multiplied by before the backward, and gradients divided by after it."""
-    alive: Callable[[], object]
+    heartbeat: Callable[[], object]
     """Called after every pass: others wait meanwhile."""
 
     def gradient(self, batch: Any, micro_batch: int) -> Gradient:
@@ -85,7 +85,7 @@ class OneProcess:
                 (value * (factor * self.scale)).backward()
                 loss += float(value.detach().double()) * factor
                 self._take_gradients(gradients)
-            self.alive()
+            self.heartbeat()
         return Gradient(loss, gradients, micro_batch)
 
     def loss_of(self, parts: Sequence[Any]) -> float:
@@ -95,7 +95,7 @@ class OneProcess:
             factor = self._factor(part, total)
             if factor:
                 loss += float(self.run(part).detach().double()) * factor
-            self.alive()
+            self.heartbeat()
         return loss
 
     def run(self, part: Any) -> Tensor:
@@ -148,7 +148,7 @@ def cut_into(batch: Any, micro_batch: int) -> list[Any]:
     return pytree.cut(batch, [micro_batch] * full + [remainder] * bool(remainder))
 
 
-def what_depends_on_the_cut(process: OneProcess, sample: Any, tolerance: Tolerance) -> list[str]:
+def find_batch_dependence(process: OneProcess, sample: Any, tolerance: Tolerance) -> list[str]:
     """What makes the loss of a batch depend on how it is cut, whatever the engine does.
 
     Args:

@@ -28,10 +28,10 @@ from poplar.verification.one_process import (
     LossFunction,
     OneProcess,
     cut_into,
-    what_depends_on_the_cut,
+    find_batch_dependence,
 )
 from poplar.verification.outcome import Tolerance, Verification, compare
-from poplar.zero.agreement import agree, raise_together
+from poplar.zero.agreement import raise_on_all_ranks, raise_on_any_error
 from poplar.zero.micro_batches import Loss, Weight
 
 _DOING = "poplar.verify()"
@@ -96,11 +96,11 @@ def verify(
         digest = _digest(batch)
     except Exception as caught:
         error = caught
-    agree(control, error, doing=_DOING)
+    raise_on_any_error(control, error, doing=_DOING)
     _check_same_batch(control.exchange_objects(digest, what=_DOING), plan)
 
     with (
-        _untrained_kept(model),
+        _preserve_frozen(model),
         surroundings_kept(model, device),
         parameters_kept(model, to_host=True),
     ):
@@ -119,7 +119,7 @@ def verify(
         )
         dtypes = {parameter.dtype for parameter in model.parameters()}
         leader = max(range(group.size), key=plan.samples)
-        both = _BothSides(
+        both = _Comparison(
             control=control,
             leader=leader,
             plan=plan,
@@ -129,19 +129,19 @@ def verify(
                 weight=weight,
                 loss=loss,
                 scale=_FP16_SCALE if torch.float16 in dtypes else 1.0,
-                alive=lambda: _beat(control, over=False),
+                heartbeat=lambda: _heartbeat(control, over=False),
             ),
             tolerance=Tolerance.of(*dtypes, reduce_dtype, relative=rtol),
         )
         with surroundings_kept(model, device):
-            planned = both.under_plan(optimizer, batch)
+            planned = both.run_plan(optimizer, batch)
         casts = compute_dtype != "auto" or dtypes != before
         alone = _cast(batch, dtypes) if casts else batch
-        return both.held_against_one_process(planned, alone, max_micro_batch or plan.global_batch)
+        return both.compare_with_one_process(planned, alone, max_micro_batch or plan.global_batch)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _BothSides:
+class _Comparison:
     """One step of a model: by all ranks under the plan, and by one of them alone."""
 
     control: Control
@@ -151,7 +151,7 @@ class _BothSides:
     process: OneProcess
     tolerance: Tolerance
 
-    def under_plan(self, optimizer: HeteroZeroOptimizer, batch: Any) -> Gradient:
+    def run_plan(self, optimizer: HeteroZeroOptimizer, batch: Any) -> Gradient:
         """Loss and gradient under the plan; the optimizer gives the model back. Collective.
 
         The gradients are there on the leader only.
@@ -164,7 +164,7 @@ class _BothSides:
             optimizer.zero_grad()
             optimizer.release()
             own = None if isinstance(error, RankFailed) else error
-            raise_together(self.control, own, doing=_DOING)
+            raise_on_all_ranks(self.control, own, doing=_DOING)
         optimizer.zero_grad()
         optimizer.release()
         return planned
@@ -192,7 +192,7 @@ class _BothSides:
         divisor = 1.0 if process.loss == "global_mean" else float(total[1])
         return Gradient(float(total[0]) / divisor, gradients, 0)
 
-    def held_against_one_process(
+    def compare_with_one_process(
         self, planned: Gradient, batch: Any, micro_batch: int
     ) -> Verification:
         """The comparison, made on the leader, known to all. Collective."""
@@ -205,11 +205,11 @@ class _BothSides:
                 raise
             except Exception as caught:
                 error = caught
-            _beat(self.control, over=True)
+            _heartbeat(self.control, over=True)
         else:
-            while not _beat(self.control, over=False)[self.leader]:
+            while not _heartbeat(self.control, over=False)[self.leader]:
                 pass
-        agree(self.control, error, doing=_DOING)
+        raise_on_any_error(self.control, error, doing=_DOING)
         found = self.control.exchange_objects(outcome, what=_DOING)[self.leader]
         assert found is not None
         return found
@@ -221,7 +221,7 @@ class _BothSides:
             alone = process.gradient(batch, micro_batch)
         sample = cut_into(batch, alone.micro_batch)[0]
         with surroundings_kept(model, device):
-            notes = what_depends_on_the_cut(process, sample, self.tolerance)
+            notes = find_batch_dependence(process, sample, self.tolerance)
         expected = {name: value.cpu() for name, value in alone.gradients.items()}
         return Verification(
             stage=self.plan.stage,
@@ -238,7 +238,7 @@ class _BothSides:
 
 
 @contextmanager
-def _untrained_kept(model: nn.Module) -> Iterator[None]:
+def _preserve_frozen(model: nn.Module) -> Iterator[None]:
     """Put back, bit by bit, what the first rank's values are written into in place."""
     kept = [(p, p.detach().clone()) for p in model.parameters() if not p.requires_grad]
     try:
@@ -249,7 +249,7 @@ def _untrained_kept(model: nn.Module) -> Iterator[None]:
                 parameter.copy_(value)
 
 
-def _beat(control: Control, *, over: bool) -> list[bool]:
+def _heartbeat(control: Control, *, over: bool) -> list[bool]:
     """Tell the others that this rank is alive, and whether its work is over. Collective.
 
     One process may need longer for the whole batch than ranks wait for each other.

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from enum import Enum
 
 
-class Kind(Enum):
+class SlotKind(Enum):
     """What is played in a slot; the last two are announcements only."""
 
-    GATHER = 0
+    UNSHARD = 0
     SKIPPED = 1
     """A gather that the leader does not need: it skips the unit, others may not."""
     REDUCE = 2
@@ -32,29 +32,29 @@ class Kind(Enum):
 class Slot:
     """One gather or reduction of one unit (by index)."""
 
-    kind: Kind
+    kind: SlotKind
     unit: int = 0
 
     def encode(self) -> int:
-        return self.unit * len(Kind) + self.kind.value
+        return self.unit * len(SlotKind) + self.kind.value
 
     @classmethod
     def decode(cls, code: int) -> Slot:
-        unit, kind = divmod(code, len(Kind))
-        return cls(Kind(kind), unit)
+        unit, kind = divmod(code, len(SlotKind))
+        return cls(SlotKind(kind), unit)
 
 
 def agreed_order(recorded: Sequence[Slot]) -> tuple[Slot, ...]:
     """What all later passes of the kind play, from what was played in the first."""
-    entered = {slot.unit for slot in recorded if slot.kind is Kind.GATHER}
+    entered = {slot.unit for slot in recorded if slot.kind is SlotKind.UNSHARD}
     slots: list[Slot] = []
     gathered = None
     for slot in recorded:
-        if slot.kind is Kind.REDUCE:
+        if slot.kind is SlotKind.REDUCE:
             slots.append(slot)
-        elif slot.unit != gathered and (slot.kind is Kind.GATHER or slot.unit not in entered):
+        elif slot.unit != gathered and (slot.kind is SlotKind.UNSHARD or slot.unit not in entered):
             gathered = slot.unit
-            slots.append(Slot(Kind.GATHER, slot.unit))
+            slots.append(Slot(SlotKind.UNSHARD, slot.unit))
     return _with_prefetch(slots)
 
 
@@ -67,7 +67,7 @@ def _with_prefetch(recorded: Sequence[Slot]) -> tuple[Slot, ...]:
     slots: list[Slot] = []
     overtaken: list[Slot] = []
     for slot in recorded:
-        if slot.kind is Kind.GATHER:
+        if slot.kind is SlotKind.UNSHARD:
             slots += [slot, *overtaken]
             overtaken = []
         else:

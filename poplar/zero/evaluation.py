@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from poplar.comm import Control
 from poplar.data import pytree
 from poplar.errors import CollectiveTimeout
-from poplar.zero.agreement import agree, leader_of
+from poplar.zero.agreement import leader_of, raise_on_any_error
 from poplar.zero.collective_scheduler import Mode
 from poplar.zero.engine import Engine
 
@@ -47,14 +47,14 @@ class Evaluation:
         busy = None
         if self._engine.scheduler.active:
             busy = RuntimeError("evaluate() inside a pass; call it between two steps")
-        agree(self._control, busy, doing="evaluate()")
+        raise_on_any_error(self._control, busy, doing="evaluate()")
         batches = iter(loader)
         if not self._engine.values_are_readable:
             self._go_round_by_round(batches)
         else:
             while (batch := self._next(batches)) is not None:
                 self._evaluate(batch[0])
-        agree(self._control, self._error, doing="evaluate()")
+        raise_on_any_error(self._control, self._error, doing="evaluate()")
         sums = torch.tensor([self._total, self._count], dtype=torch.float64)
         everybodys = self._control.exchange(sums, what="the result of evaluate()")()
         total, count = torch.stack(everybodys).sum(0).tolist()
@@ -70,10 +70,10 @@ class Evaluation:
             leader = leader_of([int(flag) for flag in flags])
             if leader is None:
                 return
-            self._engine.pass_begin(weight=0.0, leader=leader, last=True, mode=Mode.EVALUATE)
+            self._engine.begin_pass(weight=0.0, leader=leader, last=True, mode=Mode.EVALUATE)
             if batch is not None:
                 self._evaluate(batch[0])
-            self._engine.pass_end(failed=self._error is not None)
+            self._engine.end_pass(failed=self._error is not None)
 
     def _next(self, batches: Iterator[Any]) -> tuple[Any] | None:
         """The next batch in a tuple; None at the end and after an error."""

@@ -20,7 +20,7 @@ class FlatAdamW(torch.optim.AdamW):
     torch's own would need one more each.
     """
 
-    _counted: Sequence[Tensor] = ()
+    _incremented: Sequence[Tensor] = ()
     """Step counters of the last step, which may turn out to have been none."""
 
     def step_scaled(
@@ -63,17 +63,17 @@ class FlatAdamW(torch.optim.AdamW):
                     scale=scale,
                     found_inf=found_inf,
                 )
-        self._counted = counted
+        self._incremented = counted
 
-    def take_back(self) -> None:
+    def adopt_replaced_data(self) -> None:
         """The last step has found something that is not finite: it counts for nothing."""
-        for count in self._counted:
+        for count in self._incremented:
             count.sub_(1)
-        self._counted = ()
+        self._incremented = ()
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """As `torch.optim.AdamW.step`."""
-        if closure is not None or not self.is_plain():
+        if closure is not None or not self.uses_operator():
             for values, state in self.state.items():  # torch's own counts where the values are
                 if "step" in state:
                     state["step"] = state["step"].to(values.device)
@@ -82,7 +82,7 @@ class FlatAdamW(torch.optim.AdamW):
         self.step_scaled(None, None, {})
         return None
 
-    def is_plain(self) -> bool:
+    def uses_operator(self) -> bool:
         """Whether all that the user asks for is in the operator."""
         return not any(
             group["amsgrad"]

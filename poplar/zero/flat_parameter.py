@@ -18,7 +18,7 @@ from poplar.comm.shard_layout import ALIGNMENT, Layout
 PACKABLE = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class Flat:
+class FlatParameter:
     """Parameters that share a dtype, a device and whether they are trained.
 
     What a strategy makes of it is in the attributes below the parameters: how it is cut, which part
@@ -58,25 +58,25 @@ class Flat:
         self.groups = tuple(groups)
         """Each parameter's param group in the optimizer, ascending; -1: in none."""
         self.device = self.parameters[0].device
-        self.offsets, self.numel = _lay_out([p.numel() for p in self.parameters])
+        self.offsets, self.numel = _aligned_offsets([p.numel() for p in self.parameters])
         self.used: set[int] = set()
         """Parameters (by position) that got a gradient on this rank in this step."""
         self.gradient = self.squares = torch.empty(0, device=self.device)
-        self._squared: int | None = None
+        self._squares_version: int | None = None
         self._versions: list[int] = []
-        self._absent = [_absent(p.shape, dtype, self.device) for p in self.parameters]
+        self._placeholder = [_placeholder(p.shape, dtype, self.device) for p in self.parameters]
 
-    def settle_squares(self) -> None:
+    def mark_squares_valid(self) -> None:
         """The gradient is reduced, and `squares` are of it."""
-        self._squared = None if self.gradient.is_inference() else self.gradient._version
+        self._squares_version = None if self.gradient.is_inference() else self.gradient._version
 
-    def forget_squares(self) -> None:
+    def invalidate_squares(self) -> None:
         """From here on the gradient may be written unnoticed: `.grad` shows it."""
-        self._squared = None
+        self._squares_version = None
 
-    def squares_of(self, owned: slice) -> Tensor:
+    def sums_of_squares(self, owned: slice) -> Tensor:
         """Block sums of squares of the same slice; taken anew if it was written since."""
-        if self._squared is not None and self._squared == self.gradient._version:
+        if self._squares_version is not None and self._squares_version == self.gradient._version:
             return self.squares
         return ops.block_sums_of_squares(self.gradient[owned])
 
@@ -87,7 +87,7 @@ class Flat:
             ops.pack_(exact, [p.detach() for p in self.parameters], list(self.offsets), 1.0)
         return exact, exact if self.dtype is torch.float32 else exact.to(self.dtype)
 
-    def show_values(self) -> None:
+    def attach_parameters(self) -> None:
         """Point the user's parameters into `values`."""
         for position, (parameter, offset) in enumerate(
             zip(self.parameters, self.offsets, strict=True)
@@ -100,7 +100,7 @@ class Flat:
                 )
         self._versions = []
 
-    def take_back(self) -> bool:
+    def adopt_replaced_data(self) -> bool:
         """Make parameters views again whose `.data` the user has replaced, with the new values.
 
         Returns:
@@ -116,7 +116,7 @@ class Flat:
         for position, (parameter, offset) in enumerate(
             zip(self.parameters, self.offsets, strict=True)
         ):
-            expected = self._absent[position].data_ptr() if hidden else start + offset * step
+            expected = self._placeholder[position].data_ptr() if hidden else start + offset * step
             if parameter.numel() == 0 or parameter.data_ptr() == expected:
                 continue
             part = self.values[offset : offset + parameter.numel()] if not hidden else None
@@ -129,11 +129,11 @@ class Flat:
                     "full_parameters(writeback=True), or convert the model before the optimizer"
                 )
             part.copy_(parameter.data.reshape(-1))
-            parameter.data = part.view(self._absent[position].shape)
+            parameter.data = part.view(self._placeholder[position].shape)
             replaced = True
         return replaced
 
-    def hide_values(self) -> None:
+    def detach_parameters(self) -> None:
         """Leave the user's parameters with their shape and NaN for every value.
 
         Reading memory that has been given back would crash the process; NaN is loud and safe. A
@@ -143,7 +143,7 @@ class Flat:
         if not self._versions:
             self._versions = [parameter._version for parameter in self.parameters]
             torch.autograd.graph.increment_version(self.parameters)
-        for parameter, absent in zip(self.parameters, self._absent, strict=True):
+        for parameter, absent in zip(self.parameters, self._placeholder, strict=True):
             parameter.data = absent
 
     def take_gradients(self, weight: float) -> tuple[list[Tensor], list[int]]:
@@ -173,13 +173,13 @@ class Flat:
         end = self.offsets[position + 1] if position + 1 < len(self.offsets) else self.numel
         return self.offsets[position], end
 
-    def restrict(self, start: int, stop: int) -> slice | None:
+    def intersect_owned(self, start: int, stop: int) -> slice | None:
         """Where `[start, stop)` lies in the owned part; None if the two don't meet."""
         low, high = max(start, self.owned[0]), min(stop, self.owned[1])
         return slice(low - self.owned[0], high - self.owned[0]) if low < high else None
 
 
-def _lay_out(numels: Sequence[int]) -> tuple[tuple[int, ...], int]:
+def _aligned_offsets(numels: Sequence[int]) -> tuple[tuple[int, ...], int]:
     offsets, end = [], 0
     for numel in numels:
         offsets.append(end)
@@ -187,5 +187,5 @@ def _lay_out(numels: Sequence[int]) -> tuple[tuple[int, ...], int]:
     return tuple(offsets), end
 
 
-def _absent(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.full((), float("nan"), dtype=dtype, device=device).expand(shape)

@@ -17,7 +17,7 @@ from torch import Tensor
 from poplar.comm import Control
 from poplar.data import pytree
 from poplar.plan import Plan
-from poplar.zero.agreement import Opening, leader_of, open_step
+from poplar.zero.agreement import StepSizes, leader_of, open_step
 
 Loss = Literal["mean", "sum", "global_mean"]
 Weight = Callable[[Any], "float | int | Tensor"]
@@ -26,7 +26,7 @@ _LOSSES = ("mean", "sum", "global_mean")
 
 
 @dataclass(frozen=True)
-class Piece:
+class MicroBatch:
     """One pass of this rank."""
 
     batch: Any
@@ -40,12 +40,12 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Opened:
+class OpenedStep:
     """A step that this rank has opened, and others perhaps not yet."""
 
     first: Any
     """The batch of this rank's first pass with samples; None if it has none."""
-    agree: Callable[[], tuple[list[Piece], Opening, float]]
+    wait: Callable[[], tuple[list[MicroBatch], StepSizes, float]]
     """Wait for the others: this rank's pieces, what was agreed, and the seconds spent waiting.
 
     Raises what is wrong with the step as a whole, the same on all ranks, or `RankFailed` for what
@@ -54,7 +54,7 @@ class Opened:
 
 
 @dataclass(frozen=True)
-class Cutter:
+class BatchSplitter:
     """How this rank's batches become pieces."""
 
     plan: Plan | None
@@ -71,7 +71,7 @@ class Cutter:
         weight: Weight | None,
         loss: Loss,
         check: Callable[[], None],
-    ) -> Opened:
+    ) -> OpenedStep:
         """Check and cut a batch, and begin to agree on the weights with all ranks. Collective.
 
         Args:
@@ -99,17 +99,17 @@ class Cutter:
             for part, size in zip(batches, sizes, strict=True):
                 counts.append(float(weight(part)) if weight is not None and size else float(size))
         except Exception as caught:
-            error = _about_rank(rank, caught)
-        agreed = open_step(control, samples=sum(sizes), weight=sum(counts), error=error)
+            error = _with_rank(rank, caught)
+        collect = open_step(control, samples=sum(sizes), weight=sum(counts), error=error)
 
-        def agree() -> tuple[list[Piece], Opening, float]:
-            opening, waited = agreed()
-            self._check_all(opening)
+        def wait() -> tuple[list[MicroBatch], StepSizes, float]:
+            opening, waited = collect()
+            self._check_sizes(opening)
             weights = _weights(loss, counts, opening.total_weight)
-            return self._pieces(batches, sizes, weights, opening), opening, waited
+            return self._micro_batches(batches, sizes, weights, opening), opening, waited
 
         first = next((part for part, size in zip(batches, sizes, strict=True) if size), None)
-        return Opened(first, agree)
+        return OpenedStep(first, wait)
 
     def cast(self, batch: Any) -> Any:
         """The batch with its floating-point tensors in the dtype that the model computes in."""
@@ -118,9 +118,9 @@ class Cutter:
             return batch
         return pytree.map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, batch)
 
-    def _pieces(
-        self, batches: list[Any], sizes: Sequence[int], weights: Sequence[float], opening: Opening
-    ) -> list[Piece]:
+    def _micro_batches(
+        self, batches: list[Any], sizes: Sequence[int], weights: Sequence[float], opening: StepSizes
+    ) -> list[MicroBatch]:
         if self.synchronizes_every_pass:
             everybodys = [self._sizes(rank, count) for rank, count in enumerate(opening.samples)]
             places = list(range(len(sizes)))
@@ -128,11 +128,11 @@ class Cutter:
         else:
             places = [place for place, size in enumerate(sizes) if size]
             leaders = [leader_of(opening.samples)] * len(sizes)
-        pieces = [
-            Piece(batches[at], sizes[at], weights[at], leaders[at], last=at == places[-1])
+        micro_batches = [
+            MicroBatch(batches[at], sizes[at], weights[at], leaders[at], last=at == places[-1])
             for at in places
         ]
-        return pieces or [Piece(None, 0, 0.0, leader_of(opening.samples), last=True)]
+        return micro_batches or [MicroBatch(None, 0, 0.0, leader_of(opening.samples), last=True)]
 
     def _samples_in(self, rank: int, batch: Any) -> int:
         if self.plan is None:
@@ -145,13 +145,13 @@ class Cutter:
         size = pytree.samples_in(batch)
         # A loader can't yield an empty batch: a rank without samples is sent one, and drops it.
         if size > max(expected, 1):
-            raise ValueError(_wrong_size(rank, size, expected))
+            raise ValueError(_size_message(rank, size, expected))
         return size if expected else 0
 
     def _sizes(self, rank: int, samples: int) -> tuple[int, ...]:
         return (samples,) if self.plan is None else self.plan.micro_batch_sizes(rank, samples)
 
-    def _check_all(self, opening: Opening) -> None:
+    def _check_sizes(self, opening: StepSizes) -> None:
         """All ranks know all sizes now, so all raise the same."""
         total = sum(opening.samples)
         if self.plan is not None and total != self.plan.global_batch:
@@ -162,7 +162,7 @@ class Cutter:
                 expected = planned
             for rank, size in enumerate(opening.samples):
                 if size != expected[rank]:
-                    raise ValueError(_wrong_size(rank, size, planned[rank]))
+                    raise ValueError(_size_message(rank, size, planned[rank]))
         if not opening.total_weight > 0.0:
             raise ValueError(
                 f"the weights of this global batch of {total} samples sum to "
@@ -178,14 +178,14 @@ def _weights(loss: Loss, counts: Sequence[float], total: float) -> list[float]:
     return [factor / total for factor in factors]
 
 
-def _wrong_size(rank: int, size: int, expected: int) -> str:
+def _size_message(rank: int, size: int, expected: int) -> str:
     return (
         f"rank {rank}: this batch has {size} samples, but the plan gives this rank {expected}; "
         "build the loader with HeteroBatchSampler(len(dataset), plan), or pass drop_last=True"
     )
 
 
-def _about_rank(rank: int, error: Exception) -> Exception:
+def _with_rank(rank: int, error: Exception) -> Exception:
     """The same error, with the rank that it is about at its head where its kind is a plain one."""
     if type(error) not in (ValueError, TypeError, RuntimeError) or str(error).startswith("rank "):
         return error

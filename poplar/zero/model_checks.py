@@ -18,7 +18,7 @@ from poplar.zero.flat_parameter import PACKABLE
 _OWNERS: dict[int, weakref.ref[Any]] = {}
 
 
-def refuse_wrapped(model: nn.Module) -> None:
+def reject_wrapped(model: nn.Module) -> None:
     """DDP and FSDP average gradients themselves, with equal weights, and undo ours.
 
     Raises:
@@ -48,7 +48,7 @@ def batch_norms(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(name, m) for name, m in model.named_modules() if isinstance(m, _BatchNorm)]
 
 
-def refuse_batch_norm(named: Sequence[tuple[str, nn.Module]]) -> None:
+def reject_batch_norm(named: Sequence[tuple[str, nn.Module]]) -> None:
     """
     Raises:
         ValueError: one of these `batch_norms` is in training mode.
@@ -117,7 +117,7 @@ def check_parameters(named: Sequence[tuple[str, nn.Parameter]], trained: set[int
     return next(iter(devices))
 
 
-def claim(
+def register_owner(
     named: Sequence[tuple[str, nn.Parameter]], owner: object, hooks: Sequence[RemovableHandle]
 ) -> Callable[[], object]:
     """Note whose the parameters are, for as long as `owner` lives; its hooks go with it.

@@ -16,11 +16,16 @@ from torch import nn
 from poplar.comm import Communicator, Control
 from poplar.plan import Plan
 from poplar.zero import model_checks
-from poplar.zero.agreement import agree
+from poplar.zero.agreement import raise_on_any_error
 from poplar.zero.engine import STRATEGIES, Engine
 from poplar.zero.flat_adamw import flat_class
 from poplar.zero.unit import Member, Merge, Unit, build_units, resolve_units
-from poplar.zero.unit_plans import check_unit_names, check_unit_plans, own_shares, persistent_units
+from poplar.zero.unit_plans import (
+    check_unit_names,
+    check_unit_plans,
+    persistent_units,
+    shares_by_unit,
+)
 from poplar.zero.update import OptimizerFactory, ShardedUpdate, check_elementwise, fastest_options
 
 Groups = list[dict[str, Any]]
@@ -46,7 +51,7 @@ class Request:
     """Param group of each parameter that is trained, by id."""
 
     @property
-    def stepper(self) -> OptimizerFactory:
+    def shard_optimizer_class(self) -> OptimizerFactory:
         """What steps the shards as the user's class does, and fastest."""
         return flat_class(self.factory, self.options, self.device)
 
@@ -56,8 +61,8 @@ class Request:
             "plan": self.plan.digest() if self.plan is not None else "none",
             "stage": self.stage,
             "optimizer": getattr(self.factory, "__name__", repr(self.factory)),
-            "optimizer options": _plain(self.options),
-            "param groups": [_plain(group) for group in self.groups],
+            "optimizer options": _comparable(self.options),
+            "param groups": [_comparable(group) for group in self.groups],
             "units": list(self.unit_names),
             "compute_dtype": str(self.compute_dtype),
             "reduce_dtype": str(self.reduce_dtype),
@@ -90,9 +95,9 @@ def check_request(
     Raises:
         ValueError, TypeError, RuntimeError: what is wrong, and the way out.
     """
-    model_checks.refuse_wrapped(model)
+    model_checks.reject_wrapped(model)
     if not allow_batch_norm:
-        model_checks.refuse_batch_norm(model_checks.batch_norms(model))
+        model_checks.reject_batch_norm(model_checks.batch_norms(model))
     chosen = _stage_of(plan, stage, world_size)
     groups = _param_groups(model, params)
     named = list(model.named_parameters())
@@ -162,7 +167,9 @@ def agree_on_request(control: Control, request: Request) -> torch.dtype | None:
     for key, expected in identities[0].items():
         differing = [rank for rank, other in enumerate(identities) if other[key] != expected]
         if differing:
-            raise ValueError(_difference(key, expected, identities[differing[0]][key], differing))
+            raise ValueError(
+                _mismatch_message(key, expected, identities[differing[0]][key], differing)
+            )
     if len({kind for _, _, kind in received}) > 1:
         raise ValueError(
             f"the ranks' models lie on {[kind for _, _, kind in received]}; all on cuda or all on "
@@ -183,7 +190,7 @@ def agree_on_request(control: Control, request: Request) -> torch.dtype | None:
     return torch.float16 if lacking else torch.bfloat16
 
 
-def build(
+def build_engine(
     request: Request, comm: Communicator, control: Control, compute_dtype: torch.dtype | None
 ) -> tuple[Engine, ShardedUpdate]:
     """Take the model over. Collective: the first rank's values and buffers become everybody's."""
@@ -196,42 +203,44 @@ def build(
         dtype = parameter.dtype
         if compute_dtype is not None and parameter.is_floating_point():
             dtype = compute_dtype
-        if trained or strategy.gathers:
+        if trained or strategy.shards_parameters:
             group = request.group_of.get(id(parameter), -1)
             members.append(Member(name, parameter, group, trained, dtype))
         elif dtype is not parameter.dtype:
             recast.append((parameter, dtype))
-    of_their_own = own_shares(plan)
+    of_their_own = shares_by_unit(plan)
     units = build_units(
         request.model,
         members,
         request.unit_names,
-        merge="none" if of_their_own else merge_of(request, gathers=strategy.gathers),
+        merge="none"
+        if of_their_own
+        else merge_policy(request, shards_parameters=strategy.shards_parameters),
     )
     _check_unit_names(control, plan, units)
     strategy.persistent = persistent_units(plan, units)
-    _make_equal(request.model, units, comm)
+    _broadcast_unmanaged(request.model, units, comm)
     for parameter, dtype in recast:
         parameter.data = parameter.data.to(dtype)
     for unit in units:
         for flat in unit.flats:
-            strategy.adopt(flat, of_their_own.get(unit.name, shares))
+            strategy.initialize(flat, of_their_own.get(unit.name, shares))
     engine = Engine(request.model, units, strategy, comm, control)
     hyper = [
         {key: value for key, value in group.items() if key != "params"} for group in request.groups
     ]
-    update = ShardedUpdate(request.stepper, engine.trained, hyper, request.options)
+    update = ShardedUpdate(request.shard_optimizer_class, engine.trained, hyper, request.options)
     return engine, update
 
 
-def merge_of(request: Request, *, gathers: bool) -> Merge:
+def merge_policy(request: Request, *, shards_parameters: bool) -> Merge:
     """Which small units travel together."""
-    if not gathers:
+    if not shards_parameters:
         return "all"
     return "none" if request.units_are_named else "blocks"
 
 
-def _make_equal(model: nn.Module, units: Sequence[Unit], comm: Communicator) -> None:
+def _broadcast_unmanaged(model: nn.Module, units: Sequence[Unit], comm: Communicator) -> None:
     """Broadcast the first rank's buffers, and parameters that no flat buffer will broadcast."""
     flat = {id(p) for unit in units for flat in unit.flats for p in flat.parameters}
     rest = [(name, p.data) for name, p in model.named_parameters() if id(p) not in flat]
@@ -249,7 +258,7 @@ def _check_unit_names(control: Control, plan: Plan | None, units: Sequence[Unit]
         check_unit_names(plan, units)
     except ValueError as caught:
         error = caught
-    agree(control, error, doing="building the optimizer")
+    raise_on_any_error(control, error, doing="building the optimizer")
 
 
 def _stage_of(plan: Plan | None, stage: int | None, world_size: int) -> int:
@@ -288,7 +297,7 @@ def _param_groups(model: nn.Module, params: Iterable[Any] | None) -> Groups:
     return groups
 
 
-def _plain(values: Mapping[str, Any]) -> dict[str, str]:
+def _comparable(values: Mapping[str, Any]) -> dict[str, str]:
     """The values that have the same text in every process."""
     kinds = (bool, int, float, str, tuple, list, type(None))
     return {
@@ -303,17 +312,17 @@ def _computes_bf16(device: torch.device) -> bool:
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def _difference(key: str, expected: Any, found: Any, ranks: Sequence[int]) -> str:
+def _mismatch_message(key: str, expected: Any, found: Any, ranks: Sequence[int]) -> str:
     if key == "model":
         pairs = zip([*expected, ("nothing",)], [*found, ("nothing",)], strict=False)
         expected, found = next((a, b) for a, b in pairs if a != b)
         key = "model (first differing parameter: name, shape, dtype, param group)"
     return (
-        f"the ranks disagree on the {key}: rank 0 has {_short(expected)}, rank(s) {list(ranks)} "
-        f"have {_short(found)}; build the same model, plan and optimizer on every rank"
+        f"the ranks disagree on the {key}: rank 0 has {_truncated(expected)}, rank(s) {list(ranks)} "
+        f"have {_truncated(found)}; build the same model, plan and optimizer on every rank"
     )
 
 
-def _short(value: Any) -> str:
+def _truncated(value: Any) -> str:
     text = str(value)
     return text if len(text) <= 200 else text[:200] + "..."

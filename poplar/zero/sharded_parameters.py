@@ -16,7 +16,7 @@ from torch import Tensor
 
 from poplar.comm import Communicator, Pending
 from poplar.comm.shard_layout import Layout
-from poplar.zero.flat_parameter import Flat
+from poplar.zero.flat_parameter import FlatParameter
 from poplar.zero.sharded_gradients import ShardedGradients
 from poplar.zero.unit import Unit
 
@@ -30,41 +30,41 @@ class ShardedParameters(ShardedGradients):
     backward. Meanwhile the parameters themselves point elsewhere (`Flat.hide_values`).
     """
 
-    gathers = True
+    shards_parameters = True
 
     def __init__(self, comm: Communicator, reduce_dtype: torch.dtype) -> None:
         super().__init__(comm, reduce_dtype)
         self._gathering: dict[Unit, list[Pending]] = {}
-        self._staying: dict[Unit, None] = {}
+        self._unsharded_persistent: dict[Unit, None] = {}
         """Kept units that have been gathered in this step; in that order."""
 
-    def adopt(self, flat: Flat, shares: Sequence[float]) -> None:
-        super().adopt(flat, shares)
+    def initialize(self, flat: FlatParameter, shares: Sequence[float]) -> None:
+        super().initialize(flat, shares)
         whole = flat.master.untyped_storage().data_ptr() == flat.shard.untyped_storage().data_ptr()
         flat.shard = self.comm.share(flat.shard)
         if whole:
             flat.master = flat.shard
-        flat.hide_values()
+        flat.detach_parameters()
         flat.values.untyped_storage().resize_(0)
 
-    def relayout(self, flat: Flat, new: Layout, master: Tensor | None) -> None:
+    def change_layout(self, flat: FlatParameter, new: Layout, master: Tensor | None) -> None:
         what = f"moving unit {flat.name}"
         flat.shard = self.comm.share(self.comm.reshard(flat.shard, flat.layout, new, what=what))
         flat.master = flat.shard if master is None else master
         flat.layout, flat.owned = new, new.bounds(self.comm.group.rank)
-        self.drop_gradient(flat)
+        self.free_gradient(flat)
 
     def begin_step(self) -> None:
         """Of a step that was given up, kept units are still there."""
-        self.release_kept()
+        self.reshard_persistent()
         super().begin_step()
 
-    def settle(self, units: Sequence[Unit]) -> None:
-        self.release_kept()
-        super().settle(units)
+    def wait_for_reductions(self, units: Sequence[Unit]) -> None:
+        self.reshard_persistent()
+        super().wait_for_reductions(units)
 
-    def gather(self, unit: Unit, *, in_step: bool) -> None:
-        if unit in self._staying:
+    def unshard(self, unit: Unit, *, in_step: bool) -> None:
+        if unit in self._unsharded_persistent:
             return
         # All memory first: where it runs out, nothing has been sent, and the slot is played again.
         for flat in unit.flats:
@@ -77,30 +77,30 @@ class ShardedParameters(ShardedGradients):
             )
         self._gathering[unit] = pending
         if in_step and unit in self.persistent:
-            self._staying[unit] = None
+            self._unsharded_persistent[unit] = None
 
-    def show(self, unit: Unit) -> None:
+    def wait_for_unshard(self, unit: Unit) -> None:
         for pending in self._gathering.pop(unit, ()):
             self.wait(pending)
         for flat in unit.flats:
-            flat.show_values()
+            flat.attach_parameters()
 
-    def release(self, unit: Unit) -> None:
+    def reshard(self, unit: Unit) -> None:
         for pending in self._gathering.pop(unit, ()):
             self.wait(pending)
-        if unit in self._staying:
+        if unit in self._unsharded_persistent:
             return
         for flat in unit.flats:
-            flat.hide_values()
+            flat.detach_parameters()
             flat.values.untyped_storage().resize_(0)
 
-    def release_kept(self) -> None:
-        staying, self._staying = self._staying, {}
+    def reshard_persistent(self) -> None:
+        staying, self._unsharded_persistent = self._unsharded_persistent, {}
         for unit in staying:
-            self.release(unit)
+            self.reshard(unit)
 
-    def before_writing(self, flat: Flat) -> None:
+    def wait_for_readers(self, flat: FlatParameter) -> None:
         self.comm.guard(flat.shard)
 
-    def publish(self, units: Sequence[Unit]) -> None:
+    def publish_update(self, units: Sequence[Unit]) -> None:
         """Nothing to bring anywhere: the next gather sends the new shards."""

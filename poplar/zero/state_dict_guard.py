@@ -27,7 +27,7 @@ def guard_model_state(engine: Engine, update: ShardedUpdate) -> None:
             )
 
     def after_loading(*_: Any) -> None:
-        if not engine.strategy.gathers:
+        if not engine.strategy.shards_parameters:
             for flat in engine.trained:
                 update.refresh(flat)
 

@@ -18,14 +18,14 @@ from torch import Tensor
 from poplar import ops
 from poplar.comm import Codec, Communicator, Pending
 from poplar.comm.shard_layout import Layout
-from poplar.zero.flat_parameter import Flat
+from poplar.zero.flat_parameter import FlatParameter
 from poplar.zero.unit import Unit
 
 
 class Strategy(ABC):
     """One ZeRO stage; all methods that talk to other ranks say `Collective`."""
 
-    gathers: ClassVar[bool]
+    shards_parameters: ClassVar[bool]
     """Parameters have to be gathered before a unit runs."""
     reduces_every_pass: ClassVar[bool]
     """Gradients are reduced in each pass, not only in a rank's last one."""
@@ -33,7 +33,7 @@ class Strategy(ABC):
     def __init__(self, comm: Communicator, reduce_dtype: torch.dtype) -> None:
         self.comm = comm
         self.codec = Codec(reduce_dtype)
-        self.in_flight = 2
+        self.max_in_flight = 2
         """Reductions under way at once; each holds its bucket and what it receives."""
         self.waited = 0.0
         """Seconds this rank was held up by its peers since the step began."""
@@ -41,25 +41,25 @@ class Strategy(ABC):
         """Units that, once gathered in a step, stay until it is settled. Changed between steps, and
         on all ranks alike; says nothing where nothing is gathered."""
         self._pending: deque[Pending] = deque()
-        self._holding: set[Flat] = set()
+        self._allocated: set[FlatParameter] = set()
 
-    def expect(self, units: Sequence[Unit]) -> None:
+    def prepare(self, units: Sequence[Unit]) -> None:
         """These will be trained."""
 
-    def layout_for(self, flat: Flat, shares: Sequence[float]) -> Layout:
+    def layout_for(self, flat: FlatParameter, shares: Sequence[float]) -> Layout:
         """How `flat` is cut under `shares`."""
         return Layout.from_shares(flat.numel, shares)
 
-    def state_layout(self, flat: Flat, to: int) -> Layout:
+    def state_layout(self, flat: FlatParameter, to: int) -> Layout:
         """Where optimizer state lies, one owner per element: rank `to` where all have it."""
         return flat.layout
 
-    def adopt(self, flat: Flat, shares: Sequence[float]) -> None:
+    def initialize(self, flat: FlatParameter, shares: Sequence[float]) -> None:
         """Lay out `flat` and take its values over. Collective."""
         layout = self.layout_for(flat, shares)
-        self._take_values(flat, layout, owned=layout.bounds(self.comm.group.rank))
+        self._broadcast_values(flat, layout, owned=layout.bounds(self.comm.group.rank))
 
-    def relayout(self, flat: Flat, new: Layout, master: Tensor | None) -> None:
+    def change_layout(self, flat: FlatParameter, new: Layout, master: Tensor | None) -> None:
         """Go on under another layout, with the moved master. Collective, between steps.
 
         Where every rank has all values, only the views of what it owns change.
@@ -67,27 +67,27 @@ class Strategy(ABC):
         low, high = flat.owned = new.bounds(self.comm.group.rank)
         flat.layout, flat.shard = new, flat.values[low:high]
         flat.master = flat.shard if master is None else master
-        self.drop_gradient(flat)
+        self.free_gradient(flat)
 
     @abstractmethod
-    def _allocate_gradient(self, flat: Flat) -> None:
+    def _allocate_gradient(self, flat: FlatParameter) -> None:
         """Give `flat.gradient` memory, for this step."""
 
-    def _hold_gradient(self, flat: Flat) -> None:
+    def _ensure_gradient(self, flat: FlatParameter) -> None:
         """Before the first gradients of a step are written: have memory for them."""
-        if flat not in self._holding:
+        if flat not in self._allocated:
             self._allocate_gradient(flat)
             blocks = -(-flat.layout.size(self.comm.group.rank) // ops.ALIGNMENT)
             # What a transport forgets to fill is no number.
             flat.squares = torch.full((blocks,), math.nan, dtype=torch.float32, device=flat.device)
-            self._holding.add(flat)
+            self._allocated.add(flat)
 
-    def drop_gradient(self, flat: Flat) -> None:
+    def free_gradient(self, flat: FlatParameter) -> None:
         """The step is over and its gradient is not needed: forwards run without it."""
         flat.gradient = flat.squares = torch.empty(0, device=flat.device)
-        self._holding.discard(flat)
+        self._allocated.discard(flat)
 
-    def accumulate(self, flat: Flat, weight: float) -> None:
+    def accumulate(self, flat: FlatParameter, weight: float) -> None:
         """Add the parameters' gradients, times `weight`, to this rank's sums of the step.
 
         Only where not every pass reduces.
@@ -95,20 +95,20 @@ class Strategy(ABC):
         raise NotImplementedError(f"{type(self).__name__} reduces in every pass")
 
     @abstractmethod
-    def reduce(self, flat: Flat, weight: float) -> None:
+    def reduce(self, flat: FlatParameter, weight: float) -> None:
         """Take the parameters' gradients, times `weight`, and start to reduce over ranks.
 
         Collective; a rank without gradients contributes zeros.
         """
 
-    def settle(self, units: Sequence[Unit]) -> None:
+    def wait_for_reductions(self, units: Sequence[Unit]) -> None:
         """Wait until the layout's slice of this rank holds the step's mean gradient. Collective."""
         self._drain(0)
         for unit in units:
             for flat in unit.trained:
-                flat.settle_squares()
+                flat.mark_squares_valid()
 
-    def complete(self, units: Sequence[Unit]) -> None:
+    def finish_gradients(self, units: Sequence[Unit]) -> None:
         """Wait until all of `flat.gradient` does, and `.grad` where it shows it. After `settle`."""
 
     def begin_step(self) -> None:
@@ -116,33 +116,33 @@ class Strategy(ABC):
         self.waited = 0.0
         self.comm.trim()
 
-    def publish(self, units: Sequence[Unit]) -> None:
+    def publish_update(self, units: Sequence[Unit]) -> None:
         """Bring the shards that the optimizer changed to where they are read. Collective."""
         pending = [
             self.comm.all_gather(flat.values, flat.layout, what=f"the new values of {unit.name}")
             for unit in units
             for flat in unit.trained
         ]
-        for gather in pending:
-            self.wait(gather)
+        for unshard in pending:
+            self.wait(unshard)
 
-    def before_writing(self, flat: Flat) -> None:
+    def wait_for_readers(self, flat: FlatParameter) -> None:
         """Before `flat.shard` changes: wait until no peer reads it any more."""
 
-    def gather(self, unit: Unit, *, in_step: bool) -> None:
+    def unshard(self, unit: Unit, *, in_step: bool) -> None:
         """Start to gather a unit's values. Collective.
 
         Args:
             in_step: in a training pass, so that a unit in `kept` stays.
         """
 
-    def show(self, unit: Unit) -> None:
+    def wait_for_unshard(self, unit: Unit) -> None:
         """Wait for the unit's values and point its parameters at them."""
 
-    def release(self, unit: Unit) -> None:
+    def reshard(self, unit: Unit) -> None:
         """Give the gathered values back, unless they stay."""
 
-    def release_kept(self) -> None:
+    def reshard_persistent(self) -> None:
         """Give back what has stayed since earlier passes, so that it is gathered when next needed.
 
         On all ranks at the same place in the order of collectives.
@@ -152,7 +152,7 @@ class Strategy(ABC):
         """Multiply the settled gradient where the user can see it; otherwise that is left to do."""
         return False
 
-    def take_shown_gradients(self, flat: Flat) -> list[int]:
+    def read_back_gradients(self, flat: FlatParameter) -> list[int]:
         """Take over what the user made of `.grad` since it was shown.
 
         Returns:
@@ -160,23 +160,25 @@ class Strategy(ABC):
         """
         return []
 
-    def store(self, flat: Flat) -> None:
+    def store_values(self, flat: FlatParameter) -> None:
         """Take over values that the user wrote into the shown parameters."""
-        self.before_writing(flat)
+        self.wait_for_readers(flat)
         flat.shard.copy_(flat.values[flat.owned[0] : flat.owned[1]])
 
     def wait(self, pending: Pending) -> None:
         self.waited += pending.wait()
 
-    def _make_room(self) -> None:
+    def _limit_in_flight(self) -> None:
         """Before the next reduction takes memory: wait for the oldest if there are enough."""
-        self._drain(self.in_flight - 1)
+        self._drain(self.max_in_flight - 1)
 
     def _drain(self, leave: int) -> None:
         while len(self._pending) > leave:
             self.wait(self._pending.popleft())
 
-    def _take_values(self, flat: Flat, layout: Layout, owned: tuple[int, int]) -> None:
+    def _broadcast_values(
+        self, flat: FlatParameter, layout: Layout, owned: tuple[int, int]
+    ) -> None:
         """Broadcast the first rank's values and make the parameters views of them."""
         exact, values = flat.initial_values()
         self.comm.broadcast(exact, 0, what=f"the broadcast of {flat.name}'s initial values")
@@ -186,4 +188,4 @@ class Strategy(ABC):
         flat.layout, flat.values, flat.shard = layout, values, values[low:high]
         keeps_master = flat.trained and values is not exact
         flat.master = exact[low:high].clone() if keeps_master else flat.shard
-        flat.show_values()
+        flat.attach_parameters()

@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from poplar.zero.flat_parameter import PACKABLE, Flat
+from poplar.zero.flat_parameter import PACKABLE, FlatParameter
 
 MAX_FLAT_BYTES = 32 << 20
 """Above this a unit is cut into several buffers, at parameters; below it small units share one.
@@ -22,7 +22,7 @@ MAX_FLAT_BYTES = 32 << 20
 A single larger parameter stays whole. (DDP's default is 25 MiB.)
 """
 
-GATHERED_TOGETHER_BYTES = 2 << 20
+MERGED_UNIT_BYTES = 2 << 20
 """Blocks that follow each other are gathered as one unit up to this size, unless the user named the
 units: below it a collective costs its latency rather than its bytes (the meeting of unequal ranks
 in shared memory; about 1 ms of CPU on gloo, in which a core moves 3 MB; tens of microseconds on
@@ -43,12 +43,12 @@ class Unit:
     name: str
     modules: tuple[nn.Module, ...]
     """Entering any of these needs the unit's parameters."""
-    flats: tuple[Flat, ...]
+    flats: tuple[FlatParameter, ...]
     resident: bool
     """Stays gathered until the pass is over."""
 
     @property
-    def trained(self) -> tuple[Flat, ...]:
+    def trained(self) -> tuple[FlatParameter, ...]:
         return tuple(flat for flat in self.flats if flat.trained)
 
 
@@ -70,7 +70,7 @@ def find_blocks(model: nn.Module) -> list[str]:
     """
     found: list[str] = []
 
-    def visit(module: nn.Module, prefix: str) -> None:
+    def enter_forward(module: nn.Module, prefix: str) -> None:
         children = [(name, child) for name, child in module.named_children()]
         kinds = Counter(
             type(child) for _, child in children if next(child.parameters(), None) is not None
@@ -81,9 +81,9 @@ def find_blocks(model: nn.Module) -> list[str]:
             if is_container and type(child) in repeated:
                 found.append(prefix + name)
             else:
-                visit(child, f"{prefix}{name}.")
+                enter_forward(child, f"{prefix}{name}.")
 
-    visit(model, "")
+    enter_forward(model, "")
     return found
 
 
@@ -141,7 +141,7 @@ def build_units(
         merge: which small units travel together.
     """
     modules = dict(model.named_modules())
-    home = _homes(modules, unit_names)
+    home = _units_of_parameters(modules, unit_names)
     belongs: dict[str, list[Member]] = {ROOT: [], **{name: [] for name in unit_names}}
     for member in members:
         homes = home[id(member.parameter)]
@@ -155,7 +155,7 @@ def build_units(
     elif merge == "blocks":
         root = [batch for batch in batches if ROOT in batch[0]]
         blocks = [batch for batch in batches if ROOT not in batch[0]]
-        batches = root + _merge_small(blocks, GATHERED_TOGETHER_BYTES)
+        batches = root + _merge_small(blocks, MERGED_UNIT_BYTES)
     units = []
     for index, (names, inside) in enumerate(batches):
         name = names[0] if len(names) == 1 else f"{names[0]}..{names[-1]}"
@@ -164,7 +164,9 @@ def build_units(
                 index=index,
                 name=name,
                 modules=tuple(
-                    module for unit in names for module in _doors(model, modules, unit, inside)
+                    module
+                    for unit in names
+                    for module in _entry_modules(model, modules, unit, inside)
                 ),
                 flats=tuple(_flats(name, inside)),
                 resident=ROOT in names,
@@ -173,7 +175,9 @@ def build_units(
     return units
 
 
-def _homes(modules: dict[str, nn.Module], unit_names: Sequence[str]) -> dict[int, set[str]]:
+def _units_of_parameters(
+    modules: dict[str, nn.Module], unit_names: Sequence[str]
+) -> dict[int, set[str]]:
     """For each parameter the units that hold it; a tied one may have several."""
     homes: dict[int, set[str]] = {}
     inside: dict[int, set[str]] = {}
@@ -186,7 +190,7 @@ def _homes(modules: dict[str, nn.Module], unit_names: Sequence[str]) -> dict[int
     return homes
 
 
-def _doors(
+def _entry_modules(
     model: nn.Module, modules: dict[str, nn.Module], unit: str, inside: Sequence[Member]
 ) -> list[nn.Module]:
     """Modules whose entry shows that the unit is needed now."""
@@ -218,7 +222,7 @@ def _merge_small(
     return merged
 
 
-def _flats(unit: str, inside: Sequence[Member]) -> Iterator[Flat]:
+def _flats(unit: str, inside: Sequence[Member]) -> Iterator[FlatParameter]:
     """One buffer per dtype and trained or frozen, cut before it would exceed `MAX_FLAT_BYTES`."""
     kinds: dict[tuple[torch.dtype, bool], list[Member]] = {}
     for member in inside:
@@ -227,7 +231,7 @@ def _flats(unit: str, inside: Sequence[Member]) -> Iterator[Flat]:
     for (dtype, trained), members in kinds.items():
         members.sort(key=lambda member: member.group)
         for part in _cut_by_size(members):
-            yield Flat(
+            yield FlatParameter(
                 unit,
                 [(member.name, member.parameter) for member in part],
                 dtype=dtype,

@@ -47,14 +47,14 @@ def check_unit_names(plan: Plan | None, units: Sequence[Unit]) -> None:
         )
 
 
-def check_change(old: Plan | None, new: Plan, units: Sequence[Unit]) -> None:
+def check_plan_change(old: Plan | None, new: Plan, units: Sequence[Unit]) -> None:
     """Refuse a change of plan, in the middle of training, that the units could not follow.
 
     Raises:
         ValueError: a unit gets shares of its own that it does not have now, or is not known.
     """
     check_unit_plans(new)
-    before, after = own_shares(old), own_shares(new)
+    before, after = shares_by_unit(old), shares_by_unit(new)
     for name, shares in after.items():
         if before.get(name) != shares:
             raise ValueError(
@@ -66,7 +66,7 @@ def check_change(old: Plan | None, new: Plan, units: Sequence[Unit]) -> None:
     check_unit_names(new, units)
 
 
-def own_shares(plan: Plan | None) -> Mapping[str, Shares]:
+def shares_by_unit(plan: Plan | None) -> Mapping[str, Shares]:
     """Shares of the units that have their own, by name."""
     units = plan.units if plan is not None else ()
     return {unit.name: unit.shares for unit in units if unit.shares is not None}

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from poplar.zero.flat_adamw import FlatAdamW, can_round_to
-from poplar.zero.flat_parameter import Flat
+from poplar.zero.flat_parameter import FlatParameter
 
 OptimizerFactory = Callable[..., torch.optim.Optimizer]
 _FUSED = (FlatAdamW, torch.optim.Adagrad, torch.optim.Adam, torch.optim.SGD)
@@ -31,7 +31,7 @@ _FUSED_STEPS = {inspect.unwrap(cls.step) for cls in _FUSED}  # torch wraps them 
 class Run:
     """Parameters `[first, last)` of a flat buffer, updated as one tensor."""
 
-    flat: Flat
+    flat: FlatParameter
     group: int
     first: int
     last: int
@@ -48,7 +48,7 @@ class Run:
 
     @property
     def owned(self) -> slice | None:
-        return self.flat.restrict(self.start, self.stop)
+        return self.flat.intersect_owned(self.start, self.stop)
 
 
 class ShardedUpdate:
@@ -57,7 +57,7 @@ class ShardedUpdate:
     def __init__(
         self,
         factory: OptimizerFactory,
-        flats: Sequence[Flat],
+        flats: Sequence[FlatParameter],
         groups: Sequence[Mapping[str, Any]],
         options: Mapping[str, Any],
     ) -> None:
@@ -69,7 +69,7 @@ class ShardedUpdate:
         """
         self.runs = [run for flat in flats for run in _first_runs(flat)]
         inner_groups = [
-            {**group, "params": [run.tensor for run in self.runs if _is_in(run, index)]}
+            {**group, "params": [run.tensor for run in self.runs if _in_group(run, index)]}
             for index, group in enumerate(groups)
         ]
         self.inner = factory(inner_groups, **options)
@@ -77,7 +77,7 @@ class ShardedUpdate:
     def step(
         self,
         groups: Sequence[Mapping[str, Any]],
-        unused: Mapping[Flat, set[int]],
+        unused: Mapping[FlatParameter, set[int]],
         scale: Tensor | None = None,
         found_inf: Tensor | None = None,
     ) -> None:
@@ -93,7 +93,7 @@ class ShardedUpdate:
         """
         for mine, theirs in zip(self.inner.param_groups, groups, strict=True):
             mine.update({key: value for key, value in theirs.items() if key != "params"})
-        self._split_where_used_in_part(unused)
+        self._split_partly_used_runs(unused)
         stepped = {}
         for run in self.runs:
             owned = run.owned
@@ -103,18 +103,18 @@ class ShardedUpdate:
                 run.tensor.grad = None
                 continue
             run.tensor.grad = run.flat.gradient[owned]
-            stepped[run.tensor] = run.flat.shard[owned] if _has_low(run.flat) else None
+            stepped[run.tensor] = run.flat.shard[owned] if _has_low_precision(run.flat) else None
         written = self._step_inner(stepped, scale, found_inf)
         for tensor, low in stepped.items():
             tensor.grad = None
             if low is not None and tensor not in written:
                 low.copy_(tensor)
 
-    def take_back_if(self, found_inf: Tensor) -> bool:
+    def undo_if_skipped(self, found_inf: Tensor) -> bool:
         """Whether the last step was one that changed nothing; waits for the device to say so."""
         skipped = bool(found_inf)
-        if skipped and isinstance(self.inner, FlatAdamW) and self.inner.is_plain():
-            self.inner.take_back()
+        if skipped and isinstance(self.inner, FlatAdamW) and self.inner.uses_operator():
+            self.inner.adopt_replaced_data()
         return skipped
 
     def _step_inner(
@@ -133,7 +133,7 @@ class ShardedUpdate:
         """
         inner = self.inner
         factor = None if scale is None else scale.float()
-        if isinstance(inner, FlatAdamW) and inner.is_plain():
+        if isinstance(inner, FlatAdamW) and inner.uses_operator():
             written = {
                 tensor: low
                 for tensor, low in tensors.items()
@@ -142,7 +142,7 @@ class ShardedUpdate:
             inner.step_scaled(factor, found_inf, written)
             return written
         takes_scalars = _takes_scalars(inner)
-        if not takes_scalars or _makes_momentum(inner):
+        if not takes_scalars or _would_initialize_momentum(inner):
             if found_inf is not None and bool(found_inf):
                 return {}
             found_inf = None
@@ -157,7 +157,7 @@ class ShardedUpdate:
             inner.step()
         return {}
 
-    def refresh(self, flat: Flat) -> None:
+    def refresh(self, flat: FlatParameter) -> None:
         """Take over new values of `flat.shard`, but keep masters that still round to them."""
         if flat.master is flat.shard:
             return
@@ -169,7 +169,7 @@ class ShardedUpdate:
         self.inner.state.clear()
         self.runs = list(runs)
 
-    def rebind(self, flat: Flat, states: Mapping[Run, dict[str, Any]]) -> None:
+    def rebind(self, flat: FlatParameter, states: Mapping[Run, dict[str, Any]]) -> None:
         """After `flat` changed hands: new views for its runs, with the state that came along."""
         for run in self.runs:
             if run.flat is not flat:
@@ -179,13 +179,13 @@ class ShardedUpdate:
             run.tensor = _view(run)
             if run.tensor is not None and states.get(run):
                 self.inner.state[run.tensor] = states[run]
-        self._list_tensors()
+        self._update_param_groups()
 
     def state_of(self, run: Run) -> dict[str, Any]:
         """State tensors of the owned part and scalars of a run; empty where there is none."""
         return dict(self.inner.state.get(run.tensor, {})) if run.tensor is not None else {}
 
-    def _split_where_used_in_part(self, unused: Mapping[Flat, set[int]]) -> None:
+    def _split_partly_used_runs(self, unused: Mapping[FlatParameter, set[int]]) -> None:
         if not any(unused.values()):
             return
         whole, self.runs = self.runs, []
@@ -201,11 +201,11 @@ class ShardedUpdate:
             ]
             self.runs += [run] if len(parts) == 1 else parts
             if len(parts) > 1:
-                self._hand_over(run, parts)
+                self._split_state(run, parts)
         if len(self.runs) != len(whole):
-            self._list_tensors()
+            self._update_param_groups()
 
-    def _hand_over(self, run: Run, parts: Sequence[Run]) -> None:
+    def _split_state(self, run: Run, parts: Sequence[Run]) -> None:
         if run.tensor is None:
             return
         state = self.state_of(run)
@@ -221,13 +221,13 @@ class ShardedUpdate:
             if state:
                 local = slice(owned.start - base.start, owned.stop - base.start)
                 self.inner.state[part.tensor] = {
-                    key: _part_of(value, whole, local) for key, value in state.items()
+                    key: _slice_state(value, whole, local) for key, value in state.items()
                 }
 
-    def _list_tensors(self) -> None:
+    def _update_param_groups(self) -> None:
         """Tell the inner optimizer which tensors there are now."""
         for index, group in enumerate(self.inner.param_groups):
-            group["params"] = [run.tensor for run in self.runs if _is_in(run, index)]
+            group["params"] = [run.tensor for run in self.runs if _in_group(run, index)]
 
 
 def is_elementwise(value: Any, like: Tensor | None) -> bool:
@@ -281,7 +281,7 @@ def check_elementwise(
     return "its update of an element depends on the other elements of the parameter"
 
 
-def _first_runs(flat: Flat) -> list[Run]:
+def _first_runs(flat: FlatParameter) -> list[Run]:
     runs: list[Run] = []
     for position, group in enumerate(flat.groups):
         if runs and runs[-1].group == group:
@@ -299,7 +299,7 @@ def _takes_scalars(inner: torch.optim.Optimizer) -> bool:
     return fused and inspect.unwrap(type(inner).step) in _FUSED_STEPS
 
 
-def _makes_momentum(inner: torch.optim.Optimizer) -> bool:
+def _would_initialize_momentum(inner: torch.optim.Optimizer) -> bool:
     """Whether a step that is skipped would leave in `inner` what happened to lie in memory.
 
     Torch's fused SGD takes memory for its momentum and leaves it to the step to write there.
@@ -326,7 +326,7 @@ def _amp_scalars(
             vars(inner).pop(name, None)
 
 
-def _has_low(flat: Flat) -> bool:
+def _has_low_precision(flat: FlatParameter) -> bool:
     """Whether there are low-precision values beside the masters."""
     return flat.shard is not flat.master
 
@@ -336,11 +336,11 @@ def _view(run: Run) -> Tensor | None:
     return None if owned is None else run.flat.master[owned]
 
 
-def _is_in(run: Run, group: int) -> bool:
+def _in_group(run: Run, group: int) -> bool:
     return run.group == group and run.tensor is not None
 
 
-def _part_of(value: Any, like: Tensor, part: slice) -> Any:
+def _slice_state(value: Any, like: Tensor, part: slice) -> Any:
     if is_elementwise(value, like):
         return value[part].clone()
     return value.clone() if isinstance(value, Tensor) else value

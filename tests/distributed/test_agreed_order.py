@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from poplar.zero.collective_order import Kind, Slot, agreed_order
+from poplar.zero.collective_order import Slot, SlotKind, agreed_order
 
 
 def slots(text: str) -> list[Slot]:
     """`"g0 s1 r0"`: gather unit 0, a gather that the leader skips, reduce unit 0."""
-    kinds = {"g": Kind.GATHER, "s": Kind.SKIPPED, "r": Kind.REDUCE}
+    kinds = {"g": SlotKind.UNSHARD, "s": SlotKind.SKIPPED, "r": SlotKind.REDUCE}
     return [Slot(kinds[word[0]], int(word[1:])) for word in text.split()]
 
 
 def agreed(text: str) -> str:
-    names = {Kind.GATHER: "g", Kind.REDUCE: "r"}
+    names = {SlotKind.UNSHARD: "g", SlotKind.REDUCE: "r"}
     return " ".join(f"{names[slot.kind]}{slot.unit}" for slot in agreed_order(slots(text)))
 
 
@@ -45,6 +45,6 @@ def test_a_unit_that_is_held_is_not_gathered_again() -> None:
 
 
 def test_slots_survive_being_announced() -> None:
-    for kind in Kind:
+    for kind in SlotKind:
         for unit in (0, 1, 4095):
             assert Slot.decode(Slot(kind, unit).encode()) == Slot(kind, unit)

@@ -182,7 +182,7 @@ def raising_where_pytorch_waits() -> Iterator[None]:
 
 @contextmanager
 def asking_at_the_end() -> Iterator[None]:
-    ask = ShardedUpdate.take_back_if
+    ask = ShardedUpdate.undo_if_skipped
 
     def may_wait(self: ShardedUpdate, found_inf: Tensor) -> bool:
         before = torch.cuda.get_sync_debug_mode()
@@ -192,7 +192,7 @@ def asking_at_the_end() -> Iterator[None]:
         finally:
             torch.cuda.set_sync_debug_mode(before)
 
-    with mock.patch.object(ShardedUpdate, "take_back_if", may_wait):
+    with mock.patch.object(ShardedUpdate, "undo_if_skipped", may_wait):
         yield
 
 

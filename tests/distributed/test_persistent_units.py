@@ -487,7 +487,7 @@ def test_a_rank_without_memory_even_for_zeros_says_who_waits_for_it() -> None:
     engine.comm = mock.Mock()
     engine.comm.group.rank = 3
     with pytest.raises(PoplarError, match=r"rank 3 has no memory left.*the other ranks wait"):
-        engine.pass_end()
+        engine.end_pass()
     assert full.call_args_list == [mock.call(failed=False), mock.call(failed=True)]
     assert not engine.scheduler.active
 
@@ -593,7 +593,7 @@ def test_a_kept_unit_under_a_plan_of_another_stage_is_refused(ranks: Pool) -> No
 
 def train_with_names_of_a_profile(recipe: Recipe) -> tuple[tuple[str, ...], dict[str, Tensor]]:
     """Small blocks travel together, in the profile and in training; all of them stay."""
-    units.GATHERED_TOGETHER_BYTES, before = 2 << 20, units.GATHERED_TOGETHER_BYTES
+    units.MERGED_UNIT_BYTES, before = 2 << 20, units.MERGED_UNIT_BYTES
     try:
         profile = poplar.profile_cluster(
             models.build(recipe.spec),
@@ -608,7 +608,7 @@ def train_with_names_of_a_profile(recipe: Recipe) -> tuple[tuple[str, ...], dict
         names = profile.model.unit_names
         trajectory = training.train(Run(recipe, plan_of(*names)))
     finally:
-        units.GATHERED_TOGETHER_BYTES = before
+        units.MERGED_UNIT_BYTES = before
     return names, trajectory.parameters
 
 

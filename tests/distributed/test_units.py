@@ -103,7 +103,7 @@ def test_small_blocks_are_gathered_together_but_never_with_the_root() -> None:
 def test_blocks_are_gathered_together_up_to_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
     model = models.build(ModelSpec())
     block = 4 * sum(p.numel() for p in model.blocks[0].parameters())
-    monkeypatch.setattr(units, "GATHERED_TOGETHER_BYTES", 2 * block)
+    monkeypatch.setattr(units, "MERGED_UNIT_BYTES", 2 * block)
     assert list(built(model, BLOCKS, merge="blocks")) == ["root", "blocks.0..blocks.1", "blocks.2"]
 
 
@@ -208,12 +208,12 @@ def test_a_units_reductions_may_all_run_under_the_backward_of_the_next(
     monkeypatch: pytest.MonkeyPatch, strategy: type[ShardedGradients]
 ) -> None:
     one = strategy(None, torch.float32)  # type: ignore[arg-type]
-    one.expect(units_of(models.build(ModelSpec())))
-    assert one.in_flight == 2
+    one.prepare(units_of(models.build(ModelSpec())))
+    assert one.max_in_flight == 2
     monkeypatch.setattr(units, "MAX_FLAT_BYTES", 8000)
     in_parts = units_of(models.build(ModelSpec()))
-    one.expect(in_parts)
-    assert one.in_flight == 1 + max(len(unit.trained) for unit in in_parts) > 2
+    one.prepare(in_parts)
+    assert one.max_in_flight == 1 + max(len(unit.trained) for unit in in_parts) > 2
 
 
 def test_a_unit_is_gathered_while_the_one_before_it_computes(ranks: Pool) -> None:

@@ -11,22 +11,22 @@ from torch import Tensor, nn
 LossFunction = Callable[[nn.Module, Any], Tensor]
 
 
-class Forward:
+class MicroBatchLoss:
     """`loss_fn` on the micro-batches of one step."""
 
     def __init__(self, loss_fn: LossFunction, model: nn.Module, rank: int) -> None:
         self._loss_fn, self._model, self._rank = loss_fn, model, rank
-        self._ahead: Tensor | Exception | None = None
+        self._early: Tensor | Exception | None = None
         self.began: float | None = None
         """When the forward that has run ahead began, until its pass asks for its loss."""
 
-    def run_ahead(self, batch: Any) -> None:
+    def compute_early(self, batch: Any) -> None:
         """Run the first forward now; its loss, or what it raised, waits for its pass."""
         self.began = time.perf_counter()
         try:
-            self._ahead = self(batch)
+            self._early = self(batch)
         except Exception as caught:
-            self._ahead = caught
+            self._early = caught
 
     def __call__(self, batch: Any) -> Tensor:
         """The loss of a micro-batch.
@@ -34,8 +34,8 @@ class Forward:
         Raises:
             TypeError: `loss_fn` returned no scalar tensor.
         """
-        if self._ahead is not None:
-            outcome, self._ahead, self.began = self._ahead, None, None
+        if self._early is not None:
+            outcome, self._early, self.began = self._early, None, None
             if not isinstance(outcome, Exception):
                 return outcome
             try:
