@@ -1,9 +1,8 @@
-"""The conductor: plays every slot of a pass once, in the agreed order, on every rank.
+"""Issues every collective of a pass once, in the agreed order, on every rank.
 
-It is told what this rank's own pass demands (`need`), what is complete (`gradient_arrived`) and
-when the pass is over or has failed (`finish`). A rank without a backward of its own goes straight
-to `finish`, where the remaining slots are played with zeros. See [Note: one order for all] in
-`schedule.py`, and [Note: backward order] below.
+The engine reports which unit is needed next, which gradients are ready, and when the pass has ended
+or failed. A rank without a backward issues the remaining slots with zeros in `finish`.
+See [Note: collective order] in `collective_order.py` and [Note: backward order] below.
 """
 
 from __future__ import annotations
@@ -21,21 +20,21 @@ from poplar.zero.unit import Unit
 
 
 class Mode(Enum):
-    """Passes of one mode share an order of slots."""
+    """Passes of one mode share one collective order."""
 
     TRAIN = "training"
     EVALUATE = "evaluation"
     REDUCE_ONLY = "reduction-only"
-    """No forward and no backward: what lies in `.grad` is reduced."""
+    """No forward and no backward: gradients that are already in `.grad` are reduced."""
 
 
 class CollectiveScheduler:
-    """One per engine; `begin` and `finish` bracket a pass.
+    """Issues the collectives between `begin` and `finish` of each pass.
 
     [Note: backward order]
-    Autograd runs what was recorded last first. When the backward enters the `v`-th visit of the
-    forward, everything that was visited later is over: its parameters can be released, and a unit
-    whose visits were all later gets no more gradients, whether or not each parameter got one.
+    Autograd runs operations in reverse order of recording. When the backward enters forward call
+    number `v`, all later forward calls are finished: their parameters can be resharded. A unit
+    whose forward calls were all later gets no more gradients, even if a parameter got none.
     """
 
     def __init__(self, units: Sequence[Unit], strategy: Strategy, control: Control) -> None:
@@ -47,19 +46,19 @@ class CollectiveScheduler:
         self.active = False
         self.mode = Mode.TRAIN
         self.reduces = False
-        """The pass that is open, or was last, reduces gradients."""
+        """The current or last pass reduces gradients."""
 
     def has_order(self, mode: Mode, reduces: bool) -> bool:
-        """Whether the order of such passes has been recorded, so that nobody has to lead."""
+        """Whether such passes can run without a leader: the order is recorded, or not needed."""
         return (mode, reduces) in self._orders or not (self._strategy.shards_parameters or reduces)
 
     def begin(self, mode: Mode, *, reduces: bool, weight: float, leader: int) -> None:
-        """Open a pass. Collective where slots will be played.
+        """Open a pass. Collective if the pass has slots.
 
         Args:
-            reduces: gradients are reduced in this pass.
-            weight: what this rank's gradients are multiplied by.
-            leader: the rank that announces the order while none has been recorded.
+            reduces: whether gradients are reduced in this pass.
+            weight: factor for this rank's gradients.
+            leader: the rank that broadcasts the order while none has been recorded.
         """
         self.active = True
         self.mode = mode
@@ -74,10 +73,10 @@ class CollectiveScheduler:
         self._entered = -1
         self._recorded: list[Slot] = []
         self._pending: Slot | None = None
-        """Announced and not played yet: whatever fails meanwhile, others are waiting in it."""
+        """Received or broadcast but not issued yet. Other ranks wait in it even after an error."""
         self._flats_issued = 0
-        """Buffers of the reduction being played that are on their way: should the next one find no
-        memory, they are not sent again."""
+        """Flat parameters of the current reduction that were already issued. If the next one runs
+        out of memory, they are not issued again."""
         self._current: Unit | None = None
         self._unsharded: set[Unit] = set()
         self._ready: set[Unit] = set()
@@ -92,53 +91,53 @@ class CollectiveScheduler:
         self._reduced: set[Unit] = set()
         self._finishing = False
 
-    # What this rank's own pass tells.
+    # Events of this rank's own pass.
 
     def enter_forward(self, unit: Unit) -> int:
-        """The forward enters `unit`: gather it; returns the number of this visit."""
+        """Unshard `unit` for its forward. Returns the number of this forward call."""
         self._broadcast_skipped(unit.index)
         self.require(unit)
         self._visited.add(unit)
         self._forward_order.append(unit)
         return len(self._forward_order) - 1
 
-    def expect_backward(self, unit: Unit, enter_forward: int) -> None:
-        """A visit of the forward has given out tensors that may bring gradients back."""
-        self._visits_with_backward.add(enter_forward)
-        self._first_visit.setdefault(unit, enter_forward)
+    def expect_backward(self, unit: Unit, visit: int) -> None:
+        """Record that outputs of a forward call may receive gradients."""
+        self._visits_with_backward.add(visit)
+        self._first_visit.setdefault(unit, visit)
 
     def is_first_output(self, value: Tensor) -> bool:
-        """Whether no unit has given this tensor out before in this pass."""
-        # The objects themselves: they stay alive, so that no later one can be taken for them.
+        """Whether no unit has returned this tensor before in this pass."""
+        # Store the objects, not their ids: an id may be reused after the object is freed.
         key = (value if value.grad_fn is None else value.grad_fn, value.output_nr)
         if key in self._outputs:
             return False
         self._outputs.add(key)
         return True
 
-    def enter_backward(self, unit: Unit, enter_forward: int) -> None:
-        """The backward enters a visit of the forward."""
+    def enter_backward(self, unit: Unit, visit: int) -> None:
+        """Unshard `unit` for the backward of a forward call."""
         if self._backward_visit is None:
             self._broadcast_skipped(len(self._units))
-        self._broadcast_skipped_in_backward(enter_forward)
-        self._backward_visit = enter_forward
+        self._broadcast_skipped_in_backward(visit)
+        self._backward_visit = visit
         self.require(unit)
 
     def _broadcast_skipped(self, index: int) -> None:
-        """As the leader: units before `index` in the module tree that this rank's forward skips."""
+        """On the leader: broadcast units before `index` that its forward has skipped."""
         if self._recording and self._is_leader and self._strategy.shards_parameters:
             for unit in self._units[:index]:
                 if not unit.resident and unit not in self._forward_order:
                     self._issue_skipped(unit)
                     self._forward_order.append(unit)
 
-    def _broadcast_skipped_in_backward(self, enter_forward: int) -> None:
-        """As the leader: skipped units between the backward's last visit and this one."""
+    def _broadcast_skipped_in_backward(self, visit: int) -> None:
+        """On the leader: broadcast skipped units between its last backward call and this one."""
         if self._recording and self._is_leader and self._strategy.shards_parameters:
             last = (
                 len(self._forward_order) if self._backward_visit is None else self._backward_visit
             )
-            for place in range(last - 1, enter_forward, -1):
+            for place in range(last - 1, visit, -1):
                 unit = self._forward_order[place]
                 if unit.resident:
                     continue
@@ -147,7 +146,7 @@ class CollectiveScheduler:
                 elif place in self._visits_with_backward or (
                     unit.trained and unit not in self._first_visit
                 ):
-                    # Nothing came back to it on this rank, but may on others.
+                    # No gradient reached it on this rank, but other ranks may have one.
                     self._issue_skipped(unit, SlotKind.UNSHARD)
 
     def _issue_skipped(self, unit: Unit, kind: SlotKind = SlotKind.SKIPPED) -> None:
@@ -155,22 +154,22 @@ class CollectiveScheduler:
             (slot for slot in reversed(self._recorded) if slot.kind is not SlotKind.REDUCE), None
         )
         if last is not None and last.unit == unit.index:
-            return  # whoever needs it has it still
+            return  # still unsharded from its last slot
         self._reshard_current()
         self._broadcast_and_issue(Slot(kind, unit.index))
         self._reshard(unit)
 
     def require(self, unit: Unit) -> None:
-        """`unit`'s parameters are read next: return when they are there.
+        """Return when the parameters of `unit` are unsharded.
 
         Raises:
-            OutOfOrder: the agreed order has no gather of this unit left.
-            RankFailed: the rank that leads the first pass has not come so far.
+            OutOfOrder: the agreed order has no unshard of this unit left.
+            RankFailed: the leader of the first pass failed before this unit.
         """
         if unit in self._ready:
             return
         if unit in self._unsharded and unit.resident:
-            pass  # came early, with those that were needed before it
+            pass  # was unsharded early, together with a unit that was needed before it
         elif self._recording:
             if not unit.resident:
                 self._reshard_current()
@@ -183,7 +182,7 @@ class CollectiveScheduler:
         self._strategy.wait_for_unshard(unit)
 
     def gradient_ready(self, unit: Unit, parameter: nn.Parameter) -> None:
-        """Autograd has accumulated a parameter's gradient of this pass.
+        """Record that autograd has accumulated the gradient of a parameter in this pass.
 
         Raises:
             RuntimeError: the unit has been reduced already.
@@ -191,8 +190,8 @@ class CollectiveScheduler:
         if unit in self._reduced:
             raise RuntimeError(
                 f"rank {self._control.group.rank}: a parameter of unit {unit.name!r} got a "
-                "gradient after the unit was reduced. One backward per micro-batch, please: add "
-                "the losses up first; and use activation checkpointing with use_reentrant=False"
+                "gradient after the unit was reduced. Run one backward per micro-batch: add the "
+                "losses first, and use activation checkpointing with use_reentrant=False"
             )
         arrived = self._ready_gradients.setdefault(unit, set())
         arrived.add(parameter)
@@ -204,12 +203,12 @@ class CollectiveScheduler:
         elif not self._recording:
             self._issue_complete_reductions()
         elif self._is_leader and not (unit.resident and self._strategy.shards_parameters):
-            # A resident unit's reduction comes last: its backward may be over while others' units
-            # that this rank skips are still to be gathered.
+            # The root is reduced last: its backward may be over on this rank while skipped units
+            # still have to be unsharded for other ranks.
             self._broadcast_and_issue(Slot(SlotKind.REDUCE, unit.index))
 
     def finish(self, *, failed: bool = False) -> None:
-        """Play what remains, with zeros for what never came, and release everything."""
+        """Issue the remaining slots, with zeros for missing gradients, and reshard all units."""
         self._finishing = True
         if not self.reduces and not self._strategy.shards_parameters:
             self._accumulate_rest(failed)
@@ -236,7 +235,7 @@ class CollectiveScheduler:
         for flat in unit.trained:
             self._strategy.accumulate(flat, self._weight)
 
-    # The recorded order.
+    # Passes with a recorded order.
 
     def _issue_until(self, unit: Unit) -> None:
         place = self._next_unshard(unit)
@@ -258,7 +257,7 @@ class CollectiveScheduler:
         raise self._order_error(unit)
 
     def _skipped_units(self, place: int) -> list[Unit]:
-        """Units gathered early for visits that this rank's pass skips."""
+        """Units that were unsharded early for forward calls that this rank skips."""
         passed = (self._slots[at] for at in range(self._entered + 1, min(place, self._cursor)))
         units = (self._units[slot.unit] for slot in passed if slot.kind is SlotKind.UNSHARD)
         return [unit for unit in units if not unit.resident and unit in self._unsharded]
@@ -278,8 +277,8 @@ class CollectiveScheduler:
                 raise self._order_error(self._units[self._slots[place].unit])
             self._issue(slot)
             self._cursor += 1
-            passed_over = slot.kind is SlotKind.UNSHARD and self._cursor <= place
-            if passed_over and not self._units[slot.unit].resident:
+            skipped = slot.kind is SlotKind.UNSHARD and self._cursor <= place
+            if skipped and not self._units[slot.unit].resident:
                 self._reshard(self._units[slot.unit])
 
     def _issue_complete_reductions(self) -> None:
@@ -290,7 +289,7 @@ class CollectiveScheduler:
             self._issue(slot)
             self._cursor += 1
 
-    # The first pass: the leader announces, the others follow.
+    # The first pass: the leader broadcasts the order, other ranks receive it.
 
     def _receive_until(self, wanted: Slot) -> None:
         if self._is_leader:
@@ -301,8 +300,8 @@ class CollectiveScheduler:
             unit = self._units[slot.unit]
             if slot.kind is SlotKind.ABANDON:
                 raise RankFailed(
-                    f"rank {self._control.group.rank}: rank {self._leader}, which tells the others "
-                    "in its first pass what comes next, did not finish it; look there for the cause"
+                    f"rank {self._control.group.rank}: rank {self._leader} broadcasts the order of "
+                    "collectives in its first pass and failed in it; see the error on that rank"
                 )
             if slot.kind is SlotKind.END:
                 raise self._order_error(self._units[wanted.unit])
@@ -335,7 +334,7 @@ class CollectiveScheduler:
             self._orders[self.mode, self.reduces] = agreed_order(self._recorded)
 
     def _broadcast_and_issue(self, slot: Slot) -> None:
-        self._issue_pending()  # of a forward that failed and was tried again, say
+        self._issue_pending()  # left over if a failed forward is repeated
         self._control.announce(slot.encode())
         self._pending = slot
         self._issue_pending()
@@ -350,7 +349,7 @@ class CollectiveScheduler:
             self._pending = Slot.decode(self._control.hear(self._leader))
         return self._pending
 
-    # Playing.
+    # Issuing.
 
     def _issue(self, slot: Slot) -> None:
         unit = self._units[slot.unit]
@@ -368,7 +367,7 @@ class CollectiveScheduler:
         self._recorded.append(slot)
 
     def _backward_is_over(self, unit: Unit) -> bool:
-        """No more gradients can come for `unit` in this pass: [Note: backward order]."""
+        """Whether `unit` gets no more gradients in this pass: [Note: backward order]."""
         if self._finishing or unit in self._complete:
             return True
         if unit.resident or not self._strategy.shards_parameters:
@@ -388,8 +387,8 @@ class CollectiveScheduler:
             self._strategy.reshard(unit)
 
     def _order_error(self, unit: Unit) -> OutOfOrder:
-        played = self._slots[: self._cursor] if not self._recording else tuple(self._recorded)
-        names = [self._units[slot.unit].name for slot in played if slot.kind is SlotKind.UNSHARD]
+        issued = self._slots[: self._cursor] if not self._recording else tuple(self._recorded)
+        names = [self._units[slot.unit].name for slot in issued if slot.kind is SlotKind.UNSHARD]
         return OutOfOrder(
             f"rank {self._control.group.rank}: the model reached unit {unit.name!r} in another "
             f"order than agreed in the first {self.mode.value} pass (so far agreed: "

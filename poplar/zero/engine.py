@@ -1,8 +1,7 @@
-"""The engine: a model's units under one strategy, and the hooks that tell when one is needed.
+"""The engine: the units of one model under one strategy, and the hooks that drive them.
 
-Passes are explicit (`pass_begin`, `pass_end`) where `train_step` or `micro_batches` own the loop. A
-backward that comes on its own is a pass too: it begins at its first unit or gradient and ends when
-autograd does.
+`train_step` and `micro_batches` open and close passes explicitly (`begin_pass`, `end_pass`). Any
+other backward is an implicit pass: it begins at its first unit or gradient and ends with autograd.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from poplar.comm import Communicator, Control
 from poplar.data import pytree
-from poplar.errors import PoplarError
+from poplar.errors import CollectiveTimeout, PoplarError
 from poplar.zero.collective_scheduler import CollectiveScheduler, Mode
 from poplar.zero.flat_parameter import FlatParameter
 from poplar.zero.replicated import Replicated
@@ -39,7 +38,7 @@ STRATEGIES: tuple[type[Strategy], ...] = (
 
 
 class Engine:
-    """One model on this rank. Collective methods say so; all others are local."""
+    """The model of this rank. Methods that communicate say `Collective`; all others are local."""
 
     def __init__(
         self,
@@ -57,14 +56,14 @@ class Engine:
         strategy.prepare(self.units)
         self.scheduler = CollectiveScheduler(self.units, strategy, control)
         self.requires_gradient_sync = True
-        """A backward of its own is the step's last (False inside `no_sync`)."""
+        """An implicit backward is the last of its step. False inside `no_sync`."""
         self._explicit_pass = False
         self._callback_queued = False
         self._passes_to_reduce = False
         self.reduction_issued = False
-        """This step's last reduction has been issued."""
+        """The last reduction of this step has been issued."""
         self.reduction_done = False
-        """What the layouts give this rank of the step's mean gradient is final."""
+        """This rank's slice of the mean gradient is final."""
         self._completed = False
         self._all_unsharded = self._writeback = False
         self._in_early_forward = False
@@ -72,7 +71,7 @@ class Engine:
         self._forward_depth = 0
         self._visits: dict[Unit, int] = {}
         self.hooks: list[RemovableHandle] = list(self._register_hooks())
-        """Keep this engine alive; who owns it removes them when it goes."""
+        """They keep the engine alive until the owner removes them."""
 
     @property
     def flats(self) -> list[FlatParameter]:
@@ -85,7 +84,7 @@ class Engine:
     # A step.
 
     def begin_step(self, *, keep_gradients: bool = False) -> None:
-        """Forget what the step before left behind, but `.grad` if the user has just set it."""
+        """Reset the state of the previous step, except `.grad` if the user has just set it."""
         self.strategy.begin_step()
         for flat in self.trained:
             flat.used.clear()
@@ -94,18 +93,17 @@ class Engine:
             for parameter in flat.parameters:
                 parameter.grad = None
             self.strategy.free_gradient(flat)
-        self.reduction_issued = self.reduction_done = self._completed = self._passes_to_reduce = (
-            False
-        )
+        self.reduction_issued = self.reduction_done = False
+        self._completed = self._passes_to_reduce = False
 
     @property
     def has_gradients(self) -> bool:
-        """A pass has contributed to this step."""
+        """Whether a pass has contributed to this step."""
         return self.reduction_issued or self._passes_to_reduce
 
     @contextmanager
     def early_forward(self) -> Iterator[None]:
-        """A forward in this block comes before its pass: no backward belongs in there."""
+        """A context for a forward before its pass is open. It must not run a backward."""
         self._in_early_forward = True
         try:
             yield
@@ -115,16 +113,16 @@ class Engine:
     def begin_pass(
         self, *, weight: float, leader: int | None, last: bool, mode: Mode = Mode.TRAIN
     ) -> bool:
-        """Open a pass whose end is announced by `pass_end`. Collective where it gathers or reduces.
+        """Open a pass; close it with `end_pass`. Collective if it unshards or reduces.
 
         Args:
-            weight: what this pass's mean gradient counts for in the step.
-            leader: first rank that has samples in it; None if no rank has.
-            last: this rank's last pass of the step.
+            weight: factor for this rank's mean gradient of the pass.
+            leader: first rank that has samples in the pass; None if no rank has.
+            last: whether it is this rank's last pass of the step.
 
         Returns:
-            False if there is nothing to play: no rank has samples and no order has been agreed yet,
-            or all values are there anyway.
+            False if there is nothing to issue: no rank has samples and no order has been agreed
+            yet, or all parameters are unsharded anyway.
         """
         if mode is Mode.EVALUATE and self._all_unsharded:
             return False
@@ -138,12 +136,12 @@ class Engine:
         return True
 
     def end_pass(self, *, failed: bool = False) -> None:
-        """Close the open pass; after a failure the rest of it is played with zeros. Collective.
+        """Close the open pass. After a failure its remaining slots get zeros. Collective.
 
         Raises:
-            torch.OutOfMemoryError: of this rank, when the pass is over nevertheless: others wait
-                for its part of it.
-            PoplarError: there was no memory even for that.
+            torch.OutOfMemoryError: this rank ran out of memory. The pass has been completed with
+                zeros, so the other ranks do not wait.
+            PoplarError: the pass could not be completed even with zeros.
         """
         has_gradients = self.scheduler.mode is not Mode.EVALUATE
         try:
@@ -161,31 +159,31 @@ class Engine:
             self.reduction_issued = self.reduction_issued or self.scheduler.reduces
 
     def _finish_out_of_memory(self) -> None:
-        """Play the rest of the pass with zeros, for which there is less to hold."""
+        """Complete the pass with zeros, which needs less memory."""
         try:
             self.scheduler.finish(failed=True)
         except torch.OutOfMemoryError as short:
             raise PoplarError(
-                f"rank {self.comm.group.rank} has no memory left, not even to take part in the "
-                "rest of a pass without gradients, so the other ranks wait for it until their "
+                f"rank {self.comm.group.rank} is out of memory and cannot complete a pass even "
+                "without gradients, so the other ranks wait for it until their "
                 f"deadline; give it fewer samples or a smaller share: {short}"
             ) from short
 
     def wait_for_reductions(self) -> None:
-        """Wait until what the layouts give this rank of the mean gradient is final. Collective."""
+        """Wait until this rank's slice of the mean gradient is final. Collective."""
         if not self.reduction_done:
             self.strategy.wait_for_reductions(self.units)
             self.reduction_done = True
 
     def finish_gradients(self) -> None:
-        """Settle, and wait until the gradient is wherever the update and the user read it."""
+        """Wait until the gradient is final wherever the update and the user read it. Collective."""
         self.wait_for_reductions()
         if not self._completed:
             self.strategy.finish_gradients(self.units)
             self._completed = True
 
     def full_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Every trained parameter with its mean gradient, gathered. Collective, once complete."""
+        """Each trained parameter's name and its full mean gradient. Collective."""
         for flat in self.trained:
             whole = torch.empty(flat.numel, dtype=torch.float32, device=flat.device)
             own = flat.layout.bounds(self.comm.group.rank)
@@ -199,28 +197,28 @@ class Engine:
                 yield name, whole[offset : offset + parameter.numel()].view(parameter.shape)
 
     def abort(self) -> None:
-        """After a collective failed there is nothing to play any more: drop the open pass."""
+        """Drop the open pass after a collective has failed."""
         self._explicit_pass = False
         self.scheduler.active = False
 
     def explain_error(self, error: Exception) -> Exception:
-        """Say what autograd's complaint about a version means where parameters come and go."""
-        if not self.strategy.shards_parameters or "modified by an inplace operation" not in str(
-            error
-        ):
+        """Explain autograd's version error where its cause is a resharded parameter."""
+        is_version_error = "modified by an inplace operation" in str(error)
+        if not self.strategy.shards_parameters or not is_version_error:
             return error
         explained = RuntimeError(
-            f"rank {self.comm.group.rank}: the backward read parameters of a unit before it came "
-            "to the unit's outputs, when they are not gathered (stage 3): by a loss kept aside in "
-            "a module, a second-order gradient, or reentrant checkpointing. Return such a loss as "
-            "an output of the unit, name a larger unit that contains its use (units=[...]), or use "
-            f"stage 2. If the model does change a parameter in place, that is the cause: {error}"
+            f"rank {self.comm.group.rank}: the backward read parameters of a unit before it "
+            "reached the unit's outputs, while they were sharded (stage 3). Possible causes: a "
+            "loss stored in a module, a second-order gradient, or reentrant checkpointing. Return "
+            "such a loss as an output of the unit, name a larger unit that contains its use "
+            "(units=[...]), or use stage 2. If the model does change a parameter in place, that is "
+            f"the cause: {error}"
         )
         explained.__cause__ = error
         return explained
 
     def reduce_without_backward(self) -> None:
-        """Reduce what lies in `.grad` and in the sums, as a last pass. Collective."""
+        """Reduce `.grad` and the accumulated gradients as a last pass. Collective."""
         weight = 1.0 / self.comm.group.size
         self.begin_pass(weight=weight, leader=0, last=True, mode=Mode.REDUCE_ONLY)
         self.end_pass()
@@ -230,10 +228,10 @@ class Engine:
 
     @contextmanager
     def unsharded_parameters(self, *, writeback: bool) -> Iterator[None]:
-        """Gather everything for the time of a `with` block. Collective at both ends."""
+        """A context in which all parameters are unsharded. Collective at both ends."""
         if self.scheduler.active:
             raise RuntimeError("full_parameters() inside a pass; end the backward first")
-        if self._all_unsharded:  # inside another such block: that one gives the values back
+        if self._all_unsharded:  # nested: the outer context reshards
             outer, self._writeback = self._writeback, self._writeback or writeback
             try:
                 yield
@@ -244,7 +242,7 @@ class Engine:
             return
         shards_parameters = self.strategy.shards_parameters
         if shards_parameters:
-            # What is written in the block must not reach a later pass but through the shards.
+            # Values written in the block must reach later passes only through the shards.
             self.strategy.reshard_persistent()
             for unit in self.units:
                 self.strategy.unshard(unit, in_step=False)
@@ -267,17 +265,17 @@ class Engine:
 
     @property
     def values_are_readable(self) -> bool:
-        """Every parameter is whole on this rank now."""
+        """Whether every parameter is unsharded on this rank now."""
         return self._all_unsharded or not self.strategy.shards_parameters
 
     @property
     def is_fully_unsharded(self) -> bool:
-        """Inside `all_values`, at stages where that gathers."""
+        """Inside `unsharded_parameters`, at stages that shard parameters."""
         return self._all_unsharded and self.strategy.shards_parameters
 
     @property
     def values_are_writable(self) -> bool:
-        """What is written into the parameters now stays."""
+        """Whether values written into the parameters now are kept."""
         return self._writeback or not self.strategy.shards_parameters
 
     # Hooks.
@@ -312,15 +310,20 @@ class Engine:
     def _forward_pre_hook(self, unit: Unit) -> Callable[..., None]:
         def enter(module: nn.Module, _inputs: Any) -> None:
             if self._all_unsharded or id(module) not in self._modules:
-                return  # values are there, or a copy of the model runs, which has its own
+                return  # already unsharded, or a copy of the model, which has its own parameters
             if torch.is_grad_enabled() and self._implicit_evaluation_is_open:
                 self.drop_implicit_pass()
             if not self.scheduler.active:
                 self._begin_implicit_pass(Mode.TRAIN if torch.is_grad_enabled() else Mode.EVALUATE)
-            if _in_backward():
-                self.scheduler.require(unit)  # recomputation for activation checkpointing
-            else:
-                self._visits[unit] = self.scheduler.enter_forward(unit)
+            try:
+                if _in_backward():
+                    self.scheduler.require(unit)  # recomputation for activation checkpointing
+                else:
+                    self._visits[unit] = self.scheduler.enter_forward(unit)
+            except CollectiveTimeout as error:
+                if self._explicit_pass:
+                    raise
+                raise self._explain_timeout(error) from error
 
         return _disable_compile(enter)
 
@@ -330,9 +333,9 @@ class Engine:
                 return
             if _in_backward() or not torch.is_grad_enabled():
                 return
-            enter_forward = self._visits[unit]
-            # A tensor that only passes through belongs to the unit that made it: its gradient comes
-            # when the backward has left all later ones.
+            visit = self._visits[unit]
+            # A tensor that a unit returns unchanged belongs to the unit that created it: its
+            # gradient is computed after the backward has left all later units.
             outputs = [
                 value
                 for value in pytree.tensors(output)
@@ -340,10 +343,10 @@ class Engine:
             ]
 
             def enter_backward(_gradient: Tensor) -> None:
-                self.scheduler.enter_backward(unit, enter_forward)
+                self.scheduler.enter_backward(unit, visit)
 
             if outputs:
-                self.scheduler.expect_backward(unit, enter_forward)
+                self.scheduler.expect_backward(unit, visit)
             for value in outputs:
                 value.register_hook(enter_backward)
 
@@ -363,31 +366,39 @@ class Engine:
         return own and self.scheduler.mode is Mode.EVALUATE
 
     def drop_implicit_pass(self) -> None:
-        """End a pass that began by itself and will not end so, a forward without a backward, say.
+        """End an implicit pass that has no natural end, such as a forward without a backward.
 
-        Collective if there is one, as its beginning was.
+        Collective if such a pass is open.
         """
         if self.scheduler.active and not self._explicit_pass:
             self.scheduler.finish(failed=True)
             self._callback_queued = False
-            if self.scheduler.mode is not Mode.EVALUATE:  # which has left nothing to forget
+            if self.scheduler.mode is not Mode.EVALUATE:  # an evaluation leaves no gradients
                 self.begin_step()
 
+    def _explain_timeout(self, error: CollectiveTimeout) -> CollectiveTimeout:
+        """Name the likely cause of a timeout in a forward outside `train_step`."""
+        return CollectiveTimeout(
+            f"{error}. If the other ranks are alive, they did not run this forward: at stage 3 the "
+            "parameters are sharded, so every rank must call the model. To run it on one rank, "
+            "enter `with optimizer.full_parameters():` on all ranks first"
+        )
+
     def _begin_implicit_pass(self, mode: Mode) -> None:
-        """A pass that nobody opened: the user's own loop, in which all ranks have samples."""
+        """Open a pass for the user's own loop, in which all ranks have samples."""
         if self._in_early_forward:
             raise RuntimeError(
-                f"rank {self.comm.group.rank}: a backward inside of loss_fn, which is to return "
-                "the loss; train_step runs the one backward of each micro-batch"
+                f"rank {self.comm.group.rank}: loss_fn ran a backward, but it must only return the "
+                "loss; train_step runs the one backward of each micro-batch"
             )
         if mode is Mode.TRAIN and self.reduction_done:
             raise RuntimeError(
-                f"rank {self.comm.group.rank}: a backward after the gradients of this step were "
+                f"rank {self.comm.group.rank}: a backward ran after the gradients of this step were "
                 "reduced; call step() and zero_grad() first, or run all but the last backward of a "
                 "step in no_sync()"
             )
         if mode is Mode.TRAIN and not self.has_gradients:
-            self.begin_step(keep_gradients=True)  # the first one is there already
+            self.begin_step(keep_gradients=True)  # the first gradient is already in `.grad`
         reduces = mode is Mode.TRAIN and (
             self.requires_gradient_sync or self.strategy.reduces_every_pass
         )
@@ -404,7 +415,8 @@ class Engine:
 
 
 def _disable_compile(hook: Callable[..., None]) -> Callable[..., None]:
-    """Under `torch.compile` a hook that talks to other ranks runs between graphs, not in one."""
+    """Exclude a hook from `torch.compile`: it communicates, so it runs between graphs."""
+
     disabled: Callable[..., None] = torch.compiler.disable(hook)
     return disabled
 
