@@ -1,8 +1,8 @@
-"""What all ranks must know before a step's first backward and before anybody applies it.
+"""What the ranks exchange before the first backward of a step and before its update.
 
-Opening: how much each rank brings, so that weights are exact, and that nobody's input is bad.
-Closing: whether a rank failed, which parameters were used at all, the loss, the norm. A step that
-one rank could not finish is applied by nobody, and every rank says why.
+Opening a step exchanges sample counts and input errors, so that weights are exact. Closing it
+exchanges errors, used parameters, the loss and the gradient norm. If one rank could not finish the
+step, no rank applies it and every rank raises.
 """
 
 from __future__ import annotations
@@ -23,50 +23,53 @@ from poplar.zero import gradient_norm
 from poplar.zero.flat_parameter import FlatParameter
 
 ROW = ALIGNMENT
-"""Elements of what each rank contributes to a norm, and to the loss beside it."""
+"""int64 elements that each rank contributes: its part of the norm, then its loss."""
 _LOSS = ops.EXACT_WORDS
-"""Where in a row the loss is."""
+"""Index of the loss in a row."""
 
 
 @dataclass(frozen=True)
 class StepSizes:
-    """What all ranks know before the first backward."""
+    """Samples and weights of all ranks, known before the first backward."""
 
     samples: tuple[int, ...]
-    """Of each rank in this step."""
+    """By rank."""
     total_weight: float
 
 
 @dataclass(frozen=True)
 class StepSummary:
-    """What all ranks know once the gradients are final."""
+    """Known to all ranks once the gradients are final."""
 
     losses: Tensor
-    """By rank, its part of the weighted loss: float64 on the device."""
+    """By rank, its part of the weighted loss; float64 on the device."""
     norm_type: float | None
     norm: Tensor
-    """Of the gradient as accumulated (a loss scale still in it), one float64 on the device; NaN if
-    not asked for."""
+    """Norm of the accumulated gradient (any loss scale included), one float64 on the device; NaN
+    if not requested."""
     unused: dict[FlatParameter, set[int]]
-    """Parameters, by position, that got a gradient on no rank."""
+    """Positions of parameters that got a gradient on no rank."""
     waited: tuple[float, ...]
-    """Seconds each rank was held up by the others."""
+    """By rank, seconds spent waiting for other ranks."""
 
 
 def leader_of(sizes: Sequence[int]) -> int | None:
-    """The first rank with samples, given each rank's in a pass; None if nobody has any."""
+    """The first rank with samples; None if no rank has any."""
     return next((rank for rank, size in enumerate(sizes) if size > 0), None)
 
 
 def raise_on_any_error(control: Control, error: Exception | None, *, doing: str) -> None:
-    """Raise on all ranks if one has an error, `RankFailed` on the others. Collective."""
+    """Raise on all ranks if one rank has an error: there the error, elsewhere `RankFailed`.
+
+    Collective.
+    """
     flags = control.exchange(torch.tensor([error is not None]), what=doing)()
     if any(bool(flag) for flag in flags):
         raise_on_all_ranks(control, error, doing=doing)
 
 
 def raise_on_all_ranks(control: Control, error: BaseException | None, *, doing: str) -> None:
-    """Tell each other the errors of those that failed. Collective; always raises."""
+    """Exchange error messages and raise. Collective, if at least one rank has an error."""
     mine = None if error is None else f"{type(error).__name__}: {error}"
     messages = control.exchange_objects(mine, what=doing)
     if error is not None:
@@ -78,16 +81,16 @@ def raise_on_all_ranks(control: Control, error: BaseException | None, *, doing: 
 def open_step(
     control: Control, *, samples: int, weight: float, error: Exception | None
 ) -> Callable[[], tuple[StepSizes, float]]:
-    """Start to agree on a step's samples and weights. Collective.
+    """Start to exchange sample counts and weights. Collective.
 
     Args:
-        samples: this rank's in this step.
-        weight: what this rank's samples count for (their number, or tokens).
-        error: this rank's input is bad; raised at once here, and as `RankFailed` by what the others
-            are given.
+        samples: samples of this rank in the step.
+        weight: total weight of this rank's samples: their number, or tokens.
+        error: error in this rank's input. It is raised at once on this rank; on other ranks the
+            returned function raises `RankFailed`.
 
     Returns:
-        What waits for the others; gives what was agreed, and the seconds spent waiting.
+        A function that waits for the other ranks and returns the sizes and the seconds waited.
     """
     values = torch.tensor([float(error is not None), samples, weight], dtype=torch.float64)
     collect = control.exchange(values, what="opening a step")
@@ -118,19 +121,19 @@ def close_step(
 ) -> StepSummary:
     """Agree that the step may be applied. Collective.
 
-    What the device computes, loss and norm, travels as the gradients do and stays there; only what
-    the host knows anyway is awaited here. So a GPU that is still at the last pass holds nobody up.
+    Loss and norm are computed on the device and stay there. The host waits only for values that
+    are known on the hosts, so it does not wait for a device that still runs the last pass.
 
     Args:
         loss: this rank's part of the weighted loss.
-        norm_type: of the gradient norm to compute on the way; None for none.
-        error: this rank could not finish its passes.
+        norm_type: type of the gradient norm to compute; None for none.
+        error: why this rank could not finish its passes, if it could not.
 
     Raises:
-        RankFailed: on the ranks that have finished theirs, if one has not.
+        RankFailed: another rank could not finish its passes.
     """
     rows = norm_rows(comm, flats)
-    # A rank that has failed does not know what the others ask for, but it takes part.
+    # A failed rank does not know which norm the others compute, but it must take part.
     fill_norm_row(rows, flats, comm.group.rank, norm_type if error is None else None)
     rows[comm.group.rank, _LOSS] = _float64_bits(loss, rows.device)
     pending = gather_rows(comm, rows, what="the loss and the gradient norm")
@@ -159,17 +162,14 @@ def _unused(flats: Sequence[FlatParameter], used: Tensor) -> dict[FlatParameter,
 
 
 def norm_rows(comm: Communicator, flats: Sequence[FlatParameter]) -> Tensor:
-    """Small rows for `exchange_rows`, one of each rank, on the gradients' device: zeros."""
+    """Zero rows for `gather_rows`, one per rank, on the gradients' device."""
     return torch.zeros(comm.group.size, ROW, dtype=torch.int64, device=flats[0].device)
 
 
 def fill_norm_row(
     rows: Tensor, flats: Sequence[FlatParameter], rank: int, norm_type: float | None
 ) -> None:
-    """Put this rank's part of the gradient norm into its row.
-
-    Over the slices that it owns in the layouts; the loss has room beside it.
-    """
+    """Write this rank's part of the gradient norm, over its slices of the layouts, to its row."""
     if norm_type is None:
         return
     row = rows[rank]
@@ -186,7 +186,7 @@ def fill_norm_row(
 
 
 def gather_rows(comm: Communicator, rows: Tensor, *, what: str) -> Pending:
-    """Start to give all ranks every rank's row, as transports do it for that device. Collective."""
+    """Start to all-gather the rows. Collective."""
     layout = Layout(tuple(range(0, rows.numel() + 1, ROW)))
     return comm.all_gather(rows.view(-1), layout, what=what)
 
@@ -194,7 +194,8 @@ def gather_rows(comm: Communicator, rows: Tensor, *, what: str) -> Pending:
 def combine_norm(rows: Tensor, norm_type: float | None) -> Tensor:
     """The norm from all ranks' rows, as one float64 on the device.
 
-    The same bits on every rank, whatever their devices: only the host has one `pow` for all.
+    It has the same bits on every rank: the general case uses the host's `pow`, because devices
+    round it differently.
     """
     if norm_type is None:
         return torch.full((), math.nan, dtype=torch.float64, device=rows.device)
@@ -208,7 +209,7 @@ def combine_norm(rows: Tensor, norm_type: float | None) -> Tensor:
 
 
 def _float64_bits(value: Tensor | float, device: torch.device) -> Tensor:
-    """The bits of a float64; a number of the host gets to the device without waiting for it."""
+    """A float64 as int64 bits on the device, without a synchronization of the host."""
     if not isinstance(value, Tensor):
         value = torch.full((), value, dtype=torch.float64, device=device)
     return value.to(device, torch.float64).view(torch.int64)

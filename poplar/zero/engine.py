@@ -393,7 +393,7 @@ class Engine:
             )
         if mode is Mode.TRAIN and self.reduction_done:
             raise RuntimeError(
-                f"rank {self.comm.group.rank}: a backward ran after the gradients of this step were "
+                f"rank {self.comm.group.rank}: a backward after the gradients of this step were "
                 "reduced; call step() and zero_grad() first, or run all but the last backward of a "
                 "step in no_sync()"
             )
@@ -416,7 +416,6 @@ class Engine:
 
 def _disable_compile(hook: Callable[..., None]) -> Callable[..., None]:
     """Exclude a hook from `torch.compile`: it communicates, so it runs between graphs."""
-
     disabled: Callable[..., None] = torch.compiler.disable(hook)
     return disabled
 

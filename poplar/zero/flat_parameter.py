@@ -1,8 +1,7 @@
-"""A flat buffer: parameters of one kind laid end to end, gathered and reduced as one.
+"""A flat parameter: several parameters in one buffer that is unsharded and reduced as a whole.
 
-Every parameter starts at a multiple of 64 elements. So every cut, of a shard or of a parameter, is
-aligned: the vector loops of an optimizer then see the same lanes whatever the shares, and give the
-same bits.
+Every parameter starts at a multiple of 64 elements, and so does every shard. Vectorized optimizer
+loops then process the same elements in the same lanes and give the same bits for any shares.
 """
 
 from __future__ import annotations
@@ -19,27 +18,26 @@ PACKABLE = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class FlatParameter:
-    """Parameters that share a dtype, a device and whether they are trained.
+    """A buffer for parameters of one dtype on one device, either all trained or all frozen.
 
-    What a strategy makes of it is in the attributes below the parameters: how it is cut, which part
-    this rank's optimizer updates, and where values and gradients live.
+    The strategy sets the layout, the owned part and the tensors below.
     """
 
     layout: Layout
-    """How the buffer is cut among ranks."""
+    """How the buffer is divided among ranks."""
     owned: tuple[int, int]
-    """The part whose optimizer state this rank holds."""
+    """Start and end of the part whose optimizer state this rank holds."""
     values: Tensor
-    """All parameter values, in `dtype`; at stage 3 without storage unless gathered."""
+    """All parameter values, in `dtype`; at stage 3 without storage while sharded."""
     shard: Tensor
-    """Values of the owned part, in `dtype`; a view of `values` unless those are sharded, and then
-    where the transport sends it from: `Strategy.before_writing` comes before it is written."""
+    """Values of the owned part, in `dtype`. A view of `values`, or at stage 3 the memory from which
+    the transport sends: call `Strategy.wait_for_readers` before writing to it."""
     master: Tensor
-    """fp32 values of the owned part: `shard` itself if that is fp32 already."""
+    """fp32 values of the owned part: `shard` itself if `dtype` is fp32."""
     gradient: Tensor
     """fp32 mean gradient of the owned part, once reduced; empty between steps."""
     squares: Tensor
-    """Block sums of squares of the layout's slice of this rank, as its reduction left them."""
+    """Sums of squares, per block, of this rank's slice of the layout; computed by the reduction."""
 
     def __init__(
         self,
@@ -56,39 +54,39 @@ class FlatParameter:
         self.dtype = dtype
         self.trained = trained
         self.groups = tuple(groups)
-        """Each parameter's param group in the optimizer, ascending; -1: in none."""
+        """Index of each parameter's param group in the optimizer, ascending; -1: in none."""
         self.device = self.parameters[0].device
         self.offsets, self.numel = _aligned_offsets([p.numel() for p in self.parameters])
         self.used: set[int] = set()
-        """Parameters (by position) that got a gradient on this rank in this step."""
+        """Positions of the parameters that got a gradient on this rank in this step."""
         self.gradient = self.squares = torch.empty(0, device=self.device)
         self._squares_version: int | None = None
         self._versions: list[int] = []
         self._placeholder = [_placeholder(p.shape, dtype, self.device) for p in self.parameters]
 
     def mark_squares_valid(self) -> None:
-        """The gradient is reduced, and `squares` are of it."""
+        """`squares` belong to the reduced gradient."""
         self._squares_version = None if self.gradient.is_inference() else self.gradient._version
 
     def invalidate_squares(self) -> None:
-        """From here on the gradient may be written unnoticed: `.grad` shows it."""
+        """`squares` may become stale: the user can write to the gradient through `.grad`."""
         self._squares_version = None
 
     def sums_of_squares(self, owned: slice) -> Tensor:
-        """Block sums of squares of the same slice; taken anew if it was written since."""
+        """Sums of squares per block of `gradient[owned]`, recomputed if it was written since."""
         if self._squares_version is not None and self._squares_version == self.gradient._version:
             return self.squares
         return ops.block_sums_of_squares(self.gradient[owned])
 
     def initial_values(self) -> tuple[Tensor, Tensor]:
-        """The model's present values, flat: in fp32 and in `dtype` (one tensor if that is fp32)."""
+        """The model's values as flat tensors in fp32 and in `dtype`; one tensor if that is fp32."""
         exact = torch.empty(self.numel, dtype=torch.float32, device=self.device)
         with torch.no_grad():
             ops.pack_(exact, [p.detach() for p in self.parameters], list(self.offsets), 1.0)
         return exact, exact if self.dtype is torch.float32 else exact.to(self.dtype)
 
     def attach_parameters(self) -> None:
-        """Point the user's parameters into `values`."""
+        """Make the user's parameters views of `values`."""
         for position, (parameter, offset) in enumerate(
             zip(self.parameters, self.offsets, strict=True)
         ):
@@ -101,13 +99,13 @@ class FlatParameter:
         self._versions = []
 
     def adopt_replaced_data(self) -> bool:
-        """Make parameters views again whose `.data` the user has replaced, with the new values.
+        """Copy values that the user has assigned to `.data` and make these parameters views again.
 
         Returns:
             Whether there were any.
 
         Raises:
-            RuntimeError: the new data has another shape, dtype or device, or the values are hidden.
+            RuntimeError: the new data has another shape, dtype or device, or `values` is sharded.
         """
         replaced = False
         step = self.values.element_size()
@@ -134,11 +132,11 @@ class FlatParameter:
         return replaced
 
     def detach_parameters(self) -> None:
-        """Leave the user's parameters with their shape and NaN for every value.
+        """Give the user's parameters their shape and NaN for every value.
 
-        Reading memory that has been given back would crash the process; NaN is loud and safe. A
-        backward that reads what the forward saved of a parameter while it is hidden is refused by
-        autograd: its version has moved on, until the values are shown again.
+        Reading freed memory could crash the process; NaN is safe and visible. The version counters
+        change, so autograd refuses a backward that reads saved parameters before they are attached
+        again.
         """
         if not self._versions:
             self._versions = [parameter._version for parameter in self.parameters]
@@ -147,9 +145,10 @@ class FlatParameter:
             parameter.data = absent
 
     def take_gradients(self, weight: float) -> tuple[list[Tensor], list[int]]:
-        """Move the gradients out of the parameters, with their offsets; none are left behind.
+        """Take the gradients from the parameters, with their offsets, and set `.grad` to None.
 
-        A pass of weight 0 counts for nothing, NaN included, but its parameters are used.
+        With weight 0 no gradient is returned, so NaN has no effect, but its parameter counts as
+        used.
         """
         gradients, offsets = [], []
         for position, parameter in enumerate(self.parameters):
@@ -169,12 +168,12 @@ class FlatParameter:
         return gradients, offsets
 
     def span(self, position: int) -> tuple[int, int]:
-        """The aligned part of the buffer that belongs to one parameter, its padding included."""
+        """Start and end of one parameter in the buffer, including its padding."""
         end = self.offsets[position + 1] if position + 1 < len(self.offsets) else self.numel
         return self.offsets[position], end
 
     def intersect_owned(self, start: int, stop: int) -> slice | None:
-        """Where `[start, stop)` lies in the owned part; None if the two don't meet."""
+        """The part of `[start, stop)` that is owned, relative to the owned part; None if empty."""
         low, high = max(start, self.owned[0]), min(stop, self.owned[1])
         return slice(low - self.owned[0], high - self.owned[0]) if low < high else None
 

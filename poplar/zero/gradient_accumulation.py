@@ -1,4 +1,4 @@
-"""What stages 0 and 1 share: passes add up on the rank, and gradients meet once a step."""
+"""Common to stages 0 and 1: passes accumulate locally, gradients are reduced once per step."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from poplar.zero.unit import Unit
 
 
 class LocalAccumulation(Strategy):
-    """Each rank adds up its passes, weighted, in fp32; in its last pass the sums are reduced.
+    """Each rank accumulates its weighted passes in fp32; its last pass reduces the sums.
 
-    The transport sends from the bucket that holds the sums, and what it reduces ends in the slice
-    of it that the layout gives this rank.
+    The transport sends from the accumulation buffer, and writes the result into this rank's slice
+    of it.
 
-    [Note: beside the backward]
-    Ranks come to their last pass at different times, so a reduction may have to wait for long, and
-    the next one for the memory that it holds. What cannot be reduced yet is safe in the sums, so on
-    CUDA reductions and all waits for them have a stream of their own, and the backward goes on.
-    Waits on the host hold up the backward, but where ranks share memory: there nothing has to wait.
+    [Note: reductions during the backward]
+    Ranks reach their last pass at different times, so a reduction may wait for a long time, and the
+    next one may wait for its memory. On CUDA, reductions and their waits therefore use a separate
+    stream, so that the backward continues; the gradients are already accumulated. Waits on the host
+    block the backward, except with shared memory, where no wait is needed.
     """
 
     shards_parameters = False
@@ -81,8 +81,9 @@ class LocalAccumulation(Strategy):
         return self._sums[flat]
 
     def _on_reduction_stream(self, device: torch.device) -> AbstractContextManager[object]:
-        """What is issued and waited for within comes after all that was issued so far, and holds
-        nobody up where the transport waits on streams.
+        """A context for reductions and their waits, ordered after all work issued so far.
+
+        It does not block the backward if the transport waits on CUDA streams.
         """
         if device.type != "cuda" or not self.comm.waits_on_stream:
             return nullcontext()
@@ -91,7 +92,7 @@ class LocalAccumulation(Strategy):
         return torch.cuda.stream(stream)
 
     def _drain_reductions(self) -> None:
-        """The current stream goes on when everything beside it is over."""
+        """Make the current stream wait for all reductions."""
         for device, stream in self._streams.items():
             with self._on_reduction_stream(device):
                 self._drain(0)

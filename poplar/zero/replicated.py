@@ -1,4 +1,4 @@
-"""ZeRO-0: every rank holds everything; gradients meet once a step."""
+"""ZeRO-0: every rank has the full training state; gradients are reduced once per step."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from poplar.zero.gradient_accumulation import LocalAccumulation
 from poplar.zero.unit import Unit
 
 _GRADIENTS_HAVE_DTYPES = hasattr(Tensor, "grad_dtype")
-"""A parameter may say that its gradient has a dtype of its own (newer versions of torch)."""
+"""Newer versions of torch allow a gradient whose dtype differs from its parameter's."""
 
 
 class Replicated(LocalAccumulation):
-    """The reduced slices are gathered, so that the optimizer finds the whole mean gradient.
+    """All-gathers the reduced slices, so that every rank updates with the full mean gradient.
 
-    All within the sums, and in the same bits on all ranks; `.grad` shows them.
+    The gradient stays in the accumulation buffer, with the same bits on all ranks; `.grad` is a
+    view of it.
     """
 
     def layout_for(self, flat: FlatParameter, shares: Sequence[float]) -> Layout:
-        """Even, whatever the shares: nothing is owned, so only the reduction is cut."""
+        """Even for any shares: nothing is owned, the layout only divides the reduction."""
         return Layout.even(flat.numel, self.comm.group.size)
 
     def state_layout(self, flat: FlatParameter, to: int) -> Layout:
@@ -48,10 +49,10 @@ class Replicated(LocalAccumulation):
 
     def begin_step(self) -> None:
         super().begin_step()
-        self._wait_for_gathers()  # of a step that was closed with an error
+        self._wait_for_gathers()  # left over if the previous step failed
 
     def _reduction(self, flat: FlatParameter, *, narrow: bool) -> Pending:
-        """Whose end begins the gather: under the next reductions, or while ranks agree."""
+        """Starts the all-gather when it ends, overlapping with the next reductions."""
         return Finished(super()._reduction(flat, narrow=narrow), partial(self._gather, flat))
 
     def _gather(self, flat: FlatParameter) -> None:
@@ -62,7 +63,7 @@ class Replicated(LocalAccumulation):
         self._wait_for_gathers()
         for unit in units:
             for flat in unit.trained:
-                if flat in self._allocated:  # or the step was given up before it came to this one
+                if flat in self._allocated:  # not if the step was abandoned before this unit
                     _expose_gradients(flat)
                 flat.invalidate_squares()
 
@@ -72,7 +73,7 @@ class Replicated(LocalAccumulation):
             self.wait(unshard)
 
     def scale_gradients(self, units: Sequence[Unit], factor: Tensor) -> bool:
-        """`.grad` is what the step applies, so it shows clipping and unscaling at once."""
+        """Scale at once: `.grad` shows what the update applies."""
         for unit in units:
             for flat in unit.trained:
                 flat.gradient.mul_(factor)
@@ -92,11 +93,11 @@ class Replicated(LocalAccumulation):
         return removed
 
     def publish_update(self, units: Sequence[Unit]) -> None:
-        """Nothing to bring anywhere: every rank has updated all parameters, with the same bits."""
+        """Nothing to send: every rank has updated all parameters, with the same bits."""
 
 
 def _expose_gradients(flat: FlatParameter) -> None:
-    """Let `.grad` hold the mean gradient: the sums themselves, or else a rounded copy."""
+    """Set `.grad` to the mean gradient: a view of the buffer, or a rounded copy."""
     for parameter, view in zip(flat.parameters, _views(flat), strict=True):
         if flat.dtype is not torch.float32 and _GRADIENTS_HAVE_DTYPES:
             parameter.grad_dtype = None

@@ -318,8 +318,9 @@ def _mismatch_message(key: str, expected: Any, found: Any, ranks: Sequence[int])
         expected, found = next((a, b) for a, b in pairs if a != b)
         key = "model (first differing parameter: name, shape, dtype, param group)"
     return (
-        f"the ranks disagree on the {key}: rank 0 has {_truncated(expected)}, rank(s) {list(ranks)} "
-        f"have {_truncated(found)}; build the same model, plan and optimizer on every rank"
+        f"the ranks disagree on the {key}: rank 0 has {_truncated(expected)}, rank(s) "
+        f"{list(ranks)} have {_truncated(found)}; build the same model, plan and optimizer on "
+        "every rank"
     )
 
 

@@ -1,4 +1,4 @@
-"""ZeRO-2: a unit's gradients are reduced when its backward is over; each rank keeps a slice."""
+"""ZeRO-2: a unit's gradients are reduced after its backward; each rank stores a slice."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from poplar.zero.unit import Unit
 
 
 class ShardedGradients(Strategy):
-    """Every pass reduces every unit: packed with its weight into a bucket, sent, and forgotten.
+    """Every pass packs each unit's gradients, times the weight, into a bucket and reduces it.
 
-    What arrives is added, in fp32 and in rank order, to the slice of the mean gradient that this
-    rank owns; no rank ever holds a whole gradient in fp32.
+    The sum, in fp32 and in rank order, is added to this rank's slice of the mean gradient. No rank
+    ever stores a full gradient in fp32.
     """
 
     shards_parameters = False
@@ -27,7 +27,7 @@ class ShardedGradients(Strategy):
         self._started: set[FlatParameter] = set()
 
     def prepare(self, units: Sequence[Unit]) -> None:
-        """A unit's reductions run under the backward of the next, however many they are."""
+        """Allow all reductions of a unit at once, overlapping with the next unit's backward."""
         most = max((len(unit.trained) for unit in units), default=0)
         self.max_in_flight = max(self.max_in_flight, 1 + most)
 
@@ -40,7 +40,7 @@ class ShardedGradients(Strategy):
         gradients, offsets = flat.take_gradients(weight)
         bucket = self.comm.buffer(flat.layout, self.codec.wire_dtype, flat.device, self.codec)
         bucket.pack(gradients, offsets, weight)
-        del gradients  # the native gradients go before the next unit's come
+        del gradients  # free them before the next unit's gradients are allocated
         self._ensure_gradient(flat)
         again = flat in self._started
         self._started.add(flat)

@@ -1,4 +1,4 @@
-"""ZeRO-1: the optimizer state is sharded; gradients still meet once a step."""
+"""ZeRO-1: the optimizer state is sharded; gradients are reduced once per step."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from poplar.zero.gradient_accumulation import LocalAccumulation
 
 
 class ShardedOptimizer(LocalAccumulation):
-    """Each rank keeps the state of its share, so the reduction ends with the owners.
+    """Each rank holds the optimizer state of its share, and gets only that part of the gradient.
 
-    After the step the owners' new values are gathered into everybody's parameters.
+    After the update, the new values are all-gathered into the parameters of all ranks.
     """
 
     def _allocate_gradient(self, flat: FlatParameter) -> None:

@@ -1,10 +1,10 @@
-"""ZeRO-3: parameters are sharded too; a unit's are gathered when it runs, and given back after.
+"""ZeRO-3: parameters are sharded too. A unit is unsharded to run and resharded afterwards.
 
-[Note: kept units]
-Within a step no value changes, so a unit that a plan keeps is gathered once: at its first slot in a
-training pass. Its later slots send nothing, on every rank alike, since every rank plays every slot
-in one order: what is there is a matter of that order, not of a rank's own samples or failures. It
-goes when the step is settled, before the update writes a shard, or when the step is given up.
+[Note: persistent units]
+No value changes within a step, so a persistent unit is unsharded once: at its first slot in a
+training pass. Its later slots send nothing. This is the same on every rank, because every rank
+issues every slot in one order, with or without samples or failures. The unit is resharded when the
+gradients are reduced, before the update writes a shard, or when the step is abandoned.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from poplar.zero.unit import Unit
 
 
 class ShardedParameters(ShardedGradients):
-    """Between uses a rank holds nothing but its slice of the values, where peers read it.
+    """Between uses a rank stores only its slice of the values, where other ranks can read it.
 
     [Note: one storage]
-    Autograd saves views of the weights for the backward. So a buffer's storage is emptied and
-    refilled, never replaced: what was saved in the forward sees the values gathered in the
-    backward. Meanwhile the parameters themselves point elsewhere (`Flat.hide_values`).
+    Autograd saves views of the weights for the backward. So the storage of a flat parameter is
+    freed and allocated again, never replaced: views saved in the forward see the values unsharded
+    in the backward. In between, the parameters are detached (`FlatParameter.detach_parameters`).
     """
 
     shards_parameters = True
@@ -36,7 +36,7 @@ class ShardedParameters(ShardedGradients):
         super().__init__(comm, reduce_dtype)
         self._gathering: dict[Unit, list[Pending]] = {}
         self._unsharded_persistent: dict[Unit, None] = {}
-        """Kept units that have been gathered in this step; in that order."""
+        """Persistent units that are unsharded in this step, in that order."""
 
     def initialize(self, flat: FlatParameter, shares: Sequence[float]) -> None:
         super().initialize(flat, shares)
@@ -55,7 +55,7 @@ class ShardedParameters(ShardedGradients):
         self.free_gradient(flat)
 
     def begin_step(self) -> None:
-        """Of a step that was given up, kept units are still there."""
+        """Also reshard persistent units, which an abandoned step leaves unsharded."""
         self.reshard_persistent()
         super().begin_step()
 
@@ -66,12 +66,12 @@ class ShardedParameters(ShardedGradients):
     def unshard(self, unit: Unit, *, in_step: bool) -> None:
         if unit in self._unsharded_persistent:
             return
-        # All memory first: where it runs out, nothing has been sent, and the slot is played again.
+        # Allocate before sending: if memory runs out, the slot can be issued again.
         for flat in unit.flats:
             flat.values.untyped_storage().resize_(flat.numel * flat.values.element_size())
         pending: list[Pending] = []
         for flat in unit.flats:
-            what = f"the gather of unit {unit.name}"
+            what = f"the unshard of unit {unit.name}"
             pending.append(
                 self.comm.all_gather(flat.values, flat.layout, what=what, own=flat.shard)
             )
@@ -103,4 +103,4 @@ class ShardedParameters(ShardedGradients):
         self.comm.guard(flat.shard)
 
     def publish_update(self, units: Sequence[Unit]) -> None:
-        """Nothing to bring anywhere: the next gather sends the new shards."""
+        """Nothing to send: the next unshard sends the new shards."""

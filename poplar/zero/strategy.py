@@ -1,7 +1,6 @@
-"""What a ZeRO stage has to say: where values, gradients and state live, and when they move.
+"""The interface of a ZeRO stage: where values, gradients and state are stored and when they move.
 
-The engine calls these methods in one order on every rank; a strategy never sees a stage number, and
-reads like the paragraph that explains its stage.
+The engine calls these methods in the same order on every rank. A strategy knows no stage number.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ from poplar.zero.unit import Unit
 
 
 class Strategy(ABC):
-    """One ZeRO stage; all methods that talk to other ranks say `Collective`."""
+    """One ZeRO stage. Methods that communicate say `Collective`."""
 
     shards_parameters: ClassVar[bool]
-    """Parameters have to be gathered before a unit runs."""
+    """Parameters are sharded, so a unit must be unsharded before it runs."""
     reduces_every_pass: ClassVar[bool]
     """Gradients are reduced in each pass, not only in a rank's last one."""
 
@@ -34,35 +33,37 @@ class Strategy(ABC):
         self.comm = comm
         self.codec = Codec(reduce_dtype)
         self.max_in_flight = 2
-        """Reductions under way at once; each holds its bucket and what it receives."""
+        """Maximum number of concurrent reductions; each holds a send and a receive buffer."""
         self.waited = 0.0
-        """Seconds this rank was held up by its peers since the step began."""
+        """Seconds this rank has waited for other ranks in this step."""
         self.persistent: frozenset[Unit] = frozenset()
-        """Units that, once gathered in a step, stay until it is settled. Changed between steps, and
-        on all ranks alike; says nothing where nothing is gathered."""
+        """Persistent units: once unsharded, they stay so until the step's gradients are reduced.
+
+        Changed between steps, equally on all ranks. Unused where parameters are not sharded.
+        """
         self._pending: deque[Pending] = deque()
         self._allocated: set[FlatParameter] = set()
 
     def prepare(self, units: Sequence[Unit]) -> None:
-        """These will be trained."""
+        """Configure the strategy for the units of a model."""
 
     def layout_for(self, flat: FlatParameter, shares: Sequence[float]) -> Layout:
-        """How `flat` is cut under `shares`."""
+        """How `flat` is divided under `shares`."""
         return Layout.from_shares(flat.numel, shares)
 
     def state_layout(self, flat: FlatParameter, to: int) -> Layout:
-        """Where optimizer state lies, one owner per element: rank `to` where all have it."""
+        """How optimizer state is divided, one owner per element: `to` if all ranks have it."""
         return flat.layout
 
     def initialize(self, flat: FlatParameter, shares: Sequence[float]) -> None:
-        """Lay out `flat` and take its values over. Collective."""
+        """Set the layout of `flat` and broadcast its values. Collective."""
         layout = self.layout_for(flat, shares)
         self._broadcast_values(flat, layout, owned=layout.bounds(self.comm.group.rank))
 
     def change_layout(self, flat: FlatParameter, new: Layout, master: Tensor | None) -> None:
-        """Go on under another layout, with the moved master. Collective, between steps.
+        """Change to layout `new`, with the resharded master. Collective, between steps.
 
-        Where every rank has all values, only the views of what it owns change.
+        Where every rank has all values, only the views of the owned part change.
         """
         low, high = flat.owned = new.bounds(self.comm.group.rank)
         flat.layout, flat.shard = new, flat.values[low:high]
@@ -71,89 +72,89 @@ class Strategy(ABC):
 
     @abstractmethod
     def _allocate_gradient(self, flat: FlatParameter) -> None:
-        """Give `flat.gradient` memory, for this step."""
+        """Allocate `flat.gradient` for this step."""
 
     def _ensure_gradient(self, flat: FlatParameter) -> None:
-        """Before the first gradients of a step are written: have memory for them."""
+        """Allocate the gradient before the first write of a step."""
         if flat not in self._allocated:
             self._allocate_gradient(flat)
             blocks = -(-flat.layout.size(self.comm.group.rank) // ops.ALIGNMENT)
-            # What a transport forgets to fill is no number.
+            # NaN exposes a block that a transport does not fill.
             flat.squares = torch.full((blocks,), math.nan, dtype=torch.float32, device=flat.device)
             self._allocated.add(flat)
 
     def free_gradient(self, flat: FlatParameter) -> None:
-        """The step is over and its gradient is not needed: forwards run without it."""
+        """Free the gradient after a step, so that forwards run without it."""
         flat.gradient = flat.squares = torch.empty(0, device=flat.device)
         self._allocated.discard(flat)
 
     def accumulate(self, flat: FlatParameter, weight: float) -> None:
-        """Add the parameters' gradients, times `weight`, to this rank's sums of the step.
+        """Add the parameters' gradients, times `weight`, to this rank's accumulated gradient.
 
-        Only where not every pass reduces.
+        Only for strategies that do not reduce in every pass.
         """
         raise NotImplementedError(f"{type(self).__name__} reduces in every pass")
 
     @abstractmethod
     def reduce(self, flat: FlatParameter, weight: float) -> None:
-        """Take the parameters' gradients, times `weight`, and start to reduce over ranks.
+        """Start to reduce the parameters' gradients, times `weight`, over all ranks. Collective.
 
-        Collective; a rank without gradients contributes zeros.
+        A rank without gradients contributes zeros.
         """
 
     def wait_for_reductions(self, units: Sequence[Unit]) -> None:
-        """Wait until the layout's slice of this rank holds the step's mean gradient. Collective."""
+        """Wait until this rank's slice of the mean gradient is final. Collective."""
         self._drain(0)
         for unit in units:
             for flat in unit.trained:
                 flat.mark_squares_valid()
 
     def finish_gradients(self, units: Sequence[Unit]) -> None:
-        """Wait until all of `flat.gradient` does, and `.grad` where it shows it. After `settle`."""
+        """After `wait_for_reductions`: wait until `flat.gradient` and `.grad` are final."""
 
     def begin_step(self) -> None:
-        """Where ranks open a step together, nobody reads anything of the one before any more."""
+        """Reset the state of a step. All ranks have left the previous step by now."""
         self.waited = 0.0
         self.comm.trim()
 
     def publish_update(self, units: Sequence[Unit]) -> None:
-        """Bring the shards that the optimizer changed to where they are read. Collective."""
+        """Send the updated shards to the ranks that read them. Collective."""
         pending = [
             self.comm.all_gather(flat.values, flat.layout, what=f"the new values of {unit.name}")
             for unit in units
             for flat in unit.trained
         ]
-        for unshard in pending:
-            self.wait(unshard)
+        for gather in pending:
+            self.wait(gather)
 
     def wait_for_readers(self, flat: FlatParameter) -> None:
-        """Before `flat.shard` changes: wait until no peer reads it any more."""
+        """Wait until no other rank reads `flat.shard`. Call it before writing to the shard."""
 
     def unshard(self, unit: Unit, *, in_step: bool) -> None:
-        """Start to gather a unit's values. Collective.
+        """Start to all-gather a unit's values. Collective.
 
         Args:
-            in_step: in a training pass, so that a unit in `kept` stays.
+            in_step: this is a training pass, so a persistent unit stays unsharded.
         """
 
     def wait_for_unshard(self, unit: Unit) -> None:
-        """Wait for the unit's values and point its parameters at them."""
+        """Wait for the unit's values and attach its parameters to them."""
 
     def reshard(self, unit: Unit) -> None:
-        """Give the gathered values back, unless they stay."""
+        """Free the unsharded values, except those of persistent units."""
 
     def reshard_persistent(self) -> None:
-        """Give back what has stayed since earlier passes, so that it is gathered when next needed.
+        """Reshard the persistent units, so that their next use unshards them again.
 
-        On all ranks at the same place in the order of collectives.
+        All ranks call it at the same place in the collective order.
         """
 
     def scale_gradients(self, units: Sequence[Unit], factor: Tensor) -> bool:
-        """Multiply the settled gradient where the user can see it; otherwise that is left to do."""
+        """Scale the final gradient now if the user can see it; False leaves it to the update."""
         return False
 
     def read_back_gradients(self, flat: FlatParameter) -> list[int]:
-        """Take over what the user made of `.grad` since it was shown.
+        """Copy back what the user has changed in `.grad`.
 
         Returns:
             Positions of the parameters whose `.grad` was set to None.
@@ -161,7 +162,7 @@ class Strategy(ABC):
         return []
 
     def store_values(self, flat: FlatParameter) -> None:
-        """Take over values that the user wrote into the shown parameters."""
+        """Copy values that the user wrote into the parameters to the shard."""
         self.wait_for_readers(flat)
         flat.shard.copy_(flat.values[flat.owned[0] : flat.owned[1]])
 
@@ -169,7 +170,7 @@ class Strategy(ABC):
         self.waited += pending.wait()
 
     def _limit_in_flight(self) -> None:
-        """Before the next reduction takes memory: wait for the oldest if there are enough."""
+        """Wait for the oldest reductions before the next one allocates memory."""
         self._drain(self.max_in_flight - 1)
 
     def _drain(self, leave: int) -> None:
@@ -179,7 +180,7 @@ class Strategy(ABC):
     def _broadcast_values(
         self, flat: FlatParameter, layout: Layout, owned: tuple[int, int]
     ) -> None:
-        """Broadcast the first rank's values and make the parameters views of them."""
+        """Broadcast the first rank's values and attach the parameters to them."""
         exact, values = flat.initial_values()
         self.comm.broadcast(exact, 0, what=f"the broadcast of {flat.name}'s initial values")
         if values is not exact:

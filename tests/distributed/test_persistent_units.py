@@ -190,7 +190,7 @@ def gathers_of_steps(
 
 
 def units_gathered(comm: Watched) -> list[str]:
-    head = "the gather of unit "
+    head = "the unshard of unit "
     return [event.removeprefix(head) for event in comm.events if event.startswith(head)]
 
 

@@ -219,10 +219,10 @@ def test_a_units_reductions_may_all_run_under_the_backward_of_the_next(
 def test_a_unit_is_gathered_while_the_one_before_it_computes(ranks: Pool) -> None:
     for events in ranks.run(watch_a_step, run_of(3)):
         for block in (1, 2):
-            gathered = events.index(f"the gather of unit blocks.{block}")
+            gathered = events.index(f"the unshard of unit blocks.{block}")
             assert gathered < events.index(f"forward {block - 1} ends"), events
         for block in (1, 0):
-            again = f"the gather of unit blocks.{block}"
+            again = f"the unshard of unit blocks.{block}"
             last = max(place for place, event in enumerate(events) if event == again)
             assert last < events.index(f"backward {block + 1} in the middle"), events
 
