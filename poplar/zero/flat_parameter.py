@@ -158,8 +158,8 @@ class FlatParameter:
             parameter.grad = None
             if gradient.is_sparse:
                 raise TypeError(
-                    f"parameter {self.names[position]!r} has a sparse gradient; flat buffers are "
-                    "dense: use a layer with dense gradients"
+                    f"parameter {self.names[position]!r} has a sparse gradient, but flat "
+                    "parameters are dense; use a layer with dense gradients"
                 )
             self.used.add(position)
             if weight != 0.0:

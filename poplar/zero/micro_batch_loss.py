@@ -1,4 +1,4 @@
-"""A step's forwards. The first may run while other ranks are still on their way into the step."""
+"""The losses of a step's micro-batches; the first may be computed before all ranks are ready."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ LossFunction = Callable[[nn.Module, Any], Tensor]
 
 
 class MicroBatchLoss:
-    """`loss_fn` on the micro-batches of one step."""
+    """Runs `loss_fn` on the micro-batches of one step."""
 
     def __init__(self, loss_fn: LossFunction, model: nn.Module, rank: int) -> None:
         self._loss_fn, self._model, self._rank = loss_fn, model, rank
         self._early: Tensor | Exception | None = None
         self.began: float | None = None
-        """When the forward that has run ahead began, until its pass asks for its loss."""
+        """Start time of the early forward, until its pass has used the loss; else None."""
 
     def compute_early(self, batch: Any) -> None:
-        """Run the first forward now; its loss, or what it raised, waits for its pass."""
+        """Run the first forward now and store its loss or exception for its pass."""
         self.began = time.perf_counter()
         try:
             self._early = self(batch)
@@ -41,7 +41,7 @@ class MicroBatchLoss:
             try:
                 raise outcome
             finally:
-                del outcome  # its frames, which hold activations, would hold it in a cycle
+                del outcome  # break the reference cycle through its frames, which hold activations
         value = self._loss_fn(self._model, batch)
         if not isinstance(value, Tensor) or value.numel() != 1:
             shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
