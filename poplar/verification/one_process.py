@@ -145,7 +145,7 @@ def cut_into(batch: Any, micro_batch: int) -> list[Any]:
     """Parts of at most so many samples, in order."""
     samples = pytree.samples_in(batch)
     full, remainder = divmod(samples, micro_batch)
-    return pytree.cut(batch, [micro_batch] * full + [remainder] * bool(remainder))
+    return pytree.split(batch, [micro_batch] * full + [remainder] * bool(remainder))
 
 
 def find_batch_dependence(process: OneProcess, sample: Any, tolerance: Tolerance) -> list[str]:

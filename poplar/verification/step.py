@@ -172,7 +172,7 @@ class _Comparison:
     def _passes(self, optimizer: HeteroZeroOptimizer, batch: Any) -> Gradient:
         rank, process = self.control.group.rank, self.process
         sizes = [self.plan.samples(other) for other in range(self.plan.world_size)]
-        part = pytree.cut(batch, sizes)[rank] if sizes[rank] else None
+        part = pytree.split(batch, sizes)[rank] if sizes[rank] else None
         loss, count = 0.0, 0.0
         loop = optimizer.micro_batches(part, process.weight, process.loss)
         with closing(cast(Generator[Any, None, None], loop)):  # an exception leaves it at once

@@ -94,7 +94,7 @@ class BatchSplitter:
                 raise ValueError(f"loss={loss!r}; use 'mean', 'sum' or 'global_mean'")
             samples = self._samples_in(rank, batch)
             sizes = self._sizes(rank, samples)
-            batches = pytree.cut(self.cast(batch), sizes) if samples else [None] * len(sizes)
+            batches = pytree.split(self.cast(batch), sizes) if samples else [None] * len(sizes)
             for part, size in zip(batches, sizes, strict=True):
                 counts.append(float(weight(part)) if weight is not None and size else float(size))
         except Exception as caught:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset
 
-from poplar.data.sampler import HeteroBatchSampler, split_stream
+from poplar.data import HeteroBatchSampler, split_stream
 from poplar.plan import Plan
 
 PLANS = (
@@ -294,7 +294,7 @@ def _draw_without_naming_the_rank(plan):
 def test_a_plan_for_another_number_of_processes_is_refused(ranks):
     complaints = ranks.run(_error_for, Plan.manual("1,2,3", stage=0))
     for rank, complaint in enumerate(complaints):
-        assert f"rank {rank}: the plan is for 3 ranks, but torch.distributed runs 4" in complaint
+        assert f"rank {rank}: the plan is for 3 ranks, but torch.distributed has 4" in complaint
 
 
 def _error_for(plan):

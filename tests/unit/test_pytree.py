@@ -90,7 +90,7 @@ def test_every_nest_is_counted(batch):
 
 
 def test_every_nest_is_cut_into_nests_of_the_same_kind(batch):
-    parts = pytree.cut(batch, [1, 0, 3])
+    parts = pytree.split(batch, [1, 0, 3])
     assert [shape(part) for part in parts] == [shape(batch)] * 3
     for whole, *pieces in zip(pytree.tensors(batch), *map(pytree.tensors, parts), strict=True):
         assert [len(piece) for piece in pieces] == [1, 0, 3]
@@ -98,14 +98,14 @@ def test_every_nest_is_cut_into_nests_of_the_same_kind(batch):
 
 
 def test_cut_tensors_are_views_of_the_batch(batch):
-    (part,) = pytree.cut(batch, [4])
+    (part,) = pytree.split(batch, [4])
     for whole, piece in zip(pytree.tensors(batch), pytree.tensors(part), strict=True):
         assert piece.data_ptr() == whole.data_ptr()
 
 
 def test_cutting_leaves_the_batch_as_it_was(batch):
     before = [tensor.clone() for tensor in pytree.tensors(batch)]
-    pytree.cut(batch, [2, 2])
+    pytree.split(batch, [2, 2])
     for now, then in zip(pytree.tensors(batch), before, strict=True):
         assert torch.equal(now, then)
 
@@ -120,7 +120,7 @@ def test_map_gives_the_same_nest_of_other_tensors(batch):
 @given(sizes=st.lists(st.integers(0, 5), min_size=1, max_size=6).filter(any))
 def test_any_sizes_that_sum_to_the_batch_give_consecutive_parts(sizes):
     batch = {"x": torch.arange(sum(sizes))}
-    parts = [part["x"].tolist() for part in pytree.cut(batch, sizes)]
+    parts = [part["x"].tolist() for part in pytree.split(batch, sizes)]
     assert [len(part) for part in parts] == sizes
     assert [value for part in parts for value in part] == list(range(sum(sizes)))
 
@@ -141,7 +141,7 @@ def test_what_is_no_tensor_is_passed_on():
         "three": [1, 2, 3],
         "class": Batch,
     }
-    first, second = pytree.cut(batch, [1, 3])
+    first, second = pytree.split(batch, [1, 3])
     for part in (first, second):
         assert {key: part[key] for key in batch if key != "x"} == {
             key: batch[key] for key in batch if key != "x"
@@ -157,7 +157,7 @@ def test_lists_and_arrays_with_a_value_per_sample_are_cut_too():
         "spans": ((0, 1), (1, 2), (2, 3), (3, 4)),
         "array": numpy.arange(4),
     }
-    first, second = pytree.cut(batch, [1, 3])
+    first, second = pytree.split(batch, [1, 3])
     assert first["texts"] == ["a"]
     assert second["texts"] == ["b", "c", "d"]
     assert second["spans"] == ((1, 2), (2, 3), (3, 4))
@@ -166,14 +166,14 @@ def test_lists_and_arrays_with_a_value_per_sample_are_cut_too():
 
 def test_a_list_with_tensors_in_it_is_structure_even_if_it_is_as_long_as_the_batch():
     batch = [torch.arange(2), torch.arange(2)]
-    first, second = pytree.cut(batch, [1, 1])
+    first, second = pytree.split(batch, [1, 1])
     assert [tensor.tolist() for tensor in first] == [[0], [0]]
     assert [tensor.tolist() for tensor in second] == [[1], [1]]
 
 
 def test_a_record_of_texts_is_structure_even_if_it_is_as_long_as_the_batch():
     record = Pair("from", "to")
-    (first, _) = pytree.cut({"x": torch.arange(2), "record": record}, [1, 1])
+    (first, _) = pytree.split({"x": torch.arange(2), "record": record}, [1, 1])
     assert first["record"] == record
 
 
@@ -190,7 +190,7 @@ def test_a_batch_encoding_stays_one():
     transformers = pytest.importorskip("transformers")
     batch = transformers.BatchEncoding({"input_ids": matrix(), "attention_mask": matrix()})
     assert pytree.samples_in(batch) == 4
-    first, second = pytree.cut(batch, [1, 3])
+    first, second = pytree.split(batch, [1, 3])
     assert type(first) is type(second) is transformers.BatchEncoding
     assert second["input_ids"].tolist() == matrix()[1:].tolist()
     assert second.attention_mask.shape == (3, 2)
@@ -200,7 +200,7 @@ def test_a_batch_encoding_stays_one():
 def test_a_model_output_stays_one():
     outputs = pytest.importorskip("transformers.modeling_outputs")
     batch = outputs.BaseModelOutput(last_hidden_state=matrix(), hidden_states=(matrix(), matrix()))
-    first, _ = pytree.cut(batch, [1, 3])
+    first, _ = pytree.split(batch, [1, 3])
     assert type(first) is outputs.BaseModelOutput
     assert first.last_hidden_state.shape == (1, 2)
     assert first["hidden_states"][1].shape == (1, 2)
@@ -228,5 +228,5 @@ def test_a_batch_without_samples_to_count_is_refused(batch):
 
 @pytest.mark.parametrize("sizes", [[1, 2], [5], [5, -1], []])
 def test_sizes_that_are_not_the_batch_are_refused(sizes):
-    with pytest.raises(ValueError, match="a batch of 4 samples cannot be cut into"):
-        pytree.cut(column(), sizes)
+    with pytest.raises(ValueError, match="a batch of 4 samples cannot be split into"):
+        pytree.split(column(), sizes)
