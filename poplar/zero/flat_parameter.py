@@ -178,6 +178,11 @@ class FlatParameter:
         return slice(low - self.owned[0], high - self.owned[0]) if low < high else None
 
 
+def layout_on_rank(flat: FlatParameter, rank: int, world_size: int) -> Layout:
+    """The layout in which `rank` owns the whole flat parameter."""
+    return Layout(tuple(0 if other <= rank else flat.numel for other in range(world_size + 1)))
+
+
 def _aligned_offsets(numels: Sequence[int]) -> tuple[tuple[int, ...], int]:
     offsets, end = [], 0
     for numel in numels:

@@ -32,7 +32,7 @@ class MicroBatchLoss:
         """The loss of a micro-batch.
 
         Raises:
-            TypeError: `loss_fn` returned no scalar tensor.
+            TypeError: `loss_fn` did not return a scalar tensor.
         """
         if self._early is not None:
             outcome, self._early, self.began = self._early, None, None
@@ -42,11 +42,19 @@ class MicroBatchLoss:
                 raise outcome
             finally:
                 del outcome  # break the reference cycle through its frames, which hold activations
-        value = self._loss_fn(self._model, batch)
-        if not isinstance(value, Tensor) or value.numel() != 1:
-            shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            raise TypeError(
-                f"rank {self._rank}: loss_fn(model, micro_batch) must return a scalar tensor, got "
-                f"{shape}; return the mean over the micro-batch"
-            )
-        return value
+        return check_scalar(self._loss_fn(self._model, batch), prefix=f"rank {self._rank}: ")
+
+
+def check_scalar(value: Any, *, prefix: str = "") -> Tensor:
+    """The loss if it is a tensor with one element.
+
+    Raises:
+        TypeError: it is not; `prefix` starts the message.
+    """
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        raise TypeError(
+            f"{prefix}loss_fn(model, micro_batch) must return a scalar tensor, got {shape}; return "
+            "the mean over the micro-batch"
+        )
+    return value

@@ -11,7 +11,7 @@ from torch import Tensor
 from poplar.comm import Communicator, Pending
 from poplar.comm.communicator import Finished
 from poplar.comm.shard_layout import Layout
-from poplar.zero.flat_parameter import FlatParameter
+from poplar.zero.flat_parameter import FlatParameter, layout_on_rank
 from poplar.zero.gradient_accumulation import LocalAccumulation
 from poplar.zero.unit import Unit
 
@@ -31,8 +31,7 @@ class Replicated(LocalAccumulation):
         return Layout.even(flat.numel, self.comm.group.size)
 
     def state_layout(self, flat: FlatParameter, to: int) -> Layout:
-        size = self.comm.group.size
-        return Layout(tuple(0 if rank <= to else flat.numel for rank in range(size + 1)))
+        return layout_on_rank(flat, to, self.comm.group.size)
 
     def change_layout(self, flat: FlatParameter, new: Layout, master: Tensor | None) -> None:
         raise AssertionError("the layout does not depend on the shares")

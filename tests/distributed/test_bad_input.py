@@ -280,7 +280,7 @@ def backward_in_the_loss(run: Run, model: nn.Module, optimizer: HeteroZeroOptimi
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_loss_function_that_runs_the_backward_itself(ranks: Pool, stage: int) -> None:
     answers = ranks.run(between_good_steps, Run(RECIPE, plan_of(stage)), backward_in_the_loss)
-    message = "backward inside of loss_fn" if stage < 3 else "backward"
+    message = "loss_fn ran a backward" if stage < 3 else "backward"
     assert_raised(assert_nothing_lost(answers), message, kind=RuntimeError)
 
 

@@ -486,7 +486,7 @@ def test_a_rank_without_memory_even_for_zeros_says_who_waits_for_it() -> None:
     engine.scheduler = mock.Mock(mode=Mode.TRAIN, active=True, finish=full)
     engine.comm = mock.Mock()
     engine.comm.group.rank = 3
-    with pytest.raises(PoplarError, match=r"rank 3 has no memory left.*the other ranks wait"):
+    with pytest.raises(PoplarError, match=r"rank 3 is out of memory.*the other ranks wait"):
         engine.end_pass()
     assert full.call_args_list == [mock.call(failed=False), mock.call(failed=True)]
     assert not engine.scheduler.active
@@ -551,7 +551,7 @@ SHARES_OF_ITS_OWN = UnitPlan("blocks.1", "sharded_parameters", shares=EVEN)
     [
         (
             replace(plan_of(), units=(SHARES_OF_ITS_OWN,)),
-            ("'blocks.1'", "shares of its own", "now it has none", "build a new optimizer"),
+            ("'blocks.1'", "its own shares", "now it has none", "build a new optimizer"),
         ),
         (plan_of("blocks.7"), ("['blocks.7']", "does not have", "'root', 'blocks.0'")),
         (Plan.even(4, 12, 3, stage=2), ("stage 3 for 4 ranks", "got stage 2")),
