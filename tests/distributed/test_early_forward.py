@@ -11,11 +11,11 @@ import ranks as harness
 import reference
 import torch.distributed as dist
 import training
+from communicators import LateCommunicator
 from ranks import Pool
 from reference import Recipe
 from torch import Tensor, nn
 from training import Run
-from watched import Late
 
 from poplar import Plan
 from poplar.comm import Group
@@ -62,7 +62,9 @@ def test_first_forward_does_not_wait_for_other_ranks(
 def train_after_failed_backward(run: Run, late: bool) -> dict[str, Tensor]:
     """In the user's own loop a backward raises on all ranks; training continues without it."""
     if late:
-        run = replace(run, engine={"communicator": Late(Group.of(harness.group(), None))})
+        run = replace(
+            run, engine={"communicator": LateCommunicator(Group.of(harness.group(), None))}
+        )
     units.MAX_FLAT_BYTES, before = 1, units.MAX_FLAT_BYTES  # several concurrent reductions
     try:
         model, optimizer = training.prepare(run)

@@ -19,12 +19,12 @@ import ranks as harness
 import reference
 import torch
 import training
+from communicators import RecordingCommunicator
 from models import ModelSpec
 from ranks import Failure, Pool
 from reference import Recipe, Steering
 from torch import Tensor, nn
 from training import Run, assert_close, assert_exact, assert_raised, assert_same, train_many
-from watched import Watched
 
 import poplar
 from poplar import HeteroZeroOptimizer, Plan, UnitPlan
@@ -179,7 +179,7 @@ def unshards_of_steps(
     run: Run, act: Callable[[Run, nn.Module, HeteroZeroOptimizer, int], None]
 ) -> list[list[str]]:
     """Names of the units that were unsharded in each step, in order."""
-    comm = Watched(Group.of(harness.group(), None))
+    comm = RecordingCommunicator(Group.of(harness.group(), None))
     model, optimizer = training.prepare(replace(run, engine={"communicator": comm}))
     found = []
     for step in range(len(run.recipe.batches)):
@@ -189,7 +189,7 @@ def unshards_of_steps(
     return found
 
 
-def units_unsharded(comm: Watched) -> list[str]:
+def units_unsharded(comm: RecordingCommunicator) -> list[str]:
     head = "the unshard of unit "
     return [event.removeprefix(head) for event in comm.events if event.startswith(head)]
 
@@ -499,7 +499,7 @@ def test_out_of_memory_for_zeros_names_the_rank() -> None:
 
 def change_plans(run: Run, plans: Sequence[Plan]) -> tuple[list[list[str]], dict[str, Tensor]]:
     """Run a step under the run's plan, and one under each other plan."""
-    comm = Watched(Group.of(harness.group(), None))
+    comm = RecordingCommunicator(Group.of(harness.group(), None))
     model, optimizer = training.prepare(replace(run, engine={"communicator": comm}))
     found = []
     for step, plan in enumerate([run.plan, *plans]):

@@ -10,12 +10,12 @@ import ranks as harness
 import reference
 import torch
 import training
+from communicators import RecordingCommunicator
 from models import ModelSpec
 from ranks import Pool
 from reference import Recipe
 from torch import nn
 from training import STAGES, Run, assert_close
-from watched import Watched
 
 from poplar import Plan, UnitPlan
 from poplar.comm import Group
@@ -157,7 +157,7 @@ def test_unit_may_have_its_own_shares(ranks: Pool, stage: int) -> None:
 
 def record_step(run: Run) -> list[str]:
     """The issued collectives, between the forwards and backwards of the blocks."""
-    comm = Watched(Group.of(harness.group(), None))
+    comm = RecordingCommunicator(Group.of(harness.group(), None))
     units.MAX_FLAT_BYTES, before = 1, units.MAX_FLAT_BYTES  # one flat parameter per parameter
     try:
         run.engine["communicator"] = comm  # type: ignore[index]
