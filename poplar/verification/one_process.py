@@ -165,31 +165,20 @@ def find_batch_dependence(process: OneProcess, sample: Any, tolerance: Tolerance
         halves = split_into(sample, (samples + 1) // 2)
         split_loss = process.loss_of(halves)
         if not relative_error(split_loss, first) <= tolerance.relative:
-            observed = (
+            hint = ""
+            if process.weight is None and process.loss == "mean":
+                hint = (
+                    " If it is a mean over tokens, pass weight=, a function that returns the "
+                    "number of tokens that count in a micro-batch, here and to train_step or "
+                    "micro_batches"
+                )
+            notes.append(
                 f"{samples} samples have a loss of {first:.7g} in one pass and {split_loss:.7g} in "
-                "two passes"
+                "two passes: the loss is not a weighted mean over samples (contrastive, balancing "
+                "or batch statistics), so the gradient depends on how the batch is split."
+                f"{hint}"
             )
-            if not notes and _may_be_token_mean(process, halves, first):
-                notes.append(
-                    f"{observed}: the loss may be a mean over tokens. Pass weight=, a function "
-                    "that returns the number of tokens that count in a micro-batch, here and to "
-                    "train_step or micro_batches"
-                )
-            else:
-                notes.append(
-                    f"{observed}: the loss is not a weighted mean over samples (contrastive, "
-                    "balancing or batch statistics), so the gradient depends on how the batch is "
-                    "split"
-                )
     return notes
-
-
-def _may_be_token_mean(process: OneProcess, halves: Sequence[Any], loss: float) -> bool:
-    """Whether other weights than samples explain the loss: it lies between those of its parts."""
-    if process.weight is not None or process.loss != "mean":
-        return False
-    parts = [process.loss_of([half]) for half in halves]
-    return min(parts) <= loss <= max(parts)
 
 
 def _known_modules(model: nn.Module) -> list[str]:
