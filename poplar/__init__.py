@@ -10,7 +10,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from poplar.data.sampler import HeteroBatchSampler, split_stream
+    from poplar.data.sampler import HeteroBatchSampler
+    from poplar.data.stream import split_stream
     from poplar.errors import CollectiveTimeout, OutOfOrder, PoplarError, RankFailed
     from poplar.optimizer import HeteroZeroOptimizer, StepResult
     from poplar.plan import Plan, UnitPlan
@@ -64,7 +65,7 @@ _HOME = {
     "profile_cluster": "poplar.profiler.cluster_profiler",
     "search": "poplar.planner.search",
     "simulate": "poplar.simulator.event_engine",
-    "split_stream": "poplar.data.sampler",
+    "split_stream": "poplar.data.stream",
     "tune": "poplar.tuning",
     "verify": "poplar.verification",
 }

@@ -37,7 +37,7 @@ from poplar.profiler.progress import Tell
 from poplar.profiler.progress import progress as shown
 from poplar.profiler.request import Request
 from poplar.trial_race import Race, plainer
-from poplar.zero.agreement import agree
+from poplar.zero.agreement import raise_on_any_error
 from poplar.zero.update import OptimizerFactory
 
 _P = ParamSpec("_P")
@@ -127,7 +127,7 @@ def tune(
     elif policy not in POLICIES:
         error = ValueError(f"policy={policy!r} is not known; use one of {sorted(POLICIES)}")
     group = Group.of(process_group, timeout)
-    agree(connect_control(group), error, doing="autotune()")
+    raise_on_any_error(connect_control(group), error, doing="autotune()")
     request = Request(
         model=model,
         loss_fn=loss_fn,
@@ -183,7 +183,7 @@ class Tuner:
 
     def tune(self, given: ClusterProfile | None = None, *, verify: bool = True) -> Tuned:
         """The best plan on `given`, or on the profiler's own profile."""
-        agree(self.control, self._complaint(given), doing="autotune()")
+        raise_on_any_error(self.control, self._complaint(given), doing="autotune()")
         self._check_same_on_all_ranks(given, verify)
         ends = time.perf_counter() + self._seconds
         profile = self.profiler.profile() if given is None else self._within_limits(given)

@@ -58,7 +58,7 @@ from poplar.profiler.request import DEFAULT_MAX_BATCH, Agreed, Request, agree_on
 from poplar.profiler.transports import sample_numels, time_transports
 from poplar.profiler.trial_runs import Trials
 from poplar.system import devices, host_limits
-from poplar.zero.agreement import agree
+from poplar.zero.agreement import raise_on_any_error
 from poplar.zero.update import OptimizerFactory
 
 T = TypeVar("T")
@@ -249,7 +249,7 @@ class Profiler:
                     )
                 optimizer.release()
             except BaseException:
-                optimizer._let_go()  # the error's frames hold on to it
+                optimizer._detach()  # the error's frames hold on to it
                 raise
             del optimizer
             if self.asynchronous:
@@ -374,7 +374,9 @@ class Profiler:
         numels = sizes_of(self.agreed, gathers=False).flats
 
         def measure() -> UpdateCost:
-            return measure_update(checked.stepper, checked.options, numels, self.device)
+            return measure_update(
+                checked.shard_optimizer_class, checked.options, numels, self.device
+            )
 
         return self._everyones(self._together(measure, "measuring the optimizer step"))
 
@@ -594,9 +596,9 @@ class Profiler:
     def _passes(self) -> Passes:
         example = self.request.example
         if self.agreed.dtype is not None:
-            from poplar.zero.micro_batches import Cutter
+            from poplar.zero.micro_batches import BatchSplitter
 
-            example = Cutter(None, False, self.agreed.dtype).cast(example)
+            example = BatchSplitter(None, False, self.agreed.dtype).cast(example)
         return Passes(self.request.model, self.request.loss_fn, example, self.device)
 
     def _together(self, work: Callable[[], T], doing: str) -> T:
@@ -606,7 +608,7 @@ class Profiler:
             result = work()
         except Exception as caught:
             error = caught
-        agree(self.control, error, doing=doing)
+        raise_on_any_error(self.control, error, doing=doing)
         return result
 
     def _everyones(self, value: T) -> list[T]:

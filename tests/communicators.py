@@ -1,4 +1,4 @@
-"""Transports for tests: one that records the issued collectives, and the latest one allowed."""
+"""Communicators for tests: one records what is issued, one sends as late as possible."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from poplar.comm.process_group import ProcessGroupCommunicator
 from poplar.comm.shard_layout import Layout
 
 
-class Watched(ProcessGroupCommunicator):
-    """Records collectives as they are issued; a test may add other events between them."""
+class RecordingCommunicator(ProcessGroupCommunicator):
+    """Records collectives when they are issued; a test may add other events."""
 
     def __init__(self, group: Group) -> None:
         super().__init__(group)
@@ -31,15 +31,17 @@ class Watched(ProcessGroupCommunicator):
         return super().all_gather(data, layout, what=what, own=own)
 
 
-class Late(ProcessGroupCommunicator):
-    """Reductions read their buckets in the wait: as late as a transport may."""
+class LateCommunicator(ProcessGroupCommunicator):
+    """Reductions read their buckets only in `wait`: as late as a transport may."""
 
     def reduce_scatter(self, bucket: Bucket, out: Tensor, *, what: str, **options: Any) -> Work:
-        return _Later(lambda: super(Late, self).reduce_scatter(bucket, out, what=what, **options))
+        return _LateReduction(
+            lambda: super(LateCommunicator, self).reduce_scatter(bucket, out, what=what, **options)
+        )
 
 
 @dataclass
-class _Later:
+class _LateReduction:
     issue: Callable[[], Work]
 
     def wait(self) -> float:

@@ -1,6 +1,6 @@
-"""What users do to a model or a step that nobody told them not to: exact, or a clear error.
+"""Unusual uses of a model or a step: the result is exact, or an error is clear.
 
-Where something raises, nothing has been applied, and the next good step is what the oracle takes.
+If a step raises, nothing has been applied, and the next correct step equals the reference.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ IDLE_RANK = ((2, 3), (0, 0), (1, 2), (2, 2))
 """Rank 1 has no samples."""
 RECIPE = Recipe(batches=(12, 12))
 BAD = 2
-"""The rank that does something else, where only one does."""
+"""The rank that differs, if only one does."""
 
 Parameters = dict[str, Tensor]
 
@@ -64,7 +64,7 @@ def optimizer_of(model: nn.Module, run: Run, **options: Any) -> HeteroZeroOptimi
 def train_alone(
     model: nn.Module, recipe: Recipe, loss: Callable[[nn.Module, Any], Tensor]
 ) -> Parameters:
-    """One process on the whole batch, for what a recipe cannot say."""
+    """Train in one process on the global batch, for cases that a recipe does not cover."""
     optimizer = recipe.optimizer_class(model.parameters(), **dict(recipe.options))
     for step in range(len(recipe.batches)):
         optimizer.zero_grad()
@@ -76,7 +76,7 @@ def train_alone(
 def between_good_steps(
     run: Run, model: nn.Module, optimizer: HeteroZeroOptimizer, act: Callable[[], None]
 ) -> tuple[Failure | None, list[str], Parameters]:
-    """A good step, `act`, a good step: what was raised, what changed, what is left."""
+    """Run a correct step, `act` and a correct step; returns failure, changes and parameters."""
     training.take_step(run, model, optimizer, 0)
     before = training.whole_parameters(model, optimizer)
     with harness.catching() as caught:
@@ -87,7 +87,7 @@ def between_good_steps(
     return (caught or [None])[0], changed, training.whole_parameters(model, optimizer)
 
 
-def assert_nothing_lost(answers: list) -> list[Failure | None]:
+def assert_state_is_unchanged(answers: list) -> list[Failure | None]:
     for rank, (failure, changed, left) in enumerate(answers):
         assert not changed, f"rank {rank}: {changed} changed"
         assert_close(left, reference.train(RECIPE).parameters, f"rank {rank}, after {failure}")
@@ -97,8 +97,8 @@ def assert_nothing_lost(answers: list) -> list[Failure | None]:
 # Models
 
 
-class KeepsALoss(models.Block):
-    """Uses a parameter after its output was made, for a loss that it does not return."""
+class StoresLoss(models.Block):
+    """Uses a parameter after its output was computed, for a loss that it does not return."""
 
     def forward(self, x: Tensor) -> Tensor:
         out = super().forward(x)
@@ -106,10 +106,12 @@ class KeepsALoss(models.Block):
         return out
 
 
-def add_kept_losses(run: Run, who: tuple[int, ...]) -> tuple[Failure | None, list[str], Parameters]:
+def add_stored_losses(
+    run: Run, who: tuple[int, ...]
+) -> tuple[Failure | None, list[str], Parameters]:
     model = models.build(run.recipe.spec).to(harness.device())
     for block in model.blocks:
-        block.__class__ = KeepsALoss
+        block.__class__ = StoresLoss
     optimizer = optimizer_of(model, run)
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
@@ -125,17 +127,15 @@ def add_kept_losses(run: Run, who: tuple[int, ...]) -> tuple[Failure | None, lis
 
 
 @pytest.mark.parametrize("who", [(0, 1, 2, 3), (BAD,)], ids=["all ranks", "one rank"])
-def test_at_stage_3_a_loss_kept_aside_raises_before_anything_is_applied(
-    ranks: Pool, who: tuple[int, ...]
-) -> None:
-    failures = assert_nothing_lost(ranks.run(add_kept_losses, Run(RECIPE, plan_of(3)), who))
+def test_stage_3_stored_loss_raises_before_the_update(ranks: Pool, who: tuple[int, ...]) -> None:
+    failures = assert_state_is_unchanged(ranks.run(add_stored_losses, Run(RECIPE, plan_of(3)), who))
     assert_raised(failures, kind=RuntimeError)
     for rank, failure in enumerate(failures):
         assert failure.is_a(RankFailed) == (rank not in who), failure
 
 
 class Biased(nn.Module):
-    """As T5's: the first block makes a bias that all blocks use and hand on."""
+    """As in T5, the first block computes a bias, and all blocks use it and return it."""
 
     class Block(nn.Module):
         def __init__(self, first: bool):
@@ -162,7 +162,7 @@ class Biased(nn.Module):
 
 
 def seeded(build: Callable[[], nn.Module]) -> nn.Module:
-    """The same bits in every process."""
+    """Build with the same random numbers in every process."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return build()
@@ -177,13 +177,13 @@ def train_with_a_shared_bias(run: Run) -> Parameters:
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_outputs_that_pass_through_all_blocks(ranks: Pool, stage: int) -> None:
+def test_output_returned_by_all_blocks_is_exact(ranks: Pool, stage: int) -> None:
     expected = train_alone(seeded(Biased), RECIPE, models.mean_over_samples)
     for parameters in ranks.run(train_with_a_shared_bias, Run(RECIPE, plan_of(stage))):
         assert_close(parameters, expected)
 
 
-def train_from_own_seed(run: Run) -> tuple[Parameters, Parameters]:
+def train_with_different_seeds(run: Run) -> tuple[Parameters, Parameters]:
     model = models.build(run.recipe.spec, seed=harness.rank())
     model.register_buffer("noise", torch.full((61,), float(harness.rank())))
     model.blocks[0].register_buffer("count", torch.tensor(harness.rank()))
@@ -195,9 +195,9 @@ def train_from_own_seed(run: Run) -> tuple[Parameters, Parameters]:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_frozen_parameters_and_buffers_are_rank_0s(ranks: Pool, stage: int) -> None:
+def test_frozen_parameters_and_buffers_come_from_rank_0(ranks: Pool, stage: int) -> None:
     recipe = replace(RECIPE, spec=ModelSpec(frozen=True))
-    answers = ranks.run(train_from_own_seed, Run(recipe, plan_of(stage)))
+    answers = ranks.run(train_with_different_seeds, Run(recipe, plan_of(stage)))
     start = dict(models.build(recipe.spec).named_parameters())
     for parameters, buffers in answers:
         assert_close(parameters, reference.train(recipe).parameters)
@@ -209,7 +209,7 @@ def test_frozen_parameters_and_buffers_are_rank_0s(ranks: Pool, stage: int) -> N
 
 
 def build_twice(run: Run) -> tuple[Failure | None, Parameters, Parameters]:
-    """First with a parameter in two groups."""
+    """Build with a parameter in two groups, which fails; then correctly."""
     model = models.build(run.recipe.spec).to(harness.device())
     groups = [{"params": list(model.parameters())}, {"params": [model.head.weight]}]
     with harness.catching() as caught:
@@ -222,7 +222,7 @@ def build_twice(run: Run) -> tuple[Failure | None, Parameters, Parameters]:
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_a_constructor_that_fails_leaves_the_model_whole(ranks: Pool, stage: int) -> None:
+def test_failed_constructor_leaves_the_model_unchanged(ranks: Pool, stage: int) -> None:
     answers = ranks.run(build_twice, Run(RECIPE, plan_of(stage)))
     assert_raised([failure for failure, _, _ in answers], kind=ValueError)
     for _, left, trained in answers:
@@ -259,7 +259,7 @@ DECODER_RECIPE = replace(RECIPE, optimizer="SGD", options=(("lr", 0.1), ("moment
 
 
 def train_two_models(run: Run) -> tuple[Parameters, Parameters]:
-    """Each with its own optimizer, under one backward."""
+    """Train two models with two optimizers and one backward."""
     encoder, decoder = seeded(Encoder).to(harness.device()), seeded(Decoder).to(harness.device())
     first = optimizer_of(encoder, run)
     second = optimizer_of(decoder, replace(run, recipe=DECODER_RECIPE))
@@ -291,7 +291,7 @@ def train_two_models_alone() -> tuple[Parameters, Parameters]:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_two_models_with_two_optimizers_under_one_backward(ranks: Pool, stage: int) -> None:
+def test_two_optimizers_with_one_backward(ranks: Pool, stage: int) -> None:
     expected = train_two_models_alone()
     for trained in ranks.run(train_two_models, Run(RECIPE, one_pass_each(stage))):
         for parameters, wanted in zip(trained, expected, strict=True):
@@ -312,7 +312,7 @@ def train_scaled(run: Run) -> tuple[list[float], Parameters]:
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_a_scaler_on_a_rank_without_samples(ranks: Pool, stage: int) -> None:
+def test_scaler_on_rank_without_samples(ranks: Pool, stage: int) -> None:
     for scales, parameters in ranks.run(train_scaled, Run(RECIPE, plan_of(stage, IDLE_RANK))):
         assert scales == [1024.0, 1024.0]
         assert_close(parameters, reference.train(RECIPE).parameters)
@@ -329,7 +329,7 @@ def train_in_fp16(run: Run) -> tuple[list[float], list[bool], Parameters]:
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_fp16_on_a_rank_without_samples(ranks: Pool, stage: int) -> None:
+def test_fp16_on_rank_without_samples(ranks: Pool, stage: int) -> None:
     recipe = replace(RECIPE, batches=(12,) * 4)
     run = Run(recipe, plan_of(stage, IDLE_RANK), engine={"compute_dtype": torch.float16})
     answers = ranks.run(train_in_fp16, run)
@@ -345,14 +345,14 @@ def test_fp16_on_a_rank_without_samples(ranks: Pool, stage: int) -> None:
 
 
 def all_ignored(batch: dict[str, Any], start: int, stop: int) -> dict[str, Any]:
-    """The batch without a token that counts in some of its samples."""
+    """The batch without counted tokens in some of its samples."""
     targets = batch["targets"].clone()
     targets[start:stop] = models.IGNORED
     return {**batch, "targets": targets}
 
 
-def train_with_an_empty_micro_batch(run: Run) -> Parameters:
-    """The first pass of rank 3 counts no token: its loss is 0 / 0."""
+def train_with_empty_micro_batch(run: Run) -> Parameters:
+    """The first pass of rank 3 counts no token, so its loss is 0 / 0."""
     model, optimizer = training.prepare(run)
     for step in range(len(run.recipe.batches)):
         batch = training.batch_of(run, step)
@@ -371,9 +371,7 @@ def train_with_an_empty_micro_batch(run: Run) -> Parameters:
 
 
 @pytest.mark.parametrize(("stage", "open_form"), [(0, False), (1, True), (2, True), (3, False)])
-def test_a_micro_batch_without_a_token_that_counts(
-    ranks: Pool, open_form: bool, stage: int
-) -> None:
+def test_micro_batch_without_counted_tokens(ranks: Pool, open_form: bool, stage: int) -> None:
     recipe = replace(RECIPE, loss="tokens")
     expected = train_alone(
         models.build(recipe.spec),
@@ -381,11 +379,11 @@ def test_a_micro_batch_without_a_token_that_counts(
         lambda model, batch: models.mean_over_tokens(model, all_ignored(batch, 6, 9)),
     )
     run = Run(recipe, plan_of(stage), open_form)
-    for parameters in ranks.run(train_with_an_empty_micro_batch, run):
+    for parameters in ranks.run(train_with_empty_micro_batch, run):
         assert_close(parameters, expected)
 
 
-def weigh_by_broken_json(run: Run) -> tuple[Failure | None, list[str], Parameters]:
+def weight_raises_json_error(run: Run) -> tuple[Failure | None, list[str], Parameters]:
     model, optimizer = training.prepare(run)
 
     def weight(batch: Any) -> float:
@@ -397,8 +395,10 @@ def weigh_by_broken_json(run: Run) -> tuple[Failure | None, list[str], Parameter
     return between_good_steps(run, model, optimizer, act)
 
 
-def test_a_weight_that_raises_an_error_of_its_own_kind(ranks: Pool) -> None:
-    failures = assert_nothing_lost(ranks.run(weigh_by_broken_json, Run(RECIPE, plan_of(2))))
+def test_error_with_custom_constructor_in_weight(ranks: Pool) -> None:
+    failures = assert_state_is_unchanged(
+        ranks.run(weight_raises_json_error, Run(RECIPE, plan_of(2)))
+    )
     for rank, failure in enumerate(failures):
         assert failure.is_a(json.JSONDecodeError if rank == BAD else RankFailed), failure
         assert rank == BAD or f"rank {BAD}" in failure.message, failure
@@ -410,12 +410,12 @@ def test_a_weight_that_raises_an_error_of_its_own_kind(ranks: Pool) -> None:
 def evaluation(
     model: nn.Module, optimizer: HeteroZeroOptimizer, run: Run
 ) -> tuple[float, Parameters]:
-    """And what the parameters are, as they lie there."""
+    """The loss in evaluation, and a copy of the parameters."""
     mean = optimizer.evaluate(models.mean_over_samples, [training.on_device(run.recipe.batch(1))])
     return mean, {name: p.detach().cpu().clone() for name, p in model.named_parameters()}
 
 
-def look_into_full_parameters(
+def use_full_parameters(
     run: Run, path: str, writeback: bool
 ) -> tuple[list[float], list[Parameters], Parameters]:
     model, optimizer = training.prepare(run)
@@ -438,11 +438,11 @@ def look_into_full_parameters(
 
 
 @pytest.mark.parametrize("writeback", [False, True])
-def test_evaluating_and_saving_inside_full_parameters(
+def test_evaluate_and_save_inside_full_parameters(
     ranks: Pool, writeback: bool, tmp_path: Path
 ) -> None:
     path = tmp_path / "model.safetensors"
-    answers = ranks.run(look_into_full_parameters, Run(RECIPE, plan_of(3)), str(path), writeback)
+    answers = ranks.run(use_full_parameters, Run(RECIPE, plan_of(3)), str(path), writeback)
     expected = reference.train(replace(RECIPE, batches=(12,))).parameters
     doubled = {**expected, "blocks.1.up.weight": expected["blocks.1.up.weight"] * 2}
     for means, seen, left in answers:
@@ -464,9 +464,9 @@ def step_inside_full_parameters(run: Run) -> tuple[Failure | None, list[str], Pa
     return between_good_steps(run, model, optimizer, act)
 
 
-def test_at_stage_3_a_step_inside_full_parameters_raises(ranks: Pool) -> None:
+def test_stage_3_step_inside_full_parameters_raises(ranks: Pool) -> None:
     answers = ranks.run(step_inside_full_parameters, Run(RECIPE, plan_of(3)))
-    assert_raised(assert_nothing_lost(answers), "full_parameters()", kind=RuntimeError)
+    assert_raised(assert_state_is_unchanged(answers), "full_parameters()", kind=RuntimeError)
 
 
 def step_in_the_last_iteration(run: Run) -> Parameters:
@@ -490,13 +490,13 @@ def step_in_the_last_iteration(run: Run) -> Parameters:
     [(0, ((2, 3), (), (1, 2), (4,))), (0, MICRO_BATCHES), (2, MICRO_BATCHES)],
     ids=["an idle rank", "stage 0", "stage 2"],
 )
-def test_a_step_in_the_last_iteration(ranks: Pool, stage: int, micro_batches: tuple) -> None:
+def test_step_inside_the_last_iteration(ranks: Pool, stage: int, micro_batches: tuple) -> None:
     run = Run(RECIPE, plan_of(stage, micro_batches))
     for parameters in ranks.run(step_in_the_last_iteration, run):
         assert_close(parameters, reference.train(RECIPE).parameters)
 
 
-def evaluate_inside_a_pass(run: Run) -> tuple[list[Failure], Parameters]:
+def evaluate_inside_pass(run: Run) -> tuple[list[Failure], Parameters]:
     model, optimizer = training.prepare(run)
     failures = []
     for step in range(len(run.recipe.batches)):
@@ -511,18 +511,18 @@ def evaluate_inside_a_pass(run: Run) -> tuple[list[Failure], Parameters]:
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_evaluating_inside_a_pass_raises_and_harms_nothing(ranks: Pool, stage: int) -> None:
-    for failures, left in ranks.run(evaluate_inside_a_pass, Run(RECIPE, one_pass_each(stage))):
+def test_evaluate_inside_a_pass_raises_and_changes_nothing(ranks: Pool, stage: int) -> None:
+    for failures, left in ranks.run(evaluate_inside_pass, Run(RECIPE, one_pass_each(stage))):
         assert len(failures) == 2
         assert_raised(failures, "evaluate()", kind=RuntimeError)
         assert_close(left, reference.train(RECIPE).parameters)
 
 
-# Behind the optimizer's back
+# Changes without the optimizer
 
 
-def swap_in_an_average(run: Run) -> tuple[float, float, Parameters]:
-    """Between steps, other data for every parameter, and the old data back."""
+def swap_in_average(run: Run) -> tuple[float, float, Parameters]:
+    """Between steps, replace the data of every parameter and then restore it."""
     model, optimizer = training.prepare(run)
     training.take_step(run, model, optimizer, 0)
     batch = training.on_device(run.recipe.batch(1))
@@ -539,10 +539,8 @@ def swap_in_an_average(run: Run) -> tuple[float, float, Parameters]:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_data_swapped_for_an_average_and_back(ranks: Pool, stage: int) -> None:
-    for averaged, evaluated, parameters in ranks.run(
-        swap_in_an_average, Run(RECIPE, plan_of(stage))
-    ):
+def test_parameter_data_may_be_swapped_and_restored(ranks: Pool, stage: int) -> None:
+    for averaged, evaluated, parameters in ranks.run(swap_in_average, Run(RECIPE, plan_of(stage))):
         assert evaluated == pytest.approx(averaged, rel=1e-6)
         assert_close(parameters, reference.train(RECIPE).parameters)
 
@@ -555,12 +553,12 @@ def swap_data_and_step(run: Run) -> None:
     training.take_step(run, model, optimizer, 1)
 
 
-def test_at_stage_3_swapped_data_is_refused(ranks: Pool) -> None:
+def test_stage_3_swapped_data_raises(ranks: Pool) -> None:
     failures = ranks.run_expecting_errors(swap_data_and_step, Run(RECIPE, plan_of(3)))
     assert_raised(failures, "was replaced", "full_parameters", kind=RuntimeError)
 
 
-def clip_by_torch(run: Run) -> tuple[list[float], Parameters]:
+def clip_with_torch(run: Run) -> tuple[list[float], Parameters]:
     model, optimizer = training.prepare(run)
     scaler = poplar.GradScaler(harness.device().type, init_scale=1024.0, growth_interval=1000)
     norms = []
@@ -576,16 +574,16 @@ def clip_by_torch(run: Run) -> tuple[list[float], Parameters]:
     return norms, training.whole_parameters(model, optimizer)
 
 
-def test_at_stage_0_torch_may_clip(ranks: Pool) -> None:
+def test_stage_0_torch_may_clip(ranks: Pool) -> None:
     recipe = replace(RECIPE, max_norm=0.1, optimizer="SGD", options=(("lr", 0.5),))
     expected = reference.train(recipe)
-    for norms, parameters in ranks.run(clip_by_torch, Run(recipe, plan_of(0))):
+    for norms, parameters in ranks.run(clip_with_torch, Run(recipe, plan_of(0))):
         assert norms == pytest.approx(expected.norms, rel=1e-5)
         assert_close(parameters, expected.parameters)
 
 
 def keep_gradients(run: Run, cache: str) -> list[str]:
-    """`zero_grad` lets tensors go; it doesn't touch them. Returns what changed in who kept them."""
+    """`zero_grad` must not change tensors that the user keeps. Returns what changed."""
     with memory_cache(cache):
         model, optimizer = training.prepare(run)
         kept: dict[str, Tensor] = {}
@@ -601,7 +599,7 @@ def keep_gradients(run: Run, cache: str) -> list[str]:
 
 
 @pytest.mark.parametrize("cache", ["on", "off"])
-def test_at_stage_0_gradients_that_the_user_keeps_stay_as_they_are(ranks: Pool, cache: str) -> None:
+def test_stage_0_gradients_kept_by_the_user_do_not_change(ranks: Pool, cache: str) -> None:
     recipe = replace(RECIPE, batches=(12, 12, 12))
     for changed in ranks.run(keep_gradients, Run(recipe, plan_of(0)), cache):
         assert changed == []
@@ -609,7 +607,7 @@ def test_at_stage_0_gradients_that_the_user_keeps_stay_as_they_are(ranks: Pool, 
 
 @contextmanager
 def memory_cache(setting: str) -> Iterator[None]:
-    """Engines that are built inside keep shared memory for later, or give it back at once."""
+    """Engines built inside keep idle shared memory, or free it at once."""
     os.environ["POPLAR_MEMORY_CACHE"] = setting
     try:
         yield
@@ -623,12 +621,12 @@ def train_without_a_cache(run: Run) -> Trajectory:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_training_where_idle_memory_goes_back_at_once(ranks: Pool, stage: int) -> None:
+def test_training_without_memory_cache(ranks: Pool, stage: int) -> None:
     run = Run(replace(RECIPE, batches=(12, 12, 12)), plan_of(stage))
     assert_exact(ranks.run(train_without_a_cache, run), run.recipe)
 
 
-def step_along_own_gradients(run: Run) -> tuple[Parameters, Parameters]:
+def step_with_replaced_gradients(run: Run) -> tuple[Parameters, Parameters]:
     model, optimizer = training.prepare(run)
     before = training.whole_parameters(model, optimizer)
     for micro_batch in optimizer.micro_batches(training.batch_of(run, 0)):
@@ -639,9 +637,9 @@ def step_along_own_gradients(run: Run) -> tuple[Parameters, Parameters]:
     return before, training.whole_parameters(model, optimizer)
 
 
-def test_at_stage_0_a_replaced_gradient_is_what_is_applied(ranks: Pool) -> None:
+def test_stage_0_replaced_gradient_is_applied(ranks: Pool) -> None:
     recipe = replace(RECIPE, optimizer="SGD", options=(("lr", 0.5),))
-    for before, after in ranks.run(step_along_own_gradients, Run(recipe, plan_of(0))):
+    for before, after in ranks.run(step_with_replaced_gradients, Run(recipe, plan_of(0))):
         assert_close(after, {name: value - 0.5 for name, value in before.items()})
 
 
@@ -649,11 +647,11 @@ def test_at_stage_0_a_replaced_gradient_is_what_is_applied(ranks: Pool) -> None:
 
 
 def fail_in_backward(run: Run, model: nn.Module) -> None:
-    def boom(_gradient: Tensor) -> None:
+    def fail(_gradient: Tensor) -> None:
         raise ZeroDivisionError
 
     def watch(_module: nn.Module, _inputs: Any, output: Tensor) -> None:
-        output.register_hook(boom)
+        output.register_hook(fail)
 
     handle = model.blocks[1].register_forward_hook(watch)
     try:
@@ -664,7 +662,7 @@ def fail_in_backward(run: Run, model: nn.Module) -> None:
         handle.remove()
 
 
-def forget_the_backward(run: Run, model: nn.Module) -> None:
+def skip_the_backward(run: Run, model: nn.Module) -> None:
     models.mean_over_samples(model, training.batch_of(run, 1))
 
 
@@ -673,7 +671,7 @@ def call_a_block(run: Run, model: nn.Module) -> None:
         model.blocks[0](torch.ones(2, models.LENGTH, models.WIDTH, device=harness.device()))
 
 
-def go_on_after(run: Run, what: Callable[[Run, nn.Module], None]) -> Parameters:
+def continue_after(run: Run, what: Callable[[Run, nn.Module], None]) -> Parameters:
     model, optimizer = training.prepare(run)
     for step in range(len(run.recipe.batches)):
         what(run, model)
@@ -688,20 +686,20 @@ def go_on_after(run: Run, what: Callable[[Run, nn.Module], None]) -> Parameters:
     ("what", "stage"),
     [
         *((fail_in_backward, stage) for stage in (0, 2, 3)),
-        (forget_the_backward, 0),
-        (forget_the_backward, 3),
+        (skip_the_backward, 0),
+        (skip_the_backward, 3),
         (call_a_block, 3),
     ],
 )
-def test_zero_grad_forgets_what_was_not_finished(
+def test_zero_grad_drops_an_unfinished_step(
     ranks: Pool, what: Callable[[Run, nn.Module], None], stage: int
 ) -> None:
-    for parameters in ranks.run(go_on_after, Run(RECIPE, one_pass_each(stage)), what):
+    for parameters in ranks.run(continue_after, Run(RECIPE, one_pass_each(stage)), what):
         assert_close(parameters, reference.train(RECIPE).parameters)
 
 
-def look_into_a_block_between_backwards(run: Run) -> Parameters:
-    """Two backwards a step, and a call of a part of the model, for its output only, in between."""
+def call_block_between_backwards(run: Run) -> Parameters:
+    """Two backwards per step, with a call of one block in between, for its output only."""
     model, optimizer = training.prepare(run)
     for step in range(0, len(run.recipe.batches), 2):
         with optimizer.no_sync():
@@ -713,10 +711,10 @@ def look_into_a_block_between_backwards(run: Run) -> Parameters:
 
 
 @pytest.mark.parametrize("kept", [(), ("blocks.0", "blocks.2")])
-def test_calling_a_block_between_two_backwards_loses_no_gradient(
+def test_calling_a_block_between_backwards_keeps_gradients(
     ranks: Pool, kept: tuple[str, ...]
 ) -> None:
-    """At stage 3, where that gathers, and a gather has to end somewhere."""
+    """At stage 3 that call unshards the block, which must be resharded again."""
     recipe = Recipe(batches=(12,) * 4, optimizer="SGD", options=(("lr", 0.1), ("momentum", 0.9)))
     units = [UnitPlan(name, "sharded_parameters", keep_gathered=True) for name in kept]
     plan = replace(one_pass_each(3), units=tuple(units))
@@ -727,12 +725,12 @@ def test_calling_a_block_between_two_backwards_loses_no_gradient(
         if step % 2:
             alone.step()
             alone.zero_grad()
-    for parameters in ranks.run(look_into_a_block_between_backwards, Run(recipe, plan)):
+    for parameters in ranks.run(call_block_between_backwards, Run(recipe, plan)):
         assert_close(parameters, dict(model.named_parameters()))
 
 
-def make_state_as_checkpointing_does(run: Run) -> tuple[dict | None, dict | None, Parameters]:
-    """Zero gradients and a step at learning rate 0, in the middle of training."""
+def create_state_like_checkpointing(run: Run) -> tuple[dict | None, dict | None, Parameters]:
+    """Zero gradients and a step at learning rate 0 during training."""
     model, optimizer = training.prepare(run)
     training.take_step(run, model, optimizer, 0)
     before = copy.deepcopy(optimizer.consolidate_state_dict())
@@ -751,8 +749,8 @@ def make_state_as_checkpointing_does(run: Run) -> tuple[dict | None, dict | None
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
-def test_the_step_by_which_checkpointing_makes_state_changes_none(ranks: Pool, stage: int) -> None:
-    answers = ranks.run(make_state_as_checkpointing_does, Run(RECIPE, plan_of(stage)))
+def test_zero_step_during_training_keeps_the_state(ranks: Pool, stage: int) -> None:
+    answers = ranks.run(create_state_like_checkpointing, Run(RECIPE, plan_of(stage)))
     before, after, _ = answers[0]
     assert before["state"].keys() == after["state"].keys() != set()
     for key, state in before["state"].items():
