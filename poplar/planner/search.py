@@ -14,10 +14,12 @@ from collections.abc import Collection, Sequence
 
 from poplar.plan import STRATEGIES, Plan
 from poplar.planner.baselines import POLICIES, shortage_of
-from poplar.planner.branch_and_bound import PREFERENCE, Decision, Request
+from poplar.planner.branch_and_bound import TOLERANCE, Decision
 from poplar.planner.cost_model import StageCosts, costs_of
+from poplar.planner.heuristic import Request
 from poplar.planner.memory_shortfall import NoPlanFits
 from poplar.planner.prediction import describe, predict_at
+from poplar.planner.simple_plans import PREFERENCE, simplified
 from poplar.planner.suggested_changes import with_remedies
 from poplar.profile import ClusterProfile
 
@@ -112,7 +114,7 @@ def plans_by_stage(
     most = global_batch if max_micro_batch is None else min(max_micro_batch, global_batch)
     if not (math.isfinite(preference) and preference >= 0.0):
         raise ValueError(f"preference must be finite and 0 or more, got {preference}")
-    request = Request(global_batch, most, preference)
+    request = Request(global_batch, most)
     found: list[Plan] = []
     missing: dict[int, NoPlanFits] = {}
     for stage in _checked_stages(stages):
@@ -121,16 +123,32 @@ def plans_by_stage(
             decision = POLICIES[policy](costs, request)
         except NoPlanFits as error:
             missing[stage] = error
-        else:
-            found.append(_described(cluster, decision, policy))
+            continue
+        if policy == "exact":
+            decision = _simplified(cluster, decision, request, preference)
+        found.append(_described(cluster, decision, policy))
     return tuple(sorted(found, key=_preference)), missing
+
+
+def _simplified(
+    cluster: ClusterProfile, fastest: Decision, request: Request, preference: float
+) -> Decision:
+    """A simpler plan that is nearly as fast; its gap is to the fastest that is possible."""
+    plan = simplified(cluster, fastest.plan, preference, max_micro_batch=request.max_micro_batch)
+    bound = _step_seconds(cluster, fastest.plan) * (1.0 - (fastest.gap or 0.0))
+    seconds = _step_seconds(cluster, plan)
+    gap = 1.0 - bound / seconds if seconds else 0.0
+    return Decision(plan, gap if gap > TOLERANCE else 0.0)
 
 
 def _described(cluster: ClusterProfile, decision: Decision, policy: str) -> Plan:
     prediction = predict_at(costs_of(cluster, decision.plan), decision.plan)
-    if policy == "exact":  # the others decide without a search: nobody knows how far they are
-        prediction = dataclasses.replace(prediction, optimality_gap=decision.gap)
+    prediction = dataclasses.replace(prediction, optimality_gap=decision.gap)
     return describe(cluster, decision.plan, prediction, policy)
+
+
+def _step_seconds(cluster: ClusterProfile, plan: Plan) -> float:
+    return costs_of(cluster, plan).step_seconds(plan.micro_batches, plan.shares)
 
 
 def _preference(plan: Plan) -> tuple[float, int, int]:
