@@ -37,8 +37,6 @@ _MOST_WORK = 1200
 _NODES_BEFORE_SETTLING = 40
 _SETTLED = 1e-3
 """After so many nodes, a plan that is proven to be this close to the fastest is good enough."""
-_NODES_BETWEEN_ALTERNATIONS = 8
-"""After `_NODES_BEFORE_SETTLING`, when most alternations find nothing new."""
 
 
 class Decision(NamedTuple):
@@ -123,8 +121,7 @@ class _Search:
             for child in children:
                 self._add(child)
         best = math.inf if self._best is None else self._best.seconds
-        bound = min([closed, best, *(entry[0] for entry in self._nodes[:1])])
-        return self._best, bound - _latency_of_ranks_without_state(self._costs)
+        return self._best, min([closed, best, *(entry[0] for entry in self._nodes[:1])])
 
     def _root(self) -> _Node:
         devices, largest = self._costs.cluster.devices, self._solvers.request.max_micro_batch
@@ -145,15 +142,12 @@ class _Search:
         if tightened is None:
             return
         node, upper = tightened
-        relaxed = self._relaxed(node, ShareProblem(self._costs, upper))
+        relaxed = self._relaxed(node, ShareProblem(self._costs, upper, optimistic=True))
         if relaxed is None or relaxed.bound >= self._limit():
             return
         self._keep(self._solvers.best_shares(relaxed.micro_batches))
-        number = next(self._number)
-        if number < _NODES_BEFORE_SETTLING or number % _NODES_BETWEEN_ALTERNATIONS == 0:
-            self._keep(self._solvers.alternate(relaxed.shares))
         if relaxed.bound < self._limit():
-            heapq.heappush(self._nodes, (relaxed.bound, number, node, relaxed))
+            heapq.heappush(self._nodes, (relaxed.bound, next(self._number), node, relaxed))
 
     def _tightened(self, node: _Node) -> tuple[_Node, list[float]] | None:
         """The node without caps that its shares rule out, and the largest shares; None: empty."""
@@ -245,17 +239,3 @@ class _Search:
         for other in equal[: place + 1]:
             low[other] = max(low[other], cap)
         return [replace(node, high=tuple(high)), replace(node, low=tuple(low))]
-
-
-def _latency_of_ranks_without_state(costs: StageCosts) -> float:
-    """By how much the relaxation may overestimate a step.
-
-    It counts the optimizer's latency of ranks that own nothing and so do not run the optimizer.
-    Some rank owns state, so only differences between the ranks count.
-    """
-    ranks = [group[0] for group in members(costs.cluster.device_kinds)]
-    without = [costs.optimizer_seconds(rank, 0.0) for rank in ranks]
-    latest = [
-        2.0 * costs.optimizer_seconds(r, 0.5) - costs.optimizer_seconds(r, 1.0) for r in ranks
-    ]
-    return max(0.0, max(latest) - max(min(latest), *without))
