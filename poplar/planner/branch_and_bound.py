@@ -23,7 +23,12 @@ from poplar.planner.batch_allocation import MicroBatches, Workload
 from poplar.planner.cost_model import StageCosts
 from poplar.planner.joint_allocation import TOLERANCE, Relaxed, relaxed
 from poplar.planner.memory_model import RankMemory
-from poplar.planner.memory_shortfall import shortage, smallest_shares, suffice
+from poplar.planner.memory_shortfall import (
+    NoPlanFits,
+    memory_shortfall,
+    smallest_shares,
+    suffice,
+)
 from poplar.planner.rank_groups import each, members
 from poplar.planner.shard_allocation import Owns, ShareProblem
 from poplar.planner.simple_plans import tidied
@@ -72,16 +77,16 @@ def exact(costs: StageCosts, request: Request) -> Decision:
     Raises:
         NoPlanFits: says what is missing.
     """
-    missing = shortage(costs)
+    missing = memory_shortfall(costs)
     if missing is not None:
-        raise missing
+        raise NoPlanFits([missing])
     ranks = costs.cluster.world_size
     workload = Workload(costs, request.global_batch)
     even = at_shares(costs, workload, (1.0 / ranks,) * ranks, request)
     if costs.shares_matter:
         fastest, bound = _Search(costs, workload, request, even).run()
     else:
-        assert even is not None, "the shortage says otherwise"
+        assert even is not None, "there is no memory shortfall"
         fastest, bound = even, even.seconds
     most = fastest.seconds * (1.0 + request.preference)
     chosen = even if even is not None and even.seconds <= most else fastest
