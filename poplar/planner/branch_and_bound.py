@@ -26,7 +26,7 @@ from poplar.planner.batch_allocation import (
 )
 from poplar.planner.cost_model import StageCosts
 from poplar.planner.heuristic import Alternation, Candidate, Request, largest_batches_of
-from poplar.planner.memory_shortfall import shortage, suffice
+from poplar.planner.memory_shortfall import NoPlanFits, memory_shortfall, suffice
 from poplar.planner.rank_groups import each, members
 from poplar.planner.shard_allocation import ShareProblem
 
@@ -60,9 +60,9 @@ def fastest_plan(costs: StageCosts, request: Request) -> Decision:
     Raises:
         NoPlanFits: no plan of this stage fits in memory.
     """
-    missing = shortage(costs)
+    missing = memory_shortfall(costs)
     if missing is not None:
-        raise missing
+        raise NoPlanFits([missing])
     solvers = Alternation(costs, request)
     best = solvers.first_plan()
     bound = -math.inf

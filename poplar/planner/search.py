@@ -13,14 +13,13 @@ import math
 from collections.abc import Collection, Sequence
 
 from poplar.plan import STRATEGIES, Plan
-from poplar.planner.baselines import POLICIES, shortage_of
+from poplar.planner.baselines import POLICIES, shortfall_rule
 from poplar.planner.branch_and_bound import TOLERANCE, Decision
 from poplar.planner.cost_model import StageCosts, costs_of
 from poplar.planner.heuristic import Request
-from poplar.planner.memory_shortfall import NoPlanFits
+from poplar.planner.memory_shortfall import NoPlanFits, Shortfall
 from poplar.planner.prediction import describe, predict_at
 from poplar.planner.simple_plans import PREFERENCE, simplified
-from poplar.planner.suggested_changes import with_remedies
 from poplar.profile import ClusterProfile
 
 __all__ = ["ALL_STAGES", "NoPlanFits", "alternatives", "search"]
@@ -80,7 +79,7 @@ def alternatives(
 
     Arguments and errors are those of `search`.
     """
-    found, missing = plans_by_stage(
+    found, shortfalls = plans_by_stage(
         cluster,
         global_batch=global_batch,
         stages=stages,
@@ -89,7 +88,8 @@ def alternatives(
         preference=preference,
     )
     if not found:
-        raise with_remedies(cluster, missing, shortage_of(policy, global_batch))
+        rule = shortfall_rule(policy, global_batch)
+        raise NoPlanFits(tuple(shortfalls.values()), cluster, rule)
     return found
 
 
@@ -101,7 +101,7 @@ def plans_by_stage(
     policy: str = "exact",
     max_micro_batch: int | None = None,
     preference: float = PREFERENCE,
-) -> tuple[tuple[Plan, ...], dict[int, NoPlanFits]]:
+) -> tuple[tuple[Plan, ...], dict[int, Shortfall]]:
     """The best plan of each stage that fits, fastest first, and by stage why the others do not.
 
     Arguments are those of `search`, and so are errors about them.
@@ -116,18 +116,18 @@ def plans_by_stage(
         raise ValueError(f"preference must be finite and 0 or more, got {preference}")
     request = Request(global_batch, most)
     found: list[Plan] = []
-    missing: dict[int, NoPlanFits] = {}
+    shortfalls: dict[int, Shortfall] = {}
     for stage in _checked_stages(stages):
         costs = StageCosts(cluster, stage)
         try:
             decision = POLICIES[policy](costs, request)
         except NoPlanFits as error:
-            missing[stage] = error
+            shortfalls[stage] = error.closest
             continue
         if policy == "exact":
             decision = _simplified(cluster, decision, request, preference)
         found.append(_described(cluster, decision, policy))
-    return tuple(sorted(found, key=_preference)), missing
+    return tuple(sorted(found, key=_preference)), shortfalls
 
 
 def _simplified(
