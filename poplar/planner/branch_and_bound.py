@@ -65,20 +65,23 @@ def fastest_plan(costs: StageCosts, request: Request) -> Decision:
         raise NoPlanFits([missing])
     solvers = Alternation(costs, request)
     best = solvers.first_plan()
-    bound = -math.inf
+    bound = 0.0
     if costs.shares_matter:
         best, bound = _Search(solvers, best).run()
     assert best is not None, "a stage without a memory shortfall has a plan"
-    if not costs.shares_matter:
-        bound = best.seconds
-    gap = 1.0 - bound / best.seconds if best.seconds > 0.0 else 0.0
     plan = Plan(
         stage=costs.stage,
         global_batch=request.global_batch,
         micro_batches=best.micro_batches,
         shares=best.shares,
     )
-    return Decision(plan, gap if gap > TOLERANCE else 0.0)
+    return Decision(plan, optimality_gap(bound, best.seconds) if costs.shares_matter else 0.0)
+
+
+def optimality_gap(bound: float, seconds: float) -> float:
+    """How much faster than `seconds` a step may be, as a fraction, if none is below `bound`."""
+    gap = 1.0 - bound / seconds if seconds else 0.0
+    return gap if gap > TOLERANCE else 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from poplar.plan import STRATEGIES, Plan, UnitPlan
-from poplar.planner.branch_and_bound import TOLERANCE, Decision, fastest_plan
+from poplar.planner.branch_and_bound import TOLERANCE, Decision, fastest_plan, optimality_gap
 from poplar.planner.cost_model import StageCosts
 from poplar.planner.heuristic import Request, largest_batches_of
 from poplar.planner.memory_model import RankMemory
@@ -106,8 +106,7 @@ class _Search:
         if self._best is None:
             return fastest_plan(self._costs(0), self._request)
         bound = min([self._seconds, self._closed, *(one.bound for one in self._ranges[:1])])
-        gap = 1.0 - bound / self._seconds if self._seconds else 0.0
-        return Decision(self._best, gap if gap > TOLERANCE else 0.0)
+        return Decision(self._best, optimality_gap(bound, self._seconds))
 
     def _add(self, least: int, most: int) -> None:
         """Search a range optimistically, and keep the plan with as many units as fit."""
