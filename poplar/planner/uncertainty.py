@@ -25,7 +25,7 @@ from typing import NamedTuple
 from poplar.formatting import format_ranks
 from poplar.plan import Plan
 from poplar.planner.cost_model import costs_of
-from poplar.planner.device_groups import Kind, alike_kinds, without_noise
+from poplar.planner.device_groups import DeviceGroup, device_groups, with_equal_devices
 from poplar.planner.memory_shortfall import NoPlanFits
 from poplar.planner.prediction import DoesNotFit, predict
 from poplar.planner.search import search
@@ -114,7 +114,7 @@ def doubts(
     `asks_for`, which takes the first one.
     """
     found = _Doubts(cluster, plan, stages)
-    foremost: dict[Kind, tuple[float, _Asked, bool]] = {}
+    foremost: dict[DeviceGroup, tuple[float, _Asked, bool]] = {}
     for stake, asked, planned in [*found.of_the_plan(), *found.of_a_lucky_plan()]:
         known = foremost.get(asked.kind)
         if known is None or stake > known[0]:
@@ -161,7 +161,7 @@ def safest(
 class _Asked(NamedTuple):
     """A batch on alike ranks."""
 
-    kind: Kind
+    kind: DeviceGroup
     batch: int
 
 
@@ -176,9 +176,9 @@ class _Doubts:
         predict(cluster, plan)  # raises where the cluster cannot run it
         self.cluster, self.plan = cluster, plan
         self.stages = tuple(sorted({plan.stage, *stages}))
-        self.kinds = alike_kinds(cluster)
+        self.kinds = device_groups(cluster)
         if cluster.world_size > _WITH_NOISE:
-            equal = without_noise(cluster, self.kinds)
+            equal = with_equal_devices(cluster, self.kinds)
             with suppress(NoPlanFits):  # a kind has the least memory of its ranks
                 self.plan = self.fastest(equal)
                 self.cluster = equal
@@ -264,7 +264,7 @@ class _Doubts:
         return gain * here / sum(map(luck, passes)) if here > 0.0 else 0.0
 
     def _devices(
-        self, kind: Kind, change: Callable[[DeviceProfile], DeviceProfile]
+        self, kind: DeviceGroup, change: Callable[[DeviceProfile], DeviceProfile]
     ) -> dict[int, DeviceProfile]:
         """By rank of a kind, its device changed; equal ones stay equal."""
         numbers = self.cluster.device_kinds
