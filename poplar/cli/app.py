@@ -10,6 +10,7 @@ app = typer.Typer(
     name="poplar",
     help="Train one model on unequal devices at the sum of their speeds.",
     no_args_is_help=True,
+    rich_markup_mode="markdown",
     add_completion=False,
     pretty_exceptions_enable=False,
 )

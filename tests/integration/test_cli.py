@@ -336,12 +336,12 @@ def test_the_workload_of_the_examples_loads():
 @pytest.mark.parametrize(
     ("address", "error", "words"),
     [
-        ("train.py", ValueError, "names no function"),
-        ("{}/none.py:workload", ValueError, "there is no file"),
+        ("train.py", ValueError, "expected a file, a colon and a function"),
+        ("{}/none.py:workload", ValueError, "does not exist"),
         ("{}/train.py:none", ValueError, "it has broken, coupled, loss_fn, nothing, workload"),
         ("{}/train.py:SIZE", ValueError, "no function 'SIZE'"),
         ("{}/train.py:nothing", ValueError, "got NoneType"),
-        ("no_such_module:workload", ValueError, "write its path with .py"),
+        ("no_such_module:workload", ValueError, "give its path with .py"),
         ("{}/train.py:broken", RuntimeError, "no data here"),
     ],
 )
