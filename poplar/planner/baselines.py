@@ -11,8 +11,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from poplar import _core
 from poplar.plan import Plan
-from poplar.planner.branch_and_bound import Decision, Request
+from poplar.planner.branch_and_bound import Decision
 from poplar.planner.cost_model import StageCosts
+from poplar.planner.heuristic import Request
 from poplar.planner.memory_shortfall import (
     NoPlanFits,
     Shortfall,
@@ -20,7 +21,7 @@ from poplar.planner.memory_shortfall import (
     memory_shortfall,
     shortfall_at_shares,
 )
-from poplar.planner.persistent_units import exact_with_persistent_units
+from poplar.planner.persistent_units import fastest_plan_with_persistent_units
 
 Policy = Callable[[StageCosts, Request], Decision]
 """From the costs of a stage and what is wanted of it."""
@@ -77,7 +78,7 @@ def paper(costs: StageCosts, request: Request) -> Decision:
 
 
 POLICIES: Mapping[str, Policy] = {
-    "exact": exact_with_persistent_units,
+    "exact": fastest_plan_with_persistent_units,
     "even": even,
     "flops": flops,
     "paper": paper,
