@@ -1,7 +1,7 @@
 """Poplar: one PyTorch model on unequal GPUs at the sum of their speeds, with the exact gradient.
 
-The names below are the public face. They are loaded when they are first used, so that `import
-poplar` is quick and planning works where torch is not installed.
+The names below are the public API. Each is loaded when it is first used, so that `import poplar` is
+quick and planning works without torch.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from poplar.simulator.timeline import Timeline
     from poplar.tuning import Tuned, autotune, tune
     from poplar.verification import Verification, verify
+    from poplar.workload import Workload
     from poplar.zero.grad_scaler import GradScaler
 
 __version__ = "0.1.0"
@@ -59,6 +60,7 @@ _HOME = {
     "Tuned": "poplar.tuning",
     "UnitPlan": "poplar.plan",
     "Verification": "poplar.verification",
+    "Workload": "poplar.workload",
     "autotune": "poplar.tuning",
     "explain": "poplar.planner.explain",
     "predict": "poplar.planner.prediction",
@@ -93,6 +95,7 @@ __all__ = [
     "Tuned",
     "UnitPlan",
     "Verification",
+    "Workload",
     "autotune",
     "explain",
     "predict",

@@ -1,4 +1,4 @@
-"""The ranks that a command runs on: itself alone, or all that a launcher has started."""
+"""The process group of a command: one rank alone, or all ranks that torchrun started."""
 
 from __future__ import annotations
 
@@ -16,25 +16,30 @@ from poplar.doctor import Report, examine
 from poplar.doctor.facts import own_device
 from poplar.errors import PoplarError
 
+_LAUNCHER_VARIABLES = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
 
 def chosen_device(choice: str) -> torch.device:
     """This rank's device.
 
     Args:
-        choice: `"auto"`: CUDA where there is any; `"cuda"`; `"cpu"`.
+        choice: `"cuda"`, `"cpu"`, or `"auto"`: CUDA if there is a device.
 
     Raises:
-        ValueError: CUDA was asked for where there is none.
+        ValueError: "cuda" without a CUDA device.
     """
     device = torch.device("cpu") if choice == "cpu" else own_device()
     if choice == "cuda" and device.type != "cuda":
-        raise ValueError("there is no CUDA device here, or this build of torch has no CUDA")
+        raise ValueError(
+            "--device cuda, but torch finds no CUDA device; check nvidia-smi and that "
+            "torch.version.cuda is set, or use --device cpu"
+        )
     return device
 
 
 @dataclass(frozen=True)
 class World:
-    """Who this process is among the ranks of the command."""
+    """This process's rank and the number of ranks of the command."""
 
     rank: int
     size: int
@@ -42,20 +47,21 @@ class World:
 
 @contextlib.contextmanager
 def joined(device: torch.device) -> Iterator[World]:
-    """The default process group, for as long as the context lasts.
+    """The default process group, as long as the context lasts.
 
-    Before the ranks of a job do anything together, they are compared.
+    The ranks of a job are compared before their first collective.
 
     Raises:
-        PoplarError: ranks that cannot work together; says what the doctor found.
+        PoplarError: the ranks cannot work together; lists the doctor's problems.
+        ValueError: only a part of the launcher's environment variables is set.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if "RANK" in os.environ:
+    if _is_launched():
         _refuse_problems(examine(device))
         dist.init_process_group(_backends(device))
     else:
-        # Alone, nobody has to find this host: the loopback interface serves whatever its name is.
+        # A single rank uses the loopback interface, whatever the host name resolves to.
         if Path("/sys/class/net/lo").exists():
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         dist.init_process_group(_backends(device), store=HashStore(), rank=0, world_size=1)
@@ -65,8 +71,20 @@ def joined(device: torch.device) -> Iterator[World]:
         dist.destroy_process_group()
 
 
+def _is_launched() -> bool:
+    if "RANK" not in os.environ:
+        return False
+    missing = [name for name in _LAUNCHER_VARIABLES if name not in os.environ]
+    if missing:
+        raise ValueError(
+            f"the environment has RANK, but not {', '.join(missing)}; start several ranks with "
+            "torchrun --nproc-per-node N -m poplar ..., or unset RANK for a single one"
+        )
+    return True
+
+
 def _backends(device: torch.device) -> str:
-    """One for each kind of tensor: what ranks agree on stays on the host."""
+    """One backend per device type: control messages stay on the host."""
     on_host = dist.get_default_backend_for_device("cpu")
     if device.type == "cpu":
         return on_host
