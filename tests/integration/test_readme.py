@@ -64,14 +64,14 @@ def test_local_links_lead_to_files(document):
     assert not missing
 
 
-def test_results_table_is_what_its_command_prints():
+@pytest.mark.parametrize("document", ["README.md", "docs/benchmarks.md"])
+def test_results_table_is_what_its_command_prints(document):
     command = [sys.executable, "benchmarks/summary.py"]
     printed = subprocess.run(
         command, cwd=REPOSITORY, capture_output=True, text=True, check=True
     ).stdout.splitlines()
-    heading = printed[0]
-    lines = README.read_text("utf-8").splitlines()
-    start = lines.index(heading)
+    lines = (REPOSITORY / document).read_text("utf-8").splitlines()
+    start = lines.index(printed[0])
     table = lines[start : lines.index("", start)]
     assert set(table) <= set(printed)
 

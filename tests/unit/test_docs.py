@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import re
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -59,3 +61,13 @@ def test_files_named_on_a_page_exist(page):
     )
     missing = [name for name in named if not (root / name).exists()]
     assert not missing
+
+
+def test_memory_program_prints_the_documented_figures():
+    page = (DOCS / "guides/which-stage.md").read_text("utf-8")
+    program = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.M)[0]
+    printed = io.StringIO()
+    with redirect_stdout(printed):
+        exec(program, {})
+    figures = re.findall(r"([\d.]+) GiB", printed.getvalue())
+    assert "It prints {}, {}, {} and {} GiB".format(*figures) in page
