@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from test_imports import MODULES, imports
 
+import poplar
+
 DOCS = Path(__file__).parents[2] / "docs"
 HOW_IT_WORKS = (DOCS / "how-it-works.md").read_text("utf-8")
 DIAGRAMS = re.findall(r"^```mermaid\n(.*?)^```", HOW_IT_WORKS, re.DOTALL | re.M)
@@ -71,3 +73,10 @@ def test_memory_program_prints_the_documented_figures():
         exec(program, {})
     figures = re.findall(r"([\d.]+) GiB", printed.getvalue())
     assert "It prints {}, {}, {} and {} GiB".format(*figures) in page
+
+
+def test_api_page_has_every_public_name():
+    page = (DOCS / "api.md").read_text("utf-8")
+    listed = set(re.findall(r"^::: poplar\.(\w+)$", page, re.M))
+    assert listed == set(poplar.__all__) - {"autotune"}
+    assert "`poplar.autotune(...)`" in page  # built from `tune`; the page says so
