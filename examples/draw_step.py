@@ -28,7 +28,7 @@ THEMES = {
     "dark": {"text": "#e6edf3", "muted": "#9aa4af", "waiting": "#30363d"},
 }
 COLORS = {"compute": "#2a8fd0", "communication": "#e69f00", "optimizer": "#0a9a70"}
-WIDTH, LEFT, RIGHT = 860, 180, 60
+WIDTH, LEFT, RIGHT = 860, 190, 60
 LANE, GAP, PANEL_TITLE = 22, 6, 34
 
 
