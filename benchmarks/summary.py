@@ -70,7 +70,7 @@ def markdown(cases: Cases) -> Iterator[str]:
 def main() -> None:
     """Print the table as Markdown."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("rows", type=Path, nargs="?", default=ROWS, help="default: all kept runs")
+    parser.add_argument("rows", type=Path, nargs="?", default=ROWS, help="default: all saved runs")
     print("\n".join(markdown(read_cases(parser.parse_args().rows))))
 
 
