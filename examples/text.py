@@ -46,7 +46,7 @@ class ByteWindows(Dataset[dict[str, Tensor]]):
 
     def digest(self) -> str:
         """A hash of the text: equal on every rank, or the ranks do not train on the same data."""
-        return hashlib.sha256(self.text.numpy()).hexdigest()
+        return hashlib.sha256(bytes(self.text.tolist())).hexdigest()
 
 
 def standard_library() -> list[Path]:

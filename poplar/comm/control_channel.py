@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from poplar.comm.copies import to_bytes
 from poplar.comm.group import Group
 from poplar.comm.point_to_point import Exchange, Message, tag_of
 from poplar.comm.rendezvous import Rendezvous
@@ -62,7 +63,7 @@ class Control:
             theirs = self._exchange_on(self._board, payload, what, [int(s) for s in sizes])()
         else:
             self._direct([payload] * self.group.size, theirs, what).wait()
-        received: list[Any] = [pickle.loads(bytes(data.numpy())) for data in theirs]
+        received: list[Any] = [pickle.loads(to_bytes(data)) for data in theirs]
         return received
 
     def announce(self, value: int) -> None:

@@ -17,6 +17,7 @@ Environment: `POPLAR_OPS=off` leaves all of that alone, so that plain PyTorch se
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -420,7 +421,21 @@ def _load_cuda(file_name: str) -> str:
     return state.replace("plain PyTorch", "Triton", 1)
 
 
+def _warn_if_not_built(state: str) -> None:
+    """Warn once per job that the slower PyTorch versions are used because of how Poplar was built."""
+    if "was not built" in state and os.environ.get("RANK", "0") == "0":
+        warnings.warn(
+            "Poplar was installed without its C++ operators for CPU, because the build did not find "
+            "torch >= 2.10. The same results are computed by slower PyTorch code. To build them, "
+            "install torch first and then Poplar again: pip install --force-reinstall --no-deps . "
+            "(POPLAR_OPS=off silences this warning)",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
 _cpu_state = _load("libpoplar_ops.so")
+_warn_if_not_built(_cpu_state)
 _cuda_state = _load_cuda("libpoplar_ops_cuda.so")
 
 native: bool = _cpu_state.startswith("C++")
