@@ -23,7 +23,7 @@ class Entrant:
     stage: int
     """The ZeRO stage that it is, whatever the provider calls it."""
     policy: str
-    """`exact`, `paper`, `flops` or `even`; what peers do is `even`."""
+    """Poplar: `exact`, `paper`, `flops` or `even`. Peers: `even` or `uneven` (set by hand)."""
     plan: Plan
     """Who computes what; for peers it says how many even micro-batches of which size. It has as
     many ranks as take part."""

@@ -11,7 +11,7 @@ import poplar
 from contest.clusters import Cluster
 from contest.crew import Here
 from contest.engine import Entrant
-from contest.peers import PEERS
+from contest.peers import PEERS, UNEVEN_PEERS
 from contest.task import Task
 from contest.yardstick import LARGEST_BATCH
 from poplar import ClusterProfile, Plan
@@ -117,6 +117,25 @@ def peers(cluster: Cluster, task: Task, stages: Sequence[int]) -> Iterator[Entra
                 stage=stage,
                 policy="even",
                 plan=Plan.even(cluster.size, task.global_batch, micro_batch, stage),
+                ranks=tuple(range(cluster.size)),
+            )
+
+
+def uneven_peers(
+    cluster: Cluster, task: Task, stages: Sequence[int], speeds: Sequence[float]
+) -> Iterator[Entrant]:
+    """DDP and FSDP2 with batches in proportion to measured speeds: the baseline that users write."""
+    caps = [
+        cluster.cap(rank, task.global_batch) or task.global_batch for rank in range(cluster.size)
+    ]
+    for name, (provider, stage) in UNEVEN_PEERS.items():
+        if stage in stages and cluster.unequal:
+            yield Entrant(
+                name=name,
+                provider=provider,
+                stage=stage,
+                policy="uneven",
+                plan=Plan.proportional(speeds, task.global_batch, stage, caps),
                 ranks=tuple(range(cluster.size)),
             )
 

@@ -1,4 +1,4 @@
-"""What people use today."""
+"""The engines that Poplar is compared with."""
 
 from __future__ import annotations
 
@@ -11,4 +11,11 @@ PEERS = {
     "DeepSpeed ZeRO-2": ("deepspeed", 2),
     "DeepSpeed ZeRO-3": ("deepspeed", 3),
 }
-"""Provider and the ZeRO stage that each of them is, by name."""
+"""Provider and ZeRO stage of each engine in its usual form (even batches), by name."""
+UNEVEN_PEERS = {
+    "DDP, uneven batches": ("ddp", 0),
+    "FSDP2, uneven batches": ("fsdp2", 3),
+    "FSDP2, kept gathered, uneven batches": ("fsdp2", 2),
+}
+"""The same with micro-batches in proportion to measured speeds and a weighted loss, as users write
+by hand. They do not count as peers in ratios and thresholds. DeepSpeed requires equal batches."""

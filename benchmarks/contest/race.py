@@ -193,7 +193,11 @@ def _lanes(
     )[0]
     for entrant, predicted in enter.ours(proposals, cluster.size):
         yield Lane(entrant, crews["poplar"], predicted)
-    for entrant in enter.peers(cluster, task, rules.stages):
+    peers = [
+        *enter.peers(cluster, task, rules.stages),
+        *enter.uneven_peers(cluster, task, rules.stages, before.speeds),
+    ]
+    for entrant in peers:
         if entrant.provider in rules.peers:
             yield Lane(entrant, crews[family(entrant)])
     if rules.parts:

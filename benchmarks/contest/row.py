@@ -14,6 +14,7 @@ from pathlib import Path
 import provenance
 
 from contest.outcome import Contest, Outcome
+from contest.peers import UNEVEN_PEERS
 
 LOSSES_COMPARED = 20
 """Steps from the beginning."""
@@ -44,7 +45,8 @@ class Row:
     stage: int
     """The ZeRO stage that it is, whatever the provider calls it."""
     policy: str
-    """`exact`, `paper`, `flops` or `even`; what peers do is `even`."""
+    """Poplar: `exact`, `paper`, `flops` or `even`. Peers: `even`, or `uneven` with batches set by hand
+    in proportion to measured speeds."""
     over_gloo: bool
     """Poplar, carried as its peers are, although the ranks could share memory."""
     model: str
@@ -156,8 +158,18 @@ class Row:
 
     @property
     def is_peer(self) -> bool:
-        """Not Poplar."""
-        return self.provider != "poplar"
+        """Another engine in its usual form, with even batches."""
+        return self.provider != "poplar" and self.policy == "even"
+
+    @property
+    def over_uneven(self) -> float | None:
+        """Speed over the faster of the peers with uneven batches set by hand at this stage."""
+        ratios = [
+            self.over[name]
+            for name, (_, stage) in UNEVEN_PEERS.items()
+            if stage == self.stage and name in self.over
+        ]
+        return min(ratios, default=None)
 
 
 def rows_of(contest: Contest) -> list[Row]:
@@ -294,7 +306,11 @@ def _peers(contest: Contest) -> list[Outcome]:
 
 
 def _best_peer(contest: Contest, stage: int) -> Outcome | None:
-    found = [outcome for outcome in _peers(contest) if outcome.entrant.stage == stage]
+    found = [
+        outcome
+        for outcome in _peers(contest)
+        if outcome.entrant.stage == stage and outcome.entrant.policy == "even"
+    ]
     return min(found, key=lambda outcome: outcome.median_seconds, default=None)
 
 

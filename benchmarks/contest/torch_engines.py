@@ -1,4 +1,4 @@
-"""What torch itself offers: DDP and FSDP2, in the settings that their documentation recommends."""
+"""DDP and FSDP2 in the settings that their documentation recommends, with even or uneven batches."""
 
 from __future__ import annotations
 
@@ -18,12 +18,20 @@ warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distri
 
 
 class TorchEngine(Engine):
-    """The loop that everybody writes, with gradient accumulation where there are several passes."""
+    """The usual training loop, with gradient accumulation where there are several passes.
+
+    Each pass's mean loss is weighted by its part of the global batch, so that uneven micro-batches
+    give the gradient of the whole batch.
+    """
 
     model: nn.Module
+    averages_over_ranks = True
+    """The engine divides summed gradients by the number of ranks."""
 
     def __init__(self, task: Task, entrant: Entrant, rank: int) -> None:
         super().__init__(task, entrant, rank)
+        if not all(all(sizes) for sizes in entrant.plan.micro_batches):
+            raise ValueError(f"{entrant.name}: every rank needs samples in every pass")
         self.model = self.distribute(task.new_model())
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=task.learning_rate, fused=True
@@ -33,73 +41,85 @@ class TorchEngine(Engine):
         """Wrap or shard the model."""
         raise NotImplementedError
 
-    def one_pass(self, last: bool) -> AbstractContextManager[None]:
-        """Around a forward and backward; gradients travel in the last one only."""
+    def synchronized(self, last: bool) -> AbstractContextManager[None]:
+        """The context of one pass: gradients are reduced in the last pass only."""
         raise NotImplementedError
+
+    def loss_weight(self, samples: int) -> float:
+        """Factor of the mean loss of a pass of so many samples."""
+        plan = self.entrant.plan
+        return samples / plan.global_batch * (plan.world_size if self.averages_over_ranks else 1)
 
     def step(self, batch: Batch | None) -> float:
         assert batch is not None, f"{self.entrant.name}: every rank has samples"
         sizes = self.entrant.plan.micro_batches[self.rank]
         total = 0.0
         for number, part in enumerate(micro_batches(batch, sizes), start=1):
-            with self.one_pass(last=number == len(sizes)):
+            with self.synchronized(last=number == len(sizes)):
                 with self.trace.span("pass", f"forward of pass {number}"):
-                    loss = self.task.loss_fn(self.model, part) / len(sizes)
+                    loss = self.task.loss_fn(self.model, part)
                 with self.trace.span("pass", f"backward of pass {number}"):
-                    loss.backward()
-            total += float(loss.detach())
+                    (loss * self.loss_weight(sizes[number - 1])).backward()
+            total += float(loss.detach()) * sizes[number - 1]
         with self.trace.span("optimizer", "the update"):
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
-        return total
+        return total / sum(sizes)
 
 
 class DDP(TorchEngine):
-    """Replicated: all-reduce in buckets, under the backward."""
+    """Replicated parameters; gradients are all-reduced in buckets, overlapped with the backward."""
 
     def distribute(self, model: nn.Module) -> nn.Module:
-        # The same graph at every step, which DDP may then rely on.
-        return DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=self._once)
+        # With several passes, `static_graph` does not work with `no_sync`.
+        one_pass = max(map(len, self.entrant.plan.micro_batches)) == 1
+        return DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=one_pass)
 
-    @property
-    def _once(self) -> bool:
-        """One pass a step; with several, `static_graph` and `no_sync` do not go together."""
-        return self.entrant.plan.passes(self.rank) == 1
-
-    def one_pass(self, last: bool) -> AbstractContextManager[None]:
+    def synchronized(self, last: bool) -> AbstractContextManager[None]:
         return nullcontext() if last else self.model.no_sync()
 
 
 class FSDP2(TorchEngine):
-    """Parameters sharded (ZeRO-3), a unit per block, gathered again for the backward."""
+    """Parameters sharded (ZeRO-3), a unit per block, unsharded again for the backward."""
 
-    gathers_again: bool | None = None
-    """None: blocks are, and the root, which is needed again at once, is not."""
+    reshard_after_forward: bool | None = None
+    """None is FSDP2's default: all units but the root, which the backward needs first."""
 
     def distribute(self, model: nn.Module) -> nn.Module:
         for block in self.task.blocks(model):
-            fully_shard(block, reshard_after_forward=self.gathers_again)
-        return fully_shard(model, reshard_after_forward=self.gathers_again)
+            fully_shard(block, reshard_after_forward=self.reshard_after_forward)
+        model = fully_shard(model, reshard_after_forward=self.reshard_after_forward)
+        if not self.averages_over_ranks:
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.set_gradient_divide_factor(1.0)
+                    module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
+        return model
 
-    def one_pass(self, last: bool) -> AbstractContextManager[None]:
+    @property
+    def averages_over_ranks(self) -> bool:
+        """With a divide factor of 1, uneven batches need no division: weighted gradients are summed."""
+        return self.entrant.policy == "even"
+
+    def synchronized(self, last: bool) -> AbstractContextManager[None]:
         assert isinstance(self.model, FSDPModule)
         self.model.set_requires_gradient_sync(last)
         self.model.set_is_last_backward(last)
         return nullcontext()
 
 
-class FSDP2Kept(FSDP2):
-    """Parameters stay gathered from forward to backward: gradients and state sharded (ZeRO-2)."""
+class FSDP2Unsharded(FSDP2):
+    """Parameters stay unsharded until the backward: gradients and state sharded (ZeRO-2)."""
 
-    gathers_again = False
+    reshard_after_forward = False
 
-    def one_pass(self, last: bool) -> AbstractContextManager[None]:
+    def synchronized(self, last: bool) -> AbstractContextManager[None]:
         assert isinstance(self.model, FSDPModule)
-        self.model.set_reshard_after_backward(last)  # from one pass to the next, too
-        return super().one_pass(last)
+        self.model.set_reshard_after_backward(last)
+        return super().synchronized(last)
 
 
-ENGINES = {("ddp", 0): DDP, ("fsdp2", 2): FSDP2Kept, ("fsdp2", 3): FSDP2}
+ENGINES = {("ddp", 0): DDP, ("fsdp2", 2): FSDP2Unsharded, ("fsdp2", 3): FSDP2}
 """By provider and stage."""
 
 

@@ -12,10 +12,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
-from contest import race
+from contest import entrants, race
 from contest import ranks as contest_ranks
 from contest.clusters import Cluster
-from contest.crew import Crew
+from contest.crew import Crew, Here
 from contest.engine import Entrant
 from contest.task import Task
 
@@ -93,3 +93,54 @@ def test_peers_train_as_one_process_does(peers, ranks, model):
             backwards = {f"backward of pass {number}" for number in numbers}
             forwards = {f"forward of pass {number}" for number in numbers}
             assert said == backwards | forwards | {"the update"}, one.name
+
+
+UNEVEN = Task(size="tiny", context=16, global_batch=32)
+SPEEDS = (2.5, 1.0, 1.2)
+
+
+def gradients(here: Here, task: Task, one: Entrant) -> list[torch.Tensor]:
+    """The whole gradient that the engine's optimizer gets in its first step."""
+    contender = contest_ranks.new_contender(here, task, one)
+    engine, seen = contender.engine, []
+
+    def keep(*_: object) -> None:
+        for parameter in engine.model.parameters():
+            gradient = parameter.grad
+            seen.append(gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient)
+
+    engine.optimizer.register_step_pre_hook(keep)
+    engine.step(next(contender.batches))
+    return [gradient.clone() for gradient in seen]
+
+
+def test_uneven_peers_have_the_gradient_of_one_process():
+    cluster = Cluster(name="unequal", cores=(0, 1, 1), capped=(1,))
+    members = list(entrants.uneven_peers(cluster, UNEVEN, (0, 2, 3), SPEEDS))
+    assert [(one.provider, one.stage) for one in members] == [
+        ("ddp", 0),
+        ("fsdp2", 3),
+        ("fsdp2", 2),
+    ]
+    assert all(len({one.plan.samples(rank) for rank in range(3)}) == 3 for one in members)
+    assert any(one.plan.passes(0) > 1 for one in members)
+    model = UNEVEN.new_model()
+    batch = next(UNEVEN.batches(Plan.even(1, 32, 32, 0), 0))
+    UNEVEN.loss_fn(model, batch).backward()
+    expected = [parameter.grad for parameter in model.parameters()]
+    with cluster.opened() as place, Crew(place, "torch") as crew:
+        for one in members:
+            for found in crew.call(gradients, UNEVEN, one):
+                torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6, msg=one.name)
+
+
+def test_uneven_peers_share_samples_by_measured_speed():
+    cluster = Cluster(name="unequal", cores=(0, 1, 1))
+    member = next(entrants.uneven_peers(cluster, UNEVEN, (0,), (4.4, 1.0, 1.0)))
+    assert member.plan.micro_batches == ((22,), (5,), (5,))
+    assert member.policy == "uneven"
+
+
+def test_equal_ranks_have_no_uneven_peers():
+    cluster = Cluster(name="equal", cores=(1, 1, 1))
+    assert list(entrants.uneven_peers(cluster, UNEVEN, (0, 3), (1.0, 1.1, 1.0))) == []
