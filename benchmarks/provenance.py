@@ -9,7 +9,6 @@ import subprocess
 from functools import cache
 from pathlib import Path
 
-
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -39,7 +38,7 @@ def versions(*names: str) -> str:
 def commit() -> str:
     """This checkout's commit, with `-dirty` if files differ from it.
 
-    `POPLAR_COMMIT` overrides it, for copies without a history. The history of a repository that only
+    `POPLAR_COMMIT` overrides it, for copies without a history. A repository that only
     encloses such a copy does not count.
     """
     if "POPLAR_COMMIT" in os.environ:

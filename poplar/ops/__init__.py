@@ -422,11 +422,11 @@ def _load_cuda(file_name: str) -> str:
 
 
 def _warn_if_not_built(state: str) -> None:
-    """Warn once per job that the slower PyTorch versions are used because of how Poplar was built."""
+    """Warn once per job if the slower PyTorch versions replace operators that were not built."""
     if "was not built" in state and os.environ.get("RANK", "0") == "0":
         warnings.warn(
-            "Poplar was installed without its C++ operators for CPU, because the build did not find "
-            "torch >= 2.10. The same results are computed by slower PyTorch code. To build them, "
+            "Poplar was installed without its C++ operators for CPU, because the build did not "
+            "find torch >= 2.10. Slower PyTorch code computes the same results. To build the operators, "
             "install torch first and then Poplar again: pip install --force-reinstall --no-deps . "
             "(POPLAR_OPS=off silences this warning)",
             RuntimeWarning,

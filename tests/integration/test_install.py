@@ -24,7 +24,7 @@ else:
 
 ROOT = Path(__file__).resolve().parents[2]
 SITE = Path("lib", f"python{sys.version_info[0]}.{sys.version_info[1]}", "site-packages")
-RUN_SECONDS = 300
+RUN_SECONDS = 1200
 
 TRAIN = """
 import torch

@@ -12,12 +12,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
-from contest import entrants, race
-from contest import ranks as contest_ranks
-from contest.clusters import Cluster
-from contest.crew import Crew, Here
-from contest.engine import Entrant
-from contest.task import Task
+from head_to_head import configurations, runner, worker_calls
+from head_to_head.clusters import Cluster
+from head_to_head.engine import Configuration
+from head_to_head.task import Task
+from head_to_head.workers import WorkerContext, Workers
 
 from poplar import Plan
 
@@ -42,8 +41,8 @@ FAMILIES = [
 ]
 
 
-def entrant(provider: str, stage: int, ranks: int, passes: int) -> Entrant:
-    return Entrant(
+def configuration(provider: str, stage: int, ranks: int, passes: int) -> Configuration:
+    return Configuration(
         name=f"{provider}, stage {stage}, {ranks} ranks, {passes} passes",
         provider=provider,
         stage=stage,
@@ -68,13 +67,13 @@ def one_process(task: Task) -> list[float]:
     return losses
 
 
-def trained(crew: Crew, task: Task, one: Entrant) -> tuple[list[float], set[str]]:
+def trained(workers_: Workers, task: Task, one: Configuration) -> tuple[list[float], set[str]]:
     """The global batch's mean loss at each step of a new engine, and what its spans say."""
-    crew.call(contest_ranks.build, task, one)
-    turns = crew.call(contest_ranks.take_turn, one.name, STEPS)
-    spans = crew.call(contest_ranks.trace_step, one.name)
-    crew.call(contest_ranks.drop, one.name)
-    return race.mean_losses(one, turns), {span.what for span in spans[0]}
+    workers_.call(worker_calls.build, task, one)
+    turns = workers_.call(worker_calls.take_turn, one.name, STEPS)
+    spans = workers_.call(worker_calls.trace_step, one.name)
+    workers_.call(worker_calls.drop, one.name)
+    return runner.mean_losses(one, turns), {span.what for span in spans[0]}
 
 
 @pytest.mark.parametrize(("ranks", "model"), [(2, "llama"), (3, "encoder")])
@@ -83,11 +82,16 @@ def test_peers_train_as_one_process_does(peers, ranks, model):
     task = replace(TINY, model=model, global_batch=EACH * ranks)
     expected = one_process(task)
     assert expected[-1] < expected[0]
-    entrants = [(entrant(*peer, ranks, passes), passes) for peer in peers for passes in (1, 2)]
+    candidates = [
+        (configuration(*peer, ranks, passes), passes) for peer in peers for passes in (1, 2)
+    ]
     cluster = Cluster(name="equal", cores=(0, 1, 1)[:ranks])
-    with cluster.opened() as place, Crew(place, race.family(entrants[0][0])) as crew:
-        for one, passes in entrants:
-            losses, said = trained(crew, task, one)
+    with (
+        cluster.opened() as open_cluster,
+        Workers(open_cluster, runner.worker_group(candidates[0][0])) as workers_,
+    ):
+        for one, passes in candidates:
+            losses, said = trained(workers_, task, one)
             assert losses == pytest.approx(expected, abs=1e-5), one.name
             numbers = range(1, passes + 1)
             backwards = {f"backward of pass {number}" for number in numbers}
@@ -99,10 +103,10 @@ UNEVEN = Task(size="tiny", context=16, global_batch=32)
 SPEEDS = (2.5, 1.0, 1.2)
 
 
-def gradients(here: Here, task: Task, one: Entrant) -> list[torch.Tensor]:
+def gradients(context: WorkerContext, task: Task, one: Configuration) -> list[torch.Tensor]:
     """The whole gradient that the engine's optimizer gets in its first step."""
-    contender = contest_ranks.new_contender(here, task, one)
-    engine, seen = contender.engine, []
+    loaded = worker_calls.load_engine(context, task, one)
+    engine, seen = loaded.engine, []
 
     def keep(*_: object) -> None:
         for parameter in engine.model.parameters():
@@ -110,13 +114,13 @@ def gradients(here: Here, task: Task, one: Entrant) -> list[torch.Tensor]:
             seen.append(gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient)
 
     engine.optimizer.register_step_pre_hook(keep)
-    engine.step(next(contender.batches))
+    engine.step(next(loaded.batches))
     return [gradient.clone() for gradient in seen]
 
 
 def test_uneven_peers_have_the_gradient_of_one_process():
     cluster = Cluster(name="unequal", cores=(0, 1, 1), capped=(1,))
-    members = list(entrants.uneven_peers(cluster, UNEVEN, (0, 2, 3), SPEEDS))
+    members = list(configurations.uneven_peers(cluster, UNEVEN, (0, 2, 3), SPEEDS))
     assert [(one.provider, one.stage) for one in members] == [
         ("ddp", 0),
         ("fsdp2", 3),
@@ -128,19 +132,19 @@ def test_uneven_peers_have_the_gradient_of_one_process():
     batch = next(UNEVEN.batches(Plan.even(1, 32, 32, 0), 0))
     UNEVEN.loss_fn(model, batch).backward()
     expected = [parameter.grad for parameter in model.parameters()]
-    with cluster.opened() as place, Crew(place, "torch") as crew:
+    with cluster.opened() as open_cluster, Workers(open_cluster, "torch") as workers_:
         for one in members:
-            for found in crew.call(gradients, UNEVEN, one):
+            for found in workers_.call(gradients, UNEVEN, one):
                 torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6, msg=one.name)
 
 
 def test_uneven_peers_share_samples_by_measured_speed():
     cluster = Cluster(name="unequal", cores=(0, 1, 1))
-    member = next(entrants.uneven_peers(cluster, UNEVEN, (0,), (4.4, 1.0, 1.0)))
+    member = next(configurations.uneven_peers(cluster, UNEVEN, (0,), (4.4, 1.0, 1.0)))
     assert member.plan.micro_batches == ((22,), (5,), (5,))
     assert member.policy == "uneven"
 
 
 def test_equal_ranks_have_no_uneven_peers():
     cluster = Cluster(name="equal", cores=(1, 1, 1))
-    assert list(entrants.uneven_peers(cluster, UNEVEN, (0, 3), (1.0, 1.1, 1.0))) == []
+    assert list(configurations.uneven_peers(cluster, UNEVEN, (0, 3), (1.0, 1.1, 1.0))) == []

@@ -1,4 +1,4 @@
-"""DDP and FSDP2 in the settings that their documentation recommends, with even or uneven batches."""
+"""DDP and FSDP2 with the settings that their documentation recommends; even or uneven batches."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from contest.engine import Engine, Entrant, micro_batches
-from contest.task import Batch, Task
+from head_to_head.engine import Configuration, Engine, micro_batches
+from head_to_head.task import Batch, Task
 
-# torch renamed two collectives, and its own FSDP2 still calls them by their old names.
+# FSDP2 calls two collectives by their deprecated names.
 warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
 
 
@@ -28,10 +28,10 @@ class TorchEngine(Engine):
     averages_over_ranks = True
     """The engine divides summed gradients by the number of ranks."""
 
-    def __init__(self, task: Task, entrant: Entrant, rank: int) -> None:
-        super().__init__(task, entrant, rank)
-        if not all(all(sizes) for sizes in entrant.plan.micro_batches):
-            raise ValueError(f"{entrant.name}: every rank needs samples in every pass")
+    def __init__(self, task: Task, configuration: Configuration, rank: int) -> None:
+        super().__init__(task, configuration, rank)
+        if not all(all(sizes) for sizes in configuration.plan.micro_batches):
+            raise ValueError(f"{configuration.name}: every rank needs samples in every pass")
         self.model = self.distribute(task.new_model())
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=task.learning_rate, fused=True
@@ -47,12 +47,12 @@ class TorchEngine(Engine):
 
     def loss_weight(self, samples: int) -> float:
         """Factor of the mean loss of a pass of so many samples."""
-        plan = self.entrant.plan
+        plan = self.configuration.plan
         return samples / plan.global_batch * (plan.world_size if self.averages_over_ranks else 1)
 
     def step(self, batch: Batch | None) -> float:
-        assert batch is not None, f"{self.entrant.name}: every rank has samples"
-        sizes = self.entrant.plan.micro_batches[self.rank]
+        assert batch is not None, f"{self.configuration.name}: every rank has samples"
+        sizes = self.configuration.plan.micro_batches[self.rank]
         total = 0.0
         for number, part in enumerate(micro_batches(batch, sizes), start=1):
             with self.synchronized(last=number == len(sizes)):
@@ -72,7 +72,7 @@ class DDP(TorchEngine):
 
     def distribute(self, model: nn.Module) -> nn.Module:
         # With several passes, `static_graph` does not work with `no_sync`.
-        one_pass = max(map(len, self.entrant.plan.micro_batches)) == 1
+        one_pass = max(map(len, self.configuration.plan.micro_batches)) == 1
         return DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=one_pass)
 
     def synchronized(self, last: bool) -> AbstractContextManager[None]:
@@ -98,8 +98,8 @@ class FSDP2(TorchEngine):
 
     @property
     def averages_over_ranks(self) -> bool:
-        """With a divide factor of 1, uneven batches need no division: weighted gradients are summed."""
-        return self.entrant.policy == "even"
+        """Uneven batches use a divide factor of 1: weighted gradients are summed."""
+        return self.configuration.policy == "even"
 
     def synchronized(self, last: bool) -> AbstractContextManager[None]:
         assert isinstance(self.model, FSDPModule)
@@ -123,6 +123,6 @@ ENGINES = {("ddp", 0): DDP, ("fsdp2", 2): FSDP2Unsharded, ("fsdp2", 3): FSDP2}
 """By provider and stage."""
 
 
-def make_peer(task: Task, entrant: Entrant, rank: int) -> Engine:
-    """The engine of an entrant. Collective."""
-    return ENGINES[entrant.provider, entrant.stage](task, entrant, rank)
+def make_peer(task: Task, configuration: Configuration, rank: int) -> Engine:
+    """The engine of a configuration. Collective."""
+    return ENGINES[configuration.provider, configuration.stage](task, configuration, rank)
