@@ -53,8 +53,12 @@ $(VENV)/.poplar-built: $(VENV)/.poplar-dependencies pyproject.toml $(NATIVE_SOUR
 	@touch $@
 
 .PHONY: test
-test: setup ## Run all tests
+test: setup ## Run the tests that every change has to pass (8 minutes on 2 cores)
 	$(BIN)/python -m pytest -q $(TEST_FLAGS)
+
+.PHONY: test-all
+test-all: setup ## Run all tests: full parameter products, long random runs, a fresh installation
+	$(BIN)/python -m pytest -q --full $(TEST_FLAGS)
 
 .PHONY: demo
 demo: setup ## Train a Llama on four CPU ranks of unequal speed: an even plan against a planned one

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from poplar.comm import Control, Group, connect_control
+from poplar.comm.copies import to_bytes
 from poplar.data import pytree
 from poplar.errors import CollectiveTimeout, RankFailed
 from poplar.optimizer import HeteroZeroOptimizer
@@ -298,7 +299,7 @@ def _digest(batch: Any) -> str:
     for tensor in pytree.tensors(batch):
         digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
         plain = tensor.detach().cpu().contiguous().reshape(-1)
-        digest.update(plain.view(torch.uint8).numpy().tobytes())
+        digest.update(to_bytes(plain))
     return digest.hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""Who enters: poplar by each of its policies at each stage, its peers, and parts of the cluster."""
+"""What is compared: Poplar by policy and stage, its peers, and Poplar on a subset of the ranks."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 import torch
 
 import poplar
-from contest.clusters import Cluster
-from contest.crew import Here
-from contest.engine import Entrant
-from contest.peers import PEERS
-from contest.task import Task
-from contest.yardstick import LARGEST_BATCH
+from head_to_head.calibration import LARGEST_BATCH
+from head_to_head.clusters import Cluster
+from head_to_head.engine import Configuration
+from head_to_head.peers import PEERS, UNEVEN_PEERS
+from head_to_head.task import Task
+from head_to_head.workers import WorkerContext
 from poplar import ClusterProfile, Plan
 
 EXAMPLE_SAMPLES = 8
@@ -21,7 +21,7 @@ EXAMPLE_SAMPLES = 8
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """A plan of ours and how long it should take, said before it runs."""
+    """A plan of Poplar with its step time, predicted before it runs."""
 
     policy: str
     plan: Plan
@@ -29,7 +29,7 @@ class Proposal:
 
 
 def propose(
-    here: Here,
+    context: WorkerContext,
     task: Task,
     stages: Sequence[int],
     policies: Sequence[str],
@@ -43,10 +43,10 @@ def propose(
         task: what will be trained.
         stages: ZeRO stages.
         policies: of `poplar.search`.
-        peaks: floating point operations per second by rank, which policy `flops` goes by.
+        peaks: floating point operations per second by rank, which policy `flops` uses.
         seconds: budget of the profile.
     """
-    cap = here.place.cluster.cap(here.rank, task.global_batch)
+    cap = context.open_cluster.cluster.cap(context.rank, task.global_batch)
     arguments = {
         "optimizer_class": torch.optim.AdamW,
         "lr": task.learning_rate,
@@ -67,7 +67,7 @@ def propose(
     proposals = []
     for stage in stages:
         for policy in policies:
-            if policy == "exact":  # as a user gets it: the search, and a few steps to be sure
+            if policy == "exact":  # as users call it, trial runs included
                 plan = poplar.autotune(
                     task.new_model(),
                     task.loss_fn,
@@ -82,17 +82,19 @@ def propose(
                 plan = poplar.search(
                     profile, global_batch=task.global_batch, stages=(stage,), policy=policy
                 )
-            # By the profile alone: autotune's own prediction has seen its trials.
+            # From the profile alone: autotune's prediction has seen its trial runs.
             predicted = poplar.predict(profile, plan).step_seconds
             proposals.append(Proposal(policy, plan, predicted))
     return profile, tuple(proposals)
 
 
-def ours(proposals: Sequence[Proposal], size: int) -> Iterator[tuple[Entrant, float | None]]:
-    """Poplar's entrants with their predictions; the even ones once more, carried as peers are."""
+def poplar_configurations(
+    proposals: Sequence[Proposal], size: int
+) -> Iterator[tuple[Configuration, float | None]]:
+    """Poplar's configurations with predictions; even plans once more on gloo, which peers use."""
     for proposal in proposals:
         plan = proposal.plan
-        entrant = Entrant(
+        configuration = Configuration(
             name=f"poplar {proposal.policy}, stage {plan.stage}",
             provider="poplar",
             stage=plan.stage,
@@ -100,18 +102,18 @@ def ours(proposals: Sequence[Proposal], size: int) -> Iterator[tuple[Entrant, fl
             plan=plan,
             ranks=tuple(range(size)),
         )
-        yield entrant, proposal.predicted_seconds
+        yield configuration, proposal.predicted_seconds
         if proposal.policy == "even":
             name = f"poplar even on gloo, stage {plan.stage}"
-            yield replace(entrant, name=name, over_gloo=True), None
+            yield replace(configuration, name=name, over_gloo=True), None
 
 
-def peers(cluster: Cluster, task: Task, stages: Sequence[int]) -> Iterator[Entrant]:
-    """What people use today, each in its best legal setting: the same for every rank."""
+def peers(cluster: Cluster, task: Task, stages: Sequence[int]) -> Iterator[Configuration]:
+    """The peers with even batches, as large as every rank can hold."""
     micro_batch = even_micro_batch(cluster, task)
     for name, (provider, stage) in PEERS.items():
         if stage in stages:
-            yield Entrant(
+            yield Configuration(
                 name=name,
                 provider=provider,
                 stage=stage,
@@ -121,26 +123,47 @@ def peers(cluster: Cluster, task: Task, stages: Sequence[int]) -> Iterator[Entra
             )
 
 
+def uneven_peers(
+    cluster: Cluster, task: Task, stages: Sequence[int], speeds: Sequence[float]
+) -> Iterator[Configuration]:
+    """DDP and FSDP2 with batches in proportion to measured speeds, as users write by hand."""
+    caps = [
+        cluster.cap(rank, task.global_batch) or task.global_batch for rank in range(cluster.size)
+    ]
+    for name, (provider, stage) in UNEVEN_PEERS.items():
+        if stage in stages and cluster.unequal:
+            yield Configuration(
+                name=name,
+                provider=provider,
+                stage=stage,
+                policy="uneven",
+                plan=Plan.proportional(speeds, task.global_batch, stage, caps),
+                ranks=tuple(range(cluster.size)),
+            )
+
+
 def even_micro_batch(cluster: Cluster, task: Task) -> int:
-    """The largest that the smallest rank holds and that cuts every rank's samples evenly.
+    """The largest micro-batch that all ranks can hold and that divides a rank's samples evenly.
 
     Raises:
-        ValueError: a global batch that the ranks can't divide evenly, which peers need.
+        ValueError: a global batch that cannot be divided evenly among ranks, as peers need.
     """
     each, rest = divmod(task.global_batch, cluster.size)
     if rest:
         raise ValueError(
-            f"a global batch of {task.global_batch} can't be divided evenly among "
-            f"{cluster.size} ranks, as every engine but Poplar needs: give a multiple"
+            f"a global batch of {task.global_batch} cannot be divided evenly among "
+            f"{cluster.size} ranks, as DDP, FSDP2 and DeepSpeed need: use a multiple of it"
         )
     caps = [cluster.cap(rank, task.global_batch) or each for rank in range(cluster.size)]
     return max(size for size in range(1, each + 1) if each % size == 0 and size <= min(caps))
 
 
-def parts(cluster: Cluster, task: Task, speeds: Sequence[float]) -> Iterator[Entrant]:
-    """Strong ranks only and weak ranks only: is the slow card worth plugging in?
+def subset_configurations(
+    cluster: Cluster, task: Task, speeds: Sequence[float]
+) -> Iterator[Configuration]:
+    """Strong ranks only and weak ranks only, which shows what the weak ranks add.
 
-    The better half, by measured speed, is the ranks nearer to the fastest than to the slowest.
+    Strong ranks are those closer in speed to the fastest rank than to the slowest (as a ratio).
     """
     if not cluster.unequal:
         return
@@ -150,7 +173,7 @@ def parts(cluster: Cluster, task: Task, speeds: Sequence[float]) -> Iterator[Ent
     for name, ranks in (("strong ranks only", strong), ("weak ranks only", weak)):
         each = -(-task.global_batch // len(ranks))
         caps = [cluster.cap(rank, task.global_batch) or each for rank in ranks]
-        yield Entrant(
+        yield Configuration(
             name=name,
             provider="poplar",
             stage=0,

@@ -1,4 +1,4 @@
-"""What the ranks can do on their own: plain passes, matrix products, an empty loop."""
+"""Speed of the ranks without an engine: plain passes, matrix products, an empty loop."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from emulation import spin
 from speed import Speed, measure_speeds
 from torch.utils.flop_counter import FlopCounterMode
 
-from contest.crew import Here
-from contest.outcome import Calibration, MicroBatches
-from contest.task import Task
+from head_to_head.outcome import Calibration, MicroBatches
+from head_to_head.task import Task
+from head_to_head.workers import WorkerContext
 
 LARGEST_BATCH = 64
-"""Samples per second hardly change beyond it on a CPU."""
+"""On a CPU, larger batches are hardly faster."""
 MATRIX = 512
 SPIN_SECONDS = 0.5
 TURN_SECONDS = 2.0
 """Of plain passes in each round."""
 
 
-def calibrate(here: Here, task: Task, seconds: float) -> Calibration:
+def calibrate(context: WorkerContext, task: Task, seconds: float) -> Calibration:
     """Measure all ranks at once. Collective; the same on every rank."""
-    cap = here.place.cluster.cap(here.rank, task.global_batch)
+    cap = context.open_cluster.cluster.cap(context.rank, task.global_batch)
     speeds = _plain_speeds(task, min(cap or LARGEST_BATCH, LARGEST_BATCH), seconds, search=True)
     dist.barrier()
     flops = matrix_flops(seconds / 4)
     dist.barrier()
     spins = spin(SPIN_SECONDS)
-    others: list[tuple[float, float]] = [(0.0, 0.0)] * here.size
+    others: list[tuple[float, float]] = [(0.0, 0.0)] * context.size
     dist.all_gather_object(others, (flops, spins))
     return Calibration(
         speeds=tuple(speed.samples_per_second for speed in speeds),
@@ -41,30 +41,31 @@ def calibrate(here: Here, task: Task, seconds: float) -> Calibration:
     )
 
 
-def take_turn(here: Here, task: Task, batches: Sequence[int]) -> tuple[float, ...]:
-    """Samples per second of plain passes, by rank, at batches that are known to be the best.
+def take_turn(context: WorkerContext, task: Task, batches: Sequence[int]) -> tuple[float, ...]:
+    """Samples per second of plain passes, by rank, at the calibrated batches.
 
     Collective; the same on every rank.
     """
-    speeds = _plain_speeds(task, batches[here.rank], TURN_SECONDS, search=False)
+    speeds = _plain_speeds(task, batches[context.rank], TURN_SECONDS, search=False)
     return tuple(speed.samples_per_second for speed in speeds)
 
 
 def steps_of_turn(split: MicroBatches, speeds: Sequence[float]) -> int:
-    """How many steps of a split make a turn."""
+    """Number of steps of a split in one turn."""
     each = max(sum(sizes) / speed for sizes, speed in zip(split, speeds, strict=True))
     return max(2, round(TURN_SECONDS / each))
 
 
-def in_step(here: Here, task: Task, split: MicroBatches, steps: int) -> tuple[float, ...]:
-    """Seconds in which all ranks are done with a split, in plain passes, step after step.
+def in_step(
+    context: WorkerContext, task: Task, split: MicroBatches, steps: int
+) -> tuple[float, ...]:
+    """Seconds of steps of plain passes with a barrier after each and nothing else. Collective.
 
-    There is nothing between two steps but waiting. Who is done waits, and leaves to the others what
-    ranks share: a core, a cache, a clock. So even ranks need less than the slowest one's speed
-    among busy ones would say; well balanced ones need more than the sum of speeds would, since no
-    pass takes as long as the last, and samples are whole. Collective.
+    A rank that waits leaves shared resources (core, cache, clock frequency) to the others, so an
+    even split takes less time than the slowest rank's calibrated speed predicts. A balanced split
+    takes more time than the sum of speeds predicts, because passes vary and samples are whole.
     """
-    sizes = [size for size in split[here.rank] if size]
+    sizes = [size for size in split[context.rank] if size]
     model, data = task.new_model(), {size: task.example(size) for size in {*sizes}}
     seconds = []
     for _ in range(steps + 1):
@@ -91,7 +92,7 @@ def _plain_speeds(task: Task, max_batch: int, seconds: float, *, search: bool) -
 
 
 def matrix_flops(seconds: float) -> float:
-    """fp32 operations per second in products of matrices that fit the cache."""
+    """fp32 operations per second in products of matrices that fit into the cache."""
     left, right = torch.randn(MATRIX, MATRIX), torch.randn(MATRIX, MATRIX)
     products, start = 0, time.perf_counter()
     while time.perf_counter() - start < seconds:
@@ -101,7 +102,7 @@ def matrix_flops(seconds: float) -> float:
 
 
 def flops_per_sample(task: Task, samples: int = 2) -> float:
-    """Of a forward and backward of plain PyTorch, as torch's own counter counts them."""
+    """FLOPs of forward and backward in plain PyTorch, by torch's FLOP counter."""
     model = task.new_model()
     with FlopCounterMode(display=False) as counter:
         task.loss_fn(model, task.example(samples)).backward()

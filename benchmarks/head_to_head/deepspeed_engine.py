@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from contest.engine import Engine, Entrant, micro_batches
-from contest.task import Batch, Task
+from head_to_head.engine import Configuration, Engine, micro_batches
+from head_to_head.task import Batch, Task
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("DS_BUILD_OPS", "0")
@@ -21,19 +21,19 @@ try:
 except ImportError as missing:
     raise ImportError(f"DeepSpeed is not installed ({missing}); `make peers` does that") from None
 
-# When ranks meet DeepSpeed would compile this operator, for minutes on a slow rank. Only inference
+# DeepSpeed would compile this operator at start, which takes minutes on a slow rank. Only inference
 # uses it.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 deepspeed.utils.logger.setLevel(logging.ERROR)
-# torch renamed two collectives, and DeepSpeed still calls them by their old names.
+# DeepSpeed calls two collectives by their deprecated names.
 warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
 
 
 class DeepSpeed(Engine):
-    """`deepspeed.initialize` with torch's fused AdamW, as in every other engine."""
+    """`deepspeed.initialize` with torch's fused AdamW, as all other engines."""
 
-    def __init__(self, task: Task, entrant: Entrant, rank: int) -> None:
-        super().__init__(task, entrant, rank)
+    def __init__(self, task: Task, configuration: Configuration, rank: int) -> None:
+        super().__init__(task, configuration, rank)
         model = task.new_model()
         optimizer = torch.optim.AdamW(model.parameters(), lr=task.learning_rate, fused=True)
         self.engine, *_ = deepspeed.initialize(
@@ -41,25 +41,25 @@ class DeepSpeed(Engine):
         )
 
     def _config(self) -> dict[str, Any]:
-        passes = self.entrant.plan.micro_batches[self.rank]
+        passes = self.configuration.plan.micro_batches[self.rank]
         config: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": passes[0],
             "gradient_accumulation_steps": len(passes),
-            "train_batch_size": self.entrant.plan.global_batch,
+            "train_batch_size": self.configuration.plan.global_batch,
             "gradient_clipping": 0.0,
             "steps_per_print": 10**9,
             "wall_clock_breakdown": False,
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
         }
-        if self.entrant.stage:
-            stage = self.entrant.stage
+        if self.configuration.stage:
+            stage = self.configuration.stage
             config["zero_optimization"] = {"stage": stage, **SETTINGS.get(stage, {})}
         return config
 
     def step(self, batch: Batch | None) -> float:
-        assert batch is not None, f"{self.entrant.name}: every rank has samples"
-        sizes = self.entrant.plan.micro_batches[self.rank]
+        assert batch is not None, f"{self.configuration.name}: every rank has samples"
+        sizes = self.configuration.plan.micro_batches[self.rank]
         total = 0.0
         for number, part in enumerate(micro_batches(batch, sizes), start=1):
             with self.trace.span("pass", f"forward of pass {number}"):
@@ -76,10 +76,10 @@ class DeepSpeed(Engine):
 
 
 SETTINGS: dict[int, dict[str, Any]] = {3: {"stage3_param_persistence_threshold": 0}}
-"""By stage, where another value than DeepSpeed's own is faster. See "DeepSpeed's settings" in
+"""By stage, values that are faster than DeepSpeed's defaults. See "DeepSpeed's settings" in
 `benchmarks/README.md`."""
 
 
-def make_peer(task: Task, entrant: Entrant, rank: int) -> Engine:
-    """The engine of an entrant. Collective."""
-    return DeepSpeed(task, entrant, rank)
+def make_peer(task: Task, configuration: Configuration, rank: int) -> Engine:
+    """The engine of a configuration. Collective."""
+    return DeepSpeed(task, configuration, rank)

@@ -1,4 +1,4 @@
-"""An entrant, and what it is on one rank: an engine that can take a step."""
+"""A configuration, and the engine that runs it on one rank."""
 
 from __future__ import annotations
 
@@ -7,31 +7,29 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from contest.task import Batch, Task
+from head_to_head.task import Batch, Task
 from poplar import Plan
 from poplar.system.trace import Span, Trace
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Entrant:
+class Configuration:
     """One way to train the task on a cluster. A small picklable value."""
 
     name: str
-    """As the table shows it: `poplar exact, stage 2`, `DeepSpeed ZeRO-2`, `FSDP2`."""
+    """Name in tables: `poplar exact, stage 2`, `DeepSpeed ZeRO-2`, `FSDP2`."""
     provider: str
     """`poplar`, `deepspeed`, `fsdp2` or `ddp`."""
     stage: int
-    """The ZeRO stage that it is, whatever the provider calls it."""
+    """The equivalent ZeRO stage."""
     policy: str
-    """`exact`, `paper`, `flops` or `even`; what peers do is `even`."""
+    """Poplar: `exact`, `paper`, `flops` or `even`. Peers: `even` or `uneven` (set by hand)."""
     plan: Plan
-    """Who computes what; for peers it says how many even micro-batches of which size. It has as
-    many ranks as take part."""
+    """Micro-batches and shares of the ranks that take part; peers use only the micro-batches."""
     ranks: tuple[int, ...]
-    """Which of the cluster's ranks take part, ascending; all of them but for the weak-only and
-    strong-only baselines. Rank `i` of the plan is `ranks[i]`."""
+    """The cluster's ranks that take part, ascending. Rank `i` of the plan is `ranks[i]`."""
     over_gloo: bool = False
-    """Poplar, carried as its peers are, although the ranks could share memory."""
+    """Poplar on gloo, as its peers, instead of shared memory."""
 
     def samples(self, rank: int) -> int:
         """Samples of the cluster's rank `rank` in a step."""
@@ -39,35 +37,34 @@ class Entrant:
 
 
 class Engine(ABC):
-    """An entrant on one rank. The default process group is made before; every rank makes one."""
+    """A configuration on one rank. The default process group exists; all ranks build an engine."""
 
     losses_are_agreed = False
-    """What `step` returns is the global batch's mean loss, not that of this rank's samples."""
+    """`step` returns the mean loss of the global batch instead of this rank's samples."""
 
-    def __init__(self, task: Task, entrant: Entrant, rank: int) -> None:
-        self.task, self.entrant, self.rank = task, entrant, rank
+    def __init__(self, task: Task, configuration: Configuration, rank: int) -> None:
+        self.task, self.configuration, self.rank = task, configuration, rank
         self.trace = Trace()
 
     @abstractmethod
     def step(self, batch: Batch | None) -> float:
         """One optimizer step on this rank's part of a global batch; returns its mean loss.
 
-        Reading the loss off the device is not part of a training step, so return a float only
-        where that costs nothing, as on the CPU.
+        Reading the loss is free on the CPU; on a GPU it would synchronize the device.
         """
 
     @contextmanager
     def traced(self) -> Iterator[list[Span]]:
-        """Collect what the steps in the `with` block consist of: passes, waits, the optimizer."""
+        """Record the spans of the steps in the `with` block: passes, waits, the optimizer."""
         with self.trace.record() as spans:
             yield spans
 
     def close(self) -> None:
-        """Give memory and hooks back."""
+        """Free memory and remove hooks."""
 
 
 def micro_batches(batch: Batch, sizes: tuple[int, ...]) -> Iterator[Batch]:
-    """Cut a batch into the plan's passes."""
+    """Split a batch into the passes of a plan."""
     start = 0
     for size in sizes:
         yield {name: tensor[start : start + size] for name, tensor in batch.items()}

@@ -1,8 +1,7 @@
-"""A crew: one process per rank of a cluster, with a process group of its own, that does as told.
+"""Worker processes: one per rank of a cluster, in a process group of their own, that run functions.
 
-Each family of engines gets a crew, so that what one of them changes in torch, or keeps, or breaks
-is not another's; while one crew works the others wait for their turn. Calls have deadlines, errors
-come home with their tracebacks, and a crew ends with its `with` block.
+Engines that patch torch or leak memory get workers of their own, so that they cannot affect others.
+Calls have deadlines, and errors return with their tracebacks.
 """
 
 from __future__ import annotations
@@ -21,59 +20,59 @@ from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Any
 
-from contest.clusters import Place
+from head_to_head.clusters import OpenCluster
 
 START_SECONDS = 180.0
 GRACE_SECONDS = 20.0
-"""After one rank has failed the others get this long at most to finish or fail."""
+"""After one rank fails, the others have at most this long to finish or fail."""
 GROUP_SECONDS = 600.0
 PRELOADED = ("torch", "torch.distributed", "torch._dynamo", "poplar")
-"""Imported once, for all processes of all crews."""
+"""Imported once, for all worker processes."""
 
 
-class CrewFailed(RuntimeError):
-    """Ranks raised, died or were silent at the deadline; the message has all tracebacks."""
+class WorkersFailed(RuntimeError):
+    """Ranks raised, died or missed the deadline; the message has all tracebacks."""
 
 
-class Here:
-    """What the functions that a crew calls may use: who they are, and what earlier calls left."""
+class WorkerContext:
+    """First argument of every function that workers run: the rank, its cluster, and its engines."""
 
-    def __init__(self, rank: int, place: Place) -> None:
+    def __init__(self, rank: int, open_cluster: OpenCluster) -> None:
         self.rank = rank
-        self.place = place
-        self.kept: dict[str, Any] = {}
+        self.open_cluster = open_cluster
+        self.engines: dict[str, Any] = {}
 
     @property
     def size(self) -> int:
-        """Ranks in the crew."""
-        return self.place.cluster.size
+        """Number of ranks."""
+        return self.open_cluster.cluster.size
 
 
-class Crew:
-    """Starts with its `with` block, ends with it."""
+class Workers:
+    """The processes run as long as the `with` block."""
 
-    def __init__(self, place: Place, name: str, backend: str = "gloo") -> None:
+    def __init__(self, open_cluster: OpenCluster, name: str, backend: str = "gloo") -> None:
         """`backend`: of the default process group, as `init_process_group` takes it."""
         self.name = name
-        self._folder = tempfile.mkdtemp(prefix="poplar-crew-")
+        self._folder = tempfile.mkdtemp(prefix="poplar-workers-")
         self._channels: list[Connection] = []
         self._processes: list[Any] = []
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(list(PRELOADED))
-        for rank in range(place.cluster.size):
-            here, there = context.Pipe()
+        for rank in range(open_cluster.cluster.size):
+            context, there = context.Pipe()
             process = context.Process(
                 target=_serve,
-                args=(rank, place, self._folder, backend, there),
+                args=(rank, open_cluster, self._folder, backend, there),
                 name=f"{name}, rank {rank}",
                 daemon=True,
             )
             process.start()
             there.close()
-            self._channels.append(here)
+            self._channels.append(context)
             self._processes.append(process)
 
-    def __enter__(self) -> Crew:
+    def __enter__(self) -> Workers:
         try:
             self._collect("starting", START_SECONDS)
         except BaseException:
@@ -91,7 +90,7 @@ class Crew:
 
     @property
     def is_closed(self) -> bool:
-        """Its processes are gone: a call failed on some ranks only."""
+        """The processes have ended, because a call failed on some ranks only."""
         return not self._processes
 
     def call(
@@ -100,12 +99,12 @@ class Crew:
         """Run `function(here, *args)` on every rank; returns what each of them returned.
 
         Raises:
-            CrewFailed: after it the crew is of use only if every rank raised; else it is closed.
+            WorkersFailed: the workers stay usable only if every rank raised; else they are closed.
         """
         if self.is_closed:
-            raise CrewFailed(f"{self.name}: its processes have ended")
+            raise WorkersFailed(f"{self.name}: its processes have ended")
         for channel in self._channels:
-            with suppress(OSError):  # it is gone; collecting will say so
+            with suppress(OSError):  # the process has ended; `_collect` reports it
                 channel.send((function, args))
         return self._collect(getattr(function, "__name__", str(function)), timeout)
 
@@ -124,7 +123,7 @@ class Crew:
                 try:
                     fine, answers[rank] = channel.recv()  # type: ignore[union-attr]
                 except (EOFError, ConnectionError):
-                    fine, answers[rank] = False, "its process is gone"
+                    fine, answers[rank] = False, "its process ended"
                     lost.append(rank)
                 if not fine:
                     failed.append(f"rank {rank}: {answers[rank]}")
@@ -133,7 +132,7 @@ class Crew:
         if failed:
             if waiting or lost or len(failed) < len(self._channels):
                 self.close()
-            raise CrewFailed(f"{self.name}, {what}:\n" + "\n".join(failed))
+            raise WorkersFailed(f"{self.name}, {what}:\n" + "\n".join(failed))
         return tuple(answers[rank] for rank in range(len(self._channels)))
 
     def close(self) -> None:
@@ -150,23 +149,25 @@ class Crew:
 
 
 def last_lines(failures: Sequence[str] | str, count: int = 1) -> str:
-    """The gist of a traceback."""
+    """The last lines of a traceback."""
     text = failures if isinstance(failures, str) else "\n".join(failures)
     return " ".join(text.strip().splitlines()[-count:])
 
 
-def _serve(rank: int, place: Place, folder: str, backend: str, channel: Connection) -> None:
-    """One rank: join the others, then do as told until the other end of the channel is gone."""
+def _serve(
+    rank: int, open_cluster: OpenCluster, folder: str, backend: str, channel: Connection
+) -> None:
+    """One rank: join the process group, then run functions until the channel closes."""
     try:
-        place.connect(rank)
+        open_cluster.connect(rank)
         import torch
         import torch.distributed as dist
 
-        import poplar.comm  # noqa: F401 - makes cpu:poplar known
+        import poplar.comm  # noqa: F401 - registers cpu:poplar
 
         torch.set_num_threads(1)
         # What torchrun would set; some engines read it.
-        size = place.cluster.size
+        size = open_cluster.cluster.size
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
         dist.init_process_group(
             backend,
@@ -179,14 +180,14 @@ def _serve(rank: int, place: Place, folder: str, backend: str, channel: Connecti
         channel.send((False, traceback.format_exc()))
         return
     channel.send((True, None))
-    here = Here(rank, place)
+    context = WorkerContext(rank, open_cluster)
     while True:
         try:
             function, args = channel.recv()
         except EOFError:
             os._exit(0)
         try:
-            answer = (True, function(here, *args))
+            answer = (True, function(context, *args))
         except Exception:
             answer = (False, traceback.format_exc())
         channel.send(answer)

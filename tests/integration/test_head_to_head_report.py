@@ -18,14 +18,14 @@ from rich.console import Console
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import provenance
-from contest import targets
-from contest.engine import Entrant
-from contest.outcome import Calibration, Contest, Outcome
-from contest.page import write_page
-from contest.row import Row, read_rows, rows_of, write_rows
-from contest.table import HEADINGS, cells_of, ideals_of, reasons_of, summary_of, table_of
-from contest.targets import Verdict, verdicts
-from contest.task import Task
+from head_to_head import targets
+from head_to_head.engine import Configuration
+from head_to_head.outcome import Calibration, Comparison, Outcome
+from head_to_head.page import write_page
+from head_to_head.row import Row, read_rows, rows_of, write_rows
+from head_to_head.table import HEADINGS, cells_of, ideals_of, reasons_of, summary_of, table_of
+from head_to_head.targets import Verdict, verdicts
+from head_to_head.task import Task
 from results import markdown
 
 from poplar import Plan
@@ -55,7 +55,7 @@ def outcome(
     plan = Plan.manual(EXACT if policy == "exact" else EVEN, stage=stage)
     if len(ranks) < 3:
         plan = Plan.even(len(ranks), BATCH, BATCH // len(ranks), stage)
-    entrant = Entrant(
+    configuration = Configuration(
         name=name,
         provider=provider,
         stage=stage,
@@ -75,7 +75,7 @@ def outcome(
         "spans": (spans,) * len(ranks),
         "peak_memory": tuple((30 + rank) << 20 for rank in ranks),
     }
-    return Outcome(entrant=entrant, **{**values, **more})
+    return Outcome(configuration=configuration, **{**values, **more})
 
 
 def of_poplar(stage: int, even: float, exact: float, on_gloo: float) -> list[Outcome]:
@@ -106,7 +106,7 @@ OUTCOMES = (
 )
 
 
-def contest(**changes: object) -> Contest:
+def comparison(**changes: object) -> Comparison:
     """Three ranks, 2 : 1 : 1; ideal over even is 4/3."""
     values: dict[str, object] = {
         "began": "2026-01-01T00:00:00",
@@ -122,16 +122,16 @@ def contest(**changes: object) -> Contest:
         "outcomes": OUTCOMES,
         "notes": ("a <note> of this run",),
     }
-    return Contest(**{**values, **changes})
+    return Comparison(**{**values, **changes})
 
 
 def row(name: str, **changes: object) -> Row:
-    return next(row for row in rows_of(contest(**changes)) if row.entrant == name)
+    return next(row for row in rows_of(comparison(**changes)) if row.entrant == name)
 
 
 def but(name: str, **changes: object) -> tuple[Outcome, ...]:
     """All outcomes, one of them changed."""
-    return tuple(replace(o, **changes) if o.entrant.name == name else o for o in OUTCOMES)
+    return tuple(replace(o, **changes) if o.configuration.name == name else o for o in OUTCOMES)
 
 
 @pytest.fixture(autouse=True)
@@ -167,15 +167,17 @@ def test_one_step_is_its_own_percentile():
 
 
 def test_each_stage_has_its_own_split_whose_product_is_the_ratio_to_its_best_peer():
-    for stage, peer, parts in (
+    for stage, peer, subset_configurations in (
         (0, "DDP", (0.40 / 0.30, 0.44 / 0.40, 0.45 / 0.44)),
         (3, "FSDP2", (0.50 / 0.32, 0.60 / 0.50, 0.66 / 0.60)),
     ):
         exact = row(f"poplar exact, stage {stage}")
         assert exact.best_peer_of_stage == peer
-        assert (exact.balance, exact.transport, exact.engine) == pytest.approx(parts)
-        assert math.prod(parts) == pytest.approx(exact.over_best_peer_of_stage[0])
-        assert exact.balance_of_ideal == pytest.approx(parts[0] / (4 / 3))
+        assert (exact.balance, exact.transport, exact.engine) == pytest.approx(
+            subset_configurations
+        )
+        assert math.prod(subset_configurations) == pytest.approx(exact.over_best_peer_of_stage[0])
+        assert exact.balance_of_ideal == pytest.approx(subset_configurations[0] / (4 / 3))
 
 
 @pytest.mark.parametrize("name", ["DDP", "on gloo, 0", "strong ranks only", "DeepSpeed ZeRO-3"])
@@ -189,15 +191,15 @@ def test_parts_of_the_cluster_are_faster_than_all_and_still_not_counted():
     exact = row("poplar exact, stage 0")
     assert row("strong ranks only").p50_speed > exact.p50_speed
     assert set(exact.over) == {"DDP", "DeepSpeed ZeRO-0", "FSDP2"}
-    assert all("ranks only" not in verdict.what for verdict in verdicts(rows_of(contest())))
-    best = {v.what: v.value for v in verdicts(rows_of(contest()))}[
+    assert all("ranks only" not in verdict.what for verdict in verdicts(rows_of(comparison())))
+    best = {v.what: v.value for v in verdicts(rows_of(comparison()))}[
         "fastest plan over the best peer"
     ]
     assert best == pytest.approx(0.45 / 0.30)
 
 
 def test_without_an_even_plan_there_is_no_split():
-    left = tuple(o for o in OUTCOMES if o.entrant.name != "poplar even, stage 0")
+    left = tuple(o for o in OUTCOMES if o.configuration.name != "poplar even, stage 0")
     exact = row("poplar exact, stage 0", outcomes=left)
     assert (exact.balance, exact.transport, exact.balance_of_ideal) == (None, None, None)
     assert exact.engine == pytest.approx(0.45 / 0.44)
@@ -248,14 +250,14 @@ def test_losses_are_compared_over_twenty_steps_only():
     same = (1.0,) * 20
     outcomes = tuple(replace(o, losses=(*same, 5.0)) for o in OUTCOMES)
     late = tuple(
-        replace(o, losses=(*same, 1.0)) if o.entrant.name == "DDP" else o for o in outcomes
+        replace(o, losses=(*same, 1.0)) if o.configuration.name == "DDP" else o for o in outcomes
     )
     assert row("DDP", outcomes=late).loss_difference == 0.0
 
 
 def test_rows_survive_their_file_and_foreign_lines_do_not_matter(tmp_path):
     path = tmp_path / "folder" / "rows.jsonl"
-    rows = rows_of(contest())
+    rows = rows_of(comparison())
     write_rows(path, rows)
     with path.open("a") as file:
         file.write('\n{"benchmark": "prediction", "seconds": 1.0}\n')
@@ -266,7 +268,7 @@ def test_rows_survive_their_file_and_foreign_lines_do_not_matter(tmp_path):
 
 def test_a_row_of_another_version_is_named(tmp_path):
     path = tmp_path / "rows.jsonl"
-    write_rows(path, rows_of(contest())[:2])
+    write_rows(path, rows_of(comparison())[:2])
     first, second = path.read_text().splitlines()
     values = json.loads(second)
     del values["over_gloo"]
@@ -309,19 +311,19 @@ def found(rows: list[Row]) -> dict[tuple[str, int | None, str], Verdict]:
     ],
 )
 def test_thresholds_are_those_of_the_cluster_and_stage(cluster, stage, what, wanted):
-    assert found(rows_of(contest(cluster=cluster)))[cluster, stage, what].wanted == wanted
+    assert found(rows_of(comparison(cluster=cluster)))[cluster, stage, what].wanted == wanted
 
 
 def test_no_cluster_has_thresholds_that_are_not_its_own():
-    whats = {what for _, _, what in found(rows_of(contest(cluster="slow-link")))}
+    whats = {what for _, _, what in found(rows_of(comparison(cluster="slow-link")))}
     assert "of the sum of speeds" not in whats
     assert "over DeepSpeed" not in whats
-    assert ("8:1", 0, "of the sum of speeds") not in found(rows_of(contest(cluster="8:1")))
+    assert ("8:1", 0, "of the sum of speeds") not in found(rows_of(comparison(cluster="8:1")))
 
 
 def test_equal_ranks_judge_the_even_plan_and_its_memory():
     outcomes = but("poplar even, stage 3", peak_memory=(20 << 20, 40 << 20, 20 << 20))
-    seen = found(rows_of(contest(cluster="1:1:1", unequal=False, outcomes=outcomes)))
+    seen = found(rows_of(comparison(cluster="1:1:1", unequal=False, outcomes=outcomes)))
     assert seen["1:1:1", 0, "even over DDP"].value == pytest.approx(0.45 / 0.40)
     assert seen["1:1:1", 0, "peak memory over the peers' least"].met
     more = seen["1:1:1", 3, "peak memory over the peers' least"]
@@ -330,15 +332,17 @@ def test_equal_ranks_judge_the_even_plan_and_its_memory():
 
 
 def test_what_was_not_measured_is_short_and_not_left_out():
-    seen = found(rows_of(contest()))
+    seen = found(rows_of(comparison()))
     missing = seen["2:1:1", 3, "over DeepSpeed"]
     assert not missing.met
     assert str(missing) == "not measured (>= 1.4, short)"
-    failed = found(rows_of(contest(outcomes=but("poplar exact, stage 3", absent="it fell over"))))
+    failed = found(
+        rows_of(comparison(outcomes=but("poplar exact, stage 3", absent="it fell over")))
+    )
     assert failed["2:1:1", 3, "balance over its ideal"].value is None
-    many = found(rows_of(contest(outcomes=but("DDP", absent="gone"))))
+    many = found(rows_of(comparison(outcomes=but("DDP", absent="gone"))))
     assert many["2:1:1", 0, "fastest plan over the best peer"].value is None
-    nobody = found(rows_of(contest(unequal=False, outcomes=OUTCOMES[:3])))
+    nobody = found(rows_of(comparison(unequal=False, outcomes=OUTCOMES[:3])))
     assert nobody["2:1:1", 0, "even over the best peer"].value is None
 
 
@@ -369,8 +373,8 @@ def test_a_figure_stands_beside_what_it_has_to_be(value, wanted, at_most, said):
     ],
 )
 def test_what_cannot_be_compared_is_judged_and_kept_apart(change, names, tmp_path):
-    other = contest(task=replace(TASK, **change), outcomes=but("DDP", losses=(9.0,)))
-    rows = [*rows_of(contest()), *rows_of(other)]
+    other = comparison(task=replace(TASK, **change), outcomes=but("DDP", losses=(9.0,)))
+    rows = [*rows_of(comparison()), *rows_of(other)]
     seen = found(rows)
     one, two = (f"2:1:1, {name} bytes" for name in names)
     assert seen[one, None, "largest loss difference"].met
@@ -383,7 +387,7 @@ def test_what_cannot_be_compared_is_judged_and_kept_apart(change, names, tmp_pat
 
 
 def test_small_batches_are_not_judged_by_the_sum_of_speeds():
-    few = contest(task=replace(TASK, global_batch=BATCH - 3))
+    few = comparison(task=replace(TASK, global_batch=BATCH - 3))
     assert ("2:1:1", 0, "of the sum of speeds") not in found(rows_of(few))
 
 
@@ -398,7 +402,7 @@ def printed(table: object, width: int) -> str:
 
 @pytest.mark.parametrize("width", [60, 200])
 def test_a_table_is_whole_however_narrow_the_terminal_and_whoever_is_absent(width):
-    rows = rows_of(contest())
+    rows = rows_of(comparison())
     lines = printed(table_of(rows), width).splitlines()
     assert not any("…" in line for line in lines)
     assert all(heading in lines[2] for heading in HEADINGS)
@@ -410,11 +414,13 @@ def test_a_table_is_whole_however_narrow_the_terminal_and_whoever_is_absent(widt
 
 
 def test_the_reason_of_an_absence_is_below_the_table_and_does_not_widen_it():
-    rows = rows_of(contest())
+    rows = rows_of(comparison())
     present = [one for one in rows if not one.absent]
     lines = printed(table_of(rows), 200).splitlines()
-    (place,) = [number for number, line in enumerate(lines) if "absent: see below" in line]
-    assert any("DeepSpeed ZeRO-3 is absent: ImportError" in line for line in lines[place + 1 :])
+    (open_cluster,) = [number for number, line in enumerate(lines) if "absent: see below" in line]
+    assert any(
+        "DeepSpeed ZeRO-3 is absent: ImportError" in line for line in lines[open_cluster + 1 :]
+    )
     rule = next(line for line in lines if "───" in line)
     assert (
         len(rule)
@@ -424,7 +430,7 @@ def test_the_reason_of_an_absence_is_below_the_table_and_does_not_widen_it():
 
 
 def test_cells_are_one_line_each_by_stage_with_parts_last():
-    cells = list(cells_of(rows_of(contest())))
+    cells = list(cells_of(rows_of(comparison())))
     assert {len(line) for line in cells} == {len(HEADINGS)}
     assert not any("\n" in cell for line in cells for cell in line)
     assert [line[0] for line in cells] == ["0"] * 5 + ["3"] * 5 + ["0"] * 2
@@ -432,17 +438,17 @@ def test_cells_are_one_line_each_by_stage_with_parts_last():
 
 
 def test_the_ideal_is_said_by_stage_where_a_link_tells_stages_apart():
-    assert ideals_of(rows_of(contest())) == "ideal over even 1.333"
-    apart = rows_of(contest(ideal_over_even={0: 1.3, 3: 1.2}))
+    assert ideals_of(rows_of(comparison())) == "ideal over even 1.333"
+    apart = rows_of(comparison(ideal_over_even={0: 1.3, 3: 1.2}))
     assert ideals_of(apart) == "ideal over even 1.300 at stage 0, 1.200 at stage 3"
 
 
 def test_the_summary_marks_what_is_short():
-    text = printed(summary_of(rows_of(contest())), 60)
+    text = printed(summary_of(rows_of(comparison())), 60)
     assert re.search(r"balance over its ideal +1 +>= 0\.95 +\(✓\)", text)
     assert re.search(r"over DeepSpeed +not measured +>= 1\.4 +\(short\)", text)
     assert "in brackets: too few steps" in text
-    enough = [replace(row, steps=50) for row in rows_of(contest())]
+    enough = [replace(row, steps=50) for row in rows_of(comparison())]
     text = printed(summary_of(enough), 60)
     assert re.search(r"balance over its ideal +1 +>= 0\.95 +✓", text)
     assert "in brackets" not in text
@@ -452,10 +458,10 @@ def test_the_summary_marks_what_is_short():
 
 
 def test_everybody_has_a_bar_or_is_said_to_be_absent():
-    plots = importlib.import_module("contest.plots")
-    figure = plots.draw_speeds(contest())
+    plots = importlib.import_module("head_to_head.plots")
+    figure = plots.draw_speeds(comparison())
     names = [label.get_text() for axes in figure.axes for label in axes.get_yticklabels()]
-    assert sorted(names) == sorted(o.entrant.name for o in OUTCOMES)
+    assert sorted(names) == sorted(o.configuration.name for o in OUTCOMES)
     titles = [axes.get_title(loc="left") for axes in figure.axes]
     assert titles == ["stage 0", "stage 3", "parts of the cluster"]
     said = [text.get_text() for axes in figure.axes for text in axes.texts]
@@ -466,24 +472,24 @@ def test_everybody_has_a_bar_or_is_said_to_be_absent():
 
 
 def test_timelines_hold_the_engines_of_a_stage_and_no_parts_of_the_cluster():
-    plots = importlib.import_module("contest.plots")
-    figure = plots.draw_timelines(contest(), 0)
+    plots = importlib.import_module("head_to_head.plots")
+    figure = plots.draw_timelines(comparison(), 0)
     titles = [axes.get_title(loc="left").partition(":")[0] for axes in figure.axes]
-    assert titles == [*(o.entrant.name for o in OUTCOMES[:3]), "DDP", "DeepSpeed ZeRO-0"]
+    assert titles == [*(o.configuration.name for o in OUTCOMES[:3]), "DDP", "DeepSpeed ZeRO-0"]
     limits = {axes.get_xlim() for axes in figure.axes}
     assert len(limits) == 1
     assert limits.pop()[1] < 0.6
     untraced = tuple(replace(o, spans=()) for o in OUTCOMES)
-    assert plots.draw_timelines(contest(outcomes=untraced), 0) is None
-    assert plots.draw_timelines(contest(), 2) is None
+    assert plots.draw_timelines(comparison(outcomes=untraced), 0) is None
+    assert plots.draw_timelines(comparison(), 2) is None
 
 
 def test_peers_that_do_not_tell_their_waits_are_not_called_busy():
-    plots = importlib.import_module("contest.plots")
+    plots = importlib.import_module("head_to_head.plots")
     silent = tuple(
         tuple(span for span in rank if span.kind != "wait") for rank in OUTCOMES[6].spans
     )
-    figure = plots.draw_timelines(contest(outcomes=but("DDP", spans=silent)), 0)
+    figure = plots.draw_timelines(comparison(outcomes=but("DDP", spans=silent)), 0)
     said = [[text.get_text() for text in axes.texts] for axes in figure.axes]
     assert said[3] == ["with waits"] * 3
     assert all("busy" in text for text in said[4])
@@ -491,10 +497,10 @@ def test_peers_that_do_not_tell_their_waits_are_not_called_busy():
 
 def test_the_page_needs_nothing_else_and_shows_everybody(tmp_path):
     path = tmp_path / "folder" / "page.html"
-    write_page([contest(), contest(cluster="8:1")], path)
+    write_page([comparison(), comparison(cluster="8:1")], path)
     page = path.read_text()
     for one in OUTCOMES:
-        assert one.entrant.name in page
+        assert one.configuration.name in page
     for said in (row("DDP").versions, row("DDP").commit, row("DDP").day, "a &lt;note&gt;"):
         assert said in page
     assert "is absent: ImportError" in page
@@ -506,14 +512,14 @@ def test_the_page_needs_nothing_else_and_shows_everybody(tmp_path):
 
 
 def test_without_matplotlib_the_page_says_what_to_install(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "contest.plots", None)
+    monkeypatch.setitem(sys.modules, "head_to_head.plots", None)
     with pytest.raises(ImportError, match=r"pip install 'poplar-zero\[report\]'"):
-        write_page([contest()], tmp_path / "page.html")
+        write_page([comparison()], tmp_path / "page.html")
     assert not (tmp_path / "page.html").exists()
 
 
 def test_results_say_where_they_come_from_and_list_what_is_short():
-    rows = rows_of(contest())
+    rows = rows_of(comparison())
     text = "\n".join(markdown(rows))
     for said in (rows[0].device, rows[0].versions, rows[0].commit, rows[0].day):
         assert said in text

@@ -17,19 +17,19 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import train
-from contest import entrants, race, ranks, targets, yardstick
-from contest.clusters import CLUSTERS, Cluster, find_cluster
-from contest.crew import Crew, CrewFailed, Here
-from contest.engine import Entrant
-from contest.ideal import ideals
-from contest.notes import notes
-from contest.outcome import Calibration, Contest, Outcome
-from contest.page import write_page
-from contest.ranks import Turn
-from contest.row import read_rows, rows_of, write_rows
-from contest.table import HEADINGS, cells_of, summary_of, table_of
-from contest.targets import Verdict, verdicts
-from contest.task import Task
+from head_to_head import calibration, configurations, runner, targets, worker_calls
+from head_to_head.clusters import CLUSTERS, Cluster, find_cluster
+from head_to_head.engine import Configuration
+from head_to_head.ideal import ideals
+from head_to_head.notes import notes
+from head_to_head.outcome import Calibration, Comparison, Outcome
+from head_to_head.page import write_page
+from head_to_head.row import read_rows, rows_of, write_rows
+from head_to_head.table import HEADINGS, cells_of, summary_of, table_of
+from head_to_head.targets import Verdict, verdicts
+from head_to_head.task import Task
+from head_to_head.worker_calls import Turn
+from head_to_head.workers import WorkerContext, Workers, WorkersFailed
 from results import markdown
 
 from poplar import Plan
@@ -39,9 +39,9 @@ TINY = Task(size="tiny", context=16, global_batch=8, learning_rate=1e-2)
 TWO = Cluster(name="two", cores=(0, 1))
 
 
-def entrant(name: str, provider: str, plan: Plan, **more: object) -> Entrant:
+def configuration(name: str, provider: str, plan: Plan, **more: object) -> Configuration:
     fields = {"stage": plan.stage, "policy": "even", "ranks": tuple(range(plan.world_size))}
-    return Entrant(name=name, provider=provider, plan=plan, **{**fields, **more})
+    return Configuration(name=name, provider=provider, plan=plan, **{**fields, **more})
 
 
 # What every engine trains
@@ -52,8 +52,12 @@ def indices_of(plan: Plan, steps: int, task: Task = TINY) -> list[Counter[bytes]
     streams = [task.batches(plan, rank) for rank in range(plan.world_size)]
     seen = []
     for _ in range(steps):
-        parts = [part for part in map(next, streams) if part is not None]
-        seen.append(Counter(row.numpy().tobytes() for part in parts for row in part["input"]))
+        subset_configurations = [part for part in map(next, streams) if part is not None]
+        seen.append(
+            Counter(
+                row.numpy().tobytes() for part in subset_configurations for row in part["input"]
+            )
+        )
     return seen
 
 
@@ -77,38 +81,45 @@ def test_every_engine_begins_with_the_same_weights(model):
     pairs = zip(task.new_model().parameters(), task.new_model().parameters(), strict=True)
     assert all(torch.equal(one, other) for one, other in pairs)
     assert len(task.blocks(task.new_model())) > 1
-    assert yardstick.flops_per_sample(task) > 2 * 3 * 16 * 10_000
+    assert calibration.flops_per_sample(task) > 2 * 3 * 16 * 10_000
 
 
 # Who enters
 
 
 def test_peers_get_the_largest_even_micro_batch_that_all_ranks_hold():
-    free = entrants.even_micro_batch(
+    free = configurations.even_micro_batch(
         Cluster(name="x", cores=(0, 1)), replace(TINY, global_batch=64)
     )
     capped = Cluster(name="x", cores=(0, 1), capped=(1,))
     assert free == 32
-    assert entrants.even_micro_batch(capped, replace(TINY, global_batch=64)) == 4
-    assert entrants.even_micro_batch(capped, replace(TINY, global_batch=56)) == 2
-    for peer in entrants.peers(capped, replace(TINY, global_batch=64), (0, 3)):
+    assert configurations.even_micro_batch(capped, replace(TINY, global_batch=64)) == 4
+    assert configurations.even_micro_batch(capped, replace(TINY, global_batch=56)) == 2
+    for peer in configurations.peers(capped, replace(TINY, global_batch=64), (0, 3)):
         assert peer.plan.micro_batches == ((4,) * 8,) * 2
         assert peer.stage in (0, 3)
 
 
 def test_a_batch_that_peers_cannot_divide_is_refused():
     with pytest.raises(ValueError, match="can't be divided evenly among 3 ranks"):
-        entrants.even_micro_batch(Cluster(name="x", cores=(0, 1, 1)), replace(TINY, global_batch=8))
+        configurations.even_micro_batch(
+            Cluster(name="x", cores=(0, 1, 1)), replace(TINY, global_batch=8)
+        )
 
 
 def test_strong_and_weak_ranks_enter_on_their_own_where_ranks_differ():
     cluster = Cluster(name="x", quotas=(0.8, 0.4, 0.2))
-    strong, weak = entrants.parts(cluster, TINY, (80.0, 41.0, 19.0))
+    strong, weak = configurations.subset_configurations(cluster, TINY, (80.0, 41.0, 19.0))
     assert strong.ranks == (0, 1)
     assert weak.ranks == (2,)
     assert weak.samples(2) == 8
     assert weak.samples(0) == 0
-    assert list(entrants.parts(Cluster(name="x", cores=(1, 1)), TINY, (1.0, 1.0))) == []
+    assert (
+        list(
+            configurations.subset_configurations(Cluster(name="x", cores=(1, 1)), TINY, (1.0, 1.0))
+        )
+        == []
+    )
 
 
 # Clusters
@@ -134,30 +145,30 @@ def test_any_relative_speeds_make_a_cluster():
 # Crews
 
 
-def who(here: Here, text: str) -> str:
-    return f"{text} {here.rank} of {here.size}"
+def who(context: WorkerContext, text: str) -> str:
+    return f"{text} {context.rank} of {context.size}"
 
 
-def fail_everywhere(here: Here) -> None:
-    raise ValueError(f"rank {here.rank} says no")
+def fail_everywhere(context: WorkerContext) -> None:
+    raise ValueError(f"rank {context.rank} says no")
 
 
-def fail_on_one(here: Here) -> None:
-    if here.rank == 1:
+def fail_on_one(context: WorkerContext) -> None:
+    if context.rank == 1:
         raise ValueError("only I fail")
 
 
 def test_a_crew_does_as_told_and_survives_what_all_ranks_refuse():
-    with TWO.opened() as place, Crew(place, "test") as crew:
-        assert crew.call(who, "rank") == ("rank 0 of 2", "rank 1 of 2")
-        with pytest.raises(CrewFailed, match="rank 1 says no"):
-            crew.call(fail_everywhere)
-        assert crew.call(who, "still") == ("still 0 of 2", "still 1 of 2")
-        with pytest.raises(CrewFailed, match="only I fail"):
-            crew.call(fail_on_one)
-        assert crew.is_closed
-        with pytest.raises(CrewFailed, match="have ended"):
-            crew.call(who, "gone")
+    with TWO.opened() as open_cluster, Workers(open_cluster, "test") as workers_:
+        assert workers_.call(who, "rank") == ("rank 0 of 2", "rank 1 of 2")
+        with pytest.raises(WorkersFailed, match="rank 1 says no"):
+            workers_.call(fail_everywhere)
+        assert workers_.call(who, "still") == ("still 0 of 2", "still 1 of 2")
+        with pytest.raises(WorkersFailed, match="only I fail"):
+            workers_.call(fail_on_one)
+        assert workers_.is_closed
+        with pytest.raises(WorkersFailed, match="have ended"):
+            workers_.call(who, "gone")
 
 
 # Engines
@@ -179,16 +190,16 @@ def one_process(task: Task, steps: int) -> list[float]:
 
 
 OURS = [
-    entrant("poplar", "poplar", Plan.manual("3,1", stage=1, passes=2)),
-    entrant("poplar on gloo", "poplar", Plan.even(2, 8, 4, 3), over_gloo=True),
-    entrant("one rank", "poplar", Plan.even(1, 8, 8, 0), ranks=(1,)),
+    configuration("poplar", "poplar", Plan.manual("3,1", stage=1, passes=2)),
+    configuration("poplar on gloo", "poplar", Plan.even(2, 8, 4, 3), over_gloo=True),
+    configuration("one rank", "poplar", Plan.even(1, 8, 8, 0), ranks=(1,)),
 ]
 
 
-def peers(*engines: tuple[str, int]) -> list[Entrant]:
+def peers(*engines: tuple[str, int]) -> list[Configuration]:
     """Each of these providers and stages, with one pass and with two."""
     return [
-        entrant(f"{provider} {stage}, {size}", provider, Plan.even(2, 8, size, stage))
+        configuration(f"{provider} {stage}, {size}", provider, Plan.even(2, 8, size, stage))
         for provider, stage in engines
         for size in (4, 2)
     ]
@@ -215,24 +226,31 @@ needs_deepspeed = pytest.mark.skipif(
 )
 def test_every_engine_trains_as_one_process_does(members):
     expected = one_process(TINY, 5)
-    with TWO.opened() as place, Crew(place, race.family(members[0])) as crew:
+    with (
+        TWO.opened() as open_cluster,
+        Workers(open_cluster, runner.worker_group(members[0])) as workers_,
+    ):
         for member in members:
-            crew.call(ranks.build, TINY, member)
-            turns = crew.call(ranks.take_turn, member.name, 5)
-            losses = race.mean_losses(member, turns)
+            workers_.call(worker_calls.build, TINY, member)
+            turns = workers_.call(worker_calls.take_turn, member.name, 5)
+            losses = runner.mean_losses(member, turns)
             assert losses == pytest.approx(expected, abs=2e-5), member.name
-            spans = crew.call(ranks.trace_step, member.name)
+            spans = workers_.call(worker_calls.trace_step, member.name)
             kinds = {span.kind for span in spans[member.ranks[0]]}
             assert {"pass", "optimizer"} <= kinds, member.name
-            crew.call(ranks.drop, member.name)
+            workers_.call(worker_calls.drop, member.name)
 
 
 def test_peak_memory_grows_with_the_state_that_a_rank_holds():
     task = replace(TINY, size="small", context=8, global_batch=2)
     plans = [Plan.even(2, 2, 1, stage) for stage in (0, 3)]
-    with TWO.opened() as place, Crew(place, "poplar") as crew:
+    with TWO.opened() as open_cluster, Workers(open_cluster, "poplar") as workers_:
         whole, sharded = (
-            max(crew.call(ranks.peak_memory, task, entrant(f"stage {p.stage}", "poplar", p)))
+            max(
+                workers_.call(
+                    worker_calls.peak_memory, task, configuration(f"stage {p.stage}", "poplar", p)
+                )
+            )
             for p in plans
         )
     parameters = sum(p.numel() for p in task.new_model().parameters())
@@ -242,9 +260,9 @@ def test_peak_memory_grows_with_the_state_that_a_rank_holds():
 
 def test_an_engine_that_is_not_installed_says_how_it_would_be(monkeypatch):
     monkeypatch.setitem(sys.modules, "deepspeed", None)
-    sys.modules.pop("contest.deepspeed_engine", None)
+    sys.modules.pop("head_to_head.deepspeed_engine", None)
     with pytest.raises(ImportError, match="make peers"):
-        ranks.make_engine(TINY, entrant("x", "deepspeed", Plan.even(2, 8, 4, 1)), 0)
+        worker_calls.make_engine(TINY, configuration("x", "deepspeed", Plan.even(2, 8, 4, 1)), 0)
 
 
 # Steps and losses
@@ -252,20 +270,24 @@ def test_an_engine_that_is_not_installed_says_how_it_would_be(monkeypatch):
 
 def test_a_step_lasts_until_the_slowest_rank_has_ended_it():
     turns = [Turn(10.0, (11.0, 13.5), ()), Turn(10.2, (12.0, 13.0), ())]
-    assert race.durations(turns) == pytest.approx([1.8, 1.5])
+    assert runner.durations(turns) == pytest.approx([1.8, 1.5])
 
 
 def test_losses_weigh_as_many_samples_as_their_rank_had():
-    one = entrant("x", "poplar", Plan.manual("3,0,1", stage=0))
+    one = configuration("x", "poplar", Plan.manual("3,0,1", stage=0))
     turns = [Turn(0, (1,), (1.0,)), Turn(0, (1,), (math.nan,)), Turn(0, (1,), (2.0,))]
-    assert race.mean_losses(one, turns) == pytest.approx([1.25])
+    assert runner.mean_losses(one, turns) == pytest.approx([1.25])
 
 
 def test_who_began_a_round_ends_the_next_and_who_failed_is_left_out():
-    lanes = [race.Lane(entrant(name, "ddp", Plan.even(2, 8, 4, 0)), None) for name in "abc"]
-    lanes[1].absent = "failed"
-    rounds = race.rounds(lanes, 12)
-    played = [(lane.entrant.name, round_.steps) for round_ in rounds for lane in round_.lanes]
+    trials = [
+        runner.Trial(configuration(name, "ddp", Plan.even(2, 8, 4, 0)), None) for name in "abc"
+    ]
+    trials[1].absent = "failed"
+    rounds = runner.rounds(trials, 12)
+    played = [
+        (trial.configuration.name, round_.steps) for round_ in rounds for trial in round_.trials
+    ]
     assert played == [("a", 5), ("c", 5), ("c", 5), ("a", 5), ("a", 2), ("c", 2)]
 
 
@@ -297,10 +319,10 @@ def outcome(name: str, provider: str, seconds: float, plan: Plan, **more: object
         "spans": SPANS,
         "peak_memory": (40 << 20, 50 << 20),
     }
-    return Outcome(entrant=entrant(name, provider, plan, **own), **{**fields, **more})
+    return Outcome(configuration=configuration(name, provider, plan, **own), **{**fields, **more})
 
 
-def contest(**changes: object) -> Contest:
+def comparison(**changes: object) -> Comparison:
     """Two ranks, 3 : 1; ideal over even is 2."""
     even = Plan.even(2, 8, 4, 1)
     calibration = Calibration(
@@ -330,11 +352,11 @@ def contest(**changes: object) -> Contest:
             replace(outcome("FSDP2", "fsdp2", 1, even), step_seconds=(), losses=(), absent="gone"),
         ),
     }
-    return Contest(**{**fields, **changes})
+    return Comparison(**{**fields, **changes})
 
 
 def row(name: str, **changes: object):
-    return next(row for row in rows_of(contest(**changes)) if row.entrant == name)
+    return next(row for row in rows_of(comparison(**changes)) if row.entrant == name)
 
 
 def test_a_speed_up_is_split_into_balance_transport_and_engine():
@@ -358,9 +380,9 @@ def test_a_speed_up_is_split_into_balance_transport_and_engine():
 
 
 def test_the_yardstick_takes_turns_too_and_its_median_counts():
-    assert contest().speeds == (30.0, 10.0)
-    assert contest().sum_of_speeds == pytest.approx(40.0)
-    slower = contest(turns=(), after=replace(contest().after, speeds=(20.0, 6.0)))
+    assert comparison().speeds == (30.0, 10.0)
+    assert comparison().sum_of_speeds == pytest.approx(40.0)
+    slower = comparison(turns=(), after=replace(comparison().after, speeds=(20.0, 6.0)))
     assert slower.speeds == (25.0, 8.0)
     assert slower.largest_sum_of_speeds == pytest.approx(40.0)
 
@@ -381,11 +403,11 @@ def test_who_is_absent_says_why_and_is_no_peer():
     absent = row("FSDP2")
     assert (absent.absent, absent.p50_speed, absent.over) == ("gone", None, {})
     assert "FSDP2" not in row("exact").over
-    assert any("absent: gone" in cells for cells in cells_of(rows_of(contest())))
+    assert any("absent: gone" in cells for cells in cells_of(rows_of(comparison())))
 
 
 def test_rows_come_back_from_their_file_the_later_of_two_runs_counting(tmp_path):
-    rows = rows_of(contest())
+    rows = rows_of(comparison())
     earlier = [replace(row, run="the day before", entrant=row.entrant + "!") for row in rows]
     write_rows(tmp_path / "rows.jsonl", earlier)
     write_rows(tmp_path / "rows.jsonl", rows)
@@ -394,7 +416,7 @@ def test_rows_come_back_from_their_file_the_later_of_two_runs_counting(tmp_path)
 
 
 def judged(**changes: object) -> dict[str, bool]:
-    return {verdict.what: verdict.met for verdict in verdicts(rows_of(contest(**changes)))}
+    return {verdict.what: verdict.met for verdict in verdicts(rows_of(comparison(**changes)))}
 
 
 def test_figures_are_held_against_what_they_have_to_be():
@@ -417,7 +439,7 @@ def test_equal_ranks_are_held_against_the_best_peer_in_speed_and_memory():
 
 
 def test_a_loss_that_differs_is_short():
-    others = contest().outcomes
+    others = comparison().outcomes
     apart = replace(others[3], losses=(3.0, 2.6, 2.25))
     assert not judged(outcomes=(*others[:3], apart))["largest loss difference"]
     verdict = Verdict(cluster="x", stage=1, what="y", value=0.9, wanted=0.95)
@@ -432,42 +454,42 @@ def test_what_ranks_reach_that_only_wait_for_each_other_is_read_round_by_round()
 
 
 def test_the_ideal_counts_the_bytes_that_must_cross_a_slow_link():
-    plain = ideals(Cluster(name="x", quotas=(0.6, 0.2)), contest())[1]
+    plain = ideals(Cluster(name="x", quotas=(0.6, 0.2)), comparison())[1]
     assert plain == pytest.approx((30 + 10) / (2 * 10))
-    measured = contest(even_seconds=(0.38, 0.36, 0.5))
+    measured = comparison(even_seconds=(0.38, 0.36, 0.5))
     assert ideals(Cluster(name="x", quotas=(0.6, 0.2)), measured)[1] == pytest.approx(0.38 * 40 / 8)
     linked = Cluster(name="x", quotas=(0.6, 0.2), hosts=(0, 1))
-    large = contest(parameters=10**9)
+    large = comparison(parameters=10**9)
     assert 1.0 < ideals(linked, large)[1] < plain
 
 
 def test_a_drift_is_said_and_so_is_a_quota_that_makes_a_rank_stand_still(monkeypatch):
-    monkeypatch.setattr("contest.notes.can_stay_awake", lambda: True)
+    monkeypatch.setattr("head_to_head.notes.can_prevent_idle_states", lambda: True)
     calm = Cluster(name="x", quotas=(0.6, 0.3))
-    assert list(notes(calm, contest())) == []
-    later = replace(contest().after, speeds=(20.0, 10.0))
-    assert "rank 0" in next(iter(notes(calm, contest(after=later))))
+    assert list(notes(calm, comparison())) == []
+    later = replace(comparison().after, speeds=(20.0, 10.0))
+    assert "rank 0" in next(iter(notes(calm, comparison(after=later))))
     stalling = Cluster(name="x", quotas=(0.8, 0.1))
-    assert "stands still for up to 9.0 ms" in next(iter(notes(stalling, contest())))
-    monkeypatch.setattr("contest.notes.can_stay_awake", lambda: False)
-    assert "cores sleep when ranks wait" in next(iter(notes(calm, contest())))
+    assert "stands still for up to 9.0 ms" in next(iter(notes(stalling, comparison())))
+    monkeypatch.setattr("head_to_head.notes.can_prevent_idle_states", lambda: False)
+    assert "cores sleep when ranks wait" in next(iter(notes(calm, comparison())))
 
 
 # Reports
 
 
 def test_the_page_shows_every_entrant_and_needs_nothing_else(tmp_path):
-    write_page([contest()], tmp_path / "page.html")
+    write_page([comparison()], tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
-    for one in contest().outcomes:
-        assert one.entrant.name in page
+    for one in comparison().outcomes:
+        assert one.configuration.name in page
     assert "<svg" in page
     assert "src=" not in page
     assert "only one of the three that says anything about GPUs" in page
 
 
 def test_results_name_hardware_versions_and_commit_and_do_not_hide_what_is_short():
-    rows = rows_of(contest(ideal_over_even={1: 3.0}))
+    rows = rows_of(comparison(ideal_over_even={1: 3.0}))
     text = "\n".join(markdown(rows))
     for said in (rows[0].device, rows[0].versions, rows[0].commit):
         assert said in text
@@ -476,7 +498,7 @@ def test_results_name_hardware_versions_and_commit_and_do_not_hide_what_is_short
 
 
 def test_tables_hold_every_row():
-    rows = rows_of(contest())
+    rows = rows_of(comparison())
     assert table_of(rows).row_count == len(rows)
     assert summary_of(rows).row_count == len(list(verdicts(rows)))
 
@@ -487,9 +509,9 @@ def test_tables_hold_every_row():
 def test_quick_is_short_and_can_be_overruled():
     options = train.parse_options(["--quick"])
     assert [cluster.name for cluster in options.clusters] == ["2:1:1"]
-    assert (options.rules.steps, options.rules.memory) == (5, False)
-    assert train.parse_options(["--quick", "--steps", "9"]).rules.steps == 9
-    assert train.parse_options(["--stages", "3", "--peers"]).rules.peers == ()
+    assert (options.settings.steps, options.settings.memory) == (5, False)
+    assert train.parse_options(["--quick", "--steps", "9"]).settings.steps == 9
+    assert train.parse_options(["--stages", "3", "--peers"]).settings.peers == ()
     assert len(train.parse_options([]).clusters) == len(CLUSTERS)
 
 

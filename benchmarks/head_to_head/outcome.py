@@ -1,4 +1,4 @@
-"""What was measured: of one entrant, and of all of them on one cluster. Values only."""
+"""Measurements as values: of one configuration, and of all of them on one cluster."""
 
 from __future__ import annotations
 
@@ -6,57 +6,57 @@ import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from contest.engine import Entrant
-from contest.task import Task
+from head_to_head.engine import Configuration
+from head_to_head.task import Task
 from poplar.system.trace import Span
 
 MicroBatches = tuple[tuple[int, ...], ...]
 """Samples of each pass, by rank."""
 TURN_STEPS = 5
-"""Short turns: what else the machine does should hit all alike."""
+"""Steps of a turn. Short turns spread other load on the machine over all configurations."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """One entrant's result."""
+    """The result of one configuration."""
 
-    entrant: Entrant
+    configuration: Configuration
     step_seconds: tuple[float, ...] = ()
-    """Of each step that counts: from the end of the step before on the slowest rank to its own."""
+    """Seconds of each counted step on the slowest rank, from the end of the previous step."""
     losses: tuple[float, ...] = ()
-    """Of the global batch, every step since the beginning, those of the warm-up included."""
+    """Mean loss of the global batch at every step, warm-up included."""
     predicted_seconds: float | None = None
-    """Of a step, said before the first one ran; None for peers."""
+    """Step time predicted before the first step ran; None for peers."""
     spans: tuple[tuple[Span, ...], ...] = ()
-    """What each rank that takes part did in one typical step."""
+    """Spans of one typical step, by rank that takes part."""
     peak_memory: tuple[int, ...] = ()
     """Bytes above what the process held before the engine was built, by rank that takes part."""
     absent: str = ""
-    """Why there is no result: not installed, or how it failed."""
+    """Why there is no result; empty if there is one."""
 
     @property
     def turns(self) -> tuple[tuple[float, ...], ...]:
-        """The seconds of its steps, by round."""
+        """Step seconds by round."""
         starts = range(0, len(self.step_seconds), TURN_STEPS)
         return tuple(self.step_seconds[start : start + TURN_STEPS] for start in starts)
 
     @property
     def median_seconds(self) -> float:
-        """Of a step."""
+        """Median step time."""
         return statistics.median(self.step_seconds)
 
     @property
     def samples_per_second(self) -> float:
-        """At the median step."""
-        return self.entrant.plan.global_batch / self.median_seconds
+        """Speed at the median step."""
+        return self.configuration.plan.global_batch / self.median_seconds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Calibration:
-    """What the ranks can do on their own, all of them at once."""
+    """Speed of the ranks without an engine, all ranks measured at once."""
 
     speeds: tuple[float, ...]
-    """Samples per second of plain passes, by rank, at the best legal batch."""
+    """Samples per second of plain passes at the best batch that fits, by rank."""
     batches: tuple[int, ...]
     """That batch, by rank."""
     rank_flops: tuple[float, ...]
@@ -71,61 +71,59 @@ class Calibration:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Contest:
-    """Everything that one run measured on one cluster."""
+class Comparison:
+    """All measurements of one run on one cluster."""
 
     began: str
     """Day and time."""
     cluster: str
     """Its name: `2:1:1`."""
     described: str
-    """How it is made, in a sentence: quotas, cores, caps, links."""
+    """One sentence: quotas, cores, memory caps, links."""
     unequal: bool
     task: Task
     flops_per_sample: float
-    """Forward and backward, of plain PyTorch."""
+    """Forward and backward in plain PyTorch."""
     parameters: int
     before: Calibration
     after: Calibration
     turns: tuple[tuple[float, ...], ...] = ()
-    """Speeds of plain passes by round, by rank: they take turns with the entrants."""
+    """Speeds of plain passes by round and rank; they take turns with the configurations."""
     even_seconds: tuple[float, ...] = ()
-    """By round: until all ranks were done with the even split, in plain passes."""
+    """By round: seconds until all ranks finished the even split in plain passes."""
     in_step: Mapping[MicroBatches, tuple[tuple[float, ...], ...]] = field(default_factory=dict)
-    """By split and round: seconds of steps of plain passes, after which ranks wait for each other
-    and do nothing else."""
+    """By split and round: seconds of steps of plain passes with a barrier after each."""
     ideal_over_even: dict[int, float]
-    """By stage: how much faster than even the best split of samples could be: the time of the even
-    split in plain passes over that of the sum of speeds (and, where there is a slow link, of the
-    bytes that have to cross it)."""
+    """Ideal speed-up over the even split, by stage: seconds of the even split in plain passes over
+    seconds at the sum of speeds, both plus the transfer time of a slow link."""
     outcomes: tuple[Outcome, ...]
     notes: tuple[str, ...] = ()
-    """What a reader has to know: a drift, the quota's stall, what was skipped."""
+    """Conditions that affect the results: drift, pauses of quotas, skipped parts."""
 
     @property
     def speeds(self) -> tuple[float, ...]:
-        """Of each rank on its own: the median of its turns, as entrants are judged by theirs."""
+        """Speed of each rank in plain passes: the median of its turns."""
         turns = self.turns or (self.before.speeds, self.after.speeds)
         return tuple(statistics.median(by_round) for by_round in zip(*turns, strict=True))
 
     @property
     def sum_of_speeds(self) -> float:
-        """The yardstick."""
+        """The calibration."""
         return sum(self.speeds)
 
     def of_sum_of_speeds(self, outcome: Outcome) -> float:
-        """Median over rounds of what it did in its turn over the plain passes of that round."""
+        """Median over rounds of the speed in its turn over the plain passes of that round."""
         if not self.turns:
             return outcome.samples_per_second / self.sum_of_speeds
-        batch = outcome.entrant.plan.global_batch
+        batch = outcome.configuration.plan.global_batch
         return statistics.median(
             len(seconds) * batch / sum(seconds) / sum(speeds)
             for seconds, speeds in zip(outcome.turns, self.turns, strict=False)
         )
 
     def of_sum_in_step(self, outcome: Outcome) -> float | None:
-        """The same of plain passes of its split that do nothing but wait for each other."""
-        plan = outcome.entrant.plan
+        """The same for plain passes of its split with a barrier after each step."""
+        plan = outcome.configuration.plan
         of_sum = [
             len(seconds) * plan.global_batch / sum(seconds) / sum(speeds)
             for seconds, speeds in zip(
@@ -136,12 +134,12 @@ class Contest:
 
     @property
     def largest_sum_of_speeds(self) -> float:
-        """Of before and after: what it would be if the machine stayed at its best."""
+        """The larger sum of the calibrations before and after the run."""
         return max(sum(self.before.speeds), sum(self.after.speeds))
 
     @property
     def drift(self) -> float:
-        """Largest relative change of a rank's speed between before and after."""
+        """Largest relative change of a rank's calibrated speed during the run."""
         return max(
             abs(late / early - 1)
             for early, late in zip(self.before.speeds, self.after.speeds, strict=True)

@@ -15,8 +15,8 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
-from contest import task as contest_task
-from contest.task import MODELS, SIZES, Batch, Task
+from head_to_head import task as contest_task
+from head_to_head.task import MODELS, SIZES, Batch, Task
 from text import ByteWindows
 
 from poplar import Plan
@@ -53,8 +53,8 @@ def global_batches(task: Task, plan: Plan, first: int, stop: int) -> list[Batch]
         itertools.islice(task.batches(plan, rank), first, stop) for rank in range(plan.world_size)
     ]
     steps = []
-    for parts in zip(*streams, strict=True):
-        held = [part for part in parts if part is not None]
+    for subset_configurations in zip(*streams, strict=True):
+        held = [part for part in subset_configurations if part is not None]
         steps.append({name: torch.cat([part[name] for part in held]) for name in held[0]})
     return steps
 

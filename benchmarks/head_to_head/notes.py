@@ -1,29 +1,29 @@
-"""What a reader of the figures has to know."""
+"""Notes on conditions that affect the results of a comparison."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from awake import REQUESTS, can_stay_awake
 from emulation import PERIOD_US
+from idle_states import REQUESTS, can_prevent_idle_states
 
-from contest.clusters import Cluster
-from contest.outcome import Contest
+from head_to_head.clusters import Cluster
+from head_to_head.outcome import Comparison
 
 DRIFT = 0.1
-"""A rank whose calibrated speed changed by more than this during a run is told of."""
+"""Relative change of a rank's calibrated speed that is reported."""
 SMALL_QUOTA = 0.2
-"""Of a core: below it the stall counts."""
+"""Fraction of a core below which the pauses of a quota are reported."""
 
 
-def notes(cluster: Cluster, contest: Contest) -> Iterator[str]:
-    """Sentences, none if there is nothing to say."""
-    pairs = zip(contest.before.speeds, contest.after.speeds, strict=True)
+def notes(cluster: Cluster, comparison: Comparison) -> Iterator[str]:
+    """The notes, one sentence each."""
+    pairs = zip(comparison.before.speeds, comparison.after.speeds, strict=True)
     for rank, (early, late) in enumerate(pairs):
         change = late / early - 1
         if abs(change) > DRIFT:
             yield (
-                f"drift: rank {rank} did {early:.1f} samples/s on its own before the run and "
+                f"drift: rank {rank} ran {early:.1f} samples/s in plain passes before the run and "
                 f"{late:.1f} after it ({100 * change:+.0f} %)"
             )
     for rank, quota in enumerate(cluster.quotas):
@@ -34,7 +34,7 @@ def notes(cluster: Cluster, contest: Contest) -> Iterator[str]:
                 f"are used up it stands still for up to {(1 - quota) * period:.1f} ms, at every "
                 "collective that waits for it"
             )
-    if not can_stay_awake():
+    if not can_prevent_idle_states():
         yield (
             f"sleeping cores: {REQUESTS} can't be written to, so cores sleep when ranks wait; on a "
             "virtual machine that slows ranks under quotas by 6 to 9 %, and unevenly"

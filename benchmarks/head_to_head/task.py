@@ -1,4 +1,4 @@
-"""What every engine trains: the same weights, the same global batches, the same loss."""
+"""The training task: every engine gets the same weights, global batches and loss."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TEXT_BYTES = 2_000_000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
-    """A small picklable value; every rank of every engine makes its own model and data from it."""
+    """A small picklable value from which every rank builds its model and data."""
 
     model: str = "llama"
     """`llama` (next byte) or `encoder` (masked bytes, as BERT)."""
@@ -54,29 +54,28 @@ class Task:
         return llama.Llama(replace(llama.SIZES[self.size], context=self.context))
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
-        """What a sharding engine gathers together: the transformer's blocks."""
+        """The transformer's blocks, which sharding engines use as units."""
         return list(model.blocks)
 
     @property
     def loss_fn(self) -> LossFunction:
-        """Mean over samples, each of which counts the same."""
+        """Mean loss over samples."""
         return encoder.masked_byte_loss if self.model == "encoder" else llama.next_byte_loss
 
     def data(self) -> Dataset[Batch]:
-        """Samples, the same on every rank."""
+        """The dataset, the same on every rank."""
         windows, _ = load_text(self.context, limit=TEXT_BYTES)
         return encoder.MaskedBytes(windows, self.seed) if self.model == "encoder" else windows
 
     def example(self, samples: int) -> Batch:
-        """The first so many samples, as a batch."""
+        """A batch of the first samples."""
         data = self.data()
         return default_collate([data[index] for index in range(samples)])
 
     def batches(self, plan: Plan, rank: int) -> Iterator[Batch | None]:
-        """This rank's part of one global batch after another, epoch after epoch.
+        """This rank's part of each global batch, over epochs without end.
 
-        The union over ranks is the same global batch whatever the plan. A rank to which the plan
-        gives no samples has None.
+        The union over ranks does not depend on the plan. A rank without samples gets None.
         """
         data = self.data()
         sampler = HeteroBatchSampler(len(data), plan, seed=self.seed, rank=rank)

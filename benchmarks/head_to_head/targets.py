@@ -1,64 +1,64 @@
-"""What the figures have to show, and whether they do. Thresholds in one place, judged by rows."""
+"""Thresholds of the results, and whether rows meet them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from contest.peers import PEERS
-from contest.row import Row, contests_of
+from head_to_head.peers import PEERS
+from head_to_head.row import Row, comparisons_of
 
 BALANCE_OF_IDEAL = 0.95
 OF_SUM = {0: 0.95, 1: 0.95, 2: 0.95, 3: 0.90}
 OF_SUM_CLUSTERS = ("2:1:1", "3:1:1:1", "2:1", "4:1", "4:2:1")
 OF_SUM_AT_8_TO_1 = {3: 0.85}
 OF_SUM_SAMPLES = 32
-"""Per rank and step, at least, or no percentage of the sum of speeds is asked for."""
+"""Least samples per rank and step for a threshold on the fraction of the sum of speeds."""
 OVER_DEEPSPEED = {"2:1:1": {0: 1.15, 1: 1.4, 2: 1.4, 3: 1.4}, "8:1": dict.fromkeys(range(4), 3.9)}
 OVER_BEST_PEER = 1.12
 EQUAL_RANKS = 0.97
 PEAK_MEMORY = 1.0
 LOSS = 1e-4
 STEPS = 50
-"""Of each entrant, at least, or a verdict is no more than a look."""
+"""Least steps of each configuration for a conclusive verdict."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """One figure beside what it has to be."""
+    """One result and its threshold."""
 
     cluster: str
     stage: int | None
-    """None: of all stages."""
+    """None: all stages."""
     what: str
     value: float | None
-    """None: not measured, which is short as well."""
+    """None: not measured, which misses the threshold."""
     wanted: float
     at_most: bool = False
-    is_look: bool = False
-    """Of fewer steps than it takes to be sure."""
+    is_preliminary: bool = False
+    """Measured with fewer than `STEPS` steps."""
 
     @property
     def met(self) -> bool:
-        """Whether it is what it has to be."""
+        """Whether the result meets the threshold."""
         if self.value is None:
             return False
         return self.value <= self.wanted if self.at_most else self.value >= self.wanted
 
     @property
     def shown(self) -> str:
-        """The figure as text, with as many digits as tell it from its threshold."""
+        """The result as text, with enough digits to tell it from its threshold."""
         return "not measured" if self.value is None else f"{self.value:.5g}"
 
     @property
     def mark(self) -> str:
         """Met or short, in brackets after too few steps."""
         mark = "✓" if self.met else "short"
-        return f"({mark})" if self.is_look else mark
+        return f"({mark})" if self.is_preliminary else mark
 
     @property
     def condition(self) -> str:
-        """What it has to be, as text."""
+        """The threshold as text."""
         return f"{'<=' if self.at_most else '>='} {self.wanted:g}"
 
     def __str__(self) -> str:
@@ -66,14 +66,14 @@ class Verdict:
 
 
 def verdicts(rows: Sequence[Row]) -> Iterator[Verdict]:
-    """Every figure that has a threshold, in the order of the rows.
+    """Every result that has a threshold, in the order of the rows.
 
-    Figures that should be there and are not (an engine is missing, or failed) are verdicts too.
+    A result that is missing because an engine is missing or failed is a verdict, too.
     """
-    for name, own in contests_of(rows).items():
-        is_look = any(row.steps < STEPS for row in own if not row.absent)
+    for name, own in comparisons_of(rows).items():
+        is_preliminary = any(row.steps < STEPS for row in own if not row.absent)
         for verdict in _of_contest(name, own):
-            yield replace(verdict, is_look=is_look)
+            yield replace(verdict, is_preliminary=is_preliminary)
 
 
 def _of_contest(name: str, own: Sequence[Row]) -> Iterator[Verdict]:
@@ -111,8 +111,8 @@ def _of_plan(name: str, row: Row, own: Sequence[Row]) -> Iterator[Verdict]:
     wanted = OVER_DEEPSPEED.get(row.cluster, {}).get(row.stage)
     yield from verdict("over DeepSpeed", deepspeed[0] if deepspeed else None, wanted)
     if row is _fastest(own):
-        everybody = {peer for peer in PEERS if peer in row.over} == {*PEERS}
-        over_best = min(row.over.values()) if everybody else None
+        all_peers = {peer for peer in PEERS if peer in row.over} == {*PEERS}
+        over_best = min(row.over.values()) if all_peers else None
         yield from verdict("fastest plan over the best peer", over_best, OVER_BEST_PEER)
 
 
@@ -126,7 +126,7 @@ def _of_equal_ranks(name: str, row: Row, own: Sequence[Row]) -> Iterator[Verdict
         value=over[0] if over else None,
         wanted=EQUAL_RANKS,
     )
-    if row.policy != "even":  # its passes differ, and with them what a rank holds
+    if row.policy != "even":  # its passes differ, and so does its memory
         return
     peers = [r for r in own if r.is_peer and r.stage == row.stage and r.peak_memory]
     measured = expected == {peer.entrant for peer in peers}
@@ -146,6 +146,6 @@ def _is_deepspeed(row: Row, stage: int) -> bool:
 
 
 def _fastest(own: Sequence[Row]) -> Row:
-    """Of Poplar's exact plans; the first of them if none has a result."""
+    """The fastest of Poplar's exact plans; the first one if none has a result."""
     plans = [row for row in own if row.is_plan and row.policy == "exact"]
     return max(plans, key=lambda row: row.p50_speed or 0.0)

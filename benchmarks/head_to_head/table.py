@@ -10,12 +10,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from contest.row import Row
-from contest.targets import verdicts
+from head_to_head.row import Row
+from head_to_head.targets import verdicts
 
 HEADINGS = (
     "stage",
-    "entrant",
+    "configuration",
     "samples/s",
     "p20–p80",
     "of sum",
@@ -23,6 +23,7 @@ HEADINGS = (
     "TFLOP/s",
     "MFU",
     "over best peer",
+    "over uneven",
     "balance",
     "of ideal",
     "transport",
@@ -39,7 +40,7 @@ _WIDER_THAN_ANY = 10_000
 
 
 def table_of(rows: Sequence[Row]) -> Table:
-    """One cluster, by stage; whoever is absent says why below it."""
+    """The table of one cluster, by stage; reasons for absent results below it."""
     first = rows[0]
     table = _table(
         f"{first.cluster}: {first.model} {first.size}, {first.parameters:,} parameters, "
@@ -50,7 +51,7 @@ def table_of(rows: Sequence[Row]) -> Table:
     )
     ordered = in_order(rows)
     for row, below in zip(ordered, [*ordered[1:], None], strict=True):
-        # A reason is long, and would be as wide as all other columns together.
+        # The reason is as wide as all other columns together.
         cells = cells_of([replace(row, absent="see below")] if row.absent else [row])
         ends = below is not None and _group(below) != _group(row)
         table.add_row(*map(escape, next(cells)), end_section=ends)
@@ -59,7 +60,7 @@ def table_of(rows: Sequence[Row]) -> Table:
 
 
 def ideals_of(rows: Sequence[Row]) -> str:
-    """What balance could be at best, by stage where stages differ."""
+    """The ideal balance, by stage where stages differ."""
     ideals = {row.stage: f"{row.ideal_over_even:.3f}" for row in in_order(rows)}
     if len({*ideals.values()}) == 1:
         return f"ideal over even {next(iter(ideals.values()))}"
@@ -67,14 +68,14 @@ def ideals_of(rows: Sequence[Row]) -> str:
 
 
 def reasons_of(rows: Sequence[Row]) -> Iterator[str]:
-    """Why those that are absent are, a line each."""
+    """One line for each absent result."""
     for row in rows:
         if row.absent:
             yield f"{row.entrant} is absent: {' '.join(row.absent.split())}"
 
 
 def in_order(rows: Sequence[Row]) -> list[Row]:
-    """By stage; those that leave ranks out come last."""
+    """Sorted by stage; configurations that use a subset of the ranks come last."""
     return sorted(rows, key=_group)
 
 
@@ -83,7 +84,7 @@ def _group(row: Row) -> tuple[bool, int]:
 
 
 def cells_of(rows: Sequence[Row]) -> Iterator[tuple[str, ...]]:
-    """A line of text cells per row, as `HEADINGS` name them."""
+    """One line of text cells per row, in the order of `HEADINGS`."""
     for row in in_order(rows):
         if row.absent:
             reason = " ".join(row.absent.split())
@@ -101,6 +102,7 @@ def cells_of(rows: Sequence[Row]) -> Iterator[tuple[str, ...]]:
             f"{row.tflops:.3f}",
             f"{100 * (row.mfu or 0):.0f} %",
             NOTHING if peer is None else f"{peer[0]:.3f} ({peer[1]:.3f}–{peer[2]:.3f})",
+            _number(row.over_uneven),
             _number(row.balance),
             _number(row.balance_of_ideal),
             _number(row.transport),
@@ -113,8 +115,8 @@ def cells_of(rows: Sequence[Row]) -> Iterator[tuple[str, ...]]:
 
 
 def summary_of(rows: Sequence[Row]) -> Table:
-    """Every figure that has a threshold, beside it."""
-    table = _table("what it has to show", SUMMARY_HEADINGS)
+    """Every result that has a threshold, with its threshold."""
+    table = _table("thresholds", SUMMARY_HEADINGS)
     for cells in summary_cells(rows):
         table.add_row(*cells)
     if any(cells[-1].startswith("(") for cells in summary_cells(rows)):
@@ -123,7 +125,7 @@ def summary_of(rows: Sequence[Row]) -> Table:
 
 
 def summary_cells(rows: Sequence[Row]) -> Iterator[tuple[str, ...]]:
-    """A line of text cells per verdict."""
+    """One line of text cells per verdict."""
     for verdict in verdicts(rows):
         yield (
             verdict.cluster,
@@ -145,13 +147,13 @@ def _table(title: str, headings: Sequence[str]) -> Table:
         collapse_padding=True,
     )
     for heading in headings:
-        left = heading in ("entrant", "cluster", "what")
+        left = heading in ("configuration", "cluster", "what")
         table.add_column(heading, justify="left" if left else "right", no_wrap=True)
     return table
 
 
 def _whole(table: Table) -> Table:
-    """As wide as its cells: a narrow terminal may wrap lines, but figures are not cut off."""
+    """The table at its full width: a narrow terminal wraps lines but does not cut cells."""
     caption, table.caption = table.caption, None
     table.width = Console(width=_WIDER_THAN_ANY).measure(table).maximum
     table.caption = caption

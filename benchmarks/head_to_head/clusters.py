@@ -1,4 +1,4 @@
-"""Clusters of unequal ranks on one machine, by name, and how a rank becomes part of one."""
+"""Emulated clusters of unequal ranks on one machine, by name."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from emulation import EmulatedCluster, EmulationUnavailable, Ranks
 from network import EmulatedNetwork, Hosts
 
 FASTEST = 0.9
-"""Of a core, for the fastest rank under quotas. Less than all of it: the programs that every
-machine runs beside us then take from what nobody was promised."""
+"""Fraction of a core for the fastest rank under quotas. The rest is left to other programs."""
 CAPPED_PART = 16
 """A memory-capped rank holds at most this part of the global batch in a pass."""
 SLOW_LINK = 1e9
@@ -21,65 +20,65 @@ SLOW_LINK = 1e9
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cluster:
-    """Who is how fast, by quota or by sharing cores, and what else tells ranks apart."""
+    """Speed of each rank, by CPU quota or shared cores, and limits of memory and network."""
 
     name: str
     quotas: tuple[float, ...] = ()
-    """Of a core, by rank."""
+    """Fraction of a core, by rank."""
     cores: tuple[int, ...] = ()
-    """By rank, which of the machine's cores it runs on, counted from 0; instead of quotas."""
+    """Core of each rank, counted from 0; instead of quotas."""
     capped: tuple[int, ...] = ()
-    """Ranks whose memory holds a 16th of the global batch in a pass."""
+    """Ranks that can hold only a 16th of the global batch in a pass."""
     hosts: tuple[int, ...] = ()
-    """By rank, where there is more than one host: the link between them is slow."""
+    """Host of each rank, if there are several; the link between them is slow."""
 
     @property
     def size(self) -> int:
-        """How many ranks."""
+        """Number of ranks."""
         return len(self.quotas or self.cores)
 
     @property
     def unequal(self) -> bool:
         """Ranks differ in speed or memory."""
-        neighbours = [self.cores.count(core) for core in self.cores]
-        return len({*self.quotas}) > 1 or len({*neighbours}) > 1 or bool(self.capped)
+        ranks_on_core = [self.cores.count(core) for core in self.cores]
+        return len({*self.quotas}) > 1 or len({*ranks_on_core}) > 1 or bool(self.capped)
 
     def cap(self, rank: int, global_batch: int) -> int | None:
-        """The largest micro-batch that the rank's memory holds; None: no limit to speak of."""
+        """The largest micro-batch that the rank can hold; None: no limit."""
         return max(1, global_batch // CAPPED_PART) if rank in self.capped else None
 
     def _allowed_cores(self) -> list[int]:
-        """The machine's cores that `cores` mean; a single one may be any.
+        """The machine's cores for `cores`.
 
         Raises:
-            EmulationUnavailable: there are fewer than the cluster needs.
+            EmulationUnavailable: this process may use fewer cores than the cluster needs.
         """
         allowed = sorted(os.sched_getaffinity(0))
         used = sorted({*self.cores})
         if len(used) > len(allowed):
             raise EmulationUnavailable(
-                f"it takes {len(used)} cores, this process may use {len(allowed)}"
+                f"the cluster needs {len(used)} cores, this process may use {len(allowed)}"
             )
         return [allowed[-len(used) :][used.index(core)] for core in self.cores]
 
     def __str__(self) -> str:
         if self.quotas:
-            said = "CPU quotas of " + " : ".join(f"{quota:.2g}" for quota in self.quotas) + " cores"
+            text = "CPU quotas of " + " : ".join(f"{quota:.2g}" for quota in self.quotas) + " cores"
         else:
-            said = "ranks on cores " + ", ".join(map(str, self.cores)) + " (shared)"
+            text = "ranks on cores " + ", ".join(map(str, self.cores)) + " (shared)"
         for rank in self.capped:
-            said += f"; rank {rank} holds at most 1/{CAPPED_PART} of the global batch in a pass"
+            text += f"; rank {rank} holds at most 1/{CAPPED_PART} of the global batch in a pass"
         if self.hosts:
-            said += f"; ranks on hosts {', '.join(map(str, self.hosts))}, "
-            said += f"{SLOW_LINK / 1e9:g} Gbit/s between them"
-        return said
+            text += f"; ranks on hosts {', '.join(map(str, self.hosts))}, "
+            text += f"{SLOW_LINK / 1e9:g} Gbit/s between them"
+        return text
 
     @contextmanager
-    def opened(self) -> Iterator[Place]:
-        """Set the cluster up for the time of a `with` block.
+    def opened(self) -> Iterator[OpenCluster]:
+        """Set up the cluster for the time of a `with` block.
 
         Raises:
-            EmulationUnavailable: this machine doesn't let us; says what it would take.
+            EmulationUnavailable: this machine does not allow it; the message says what is missing.
         """
         with ExitStack() as stack:
             hosts = None
@@ -90,31 +89,31 @@ class Cluster:
                 emulated = EmulatedCluster.quotas(self.quotas)
             else:
                 emulated = EmulatedCluster.core_sharing(self._allowed_cores())
-            yield Place(self, stack.enter_context(emulated), hosts)
+            yield OpenCluster(self, stack.enter_context(emulated), hosts)
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """An open cluster, as its rank processes need it. A small picklable value."""
+class OpenCluster:
+    """An open cluster. A small picklable value for the rank processes."""
 
     cluster: Cluster
-    seats: Ranks
+    ranks: Ranks
     hosts: Hosts | None
 
     def connect(self, rank: int) -> None:
-        """Join the rank's host: before any socket or thread is made."""
+        """Join the rank's host. Call it before any socket or thread is created."""
         if self.hosts is not None:
             self.hosts.enter(self.cluster.hosts[rank])
-        else:  # serves also where the host's own name resolves to nothing
+        else:  # also works where the host name does not resolve
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
     def slow_down(self, rank: int) -> None:
-        """From here on the calling process is as slow as the rank shall be."""
-        self.seats.enter(rank)
+        """Apply the rank's speed to the calling process."""
+        self.ranks.enter(rank)
 
 
 def by_quota(name: str, speeds: Sequence[float], **more: tuple[int, ...]) -> Cluster:
-    """Ranks of these relative speeds, the fastest with `FASTEST` of a core if there are enough."""
+    """Ranks of these relative speeds; the fastest gets `FASTEST` of a core if cores suffice."""
     relative = [speed / max(speeds) for speed in speeds]
     cores = len(os.sched_getaffinity(0))
     scale = min(FASTEST, FASTEST * cores / sum(relative))
@@ -139,10 +138,10 @@ CLUSTERS = {
 
 
 def find_cluster(name: str) -> Cluster:
-    """A cluster of the table, or one by quota for relative speeds like `3:2:2`.
+    """A named cluster, or one by quota for relative speeds like `3:2:2`.
 
     Raises:
-        ValueError: neither.
+        ValueError: the name is neither.
     """
     if name in CLUSTERS:
         return CLUSTERS[name]
