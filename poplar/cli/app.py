@@ -118,7 +118,7 @@ def profile(
     chosen = parse.stages(stages)
     with answering(as_json=as_json, debug=debug) as answer:
         from poplar.cli.world import chosen_device, joined
-        from poplar.profiler.cluster_profiler import profile_cluster
+        from poplar.profiling import profile_cluster
 
         own = chosen_device(device)
         with joined(own) as world:

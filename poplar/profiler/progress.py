@@ -1,4 +1,4 @@
-"""What rank 0 shows while it measures: one line on stderr, where somebody watches."""
+"""One progress line on stderr of rank 0, if stderr is a terminal."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ Tell = Callable[[str], None]
 
 @contextmanager
 def progress(enabled: bool) -> Iterator[Tell]:
-    """A function that says what is being measured now.
+    """A function that shows what is being measured.
 
     Args:
-        enabled: on this rank. Without a terminal, or without rich, nothing is shown.
+        enabled: show on this rank, if there is a terminal and rich is installed.
     """
     if not (enabled and sys.stderr.isatty() and find_spec("rich")):
         yield lambda text: None

@@ -1,7 +1,6 @@
-"""What a rank did in a step, span by span: passes, waits and the optimizer.
+"""The trace of a step on one rank: spans of passes, waits and the optimizer.
 
-Only times and names, so that every room can write into it and a report can be drawn from it. The
-clock is `time.perf_counter`, which all processes of a host share on Linux.
+Times are of `time.perf_counter`, which all processes of a host share on Linux.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ Kind = Literal["pass", "wait", "optimizer"]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One stretch of time on one rank.
+    """An interval of time on one rank.
 
-    A "wait" inside a "pass" is time without compute. The i-th wait for the same `what` is the same
-    collective on all ranks: until the last of them waits for it too, the others are *waiting*; from
-    then on it is *communication*.
+    A "wait" inside a "pass" is time without compute. The i-th wait with the same `what` is the same
+    collective on all ranks. Until the last rank reaches it, the others are *waiting*; from then on
+    the time is *communication*.
     """
 
     kind: Kind
@@ -31,19 +30,19 @@ class Span:
 
     @property
     def seconds(self) -> float:
-        """How long it took."""
+        """Duration."""
         return self.stop - self.start
 
 
 class Trace:
-    """Collects spans while it is asked to; costs an `if` otherwise."""
+    """Collects spans inside `record`; otherwise it costs one `if`."""
 
     def __init__(self) -> None:
         self.spans: list[Span] | None = None
 
     @contextmanager
     def record(self) -> Iterator[list[Span]]:
-        """Collect into a new list for the time of a `with` block."""
+        """Collect the spans of a `with` block into a new list."""
         before, self.spans = self.spans, []
         try:
             yield self.spans
@@ -52,7 +51,7 @@ class Trace:
 
     @contextmanager
     def span(self, kind: Kind, what: str) -> Iterator[None]:
-        """One span around a `with` block."""
+        """Record a `with` block as one span."""
         if self.spans is None:
             yield
             return
@@ -63,6 +62,6 @@ class Trace:
             self.add(kind, what, start)
 
     def add(self, kind: Kind, what: str, start: float) -> None:
-        """A span from `start` until now."""
+        """Record a span from `start` until now."""
         if self.spans is not None:
             self.spans.append(Span(kind, what, start, time.perf_counter()))

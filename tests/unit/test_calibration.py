@@ -16,11 +16,16 @@ from hypothesis import strategies as st
 from records import cluster as measured_cluster
 
 from poplar import ClusterProfile, Plan
+from poplar.observation import Observation, Slowdown
+from poplar.planner.calibration import (
+    at_observed_speeds,
+    at_profiled_speed,
+    fit,
+    refine,
+)
 from poplar.planner.cost_model import StageCosts
 from poplar.planner.prediction import predict
 from poplar.planner.what_if import with_slower_devices
-from poplar.profiler.calibration import Slowness, as_profiled, at_observed_speeds, fit, refine
-from poplar.profiler.engine_steps import Observation
 
 STAGES = (0, 1, 2, 3)
 EACH_PASS = (2, 3)
@@ -82,13 +87,9 @@ def two_plans(stage: int, sizes: tuple[int, ...] = SIZES) -> list[Plan]:
 
 
 def fitted(
-    cluster: ClusterProfile, observations: list[Observation], **options: Any
+    cluster: ClusterProfile, observations: list[Observation], *, asynchronous: bool = False
 ) -> ClusterProfile:
-    trials: dict[int, list[Observation]] = {}
-    for seen in observations:
-        trials.setdefault(seen.plan.stage, []).append(seen)
-    defaults = {"asynchronous": False, "fit_overlap": False}
-    return fit(cluster, trials, **{**defaults, **options})
+    return fit(cluster, [observations], asynchronous=asynchronous)
 
 
 def assert_predicts(cluster: ClusterProfile, observations: list[Observation]) -> None:
@@ -125,8 +126,8 @@ def test_what_an_engine_adds_is_found_out_and_predicts_other_plans_too(stage):
 def test_devices_that_were_slower_beside_the_steps_are_not_charged_to_the_engine(stage):
     slowness = (1.3, 0.9, 1.0, 1.1)
     now = with_slower_devices(plain(), slowness)
-    beside = [Slowness(times, 0.0) for times in slowness]
-    seen = [as_profiled(plain(), observed(now, plan), beside) for plan in two_plans(stage)]
+    slowdowns = tuple(Slowdown(factor, 0.0) for factor in slowness)
+    seen = [replace(observed(now, plan), slowdowns=slowdowns) for plan in two_plans(stage)]
     found = fitted(plain(), seen)
     assert_predicts(found, [observed(plain(), plan) for plan in two_plans(stage)])
     for device in found.devices:
@@ -134,9 +135,9 @@ def test_devices_that_were_slower_beside_the_steps_are_not_charged_to_the_engine
 
 
 def test_what_is_not_sure_of_the_plain_passes_is_not_sure_of_the_steps():
-    (plan, _), even = two_plans(2), [Slowness(1.0, 0.0)] * 3
-    seen = replace(observed(plain(), plan), spread_seconds=0.0)
-    unsure = as_profiled(plain(), seen, [*even, Slowness(1.0, 0.02)])
+    (plan, _), exact = two_plans(2), (Slowdown(1.0, 0.0),) * 3
+    seen = replace(observed(plain(), plan), slowdowns=(*exact, Slowdown(1.0, 0.02)))
+    unsure = at_profiled_speed(plain(), seen)
     assert unsure.spread_seconds == pytest.approx(0.02 * seen.step_seconds)
     passes = seen.pass_seconds[3][0]
     assert unsure.pass_errors == pytest.approx((0.0, 0.0, 0.0, 0.02 * passes))
@@ -226,7 +227,7 @@ def test_two_observations_are_met_exactly_where_ranks_meet_at_every_pass(
         )
         for plan in plans
     ]
-    assert_predicts(fitted(plain(), seen, fit_overlap=overlap), seen)
+    assert_predicts(fitted(plain(), seen, asynchronous=overlap), seen)
 
 
 @pytest.mark.parametrize("stage", [0, 1])
@@ -309,10 +310,10 @@ def test_spans_of_an_asynchronous_device_say_nothing_but_its_steps_do(stage):
 def test_collectives_under_compute_are_found_out_as_overlap(stage, overlap):
     true = plain(overlap=overlap)
     seen = [observed(true, plan) for plan in two_plans(stage)]
-    found = fitted(plain(), seen, fit_overlap=True)
+    found = fitted(plain(), seen, asynchronous=True)
     assert found.overlap == pytest.approx(overlap, abs=1e-9)
     assert_predicts(found, seen)
-    persistent = fitted(plain(), seen, fit_overlap=False)
+    persistent = fitted(plain(), seen, asynchronous=False)
     assert persistent.overlap == 0.0
     assert_predicts(persistent, seen)
 
@@ -325,7 +326,7 @@ def test_no_more_overlaps_than_everything(stage):
     """
     true = with_residuals(plain(overlap=1.0), stage, synchronization=-0.001)
     seen = [observed(true, plan) for plan in two_plans(stage)]
-    found = fitted(plain(), seen, fit_overlap=True)
+    found = fitted(plain(), seen, asynchronous=True)
     assert found.overlap == 1.0
     assert -0.001 <= found.network.synchronization_seconds[stage] <= 1e-12
     assert_predicts(found, seen)
@@ -337,7 +338,7 @@ def test_where_nothing_can_overlap_nothing_is_said_to():
     cluster = plain(model=replace(plain().model, unit_numels=(1_000_000,)))
     true = with_residuals(cluster, stage, synchronization=-0.002)
     seen = [observed(true, plan) for plan in two_plans(stage)]
-    found = fitted(cluster, seen, fit_overlap=True)
+    found = fitted(cluster, seen, asynchronous=True)
     assert found.overlap == 0.0
     assert_predicts(found, seen)
 
@@ -352,7 +353,7 @@ def test_overlap_is_a_fraction_whatever_was_observed(stage, factor, later):
         observed(plain(), plan, predict(plain(), plan).step_seconds * off)
         for plan, off in zip(two_plans(stage), (factor, later), strict=True)
     ]
-    assert 0.0 <= fitted(plain(), seen, fit_overlap=True).overlap <= 1.0
+    assert 0.0 <= fitted(plain(), seen, asynchronous=True).overlap <= 1.0
 
 
 residuals = st.floats(-0.05, 0.2)

@@ -17,9 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from poplar.curve import error_of_median
 from poplar.data import pytree
 from poplar.profiler import passes as measuring
-from poplar.profiler.passes import Passes, Rung, error_of_median, scout, time_rungs
+from poplar.profiler.passes import FirstPass, Passes, climb, time_sizes
 
 PLENTY = float("inf")
 
@@ -84,10 +85,10 @@ def climbed(
     room_bytes: float = PLENTY,
     longest_seconds: float = PLENTY,
 ) -> list[int]:
-    rungs = scout(
+    rungs = climb(
         machine,  # type: ignore[arg-type]
         max_batch=max_batch,
-        room_bytes=room_bytes,
+        activation_bytes=room_bytes,
         longest_seconds=longest_seconds,
     )
     return [rung.batch for rung in rungs]
@@ -105,21 +106,21 @@ def test_the_climb_doubles_up_to_the_largest_batch_that_was_asked_for(max_batch,
 
 def test_a_rung_tells_what_its_pass_held_and_took(clock: Clock):
     machine = Machine(clock=clock, held=lambda size: 1000 + 10 * size)
-    rungs = scout(machine, max_batch=2, room_bytes=PLENTY, longest_seconds=PLENTY)
+    rungs = climb(machine, max_batch=2, activation_bytes=PLENTY, longest_seconds=PLENTY)
     assert [rung.activation_bytes for rung in rungs] == [1010, 1020]
     assert [rung.seconds for rung in rungs] == pytest.approx([0.01, 0.02])
 
 
 def test_no_batch_is_tried_that_would_exceed_the_room():
     machine = Machine(held=lambda size: 50 + 100 * size)
-    sizes = climbed(machine, room_bytes=2000)
+    sizes = climbed(machine, activation_bytes=2000)
     assert sizes == [1, 2, 4, 8, 16, 18]
     assert max(machine.tried) == 18
 
 
 def test_one_sample_is_measured_even_without_room_so_that_a_planner_can_say_what_is_missing():
-    assert climbed(Machine(), room_bytes=1) == [1]
-    assert climbed(Machine(), room_bytes=-1e9) == [1]
+    assert climbed(Machine(), activation_bytes=1) == [1]
+    assert climbed(Machine(), activation_bytes=-1e9) == [1]
 
 
 def test_not_even_one_sample_is_an_error():
@@ -148,20 +149,20 @@ def test_no_batch_is_tried_again_beyond_one_that_was_too_large():
 def test_memory_that_jumps_is_found_out_by_trying():
     """A workspace that appears from 6 samples on: the line through smaller ones says nothing."""
     machine = Machine(held=lambda size: 10 * size + (1000 if size >= 6 else 0))
-    sizes = climbed(machine, room_bytes=500)
+    sizes = climbed(machine, activation_bytes=500)
     assert sizes == [1, 2, 4, 5]
     assert 6 in machine.tried
 
 
 def test_memory_that_grows_ever_slower_is_climbed_on():
     machine = Machine(held=lambda size: 1000 * size**0.5)
-    sizes = climbed(machine, room_bytes=5000)
+    sizes = climbed(machine, activation_bytes=5000)
     assert sizes[-1] <= 25
     assert sizes[-1] >= 21
 
 
 def test_memory_that_does_not_grow_never_ends_the_climb():
-    assert climbed(Machine(held=lambda size: 77), max_batch=64, room_bytes=80)[-1] == 64
+    assert climbed(Machine(held=lambda size: 77), max_batch=64, activation_bytes=80)[-1] == 64
 
 
 memory_curves = st.builds(
@@ -184,7 +185,7 @@ memory_curves = st.builds(
 )
 def test_whatever_memory_does_every_rung_is_one_that_fits(held, room, ends_at, max_batch):
     machine = Machine(held=held, ends_at=ends_at)
-    sizes = climbed(machine, max_batch=max_batch, room_bytes=room)
+    sizes = climbed(machine, max_batch=max_batch, activation_bytes=room)
     assert sizes == sorted(set(sizes))
     assert sizes[0] == 1
     assert sizes[-1] <= max_batch
@@ -203,13 +204,13 @@ def test_two_rungs_are_measured_however_long_they_take(clock: Clock):
     assert climbed(machine, longest_seconds=1.0) == [1, 2]
 
 
-def rung(batch: int, seconds: float) -> Rung:
-    return Rung(batch=batch, seconds=seconds, activation_bytes=10 * batch)
+def rung(batch: int, seconds: float) -> FirstPass:
+    return FirstPass(batch=batch, seconds=seconds, activation_bytes=10 * batch)
 
 
 def test_rungs_are_timed_in_turns_there_and_back(clock: Clock):
     machine = Machine(clock=clock, takes=lambda size: float(size))
-    points = time_rungs(machine, [rung(1, 1.0), rung(2, 2.0), rung(4, 4.0)], seconds=21.0, least=1)
+    points = time_sizes(machine, [rung(1, 1.0), rung(2, 2.0), rung(4, 4.0)], seconds=21.0, least=1)
     assert [size for size, _ in machine.timed] == [1, 2, 4, 4, 2, 1, 1, 2, 4]
     assert [(p.batch, p.seconds, p.activation_bytes) for p in points] == [
         (1, 1.0, 10),
@@ -220,13 +221,13 @@ def test_rungs_are_timed_in_turns_there_and_back(clock: Clock):
 
 def test_every_rung_is_timed_so_many_times_even_if_the_time_is_over(clock: Clock):
     machine = Machine(clock=clock, takes=lambda size: 1000.0)
-    time_rungs(machine, [rung(1, 1000.0), rung(2, 1000.0)], seconds=0.0, least=3)
+    time_sizes(machine, [rung(1, 1000.0), rung(2, 1000.0)], seconds=0.0, least=3)
     assert sorted(size for size, _ in machine.timed) == [1, 1, 1, 2, 2, 2]
 
 
 def test_short_passes_are_timed_many_at_a_time(clock: Clock):
     machine = Machine(clock=clock, takes=lambda size: 0.004 * size)
-    time_rungs(machine, [rung(1, 0.004), rung(8, 0.032), rung(64, 0.256)], seconds=0.0, least=1)
+    time_sizes(machine, [rung(1, 0.004), rung(8, 0.032), rung(64, 0.256)], seconds=0.0, least=1)
     assert machine.timed == [(1, 25), (8, 4), (64, 1)]
 
 
@@ -234,7 +235,7 @@ def test_one_disturbed_pass_does_not_change_a_point(clock: Clock):
     machine = Machine(clock=clock)
     durations = iter([1.0, 1.1, 50.0, 0.9, 1.05])
     machine.seconds = lambda size, repeats: next(durations)  # type: ignore[method-assign]
-    (point,) = time_rungs(machine, [rung(1, 1.0)], seconds=0.0, least=5)
+    (point,) = time_sizes(machine, [rung(1, 1.0)], seconds=0.0, least=5)
     assert point.seconds == 1.05
 
 
@@ -250,7 +251,7 @@ def test_one_disturbed_pass_does_not_change_a_point(clock: Clock):
 def test_a_point_says_how_unsure_its_median_is(clock: Clock, durations, spread):
     machine, taken = Machine(clock=clock), iter(durations)
     machine.seconds = lambda size, repeats: next(taken)  # type: ignore[method-assign]
-    (point,) = time_rungs(machine, [rung(1, 1.0)], seconds=0.0, least=len(durations))
+    (point,) = time_sizes(machine, [rung(1, 1.0)], seconds=0.0, least=len(durations))
     assert point.spread_seconds == pytest.approx(spread, rel=1e-3)
 
 
