@@ -9,9 +9,9 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from poplar.formatting import format_bytes, format_ranks
+from poplar.formatting import format_bytes, format_ranks, format_signed_percent
 from poplar.plan import Plan
-from poplar.planner.explanation import Explanation, signed_percent
+from poplar.planner.explanation import Explanation
 from poplar.profile import ClusterProfile, DeviceProfile
 
 if TYPE_CHECKING:
@@ -93,12 +93,12 @@ def explanation(explained: Explanation) -> list[Table | Text]:
     helps = _table("what would help", "how much", "gain", "then stage")
     for change in explained.changes:
         whose = f"{change.whose} ({change.device})" if change.device else change.whose
-        helps.add_row(whose, change.amount, signed_percent(change.gain), str(change.stage))
+        helps.add_row(whose, change.amount, format_signed_percent(change.gain), str(change.stage))
     if not explained.changes:
         helps.add_row("nothing that was tried", "", "", "")
     worth = _table("without", "device", "samples/s", "so")
     for one in explained.contributions:
-        change_of_speed = "" if one.without is None else signed_percent(one.without)
+        change_of_speed = "" if one.without is None else format_signed_percent(one.without)
         worth.add_row(
             format_ranks(one.ranks), one.device, change_of_speed, one.advice or one.verdict
         )

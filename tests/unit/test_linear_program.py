@@ -8,11 +8,11 @@ import pytest
 from scipy.optimize import linprog
 
 from poplar import _core
-from poplar.planner.linear_program import LinearProgramme
+from poplar.planner.linear_program import LinearProgram
 
 
 def solve(costs, rows, bounds, simplex):
-    programme = LinearProgramme(dict(enumerate(costs)), len(costs))
+    programme = LinearProgram(dict(enumerate(costs)), len(costs))
     for row, bound in zip(rows, bounds, strict=True):
         programme.at_most(bound, dict(enumerate(row)))
     if simplex:
@@ -49,14 +49,14 @@ def test_a_degenerate_programme_ends():
 
 
 def test_nothing_to_do_is_done():
-    found = LinearProgramme({0: 1.0}, 2).solve()
+    found = LinearProgram({0: 1.0}, 2).solve()
     assert found is not None
     assert found == (0.0, (0.0, 0.0))
 
 
 def test_costs_that_the_method_cannot_take_are_refused():
     with pytest.raises(ValueError, match=r"costs must not be negative, got \{0: -1\.0\}"):
-        LinearProgramme({0: -1.0}, 1)
+        LinearProgram({0: -1.0}, 1)
 
 
 def test_rows_of_unknown_variables_and_rows_without_bounds_are_refused():

@@ -11,7 +11,7 @@ from planning_oracle import Oracle
 from test_search import cluster_of, device, seconds_of, some_shares
 
 from poplar.plan import Plan
-from poplar.planner.persistent_units import _by_worth
+from poplar.planner.persistent_units import persistence_order
 from poplar.planner.prediction import predict
 from poplar.planner.search import NoPlanFits, search
 from poplar.profile import ClusterProfile, ModelProfile
@@ -95,7 +95,7 @@ def test_however_many_are_kept_no_plan_is_faster(first_seed):
         assert own.fits(plan.micro_batches, plan.shares, slack=1.0), seed
         assert seconds_of(plan) == pytest.approx(own.seconds(plan.micro_batches, plan.shares)), seed
         least = seconds_of(plan) * (1 - plan.prediction["optimality_gap"])
-        order = list(_by_worth(cluster.model))
+        order = list(persistence_order(cluster.model))
         for count in range(len(order) + 1):
             oracle = Oracle(cluster, 3, frozenset(order[:count]))
             shares = some_shares(oracle, global_batch, draw)[:12]
