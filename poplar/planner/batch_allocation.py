@@ -67,7 +67,9 @@ class Workload:
         return [self._costs.pass_seconds(rank, batch) for batch in range(most + 1)]
 
     def _cuts_of(self, kind: int, cap: int) -> RankCuts:
-        return RankCuts(self._passes(kind)[: cap + 1], self._global_batch, self._costs.late)
+        return RankCuts(
+            self._passes(kind)[: cap + 1], self._global_batch, self._costs.reducible_fraction
+        )
 
 
 class EveryPass:
@@ -103,7 +105,9 @@ class EveryPass:
             self._order.append(group)
             self._reached.append(reached)
             if not self.synchronizations or latest > self.synchronizations[-1].latest:
-                self.synchronizations.append(Synchronization(latest, latest - costs.late * latest))
+                self.synchronizations.append(
+                    Synchronization(latest, latest - costs.reducible_fraction * latest)
+                )
                 self.sizes.append(reached)
             else:
                 self.sizes[-1] = reached
@@ -127,7 +131,7 @@ class EveryPass:
         """
         parts = _core.cheapest_cover(self.sizes, usual, dearest, self._global_batch)
         cost, (*others, one) = parts
-        return cost, self._costs.joined(others, one)
+        return cost, self._costs.join_dearest(others, one)
 
     def at(self, communication: CommunicationSeconds) -> tuple[float, tuple[int, ...]]:
         """The cheapest meetings when this travels at each of them."""
@@ -235,7 +239,7 @@ class OncePerStep:
             traffic: the least that travels at the meeting.
             below: only splits whose meeting may be shorter than this are of interest.
         """
-        if not self._costs.hides:
+        if not self._costs.overlaps:
             return None
         target = min(
             self._reducible_for(below, communication),
@@ -269,7 +273,7 @@ class OncePerStep:
     def _split(self, latest: float, reducible: float) -> Split:
         """The global batch, dealt out with this `T` and the least `F`, which is in `reducible`."""
         tops = [cuts.most(latest) for cuts in self._cuts]
-        if self._costs.hides:
+        if self._costs.overlaps:
             starts = [partial(cuts.least_reducible, end=latest) for cuts in self._cuts]
             reducible = smallest(starts, tops, self._counts, self._global_batch)
             tops = [

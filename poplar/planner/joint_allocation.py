@@ -167,7 +167,7 @@ class _EveryPassSearch:
         """
         at = self._costs.communication(box.shared.shares)
         kinks = set()
-        usual, dearest = self._costs.parted(self._every.at(at)[1])
+        usual, dearest = self._costs.split_dearest(self._every.at(at)[1])
         for size, is_dearest in {(size, False) for size in usual} | {(dearest, True)}:
             synchronization = self._every.synchronization(size)
             exposures = self._costs.exposures(synchronization, dearest=is_dearest)

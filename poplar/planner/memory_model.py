@@ -135,7 +135,7 @@ def _buckets(model: ModelProfile, stage: int, ranks: int) -> tuple[float, float]
     return (packed, bucket * ranks) if stage == 1 else (packed + bucket, 0.0)
 
 
-def buffers_in_flight(model: ModelProfile, stage: int) -> int:
+def reductions_in_flight(model: ModelProfile, stage: int) -> int:
     """Reductions under way at a time: one while the one before it is added up.
 
     Where no rank keeps sums of its own, those of a whole unit, under the backward of the next.

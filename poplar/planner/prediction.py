@@ -112,7 +112,7 @@ def predict_at(costs: StageCosts, plan: Plan) -> Prediction:
             _check_fits(costs, plan, rank)
     synchronizations = costs.synchronizations(plan.micro_batches)
     communication = costs.communication(plan.shares)
-    met = costs.met_seconds(synchronizations, communication)
+    met = costs.synchronizations_seconds(synchronizations, communication)
     tail = costs.tail_seconds(plan.shares)
     step = math.fsum(met) + tail
     first = dict(zip(cluster.device_kinds, count(), strict=False))

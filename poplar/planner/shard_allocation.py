@@ -102,7 +102,7 @@ class ShareProblem:
 
     def cheapest(self, synchronizations: Sequence[Synchronization]) -> Shared:
         """The least seconds of a step with these meetings, and the shares that reach them."""
-        usual, dearest = self._costs.parted(synchronizations)
+        usual, dearest = self._costs.split_dearest(synchronizations)
         counts = Counter((synchronization, False) for synchronization in usual)
         counts[dearest, True] += 1
         programme = self._programme(

@@ -54,13 +54,13 @@ def _fewer(
 ) -> tuple[int, ...]:
     samples = sum(passes)
     most = _end(costs, rank, passes) * (1.0 + _SLOWER)
-    if not costs.hides:
+    if not costs.overlaps:
         reducible = math.inf
     for count in range(-(-samples // max(1, cap)), len(passes)):
         size, larger = divmod(samples, count)
         cut = (size,) * (count - larger) + (size + 1,) * larger
         end = _end(costs, rank, cut)
-        begun = end - costs.late * costs.pass_seconds(rank, cut[-1])
+        begun = end - costs.reducible_fraction * costs.pass_seconds(rank, cut[-1])
         if end <= min(most, latest) and begun <= reducible:
             return cut
     return passes
