@@ -56,7 +56,7 @@ class BatchAllocator:
 
     def _rank_passes_of(self, group: int, cap: int) -> RankPasses:
         passes = self._pass_seconds(group)[: cap + 1]
-        return RankPasses(passes, self._global_batch, self._costs.late)
+        return RankPasses(passes, self._global_batch, self._costs.reducible_fraction)
 
 
 class Tangent(NamedTuple):
@@ -99,7 +99,9 @@ class SynchronizedPasses:
             self._order.append(group)
             self._totals.append(total)
             if not self.synchronizations or latest > self.synchronizations[-1].latest:
-                self.synchronizations.append(Synchronization(latest, latest - costs.late * latest))
+                self.synchronizations.append(
+                    Synchronization(latest, latest - costs.reducible_fraction * latest)
+                )
                 self.sizes.append(0)
             self.sizes[-1] = min(total, global_batch)
             if total >= global_batch:
@@ -113,7 +115,7 @@ class SynchronizedPasses:
         """The sizes of the passes of the fastest step with this communication, in order."""
         usual, dearest = self._seconds(communication)
         (*others, last) = self._cover(usual, dearest)[1]
-        return self._costs.joined(others, last)
+        return self._costs.join_dearest(others, last)
 
     def lower_bounds(
         self, least: CommunicationSeconds, most: CommunicationSeconds
@@ -252,7 +254,7 @@ class IndependentPasses:
             communication: the least communication of the steps that are compared.
             below: None is returned if no later split can synchronize in less than these seconds.
         """
-        if not self._costs.hides:
+        if not self._costs.overlaps:
             return None
         seconds_of = partial(self._costs.synchronization_seconds, communication=communication)
         latest, reducible = split.synchronization
@@ -270,7 +272,7 @@ class IndependentPasses:
     def _split(self, latest: float, reducible: float) -> Split:
         """The global batch with this `latest` and the least `reducible`, which is at most this."""
         limits = [passes.most(latest) for _, passes in self._groups]
-        if self._costs.hides:
+        if self._costs.overlaps:
             starts = [partial(passes.least_reducible, end=latest) for _, passes in self._groups]
             reducible = smallest(starts, limits, self._counts, self._global_batch)
             limits = [
@@ -304,15 +306,17 @@ class Cut(NamedTuple):
 class RankPasses:
     """How one rank runs any number of samples in passes of limited size."""
 
-    def __init__(self, pass_seconds: Sequence[float], global_batch: int, late: float) -> None:
+    def __init__(
+        self, pass_seconds: Sequence[float], global_batch: int, reducible_fraction: float
+    ) -> None:
         """Tables for up to `global_batch` samples.
 
         Args:
             pass_seconds: of passes of 0, 1, ... samples, up to the largest allowed pass.
             global_batch: most samples of this rank.
-            late: the fraction of a pass, at its end, in which it has gradients to reduce.
+            reducible_fraction: the part of a pass, up to its end, in which gradients are reduced.
         """
-        self._late = late
+        self._reducible_fraction = reducible_fraction
         self._pass_seconds = pass_seconds
         self.seconds, self._last = _core.cheapest_passes(pass_seconds, global_batch)
         """`seconds[n]`: the least time for `n` samples; non-decreasing. Ends at 0 if none fits."""
@@ -349,7 +353,7 @@ class RankPasses:
         cuts = []
         for last in range(1, min(len(self._pass_seconds) - 1, samples) + 1):
             end = self._pass_seconds[last] + self.seconds[samples - last]
-            cuts.append(Cut(end, end - self._late * self._pass_seconds[last], last))
+            cuts.append(Cut(end, end - self._reducible_fraction * self._pass_seconds[last], last))
         best, efficient = math.inf, []
         for cut in sorted(cuts):
             if cut.reducible < best:
