@@ -210,7 +210,7 @@ def test_the_optimizer_takes_its_share_and_a_latency():
     for rank in range(2):
         cluster = changed(cluster, rank, optimizer_latency_seconds=0.02)
     prediction = predict(cluster, a_plan(2, shares=(1.0, 0.0)))
-    assert prediction.optimizer_seconds == pytest.approx((0.08, 0.0))
+    assert prediction.optimizer_seconds == pytest.approx((0.08, 0.02))
     prediction = predict(cluster, a_plan(2))
     assert prediction.optimizer_seconds == pytest.approx((0.05, 0.05))
 
