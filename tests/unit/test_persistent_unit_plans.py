@@ -73,9 +73,7 @@ def test_other_stages_and_policies_keep_none():
 
 
 def test_it_reads_how_many_stay():
-    assert "keeps 8 units gathered between passes" in str(
-        chosen(named(small_memory(megabytes=999)))
-    )
+    assert "8 persistent units" in str(chosen(named(small_memory(megabytes=999))))
 
 
 @pytest.mark.parametrize("first_seed", [0, 40])
