@@ -1,4 +1,4 @@
-"""`benchmarks/paper.py` as values: its cases, rows that say "simulated", findings that say less."""
+"""`benchmarks/paper.py`: its cases, rows marked as simulated, and findings."""
 
 from __future__ import annotations
 
@@ -90,14 +90,14 @@ def test_a_case_that_does_not_fit_has_a_reason():
 
 
 def test_findings_name_the_reconstruction_and_the_calibration(rows):
-    said = list(paper.findings(rows))
-    text = "\n".join(said)
-    assert said[0].startswith("simulated")
+    lines = list(paper.findings(rows))
+    text = "\n".join(lines)
+    assert lines[0].startswith("simulated")
     assert "Calibration" in text
     assert "17 % (worst)" in text
     assert "our reconstruction" in text
     assert "faster than Poplar" not in text
-    assert "how gains hang on them was not looked at" in text
+    assert "the effect of links on gains was not evaluated" in text
     assert "3.92x, is not reached" in text
 
 

@@ -13,8 +13,8 @@ from poplar.hardware.cluster_file import ClusterFile
 from poplar.hardware.estimate import Interval, estimate, gain, sum_of_speeds
 from poplar.hardware.model_shapes import TrainingJob, architecture
 from poplar.plan import Plan
-from poplar.planner import search
 from poplar.planner.prediction import predict
+from poplar.planner.search import search
 from poplar.profile import ClusterProfile
 from poplar.simulator.event_engine import simulate
 

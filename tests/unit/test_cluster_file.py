@@ -1,4 +1,4 @@
-"""A `cluster.toml` becomes profiles to plan on; what is wrong with it is said by file and key."""
+"""A `cluster.toml` gives profiles to plan on; errors name the file and the key."""
 
 from __future__ import annotations
 
@@ -201,14 +201,14 @@ def test_a_file_that_is_not_toml_raises_with_its_name(tmp_path):
         read(tmp_path, "[[host")
 
 
-@pytest.mark.skipif(sys.version_info >= (3, 11), reason="Python has a reader of its own")
+@pytest.mark.skipif(sys.version_info >= (3, 11), reason="Python has tomllib")
 def test_a_missing_toml_package_raises(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tomli", None)
     with pytest.raises(ModuleNotFoundError, match="tomli"):
         read(tmp_path, TWO_HOSTS)
 
 
-# What collectives cost between described hosts.
+# Collectives between described hosts
 
 MODEL = ModelProfile(unit_numels=(10**9,), param_bytes=2, wire_bytes=4)
 

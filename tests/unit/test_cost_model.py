@@ -1,4 +1,4 @@
-"""`predict` adds up what DESIGN section 4 says: seconds, bytes, and what bounds a step."""
+"""`predict` follows DESIGN section 4: seconds, bytes, and what bounds a step."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def changed(cluster: ClusterProfile, rank: int, **changes) -> ClusterProfile:
         (0, 0.6 + 0.06 + 0.04 + 0.08),
         (1, 0.6 + 0.06 + 0.04 + 0.04),
         (2, (0.2 + 0.06) + (0.4 + 0.06) + 0.04 + 0.04),
-        # The last of five parts is still there when the backward begins.
+        # The last of five parts is still unsharded when the backward begins.
         (3, (0.2 + 0.132) + (0.4 + 0.132) + 0.04),
     ],
 )
@@ -95,16 +95,16 @@ def test_without_overlap_a_step_is_the_sum_of_its_parts(stage, seconds):
 
 
 FOUR_BUFFERS = ModelProfile(unit_numels=(8 * MIB,) * 4)
-"""Units that travel one by one at every stage."""
+"""Units that are communicated one by one at every stage."""
 
 
 @pytest.mark.parametrize(
     ("stage", "seconds"),
     [
-        # Three quarters of a reduction may hide, and two quarters of the gather that follows it.
+        # Three quarters of a reduction may overlap, and two quarters of the gather after it.
         (0, 0.6 + (0.06 - 0.045) + (0.04 - 0.02) + 0.08),
         (1, 0.6 + (0.06 - 0.045) + 0.04 + 0.04),
-        # What is left of the first reduction runs under the second pass's forward.
+        # The rest of the first reduction runs under the second pass's forward.
         (2, 0.6 + (0.06 - 0.045) + 0.04 + 0.04),
         # The first unit's gather and its reduction.
         (3, 0.6 + 2 * (0.01 + 0.015) + 0.04),
@@ -390,7 +390,7 @@ def test_a_negative_residual_shortens_the_reported_communication():
     assert prediction.communication_seconds == pytest.approx(0.06)
 
 
-# What is said of it
+# The prediction as a value
 
 
 def test_without_a_search_there_is_no_optimality_gap():

@@ -1,4 +1,4 @@
-"""Devices by name: measured ratios where there are any, a calibrated roofline where not."""
+"""Devices by name: published ratios where there are any, else a calibrated roofline."""
 
 from __future__ import annotations
 

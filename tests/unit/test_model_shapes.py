@@ -1,4 +1,4 @@
-"""Shapes by name: parameters to the last one, FLOPs and activations by the published formulas."""
+"""Model shapes: exact parameter counts, FLOPs and activations by the published formulas."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_activation_bytes_in_pytorch_match_the_docstring(family, more):
 
 
 def bytes_saved(model, tokens):
-    """Of a forward in 16 bit, what autograd keeps besides parameters."""
+    """Bytes that autograd saves in a 16-bit forward, without parameters."""
     import torch
 
     model = model.to(torch.bfloat16).train()

@@ -1,4 +1,4 @@
-"""A plan says who computes what, keeps its promises when a batch is short, and survives a file."""
+"""Plans: validation, constructors, short batches, JSON and the printed table."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STAGES = (0, 1, 2, 3)
 
 
 def random_plan(seed: int) -> Plan:
-    """Any plan that is legal: idle ranks, empty passes, ranks that own nothing."""
+    """A random valid plan: ranks without samples, empty passes, ranks without a share."""
     draw = random.Random(seed)
     stage, world_size = draw.choice(STAGES), draw.randint(1, 6)
     synchronizations = draw.randint(1, 4)
@@ -54,7 +54,7 @@ def spelled_out(**changes) -> Plan:
     return Plan(**{**fields, **changes})
 
 
-# What a plan says
+# Accessors
 
 
 def test_a_plan_has_samples_passes_and_offset_of_each_rank():
@@ -100,7 +100,7 @@ def test_different_plans_have_different_digests():
     assert spelled_out(shares=(0.5, 0.5, -0.0)).digest() == spelled_out().digest()
 
 
-# Plans that cannot be
+# Invalid plans
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_an_invalid_unit_raises(make, error, complaint):
         make()
 
 
-# Plans made by rule
+# Constructors
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -405,7 +405,7 @@ def test_a_file_with_other_json_raises(tmp_path):
         Plan.from_json(path)
 
 
-# What a person reads
+# The printed table
 
 
 def test_a_plan_prints_as_a_table():

@@ -1,7 +1,7 @@
-"""`simulate` plays a step event by event, as the engine does; the closed form agrees where it can.
+"""`simulate` runs a step event by event, as the engine does, and agrees with the closed form.
 
-The hand-computed cases use two units of equal size, a backward that is half of a pass, and 0.1 s a
-sample: a pass of 4 samples is forwards of 0.1 s and 0.1 s, then backwards of 0.1 s and 0.1 s.
+The hand-computed cases use two units of equal size, a backward of half a pass, and 0.1 s per
+sample: a pass of 4 samples is two forwards of 0.1 s, then two backwards of 0.1 s.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from poplar.planner.step_actions import RANK_ACTIONS
 from poplar.profile import BatchPoint, ClusterProfile, DeviceProfile, ModelProfile, NetworkProfile
 
 FULL = 2**23
-"""Elements that fill a buffer: such a unit travels alone, at every stage."""
+"""Elements of a full buffer: such a unit is communicated alone at every stage."""
 
 
 def a_device(name="device", *, sample=0.1, optimizer=0.08, latency=0.0) -> DeviceProfile:
@@ -72,8 +72,7 @@ def a_plan(stage, *micro_batches, shares=None) -> Plan:
 
 
 def spans_of(timeline: Timeline, rank=0) -> list[tuple]:
-    """The spans of a rank as `(name, begin, end)`, in the order in which they begin, and compute
-    before communication."""
+    """The spans of a rank as `(name, begin, end)`, by begin, compute before communication."""
     return [
         (
             span.what if span.unit is None else f"{span.what} {span.unit}",
@@ -345,13 +344,13 @@ def test_stage_3_ranks_cannot_start_the_next_pass_early():
     assert simulate(cluster, plan).step_seconds == pytest.approx(0.8 + 0.04)
 
 
-# Held against the closed form
+# Comparison with the closed form
 
 BLOCKS = (2 * FULL,)
 
 
 def a_random_model(draw: random.Random) -> ModelProfile:
-    """Equal units, few or many; or blocks under an embedding that stays gathered."""
+    """Equal units, few or many; or blocks and a resident embedding."""
     if draw.random() < 0.5:
         return ModelProfile(unit_numels=(FULL,) * draw.choice((12, 32)))
     embedding = draw.choice((1, 3, 6)) * FULL
@@ -361,9 +360,9 @@ def a_random_model(draw: random.Random) -> ModelProfile:
 
 
 def a_random_case(seed: int) -> tuple[ClusterProfile, Plan]:
-    """A random cluster and model, and the plan that one of the policies makes of them.
+    """A random cluster and model, and a plan of one of the policies.
 
-    What meetings cost less than their collectives is overlap, as long as there is none measured.
+    Negative synchronization residuals stand for overlap, so they are used only without overlap.
     """
     draw = random.Random(seed)
     stage = seed % 4
@@ -389,9 +388,9 @@ def a_random_case(seed: int) -> tuple[ClusterProfile, Plan]:
 
 
 def alternate(cluster: ClusterProfile, plan: Plan) -> bool:
-    """Whether no rank is the last at every meeting of a plan whose ranks may go ahead.
+    """Whether no rank is the last at every synchronization of a plan whose ranks may run ahead.
 
-    At stage 3 those may that own nothing: nobody waits for them but the owners.
+    At stage 3 ranks without a share may run ahead.
     """
     costs = StageCosts(cluster, plan.stage)
     columns = [
@@ -400,14 +399,14 @@ def alternate(cluster: ClusterProfile, plan: Plan) -> bool:
             *plan.micro_batches, strict=plan.stage >= FIRST_STAGE_SYNCHRONIZING_EVERY_PASS
         )
     ]
-    may_go_ahead = plan.stage == 2 or (plan.stage == 3 and 0.0 in plan.shares)
-    return may_go_ahead and not any(
+    may_run_ahead = plan.stage == 2 or (plan.stage == 3 and 0.0 in plan.shares)
+    return may_run_ahead and not any(
         all(column[rank] == max(column) for column in columns) for rank in range(plan.world_size)
     )
 
 
 def test_closed_form_is_within_three_percent_of_the_simulation():
-    """And where ranks take turns in being the last, it is too slow, if anything."""
+    """If ranks are last in turn, the closed form is an upper estimate."""
     compared, turns = dict.fromkeys(STAGES, 0), 0
     for seed in range(800):
         cluster, plan = a_random_case(seed)
@@ -430,7 +429,7 @@ few = settings(max_examples=60, deadline=None)
 
 
 def any_case(seed: int, *, overlap: float | None = None) -> tuple[ClusterProfile, Plan]:
-    """Any cluster with room, and any plan, sensible or not."""
+    """A random cluster with enough memory, and a random plan."""
     draw = random.Random(seed)
     stage, ranks = draw.choice(STAGES), draw.choice((1, 2, 3, 5))
     cluster = planning_oracle.random_cluster(draw, ranks, stage)
@@ -536,7 +535,7 @@ def test_the_order_of_ranks_does_not_matter(seed):
 @given(copies=st.integers(2, 5), seed=seeds)
 @few
 def test_equal_ranks_have_equal_spans(copies, seed):
-    """They are simulated once; the network is told to cost the same."""
+    """Equal ranks are simulated once; the network costs the same."""
     draw = random.Random(seed)
     devices = [a_device(sample=draw.choice((0.1, 0.2))) for _ in range(2)]
     sizes, stage = [(draw.randint(1, 8),) for _ in range(2)], draw.choice(STAGES)
@@ -558,7 +557,7 @@ def test_a_thousand_ranks_with_a_hundred_units(stage):
     assert len(str(timeline).splitlines()) == 2 + 1000
 
 
-# What it has in common with the engine
+# Agreement with the engine
 
 
 def test_stages_match_the_strategies_of_the_engine():
@@ -571,7 +570,7 @@ def test_stages_match_the_strategies_of_the_engine():
     ]
 
 
-# What is refused, and what is shown
+# Errors and output
 
 
 def test_plans_that_cannot_run_raise():
