@@ -6,11 +6,15 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
 
-from poplar.formatting import format_seconds
+from poplar.formatting import (
+    format_bytes,
+    format_passes,
+    format_percent,
+    format_seconds,
+    format_usage,
+)
 
 _ROWS_BEFORE_COLLAPSING = 32
-_SIZES = (("GiB", 2**30, 1), ("MiB", 2**20, 0), ("KiB", 2**10, 0), ("B", 1, 0))
-"""Unit, bytes, and decimals shown."""
 
 
 class Column(NamedTuple):
@@ -25,7 +29,7 @@ def planned(micro_batches: Sequence[Sequence[int]], shares: Sequence[float]) -> 
     """Samples, passes and share of each rank."""
     return [
         Column("samples", tuple(str(sum(passes)) for passes in micro_batches)),
-        Column("passes", tuple(map(_passes, micro_batches)), left_aligned=True),
+        Column("passes", tuple(map(format_passes, micro_batches)), left_aligned=True),
         Column("share", tuple(f"{100 * share:.1f} %" for share in shares)),
     ]
 
@@ -41,8 +45,8 @@ def predicted(prediction: Mapping[str, Any], ranks: int) -> list[Column]:
     columns: list[Column] = []
     for title, what, show in (
         ("compute", "compute_seconds", format_seconds),
-        ("memory", "memory_bytes", _readable_memory),
-        ("busy", "busy_fraction", lambda fraction: f"{100 * fraction:.0f} %"),
+        ("memory", "memory_bytes", _format_memory),
+        ("busy", "busy_fraction", format_percent),
     ):
         values = _by_rank(prediction, what, ranks)
         if what == "memory_bytes" and values:
@@ -83,17 +87,9 @@ def lines(columns: Sequence[Column]) -> list[str]:
     ]
 
 
-def _readable_memory(needed_and_limit: tuple[float, float | None]) -> str:
+def _format_memory(needed_and_limit: tuple[float, float | None]) -> str:
     needed, limit = needed_and_limit
-    (shown, unit), whole = _sized(needed), "" if limit is None else " ".join(_sized(limit))
-    if not whole:
-        return f"{shown} {unit}"
-    return f"{shown} of {whole}" if whole.endswith(unit) else f"{shown} {unit} of {whole}"
-
-
-def _sized(size: float) -> tuple[str, str]:
-    unit, scale, digits = next((entry for entry in _SIZES if size >= entry[1]), _SIZES[-1])
-    return f"{size / scale:.{digits}f}", unit
+    return format_bytes(needed) if limit is None else format_usage(needed, limit)
 
 
 def _by_rank(prediction: Mapping[str, Any], what: str, ranks: int) -> list[Any]:
@@ -113,9 +109,3 @@ def _numbered(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
         collapsed.append((str(first) if first == last else f"{first}-{last}", *row))
         first = last + 1
     return collapsed
-
-
-def _passes(passes: Sequence[int]) -> str:
-    """`(3, 8, 8)` gives `1x3 + 2x8`."""
-    runs = [f"{len(list(equal))}x{size}" for size, equal in groupby(passes)]
-    return " + ".join(runs) or "none"

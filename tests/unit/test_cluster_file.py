@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-import sys
 
 import pytest
 
@@ -199,13 +198,6 @@ def test_a_file_without_hosts_or_devices_raises(tmp_path):
 def test_a_file_that_is_not_toml_raises_with_its_name(tmp_path):
     with pytest.raises(ValueError, match=r"cluster\.toml is not valid TOML"):
         read(tmp_path, "[[host")
-
-
-@pytest.mark.skipif(sys.version_info >= (3, 11), reason="Python has tomllib")
-def test_a_missing_toml_package_raises(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "tomli", None)
-    with pytest.raises(ModuleNotFoundError, match="tomli"):
-        read(tmp_path, TWO_HOSTS)
 
 
 # Collectives between described hosts

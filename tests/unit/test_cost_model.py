@@ -343,7 +343,7 @@ def test_does_not_fit_names_the_rank_and_the_bytes():
         predict(cluster, a_plan(0))
     assert "may use 100.0 MiB of 100.0 MiB" in str(error.value)
     reserved = dataclasses.replace(a_cluster(), memory_reserve=0.9)
-    with pytest.raises(DoesNotFit, match=r"may use 100.0 MiB of 0.98 GiB"):
+    with pytest.raises(DoesNotFit, match=r"may use 100.0 MiB of 1000.0 MiB"):
         predict(reserved, a_plan(0))
 
 
