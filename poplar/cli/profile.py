@@ -11,7 +11,7 @@ from rich.text import Text
 
 from poplar.cli.options import AsJson, Debug, Device, Function, of_rank, parse_sizes, parse_stages
 from poplar.cli.output import command_output, table
-from poplar.formatting import format_bytes, format_seconds
+from poplar.formatting import format_bytes, format_rate, format_seconds
 from poplar.profile import ClusterProfile, DeviceProfile
 
 
@@ -93,4 +93,4 @@ def _shown(cluster: ClusterProfile) -> list[Table | Text]:
 
 def _best_speed(device: DeviceProfile) -> str:
     best = max(device.points, key=lambda point: point.batch / point.seconds)
-    return f"{best.batch / best.seconds:.4g} samples/s at {best.batch}"
+    return f"{format_rate(best.batch / best.seconds)} at {best.batch}"

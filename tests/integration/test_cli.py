@@ -168,10 +168,10 @@ def test_plan_explains_bottleneck_changes_and_contributions(measured):
     assert "rank 0's device (NVIDIA A100)" in shown.stdout
     printed = run("plan", measured, "--global-batch", 24, "--explain", "--json")
     document = json.loads(printed.stdout)
-    told = Explanation.from_dict(document["explanation"])
-    assert told.step_seconds == document["plan"]["prediction"]["step_seconds"]
-    assert told.error == 0.04
-    assert {change.what for change in told.changes} >= {"device"}
+    explanation = Explanation.from_dict(document["explanation"])
+    assert explanation.step_seconds == document["plan"]["prediction"]["step_seconds"]
+    assert explanation.error == 0.04
+    assert {change.what for change in explanation.changes} >= {"device"}
 
 
 def test_explain_combines_with_compare_and_a_prediction_error(measured):
