@@ -20,7 +20,7 @@ from poplar.cli.options import (
     Stages,
     parse_stages,
 )
-from poplar.cli.output import command_output, table
+from poplar.cli.output import command_output, notes, table
 from poplar.formatting import (
     format_bytes,
     format_ranks,
@@ -68,7 +68,7 @@ def plan(
         by_stage = alternatives(profile, global_batch=global_batch, policy=policy, **request)
         chosen = by_stage[0]
         document: dict[str, Any] = {"plan": chosen.to_dict()}
-        result.show(str(chosen))
+        result.show(str(chosen), *notes(profile))
         if compare:
             by_policy = {
                 name: plan_or_reason(profile, global_batch=global_batch, policy=name, **request)
