@@ -10,7 +10,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from poplar.data.sampler import HeteroBatchSampler, split_stream
+    from poplar.data.sampler import HeteroBatchSampler
+    from poplar.data.stream import split_stream
     from poplar.errors import CollectiveTimeout, OutOfOrder, PoplarError, RankFailed
     from poplar.optimizer import HeteroZeroOptimizer, StepResult
     from poplar.plan import Plan, UnitPlan
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
         ModelProfile,
         NetworkProfile,
     )
-    from poplar.profiler.cluster_profiler import profile_cluster
+    from poplar.profiling import profile_cluster
     from poplar.simulator.event_engine import simulate
     from poplar.simulator.timeline import Timeline
     from poplar.tuning import Tuned, autotune, tune
@@ -63,10 +64,10 @@ _HOME = {
     "autotune": "poplar.tuning",
     "explain": "poplar.planner.explain",
     "predict": "poplar.planner.prediction",
-    "profile_cluster": "poplar.profiler.cluster_profiler",
+    "profile_cluster": "poplar.profiling",
     "search": "poplar.planner.search",
     "simulate": "poplar.simulator.event_engine",
-    "split_stream": "poplar.data.sampler",
+    "split_stream": "poplar.data.stream",
     "tune": "poplar.tuning",
     "verify": "poplar.verification",
 }

@@ -182,9 +182,7 @@ def test_transfers_move_every_element_from_its_old_owner_to_its_new_one(case):
     numel, old, new = case
     moves = _core.transfers(old, new)
     assert [(start, stop) for *_, start, stop in moves] == sorted((m[2], m[3]) for m in moves)
-    assert all(a[:2] != b[:2] for a, b in pairwise(moves)), (
-        "one transfer per pair of consecutive ranks"
-    )
+    assert all(a[:2] != b[:2] for a, b in pairwise(moves)), "one transfer per pair of ranks"
     assert [
         (position, source, target)
         for source, target, start, stop in moves
