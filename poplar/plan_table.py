@@ -10,6 +10,7 @@ from poplar.formatting import (
     format_bytes,
     format_passes,
     format_percent,
+    format_rate,
     format_seconds,
     format_usage,
 )
@@ -64,7 +65,7 @@ def summary(prediction: Mapping[str, Any]) -> list[str]:
         return []
     line = f"predicted {format_seconds(step)} a step"
     if isinstance(rate := prediction.get("samples_per_second"), (int, float)):
-        line += f", {rate:.0f} samples/s" if rate >= 100 else f", {rate:.3g} samples/s"
+        line += f", {format_rate(rate)}"
     if bound := prediction.get("bound"):
         line += f"; bound by {bound}"
     if gap := prediction.get("optimality_gap"):
