@@ -133,9 +133,7 @@ class DeviceProfile:
         return self._bytes.at(batch)
 
     def optimizer_step_seconds(self, share: float) -> float:
-        """`o(share)`: an optimizer step over this share of the model's state."""
-        if share == 0.0:
-            return 0.0
+        """`o(share)`: an optimizer step over this share of the state; a latency without any."""
         latency = min(self.optimizer_latency_seconds, self.optimizer_seconds)
         return latency + (self.optimizer_seconds - latency) * share
 

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from poplar.comm import Group, control_of
+from poplar.comm import Group, connect_control
 from poplar.observation import Observation, Trials
 from poplar.plan import STRATEGIES, Plan
 from poplar.planner.baselines import POLICIES
@@ -34,14 +34,14 @@ from poplar.planner.simple_plans import simplified
 from poplar.planner.uncertainty import at_worst, unmeasured_batches
 from poplar.profile import BatchPoint, ClusterProfile, DeviceProfile
 from poplar.profiler.cluster_profiler import Profiler
-from poplar.profiler.passes import LossFunction
 from poplar.profiler.points import with_measured
 from poplar.profiler.preserved_state import model_preserved
 from poplar.profiler.progress import Tell
 from poplar.profiler.progress import progress as shown
 from poplar.profiler.request import Request
 from poplar.profiling import CachedProfile, cache_of
-from poplar.zero.agreement import agree
+from poplar.zero.agreement import raise_on_any_error
+from poplar.zero.micro_batch_loss import LossFunction
 from poplar.zero.update import OptimizerFactory
 
 _P = ParamSpec("_P")
@@ -148,7 +148,7 @@ def tune(
     elif policy not in POLICIES:
         error = ValueError(f"policy={policy!r} is not known; use one of {sorted(POLICIES)}")
     group = Group.of(process_group, timeout)
-    agree(control_of(group), error, doing="autotune()")
+    raise_on_any_error(connect_control(group), error, doing="autotune()")
     request = Request(
         model=model,
         loss_fn=loss_fn,
@@ -205,7 +205,7 @@ class Tuner:
 
     def tune(self, given: ClusterProfile | None = None, *, verify: bool = True) -> Tuned:
         """The best plan on `given`, or on a profile from the cache or measured now."""
-        agree(self.session.control, self._mismatch(given), doing="autotune()")
+        raise_on_any_error(self.session.control, self._mismatch(given), doing="autotune()")
         self._check_equal_arguments(given, verify)
         ends = time.perf_counter() + self.session.request.seconds / PROFILE_PART
         profile = self.cached.profile() if given is None else self._within_limits(given)

@@ -145,7 +145,7 @@ class _Search:
         if tightened is None:
             return
         node, upper = tightened
-        relaxed = self._relaxed(node, ShareProblem(self._costs, upper, optimistic=True))
+        relaxed = self._relaxed(node, ShareProblem(self._costs, upper))
         if relaxed is None or relaxed.bound >= self._limit():
             return
         self._keep(self._solvers.best_shares(relaxed.micro_batches))

@@ -1,9 +1,7 @@
 """The best shares for given synchronizations: a linear program.
 
 Every term of a step is convex in the shares: a collective is a maximum of lines in one share each,
-a synchronization is a maximum of sums of collectives, and the optimizer is a line per rank. Only
-the optimizer's latency is not convex, as ranks that own nothing skip it. It counts for every rank
-that may own state or, for a lower bound on the step, is spread over the rank's share.
+a synchronization is a maximum of sums of collectives, and the optimizer is a line per rank.
 """
 
 from __future__ import annotations
@@ -21,8 +19,6 @@ from poplar.planner.rank_groups import members
 
 _SMALLEST_SHARE = 1e-9
 """Smaller shares are rounding errors and become 0."""
-_STEEPEST = 1e-5
-"""A latency is not spread over less than this share, as the line would be too steep."""
 
 
 class Shared(NamedTuple):
@@ -35,12 +31,8 @@ class Shared(NamedTuple):
 class ShareProblem:
     """Shares between 0 and an upper bound on each rank, at one stage."""
 
-    def __init__(
-        self, costs: StageCosts, upper: Sequence[float], *, optimistic: bool = False
-    ) -> None:
-        """With `optimistic`, all seconds are lower bounds, also where some shares are 0."""
+    def __init__(self, costs: StageCosts, upper: Sequence[float]) -> None:
         self._costs = costs
-        self._optimistic = optimistic
         self._upper = [min(1.0, bound) for bound in upper]
         self._groups = members(zip(costs.cluster.rank_kinds, self._upper, strict=True))
         """Ranks with equal costs and bounds; their shares are equal in the best plan."""
@@ -145,7 +137,7 @@ class ShareProblem:
         A rank's seconds may be negative: what was measured beyond the optimizer can be.
         """
         costs, network = self._costs, self._costs.cluster.network
-        lines = self._optimizer_lines()
+        lines = [self._optimizer_line(ranks[0]) for ranks in self._groups]
         always = max(constant for constant, _ in lines)
         for group, (constant, slope) in enumerate(lines):
             row = {group: slope / self._unit, self._optimizer: -1.0}
@@ -154,23 +146,10 @@ class ShareProblem:
         gather = {self._gather: 1.0} if costs.gathers_after_step else {}
         program.at_most(-residual / self._unit, gather | {self._optimizer: 1.0, self._tail: -1.0})
 
-    def _optimizer_lines(self) -> list[tuple[float, float]]:
-        """By group, seconds after the last synchronization: constant, and slope in the share."""
-        lines = []
-        for ranks in self._groups:
-            whole, half = (self._costs.optimizer_seconds(ranks[0], share) for share in (1.0, 0.5))
-            lines.append((2.0 * half - whole, 2.0 * (whole - half)))
-        uppers = [self._upper[ranks[0]] for ranks in self._groups]
-        # Some rank owns state, so a step takes at least the smallest constant of those that may.
-        least = min(c for (c, _), upper in zip(lines, uppers, strict=True) if upper > 0.0)
-        for group, (upper, ranks) in enumerate(zip(uppers, self._groups, strict=True)):
-            constant, slope = lines[group]
-            skipped = max(least, self._costs.optimizer_seconds(ranks[0], 0.0))
-            if upper < _STEEPEST and (self._optimistic or upper <= 0.0):
-                lines[group] = skipped, 0.0
-            elif self._optimistic and constant > skipped:
-                lines[group] = skipped, slope + (constant - skipped) / upper
-        return lines
+    def _optimizer_line(self, rank: int) -> tuple[float, float]:
+        """Seconds of this rank after the last synchronization: constant, and slope in its share."""
+        constant = self._costs.optimizer_seconds(rank, 0.0)
+        return constant, self._costs.optimizer_seconds(rank, 1.0) - constant
 
     def _minimum(self, variable: int) -> float:
         return self._solved(self._program({variable: 1.0}, self._free)).seconds

@@ -90,7 +90,9 @@ class Profiler:
     def _measure_update(self) -> UpdateCost:
         agreed = self.session.agreed
         numels = sizes_of(agreed, gathers=False).flats
-        return measure_update(agreed.setup.stepper, agreed.setup.options, numels, agreed.device)
+        return measure_update(
+            agreed.setup.shard_optimizer_class, agreed.setup.options, numels, agreed.device
+        )
 
     def _measure_network(self) -> NetworkProfile:
         session = self.session

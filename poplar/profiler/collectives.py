@@ -10,7 +10,7 @@ from statistics import median
 
 import torch
 
-from poplar.comm import Codec, Communicator, Control, Pending
+from poplar.comm import Codec, Communicator, Control, Work
 from poplar.comm.shard_layout import Layout
 from poplar.profile import NetworkProfile
 from poplar.system.devices import synchronize
@@ -38,7 +38,7 @@ class Collectives:
         """Pack and reduce-scatter the gradients of the whole model. Collective."""
         codec = Codec(self.wire_dtype)
         gradient = torch.zeros(max(self.numels), dtype=self.value_dtype, device=self.device)
-        pending: deque[Pending] = deque()
+        pending: deque[Work] = deque()
         for numel in self.numels:
             layout = Layout.from_shares(numel, shares)
             bucket = self.comm.buffer(layout, self.wire_dtype, self.device, codec)
@@ -54,7 +54,7 @@ class Collectives:
 
     def all_gather(self, shares: Sequence[float]) -> None:
         """All-gather the parameters of the whole model. Collective."""
-        pending: deque[Pending] = deque()
+        pending: deque[Work] = deque()
         for numel in self.numels:
             values = torch.zeros(numel, dtype=self.value_dtype, device=self.device)
             layout = Layout.from_shares(numel, shares)

@@ -1,11 +1,10 @@
-"""One progress line on stderr of rank 0, if stderr is a terminal."""
+"""Progress of a measurement on stderr of rank 0: a live line on a terminal, else one line each."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 
 Tell = Callable[[str], None]
 
@@ -15,10 +14,13 @@ def progress(enabled: bool) -> Iterator[Tell]:
     """A function that shows what is being measured.
 
     Args:
-        enabled: show on this rank, if there is a terminal and rich is installed.
+        enabled: show on this rank.
     """
-    if not (enabled and sys.stderr.isatty() and find_spec("rich")):
+    if not enabled:
         yield lambda text: None
+        return
+    if not sys.stderr.isatty():
+        yield lambda text: print(f"profiling: {text}", file=sys.stderr, flush=True)
         return
     from rich.console import Console
 

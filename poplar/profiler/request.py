@@ -16,10 +16,10 @@ import poplar
 from poplar.comm import Control
 from poplar.data import pytree
 from poplar.plan import STRATEGIES
-from poplar.profiler.passes import LossFunction
 from poplar.system import devices, host_limits
 from poplar.zero import setup
-from poplar.zero.agreement import agree
+from poplar.zero.agreement import raise_on_any_error
+from poplar.zero.micro_batch_loss import LossFunction
 from poplar.zero.unit import Member, build_units
 from poplar.zero.update import OptimizerFactory
 
@@ -137,7 +137,7 @@ def agree_on(request: Request, control: Control) -> Agreed:
         own = _own(request, checked)
     except Exception as caught:
         error = caught
-    agree(control, error, doing="profiling")
+    raise_on_any_error(control, error, doing="profiling")
     dtype = setup.agree_on_request(control, checked)
     everyones = control.exchange_objects(own, what="profiling")
     for key in ("stages", "seconds", "max_norm", "loss_fn", "versions"):
@@ -187,7 +187,7 @@ def sizes_of(agreed: Agreed, *, gathers: bool) -> Sizes:
         for group in (checked.group_of.get(id(parameter), -1),)
         if gathers or group >= 0
     ]
-    merge = setup.merge_of(checked, gathers=gathers)
+    merge = setup.merge_policy(checked, shards_parameters=gathers)
     units = build_units(checked.model, members, checked.unit_names, merge=merge)
     units = [unit for unit in units if unit.trained]
     return Sizes(

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar, cast
 
-from poplar.comm import Group, control_of
+from poplar.comm import Group, connect_control
 from poplar.profiler.passes import Passes
 from poplar.profiler.request import Request, agree_on
-from poplar.zero.agreement import agree
-from poplar.zero.micro_batches import Cutter
+from poplar.zero.agreement import raise_on_any_error
+from poplar.zero.micro_batches import BatchSplitter
 
 T = TypeVar("T")
 
@@ -24,7 +24,7 @@ class Session:
     def __init__(self, request: Request, group: Group) -> None:
         self.request = request
         self.group = group
-        self.control = control_of(group)
+        self.control = connect_control(group)
         self.agreed = agree_on(request, self.control)
         self.device = self.agreed.device
         self.asynchronous = self.device.type == "cuda"
@@ -34,7 +34,7 @@ class Session:
         """Plain passes of the model, on samples in the dtype of compute."""
         example = self.request.example
         if self.agreed.dtype is not None:
-            example = Cutter(None, False, self.agreed.dtype).cast(example)
+            example = BatchSplitter(None, False, self.agreed.dtype).cast(example)
         return Passes(self.request.model, self.request.loss_fn, example, self.device)
 
     def on_all_ranks(self, work: Callable[[], T], doing: str) -> list[T]:
@@ -53,7 +53,7 @@ class Session:
             result = work()
         except Exception as caught:
             error = caught
-        agree(self.control, error, doing=doing)
+        raise_on_any_error(self.control, error, doing=doing)
         return self.exchange(result)
 
     def on_first_rank(self, work: Callable[[], T], doing: str) -> T:

@@ -60,7 +60,7 @@ def run_plan(session: Session, plan: Plan, *, steps: int, tell: Tell) -> Observa
             )
             optimizer.release()
         except BaseException:
-            optimizer._let_go()  # the error's frames still refer to it
+            optimizer._detach()  # the error's frames still refer to it
             raise
         del optimizer
         if session.asynchronous:

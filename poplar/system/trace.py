@@ -1,6 +1,6 @@
-"""The trace of a step on one rank: spans of passes, waits and the optimizer.
+"""Records what a rank does in a step as spans: passes, waits and the optimizer update.
 
-Times are of `time.perf_counter`, which all processes of a host share on Linux.
+Times are from `time.perf_counter`, which all processes of a host share on Linux.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["pass", "wait", "optimizer"]
+SpanKind = Literal["pass", "wait", "optimizer"]
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """An interval of time on one rank.
+    """A named time interval on one rank.
 
-    A "wait" inside a "pass" is time without compute. The i-th wait with the same `what` is the same
-    collective on all ranks. Until the last rank reaches it, the others are *waiting*; from then on
-    the time is *communication*.
+    During a "wait" inside a "pass" the rank does not compute. The i-th wait with the same `what` is
+    the same collective on all ranks: until the last rank reaches it, the time of the others is
+    waiting; after that it is communication.
     """
 
-    kind: Kind
+    kind: SpanKind
     what: str
     start: float
     stop: float
@@ -35,14 +35,14 @@ class Span:
 
 
 class Trace:
-    """Collects spans inside `record`; otherwise it costs one `if`."""
+    """Collects spans inside `record`; otherwise it costs one `if` per span."""
 
     def __init__(self) -> None:
         self.spans: list[Span] | None = None
 
     @contextmanager
     def record(self) -> Iterator[list[Span]]:
-        """Collect the spans of a `with` block into a new list."""
+        """A context that collects spans into a new list."""
         before, self.spans = self.spans, []
         try:
             yield self.spans
@@ -50,8 +50,8 @@ class Trace:
             self.spans = before
 
     @contextmanager
-    def span(self, kind: Kind, what: str) -> Iterator[None]:
-        """Record a `with` block as one span."""
+    def span(self, kind: SpanKind, what: str) -> Iterator[None]:
+        """A context that records itself as one span."""
         if self.spans is None:
             yield
             return
@@ -61,7 +61,7 @@ class Trace:
         finally:
             self.add(kind, what, start)
 
-    def add(self, kind: Kind, what: str, start: float) -> None:
+    def add(self, kind: SpanKind, what: str, start: float) -> None:
         """Record a span from `start` until now."""
         if self.spans is not None:
             self.spans.append(Span(kind, what, start, time.perf_counter()))

@@ -510,9 +510,7 @@ def with_a_damaged_plan(path: Path) -> None:
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_damaged_file_gives_a_warning(
-    usual_identity, saved_file: Path, damage, why
-):
+def test_damaged_file_gives_a_warning(usual_identity, saved_file: Path, damage, why):
     damage(saved_file)
     with pytest.warns(UserWarning, match="measuring again") as caught:
         assert Cache(saved_file.parents[1]).load(usual_identity) is None
