@@ -44,7 +44,7 @@ def time_transports(
     """
     sums = [n for n, way in REDUCE_SCATTERS.items() if way.reduction_order == usual.reduction_order]
     device = sample(usual).device
-    if not sums or group.size == 1 or not group.carries(device):
+    if not sums or group.size == 1 or not group.supports(device):
         return ()
     clock = _Clock(sample, SECONDS / (len(sums) + len(ALL_GATHERS) + 2))
     found = []

@@ -74,7 +74,7 @@ def test_no_candidates_without_an_equal_reduction_order(ranks: Pool) -> None:
 
 def test_process_group_that_cannot_carry_the_tensors_is_not_timed() -> None:
     """GPUs beside gloo: handing CUDA pointers to gloo would abort the process."""
-    group = SimpleNamespace(size=2, carries=lambda device: device.type == "cpu")
+    group = SimpleNamespace(size=2, supports=lambda device: device.type == "cpu")
     usual = SimpleNamespace(reduction_order="rank", name="staged")
     sample = SimpleNamespace(device=torch.device("cuda"))
     assert time_transports(group, usual, lambda comm: sample) == ()  # type: ignore[arg-type]
