@@ -70,8 +70,8 @@ class Stateful(nn.Module):
 
 def changes_left(stages: tuple[int, ...]) -> list[str]:
     model = Stateful()
-    kept_gradient = torch.full_like(model.inner.embedding.weight, 3.0)
-    model.inner.embedding.weight.grad = kept_gradient
+    gradient = torch.full_like(model.inner.embedding.weight, 3.0)
+    model.inner.embedding.weight.grad = gradient
     values = {name: value.clone() for name, value in model.state_dict().items()}
     data = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()
@@ -79,7 +79,7 @@ def changes_left(stages: tuple[int, ...]) -> list[str]:
     left = []
     left += [name for name, value in model.state_dict().items() if not value.equal(values[name])]
     left += [f"memory of {n}" for n, p in model.named_parameters() if p.data_ptr() != data[n]]
-    if model.inner.embedding.weight.grad is not kept_gradient:
+    if model.inner.embedding.weight.grad is not gradient:
         left.append("gradient")
     if any(p.grad is not None for n, p in model.named_parameters() if "embedding" not in n):
         left.append("new gradients")
@@ -326,9 +326,9 @@ def loss_that_fails_in_the_engine(model: nn.Module, batch: Any) -> Tensor:
 def model_after_a_failed_step(stage: int) -> list[str]:
     model = models.build(ModelSpec(blocks=1))
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    with pytest.raises((MemoryError, RankFailed)) as kept:
+    with pytest.raises((MemoryError, RankFailed)) as error:
         profiled(model, loss=loss_that_fails_in_the_engine, stages=(stage,), max_batch=4)
-    assert kept.value.__traceback__ is not None  # and with it all that its frames hold
+    assert error.value.__traceback__ is not None  # whose frames still hold references
     left = [name for name, p in model.named_parameters() if not p.equal(before[name])]
     poplar.HeteroZeroOptimizer(
         model, torch.optim.SGD, stage=stage, process_group=harness.group(), lr=0.1

@@ -289,27 +289,27 @@ def test_summary_has_errors_and_regrets():
     found = rows({CHOSEN: 0.309, "even": 0.3}) + rows(
         {CHOSEN: 0.2, "even": 0.4}, stage=3, model="encoder", error=-0.1, simulated_error=0.0
     )
-    said = summary(found)
-    assert said["plans"] == 4
-    assert said["unprofiled"] == pytest.approx(0.333)
-    assert said["closed_form"]["worst"] == 0.1
-    assert said["closed_form"]["by_stage"]["3"]["median"] == 0.1
-    assert said["closed_form"]["by_model"]["llama"]["worst"] == 0.0
-    assert said["simulated"]["by_model"] == {
+    found_summary = summary(found)
+    assert found_summary["plans"] == 4
+    assert found_summary["unprofiled"] == pytest.approx(0.333)
+    assert found_summary["closed_form"]["worst"] == 0.1
+    assert found_summary["closed_form"]["by_stage"]["3"]["median"] == 0.1
+    assert found_summary["closed_form"]["by_model"]["llama"]["worst"] == 0.0
+    assert found_summary["simulated"]["by_model"] == {
         "llama": {"median": 0.02, "p90": 0.02, "worst": 0.02},
         "encoder": {"median": 0.0, "p90": 0.0, "worst": 0.0},
     }
-    assert set(said["simulated"]["by_cluster"]) == {"2:1"}
-    assert said["regret"] == {
+    assert set(found_summary["simulated"]["by_cluster"]) == {"2:1"}
+    assert found_summary["regret"] == {
         "configurations": 2,
         "median": -0.235,
         "p90": -0.023,
         "worst": 0.03,
         "above_2_percent": 1,
     }
-    assert said["as_timed"]["closed_form"]["worst"] == 0.0
-    assert said["as_timed"]["regret"]["worst"] == 0.0, "timed, all took the same"
-    json.dumps(said)
+    assert found_summary["as_timed"]["closed_form"]["worst"] == 0.0
+    assert found_summary["as_timed"]["regret"]["worst"] == 0.0, "timed, all took the same"
+    json.dumps(found_summary)
 
 
 def test_tables_have_a_line_per_row():

@@ -607,9 +607,9 @@ def ends_of(cluster: ClusterProfile) -> ClusterProfile:
 
 def in_steps(*sizes: int) -> ClusterProfile:
     """Ranks whose pass times grow at multiples of these sizes, up to 64 samples."""
-    alike = straight_lines(*[100.0] * len(sizes))
+    equal = straight_lines(*[100.0] * len(sizes))
     return replace(
-        alike,
+        equal,
         devices=tuple(
             replace(
                 device,
@@ -623,7 +623,7 @@ def in_steps(*sizes: int) -> ClusterProfile:
                     for batch in range(1, 65)
                 ),
             )
-            for device, size in zip(alike.devices, sizes, strict=True)
+            for device, size in zip(equal.devices, sizes, strict=True)
         ),
     )
 
