@@ -240,12 +240,12 @@ class _Comparison:
 @contextmanager
 def _preserve_frozen(model: nn.Module) -> Iterator[None]:
     """A context that restores frozen parameters, which the optimizer overwrites in place."""
-    kept = [(p, p.detach().clone()) for p in model.parameters() if not p.requires_grad]
+    values = [(p, p.detach().clone()) for p in model.parameters() if not p.requires_grad]
     try:
         yield
     finally:
         with torch.no_grad():
-            for parameter, value in kept:
+            for parameter, value in values:
                 parameter.copy_(value)
 
 
