@@ -88,17 +88,8 @@ def verify(
     """
     group = Group.of(process_group, timeout)
     control = control_of(group)
-    error: Exception | None = None
-    digest, device = "", torch.device("cpu")
-    try:
-        _check_arguments(batch, plan, group, rtol, max_micro_batch)
-        device = next(model.parameters(), torch.empty(0)).device
-        digest = _digest(batch)
-    except Exception as caught:
-        error = caught
-    raise_on_any_error(control, error, doing=_DOING)
-    _check_same_batch(control.exchange_objects(digest, what=_DOING), plan)
-
+    _agree_on_batch(control, batch, plan, rtol, max_micro_batch)
+    device = next(model.parameters(), torch.empty(0)).device
     with (
         _preserve_frozen(model),
         surroundings_kept(model, device),
@@ -265,6 +256,21 @@ def _cast(batch: Any, dtypes: set[torch.dtype]) -> Any:
         return batch
     dtype = halves.pop()
     return pytree.map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, batch)
+
+
+def _agree_on_batch(
+    control: Control, batch: Any, plan: Plan, rtol: float | None, max_micro_batch: int | None
+) -> None:
+    """Check the arguments on this rank and that all ranks have the same batch. Collective."""
+    error: Exception | None = None
+    digest = ""
+    try:
+        _check_arguments(batch, plan, control.group, rtol, max_micro_batch)
+        digest = _digest(batch)
+    except Exception as caught:
+        error = caught
+    raise_on_any_error(control, error, doing=_DOING)
+    _check_same_batch(control.exchange_objects(digest, what=_DOING), plan)
 
 
 def _check_arguments(

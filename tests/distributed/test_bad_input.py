@@ -497,6 +497,16 @@ def test_optimizers_that_are_not_elementwise_raise(
     assert all(f.is_a(ValueError) or f.is_a(TypeError) for f in failures)
 
 
+def with_an_instance(run: Run, model: nn.Module) -> None:
+    construct_with(run, model, optimizer_class=torch.optim.AdamW(model.parameters(), lr=1e-3))
+
+
+def test_optimizer_instance_instead_of_class_raises(ranks: Pool) -> None:
+    answers = ranks.run(construct_then_train, Run(RECIPE, plan_of(1)), with_an_instance)
+    failures = assert_state_is_unchanged(answers)
+    assert_raised(failures, "an instance of AdamW; pass the class", kind=TypeError)
+
+
 def with_ddp(run: Run, model: nn.Module) -> None:
     wrapped = nn.parallel.DistributedDataParallel(model, process_group=harness.group())
     construct_with(run, wrapped)
