@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from poplar import ops
-from poplar.comm import Communicator, Group, connect, control_of
+from poplar.comm import Communicator, Group, connect, connect_control
 from poplar.errors import CollectiveTimeout, PoplarError
 from poplar.plan import Plan
 from poplar.system.trace import Span
@@ -179,7 +179,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         **optimizer_kwargs: Any,
     ) -> None:
         self._group = Group.of(process_group, timeout)
-        self._control = control_of(self._group, communicator)
+        self._control = connect_control(self._group, communicator)
         error: Exception | None = None
         try:
             request = check_request(

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from poplar.comm import Bucket, Group, Pending
+from poplar.comm import Bucket, Group, Work
 from poplar.comm.process_group import ProcessGroupCommunicator
 from poplar.comm.shard_layout import Layout
 
@@ -20,13 +20,13 @@ class RecordingCommunicator(ProcessGroupCommunicator):
         super().__init__(group)
         self.events: list[str] = []
 
-    def reduce_scatter(self, bucket: Bucket, out: Tensor, *, what: str, **options: Any) -> Pending:
+    def reduce_scatter(self, bucket: Bucket, out: Tensor, *, what: str, **options: Any) -> Work:
         self.events.append(what)
         return super().reduce_scatter(bucket, out, what=what, **options)
 
     def all_gather(
         self, data: Tensor, layout: Layout, *, what: str, own: Tensor | None = None
-    ) -> Pending:
+    ) -> Work:
         self.events.append(what)
         return super().all_gather(data, layout, what=what, own=own)
 
@@ -34,7 +34,7 @@ class RecordingCommunicator(ProcessGroupCommunicator):
 class LateCommunicator(ProcessGroupCommunicator):
     """Reductions read their buckets only in `wait`: as late as a transport may."""
 
-    def reduce_scatter(self, bucket: Bucket, out: Tensor, *, what: str, **options: Any) -> Pending:
+    def reduce_scatter(self, bucket: Bucket, out: Tensor, *, what: str, **options: Any) -> Work:
         return _LateReduction(
             lambda: super(LateCommunicator, self).reduce_scatter(bucket, out, what=what, **options)
         )
@@ -42,7 +42,7 @@ class LateCommunicator(ProcessGroupCommunicator):
 
 @dataclass
 class _LateReduction:
-    issue: Callable[[], Pending]
+    issue: Callable[[], Work]
 
     def wait(self) -> float:
         return self.issue().wait()

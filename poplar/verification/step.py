@@ -17,12 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from poplar.comm import Control, Group, control_of
+from poplar.comm import Control, Group, connect_control
+from poplar.comm.copies import to_bytes
 from poplar.data import pytree
 from poplar.errors import CollectiveTimeout, RankFailed
 from poplar.optimizer import HeteroZeroOptimizer
 from poplar.plan import Plan
-from poplar.profiler.preserved_state import parameters_kept, surroundings_kept
+from poplar.profiler.preserved_state import model_preserved, parameters_preserved
 from poplar.verification.one_process import (
     Gradient,
     OneProcess,
@@ -87,13 +88,12 @@ def verify(
         RankFailed: another rank failed.
     """
     group = Group.of(process_group, timeout)
-    control = control_of(group)
-    _agree_on_batch(control, batch, plan, rtol, max_micro_batch)
-    device = next(model.parameters(), torch.empty(0)).device
+    control = connect_control(group)
+    device = _agree_on_arguments(control, model, batch, plan, rtol, max_micro_batch)
     with (
         _preserve_frozen(model),
-        surroundings_kept(model, device),
-        parameters_kept(model, to_host=True),
+        model_preserved(model, device),
+        parameters_preserved(model, to_host=True),
     ):
         before = {parameter.dtype for parameter in model.parameters()}
         optimizer = HeteroZeroOptimizer(
@@ -124,7 +124,7 @@ def verify(
             ),
             tolerance=Tolerance.of(*dtypes, reduce_dtype, relative=rtol),
         )
-        with surroundings_kept(model, device):
+        with model_preserved(model, device):
             planned = both.run_plan(optimizer, batch)
         casts = compute_dtype != "auto" or dtypes != before
         alone = _cast(batch, dtypes) if casts else batch
@@ -208,10 +208,10 @@ class _Comparison:
     def _compare(self, planned: Gradient, batch: Any, micro_batch: int) -> Verification:
         process, model = self.process, self.process.model
         device = next(model.parameters()).device
-        with surroundings_kept(model, device):
+        with model_preserved(model, device):
             alone = process.gradient(batch, micro_batch)
         sample = split_into(batch, alone.micro_batch)[0]
-        with surroundings_kept(model, device):
+        with model_preserved(model, device):
             notes = find_batch_dependence(process, sample, self.tolerance)
         expected = {name: value.cpu() for name, value in alone.gradients.items()}
         return Verification(
@@ -258,19 +258,26 @@ def _cast(batch: Any, dtypes: set[torch.dtype]) -> Any:
     return pytree.map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, batch)
 
 
-def _agree_on_batch(
-    control: Control, batch: Any, plan: Plan, rtol: float | None, max_micro_batch: int | None
-) -> None:
-    """Check the arguments on this rank and that all ranks have the same batch. Collective."""
+def _agree_on_arguments(
+    control: Control,
+    model: nn.Module,
+    batch: Any,
+    plan: Plan,
+    rtol: float | None,
+    max_micro_batch: int | None,
+) -> torch.device:
+    """Check the arguments, and the batch on all ranks; returns the model's device. Collective."""
     error: Exception | None = None
-    digest = ""
+    digest, device = "", torch.device("cpu")
     try:
         _check_arguments(batch, plan, control.group, rtol, max_micro_batch)
+        device = next(model.parameters(), torch.empty(0)).device
         digest = _digest(batch)
     except Exception as caught:
         error = caught
     raise_on_any_error(control, error, doing=_DOING)
     _check_same_batch(control.exchange_objects(digest, what=_DOING), plan)
+    return device
 
 
 def _check_arguments(
@@ -304,7 +311,7 @@ def _digest(batch: Any) -> str:
     for tensor in pytree.tensors(batch):
         digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
         plain = tensor.detach().cpu().contiguous().reshape(-1)
-        digest.update(plain.view(torch.uint8).numpy().tobytes())
+        digest.update(to_bytes(plain))
     return digest.hexdigest()
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from poplar import ops
-from poplar.comm import Communicator, Control, Pending
+from poplar.comm import Communicator, Control, Work
 from poplar.comm.shard_layout import ALIGNMENT, Layout
 from poplar.errors import RankFailed
 from poplar.zero import gradient_norm
@@ -185,7 +185,7 @@ def fill_norm_row(
         row[0] = gradient_norm.power_sum(parts, norm_type, row.device).view(torch.int64)
 
 
-def gather_rows(comm: Communicator, rows: Tensor, *, what: str) -> Pending:
+def gather_rows(comm: Communicator, rows: Tensor, *, what: str) -> Work:
     """Start to all-gather the rows. Collective."""
     layout = Layout(tuple(range(0, rows.numel() + 1, ROW)))
     return comm.all_gather(rows.view(-1), layout, what=what)

@@ -325,7 +325,7 @@ class CollectiveScheduler:
                     if self.reduces and unit.trained and unit not in self._reduced:
                         self._broadcast_and_issue(Slot(SlotKind.REDUCE, unit.index))
             last = Slot(SlotKind.ABANDON if failed else SlotKind.END)
-            self._control.announce(last.encode())
+            self._control.broadcast_integer(last.encode())
             self._control.flush()
         else:
             while (last := self._receive_next()).kind not in (SlotKind.END, SlotKind.ABANDON):
@@ -335,7 +335,7 @@ class CollectiveScheduler:
 
     def _broadcast_and_issue(self, slot: Slot) -> None:
         self._issue_pending()  # left over if a failed forward is repeated
-        self._control.announce(slot.encode())
+        self._control.broadcast_integer(slot.encode())
         self._pending = slot
         self._issue_pending()
 
@@ -346,7 +346,7 @@ class CollectiveScheduler:
 
     def _receive_next(self) -> Slot:
         if self._pending is None:
-            self._pending = Slot.decode(self._control.hear(self._leader))
+            self._pending = Slot.decode(self._control.receive_integer(self._leader))
         return self._pending
 
     # Issuing.

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from poplar.comm import Bucket, Communicator, Pending
+from poplar.comm import Bucket, Communicator, Work
 from poplar.comm.communicator import own_slice
 from poplar.zero.flat_parameter import FlatParameter
 from poplar.zero.strategy import Strategy
@@ -65,7 +65,7 @@ class LocalAccumulation(Strategy):
         super().free_gradient(flat)
         self._sums.pop(flat, None)
 
-    def _reduction(self, flat: FlatParameter, *, narrow: bool) -> Pending:
+    def _reduction(self, flat: FlatParameter, *, narrow: bool) -> Work:
         bucket = sums = self._sums[flat]
         if narrow:
             bucket = self.comm.buffer(flat.layout, self.codec.wire_dtype, flat.device, self.codec)

@@ -8,8 +8,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from poplar.comm import Communicator, Pending
-from poplar.comm.communicator import Finished
+from poplar.comm import Communicator, Work
+from poplar.comm.communicator import CallbackWork
 from poplar.comm.shard_layout import Layout
 from poplar.zero.flat_parameter import FlatParameter, layout_on_rank
 from poplar.zero.gradient_accumulation import LocalAccumulation
@@ -44,15 +44,15 @@ class Replicated(LocalAccumulation):
 
     def __init__(self, comm: Communicator, reduce_dtype: torch.dtype) -> None:
         super().__init__(comm, reduce_dtype)
-        self._gathering: list[Pending] = []
+        self._gathering: list[Work] = []
 
     def begin_step(self) -> None:
         super().begin_step()
         self._wait_for_gathers()  # left over if the previous step failed
 
-    def _reduction(self, flat: FlatParameter, *, narrow: bool) -> Pending:
+    def _reduction(self, flat: FlatParameter, *, narrow: bool) -> Work:
         """Starts the all-gather when it ends, overlapping with the next reductions."""
-        return Finished(super()._reduction(flat, narrow=narrow), partial(self._gather, flat))
+        return CallbackWork(super()._reduction(flat, narrow=narrow), partial(self._gather, flat))
 
     def _gather(self, flat: FlatParameter) -> None:
         what = f"the gradients of {flat.name}"

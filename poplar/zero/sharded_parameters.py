@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from poplar.comm import Communicator, Pending
+from poplar.comm import Communicator, Work
 from poplar.comm.shard_layout import Layout
 from poplar.zero.flat_parameter import FlatParameter
 from poplar.zero.sharded_gradients import ShardedGradients
@@ -34,7 +34,7 @@ class ShardedParameters(ShardedGradients):
 
     def __init__(self, comm: Communicator, reduce_dtype: torch.dtype) -> None:
         super().__init__(comm, reduce_dtype)
-        self._gathering: dict[Unit, list[Pending]] = {}
+        self._gathering: dict[Unit, list[Work]] = {}
         self._unsharded_persistent: dict[Unit, None] = {}
         """Persistent units that are unsharded in this step, in that order."""
 
@@ -69,7 +69,7 @@ class ShardedParameters(ShardedGradients):
         # Allocate before sending: if memory runs out, the slot can be issued again.
         for flat in unit.flats:
             flat.values.untyped_storage().resize_(flat.numel * flat.values.element_size())
-        pending: list[Pending] = []
+        pending: list[Work] = []
         for flat in unit.flats:
             what = f"the unshard of unit {unit.name}"
             pending.append(
@@ -100,7 +100,7 @@ class ShardedParameters(ShardedGradients):
             self.reshard(unit)
 
     def wait_for_readers(self, flat: FlatParameter) -> None:
-        self.comm.guard(flat.shard)
+        self.comm.wait_for_readers(flat.shard)
 
     def publish_update(self, units: Sequence[Unit]) -> None:
         """Nothing to send: the next unshard sends the new shards."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from poplar import ops
-from poplar.comm import Codec, Communicator, Pending
+from poplar.comm import Codec, Communicator, Work
 from poplar.comm.shard_layout import Layout
 from poplar.zero.flat_parameter import FlatParameter
 from poplar.zero.unit import Unit
@@ -41,7 +41,7 @@ class Strategy(ABC):
 
         Changed between steps, equally on all ranks. Unused where parameters are not sharded.
         """
-        self._pending: deque[Pending] = deque()
+        self._pending: deque[Work] = deque()
         self._allocated: set[FlatParameter] = set()
 
     def prepare(self, units: Sequence[Unit]) -> None:
@@ -166,7 +166,7 @@ class Strategy(ABC):
         self.wait_for_readers(flat)
         flat.shard.copy_(flat.values[flat.owned[0] : flat.owned[1]])
 
-    def wait(self, pending: Pending) -> None:
+    def wait(self, pending: Work) -> None:
         self.waited += pending.wait()
 
     def _limit_in_flight(self) -> None:

@@ -41,7 +41,7 @@ class LargeOperators(TorchDispatchMode):
 MODEL = {"aten.mm", "aten.t"}
 NOT_READ = {"aten.slice", "aten.view", "aten.detach", "aten.unbind", "aten.new_empty"}
 MESSAGES = {"c10d.send", "c10d.recv_"}
-SUMS = {"poplar.rank_sum_", "poplar.rank_sum_claimed_"}
+SUMS = {"poplar.rank_sum_", "poplar.rank_sum_chunks_"}
 
 
 def large_operators(
