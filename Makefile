@@ -53,12 +53,22 @@ $(VENV)/.poplar-built: $(VENV)/.poplar-dependencies pyproject.toml $(NATIVE_SOUR
 	@touch $@
 
 .PHONY: test
-test: setup ## Run all tests
+test: setup ## Run the tests that every change has to pass (8 minutes on 2 cores)
 	$(BIN)/python -m pytest -q $(TEST_FLAGS)
+
+.PHONY: test-all
+test-all: setup ## Run all tests: full parameter products, long random runs, a fresh installation
+	$(BIN)/python -m pytest -q --full $(TEST_FLAGS)
 
 .PHONY: demo
 demo: setup ## Train a Llama on four CPU ranks of unequal speed: an even plan against a planned one
 	$(BIN)/python examples/demo.py $(DEMO_FLAGS)
+
+.PHONY: docs
+docs: setup ## Build the documentation site into build/site; fails on any warning
+	@$(BIN)/python -c 'import material, mkdocs, mkdocstrings_handlers.python' 2>/dev/null \
+	  || $(PIP) --no-build-isolation -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 .PHONY: peers
 peers: $(VENV)/.poplar-peers ## Install what benchmarks/train.py is held against: DeepSpeed (DDP and FSDP2 are torch's)

@@ -41,18 +41,18 @@ ENGINE = [
         for stage in STAGES
     ),
     "distributed/test_exact_steps.py::test_random_plans_equal_one_process_on_the_whole_batch",
-    "distributed/test_exact_steps.py::test_any_number_of_ranks",
-    "distributed/test_exact_steps.py::test_bf16_parameters_stay_within_their_rounding",
-    "distributed/test_exact_steps.py::test_without_a_plan_batches_may_differ_all_the_same",
-    "distributed/test_same_bits.py::test_other_shares_give_the_same_bits",
-    "distributed/test_persistent_units.py::test_steps_equal_one_process_and_keeping_changes_no_bit",
+    "distributed/test_exact_steps.py::test_steps_are_exact_on_any_number_of_ranks",
+    "distributed/test_exact_steps.py::test_bf16_parameters_are_within_their_rounding",
+    "distributed/test_exact_steps.py::test_ranks_may_have_different_batches_without_a_plan",
+    "distributed/test_same_bits.py::test_shares_do_not_change_the_bits",
+    "distributed/test_persistent_units.py::test_steps_are_exact_and_persistent_units_change_no_bit",
     "integration/test_ecosystem.py::test_scaled_gradients_are_exact",
     *(
-        f"integration/test_ecosystem.py::test_an_overflow_on_one_rank_skips_the_step_on_all[{case}-{stage}]"
+        f"integration/test_ecosystem.py::test_overflow_on_one_rank_skips_the_step_on_all[{case}-{stage}]"
         for case in OVERFLOWS
         for stage in STAGES
     ),
-    "integration/test_everyday_surprises.py::test_fp16_on_a_rank_without_samples",
+    "integration/test_unusual_uses.py::test_fp16_on_rank_without_samples",
 ]
 NO_HOST_SYNC = ["distributed/test_no_host_synchronization.py", "-k", "for_a_gpu"]
 # A few tests of each kernel: every launch is many times slower under the sanitizer.

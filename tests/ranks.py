@@ -186,7 +186,7 @@ def _run_worker(
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     torch.set_num_threads(1)
     # Test models are tiny; otherwise all their blocks would form one unit.
-    unit.GATHERED_TOGETHER_BYTES = 0
+    unit.MERGED_UNIT_BYTES = 0
     _Worker.rank = own_rank
     _Worker.notes = Path(folder) / f"note-{own_rank}"
     if backend == "nccl" or os.environ.get("POPLAR_TEST_DEVICE") == "cuda":

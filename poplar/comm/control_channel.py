@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from poplar.comm.copies import to_bytes
 from poplar.comm.group import Group
 from poplar.comm.point_to_point import Channel, Exchange, Message, message_tag
 from poplar.comm.rendezvous import Rendezvous
@@ -59,7 +60,7 @@ class Control:
             received = self._exchange_in_memory(self._rendezvous, payload, what, sizes)()
         else:
             self._exchange_messages(payload, received, what).wait()
-        objects: list[Any] = [pickle.loads(bytes(data.numpy())) for data in received]
+        objects: list[Any] = [pickle.loads(to_bytes(data)) for data in received]
         return objects
 
     def broadcast_integer(self, value: int) -> None:

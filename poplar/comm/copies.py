@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from poplar import ops
@@ -27,3 +28,11 @@ def copy_except(target: Tensor, source: Tensor, low: int, high: int) -> None:
         copy(target[:low], source[:low])
     if high < source.numel():
         copy(target[high:], source[high:])
+
+
+def to_bytes(tensor: Tensor) -> bytearray:
+    """The bytes of a 1-D contiguous CPU tensor, without NumPy, which PyTorch does not require."""
+    copied = bytearray(tensor.numel() * tensor.element_size())
+    if copied:
+        torch.frombuffer(copied, dtype=torch.uint8).copy_(tensor.view(torch.uint8))
+    return copied

@@ -18,6 +18,7 @@ the CUDA library.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -450,7 +451,21 @@ def _load_cuda(file_name: str) -> Provider:
     return replace(provider, name=_TRITON)
 
 
+def _warn_if_not_built(provider: Provider) -> None:
+    """Warn once per job if the slower PyTorch versions replace operators that were not built."""
+    if provider.name == _PYTORCH and _CHOICE != "off" and os.environ.get("RANK", "0") == "0":
+        warnings.warn(
+            "Poplar was installed without its C++ operators for CPU, because the build did not "
+            "find torch >= 2.10. Slower PyTorch code computes the same results. To build the "
+            "operators, install torch first and then Poplar again: "
+            "pip install --force-reinstall --no-deps . (POPLAR_OPS=off silences this warning)",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
 _cpu_provider = _load("libpoplar_ops.so")
+_warn_if_not_built(_cpu_provider)
 _cuda_provider = _load_cuda("libpoplar_ops_cuda.so")
 
 native: bool = _cpu_provider.name == _CPP

@@ -16,8 +16,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
-import awake
 import emulation
+import idle_states
 from emulation import EmulatedCluster, EmulationUnavailable, Ranks
 
 BENCHMARKS = Path(emulation.__file__).parent
@@ -59,7 +59,7 @@ def test_a_rank_gets_its_part_of_a_core_and_no_more():
 def test_cores_are_asked_to_stay_awake_until_the_end_of_the_block(tmp_path, monkeypatch):
     requests = tmp_path / "cpu_dma_latency"
     requests.touch()
-    monkeypatch.setattr(awake, "REQUESTS", requests)
+    monkeypatch.setattr(idle_states, "REQUESTS", requests)
     core = min(os.sched_getaffinity(0))
     with EmulatedCluster.core_sharing((core, core)):
         assert requests.read_bytes() == struct.pack("i", 0)
@@ -72,23 +72,23 @@ def open_files() -> list[Path]:
 
 
 def test_where_cores_may_sleep_the_ranks_run_all_the_same(tmp_path, monkeypatch):
-    monkeypatch.setattr(awake, "REQUESTS", tmp_path / "there is none")
+    monkeypatch.setattr(idle_states, "REQUESTS", tmp_path / "there is none")
     core = min(os.sched_getaffinity(0))
     with EmulatedCluster.core_sharing((core, core)) as ranks:
-        assert len(ranks.seats) == 2
+        assert len(ranks.placements) == 2
 
 
 @needs_quotas
 def test_no_group_is_left_behind():
     with EmulatedCluster.quotas((0.5, 0.5)) as ranks:
-        groups = [seat.group for seat in ranks.seats]
+        groups = [placement.group for placement in ranks.placements]
         assert all(group.is_dir() for group in groups)
     assert not any(group.exists() for group in groups)
 
 
 def fail_beside_a_process_in_its_group(process: subprocess.Popen) -> None:
     with EmulatedCluster.quotas((0.5,)) as ranks:
-        group = ranks.seats[0].group
+        group = ranks.placements[0].group
         (group / "cgroup.procs").write_text(str(process.pid))
         raise KeyError(str(group))
 
@@ -112,7 +112,7 @@ def test_no_group_is_left_behind_by_a_run_that_is_killed(end):
     program = (
         "import sys, time; from emulation import EmulatedCluster\n"
         "with EmulatedCluster.quotas((0.5, 0.5)) as ranks:\n"
-        "    print(*(seat.group for seat in ranks.seats), flush=True)\n"
+        "    print(*(placement.group for placement in ranks.placements), flush=True)\n"
         "    ranks.enter(0)\n"
         "    time.sleep(60)\n"
     )
@@ -203,7 +203,7 @@ def test_cores_that_are_not_ours_are_refused(cores):
 
 def test_a_rank_that_does_not_exist_is_refused():
     with pytest.raises(ValueError, match="rank 2: this emulated cluster has ranks 0 to 1"):
-        Ranks((emulation.CoreSeat(0), emulation.CoreSeat(0))).enter(2)
+        Ranks((emulation.CorePlacement(0), emulation.CorePlacement(0))).enter(2)
 
 
 def fake_machine(folder: Path, mounts: str, groups: str) -> Path:
