@@ -27,7 +27,7 @@ if TYPE_CHECKING:
         ModelProfile,
         NetworkProfile,
     )
-    from poplar.profiler.cluster_profiler import profile_cluster
+    from poplar.profiling import profile_cluster
     from poplar.simulator.event_engine import simulate
     from poplar.simulator.timeline import Timeline
     from poplar.tuning import Tuned, autotune, tune
@@ -64,7 +64,7 @@ _HOME = {
     "autotune": "poplar.tuning",
     "explain": "poplar.planner.explain",
     "predict": "poplar.planner.prediction",
-    "profile_cluster": "poplar.profiler.cluster_profiler",
+    "profile_cluster": "poplar.profiling",
     "search": "poplar.planner.search",
     "simulate": "poplar.simulator.event_engine",
     "split_stream": "poplar.data.stream",

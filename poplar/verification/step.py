@@ -23,7 +23,7 @@ from poplar.data import pytree
 from poplar.errors import CollectiveTimeout, RankFailed
 from poplar.optimizer import HeteroZeroOptimizer
 from poplar.plan import Plan
-from poplar.profiler.preserved_state import parameters_kept, surroundings_kept
+from poplar.profiler.preserved_state import model_preserved, parameters_preserved
 from poplar.verification.one_process import (
     Gradient,
     OneProcess,
@@ -102,8 +102,8 @@ def verify(
 
     with (
         _preserve_frozen(model),
-        surroundings_kept(model, device),
-        parameters_kept(model, to_host=True),
+        model_preserved(model, device),
+        parameters_preserved(model, to_host=True),
     ):
         before = {parameter.dtype for parameter in model.parameters()}
         optimizer = HeteroZeroOptimizer(
@@ -134,7 +134,7 @@ def verify(
             ),
             tolerance=Tolerance.of(*dtypes, reduce_dtype, relative=rtol),
         )
-        with surroundings_kept(model, device):
+        with model_preserved(model, device):
             planned = both.run_plan(optimizer, batch)
         casts = compute_dtype != "auto" or dtypes != before
         alone = _cast(batch, dtypes) if casts else batch
@@ -218,10 +218,10 @@ class _Comparison:
     def _compare(self, planned: Gradient, batch: Any, micro_batch: int) -> Verification:
         process, model = self.process, self.process.model
         device = next(model.parameters()).device
-        with surroundings_kept(model, device):
+        with model_preserved(model, device):
             alone = process.gradient(batch, micro_batch)
         sample = split_into(batch, alone.micro_batch)[0]
-        with surroundings_kept(model, device):
+        with model_preserved(model, device):
             notes = find_batch_dependence(process, sample, self.tolerance)
         expected = {name: value.cpu() for name, value in alone.gradients.items()}
         return Verification(

@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from poplar import Plan
-from poplar.profiler.engine_steps import Observation
-from poplar.profiler.passes import error_of_median
-from poplar.profiler.trial_runs import Trials
+from poplar.curve import error_of_median
+from poplar.observation import Observation, Trials
 
 PLANS = [Plan.manual(sizes, stage=1) for sizes in ((5, 3), (6, 2), (7, 1))]
 FAST, MIDDLE, SLOW = PLANS
