@@ -60,12 +60,23 @@ test: setup ## Run the tests that every change has to pass (8 minutes on 2 cores
 test-all: setup ## Run all tests: full parameter products, long random runs, a fresh installation
 	$(BIN)/python -m pytest -q --full $(TEST_FLAGS)
 
+# An environment per version, so that .venv stays as it is. With CUDA builds of torch it takes several GB.
+COMPAT := build/compat/$(subst /,_,$(TORCH))
+
+.PHONY: compat
+compat: ## Run the tests in an environment of its own with another PyTorch: make compat TORCH=torch==2.10.0
+	$(PYTHON) -m venv $(COMPAT)
+	$(COMPAT)/bin/python -m pip --disable-pip-version-check -q install $(PIP_FLAGS) '$(TORCH)'
+	$(COMPAT)/bin/python -m pip --disable-pip-version-check -q install $(PIP_FLAGS) '.[dev]' '$(TORCH)'
+	$(COMPAT)/bin/python -c 'import torch; from poplar import ops; print("torch", torch.__version__, ops.describe())'
+	$(COMPAT)/bin/python -m pytest -q -p no:cacheprovider $(TEST_FLAGS)
+
 .PHONY: demo
 demo: setup ## Train a Llama on four CPU ranks of unequal speed: an even plan against a planned one
 	$(BIN)/python examples/demo.py $(DEMO_FLAGS)
 
 .PHONY: peers
-peers: $(VENV)/.poplar-peers ## Install what benchmarks/train.py is held against: DeepSpeed (DDP and FSDP2 are torch's)
+peers: $(VENV)/.poplar-peers ## Install what benchmarks/train.py compares with: DeepSpeed (DDP and FSDP2 come with torch)
 
 # It builds nothing, needs the torch that is there, and must not bring another one.
 $(VENV)/.poplar-peers: $(VENV)/.poplar-built
