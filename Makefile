@@ -67,7 +67,7 @@ COMPAT := build/compat/$(subst /,_,$(TORCH))
 compat: ## Run the tests in an environment of its own with another PyTorch: make compat TORCH=torch==2.10.0
 	$(PYTHON) -m venv $(COMPAT)
 	$(COMPAT)/bin/python -m pip --disable-pip-version-check -q install $(PIP_FLAGS) '$(TORCH)'
-	$(COMPAT)/bin/python -m pip --disable-pip-version-check -q install $(PIP_FLAGS) '.[dev]' '$(TORCH)'
+	$(COMPAT)/bin/python -m pip --disable-pip-version-check -q install $(PIP_FLAGS) -C build-dir=$(COMPAT)/cmake -e '.[dev]' '$(TORCH)'
 	$(COMPAT)/bin/python -c 'import torch; from poplar import ops; print("torch", torch.__version__, ops.describe())'
 	$(COMPAT)/bin/python -m pytest -q -p no:cacheprovider $(TEST_FLAGS)
 

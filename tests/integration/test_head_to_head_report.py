@@ -523,6 +523,6 @@ def test_results_say_where_they_come_from_and_list_what_is_short():
     text = "\n".join(markdown(rows))
     for said in (rows[0].device, rows[0].versions, rows[0].commit, rows[0].day):
         assert said in text
-    short = text[text.index("## What falls short") : text.index("## Thresholds")]
+    short = text[text.index("## Missed thresholds") : text.index("## Thresholds")]
     assert "2:1:1, stage 3: over DeepSpeed not measured (>= 1.4, short)" in short
     assert all(one.entrant in text for one in rows)

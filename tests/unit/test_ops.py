@@ -400,6 +400,7 @@ def test_pack_leaves_the_block_sums_of_what_it_wrote(device, dtype, accumulate, 
     assert_same_bits(sums, plain_ops.block_sums_of_squares(bucket))
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_pack_takes_more_than_2_to_the_31_elements(device):
     """One gradient, many times over, so that the bucket alone is large."""
@@ -850,6 +851,7 @@ def test_cuda_operators_compile_and_round_every_product(device, tmp_path, source
     assert "fma.rn.f" not in code
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_cuda_kernels_compile_for_every_architecture_of_the_toolkit(device, tmp_path):
     """All kernels in one file, without PyTorch's headers, which would be read once for each."""
