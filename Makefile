@@ -75,6 +75,12 @@ compat: ## Run the tests in an environment of its own with another PyTorch: make
 demo: setup ## Train a Llama on four CPU ranks of unequal speed: an even plan against a planned one
 	$(BIN)/python examples/demo.py $(DEMO_FLAGS)
 
+.PHONY: docs
+docs: setup ## Build the documentation site into build/site; fails on any warning
+	@$(BIN)/python -c 'import material, mkdocs, mkdocstrings_handlers.python' 2>/dev/null \
+	  || $(PIP) --no-build-isolation -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 .PHONY: peers
 peers: $(VENV)/.poplar-peers ## Install what benchmarks/train.py compares with: DeepSpeed (DDP and FSDP2 come with torch)
 

@@ -1,7 +1,7 @@
-"""Other trainers on Poplar's transport: DDP, FSDP2 and DeepSpeed on `cpu:poplar` and on gloo.
+"""DDP, FSDP2 and DeepSpeed on Poplar's `cpu:poplar` backend and on gloo.
 
-Equal ranks, each with a core of its own; the same model, data and settings; turn by turn. Losses
-must agree, steps should be faster.
+Equal ranks with one core each; the same model, data and settings; interleaved measurements. Losses
+must agree.
 
     make peers                                             # DeepSpeed, once
     python benchmarks/backends.py --output rows.jsonl
@@ -40,7 +40,7 @@ STEPS_A_TURN = 5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One line of `--output`: one engine on both backends. The dataclass is the schema."""
+    """One row of `--output`: one engine on both backends. This class is the schema."""
 
     benchmark: str
     engine: str
@@ -48,14 +48,14 @@ class Row:
     ranks: int
     global_batch: int
     gloo_seconds: float
-    """Of a step, from the end of the one before to its own on the slowest rank; median."""
+    """Median seconds of a step, between the ends of consecutive steps on the slowest rank."""
     poplar_seconds: float
     faster: float
-    """The one over the other."""
+    """`gloo_seconds / poplar_seconds`."""
     loss_difference: float
-    """Largest, over all steps and ranks."""
+    """The largest over all steps and ranks."""
     steps: int
-    """That counted, on each backend."""
+    """Measured steps on each backend."""
     device: str
     versions: str
     commit: str
@@ -63,9 +63,9 @@ class Row:
 
 
 def main() -> None:
-    """Engine by engine; those that are not installed are named."""
+    """Measure every engine; print the error of those that are not installed."""
     options = parse_options()
-    os.environ["OMP_NUM_THREADS"] = "1"  # a rank is one thread
+    os.environ["OMP_NUM_THREADS"] = "1"  # one thread per rank
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
     task = Task(size=options.size, global_batch=options.samples * 2)
     rows = []
@@ -152,12 +152,14 @@ def measure(open_cluster: OpenCluster, task: Task, provider: str, stage: int, ro
 
 
 def parse_options() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--size", default="demo", help="of the Llama (default: demo)")
-    parser.add_argument("--samples", type=int, default=8, help="per rank and step (default: 8)")
-    parser.add_argument("--rounds", type=int, default=6, help="of turns (default: 6)")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="append one JSON row each")
+    parser.add_argument("--size", default="demo", help="size of the Llama model (default: demo)")
+    parser.add_argument(
+        "--samples", type=int, default=8, help="samples per rank and step (default: 8)"
+    )
+    parser.add_argument("--rounds", type=int, default=6, help="rounds of measurements (default: 6)")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="append the rows as JSON lines")
     options = parser.parse_args()
     for name in ("samples", "rounds"):
         if getattr(options, name) < 1:

@@ -1,25 +1,83 @@
-"""How bytes, seconds and ranks are written in messages and tables: each in one place."""
+"""How messages, tables and reports write numbers: few digits, always with a unit."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from itertools import groupby
 
+_BYTE_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
+
+_DECIMALS = {"GiB": 2, "MiB": 1, "KiB": 1, "B": 0}
 _MAX_RUNS = 6
-"""Runs of consecutive ranks that are written out; beyond, only their number and the range."""
+"""Runs of consecutive ranks that are listed; of more, only the number and the range."""
 
 
-def format_bytes(count: float) -> str:
-    """Bytes as a person reads them."""
-    return f"{count / 2**30:.2f} GiB" if count >= 2**28 else f"{count / 2**20:.1f} MiB"
+def format_bytes(count: float, *, round_up: bool = False) -> str:
+    """`1.50 GiB`, `20.0 MiB`, `19.5 KiB`, `12 B`.
+
+    Args:
+        count: bytes.
+        round_up: never write less than `count`, for amounts that have to be enough.
+    """
+    unit, factor = byte_unit(count)
+    decimals, scaled = _DECIMALS[unit], count / factor
+    if round_up:
+        scaled = math.ceil(scaled * 10**decimals) / 10**decimals
+    return f"{scaled:.{decimals}f} {unit}"
+
+
+def byte_unit(count: float) -> tuple[str, int]:
+    """The unit in which this many bytes are written, and its bytes."""
+    units = (unit for unit in _BYTE_UNITS if abs(count) >= unit[1])
+    return next(units, _BYTE_UNITS[-1])
+
+
+def format_usage(used: float, limit: float) -> str:
+    """`3.10 of 8.00 GiB`, or `700.0 MiB of 8.00 GiB` where the units differ."""
+    used_text, limit_text = format_bytes(used), format_bytes(limit)
+    number, _, unit = used_text.partition(" ")
+    return f"{number if limit_text.endswith(f' {unit}') else used_text} of {limit_text}"
 
 
 def format_seconds(seconds: float) -> str:
-    """Seconds as a person reads them."""
-    return f"{seconds:.3g} s" if seconds >= 0.1 else f"{1000 * seconds:.3g} ms"
+    """`123 s`, `1.05 s`, `48.2 ms`, `90 µs`."""
+    size = abs(seconds)
+    if size >= 100:
+        return f"{seconds:.0f} s"
+    if size >= 0.1:
+        return f"{seconds:.3g} s"
+    return f"{1e3 * seconds:.3g} ms" if size >= 1e-4 or not size else f"{1e6 * seconds:.3g} µs"
+
+
+def format_percent(fraction: float) -> str:
+    """`95 %`."""
+    return f"{100 * fraction:.0f} %"
+
+
+def format_signed_percent(fraction: float) -> str:
+    """`+12 %`, `-0.4 %`: whole percents from 10 % on, else one decimal."""
+    percent = 100 * fraction
+    text = f"{percent:+.0f} %" if abs(percent) >= 9.95 else f"{percent:+.1f} %"
+    return "+0.0 %" if text == "-0.0 %" else text
+
+
+def format_count(value: float) -> str:
+    """`4.7 million`, `512`."""
+    for name, factor in (("billion", 1e9), ("million", 1e6)):
+        if value >= factor:
+            return f"{value / factor:.1f} {name}"
+    return f"{value:,.0f}"
+
+
+def format_passes(sizes: Sequence[int]) -> str:
+    """The micro-batches of one rank: `(3, 8, 8)` is `1x3 + 2x8`."""
+    runs = [f"{len(list(run))}x{size}" for size, run in groupby(sizes)]
+    return " + ".join(runs) or "none"
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
-    """Ranks as a person writes them: `rank 3`, `ranks 0-2, 5`, `1000 ranks from 0 to 1998`."""
+    """`rank 3`, `ranks 0-2, 5`, `1000 ranks from 0 to 1998`."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][-1] + 1:

@@ -6,10 +6,15 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
 
-from poplar.formatting import format_seconds
+from poplar.formatting import (
+    format_bytes,
+    format_passes,
+    format_percent,
+    format_seconds,
+    format_usage,
+)
 
 _ROWS_BEFORE_COLLAPSING = 32
-_GIB, _MIB = 2**30, 2**20
 
 
 class Column(NamedTuple):
@@ -24,7 +29,7 @@ def planned(micro_batches: Sequence[Sequence[int]], shares: Sequence[float]) -> 
     """What every plan says: samples, passes and share of each rank."""
     return [
         Column("samples", tuple(str(sum(passes)) for passes in micro_batches)),
-        Column("passes", tuple(map(_passes, micro_batches)), to_the_left=True),
+        Column("passes", tuple(map(format_passes, micro_batches)), to_the_left=True),
         Column("share", tuple(f"{100 * share:.1f} %" for share in shares)),
     ]
 
@@ -40,8 +45,8 @@ def predicted(prediction: Mapping[str, Any], ranks: int) -> list[Column]:
     columns: list[Column] = []
     for title, what, show in (
         ("compute", "compute_seconds", format_seconds),
-        ("memory", "memory_bytes", _readable_memory),
-        ("busy", "busy_fraction", lambda fraction: f"{100 * fraction:.0f} %"),
+        ("memory", "memory_bytes", _format_memory),
+        ("busy", "busy_fraction", format_percent),
     ):
         values = _by_rank(prediction, what, ranks)
         if what == "memory_bytes" and values:
@@ -82,16 +87,9 @@ def lines(columns: Sequence[Column]) -> list[str]:
     ]
 
 
-def _readable_memory(needed_and_limit: tuple[float, float | None]) -> str:
+def _format_memory(needed_and_limit: tuple[float, float | None]) -> str:
     needed, limit = needed_and_limit
-    (shown, unit), whole = _sized(needed), "" if limit is None else " ".join(_sized(limit))
-    if not whole:
-        return f"{shown} {unit}"
-    return f"{shown} of {whole}" if whole.endswith(unit) else f"{shown} {unit} of {whole}"
-
-
-def _sized(size: float) -> tuple[str, str]:
-    return (f"{size / _GIB:.1f}", "GiB") if size >= _GIB else (f"{size / _MIB:.0f}", "MiB")
+    return format_bytes(needed) if limit is None else format_usage(needed, limit)
 
 
 def _by_rank(prediction: Mapping[str, Any], what: str, ranks: int) -> list[Any]:
@@ -111,9 +109,3 @@ def _numbered(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
         collapsed.append((str(first) if first == last else f"{first}-{last}", *row))
         first = last + 1
     return collapsed
-
-
-def _passes(passes: Sequence[int]) -> str:
-    """Passes as a person writes them: `(3, 8, 8)` is `1x3 + 2x8`."""
-    runs = [f"{len(list(alike))}x{size}" for size, alike in groupby(passes)]
-    return " + ".join(runs) or "none"

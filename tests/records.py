@@ -1,4 +1,4 @@
-"""Run records that no machine has to be measured for: what the tests of the report draw."""
+"""Synthetic run records for the tests of the report."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from poplar.profile import BatchPoint, ClusterProfile, DeviceProfile, ModelProfi
 from poplar.report import Neighbour, Run, RunRecord, Span
 
 SPEEDS = (33.0, 11.6, 11.2, 10.6)
-"""Samples per second of four ranks: one alone on its core, three on another."""
+"""Samples per second of four ranks: one has a core of its own, three share another."""
 STEPS = 30
 COMMUNICATION = 0.022
 
@@ -19,7 +19,7 @@ COMMUNICATION = 0.022
 def synthetic_record(
     speeds: Sequence[float] = SPEEDS, stage: int = 0, names: Sequence[str] | None = None
 ) -> RunRecord:
-    """An even run and a chosen one, both traced, with neighbours; always the same."""
+    """An even and a planned run, both traced, with similar plans; deterministic."""
     noise = random.Random(0)
     names = names or ["AMD EPYC 9B45"] * len(speeds)
     profile = cluster(speeds, names)
@@ -96,7 +96,7 @@ def slowest(plan: Plan, speeds: Sequence[float]) -> float:
 
 
 def traced(plan: Plan, speeds: Sequence[float]) -> Iterator[list[Span]]:
-    """Passes one after another, one meeting at the end, then the optimizer."""
+    """Consecutive passes, one synchronization at the end, then the optimizer step."""
     begin = 1_000.0
     ends = [plan.samples(r) / speed + 0.012 for r, speed in enumerate(speeds)]
     for rank, speed in enumerate(speeds):
@@ -112,7 +112,7 @@ def traced(plan: Plan, speeds: Sequence[float]) -> Iterator[list[Span]]:
 
 
 def move(plan: Plan, source: int, target: int) -> Plan | None:
-    """`plan` with one sample of rank `source` at rank `target`."""
+    """`plan` with one sample moved from rank `source` to rank `target`."""
     passes = [list(sizes) for sizes in plan.micro_batches]
     if source == target or not passes[source] or not passes[target] or not passes[source][-1]:
         return None

@@ -10,18 +10,18 @@ namespace {
 constexpr double kNever = std::numeric_limits<double>::infinity();
 constexpr double kRounding = 1e-12;
 
-// What covers are made of: parts that hold up to `sizes[i]`, and what they take.
+// The parts of a cover: each holds up to `sizes[i]` and costs `costs[i]` or `dearest[i]`.
 struct Parts {
   const std::vector<std::int64_t>& sizes;
   const std::vector<double>& costs;
   const std::vector<double>& dearest;
 
-  // The least part that holds so many.
+  // The smallest part that holds this many.
   std::size_t holding(std::int64_t many) const {
     return std::lower_bound(sizes.begin(), sizes.end(), many) - sizes.begin();
   }
 
-  // Of two sizes, so many parts each; one of them is the dearer one.
+  // The cost of `many` parts of `size` and `others` parts of `other`, one of which is expensive.
   double cost(std::int64_t size, std::int64_t many, std::int64_t other, std::int64_t others) const {
     double sum = 0.0;
     double more = kNever;
@@ -36,8 +36,7 @@ struct Parts {
   }
 };
 
-// The cheapest of the covers by parts that differ by at most 1, or by equal ones and one for the
-// rest: for each size as many parts as it needs.
+// The cheapest cover by parts that differ by at most 1, or by equal parts and one for the rest.
 double cheapest_even_cover(const Parts& parts, std::int64_t total) {
   double cheapest = kNever;
   for (const std::int64_t size : parts.sizes) {
@@ -52,8 +51,8 @@ double cheapest_even_cover(const Parts& parts, std::int64_t total) {
   return cheapest;
 }
 
-// Parts that waste no more than is of interest, by what they waste: a part of m takes at least m
-// times the best rate, and what it takes beyond is waste.
+// Parts that waste at most `most_waste`, in the order of their waste. A part of size m costs at
+// least m times the best rate; the cost beyond that is its waste.
 std::vector<std::pair<double, std::int64_t>> thrifty(const std::vector<std::int64_t>& sizes,
                                                      const std::vector<double>& costs, double rate,
                                                      double most_waste) {
@@ -103,15 +102,15 @@ std::pair<double, std::vector<std::int64_t>> cheapest_cover(const std::vector<st
   if (sizes.empty() || costs.size() != sizes.size() || dearest.size() != sizes.size() ||
       sizes.front() < 1 || total < 1) {
     throw std::invalid_argument(
-        "cheapest_cover: parts of 1 or more, two costs for each, and a total of 1 or more");
+        "cheapest_cover needs sizes of at least 1, two costs for each, and a total of at least 1");
   }
   const Parts parts{sizes, costs, dearest};
   double rate = kNever;
   for (std::size_t part = 0; part < sizes.size(); ++part) {
     rate = std::min(rate, costs[part] / static_cast<double>(sizes[part]));
   }
-  // A cover that wastes more than a known one is none of the cheapest: few parts and few partial
-  // sums remain, and the dynamic programme runs over those.
+  // A cover with more waste than a known one is not the cheapest. So the dynamic program only has
+  // to consider few parts and few partial sums.
   const double known = cheapest_even_cover(parts, total);
   const double most_waste = known - rate * static_cast<double>(total) + kRounding * known;
   std::vector<double> wasted(total + 1, kNever);
@@ -141,11 +140,11 @@ std::pair<double, std::vector<std::int64_t>> cheapest_cover(const std::vector<st
   std::vector<std::int64_t> found;
   for (std::int64_t held = total; held > 0; held -= added[held]) {
     if (added[held] == 0) {
-      throw std::invalid_argument("cheapest_cover: no parts hold the total");
+      throw std::invalid_argument("cheapest_cover: no parts of finite cost add up to the total");
     }
     found.push_back(added[held]);
   }
-  std::sort(found.begin(), found.end() - 1);  // the last is the one that was laid down first
+  std::sort(found.begin(), found.end() - 1);  // the last is the expensive part
   double seconds = dearest[parts.holding(found.back())];
   for (std::size_t place = 0; place + 1 < found.size(); ++place) {
     seconds += costs[parts.holding(found[place])];

@@ -1,4 +1,4 @@
-"""Copies between flat tensors, each by what is fastest for its size."""
+"""Copies between flat tensors, by the faster method for their size."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from torch import Tensor
 
 from poplar import ops
 
-_LARGE = 1 << 22
-"""Bytes from which the operator writes past the caches; below, torch's own call is cheaper."""
+_STREAMING_BYTES = 1 << 22
+"""From this size on, non-temporal stores (`ops.copy_`) are faster than torch's own copy."""
 
 
 def copy(target: Tensor, source: Tensor) -> None:
-    """`target.copy_(source)`; both 1-D, contiguous, of one dtype and size."""
-    if target.numel() * target.element_size() < _LARGE:
+    """`target.copy_(source)` for 1-D contiguous tensors of the same dtype and size."""
+    if target.numel() * target.element_size() < _STREAMING_BYTES:
         target.copy_(source)
     else:
         ops.copy_(target, source)
 
 
-def copy_around(target: Tensor, source: Tensor, low: int, high: int) -> None:
-    """Copy everything but `[low, high)`."""
+def copy_except(target: Tensor, source: Tensor, low: int, high: int) -> None:
+    """Copy all elements except `[low, high)`."""
     if low == high:
         copy(target, source)
         return

@@ -1,7 +1,7 @@
-"""Will these ranks work together? Answered before their first collective, which may hang instead.
+"""Whether the ranks of a job can train together, before their first collective, which might hang.
 
-Every rank says what it is (`facts`), and all of them get the same report. A *problem* is what
-training fails or hangs on, *advice* what makes it slower or may surprise.
+Every rank collects facts about itself, and all ranks get the same report. A *problem* makes
+training fail or hang; *advice* is about what makes it slower or may surprise.
 """
 
 from poplar.doctor.examination import examine

@@ -1,7 +1,7 @@
-"""Bring together what every rank says of itself, without a collective.
+"""Exchange the facts of all ranks through the launcher's store, without a collective.
 
-Ranks whose NCCL versions or kinds of device differ cannot even agree on that by a collective: it
-would hang. The launcher's store carries a few hundred bytes between any of them.
+Ranks with different NCCL versions or device types cannot compare them by a collective, because it
+would hang. The store always works, and carries a few hundred bytes per rank.
 """
 
 from __future__ import annotations
@@ -18,76 +18,77 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_
 from torch.distributed.rendezvous import rendezvous
 
 from poplar.doctor.checks import findings
-from poplar.doctor.facts import RankFacts, gather, own_device, own_world_size
+from poplar.doctor.facts import RankFacts, collect_facts, own_device, own_world_size
 from poplar.doctor.report import Report
-from poplar.doctor.words import named
 from poplar.errors import CollectiveTimeout
+from poplar.formatting import format_ranks
 
-_PATIENCE = timedelta(seconds=60)
+_TIMEOUT = timedelta(seconds=60)
 _GRACE = timedelta(seconds=5)
 
 _examinations = itertools.count()
 
 
-def examine(device: torch.device | None = None, *, timeout: timedelta = _PATIENCE) -> Report:
-    """Look at this rank, and where a launcher or a process group says so, at all of them.
+def examine(device: torch.device | None = None, *, timeout: timedelta = _TIMEOUT) -> Report:
+    """Examine this rank, and all ranks of the job if there is a launcher or a process group.
 
-    Every rank of the job must call it, equally often. Sends nothing but a few hundred bytes through
-    the job's store; no collective, no process group.
+    Every rank of the job must call it, equally often. It uses the job's store only: no collective
+    and no process group.
 
     Args:
-        device: what this rank trains on; None: the CUDA device of its local rank, else the CPU.
+        device: of this rank; None: the CUDA device of its local rank, else the CPU.
         timeout: how long to wait for the other ranks.
 
     Raises:
-        CollectiveTimeout: some ranks did not report; names them.
+        CollectiveTimeout: some ranks did not report in time; names them.
     """
-    own = gather(own_device() if device is None else device)
-    everyone = (own,) if own_world_size() == 1 else _everyone(own, timeout)
-    return Report(ranks=everyone, findings=tuple(findings(everyone)))
+    own = collect_facts(own_device() if device is None else device)
+    ranks = (own,) if own_world_size() == 1 else _exchange(own, timeout)
+    return Report(ranks=ranks, findings=tuple(findings(ranks)))
 
 
-def _everyone(own: RankFacts, timeout: timedelta) -> tuple[RankFacts, ...]:
+def _exchange(own: RankFacts, timeout: timedelta) -> tuple[RankFacts, ...]:
     store = PrefixStore(f"poplar/doctor/{next(_examinations)}", _store(timeout))
     world = range(own_world_size())
     store.set(str(own.rank), json.dumps(own.to_dict()))
-    # Rank 0 may be the store: it waits longer, so that the others say themselves who is missing.
+    # Rank 0 may host the store: it waits longer, so that the other ranks can raise their own error.
     deadline = time.monotonic() + (timeout + _GRACE * (own.rank == 0)).total_seconds()
-    silent = [rank for rank in world if not _said(store, str(rank), deadline)]
-    if silent:
+    missing = [rank for rank in world if not _has_key(store, str(rank), deadline)]
+    if missing:
         raise CollectiveTimeout(
-            f"rank {own.rank}: {named(silent)} did not report within {timeout.total_seconds():g} "
-            "s; look at their logs, or whether they can reach MASTER_ADDR at all"
+            f"rank {own.rank}: {format_ranks(missing)} did not report within "
+            f"{timeout.total_seconds():g} s; check their logs, and whether they can reach "
+            "MASTER_ADDR"
         )
     reports = [RankFacts.from_dict(json.loads(store.get(str(rank)))) for rank in world]
-    _leave_together(store, own.rank)
+    _wait_for_readers(store, own.rank)
     return tuple(reports)
 
 
 def _store(timeout: timedelta) -> Store:
-    """The process group's, or the launcher's where there is no group yet."""
+    """The store of the process group, or the launcher's if there is no group yet."""
     return _get_default_store() if dist.is_initialized() else _launchers_store(timeout)
 
 
 @functools.cache
 def _launchers_store(timeout: timedelta) -> Store:
-    """Made once: rank 0 may have to listen where it listens already."""
+    """Cached: rank 0 cannot listen twice on one port."""
     store: Store = next(rendezvous("env://", timeout=timeout))[0]
     return store
 
 
-def _said(store: Store, key: str, deadline: float) -> bool:
+def _has_key(store: Store, key: str, deadline: float) -> bool:
     left = max(deadline - time.monotonic(), 0.01)
     try:
         store.wait([key], timedelta(seconds=left))
-    except RuntimeError:  # of several kinds: not every store has its own for a timeout
+    except RuntimeError:  # stores differ in their type of timeout error
         return False
     return True
 
 
-def _leave_together(store: Store, rank: int) -> None:
-    """Rank 0 may be the store: it stays until everybody has read."""
+def _wait_for_readers(store: Store, rank: int) -> None:
+    """Rank 0 may host the store: it stays until all ranks have read it."""
     if store.add("have read", 1) == own_world_size():
         store.set("all have read", "")
     if rank == 0:
-        _said(store, "all have read", time.monotonic() + _GRACE.total_seconds())
+        _has_key(store, "all have read", time.monotonic() + _GRACE.total_seconds())

@@ -1,7 +1,7 @@
-"""What one rank says of itself before ranks work together: versions, device, memory, who serves.
+"""Facts about one rank: versions, device, memory, operators and transport.
 
-Plain values, JSON both ways, so that `doctor` can compare ranks that may not even be able to
-understand each other's tensors. Gathering them makes no process group and sends nothing.
+Plain values with JSON both ways, so that ranks that cannot exchange tensors can still be compared.
+Collecting them makes no process group and sends nothing.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import platform
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -19,11 +19,12 @@ import torch.distributed as dist
 
 import poplar
 from poplar import ops
+from poplar.formatting import format_ranks
 from poplar.system import devices, host_limits
 from poplar.system.devices import DeviceInfo
 
-_ASKED_FOR = ("rich", "triton", "typer", "nvidia-ml-py")
-"""Packages that serve if they are there, by the names of their distributions."""
+_OPTIONAL_PACKAGES = ("triton", "nvidia-ml-py")
+"""Names of distributions."""
 
 _HOST_NAME_SETTINGS = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
@@ -34,72 +35,84 @@ class RankFacts:
 
     rank: int
     node: str
-    """Which of the launcher's nodes it is on; the host's name without a launcher."""
+    """The launcher's node number; without a launcher the host name."""
     device: DeviceInfo
     dtypes: tuple[str, ...]
-    """In which the device multiplies by itself, without emulation."""
+    """That the device multiplies without emulation."""
     versions: Mapping[str, str]
     """By name: poplar, python, torch, CUDA, NCCL, driver, ...; absent is "none"."""
     machine: str
-    """Architecture of the host's processor: "x86_64"."""
+    """Architecture of the host: "x86_64"."""
     operators: str
-    """What serves the engine's tensor operators, and why."""
+    """Which implementation of the tensor operators is used, and why."""
     native_operators: bool
     transport: str
-    """What carries tensors between ranks."""
+    """How tensors are sent between ranks; "none: ..." with the reason."""
     memory_bytes: int
-    """What this rank may use, if nothing else is started on its host."""
+    """That this rank may use, if nothing else is started on its host."""
     shared_memory_bytes: tuple[int, int] | None
     """Free and total of `/dev/shm`."""
     cores: int
-    """Of the host's processor, that this process may run on."""
+    """CPU cores that this process may run on."""
     threads: int
-    """Of its own, that torch computes with on the host's processor."""
+    """CPU threads that torch computes with in this process."""
     address: str
-    """What the host's own name resolves to; empty if to nothing, or nobody was asked."""
+    """What the host name resolves to; empty: to nothing, or there is one rank only."""
     interface: str
-    """The network interface that was asked for by environment; empty if none was."""
+    """The network interface from the environment variables; empty: none is set."""
     architectures: tuple[str, ...] = ()
-    """Which CUDA architectures this build of torch has kernels for."""
+    """CUDA architectures that this build of torch has kernels for."""
     may_share_device: bool = False
-    """Whether NCCL was told that several ranks use one device."""
+    """Whether NCCL_MULTI_RANK_GPU_ENABLE allows several ranks on one device."""
 
     def to_dict(self) -> dict[str, Any]:
-        """In JSON's types; `from_dict` gives it back."""
+        """These facts as JSON types; `from_dict` reads them."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> RankFacts:
-        """The facts that `to_dict` wrote, perhaps through JSON."""
+        """Read what `to_dict` wrote, possibly through JSON."""
         fields = _tuples(content)
         fields["device"] = DeviceInfo(**_tuples(content["device"]))
         return cls(**fields)
 
 
+def describe_values(ranks: Sequence[RankFacts], values: Sequence[str]) -> str:
+    """One value per rank as text: the value, or if they differ, each value with its ranks."""
+    groups: dict[str, list[int]] = {}
+    for facts, value in zip(ranks, values, strict=True):
+        groups.setdefault(value, []).append(facts.rank)
+    if len(groups) == 1:
+        return values[0]
+    return ", ".join(
+        f"{value or 'none'} ({format_ranks(members)})" for value, members in groups.items()
+    )
+
+
 def own_rank() -> int:
-    """This process's rank, by the process group or the launcher; 0 alone."""
+    """This process's rank, from the process group or the launcher; else 0."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank()
     return int(os.environ.get("RANK", "0"))
 
 
 def own_world_size() -> int:
-    """Ranks of this job, by the process group or the launcher; 1 alone."""
+    """The number of ranks, from the process group or the launcher; else 1."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size()
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def own_device() -> torch.device:
-    """The device that a launched process is meant to use: by its local rank, or the CPU."""
+    """The CUDA device of the local rank, or the CPU."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     return torch.device("cuda", local_rank % torch.cuda.device_count())
 
 
-def gather(device: torch.device) -> RankFacts:
-    """What this rank can say of itself. Makes a CUDA context on a CUDA device."""
+def collect_facts(device: torch.device) -> RankFacts:
+    """Collect the facts of this rank. Creates a CUDA context on a CUDA device."""
     info = devices.describe(device)
     ranks_on_host = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return RankFacts(
@@ -131,7 +144,7 @@ def _versions(info: DeviceInfo) -> dict[str, str]:
         "CUDA": torch.version.cuda or "none",
         "NCCL": _nccl_version(),
         "driver": info.driver or "none",
-        **{name: _installed(name) for name in _ASKED_FOR},
+        **{name: _installed(name) for name in _OPTIONAL_PACKAGES},
     }
 
 
@@ -159,7 +172,7 @@ def _transport(info: DeviceInfo) -> str:
 
 def _address() -> str:
     if own_world_size() == 1:
-        return ""  # nobody has to find this host, and asking a dead name server takes seconds
+        return ""  # not needed, and an unreachable name server takes seconds
     try:
         return socket.gethostbyname(socket.gethostname())
     except OSError:
@@ -167,7 +180,7 @@ def _address() -> str:
 
 
 def _tuples(content: Mapping[str, Any]) -> dict[str, Any]:
-    """JSON has lists where values are tuples."""
+    """Turn the lists of JSON into tuples."""
     return {
         name: tuple(value) if isinstance(value, list) else value for name, value in content.items()
     }

@@ -1,15 +1,15 @@
-"""What the doctor found: a problem or a piece of advice, about whom, and what to do."""
+"""One finding of the doctor: a problem or advice, the ranks, and the remedy."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from poplar.doctor.words import named
+from poplar.formatting import format_ranks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """One thing that was found, and what to do about it."""
+    """What was found, on which ranks, and what to do."""
 
     kind: str
     """`"problem"` or `"advice"`."""
@@ -18,4 +18,4 @@ class Finding:
     remedy: str
 
     def __str__(self) -> str:
-        return f"{self.kind}: {named(self.ranks)}: {self.what}; {self.remedy}"
+        return f"{self.kind}: {format_ranks(self.ranks)}: {self.what}; {self.remedy}"

@@ -1,30 +1,29 @@
-"""What an examination says, for people and for programs."""
+"""The result of an examination: facts of all ranks, findings, and the table of both."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from poplar.doctor.facts import RankFacts
+from poplar.doctor.facts import RankFacts, describe_values
 from poplar.doctor.finding import Finding
-from poplar.doctor.words import grouped, listed, size
+from poplar.formatting import format_bytes, format_usage
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """All ranks of a job, and what was found; equal on all of them."""
+    """The facts and findings of all ranks; equal on all ranks."""
 
     ranks: tuple[RankFacts, ...]
     findings: tuple[Finding, ...]
 
     @property
     def ok(self) -> bool:
-        """Whether nothing was found that training would fail on."""
+        """Whether there is no problem that training would fail on."""
         return not any(finding.kind == "problem" for finding in self.findings)
 
     def to_dict(self) -> dict[str, Any]:
-        """In JSON's types."""
+        """This report as JSON types."""
         return {
             "ok": self.ok,
             "ranks": [rank.to_dict() for rank in self.ranks],
@@ -32,13 +31,13 @@ class Report:
         }
 
     def table(self) -> list[tuple[str, ...]]:
-        """Rows of words, the header first: one row per rank."""
-        header = ("rank", "host", "device", "memory", "held by others", "/dev/shm free", "dtypes")
+        """Rows of text: the header, then one row per rank."""
+        header = ("rank", "host", "device", "memory", "used by others", "/dev/shm free", "dtypes")
         return [header, *(_row(facts) for facts in self.ranks)]
 
     def shared(self) -> list[tuple[str, str]]:
-        """What is said of all ranks alike: name and value, several values where they differ."""
-        said = [
+        """Facts that are usually equal on all ranks, as (name, value or values with ranks)."""
+        by_rank = [
             {
                 **facts.versions,
                 "operators": facts.operators,
@@ -47,7 +46,10 @@ class Report:
             }
             for facts in self.ranks
         ]
-        lines = [(name, _differing(self.ranks, [each[name] for each in said])) for name in said[0]]
+        lines = [
+            (name, describe_values(self.ranks, [facts[name] for facts in by_rank]))
+            for name in by_rank[0]
+        ]
         return [(name, value) for name, value in lines if value]
 
     def __str__(self) -> str:
@@ -55,26 +57,22 @@ class Report:
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
         lines += ["", *(f"{name}: {value}" for name, value in self.shared()), ""]
-        lines += [str(finding) for finding in self.findings] or ["nothing found"]
+        lines += [str(finding) for finding in self.findings] or ["no problems found"]
         return "\n".join(lines)
-
-
-def _differing(ranks: Sequence[RankFacts], values: Sequence[str]) -> str:
-    groups = grouped(ranks, values)
-    return values[0] if len(groups) == 1 else listed(groups)
 
 
 def _row(facts: RankFacts) -> tuple[str, ...]:
     device = facts.device
     capability = "" if device.capability is None else " sm_{}{}".format(*device.capability)
-    where = f"{device.name}{capability}, {device.cores} cores"
     shared = facts.shared_memory_bytes
     return (
         str(facts.rank),
         device.host,
-        where if device.kind == "cpu" else f"{device.name}{capability}",
-        f"{size(facts.memory_bytes)} of {size(device.total_bytes)}",
-        size(device.others_bytes),
-        "none" if shared is None else size(shared[0]),
+        f"{device.name}, {device.cores} cores"
+        if device.kind == "cpu"
+        else f"{device.name}{capability}",
+        format_usage(facts.memory_bytes, device.total_bytes),
+        format_bytes(device.others_bytes),
+        "none" if shared is None else format_bytes(shared[0]),
         ", ".join(facts.dtypes),
     )

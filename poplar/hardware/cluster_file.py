@@ -148,7 +148,6 @@ class ClusterFile:
         Raises:
             ValueError: names the file, the key, what was given and what was expected.
             OSError: the file cannot be read.
-            ModuleNotFoundError: Python 3.10 without `tomli`.
         """
         try:
             content = _toml(Path(path).read_text(encoding="utf-8"))
@@ -425,12 +424,6 @@ def _toml(text: str) -> dict[str, Any]:
     if sys.version_info >= (3, 11):
         import tomllib
     else:
-        try:
-            import tomli as tomllib
-        except ModuleNotFoundError as error:
-            raise ModuleNotFoundError(
-                "reading a cluster.toml on Python 3.10 needs tomli; pip install 'poplar-zero[cli]'",
-                name="tomli",
-            ) from error
+        import tomli as tomllib
     content: dict[str, Any] = tomllib.loads(text)
     return content

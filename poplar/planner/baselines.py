@@ -11,16 +11,20 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from poplar import _core
 from poplar.plan import Plan
-from poplar.planner.branch_and_bound import Decision, Request
+from poplar.planner.branch_and_bound import Decision
 from poplar.planner.cost_model import StageCosts
-from poplar.planner.memory_shortfall import NoPlanFits, shortage, shortage_at_shares
-from poplar.planner.persistent_units import exact_with_persistent_units
+from poplar.planner.heuristic import Request
+from poplar.planner.memory_shortfall import (
+    NoPlanFits,
+    Shortfall,
+    ShortfallRule,
+    memory_shortfall,
+    shortfall_at_shares,
+)
+from poplar.planner.persistent_units import fastest_plan_with_persistent_units
 
 Policy = Callable[[StageCosts, Request], Decision]
 """From the costs of a stage and what is wanted of it."""
-
-Shortage = Callable[[StageCosts], NoPlanFits | None]
-"""What is missing at a stage, for one policy; None: a plan fits."""
 
 
 def even(costs: StageCosts, request: Request) -> Decision:
@@ -74,7 +78,7 @@ def paper(costs: StageCosts, request: Request) -> Decision:
 
 
 POLICIES: Mapping[str, Policy] = {
-    "exact": exact_with_persistent_units,
+    "exact": fastest_plan_with_persistent_units,
     "even": even,
     "flops": flops,
     "paper": paper,
@@ -84,14 +88,14 @@ _SHORTEST_PASS = 1e-9
 """Seconds: a residual may take all of a pass away, and a speed has to stay finite."""
 
 
-def shortage_of(policy: str, global_batch: int) -> Shortage:
+def shortfall_rule(policy: str, global_batch: int) -> ShortfallRule:
     """What is missing where this policy finds no plan."""
     if policy == "exact":
-        return shortage
+        return memory_shortfall
 
-    def at_even_shares(costs: StageCosts) -> NoPlanFits | None:
+    def at_even_shares(costs: StageCosts) -> Shortfall | None:
         working = _evenly_working(costs, global_batch) if policy == "even" else ()
-        return shortage_at_shares(costs, _even_shares(costs), working=working)
+        return shortfall_at_shares(costs, _even_shares(costs), working=working)
 
     return at_even_shares
 
@@ -113,9 +117,9 @@ def _caps(costs: StageCosts, request: Request, working: Collection[int] = ()) ->
         NoPlanFits: a rank cannot hold its share of the state, or a sample where it has to.
     """
     shares = _even_shares(costs)
-    missing = shortage_at_shares(costs, shares, working=working)
+    missing = shortfall_at_shares(costs, shares, working=working)
     if missing is not None:
-        raise missing
+        raise NoPlanFits([missing])
     return [
         memory.largest_batch(share, request.max_micro_batch)
         for memory, share in zip(costs.memories, shares, strict=True)

@@ -1,13 +1,8 @@
-"""The cheapest batches under given caps and given traffic: one solver per shape of a step.
+"""The best batches when every rank's largest micro-batch (its cap) and the communication are given.
 
-A cap is the largest micro-batch that a rank may use. `EveryPass` serves steps whose every pass
-ends in a meeting: a meeting of `m` samples lasts as long as the `m`-th fastest of all ranks'
-samples, and a step is the cheapest way to write the global batch as a sum of meetings.
-`OncePerStep` serves steps with one meeting: each rank's samples are cut into its own cheapest
-passes, and what has to be small is the end of the last rank (`T`) and, where communication hides,
-the moment from which all ranks have gradients to offer (`F`).
-
-Both are exact on the measured curves; neither knows of memory.
+`SynchronizedPasses` solves steps in which all ranks synchronize after every pass, and
+`IndependentPasses` solves steps with one synchronization. Both are exact on the measured curves;
+memory and shares are not considered here.
 """
 
 from __future__ import annotations
@@ -17,6 +12,7 @@ from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
+from itertools import accumulate
 from typing import NamedTuple
 
 from poplar import _core
@@ -25,56 +21,57 @@ from poplar.planner.rank_groups import members
 
 MicroBatches = tuple[tuple[int, ...], ...]
 _ROUNDING = 1e-12
-"""Of a sum of passes, relative: moments that are closer are one."""
+"""Relative difference below which two times are equal."""
 
 
-class Workload:
-    """The samples of a step at one stage: solvers for any caps, which share what they can."""
+class BatchAllocator:
+    """Solvers for one stage and global batch, for any caps; they share their tables."""
 
     def __init__(self, costs: StageCosts, global_batch: int) -> None:
         self._costs = costs
         self._global_batch = global_batch
-        self._kinds = costs.cluster.device_kinds
-        self._first = [ranks[0] for ranks in members(self._kinds)]
-        """The first rank of each kind."""
-        self._passes = cache(self._passes_of)
-        self._cuts = cache(self._cuts_of)
-        self.every_pass = cache(self._every_pass)
-        self.once_per_step = cache(self._once_per_step)
+        self._groups = costs.cluster.device_kinds
+        self._first_rank = {self._groups[ranks[0]]: ranks[0] for ranks in members(self._groups)}
+        self._pass_seconds = cache(self._pass_seconds_of)
+        self._rank_passes = cache(self._rank_passes_of)
+        self.under = cache(self._under)
+        """The solver under these caps."""
 
-    def _every_pass(self, caps: tuple[int, ...]) -> EveryPass:
+    def _under(self, caps: tuple[int, ...]) -> SynchronizedPasses | IndependentPasses:
         groups = [
-            (ranks, self._passes(self._kinds[ranks[0]])[: caps[ranks[0]] + 1])
-            for ranks in self._alike(caps)
+            (ranks, self._groups[ranks[0]], caps[ranks[0]])
+            for ranks in members(zip(self._groups, caps, strict=True))
         ]
-        return EveryPass(self._costs, groups, self._global_batch)
+        if self._costs.synchronizes_every_pass:
+            passes = [(ranks, self._pass_seconds(group)[: cap + 1]) for ranks, group, cap in groups]
+            return SynchronizedPasses(self._costs, passes, self._global_batch)
+        tables = [(ranks, self._rank_passes(group, cap)) for ranks, group, cap in groups]
+        return IndependentPasses(self._costs, tables, self._global_batch)
 
-    def _once_per_step(self, caps: tuple[int, ...]) -> OncePerStep:
-        groups = [
-            (ranks, self._cuts(self._kinds[ranks[0]], caps[ranks[0]]))
-            for ranks in self._alike(caps)
-        ]
-        return OncePerStep(self._costs, groups, self._global_batch)
-
-    def _alike(self, caps: tuple[int, ...]) -> list[list[int]]:
-        """Ranks of the same kind and cap."""
-        return members(zip(self._kinds, caps, strict=True))
-
-    def _passes_of(self, kind: int) -> list[float]:
+    def _pass_seconds_of(self, group: int) -> list[float]:
         """Seconds of a pass of 0, 1, 2, ... samples."""
-        rank = self._first[kind]
-        most = min(self._global_batch, self._costs.cluster.devices[rank].max_batch)
-        return [self._costs.pass_seconds(rank, batch) for batch in range(most + 1)]
+        rank = self._first_rank[group]
+        largest = min(self._global_batch, self._costs.cluster.devices[rank].max_batch)
+        return [self._costs.pass_seconds(rank, batch) for batch in range(largest + 1)]
 
-    def _cuts_of(self, kind: int, cap: int) -> RankCuts:
-        return RankCuts(self._passes(kind)[: cap + 1], self._global_batch, self._costs.late)
+    def _rank_passes_of(self, group: int, cap: int) -> RankPasses:
+        passes = self._pass_seconds(group)[: cap + 1]
+        return RankPasses(passes, self._global_batch, self._costs.reducible_fraction)
 
 
-class EveryPass:
-    """Batches of a step in which ranks meet at every pass.
+class Tangent(NamedTuple):
+    """Seconds of a synchronization at some communication, and how they grow with it."""
 
-    A meeting lasts as long as the last of its samples, so of all meetings that last equally long
-    only the largest is of interest: there are no more of those than different samples.
+    seconds: float
+    slope: CommunicationSeconds
+
+
+class SynchronizedPasses:
+    """Batches of a step whose passes all end in a synchronization.
+
+    A pass of `m` samples, over all ranks, lasts at least as long as the `m`-th fastest of all
+    samples that any rank can add. Of passes that last equally long only the largest matters, and a
+    step is the cheapest way to write the global batch as a sum of those.
     """
 
     def __init__(
@@ -84,211 +81,217 @@ class EveryPass:
         global_batch: int,
     ) -> None:
         """Groups of equal ranks: their ranks, and the seconds of a pass of 0, 1, ... samples."""
-        samples = [(seconds, group) for group, (_, own) in enumerate(groups) for seconds in own[1:]]
-        samples.sort()
         self._costs = costs
         self._groups = groups
         self._global_batch = global_batch
         self._order: list[int] = []
         """Groups whose ranks take one more sample each, in this order."""
-        self._reached: list[int] = []
-        """Samples that all ranks together have then."""
+        self._totals: list[int] = []
+        """Samples of all ranks together after each entry of `_order`."""
         self.synchronizations: list[Synchronization] = []
-        """That differ, shortest first."""
+        """One for each different duration of a pass, shortest first."""
         self.sizes: list[int] = []
-        """How many samples each of them holds at most."""
-        reached = 0
-        for latest, group in samples:
-            reached += len(groups[group][0])
+        """How many samples each of these passes holds at most."""
+        total = 0
+        samples = [(seconds, group) for group, (_, own) in enumerate(groups) for seconds in own[1:]]
+        for latest, group in sorted(samples):
+            total += len(groups[group][0])
             self._order.append(group)
-            self._reached.append(reached)
+            self._totals.append(total)
             if not self.synchronizations or latest > self.synchronizations[-1].latest:
-                self.synchronizations.append(Synchronization(latest, latest - costs.late * latest))
-                self.sizes.append(reached)
-            else:
-                self.sizes[-1] = reached
-            if reached >= global_batch:
-                self.sizes[-1] = global_batch
+                self.synchronizations.append(
+                    Synchronization(latest, latest - costs.reducible_fraction * latest)
+                )
+                self.sizes.append(0)
+            self.sizes[-1] = min(total, global_batch)
+            if total >= global_batch:
                 break
 
+    def cheapest(self, communication: CommunicationSeconds) -> MicroBatches:
+        """The batches of the fastest step with this communication."""
+        return self.micro_batches(self.cheapest_sizes(communication))
+
+    def cheapest_sizes(self, communication: CommunicationSeconds) -> tuple[int, ...]:
+        """The sizes of the passes of the fastest step with this communication, in order."""
+        usual, dearest = self._seconds(communication)
+        (*others, last) = self._cover(usual, dearest)[1]
+        return self._costs.join_dearest(others, last)
+
+    def lower_bounds(
+        self, least: CommunicationSeconds, most: CommunicationSeconds
+    ) -> list[tuple[CommunicationSeconds, float]]:
+        """Lower bounds on the step, without its tail, at the corners of a box of communication.
+
+        They are the values of a function that is concave within the box: every synchronization is
+        bounded by its tangent at `least`, and the minimum of linear functions is concave.
+        """
+        dearest = self._tangents(least, dearest=True)
+        usual = dearest
+        if self._costs.synchronizations_differ:
+            usual = self._tangents(least, dearest=False)
+        corners = sorted(
+            {
+                CommunicationSeconds(gather, reduce)
+                for gather in (least.gather, most.gather)
+                for reduce in (least.reduce, most.reduce)
+            }
+        )
+        return [
+            (corner, self._cover(_along(usual, least, corner), _along(dearest, least, corner))[0])
+            for corner in corners
+        ]
+
+    def _cover(
+        self, usual: Sequence[float], dearest: Sequence[float]
+    ) -> tuple[float, Sequence[int]]:
+        """The cheapest passes that hold the global batch, the most expensive one last."""
+        return _core.cheapest_cover(self.sizes, usual, dearest, self._global_batch)
+
+    def _seconds(self, communication: CommunicationSeconds) -> tuple[list[float], list[float]]:
+        """Seconds of each of `synchronizations`: as a usual one, and as the most expensive one."""
+        seconds_of = partial(self._costs.synchronization_seconds, communication=communication)
+        dearest = [seconds_of(one) for one in self.synchronizations]
+        if not self._costs.synchronizations_differ:
+            return dearest, dearest
+        return [seconds_of(one, dearest=False) for one in self.synchronizations], dearest
+
+    def _tangents(self, least: CommunicationSeconds, *, dearest: bool) -> list[Tangent]:
+        """Of each of `synchronizations`, where this is communicated."""
+        costs = self._costs
+        return [
+            Tangent(
+                costs.synchronization_seconds(one, least, dearest=dearest),
+                costs.slopes(one, least, dearest=dearest),
+            )
+            for one in self.synchronizations
+        ]
+
     def synchronization(self, samples: int) -> Synchronization:
-        """The shortest meeting that holds this many samples."""
+        """The shortest synchronization whose pass holds this many samples."""
         return self.synchronizations[bisect_left(self.sizes, samples)]
 
-    def cheapest(
-        self, usual: Sequence[float], dearest: Sequence[float]
-    ) -> tuple[float, tuple[int, ...]]:
-        """The cheapest meetings that hold the global batch, in order: smaller ones first, but for
-        the dearest.
+    def micro_batches(self, sizes: Sequence[int]) -> MicroBatches:
+        """Every rank's part of passes of these sizes."""
+        columns = {size: self._column(size) for size in set(sizes)}
+        return tuple(zip(*(columns[size] for size in sizes), strict=True))
 
-        Args:
-            usual: what each of `meetings` costs; non-decreasing.
-            dearest: what it costs as the dearest of a step; no less.
-        """
-        parts = _core.cheapest_cover(self.sizes, usual, dearest, self._global_batch)
-        cost, (*others, one) = parts
-        return cost, self._costs.joined(others, one)
-
-    def at(self, communication: CommunicationSeconds) -> tuple[float, tuple[int, ...]]:
-        """The cheapest meetings when this travels at each of them."""
-        return self.cheapest(*self.seconds(communication))
-
-    def seconds(self, communication: CommunicationSeconds) -> tuple[list[float], list[float]]:
-        """What each of `meetings` costs when this travels: as a usual one, and as the dearest."""
-        costs = self._costs
-        dearest = [
-            costs.synchronization_seconds(synchronization, communication)
-            for synchronization in self.synchronizations
-        ]
-        if not costs.synchronizations_differ:
-            return dearest, dearest
-        return [
-            costs.synchronization_seconds(m, communication, dearest=False)
-            for m in self.synchronizations
-        ], dearest
-
-    def slopes(
-        self, communication: CommunicationSeconds
-    ) -> tuple[list[CommunicationSeconds], list[CommunicationSeconds]]:
-        """By how much each of `seconds` grows with the traffic."""
-        costs = self._costs
-        dearest = [
-            costs.slopes(synchronization, communication)
-            for synchronization in self.synchronizations
-        ]
-        if not costs.synchronizations_differ:
-            return dearest, dearest
-        return [
-            costs.slopes(m, communication, dearest=False) for m in self.synchronizations
-        ], dearest
-
-    def micro_batches(self, synchronizations: Sequence[int]) -> MicroBatches:
-        """Who computes what: at every meeting each rank takes what it does fastest."""
-        columns = {samples: self._column(samples) for samples in set(synchronizations)}
-        return tuple(zip(*(columns[samples] for samples in synchronizations), strict=True))
-
-    def _column(self, samples: int) -> list[int]:
-        """By rank, its part of a meeting of this many samples."""
-        last = bisect_left(self._reached, samples)
+    def _column(self, size: int) -> list[int]:
+        """By rank, its samples in a pass of this size."""
+        last = bisect_left(self._totals, size)
         column = [0] * self._costs.cluster.world_size
-        for group, taken in Counter(self._order[:last]).items():
+        for group, samples in Counter(self._order[:last]).items():
             for rank in self._groups[group][0]:
-                column[rank] = taken
-        left = samples - (self._reached[last - 1] if last else 0)
+                column[rank] = samples
+        left = size - (self._totals[last - 1] if last else 0)
         for rank in self._groups[self._order[last]][0][:left]:
             column[rank] += 1
         return column
 
 
+def _along(
+    tangents: Sequence[Tangent], least: CommunicationSeconds, corner: CommunicationSeconds
+) -> list[float]:
+    """The tangents of synchronizations at `least`, evaluated at `corner`; non-decreasing."""
+    gather, reduce = corner.gather - least.gather, corner.reduce - least.reduce
+    bounds = [
+        seconds + slope.gather * gather + slope.reduce * reduce for seconds, slope in tangents
+    ]
+    # The tangent of a larger synchronization may be flatter, but its seconds are never fewer.
+    return list(accumulate(reversed(bounds), min))[::-1]
+
+
 class Split(NamedTuple):
-    """Samples per rank of a step with one meeting, and the bounds that its passes keep."""
+    """Batches of a step with one synchronization, and when that is reached."""
 
     synchronization: Synchronization
     micro_batches: MicroBatches
 
 
-class OncePerStep:
-    """Batches of a step with one meeting.
+class IndependentPasses:
+    """Batches of a step with one synchronization; each rank runs its own passes before it.
 
-    The cheapest split is one that no other beats in both `T` and `F`: `first` and `following` walk
-    along those.
+    The seconds of a step grow with `latest` and, with overlap, with `reducible`. So only splits
+    matter that no other split improves in both: `first` and `following` walk along those.
     """
 
     def __init__(
         self,
         costs: StageCosts,
-        groups: Sequence[tuple[Sequence[int], RankCuts]],
+        groups: Sequence[tuple[Sequence[int], RankPasses]],
         global_batch: int,
     ) -> None:
         """Groups of equal ranks: their ranks, and how each of them runs its samples."""
         self._costs = costs
         self._global_batch = global_batch
-        self._ranks = [ranks for ranks, _ in groups]
-        self._cuts = [cuts for _, cuts in groups]
-        self._counts = [len(ranks) for ranks in self._ranks]
+        self._groups = groups
+        self._counts = [len(ranks) for ranks, _ in groups]
 
-    def at(self, communication: CommunicationSeconds) -> tuple[float, Split]:
-        """The cheapest split when this travels at the meeting."""
-        split: Split | None = self.first()
-        best = math.inf
+    def cheapest(self, communication: CommunicationSeconds) -> MicroBatches:
+        """The batches of the fastest step with this communication."""
+        split: Split | None = (first := self.first())
+        best, batches = math.inf, first.micro_batches
         while split is not None:
             seconds = self._costs.synchronization_seconds(split.synchronization, communication)
             if seconds < best:
-                best, found = seconds, split
+                best, batches = seconds, split.micro_batches
             split = self.following(split, communication, best)
-        return best, found
+        return batches
 
     def first(self) -> Split:
-        """The split with the least `T`, and of those the one with the least `F`."""
-        tops = [cuts.most_samples for cuts in self._cuts]
-        ends = [cuts.seconds.__getitem__ for cuts in self._cuts]
-        latest = smallest(ends, tops, self._counts, self._global_batch)
+        """The split with the least `latest`, and of those the one with the least `reducible`."""
+        limits = [passes.most_samples for _, passes in self._groups]
+        ends = [passes.seconds.__getitem__ for _, passes in self._groups]
+        latest = smallest(ends, limits, self._counts, self._global_batch)
         return self._split(latest, latest)
 
     def following(
         self, split: Split, communication: CommunicationSeconds, below: float
     ) -> Split | None:
-        """The next split with a larger `T` and a smaller `F`, or None.
+        """The next split, with a larger `latest` and a smaller `reducible`, or None.
 
         Args:
             split: the one before.
-            traffic: the least that travels at the meeting.
-            below: only splits whose meeting may be shorter than this are of interest.
+            communication: the least communication of the steps that are compared.
+            below: None is returned if no later split can synchronize in less than these seconds.
         """
-        if not self._costs.hides:
+        if not self._costs.overlaps:
             return None
-        target = min(
-            self._reducible_for(below, communication),
-            split.synchronization.reducible - _ROUNDING * split.synchronization.latest,
-        )
+        seconds_of = partial(self._costs.synchronization_seconds, communication=communication)
+        latest, reducible = split.synchronization
+        # All communication follows `reducible`, so only splits below this target are fast enough.
+        target = min(below - seconds_of(Synchronization(0.0, 0.0)), reducible - _ROUNDING * latest)
         if target <= 0.0:
             return None
-        tops = [cuts.most_samples for cuts in self._cuts]
-        ends = [partial(cuts.least_end, reducible=target) for cuts in self._cuts]
-        latest = smallest(ends, tops, self._counts, self._global_batch)
-        if latest >= self._latest_for(below, communication):
+        limits = [passes.most_samples for _, passes in self._groups]
+        ends = [partial(passes.least_end, reducible=target) for _, passes in self._groups]
+        latest = smallest(ends, limits, self._counts, self._global_batch)
+        if math.isinf(latest) or seconds_of(Synchronization(latest, 0.0)) >= below:
             return None
         return self._split(latest, target)
 
-    def _reducible_for(self, limit: float, communication: CommunicationSeconds) -> float:
-        """The `F` above which no meeting is within `limit`: everything travels after it."""
-        return limit - self._travels(communication)
-
-    def _latest_for(self, limit: float, communication: CommunicationSeconds) -> float:
-        """The `T` above which no meeting is within `limit`: the last unit travels after it."""
-        way = self._costs.schedule
-        behind = way.gathers_under_backward * communication.gather
-        behind += way.reductions_under_backward * communication.reduce
-        exposed = self._travels(communication) - self._costs.cluster.overlap * behind
-        return limit - max(0.0, exposed)
-
-    def _travels(self, communication: CommunicationSeconds) -> float:
-        gathered = self._costs.schedule.gathers * communication.gather
-        return gathered + communication.reduce + self._costs.synchronization_residual
-
     def _split(self, latest: float, reducible: float) -> Split:
-        """The global batch, dealt out with this `T` and the least `F`, which is in `reducible`."""
-        tops = [cuts.most(latest) for cuts in self._cuts]
-        if self._costs.hides:
-            starts = [partial(cuts.least_reducible, end=latest) for cuts in self._cuts]
-            reducible = smallest(starts, tops, self._counts, self._global_batch)
-            tops = [
-                bisect_right(range(1, top + 1), reducible, key=start)
-                for start, top in zip(starts, tops, strict=True)
+        """The global batch with this `latest` and the least `reducible`, which is at most this."""
+        limits = [passes.most(latest) for _, passes in self._groups]
+        if self._costs.overlaps:
+            starts = [partial(passes.least_reducible, end=latest) for _, passes in self._groups]
+            reducible = smallest(starts, limits, self._counts, self._global_batch)
+            limits = [
+                bisect_right(range(1, limit + 1), reducible, key=start)
+                for start, limit in zip(starts, limits, strict=True)
             ]
         batches: list[tuple[int, ...]] = [()] * self._costs.cluster.world_size
-        kinds = []
+        used = []
         left = self._global_batch
-        for ranks, cuts, top in zip(self._ranks, self._cuts, tops, strict=True):
-            full, rest = divmod(min(left, top * len(ranks)), top) if top else (0, 0)
-            left -= full * top + rest
-            for samples, some in ((top, ranks[:full]), (rest, ranks[full : full + 1])):
+        for (ranks, passes), limit in zip(self._groups, limits, strict=True):
+            full, rest = divmod(min(left, limit * len(ranks)), limit) if limit else (0, 0)
+            left -= full * limit + rest
+            for samples, some in ((limit, ranks[:full]), (rest, ranks[full : full + 1])):
                 if samples and some:
-                    cut = cuts.cut(samples, latest, reducible)
-                    kinds.append((some[0], cut))
+                    cut = passes.cut(samples, latest, reducible)
+                    used.append((some[0], cut))
                     for rank in some:
                         batches[rank] = cut
-        return Split(self._costs.synchronization(kinds), tuple(batches))
+        return Split(self._costs.synchronization(used), tuple(batches))
 
 
 class Cut(NamedTuple):
@@ -300,26 +303,28 @@ class Cut(NamedTuple):
     """Samples of the last pass; those before it are cut in the cheapest way."""
 
 
-class RankCuts:
+class RankPasses:
     """How one rank runs any number of samples in passes of limited size."""
 
-    def __init__(self, passes: Sequence[float], global_batch: int, late: float) -> None:
-        """Cut into passes of which one of `b` samples takes `passes[b]` seconds.
+    def __init__(
+        self, pass_seconds: Sequence[float], global_batch: int, reducible_fraction: float
+    ) -> None:
+        """Tables for up to `global_batch` samples.
 
         Args:
-            passes: up to the largest pass that is allowed, from 0 samples on.
+            pass_seconds: of passes of 0, 1, ... samples, up to the largest allowed pass.
             global_batch: most samples of this rank.
-            late: the part of a last pass in which it has gradients to offer.
+            late: the fraction of a pass, at its end, in which it has gradients to reduce.
         """
-        self._late = late
-        self._passes = passes
-        self.seconds, self._last = _core.cheapest_passes(passes, global_batch)
+        self._late = reducible_fraction
+        self._pass_seconds = pass_seconds
+        self.seconds, self._last = _core.cheapest_passes(pass_seconds, global_batch)
         """`seconds[n]`: the least time for `n` samples; non-decreasing. Ends at 0 if none fits."""
         self._cuts = cache(self._cuts_of)
 
     @property
     def most_samples(self) -> int:
-        """What this rank may run at all: the global batch, or nothing."""
+        """The global batch, or 0 if no pass fits."""
         return len(self.seconds) - 1
 
     def most(self, latest: float) -> int:
@@ -327,43 +332,34 @@ class RankCuts:
         return bisect_right(self.seconds, latest) - 1
 
     def least_end(self, samples: int, reducible: float) -> float:
-        """The least time for samples whose last pass offers its gradients by `reducible`."""
-        for cut in self._cuts(samples):
-            if cut.reducible <= reducible:
-                return cut.end
-        return math.inf
+        """The least time for these samples if the last pass has gradients by `reducible`."""
+        cuts = self._cuts(samples)
+        return next((cut.end for cut in cuts if cut.reducible <= reducible), math.inf)
 
     def least_reducible(self, samples: int, end: float) -> float:
-        """The least moment at which samples that are computed by `end` offer their gradients."""
-        least = math.inf
-        for cut in self._cuts(samples):
-            if cut.end > end:
-                break
-            least = cut.reducible
-        return least
+        """The earliest gradients of the last pass if these samples are computed by `end`."""
+        fitting = (cut.reducible for cut in self._cuts(samples) if cut.end <= end)
+        return min(fitting, default=math.inf)
 
     def cut(self, samples: int, latest: float, reducible: float) -> tuple[int, ...]:
         """Passes of `samples` within these bounds, smaller ones first."""
         if reducible >= latest or samples == 0:
             return tuple(sorted(self._cheapest(samples)))
-        for cut in self._cuts(samples):
-            if cut.reducible <= reducible:
-                return (*sorted(self._cheapest(samples - cut.last)), cut.last)
-        raise ValueError(f"no cut of {samples} samples offers its gradients by {reducible}")
+        last = next(cut.last for cut in self._cuts(samples) if cut.reducible <= reducible)
+        return (*sorted(self._cheapest(samples - last)), last)
 
     def _cuts_of(self, samples: int) -> tuple[Cut, ...]:
-        """The ways to run `samples` of which none beats another in both its times."""
+        """The ways to run `samples` that no other way improves in both times, by `end`."""
         cuts = []
-        for last in range(1, min(len(self._passes) - 1, samples) + 1):
-            end = self._passes[last] + self.seconds[samples - last]
-            cuts.append(Cut(end, end - self._late * self._passes[last], last))
-        cuts.sort()
-        best, kept = float("inf"), []
-        for cut in cuts:
+        for last in range(1, min(len(self._pass_seconds) - 1, samples) + 1):
+            end = self._pass_seconds[last] + self.seconds[samples - last]
+            cuts.append(Cut(end, end - self._late * self._pass_seconds[last], last))
+        best, efficient = math.inf, []
+        for cut in sorted(cuts):
             if cut.reducible < best:
                 best = cut.reducible
-                kept.append(cut)
-        return tuple(kept)
+                efficient.append(cut)
+        return tuple(efficient)
 
     def _cheapest(self, samples: int) -> Iterator[int]:
         while samples:
@@ -373,40 +369,34 @@ class RankCuts:
 
 def smallest(
     values: Sequence[Callable[[int], float]],
-    tops: Sequence[int],
+    lengths: Sequence[int],
     copies: Sequence[int],
     count: int,
 ) -> float:
-    """The `count`-th smallest of several ascending sequences together; infinite if they are fewer.
+    """The `count`-th smallest value of several ascending sequences; infinite if they are fewer.
 
     Args:
-        values: by sequence, its `i`-th value, counted from 1; non-decreasing.
-        tops: by sequence, how many values it has.
-        copies: by sequence, how many there are that are equal to it, itself included.
+        values: by sequence, a function that returns its `i`-th value, counted from 1.
+        lengths: by sequence, how many values it has.
+        copies: by sequence, how often it is repeated.
         count: at least 1.
     """
-    low, high, found = [0] * len(tops), list(tops), math.inf
-    if _all(tops, copies) < count:
-        return found
-    while True:
+
+    def total(counts: Sequence[int]) -> int:
+        return sum(own * times for own, times in zip(counts, copies, strict=True))
+
+    low, high, found = [0] * len(lengths), list(lengths), math.inf
+    if total(high) < count:
+        return math.inf
+    while low != high:
         widest = max(range(len(low)), key=lambda s: high[s] - low[s])
-        if low[widest] == high[widest]:
-            return found
         pivot = values[widest]((low[widest] + high[widest] + 1) // 2)
         windows = [range(a + 1, b + 1) for a, b in zip(low, high, strict=True)]
-        counts = [
-            a + bisect_right(window, pivot, key=value)
-            for a, window, value in zip(low, windows, values, strict=True)
-        ]
-        if _all(counts, copies) < count:
-            low = counts
-            continue
-        found = pivot
-        high = [
-            a + bisect_left(window, pivot, key=value)
-            for a, window, value in zip(low, windows, values, strict=True)
-        ]
-
-
-def _all(counts: Sequence[int], copies: Sequence[int]) -> int:
-    return sum(count * many for count, many in zip(counts, copies, strict=True))
+        searched = list(zip(low, windows, values, strict=True))
+        at_most = [a + bisect_right(window, pivot, key=value) for a, window, value in searched]
+        if total(at_most) < count:
+            low = at_most
+        else:
+            found = pivot
+            high = [a + bisect_left(window, pivot, key=value) for a, window, value in searched]
+    return found

@@ -1,8 +1,8 @@
-"""Kinds of devices: ranks that are equal but for noise, so that what helps one helps all of them.
+"""Groups of devices that are equal up to measurement noise.
 
-Two cards of one model never measure alike to the last digit (ranks that do are `kinds`, which
-searches count). Ranks are alike here if their devices have one name, and memory, links and passes
-that differ by a few percent at most.
+Two cards of one model never measure exactly alike, so ranks are in one group if their devices have
+the same name, and memory, links and pass times within a few percent. (`rank_groups` groups ranks
+that are exactly equal.)
 """
 
 from __future__ import annotations
@@ -13,98 +13,92 @@ from typing import NamedTuple
 
 from poplar.profile import ClusterProfile, DeviceProfile
 
-MOST_KINDS = 12
-"""More than a person reads of; beyond, devices that differ more are taken as alike."""
-_ALIKE = 0.05
-"""Largest difference within a kind, as a fraction: what medians of one card differ by."""
-_MOST_DIFFERENT = 64.0
+MAX_GROUPS = 12
+"""What fits a table. With more groups, the tolerance is doubled until there are no more."""
+_TOLERANCE = 0.05
+"""Largest relative difference within a group: what medians of one card differ by."""
+_MAX_TOLERANCE = 64.0
 
 
-class Kind(NamedTuple):
-    """Ranks with devices that are alike."""
+class DeviceGroup(NamedTuple):
+    """Ranks with equal devices, up to noise."""
 
     device: str
-    """Its name."""
+    """The devices' name."""
     ranks: tuple[int, ...]
-    """Ascending; the first stands for all of them."""
+    """Ascending; the first represents the group."""
 
 
-def alike_kinds(cluster: ClusterProfile) -> tuple[Kind, ...]:
-    """The kinds of a cluster, by their first ranks; at most `MOST_KINDS`, if names allow it."""
-    tolerance = _ALIKE
-    found = _grouped(cluster, tolerance)
-    while len(found) > MOST_KINDS and tolerance < _MOST_DIFFERENT:
+def device_groups(cluster: ClusterProfile) -> tuple[DeviceGroup, ...]:
+    """The groups of a cluster by their first rank; at most `MAX_GROUPS` unless names differ."""
+    tolerance = _TOLERANCE
+    groups = _grouped(cluster, tolerance)
+    while len(groups) > MAX_GROUPS and tolerance < _MAX_TOLERANCE:
         tolerance *= 2.0
-        found = _grouped(cluster, tolerance)
-    return found
+        groups = _grouped(cluster, tolerance)
+    return groups
 
 
-def without_noise(cluster: ClusterProfile, found: Sequence[Kind]) -> ClusterProfile:
-    """The cluster with equal devices where they are alike, so that a search counts kinds.
+def with_equal_devices(cluster: ClusterProfile, groups: Sequence[DeviceGroup]) -> ClusterProfile:
+    """The cluster with exactly equal devices within each group, so that searches are fast.
 
-    Each kind gets the device of middle speed, and the least memory that any of its ranks has.
+    Each group gets the device of median speed, with the least memory of any of its ranks.
     """
     devices, network = list(cluster.devices), cluster.network
     send, receive = list(network.send_seconds_per_byte), list(network.receive_seconds_per_byte)
-    for kind in found:
-        most = min(cluster.devices[rank].max_batch for rank in kind.ranks)
-        by_speed = sorted((cluster.devices[rank].seconds(most), rank) for rank in kind.ranks)
-        middle = by_speed[len(by_speed) // 2][1]
-        memory = min(cluster.devices[rank].memory_bytes for rank in kind.ranks)
-        device = replace(cluster.devices[middle], memory_bytes=memory)
-        for rank in kind.ranks:
+    for group in groups:
+        largest = min(cluster.devices[rank].max_batch for rank in group.ranks)
+        by_speed = sorted((cluster.devices[rank].seconds(largest), rank) for rank in group.ranks)
+        median = by_speed[len(by_speed) // 2][1]
+        memory = min(cluster.devices[rank].memory_bytes for rank in group.ranks)
+        device = replace(cluster.devices[median], memory_bytes=memory)
+        for rank in group.ranks:
             devices[rank] = device
-            send[rank] = network.send_seconds_per_byte[middle]
-            receive[rank] = network.receive_seconds_per_byte[middle]
-    return replace(
-        cluster,
-        devices=tuple(devices),
-        network=replace(
-            network,
-            send_seconds_per_byte=tuple(send),
-            receive_seconds_per_byte=tuple(receive),
-        ),
+            send[rank] = network.send_seconds_per_byte[median]
+            receive[rank] = network.receive_seconds_per_byte[median]
+    network = replace(
+        network, send_seconds_per_byte=tuple(send), receive_seconds_per_byte=tuple(receive)
     )
+    return replace(cluster, devices=tuple(devices), network=network)
 
 
-def _grouped(cluster: ClusterProfile, tolerance: float) -> tuple[Kind, ...]:
+def _grouped(cluster: ClusterProfile, tolerance: float) -> tuple[DeviceGroup, ...]:
     groups: list[list[int]] = []
     for rank in range(cluster.world_size):
         for group in groups:
-            if _alike(cluster, group[0], rank, tolerance):
+            if _equal_within(cluster, group[0], rank, tolerance):
                 group.append(rank)
                 break
         else:
             groups.append([rank])
-    return tuple(Kind(cluster.devices[group[0]].name, tuple(group)) for group in groups)
+    return tuple(DeviceGroup(cluster.devices[group[0]].name, tuple(group)) for group in groups)
 
 
-def _alike(cluster: ClusterProfile, one: int, other: int, tolerance: float) -> bool:
+def _equal_within(cluster: ClusterProfile, one: int, other: int, tolerance: float) -> bool:
     first, second = cluster.devices[one], cluster.devices[other]
-    rates = zip(_rates(cluster, one), _rates(cluster, other), strict=True)
     if first.name != second.name:
         return False
-    compared = list(rates)
+    network = cluster.network
+    compared: list[tuple[float, float]] = [
+        (rates[one], rates[other])
+        for rates in (network.send_seconds_per_byte, network.receive_seconds_per_byte)
+    ]
     if first is not second:
-        most = min(first.max_batch, second.max_batch)
-        compared += [
-            (first.max_batch, second.max_batch),
-            (first.memory_bytes - first.held_bytes, second.memory_bytes - second.held_bytes),
-            (first.activation_bytes(most), second.activation_bytes(most)),
-            (first.optimizer_seconds, second.optimizer_seconds),
-            *zip(_passes(first, most), _passes(second, most), strict=True),
-        ]
-    # The smaller of the two is the whole, so that a factor is never within a tolerance below 1.
+        largest = min(first.max_batch, second.max_batch)
+        compared += zip(_figures(first, largest), _figures(second, largest), strict=True)
+    # Relative to the smaller value: twice as much is never within a tolerance below 1.
     return all(abs(a - b) <= tolerance * min(a, b) for a, b in compared)
 
 
-def _passes(device: DeviceProfile, most: int) -> list[float]:
-    """Seconds of small, middle and large passes, and what comes with them at each stage."""
-    seconds = [device.seconds(batch) for batch in sorted({1, (most + 1) // 2, most})]
-    extra = (*device.pass_overhead_seconds, *device.step_overhead_seconds)
-    return [*seconds, *(seconds[-1] + more for more in extra)]
-
-
-def _rates(cluster: ClusterProfile, rank: int) -> tuple[float, float]:
-    network = cluster.network
-    return network.send_seconds_per_byte[rank], network.receive_seconds_per_byte[rank]
+def _figures(device: DeviceProfile, largest: int) -> list[float]:
+    """Memory, and seconds of small, middle and large passes with the overhead of each stage."""
+    seconds = [device.seconds(batch) for batch in sorted({1, (largest + 1) // 2, largest})]
+    overheads = (*device.pass_overhead_seconds, *device.step_overhead_seconds)
+    return [
+        device.max_batch,
+        device.memory_bytes - device.held_bytes,
+        device.activation_bytes(largest),
+        device.optimizer_seconds,
+        *seconds,
+        *(seconds[-1] + overhead for overhead in overheads),
+    ]

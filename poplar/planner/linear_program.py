@@ -1,8 +1,7 @@
-"""A small linear programme, for shares: tens to a thousand short rows, no dependencies.
+"""A linear program for shares: tens to a thousand short rows, solved by the dual simplex method.
 
-The dual simplex method, because a plan's costs are what is minimised: no cost is negative, so the
-empty plan is optimal but not feasible, and there is no first phase. Deterministic: ties go to the
-lowest index, and Bland's rule takes over before a degenerate programme could cycle.
+No cost is negative, so the first basis is dual feasible and there is no first phase. The result is
+deterministic: ties go to the lowest index, and Bland's rule ends degenerate programs.
 """
 
 from __future__ import annotations
@@ -14,17 +13,17 @@ from poplar import _core
 
 
 class Solution(NamedTuple):
-    """Where a programme has its minimum."""
+    """The minimum of a program, and the variables that reach it."""
 
     value: float
     variables: tuple[float, ...]
 
 
-class LinearProgramme:
-    """Minimise `costs . x` over `x >= 0`, subject to rows that are added one by one."""
+class LinearProgram:
+    """Minimize `costs . x` over `x >= 0`, subject to rows that are added one by one."""
 
     def __init__(self, costs: Mapping[int, float], variables: int) -> None:
-        """`costs[i]` is what a unit of variable `i` costs: 0 if left out, never negative."""
+        """`costs[i]` is the cost of one unit of variable `i`: not negative, 0 if left out."""
         if any(cost < 0.0 for cost in costs.values()):
             raise ValueError(f"costs must not be negative, got {dict(costs)}")
         self._costs = [costs.get(variable, 0.0) for variable in range(variables)]
@@ -32,12 +31,12 @@ class LinearProgramme:
         self._bounds: list[float] = []
 
     def at_most(self, bound: float, row: Mapping[int, float]) -> None:
-        """Demand `sum of row[i] * x[i] <= bound`."""
+        """Require `sum of row[i] * x[i] <= bound`."""
         self._rows.append(dict(row))
         self._bounds.append(bound)
 
     def equal(self, value: float, row: Mapping[int, float]) -> None:
-        """Demand `sum of row[i] * x[i] == value`."""
+        """Require `sum of row[i] * x[i] == value`."""
         self.at_most(value, row)
         self.at_most(-value, {variable: -factor for variable, factor in row.items()})
 

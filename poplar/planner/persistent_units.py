@@ -1,10 +1,9 @@
-"""How many units stay gathered between the passes of a step, where units are gathered at all.
+"""How many units stay unsharded between the passes of a step, at stages that shard parameters.
 
-A unit that stays is gathered once a step instead of twice a pass, and takes the memory of its
-parameters. Units are kept in one order, and only their number is searched, by branch and bound:
-between two numbers no step is faster than one with the communication of the larger and the memory
-of the smaller, batches and shares as `exact` finds them. The order is what is worth most for a byte
-where units are alike, which is no proof where they are not.
+A persistent unit is unsharded once a step instead of twice a pass, and takes the memory of its
+parameters. Units become persistent in one order and branch and bound searches their number: no step
+with a number in a range is faster than one with the communication of the largest number and the
+memory of the smallest.
 """
 
 from __future__ import annotations
@@ -13,47 +12,67 @@ import dataclasses
 import heapq
 import math
 from bisect import bisect_right
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 from poplar.plan import STRATEGIES, Plan, UnitPlan
-from poplar.planner.branch_and_bound import Decision, Request, exact
+from poplar.planner.branch_and_bound import TOLERANCE, Decision, fastest_plan, optimality_gap
 from poplar.planner.cost_model import StageCosts
-from poplar.planner.joint_allocation import TOLERANCE
+from poplar.planner.heuristic import Request, largest_batches_of
 from poplar.planner.memory_model import RankMemory
 from poplar.planner.memory_shortfall import NoPlanFits
 from poplar.profile import ModelProfile
 
 _MOST_CUTS = 12
-"""Ranges of numbers that are cut in two; each half is a search."""
+"""Ranges that are cut in two; each half needs one search."""
 
 
-def exact_with_persistent_units(costs: StageCosts, request: Request) -> Decision:
-    """The fastest plan of one stage, with as many units kept gathered as make it faster.
+def fastest_plan_with_persistent_units(costs: StageCosts, request: Request) -> Decision:
+    """The fastest plan of one stage, with as many persistent units as make it faster.
 
     Raises:
-        NoPlanFits: says what is missing.
+        NoPlanFits: no plan of this stage fits in memory.
     """
     if costs.stage < 3 or not costs.cluster.model.unit_names:
-        return exact(costs, request)
+        return fastest_plan(costs, request)
     return _Search(costs, request).run()
 
 
-@dataclass(frozen=True)
-class _Lighter(StageCosts):
-    """Units that stay, of which only some take memory: a bound."""
+def persistence_order(model: ModelProfile) -> list[int]:
+    """Units in the order in which they become persistent: the most useful per byte first.
 
-    weighing: frozenset[int] = frozenset()
+    Resident units need no more memory. The first unit's unshard overlaps with nothing. Others are
+    unsharded twice a pass, so small ones come first; the last one is unsharded once a pass.
+    """
+    resident = sorted(set(model.resident_units))
+    sharded = [unit for unit in range(len(model.unit_numels)) if unit not in resident]
+    inner = sorted(sharded[1:-1], key=lambda unit: model.unit_numels[unit])
+    return [*resident, *sharded[:1], *inner, *sharded[1:][-1:]]
+
+
+def unit_plans(costs: StageCosts) -> tuple[UnitPlan, ...]:
+    """`Plan.units` with the persistent units of these costs."""
+    names = costs.cluster.model.unit_names
+    return tuple(
+        UnitPlan(names[unit], STRATEGIES[costs.stage], keep_gathered=True)
+        for unit in sorted(costs.persistent)
+    )
+
+
+@dataclass(frozen=True)
+class _Optimistic(StageCosts):
+    """Costs with persistent units of which only some take memory: a lower bound."""
+
+    in_memory: frozenset[int] = frozenset()
 
     @cached_property
     def memories(self) -> tuple[RankMemory, ...]:
-        return StageCosts(self.cluster, self.stage, self.weighing).memories
+        return StageCosts(self.cluster, self.stage, self.in_memory).memories
 
 
 class _Range(NamedTuple):
-    """Numbers of kept units, and a bound that no step with one of them is below."""
+    """Numbers of persistent units, and a lower bound on every step with one of them."""
 
     bound: float
     least: int
@@ -61,93 +80,67 @@ class _Range(NamedTuple):
 
 
 class _Search:
-    """Best-first over ranges of numbers."""
+    """Best-first search over ranges of numbers."""
 
     def __init__(self, costs: StageCosts, request: Request) -> None:
         self._cluster, self._stage, self._request = costs.cluster, costs.stage, request
-        self._order = list(_by_worth(costs.cluster.model))
-        self._found: dict[int, tuple[float, Plan]] = {}
-        """By number: the fastest step that is known, and its plan."""
+        self._order = persistence_order(costs.cluster.model)
+        self._best: Plan | None = None
+        self._seconds = math.inf
         self._ranges: list[_Range] = []
         self._closed = math.inf
-        """No step in a range that is done with is faster."""
+        """The smallest bound of ranges that are not searched further."""
 
     def run(self) -> Decision:
-        """Of the plans that were come across, one with fewer units where that costs no more than is
-        preferred. What is best without any is searched only where some may have to go.
-        """
-        every = len(self._order)
-        self._add(0, every)
-        if every not in self._found:  # some may have to go, or all: what is fastest without?
-            self.keep(0, exact(self._costs(0), self._request).plan)
+        """The fastest plan found; of equally fast ones, that with fewer persistent units."""
+        self._add(0, len(self._order))
+        if self._ranges:  # not all units fit
+            self._keep(0, fastest_plan(self._costs(0), self._request).plan)
         for _ in range(_MOST_CUTS):
-            if not self._ranges or self._ranges[0].bound >= self._best * (1.0 - TOLERANCE):
+            if not self._ranges or self._ranges[0].bound >= self._seconds * (1.0 - TOLERANCE):
                 break
             _, least, most = heapq.heappop(self._ranges)
             middle = (least + most) // 2
             self._add(least, middle)
             self._add(middle + 1, most)
-        limit = self._best * (1.0 + self._request.preference)
-        fewest = min(count for count, (seconds, _) in self._found.items() if seconds <= limit)
-        seconds, plan = self._found[fewest]
-        bound = min([self._best, self._closed, *(one.bound for one in self._ranges[:1])])
-        gap = 1.0 - bound / seconds if seconds else 0.0
-        return Decision(plan, gap if gap > TOLERANCE else 0.0)
-
-    def keep(self, count: int, plan: Plan) -> None:
-        """A plan with so many units kept, which fits."""
-        costs = self._costs(count)
-        seconds = costs.step_seconds(plan.micro_batches, plan.shares)
-        if count not in self._found or seconds < self._found[count][0]:
-            names = self._cluster.model.unit_names
-            units = tuple(
-                UnitPlan(names[unit], STRATEGIES[self._stage], keep_gathered=True)
-                for unit in sorted(costs.persistent)
-            )
-            self._found[count] = seconds, dataclasses.replace(plan, units=units)
-
-    @property
-    def _best(self) -> float:
-        return min(seconds for seconds, _ in self._found.values())
-
-    def _costs(self, count: int) -> StageCosts:
-        return StageCosts(self._cluster, self._stage, frozenset(self._order[:count]))
+        if self._best is None:
+            return fastest_plan(self._costs(0), self._request)
+        bound = min([self._seconds, self._closed, *(one.bound for one in self._ranges[:1])])
+        return Decision(self._best, optimality_gap(bound, self._seconds))
 
     def _add(self, least: int, most: int) -> None:
-        persistent, weighing = frozenset(self._order[:most]), frozenset(self._order[:least])
-        costs = _Lighter(self._cluster, self._stage, persistent, weighing)
+        """Search a range optimistically, and keep the plan with as many units as fit."""
+        in_memory = frozenset(self._order[:least])
+        persistent = frozenset(self._order[:most])
+        costs = _Optimistic(self._cluster, self._stage, persistent, in_memory)
         try:
-            plan, gap = exact(costs, self._request)
+            plan, gap = fastest_plan(costs, self._request)
         except NoPlanFits:
             return
-        fitting = bisect_right(
-            range(least + 1, most + 1), False, key=lambda count: not self._fits(count, plan)
-        )
-        self.keep(least + fitting, plan)
-        self.keep(least, plan)
-        bound = costs.step_seconds(plan.micro_batches, plan.shares) * (1.0 - gap)
-        if least + fitting < most and bound < self._best * (1.0 - TOLERANCE):
+        numbers = range(least + 1, most + 1)
+        fitting = least + bisect_right(numbers, False, key=lambda n: not self._fits(n, plan))
+        self._keep(fitting, plan)
+        self._keep(least, plan)
+        bound = costs.step_seconds(plan.micro_batches, plan.shares) * (1.0 - (gap or 0.0))
+        if fitting < most and bound < self._seconds * (1.0 - TOLERANCE):
             heapq.heappush(self._ranges, _Range(bound, least, most))
         else:
             self._closed = min(self._closed, bound)
 
-    def _fits(self, count: int, plan: Plan) -> bool:
-        kinds = self._cluster.device_kinds
-        memories = dict(zip(kinds, self._costs(count).memories, strict=True))
-        return all(
-            memories[kind].fits(max(passes, default=0), share)
-            for kind, passes, share in set(zip(kinds, plan.micro_batches, plan.shares, strict=True))
-        )
+    def _keep(self, number: int, plan: Plan) -> None:
+        """Take a plan with this many persistent units, which fits, if it is the fastest."""
+        costs = self._costs(number)
+        seconds = costs.step_seconds(plan.micro_batches, plan.shares)
+        fewer = self._best is not None and number < len(self._best.units)
+        if seconds < self._seconds or (fewer and seconds == self._seconds):
+            self._seconds = seconds
+            self._best = dataclasses.replace(plan, units=unit_plans(costs))
 
+    def _costs(self, number: int) -> StageCosts:
+        return StageCosts(self._cluster, self._stage, frozenset(self._order[:number]))
 
-def _by_worth(model: ModelProfile) -> Iterator[int]:
-    """Residents, which take no more memory; the first unit, whose gather runs under nothing; those
-    that are gathered twice a pass, small ones first; the last, which is gathered once.
-    """
-    resident = frozenset(model.resident_units)
-    returning = [unit for unit in range(len(model.unit_numels)) if unit not in resident]
-    first, twice = returning[:1], returning[1:-1]
-    yield from sorted(resident)
-    yield from first
-    yield from sorted(twice, key=lambda unit: model.unit_numels[unit])
-    yield from returning[1:][-1:]
+    def _fits(self, number: int, plan: Plan) -> bool:
+        groups = self._cluster.device_kinds
+        memories = dict(zip(groups, self._costs(number).memories, strict=True))
+        keys = set(zip(groups, largest_batches_of(plan.micro_batches), plan.shares, strict=True))
+        return all(memories[group].fits(largest, share) for group, largest, share in keys)

@@ -1,9 +1,8 @@
-"""Exact batch allocation: a measured cluster and a global batch in, the fastest plan out.
+"""The fastest plan for a measured cluster and a global batch, over ZeRO stages.
 
-Values to values: no process groups, no tensors, no clock, so every rank that holds the same profile
-finds the same plan. `exact` searches one stage, `policies` decide as others do; here stages are
-compared, and what does not fit is said. `tests/unit/test_search.py` compares it with exhaustive
-search.
+A function of values: every rank that holds the same profile finds the same plan. A policy decides
+for each stage (`baselines.POLICIES`); here the stages are compared, and plans of the exact search
+are rounded to simple ones (`simple_plans`).
 """
 
 from __future__ import annotations
@@ -13,12 +12,13 @@ import math
 from collections.abc import Collection, Sequence
 
 from poplar.plan import STRATEGIES, Plan
-from poplar.planner.baselines import POLICIES, shortage_of
-from poplar.planner.branch_and_bound import PREFERENCE, Decision, Request
+from poplar.planner.baselines import POLICIES, shortfall_rule
+from poplar.planner.branch_and_bound import Decision, optimality_gap
 from poplar.planner.cost_model import StageCosts, costs_of
-from poplar.planner.memory_shortfall import NoPlanFits
+from poplar.planner.heuristic import Request
+from poplar.planner.memory_shortfall import NoPlanFits, Shortfall
 from poplar.planner.prediction import describe, predict_at
-from poplar.planner.suggested_changes import with_remedies
+from poplar.planner.simple_plans import PREFERENCE, simplified
 from poplar.profile import ClusterProfile
 
 __all__ = ["ALL_STAGES", "NoPlanFits", "alternatives", "search"]
@@ -35,25 +35,25 @@ def search(
     max_micro_batch: int | None = None,
     preference: float = PREFERENCE,
 ) -> Plan:
-    """The fastest plan that fits, its prediction inside.
+    """The fastest plan that fits in memory, with its prediction.
 
     Args:
-        cluster: what was measured.
+        cluster: the measured profile.
         global_batch: samples of one optimizer step over all ranks.
         stages: ZeRO stages to choose from.
         policy: one of `POLICIES`.
-        max_micro_batch: most samples of one pass, on any rank; None: what was measured.
-        preference: policy "exact" prefers even shares and fewer passes where they cost no more
-            than this fraction of the fastest step.
+        max_micro_batch: largest micro-batch on any rank; None: the largest that was measured.
+        preference: with policy "exact", a plan with even shares, fewer passes or fewer persistent
+            units is chosen if its step is slower by at most this fraction of the fastest one.
 
     Returns:
-        The same plan for the same arguments. Of plans that are equally fast, the one that needs
-        less memory, then the one of the lower stage, which communicates less.
+        The same plan for the same arguments. Of equally fast plans, the one that needs less memory,
+        then the one of the lower stage.
 
     Raises:
-        NoPlanFits: at none of the stages does a plan fit; says for the stage that comes closest
-            which rank misses how many bytes, and the smallest changes with which a plan would fit.
-        ValueError: arguments that no plan has; a policy that lacks what it goes by.
+        NoPlanFits: no plan fits at any of the stages. The message names the rank that lacks the
+            most memory at the stage that comes closest, and the smallest changes that would help.
+        ValueError: an argument is out of range, or the profile lacks what the policy needs.
     """
     return alternatives(
         cluster,
@@ -74,11 +74,11 @@ def alternatives(
     max_micro_batch: int | None = None,
     preference: float = PREFERENCE,
 ) -> tuple[Plan, ...]:
-    """The best plan of each stage that fits, fastest predicted first; `search` takes the first.
+    """The best plan of every stage at which one fits, in the order in which `search` prefers them.
 
-    Arguments and errors are those of `search`.
+    Takes the arguments of `search` and raises the same errors.
     """
-    found, missing = plans_by_stage(
+    found, shortfalls = plans_by_stage(
         cluster,
         global_batch=global_batch,
         stages=stages,
@@ -87,7 +87,8 @@ def alternatives(
         preference=preference,
     )
     if not found:
-        raise with_remedies(cluster, missing, shortage_of(policy, global_batch))
+        rule = shortfall_rule(policy, global_batch)
+        raise NoPlanFits(tuple(shortfalls.values()), cluster, rule)
     return found
 
 
@@ -99,41 +100,45 @@ def plans_by_stage(
     policy: str = "exact",
     max_micro_batch: int | None = None,
     preference: float = PREFERENCE,
-) -> tuple[tuple[Plan, ...], dict[int, NoPlanFits]]:
-    """The best plan of each stage that fits, fastest first, and by stage why the others do not.
-
-    Arguments are those of `search`, and so are errors about them.
-    """
+) -> tuple[tuple[Plan, ...], dict[int, Shortfall]]:
+    """As `alternatives`, and what is missing at the stages at which no plan fits."""
     _check_at_least_one("global_batch", global_batch)
     if max_micro_batch is not None:
         _check_at_least_one("max_micro_batch", max_micro_batch)
     if policy not in POLICIES:
-        raise ValueError(f"unknown policy {policy!r}; known are {', '.join(POLICIES)}")
-    most = global_batch if max_micro_batch is None else min(max_micro_batch, global_batch)
+        raise ValueError(f"policy must be one of {', '.join(POLICIES)}, got {policy!r}")
     if not (math.isfinite(preference) and preference >= 0.0):
-        raise ValueError(f"preference must be finite and 0 or more, got {preference}")
-    request = Request(global_batch, most, preference)
+        raise ValueError(f"preference must be finite and at least 0, got {preference}")
+    request = Request(global_batch, min(max_micro_batch or global_batch, global_batch))
     found: list[Plan] = []
-    missing: dict[int, NoPlanFits] = {}
+    shortfalls: dict[int, Shortfall] = {}
     for stage in _checked_stages(stages):
-        costs = StageCosts(cluster, stage)
         try:
-            decision = POLICIES[policy](costs, request)
+            decision = POLICIES[policy](StageCosts(cluster, stage), request)
         except NoPlanFits as error:
-            missing[stage] = error
-        else:
-            found.append(_described(cluster, decision, policy))
-    return tuple(sorted(found, key=_preference)), missing
-
-
-def _described(cluster: ClusterProfile, decision: Decision, policy: str) -> Plan:
-    prediction = predict_at(costs_of(cluster, decision.plan), decision.plan)
-    if policy == "exact":  # the others decide without a search: nobody knows how far they are
+            shortfalls[stage] = error.closest
+            continue
+        if policy == "exact":
+            decision = _simplified(cluster, decision, request, preference)
+        prediction = predict_at(costs_of(cluster, decision.plan), decision.plan)
         prediction = dataclasses.replace(prediction, optimality_gap=decision.gap)
-    return describe(cluster, decision.plan, prediction, policy)
+        found.append(describe(cluster, decision.plan, prediction, policy))
+    return tuple(sorted(found, key=_sort_key)), shortfalls
 
 
-def _preference(plan: Plan) -> tuple[float, int, int]:
+def _simplified(
+    cluster: ClusterProfile, fastest: Decision, request: Request, preference: float
+) -> Decision:
+    """A simpler plan that is nearly as fast, and its gap to the fastest possible one."""
+    plan = simplified(cluster, fastest.plan, preference, max_micro_batch=request.max_micro_batch)
+    before, after = (
+        costs_of(cluster, one).step_seconds(one.micro_batches, one.shares)
+        for one in (fastest.plan, plan)
+    )
+    return Decision(plan, optimality_gap(before * (1.0 - (fastest.gap or 0.0)), after))
+
+
+def _sort_key(plan: Plan) -> tuple[float, int, int]:
     assert plan.prediction is not None
     seconds, memory = plan.prediction["step_seconds"], plan.prediction["memory_bytes"]
     return seconds, sum(memory), plan.stage
@@ -142,10 +147,10 @@ def _preference(plan: Plan) -> tuple[float, int, int]:
 def _checked_stages(stages: Sequence[int]) -> list[int]:
     is_some = isinstance(stages, Collection) and not isinstance(stages, str) and len(stages) > 0
     if not is_some or any(isinstance(s, bool) or s not in ALL_STAGES for s in stages):
-        raise ValueError(f"stages must be some of {ALL_STAGES}, got {stages!r}")
+        raise ValueError(f"stages must be a non-empty subset of {ALL_STAGES}, got {stages!r}")
     return sorted({int(stage) for stage in stages})
 
 
-def _check_at_least_one(what: str, value: int) -> None:
+def _check_at_least_one(name: str, value: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{what} must be a whole number, at least 1, got {value!r}")
+        raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")

@@ -1,8 +1,8 @@
-"""A run told afterwards: what was measured, what was decided and why, what came of it.
+"""Reports of recorded runs.
 
-A `RunRecord` is a value, JSON both ways, that needs neither torch nor the machine it was made on;
-`write_report` turns it into one HTML file that opens from disk, without a network. Drawing takes
-matplotlib (`pip install 'poplar-zero[report]'`); records do not.
+A `RunRecord` is a value with JSON both ways; it needs neither torch nor the machine of the run.
+`write_report` makes one HTML file of it, which opens without a network. Pictures need matplotlib
+(`pip install 'poplar-zero[report]'`).
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ __all__ = ["Neighbour", "Run", "RunRecord", "Span", "write_report"]
 def write_report(
     record: RunRecord, path_html: str | Path, pictures_dir: str | Path | None = None
 ) -> None:
-    """Write a run's report: one HTML file, light and dark, fit for print.
+    """Write the report of a run: one HTML file with a light, a dark and a print style.
 
     Args:
-        record: what happened; of several runs the last is the one whose plan is explained.
-        path_html: where to write; the folder is made if it is missing.
-        pictures_dir: a folder for the same pictures as PNG files; None: none are written.
+        record: the profile and the runs; the plan of the last run is explained.
+        path_html: the file to write; its folder is created if missing.
+        pictures_dir: a folder for the pictures as PNG files; None: no PNG files.
 
     Raises:
         ImportError: matplotlib is not installed; says how to install it.
@@ -35,8 +35,7 @@ def write_report(
         if (error.name or "").partition(".")[0] != "matplotlib":
             raise
         raise ImportError(
-            "the report's pictures are drawn by matplotlib, which is not installed; "
-            "pip install 'poplar-zero[report]'"
+            "reports need matplotlib, which is not installed; pip install 'poplar-zero[report]'"
         ) from error
 
     pictures = draw_pictures(record)

@@ -1,9 +1,8 @@
-"""From spans to what each rank was doing: computing, communicating, waiting, stepping.
+"""What each rank was doing in a traced step: compute, optimizer, communication or waiting.
 
-Spans of one rank nest (a wait inside a pass, a wait inside the optimizer's step), so each moment
-gets exactly one activity: a wait goes before the optimizer, the optimizer before a pass. A wait is
-told apart by all ranks together: the i-th wait for one thing is one collective, and until the last
-rank has begun to wait for it, nothing can move.
+Spans of one rank may overlap (a wait inside a pass), so each moment gets exactly one activity by
+precedence: wait, optimizer, pass. The i-th wait with the same name is one collective on all ranks:
+it is waiting until the last rank has begun it, and communication from then on.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ from poplar.system.trace import Span
 
 COMPUTE, COMMUNICATION, WAITING, OPTIMIZER = "compute", "communication", "waiting", "optimizer"
 ACTIVITIES = (COMPUTE, OPTIMIZER, COMMUNICATION, WAITING)
-"""In the order of a legend."""
+"""In the order of the legend."""
 
 _PRECEDENCE = (WAITING, COMMUNICATION, OPTIMIZER, COMPUTE)
 
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """One activity without interruption, in seconds since the first rank began."""
+    """One activity without interruption, in seconds since the first span began."""
 
     activity: str
     start: float
@@ -32,15 +31,15 @@ class Stretch:
 
     @property
     def seconds(self) -> float:
-        """How long it took."""
+        """Duration."""
         return self.stop - self.start
 
 
 def stretches(spans: Sequence[Sequence[Span]]) -> list[list[Stretch]]:
-    """What each rank did, in order and without overlaps; gaps are neither (loading, Python).
+    """The activities of each rank, in order and without overlaps; gaps are loading or Python.
 
     Args:
-        spans: one step of every rank, on one clock.
+        spans: of one step, by rank, on one clock.
 
     Returns:
         One list per rank; time 0 is the earliest start of any span.
@@ -67,7 +66,7 @@ def seconds_by_activity(rank: Sequence[Stretch]) -> dict[str, float]:
 
 
 def _last_arrivals(spans: Sequence[Sequence[Span]]) -> dict[tuple[str, int], float]:
-    """When the last rank began to wait, for each thing and occurrence."""
+    """When the last rank began to wait, by name and occurrence."""
     arrivals: dict[tuple[str, int], float] = {}
     for rank in spans:
         for name, span in _numbered_waits(rank):
@@ -98,7 +97,7 @@ def _activities(
 
 
 def _without_overlaps(parts: Sequence[Stretch]) -> list[Stretch]:
-    """Each moment once, by precedence; neighbours of one activity are joined."""
+    """Each moment once, by precedence; adjacent stretches of one activity are joined."""
     changes: dict[float, list[tuple[str, int]]] = defaultdict(list)
     for part in parts:
         if part.stop > part.start:

@@ -1,13 +1,13 @@
-"""In a few words, what sets one plan apart from another."""
+"""A short description of how one plan differs from another."""
 
 from __future__ import annotations
 
+from poplar.formatting import format_passes
 from poplar.plan import Plan
-from poplar.report import words
 
 
 def difference(plan: Plan, chosen: Plan) -> str:
-    """`rank 0 −2, rank 3 +2`, or other passes or shares; "the chosen plan" if there is none."""
+    """`rank 0 -2, rank 3 +2`, or other passes or shares; "the chosen plan" if equal."""
     if plan == chosen:
         return "the chosen plan"
     parts = []
@@ -20,29 +20,25 @@ def difference(plan: Plan, chosen: Plan) -> str:
         parts.append(_other_passes(plan, chosen))
     if plan.shares != chosen.shares:
         parts.append("shares " + " ".join(f"{100 * share:.0f}" for share in plan.shares))
-    return ", ".join(parts) or "units of their own"
+    return ", ".join(parts) or "different units"
 
 
 def _moved_samples(plan: Plan, chosen: Plan) -> str:
     changes = [plan.samples(r) - chosen.samples(r) for r in range(plan.world_size)]
-    return ", ".join(
-        f"rank {rank} {change:+d}".replace("-", "\N{MINUS SIGN}")
-        for rank, change in enumerate(changes)
-        if change
-    )
+    return ", ".join(f"rank {rank} {change:+d}" for rank, change in enumerate(changes) if change)
 
 
 def _other_passes(plan: Plan, chosen: Plan) -> str:
     counts = {len(sizes) for sizes in plan.micro_batches}
     if len(counts) == 1 and plan.stage >= 2 and counts != {len(chosen.micro_batches[0])}:
-        return f"{_passes(counts.pop())} for all"
+        return f"{_passes(counts.pop())} on all ranks"
     for rank, (ours, theirs) in enumerate(
         zip(plan.micro_batches, chosen.micro_batches, strict=True)
     ):
         if len(ours) != len(theirs):
             return f"rank {rank} in {_passes(len(ours))}"
         if ours != theirs:
-            return f"rank {rank} cut {words.passes(ours)}"
+            return f"rank {rank} in {format_passes(ours)}"
     return ""
 
 

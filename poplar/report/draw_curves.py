@@ -12,14 +12,15 @@ from matplotlib.lines import Line2D
 from matplotlib.text import Text
 from matplotlib.ticker import MaxNLocator
 
+from poplar.formatting import byte_unit
 from poplar.plan import Plan
 from poplar.profile import ClusterProfile, DeviceProfile
-from poplar.report import theme, words
+from poplar.report import theme
 from poplar.report.labels import spread
 
 _LONGEST_LABEL = 24
 _LINE_POINTS = 200
-_ALIKE = 0.02
+_EQUAL_WITHIN = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +33,8 @@ class _Series:
 
 
 def draw_curves(profile: ClusterProfile, plan: Plan) -> Figure:
-    """Measured points, the curve that the planner reads from them, and where the plan works."""
-    unit, factor = words.byte_unit(
+    """Draw measured points, the planner's interpolation, and the batches of the plan."""
+    unit, factor = byte_unit(
         max(point.activation_bytes for device in profile.devices for point in device.points)
     )
     with theme.style():
@@ -64,40 +65,42 @@ def draw_curves(profile: ClusterProfile, plan: Plan) -> Figure:
 
 @dataclass(frozen=True, slots=True)
 class _Value:
-    """What a panel shows of a device: the curve at a batch, and the measured points."""
+    """What a panel shows of a device: the curve, and the measured points."""
 
     curve: Callable[[DeviceProfile, int], float]
     points: Callable[[DeviceProfile], list[float]]
 
 
 def _series(profile: ClusterProfile) -> list[_Series]:
-    """One per rank; one per kind of device where there are more ranks than colours."""
+    """One per rank; one per device name if there are more ranks than colours."""
     names = [device.name for device in profile.devices]
     if len(names) <= len(theme.SERIES):
-        labels = words.rank_labels(profile)
+        labels = [f"rank {rank}" for rank in range(len(names))]
+        if len(set(names)) > 1:
+            labels = [f"{label} · {name}" for label, name in zip(labels, names, strict=True)]
         return [
             _Series(_shortened(label), theme.SERIES[rank], (rank,))
             for rank, label in enumerate(labels)
         ]
-    kinds = list(dict.fromkeys(names))
+    distinct = list(dict.fromkeys(names))
     return [
         _Series(
-            _shortened(f"{names.count(kind)} × {kind}"),
+            _shortened(f"{names.count(own)} × {own}"),
             theme.SERIES[number % len(theme.SERIES)],
-            tuple(rank for rank, name in enumerate(names) if name == kind),
+            tuple(rank for rank, name in enumerate(names) if name == own),
         )
-        for number, kind in enumerate(kinds)
+        for number, own in enumerate(distinct)
     ]
 
 
 def _panel(
     axes: Axes, profile: ClusterProfile, plan: Plan, series: Sequence[_Series], value: _Value
 ) -> list[Text]:
-    """Draw one panel; returns the labels at the ends of the curves, where they would like to be."""
+    """Draw one panel; return the labels at the ends of the curves, which may overlap."""
     texts = []
     highest = 0.0
     longest = max(device.max_batch for device in profile.devices)
-    alike = len(series) > 1 and _are_alike(profile, value)
+    coincide = len(series) > 1 and _coincide(profile, value)
     for one in series:
         ends = []
         for rank in one.ranks:
@@ -129,13 +132,13 @@ def _panel(
             )
             ends.append(line[-1])
         highest = max(highest, *ends)
-        if alike:
+        if coincide:
             continue
         end = sorted(ends)[len(ends) // 2]
         last = max(profile.devices[rank].max_batch for rank in one.ranks)
         axes.plot([last, longest], [end, end], color=one.colour, linewidth=0.8, linestyle=":")
         texts.append(_end_label(axes, end, one.label, one.colour))
-    if alike:
+    if coincide:
         texts.append(_end_label(axes, highest, "all ranks", theme.INK))
     axes.set_xlabel("samples in the pass")
     axes.set_xlim(left=0)
@@ -156,11 +159,11 @@ def _end_label(axes: Axes, height: float, label: str, colour: str) -> Text:
     )
 
 
-def _are_alike(profile: ClusterProfile, value: _Value) -> bool:
-    """Whether all curves lie on the longest one, so that labels by rank would say nothing."""
+def _coincide(profile: ClusterProfile, value: _Value) -> bool:
+    """Whether all curves lie on the longest one, so that one label is enough."""
     longest = max(profile.devices, key=lambda device: device.max_batch)
     return all(
-        abs(value.curve(longest, batch) / value.curve(device, batch) - 1) <= _ALIKE
+        abs(value.curve(longest, batch) / value.curve(device, batch) - 1) <= _EQUAL_WITHIN
         for device in profile.devices
         for batch in (point.batch for point in device.points)
         if value.curve(device, batch) > 0
@@ -168,7 +171,7 @@ def _are_alike(profile: ClusterProfile, value: _Value) -> bool:
 
 
 def _batches(device: DeviceProfile) -> list[int]:
-    """Where the curve is drawn: every batch, or as many as a picture can show, and the points."""
+    """Where the curve is drawn: at evenly spaced batches and at the measured points."""
     stride = max(1, device.max_batch // _LINE_POINTS)
     first = device.points[0].batch
     measured = {point.batch for point in device.points}
@@ -178,8 +181,8 @@ def _batches(device: DeviceProfile) -> list[int]:
 def _move_apart(axes: Axes, texts: Sequence[Text]) -> None:
     low, high = axes.get_ylim()
     gap = 1.35 * theme.FONT_POINTS * (high - low) / theme.points_of(axes)[1]
-    wishes = [float(text.get_position()[1]) for text in texts]
-    for text, place in zip(texts, spread(wishes, gap, low, high), strict=True):
+    preferred = [float(text.get_position()[1]) for text in texts]
+    for text, place in zip(texts, spread(preferred, gap, low, high), strict=True):
         text.set_y(place)
 
 
@@ -188,7 +191,7 @@ def _legend(figure: Figure) -> None:
     figure.legend(
         handles=[
             Line2D([], [], linestyle="none", markersize=5, label="measured", **mark),
-            Line2D([], [], color=theme.MUTED, label="what the planner reads from it"),
+            Line2D([], [], color=theme.MUTED, label="interpolated by the planner"),
             Line2D(
                 [],
                 [],

@@ -1,4 +1,4 @@
-"""The loss of every run: the same by step, sooner by the clock."""
+"""The loss of every run, by step and by time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from poplar.report.record import Run
 
 
 def draw_losses(runs: Sequence[Run]) -> Figure | None:
-    """Loss against steps and against seconds; None where no run has losses."""
+    """Draw the loss against steps and against seconds; None if no run has losses."""
     shown = [run for run in runs if run.losses]
     if not shown:
         return None
@@ -24,7 +24,7 @@ def draw_losses(runs: Sequence[Run]) -> Figure | None:
         figure = theme.new_figure(height=3.7)
         by_step, by_time = figure.subplots(1, 2, sharey=True)
         by_step.set_title("Loss of the global batch, by step")
-        by_time.set_title("The same, by the clock")
+        by_time.set_title("Loss of the global batch, by time")
         by_step.set_xlabel("step")
         by_time.set_xlabel("seconds of training")
         by_step.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True))
@@ -40,7 +40,7 @@ def draw_losses(runs: Sequence[Run]) -> Figure | None:
 
 
 def _panel(axes: Axes, runs: Sequence[Run], places: Sequence[Sequence[float]]) -> list[Text]:
-    """The runs, the later ones thinner, so that equal curves are seen to be two."""
+    """Draw the runs, later ones thinner, so that coinciding curves are visible as two."""
     texts = []
     for number, (run, xs) in enumerate(zip(runs, places, strict=True)):
         chosen = number == len(runs) - 1
@@ -65,14 +65,14 @@ def _panel(axes: Axes, runs: Sequence[Run], places: Sequence[Sequence[float]]) -
 
 
 def _clock(run: Run) -> list[float]:
-    """When each step ended. Steps before the timed ones (preparations) count as the median one."""
+    """When each step ended. Steps before the timed ones count as the median step."""
     untimed = len(run.losses) - len(run.step_seconds)
     seconds = [run.measured_step_seconds] * max(0, untimed) + list(run.step_seconds)
     return list(accumulate(seconds[: len(run.losses)]))
 
 
 def _place(axes: Axes, texts: Sequence[Text]) -> None:
-    """Labels beside the ends of their curves, moved apart; below them where these lie apart."""
+    """Put labels beside the ends of their curves; below them if the curves end far apart."""
     width, height = theme.points_of(axes)
     low, high = axes.get_ylim()
     left, right = axes.get_xlim()

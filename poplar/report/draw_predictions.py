@@ -1,4 +1,4 @@
-"""Predicted beside measured, for the runs and for the chosen plan's neighbours."""
+"""Predicted and measured steps, of the runs and of plans similar to the chosen one."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from poplar.formatting import format_seconds, format_signed_percent
 from poplar.plan import Plan
 from poplar.planner.prediction import predict
 from poplar.profile import ClusterProfile
-from poplar.report import theme, words
+from poplar.report import theme
 from poplar.report.differences import difference
 from poplar.report.record import Neighbour, Run
 
 
 def draw_predictions(runs: Sequence[Run]) -> Figure:
-    """Every measured step, its median, and what was predicted before."""
+    """Draw every measured step, the median, and the prediction."""
     with theme.style():
         figure = theme.new_figure(height=0.52 * len(runs) + 1.35)
         axes = figure.subplots()
@@ -42,7 +43,7 @@ def draw_predictions(runs: Sequence[Run]) -> Figure:
             axes.text(
                 1.012,
                 row,
-                _verdict(run),
+                _label(run),
                 transform=axes.get_yaxis_transform(),
                 verticalalignment="center",
                 color=theme.INK,
@@ -54,12 +55,12 @@ def draw_predictions(runs: Sequence[Run]) -> Figure:
 def draw_neighbours(
     neighbours: Sequence[Neighbour], chosen: Plan, profile: ClusterProfile
 ) -> Figure:
-    """The chosen plan among plans that differ a little, fastest first."""
+    """Draw the chosen plan among similar plans, fastest first."""
     ordered = sorted(neighbours, key=lambda near: near.step_seconds)
     with theme.style():
         figure = theme.new_figure(height=0.25 * len(ordered) + 1.35)
         axes = figure.subplots()
-        axes.set_title("Neighbours of the chosen plan: median seconds of a step, fastest first")
+        axes.set_title("Plans similar to the chosen one: median seconds of a step, fastest first")
         _legend(figure, single_steps=False)
         for row, near in enumerate(ordered):
             colour = theme.CHOSEN if near.plan == chosen else theme.EVEN
@@ -77,7 +78,7 @@ def _predicted(profile: ClusterProfile, plan: Plan) -> float | None:
     try:
         return predict(profile, plan).step_seconds
     except ValueError:
-        return None  # beyond what was measured or fits: nothing is known of it
+        return None  # beyond what was measured, or does not fit
 
 
 def _median_and_prediction(
@@ -128,17 +129,17 @@ def _legend(figure: Figure, *, single_steps: bool) -> None:
     figure.legend(handles=handles, loc="outside upper left", ncols=len(handles))
 
 
-def _verdict(run: Run) -> str:
-    measured = f"measured {words.seconds(run.measured_step_seconds)}"
+def _label(run: Run) -> str:
+    measured = f"measured {format_seconds(run.measured_step_seconds)}"
     if run.predicted_step_seconds is None or run.prediction_error is None:
         return measured
     return (
-        f"{measured}\npredicted {words.seconds(run.predicted_step_seconds)} "
-        f"({words.signed_percent(run.prediction_error)})"
+        f"{measured}\npredicted {format_seconds(run.predicted_step_seconds)} "
+        f"({format_signed_percent(run.prediction_error)})"
     )
 
 
 def _jittered(row: int, many: int) -> list[float]:
-    """Heights around a row that keep equal steps from hiding each other; always the same ones."""
+    """Deterministic offsets around a row, so that equal steps do not cover each other."""
     golden = 0.6180339887
     return [row + 0.44 * ((i * golden) % 1.0 - 0.5) for i in range(many)]

@@ -1,4 +1,4 @@
-"""One step of each run, rank by rank: computing, communicating, waiting."""
+"""One traced step of each run: what each rank did when."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from poplar.report import theme, words
+from poplar.formatting import format_percent, format_seconds
+from poplar.report import theme
 from poplar.report.activity import (
     ACTIVITIES,
     COMPUTE,
@@ -23,13 +24,13 @@ _MOST_LABELLED_RANKS = 16
 _INCHES_OF_A_RANK = 0.34
 _TALLEST_PANEL = 6.0
 _TITLE_PAD = 20.0
-"""Points: a prediction is named in between, wherever it lies."""
+"""Points: leaves room for the label of the prediction."""
 _SEAM_POINTS = 0.25
-"""Wide enough that no paper shines through where two stretches meet."""
+"""Wide enough to hide the seam between adjacent stretches."""
 
 
 def draw_steps(runs: Sequence[Run]) -> Figure | None:
-    """A panel per traced run, all on one scale; None if none was traced."""
+    """Draw one panel per traced run, on one time scale; None if no run was traced."""
     traced = [run for run in runs if run.spans and any(run.spans)]
     if not traced:
         return None
@@ -50,10 +51,10 @@ def draw_steps(runs: Sequence[Run]) -> Figure | None:
 
 
 def _panel(axes: Axes, run: Run) -> float:
-    """Draw one run; returns where its panel has to end, in seconds."""
+    """Draw one run; return the least extent of its time axis, in seconds."""
     rows = stretches(run.spans)
     end = max((row[-1].stop for row in rows if row), default=0.0)
-    axes.set_title(f"{run.name}: {words.seconds(end)} in this step", pad=_TITLE_PAD)
+    axes.set_title(f"{run.name}: {format_seconds(end)} in this step", pad=_TITLE_PAD)
     for rank, row in enumerate(rows):
         for activity in ACTIVITIES:
             axes.broken_barh(
@@ -83,7 +84,7 @@ def _label_ranks(axes: Axes, rows: Sequence[Sequence[Stretch]], end: float) -> N
         axes.text(
             1.012,
             rank,
-            f"busy {words.percent(busy)}",
+            f"busy {format_percent(busy)}",
             transform=axes.get_yaxis_transform(),
             verticalalignment="center",
             color=theme.MUTED,
@@ -93,7 +94,7 @@ def _label_ranks(axes: Axes, rows: Sequence[Sequence[Stretch]], end: float) -> N
 def _mark_prediction(axes: Axes, predicted: float) -> None:
     axes.axvline(predicted, color=theme.INK, linewidth=1.2, linestyle=(0, (4, 3)), zorder=5)
     axes.annotate(
-        f"predicted {words.seconds(predicted)}",
+        f"predicted {format_seconds(predicted)}",
         (predicted, 1),
         xycoords=axes.get_xaxis_transform(),
         xytext=(0, 3),

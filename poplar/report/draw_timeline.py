@@ -1,4 +1,4 @@
-"""A simulated step, rank by rank: what its two streams carry, and where it waits for others."""
+"""A simulated step: the compute and communication stream of each rank."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from poplar.report import theme, words
+from poplar.formatting import format_percent, format_seconds
+from poplar.report import theme
 from poplar.report.activity import COMMUNICATION, COMPUTE, OPTIMIZER, WAITING
 from poplar.simulator.timeline import Span, Timeline
 
@@ -16,7 +17,7 @@ _MOST_LABELLED_RANKS = 16
 _INCHES_OF_A_RANK = 0.5
 _TALLEST_PANEL = 8.0
 _SEAM_POINTS = 0.25
-"""Wide enough that no paper shines through where two spans meet."""
+"""Wide enough to hide the seam between adjacent spans."""
 _STREAM_HEIGHT = 0.36
 _LOOKS = {
     "forward": (COMPUTE, 1.0),
@@ -25,17 +26,17 @@ _LOOKS = {
     "communication": (COMMUNICATION, 1.0),
     "waiting for other ranks": (WAITING, 1.0),
 }
-"""The activity that gives the colour, and its opacity: both halves of a pass are compute."""
+"""The activity, which gives the colour, and the opacity."""
 
 
 def draw_timeline(timeline: Timeline) -> Figure:
-    """Two lanes per rank, compute above communication; grey is waiting for other ranks."""
+    """Draw two lanes per rank, compute above communication; grey is waiting for other ranks."""
     ranks = timeline.world_size
     with theme.style():
         figure = theme.new_figure(height=min(_TALLEST_PANEL, _INCHES_OF_A_RANK * ranks + 0.6) + 1.0)
         axes = figure.subplots()
         axes.set_title(
-            f"Simulated step at stage {timeline.stage}: {words.seconds(timeline.step_seconds)}"
+            f"Simulated step at stage {timeline.stage}: {format_seconds(timeline.step_seconds)}"
         )
         figure.legend(
             handles=[
@@ -79,7 +80,7 @@ def _bars(
 
 
 def _gaps(spans: Sequence[Span], step: float) -> list[tuple[float, float]]:
-    """When neither stream runs anything, as beginnings and ends."""
+    """When neither stream is busy, as (begin, end)."""
     gaps = []
     end = 0.0
     for span in sorted(spans, key=lambda span: span.begin):
@@ -101,7 +102,7 @@ def _label_ranks(axes: Axes, timeline: Timeline) -> None:
         axes.text(
             1.012,
             rank,
-            f"busy {words.percent(timeline.busy_fraction[rank])}",
+            f"busy {format_percent(timeline.busy_fraction[rank])}",
             transform=axes.get_yaxis_transform(),
             verticalalignment="center",
             color=theme.MUTED,

@@ -1,4 +1,4 @@
-"""Labels beside what they name, moved apart where they would cover each other."""
+"""Positions of labels, moved apart where they would overlap."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from collections.abc import Sequence
 
 
 def spread(positions: Sequence[float], gap: float, low: float, high: float) -> list[float]:
-    """Move positions as little as it takes for neighbours to be `gap` apart.
+    """Move positions as little as possible so that adjacent ones are `gap` apart.
 
     Args:
-        positions: where each label would like to be, in any order.
-        gap: least distance of two labels.
-        low: no label goes below, unless all of them do not fit.
-        high: no label goes above.
+        positions: preferred position of each label, in any order.
+        gap: least distance between two labels.
+        low: lower limit, unless the labels do not fit.
+        high: upper limit.
 
     Returns:
-        One position per label; their order is that of `positions`.
+        One position per label, in the order of `positions`.
 
-    Least squares: labels that collide form a group around the mean of where they would like to be.
+    Least squares: labels that collide form a group around the mean of their preferred positions.
     """
     order = sorted(range(len(positions)), key=lambda i: positions[i])
     groups: list[tuple[float, int]] = []  # sum of (wish - offset in the group), members

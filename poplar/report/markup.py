@@ -1,4 +1,4 @@
-"""The few pieces of HTML that a report is made of; whatever comes from outside is escaped."""
+"""The HTML elements of a report; all text from outside is escaped."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from html import escape
 
 @dataclass(frozen=True, slots=True)
 class Markup:
-    """Text that is HTML already."""
+    """Text that is already HTML."""
 
     text: str
 
@@ -25,14 +25,14 @@ def table(
     highlighted: Sequence[int] = (),
     caption: str = "",
 ) -> str:
-    """A table whose columns are numbers (flush right), but for those in `left`.
+    """A table; columns are right-aligned numbers, except those in `left`.
 
     Args:
         headings: one per column.
-        rows: as many cells each.
-        left: columns of words.
-        highlighted: rows that stand out.
-        caption: what the table shows, for readers and for screen readers.
+        rows: one cell per column each.
+        left: indices of the columns with text.
+        highlighted: indices of the rows to emphasize.
+        caption: also for screen readers.
     """
     css = ["w" if column in left else "n" for column in range(len(headings))]
     head = "".join(
@@ -55,7 +55,7 @@ def table(
 
 
 def bar(fraction: float, label: str) -> Markup:
-    """A small bar with its meaning beside it; past 1 it is full and marked."""
+    """A small bar with a label; above 1 it is full and marked."""
     width = 100 * min(1.0, max(0.0, fraction))
     css = "bar over" if fraction > 1.0 else "bar"
     return Markup(
@@ -65,13 +65,13 @@ def bar(fraction: float, label: str) -> Markup:
 
 
 def figure(svg: str, caption: str) -> str:
-    """A picture and the sentence under it, which is also what a screen reader says of it."""
+    """A picture with its caption, which is also its label for screen readers."""
     described = svg.replace("<svg", f'<svg role="img" aria-label="{escape(caption)}"', 1)
     return f"<figure>{described}<figcaption>{escape(caption)}</figcaption></figure>"
 
 
 def section(title: str, *parts: str) -> str:
-    """A heading and what is below it."""
+    """A heading and its content."""
     return f"<section><h2>{escape(title)}</h2>{''.join(parts)}</section>"
 
 
@@ -81,12 +81,12 @@ def paragraph(text: str) -> str:
 
 
 def bullets(lines: Iterable[str]) -> str:
-    """A list of plain sentences."""
+    """A list of plain text items."""
     return "<ul>" + "".join(f"<li>{escape(line)}</li>" for line in lines) + "</ul>"
 
 
 def tiles(values: Iterable[tuple[str, str]]) -> str:
-    """Large figures, each with what it is."""
+    """Large figures with their names, as (name, value)."""
     return (
         '<dl class="tiles">'
         + "".join(
@@ -97,7 +97,7 @@ def tiles(values: Iterable[tuple[str, str]]) -> str:
 
 
 def definitions(values: Iterable[tuple[str, str]]) -> str:
-    """Names and what they are, one per line."""
+    """A definition list of (name, value)."""
     return (
         '<dl class="facts">'
         + "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in values)

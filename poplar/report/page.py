@@ -1,6 +1,6 @@
-"""The report's page: what was measured, what was decided and why, what came of it.
+"""The HTML page of a report: profile, plan, reasons, and measurements beside predictions.
 
-One file that needs nothing else: style, pictures and text are in it, no script, no address.
+The page is one file: style, pictures and text are inside; it has no scripts and loads nothing.
 """
 
 from __future__ import annotations
@@ -12,10 +12,18 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 import poplar
+from poplar.formatting import (
+    format_bytes,
+    format_count,
+    format_passes,
+    format_percent,
+    format_seconds,
+    format_signed_percent,
+)
 from poplar.plan import STRATEGIES
 from poplar.planner.prediction import Prediction
 from poplar.profile import ClusterProfile
-from poplar.report import markup, words
+from poplar.report import markup
 from poplar.report.activity import ACTIVITIES, seconds_by_activity, stretches
 from poplar.report.pictures import to_svg
 from poplar.report.reasons import Alternative, Reasons, reasons
@@ -26,11 +34,11 @@ _UNKNOWN = "–"
 
 
 def render_page(record: RunRecord, pictures: Mapping[str, Figure]) -> str:
-    """The whole page as text.
+    """Render the page.
 
     Args:
-        record: what happened.
-        pictures: what `draw_pictures` drew of it; missing ones leave their section out.
+        record: the profile and the runs.
+        pictures: from `draw_pictures`; a section whose picture is missing is left out.
     """
     drawn = {name: to_svg(picture, name) for name, picture in pictures.items()}
     why = reasons(record.profile, record.chosen.plan)
@@ -59,7 +67,7 @@ def render_page(record: RunRecord, pictures: Mapping[str, Figure]) -> str:
 
 def _head(record: RunRecord) -> str:
     chosen, *others = reversed(record.runs)
-    figures = [("samples a second", f"{chosen.samples_per_second:.1f}")]
+    figures = [("samples per second", f"{chosen.samples_per_second:.1f}")]
     figures += [
         (
             f"the speed of “{run.name}”",
@@ -71,21 +79,21 @@ def _head(record: RunRecord) -> str:
         figures.append(
             (
                 "of the sum of speeds",
-                words.percent(chosen.samples_per_second / record.sum_of_speeds),
+                format_percent(chosen.samples_per_second / record.sum_of_speeds),
             )
         )
-    figures.append(("a step, median", words.seconds(chosen.measured_step_seconds)))
+    figures.append(("median step", format_seconds(chosen.measured_step_seconds)))
     if chosen.prediction_error is not None:
-        figures.append(("prediction off by", words.signed_percent(chosen.prediction_error)))
+        figures.append(("prediction error", format_signed_percent(chosen.prediction_error)))
     plan = chosen.plan
     lead = (
         f"{plan.world_size} rank{'s' if plan.world_size > 1 else ''}, stage {plan.stage} "
-        f"({STRATEGIES[plan.stage].replace('_', ' ')}), {plan.global_batch} samples a step."
+        f"({STRATEGIES[plan.stage].replace('_', ' ')}), {plan.global_batch} samples per step."
     )
     yardstick = (
         markup.paragraph(
-            "The sum of speeds: plain PyTorch passes without communication, every rank at its best "
-            f"batch, all at once: {record.sum_of_speeds:.1f} samples a second."
+            "The sum of speeds is that of plain PyTorch passes without communication, all ranks "
+            f"at once, each at its best batch: {record.sum_of_speeds:.1f} samples per second."
         )
         if record.sum_of_speeds is not None
         else ""
@@ -104,28 +112,28 @@ def _what_was_measured(profile: ClusterProfile, drawn: Mapping[str, str]) -> str
             [
                 str(rank),
                 device.name,
-                words.size(device.memory_bytes),
+                format_bytes(device.memory_bytes),
                 f"{best.batch / best.seconds:.1f}",
                 str(best.batch),
                 str(device.max_batch),
-                words.seconds(device.optimizer_seconds),
+                format_seconds(device.optimizer_seconds),
             ]
         )
     network = profile.network
     facts = [
         (
             "model",
-            f"{words.count(profile.model.numel)} trained parameters in "
+            f"{format_count(profile.model.numel)} trained parameters in "
             f"{len(profile.model.unit_numels)} units",
         ),
-        ("reduce-scatter of all gradients", words.seconds(network.reduce_scatter_seconds)),
-        ("all-gather of all parameters", words.seconds(network.all_gather_seconds)),
-        ("communication that runs under compute", words.percent(profile.overlap)),
-        ("backward's part of a pass", words.percent(profile.backward_fraction)),
-        ("memory left free by a plan", words.percent(profile.memory_reserve)),
+        ("reduce-scatter of all gradients", format_seconds(network.reduce_scatter_seconds)),
+        ("all-gather of all parameters", format_seconds(network.all_gather_seconds)),
+        ("communication overlapped with compute", format_percent(profile.overlap)),
+        ("backward as a fraction of a pass", format_percent(profile.backward_fraction)),
+        ("memory that plans leave free", format_percent(profile.memory_reserve)),
     ]
     throttled = [
-        f"Rank {rank} ran below its clocks while it was measured: {device.throttled}."
+        f"Rank {rank} ran below its clock rate during the measurement: {device.throttled}."
         for rank, device in enumerate(profile.devices)
         if device.throttled
     ]
@@ -133,18 +141,18 @@ def _what_was_measured(profile: ClusterProfile, drawn: Mapping[str, str]) -> str
         "What was measured",
         markup.figure(
             drawn["curves"],
-            "All ranks measured at once. Between measured points the planner goes in straight "
-            "lines; beyond the last it assumes nothing.",
+            "All ranks were measured at once. The planner interpolates between measured points, "
+            "and plans no larger batch than the largest measured one.",
         ),
         markup.table(
             [
                 "rank",
                 "device",
-                "memory it may use",
+                "memory limit",
                 "best samples/s",
                 "at a batch of",
                 "largest batch measured",
-                "optimizer, whole state",
+                "optimizer step, whole state",
             ],
             rows,
             left=(0, 1),
@@ -162,18 +170,18 @@ def _the_plan(record: RunRecord, prediction: Prediction | None) -> str:
             str(rank),
             device.name,
             str(plan.samples(rank)),
-            words.passes(plan.micro_batches[rank]),
+            format_passes(plan.micro_batches[rank]),
             "whole" if plan.stage == 0 else f"{100 * plan.shares[rank]:.1f} %",
         ]
         if prediction is not None:
             needed = prediction.memory_bytes[rank]
             row += [
-                words.seconds(prediction.compute_seconds[rank]),
+                format_seconds(prediction.compute_seconds[rank]),
                 markup.bar(
                     needed / device.memory_bytes if device.memory_bytes else 0.0,
-                    f"{words.size(needed)} of {words.size(device.memory_bytes)}",
+                    f"{format_bytes(needed)} of {format_bytes(device.memory_bytes)}",
                 ),
-                words.percent(prediction.busy_fraction[rank]),
+                format_percent(prediction.busy_fraction[rank]),
             ]
         rows.append(row)
     headings = ["rank", "device", "samples", "passes", "share of state"]
@@ -183,7 +191,8 @@ def _the_plan(record: RunRecord, prediction: Prediction | None) -> str:
         "The plan",
         markup.paragraph(
             f"Stage {plan.stage} ({STRATEGIES[plan.stage].replace('_', ' ')}), "
-            f"{plan.global_batch} samples a step. Passes are micro-batches in the order they run."
+            f"{plan.global_batch} samples per step. Passes are listed in the order they run: "
+            "3x8 is three micro-batches of 8 samples."
         ),
         markup.table(headings, rows, left=(0, 1, 3, 6)),
     )
@@ -191,16 +200,16 @@ def _the_plan(record: RunRecord, prediction: Prediction | None) -> str:
 
 def _why(why: Reasons) -> str:
     return markup.section(
-        "What it decided and why",
+        "Why this plan",
         markup.bullets(why.sentences),
         _alternatives(
-            why.stages, "stage", "what is sharded", "The best plan of each stage, predicted."
+            why.stages, "stage", "what is sharded", "Predictions for the best plan of each stage."
         ),
         _alternatives(
             why.policies,
             "policy",
-            "how it gives out samples",
-            "What other policies would have decided at this stage, predicted.",
+            "how it assigns samples",
+            "Predictions for the plans of other policies at this stage.",
         ),
     )
 
@@ -211,25 +220,25 @@ def _alternatives(
     chosen = next((a.prediction for a in alternatives if a.is_chosen), None)
     rows: list[list[markup.Cell]] = []
     for one in alternatives:
-        first: list[markup.Cell] = [one.name, one.what]
+        first: list[markup.Cell] = [one.name, one.description]
         if one.plan is None or one.prediction is None:
-            rows.append([*first, one.obstacle or "not predictable", *[_UNKNOWN] * 4])
+            rows.append([*first, one.obstacle or "cannot be predicted", *[_UNKNOWN] * 4])
             continue
         slower = one.prediction.step_seconds / chosen.step_seconds - 1 if chosen else None
         rows.append(
             [
                 *first,
                 " ".join(str(one.plan.samples(rank)) for rank in range(one.plan.world_size)),
-                words.seconds(one.prediction.step_seconds),
+                format_seconds(one.prediction.step_seconds),
                 "chosen"
                 if one.is_chosen
-                else (_UNKNOWN if slower is None else words.signed_percent(slower)),
-                words.percent(one.prediction.communication_seconds / one.prediction.step_seconds),
-                words.size(max(one.prediction.memory_bytes)),
+                else (_UNKNOWN if slower is None else format_signed_percent(slower)),
+                format_percent(one.prediction.communication_seconds / one.prediction.step_seconds),
+                format_bytes(max(one.prediction.memory_bytes)),
             ]
         )
     return markup.table(
-        [kind, meaning, "samples by rank", "a step", "longer", "communication", "most memory"],
+        [kind, meaning, "samples by rank", "step", "longer by", "communication", "most memory"],
         rows,
         left=(0, 1, 2),
         highlighted=[number for number, one in enumerate(alternatives) if one.is_chosen],
@@ -244,14 +253,14 @@ def _one_step(record: RunRecord, drawn: Mapping[str, str]) -> str:
     for run in record.runs:
         for rank, row in enumerate(stretches(run.spans)):
             totals = seconds_by_activity(row)
-            rows.append([run.name, str(rank), *(words.seconds(totals[a]) for a in ACTIVITIES)])
+            rows.append([run.name, str(rank), *(format_seconds(totals[a]) for a in ACTIVITIES)])
     return markup.section(
         "One step",
         markup.figure(
             drawn["timeline"],
-            "One traced step of each run, on one scale. A rank waits until the last one has come "
-            "to the same collective; from then on it is communication. Gaps are loading and "
-            "Python.",
+            "One traced step of each run, on one time scale. A rank waits until the last rank "
+            "has reached the same collective; the rest of the collective is communication. Gaps "
+            "are data loading and Python.",
         ),
         markup.table(["run", "rank", *ACTIVITIES], rows, left=(0, 1)),
     )
@@ -264,7 +273,7 @@ def _losses(record: RunRecord, drawn: Mapping[str, str]) -> str:
 
 
 def _compared_losses(record: RunRecord) -> str:
-    """How far the curves are apart: a plan changes the time of a step, not its gradient."""
+    """The largest difference of the losses: a plan changes the time of a step, not its gradient."""
     chosen, *others = reversed(record.runs)
     apart = [
         max(abs(a - b) for a, b in zip(run.losses, chosen.losses, strict=False))
@@ -272,24 +281,23 @@ def _compared_losses(record: RunRecord) -> str:
         if run.losses and chosen.losses
     ]
     if not apart:
-        return "The loss of the whole global batch."
+        return "The loss of the global batch."
     apart_by = f"differ by at most {max(apart):.2g}" if max(apart) else "are the same"
     return (
-        "Same model, same seed, same global batches: over "
-        f"{len(chosen.losses)} steps the losses {apart_by}. The plan "
-        "changes when a step ends, not what it computes."
+        f"Same model, seed and global batches: over {len(chosen.losses)} steps the losses "
+        f"{apart_by}. The plan changes the time of a step, not what it computes."
     )
 
 
 def _predicted_and_measured(record: RunRecord, drawn: Mapping[str, str]) -> str:
     return markup.section(
-        "Predicted beside measured",
+        "Predicted and measured",
         markup.figure(
             drawn["predictions"],
-            "Steps as measured on the slowest rank; predictions were made before.",
+            "Steps measured on the slowest rank; the predictions were made before.",
         ),
         markup.table(
-            ["run", "steps", "measured, median", "predicted", "difference", "samples/s", "of sum"],
+            ["run", "steps", "median step", "predicted", "error", "samples/s", "of sum of speeds"],
             [_measured_row(run, record.sum_of_speeds) for run in record.runs],
             highlighted=[len(record.runs) - 1],
         ),
@@ -301,11 +309,11 @@ def _measured_row(run: Run, total: float | None) -> list[str]:
     return [
         run.name,
         str(len(run.step_seconds)),
-        words.seconds(run.measured_step_seconds),
-        _UNKNOWN if predicted is None else words.seconds(predicted),
-        _UNKNOWN if error is None else words.signed_percent(error),
+        format_seconds(run.measured_step_seconds),
+        _UNKNOWN if predicted is None else format_seconds(predicted),
+        _UNKNOWN if error is None else format_signed_percent(error),
         f"{run.samples_per_second:.1f}",
-        _UNKNOWN if total is None else words.percent(run.samples_per_second / total),
+        _UNKNOWN if total is None else format_percent(run.samples_per_second / total),
     ]
 
 
@@ -318,18 +326,18 @@ def _neighbours(record: RunRecord, drawn: Mapping[str, str]) -> str:
     verdict = ""
     if chosen is not None and others:
         verdict = (
-            f"Of {len(others)} plans near by, the fastest took "
-            f"{words.seconds(others[0].step_seconds)} a step, the chosen one "
-            f"{words.seconds(chosen.step_seconds)} "
-            f"({words.signed_percent(chosen.step_seconds / others[0].step_seconds - 1)})."
+            f"The fastest of {len(others)} similar plans took "
+            f"{format_seconds(others[0].step_seconds)} per step, the chosen plan "
+            f"{format_seconds(chosen.step_seconds)} "
+            f"({format_signed_percent(chosen.step_seconds / others[0].step_seconds - 1)})."
         )
     return markup.section(
-        "Plans near by",
+        "Similar plans",
         markup.paragraph(verdict) if verdict else "",
         markup.figure(
             drawn["neighbours"],
-            "Plans that differ a little from the chosen one, measured in turns with it. The "
-            "fastest of many noisy measurements owes a part of its place to luck.",
+            "Plans that differ slightly from the chosen one, measured in turns with it. The "
+            "fastest of many noisy measurements is partly chance.",
         ),
     )
 

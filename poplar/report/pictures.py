@@ -1,4 +1,4 @@
-"""All pictures of a report, by the names of their files."""
+"""All pictures of a report, by file name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["draw_pictures", "to_svg", "write_png"]
 
 
 def draw_pictures(record: RunRecord) -> dict[str, Figure]:
-    """What there is to show of a run; what was not recorded is left out."""
+    """Draw everything that was recorded."""
     chosen = record.chosen.plan
     drawn = {
         "curves": draw_curves(record.profile, chosen),

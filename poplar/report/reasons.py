@@ -1,40 +1,40 @@
-"""Why this plan: what the planner knew of the alternatives, as values that a page shows.
+"""Why this plan: the predictions of the alternatives, as values that the page shows.
 
-Everything follows from the profile alone, by the same functions that decided; nothing here is
-measured.
+Everything follows from the profile, by the functions that chose the plan; nothing is measured.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from poplar.formatting import format_bytes, format_percent, format_ranks, format_seconds
 from poplar.plan import STRATEGIES, Plan
 from poplar.planner.baselines import POLICIES
 from poplar.planner.prediction import Prediction, predict
-from poplar.planner.search import search
+from poplar.planner.what_if import plan_or_reason
 from poplar.profile import ClusterProfile
-from poplar.report import words
 
 _NOISE = 0.005
-"""Predictions that differ by less are not told apart."""
+"""Predictions that differ by less count as equal."""
+_EVEN_SHARES = 0.001
 
-POLICY_WORDS = {
-    "exact": "the fastest predicted",
+POLICY_DESCRIPTIONS = {
+    "exact": "the fastest predicted plan",
     "even": "the same for every rank, as DDP, FSDP and DeepSpeed do",
-    "flops": "samples by peak FLOP/s, as Whale does",
+    "flops": "samples in proportion to peak FLOP/s, as Whale does",
     "paper": "our reconstruction of Poplar as published",
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Alternative:
-    """Another way to decide, and the best plan that it comes to."""
+    """Another stage or policy, and its best plan."""
 
     name: str
-    what: str
+    description: str
     plan: Plan | None
     prediction: Prediction | None
     obstacle: str = ""
@@ -44,10 +44,10 @@ class Alternative:
 
 @dataclass(frozen=True, kw_only=True)
 class Reasons:
-    """What was decided, in sentences, and what it was held against."""
+    """Why a plan was chosen, in sentences, and the plans it was compared with."""
 
     prediction: Prediction | None
-    """Of the chosen plan, as the planner said when it chose; None where nobody knows."""
+    """Of the chosen plan, as the planner predicted it; None if the profile cannot predict it."""
     sentences: tuple[str, ...]
     stages: tuple[Alternative, ...]
     """The best plan of each stage by the policy that chose."""
@@ -56,31 +56,17 @@ class Reasons:
 
 
 def reasons(profile: ClusterProfile, chosen: Plan) -> Reasons:
-    """Hold the chosen plan against the other stages and the other policies."""
+    """Compare the chosen plan with the other stages and the other policies."""
     policy = str((chosen.prediction or {}).get("policy", "exact"))
     policy = policy if policy in POLICIES else "exact"
-    prediction = _own_prediction(chosen) or _predicted(profile, chosen)
+    prediction = _stored_prediction(chosen) or _predicted(profile, chosen)
     stages = tuple(
-        _alternative(
-            profile,
-            chosen,
-            stage=stage,
-            policy=policy,
-            name=f"stage {stage}",
-            what=STRATEGIES[stage].replace("_", " "),
-            is_chosen=stage == chosen.stage,
-        )
-        for stage in range(len(STRATEGIES))
+        _alternative(profile, chosen, f"stage {stage}", description, (stage, policy), policy)
+        for stage, description in enumerate(name.replace("_", " ") for name in STRATEGIES)
     )
     policies = tuple(
         _alternative(
-            profile,
-            chosen,
-            stage=chosen.stage,
-            policy=name,
-            name=name,
-            what=POLICY_WORDS.get(name, ""),
-            is_chosen=name == policy,
+            profile, chosen, name, POLICY_DESCRIPTIONS.get(name, ""), (chosen.stage, name), policy
         )
         for name in POLICIES
     )
@@ -95,43 +81,45 @@ def reasons(profile: ClusterProfile, chosen: Plan) -> Reasons:
 def _alternative(
     profile: ClusterProfile,
     chosen: Plan,
-    *,
-    stage: int,
-    policy: str,
     name: str,
-    what: str,
-    is_chosen: bool,
+    description: str,
+    choice: tuple[int, str],
+    chosen_policy: str,
 ) -> Alternative:
-    """The best plan by a policy at a stage: the chosen one, or what a search finds.
+    """The best plan of a choice of stage and policy; for the choice that was made, the chosen plan.
 
-    All are predicted on the profile, so that they can be compared, whatever the chosen plan's own
-    prediction was made of.
+    All plans are predicted on the profile, so that they compare: trial runs may have changed the
+    chosen plan's own prediction.
     """
-    plan: Plan | None = chosen
-    obstacle = ""
-    if not is_chosen:
-        try:
-            plan = search(profile, global_batch=chosen.global_batch, stages=(stage,), policy=policy)
-        except ValueError as error:
-            plan, obstacle = None, str(error)
+    stage, policy = choice
+    is_chosen = choice == (chosen.stage, chosen_policy)
+    found = (
+        chosen
+        if is_chosen
+        else plan_or_reason(
+            profile, global_batch=chosen.global_batch, stages=(stage,), policy=policy
+        )
+    )
+    plan = found if isinstance(found, Plan) else None
     return Alternative(
         name=name,
-        what=what,
+        description=description,
         plan=plan,
         prediction=None if plan is None else _predicted(profile, plan),
-        obstacle=obstacle,
+        obstacle=found if isinstance(found, str) else "",
         is_chosen=is_chosen,
     )
 
 
-def _own_prediction(plan: Plan) -> Prediction | None:
-    """What the planner said when it chose, trials included; None for a plan from elsewhere."""
-    said = plan.prediction or {}
+def _stored_prediction(plan: Plan) -> Prediction | None:
+    """The prediction in the plan, which trial runs may have refined; None if it is incomplete."""
+    stored = plan.prediction or {}
     names = [member.name for member in dataclasses.fields(Prediction)]
-    if not all(name in said for name in names):
+    if not all(name in stored for name in names):
         return None
     values: dict[str, Any] = {
-        name: tuple(said[name]) if isinstance(said[name], list) else said[name] for name in names
+        name: tuple(stored[name]) if isinstance(stored[name], list) else stored[name]
+        for name in names
     }
     return Prediction(**values)
 
@@ -140,7 +128,7 @@ def _predicted(profile: ClusterProfile, plan: Plan) -> Prediction | None:
     try:
         return predict(profile, plan)
     except ValueError:
-        return None  # a plan by hand, beyond what was measured
+        return None  # a plan made by hand, with batches that were not measured
 
 
 def _sentences(
@@ -148,88 +136,86 @@ def _sentences(
     chosen: Plan,
     prediction: Prediction | None,
     stages: Sequence[Alternative],
-) -> list[str]:
+) -> Iterator[str]:
     if prediction is None:
-        return ["The profile says nothing of this plan: it goes beyond what was measured."]
-    told = [
-        f"A step is predicted to take {words.seconds(prediction.step_seconds)}, bound by "
-        f"{prediction.bound}.",
-        *_about_batches(profile, chosen, prediction),
-        *_about_stage(chosen, stages),
-        *_about_shares(profile, chosen),
-    ]
+        yield "This plan cannot be predicted: it goes beyond what was measured."
+        return
+    yield (
+        f"A step is predicted to take {format_seconds(prediction.step_seconds)}, bound by "
+        f"{prediction.bound}."
+    )
+    yield from _about_batches(profile, chosen, prediction)
+    yield from _about_stage(chosen, stages)
+    yield _about_shares(profile, chosen)
     if prediction.optimality_gap:
-        told.append(
-            "No plan of this stage can be faster by more than "
-            f"{100 * prediction.optimality_gap:.1f} % of the step on the measured curves."
+        yield (
+            "On the measured curves, no other plan of this stage is faster by more than "
+            f"{100 * prediction.optimality_gap:.1f} % of the step."
         )
-    return told
 
 
-def _about_batches(profile: ClusterProfile, chosen: Plan, prediction: Prediction) -> list[str]:
-    """Who gets the most and who the least, beside how fast they are."""
+def _about_batches(profile: ClusterProfile, chosen: Plan, prediction: Prediction) -> Iterator[str]:
     samples = [chosen.samples(rank) for rank in range(chosen.world_size)]
-    most, least = max(samples), min(samples)
-    if most == least:
-        return ["Every rank gets equally many samples."]
-    idle = [rank for rank, count in enumerate(samples) if count == 0]
-    told = []
-    if idle:
-        told.append(
-            f"{words.ranks(idle).capitalize()} get{'s' if len(idle) == 1 else ''} no samples: the "
-            "others are faster without."
-        )
+    if max(samples) == min(samples):
+        yield "Every rank gets the same number of samples."
+        return
     working = [rank for rank, count in enumerate(samples) if count]
-    compute = [prediction.compute_seconds[rank] for rank in working]
-    first = max(working, key=lambda rank: samples[rank])
-    last = min(working, key=lambda rank: samples[rank])
-    if first != last:
-        fast, slow = (_best_speed(profile, rank) for rank in (first, last))
-        told.append(
-            f"Rank {first} gets {samples[first]} samples and rank {last} {samples[last]}: alone, "
-            f"at their best batches, they do {fast:.1f} and {slow:.1f} samples a second. The ranks "
-            f"that compute do so for {words.seconds_range(compute)}."
+    idle = [rank for rank, count in enumerate(samples) if not count]
+    if idle:
+        verb = "gets" if len(idle) == 1 else "get"
+        yield (
+            f"{format_ranks(idle).capitalize()} {verb} no samples: the step is shorter without "
+            "their help."
         )
-    return told
+    most = max(working, key=samples.__getitem__)
+    least = min(working, key=samples.__getitem__)
+    if most != least:
+        speeds = [_best_speed(profile, rank) for rank in (most, least)]
+        compute = [prediction.compute_seconds[rank] for rank in working]
+        shortest, longest = format_seconds(min(compute)), format_seconds(max(compute))
+        compute_range = shortest if shortest == longest else f"{shortest} to {longest}"
+        yield (
+            f"Rank {most} gets {samples[most]} samples and rank {least} gets {samples[least]}: "
+            f"alone, at their best batches, they run {speeds[0]:.1f} and {speeds[1]:.1f} samples/s."
+            f" Ranks with samples compute for {compute_range}."
+        )
 
 
 def _best_speed(profile: ClusterProfile, rank: int) -> float:
     return max(point.batch / point.seconds for point in profile.devices[rank].points)
 
 
-def _about_stage(chosen: Plan, stages: Sequence[Alternative]) -> list[str]:
-    told = []
-    seconds = {s.name: s.prediction.step_seconds for s in stages if s.prediction is not None}
-    own = seconds.pop(next(s.name for s in stages if s.is_chosen), None)
+def _about_stage(chosen: Plan, stages: Sequence[Alternative]) -> Iterator[str]:
+    seconds = {one.name: one.prediction.step_seconds for one in stages if one.prediction}
+    own = seconds.pop(f"stage {chosen.stage}", None)
     if own is not None and seconds:
         best = min(seconds, key=seconds.__getitem__)
         ratio = seconds[best] / own - 1
         if ratio < -_NOISE:
-            told.append(
-                f"{best.capitalize()} is predicted to be {words.percent(-ratio)} shorter a step; "
-                f"stage {chosen.stage} was asked for, or did better when both were tried."
+            yield (
+                f"{best.capitalize()} is predicted to be {format_percent(-ratio)} faster; "
+                f"stage {chosen.stage} was requested, or was faster in trial runs."
             )
         elif ratio <= _NOISE:
-            told.append(f"Stage {chosen.stage} is predicted to be as fast as {best}.")
+            yield f"Stage {chosen.stage} is predicted to be as fast as {best}."
         else:
-            told.append(
-                f"Stage {chosen.stage} is predicted to be the fastest; the next, {best}, takes "
-                f"{100 * ratio:.1f} % longer a step."
+            yield (
+                f"Stage {chosen.stage} is predicted to be the fastest; a step of the next, {best}, "
+                f"takes {100 * ratio:.1f} % longer."
             )
-    missing = [s.name for s in stages if s.plan is None]
+    missing = [one.name for one in stages if one.plan is None]
     if missing:
-        told.append(f"{', '.join(missing).capitalize()}: no plan fits into memory.")
-    return told
+        yield f"{', '.join(missing).capitalize()}: no plan fits into memory."
 
 
-def _about_shares(profile: ClusterProfile, chosen: Plan) -> list[str]:
+def _about_shares(profile: ClusterProfile, chosen: Plan) -> str:
     if chosen.stage == 0:
-        return ["Nothing is sharded at stage 0: every rank holds the whole training state."]
-    if max(chosen.shares) - min(chosen.shares) < 0.001:
-        return ["Every rank owns the same part of the training state."]
-    most = max(range(chosen.world_size), key=lambda rank: chosen.shares[rank])
-    return [
-        f"Uneven shares of the training state: rank {most} owns most of it, "
-        f"{words.percent(chosen.shares[most])}, and has "
-        f"{words.size(profile.devices[most].memory_bytes)} of memory."
-    ]
+        return "Nothing is sharded at stage 0: every rank holds the whole training state."
+    if max(chosen.shares) - min(chosen.shares) < _EVEN_SHARES:
+        return "Every rank owns the same share of the training state."
+    most = max(range(chosen.world_size), key=chosen.shares.__getitem__)
+    share, memory = chosen.shares[most], profile.devices[most].memory_bytes
+    return (
+        f"Shares of the training state are uneven: rank {most} has the largest, "
+        f"{format_percent(share)}, and {format_bytes(memory)} of memory."
+    )

@@ -1,7 +1,7 @@
-"""What a report is written from: a profile, and one or more runs that were measured under plans.
+"""The input of a report: a profile, and one or more runs that were measured under plans.
 
-Checked where it is made: every plan and every trace is for the ranks of the profile. All times are
-seconds; `step_seconds` are of the slowest rank, without the first step's preparations.
+Checked at construction: every plan and every trace is for the ranks of the profile. `step_seconds`
+are of the slowest rank, without the preparations of the first step.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class Run:
     step_seconds: tuple[float, ...]
     """Of the slowest rank, step by step."""
     losses: tuple[float, ...] = ()
-    """Of the whole global batch, step by step; may begin earlier than `step_seconds`."""
+    """Of the global batch, step by step; may begin earlier than `step_seconds`."""
     predicted_step_seconds: float | None = None
     spans: tuple[tuple[Span, ...], ...] = ()
-    """What each rank did in one step, on one clock; empty where no step was traced."""
+    """By rank, one traced step on one clock; empty: no step was traced."""
 
     def __post_init__(self) -> None:
         freeze = object.__setattr__
@@ -52,7 +52,7 @@ class Run:
         if self.spans and len(self.spans) != self.plan.world_size:
             raise ValueError(
                 f"run {self.name!r} has spans of {len(self.spans)} ranks, but its plan is for "
-                f"{self.plan.world_size}; give one list per rank, or none at all"
+                f"{self.plan.world_size}; give one list per rank, or no list"
             )
 
     @property
@@ -67,7 +67,7 @@ class Run:
 
     @property
     def prediction_error(self) -> float | None:
-        """Predicted over measured, less 1; None without a prediction."""
+        """Predicted over measured step, minus 1; None without a prediction."""
         if self.predicted_step_seconds is None:
             return None
         return self.predicted_step_seconds / self.measured_step_seconds - 1
@@ -75,7 +75,7 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Neighbour:
-    """A plan near the one that was chosen, measured beside it."""
+    """A plan similar to the chosen one, measured in turns with it."""
 
     plan: Plan
     step_seconds: float
@@ -87,16 +87,16 @@ class Neighbour:
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """Everything a report says; see `poplar.report.write_report`."""
+    """The content of a report; see `poplar.report.write_report`."""
 
     title: str
     profile: ClusterProfile
     runs: tuple[Run, ...]
-    """In the order they are shown. The last one ran the plan that was chosen."""
+    """In the order they are shown. The last one ran the chosen plan."""
     sum_of_speeds: float | None = None
-    """Samples per second of all ranks in plain passes, without communication, all at once."""
+    """Samples per second of plain passes without communication, all ranks at once, added up."""
     neighbours: tuple[Neighbour, ...] | None = None
-    """Plans measured in turns with the chosen one, which is among them; None: not measured."""
+    """Plans measured in turns with the chosen one, which is included; None: not measured."""
 
     def __post_init__(self) -> None:
         freeze = object.__setattr__
@@ -125,7 +125,7 @@ class RunRecord:
         return self.runs[-1]
 
     def to_dict(self) -> dict[str, Any]:
-        """This record in JSON's types; `from_dict` gives it back."""
+        """This record as JSON types; `from_dict` reads it."""
         return {
             "version": _SCHEMA_VERSION,
             "title": self.title,
@@ -142,14 +142,13 @@ class RunRecord:
 
     @classmethod
     def from_dict(cls, content: Any) -> RunRecord:
-        """The record that `to_dict` wrote.
+        """Read what `to_dict` wrote.
 
         Raises:
-            ValueError: another schema version, unknown or missing fields, or values that no record
-                has.
+            ValueError: another schema version, unknown or missing fields, or invalid values.
         """
         if not isinstance(content, Mapping) or "version" not in content:
-            raise ValueError("this is not a run that RunRecord.to_json wrote")
+            raise ValueError("not a recorded run, which RunRecord.to_json writes")
         for key, what in (("micro_batches", "a plan"), ("devices", "a profile")):
             if key in content:
                 raise ValueError(f"this is {what}, not a recorded run")
@@ -180,7 +179,7 @@ class RunRecord:
         """Read a record that `to_json` wrote.
 
         Raises:
-            ValueError: the file is damaged or no record; names the file and what is wrong.
+            ValueError: the file is damaged or not a record; names the file and the fault.
         """
         try:
             return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))

@@ -1,7 +1,7 @@
-"""The look of all pictures: colours that colour-blind readers tell apart, and plain axes.
+"""The style of all pictures: colours that are safe for colour-blind readers, and plain axes.
 
-Pictures are drawn once. In the page they are SVG whose colours are CSS variables, so that the same
-drawing serves a light and a dark page and paper; as files they are PNG on white.
+In the page, pictures are SVG whose colours are CSS variables, for the light, dark and print styles.
+As files, they are PNG on white.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from poplar.report.activity import COMMUNICATION, COMPUTE, OPTIMIZER, WAITING
 
 WIDTH = 10.0
-"""Inches: 960 pixels of a page, on which a point is as large as in text beside it."""
+"""Inches: 960 pixels of the page, so that font sizes match the text of the page."""
 FONT_POINTS = 10.0
 PNG_DOTS_PER_INCH = 160
 
 INK, MUTED, GRID, PAPER = "#1c2024", "#60656c", "#dfe2e6", "#fefefe"
 
 SERIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#3a9bdc", "#b8860b", "#7a5195", "#5b6770")
-"""By rank or by device, in the order of Okabe and Ito, with darker ones for their last three."""
+"""By rank or device: the palette of Okabe and Ito, the last three darker."""
 
 ACTIVITY = {
     COMPUTE: "#0b6fb0",
@@ -38,7 +38,7 @@ ACTIVITY = {
     WAITING: "#c9cdd2",
 }
 EVEN, CHOSEN = "#8a9099", "#0d71b4"
-"""The runs before the last, and the last: the chosen plan is what the eye should find."""
+"""Earlier runs are grey; the last one, with the chosen plan, stands out."""
 
 CSS_VARIABLES = {
     INK: "ink",
@@ -50,7 +50,7 @@ CSS_VARIABLES = {
     **{colour: f"series-{number}" for number, colour in enumerate(SERIES)},
     **{colour: f"activity-{name}" for name, colour in ACTIVITY.items()},
 }
-"""What the page calls each colour; all are different, or a page could not tell them apart."""
+"""The CSS variable of each colour; all colours are different."""
 
 _STYLE: Any = {
     "font.family": "DejaVu Sans",
@@ -90,7 +90,7 @@ _STYLE: Any = {
 
 @contextmanager
 def style() -> Iterator[None]:
-    """Draw inside of it; a caller's own matplotlib settings are neither used nor changed."""
+    """A context for drawing that neither uses nor changes the caller's matplotlib settings."""
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
         matplotlib.rcParams.update(_STYLE)
@@ -98,7 +98,7 @@ def style() -> Iterator[None]:
 
 
 def new_figure(height: float, width: float = WIDTH) -> Figure:
-    """An empty figure of this many inches, outside of pyplot's global list."""
+    """An empty figure of this size in inches, which pyplot does not keep."""
     padding = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1, wspace=0.04, hspace=0.06)
     figure = Figure(figsize=(width, height), layout=padding)
     FigureCanvasAgg(figure)
@@ -106,7 +106,7 @@ def new_figure(height: float, width: float = WIDTH) -> Figure:
 
 
 def points_of(axes: Axes) -> tuple[float, float]:
-    """Width and height of the axes in points, once the layout is settled."""
+    """Width and height of the axes in points, after `settle`."""
     figure = axes.get_figure(root=True)
     assert figure is not None
     box = axes.get_position()
@@ -115,19 +115,19 @@ def points_of(axes: Axes) -> tuple[float, float]:
 
 
 def settle(figure: Figure) -> None:
-    """Run the layout now and keep it, so that what is placed afterwards stays where it is put."""
+    """Compute the layout now and freeze it, so that later changes do not move anything."""
     figure.draw_without_rendering()
     figure.set_layout_engine("none")
 
 
 def write_png(figure: Figure, path: Path) -> None:
-    """On white, sharp on paper and on dense screens."""
+    """Write a PNG on white."""
     with style():
         figure.savefig(path, format="png", dpi=PNG_DOTS_PER_INCH, metadata={"Software": None})
 
 
 def to_svg(figure: Figure, name: str) -> str:
-    """An `<svg>` element for an HTML page: colours are CSS variables, ids begin with `name`."""
+    """An `<svg>` element whose colours are CSS variables and whose ids begin with `name`."""
     buffer = io.StringIO()
     with style():
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})

@@ -50,10 +50,10 @@ class Rank {
       for (std::int64_t i = 0; i < size_ * kSlice; ++i) {
         buffer(rank_, c)[i] = value(rank_, c, i);
       }
-      const bool is_open = c % 3 == 0;
-      rendezvous_.post(c % kBuffers, size_ * kSlice * 8, is_open);
+      const bool shares_work = c % 3 == 0;
+      rendezvous_.post(c % kBuffers, size_ * kSlice * 8, shares_work);
       wait(Event::kPosted, c);
-      if (is_open) {
+      if (shares_work) {
         reduce_scatter(c);
       } else if (c % 3 == 1) {
         all_gather(c);
@@ -90,7 +90,7 @@ class Rank {
   }
 
   void wait(Event event, std::int64_t c) {
-    require(rendezvous_.late(event, c, kSeconds).empty(), "somebody is late", rank_, c);
+    require(rendezvous_.wait(event, c, kSeconds).empty(), "somebody is late", rank_, c);
   }
 
   void reduce_scatter(std::int64_t c) {
@@ -98,7 +98,7 @@ class Rank {
     for (int step = 1; step < size_; ++step) {
       help((rank_ + step) % size_, c);
     }
-    poplar::Counter& done = rendezvous_.place_of(rank_, c).claims.done;
+    poplar::Counter& done = rendezvous_.slot_of(rank_, c).work_counters.done;
     require(poplar::wait_for(done, kSlice, kSeconds), "the slice is not done", rank_, c);
     for (std::int64_t i = rank_ * kSlice; i < (rank_ + 1) * kSlice; ++i) {
       require(buffer(rank_, c)[i] == total(c, i), "wrong sum", rank_, c);
@@ -106,7 +106,7 @@ class Rank {
   }
 
   void help(int owner, std::int64_t c) {
-    poplar::Claims& claims = rendezvous_.place_of(owner, c).claims;
+    poplar::WorkCounters& work_counters = rendezvous_.slot_of(owner, c).work_counters;
     const auto add = [&](std::int64_t begin, std::int64_t) {
       const std::int64_t i = owner * kSlice + begin / poplar::kChunk;
       std::int64_t sum = 0;
@@ -115,7 +115,7 @@ class Rank {
       }
       buffer(owner, c)[i] = sum;
     };
-    while (poplar::work_on_next(claims, kSlice * poplar::kChunk, add)) {
+    while (poplar::work_on_next(work_counters, kSlice * poplar::kChunk, add)) {
     }
   }
 
@@ -134,8 +134,8 @@ class Rank {
         buffer(rank, c)[i] = total(c, i);
       }
     }
-    rendezvous_.mark(c);
-    wait(Event::kMarked, c);
+    rendezvous_.mark_written(c);
+    wait(Event::kWritten, c);
     for (std::int64_t i = 0; i < size_ * kSlice; ++i) {
       require(buffer(rank_, c)[i] == total(c, i), "wrong total", rank_, c);
     }

@@ -1,4 +1,4 @@
-"""A rank that dies or stops in the middle of a step: the others say so, and which one, in time."""
+"""If a rank is killed or stopped in a step, the others raise in time and name it."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ LOST = 1
 
 
 def train_until(run: Run, how: signal.Signals) -> float:
-    """Train; in its second step one rank is lost in the middle of its loss."""
+    """Train; one rank is killed or stopped in its loss function in the second step."""
     model, optimizer = training.prepare(run)
     loss = training.loss_of(run.recipe)
     training.take_step(run, model, optimizer, 0)
 
-    def lose_one(model, micro_batch):
+    def kill_one(model, micro_batch):
         if harness.rank() == LOST:
             os.kill(os.getpid(), how)
         return loss(model, micro_batch)
 
     began = time.monotonic()
     with harness.catching() as caught:
-        optimizer.train_step(lose_one, training.batch_of(run, 1))
+        optimizer.train_step(kill_one, training.batch_of(run, 1))
     return time.monotonic() - began, (caught or [None])[0]
 
 

@@ -1,4 +1,4 @@
-"""What the doctor finds before ranks work together, and that all of them are told the same."""
+"""The findings of the doctor, and that all ranks get the same report."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import ranks as pool
 import poplar
 from poplar.doctor import RankFacts, Report, examine
 from poplar.doctor.checks import findings
-from poplar.doctor.words import named
 from poplar.system.devices import DeviceInfo
 
 GIB = 1 << 30
@@ -63,17 +62,17 @@ def facts(rank, device=None, versions=(), **more):
     return RankFacts(**values)
 
 
-def found(*ranks):
+def all_findings(*ranks):
     return list(findings(ranks))
 
 
-def only(*ranks):
-    (finding,) = found(*ranks)
+def only_finding(*ranks):
+    (finding,) = all_findings(*ranks)
     return finding
 
 
-def test_equal_ranks_have_nothing_to_complain_of():
-    assert found(facts(0), facts(1), facts(2)) == []
+def test_equal_ranks_have_no_findings():
+    assert all_findings(facts(0), facts(1), facts(2)) == []
 
 
 @pytest.mark.parametrize(
@@ -86,27 +85,27 @@ def test_equal_ranks_have_nothing_to_complain_of():
         ({"python": "3.11.2"}, "advice", "python differs"),
     ],
 )
-def test_versions_that_differ_are_named_with_their_ranks(versions, kind, words):
-    finding = only(facts(0), facts(1, versions=versions), facts(2))
+def test_different_versions_are_listed_with_their_ranks(versions, kind, words):
+    finding = only_finding(facts(0), facts(1, versions=versions), facts(2))
     assert finding.kind == kind
     assert words in finding.what
     assert finding.remedy
 
 
-def test_old_cards_may_have_another_build_of_the_same_torch():
-    finding = only(facts(0), facts(1, versions={"torch": "2.13.0+cu126", "CUDA": "12.6"}))
+def test_another_build_of_the_same_torch_is_advice():
+    finding = only_finding(facts(0), facts(1, versions={"torch": "2.13.0+cu126", "CUDA": "12.6"}))
     assert finding.kind == "advice"
     assert finding.what == "CUDA differs: 13.0 (rank 0), 12.6 (rank 1)"
 
 
-def test_a_card_without_bf16_is_advice_that_says_what_auto_does():
+def test_a_device_without_bf16_is_advice_that_explains_auto():
     old = facts(
         1,
         gpu("Tesla V100-SXM2-16GB", (7, 0), uuid="GPU-1"),
         dtypes=("float32", "float16"),
         architectures=("sm_70",),
     )
-    finding = only(facts(0), old)
+    finding = only_finding(facts(0), old)
     assert (finding.kind, finding.ranks) == ("advice", (1,))
     assert "Tesla V100-SXM2-16GB" in finding.what
     assert "float16" in finding.remedy
@@ -123,90 +122,90 @@ def test_a_card_without_bf16_is_advice_that_says_what_auto_does():
         (("sm_100a", "compute_100a"), False),
     ],
 )
-def test_torch_must_have_been_built_for_the_card(architectures, runs):
+def test_torch_needs_kernels_for_the_device(architectures, runs):
     card = gpu("NVIDIA RTX A6000", (8, 6), uuid="GPU-0")
-    said = found(facts(0, card, architectures=architectures))
-    assert (said == []) == runs
+    found = all_findings(facts(0, card, architectures=architectures))
+    assert (found == []) == runs
     if not runs:
-        assert "no kernels for NVIDIA RTX A6000 (sm_86" in said[0].what
+        assert "no kernels for NVIDIA RTX A6000 (sm_86" in found[0].what
 
 
-def test_processors_and_cards_do_not_mix():
+def test_cpu_and_cuda_ranks_do_not_mix():
     processor = DeviceInfo(
         name="EPYC", kind="cpu", host="one", cores=16, total_bytes=64 * GIB, others_bytes=0
     )
-    finding = only(facts(0), facts(1, processor))
+    finding = only_finding(facts(0), facts(1, processor))
     assert finding.kind == "problem"
     assert "cuda (rank 0), cpu (rank 1)" in finding.what
 
 
-def test_two_ranks_on_one_card_are_a_problem_unless_asked_for():
-    finding = only(facts(0, gpu(uuid="GPU-7")), facts(1, gpu(uuid="GPU-7")))
+def test_two_ranks_on_one_device_are_a_problem_unless_allowed():
+    finding = only_finding(facts(0, gpu(uuid="GPU-7")), facts(1, gpu(uuid="GPU-7")))
     assert (finding.kind, finding.ranks) == ("problem", (0, 1))
     shared = {"device": gpu(uuid="GPU-7"), "may_share_device": True}
-    finding = only(facts(0, **shared), facts(1, **shared))
+    finding = only_finding(facts(0, **shared), facts(1, **shared))
     assert finding.kind == "advice"
     assert "memory_limit=" in finding.remedy
 
 
-def test_hosts_that_cannot_find_each_other_are_found_before_they_hang():
+def test_a_host_name_that_resolves_to_loopback_is_a_problem():
     there = facts(1, gpu(uuid="GPU-1", host="two"), node="1", address="127.0.1.1")
-    finding = only(facts(0), there)
+    finding = only_finding(facts(0), there)
     assert (finding.kind, finding.ranks) == ("problem", (1,))
     assert "GLOO_SOCKET_IFNAME" in finding.remedy
-    assert found(facts(0), dataclasses.replace(there, interface="eth0")) == []
+    assert all_findings(facts(0), dataclasses.replace(there, interface="eth0")) == []
     alone = facts(0, address="")
-    assert found(alone) == [], "on one host nobody has to be found"
+    assert all_findings(alone) == [], "a single host needs no address"
 
 
-def test_two_hosts_of_one_name_are_a_problem():
-    finding = only(facts(0), facts(1, node="1"))
+def test_two_hosts_with_one_name_are_a_problem():
+    finding = only_finding(facts(0), facts(1, node="1"))
     assert finding.kind == "problem"
-    assert "2 nodes are all called 'one'" in finding.what
+    assert "2 nodes have the same host name 'one'" in finding.what
 
 
-def test_a_containers_small_shared_memory_is_noticed():
+def test_small_shared_memory_of_a_container_is_advice():
     small = {"shared_memory_bytes": (64 << 20, 64 << 20)}
-    finding = only(facts(0, **small), facts(1, **small))
+    finding = only_finding(facts(0, **small), facts(1, **small))
     assert "64.0 MiB free in /dev/shm" in finding.what
     assert "--shm-size" in finding.remedy
-    assert "no /dev/shm" in only(facts(0, shared_memory_bytes=None)).what
+    assert "no /dev/shm" in only_finding(facts(0, shared_memory_bytes=None)).what
 
 
-def test_more_ranks_than_cores_take_turns():
-    finding = only(*(facts(rank, cores=2) for rank in range(4)))
+def test_more_ranks_than_cores_are_advice():
+    finding = only_finding(*(facts(rank, cores=2) for rank in range(4)))
     assert finding.what == "4 ranks on 2 cores"
 
 
-def test_more_threads_than_cores_are_said_with_how_many_fit():
+def test_more_threads_than_cores_name_the_number_that_fits():
     processor = DeviceInfo(
         name="EPYC", kind="cpu", host="one", cores=16, total_bytes=64 * GIB, others_bytes=0
     )
-    finding = only(*(facts(rank, processor, threads=16) for rank in range(4)))
+    finding = only_finding(*(facts(rank, processor, threads=16) for rank in range(4)))
     assert finding.what == "64 threads of torch on 16 cores"
     assert "OMP_NUM_THREADS=4" in finding.remedy
-    assert found(facts(0, processor)) == []
-    assert found(*(facts(rank, processor, threads=4) for rank in range(4))) == []
+    assert all_findings(facts(0, processor)) == []
+    assert all_findings(*(facts(rank, processor, threads=4) for rank in range(4))) == []
 
 
-def test_what_makes_a_device_slow_or_small_is_said():
+def test_throttling_other_processes_and_narrow_links_are_reported():
     hot = gpu(
         uuid="GPU-0", throttled="too hot", others_bytes=20 * GIB, links=("PCIe 4 x4 (of x16)",)
     )
-    words = " ".join(map(str, found(facts(0, hot), facts(1))))
+    words = " ".join(map(str, all_findings(facts(0, hot), facts(1))))
     assert "too hot" in words
-    assert "others hold 20.0 GiB of the 80.0 GiB" in words
+    assert "other processes hold 20.00 GiB of the 80.00 GiB" in words
     assert "PCIe 4 x4 (of x16)" in words
 
 
-def test_slow_operators_and_missing_transports_are_said():
+def test_slow_operators_are_advice_and_missing_transports_a_problem():
     slow = facts(0, operators="plain PyTorch (not built)", native_operators=False)
-    assert only(slow).kind == "advice"
+    assert only_finding(slow).kind == "advice"
     lone = facts(0, transport="none: this build of torch has no torch.distributed")
-    assert only(lone).kind == "problem"
+    assert only_finding(lone).kind == "problem"
 
 
-def test_problems_come_first_and_decide():
+def test_problems_come_first_and_make_the_report_not_ok():
     hot, old = gpu(uuid="GPU-1", throttled="too hot"), {"NCCL": "2.21.5"}
     ranks = (facts(0), facts(1, hot, versions=old))
     report = Report(ranks=ranks, findings=tuple(findings(ranks)))
@@ -215,20 +214,12 @@ def test_problems_come_first_and_decide():
     assert "problem: ranks 0-1: NCCL differs" in str(report)
 
 
-@pytest.mark.parametrize(
-    ("numbers", "words"),
-    [([3], "rank 3"), ([0, 1], "ranks 0-1"), ([5, 0, 1, 2], "ranks 0-2, 5")],
-)
-def test_ranks_are_named_shortly(numbers, words):
-    assert named(numbers) == words
-
-
 def test_facts_survive_json():
     mine = facts(3)
     assert RankFacts.from_dict(json.loads(json.dumps(mine.to_dict()))) == mine
 
 
-def test_this_machine_can_train():
+def test_this_machine_has_no_problems():
     report = examine()
     assert report.ok, str(report)
     (mine,) = report.ranks
@@ -250,12 +241,12 @@ def test_all_ranks_get_the_same_report(ranks):
     assert len(set(reports)) == 1
 
 
-def examine_or_stay_away(absent):
+def examine_unless(absent):
     if pool.rank() != absent:
         examine(timeout=timedelta(seconds=2))
 
 
 def test_a_rank_that_does_not_report_is_named():
-    said = pool.one_off(2, examine_or_stay_away, 1)
-    assert said[0].is_a(poplar.CollectiveTimeout)
-    assert "rank 0: rank 1 did not report within 2 s" in said[0].message
+    failures = pool.one_off(2, examine_unless, 1)
+    assert failures[0].is_a(poplar.CollectiveTimeout)
+    assert "rank 0: rank 1 did not report within 2 s" in failures[0].message

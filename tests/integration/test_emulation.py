@@ -183,7 +183,7 @@ def test_sharing_a_core_binds_every_thread():
 @pytest.mark.parametrize(
     ("fractions", "complaint"),
     [
-        ((0.5, 0.05), "rank 1: 0.05 of a core is a quota of 500 us .* least is 1000 us"),
+        ((0.5, 0.05), "rank 1: 0.05 of a core is a quota of 500 us .* minimum is 1000 us"),
         ((-1.0,), "rank 0: -1.0 of a core"),
         ((float("nan"),), "rank 0: nan of a core"),
         ((1000.0, 1000.0), "sum to 2000 cores, and this process may use"),
@@ -197,7 +197,7 @@ def test_impossible_fractions_are_refused(fractions, complaint):
 
 @pytest.mark.parametrize("cores", [(), (0, 100_000)])
 def test_cores_that_are_not_ours_are_refused(cores):
-    with pytest.raises(ValueError, match="one per rank, each of"):
+    with pytest.raises(ValueError, match="give one core per rank, out of"):
         EmulatedCluster.core_sharing(cores)
 
 

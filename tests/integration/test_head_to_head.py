@@ -101,7 +101,7 @@ def test_peers_get_the_largest_even_micro_batch_that_all_ranks_hold():
 
 
 def test_a_batch_that_peers_cannot_divide_is_refused():
-    with pytest.raises(ValueError, match="can't be divided evenly among 3 ranks"):
+    with pytest.raises(ValueError, match="cannot be divided evenly among 3 ranks"):
         configurations.even_micro_batch(
             Cluster(name="x", cores=(0, 1, 1)), replace(TINY, global_batch=8)
         )

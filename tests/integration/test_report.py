@@ -1,4 +1,4 @@
-"""The report: records both ways, what each rank did, labels apart, one page that needs nothing."""
+"""Reports: records survive JSON, activities of ranks, labels, and a self-contained page."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from records import synthetic_record
 
 from poplar.plan import Plan
 from poplar.planner.search import search
-from poplar.report import Neighbour, Run, RunRecord, Span, words, write_report
+from poplar.report import Neighbour, Run, RunRecord, Span, write_report
 from poplar.report.activity import (
     COMMUNICATION,
     COMPUTE,
@@ -33,8 +33,8 @@ from poplar.report.draw_steps import draw_steps
 from poplar.report.labels import spread
 from poplar.report.reasons import reasons
 
-NEEDS_NOTHING_ELSE = {"meta", "link", "img", "input", "br"}
-"""HTML elements without an end."""
+VOID_ELEMENTS = {"meta", "link", "img", "input", "br"}
+"""HTML elements without an end tag."""
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ class TestRecords:
         record.to_json(tmp_path / "run.json")
         assert RunRecord.from_json(tmp_path / "run.json") == record
 
-    def test_what_was_not_recorded_may_be_missing(self, record):
+    def test_optional_fields_may_be_missing(self, record):
         bare = dataclasses.replace(
             record,
             sum_of_speeds=None,
@@ -98,7 +98,7 @@ class TestRecords:
         assert str(path) in str(caught.value)
 
     @pytest.mark.parametrize("text", ["", "{", "[]", '"run"', "{}"])
-    def test_a_file_that_is_no_record_says_so(self, tmp_path, text):
+    def test_a_file_without_a_record_is_named(self, tmp_path, text):
         path = tmp_path / "run.json"
         path.write_text(text)
         with pytest.raises(ValueError, match=re.escape(str(path))):
@@ -117,7 +117,7 @@ class TestRecords:
 
 
 class TestActivity:
-    def test_waiting_ends_when_the_last_rank_has_come(self):
+    def test_waiting_ends_when_the_last_rank_arrives(self):
         fast = [Span("pass", "", 10.0, 12.0), Span("wait", "unit a", 12.0, 15.5)]
         slow = [Span("pass", "", 10.0, 15.0), Span("wait", "unit a", 15.0, 15.5)]
         assert stretches([fast, slow]) == [
@@ -129,14 +129,14 @@ class TestActivity:
             [Stretch(COMPUTE, 0.0, 5.0), Stretch(COMMUNICATION, 5.0, 5.5)],
         ]
 
-    def test_a_wait_inside_a_pass_is_no_compute(self):
+    def test_a_wait_inside_a_pass_is_not_compute(self):
         fast = [Span("pass", "", 0.0, 4.0), Span("wait", "a", 1.0, 3.0)]
         slow = [Span("pass", "", 0.0, 4.0), Span("wait", "a", 2.0, 3.0)]
         first, second = (seconds_by_activity(rank) for rank in stretches([fast, slow]))
         assert first == {COMPUTE: 2.0, OPTIMIZER: 0.0, COMMUNICATION: 1.0, WAITING: 1.0}
         assert second == {COMPUTE: 3.0, OPTIMIZER: 0.0, COMMUNICATION: 1.0, WAITING: 0.0}
 
-    def test_the_second_wait_for_one_thing_is_another_collective(self):
+    def test_the_second_wait_with_one_name_is_another_collective(self):
         fast = [Span("wait", "a", 0.0, 2.0), Span("wait", "a", 3.0, 6.0)]
         slow = [Span("wait", "a", 1.0, 2.0), Span("wait", "a", 5.0, 6.0)]
         assert [part.activity for part in stretches([fast, slow])[0]] == [
@@ -146,7 +146,7 @@ class TestActivity:
             COMMUNICATION,
         ]
 
-    def test_a_rank_that_never_waited_does_not_matter(self):
+    def test_a_rank_without_waits_does_not_delay_others(self):
         (only, none) = stretches([[Span("wait", "a", 0.0, 1.0)], []])
         assert only == [Stretch(COMMUNICATION, 0.0, 1.0)]
         assert none == []
@@ -183,60 +183,20 @@ class TestActivity:
 
 
 class TestLabels:
-    def test_labels_that_are_apart_stay(self):
+    def test_labels_that_do_not_overlap_stay(self):
         assert spread([5.0, 1.0, 9.0], 2.0, 0.0, 10.0) == [5.0, 1.0, 9.0]
 
-    def test_labels_that_collide_share_the_way(self):
+    def test_overlapping_labels_move_equally_far(self):
         assert spread([5.0, 5.0], 2.0, 0.0, 10.0) == [4.0, 6.0]
 
     @settings(max_examples=100, deadline=None)
     @given(st.lists(st.floats(0, 100), min_size=1, max_size=8))
-    def test_no_label_covers_another_or_leaves(self, wishes):
-        placed = spread(wishes, 10.0, 0.0, 100.0)
+    def test_labels_neither_overlap_nor_leave_the_axes(self, preferred):
+        placed = spread(preferred, 10.0, 0.0, 100.0)
         ordered = sorted(placed)
         assert all(b - a >= 10.0 - 1e-6 for a, b in pairwise(ordered))
         assert ordered[0] >= -1e-6
         assert ordered[-1] <= 100.0 + 1e-6
-
-
-class TestWords:
-    @pytest.mark.parametrize(
-        ("value", "text"),
-        [
-            (123.4, "123 s"),
-            (1.046, "1.05 s"),
-            (0.9999, "1.00 s"),
-            (0.123, "123 ms"),
-            (0.0042, "4.2 ms"),
-            (42e-6, "42 µs"),
-            (0.0, "0 s"),
-        ],
-    )
-    def test_seconds(self, value, text):
-        assert words.seconds(value) == text
-
-    @pytest.mark.parametrize(
-        ("value", "text"),
-        [(0, "0 B"), (1023, "1023 B"), (3 * 2**20, "3.0 MiB"), (8.5 * 2**30, "8.5 GiB")],
-    )
-    def test_sizes(self, value, text):
-        assert words.size(value) == text
-
-    def test_signed_percent_has_no_negative_zero(self):
-        assert words.signed_percent(-0.0001) == "±0.0 %"
-        assert words.signed_percent(-0.021) == "−2.1 %"
-        assert words.signed_percent(0.021) == "+2.1 %"
-
-    def test_passes_and_ranks(self):
-        assert words.passes((3, 8, 8)) == "3 + 2 × 8"
-        assert words.passes(()) == "none"
-        assert words.ranks([0, 2, 3, 4]) == "ranks 0, 2–4"
-        assert words.ranks([5]) == "rank 5"
-
-    def test_counts(self):
-        assert words.count(1_106_080) == "1.1 million"
-        assert words.count(7e9) == "7.0 billion"
-        assert words.count(512) == "512"
 
 
 class TestDifferences:
@@ -246,34 +206,34 @@ class TestDifferences:
         ("change", "text"),
         [
             ({}, "the chosen plan"),
-            ({"micro_batches": ((4, 3), (3, 2))}, "rank 0 −1, rank 1 +1"),
+            ({"micro_batches": ((4, 3), (3, 2))}, "rank 0 -1, rank 1 +1"),
             ({"micro_batches": ((8,), (2, 2))}, "rank 0 in 1 pass"),
-            ({"micro_batches": ((3, 5), (2, 2))}, "rank 0 cut 3 + 5"),
+            ({"micro_batches": ((3, 5), (2, 2))}, "rank 0 in 1x3 + 1x5"),
             ({"shares": (0.75, 0.25)}, "shares 75 25"),
         ],
     )
-    def test_a_plan_is_told_by_what_sets_it_apart(self, change, text):
+    def test_a_plan_is_described_by_its_differences(self, change, text):
         assert difference(dataclasses.replace(self.CHOSEN, **change), self.CHOSEN) == text
 
-    def test_where_ranks_meet_at_every_pass_all_change_together(self):
+    def test_other_passes_of_all_ranks_are_one_difference_at_stage_2(self):
         chosen = Plan.manual("4,2", stage=2, passes=2)
         thrice = dataclasses.replace(chosen, micro_batches=((2, 3, 3), (1, 1, 2)))
-        assert difference(thrice, chosen) == "3 passes for all"
+        assert difference(thrice, chosen) == "3 passes on all ranks"
 
 
 class Page(HTMLParser):
-    """What a page opens and never closes, what it loads, and its words."""
+    """The unclosed tags of a page, what it loads, its ids and its text."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
         self.open: list[str] = []
         self.loads: list[str] = []
         self.ids: list[str] = []
-        self.words: list[str] = []
+        self.text: list[str] = []
         self.feed(text)
 
     def handle_starttag(self, tag, attrs):
-        if tag not in NEEDS_NOTHING_ELSE:
+        if tag not in VOID_ELEMENTS:
             self.open.append(tag)
         self._look(attrs)
 
@@ -292,11 +252,11 @@ class Page(HTMLParser):
         assert self.open.pop() == tag
 
     def handle_data(self, data):
-        self.words.append(data)
+        self.text.append(data)
 
 
 class TestPages:
-    def test_the_page_is_whole_and_needs_nothing_else(self, text):
+    def test_the_page_is_well_formed_and_self_contained(self, text):
         page = Page(text)
         assert not page.open
         assert not page.loads
@@ -304,7 +264,7 @@ class TestPages:
         assert "@import" not in text
         assert not re.findall(r"url\((?!#)", text)
 
-    def test_pictures_do_not_borrow_from_each_other(self, text):
+    def test_ids_of_pictures_are_distinct_and_defined(self, text):
         ids = Page(text).ids
         used = re.findall(r'(?:href="#|url\(#)([^")]+)', text)
         assert set(used) <= set(ids)
@@ -312,7 +272,7 @@ class TestPages:
         for name in ("curves", "timeline", "losses", "predictions", "neighbours"):
             assert any(identifier.startswith(f"{name}-") for identifier in ids)
 
-    def test_every_colour_of_a_picture_follows_the_page(self, text):
+    def test_every_colour_of_a_picture_is_a_css_variable(self, text):
         style, body = text.split("</style>", 1)
         assert set(re.findall("#[0-9a-f]{6}", body)) == set()
         light, dark = style.split("@media screen")
@@ -320,19 +280,19 @@ class TestPages:
             assert f"{name}:" in light
             assert f"{name}:" in dark or name == "--alarm"
 
-    def test_the_page_says_what_was_decided(self, text, record):
-        told = " ".join(Page(text).words)
-        assert record.title in told
-        assert "What it decided and why" in told
-        assert "36 13 12 11" in told or str(record.chosen.plan.samples(0)) in told
+    def test_the_page_contains_plan_reasons_and_notes(self, text, record):
+        content = " ".join(Page(text).text)
+        assert record.title in content
+        assert "Why this plan" in content
+        assert "36 13 12 11" in content or str(record.chosen.plan.samples(0)) in content
         for policy in ("exact", "even", "flops", "paper"):
-            assert policy in told
+            assert policy in content
         for stage in range(4):
-            assert f"stage {stage}" in told
-        assert "rank 3 shared its core" in told
-        assert "2.13.0" in told
+            assert f"stage {stage}" in content
+        assert "rank 3 shared its core" in content
+        assert "2.13.0" in content
 
-    def test_the_same_pictures_are_files(self, folder):
+    def test_pictures_are_also_written_as_files(self, folder):
         from PIL import Image
 
         found = sorted(path.name for path in (folder / "pictures").iterdir())
@@ -351,14 +311,14 @@ class TestPages:
         write_report(record, tmp_path / "again.html")
         assert (tmp_path / "again.html").read_text(encoding="utf-8") == text
 
-    def test_what_comes_from_outside_is_escaped(self, record, tmp_path):
+    def test_text_from_outside_is_escaped(self, record, tmp_path):
         mean = dataclasses.replace(record, title="<script>alert(1)</script> & more")
         write_report(mean, tmp_path / "report.html")
         text = (tmp_path / "report.html").read_text(encoding="utf-8")
         assert "<script" not in text
         assert "&lt;script&gt;alert(1)&lt;/script&gt; &amp; more" in text
 
-    def test_a_caller_keeps_its_own_matplotlib_settings(self, record, tmp_path):
+    def test_the_callers_matplotlib_settings_are_unchanged(self, record, tmp_path):
         import matplotlib
 
         with matplotlib.rc_context({"font.size": 33.0, "svg.fonttype": "none"}):
@@ -368,14 +328,14 @@ class TestPages:
 
 
 class TestTimelines:
-    def test_the_whole_of_every_run_and_its_prediction_is_seen(self, record):
+    def test_the_time_axis_includes_every_run_and_prediction(self, record):
         late = dataclasses.replace(record.runs[0], predicted_step_seconds=5.0)
         figure = draw_steps([late, record.chosen])
         assert figure is not None
         assert [axes.get_xlim()[0] for axes in figure.axes] == [0.0, 0.0]
         assert all(axes.get_xlim()[1] > 5.0 for axes in figure.axes)
 
-    def test_nothing_traced_is_no_picture(self, record):
+    def test_without_traces_there_is_no_picture(self, record):
         assert draw_steps([dataclasses.replace(record.chosen, spans=())]) is None
 
 
@@ -388,25 +348,25 @@ class TestReasons:
         own = next(one.prediction for one in why.policies if one.is_chosen)
         assert own is not None
         assert why.prediction is not None
-        assert why.prediction.optimality_gap == 0.0, "as the search said"
+        assert why.prediction.optimality_gap == 0.0, "as the search proved"
         assert dataclasses.replace(why.prediction, optimality_gap=None) == own
         rivals = [one.prediction for one in why.policies]
         assert all(rival is not None and rival.step_seconds >= own.step_seconds for rival in rivals)
 
-    def test_what_trials_taught_is_said_of_the_chosen_plan(self, record):
+    def test_the_stored_prediction_of_the_chosen_plan_is_used(self, record):
         chosen = search(record.profile, global_batch=72, stages=(0,))
         tried = {**(chosen.prediction or {}), "step_seconds": 9.0}
         why = reasons(record.profile, dataclasses.replace(chosen, prediction=tried))
-        assert "predicted to take 9.00 s" in why.sentences[0]
+        assert "predicted to take 9 s" in why.sentences[0]
 
-    def test_of_a_plan_by_hand_nothing_is_said_of_the_fastest(self, record):
+    def test_a_manual_plan_has_no_optimality_gap(self, record):
         plan = Plan.even(record.profile.world_size, 72, 4, 0)
         why = reasons(record.profile, plan)
         assert why.prediction is not None
         assert why.prediction.optimality_gap is None
-        assert not any("can be faster" in sentence for sentence in why.sentences)
+        assert not any("is faster by more than" in sentence for sentence in why.sentences)
 
-    def test_a_stage_that_does_not_fit_says_why(self, record):
+    def test_a_stage_that_does_not_fit_has_an_obstacle(self, record):
         small = [dataclasses.replace(d, memory_bytes=30 * 2**20) for d in record.profile.devices]
         profile = dataclasses.replace(record.profile, devices=tuple(small))
         chosen = search(profile, global_batch=72, stages=(3,))
@@ -447,8 +407,8 @@ class TestUnusualRuns:
         write_report(
             dataclasses.replace(record, runs=(run,), neighbours=None), tmp_path / "report.html"
         )
-        told = (tmp_path / "report.html").read_text(encoding="utf-8")
-        assert "Ranks 1, 3 get no samples" in told
+        content = (tmp_path / "report.html").read_text(encoding="utf-8")
+        assert "Ranks 1, 3 get no samples" in content
 
     def test_a_plan_beyond_the_profile_is_shown_without_a_prediction(self, record, tmp_path):
         plan = Plan.even(4, 400, 100, 0)
@@ -458,8 +418,8 @@ class TestUnusualRuns:
             dataclasses.replace(record, runs=(run,), neighbours=neighbours),
             tmp_path / "report.html",
         )
-        told = (tmp_path / "report.html").read_text(encoding="utf-8")
-        assert "goes beyond what was measured" in told
+        content = (tmp_path / "report.html").read_text(encoding="utf-8")
+        assert "goes beyond what was measured" in content
 
     def test_a_loss_that_is_not_finite_is_drawn_as_a_gap(self, record, tmp_path):
         run = dataclasses.replace(record.chosen, losses=(2.0, float("nan"), float("inf"), 1.0))

@@ -1,4 +1,4 @@
-"""Policies decide as others do, keep within memory, and are never faster than the search."""
+"""The baseline policies fit in memory, follow their definition and do not beat the search."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MB = 10**6
 
 
 def unequal(**changes):
-    """Three ranks, whose specifications promise other speeds than they have."""
+    """Three ranks whose peak FLOP/s do not match their measured speeds."""
     return cluster_of(
         device(4.0, peak_flops=3e12),
         device(2.0, peak_flops=2e12),
@@ -37,7 +37,7 @@ def with_peaks(cluster, draw):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_every_policy_keeps_within_memory_and_is_not_faster_than_the_search(stage):
+def test_every_policy_fits_in_memory_and_is_not_faster_than_the_search(stage):
     decided, seeds = 0, choose(quick=65, full=260)
     for seed in range(seeds):
         draw = random.Random(7 * seed + stage)
@@ -58,7 +58,7 @@ def test_every_policy_keeps_within_memory_and_is_not_faster_than_the_search(stag
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_even_gives_every_rank_what_the_smallest_can_hold(stage):
+def test_even_uses_the_largest_micro_batch_that_the_smallest_rank_can_hold(stage):
     small = device(memory=96 * MB, sample_bytes=MB)
     plan = search(cluster_of(device(), small), global_batch=64, stages=(stage,), policy="even")
     largest = max(map(max, plan.micro_batches))
@@ -81,53 +81,53 @@ def test_even_with_fewer_samples_than_ranks_gives_the_first_ranks_one_each(stage
     plan = search(cluster_of(device(), device(), device()), **few)
     assert [plan.samples(rank) for rank in range(3)] == [1, 1, 0]
     assert seconds_of(plan) > 0
-    # A rank that gets no sample need not hold one.
+    # A rank without samples needs no memory for one.
     full = device(sample_bytes=10**6 * MB)
     assert search(cluster_of(device(), device(), full), **few) == plan
     with pytest.raises(NoPlanFits, match=r"rank 1 \(device of speed 1.0\) .* for one sample"):
         search(cluster_of(device(), full, device()), **few)
 
 
-def test_only_a_search_knows_how_far_the_fastest_plan_is():
+def test_only_the_exact_search_reports_an_optimality_gap():
     for policy in POLICIES:
         plan = search(unequal(), global_batch=18, policy=policy)
         assert plan.prediction["optimality_gap"] == (0.0 if policy == "exact" else None)
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_flops_goes_by_the_specification(stage):
+def test_flops_gives_samples_in_proportion_to_peak_flops(stage):
     plan = search(unequal(), global_batch=18, stages=(stage,), policy="flops")
     assert [plan.samples(rank) for rank in range(3)] == [9, 6, 3]
 
 
-def test_flops_needs_a_specification():
+def test_flops_without_peak_flops_raises():
     with pytest.raises(ValueError, match=r"rank 0 \(device of .*\): the profile has no peak"):
         search(cluster_of(device()), global_batch=8, policy="flops")
 
 
 @pytest.mark.parametrize("stage", [0, 1])
-def test_paper_deals_out_by_best_speed_where_ranks_meet_once(stage):
+def test_paper_gives_samples_in_proportion_to_speed_at_stages_0_and_1(stage):
     plan = search(unequal(), global_batch=70, stages=(stage,), policy="paper")
     assert [plan.samples(rank) for rank in range(3)] == [40, 20, 10]
     assert plan.micro_batches == ((8, 16, 16), (4, 16), (10,))
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_paper_sweeps_a_time_limit_where_ranks_meet_at_every_pass(stage):
+def test_paper_sweeps_a_time_limit_per_pass_at_stages_2_and_3(stage):
     plan = search(unequal(), global_batch=56, stages=(stage,), policy="paper")
     assert len({plan.passes(rank) for rank in range(3)}) == 1
     assert all(list(own) == sorted(own) for own in plan.micro_batches)
     assert plan.samples(0) > plan.samples(1) > plan.samples(2)
 
 
-def test_balance_gains_what_it_should_on_unequal_devices():
+def test_the_search_balances_unequal_devices():
     cluster = unequal(communication=0.0)
     wanted = {"global_batch": 42, "stages": (1,)}
     even = seconds_of(search(cluster, policy="even", **wanted))
     assert even / seconds_of(search(cluster, **wanted)) > 1.8
 
 
-def test_the_alternatives_of_a_policy_are_its_own():
+def test_alternatives_come_from_the_requested_policy():
     plans = alternatives(unequal(), global_batch=24, policy="even")
     assert {plan.stage for plan in plans} == set(STAGES)
     assert {plan.prediction["policy"] for plan in plans} == {"even"}

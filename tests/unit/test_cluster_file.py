@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-import sys
 
 import pytest
 
@@ -201,13 +200,6 @@ def test_a_file_without_hosts_or_devices_is_refused(tmp_path):
 def test_a_damaged_file_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"cluster\.toml is no TOML"):
         read(tmp_path, "[[host")
-
-
-@pytest.mark.skipif(sys.version_info >= (3, 11), reason="Python has a reader of its own")
-def test_a_missing_reader_is_said(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "tomli", None)
-    with pytest.raises(ModuleNotFoundError, match="tomli"):
-        read(tmp_path, TWO_HOSTS)
 
 
 # What collectives cost between described hosts.

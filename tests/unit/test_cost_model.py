@@ -343,7 +343,7 @@ def test_a_plan_that_does_not_fit_names_the_rank_and_the_bytes():
         predict(cluster, a_plan(0))
     assert "may use 100.0 MiB of 100.0 MiB" in str(error.value)
     reserved = dataclasses.replace(a_cluster(), memory_reserve=0.9)
-    with pytest.raises(DoesNotFit, match=r"may use 100.0 MiB of 0.98 GiB"):
+    with pytest.raises(DoesNotFit, match=r"may use 100.0 MiB of 1000.0 MiB"):
         predict(reserved, a_plan(0))
 
 
@@ -356,10 +356,10 @@ def test_a_batch_beyond_what_was_measured_is_refused():
 
 
 def test_plans_for_others_are_refused():
-    with pytest.raises(ValueError, match="a plan for 1 ranks, but the profile is of 2"):
+    with pytest.raises(ValueError, match="the plan is for 1 ranks, but the profile has 2"):
         predict(a_cluster(), Plan.manual("4", stage=0))
     own = UnitPlan("layers.0", STRATEGIES[0])
-    with pytest.raises(ValueError, match=r"unit 'layers.0' has a plan of its own"):
+    with pytest.raises(ValueError, match=r"unit 'layers.0' has its own strategy"):
         predict(a_cluster(), a_plan(2, units=(own,)))
     same = UnitPlan("layers.0", STRATEGIES[2], shares=(0.5, 0.5))
     assert predict(a_cluster(), a_plan(2, units=(same,))) == predict(a_cluster(), a_plan(2))

@@ -1,4 +1,4 @@
-"""The small simplex finds what SciPy's finds."""
+"""The linear program solver is compared with SciPy's."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ import pytest
 from scipy.optimize import linprog
 
 from poplar import _core
-from poplar.planner.linear_program import LinearProgramme
+from poplar.planner.linear_program import LinearProgram
 
 
 def solve(costs, rows, bounds, simplex):
-    programme = LinearProgramme(dict(enumerate(costs)), len(costs))
+    program = LinearProgram(dict(enumerate(costs)), len(costs))
     for row, bound in zip(rows, bounds, strict=True):
-        programme.at_most(bound, dict(enumerate(row)))
+        program.at_most(bound, dict(enumerate(row)))
     if simplex:
-        programme.equal(1.0, dict.fromkeys(range(len(costs)), 1.0))
-    return programme.solve()
+        program.equal(1.0, dict.fromkeys(range(len(costs)), 1.0))
+    return program.solve()
 
 
 @pytest.mark.parametrize("first", range(0, 300, 100))
-def test_the_minimum_is_that_of_scipy(first):
+def test_the_minimum_matches_scipy(first):
     for seed in range(first, first + 100):
         draw = random.Random(seed)
         n, m, simplex = draw.randint(1, 10), draw.randint(1, 30), draw.random() < 0.7
@@ -42,24 +42,24 @@ def test_the_minimum_is_that_of_scipy(first):
                 assert used <= bound + 1e-9, seed
 
 
-def test_a_degenerate_programme_ends():
+def test_a_degenerate_program_terminates():
     rows = [[1.0 if j <= i else -1.0 for j in range(12)] for i in range(12)] * 4
     found = solve([0.0] * 11 + [1.0], rows, [0.0] * 48, simplex=True)
     assert found is None or found.value >= 0.0
 
 
-def test_nothing_to_do_is_done():
-    found = LinearProgramme({0: 1.0}, 2).solve()
+def test_a_program_without_rows_is_solved():
+    found = LinearProgram({0: 1.0}, 2).solve()
     assert found is not None
     assert found == (0.0, (0.0, 0.0))
 
 
-def test_costs_that_the_method_cannot_take_are_refused():
+def test_negative_costs_raise():
     with pytest.raises(ValueError, match=r"costs must not be negative, got \{0: -1\.0\}"):
-        LinearProgramme({0: -1.0}, 1)
+        LinearProgram({0: -1.0}, 1)
 
 
-def test_rows_of_unknown_variables_and_rows_without_bounds_are_refused():
+def test_unknown_variables_and_missing_bounds_raise():
     with pytest.raises(ValueError, match="minimise: variable 1 of 1"):
         _core.minimise([1.0], [{1: 1.0}], [0.0])
     with pytest.raises(ValueError, match="minimise: 1 rows and 2 bounds"):

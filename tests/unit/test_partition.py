@@ -1,4 +1,4 @@
-"""The partition arithmetic of poplar._core against programs too naive to be wrong."""
+"""The partition arithmetic of poplar._core against naive reference implementations."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_apportion_gives_ties_to_the_lower_index():
     assert _core.apportion(10, [0.1] * 3) == [4, 3, 3]
 
 
-def test_apportion_survives_the_largest_totals():
+def test_apportion_handles_the_largest_totals():
     assert _core.apportion(2**63 - 1, [1.0, 1.0]) == [2**62, 2**62 - 1]
     assert _core.apportion(2**63 - 1, [5e-324]) == [2**63 - 1]
     assert _core.apportion(7, [1.7e308, 1.7e308]) == [4, 3]
@@ -84,7 +84,7 @@ def test_apportion_survives_the_largest_totals():
         (1, [float("inf"), 1.0], "finite"),
     ],
 )
-def test_apportion_refuses_what_it_cannot_divide(total, weights, message):
+def test_apportion_refuses_invalid_arguments(total, weights, message):
     with pytest.raises(ValueError, match=message):
         _core.apportion(total, weights)
 
@@ -182,7 +182,7 @@ def test_transfers_move_every_element_from_its_old_owner_to_its_new_one(case):
     numel, old, new = case
     moves = _core.transfers(old, new)
     assert [(start, stop) for *_, start, stop in moves] == sorted((m[2], m[3]) for m in moves)
-    assert all(a[:2] != b[:2] for a, b in pairwise(moves)), "one transfer per pair of neighbours"
+    assert all(a[:2] != b[:2] for a, b in pairwise(moves)), "one transfer per pair of ranks"
     assert [
         (position, source, target)
         for source, target, start, stop in moves
@@ -196,7 +196,7 @@ def test_transfers_refuse_two_different_buffers():
 
 
 def test_a_hundred_billion_parameters_over_ten_thousand_ranks():
-    """A size that only integer sweeps survive; every count is checked, no time is."""
+    """All counts are checked at a size at which rounding errors would show."""
     ranks, layers, width = 10_000, 56, 12_288
     layer = [3 * width**2, width**2, 4 * width**2, 4 * width**2, width]
     numels = layer * layers

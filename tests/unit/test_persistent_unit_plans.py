@@ -1,4 +1,4 @@
-"""At stage 3 the planner keeps as many units gathered between passes as make a step faster."""
+"""At stage 3 the planner makes units persistent if that makes a step faster."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from subset import choose
 from test_search import cluster_of, device, seconds_of, some_shares
 
 from poplar.plan import Plan
-from poplar.planner.persistent_units import _by_worth
+from poplar.planner.persistent_units import persistence_order
 from poplar.planner.prediction import predict
 from poplar.planner.search import NoPlanFits, search
 from poplar.profile import ClusterProfile, ModelProfile
@@ -22,17 +22,17 @@ MB = 10**6
 
 
 def named(cluster: ClusterProfile) -> ClusterProfile:
-    """With names for its units: those that have none cannot be kept."""
+    """With unit names: units without names cannot be persistent."""
     names = tuple(f"unit {unit}" for unit in range(len(cluster.model.unit_numels)))
     return dataclasses.replace(cluster, model=dataclasses.replace(cluster.model, unit_names=names))
 
 
-def kept_by(plan: Plan) -> frozenset[int]:
+def persistent_of(plan: Plan) -> frozenset[int]:
     return frozenset(int(unit.name.split()[1]) for unit in plan.units if unit.keep_gathered)
 
 
 def small_memory(*, megabytes: int, communication: float = 0.05) -> ClusterProfile:
-    """Two ranks that take four passes of two samples, and eight units of 1 MB each."""
+    """Two ranks whose passes hold two samples at most, and eight units of 1 MB each."""
     small = device(memory=megabytes * MB, sample_bytes=MB // 10, largest=2)
     model = ModelProfile(unit_numels=(250_000,) * 8)
     return cluster_of(small, small, model=model, communication=communication)
@@ -42,38 +42,38 @@ def chosen(cluster: ClusterProfile, global_batch: int = 16, **wanted) -> Plan:
     return search(cluster, global_batch=global_batch, stages=(3,), **wanted)
 
 
-def test_where_memory_allows_all_units_stay():
+def test_all_units_are_persistent_if_memory_allows():
     cluster = small_memory(megabytes=1000)
-    plain, keeping = chosen(cluster), chosen(named(cluster))
+    plain, persistent = chosen(cluster), chosen(named(cluster))
     assert not plain.units
-    assert kept_by(keeping) == frozenset(range(8))
-    # Once eight eighths instead of four times fifteen.
-    assert seconds_of(plain) - seconds_of(keeping) == pytest.approx(0.05 * (4 * 15 / 8 - 1))
-    assert predict(named(cluster), keeping).step_seconds == seconds_of(keeping)
+    assert persistent_of(persistent) == frozenset(range(8))
+    # The whole model is unsharded once a step, instead of 15/8 of it in each of four passes.
+    assert seconds_of(plain) - seconds_of(persistent) == pytest.approx(0.05 * (4 * 15 / 8 - 1))
+    assert predict(named(cluster), persistent).step_seconds == seconds_of(persistent)
 
 
-def test_where_there_is_little_memory_some_units_stay():
+def test_some_units_are_persistent_if_memory_is_tight():
     sizes = (25, 27, 28, 29, 40)
     plans = [chosen(named(small_memory(megabytes=size))) for size in sizes]
-    counts = [len(kept_by(plan)) for plan in plans]
+    counts = [len(persistent_of(plan)) for plan in plans]
     assert counts == sorted(counts)
     assert 0 < counts[1] < counts[2] < 8
     for plan, size in zip(plans, sizes, strict=True):
         assert max(plan.prediction["memory_bytes"]) <= size * MB
 
 
-def test_a_unit_is_not_kept_for_nothing():
+def test_no_unit_is_persistent_if_that_saves_no_time():
     assert not chosen(named(small_memory(megabytes=1000, communication=0.0))).units
 
 
-def test_other_stages_and_policies_keep_none():
+def test_other_stages_and_policies_have_no_persistent_units():
     cluster = named(small_memory(megabytes=1000))
     assert not chosen(cluster, policy="even").units
     for stage in (0, 1, 2):
         assert not search(cluster, global_batch=16, stages=(stage,)).units
 
 
-def test_it_reads_how_many_stay():
+def test_the_plan_prints_the_number_of_persistent_units():
     assert "keeps 8 units gathered between passes" in str(
         chosen(named(small_memory(megabytes=999)))
     )
@@ -83,7 +83,7 @@ CASES = choose(quick=12, full=40)
 
 
 @pytest.mark.parametrize("first_seed", [0, 40])
-def test_however_many_are_kept_no_plan_is_faster(first_seed):
+def test_no_number_of_persistent_units_is_faster(first_seed):
     found = 0
     for seed in range(first_seed, first_seed + CASES):
         draw = random.Random(seed)
@@ -95,11 +95,11 @@ def test_however_many_are_kept_no_plan_is_faster(first_seed):
         except NoPlanFits:
             continue
         found += 1
-        own = Oracle(cluster, 3, kept_by(plan))
+        own = Oracle(cluster, 3, persistent_of(plan))
         assert own.fits(plan.micro_batches, plan.shares, slack=1.0), seed
         assert seconds_of(plan) == pytest.approx(own.seconds(plan.micro_batches, plan.shares)), seed
         least = seconds_of(plan) * (1 - plan.prediction["optimality_gap"])
-        order = list(_by_worth(cluster.model))
+        order = list(persistence_order(cluster.model))
         for count in range(len(order) + 1):
             oracle = Oracle(cluster, 3, frozenset(order[:count]))
             shares = some_shares(oracle, global_batch, draw)[:12]
@@ -108,8 +108,8 @@ def test_however_many_are_kept_no_plan_is_faster(first_seed):
 
 
 @pytest.mark.parametrize("global_batch", [16, 24, 32])
-def test_units_of_many_sizes_are_planned(global_batch):
-    """Windows of many proportions are taken together, at all meetings alike."""
+def test_persistent_units_of_many_sizes_are_not_slower(global_batch):
+    """Communication overlaps with windows of many different lengths."""
     model = ModelProfile(unit_numels=tuple(250_000 * size for size in (1, 9, 2, 30, 4, 17, 3, 11)))
     ample = device(memory=4000 * MB, sample_bytes=MB // 10, largest=4)
     cluster = named(cluster_of(ample, ample, model=model, communication=0.2, overlap=1.0))

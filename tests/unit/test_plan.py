@@ -450,10 +450,10 @@ def test_a_predicted_plan_prints_what_it_costs_each_rank_and_what_bounds_it():
     )
     assert str(plan).splitlines() == [
         "stage 0 (replicated), global batch 29, 3 ranks",
-        "rank  device    samples  passes      share  compute          memory  busy",
-        "   0  RTX 4090       19  1x3 + 2x8  50.0 %   0.95 s  3.1 of 8.0 GiB  92 %",
-        "   1  T4             10  1x10       47.5 %  42.1 ms  700 of 900 MiB   5 %",
-        "   2  T4              0  none        2.5 %     0 ms  1.0 of 4.0 GiB   0 %",
+        "rank  device    samples  passes      share  compute              memory  busy",
+        "   0  RTX 4090       19  1x3 + 2x8  50.0 %   0.95 s    3.10 of 8.00 GiB  92 %",
+        "   1  T4             10  1x10       47.5 %  42.1 ms  700.0 of 900.0 MiB   5 %",
+        "   2  T4              0  none        2.5 %     0 ms    1.00 of 4.00 GiB   0 %",
         "predicted 1.05 s a step, 27.6 samples/s; bound by rank 0's compute (92 % busy)",
     ]
 

@@ -1,4 +1,4 @@
-"""`search` finds what exhaustive search finds, and does what a person expects of it."""
+"""`search` is compared with exhaustive search and checked for expected behaviour."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LARGER_CLUSTERS = choose(quick=60, full=250)
 
 
 def best_found(cluster, **wanted):
-    """The fastest plan, even shares not preferred; None if nothing fits."""
+    """The fastest plan, without rounding to simple plans; None if no plan fits."""
     try:
         return search(cluster, preference=0.0, **wanted)
     except NoPlanFits:
@@ -40,7 +40,7 @@ def seconds_of(plan):
 
 
 def some_shares(oracle, global_batch, draw):
-    """A grid, and shares at which a rank is just full; one of them where nothing is sharded."""
+    """A grid of shares, and shares at which one rank is just full; even shares at stage 0."""
     if oracle.stage == 0:
         return [(1 / oracle.n,) * oracle.n]
     shares = planning_oracle.share_grid(oracle.n, SHARE_STEPS[oracle.n])
@@ -72,8 +72,8 @@ def test_no_plan_is_faster_than_the_one_that_search_finds(stage, first_seed):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_nor_with_more_ranks_and_samples(stage):
-    """Where all plans are too many to be listed, a plain dynamic programme finds the best."""
+def test_no_plan_is_faster_with_more_ranks_and_samples(stage):
+    """There are too many plans to list, so a naive dynamic program is the reference."""
     fitting = 0
     for seed in range(LARGER_CLUSTERS):
         draw = random.Random(9 * seed + stage)
@@ -95,12 +95,12 @@ def test_nor_with_more_ranks_and_samples(stage):
         gap = 0.0 if plan is None else plan.prediction["optimality_gap"]
         assert seconds_of(plan) * (1 - gap) <= least * (1 + 1e-9), f"seed {seed}: {ranks} ranks"
         if plan is not None and oracle.fits(plan.micro_batches, plan.shares):  # to the last byte
-            assert least <= own * (1 + 1e-9), f"seed {seed}: the programme missed a plan"
+            assert least <= own * (1 + 1e-9), f"seed {seed}: the reference missed a plan"
     assert fitting > LARGER_CLUSTERS / 2
 
 
 def device(speed=1.0, *, memory=10**9, latency=0.02, largest=16, sample_bytes=10**6, **changes):
-    """A device whose passes take a latency and then time in proportion."""
+    """A device whose passes take a latency and time in proportion to the batch."""
     batches = [2**power for power in range(largest.bit_length())]
     return DeviceProfile(
         **{
@@ -138,7 +138,7 @@ def cluster_of(*devices, overlap=0.0, communication=0.01, **changes):
     )
 
 
-# What a person expects
+# Expected behaviour
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -156,26 +156,26 @@ def test_a_faster_rank_gets_more_samples(stage):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_rank_that_is_far_too_slow_gets_no_samples(stage):
+def test_a_very_slow_rank_gets_no_samples(stage):
     plan = search(cluster_of(device(100.0), device(1.0)), global_batch=4, stages=(stage,))
     assert plan.samples(1) == 0
 
 
-def test_a_rank_without_room_for_a_sample_still_owns_state():
+def test_a_rank_without_memory_for_a_sample_still_owns_state():
     roomy, full = device(memory=90 * 10**6), device(memory=60 * 10**6, sample_bytes=10**9)
     plan = search(cluster_of(roomy, full), global_batch=8, stages=(3,))
     assert plan.samples(1) == 0
     assert plan.shares[1] > 0.4
 
 
-def test_a_rank_without_room_for_state_may_work():
+def test_a_rank_with_memory_for_little_state_still_gets_samples():
     roomy, full = device(memory=200 * 10**6), device(memory=50 * 10**6)
     plan = search(cluster_of(roomy, full), global_batch=16, stages=(2,))
     assert plan.samples(1) > 0
     assert plan.shares[1] < 0.25
 
 
-def test_even_shares_are_kept_where_others_hardly_help():
+def test_even_shares_are_chosen_if_other_shares_gain_less_than_the_preference():
     slow_optimizer = device(optimizer_seconds=0.0105)
     cluster = cluster_of(slow_optimizer, device(), communication=0.0)
     plan = search(cluster, global_batch=32, stages=(1,))
@@ -187,7 +187,7 @@ def test_even_shares_are_kept_where_others_hardly_help():
 
 
 @pytest.mark.parametrize("stage", [0, 1])
-def test_fewer_passes_are_preferred_where_they_cost_nothing(stage):
+def test_fewer_passes_are_chosen_if_more_passes_gain_less_than_the_preference(stage):
     noisy = device(latency=0.0, largest=32)
     points = list(noisy.points)
     points[2] = dataclasses.replace(points[2], seconds=points[2].seconds * 0.9995)
@@ -198,7 +198,7 @@ def test_fewer_passes_are_preferred_where_they_cost_nothing(stage):
     assert fastest.micro_batches == ((4,) * 12, (4,) * 12)
 
 
-def test_the_cheapest_stage_is_chosen_and_ties_need_less_memory():
+def test_the_fastest_stage_is_chosen_and_ties_go_to_less_memory():
     plans = alternatives(cluster_of(device(), device()), global_batch=32)
     assert [seconds_of(plan) for plan in plans] == sorted(map(seconds_of, plans))
     assert {plan.stage for plan in plans} == set(STAGES)
@@ -209,20 +209,20 @@ def test_the_cheapest_stage_is_chosen_and_ties_need_less_memory():
     assert needs == sorted(needs)
 
 
-def test_stages_that_do_not_fit_are_left_out():
+def test_stages_that_do_not_fit_are_skipped():
     small = device(memory=70 * 10**6)
     plans = alternatives(cluster_of(small, small), global_batch=8)
     assert 0 not in {plan.stage for plan in plans}
     assert {2, 3} <= {plan.stage for plan in plans}
 
 
-def test_max_micro_batch_is_kept():
+def test_max_micro_batch_limits_every_rank():
     plan = search(cluster_of(device(), device()), global_batch=32, max_micro_batch=3)
     assert max(map(max, plan.micro_batches)) <= 3
     assert plan.global_batch == 32
 
 
-def test_a_plan_says_what_it_was_made_for():
+def test_the_prediction_names_devices_limits_and_policy():
     plan = search(cluster_of(device(2.0), device()), global_batch=8)
     assert plan.prediction["devices"] == ["device of speed 2.0", "device of speed 1.0"]
     assert plan.prediction["memory_limit_bytes"] == [10**9, 10**9]
@@ -247,49 +247,49 @@ def test_a_global_batch_of_thousands_is_planned():
     assert max(map(max, plan.micro_batches)) <= largest.max_batch
 
 
-# What nobody can plan
+# Where no plan fits
 
 
-def test_where_nothing_fits_the_error_says_what_is_missing_and_where():
+def test_the_error_names_the_rank_and_the_missing_memory():
     small = device(memory=10 * 10**6)
-    complaint = r"rank 0 \(device of speed 1.0\) needs at least .* may use 9.1 MiB: .* too little"
+    message = r"rank 0 \(device of speed 1.0\) needs at least .* may use 9.1 MiB: .* too little"
     for stages in (STAGES, *((stage,) for stage in STAGES)):
-        with pytest.raises(NoPlanFits, match=complaint):
+        with pytest.raises(NoPlanFits, match=message):
             search(cluster_of(small, small), global_batch=4, stages=stages)
     assert issubclass(NoPlanFits, (PoplarError, ValueError))
 
 
-def test_state_that_all_ranks_together_cannot_hold_is_said_so():
+def test_the_error_says_that_all_ranks_together_cannot_hold_the_state():
     full = device(memory=48 * 10**6)
     with pytest.raises(NoPlanFits, match=r"needs at least .* for one sample and .* % of the"):
         search(cluster_of(full, full), global_batch=4, stages=(2,))
 
 
-def test_samples_that_no_rank_can_hold_are_said_so():
+def test_the_error_says_that_no_rank_can_hold_a_sample():
     full = device(memory=100 * 10**6, sample_bytes=10**9)
     with pytest.raises(NoPlanFits, match="for one sample"):
         search(cluster_of(full, full), global_batch=4)
 
 
 @pytest.mark.parametrize(
-    ("changes", "complaint"),
+    ("changes", "message"),
     [
-        ({"global_batch": 0}, "global_batch must be a whole number, at least 1, got 0"),
-        ({"global_batch": 2.0}, r"global_batch must be a whole number, at least 1, got 2\.0"),
-        ({"max_micro_batch": 0}, "max_micro_batch must be a whole number, at least 1, got 0"),
-        ({"stages": ()}, r"stages must be some of \(0, 1, 2, 3\), got \(\)"),
-        ({"stages": (4,)}, r"stages must be some of .* got \(4,\)"),
-        ({"stages": 2}, r"stages must be some of .* got 2$"),
-        ({"stages": "01"}, r"stages must be some of .* got '01'"),
-        ({"stages": (True,)}, r"stages must be some of .* got \(True,\)"),
-        ({"stages": (0, "a")}, r"stages must be some of .* got \(0, 'a'\)"),
-        ({"preference": -0.1}, r"preference must be finite and 0 or more, got -0\.1"),
-        ({"preference": math.nan}, "preference must be finite and 0 or more, got nan"),
-        ({"policy": "best"}, "unknown policy 'best'; known are exact, even, flops, paper"),
+        ({"global_batch": 0}, "global_batch must be an integer of at least 1, got 0"),
+        ({"global_batch": 2.0}, r"global_batch must be an integer of at least 1, got 2\.0"),
+        ({"max_micro_batch": 0}, "max_micro_batch must be an integer of at least 1, got 0"),
+        ({"stages": ()}, r"stages must be a non-empty subset of \(0, 1, 2, 3\), got \(\)"),
+        ({"stages": (4,)}, r"stages must be a non-empty subset of .* got \(4,\)"),
+        ({"stages": 2}, r"stages must be a non-empty subset of .* got 2$"),
+        ({"stages": "01"}, r"stages must be a non-empty subset of .* got '01'"),
+        ({"stages": (True,)}, r"stages must be a non-empty subset of .* got \(True,\)"),
+        ({"stages": (0, "a")}, r"stages must be a non-empty subset of .* got \(0, 'a'\)"),
+        ({"preference": -0.1}, r"preference must be finite and at least 0, got -0\.1"),
+        ({"preference": math.nan}, "preference must be finite and at least 0, got nan"),
+        ({"policy": "best"}, "policy must be one of exact, even, flops, paper, got 'best'"),
     ],
 )
-def test_arguments_that_cannot_be_are_refused(changes, complaint):
-    with pytest.raises(ValueError, match=complaint):
+def test_invalid_arguments_raise(changes, message):
+    with pytest.raises(ValueError, match=message):
         search(cluster_of(device()), **{"global_batch": 8, **changes})
 
 
@@ -307,7 +307,7 @@ def drawn(seed, stage, ranks=(1, 2, 3)):
 
 @given(seed=seeds, stage=stages, global_batch=st.integers(1, 40))
 @few
-def test_the_same_question_has_the_same_answer(seed, stage, global_batch):
+def test_search_is_deterministic(seed, stage, global_batch):
     _, cluster = drawn(seed, stage)
     first = best_found(cluster, global_batch=global_batch, stages=(stage,))
     again = best_found(cluster, global_batch=global_batch, stages=(stage,))
@@ -316,7 +316,7 @@ def test_the_same_question_has_the_same_answer(seed, stage, global_batch):
 
 
 def within_gap(faster, slower):
-    """What `faster` may cost at most if it must not be slower than `slower`."""
+    """An upper bound on `faster`, given that it must not be slower than `slower`."""
     gap = 0.0 if faster is None else faster.prediction["optimality_gap"]
     return seconds_of(slower) * (1 + 1e-9) / (1 - gap)
 
@@ -350,7 +350,7 @@ def test_a_faster_device_is_never_slower(seed, stage, global_batch, factor):
         ),
         optimizer_seconds=devices[rank].optimizer_seconds * factor,
     )
-    # Communication hides under a pass: with overlap a shorter pass can show more of it.
+    # With overlap, a shorter pass can expose more communication.
     slower = dataclasses.replace(cluster, overlap=0.0)
     faster = dataclasses.replace(slower, devices=tuple(devices))
     before = best_found(slower, global_batch=global_batch, stages=(stage,))
@@ -378,7 +378,7 @@ def test_a_faster_network_is_never_slower(seed, stage, global_batch, factor):
 
 @given(seed=seeds, stage=stages, global_batch=st.integers(1, 24))
 @few
-def test_more_samples_take_longer_but_not_longer_than_in_proportion(seed, stage, global_batch):
+def test_step_time_grows_with_the_batch_at_most_in_proportion(seed, stage, global_batch):
     _, cluster = drawn(seed, stage)
     some = best_found(cluster, global_batch=global_batch, stages=(stage,))
     more = best_found(cluster, global_batch=global_batch + 1, stages=(stage,))
@@ -391,7 +391,7 @@ def test_more_samples_take_longer_but_not_longer_than_in_proportion(seed, stage,
 
 @given(seed=seeds, stage=stages, global_batch=st.integers(1, 24))
 @few
-def test_the_order_of_the_ranks_changes_no_cost(seed, stage, global_batch):
+def test_the_order_of_ranks_does_not_change_the_step_time(seed, stage, global_batch):
     draw, cluster = drawn(seed, stage, ranks=(2, 3, 4))
     order = list(range(cluster.world_size))
     draw.shuffle(order)
@@ -411,7 +411,7 @@ def test_the_order_of_the_ranks_changes_no_cost(seed, stage, global_batch):
     assert seconds_of(other) <= within_gap(other, plan)
 
 
-# The pieces
+# Parts of the search
 
 
 @given(
@@ -419,7 +419,7 @@ def test_the_order_of_the_ranks_changes_no_cost(seed, stage, global_batch):
     total=st.integers(1, 30),
     more=st.floats(0, 3),
 )
-def test_the_cheapest_cover_is_that_of_the_plain_programme(parts, total, more):
+def test_cheapest_cover_matches_a_naive_dynamic_program(parts, total, more):
     sizes = sorted({min(size, total) for size in parts})
     costs = sorted(parts.values())[: len(sizes)]
     last_costs = [cost + more * size for size, cost in zip(sizes, costs, strict=True)]
@@ -443,7 +443,7 @@ def test_the_cheapest_cover_is_that_of_the_plain_programme(parts, total, more):
         ([1, 2], [1.0, 2.0], [1.0, 2.0], 0),
     ],
 )
-def test_parts_that_make_no_sense_are_refused(sizes, costs, dearest, total):
+def test_cheapest_cover_refuses_invalid_parts(sizes, costs, dearest, total):
     with pytest.raises(ValueError, match="cheapest_cover: parts of 1 or more"):
         _core.cheapest_cover(sizes, costs, dearest, total)
 
@@ -452,7 +452,7 @@ def test_parts_that_make_no_sense_are_refused(sizes, costs, dearest, total):
     parts=st.lists(st.tuples(st.floats(0.01, 1.0), st.floats(0.0, 0.5)), min_size=1, max_size=40),
     off=st.floats(-1e-12, 1e-12),
 )
-def test_shares_are_settled_within_their_bounds(parts, off):
+def test_settled_shares_sum_to_1_within_their_bounds(parts, off):
     total = math.fsum(part for part, _ in parts)
     shares = [part / total * (1.0 + off) for part, _ in parts]
     upper = [share + room for share, (_, room) in zip(shares, parts, strict=True)]
@@ -471,7 +471,7 @@ def test_shares_are_settled_within_their_bounds(parts, off):
     ),
     count=st.integers(1, 40),
 )
-def test_the_smallest_of_several_sequences_is_that_of_their_union(sequences, count):
+def test_smallest_matches_the_sorted_union(sequences, count):
     union = sorted(value for values, copies in sequences for value in values * copies)
     expected = union[count - 1] if count <= len(union) else math.inf
     values = [lambda i, s=sequence: s[i - 1] for sequence, _ in sequences]
@@ -479,8 +479,8 @@ def test_the_smallest_of_several_sequences_is_that_of_their_union(sequences, cou
     assert smallest(values, tops, [copies for _, copies in sequences], count) == expected
 
 
-def test_a_hundred_ranks_that_all_differ_a_little_are_planned():
-    """As measured profiles are: the linear programmes have hundreds of rows."""
+def test_a_hundred_slightly_different_ranks_are_planned():
+    """Measured profiles look like this: the linear programs have hundreds of rows."""
     draw, ranks = random.Random(0), 96
     devices = tuple(
         DeviceProfile(

@@ -1,4 +1,4 @@
-// Many gradients -> one bucket, times a weight: every byte is read and written once.
+// Packs many gradients into one bucket, times a weight; every byte is read and written once.
 #include <algorithm>
 #include <cstring>
 
@@ -12,8 +12,7 @@
 namespace poplar::cpu {
 namespace {
 
-// Elements packed at a time, so that what is done with them next finds them in the first-level
-// cache.
+// Elements packed at a time, so that the following step finds them in the L1 cache.
 constexpr std::int64_t kChunk = 4096;
 static_assert(kChunk / kBlock <= 64, "a chunk's blocks are the bits of a word");
 
@@ -46,8 +45,8 @@ inline __attribute__((always_inline)) void make_block(Bucket* made, const Gradie
   }
 }
 
-// Whole blocks, past the caches: a block is made in registers, summed and stored before the next
-// one is read, so that reads and stores overlap (8 KiB at a time took twice as long).
+// Whole blocks, with streaming stores: a block is computed in registers, summed and stored before
+// the next one is read, so that reads and stores overlap (8 KiB at a time took twice as long).
 template <bool kSums, typename Bucket, typename Gradient>
 POPLAR_CLONES void stream_blocks(Bucket* bucket, const Gradient* gradient, std::int64_t blocks,
                                  float weight, float* sums) {
@@ -62,10 +61,10 @@ POPLAR_CLONES void stream_blocks(Bucket* bucket, const Gradient* gradient, std::
 }
 
 #ifdef POPLAR_WIDE
-// With registers of 64 bytes, whose arithmetic and stores take half as long: 16-bit gradients need
-// more of both for a byte than fp32. Here they reach 96 % and more of a loop that only widens and
-// stores, which in turn reaches 81 % of a copy (two cores of an EPYC: writing is what takes long);
-// without, 93 % of it, and fp16 10 % less than that.
+// With 64-byte registers, which halve the time of arithmetic and stores; 16-bit gradients need more
+// of both per byte than fp32. On two cores of an EPYC this reaches at least 96 % of a loop that
+// only widens and stores, which in turn reaches 81 % of a copy (limited by writes). Without it, 93
+// %, and fp16 10 % less than that.
 template <bool kSums, typename Bucket, typename Gradient>
 POPLAR_WIDE void stream_wide_blocks(Bucket* bucket, const Gradient* gradient, std::int64_t blocks,
                                     float weight, float* sums) {
@@ -86,7 +85,7 @@ POPLAR_WIDE void stream_wide_blocks(Bucket* bucket, const Gradient* gradient, st
 }
 #endif
 
-// Which of them can write to this bucket on this machine.
+// The streaming loop for this bucket on this machine.
 template <bool kSums, typename Bucket, typename Gradient>
 auto streaming_to(const Bucket* bucket) {
 #ifdef POPLAR_WIDE
@@ -99,7 +98,7 @@ auto streaming_to(const Bucket* bucket) {
   return stream_blocks<kSums, Bucket, Gradient>;
 }
 
-// Everything that one call packs.
+// The arguments of one call.
 template <typename Bucket>
 struct Packing {
   Bucket* bucket;
@@ -111,7 +110,7 @@ struct Packing {
   bool streams;
   float* sums;  // may be null
 
-  // Calls function(gradient, typed) for elements of a segment from `start` on.
+  // Calls function(typed pointer) for elements of a segment from `start` on.
   template <typename Function>
   void with_gradient(std::int64_t segment, std::int64_t start, const Function& function) const {
     with_type(sources.dtypes[segment], [&](auto* type) {
@@ -128,7 +127,7 @@ struct Packing {
   void chunk(std::int64_t begin, std::int64_t end) const;
 };
 
-// Writes or adds through the caches, where the chunk is found again for its sums.
+// Writes or adds through the caches, which then hold the chunk for its sums.
 template <typename Bucket>
 struct Through {
   const Packing<Bucket>& packing;
@@ -149,13 +148,13 @@ struct Through {
   }
 };
 
-// Streams the blocks that lie within one piece; others are written through the caches and summed
-// when the chunk is complete.
+// Streams the blocks that are within one piece. The others are written through the caches and
+// summed when the chunk is complete.
 template <typename Bucket>
 struct Past {
   const Packing<Bucket>& packing;
   std::int64_t first;     // of the chunk
-  std::uint64_t& shared;  // a bit for each block of the chunk that is in several pieces or gaps
+  std::uint64_t& shared;  // one bit for each block of the chunk that spans several pieces or gaps
 
   void share(std::int64_t begin, std::int64_t end) const {
     for (std::int64_t i = (begin - first) / kBlock; i * kBlock < end - first; ++i) {
