@@ -1,4 +1,4 @@
-"""What is reported of a contest, from values by hand: rows, verdicts, tables, pictures, pages."""
+"""Rows, verdicts, tables, figures and pages of a comparison, from constructed values."""
 
 from __future__ import annotations
 
