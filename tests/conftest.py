@@ -1,8 +1,9 @@
 """Fixtures and options of the whole suite: the pool of ranks, property tests, `--full`.
 
-`make test` runs a representative subset: all tests but those marked `full`, and of tests marked
-`pairwise` as many parameter combinations as cover every pair of values. `make test-all` passes
-`--full` and runs everything. The last line of a run says how many tests were left out.
+`make test` runs a representative subset. Tests marked `full` are left out. Of a test with several
+parameters, it runs as many combinations as `covering_subset` needs, unless the test is marked
+`every_combination`. Random tests draw fewer cases. `make test-all` passes `--full` and runs
+everything. The last line of a run says how many tests were left out.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 
 from ranks import Pool
-from subset import FULL_VARIABLE, pairwise_subset
+from subset import FULL_VARIABLE, covering_subset
 
 # Ranks share few cores with everything else on the machine, so an example has no time limit.
 hypothesis.settings.register_profile("subset", deadline=None, derandomize=True, max_examples=30)
@@ -48,15 +49,17 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("--full"):
-        return
+    if config.getoption("--full") or any("::" in argument for argument in config.args):
+        return  # a test that is named on the command line runs in full
     selected = {id(item) for item in items if item.get_closest_marker("full") is None}
     by_test: dict[str, list[pytest.Function]] = {}
     for item in items:
-        if item.get_closest_marker("pairwise") and isinstance(item, pytest.Function):
+        if hasattr(item, "callspec") and item.get_closest_marker("every_combination") is None:
             by_test.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for combinations in by_test.values():
-        kept = pairwise_subset([item.callspec.indices for item in combinations])
+        # The same object in every combination, so its identity says which value it is.
+        cases = [{k: id(v) for k, v in item.callspec.params.items()} for item in combinations]
+        kept = covering_subset(cases)
         selected -= {id(item) for number, item in enumerate(combinations) if number not in kept}
     left_out = [item for item in items if id(item) not in selected]
     items[:] = [item for item in items if id(item) in selected]
@@ -67,7 +70,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     left_out = terminalreporter.config.stash.get(LEFT_OUT, 0)
     if left_out:
-        terminalreporter.write_line(f"left out: {left_out} tests that run only with --full")
+        terminalreporter.write_line(
+            f"left out: {left_out} tests, which `make test-all` runs (pytest --full)"
+        )
 
 
 @pytest.fixture(scope="session")

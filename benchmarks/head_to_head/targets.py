@@ -72,11 +72,11 @@ def verdicts(rows: Sequence[Row]) -> Iterator[Verdict]:
     """
     for name, own in comparisons_of(rows).items():
         is_preliminary = any(row.steps < STEPS for row in own if not row.absent)
-        for verdict in _of_contest(name, own):
+        for verdict in _verdicts_of(name, own):
             yield replace(verdict, is_preliminary=is_preliminary)
 
 
-def _of_contest(name: str, own: Sequence[Row]) -> Iterator[Verdict]:
+def _verdicts_of(name: str, own: Sequence[Row]) -> Iterator[Verdict]:
     for row in own:
         if row.is_plan and row.policy == "exact":
             yield from _of_plan(name, row, own)

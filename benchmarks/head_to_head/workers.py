@@ -57,19 +57,19 @@ class Workers:
         self._folder = tempfile.mkdtemp(prefix="poplar-workers-")
         self._channels: list[Connection] = []
         self._processes: list[Any] = []
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(list(PRELOADED))
+        forkserver = multiprocessing.get_context("forkserver")
+        forkserver.set_forkserver_preload(list(PRELOADED))
         for rank in range(open_cluster.cluster.size):
-            context, there = context.Pipe()
-            process = context.Process(
+            channel, worker_channel = forkserver.Pipe()
+            process = forkserver.Process(
                 target=_serve,
-                args=(rank, open_cluster, self._folder, backend, there),
+                args=(rank, open_cluster, self._folder, backend, worker_channel),
                 name=f"{name}, rank {rank}",
                 daemon=True,
             )
             process.start()
-            there.close()
-            self._channels.append(context)
+            worker_channel.close()
+            self._channels.append(channel)
             self._processes.append(process)
 
     def __enter__(self) -> Workers:

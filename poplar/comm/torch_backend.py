@@ -60,6 +60,10 @@ class PoplarProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def setGroupName(self, name: str) -> None:  # noqa: N802
         self._name = name
 
+    def _get_backend(self, device: torch.device) -> Any:
+        """The backend that sends and receives; PyTorch 2.14's `batch_isend_irecv` asks for it."""
+        return self._gloo
+
     def shutdown(self) -> None:
         self._worker.stop()
 

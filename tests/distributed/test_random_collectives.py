@@ -16,6 +16,7 @@ import ranks as harness
 import torch
 import torch.distributed as dist
 from ranks import Pool
+from subset import choose
 from torch import Tensor
 
 from poplar import ops
@@ -23,7 +24,7 @@ from poplar.comm import Bucket, Codec, Communicator, Group, Work, connect, host_
 from poplar.comm.shard_layout import Layout
 
 WORLD = 4
-TIMES = int(os.environ.get("POPLAR_COLLECTIVES", "400"))
+TIMES = int(os.environ.get("POPLAR_COLLECTIVES", choose(quick=120, full=400)))
 MAX_IN_FLIGHT = 4
 RANK_ORDER = ("shared_memory", "process_group", "process_group:padded+grouped", "staged")
 HOST_ORDER = ("hierarchical", "hierarchical:process_group")

@@ -1,4 +1,4 @@
-"""Head to head: what engines are held to, what is computed of their steps, and what is said."""
+"""The head-to-head benchmark: tasks, configurations, workers, engines, results, command line."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def configuration(name: str, provider: str, plan: Plan, **more: object) -> Confi
 
 
 def indices_of(plan: Plan, steps: int, task: Task = TINY) -> list[Counter[bytes]]:
-    """Which samples each global batch holds, whoever has them."""
+    """Sample indices of each global batch, over all ranks."""
     streams = [task.batches(plan, rank) for rank in range(plan.world_size)]
     seen = []
     for _ in range(steps):
@@ -76,7 +76,7 @@ def test_a_rank_without_samples_has_no_batch():
 
 
 @pytest.mark.parametrize("model", ["llama", "encoder"])
-def test_every_engine_begins_with_the_same_weights(model):
+def test_every_engine_starts_from_the_same_weights(model):
     task = replace(TINY, model=model)
     pairs = zip(task.new_model().parameters(), task.new_model().parameters(), strict=True)
     assert all(torch.equal(one, other) for one, other in pairs)
@@ -101,13 +101,13 @@ def test_peers_get_the_largest_even_micro_batch_that_all_ranks_hold():
 
 
 def test_a_batch_that_peers_cannot_divide_is_refused():
-    with pytest.raises(ValueError, match="can't be divided evenly among 3 ranks"):
+    with pytest.raises(ValueError, match="cannot be divided evenly among 3 ranks"):
         configurations.even_micro_batch(
             Cluster(name="x", cores=(0, 1, 1)), replace(TINY, global_batch=8)
         )
 
 
-def test_strong_and_weak_ranks_enter_on_their_own_where_ranks_differ():
+def test_unequal_ranks_add_configurations_of_strong_and_of_weak_ranks_only():
     cluster = Cluster(name="x", quotas=(0.8, 0.4, 0.2))
     strong, weak = configurations.subset_configurations(cluster, TINY, (80.0, 41.0, 19.0))
     assert strong.ranks == (0, 1)
@@ -125,7 +125,7 @@ def test_strong_and_weak_ranks_enter_on_their_own_where_ranks_differ():
 # Clusters
 
 
-def test_the_named_clusters_are_as_unequal_as_they_are_called():
+def test_named_clusters_have_the_speeds_of_their_names():
     assert {name for name, cluster in CLUSTERS.items() if not cluster.unequal} == {"1:1:1"}
     quotas = find_cluster("4:2:1").quotas
     assert [quota / quotas[-1] for quota in quotas] == pytest.approx([4, 2, 1])
@@ -135,7 +135,7 @@ def test_the_named_clusters_are_as_unequal_as_they_are_called():
     assert "Gbit/s" in str(find_cluster("slow-link"))
 
 
-def test_any_relative_speeds_make_a_cluster():
+def test_relative_speeds_define_a_cluster():
     assert find_cluster("3:2:2").size == 3
     for name in ("fast", "3", "3:0", "3:-1"):
         with pytest.raises(ValueError, match="relative speeds with colons"):
@@ -158,7 +158,7 @@ def fail_on_one(context: WorkerContext) -> None:
         raise ValueError("only I fail")
 
 
-def test_a_crew_does_as_told_and_survives_what_all_ranks_refuse():
+def test_workers_run_functions_and_stay_usable_if_all_ranks_raise():
     with TWO.opened() as open_cluster, Workers(open_cluster, "test") as workers_:
         assert workers_.call(who, "rank") == ("rank 0 of 2", "rank 1 of 2")
         with pytest.raises(WorkersFailed, match="rank 1 says no"):
@@ -175,7 +175,7 @@ def test_a_crew_does_as_told_and_survives_what_all_ranks_refuse():
 
 
 def one_process(task: Task, steps: int) -> list[float]:
-    """The same training on one device, written plainly."""
+    """Losses of the same training in one process."""
     model = task.new_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=task.learning_rate)
     whole = Plan.even(1, task.global_batch, task.global_batch, 0)
@@ -197,7 +197,7 @@ OURS = [
 
 
 def peers(*engines: tuple[str, int]) -> list[Configuration]:
-    """Each of these providers and stages, with one pass and with two."""
+    """Configurations of these providers and stages, with one pass and with two."""
     return [
         configuration(f"{provider} {stage}, {size}", provider, Plan.even(2, 8, size, stage))
         for provider, stage in engines
@@ -224,7 +224,7 @@ needs_deepspeed = pytest.mark.skipif(
         pytest.param(peers(("deepspeed", 3)), id="deepspeed-3", marks=needs_deepspeed),
     ],
 )
-def test_every_engine_trains_as_one_process_does(members):
+def test_losses_of_every_engine_equal_one_process(members):
     expected = one_process(TINY, 5)
     with (
         TWO.opened() as open_cluster,
@@ -241,7 +241,7 @@ def test_every_engine_trains_as_one_process_does(members):
             workers_.call(worker_calls.drop, member.name)
 
 
-def test_peak_memory_grows_with_the_state_that_a_rank_holds():
+def test_peak_memory_grows_with_the_state_of_a_rank():
     task = replace(TINY, size="small", context=8, global_batch=2)
     plans = [Plan.even(2, 2, 1, stage) for stage in (0, 3)]
     with TWO.opened() as open_cluster, Workers(open_cluster, "poplar") as workers_:
@@ -258,7 +258,7 @@ def test_peak_memory_grows_with_the_state_that_a_rank_holds():
     assert sharded < 0.95 * whole
 
 
-def test_an_engine_that_is_not_installed_says_how_it_would_be(monkeypatch):
+def test_missing_engine_error_says_how_to_install_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     sys.modules.pop("head_to_head.deepspeed_engine", None)
     with pytest.raises(ImportError, match="make peers"):
@@ -268,18 +268,18 @@ def test_an_engine_that_is_not_installed_says_how_it_would_be(monkeypatch):
 # Steps and losses
 
 
-def test_a_step_lasts_until_the_slowest_rank_has_ended_it():
+def test_step_time_is_that_of_the_slowest_rank():
     turns = [Turn(10.0, (11.0, 13.5), ()), Turn(10.2, (12.0, 13.0), ())]
     assert runner.durations(turns) == pytest.approx([1.8, 1.5])
 
 
-def test_losses_weigh_as_many_samples_as_their_rank_had():
+def test_losses_are_weighted_by_samples():
     one = configuration("x", "poplar", Plan.manual("3,0,1", stage=0))
     turns = [Turn(0, (1,), (1.0,)), Turn(0, (1,), (math.nan,)), Turn(0, (1,), (2.0,))]
     assert runner.mean_losses(one, turns) == pytest.approx([1.25])
 
 
-def test_who_began_a_round_ends_the_next_and_who_failed_is_left_out():
+def test_rounds_alternate_order_and_skip_failed_trials():
     trials = [
         runner.Trial(configuration(name, "ddp", Plan.even(2, 8, 4, 0)), None) for name in "abc"
     ]
@@ -296,7 +296,7 @@ def test_who_began_a_round_ends_the_next_and_who_failed_is_left_out():
 
 @pytest.fixture(autouse=True)
 def peers_by_hand(monkeypatch):
-    """Those that must have a result, or "best peer" means nothing."""
+    """Peers that must have a result for a verdict on the best peer."""
     monkeypatch.setattr(
         targets,
         "PEERS",
@@ -323,7 +323,7 @@ def outcome(name: str, provider: str, seconds: float, plan: Plan, **more: object
 
 
 def comparison(**changes: object) -> Comparison:
-    """Two ranks, 3 : 1; ideal over even is 2."""
+    """Two ranks with speeds 3:1; the ideal over even is 2."""
     even = Plan.even(2, 8, 4, 1)
     calibration = Calibration(
         speeds=(30.0, 10.0), batches=(8, 8), rank_flops=(3e9, 1e9), spins=(3.0, 1.0)
@@ -359,7 +359,7 @@ def row(name: str, **changes: object):
     return next(row for row in rows_of(comparison(**changes)) if row.entrant == name)
 
 
-def test_a_speed_up_is_split_into_balance_transport_and_engine():
+def test_speed_up_is_the_product_of_balance_transport_and_engine():
     exact = row("exact")
     assert exact.p50_speed == pytest.approx(40.0)
     assert exact.of_sum_of_speeds == pytest.approx(1.0)
@@ -379,7 +379,7 @@ def test_a_speed_up_is_split_into_balance_transport_and_engine():
     assert high >= 3.0 - 1e-9
 
 
-def test_the_yardstick_takes_turns_too_and_its_median_counts():
+def test_sum_of_speeds_is_the_median_over_rounds():
     assert comparison().speeds == (30.0, 10.0)
     assert comparison().sum_of_speeds == pytest.approx(40.0)
     slower = comparison(turns=(), after=replace(comparison().after, speeds=(20.0, 6.0)))
@@ -387,26 +387,26 @@ def test_the_yardstick_takes_turns_too_and_its_median_counts():
     assert slower.largest_sum_of_speeds == pytest.approx(40.0)
 
 
-def test_predictions_stand_beside_what_was_measured():
+def test_rows_have_predicted_and_measured_step_time():
     assert row("even").prediction_error == pytest.approx(0.05)
     assert row("exact").prediction_error is None
 
 
-def test_parts_of_the_cluster_are_no_peers_and_no_balance():
+def test_subsets_of_ranks_have_no_balance_and_are_not_peers():
     strong = row("strong only")
     assert not strong.takes_all_ranks
     assert strong.balance is None
     assert "strong only" not in row("exact").over
 
 
-def test_who_is_absent_says_why_and_is_no_peer():
+def test_absent_engines_give_a_reason_and_are_not_peers():
     absent = row("FSDP2")
     assert (absent.absent, absent.p50_speed, absent.over) == ("gone", None, {})
     assert "FSDP2" not in row("exact").over
     assert any("absent: gone" in cells for cells in cells_of(rows_of(comparison())))
 
 
-def test_rows_come_back_from_their_file_the_later_of_two_runs_counting(tmp_path):
+def test_rows_are_read_back_and_the_later_run_counts(tmp_path):
     rows = rows_of(comparison())
     earlier = [replace(row, run="the day before", entrant=row.entrant + "!") for row in rows]
     write_rows(tmp_path / "rows.jsonl", earlier)
@@ -419,7 +419,7 @@ def judged(**changes: object) -> dict[str, bool]:
     return {verdict.what: verdict.met for verdict in verdicts(rows_of(comparison(**changes)))}
 
 
-def test_figures_are_held_against_what_they_have_to_be():
+def test_results_are_compared_with_thresholds():
     assert judged() == {
         "balance over its ideal": True,
         "fastest plan over the best peer": True,
@@ -431,14 +431,14 @@ def test_figures_are_held_against_what_they_have_to_be():
     assert named["of the sum of speeds"]
 
 
-def test_equal_ranks_are_held_against_the_best_peer_in_speed_and_memory():
+def test_equal_ranks_have_thresholds_on_speed_and_memory():
     equal = judged(unequal=False)
     assert equal["even over DeepSpeed ZeRO-1"]
     assert equal["peak memory over the peers' least"]
     assert "balance over its ideal" not in equal
 
 
-def test_a_loss_that_differs_is_short():
+def test_different_loss_misses_its_threshold():
     others = comparison().outcomes
     apart = replace(others[3], losses=(3.0, 2.6, 2.25))
     assert not judged(outcomes=(*others[:3], apart))["largest loss difference"]
@@ -446,14 +446,14 @@ def test_a_loss_that_differs_is_short():
     assert "short" in str(verdict)
 
 
-def test_what_ranks_reach_that_only_wait_for_each_other_is_read_round_by_round():
+def test_plain_steps_with_barriers_are_compared_round_by_round():
     split = ((6,), (2,))
     measured = {split: ((0.25, 0.25), (0.2, 0.3), (0.3, 0.35))}  # of 40, 40 and 31 samples/s
     assert row("exact", in_step=measured).of_sum_in_step == pytest.approx(32 / 40)
     assert row("even", in_step=measured).of_sum_in_step is None
 
 
-def test_the_ideal_counts_the_bytes_that_must_cross_a_slow_link():
+def test_ideal_includes_the_transfer_time_of_a_slow_link():
     plain = ideals(Cluster(name="x", quotas=(0.6, 0.2)), comparison())[1]
     assert plain == pytest.approx((30 + 10) / (2 * 10))
     measured = comparison(even_seconds=(0.38, 0.36, 0.5))
@@ -463,7 +463,7 @@ def test_the_ideal_counts_the_bytes_that_must_cross_a_slow_link():
     assert 1.0 < ideals(linked, large)[1] < plain
 
 
-def test_a_drift_is_said_and_so_is_a_quota_that_makes_a_rank_stand_still(monkeypatch):
+def test_notes_report_drift_and_pauses_of_small_quotas(monkeypatch):
     monkeypatch.setattr("head_to_head.notes.can_prevent_idle_states", lambda: True)
     calm = Cluster(name="x", quotas=(0.6, 0.3))
     assert list(notes(calm, comparison())) == []
@@ -478,7 +478,7 @@ def test_a_drift_is_said_and_so_is_a_quota_that_makes_a_rank_stand_still(monkeyp
 # Reports
 
 
-def test_the_page_shows_every_entrant_and_needs_nothing_else(tmp_path):
+def test_page_shows_every_configuration_and_is_self_contained(tmp_path):
     write_page([comparison()], tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
     for one in comparison().outcomes:
@@ -488,16 +488,16 @@ def test_the_page_shows_every_entrant_and_needs_nothing_else(tmp_path):
     assert "only one of the three that says anything about GPUs" in page
 
 
-def test_results_name_hardware_versions_and_commit_and_do_not_hide_what_is_short():
+def test_results_page_names_hardware_versions_commit_and_missed_thresholds():
     rows = rows_of(comparison(ideal_over_even={1: 3.0}))
     text = "\n".join(markdown(rows))
-    for said in (rows[0].device, rows[0].versions, rows[0].commit):
-        assert said in text
+    for texts in (rows[0].device, rows[0].versions, rows[0].commit):
+        assert texts in text
     assert "stage 1: balance over its ideal 0.66667 (>= 0.95, short)" in text
     assert text.count("| --- ") >= len(HEADINGS)
 
 
-def test_tables_hold_every_row():
+def test_tables_contain_every_row():
     rows = rows_of(comparison())
     assert table_of(rows).row_count == len(rows)
     assert summary_of(rows).row_count == len(list(verdicts(rows)))
@@ -506,7 +506,7 @@ def test_tables_hold_every_row():
 # The command line
 
 
-def test_quick_is_short_and_can_be_overruled():
+def test_quick_settings_can_be_overridden():
     options = train.parse_options(["--quick"])
     assert [cluster.name for cluster in options.clusters] == ["2:1:1"]
     assert (options.settings.steps, options.settings.memory) == (5, False)
@@ -524,10 +524,10 @@ def test_quick_is_short_and_can_be_overruled():
         (["--context", "0"], "context"),
     ],
 )
-def test_a_wrong_option_is_told(arguments, said, capsys):
+def test_wrong_options_are_reported(arguments, texts, capsys):
     with pytest.raises(SystemExit):
         train.parse_options(arguments)
-    assert said in capsys.readouterr().err
+    assert texts in capsys.readouterr().err
 
 
 def test_the_loss_of_a_batch_is_the_mean_of_its_samples():

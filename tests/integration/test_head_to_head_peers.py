@@ -1,4 +1,4 @@
-"""Peers train what everybody trains: the same losses as one process on the whole batch."""
+"""Peers have the losses and gradients of one process on the whole batch."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def configuration(provider: str, stage: int, ranks: int, passes: int) -> Configu
 
 
 def one_process(task: Task) -> list[float]:
-    """The same training on one device, written plainly."""
+    """Losses of the same training in one process."""
     model = task.new_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=task.learning_rate)
     batches = task.batches(Plan.even(1, task.global_batch, task.global_batch, 0), 0)
@@ -68,7 +68,7 @@ def one_process(task: Task) -> list[float]:
 
 
 def trained(workers_: Workers, task: Task, one: Configuration) -> tuple[list[float], set[str]]:
-    """The global batch's mean loss at each step of a new engine, and what its spans say."""
+    """The global batch's mean loss at each step of a new engine, and the names of its spans."""
     workers_.call(worker_calls.build, task, one)
     turns = workers_.call(worker_calls.take_turn, one.name, STEPS)
     spans = workers_.call(worker_calls.trace_step, one.name)
@@ -78,7 +78,7 @@ def trained(workers_: Workers, task: Task, one: Configuration) -> tuple[list[flo
 
 @pytest.mark.parametrize(("ranks", "model"), [(2, "llama"), (3, "encoder")])
 @pytest.mark.parametrize("peers", FAMILIES)
-def test_peers_train_as_one_process_does(peers, ranks, model):
+def test_losses_of_peers_equal_one_process(peers, ranks, model):
     task = replace(TINY, model=model, global_batch=EACH * ranks)
     expected = one_process(task)
     assert expected[-1] < expected[0]
@@ -91,12 +91,12 @@ def test_peers_train_as_one_process_does(peers, ranks, model):
         Workers(open_cluster, runner.worker_group(candidates[0][0])) as workers_,
     ):
         for one, passes in candidates:
-            losses, said = trained(workers_, task, one)
+            losses, texts = trained(workers_, task, one)
             assert losses == pytest.approx(expected, abs=1e-5), one.name
             numbers = range(1, passes + 1)
             backwards = {f"backward of pass {number}" for number in numbers}
             forwards = {f"forward of pass {number}" for number in numbers}
-            assert said == backwards | forwards | {"the update"}, one.name
+            assert texts == backwards | forwards | {"the update"}, one.name
 
 
 UNEVEN = Task(size="tiny", context=16, global_batch=32)
@@ -104,7 +104,7 @@ SPEEDS = (2.5, 1.0, 1.2)
 
 
 def gradients(context: WorkerContext, task: Task, one: Configuration) -> list[torch.Tensor]:
-    """The whole gradient that the engine's optimizer gets in its first step."""
+    """The unsharded gradient of the engine's first step."""
     loaded = worker_calls.load_engine(context, task, one)
     engine, seen = loaded.engine, []
 

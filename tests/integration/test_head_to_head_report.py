@@ -1,4 +1,4 @@
-"""What is reported of a contest, from values by hand: rows, verdicts, tables, pictures, pages."""
+"""Rows, verdicts, tables, figures and pages of a comparison, from constructed values."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from poplar import Plan
 from poplar.system.trace import Span
 
 BATCH = 96
-"""As many samples a rank as thresholds ask for."""
+"""As many samples per rank as thresholds require."""
 TASK = Task(size="tiny", context=16, global_batch=BATCH)
 CALIBRATION = Calibration(
     speeds=(160.0, 80.0, 80.0), batches=(64, 64, 64), rank_flops=(2e9, 1e9, 1e9), spins=(2, 1, 1)
@@ -51,7 +51,7 @@ def outcome(
     over_gloo: bool = False,
     **more: object,
 ) -> Outcome:
-    """Ten steps around a median, on ranks of which the last one waits for nobody."""
+    """Ten steps around a median; the last rank does not wait."""
     plan = Plan.manual(EXACT if policy == "exact" else EVEN, stage=stage)
     if len(ranks) < 3:
         plan = Plan.even(len(ranks), BATCH, BATCH // len(ranks), stage)
@@ -88,7 +88,7 @@ def of_poplar(stage: int, even: float, exact: float, on_gloo: float) -> list[Out
 
 
 def absent(name: str, provider: str, stage: int, reason: str) -> Outcome:
-    """It failed in the middle of the run: what it did until then counts for nothing."""
+    """An outcome that failed in the middle of the run."""
     began = outcome(name, provider, 0.01, stage=stage)
     return replace(began, losses=(9.0, 9.0), spans=(), absent=reason)
 
@@ -107,7 +107,7 @@ OUTCOMES = (
 
 
 def comparison(**changes: object) -> Comparison:
-    """Three ranks, 2 : 1 : 1; ideal over even is 4/3."""
+    """Three ranks with speeds 2:1:1; the ideal over even is 4/3."""
     values: dict[str, object] = {
         "began": "2026-01-01T00:00:00",
         "cluster": "2:1:1",
@@ -130,13 +130,13 @@ def row(name: str, **changes: object) -> Row:
 
 
 def but(name: str, **changes: object) -> tuple[Outcome, ...]:
-    """All outcomes, one of them changed."""
+    """All outcomes, with changes to one of them."""
     return tuple(replace(o, **changes) if o.configuration.name == name else o for o in OUTCOMES)
 
 
 @pytest.fixture(autouse=True)
 def peers_by_hand(monkeypatch):
-    """Those that must have a result, or "best peer" means nothing."""
+    """Peers that must have a result for a verdict on the best peer."""
     monkeypatch.setattr(
         targets,
         "PEERS",
@@ -147,7 +147,7 @@ def peers_by_hand(monkeypatch):
 # Rows
 
 
-def test_speeds_are_the_global_batch_over_the_seconds_of_steps():
+def test_speed_is_global_batch_over_step_time():
     ddp = row("DDP")
     seconds = sorted(OUTCOMES[6].step_seconds)
     assert ddp.steps == 11
@@ -161,12 +161,12 @@ def test_speeds_are_the_global_batch_over_the_seconds_of_steps():
     assert row("poplar even, stage 0").prediction_error == pytest.approx(0.1)
 
 
-def test_one_step_is_its_own_percentile():
+def test_percentiles_of_a_single_step():
     only = row("DDP", outcomes=but("DDP", step_seconds=(0.5,)))
     assert only.p20_seconds == only.p50_seconds == only.p80_seconds == 0.5
 
 
-def test_each_stage_has_its_own_split_whose_product_is_the_ratio_to_its_best_peer():
+def test_balance_transport_and_engine_multiply_to_the_ratio_at_each_stage():
     for stage, peer, subset_configurations in (
         (0, "DDP", (0.40 / 0.30, 0.44 / 0.40, 0.45 / 0.44)),
         (3, "FSDP2", (0.50 / 0.32, 0.60 / 0.50, 0.66 / 0.60)),
@@ -181,13 +181,13 @@ def test_each_stage_has_its_own_split_whose_product_is_the_ratio_to_its_best_pee
 
 
 @pytest.mark.parametrize("name", ["DDP", "on gloo, 0", "strong ranks only", "DeepSpeed ZeRO-3"])
-def test_only_plans_of_all_ranks_on_their_own_transport_are_split(name):
+def test_only_plans_of_all_ranks_on_their_own_transport_have_a_balance(name):
     other = row(name)
     assert (other.balance, other.transport, other.engine) == (None, None, None)
     assert not other.is_plan or other.absent
 
 
-def test_parts_of_the_cluster_are_faster_than_all_and_still_not_counted():
+def test_faster_subsets_of_ranks_do_not_count():
     exact = row("poplar exact, stage 0")
     assert row("strong ranks only").p50_speed > exact.p50_speed
     assert set(exact.over) == {"DDP", "DeepSpeed ZeRO-0", "FSDP2"}
@@ -198,14 +198,14 @@ def test_parts_of_the_cluster_are_faster_than_all_and_still_not_counted():
     assert best == pytest.approx(0.45 / 0.30)
 
 
-def test_without_an_even_plan_there_is_no_split():
+def test_balance_needs_the_even_plan():
     left = tuple(o for o in OUTCOMES if o.configuration.name != "poplar even, stage 0")
     exact = row("poplar exact, stage 0", outcomes=left)
     assert (exact.balance, exact.transport, exact.balance_of_ideal) == (None, None, None)
     assert exact.engine == pytest.approx(0.45 / 0.44)
 
 
-def test_the_interval_is_the_same_at_every_call_and_holds_the_ratio():
+def test_interval_is_deterministic_and_contains_the_ratio():
     backwards = tuple(reversed(OUTCOMES[6].step_seconds))
     apart = but("DDP", step_seconds=backwards)
     first, again = (
@@ -221,7 +221,7 @@ def test_the_interval_is_the_same_at_every_call_and_holds_the_ratio():
     assert alone.over_best_peer_of_stage[0] == 1.0
 
 
-def test_what_an_absent_entrant_did_before_it_failed_is_no_result():
+def test_steps_before_a_failure_are_not_a_result():
     gone = row("DeepSpeed ZeRO-3")
     assert gone.absent == REASON
     assert (gone.steps, gone.over, gone.peak_memory) == (0, {}, [])
@@ -229,24 +229,24 @@ def test_what_an_absent_entrant_did_before_it_failed_is_no_result():
     assert gone.loss_difference is None
 
 
-def test_losses_are_held_against_poplar_even_at_stage_0_wherever_it_stands():
+def test_reference_losses_are_those_of_poplar_even_at_stage_0():
     first = replace(OUTCOMES[6], losses=(3.0, 2.6))
     apart = (first, *OUTCOMES[:6], *OUTCOMES[7:])
     assert row("DDP", outcomes=apart).loss_difference == pytest.approx(0.1)
     assert row("poplar exact, stage 3", outcomes=apart).loss_difference == 0.0
 
 
-def test_without_poplar_even_losses_are_held_against_the_first_that_has_a_result():
+def test_reference_losses_without_poplar_even_are_those_of_the_first_result():
     first = (OUTCOMES[9], *OUTCOMES[6:9])
     assert row("FSDP2", outcomes=first).loss_difference == 0.0
 
 
-def test_a_loss_that_is_not_a_number_differs_even_if_others_are_far_apart_before_it():
+def test_nan_loss_is_an_infinite_difference():
     wild = row("DDP", outcomes=but("DDP", losses=(3.5, math.nan, 2.25)))
     assert wild.loss_difference == math.inf
 
 
-def test_losses_are_compared_over_twenty_steps_only():
+def test_losses_are_compared_over_twenty_steps():
     same = (1.0,) * 20
     outcomes = tuple(replace(o, losses=(*same, 5.0)) for o in OUTCOMES)
     late = tuple(
@@ -255,7 +255,7 @@ def test_losses_are_compared_over_twenty_steps_only():
     assert row("DDP", outcomes=late).loss_difference == 0.0
 
 
-def test_rows_survive_their_file_and_foreign_lines_do_not_matter(tmp_path):
+def test_rows_are_read_back_and_other_lines_are_ignored(tmp_path):
     path = tmp_path / "folder" / "rows.jsonl"
     rows = rows_of(comparison())
     write_rows(path, rows)
@@ -266,7 +266,7 @@ def test_rows_survive_their_file_and_foreign_lines_do_not_matter(tmp_path):
     assert json.loads(path.read_text().splitlines()[0]).keys() == names
 
 
-def test_a_row_of_another_version_is_named(tmp_path):
+def test_row_of_another_version_is_an_error_with_its_line(tmp_path):
     path = tmp_path / "rows.jsonl"
     write_rows(path, rows_of(comparison())[:2])
     first, second = path.read_text().splitlines()
@@ -277,7 +277,7 @@ def test_a_row_of_another_version_is_named(tmp_path):
         read_rows(path)
 
 
-def test_a_machine_without_git_has_results_too(monkeypatch):
+def test_rows_without_git_have_an_unknown_commit(monkeypatch):
     def missing(*_: object, **__: object) -> None:
         raise FileNotFoundError("git")
 
@@ -314,14 +314,14 @@ def test_thresholds_are_those_of_the_cluster_and_stage(cluster, stage, what, wan
     assert found(rows_of(comparison(cluster=cluster)))[cluster, stage, what].wanted == wanted
 
 
-def test_no_cluster_has_thresholds_that_are_not_its_own():
+def test_clusters_have_no_thresholds_of_other_clusters():
     whats = {what for _, _, what in found(rows_of(comparison(cluster="slow-link")))}
     assert "of the sum of speeds" not in whats
     assert "over DeepSpeed" not in whats
     assert ("8:1", 0, "of the sum of speeds") not in found(rows_of(comparison(cluster="8:1")))
 
 
-def test_equal_ranks_judge_the_even_plan_and_its_memory():
+def test_equal_ranks_have_thresholds_for_the_even_plan():
     outcomes = but("poplar even, stage 3", peak_memory=(20 << 20, 40 << 20, 20 << 20))
     seen = found(rows_of(comparison(cluster="1:1:1", unequal=False, outcomes=outcomes)))
     assert seen["1:1:1", 0, "even over DDP"].value == pytest.approx(0.45 / 0.40)
@@ -331,7 +331,7 @@ def test_equal_ranks_judge_the_even_plan_and_its_memory():
     assert not more.met
 
 
-def test_what_was_not_measured_is_short_and_not_left_out():
+def test_missing_measurement_misses_its_threshold():
     seen = found(rows_of(comparison()))
     missing = seen["2:1:1", 3, "over DeepSpeed"]
     assert not missing.met
@@ -359,9 +359,9 @@ def test_what_was_not_measured_is_short_and_not_left_out():
         (math.inf, 1e-4, True, "inf (<= 0.0001, short)"),
     ],
 )
-def test_a_figure_stands_beside_what_it_has_to_be(value, wanted, at_most, said):
+def test_verdict_shows_result_and_threshold(value, wanted, at_most, texts):
     verdict = Verdict(cluster="x", stage=0, what="y", value=value, wanted=wanted, at_most=at_most)
-    assert str(verdict) == said
+    assert str(verdict) == texts
 
 
 @pytest.mark.parametrize(
@@ -372,7 +372,7 @@ def test_a_figure_stands_beside_what_it_has_to_be(value, wanted, at_most, said):
         ({"global_batch": 9}, ("llama tiny, 96 samples of 16", "llama tiny, 9 samples of 16")),
     ],
 )
-def test_what_cannot_be_compared_is_judged_and_kept_apart(change, names, tmp_path):
+def test_rows_that_are_not_comparable_are_separate(change, names, tmp_path):
     other = comparison(task=replace(TASK, **change), outcomes=but("DDP", losses=(9.0,)))
     rows = [*rows_of(comparison()), *rows_of(other)]
     seen = found(rows)
@@ -386,7 +386,7 @@ def test_what_cannot_be_compared_is_judged_and_kept_apart(change, names, tmp_pat
     assert f"## {two}" in text
 
 
-def test_small_batches_are_not_judged_by_the_sum_of_speeds():
+def test_small_batches_have_no_threshold_on_the_sum_of_speeds():
     few = comparison(task=replace(TASK, global_batch=BATCH - 3))
     assert ("2:1:1", 0, "of the sum of speeds") not in found(rows_of(few))
 
@@ -401,7 +401,7 @@ def printed(table: object, width: int) -> str:
 
 
 @pytest.mark.parametrize("width", [60, 200])
-def test_a_table_is_whole_however_narrow_the_terminal_and_whoever_is_absent(width):
+def test_table_is_not_cut_in_narrow_terminals(width):
     rows = rows_of(comparison())
     lines = printed(table_of(rows), width).splitlines()
     assert not any("…" in line for line in lines)
@@ -413,7 +413,7 @@ def test_a_table_is_whole_however_narrow_the_terminal_and_whoever_is_absent(widt
         assert cell in ddp
 
 
-def test_the_reason_of_an_absence_is_below_the_table_and_does_not_widen_it():
+def test_reason_of_an_absence_is_below_the_table():
     rows = rows_of(comparison())
     present = [one for one in rows if not one.absent]
     lines = printed(table_of(rows), 200).splitlines()
@@ -429,7 +429,7 @@ def test_the_reason_of_an_absence_is_below_the_table_and_does_not_widen_it():
     assert list(reasons_of(rows)) == [f"DeepSpeed ZeRO-3 is absent: {' '.join(REASON.split())}"]
 
 
-def test_cells_are_one_line_each_by_stage_with_parts_last():
+def test_cells_are_sorted_by_stage_with_subsets_last():
     cells = list(cells_of(rows_of(comparison())))
     assert {len(line) for line in cells} == {len(HEADINGS)}
     assert not any("\n" in cell for line in cells for cell in line)
@@ -437,13 +437,13 @@ def test_cells_are_one_line_each_by_stage_with_parts_last():
     assert [line[1] for line in cells[-2:]] == ["strong ranks only", "weak ranks only"]
 
 
-def test_the_ideal_is_said_by_stage_where_a_link_tells_stages_apart():
+def test_ideal_is_shown_by_stage_where_stages_differ():
     assert ideals_of(rows_of(comparison())) == "ideal over even 1.333"
     apart = rows_of(comparison(ideal_over_even={0: 1.3, 3: 1.2}))
     assert ideals_of(apart) == "ideal over even 1.300 at stage 0, 1.200 at stage 3"
 
 
-def test_the_summary_marks_what_is_short():
+def test_summary_marks_missed_thresholds():
     text = printed(summary_of(rows_of(comparison())), 60)
     assert re.search(r"balance over its ideal +1 +>= 0\.95 +\(✓\)", text)
     assert re.search(r"over DeepSpeed +not measured +>= 1\.4 +\(short\)", text)
@@ -457,21 +457,21 @@ def test_the_summary_marks_what_is_short():
 # Pictures and the page
 
 
-def test_everybody_has_a_bar_or_is_said_to_be_absent():
+def test_every_configuration_has_a_bar_or_is_marked_absent():
     plots = importlib.import_module("head_to_head.plots")
     figure = plots.draw_speeds(comparison())
     names = [label.get_text() for axes in figure.axes for label in axes.get_yticklabels()]
     assert sorted(names) == sorted(o.configuration.name for o in OUTCOMES)
     titles = [axes.get_title(loc="left") for axes in figure.axes]
     assert titles == ["stage 0", "stage 3", "parts of the cluster"]
-    said = [text.get_text() for axes in figure.axes for text in axes.texts]
-    assert said.count("absent") == 1
-    assert {"213.3", "67 %"} <= {*said}
+    texts = [text.get_text() for axes in figure.axes for text in axes.texts]
+    assert texts.count("absent") == 1
+    assert {"213.3", "67 %"} <= {*texts}
     for axes in figure.axes:
         assert any(320.0 in line.get_xdata() for line in axes.get_lines())
 
 
-def test_timelines_hold_the_engines_of_a_stage_and_no_parts_of_the_cluster():
+def test_timelines_show_the_engines_of_a_stage_without_subsets():
     plots = importlib.import_module("head_to_head.plots")
     figure = plots.draw_timelines(comparison(), 0)
     titles = [axes.get_title(loc="left").partition(":")[0] for axes in figure.axes]
@@ -484,25 +484,25 @@ def test_timelines_hold_the_engines_of_a_stage_and_no_parts_of_the_cluster():
     assert plots.draw_timelines(comparison(), 2) is None
 
 
-def test_peers_that_do_not_tell_their_waits_are_not_called_busy():
+def test_peers_without_recorded_waits_have_no_busy_fraction():
     plots = importlib.import_module("head_to_head.plots")
     silent = tuple(
         tuple(span for span in rank if span.kind != "wait") for rank in OUTCOMES[6].spans
     )
     figure = plots.draw_timelines(comparison(outcomes=but("DDP", spans=silent)), 0)
-    said = [[text.get_text() for text in axes.texts] for axes in figure.axes]
-    assert said[3] == ["with waits"] * 3
-    assert all("busy" in text for text in said[4])
+    texts = [[text.get_text() for text in axes.texts] for axes in figure.axes]
+    assert texts[3] == ["with waits"] * 3
+    assert all("busy" in text for text in texts[4])
 
 
-def test_the_page_needs_nothing_else_and_shows_everybody(tmp_path):
+def test_page_is_self_contained_and_complete(tmp_path):
     path = tmp_path / "folder" / "page.html"
     write_page([comparison(), comparison(cluster="8:1")], path)
     page = path.read_text()
     for one in OUTCOMES:
         assert one.configuration.name in page
-    for said in (row("DDP").versions, row("DDP").commit, row("DDP").day, "a &lt;note&gt;"):
-        assert said in page
+    for texts in (row("DDP").versions, row("DDP").commit, row("DDP").day, "a &lt;note&gt;"):
+        assert texts in page
     assert "is absent: ImportError" in page
     assert "only one of the three that says anything about GPUs" in page
     assert not re.search(r"<script|<link|<img|src=|@import|url\((?!#)", page)
@@ -511,18 +511,18 @@ def test_the_page_needs_nothing_else_and_shows_everybody(tmp_path):
     assert len(ids) == len({*ids})
 
 
-def test_without_matplotlib_the_page_says_what_to_install(tmp_path, monkeypatch):
+def test_page_without_matplotlib_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "head_to_head.plots", None)
     with pytest.raises(ImportError, match=r"pip install 'poplar-zero\[report\]'"):
         write_page([comparison()], tmp_path / "page.html")
     assert not (tmp_path / "page.html").exists()
 
 
-def test_results_say_where_they_come_from_and_list_what_is_short():
+def test_results_page_has_provenance_and_missed_thresholds():
     rows = rows_of(comparison())
     text = "\n".join(markdown(rows))
-    for said in (rows[0].device, rows[0].versions, rows[0].commit, rows[0].day):
-        assert said in text
-    short = text[text.index("## What falls short") : text.index("## Thresholds")]
+    for texts in (rows[0].device, rows[0].versions, rows[0].commit, rows[0].day):
+        assert texts in text
+    short = text[text.index("## Missed thresholds") : text.index("## Thresholds")]
     assert "2:1:1, stage 3: over DeepSpeed not measured (>= 1.4, short)" in short
     assert all(one.entrant in text for one in rows)

@@ -1,4 +1,4 @@
-"""What engines are compared on: the same weights and the same samples for all of them, always."""
+"""Every engine gets the same weights and samples."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def short_text(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def global_batches(task: Task, plan: Plan, first: int, stop: int) -> list[Batch]:
-    """The parts of all ranks put together again, in rank order, of steps `first` to `stop`."""
+    """The parts of all ranks, joined in rank order, of steps `first` to `stop`."""
     streams = [
         itertools.islice(task.batches(plan, rank), first, stop) for rank in range(plan.world_size)
     ]
@@ -67,7 +67,7 @@ def assert_same_batches(batches: list[Batch], expected: list[Batch]) -> None:
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_a_global_batch_is_the_same_whatever_the_plan(task, name):
+def test_global_batches_do_not_depend_on_the_plan(task, name):
     expected = global_batches(task, PLANS["one rank"], 0, 3)
     assert all(batch["input"].shape == (8, 16) for batch in expected)
     assert_same_batches(global_batches(task, PLANS[name], 0, 3), expected)
@@ -75,14 +75,14 @@ def test_a_global_batch_is_the_same_whatever_the_plan(task, name):
 
 @pytest.mark.usefixtures("short_text")
 @pytest.mark.parametrize("name", PLANS)
-def test_epochs_follow_each_other_alike_whatever_the_plan(task, name):
+def test_epochs_do_not_depend_on_the_plan(task, name):
     length = len(task.data()) // 8
     expected = global_batches(task, PLANS["one rank"], length - 1, length + 2)
     assert_same_batches(global_batches(task, PLANS[name], length - 1, length + 2), expected)
 
 
 @pytest.mark.usefixtures("short_text")
-def test_an_epoch_has_each_sample_at_most_once_and_the_next_another_order(task):
+def test_epoch_has_each_sample_at_most_once_in_a_new_order(task):
     data, seen = task.data(), []
     there_are = Counter(row_of(data[index]["input"]) for index in range(len(data)))
     length = len(data) // 8
@@ -97,7 +97,7 @@ def row_of(tensor: Tensor) -> tuple[int, ...]:
     return tuple(tensor.tolist())
 
 
-def test_a_rank_gets_as_many_samples_as_its_plan_says_or_none(task):
+def test_ranks_get_the_samples_of_the_plan(task):
     for plan in PLANS.values():
         for rank in range(plan.world_size):
             batch = next(task.batches(plan, rank))
@@ -107,7 +107,7 @@ def test_a_rank_gets_as_many_samples_as_its_plan_says_or_none(task):
                 assert {len(tensor) for tensor in batch.values()} == {plan.samples(rank)}
 
 
-def test_weights_are_the_same_at_every_call_and_others_with_another_seed(task):
+def test_weights_depend_only_on_the_seed(task):
     first = weights(task)
     torch.rand(3)  # whatever the process did in between
     again = weights(task)
@@ -121,7 +121,7 @@ def weights(task: Task) -> dict[str, Tensor]:
     return dict(task.new_model().named_parameters())
 
 
-def test_an_example_is_a_batch_of_the_first_samples(task):
+def test_example_is_a_batch_of_the_first_samples(task):
     data, batch = task.data(), task.example(5)
     assert set(batch) == FIELDS[task.model]
     for index in range(5):
@@ -130,7 +130,7 @@ def test_an_example_is_a_batch_of_the_first_samples(task):
     assert task.loss_fn(task.new_model(), batch).requires_grad
 
 
-def test_a_context_of_any_length_fits_its_model(task):
+def test_model_accepts_any_context_length(task):
     for context in (7, 100):
         longer = replace(task, context=context)
         batch = longer.example(2)
@@ -138,7 +138,7 @@ def test_a_context_of_any_length_fits_its_model(task):
         assert longer.loss_fn(longer.new_model(), batch).isfinite()
 
 
-def test_a_model_of_every_size_has_its_blocks():
+def test_every_size_has_its_number_of_blocks():
     assert set(MODELS) == {"llama", "encoder"}
     assert list(SIZES["llama"]) == list(SIZES["encoder"])
     for model, size in itertools.product(MODELS, SIZES["llama"]):
@@ -148,11 +148,11 @@ def test_a_model_of_every_size_has_its_blocks():
         assert len(blocks) == SIZES[model][size].layers
 
 
-def test_a_task_travels_to_other_processes(task):
+def test_task_can_be_pickled(task):
     assert pickle.loads(pickle.dumps(task)) == task
 
 
-def test_models_and_sizes_that_there_are_not_are_refused():
+def test_unknown_models_and_sizes_are_errors():
     with pytest.raises(ValueError, match="'bert' must be one of llama, encoder"):
         Task(model="bert")
     with pytest.raises(ValueError, match="'huge' of the encoder must be one of tiny, demo, small"):

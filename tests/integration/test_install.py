@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from readme import save_quickstart
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -25,29 +26,23 @@ else:
 ROOT = Path(__file__).resolve().parents[2]
 SITE = Path("lib", f"python{sys.version_info[0]}.{sys.version_info[1]}", "site-packages")
 RUN_SECONDS = 1200
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
 
-TRAIN = """
+SAVE_AND_VERIFY = """
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import DataLoader, default_collate
 import poplar
 
 def loss_fn(model, batch):
-    inputs, targets = batch
-    return nn.functional.mse_loss(model(inputs), targets)
+    return nn.functional.mse_loss(model(batch[0]), batch[1])
 
 dist.init_process_group("gloo")
 torch.manual_seed(0)
-dataset = [(torch.randn(16), torch.randn(1)) for _ in range(64)]
-model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 1))
-plan = poplar.autotune(model, loss_fn, default_collate(dataset[:4]), global_batch=16, lr=1e-3)
+batch = torch.randn(4, 16), torch.randn(4, 1)
+model, plan = nn.Linear(16, 1), poplar.Plan.even(2, 4, 2, stage=3)
+assert poplar.verify(model, loss_fn, batch, plan).ok
 optimizer = poplar.HeteroZeroOptimizer(model, torch.optim.AdamW, plan=plan, lr=1e-3)
-sampler = poplar.HeteroBatchSampler(len(dataset), plan, seed=0)
-for batch in DataLoader(dataset, batch_sampler=sampler):
-    optimizer.train_step(loss_fn, batch, max_norm=1.0)
-example = default_collate(dataset[:4])
-assert poplar.verify(nn.Linear(16, 1), loss_fn, example, poplar.Plan.even(2, 4, 2, 1)).ok
 optimizer.save_model("model.safetensors")
 dist.destroy_process_group()
 """
@@ -132,10 +127,19 @@ def test_environment_has_only_declared_packages(installed, tmp_path):
 
 
 @pytest.mark.full
-def test_training_needs_only_declared_packages(installed, tmp_path):
-    (tmp_path / "train.py").write_text(TRAIN)
-    launch = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "train.py")
-    run(installed, *launch, folder=tmp_path)
+def test_quickstart_needs_only_declared_packages(installed, tmp_path):
+    run(installed, *TORCHRUN, save_quickstart(tmp_path), folder=tmp_path)
+
+
+@pytest.mark.full
+def test_quickstart_without_torchrun_ends_with_an_error_that_names_it(installed, tmp_path):
+    assert "torchrun" in run(installed, save_quickstart(tmp_path), folder=tmp_path, fails=True)
+
+
+@pytest.mark.full
+def test_saving_and_verifying_need_only_declared_packages(installed, tmp_path):
+    (tmp_path / "script.py").write_text(SAVE_AND_VERIFY)
+    run(installed, *TORCHRUN, "script.py", folder=tmp_path)
     assert (tmp_path / "model.safetensors").exists()
 
 

@@ -33,6 +33,7 @@ sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "-m", "not slow", *s
 """
 
 pytestmark = [
+    pytest.mark.full,
     pytest.mark.slow,
     pytest.mark.skipif(platform.machine() != "x86_64", reason="no x86 here"),
     pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ here"),

@@ -402,6 +402,7 @@ def test_pack_computes_block_sums(device, dtype, accumulate, seed):
     assert_same_bits(sums, plain_ops.block_sums_of_squares(bucket))
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_pack_of_more_than_2_to_the_31_elements(device):
     """One gradient, many times, so that only the bucket is large."""
@@ -856,6 +857,7 @@ def test_cuda_operators_compile_and_round_every_product(device, tmp_path, source
     assert "fma.rn.f" not in code
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_cuda_kernels_compile_for_every_architecture_of_the_toolkit(device, tmp_path):
     """All kernels in one file, without PyTorch's headers, to read headers once per architecture."""
