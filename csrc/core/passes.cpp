@@ -10,18 +10,18 @@ namespace {
 constexpr double kNever = std::numeric_limits<double>::infinity();
 constexpr double kRounding = 1e-12;
 
-// What covers are made of: parts that hold up to `sizes[i]`, and what they take.
+// Parts that hold up to `sizes[i]`, and their costs.
 struct Parts {
   const std::vector<std::int64_t>& sizes;
   const std::vector<double>& costs;
   const std::vector<double>& dearest;
 
-  // The least part that holds so many.
+  // The smallest part that holds this many.
   std::size_t holding(std::int64_t many) const {
     return std::lower_bound(sizes.begin(), sizes.end(), many) - sizes.begin();
   }
 
-  // Of two sizes, so many parts each; one of them is the dearer one.
+  // The cost of `many` parts of one size and `others` of another, one of which is the dearest.
   double cost(std::int64_t size, std::int64_t many, std::int64_t other, std::int64_t others) const {
     double sum = 0.0;
     double more = kNever;
@@ -36,8 +36,8 @@ struct Parts {
   }
 };
 
-// The cheapest of the covers by parts that differ by at most 1, or by equal ones and one for the
-// rest: for each size as many parts as it needs.
+// The cheapest cover by parts that differ by at most 1, or by equal parts and one remainder, over
+// all sizes.
 double cheapest_even_cover(const Parts& parts, std::int64_t total) {
   double cheapest = kNever;
   for (const std::int64_t size : parts.sizes) {
@@ -52,8 +52,8 @@ double cheapest_even_cover(const Parts& parts, std::int64_t total) {
   return cheapest;
 }
 
-// Parts that waste no more than is of interest, by what they waste: a part of m takes at least m
-// times the best rate, and what it takes beyond is waste.
+// The parts that waste at most `most_waste`, in ascending order of waste. A part of m costs at
+// least m times the best rate; its cost beyond that is waste.
 std::vector<std::pair<double, std::int64_t>> thrifty(const std::vector<std::int64_t>& sizes,
                                                      const std::vector<double>& costs, double rate,
                                                      double most_waste) {
@@ -110,8 +110,8 @@ std::pair<double, std::vector<std::int64_t>> cheapest_cover(const std::vector<st
   for (std::size_t part = 0; part < sizes.size(); ++part) {
     rate = std::min(rate, costs[part] / static_cast<double>(sizes[part]));
   }
-  // A cover that wastes more than a known one is none of the cheapest: few parts and few partial
-  // sums remain, and the dynamic programme runs over those.
+  // A cover that wastes more than a known one is not the cheapest. So few parts and few partial
+  // sums remain, and the dynamic program visits only those.
   const double known = cheapest_even_cover(parts, total);
   const double most_waste = known - rate * static_cast<double>(total) + kRounding * known;
   std::vector<double> wasted(total + 1, kNever);
@@ -145,7 +145,7 @@ std::pair<double, std::vector<std::int64_t>> cheapest_cover(const std::vector<st
     }
     found.push_back(added[held]);
   }
-  std::sort(found.begin(), found.end() - 1);  // the last is the one that was laid down first
+  std::sort(found.begin(), found.end() - 1);  // the last one is the dearest, which was added first
   double seconds = dearest[parts.holding(found.back())];
   for (std::size_t place = 0; place + 1 < found.size(); ++place) {
     seconds += costs[parts.holding(found[place])];

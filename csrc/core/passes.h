@@ -1,4 +1,4 @@
-// The planner's inner loops: how samples are cut into passes. Free of torch and of Python.
+// The planner's inner loops: how samples are divided into passes. Needs neither torch nor Python.
 #pragma once
 
 #include <cstdint>
@@ -7,15 +7,15 @@
 
 namespace poplar {
 
-// For 0, 1, ... `most` samples: the least time in passes, and how many samples the last one has.
-// `passes[b]` is what a pass of b samples takes, from 0 on. Of equally fast cuts the one with the
-// largest last pass. Empty but for 0 samples if no pass holds one.
+// For 0, 1, ... `most` samples: the least seconds of passes that hold them, and the samples of the
+// last pass. `passes[b]` is the seconds of a pass of b samples, from 0 on. Ties go to the largest
+// last pass. Only the entry for 0 samples is returned if no pass holds a sample.
 std::pair<std::vector<double>, std::vector<std::int64_t>> cheapest_passes(
     const std::vector<double>& passes, std::int64_t most);
 
-// The parts that hold `total` together in the least time, of which one is dearer: a part that holds
-// up to `sizes[i]` takes `costs[i]`, that one `dearest[i]`; all three ascend. What it takes, and
-// how much each part holds, the dearer one last and of the others small ones first.
+// The cheapest parts that hold `total` together. A part that holds up to `sizes[i]` costs
+// `costs[i]`; one part costs `dearest[i]` instead. All three ascend. Returns the cost, and how much
+// each part holds: the dearest part last, the others in ascending order.
 std::pair<double, std::vector<std::int64_t>> cheapest_cover(const std::vector<std::int64_t>& sizes,
                                                             const std::vector<double>& costs,
                                                             const std::vector<double>& dearest,

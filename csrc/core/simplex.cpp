@@ -10,9 +10,9 @@
 namespace poplar {
 namespace {
 
-constexpr double kTolerance = 1e-12;  // of programmes whose numbers are around 1
-constexpr double kRounding = 1e-8;    // a row violated by less that can't be mended: rounding
-// For each row and column: Bland's rule is safe from cycles, and slow.
+constexpr double kTolerance = 1e-12;  // for programs whose numbers are around 1
+constexpr double kRounding = 1e-8;    // smaller violations of infeasible rows are rounding errors
+// Per row and column. Bland's rule cannot cycle but is slow, so it is used late.
 constexpr std::size_t kPivotsBeforeBland = 10;
 constexpr std::size_t kMostPivots = 200;
 constexpr std::size_t kNone = static_cast<std::size_t>(-1);
@@ -30,7 +30,7 @@ class Tableau {
     std::iota(inside_.begin(), inside_.end(), costs_.size());
   }
 
-  // Whether some x satisfies all rows; then this is the minimum.
+  // Finds the minimum; false if no x satisfies all rows.
   bool solve() {
     const std::size_t size = costs_.size() + rows_.size();
     for (std::size_t pivots = 0; pivots < kMostPivots * size; ++pivots) {
@@ -49,7 +49,7 @@ class Tableau {
       pivot(row, column);
       std::swap(inside_[row], outside_[column]);
     }
-    throw std::runtime_error("a linear programme of " + std::to_string(rows_.size()) +
+    throw std::runtime_error("a linear program of " + std::to_string(rows_.size()) +
                              " rows did not end within " + std::to_string(kMostPivots * size) +
                              " pivots");
   }
@@ -67,7 +67,7 @@ class Tableau {
   }
 
  private:
-  // The row that is violated most, or with Bland's rule the violated one of least index.
+  // The most violated row, or with Bland's rule the violated row of the lowest index.
   std::size_t leaving(bool bland) const {
     std::size_t found = kNone;
     for (std::size_t row = 0; row < rows_.size(); ++row) {
@@ -80,7 +80,7 @@ class Tableau {
     return found;
   }
 
-  // The column that becomes feasible in the row at the least cost.
+  // The column that makes the row feasible at the least cost.
   std::size_t entering(std::size_t row) const {
     std::size_t found = kNone;
     std::tuple<double, std::size_t> least;
@@ -97,7 +97,7 @@ class Tableau {
     return found;
   }
 
-  // Exchanges a row's variable for a column's.
+  // Exchanges the variables of a row and a column.
   void pivot(std::size_t leaving, std::size_t entering) {
     const double inverse = 1.0 / rows_[leaving][entering];
     std::vector<double> pivot_row = rows_[leaving];
@@ -106,7 +106,7 @@ class Tableau {
     }
     pivot_row[entering] = inverse;
     const double pivot_bound = bounds_[leaving] * inverse;
-    std::vector<std::size_t> filled;  // few, where variables have little to do with each other
+    std::vector<std::size_t> filled;  // few, as most variables share no row
     for (std::size_t column = 0; column < pivot_row.size(); ++column) {
       if (pivot_row[column] != 0.0) {
         filled.push_back(column);
