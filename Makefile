@@ -1,10 +1,10 @@
 # Two commands on a fresh machine (Debian, Python, a C++ compiler): `make demo` and `make test`.
-# Everything lives in $(VENV) and build/; nothing outside this folder is touched.
+# All files go to $(VENV) and build/ in this folder.
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# Pinned: with no version asked for, pip may choose a build with gigabytes of CUDA beside it.
+# Pinned: without a version, pip may choose a build with gigabytes of CUDA packages.
 TORCH ?= torch==2.13.0
 # Passed to pip, e.g. an index of CPU wheels: make setup PIP_FLAGS="--extra-index-url ..."
 PIP_FLAGS ?=
@@ -23,9 +23,9 @@ help: ## List these commands
 	  | awk -F '\t' '{ printf "  make %-12s %s\n", $$1, $$2 }'
 
 .PHONY: setup
-setup: $(VENV)/.poplar-built ## Make .venv, install what is needed and build; only when something changed
+setup: $(VENV)/.poplar-built ## Make .venv, install dependencies and build; only if something changed
 
-# On a machine with CUDA devices the torch that its owner chose is kept; it sees them, and ours might not.
+# With CUDA devices, keep the installed torch: it works with the driver, and another build might not.
 $(VENV)/.poplar-dependencies: pyproject.toml
 	@if [ ! -x $(BIN)/python ]; then \
 	  if nvidia-smi -L 2>/dev/null | grep -q GPU \
@@ -53,17 +53,38 @@ $(VENV)/.poplar-built: $(VENV)/.poplar-dependencies pyproject.toml $(NATIVE_SOUR
 	@touch $@
 
 .PHONY: test
-test: setup ## Run all tests
+test: setup ## Run the tests that every change has to pass (8 minutes on 2 cores)
 	$(BIN)/python -m pytest -q $(TEST_FLAGS)
+
+.PHONY: test-all
+test-all: setup ## Run all tests: full parameter products, long random runs, a fresh installation
+	$(BIN)/python -m pytest -q --full $(TEST_FLAGS)
+
+# An environment per version, so that .venv stays as it is. With CUDA builds of torch it takes several GB.
+COMPAT := build/compat/$(subst /,_,$(TORCH))
+
+.PHONY: compat
+compat: ## Run the tests in an environment of its own with another PyTorch: make compat TORCH=torch==2.10.0
+	$(PYTHON) -m venv $(COMPAT)
+	$(COMPAT)/bin/python -m pip --disable-pip-version-check -q install $(PIP_FLAGS) '$(TORCH)'
+	$(COMPAT)/bin/python -m pip --disable-pip-version-check -q install $(PIP_FLAGS) -C build-dir=$(COMPAT)/cmake -e '.[dev]' '$(TORCH)'
+	$(COMPAT)/bin/python -c 'import torch; from poplar import ops; print("torch", torch.__version__, ops.describe())'
+	$(COMPAT)/bin/python -m pytest -q -p no:cacheprovider $(TEST_FLAGS)
 
 .PHONY: demo
 demo: setup ## Train a Llama on four CPU ranks of unequal speed: an even plan against a planned one
 	$(BIN)/python examples/demo.py $(DEMO_FLAGS)
 
-.PHONY: peers
-peers: $(VENV)/.poplar-peers ## Install what benchmarks/train.py is held against: DeepSpeed (DDP and FSDP2 are torch's)
+.PHONY: docs
+docs: setup ## Build the documentation site into build/site; fails on any warning
+	@$(BIN)/python -c 'import material, mkdocs, mkdocstrings_handlers.python' 2>/dev/null \
+	  || $(PIP) --no-build-isolation -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-# It builds nothing, needs the torch that is there, and must not bring another one.
+.PHONY: peers
+peers: $(VENV)/.poplar-peers ## Install what benchmarks/train.py compares with: DeepSpeed (DDP and FSDP2 come with torch)
+
+# No operators are built, and the installed torch must not be replaced.
 $(VENV)/.poplar-peers: $(VENV)/.poplar-built
 	@echo "peers: installing $(DEEPSPEED)"
 	@$(PIP) setuptools wheel
@@ -93,17 +114,17 @@ cuda-check: setup ## Compile the CUDA operators for every architecture of nvcc (
 	  -Dpybind11_DIR="$$($(BIN)/python -m pybind11 --cmakedir)"
 	PATH="$(CURDIR)/$(BIN):$$PATH" cmake --build $(CUDA_BUILD) --target poplar_ops_cuda
 
-# Nothing is downloaded and nothing outside this folder is touched: the Python that has a CUDA build of
-# torch also has to have scikit-build-core, pybind11, cmake, ninja, pytest, hypothesis, numpy, rich and safetensors.
-# The toolkit comes first on the path, the one place where CMake looks for nvcc without being told.
-# Without make: `make -n gpu` elsewhere prints the commands, and benchmarks/gpu.py has them too.
+# Nothing is downloaded, and no file outside this folder changes: the Python with a CUDA build of torch
+# must also have scikit-build-core, pybind11, cmake, ninja, pytest, hypothesis, numpy, rich and safetensors.
+# The toolkit comes first on the path, where CMake looks for nvcc by default.
+# Without make on the GPU machine: `make -n gpu` elsewhere prints the commands.
 GPU_OUT ?= gpu
 GPU_ARCH ?= native
 GPU_FLAGS ?=
 GPU_PATH := $(if $(wildcard /usr/local/cuda/bin),/usr/local/cuda/bin:)
 
 .PHONY: gpu
-gpu: ## Build for this machine's GPU and show what only it can show (at most 8 minutes of it; rows in GPU_OUT)
+gpu: ## Build for this machine's GPU, then run its tests and benchmarks (at most 8 minutes; rows in GPU_OUT)
 	PATH="$(GPU_PATH)$$PATH" \
 	  $(PYTHON) -m pip --disable-pip-version-check -q install --no-index --no-deps --no-build-isolation \
 	  --upgrade --target build/gpu/site -C build-dir=build/gpu/cmake -C cmake.define.POPLAR_CUDA=ON \
@@ -112,6 +133,6 @@ gpu: ## Build for this machine's GPU and show what only it can show (at most 8 m
 	  $(PYTHON) benchmarks/gpu.py --output $(GPU_OUT) $(GPU_FLAGS)
 
 .PHONY: clean
-clean: ## Remove what was built, and .venv
+clean: ## Remove build outputs and .venv
 	rm -rf build dist $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

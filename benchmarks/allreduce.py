@@ -1,11 +1,11 @@
-"""Collectives: Poplar's transports against gloo, MPI and DeepSpeed, turn by turn in one run.
+"""Benchmark of collectives: Poplar's transports, gloo, MPI and DeepSpeed, interleaved in one run.
 
-It starts its own ranks on this host, by `mpirun` where MPI takes part; under `torchrun` the ranks
-that are there are used. Every result is checked before it is timed. The headline rows take ordinary
-tensors and give ordinary tensors; rows called zero-copy use buffers that lie where peers read them.
+It starts its own ranks on this host, with `mpirun` if MPI takes part; under `torchrun` it uses the
+existing ranks. Every result is checked before it is timed. The headline rows use ordinary tensors
+for inputs and results; rows called zero-copy use buffers that all ranks can read.
 
     pip install mpi4py && make peers                       # MPI and DeepSpeed, once
-    python benchmarks/allreduce.py --quick                 # a look, in two minutes
+    python benchmarks/allreduce.py --quick                 # two minutes
     python benchmarks/allreduce.py --show benchmarks/results/allreduce.jsonl
     python benchmarks/allreduce.py --link 1 --sizes 64MiB   # two hosts, 1 Gbit/s between them
     python benchmarks/allreduce.py --output rows.jsonl --plot allreduce.png
@@ -38,18 +38,18 @@ from rich.console import Console
 
 SIZES = ("4KiB", "64KiB", "1MiB", "16MiB", "64MiB", "256MiB")
 SHARES = ("70/10/10/10", "50/50/0/0", "90/10")
-ACROSS = ("gloo", "all-to-all", "process_group", "hierarchical")
-"""Providers that need no common memory."""
+ACROSS_HOSTS = ("gloo", "all-to-all", "process_group", "hierarchical")
+"""Providers that do not need shared memory."""
 UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "B": 1}
 
 
 def main() -> None:
-    """Run after run, each with its own ranks; rows are written as soon as there are any."""
+    """Run the benchmark once per number of ranks, in separate processes; save the rows of each."""
     options = parse_options()
     if options.show:
         show(options, read_rows(options.show))
         return
-    os.environ["OMP_NUM_THREADS"] = "1"  # a rank is one thread, whoever carries
+    os.environ["OMP_NUM_THREADS"] = "1"  # one thread per rank, for all providers
     if options.rendezvous or "RANK" in os.environ:
         work(options)
         return
@@ -66,7 +66,7 @@ def main() -> None:
 
 
 def start(options: argparse.Namespace, ranks: int, folder: str, output: Path) -> None:
-    """Run `work` in so many processes; their rows go to `output`."""
+    """Run `work` in this many processes; their rows are written to `output`."""
     if options.link is None and "mpi" in options.providers and not mpi_provider.why_absent():
         again = [sys.executable, __file__, *sys.argv[1:], "--output", str(output)]
         command = [*mpi_provider.command(ranks), *again, "--rendezvous", f"{folder}/{ranks}"]
@@ -91,7 +91,7 @@ def enter(hosts: Hosts, ranks: int, rank: int) -> None:
 
 
 def work(options: argparse.Namespace) -> None:
-    """What one rank does: started by `mpirun`, by `torchrun`, or by `start` itself."""
+    """Run the benchmark on one rank, started by `mpirun`, `torchrun` or `start`."""
     torch.set_num_threads(1)
     if options.rendezvous:
         from mpi4py import MPI
@@ -108,11 +108,11 @@ def work(options: argparse.Namespace) -> None:
         dist.init_process_group("gloo")
     first, began = dist.get_rank() == 0, time.perf_counter()
 
-    def tell(text: str) -> None:
+    def report(text: str) -> None:
         if first and options.verbose:
             print(f"  {time.perf_counter() - began:6.1f} s  {text}", flush=True)
 
-    rows = measure(request_of(options), tell)
+    rows = measure(request_of(options), report)
     if first and options.output:
         write_rows(options.output, rows)
     if first and not options.rendezvous and "RANK" in os.environ:
@@ -121,7 +121,7 @@ def work(options: argparse.Namespace) -> None:
 
 
 def show(options: argparse.Namespace, rows: Sequence[Row]) -> None:
-    """Tables, thresholds, and the picture that was asked for."""
+    """Print tables and thresholds, and draw the plot if requested."""
     console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
     for table in tables_of(rows):
         console.print(table)
@@ -136,11 +136,11 @@ def show(options: argparse.Namespace, rows: Sequence[Row]) -> None:
         except ValueError as error:
             console.print(f"no {options.plot}: {error}")
         else:
-            console.print(f"{options.plot} shows it")
+            console.print(f"wrote {options.plot}")
 
 
 def request_of(options: argparse.Namespace) -> Request:
-    """What the command line says."""
+    """The request for these command-line options."""
     quick = options.quick
     return Request(
         providers=tuple(options.providers),
@@ -155,13 +155,18 @@ def request_of(options: argparse.Namespace) -> Request:
 
 
 def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     several = {"nargs": "+"}
-    parser.add_argument("--ranks", type=int, **several, help="runs of so many (default: 2 4)")
+    parser.add_argument(
+        "--ranks", type=int, **several, help="numbers of ranks, one run each (default: 2 4)"
+    )
     parser.add_argument("--operations", choices=OPERATIONS, **several, help="(default: all)")
     parser.add_argument(
-        "--providers", choices=PROVIDERS, **several, help="(default: all without algorithms)"
+        "--providers",
+        choices=PROVIDERS,
+        **several,
+        help="(default: all except process-group algorithms)",
     )
     parser.add_argument(
         "--sizes", type=bytes_of, metavar="SIZE", **several, help=f"(default: {' '.join(SIZES)})"
@@ -172,26 +177,30 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         metavar="P/P/...",
         nargs="*",
         default=SHARES,
-        help=f"percentages per rank, beside even ones (default: {' '.join(SHARES)})",
+        help=f"percentages per rank, besides even shares (default: {' '.join(SHARES)})",
     )
     parser.add_argument(
         "--link",
         type=float,
         metavar="GIGABITS",
-        help="per second, between two hosts (network namespaces) with half of the ranks each",
+        help="Gbit/s between two hosts (network namespaces) with half of the ranks each",
     )
-    parser.add_argument("--rounds", type=int, help="of turns (default: 11, quick: 5)")
-    parser.add_argument("--quick", action="store_true", help="few sizes and rounds: a look")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="append one JSON row each")
-    parser.add_argument("--show", type=Path, metavar="FILE", help="measure nothing: show its rows")
+    parser.add_argument(
+        "--rounds", type=int, help="rounds of measurements (default: 11, with --quick: 5)"
+    )
+    parser.add_argument("--quick", action="store_true", help="few sizes and rounds")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="append the rows as JSON lines")
+    parser.add_argument(
+        "--show", type=Path, metavar="FILE", help="show the rows of a file without measuring"
+    )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw time against size")
-    parser.add_argument("--verbose", action="store_true", help="tell what is going on")
+    parser.add_argument("--verbose", action="store_true", help="print progress")
     parser.add_argument("--rendezvous", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     options.ranks = options.ranks or [2, 4]
     options.operations = options.operations or OPERATIONS
     on_one_host = [name for name in PROVIDERS if name not in ("hierarchical", *ALGORITHMS)]
-    default = on_one_host if options.link is None else ACROSS
+    default = on_one_host if options.link is None else ACROSS_HOSTS
     options.providers = options.providers or default
     if options.link is not None and not options.link > 0:
         parser.error(f"--link must be above 0, got {options.link:g}")
@@ -208,11 +217,13 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def bytes_of(text: str) -> int:
-    """`64MiB` as a number."""
+    """`64MiB` as a number of bytes."""
     unit = next((unit for unit in UNITS if text.endswith(unit)), "")
     number = text.removesuffix(unit)
     if not number.isdecimal() or int(number) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r}: a size as 4KiB, 64MiB or 1GiB")
+        raise argparse.ArgumentTypeError(
+            f"expected a size such as 4KiB, 64MiB or 1GiB, got {text!r}"
+        )
     return int(number) * UNITS.get(unit, 1)
 
 

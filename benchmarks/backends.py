@@ -1,7 +1,7 @@
-"""Other trainers on Poplar's transport: DDP, FSDP2 and DeepSpeed on `cpu:poplar` and on gloo.
+"""DDP, FSDP2 and DeepSpeed on Poplar's `cpu:poplar` backend and on gloo.
 
-Equal ranks, each with a core of its own; the same model, data and settings; turn by turn. Losses
-must agree, steps should be faster.
+Equal ranks with one core each; the same model, data and settings; interleaved measurements. Losses
+must agree.
 
     make peers                                             # DeepSpeed, once
     python benchmarks/backends.py --output rows.jsonl
@@ -21,12 +21,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 import provenance
-from contest import ranks
-from contest.clusters import Cluster, Place
-from contest.crew import Crew, CrewFailed, last_lines
-from contest.engine import Entrant
-from contest.task import Task
 from emulation import EmulationUnavailable
+from head_to_head import worker_calls
+from head_to_head.clusters import Cluster, OpenCluster
+from head_to_head.engine import Configuration
+from head_to_head.task import Task
+from head_to_head.workers import Workers, WorkersFailed, last_lines
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -40,7 +40,7 @@ STEPS_A_TURN = 5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One line of `--output`: one engine on both backends. The dataclass is the schema."""
+    """One row of `--output`: one engine on both backends. This class is the schema."""
 
     benchmark: str
     engine: str
@@ -48,14 +48,14 @@ class Row:
     ranks: int
     global_batch: int
     gloo_seconds: float
-    """Of a step, from the end of the one before to its own on the slowest rank; median."""
+    """Median seconds of a step, between the ends of consecutive steps on the slowest rank."""
     poplar_seconds: float
     faster: float
-    """The one over the other."""
+    """`gloo_seconds / poplar_seconds`."""
     loss_difference: float
-    """Largest, over all steps and ranks."""
+    """The largest over all steps and ranks."""
     steps: int
-    """That counted, on each backend."""
+    """Measured steps on each backend."""
     device: str
     versions: str
     commit: str
@@ -63,18 +63,18 @@ class Row:
 
 
 def main() -> None:
-    """Engine by engine; those that are not installed are named."""
+    """Measure every engine; print the error of those that are not installed."""
     options = parse_options()
-    os.environ["OMP_NUM_THREADS"] = "1"  # a rank is one thread
+    os.environ["OMP_NUM_THREADS"] = "1"  # one thread per rank
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
     task = Task(size=options.size, global_batch=options.samples * 2)
     rows = []
     try:
-        with Cluster(name="1:1", cores=(0, 1)).opened() as place:
+        with Cluster(name="1:1", cores=(0, 1)).opened() as open_cluster:
             for provider, stage in ENGINES:
                 try:
-                    rows.append(measure(place, task, provider, stage, options.rounds))
-                except CrewFailed as failure:
+                    rows.append(measure(open_cluster, task, provider, stage, options.rounds))
+                except WorkersFailed as failure:
                     console.print(f"{provider}, stage {stage}: {last_lines(str(failure))}")
     except EmulationUnavailable as failure:
         raise SystemExit(str(failure)) from None
@@ -92,15 +92,15 @@ def main() -> None:
     console.print(table)
 
 
-def measure(place: Place, task: Task, provider: str, stage: int, rounds: int) -> Row:
+def measure(open_cluster: OpenCluster, task: Task, provider: str, stage: int, rounds: int) -> Row:
     """One engine, on both backends in turns.
 
     Raises:
         CrewFailed: it is not installed, or does not run.
     """
-    size = place.cluster.size
+    size = open_cluster.cluster.size
     plan = Plan.even(size, task.global_batch, task.global_batch // size, stage)
-    entrant = Entrant(
+    configuration = Configuration(
         name=provider,
         provider=provider,
         stage=stage,
@@ -111,23 +111,27 @@ def measure(place: Place, task: Task, provider: str, stage: int, rounds: int) ->
     seconds: dict[str, list[float]] = {backend: [] for backend in BACKENDS}
     losses: dict[str, list[float]] = {backend: [] for backend in BACKENDS}
     with ExitStack() as stack:
-        crews = {}
+        groups = {}
         for backend in BACKENDS:
-            crew = stack.enter_context(Crew(place, f"{provider} on {backend}", backend))
-            crew.call(ranks.import_engines, "torch" if provider != "deepspeed" else provider)
-            crew.call(ranks.slow_down)  # each to its core
-            crew.call(ranks.build, task, entrant)
-            crew.call(ranks.take_turn, entrant.name, STEPS_A_TURN)
-            crews[backend] = crew
+            workers = stack.enter_context(
+                Workers(open_cluster, f"{provider} on {backend}", backend)
+            )
+            workers.call(
+                worker_calls.import_engines, "torch" if provider != "deepspeed" else provider
+            )
+            workers.call(worker_calls.slow_down)  # each to its core
+            workers.call(worker_calls.build, task, configuration)
+            workers.call(worker_calls.take_turn, configuration.name, STEPS_A_TURN)
+            groups[backend] = workers
         for _ in range(rounds):
-            for backend, crew in crews.items():
-                turns = crew.call(ranks.take_turn, entrant.name, STEPS_A_TURN)
+            for backend, workers in groups.items():
+                turns = workers.call(worker_calls.take_turn, configuration.name, STEPS_A_TURN)
                 ends = [max(turn.ends[step] for turn in turns) for step in range(STEPS_A_TURN)]
                 begin = max(turn.start for turn in turns)
                 pairs = zip([begin, *ends[:-1]], ends, strict=True)
                 seconds[backend] += [end - start for start, end in pairs]
                 losses[backend] += [loss for turn in turns for loss in turn.losses]
-    gloo, ours = (statistics.median(seconds[backend]) for backend in BACKENDS)
+    gloo, poplar_configurations = (statistics.median(seconds[backend]) for backend in BACKENDS)
     differences = (abs(a - b) for a, b in zip(*losses.values(), strict=True))
     return Row(
         benchmark="backends",
@@ -136,8 +140,8 @@ def measure(place: Place, task: Task, provider: str, stage: int, rounds: int) ->
         ranks=size,
         global_batch=task.global_batch,
         gloo_seconds=gloo,
-        poplar_seconds=ours,
-        faster=gloo / ours,
+        poplar_seconds=poplar_configurations,
+        faster=gloo / poplar_configurations,
         loss_difference=max(differences),
         steps=rounds * STEPS_A_TURN,
         device=provenance.device(),
@@ -148,12 +152,14 @@ def measure(place: Place, task: Task, provider: str, stage: int, rounds: int) ->
 
 
 def parse_options() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--size", default="demo", help="of the Llama (default: demo)")
-    parser.add_argument("--samples", type=int, default=8, help="per rank and step (default: 8)")
-    parser.add_argument("--rounds", type=int, default=6, help="of turns (default: 6)")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="append one JSON row each")
+    parser.add_argument("--size", default="demo", help="size of the Llama model (default: demo)")
+    parser.add_argument(
+        "--samples", type=int, default=8, help="samples per rank and step (default: 8)"
+    )
+    parser.add_argument("--rounds", type=int, default=6, help="rounds of measurements (default: 6)")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="append the rows as JSON lines")
     options = parser.parse_args()
     for name in ("samples", "rounds"):
         if getattr(options, name) < 1:

@@ -1,8 +1,8 @@
-"""Our own even plan against what a user would pick on equal ranks: DDP (stage 0), FSDP2 (stage 3).
+"""Poplar's even plan against DDP (stage 0) and FSDP2 (stage 3) on equal ranks.
 
-A gain over a slow baseline is no gain, so before `Plan.even` serves as one it is held against these
-two: same model, same batches, same fused AdamW, same processes, turn by turn. The slowest rank
-counts.
+`Plan.even` is the baseline of other benchmarks, so it must not be slow. It is compared with
+the same model, batches, fused AdamW and processes, in turns of a few steps. The slowest
+rank's time counts.
 
     python benchmarks/baselines.py --ranks 2
     torchrun --nproc-per-node 2 benchmarks/baselines.py --size base     # GPUs
@@ -13,9 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+import provenance
 from launch import LaunchError, run_ranks
 from llama import SIZES, Llama, next_byte_loss
 from rich.console import Console
@@ -41,18 +40,18 @@ from poplar import HeteroBatchSampler, HeteroZeroOptimizer, Plan
 
 SEED = 0
 TURN_STEPS = 2
-"""Short turns: what else the machine does should hit both alike."""
+"""Short turns spread other load on the machine over both."""
 LEARNING_RATE = 1e-3
 WARMUP_STEPS = 3
-"""Not counted: allocations, DDP's rebuilding of its buckets, the recording of our schedule."""
+"""Steps that are not counted: first allocations, DDP's new buckets, Poplar's collective order."""
 
 Step = Callable[[Batch], "Tensor | float"]
-"""One training step of one contender on this rank's batch; returns a loss."""
+"""One training step on this rank's batch; returns a loss."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One contender's result, as it is appended to `--output`."""
+    """One engine's result, as appended to `--output`."""
 
     name: str
     provider: str
@@ -64,17 +63,16 @@ class Row:
     p50_seconds: float
     p80_seconds: float
     bytes: int
-    """Of the model's gradients in fp32: what a step has to reduce."""
+    """Bytes of the model's gradients in fp32."""
     ratio: float
-    """Speed over the peer's: the median over steps of its seconds over ours in the same step, which
-    were taken close together; 1 for the peer itself."""
+    """Median over steps of the peer's seconds over this engine's; 1 for the peer."""
     device: str
     versions: str
     commit: str
 
 
 def main() -> None:
-    """Run under torchrun if it started us, else on CPU ranks of our own."""
+    """Run under torchrun if it started this process, else start CPU ranks."""
     options = parse_options()
     if "RANK" in os.environ:
         start_process_group()
@@ -91,7 +89,7 @@ def main() -> None:
 
 
 def compare(options: argparse.Namespace) -> None:
-    """Hold the even plan against each peer that was asked for; every rank runs this."""
+    """Compare the even plan with each requested peer. Collective."""
     device = torch.device("cpu")
     if dist.get_backend() == "nccl":
         device = torch.device("cuda", torch.cuda.current_device())
@@ -102,13 +100,13 @@ def compare(options: argparse.Namespace) -> None:
         make_peer, stage = PEERS[peer]
         world_size = dist.get_world_size()
         plan = Plan.even(world_size, world_size * options.batch, options.batch, stage)
-        contenders = [
-            Contender(make(new_model(options, device), plan), text, plan, device)
+        engines = [
+            TimedEngine(make(new_model(options, device), plan), text, plan, device)
             for make in (poplar_even, make_peer)
         ]
-        train_in_turns(contenders, options.steps)
-        rows += rows_of(peer, stage, contenders, options, device)
-        ours, theirs = (contender.agreed_losses() for contender in contenders)
+        train_in_turns(engines, options.steps)
+        rows += rows_of(peer, stage, engines, options, device)
+        ours, theirs = (engine.agreed_losses() for engine in engines)
         difference = (ours - theirs).abs().max().item()
         console.print(f"{peer}: losses differ by at most {difference:.2g} in {options.steps} steps")
     if dist.get_rank() == 0:
@@ -125,7 +123,7 @@ def new_model(options: argparse.Namespace, device: torch.device) -> Llama:
 
 
 def poplar_even(model: Llama, plan: Plan) -> Step:
-    """Our engine, used as its peers have to be: the same for every rank."""
+    """Poplar with the same batches and shares on every rank."""
     optimizer = HeteroZeroOptimizer(
         model, torch.optim.AdamW, plan=plan, lr=LEARNING_RATE, compute_dtype=torch.float32
     )
@@ -133,7 +131,7 @@ def poplar_even(model: Llama, plan: Plan) -> Step:
 
 
 def ddp(model: Llama, plan: Plan) -> Step:
-    """Torch's replicated data parallelism, with the options its tutorial recommends for speed."""
+    """DDP with the options that its tutorial recommends for speed."""
     del plan
     parallel = DistributedDataParallel(model, gradient_as_bucket_view=True)
     optimizer = torch.optim.AdamW(parallel.parameters(), lr=LEARNING_RATE, fused=True)
@@ -141,7 +139,7 @@ def ddp(model: Llama, plan: Plan) -> Step:
 
 
 def fsdp2(model: Llama, plan: Plan) -> Step:
-    """Torch's sharded data parallelism, a unit per block."""
+    """FSDP2 with a unit per block."""
     del plan
     for block in model.blocks:
         fully_shard(block)
@@ -151,11 +149,11 @@ def fsdp2(model: Llama, plan: Plan) -> Step:
 
 
 PEERS: dict[str, tuple[Callable[[Llama, Plan], Step], int]] = {"ddp": (ddp, 0), "fsdp2": (fsdp2, 3)}
-"""Whom we are held against, and at which of our stages."""
+"""Peers and the equivalent stage of Poplar."""
 
 
 def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
-    """The loop that everybody writes."""
+    """The usual training loop."""
 
     def step(batch: Batch) -> Tensor:
         loss = next_byte_loss(model, batch)
@@ -167,8 +165,8 @@ def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
     return step
 
 
-class Contender:
-    """A way to train, the batches it is fed, and how it did on this rank."""
+class TimedEngine:
+    """An engine, its batches, and its measurements on this rank."""
 
     def __init__(self, step: Step, text: ByteWindows, plan: Plan, device: torch.device) -> None:
         self.step = step
@@ -179,7 +177,7 @@ class Contender:
         self.seconds: list[float] = []
 
     def take_step(self) -> None:
-        """One step on the next batch; what the device still has to do counts."""
+        """Run and time one step on the next batch, until the device has finished."""
         batch = to_device(next(self.batches), self.device)
         start = time.perf_counter()
         loss = self.step(batch)
@@ -189,38 +187,38 @@ class Contender:
         self.losses.append(float(loss))
 
     def agreed_losses(self) -> Tensor:
-        """The mean over ranks of each step's loss (ours is agreed already: its mean is itself)."""
+        """The mean over ranks of each step's loss. Collective."""
         losses = torch.tensor(self.losses, device=self.device)
         dist.all_reduce(losses)
         return losses / dist.get_world_size()
 
     def slowest_seconds(self) -> list[float]:
-        """Seconds of each step that counts, on the rank that took longest."""
+        """Seconds of each counted step on the slowest rank. Collective."""
         seconds = torch.tensor(self.seconds[WARMUP_STEPS:], device=self.device)
         dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
         return seconds.tolist()
 
 
-def train_in_turns(contenders: Sequence[Contender], steps: int) -> None:
-    """A few steps each, in rounds; who began a round ends the next."""
-    order = list(contenders)
+def train_in_turns(engines: Sequence[TimedEngine], steps: int) -> None:
+    """Run turns of a few steps each, in reverse order every other round."""
+    order = list(engines)
     for start in range(0, steps, TURN_STEPS):
-        for contender in order:
+        for engine in order:
             for _ in range(min(TURN_STEPS, steps - start)):
                 dist.barrier()
-                contender.take_step()
+                engine.take_step()
         order.reverse()
 
 
 def rows_of(
     peer: str,
     stage: int,
-    contenders: Sequence[Contender],
+    engines: Sequence[TimedEngine],
     options: argparse.Namespace,
     device: torch.device,
 ) -> list[Row]:
-    """Ours and the peer's; every rank must call it."""
-    seconds = [contender.slowest_seconds() for contender in contenders]
+    """One row for Poplar and one for the peer. Collective."""
+    seconds = [engine.slowest_seconds() for engine in engines]
     gradients = sum(p.numel() for p in Llama(SIZES[options.size]).parameters()) * 4
     return [
         Row(
@@ -236,35 +234,16 @@ def rows_of(
             ratio=statistics.median(
                 peers / ours for peers, ours in zip(seconds[1], own, strict=True)
             ),
-            device=device_name(device),
-            versions=f"torch {torch.__version__}, python {platform.python_version()}",
-            commit=commit(),
+            device=provenance.device(device.type),
+            versions=provenance.versions("torch"),
+            commit=provenance.commit(),
         )
         for provider, own in zip(("poplar even", peer), seconds, strict=True)
     ]
 
 
-def device_name(device: torch.device) -> str:
-    """What the numbers were measured on."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{platform.machine()} CPU, {os.cpu_count()} cores"
-
-
-def commit() -> str:
-    """The commit that is checked out."""
-    found = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parent,
-        check=False,
-    )
-    return found.stdout.strip() or "unknown"
-
-
 def table_of(rows: Sequence[Row]) -> Table:
-    """The rows, for people."""
+    """The rows as a table."""
     table = Table(title=f"{rows[0].ranks} ranks, size {rows[0].size}, batch {rows[0].batch} each")
     table.add_column("step at")
     table.add_column("provider")
@@ -280,15 +259,17 @@ def table_of(rows: Sequence[Row]) -> Table:
 def parse_options() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
-        description="Hold Plan.even against DDP (stage 0) and FSDP2 (stage 3) on equal ranks.",
+        description="Compare Plan.even with DDP (stage 0) and FSDP2 (stage 3) on equal ranks.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--ranks", type=int, default=2, help="CPU processes; not under torchrun")
-    parser.add_argument("--peers", nargs="+", choices=tuple(PEERS), default=list(PEERS), help=" ")
-    parser.add_argument("--size", choices=tuple(SIZES), default="demo", help="of the model")
+    parser.add_argument(
+        "--peers", nargs="+", choices=tuple(PEERS), default=list(PEERS), help="peers"
+    )
+    parser.add_argument("--size", choices=tuple(SIZES), default="demo", help="size of the model")
     parser.add_argument("--batch", type=int, default=8, help="samples per rank and step")
-    parser.add_argument("--steps", type=int, default=40, help="by each contender")
-    parser.add_argument("--output", metavar="FILE", help="append one JSON row per contender")
+    parser.add_argument("--steps", type=int, default=40, help="steps of each engine")
+    parser.add_argument("--output", metavar="FILE", help="append one JSON row per engine")
     options = parser.parse_args()
     if options.steps < WARMUP_STEPS + 2:
         parser.error(f"--steps must be at least {WARMUP_STEPS + 2}, got {options.steps}")

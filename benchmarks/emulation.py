@@ -1,17 +1,16 @@
-"""Unequal ranks on one machine: real processes, each really as slow as asked.
+"""Unequal ranks on one machine: one process per rank, slowed down by the operating system.
 
 By CPU quota (cgroup v1 `cpu.cfs_quota_us` or v2 `cpu.max`): a rank with 0.5 gets half of every
-10 ms of a core, whatever its neighbours do, and gets it before other programs get theirs. That is
-what predictions are judged under. Or by core
-sharing: ranks on one core divide it among those of them that have something to do, so a rank that
-waits makes its neighbours faster. Either way cores stay awake where that is allowed: `awake.py`.
+10 ms of a core, independent of other ranks and before other programs. Predictions are judged under
+quotas. Or by core sharing: the busy ranks of a core share it, so a rank that waits makes the others
+faster. Either way, cores are kept out of idle states where that is allowed (`idle_states.py`).
 
     with EmulatedCluster.quotas((0.8, 0.4, 0.2)) as ranks:
         run_ranks(work, 3, ranks)          # work calls ranks.enter(dist.get_rank()) first
 
-The control groups are this run's own and always go with it: at the end of the `with` block, by a
-guard process when this one is killed, and by the next run's sweep when both were. Never believe a
-quota, measure it: `measured_speeds`, or
+The control groups are removed at the end of the `with` block, by a guard process if this process is
+killed, and by the next run if both are killed. `measured_speeds` measures what
+quotas really do, and so does
 
     python benchmarks/emulation.py 1.0 0.5 0.25
 """
@@ -33,35 +32,35 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from awake import awake_cores
+from idle_states import prevent_idle_states
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
 PERIOD_US = 10_000
-"""Microseconds after which a quota is filled up again. A rank that has used its own up stands still
-until then, so shorter is smoother; the kernel's least is 1 ms."""
+"""Microseconds after which a quota is refilled. A rank that has used its quota stops until then, so
+shorter periods are smoother; the kernel's minimum is 1 ms."""
 LEAST_QUOTA_US = 1_000
-"""The kernel refuses less."""
+"""The kernel's minimum."""
 REMOVAL_SECONDS = 5.0
-"""How long a group may still be busy after its last process has left."""
+"""How long a group may stay busy after its last process has left."""
 
 _SERIAL = itertools.count()
 _NAME = re.compile(r"poplar-emulation-(?P<space>\d+)-(?P<pid>\d+)-(?P<start>\d+)-\d+-rank\d+")
 
 
 class EmulationUnavailable(RuntimeError):
-    """This machine does not let us limit processes; the message says why and what would."""
+    """This machine does not allow limits on processes; the message says why and what is needed."""
 
 
 @dataclass(frozen=True)
 class Hierarchy(ABC):
-    """A place in the tree of control groups where groups with a CPU quota can be made."""
+    """A control group in which groups with a CPU quota can be created."""
 
     parent: Path
 
     def make(self, name: str, quota_us: int, period_us: int) -> Path:
-        """A group of that name and quota, without processes."""
+        """Create a group with a quota, without processes."""
         group = self.parent / name
         group.mkdir()
         try:
@@ -73,7 +72,7 @@ class Hierarchy(ABC):
 
     @abstractmethod
     def limit(self, group: Path, quota_us: int, period_us: int) -> None:
-        """Give a group its quota per period, and first claim to it: the kernel's largest weight."""
+        """Set a group's quota per period, and the kernel's largest weight."""
 
 
 class Version1(Hierarchy):
@@ -86,12 +85,12 @@ class Version1(Hierarchy):
 
 
 class Version2(Hierarchy):
-    """cgroup v2: one tree; a group has a quota where its parent hands the controller down."""
+    """cgroup v2: one tree; a group can have a quota if its parent delegates the controller."""
 
     def make(self, name: str, quota_us: int, period_us: int) -> Path:
-        handed_down = self.parent / "cgroup.subtree_control"
-        if "cpu" not in _words(handed_down):
-            handed_down.write_text("+cpu")
+        delegated = self.parent / "cgroup.subtree_control"
+        if "cpu" not in _read_words(delegated):
+            delegated.write_text("+cpu")
         return super().make(name, quota_us, period_us)
 
     def limit(self, group: Path, quota_us: int, period_us: int) -> None:
@@ -100,14 +99,14 @@ class Version2(Hierarchy):
 
 
 def find_hierarchy(root: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc")) -> Hierarchy:
-    """Where this process may make groups with a quota: below its own group if it can be.
+    """Where this process may create groups with a quota: below its own group if possible.
 
     Args:
         root: where control groups are mounted, if `proc` does not say it.
-        proc: the kernel's account of mounts and of this process.
+        proc: the proc file system.
 
     Raises:
-        EmulationUnavailable: nowhere; lists what was tried.
+        EmulationUnavailable: nowhere; the message lists what was tried.
     """
     tried = []
     for hierarchy in _candidates(root, proc):
@@ -127,16 +126,16 @@ def find_hierarchy(root: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc
 
 
 def _candidates(root: Path, proc: Path) -> Iterator[Hierarchy]:
-    """Own group first, then its ancestors: at v2 a group with processes can't hand quotas down."""
+    """Own group first, then its ancestors: in v2, a group with processes cannot delegate quotas."""
     own = _own_groups(proc)
     for mount, kind, options in _mounts(proc) or [(root, "cgroup2", set())]:
         if kind == "cgroup" and "cpu" in options:
-            yield from map(Version1, _upwards(mount, own.get("cpu", "/")))
-        elif kind == "cgroup2" and "cpu" in _words(mount / "cgroup.controllers"):
-            yield from map(Version2, _upwards(mount, own.get("", "/")))
+            yield from map(Version1, _ancestors(mount, own.get("cpu", "/")))
+        elif kind == "cgroup2" and "cpu" in _read_words(mount / "cgroup.controllers"):
+            yield from map(Version2, _ancestors(mount, own.get("", "/")))
 
 
-def _words(file: Path) -> list[str]:
+def _read_words(file: Path) -> list[str]:
     try:
         return file.read_text().split()
     except OSError:
@@ -155,7 +154,7 @@ def _mounts(proc: Path) -> list[tuple[Path, str, set[str]]]:
 
 
 def _own_groups(proc: Path) -> dict[str, str]:
-    """This process's group by controller; the one of v2 under the empty name."""
+    """This process's group by controller; v2 has the empty name."""
     own = {}
     with suppress(OSError):
         for line in (proc / "self/cgroup").read_text().splitlines():
@@ -164,76 +163,76 @@ def _own_groups(proc: Path) -> dict[str, str]:
     return own
 
 
-def _upwards(mount: Path, path: str) -> Iterator[Path]:
-    """The folder of a group and of each ancestor that this mount shows."""
+def _ancestors(mount: Path, path: str) -> Iterator[Path]:
+    """The folder of a group and of each visible ancestor."""
     folder = mount / path.lstrip("/")
     while True:
-        if folder.is_dir():  # inside a container the path may be one that only the host sees
+        if folder.is_dir():  # in a container, the path may exist only on the host
             yield folder
         if folder == mount:
             return
         folder = folder.parent
 
 
-class Seat(ABC):
-    """Where one rank runs."""
+class Placement(ABC):
+    """Where one rank runs, and so how fast it is."""
 
     @abstractmethod
-    def take(self) -> None:
-        """Move the calling process here, all its threads included."""
+    def apply(self) -> None:
+        """Move the calling process here, with all its threads."""
 
 
 @dataclass(frozen=True)
-class QuotaSeat(Seat):
+class QuotaPlacement(Placement):
     """A control group with a quota."""
 
     group: Path
 
-    def take(self) -> None:
+    def apply(self) -> None:
         (self.group / "cgroup.procs").write_text(str(os.getpid()))
 
 
 @dataclass(frozen=True)
-class CoreSeat(Seat):
-    """A core, perhaps shared with other ranks."""
+class CorePlacement(Placement):
+    """A core that other ranks may share."""
 
     core: int
 
-    def take(self) -> None:
+    def apply(self) -> None:
         for thread in Path("/proc/self/task").iterdir():
-            with suppress(ProcessLookupError):  # it has ended since
+            with suppress(ProcessLookupError):  # it has ended
                 os.sched_setaffinity(int(thread.name), {self.core})
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """A seat for each rank. A small picklable value: pass it to the rank processes."""
+    """A placement for each rank. A small picklable value to pass to the rank processes."""
 
-    seats: tuple[Seat, ...]
+    placements: tuple[Placement, ...]
 
     def enter(self, rank: int) -> None:
-        """Make the calling process as slow as `rank` shall be: the first thing that it does.
+        """Apply the speed of `rank` to the calling process. Call it first.
 
         Raises:
             ValueError: no such rank.
-            EmulationUnavailable: the seat is gone (the `with` block has ended) or forbidden.
+            EmulationUnavailable: the `with` block has ended, or the placement is forbidden.
         """
-        if not 0 <= rank < len(self.seats):
+        if not 0 <= rank < len(self.placements):
             raise ValueError(
-                f"rank {rank}: this emulated cluster has ranks 0 to {len(self.seats) - 1}; start "
-                "as many ranks as it has speeds"
+                f"rank {rank}: this emulated cluster has ranks 0 to {len(self.placements) - 1}; "
+                "start as many ranks as it has speeds"
             )
         try:
-            self.seats[rank].take()
+            self.placements[rank].apply()
         except OSError as error:
             raise EmulationUnavailable(
-                f"rank {rank} could not enter {self.seats[rank]}: {error}; its EmulatedCluster "
-                "must still be open in the process that made it"
+                f"rank {rank} could not enter {self.placements[rank]}: {error}; its "
+                "EmulatedCluster must still be open in the process that created it"
             ) from error
 
 
 class EmulatedCluster(AbstractContextManager[Ranks]):
-    """Ranks of unequal speed, as long as its `with` block lasts; `quotas` or `core_sharing`."""
+    """Ranks of unequal speed during the `with` block; create by `quotas` or `core_sharing`."""
 
     def __init__(
         self, *, cores: Sequence[int] = (), fractions: Sequence[float] = (), period_us: int = 0
@@ -243,27 +242,26 @@ class EmulatedCluster(AbstractContextManager[Ranks]):
         self._period_us = period_us
         self._groups: list[Path] = []
         self._guard: subprocess.Popen[bytes] | None = None
-        self._awake = ExitStack()
+        self._idle_states = ExitStack()
 
     @classmethod
     def quotas(cls, fractions: Sequence[float], *, period_us: int = PERIOD_US) -> EmulatedCluster:
-        """Ranks that get a fraction of a core each, whatever the others do.
+        """Ranks that get a fraction of a core each, independent of the others.
 
         Args:
-            fractions: of one core, one per rank; 0.5 is a rank half as fast as one with a core of
-                its own.
-            period_us: microseconds after which a quota is filled up again.
+            fractions: fraction of a core by rank; 0.5 is half as fast as a whole core.
+            period_us: microseconds after which a quota is refilled.
 
         Raises:
-            ValueError: a fraction that is not positive or too small for the kernel, or all of them
-                together more than the cores of this process: then contention would decide.
+            ValueError: a fraction that is not positive or too small for the kernel, or a sum above
+                the number of cores of this process.
         """
         for rank, fraction in enumerate(fractions):
             if not fraction * period_us >= LEAST_QUOTA_US:
                 raise ValueError(
                     f"rank {rank}: {fraction} of a core is a quota of {fraction * period_us:g} us "
-                    f"in a period of {period_us} us; the kernel's least is {LEAST_QUOTA_US} us: "
-                    "take a larger fraction or a longer period_us"
+                    f"in a period of {period_us} us; the kernel's minimum is {LEAST_QUOTA_US} us: "
+                    "use a larger fraction or a longer period_us"
                 )
         cores = len(os.sched_getaffinity(0))
         if not fractions or sum(fractions) > cores * (1 + 1e-9):
@@ -283,24 +281,24 @@ class EmulatedCluster(AbstractContextManager[Ranks]):
         allowed = os.sched_getaffinity(0)
         if not cores or not set(cores) <= allowed:
             raise ValueError(
-                f"cores {tuple(cores)}: one per rank, each of {sorted(allowed)}, which are those "
-                "that this process may use"
+                f"cores {tuple(cores)}: give one core per rank, out of {sorted(allowed)}, "
+                "which this process may use"
             )
         return cls(cores=cores)
 
     def __enter__(self) -> Ranks:
         try:
-            self._awake.enter_context(awake_cores())
-            seats = self._share_cores() if self._cores else self._limit()
+            self._idle_states.enter_context(prevent_idle_states())
+            placements = self._share_cores() if self._cores else self._limit()
         except BaseException:
             self.close()
             raise
-        return Ranks(seats)
+        return Ranks(placements)
 
-    def _share_cores(self) -> tuple[Seat, ...]:
-        return tuple(map(CoreSeat, self._cores))
+    def _share_cores(self) -> tuple[Placement, ...]:
+        return tuple(map(CorePlacement, self._cores))
 
-    def _limit(self) -> tuple[Seat, ...]:
+    def _limit(self) -> tuple[Placement, ...]:
         hierarchy = find_hierarchy()
         sweep(hierarchy.parent)
         serial = next(_SERIAL)
@@ -309,7 +307,7 @@ class EmulatedCluster(AbstractContextManager[Ranks]):
             name = _group_name(rank, serial)
             self._groups.append(hierarchy.make(name, quota_us, self._period_us))
         self._guard = _start_guard(self._groups)
-        return tuple(map(QuotaSeat, self._groups))
+        return tuple(map(QuotaPlacement, self._groups))
 
     def __exit__(
         self,
@@ -320,17 +318,17 @@ class EmulatedCluster(AbstractContextManager[Ranks]):
         self.close()
 
     def close(self) -> None:
-        """Remove the groups; processes still in them go on without a quota."""
+        """Remove the groups; processes in them continue without a quota."""
         remove(self._groups)
         self._groups = []
         if self._guard is not None:
-            self._guard.communicate()  # closes its input, at which it finds nothing left to do
+            self._guard.communicate()  # closes its input, which ends it
             self._guard = None
-        self._awake.close()
+        self._idle_states.close()
 
 
 def remove(groups: Sequence[Path]) -> None:
-    """Remove groups, after moving the processes that are left in them up to the parent group."""
+    """Move remaining processes to the parent group, then remove the groups."""
     deadline = time.monotonic() + REMOVAL_SECONDS
     for group in groups:
         while group.exists():
@@ -344,27 +342,27 @@ def remove(groups: Sequence[Path]) -> None:
 
 
 def sweep(parent: Path) -> None:
-    """Remove what runs that were killed together with their guard have left behind.
+    """Remove groups of runs that were killed together with their guard.
 
-    Only empty groups, and only of this PID namespace: of others nobody here knows who lives.
+    Only empty groups of this PID namespace: processes of other namespaces are not visible.
     """
     for group in parent.glob("poplar-emulation-*"):
-        made_by = _NAME.fullmatch(group.name)
-        if made_by is None or int(made_by["space"]) != _pid_namespace():
+        creator = _NAME.fullmatch(group.name)
+        if creator is None or int(creator["space"]) != _pid_namespace():
             continue
-        if _start_of(int(made_by["pid"])) != int(made_by["start"]):
+        if _start_of(int(creator["pid"])) != int(creator["start"]):
             with suppress(OSError):
                 group.rmdir()
 
 
 def _evict(group: Path) -> None:
     for process in (group / "cgroup.procs").read_text().split():
-        with suppress(OSError):  # it has ended since
+        with suppress(OSError):  # it has ended
             (group.parent / "cgroup.procs").write_text(process)
 
 
 def _group_name(rank: int, serial: int | None = None) -> str:
-    """Names its maker, so that a sweep knows whether somebody still wants the group."""
+    """The name contains the creating process, so that `sweep` knows whether it still runs."""
     serial = next(_SERIAL) if serial is None else serial
     me = os.getpid()
     return f"poplar-emulation-{_pid_namespace()}-{me}-{_start_of(me)}-{serial}-rank{rank}"
@@ -375,7 +373,7 @@ def _pid_namespace() -> int:
 
 
 def _start_of(pid: int) -> int | None:
-    """When a process began, in clock ticks since boot; None if there is none. Ids come again."""
+    """Start time of a process in ticks since boot, since ids are reused; None if not found."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -384,23 +382,23 @@ def _start_of(pid: int) -> int | None:
 
 
 def _start_guard(groups: Sequence[Path]) -> subprocess.Popen[bytes]:
-    """A process that removes the groups once this one is gone, however it went."""
+    """Start a process that removes the groups when this process ends for any reason."""
     return subprocess.Popen(
         [sys.executable, "-S", "-E", __file__, "--guard", *map(str, groups)],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        start_new_session=True,  # Ctrl-C and the end of a terminal are not meant for it
+        start_new_session=True,  # not affected by Ctrl-C
     )
 
 
 def _guard(groups: Sequence[str]) -> None:
-    sys.stdin.buffer.read()  # its other end closes with the process that holds it
+    sys.stdin.buffer.read()  # returns when the parent process ends
     remove([Path(group) for group in groups])
 
 
 def spin(seconds: float) -> float:
-    """Rounds per second of a loop that does nothing but compute: this process's speed."""
+    """Rounds per second of an empty loop: this process's speed."""
     rounds = 0
     start = time.perf_counter()
     while True:
@@ -414,10 +412,10 @@ def spin(seconds: float) -> float:
 def measured_speeds(
     seconds: float = 1.0, group: dist.ProcessGroup | None = None
 ) -> tuple[float, ...]:
-    """What the ranks' speeds really are, the fastest's as 1. Every rank must call it, inside.
+    """Measured speeds of the ranks relative to the fastest. Collective; call it in the cluster.
 
     Args:
-        seconds: how long to spin, all ranks at once; many periods.
+        seconds: how long all ranks spin at once; many periods.
         group: the ranks, on gloo; the default group if None.
     """
     import torch.distributed as dist
@@ -436,19 +434,21 @@ def _show_speeds(ranks: Ranks, fractions: Sequence[float], seconds: float) -> No
     ranks.enter(rank)
     speeds = measured_speeds(seconds)
     if rank == 0:
-        print("rank  quota  asked  measured")
+        print("rank  quota  requested  measured")
         for number, (fraction, speed) in enumerate(zip(fractions, speeds, strict=True)):
-            asked = fraction / max(fractions)
-            print(f"{number:>4}  {fraction:>5.2f}  {asked:>5.2f}  {speed:>8.3f}")
+            requested = fraction / max(fractions)
+            print(f"{number:>4}  {fraction:>5.2f}  {requested:>9.2f}  {speed:>8.3f}")
 
 
 def main() -> None:
-    """Show what quotas really do on this machine."""
+    """Compare requested quotas with measured speeds."""
     parser = argparse.ArgumentParser(
-        description="Spin in processes with a CPU quota, and compare speeds with what was asked.",
+        description="Compare the speeds of processes under CPU quotas with the quotas.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("fractions", type=float, nargs="*", default=[1.0, 0.5], help="of a core")
+    parser.add_argument(
+        "fractions", type=float, nargs="*", default=[1.0, 0.5], help="fractions of a core"
+    )
     parser.add_argument("--seconds", type=float, default=2.0, help="how long to spin")
     parser.add_argument("--guard", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()

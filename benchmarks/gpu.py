@@ -1,4 +1,4 @@
-r"""Everything that only a GPU can show, in one command: `make gpu`.
+r"""Run all checks that need a GPU, in one command: `make gpu`.
 
 Without make, in this repository's folder:
 
@@ -9,11 +9,11 @@ Without make, in this repository's folder:
     PYTHONPATH=$PWD/build/gpu/site python benchmarks/gpu.py --output gpu
 
 The operators' tests with the C++ library and with Triton, exact steps with several ranks on the
-GPU, training at every stage with ranks of unequal memory against one process, the kernels'
-benchmark, and compute-sanitizer. Each part runs in a process of its own, with a deadline, and the
-next one goes on where one fails; a short table comes last. Logs and rows are in the folder. A part
-is only ok if it said what it was run for: not if all of its tests were skipped, nor if other
-operators served than it names. In a copy without git, `POPLAR_COMMIT` tells rows what they are of.
+GPU, training at every stage with ranks of unequal memory against one process, the kernel benchmark,
+and compute-sanitizer. Each part runs in a separate process with a deadline, and a failure does not
+stop the next part. A short table comes last; logs and rows are in the output folder. A part passes
+only if its output shows that it checked what it should: not if all of its tests were skipped, nor
+if another provider ran the operators. In a copy without git, set `POPLAR_COMMIT` for the rows.
 """
 
 from __future__ import annotations
@@ -42,29 +42,29 @@ from poplar import ops
 
 TESTS = HERE.parent / "tests"
 SECONDS = 480.0
-"""For all parts together. The first six may take all of theirs; the rest takes what is left."""
+"""For all parts together. The first six may use all of their time; the others share the rest."""
 LEAST_SECONDS = 15.0
-"""With less left a part is not begun."""
+"""A part is not started with less time left."""
 LOG_LINES = 30
-"""Of a part that failed, on the console."""
+"""Lines of a failed part's log on the console."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How a part went."""
+    """The result of a part."""
 
     name: str
     verdict: str
-    """`ok`, `FAILED`, `not run` (it can't be, here) or `LEFT OUT` (for lack of time)."""
-    said: str
-    """Its last word, or why there is none."""
+    """`ok`, `FAILED`, `not run` (not possible here) or `LEFT OUT` (no time left)."""
+    message: str
+    """The last line of interest, or the reason for another verdict."""
     seconds: float | None = None
     log: Sequence[str] = ()
-    """The end of it, where it failed."""
+    """The end of the log of a failed part."""
 
 
 def main() -> None:
-    """Run the parts; the exit status tells whether all that can be run here are well."""
+    """Run the parts; the exit status is 0 if everything that can run here passed."""
     options = parse_options()
     options.output = options.output.resolve()
     options.output.mkdir(parents=True, exist_ok=True)
@@ -76,7 +76,7 @@ def main() -> None:
 
 
 def run_parts(options: argparse.Namespace) -> int:
-    """One after the other; 1 if one has failed, or was left out for lack of time."""
+    """Run the parts in order; returns 1 if one failed or was left out."""
     console = Console(width=max(100, shutil.get_terminal_size().columns))
     plainly = {"highlight": False, "markup": False, "soft_wrap": True}
     console.print(f"poplar in {Path(poplar.__file__).parent}; {ops.describe()}", **plainly)
@@ -86,7 +86,7 @@ def run_parts(options: argparse.Namespace) -> int:
         if options.only and not any(word in part.name for word in options.only):
             continue
         outcome = attempt(part, options.output, deadline - time.monotonic())
-        console.print(f"{part.name}: {outcome.verdict}. {outcome.said}", **plainly)
+        console.print(f"{part.name}: {outcome.verdict}. {outcome.message}", **plainly)
         for line in outcome.log:
             console.print(f"  | {line}", **plainly)
         outcomes.append(outcome)
@@ -98,30 +98,30 @@ def run_parts(options: argparse.Namespace) -> int:
 
 
 def table_of(outcomes: Sequence[Outcome]) -> Table:
-    """A line for each."""
+    """One line per part."""
     table = Table("part", "seconds", "", "last word")
     for one in outcomes:
         seconds = "" if one.seconds is None else f"{one.seconds:.0f}"
-        table.add_row(one.name, seconds, one.verdict, escape(one.said))
+        table.add_row(one.name, seconds, one.verdict, escape(one.message))
     return table
 
 
 def attempt(part: Part, output: Path, left: float) -> Outcome:
-    """Run it, if that is possible and would show something."""
+    """Run a part if it can run here."""
     why_not = part.needs()
     if why_not:
-        return Outcome(name=part.name, verdict="not run", said=why_not)
-    if part.cpp and CPP not in ops.describe():
-        said = f"it is about the C++ library, which does not serve: {ops.describe()}"
-        return Outcome(name=part.name, verdict="FAILED", said=said)
+        return Outcome(name=part.name, verdict="not run", message=why_not)
+    if part.cpp and ops.providers()["cuda"] != CPP:
+        message = f"it needs the C++ library, but the provider is another: {ops.describe()}"
+        return Outcome(name=part.name, verdict="FAILED", message=message)
     if left < LEAST_SECONDS:
-        said = "no time was left: name it with --only, or give more --seconds"
-        return Outcome(name=part.name, verdict="LEFT OUT", said=said)
+        message = "no time was left: select it with --only, or raise --seconds"
+        return Outcome(name=part.name, verdict="LEFT OUT", message=message)
     return run(part, output, min(part.seconds, left))
 
 
 def run(part: Part, output: Path, seconds: float) -> Outcome:
-    """In a process of its own, which is ended with all that it has started."""
+    """Run a part in a separate process; at the deadline, end it with all its children."""
     log = output / (re.sub(r"\W+", "-", part.name) + ".log")
     began = time.monotonic()
     with log.open("w", encoding="utf-8") as file:
@@ -129,9 +129,9 @@ def run(part: Part, output: Path, seconds: float) -> Outcome:
             [str(word) for word in part.command],
             stdout=file,
             stderr=subprocess.STDOUT,
-            # Gloo's ranks are all here, on a machine whose own name may resolve to nothing.
+            # All ranks are on this machine, whose host name may not resolve.
             env={"GLOO_SOCKET_IFNAME": "lo", **os.environ, **part.environment, "COLUMNS": "160"},
-            cwd=TESTS,  # not where `poplar/` lies: what was built is what is tested
+            cwd=TESTS,  # not the folder of `poplar/`, so that the built package is tested
             start_new_session=True,
         )
         try:
@@ -139,10 +139,10 @@ def run(part: Part, output: Path, seconds: float) -> Outcome:
         except subprocess.TimeoutExpired:
             status = f"not over after {seconds:.0f} s"
         finally:
-            with contextlib.suppress(ProcessLookupError):  # its ranks go with it
+            with contextlib.suppress(ProcessLookupError):  # ends its ranks too
                 os.killpg(started.pid, signal.SIGKILL)
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    said = [line.strip() for line in lines if re.search(part.verdict, line)]
+    message = [line.strip() for line in lines if re.search(part.verdict, line)]
     for pattern in (part.verdict, part.besides):
         if status == "exit status 0" and not any(re.search(pattern, line) for line in lines):
             status += f", but no line matches {pattern!r}"
@@ -150,14 +150,14 @@ def run(part: Part, output: Path, seconds: float) -> Outcome:
     return Outcome(
         name=part.name,
         verdict="ok" if ok else "FAILED",
-        said=said[-1] if ok else f"{status}; see {log}",
+        message=message[-1] if ok else f"{status}; see {log}",
         seconds=time.monotonic() - began,
         log=() if ok else lines[-LOG_LINES:],
     )
 
 
 def train(options: argparse.Namespace) -> int:
-    """At every stage; a row each."""
+    """Train at every stage; one row each."""
     import gpu_training
 
     rows = gpu_training.run(
@@ -176,14 +176,18 @@ def train(options: argparse.Namespace) -> int:
 
 
 def parse_options() -> argparse.Namespace:
-    """What to run, and where it goes."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--output", type=Path, default=Path("gpu"), metavar="FOLDER")
-    parser.add_argument("--only", nargs="+", metavar="WORD", help="parts with this in their name")
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="for all parts together")
-    parser.add_argument("--part", choices=("training",), help="this alone, in this process")
+    parser.add_argument(
+        "--only", nargs="+", metavar="WORD", help="run only parts whose name contains one of these"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=SECONDS, help="time for all parts together"
+    )
+    parser.add_argument("--part", choices=("training",), help="run only this part, in this process")
     parser.add_argument("--backend", choices=("gloo", "nccl"), default="gloo")
-    parser.add_argument("--size", default="small", help="of the Llama that is trained")
+    parser.add_argument("--size", default="small", help="size of the trained Llama model")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     return parser.parse_args()
 

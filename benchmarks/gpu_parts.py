@@ -1,4 +1,4 @@
-"""What `make gpu` runs: programs, how long they may take, and what they must say."""
+"""The parts of `make gpu`: commands, deadlines, and the output that they must show."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from pathlib import Path
 
 import torch
 
+from poplar.ops import Provider
+
 HERE = Path(__file__).resolve().parent
-CPP = "C++ (libpoplar_ops_cuda.so)"
-"""What `ops.describe` says of CUDA where the library serves."""
-PLAIN_SERVES = "error:Triton's kernels don't serve"
-"""A filter of warnings: where Triton can't, plain PyTorch would be compared with itself."""
+CPP = Provider("C++", "libpoplar_ops_cuda.so")
+"""The provider of CUDA operators if the C++ library was built."""
+NO_FALLBACK = "error:Triton's kernels do not run on"
+"""A warning filter: if Triton cannot run, plain PyTorch would be compared with itself."""
 
 PYTEST = [sys.executable, "-m", "pytest", "-q", "--maxfail=10", "-p", "no:cacheprovider"]
 PASSED = r"\b[1-9]\d* passed"
-# Those that only ask nvcc need no GPU.
+# Tests that only need nvcc need no GPU.
 OPERATORS = ["unit/test_ops.py", "-k", "cuda and not test_cuda_"]
 CASES = (
     "uneven shares",
@@ -39,55 +41,55 @@ ENGINE = [
         for stage in STAGES
     ),
     "distributed/test_exact_steps.py::test_random_plans_equal_one_process_on_the_whole_batch",
-    "distributed/test_exact_steps.py::test_any_number_of_ranks",
-    "distributed/test_exact_steps.py::test_bf16_parameters_stay_within_their_rounding",
-    "distributed/test_exact_steps.py::test_without_a_plan_batches_may_differ_all_the_same",
-    "distributed/test_same_bits.py::test_other_shares_give_the_same_bits",
-    "distributed/test_persistent_units.py::test_steps_equal_one_process_and_keeping_changes_no_bit",
+    "distributed/test_exact_steps.py::test_steps_are_exact_on_any_number_of_ranks",
+    "distributed/test_exact_steps.py::test_bf16_parameters_are_within_their_rounding",
+    "distributed/test_exact_steps.py::test_ranks_may_have_different_batches_without_a_plan",
+    "distributed/test_same_bits.py::test_shares_do_not_change_the_bits",
+    "distributed/test_persistent_units.py::test_steps_are_exact_and_persistent_units_change_no_bit",
     "integration/test_ecosystem.py::test_scaled_gradients_are_exact",
     *(
-        f"integration/test_ecosystem.py::test_an_overflow_on_one_rank_skips_the_step_on_all[{case}-{stage}]"
+        f"integration/test_ecosystem.py::test_overflow_on_one_rank_skips_the_step_on_all[{case}-{stage}]"
         for case in OVERFLOWS
         for stage in STAGES
     ),
-    "integration/test_everyday_surprises.py::test_fp16_on_a_rank_without_samples",
+    "integration/test_unusual_uses.py::test_fp16_on_rank_without_samples",
 ]
-NOBODY_WAITS = ["distributed/test_no_host_synchronization.py", "-k", "for_a_gpu"]
-# A few of each kernel's, since every launch is many times slower than without.
+NO_HOST_SYNC = ["distributed/test_no_host_synchronization.py", "-k", "for_a_gpu"]
+# A few tests of each kernel: every launch is many times slower under the sanitizer.
 MEMORY = (
-    "pack_takes_thousands or large_pack or lies_at_its_place or block_sums_give or more_ranks "
-    "or (clip_coefficients and 0.05) "
-    "or exact_sums_are_exact or norms_are_roots or (rank_sum_leaves and dtype1) "
+    "pack_of_thousands or large_pack or pack_in_place or block_sums_give or more_ranks "
+    "or (clip_coefficient_matches and 0.05) "
+    "or exact_sums_are_exact or norm_is_the_root or (rank_sum_computes and dtype1) "
     "or (unpack_gives and dtype1) or (adamw_gives and False)"
 )
-# The kernels that have shared memory.
-RACES = "(pack_leaves and dtype0) or norms_are_roots"
+# The kernels that use shared memory.
+RACES = "(pack_computes and dtype0) or norm_is_the_root"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A program, and what to look for in what it says."""
+    """A command, and what its output must show."""
 
     name: str
     command: Sequence[str | Path]
     seconds: float
-    """After which it is ended. A guess until a GPU has run it."""
+    """The deadline. An estimate until a GPU has run it."""
     verdict: str
-    """A pattern; the last line that matches is shown, and without one the part has failed."""
+    """A pattern; the last matching line is shown, and without a match the part has failed."""
     besides: str = ""
-    """Another one that a line has to match."""
+    """Another pattern that must match a line."""
     environment: Mapping[str, str] = field(default_factory=dict)
     needs: Callable[[], str] = lambda: ""
-    """Says why it can't be run here, if it can't."""
+    """Returns why it cannot run here; empty if it can."""
     cpp: bool = False
-    """Whether it has failed where the C++ library does not serve CUDA."""
+    """Whether it fails unless the C++ library runs the CUDA operators."""
 
 
 def parts(output: Path) -> list[Part]:
-    """In the order in which they run: what tells most comes first."""
+    """The parts in the order in which they run, the most important first."""
     triton = {"POPLAR_OPS": "triton"}
     training = [sys.executable, HERE / "gpu.py", "--part", "training", "--output", output]
-    # Others' optimizers may have to be compiled first, which takes minutes.
+    # The peers' optimizers may have to be compiled first, which takes minutes.
     kernels = [HERE / "kernels.py", "--device", "cuda", "--no-peers", "--output"]
     agree = r"stages? agree"
     return [
@@ -98,9 +100,9 @@ def parts(output: Path) -> list[Part]:
             seconds=120,
             environment={"POPLAR_TEST_BACKEND": "gloo", "POPLAR_TEST_DEVICE": "cuda"},
         ),
-        of_tests("nobody waits", NOBODY_WAITS, seconds=45),
+        of_tests("no host synchronization", NO_HOST_SYNC, seconds=45),
         Part(
-            name="training, by way of the host",
+            name="training, staged",
             command=[*training, "--backend", "gloo"],
             seconds=65,
             verdict=agree,
@@ -114,7 +116,7 @@ def parts(output: Path) -> list[Part]:
         ),
         of_tests(
             "operators, Triton",
-            [*OPERATORS, "-W", PLAIN_SERVES],
+            [*OPERATORS, "-W", NO_FALLBACK],
             seconds=90,
             environment=triton,
         ),
@@ -140,7 +142,7 @@ def parts(output: Path) -> list[Part]:
         Part(
             name="kernels, Triton",
             command=[
-                *(sys.executable, "-W", PLAIN_SERVES, *kernels, output / "kernels-triton.jsonl"),
+                *(sys.executable, "-W", NO_FALLBACK, *kernels, output / "kernels-triton.jsonl"),
                 *("--tensors", "gpt-124m", "--operations", "pack", "chain", "--rounds", "7"),
             ],
             seconds=60,
@@ -166,7 +168,7 @@ def of_tests(
     environment: Mapping[str, str] | None = None,
     cpp: bool = False,
 ) -> Part:
-    """Some of the tests; if all of them were skipped, they have shown nothing."""
+    """A part that runs tests; it fails if all of them are skipped."""
     return Part(
         name=name,
         command=[*PYTEST, *arguments],
@@ -178,7 +180,7 @@ def of_tests(
 
 
 def operators_with(words: str) -> list[str]:
-    """Arguments of pytest: the operators' tests with these words, on the GPU."""
+    """Arguments of pytest: the operators' tests on the GPU whose names match."""
     return ["unit/test_ops.py", "-k", f"cuda and not test_cuda_ and ({words})"]
 
 
@@ -190,10 +192,10 @@ def sanitizer(
     besides: str,
     tool: str = "memcheck",
 ) -> Part:
-    """A program under compute-sanitizer, which looks at Poplar's own kernels alone.
+    """A command under compute-sanitizer, for Poplar's own kernels only.
 
-    Neither at those of torch and cuBLAS, which would take minutes, nor at calls of CUDA that fail,
-    which torch makes to find out what there is.
+    The kernels of torch and cuBLAS are skipped, because they would take minutes. Failed CUDA calls
+    are not reported, because torch makes some to detect features.
     """
     found = compute_sanitizer()
     return Part(
@@ -206,7 +208,7 @@ def sanitizer(
         seconds=seconds,
         verdict=r"SUMMARY: 0 ",
         besides=besides,
-        # What torch keeps for later is not out of bounds.
+        # torch's cached memory would hide accesses out of bounds.
         environment={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
         needs=lambda: "" if found else "neither on the path nor in /usr/local/cuda/bin",
         cpp=True,
@@ -214,14 +216,14 @@ def sanitizer(
 
 
 def compute_sanitizer() -> str | None:
-    """Where it is; None: nowhere."""
+    """The path of compute-sanitizer; None if it is not installed."""
     path = os.environ.get("PATH", os.defpath)
     return shutil.which("compute-sanitizer", path=f"{path}{os.pathsep}/usr/local/cuda/bin")
 
 
 def why_no_shared_nccl() -> str:
-    """Why ranks can't share a GPU under NCCL; empty if they can."""
+    """Why ranks cannot share a GPU with NCCL; empty if they can."""
     version = torch.cuda.nccl.version()
     if version < (2, 30):
-        return f"NCCL {'.'.join(map(str, version))} refuses several ranks on a GPU; 2.30 takes them"
+        return f"NCCL {'.'.join(map(str, version))} refuses to share a GPU; 2.30 supports it"
     return ""

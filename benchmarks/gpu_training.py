@@ -1,9 +1,9 @@
 """Training with several ranks on one GPU, each with its own part of the memory.
 
-What travels goes by way of host memory (`communicator="auto"` beside gloo), or by NCCL where it
-lets ranks share a GPU. The gradient is held against one process's, in fp32, so that what is wrong
-does not pass for rounding; then a few steps are trained in the dtype that the GPU is used with.
-Nothing here is about speed: ranks on one GPU take it from each other.
+Communication is staged through host memory (`communicator="auto"` with gloo), or uses NCCL if it
+lets ranks share a GPU. The gradient is compared with one process's in fp32, so that errors are not
+mistaken for rounding; then a few steps are trained in the GPU's usual dtype. Speed is not measured,
+because the ranks compete for the GPU.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PASSES, STEPS = 2, 8
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One stage."""
+    """The result of one stage."""
 
     benchmark: str
     backend: str
@@ -42,14 +42,14 @@ class Row:
     shares: tuple[float, ...]
     memory_fractions: tuple[float, ...]
     relative_error: float
-    """Largest of a parameter's gradient, against one process on the whole batch."""
+    """The largest of any parameter's gradient, against one process on the whole batch."""
     tolerance: float
     losses: tuple[float, ...]
     step_seconds: float
     peak_bytes: tuple[int, ...]
     """Allocated on the GPU, by rank."""
     operators: str
-    """Who serves them, on the CPU and on the GPU."""
+    """The providers of the operators on the CPU and on the GPU."""
     device: str
     versions: str
     commit: str
@@ -59,7 +59,7 @@ class Row:
 def train_on_one_gpu(
     stages: tuple[int, ...], backend: str, size: str, device: str, output: str
 ) -> None:
-    """What each rank does."""
+    """Train at all stages on one rank; rank 0 writes the rows."""
     rank = dist.get_rank()
     target = torch.device(device, 0) if device == "cuda" else torch.device("cpu")
     if device == "cuda":
@@ -103,7 +103,7 @@ def train(stage: int, backend: str, size: str, device: torch.device) -> Row:
         tolerance=found.tolerance,
         losses=tuple(float(result.loss) for result in results),
         step_seconds=statistics.median(result.seconds for result in results[2:]),
-        peak_bytes=gathered(peak),
+        peak_bytes=all_gather(peak),
         operators=ops.describe(),
         device=provenance.device(device.type),
         versions=provenance.versions("torch", "triton"),
@@ -112,15 +112,15 @@ def train(stage: int, backend: str, size: str, device: torch.device) -> Row:
     )
 
 
-def gathered(value: int) -> tuple[int, ...]:
-    """Everybody's."""
+def all_gather(value: int) -> tuple[int, ...]:
+    """The value of every rank."""
     values: list[int] = [0] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return tuple(values)
 
 
 def run(output: Path, backend: str, size: str, device: str) -> list[Row]:
-    """All stages, on as many ranks as there are micro-batches.
+    """Train at all stages, on as many ranks as there are micro-batches.
 
     Raises:
         LaunchError: a rank failed.
@@ -141,13 +141,13 @@ def run(output: Path, backend: str, size: str, device: str) -> list[Row]:
 
 
 def agrees(row: Row) -> bool:
-    """Whether the gradient is one process's, and the loss falls."""
+    """Whether the gradient is that of one process, and the loss falls."""
     falls = row.losses[-1] < row.losses[0]
     return row.relative_error <= row.tolerance and falls
 
 
 def one_step() -> None:
-    """One rank, one step of every stage: for compute-sanitizer."""
+    """One rank, one step of every stage, for compute-sanitizer."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     for stage in (0, 1, 2, 3):
         torch.manual_seed(0)

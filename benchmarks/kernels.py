@@ -1,13 +1,13 @@
-"""Poplar's kernels against what torch users launch: pack, reduce, update, and the chain of them.
+"""Benchmark of Poplar's kernels against common torch code: pack, reduce, update, and all of them.
 
     python benchmarks/kernels.py --output rows.jsonl --plot kernels.png
 
-On the CPU with torch's own threads, or on a GPU (`--device cuda`; with `POPLAR_OPS=triton` by
-Triton's kernels). Every way's result is held against the others' before anything is timed. Ways
-take turns in every round, beside a copy: figures are GB/s of the bytes that have to move at least,
-percent of the copy's bandwidth, and how much faster than the usual way. How much faster goes by
-the host's seconds, launches included, which is what a trainer waits for; bandwidths on CUDA go by
-the device's own. In `update` optimizers of apex and DeepSpeed take part where they are installed.
+On the CPU with torch's threads, or on a GPU (`--device cuda`; with `POPLAR_OPS=triton` for Triton's
+kernels). All results are compared before anything is timed. The variants and a copy are interleaved
+in every round. Figures are GB/s of the minimum bytes, percent of the copy's bandwidth, and the
+speed-up over the usual torch code. Speed-ups use host seconds, launches included, because that is
+what training waits for; bandwidths on CUDA use device seconds. In `update`, the optimizers of apex
+and DeepSpeed take part if they are installed.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from rich.console import Console
 from poplar import ops
 
 STATE_BYTES = 24
-"""Of an element: what each optimizer of `update` holds at most, with what it needs on the way."""
+"""Bytes per element that each optimizer of `update` needs at most, temporaries included."""
 
 
 def main() -> None:
-    """Task after task, one in memory at a time."""
+    """Run all tasks, with one in memory at a time."""
     options = parse_options()
     console = Console()
     if options.show:
@@ -47,8 +47,8 @@ def main() -> None:
         if options.device == "cuda" and not torch.cuda.is_available():
             sys.exit(f"torch {torch.__version__} sees no GPU here: `poplar doctor` says more")
         torch.set_num_threads(options.threads)
-        # Rows name Triton: better none than those of plain PyTorch in its place.
-        warnings.filterwarnings("error", message="Triton's kernels don't serve")
+        # Rows name the provider, so plain PyTorch must not silently replace Triton.
+        warnings.filterwarnings("error", message="Triton's kernels do not run on")
         console.print(ops.describe())
         rows = run(options, console)
     console.print(table_of(rows))
@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def run(options: argparse.Namespace, console: Console) -> list[Row]:
-    """Measure everything that was asked for."""
+    """Measure the requested tasks."""
     rows: list[Row] = []
     wanted = options.peers and "update" in options.operations
     peers = installed(options.device) if wanted else []
@@ -82,7 +82,7 @@ def run(options: argparse.Namespace, console: Console) -> list[Row]:
 
 
 def fits(name: str, operation: str, device: str, peers: int = 0) -> bool:
-    """Whether it is held: a 1.1B model takes 79 GB with the three optimizers of `update`."""
+    """Whether memory suffices: a 1.1B model takes 79 GB with the three optimizers of `update`."""
     needed = STATE_BYTES * LISTS[name].numel * (3 + peers)
     if device == "cuda" and torch.cuda.mem_get_info()[0] > needed:
         return True
@@ -90,7 +90,7 @@ def fits(name: str, operation: str, device: str, peers: int = 0) -> bool:
 
 
 def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """What to measure, and where it goes."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     several: dict[str, object] = {"nargs": "+", "metavar": "NAME"}
     parser.add_argument("--operations", choices=OPERATIONS, default=OPERATIONS, **several)
@@ -103,25 +103,28 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--device",
         choices=("cpu", "cuda"),
         default="cpu",
-        help="on cuda percent of the copy goes by the device's own seconds, ratios by the host's",
+        help="on cuda, percent of the copy uses device seconds and speed-ups use host seconds",
     )
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument(
         "--no-peers",
         dest="peers",
         action="store_false",
-        help="leave out apex and DeepSpeed, which may have to be compiled first",
+        help="without apex and DeepSpeed, which may have to be compiled first",
     )
-    parser.add_argument("--quick", action="store_true", help="the small list, three rounds")
+    parser.add_argument("--quick", action="store_true", help="the small model, three rounds")
     parser.add_argument("--show", type=Path, metavar="FILE", help="show saved rows")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="add rows as JSON lines")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="append the rows as JSON lines")
     parser.add_argument(
-        "--plot", type=Path, metavar="FILE", help="draw percent of the copy; takes matplotlib"
+        "--plot",
+        type=Path,
+        metavar="FILE",
+        help="draw percent of the copy's bandwidth; needs matplotlib",
     )
-    parser.add_argument("--verbose", action="store_true", help="tell what is going on")
+    parser.add_argument("--verbose", action="store_true", help="print progress")
     options = parser.parse_args(arguments)
     if options.plot and importlib.util.find_spec("matplotlib") is None:
-        parser.error("--plot takes matplotlib: pip install 'poplar-zero[report]'")
+        parser.error("--plot needs matplotlib: pip install 'poplar-zero[report]'")
     if options.quick:
         options.tensors, options.rounds = ("small",), 3
     return options

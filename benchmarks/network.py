@@ -1,12 +1,12 @@
-"""Several hosts on one machine: network namespaces with a link of a chosen rate between them.
+"""Several hosts on one machine: network namespaces with a link of a given rate between them.
 
     with EmulatedNetwork(hosts=2, bits_per_second=1e9) as hosts:
         ...                      # each rank process calls hosts.enter(host) before anything else
 
-Ranks of one host talk within their namespace, at the speed of memory; what goes to another host
-passes a veth whose both ends are shaped by `tc tbf`. Needs root and iproute2. The namespaces are
-this run's own and go with it: at the end of the `with` block, or by a guard process when this one
-is killed. Never believe a rate, measure it:
+Ranks of one host communicate within their namespace, at the speed of memory. Communication between
+hosts uses a veth whose two ends are shaped by `tc tbf`. Needs root and iproute2. The namespaces are
+removed at the end of the `with` block, or by a guard process if this process is killed. Always
+measure the rate:
 
     python benchmarks/network.py --gigabits 1
 """
@@ -32,12 +32,13 @@ from types import TracebackType
 from emulation import EmulationUnavailable
 
 BURST_BYTES = 256 * 1024
-"""What may leave at once. More than the segments that the kernel hands over whole (64 KiB), or the
-rate is not reached; little beside a second's worth."""
+"""Bytes that may be sent at once. Must exceed the segments that the kernel sends as a whole (64
+KiB), or the rate is not reached; little compared to the bytes of a second.
+"""
 QUEUE_SECONDS = 0.05
-"""How long bytes may queue before they are dropped."""
+"""Seconds that bytes may queue before they are dropped."""
 INTERFACE = "poplar0"
-"""Of a host, in its namespace."""
+"""The interface of each host, in its namespace."""
 CLONE_NEWNET = 0x40000000
 PORT = 29_400
 
@@ -46,18 +47,19 @@ _SERIAL = itertools.count()
 
 @dataclass(frozen=True)
 class Hosts:
-    """The namespaces of an open network, as rank processes need them. A small picklable value."""
+    """The namespaces of an open network, for the rank processes. A small picklable value."""
 
     names: tuple[str, ...]
 
     def enter(self, host: int) -> None:
-        """Move the calling thread, and all that it starts from now on, to a host.
+        """Move the calling thread, and all threads and processes that it starts later, to a host.
 
-        Before any socket is made: sockets stay where they are. gloo is told to use its interface.
+        Call it before creating any socket: existing sockets stay in their namespace. Also sets
+        gloo's interface.
 
         Raises:
             ValueError: no such host.
-            EmulationUnavailable: the network is gone, or this process may not enter it.
+            EmulationUnavailable: the network was closed, or this process may not enter it.
         """
         if not 0 <= host < len(self.names):
             raise ValueError(f"host {host}: there are hosts 0 to {len(self.names) - 1}")
@@ -65,7 +67,7 @@ class Hosts:
             namespace = os.open(f"/var/run/netns/{self.names[host]}", os.O_RDONLY)
         except OSError as error:
             raise EmulationUnavailable(
-                f"host {host} is gone ({error}); its EmulatedNetwork must still be open"
+                f"host {host} does not exist ({error}); its EmulatedNetwork must still be open"
             ) from error
         library = ctypes.CDLL(None, use_errno=True)
         failed = library.setns(namespace, CLONE_NEWNET)
@@ -76,11 +78,11 @@ class Hosts:
         os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
 
     def address(self, host: int) -> str:
-        """Of the host's interface."""
+        """The address of the host's interface."""
         return f"10.77.0.{host + 1}"
 
     def sent_bytes(self, host: int) -> int:
-        """What the host has sent to other hosts since the network was made."""
+        """Bytes that the host has sent to other hosts since the network was created."""
         shown = run("ip", "netns", "exec", self.names[host], "cat", f"{_STATISTICS}/tx_bytes")
         return int(shown)
 
@@ -89,10 +91,10 @@ _STATISTICS = f"/sys/class/net/{INTERFACE}/statistics"
 
 
 class EmulatedNetwork(AbstractContextManager[Hosts]):
-    """Two hosts and a link, as long as the `with` block lasts."""
+    """Two hosts and a link, for the duration of the `with` block."""
 
     def __init__(self, *, hosts: int = 2, bits_per_second: float) -> None:
-        """Raises `ValueError` for another number of hosts than two, or a rate that is not one."""
+        """Raises `ValueError` if `hosts` is not 2 or the rate is not positive."""
         if hosts != 2:
             raise ValueError(f"EmulatedNetwork joins 2 hosts, got hosts={hosts}")
         if not bits_per_second > 0:
@@ -142,25 +144,25 @@ class EmulatedNetwork(AbstractContextManager[Hosts]):
         self.close()
 
     def close(self) -> None:
-        """Remove the namespaces; processes still in them lose the network."""
+        """Remove the namespaces; processes that are still in them lose the network."""
         remove(self._names)
         if self._guard is not None:
-            self._guard.communicate()  # closes its input, at which it finds nothing left to do
+            self._guard.communicate()  # closes its input, so it ends
             self._guard = None
 
 
 def remove(names: Sequence[str]) -> None:
-    """Remove namespaces, those that are gone already included."""
+    """Remove namespaces; those that no longer exist are ignored."""
     for name in names:
         with suppress(EmulationUnavailable):
             run("ip", "netns", "delete", name)
 
 
 def run(*command: str) -> str:
-    """Run a command and return what it prints.
+    """Run a command and return its output.
 
     Raises:
-        EmulationUnavailable: it failed; says what it said.
+        EmulationUnavailable: the command failed; includes its error message.
     """
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -172,46 +174,46 @@ def run(*command: str) -> str:
 
 
 def _start_guard(names: Sequence[str]) -> subprocess.Popen[bytes]:
-    """A process that removes the namespaces once this one is gone, however it went."""
+    """Start a process that removes the namespaces when this process has ended."""
     return subprocess.Popen(
         [sys.executable, __file__, "--guard", *names],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        start_new_session=True,  # Ctrl-C and the end of a terminal are not meant for it
+        start_new_session=True,  # so that Ctrl-C and a closed terminal do not end it
     )
 
 
 def measured_rate(hosts: Hosts, seconds: float = 2.0) -> tuple[float, float]:
-    """Bits per second from host 0 to 1 and back, both at once, through plain sockets."""
+    """Bits per second from host 0 to 1 and back, both at the same time, through plain sockets."""
     context = multiprocessing.get_context("spawn")
     with context.Pool(2, maxtasksperchild=1) as pool:
-        ends = [pool.apply_async(_talk, (hosts, host, seconds)) for host in (0, 1)]
-        heard = [end.get(timeout=60) for end in ends]
-    return heard[1], heard[0]
+        ends = [pool.apply_async(_send_and_receive, (hosts, host, seconds)) for host in (0, 1)]
+        received = [end.get(timeout=60) for end in ends]
+    return received[1], received[0]
 
 
-def _talk(hosts: Hosts, host: int, seconds: float) -> float:
-    """Send as fast as it goes, and count what arrives; bits per second that did."""
+def _send_and_receive(hosts: Hosts, host: int, seconds: float) -> float:
+    """Send at full speed and return the received bits per second."""
     hosts.enter(host)
-    line = _connected(hosts, host)
+    connection = _connect(hosts, host)
     stop = time.monotonic() + seconds
 
     def send() -> None:
         block = bytes(1 << 20)
         with suppress(OSError):
             while time.monotonic() < stop:
-                line.sendall(block)
+                connection.sendall(block)
 
     sender = threading.Thread(target=send, daemon=True)
-    received, begun = 0, time.monotonic()
+    received, start = 0, time.monotonic()
     sender.start()
     while time.monotonic() < stop:
-        received += len(line.recv(1 << 20))
-    return 8 * received / (time.monotonic() - begun)
+        received += len(connection.recv(1 << 20))
+    return 8 * received / (time.monotonic() - start)
 
 
-def _connected(hosts: Hosts, host: int) -> socket.socket:
+def _connect(hosts: Hosts, host: int) -> socket.socket:
     if host == 0:
         with socket.create_server((hosts.address(0), PORT)) as server:
             server.settimeout(30)
@@ -227,22 +229,26 @@ def _connected(hosts: Hosts, host: int) -> socket.socket:
 
 
 def main() -> None:
-    """Show what a link really carries on this machine."""
+    """Measure the actual rate of a link on this machine."""
     parser = argparse.ArgumentParser(description="Measure a shaped link between two namespaces.")
-    parser.add_argument("--gigabits", type=float, default=1.0, help="per second (default: 1)")
+    parser.add_argument(
+        "--gigabits", type=float, default=1.0, help="Gbit/s of the link (default: 1)"
+    )
     parser.add_argument("--guard", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.guard:
-        sys.stdin.buffer.read()  # its other end closes with the process that holds it
+        sys.stdin.buffer.read()  # ends when the parent process closes its end or exits
         remove(options.guard)
         return
     try:
         with EmulatedNetwork(hosts=2, bits_per_second=1e9 * options.gigabits) as hosts:
-            forth, back = measured_rate(hosts)
+            forward, back = measured_rate(hosts)
     except (EmulationUnavailable, ValueError) as failure:
         print(failure, file=sys.stderr)
         raise SystemExit(1) from None
-    print(f"asked {options.gigabits:g}, measured {forth / 1e9:.3f} and {back / 1e9:.3f} Gbit/s")
+    print(
+        f"requested {options.gigabits:g}, measured {forward / 1e9:.3f} and {back / 1e9:.3f} Gbit/s"
+    )
 
 
 if __name__ == "__main__":

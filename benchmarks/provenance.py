@@ -1,4 +1,4 @@
-"""Where a figure comes from: the machine, the versions, the commit and the day."""
+"""Where a measurement comes from: hardware, package versions and commit."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import platform
 import subprocess
 from functools import cache
 from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 @cache
@@ -22,30 +24,39 @@ def device(kind: str = "cpu") -> str:
 
 @cache
 def versions(*names: str) -> str:
-    """Of packages, as `torch 2.13.0, no deepspeed`, and of Python."""
-    said = []
+    """Versions of packages and of Python, as `torch 2.13.0, no deepspeed, python 3.11.7`."""
+    found = []
     for name in names:
         try:
-            said.append(f"{name} {importlib.metadata.version(name)}")
+            found.append(f"{name} {importlib.metadata.version(name)}")
         except importlib.metadata.PackageNotFoundError:
-            said.append(f"no {name}")
-    return f"{', '.join(said)}, python {platform.python_version()}"
+            found.append(f"no {name}")
+    return f"{', '.join(found)}, python {platform.python_version()}"
 
 
 @cache
 def commit() -> str:
-    """Of this repository, `-dirty` if something was changed since; where a copy has no history, as
-    `POPLAR_COMMIT` says.
+    """This checkout's commit, with `-dirty` if files differ from it.
+
+    `POPLAR_COMMIT` overrides it, for copies without a history. A repository that only
+    encloses such a copy does not count.
     """
-    command = ["git", "describe", "--always", "--dirty"]
+    if "POPLAR_COMMIT" in os.environ:
+        return os.environ["POPLAR_COMMIT"]
+    if _git("rev-parse", "--show-toplevel") != str(ROOT):
+        return "unknown"
+    return _git("describe", "--always", "--dirty") or "unknown"
+
+
+def _git(*command: str) -> str:
+    """What git prints; nothing if it fails or is not installed."""
     try:
-        found = subprocess.run(
-            command, capture_output=True, text=True, cwd=Path(__file__).parent, check=False
+        finished = subprocess.run(
+            ["git", *command], capture_output=True, text=True, cwd=ROOT, check=False
         )
-        said = found.stdout.strip()
-    except OSError:  # no git; the figures are no worse for it
-        said = ""
-    return said or os.environ.get("POPLAR_COMMIT", "unknown")
+    except OSError:
+        return ""
+    return finished.stdout.strip()
 
 
 def _processor() -> str:

@@ -1,4 +1,4 @@
-"""`benchmarks/RESULTS.md` from rows: hardware, versions, commit, tables, and what falls short.
+"""Write `benchmarks/RESULTS.md` from rows: hardware, versions, commit, tables, missed thresholds.
 
 python benchmarks/results.py > benchmarks/RESULTS.md
 """
@@ -9,23 +9,23 @@ import argparse
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from contest.clusters import CLUSTERS
-from contest.row import Row, contests_of, read_rows
-from contest.table import HEADINGS, cells_of, summary_cells
-from contest.targets import verdicts
+from head_to_head.clusters import CLUSTERS
+from head_to_head.row import Row, comparisons_of, read_rows
+from head_to_head.table import HEADINGS, cells_of, summary_cells
+from head_to_head.targets import verdicts
 
 ROWS = Path(__file__).parent / "results/train.jsonl"
-"""Rows of all runs that are worth keeping; of each contest the latest counts."""
+"""Rows of all published runs; of each comparison, the latest counts."""
 
 
 def markdown(rows: Sequence[Row]) -> Iterator[str]:
-    """Line by line."""
+    """The lines of the page."""
     first = rows[0]
     yield "# Head to head: results\n"
     yield (
-        "Rows that `python benchmarks/train.py --output rows.jsonl` wrote, collected in "
-        "`results/train.jsonl` and put together by `python benchmarks/results.py`; `README.md` "
-        "says how to read them.\n"
+        "`python benchmarks/results.py` writes this page from `results/train.jsonl`, which holds "
+        "rows of `python benchmarks/train.py --output rows.jsonl`. `README.md` explains "
+        "the columns.\n"
     )
     for name, values in (
         ("hardware", {row.device for row in rows}),
@@ -36,7 +36,7 @@ def markdown(rows: Sequence[Row]) -> Iterator[str]:
     ):
         yield f"- {name}: {'; '.join(sorted(values))}"
     short = [verdict for verdict in verdicts(rows) if not verdict.met]
-    yield "\n## What falls short\n"
+    yield "\n## Missed thresholds\n"
     yield from (
         f"- {v.cluster}, {'all stages' if v.stage is None else f'stage {v.stage}'}: {v.what} {v}"
         for v in short
@@ -45,10 +45,10 @@ def markdown(rows: Sequence[Row]) -> Iterator[str]:
     if missing:
         yield f"- not measured: {', '.join(missing)}"
     if not short and not missing:
-        yield "Nothing that has a threshold."
+        yield "None."
     yield "\n## Thresholds\n"
     yield from _table(("cluster", "stage", "what", "value", "wanted", ""), summary_cells(rows))
-    for name, own in contests_of(rows).items():
+    for name, own in comparisons_of(rows).items():
         first = own[0]
         yield f"\n## {name}\n"
         speeds = " : ".join(f"{speed:.1f}" for speed in first.calibrated_speeds)
@@ -73,10 +73,10 @@ def _table(headings: Sequence[str], lines: Iterable[Sequence[str]]) -> Iterator[
 
 
 def main() -> None:
-    """Markdown to standard output."""
+    """Print the page."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument(
-        "rows", type=Path, nargs="?", default=ROWS, help="what train.py --output wrote"
+        "rows", type=Path, nargs="?", default=ROWS, help="rows of train.py --output"
     )
     path = parser.parse_args().rows
     try:

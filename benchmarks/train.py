@@ -1,12 +1,13 @@
 """Head to head: Poplar against DeepSpeed, FSDP2 and DDP on the same unequal ranks.
 
-Real processes, really unequal (see `contest/clusters.py`); the same model, data, global batch,
-optimizer, dtype and learning rate in every engine; everybody's best legal setting; turn by turn in
-one run. The yardstick is the sum of speeds: what the ranks do in plain PyTorch passes when working
-together costs nothing.
+Ranks are processes slowed down by CPU quotas or shared cores (`head_to_head/clusters.py`). Every
+engine has the same model, data, global batch, optimizer, dtype and learning rate, and its best
+permitted settings; engines take turns of a few steps. DDP and FSDP2 also run with uneven batches
+set by hand. Results are compared with the sum of speeds: plain PyTorch passes on all ranks at once,
+without communication.
 
     make peers                                             # DeepSpeed, once
-    python benchmarks/train.py --quick                     # a look, in two minutes
+    python benchmarks/train.py --quick                     # two minutes
     python benchmarks/train.py --clusters 2:1:1 4:1 --output rows.jsonl
 """
 
@@ -21,19 +22,19 @@ from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
-from contest.clusters import CLUSTERS, Cluster, find_cluster
-from contest.crew import CrewFailed
-from contest.outcome import Contest
-from contest.race import Rules, hold
-from contest.row import Row, rows_of, write_rows
-from contest.table import summary_of, table_of
-from contest.task import MODELS, Task
 from emulation import EmulationUnavailable
+from head_to_head.clusters import CLUSTERS, Cluster, find_cluster
+from head_to_head.outcome import Comparison
+from head_to_head.row import Row, rows_of, write_rows
+from head_to_head.runner import Settings, compare
+from head_to_head.table import summary_of, table_of
+from head_to_head.task import MODELS, Task
+from head_to_head.workers import WorkersFailed
 from rich.console import Console
 
-QUICK = Rules(
+QUICK = Settings(
     policies=("even", "exact"),
-    parts=False,
+    subsets=False,
     steps=5,
     calibration_seconds=3.0,
     profile_seconds=12.0,
@@ -42,64 +43,64 @@ QUICK = Rules(
 
 
 def main() -> None:
-    """Contest by contest; rows are written as soon as there are any."""
+    """Run one comparison per cluster; write its rows as soon as it ends."""
     options = parse_options()
-    # Memory that is freed and given back has to be faulted in again at every step; keeping it makes
-    # timings steadier, for all engines alike.
+    # Returning freed memory to the system causes page faults at every step; not returning it makes
+    # timings steadier for all engines.
     os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(2**30))
     os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(2**31 - 1))
-    os.environ["OMP_NUM_THREADS"] = "1"  # a rank is one thread; others would share its quota
-    # A table that is wider than its terminal may wrap; in a file it must not.
+    os.environ["OMP_NUM_THREADS"] = "1"  # more threads would share the rank's quota
+    # Wide tables may wrap in a terminal, but not in a file.
     console = Console(width=None if sys.stdout.isatty() else 200, soft_wrap=True, highlight=False)
-    contests: list[Contest] = []
+    comparisons: list[Comparison] = []
     rows: list[Row] = []
     for cluster in options.clusters:
-        contest = attempt(cluster, options, console)
-        if contest is None:
+        comparison = attempt(cluster, options, console)
+        if comparison is None:
             continue
-        contests.append(contest)
-        fresh = rows_of(contest)
+        comparisons.append(comparison)
+        fresh = rows_of(comparison)
         rows += fresh
         if options.output:
             write_rows(options.output, fresh)
         console.print(table_of(fresh))
-        for note in contest.notes:
+        for note in comparison.notes:
             console.print(f"  {note}")
-    if not contests:
+    if not comparisons:
         raise SystemExit(1)
     console.print(summary_of(rows))
-    held = {contest.cluster for contest in contests}
-    skipped = [cluster.name for cluster in options.clusters if cluster.name not in held]
+    done = {comparison.cluster for comparison in comparisons}
+    skipped = [cluster.name for cluster in options.clusters if cluster.name not in done]
     if options.page:
-        from contest.page import write_page
+        from head_to_head.page import write_page
 
         try:
-            write_page(contests, options.page)
+            write_page(comparisons, options.page)
         except ImportError as missing:
             console.print(f"no {options.page}: {missing}")
         else:
-            console.print(f"{options.page} shows it all")
+            console.print(f"report written to {options.page}")
     if skipped:
-        raise SystemExit(f"not held: {', '.join(skipped)} (see above)")
+        raise SystemExit(f"skipped: {', '.join(skipped)} (see above)")
 
 
-def attempt(cluster: Cluster, options: argparse.Namespace, console: Console) -> Contest | None:
-    """One contest, or None and a line that says why not."""
+def attempt(cluster: Cluster, options: argparse.Namespace, console: Console) -> Comparison | None:
+    """One comparison, or None and a printed line that says why not."""
     task = replace(options.task, global_batch=options.samples * cluster.size)
     start = time.perf_counter()
     console.print(f"\n{cluster.name}: {cluster}; global batch {task.global_batch}")
 
-    def tell(text: str) -> None:
+    def log(text: str) -> None:
         if options.verbose:
             console.print(f"  {time.perf_counter() - start:6.1f} s  {text}", style="dim")
 
     try:
-        contest = hold(cluster, task, options.rules, tell)
-    except (EmulationUnavailable, CrewFailed, ValueError) as failure:
+        comparison = compare(cluster, task, options.settings, log)
+    except (EmulationUnavailable, WorkersFailed, ValueError) as failure:
         console.print(f"{cluster.name} was skipped: {failure}", style="bold", markup=False)
         return None
     console.print(f"{cluster.name} took {time.perf_counter() - start:.0f} s")
-    return contest
+    return comparison
 
 
 def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -111,23 +112,30 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     several = {"nargs": "+"}
     parser.add_argument("--clusters", **several, help="(default: all; quick: 2:1:1)")
     parser.add_argument("--model", choices=MODELS, default="llama", help="(default: llama)")
-    parser.add_argument("--size", default="demo", help="of the model (default: demo)")
+    parser.add_argument("--size", default="demo", help="size of the model (default: demo)")
     parser.add_argument("--context", type=int, default=64, help="bytes a sample (default: 64)")
     parser.add_argument(
         "--samples", type=int, help="per rank and step, on average (default: 32, quick: 16)"
     )
     parser.add_argument("--stages", type=int, choices=range(4), **several, help="(default: all)")
     parser.add_argument(
-        "--policies", choices=("even", "flops", "paper", "exact"), **several, help="of Poplar"
+        "--policies",
+        choices=("even", "flops", "paper", "exact"),
+        **several,
+        help="policies of Poplar",
     )
-    parser.add_argument("--peers", choices=("ddp", "fsdp2", "deepspeed"), nargs="*", help=" ")
-    parser.add_argument("--steps", type=int, help="that count, of each (default: 50, quick: 5)")
+    parser.add_argument(
+        "--peers", choices=("ddp", "fsdp2", "deepspeed"), nargs="*", help="(default: all)"
+    )
+    parser.add_argument("--steps", type=int, help="counted steps of each (default: 50, quick: 5)")
     parser.add_argument("--no-memory", action="store_true", help="do not measure peak memory")
-    parser.add_argument("--no-parts", action="store_true", help="without strong or weak ranks only")
-    parser.add_argument("--quick", action="store_true", help="few steps: a look in two minutes")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="append one JSON row each")
+    parser.add_argument("--no-parts", action="store_true", help="skip strong and weak ranks only")
+    parser.add_argument("--quick", action="store_true", help="few steps, about two minutes")
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="append one JSON row per configuration"
+    )
     parser.add_argument("--page", type=Path, metavar="FILE", help="write an HTML report")
-    parser.add_argument("--verbose", action="store_true", help="tell what is going on")
+    parser.add_argument("--verbose", action="store_true", help="print progress")
     options = parser.parse_args(arguments)
     if options.context < 1:
         parser.error(f"--context must be at least 1, got {options.context}")
@@ -144,22 +152,22 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         options.samples = 16 if options.quick else 32
     if options.samples < 1:
         parser.error(f"--samples must be at least 1, got {options.samples}")
-    options.rules = rules_of(options)
+    options.settings = settings_of(options)
     return options
 
 
-def rules_of(options: argparse.Namespace) -> Rules:
-    """What the command line says, over the defaults."""
-    rules = QUICK if options.quick else Rules()
+def settings_of(options: argparse.Namespace) -> Settings:
+    """The defaults, overridden by the command line."""
+    settings = QUICK if options.quick else Settings()
     asked = {name: getattr(options, name) for name in ("stages", "policies", "peers")}
     chosen = {
         name: tuple(dict.fromkeys(value)) for name, value in asked.items() if value is not None
     }
     return replace(
-        rules,
-        steps=options.steps or rules.steps,
-        memory=rules.memory and not options.no_memory,
-        parts=rules.parts and not options.no_parts,
+        settings,
+        steps=options.steps or settings.steps,
+        memory=settings.memory and not options.no_memory,
+        subsets=settings.subsets and not options.no_parts,
         **chosen,
     )
 

@@ -1,12 +1,8 @@
-"""What Poplar gains when ranks are unequal, on any machine with two cores: `make demo`.
+"""Even plan against Poplar's plan on four unequal CPU ranks: `make demo`.
 
-Four ranks: one has a core to itself, three share another. Nobody types a batch size: Poplar
-profiles the ranks and plans. Then one model is trained twice from one seed: by the even plan, as
-DDP, FSDP and DeepSpeed would cut the batch, and by the planned one, at the same stage. The two take
-turns, so what the machine does besides hits both alike. Global batches, learning rate and loss
-curve are the same; only the time differs.
-
-What was measured, decided and seen ends in a folder: `report.html`, `run.json` and pictures.
+Rank 0 has a CPU core to itself, the other three ranks share a second one. Poplar profiles the
+ranks and plans. Then one model trains twice from the same seed, under the even plan and under
+Poplar's, at the same ZeRO stage and in alternating turns. Writes `report.html` and `run.json`.
 """
 
 from __future__ import annotations
@@ -21,12 +17,14 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from launch import LaunchError, run_ranks
 from llama import SIZES, Llama, next_byte_loss
 from neighbours import measure_in_turns, neighbours, own_part
+from noise import OtherLoad, describe, warnings_of
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -43,29 +41,27 @@ SEED = 0
 CONFIG = SIZES["demo"]
 TEXT_BYTES = 8_000_000
 GLOBAL_BATCH = 72
-"""Makes a step take about a second: among four processes on two cores, communication costs tens of
-milliseconds."""
+"""Large enough that a step takes about a second and communication is a small part of it."""
 OPTIMIZER = {"lr": 2e-3, "betas": (0.9, 0.95)}
-"""Of `torch.optim.AdamW`, for measuring and for training."""
+"""Arguments of `torch.optim.AdamW`, for profiling and for training."""
 EXAMPLE_SAMPLES = 8
 LARGEST_MEASURED_BATCH = 16
-"""Samples per second hardly change beyond it on a CPU."""
+"""On a CPU, larger batches hardly change the samples per second."""
 ROUND_STEPS = 5
-"""Steps that one run takes before it is the other's turn."""
+"""Steps of one plan before the other plan's turn."""
 NEIGHBOUR_ROUNDS = 5
-"""How often each plan near the chosen one has its turn."""
-ONE_CURVE = 1e-2
-"""Loss difference, in nats, above which the two runs did not compute the same thing."""
+"""Turns of each plan near the chosen one."""
+MAX_LOSS_DIFFERENCE = 1e-2
+"""In nats. A larger difference means that the two plans did not train the same model."""
 
 
 def main() -> None:
     options = parse_options()
-    # Memory that is freed and given back has to be faulted in again at every step, by all ranks of
-    # a core in turn; keeping it makes timings steadier, for the yardstick and both runs alike.
+    # glibc returns freed memory to the system, and page faults make timings noisy. Keep it.
     os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(2**30))
     os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(2**31 - 1))
     cores = unequal_cores()
-    print(describe(cores), flush=True)
+    print(describe_cores(cores), flush=True)
     try:
         run_ranks(compare, RANKS, options, cores=cores)
     except LaunchError as failure:
@@ -74,18 +70,12 @@ def main() -> None:
 
 
 def compare(options: argparse.Namespace) -> None:
-    """Train by both plans in turns and report; every rank runs this."""
-    rank = dist.get_rank()
-    console = Console(quiet=rank != 0, soft_wrap=True, highlight=False)
+    """Train under both plans in turns and report. Every rank must call it."""
+    console = Console(quiet=dist.get_rank() != 0, soft_wrap=True, highlight=False)
     text, _ = load_text(CONFIG.context, limit=TEXT_BYTES)
-
     before = measure(text, options.measure_seconds)
-    speeds = [speed.samples_per_second for speed in before]
-    console.print(
-        "measured speeds: " + ", ".join(f"{speed:.1f}" for speed in speeds) + " samples/s"
-    )
-    if speeds[0] < 2 * max(speeds[1:]):
-        console.print("rank 0 is not twice as fast as the others: do other programs use its core?")
+    report_speeds(console, before)
+
     start = time.perf_counter()
     profile, planned = profile_and_plan(text, options)
     console.print(f"profiled and planned in {time.perf_counter() - start:.0f} s")
@@ -97,40 +87,54 @@ def compare(options: argparse.Namespace) -> None:
     for run in runs:
         console.print(f"\n{run.name}:\n{run.plan}")
     console.print()
-
-    with progress(console, 2 * options.steps) as advance:
-        for run in turns(runs, options.steps):
-            run.one_step()
-            advance(f"{run.name}: loss {run.losses[-1]:.2f}")
+    load = OtherLoad()
+    train_in_turns(runs, options.steps, console)
+    other_load = load.fraction()
 
     after = measure(text, options.measure_seconds)
-    near = measure_neighbours(runs[-1], profile, options.neighbours, console)
     record = report.RunRecord(
         title="A small Llama on four unequal CPU ranks",
         profile=profile,
-        runs=tuple(run.told() for run in runs),
+        runs=tuple(run.to_report() for run in runs),
         sum_of_speeds=sum_of_speeds(before, after),
-        neighbours=near,
+        neighbours=measure_neighbours(runs[-1], profile, options.neighbours, console),
     )
-    if rank == 0:
-        keep(console, record, options.output)
-        summarize(console, record)
+    if dist.get_rank() == 0:
+        write_outputs(console, record, options.output)
+        summarize(console, record, warnings_of(other_load, before, after))
+
+
+def report_speeds(console: Console, speeds: Sequence[Speed]) -> None:
+    """Print every rank's speed, and a warning if the ranks are not as unequal as they should be."""
+    values = [speed.samples_per_second for speed in speeds]
+    listed = ", ".join(f"{value:.1f}" for value in values)
+    console.print(f"measured speeds: {listed} samples/s")
+    if values[0] < 2 * max(values[1:]):
+        console.print("rank 0 is not twice as fast as the others; other programs may use its core")
+
+
+def train_in_turns(runs: Sequence[Run], steps: int, console: Console) -> None:
+    """Run all steps of all plans, a few at a time. Every rank must call it."""
+    with progress(console, len(runs) * steps) as advance:
+        for run in turns(runs, steps):
+            run.one_step()
+            advance(f"{run.name}: loss {run.losses[-1]:.2f}")
 
 
 @dataclass
 class Run:
-    """One model in training by one plan, and what was seen of it."""
+    """One model in training under one plan, and its measurements."""
 
     name: str
     plan: Plan
     text: ByteWindows
     steps: int
     losses: list[float] = field(default_factory=list)
-    """Of the whole global batch, one per step."""
+    """Loss of the global batch, one per step."""
     seconds: list[float] = field(default_factory=list)
-    """From one step of this rank to the next, loading included."""
+    """Seconds per step on this rank, with data loading."""
     spans: list[list[report.Span]] = field(default_factory=list)
-    """What this rank did in each step."""
+    """Trace of this rank, one list per step."""
 
     def __post_init__(self) -> None:
         torch.manual_seed(SEED)
@@ -144,7 +148,7 @@ class Run:
         self.batches = epochs(DataLoader(self.text, batch_sampler=sampler), sampler)
 
     def one_step(self) -> None:
-        """One optimizer step, on the same global batch whatever the plan."""
+        """Run one optimizer step. The global batch is the same under every plan."""
         start = time.perf_counter()
         batch: Batch = next(self.batches)
         with self.optimizer.trace() as spans:
@@ -154,9 +158,9 @@ class Run:
         self.losses.append(float(result.loss))
         self.spans.append(spans)
 
-    def told(self) -> report.Run:
-        """What all ranks saw of this run, its median step traced. Every rank must call it."""
-        seconds = slowest(self.seconds)
+    def to_report(self) -> report.Run:
+        """Results of all ranks, with the trace of the median step. Every rank must call it."""
+        seconds = slowest_rank(self.seconds)
         typical = seconds.index(statistics.median_low(seconds)) + 1
         spans: list[list[report.Span]] = [[]] * RANKS
         dist.all_gather_object(spans, self.spans[typical])
@@ -171,7 +175,7 @@ class Run:
 
 
 def turns(runs: Sequence[Run], steps: int) -> Iterator[Run]:
-    """Who takes the next step: rounds of a few steps each; who began a round ends the next."""
+    """The run of each next step: rounds of a few steps, in alternating order."""
     order = list(runs)
     for start in range(0, steps, ROUND_STEPS):
         for run in order:
@@ -182,7 +186,7 @@ def turns(runs: Sequence[Run], steps: int) -> Iterator[Run]:
 
 
 def profile_and_plan(text: ByteWindows, options: argparse.Namespace) -> tuple[ClusterProfile, Plan]:
-    """Measure the ranks now, whatever was measured before, and decide. Every rank must call it."""
+    """Profile the ranks without the cache, and plan. Every rank must call it."""
     torch.manual_seed(SEED)
     tuned = poplar.tune(
         Llama(CONFIG),
@@ -204,7 +208,7 @@ def samples_of(text: ByteWindows, indices: range) -> Batch:
 def measure_neighbours(
     run: Run, profile: ClusterProfile, count: int, console: Console
 ) -> tuple[report.Neighbour, ...] | None:
-    """The chosen plan and up to `count` near it, in turns. Every rank must call it."""
+    """Time the chosen plan and up to `count` similar ones in turns. Every rank must call it."""
     if not count:
         return None
     plans = [run.plan, *neighbours(run.plan, profile, count)]
@@ -215,7 +219,7 @@ def measure_neighbours(
 
     with progress(console, NEIGHBOUR_ROUNDS * len(plans)) as advance:
         seconds = measure_in_turns(
-            run.optimizer, plans, one_step, rounds=NEIGHBOUR_ROUNDS, tell=advance
+            run.optimizer, plans, one_step, rounds=NEIGHBOUR_ROUNDS, after_turn=advance
         )
     return tuple(
         report.Neighbour(plan=plan, step_seconds=each)
@@ -224,7 +228,7 @@ def measure_neighbours(
 
 
 def measure(text: ByteWindows, seconds: float) -> tuple[Speed, ...]:
-    """Every rank's speed in plain passes, while all of them run."""
+    """Every rank's speed in plain PyTorch passes, all ranks at once."""
     return measure_speeds(
         Llama(CONFIG),
         next_byte_loss,
@@ -234,15 +238,15 @@ def measure(text: ByteWindows, seconds: float) -> tuple[Speed, ...]:
     )
 
 
-def slowest(seconds: Sequence[float]) -> list[float]:
-    """Seconds of each step on the rank that took longest, without the first step's preparations."""
+def slowest_rank(seconds: Sequence[float]) -> list[float]:
+    """Seconds of each step on the slowest rank, without the first step. Every rank must call it."""
     steps = torch.tensor(seconds[1:], dtype=torch.float64)
     dist.all_reduce(steps, op=dist.ReduceOp.MAX)
     return steps.tolist()
 
 
-def keep(console: Console, record: report.RunRecord, folder: Path) -> None:
-    """Write down what happened: for people, for programs, and pictures for slides."""
+def write_outputs(console: Console, record: report.RunRecord, folder: Path) -> None:
+    """Write `run.json`, `report.html` and the pictures."""
     folder.mkdir(parents=True, exist_ok=True)
     record.to_json(folder / "run.json")
     try:
@@ -250,11 +254,17 @@ def keep(console: Console, record: report.RunRecord, folder: Path) -> None:
     except ImportError as error:
         console.print(f"no report.html: {error}")
     else:
-        console.print(f"{folder / 'report.html'} tells it all; the pictures are beside it\n")
+        console.print(f"report: {folder / 'report.html'}; pictures are in the same folder\n")
 
 
-def summarize(console: Console, record: report.RunRecord) -> None:
-    """A table for people; the last line is for programs."""
+def summarize(
+    console: Console, record: report.RunRecord, noise_warnings: Sequence[str] = ()
+) -> None:
+    """Print the results, then one line of JSON for programs.
+
+    Raises:
+        RuntimeError: the two loss curves differ by more than rounding.
+    """
     console.print(table_of(record))
     even, planned = record.runs
     differences = [abs(a - b) for a, b in zip(even.losses, planned.losses, strict=True)]
@@ -263,44 +273,52 @@ def summarize(console: Console, record: report.RunRecord) -> None:
             f"step {step} · loss {even.losses[step - 1]:.6f} even, "
             f"{planned.losses[step - 1]:.6f} planned"
         )
-    one_curve = max(differences) <= ONE_CURVE
     console.print(
-        f"{'one loss curve' if one_curve else 'TWO LOSS CURVES'}: they differ by at most "
-        f"{max(differences):.2g} over {len(differences)} steps"
+        f"the loss curves differ by at most {max(differences):.2g} over {len(differences)} steps"
     )
     ratio = best_neighbour_ratio(record)
     if ratio is not None:
         console.print(
-            f"the chosen plan is {100 * ratio:.1f} % as fast as the best of "
-            f"{len(record.neighbours or ()) - 1} plans near it"
+            f"the chosen plan reaches {100 * ratio:.1f} % of the speed of the best of "
+            f"{len(record.neighbours or ()) - 1} similar plans"
         )
-    total = record.sum_of_speeds or math.nan
-    speedup = planned.samples_per_second / even.samples_per_second
-    of_sum = planned.samples_per_second / total
+    outcome = outcome_of(record, max(differences), noise_warnings)
     console.print(
-        f"speed-up {speedup:.2f}x · {100 * of_sum:.0f} % of the sum of speeds, "
-        f"{total:.1f} samples/s"
+        f"speed-up {outcome['speedup']:.2f}x · "
+        f"{100 * outcome['fraction_of_sum_of_speeds']:.0f} % of the sum of speeds, "
+        f"{record.sum_of_speeds or math.nan:.1f} samples/s"
     )
-    outcome = {
+    console.print(describe(noise_warnings))
+    print(json.dumps(outcome), flush=True)
+    if max(differences) > MAX_LOSS_DIFFERENCE:
+        raise RuntimeError(
+            f"the loss curves differ by {max(differences):.3g}, more than {MAX_LOSS_DIFFERENCE}"
+        )
+
+
+def outcome_of(
+    record: report.RunRecord, max_loss_difference: float, noise_warnings: Sequence[str]
+) -> dict[str, Any]:
+    """The results in JSON types."""
+    even, planned = record.runs
+    total = record.sum_of_speeds or math.nan
+    outcome: dict[str, Any] = {
         "stage": planned.plan.stage,
         "even_samples_per_second": round(even.samples_per_second, 2),
         "planned_samples_per_second": round(planned.samples_per_second, 2),
-        "speedup": round(speedup, 3),
-        "fraction_of_sum_of_speeds": round(of_sum, 3),
+        "speedup": round(planned.samples_per_second / even.samples_per_second, 3),
+        "fraction_of_sum_of_speeds": round(planned.samples_per_second / total, 3),
         "predicted_step_seconds": rounded(planned.predicted_step_seconds),
         "measured_step_seconds": rounded(planned.measured_step_seconds),
-        "max_loss_difference": max(differences),
+        "max_loss_difference": max_loss_difference,
+        "noise": list(noise_warnings),
     }
-    if ratio is not None:
-        outcome["best_neighbour_ratio"] = rounded(ratio)
-    print(json.dumps(outcome), flush=True)
-    if not one_curve:
-        raise RuntimeError(
-            f"the loss curves differ by {max(differences):.3g}, more than {ONE_CURVE}"
-        )
+    ratio = best_neighbour_ratio(record)
+    return outcome if ratio is None else outcome | {"best_neighbour_ratio": rounded(ratio)}
 
 
 def table_of(record: report.RunRecord) -> Table:
+    """One line per plan: predicted and measured seconds per step, and speeds."""
     stage = record.chosen.plan.stage
     table = Table(
         title=f"stage {stage}, seconds of a step of {GLOBAL_BATCH} samples",
@@ -329,7 +347,7 @@ def table_of(record: report.RunRecord) -> Table:
 
 
 def best_neighbour_ratio(record: report.RunRecord) -> float | None:
-    """Speed of the chosen plan over that of its best neighbour; above 1 it is the best of all."""
+    """Speed of the chosen plan over the fastest similar plan; above 1 it is the fastest."""
     if record.neighbours is None or len(record.neighbours) < 2:
         return None
     chosen, *others = record.neighbours
@@ -341,11 +359,11 @@ def rounded(seconds: float | None) -> float | None:
 
 
 def unequal_cores() -> tuple[int, ...] | None:
-    """One core for rank 0, one for all others; None where processes cannot be bound to cores."""
+    """One core for rank 0 and one for all others; None if processes cannot be bound to cores."""
     if not hasattr(os, "sched_setaffinity"):
         return None
     first, *others = sorted(os.sched_getaffinity(0))
-    # Two threads of one physical core slow each other down: better a second core.
+    # Two threads of one physical core slow each other down, so prefer a second core.
     siblings = _siblings(first)
     apart = [core for core in others if core not in siblings]
     second = (apart or others or [first])[0]
@@ -353,7 +371,7 @@ def unequal_cores() -> tuple[int, ...] | None:
 
 
 def _siblings(core: int) -> set[int]:
-    """Threads of the same physical core, as Linux lists them: `0,32` or `0-1`."""
+    """Logical cores of the same physical core; Linux lists them as `0,32` or `0-1`."""
     listed = Path(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list")
     try:
         parts = [part.split("-") for part in listed.read_text().strip().split(",")]
@@ -362,9 +380,9 @@ def _siblings(core: int) -> set[int]:
         return set()
 
 
-def describe(cores: tuple[int, ...] | None) -> str:
+def describe_cores(cores: tuple[int, ...] | None) -> str:
     if cores is None:
-        return f"{RANKS} ranks, free to run on any core here: expect equal speeds and no gain"
+        return f"{RANKS} ranks, not bound to cores on this system: expect equal speeds and no gain"
     if cores[0] == cores[1]:
         return f"{RANKS} ranks on the only core: expect equal speeds and no gain"
     return (
@@ -375,28 +393,28 @@ def describe(cores: tuple[int, ...] | None) -> str:
 
 def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description="Profile unequal CPU ranks, plan, and train by an even plan and by that one.",
+        description="Profile four unequal CPU ranks, plan, and compare the plan with an even one.",
     )
     parser.add_argument(
         "--stage", choices=("auto", "0", "1", "2", "3"), default="auto", help="ZeRO stage"
     )
     parser.add_argument(
-        "--steps", type=int, help="optimizer steps by each plan (default: 30, quick: 8)"
+        "--steps", type=int, help="optimizer steps under each plan (default: 30, with --quick 8)"
     )
-    parser.add_argument("--quick", action="store_true", help="few steps: a first impression")
+    parser.add_argument("--quick", action="store_true", help="fewer steps and shorter measurements")
     parser.add_argument(
         "--neighbours",
         type=int,
         default=0,
         metavar="N",
-        help="measure N plans near the chosen one too (default: 0; 20 take about 5 minutes)",
+        help="also measure N similar plans (default: 0; 20 take about 5 minutes)",
     )
     parser.add_argument(
         "--output",
         type=Path,
         default=Path("demo"),
         metavar="FOLDER",
-        help="for report.html, run.json and pictures (default: demo)",
+        help="where to write report.html, run.json and pictures (default: demo)",
     )
     options = parser.parse_args(arguments)
     options.stage = "auto" if options.stage == "auto" else int(options.stage)

@@ -1,14 +1,7 @@
-"""A byte-level encoder in the manner of BERT, small enough to read in one sitting.
+"""A byte-level encoder like BERT, the second model of the benchmarks.
 
-The benchmarks' second model. It reads in both directions and learns to fill in masked bytes, so its
-loss comes from a few places of each sample, not from all of them. Three things always hold: the
-blocks are one `nn.ModuleList`, so every sharding engine finds its units by itself; every sample has
-the same number of masked places, so the loss is a mean over samples of equal weight, whose weighted
-gradient is exact; and there is no dropout, whose draws would differ with the number of ranks, so
-that many ranks and one device compute the same.
-
-Unlike BERT's, its blocks normalise what they read, not what they write: that trains without a
-warm-up of the learning rate.
+Every sample has the same number of masked positions, so the loss is a mean over samples and the
+weighted gradient is exact. There is no dropout. Blocks are pre-norm, which needs no warm-up.
 """
 
 from __future__ import annotations
@@ -23,32 +16,32 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 BYTES = 256
-"""What the model chooses among at a masked place."""
+"""Number of classes at a masked position."""
 
 MASK = BYTES
-"""The token that stands where a byte is hidden: one after the last byte."""
+"""The mask token, after the last byte."""
 
 MASKED = 0.15
-"""Fraction of a sample's places at which the byte is to be found; here and below as in BERT."""
+"""Fraction of a sample's positions that are predicted, as in BERT."""
 
 HIDDEN = 0.8
-"""Fraction of the masked places that show the mask."""
+"""Fraction of these positions that contain the mask token, as in BERT."""
 
 SWAPPED = 0.1
-"""Fraction of them that show a byte drawn at random; the rest show the byte that belongs there."""
+"""Fraction of these positions that contain a random byte; the rest contain the original byte."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EncoderConfig:
-    """The sizes of a model, checked where they are made."""
+    """The sizes of a model."""
 
     vocabulary: int = BYTES + 1
-    """Tokens that it reads: one per byte, and the mask. It answers with bytes only."""
+    """Input tokens: one per byte, and the mask. Outputs are bytes only."""
     width: int = 256
     layers: int = 4
     heads: int = 4
     hidden: int = 0
-    """Width inside the feed-forward layers; 0 takes 4 x `width`."""
+    """Width inside the feed-forward layers; 0: 4 x `width`."""
     context: int = 256
     """Bytes per sample."""
     epsilon: float = 1e-5
@@ -82,13 +75,13 @@ SIZES = {
 
 
 class Attention(nn.Module):
-    """Self-attention in which every place sees every place."""
+    """Bidirectional self-attention."""
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
         self.channels = config.width // config.heads
         self.queries = nn.Linear(config.width, config.width)
-        # A bias of keys cancels in the softmax: its gradient would be nothing but rounding.
+        # A key bias cancels in the softmax; its gradient would be rounding noise.
         self.keys = nn.Linear(config.width, config.width, bias=False)
         self.values = nn.Linear(config.width, config.width)
         self.out = nn.Linear(config.width, config.width)
@@ -119,7 +112,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then feed-forward, each on a normalised copy of the stream it adds to."""
+    """Pre-norm attention and feed-forward, each with a residual connection."""
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
@@ -135,7 +128,7 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
-    """From the stream to the logits of the byte at each place: transform, normalise, decode."""
+    """Maps hidden states to logits of the byte at each position."""
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
@@ -149,7 +142,7 @@ class Head(nn.Module):
 
 
 class Encoder(nn.Module):
-    """Bytes with some of them masked in, logits of the bytes that belong there out."""
+    """Maps bytes with masked positions to logits of the original bytes."""
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
@@ -168,13 +161,13 @@ class Encoder(nn.Module):
             nn.init.zeros_(module.bias)
 
     def forward(self, tokens: Tensor, places: Tensor | None = None) -> Tensor:
-        """Logits at the `places` [batch, places] of `tokens` [batch, length], or at all of them.
+        """Logits at the positions `places` [batch, places] of `tokens` [batch, length], or at all.
 
         Returns:
             [batch, places, 256].
 
         Raises:
-            ValueError: the tokens are more than the context.
+            ValueError: `length` is larger than the context.
         """
         length = tokens.shape[1]
         if length > self.config.context:
@@ -182,46 +175,45 @@ class Encoder(nn.Module):
         x = self.embedding(tokens) + self.positions(torch.arange(length, device=tokens.device))
         for block in self.blocks:
             x = block(x)
-        if places is not None:  # the head is spared the places that nobody asks about
+        if places is not None:  # compute the head only where logits are needed
             x = x.gather(1, places.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
         return self.head(self.norm(x))
 
 
 class MaskedBytes(Dataset[dict[str, Tensor]]):
-    """Windows of text, each with the same number of masked places, the same ones in every epoch.
+    """Windows of text with a fixed number of masked positions each.
 
-    What a sample hides depends on the seed and its index alone: not on which rank asks for it, in
-    which order, or how often.
+    The masked positions of a sample depend only on the seed and the sample's index.
     """
 
     def __init__(self, windows: ByteWindows, seed: int = 0) -> None:
         self.windows = windows
         self.seed = seed
         self.masked = max(1, round(MASKED * windows.context))
-        """Masked places per sample."""
+        """Masked positions per sample."""
 
     def __len__(self) -> int:
         return len(self.windows)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """`input` [context], and `target` [masked]: the bytes that belong at `places` [masked]."""
+        """`input` [context] and `target` [masked]: the original bytes at `places` [masked]."""
         text = self.windows[index]["input"]
         draws = self._draws(index)
         places = torch.randperm(text.numel(), generator=draws)[: self.masked].sort().values
         target = text[places]
         others = torch.randint(BYTES, (self.masked,), generator=draws)
-        lots = torch.rand(self.masked, generator=draws)
-        shown = torch.where(lots < HIDDEN + SWAPPED, others, target)
-        shown[lots < HIDDEN] = MASK
+        draw = torch.rand(self.masked, generator=draws)
+        shown = torch.where(draw < HIDDEN + SWAPPED, others, target)
+        shown[draw < HIDDEN] = MASK
         return {"input": text.index_put((places,), shown), "places": places, "target": target}
 
     def _draws(self, index: int) -> torch.Generator:
-        # Hashed, so that sample i of seed j has nothing in common with sample j of seed i.
+        # Hashed, so that sample i of seed j is independent of sample j of seed i.
         digest = hashlib.sha256(f"{self.seed} {index}".encode()).digest()
         return torch.Generator().manual_seed(int.from_bytes(digest[:4], "big"))
 
 
 def masked_byte_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Mean cross-entropy of the masked bytes, in nats: a mean over samples of equal weight."""
+    """Mean cross-entropy of the masked bytes, in nats."""
     logits = model(batch["input"], batch["places"])
     return F.cross_entropy(logits.flatten(0, 1).float(), batch["target"].flatten())

@@ -1,8 +1,7 @@
-"""Several gloo ranks on this machine, started by a plain Python program.
+"""Start several gloo ranks on this machine from a plain Python program, without `torchrun`.
 
-What `torchrun` does for real jobs, for the demo and the benchmarks, which must be one command and
-end by themselves: a rank that fails brings its traceback home, the others are ended, nothing hangs.
-Ranks meet through a file, so no port has to be free.
+For the demo and the benchmarks. If a rank fails, its traceback is raised here and the other ranks
+are ended. Ranks rendezvous through a file, so no port is needed.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 GRACE_SECONDS = 20.0
-"""How long the other ranks may take to fail by themselves after one has: their errors help too."""
+"""Time for the other ranks to fail by themselves after the first failure."""
 
 
 class LaunchError(RuntimeError):
-    """At least one rank failed; the message holds every traceback, the first failure first."""
+    """At least one rank failed. The message contains every traceback, in order of time."""
 
 
 def run_ranks(
@@ -37,20 +36,20 @@ def run_ranks(
     before: Callable[[int], None] | None = None,
     backend: str = "gloo",
 ) -> None:
-    """Run `work(*args)` in as many processes as there are ranks, each with one thread.
+    """Run `work(*args)` on `ranks` processes with one thread each.
 
     Args:
-        work: a function of a module; it finds the default process group initialised.
-        ranks: how many processes.
-        args: passed on to each of them; must be picklable.
-        cores: the core that each rank is bound to; None leaves them free.
-        before: called with the rank before the ranks meet, to enter another network, say.
+        work: a module-level function; the default process group is initialized when it runs.
+        ranks: number of processes.
+        args: arguments of `work`; must be picklable.
+        cores: the core that each rank is bound to; None: not bound.
+        before: called with the rank before the rendezvous, e.g. to enter a network namespace.
         backend: of the default process group.
 
     Raises:
-        LaunchError: some rank raised, or was ended by a signal.
+        LaunchError: a rank raised an exception or was ended by a signal.
     """
-    # The loopback interface serves also where the host's own name resolves to nothing.
+    # The loopback interface works even if the host's name does not resolve.
     if Path("/sys/class/net/lo").exists():
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     with tempfile.TemporaryDirectory() as folder:
@@ -61,19 +60,20 @@ def run_ranks(
             while not started.join(grace_period=GRACE_SECONDS):
                 pass
         except (mp.ProcessRaisedException, mp.ProcessExitedException) as failure:
-            stories = sorted(Path(folder).glob("failed-*"))
-            heard = {int(story.name.rpartition("-")[2]) for story in stories}
-            told = _ended_without_a_word(started, heard) + [story.read_text() for story in stories]
-            raise LaunchError("\n".join(told) or str(failure)) from None
+            failures = sorted(Path(folder).glob("failed-*"))
+            reported = {int(path.name.rpartition("-")[2]) for path in failures}
+            messages = _ended_without_traceback(started, reported)
+            messages += [path.read_text() for path in failures]
+            raise LaunchError("\n".join(messages) or str(failure)) from None
 
 
-def _ended_without_a_word(started: mp.ProcessContext, heard: set[int]) -> list[str]:
-    """Ranks that raised nothing: killed, as for want of memory, or gone by themselves."""
-    # Python's exit code after an exception is 1; SIGTERM is how ranks still running were ended.
+def _ended_without_traceback(started: mp.ProcessContext, reported: set[int]) -> list[str]:
+    """Messages for ranks that ended without an exception, for example killed for memory."""
+    # The exit code after an exception is 1. SIGTERM ended the ranks that were still running.
     return [
-        f"rank {rank} ended with exit code {process.exitcode} (-n: by signal n)\n"
+        f"rank {rank} ended with exit code {process.exitcode} (-n means signal n)\n"
         for rank, process in enumerate(started.processes)
-        if rank not in heard and process.exitcode not in (0, 1, -signal.SIGTERM)
+        if rank not in reported and process.exitcode not in (0, 1, -signal.SIGTERM)
     ]
 
 
@@ -98,13 +98,13 @@ def _rank(
         )
         work(*args)
     except Exception:
-        # Named by time: the first failure is the cause, those after it its consequences.
-        story = Path(folder, f"failed-{time.time_ns():020d}-{rank}")
-        story.write_text(f"rank {rank} failed:\n{traceback.format_exc()}")
+        # Named by time, so that the first failure is reported first.
+        path = Path(folder, f"failed-{time.time_ns():020d}-{rank}")
+        path.write_text(f"rank {rank} failed:\n{traceback.format_exc()}")
         raise
     dist.destroy_process_group()
-    # Without the interpreter's own shutdown: a gloo thread that lets go of its last tensor in it
-    # aborts the process, as seen on a busy machine.
+    # Skip the interpreter's shutdown: a gloo thread that frees its last tensor then aborts the
+    # process on a busy machine.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

@@ -1,9 +1,7 @@
-"""A byte-level Llama, small enough to read in one sitting.
+"""A byte-level Llama in plain PyTorch, for the examples, the demo and the benchmarks.
 
-The model that the example, the demo and the benchmarks train. Plain PyTorch and nothing else: no
-line of it knows that ranks are unequal, and none has to. Two things always hold: the blocks are one
-`nn.ModuleList`, so every sharding engine finds its units by itself, and the loss is a mean over
-samples of equal length, so it is one of the losses whose weighted gradient is exact.
+The blocks are one `nn.ModuleList`, so sharding engines find the units themselves. The loss is a
+mean over samples of equal length, so the weighted gradient is exact.
 """
 
 from __future__ import annotations
@@ -18,23 +16,23 @@ from torch.utils.checkpoint import checkpoint
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LlamaConfig:
-    """The sizes of a model, checked where they are made."""
+    """The sizes of a model."""
 
     vocabulary: int = 256
-    """One token per byte: no tokenizer to ship or to disagree about."""
+    """One token per byte."""
     width: int = 256
     layers: int = 4
     heads: int = 4
     kv_heads: int = 2
-    """Heads of keys and values; each serves `heads / kv_heads` heads of queries."""
+    """Key and value heads; each is shared by `heads / kv_heads` query heads."""
     hidden: int = 0
-    """Width inside the feed-forward layers; 0 takes 8/3 of `width`, rounded up to 32."""
+    """Width inside the feed-forward layers; 0: 8/3 of `width`, rounded up to 32."""
     context: int = 256
     """Bytes per sample."""
     rotary_base: float = 10_000.0
     epsilon: float = 1e-5
     recompute: bool = False
-    """Activation checkpointing: keep one activation per block and compute the rest again."""
+    """Activation checkpointing: keep one activation per block and recompute the rest."""
 
     def __post_init__(self) -> None:
         if min(self.vocabulary, self.width, self.layers, self.heads, self.kv_heads) < 1:
@@ -42,7 +40,7 @@ class LlamaConfig:
         if self.width % (2 * self.heads):
             raise ValueError(
                 f"LlamaConfig.width {self.width} must be a multiple of 2 x heads, "
-                f"{2 * self.heads}: rotary positions turn pairs of each head's channels"
+                f"{2 * self.heads}: rotary positions rotate pairs of each head's channels"
             )
         if self.heads % self.kv_heads:
             raise ValueError(
@@ -74,14 +72,14 @@ def rotary_tables(config: LlamaConfig, device: torch.device) -> tuple[Tensor, Te
 
 
 def rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    """Turn each pair (channel i, channel i + half) of `x` [batch, heads, length, channels]."""
+    """Rotate each pair (channel i, channel i + half) of `x` [batch, heads, length, channels]."""
     first, second = x.float().chunk(2, dim=-1)
-    turned = (first * cosines - second * sines, second * cosines + first * sines)
-    return torch.cat(turned, dim=-1).to(x.dtype)
+    rotated = (first * cosines - second * sines, second * cosines + first * sines)
+    return torch.cat(rotated, dim=-1).to(x.dtype)
 
 
 class Attention(nn.Module):
-    """Causal self-attention; several heads of queries share one head of keys and values."""
+    """Causal self-attention with grouped queries."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -120,7 +118,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then feed-forward, each on a normalised copy of the stream it adds to."""
+    """Pre-norm attention and feed-forward, each with a residual connection."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -136,7 +134,7 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """Bytes [batch, length] in, logits of the next byte [batch, length, vocabulary] out."""
+    """Maps bytes [batch, length] to logits of the next byte [batch, length, vocabulary]."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -152,7 +150,7 @@ class Llama(nn.Module):
             nn.init.normal_(module.weight, std=0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Any length up to the context."""
+        """`tokens` [batch, length], with any length up to the context."""
         length = tokens.shape[1]
         if length > self.config.context:
             raise ValueError(f"{length} bytes do not fit the context of {self.config.context}")
@@ -167,6 +165,6 @@ class Llama(nn.Module):
 
 
 def next_byte_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Mean cross-entropy of the next byte, in nats: a mean over samples of equal length."""
+    """Mean cross-entropy of the next byte, in nats."""
     logits = model(batch["input"])
     return F.cross_entropy(logits.flatten(0, 1).float(), batch["target"].flatten())

@@ -1,8 +1,7 @@
-"""Is the chosen plan the best one? Its neighbours, measured in turns with it.
+"""Plans similar to the chosen one, and their measured times: is the chosen plan the fastest?
 
-Neighbours differ a little from the chosen plan: a sample or two at another rank, other cuts into
-passes, other shares of the training state. All of them are legal plans of the same stage that fit
-the ranks' memory, so one optimizer runs them all, one after another, by `apply_plan`.
+A similar plan has a few samples on another rank, another number of passes, or other shares. All of
+them have the same stage and fit the ranks' memory, so one optimizer runs them by `apply_plan`.
 """
 
 from __future__ import annotations
@@ -25,16 +24,16 @@ STEPS_OF_A_TURN = 2
 FARTHEST_MOVE = 4
 """Samples."""
 SHIFTED_SHARES = (0.05, 0.1)
-"""Parts of the training state that move from one rank to another."""
+"""Fractions of the training state that move from one rank to another."""
 
 
 def neighbours(plan: Plan, profile: ClusterProfile, count: int) -> list[Plan]:
-    """Plans near `plan`, the nearest first; the same on every rank.
+    """Plans similar to `plan`, the most similar first; the same on every rank.
 
     Args:
-        plan: the chosen one; it is not among the result.
-        profile: what it was chosen on; a neighbour keeps to the memory and the batches in it.
-        count: how many; fewer come back if there are no more.
+        plan: the chosen plan; it is not in the result.
+        profile: limits memory and batch sizes.
+        count: the largest number of plans.
     """
     kinds = [_moves(plan), _cuts(plan), _shares(plan)]
     seen = {plan}
@@ -56,16 +55,16 @@ def measure_in_turns(
     one_step: Callable[[Plan], None],
     *,
     rounds: int,
-    tell: Callable[[str], None],
+    after_turn: Callable[[str], None],
 ) -> list[float]:
-    """Seconds of a step under each plan: the median, of the slowest rank. Every rank must call it.
+    """Median seconds per step of the slowest rank under each plan. Every rank must call it.
 
     Args:
-        optimizer: runs all of them; it ends under the last one.
-        plans: of its stage.
-        one_step: takes a step under the plan that it is given, which is applied already.
-        rounds: how often each plan has its turn; odd rounds go backwards.
-        tell: is told after each turn.
+        optimizer: runs all plans.
+        plans: plans of its stage.
+        one_step: runs a step under the given plan, which is already applied.
+        rounds: turns of each plan; every other round is in reverse order.
+        after_turn: called with a message after each turn.
     """
     seconds: list[list[float]] = [[] for _ in plans]
     for turn in range(rounds):
@@ -74,27 +73,27 @@ def measure_in_turns(
             plan, before = plans[number], optimizer.plan
             optimizer.apply_plan(plan)
             if before is None or before.shares != plan.shares or turn == 0:
-                one_step(plan)  # what has moved, and sizes never seen before, settle
+                one_step(plan)  # not timed: state was moved, or buffers are new
             dist.barrier()
             for _ in range(STEPS_OF_A_TURN):
                 start = time.perf_counter()
                 one_step(plan)
                 seconds[number].append(time.perf_counter() - start)
-            tell(f"plan {number + 1} of {len(plans)}")
+            after_turn(f"plan {number + 1} of {len(plans)}")
     slowest = torch.tensor(seconds, dtype=torch.float64)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     return [statistics.median(own) for own in slowest.tolist()]
 
 
 def own_part(plan: Plan, rank: int, collate: Callable[[range], Any]) -> Any:
-    """This rank's part of one global batch, samples 0 to `plan.global_batch`, under any plan."""
+    """This rank's part of the global batch of samples 0 to `plan.global_batch`."""
     start = plan.offset(rank)
-    # A rank without samples gives one that the optimizer drops, as the sampler does.
+    # Like the sampler: a rank without samples gets one, which the optimizer drops.
     return collate(range(start, start + max(1, plan.samples(rank))))
 
 
 def _moves(plan: Plan) -> Iterator[Plan]:
-    """A few samples of one rank at another."""
+    """A few samples move from one rank to another."""
     pairs = list(itertools.permutations(range(plan.world_size), 2))
     for samples, (source, target) in itertools.product(range(1, FARTHEST_MOVE + 1), pairs):
         near = moved(plan, source, target, samples)
@@ -103,9 +102,9 @@ def _moves(plan: Plan) -> Iterator[Plan]:
 
 
 def _cuts(plan: Plan) -> Iterator[Plan]:
-    """Each rank's samples in another number of passes, as alike as they can be."""
+    """Each rank's samples in another number of passes of nearly equal size."""
     for change in (1, -1, 2):
-        if plan.stage >= 2:  # ranks meet at every pass, so all of them change
+        if plan.stage >= 2:  # all ranks run the same number of passes
             counts = [max(map(len, plan.micro_batches)) + change] * plan.world_size
             choices = [list(range(plan.world_size))]
         else:
@@ -117,7 +116,7 @@ def _cuts(plan: Plan) -> Iterator[Plan]:
 
 
 def _shares(plan: Plan) -> Iterator[Plan]:
-    """Even shares, shares by samples, and a part that moves from one rank to another."""
+    """Even shares, shares by samples, and a fraction that moves from one rank to another."""
     if plan.stage == 0:
         return  # nothing is sharded
     ranks = range(plan.world_size)

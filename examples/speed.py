@@ -1,10 +1,8 @@
-"""The yardstick: what the ranks could do together if working together cost nothing.
+"""The yardstick: the sum of the ranks' speeds in plain PyTorch, without communication.
 
-Plain PyTorch passes (forward and backward), no Poplar and no communication, each rank at its best
-batch that fits, in samples per second; added up it is the *sum of speeds*. All ranks run at once,
-and a rank that is done keeps running until the last one is, so whatever they share (a core, a
-memory bus, a power budget) is shared while it is measured. Measure before and after a run: the
-larger counts.
+Each rank runs forward and backward at its best batch size that fits. All ranks run at the same
+time, so what they share (a core, a memory bus, a power limit) is shared while it is measured.
+Measure before and after a run; the larger sum counts.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ Batch = Any
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Speed:
-    """What one rank does on its own, at its best batch."""
+    """Speed of one rank in plain passes at its best batch size."""
 
     samples_per_second: float
     batch: int
@@ -43,13 +41,13 @@ def measure_speeds(
     """Measure every rank's speed while all of them run. Every rank must call it.
 
     Args:
-        model: the plain model; its gradients are dropped, its parameters are not changed.
+        model: the plain model; its gradients are deleted, its parameters do not change.
         loss_fn: as for `train_step`.
-        make_batch: a batch of that many samples, on the device of the model.
-        max_batch: the largest batch to try; memory may end the search earlier.
-        seconds: how long to measure; half of it goes into finding the best batch.
+        make_batch: returns a batch of that many samples on the device of the model.
+        max_batch: the largest batch size to try, if memory allows.
+        seconds: duration; half of it is for finding the best batch size.
         group: a gloo group of all ranks (see `control_group`); the default one if it is gloo.
-        search: for the best batch; else `max_batch` is known to be it.
+        search: find the best batch size; otherwise `max_batch` is used.
 
     Returns:
         One `Speed` per rank, the same on every rank.
@@ -63,16 +61,16 @@ def measure_speeds(
         size = max_batch
         if search:
             size = _best_batch(model, loss_fn, make_batch, max_batch, seconds / 2)
-            seconds /= 2  # measured again: the best of several noisy figures is one that was lucky
+            seconds /= 2  # measured again: the best of several noisy figures is biased
         batch = make_batch(size)
         _pass(model, loss_fn, batch)
         best = Speed(samples_per_second=_measure(model, loss_fn, batch, seconds), batch=size)
     except Exception as failure:
         error = f"{type(failure).__name__}: {failure}"
-    everyone_is_done = dist.barrier(group=group, async_op=True)
-    while best and not everyone_is_done.is_completed():
+    all_done = dist.barrier(group=group, async_op=True)
+    while best and not all_done.is_completed():
         _pass(model, loss_fn, batch)
-    everyone_is_done.wait()
+    all_done.wait()
     model.zero_grad(set_to_none=True)
 
     gathered: list[Any] = [None] * dist.get_world_size(group)
@@ -86,12 +84,12 @@ def measure_speeds(
 
 
 def control_group() -> dist.ProcessGroup | None:
-    """A gloo group of all ranks, to wait without occupying the devices. Every rank must call it."""
+    """A gloo group of all ranks for waits on the host. Every rank must call it."""
     return None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
 
 
 def sum_of_speeds(*measurements: tuple[Speed, ...]) -> float:
-    """Samples per second of all ranks together; of several measurements the larger counts."""
+    """Samples per second of all ranks together: the largest of the measurements."""
     return max(sum(speed.samples_per_second for speed in speeds) for speeds in measurements)
 
 
@@ -102,7 +100,7 @@ def _best_batch(
     max_batch: int,
     seconds: float,
 ) -> int:
-    """The batch with the most samples per second among those that fit in memory."""
+    """The batch size with the most samples per second among those that fit in memory."""
     sizes = list(_sizes(max_batch))
     measured: dict[int, float] = {}
     for size in sizes:
@@ -131,8 +129,8 @@ def _measure(
 ) -> float:
     """Passes per second over a slot of time, times samples.
 
-    A mean, not a median of passes: ranks that share a core take turns on it, so single passes are
-    either much too fast or much too slow.
+    The mean, not the median: ranks that share a core alternate, so single passes are much faster or
+    slower than the mean.
     """
     passes = 0
     start = time.perf_counter()

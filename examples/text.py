@@ -1,12 +1,12 @@
-"""Text that every machine has: the source of Python's standard library, or any files, as bytes.
+"""Text without a download: the source of Python's standard library, or any files, as bytes.
 
-No download, no tokenizer. Files are read once, in a fixed order, into one uint8 tensor; a sample is
-a window of it. Which files are held out for evaluation is decided by a hash of their contents, so
-every rank of every run decides alike, and copies of one file never land on both sides.
+Files are read once, in a fixed order, into one uint8 tensor; a sample is a window of it. A hash of
+a file's contents decides whether it is held out for evaluation, so all ranks agree.
 """
 
 from __future__ import annotations
 
+import ctypes
 import glob
 import hashlib
 import os
@@ -19,17 +19,17 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 NOT_STANDARD = frozenset({"site-packages", "dist-packages", "__pycache__"})
-"""Folders inside the standard library's that hold what was installed later."""
+"""Folders that contain installed packages."""
 
 
 class ByteWindows(Dataset[dict[str, Tensor]]):
-    """Windows of `context` bytes, one after another, each with the bytes one place further on."""
+    """Consecutive windows of `context` bytes, each with the same bytes shifted by one as target."""
 
     def __init__(self, text: Tensor, context: int) -> None:
         if text.numel() <= context:
             raise ValueError(
-                f"{text.numel()} bytes of text hold no window of {context} bytes and the byte "
-                "after: give more text or a shorter context"
+                f"{text.numel()} bytes of text are too few for a window of {context} bytes and "
+                "its target: give more text or a shorter context"
             )
         self.text = text
         self.context = context
@@ -45,8 +45,8 @@ class ByteWindows(Dataset[dict[str, Tensor]]):
         return {"input": window[:-1], "target": window[1:]}
 
     def digest(self) -> str:
-        """A hash of the text: equal on every rank, or the ranks do not train on the same data."""
-        return hashlib.sha256(self.text.numpy()).hexdigest()
+        """A hash of the text, to check that all ranks read the same data."""
+        return hashlib.sha256(ctypes.string_at(self.text.data_ptr(), self.text.numel())).hexdigest()
 
 
 def standard_library() -> list[Path]:
@@ -60,7 +60,7 @@ def standard_library() -> list[Path]:
 
 
 def matching(patterns: Sequence[str]) -> list[Path]:
-    """The files that match any of the globs (`**` goes into folders), in a fixed order."""
+    """The files that match any of the globs (`**` includes folders), in a fixed order."""
     found = {name for pattern in patterns for name in glob.glob(pattern, recursive=True)}
     return [path for path in map(Path, sorted(found)) if path.is_file()]
 
@@ -76,15 +76,15 @@ def load_text(
 
     Args:
         context: bytes per sample.
-        patterns: globs of the files to read; none reads the standard library.
-        held_out: fraction of the files, chosen by hash, that is only ever evaluated on.
-        limit: stop after about this many bytes, for runs that must start quickly.
+        patterns: globs of the files to read; default: the standard library.
+        held_out: fraction of the files, chosen by hash, for evaluation only.
+        limit: stop after about this many bytes.
 
     Returns:
         The windows to train on and the windows to evaluate on.
 
     Raises:
-        ValueError: nothing matched, or one side of the split is too small for a single window.
+        ValueError: no file matches, or one side of the split is too small for a window.
     """
     if not 0 < held_out < 1:
         raise ValueError(f"held_out must lie between 0 and 1, got {held_out}")
@@ -116,5 +116,5 @@ def _contents(paths: Sequence[Path], limit: int | None) -> Iterator[bytes]:
 
 
 def _tensor(contents: bytearray) -> Tensor:
-    # frombuffer refuses an empty buffer; ByteWindows has the better error for it.
+    # frombuffer rejects an empty buffer; ByteWindows has a better error message.
     return torch.frombuffer(contents, dtype=torch.uint8) if contents else torch.empty(0).byte()

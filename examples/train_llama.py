@@ -1,11 +1,9 @@
-"""Train a byte-level Llama on ranks of unequal speed, under plain `torchrun`.
+"""Train a byte-level Llama on unequal ranks, under plain `torchrun`.
 
     torchrun --nproc-per-node 4 examples/train_llama.py --stage 1
 
-On GPUs (NCCL) as on CPUs (gloo), on several machines with different numbers of GPUs as on one. What
-Poplar asks of a script is all in `train`: a plan (`poplar.autotune` makes one), a sampler that
-deals by it, and `train_step`. The process group and the device stay the script's own business
-(`start_process_group`).
+Runs on GPUs (NCCL) and CPUs (gloo), on one machine or several. `train` shows what Poplar needs: a
+plan, a sampler and `train_step`. The script sets up the process group and the device itself.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ Batch = dict[str, Tensor]
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 OPTIMIZER = {"betas": (0.9, 0.95), "weight_decay": 0.1}
-"""Of AdamW, beside its learning rate."""
+"""Arguments of AdamW, besides the learning rate."""
 
 
 def main() -> None:
@@ -64,7 +62,7 @@ def train(options: argparse.Namespace, device: torch.device) -> None:
         plan = make_plan(options, speeds, world_size)
     console.print(str(plan))
 
-    torch.manual_seed(options.seed)  # The same initial weights on every rank.
+    torch.manual_seed(options.seed)  # the same initial weights on every rank
     model = Llama(config).to(device)
     console.print(f"{sum(p.numel() for p in model.parameters()):,} parameters · {config}")
     if options.compile:
@@ -91,7 +89,7 @@ def train(options: argparse.Namespace, device: torch.device) -> None:
 
     pace = Pace()
     steps = range(1, options.steps + 1)
-    with progress(console, options.steps) as advance:
+    with progress(console, options.steps, lines=0) as advance:
         for step, batch in zip(steps, epochs(loader, sampler), strict=False):
             result = optimizer.train_step(loss_fn, batch, max_norm=options.clip)
             scheduler.step()
@@ -120,10 +118,10 @@ def train(options: argparse.Namespace, device: torch.device) -> None:
 
 
 def start_process_group() -> torch.device:
-    """Join the process group that `torchrun` describes, on this rank's own device."""
+    """Initialize the process group of `torchrun` and select this rank's device."""
     if "RANK" not in os.environ:
         raise SystemExit(
-            "start me with torchrun, for example: "
+            "start this script with torchrun, for example: "
             "torchrun --nproc-per-node 4 examples/train_llama.py"
         )
     if not torch.cuda.is_available():
@@ -136,31 +134,31 @@ def start_process_group() -> torch.device:
 
 
 def model_config(options: argparse.Namespace) -> LlamaConfig:
-    """The named size, with the sizes that were given one by one in place of its own."""
+    """The named size, with the individually given sizes replaced."""
     names = ("width", "layers", "heads", "kv_heads", "context")
     given = {name: value for name in names if (value := getattr(options, name)) is not None}
     return replace(SIZES[options.size], recompute=options.recompute, **given)
 
 
 def check_same_text(text: ByteWindows) -> None:
-    """Raise on every rank if some rank reads other text, as with another Python's library."""
+    """Raise on every rank if the ranks do not read the same text."""
     digests: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(digests, text.digest())
     others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     if others:
         raise ValueError(
-            f"ranks {others} read other text than rank 0; give all of them the same files by "
-            "--text, or the same version of Python"
+            f"ranks {others} read other text than rank 0; give all ranks the same files with "
+            "--text, or use the same version of Python on all machines"
         )
 
 
 def compute_dtype(asked: str, device: torch.device) -> torch.dtype:
-    """What is asked for; for auto as the optimizer's own "auto", but known before there is one."""
+    """The requested dtype; `auto` is resolved as the optimizer does, but before it exists."""
     if asked != "auto":
         return DTYPES[asked]
     if device.type == "cpu":
         return torch.float32
-    # Emulated bf16 does not count: speeds are measured in this dtype, and emulation is slow.
+    # Emulated bf16 is slow, so it does not count.
     native: list[bool] = [False] * dist.get_world_size()
     dist.all_gather_object(native, torch.cuda.get_device_capability(device) >= (8, 0))
     return torch.bfloat16 if all(native) else torch.float16
@@ -173,7 +171,7 @@ def measure(
     device: torch.device,
     options: argparse.Namespace,
 ) -> tuple[Speed, ...]:
-    """Every rank's speed on a plain model of its own; empty if `--measure-seconds` is 0."""
+    """Every rank's speed in plain PyTorch; empty if `--measure-seconds` is 0."""
     if options.measure_seconds == 0:
         return ()
     return measure_speeds(
@@ -193,7 +191,7 @@ def autotuned(
     device: torch.device,
     options: argparse.Namespace,
 ) -> Plan:
-    """Measure, search, try: the fastest plan for this model on these ranks."""
+    """The fastest plan for this model on these ranks."""
     model = Llama(config).to(device)
     example = default_collate([text[index] for index in range(8)])
     return poplar.autotune(
@@ -211,14 +209,14 @@ def autotuned(
 
 
 def make_plan(options: argparse.Namespace, speeds: tuple[Speed, ...], world_size: int) -> Plan:
-    """The plan that `--plan` asks for, other than auto."""
+    """The plan given by `--plan`, if it is not `auto`."""
     if options.plan == "even":
         micro_batch = min(options.max_micro_batch, -(-options.global_batch // world_size))
         return Plan.even(world_size, options.global_batch, micro_batch, options.stage)
     if options.plan == "proportional":
         if not speeds:
             raise ValueError(
-                "--plan proportional is made from speeds: --measure-seconds must be > 0"
+                "--plan proportional needs measured speeds: set --measure-seconds above 0"
             )
         measured = [speed.samples_per_second for speed in speeds]
         return Plan.proportional(
@@ -230,19 +228,19 @@ def make_plan(options: argparse.Namespace, speeds: tuple[Speed, ...], world_size
 
 
 def warmup_then_cosine(warmup: int, steps: int) -> Callable[[int], float]:
-    """A factor on the learning rate: linear up over `warmup` steps, then half a cosine to 10 %."""
+    """Factor of the learning rate: linear warm-up, then cosine decay to 10 %."""
 
     def factor(step: int) -> float:
         if step < warmup:
             return (step + 1) / warmup
-        way = min(1.0, (step - warmup) / max(1, steps - warmup))
-        return 0.1 + 0.45 * (1 + math.cos(math.pi * way))
+        progress = min(1.0, (step - warmup) / max(1, steps - warmup))
+        return 0.1 + 0.45 * (1 + math.cos(math.pi * progress))
 
     return factor
 
 
 def epochs(loader: DataLoader[Batch], sampler: HeteroBatchSampler) -> Iterator[Batch]:
-    """This rank's part of one global batch after another, epoch after epoch."""
+    """This rank's part of each global batch, over endless epochs."""
     epoch = 0
     while True:
         sampler.set_epoch(epoch)
@@ -253,7 +251,7 @@ def epochs(loader: DataLoader[Batch], sampler: HeteroBatchSampler) -> Iterator[B
 def held_out_loader(
     held_out: ByteWindows, options: argparse.Namespace, rank: int, world_size: int
 ) -> DataLoader[Batch]:
-    """Every `world_size`-th held-out window; ranks need not have equally many."""
+    """Every `world_size`-th held-out window; ranks may have different numbers of windows."""
     windows = min(len(held_out), options.held_out_windows)
     part = Subset(held_out, range(rank, windows, world_size))
     return DataLoader(part, batch_size=options.max_micro_batch)
@@ -266,7 +264,7 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 def report(
     step: int, result: poplar.StepResult, samples_per_second: float, speeds: tuple[Speed, ...]
 ) -> str:
-    """One line for people: `step 40 · loss 2.31 · 812 samples/s · 94 % of sum of speeds · ...`."""
+    """One line: `step 40 · loss 2.31 · 812 samples/s · 94 % of sum of speeds · ...`."""
     parts = [f"step {step}", f"loss {result.loss:.2f}", f"{samples_per_second:.4g} samples/s"]
     if speeds:
         parts.append(f"{100 * samples_per_second / sum_of_speeds(speeds):.0f} % of sum of speeds")
@@ -275,7 +273,7 @@ def report(
 
 
 class Pace:
-    """Samples per second of training, without what ran while it was paused."""
+    """Samples per second of training, without paused time."""
 
     def __init__(self) -> None:
         self.samples = self.lap_samples = 0
@@ -287,19 +285,19 @@ class Pace:
         self.lap_samples += samples
 
     def lap(self) -> float:
-        """The pace since the lap before."""
+        """Samples per second since the last lap."""
         now = time.perf_counter()
         pace = self.lap_samples / (now - self.lap_start)
         self.lap_samples, self.lap_start = 0, now
         return pace
 
     def overall(self) -> float:
-        """The pace since the beginning."""
+        """Samples per second since the start."""
         return self.samples / (time.perf_counter() - self.start)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave out what happens inside."""
+        """Exclude the time in this context."""
         began = time.perf_counter()
         yield
         paused = time.perf_counter() - began
@@ -308,69 +306,91 @@ class Pace:
 
 
 @contextmanager
-def progress(console: Console, steps: int) -> Iterator[Callable[[str], None]]:
-    """A progress bar if `console` is a terminal and not quiet; yields what moves it one step on."""
+def progress(console: Console, steps: int, *, lines: int = 10) -> Iterator[Callable[[str], None]]:
+    """Show progress; yields a function to call with a message after each step.
+
+    Args:
+        console: a progress bar if it is a terminal, else plain lines; nothing if it is quiet.
+        steps: number of calls.
+        lines: number of plain lines.
+    """
+    if not console.is_terminal:
+        yield _plain_progress(console, steps, lines)
+        return
     columns = (
         MofNCompleteColumn(),
         BarColumn(),
         TimeRemainingColumn(),
         TextColumn("{task.description}"),
     )
-    silent = console.quiet or not console.is_terminal
-    with Progress(*columns, console=console, transient=True, disable=silent) as bar:
+    with Progress(*columns, console=console, transient=True, disable=console.quiet) as bar:
         task = bar.add_task("", total=steps)
         yield lambda text: bar.update(task, advance=1, description=text)
 
 
+def _plain_progress(console: Console, steps: int, lines: int) -> Callable[[str], None]:
+    done = 0
+
+    def advance(text: str) -> None:
+        nonlocal done
+        done += 1
+        if lines * done // steps > lines * (done - 1) // steps:
+            console.print(f"{done}/{steps} {text}")
+
+    return advance
+
+
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description="Train a byte-level Llama on ranks of unequal speed. Start me with torchrun.",
+        description="Train a byte-level Llama on unequal ranks. Start it with torchrun.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     plan = parser.add_argument_group("plan")
     plan.add_argument(
         "--plan",
         default="auto",
-        help="auto (profile, search, try), even, proportional (to measured speeds), samples per "
-        'rank ("2,2,2,15"), a .json file',
+        help="auto (profile and search), even, proportional (to measured speeds), samples per "
+        'rank ("2,2,2,15"), or a .json file',
     )
     plan.add_argument(
-        "--stage", type=stage, default="auto", help="ZeRO stage 0 to 3; auto: --plan auto chooses"
+        "--stage", type=stage, default="auto", help="ZeRO stage 0 to 3; auto: chosen by --plan auto"
     )
     plan.add_argument(
-        "--global-batch", type=positive, default=64, help="samples per step, all ranks"
+        "--global-batch", type=positive, default=64, help="samples per step over all ranks"
     )
+    plan.add_argument("--max-micro-batch", type=positive, default=16, help="most samples per pass")
     plan.add_argument(
-        "--max-micro-batch", type=positive, default=16, help="samples per pass, at most"
+        "--passes", type=positive, default=1, help='number of passes of a plan like "2,2,2,15"'
     )
-    plan.add_argument("--passes", type=positive, default=1, help='passes of a plan like "2,2,2,15"')
     plan.add_argument(
         "--measure-seconds",
         type=float,
         default=10.0,
-        help="seconds of plain passes to measure each rank's speed by; 0: do not measure",
+        help="seconds of plain passes to measure each rank's speed; 0: do not measure",
     )
 
     model = parser.add_argument_group("model")
-    model.add_argument("--size", choices=tuple(SIZES), default="demo", help="a set of sizes")
-    model.add_argument("--width", type=positive, help="channels, in place of the set's")
-    model.add_argument("--layers", type=positive, help="blocks, in place of the set's")
-    model.add_argument("--heads", type=positive, help="heads of queries, in place of the set's")
-    model.add_argument("--kv-heads", type=positive, help="heads of keys and values, likewise")
-    model.add_argument("--context", type=positive, help="bytes per sample, in place of the set's")
-    model.add_argument("--dtype", choices=("auto", *DTYPES), default="auto", help="to compute in")
+    model.add_argument("--size", choices=tuple(SIZES), default="demo", help="a named model size")
+    model.add_argument("--width", type=positive, help="channels, overrides --size")
+    model.add_argument("--layers", type=positive, help="blocks, overrides --size")
+    model.add_argument("--heads", type=positive, help="query heads, overrides --size")
+    model.add_argument("--kv-heads", type=positive, help="key and value heads, overrides --size")
+    model.add_argument("--context", type=positive, help="bytes per sample, overrides --size")
+    model.add_argument("--dtype", choices=("auto", *DTYPES), default="auto", help="compute dtype")
     model.add_argument("--recompute", action="store_true", help="activation checkpointing")
     model.add_argument("--compile", action="store_true", help="torch.compile each block")
 
     training = parser.add_argument_group("training")
     training.add_argument("--steps", type=positive, default=200, help="optimizer steps")
-    training.add_argument("--learning-rate", type=float, default=2e-3, help="at its peak")
-    training.add_argument("--warmup", type=int, default=20, help="steps up to the peak")
-    training.add_argument("--clip", type=float, default=1.0, help="norm that gradients are cut to")
-    training.add_argument("--seed", type=int, default=0, help="of weights and shuffling")
-    training.add_argument("--save", metavar="FILE", help="write the weights as .safetensors")
-    training.add_argument("--every", type=positive, default=10, help="steps between two lines")
-    training.add_argument("--evaluate-every", type=positive, default=100, help="steps between")
+    training.add_argument("--learning-rate", type=float, default=2e-3, help="peak learning rate")
+    training.add_argument("--warmup", type=int, default=20, help="warm-up steps")
+    training.add_argument("--clip", type=float, default=1.0, help="largest gradient norm")
+    training.add_argument("--seed", type=int, default=0, help="seed of weights and shuffling")
+    training.add_argument("--save", metavar="FILE", help="save the weights as .safetensors")
+    training.add_argument("--every", type=positive, default=10, help="steps between progress lines")
+    training.add_argument(
+        "--evaluate-every", type=positive, default=100, help="steps between evaluations"
+    )
 
     text = parser.add_argument_group("text")
     text.add_argument(
@@ -378,12 +398,14 @@ def parse_options() -> argparse.Namespace:
         nargs="+",
         default=(),
         metavar="GLOB",
-        help="files to train on, read as bytes; none: the source of Python's standard library",
+        help="files to train on, read as bytes; default: Python's standard library",
     )
-    text.add_argument("--text-bytes", type=positive, help="read no more than about this many bytes")
-    text.add_argument("--held-out", type=float, default=0.05, help="fraction of the files")
+    text.add_argument("--text-bytes", type=positive, help="read about this many bytes at most")
     text.add_argument(
-        "--held-out-windows", type=positive, default=256, help="samples to evaluate on"
+        "--held-out", type=float, default=0.05, help="fraction of the files held out for evaluation"
+    )
+    text.add_argument(
+        "--held-out-windows", type=positive, default=256, help="held-out samples to evaluate on"
     )
     options = parser.parse_args()
     if options.stage == "auto" and options.plan != "auto":

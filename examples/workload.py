@@ -1,11 +1,11 @@
-"""What the other examples train, as the command line takes it: one function per model and size.
+"""Workloads for the command line: one function per model and size of the examples.
 
-    poplar profile examples/workload.py:demo -o cluster.json
-    torchrun --nproc-per-node 2 -m poplar profile examples/workload.py:demo -o cluster.json
-    poplar plan cluster.json --global-batch 64 -o plan.json
-    torchrun --nproc-per-node 2 -m poplar verify examples/workload.py:demo --plan plan.json
+poplar profile examples/workload.py:demo -o cluster.json
+torchrun --nproc-per-node 2 -m poplar profile examples/workload.py:demo -o cluster.json
+poplar plan cluster.json --global-batch 64 -o plan.json
+torchrun --nproc-per-node 2 -m poplar verify examples/workload.py:demo --plan plan.json
 
-A function builds the model as the training script does, and a batch of what it trains on.
+`workload` is the demo's.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from torch.utils.data import Dataset, default_collate
 from poplar.workload import Workload
 
 SAMPLES = 16
-"""In the example batch: enough that repeating them does not make every rank's data alike."""
+"""Samples in the example batch."""
 
 BYTES_OF_TEXT = 1 << 20
-"""How much text is read: a profile needs a few samples, not all of them."""
+"""Text to read; a profile needs only a few samples."""
 
 
 def tiny() -> Workload:
-    """Trains in milliseconds: to see what the commands print."""
+    """A pass takes milliseconds: for trying the commands."""
     return _workload(SIZES["tiny"])
 
 
 def demo() -> Workload:
-    """What `examples/demo.py` trains."""
+    """The model of `examples/demo.py`."""
     return _workload(SIZES["demo"])
 
 
 def base() -> Workload:
-    """The size of GPT-2, for one or a few GPUs."""
+    """A model of GPT-2's size, for one or a few GPUs."""
     return _workload(SIZES["base"])
 
 
 def encoder() -> Workload:
-    """The other kind of model: BERT's, as large as the demo's Llama, filling in masked bytes."""
+    """A BERT-like model of the size of the demo's Llama."""
     config = ENCODER_SIZES["demo"]
     windows, _ = load_text(config.context, limit=BYTES_OF_TEXT)
     return Workload(Encoder(config), masked_byte_loss, _batch(MaskedBytes(windows)))

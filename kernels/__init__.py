@@ -1,9 +1,8 @@
-"""Triton kernels for fused gradient scaling: one read and one write of the gradients on GPUs, where
-Poplar's C++ operators were not built (`pip install` without nvcc).
+"""Triton kernels of the operators, for GPUs where the C++ operators were not built.
 
-One operator per file, kernel and launcher; arithmetic is fp32, every product and every sum is
+One operator per file, kernel and launcher. Arithmetic is fp32, and every product and every sum is
 rounded before it is used again (no contraction), so the bits are those of `poplar.ops.plain`.
-Launchers take arguments that were checked, on the current device: use them through `poplar.ops`.
+Launchers expect checked arguments on the current device; call them through `poplar.ops`.
 """
 
 from .adamw import adamw_

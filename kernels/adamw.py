@@ -1,5 +1,6 @@
-"""AdamW on a flat shard: everything is read and written once. Contract: `adamw_` in
-`poplar/ops`; the order of operations is that of `csrc/include/poplar/adamw.h`.
+"""AdamW on a flat shard; everything is read and written once. Contract: `adamw_` in `poplar.ops`.
+
+The order of operations is that of `csrc/include/poplar/adamw.h`.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ def adamw_(
     scale: Tensor | None,
     found_inf: Tensor | None,
 ) -> None:
-    """Launch; arguments were checked."""
+    """Launch the kernel; arguments must have been checked."""
     numel = values.numel()
     if numel == 0:
         return

@@ -1,5 +1,7 @@
-"""The gradient norm and the clip coefficient, a launch each. Contracts: `exact_norm` and
-`clip_coefficient` in `poplar.ops`; the order of operations is that of `csrc/include/poplar/clip.h`.
+"""The gradient norm and the clip coefficient, one launch each.
+
+Contracts: `exact_norm` and `clip_coefficient` in `poplar.ops`. The order of operations is that of
+`csrc/include/poplar/clip.h`.
 """
 
 from __future__ import annotations
@@ -10,12 +12,12 @@ import triton.language as tl
 from torch import Tensor
 
 LAST = 15
-"""The word of an exact sum that counts what is not finite."""
+"""The word of an exact sum that counts the values that are not finite."""
 
 
 @triton.jit
 def exact_norm_kernel(norm_ptr, totals_ptr, rows, distance, LAST: tl.constexpr):
-    """Word by word, as one thread does it."""
+    """Word by word, in the order of the C++ code."""
     total = tl.full([], 0.0, tl.float64)
     carry = tl.full([], 0, tl.int64)
     for word in tl.static_range(LAST):
@@ -33,7 +35,7 @@ def exact_norm_kernel(norm_ptr, totals_ptr, rows, distance, LAST: tl.constexpr):
 
 @triton.jit
 def clip_coefficient_kernel(coefficient_ptr, norm_ptr, scale_ptr, max_norm, SCALED: tl.constexpr):
-    """A NaN stays one."""
+    """NaN stays NaN."""
     norm = tl.load(norm_ptr)
     if SCALED:
         norm = norm * tl.load(scale_ptr)
@@ -42,7 +44,7 @@ def clip_coefficient_kernel(coefficient_ptr, norm_ptr, scale_ptr, max_norm, SCAL
 
 
 def exact_norm(totals: Tensor) -> Tensor:
-    """Launch; arguments were checked."""
+    """Launch the kernel; arguments must have been checked."""
     norm = totals.new_empty((), dtype=torch.float64)
     rows, distance = totals.shape
     exact_norm_kernel[(1,)](
@@ -52,7 +54,7 @@ def exact_norm(totals: Tensor) -> Tensor:
 
 
 def clip_coefficient(norm: Tensor, max_norm: float, scale: Tensor | None) -> Tensor:
-    """Launch; arguments were checked."""
+    """Launch the kernel; arguments must have been checked."""
     coefficient = norm.new_empty(())
     clip_coefficient_kernel[(1,)](
         coefficient,

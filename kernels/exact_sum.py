@@ -12,7 +12,7 @@ TILE = 4096
 
 @triton.jit
 def exact_sum_kernel(total_ptr, values_ptr, numel, TILE: tl.constexpr):
-    """Of one tile; as in `csrc/include/poplar/exact_sum.h`."""
+    """One tile, as in `csrc/include/poplar/exact_sum.h`."""
     position = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     values = tl.load(values_ptr + position, mask=position < numel, other=0.0)
     bits = values.to(tl.int32, bitcast=True)
@@ -33,7 +33,7 @@ def exact_sum_kernel(total_ptr, values_ptr, numel, TILE: tl.constexpr):
 
 
 def exact_sum_(total: Tensor, values: Tensor) -> None:
-    """Launch; arguments were checked."""
+    """Launch the kernel; arguments must have been checked."""
     numel = values.numel()
     if numel:
         exact_sum_kernel[(triton.cdiv(numel, TILE),)](

@@ -15,7 +15,7 @@ TILE = 2048
 
 @triton.jit
 def block_sums_kernel(sums_ptr, flat_ptr, numel, TILE: tl.constexpr):
-    """Of one tile."""
+    """One tile."""
     tile = tl.program_id(0).to(tl.int64)
     position = tile * TILE + tl.arange(0, TILE)
     values = tl.load(flat_ptr + position, mask=position < numel, other=0.0).to(tl.float32)
@@ -23,7 +23,7 @@ def block_sums_kernel(sums_ptr, flat_ptr, numel, TILE: tl.constexpr):
 
 
 def block_sums_of_squares(flat: Tensor) -> Tensor:
-    """Launch; arguments were checked."""
+    """Launch the kernel; arguments must have been checked."""
     numel = flat.numel()
     sums = torch.empty(triton.cdiv(numel, 64), dtype=torch.float32, device=flat.device)
     if numel:

@@ -1,5 +1,6 @@
-"""Fused gradient scaling: many gradients into one flat bucket, scaled, rounded and squared on the
-way, in one launch. Contract: `pack_` in `poplar.ops`.
+"""Packs many gradients into one flat bucket: scaled, rounded and squared in one launch.
+
+Contract: `pack_` in `poplar.ops`.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ TILE = 1024
 """Elements per program: eight for each thread of four warps. Not tuned yet."""
 _CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _PAST = 2**62
-"""Where a segment begins that nobody reaches."""
+"""The offset of the table's last entry, beyond any bucket."""
 
 
 @triton.jit
-def _loaded(address, offset, mask, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """fp32 values of a type; what the mask leaves out means nothing.
+def _load(address, offset, mask, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """Load values as fp32; masked elements are undefined.
 
-    `ALIGNED`: from a multiple of sixteen bytes on, so many at a time. Only this promise makes the
-    compiler do so: an address from a table tells it nothing.
+    `ALIGNED`: the address is a multiple of 16 bytes, so loads are vectorised. The compiler cannot
+    derive that for an address from a table.
     """
     place = address.to(tl.pointer_type(TYPE)) + offset
     if ALIGNED:
@@ -34,14 +35,14 @@ def _loaded(address, offset, mask, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def _widened(address, offset, mask, dtype, ALIGNED: tl.constexpr):
-    """fp32 values from an address of any of the dtypes."""
+def _load_as_fp32(address, offset, mask, dtype, ALIGNED: tl.constexpr):
+    """Load values of any of the dtypes as fp32."""
     if dtype == 0:
-        value = _loaded(address, offset, mask, tl.float32, ALIGNED)
+        value = _load(address, offset, mask, tl.float32, ALIGNED)
     elif dtype == 1:
-        value = _loaded(address, offset, mask, tl.bfloat16, ALIGNED)
+        value = _load(address, offset, mask, tl.bfloat16, ALIGNED)
     else:
-        value = _loaded(address, offset, mask, tl.float16, ALIGNED)
+        value = _load(address, offset, mask, tl.float16, ALIGNED)
     return value
 
 
@@ -64,7 +65,7 @@ def pack_kernel(
     position = begin + tl.arange(0, TILE)
     low = tl.full([], 0, tl.int32)
     high = low + segments
-    while low < high:  # the first segment that ends after `begin`
+    while low < high:  # binary search for the first segment that ends after `begin`
         middle = (low + high) // 2
         row = table_ptr + middle * 4
         if tl.load(row + 1) + tl.load(row + 2) <= begin:
@@ -74,21 +75,23 @@ def pack_kernel(
     row = table_ptr + low * 4
     first = tl.load(row + 1)
     dtype = tl.load(row + 3)
-    if (first <= begin) & (first + tl.load(row + 2) >= end):  # as almost all of a large tensor's
+    if (first <= begin) & (first + tl.load(row + 2) >= end):  # like most tiles of large tensors
         place = tl.load(row) + (begin - first) * tl.where(dtype == 0, 4, 2)
         offset = tl.arange(0, TILE)
         if place % 16 == 0:
-            value = _widened(place, offset, None, dtype, ALIGNED=True)
+            value = _load_as_fp32(place, offset, None, dtype, ALIGNED=True)
         else:
-            value = _widened(place, offset, None, dtype, ALIGNED=False)
+            value = _load_as_fp32(place, offset, None, dtype, ALIGNED=False)
         product = value * weight
         covered = position >= 0
     else:
         product = tl.zeros([TILE], dtype=tl.float32)
         covered = position < 0
-        while first < end:  # the table ends with a segment that begins past everything
+        while first < end:  # the table's last segment begins beyond any bucket
             mine = (position >= first) & (position < first + tl.load(row + 2))
-            value = _widened(tl.load(row), position - first, mine, tl.load(row + 3), ALIGNED=False)
+            value = _load_as_fp32(
+                tl.load(row), position - first, mine, tl.load(row + 3), ALIGNED=False
+            )
             product = tl.where(mine, value * weight, product)
             covered = covered | mine
             row += 4
@@ -97,7 +100,7 @@ def pack_kernel(
     out_ptr = bucket_ptr + position
     if ACCUMULATE:
         old = tl.load(out_ptr, mask=inside, other=0.0)
-        # What is in a gap stays as it is, to the bit.
+        # Gaps keep their exact bits.
         rounded = tl.where(
             covered, (old.to(tl.float32) + product).to(bucket_ptr.dtype.element_ty), old
         )
@@ -116,7 +119,7 @@ def pack_(
     accumulate: bool,
     sums: Tensor | None,
 ) -> None:
-    """Launch; arguments were checked."""
+    """Launch the kernel; arguments must have been checked."""
     numel = bucket.numel()
     if numel == 0:
         return

@@ -1,4 +1,4 @@
-"""What every rank sent, summed in rank order. Contract: `rank_sum_` in `poplar.ops`."""
+"""Sums the ranks' parts in rank order. Contract: `rank_sum_` in `poplar.ops`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TILE = 1024
 
 @triton.jit
 def _part(address, position, inside, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """fp32 values of one rank. `ALIGNED`: every part begins at a multiple of sixteen bytes."""
+    """fp32 values of one rank. `ALIGNED`: every part begins at a multiple of 16 bytes."""
     place = address.to(tl.pointer_type(TYPE)) + position
     if ALIGNED:
         place = tl.multiple_of(place, 16)
@@ -37,7 +37,7 @@ def rank_sum_kernel(
     ALIGNED: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """One tile of the shard. The table holds the parts' addresses; `first_ptr` tells their type."""
+    """One tile of the shard. The table has the addresses; `first_ptr` gives their dtype."""
     tile = tl.program_id(0).to(tl.int64)
     position = tile * TILE + tl.arange(0, TILE)
     inside = position < numel
@@ -55,7 +55,7 @@ def rank_sum_kernel(
 def rank_sum_(
     out: Tensor, received: Sequence[Tensor], accumulate: bool, sums: Tensor | None
 ) -> None:
-    """Launch; arguments were checked."""
+    """Launch the kernel; arguments must have been checked."""
     numel = out.numel()
     if numel == 0:
         return

@@ -1,4 +1,4 @@
-"""The fixed tree in which a block of 64 squares is added: see `ops.block_sums_of_squares`."""
+"""The fixed tree that adds a block of 64 squares: see `ops.block_sums_of_squares`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def block_sums(values, BLOCKS: tl.constexpr):
-    """Sums of squares of `BLOCKS` times 64 fp32 values: halves are added, down to one number."""
+    """Sums of squares of `BLOCKS` times 64 fp32 values; each level adds the two halves."""
     sums = tl.reshape(values * values, [BLOCKS, 64])
     sums = tl.sum(tl.reshape(sums, [BLOCKS, 2, 32]), axis=1)
     sums = tl.sum(tl.reshape(sums, [BLOCKS, 2, 16]), axis=1)
@@ -20,6 +20,6 @@ def block_sums(values, BLOCKS: tl.constexpr):
 
 @triton.jit
 def store_block_sums(sums_ptr, values, tile, numel, TILE: tl.constexpr):
-    """What a tile's values add to the sums; values past `numel` are zeros."""
+    """Store the block sums of a tile; values past `numel` must be zeros."""
     block = tile * (TILE // 64) + tl.arange(0, TILE // 64)
     tl.store(sums_ptr + block, block_sums(values, TILE // 64), mask=block * 64 < numel)

@@ -1,7 +1,7 @@
 """Poplar: one PyTorch model on unequal GPUs at the sum of their speeds, with the exact gradient.
 
-The names below are the public face. They are loaded when they are first used, so that `import
-poplar` is quick and planning works where torch is not installed.
+The names below are the public API. Each is loaded when it is first used, so that `import poplar` is
+quick and planning works without torch.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from poplar.data.sampler import HeteroBatchSampler, split_stream
+    from poplar.data.sampler import HeteroBatchSampler
+    from poplar.data.stream import split_stream
     from poplar.errors import CollectiveTimeout, OutOfOrder, PoplarError, RankFailed
     from poplar.optimizer import HeteroZeroOptimizer, StepResult
     from poplar.plan import Plan, UnitPlan
@@ -26,11 +27,12 @@ if TYPE_CHECKING:
         ModelProfile,
         NetworkProfile,
     )
-    from poplar.profiler.cluster_profiler import profile_cluster
+    from poplar.profiling import profile_cluster
     from poplar.simulator.event_engine import simulate
     from poplar.simulator.timeline import Timeline
     from poplar.tuning import Tuned, autotune, tune
     from poplar.verification import Verification, verify
+    from poplar.workload import Workload
     from poplar.zero.grad_scaler import GradScaler
 
 __version__ = "0.1.0"
@@ -58,13 +60,14 @@ _HOME = {
     "Tuned": "poplar.tuning",
     "UnitPlan": "poplar.plan",
     "Verification": "poplar.verification",
+    "Workload": "poplar.workload",
     "autotune": "poplar.tuning",
     "explain": "poplar.planner.explain",
     "predict": "poplar.planner.prediction",
-    "profile_cluster": "poplar.profiler.cluster_profiler",
+    "profile_cluster": "poplar.profiling",
     "search": "poplar.planner.search",
     "simulate": "poplar.simulator.event_engine",
-    "split_stream": "poplar.data.sampler",
+    "split_stream": "poplar.data.stream",
     "tune": "poplar.tuning",
     "verify": "poplar.verification",
 }
@@ -92,6 +95,7 @@ __all__ = [
     "Tuned",
     "UnitPlan",
     "Verification",
+    "Workload",
     "autotune",
     "explain",
     "predict",

@@ -1,24 +1,24 @@
-"""What Poplar raises when ranks have to agree that something went wrong.
+"""Errors that concern several ranks.
 
-Mistakes of one call are `ValueError`, `TypeError` or `RuntimeError`, as everywhere in torch. The
-types here are for what only several ranks can know: each is raised on every surviving rank, and
-says which rank it is about, so that one log is enough to find the cause.
+Invalid arguments raise `ValueError`, `TypeError` or `RuntimeError`, as in torch. The errors here
+are raised on every surviving rank and name the rank at fault, so that the log of one rank is enough
+to find the cause.
 """
 
 from __future__ import annotations
 
 
 class PoplarError(RuntimeError):
-    """Base of the errors that concern more than the rank that raises them."""
+    """Base class of the errors that concern several ranks."""
 
 
 class RankFailed(PoplarError):
-    """Another rank failed inside a step, so the step was applied by nobody; training may go on."""
+    """Another rank failed inside a step. No rank applied the step; training may continue."""
 
 
 class OutOfOrder(PoplarError):
-    """A rank's model reached its units in another order than the one the ranks agreed on."""
+    """The model of a rank used its units in another order than the agreed one."""
 
 
 class CollectiveTimeout(PoplarError):
-    """A peer did not take part in a collective before its deadline, or its process is gone."""
+    """A rank did not join a collective before the deadline, or its process ended."""

@@ -1,8 +1,7 @@
-"""`HeteroZeroOptimizer`: the face of the engine, and a real `torch.optim.Optimizer`.
+"""`HeteroZeroOptimizer`: the public API of the engine, a `torch.optim.Optimizer`.
 
-Here a step is put together: cut the batch, open, run the passes, close, update. What a ZeRO stage
-does in each of these is the strategy's matter (`poplar.zero`), how tensors travel the transport's
-(`poplar.comm`).
+A step is: split the batch, open, run the passes, close, update. `poplar.zero` implements what a
+ZeRO stage does in each of these, `poplar.comm` how tensors are sent.
 """
 
 from __future__ import annotations
@@ -22,95 +21,96 @@ from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from poplar import ops
-from poplar.comm import Communicator, Group, connect, control_of
+from poplar.comm import Communicator, Group, connect, connect_control
 from poplar.errors import CollectiveTimeout, PoplarError
 from poplar.plan import Plan
 from poplar.system.trace import Span
 from poplar.zero import model_checks
 from poplar.zero.agreement import (
-    Closing,
-    add_norm,
-    agree,
+    StepSummary,
     close_step,
-    exchange_rows,
-    join_norm,
-    rows_for,
+    combine_norm,
+    fill_norm_row,
+    gather_rows,
+    norm_rows,
+    raise_on_any_error,
 )
 from poplar.zero.engine import STRATEGIES, Engine
 from poplar.zero.evaluation import Evaluation
-from poplar.zero.forward import Forward, LossFunction
 from poplar.zero.grad_scaler import GradScaler
-from poplar.zero.micro_batches import Cutter, Loss, Opened, Piece, Weight
-from poplar.zero.setup import agree_on_request, build, check_request
+from poplar.zero.micro_batch_loss import LossFunction, MicroBatchLoss
+from poplar.zero.micro_batches import BatchSplitter, Loss, MicroBatch, OpenedStep, Weight
+from poplar.zero.setup import agree_on_request, build_engine, check_request
 from poplar.zero.state_dict_guard import guard_model_state
-from poplar.zero.unit_plans import check_change, own_shares, persistent_units
+from poplar.zero.unit_plans import check_plan_change, persistent_units, shares_by_unit
 from poplar.zero.update import OptimizerFactory
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """What one `train_step` did. The same on every rank, but for `waiting_seconds`."""
+    """The outcome of one `train_step`; equal on all ranks, except for the times."""
 
     loss: float
-    """Weighted loss of the whole global batch."""
+    """Weighted loss of the global batch."""
     grad_norm: float | None
-    """Of the whole gradient, before clipping; None without `max_norm`."""
+    """Norm of the full gradient before clipping; None without `max_norm`."""
     samples: int
-    """In the global batch."""
+    """Samples in the global batch."""
     seconds: float
+    """Time of the step on this rank, waiting included."""
     waiting_seconds: float
-    """Of these, how long this rank was held up by others."""
+    """Part of `seconds` that this rank has waited for other ranks."""
     waiting_on: int
-    """The rank that was held up least: the one that the others waited for."""
+    """The rank that waited least: the slowest one, for which the others waited."""
     skipped: bool
-    """The gradient was not finite under the loss scale, so no rank stepped."""
+    """The scaled gradient was not finite, so no rank has stepped."""
 
 
 @dataclass
-class _Now:
-    """Where the present step stands."""
+class _StepState:
+    """State of the current step."""
 
     samples: int = 0
-    """In the global batch."""
+    """Samples in the global batch."""
     waited: float = 0.0
-    """Seconds spent waiting for others to open the step."""
+    """Seconds spent waiting for other ranks to open the step."""
     loss: Tensor | float = 0.0
     """This rank's part of the weighted loss."""
-    open_piece: Piece | None = None
+    open_micro_batch: MicroBatch | None = None
     pass_began: float = 0.0
-    closing: Closing | None = None
+    summary: StepSummary | None = None
     scale: Tensor | None = None
-    """What the reduced gradient has been multiplied by since (loss scale, clipping): one float64 on
-    the device, where it is computed, so that nobody waits for it; None for 1."""
+    """Product of the factors for the reduced gradient (loss scale, clipping): one float64 on the
+    device, so that the host does not synchronize; None for 1."""
     factor: Tensor | None = None
-    """The part of `scale` that the update has yet to multiply in; None: there is none."""
+    """The part of `scale` that the update still has to apply; None if there is none."""
     found_inf: Tensor | None = None
-    """As `torch.amp` has it: not 0 if the step is to be skipped."""
+    """As in `torch.amp`: not 0 if the step is to be skipped."""
     skipped: bool = False
     abandoned: bool = False
-    is_whole: bool = False
-    """`train_step` is at it, so nobody looks at `.grad` before the update."""
+    in_train_step: bool = False
+    """In `train_step` no user code reads `.grad` before the update."""
 
 
 class HeteroZeroOptimizer(torch.optim.Optimizer):
-    """Trains `model` with ZeRO over ranks that differ in batch, passes and share of the state.
+    """Trains `model` with ZeRO on ranks with different batches, passes and shares of the state.
 
-    The gradient is that of one big device, whatever the plan:
+    The gradient is the same as on one big device, for every plan:
 
         g = sum over ranks r, passes s of  w[r][s] * grad(mean loss of micro-batch (r, s))
         w[r][s] = samples of micro-batch (r, s) / samples of all ranks in this step
 
-    With `weight=f` (tokens that count, say) `f(micro_batch)` takes the place of samples.
-    `loss="sum"` makes each weight `1 / total`, `loss="global_mean"` 1, for losses that are divided
-    already. Gradients are weighted and added in fp32, in rank order; at one stage the same batches
-    give the same bits whatever the shares.
+    With `weight=f`, `f(micro_batch)` replaces the number of samples (for example, the number of
+    tokens for a loss that is a mean over tokens). `loss="sum"` makes each weight `1 / total`, and
+    `loss="global_mean"` makes it 1, for losses that are already divided. Gradients are weighted and
+    added in fp32, in rank order: at one stage, the same batches give the same bits for any shares.
 
         plan = Plan.proportional(speeds, global_batch=512, stage=2, max_micro_batch=16)
         optimizer = HeteroZeroOptimizer(model, torch.optim.AdamW, plan=plan, lr=3e-4)
         for batch in loader:                                  # this rank's part of a global batch
             result = optimizer.train_step(loss_fn, batch, max_norm=1.0)
 
-    Trainers that own their loop use the open form, which is exact in the same way:
+    Trainers that own their loop get the same gradient with:
 
             for micro_batch in optimizer.micro_batches(batch):
                 loss_fn(model, micro_batch).backward()
@@ -118,46 +118,47 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             optimizer.step()
             optimizer.zero_grad()
 
-    A backward outside `micro_batches` is one pass of weight `1 / ranks`, and the last one of the
-    step unless it runs inside `no_sync()`; then every rank must run one. Gradients leave `.grad` as
-    soon as a unit is done; at stage 0 `.grad` holds the mean gradient between the last pass and
-    `step()`, on every rank for every parameter.
+    A backward outside `micro_batches` is one pass of weight `1 / ranks`, and every rank must run
+    it. It is the last pass of the step unless it runs inside `no_sync()`. A unit's gradients are
+    removed from `.grad` as soon as its backward is over. At stage 0, `.grad` holds the mean
+    gradient of every parameter on every rank between the last pass and `step()`.
 
-    Collective, to be called by every rank: the constructor, `train_step`, `micro_batches`,
+    Collective methods, which every rank must call: the constructor, `train_step`, `micro_batches`,
     `clip_grad_norm_`, `step`, `evaluate`, `full_parameters`, `consolidate_state_dict`,
     `save_model`, `apply_plan`, `full_gradients`, `release`. If a rank fails in a step, all ranks
-    raise, nothing is applied, and training may go on.
+    raise, no rank applies the step, and training may continue.
 
     Args:
-        model: on this rank's device, the same on every rank; the first rank's values and buffers
-            are broadcast. Not wrapped in DDP or FSDP.
-        optimizer_class: elementwise (AdamW, Adam, SGD, ...); tried out, others are refused.
-        plan: batches, passes and shares of each rank, and units that stay gathered between passes.
-            None: even shares at `stage`, and whatever batch each rank brings in one pass.
-        stage: 0, 1, 2 or 3, where there is no plan.
-        params: parameters or param groups of the model, as `torch.optim` takes them; default: all
-            that require a gradient.
-        process_group: default WORLD. NCCL for CUDA, gloo for CPU.
-        units: module names, modules or classes whose parameters travel together; default: repeated
-            blocks are found, the rest is the root unit.
+        model: on this rank's device, with the same architecture on every rank, not wrapped in DDP
+            or FSDP. The values and buffers of the first rank are broadcast.
+        optimizer_class: an elementwise optimizer class such as AdamW, Adam or SGD. Others are
+            detected by a test step and rejected.
+        plan: batches, passes and shares of each rank, and its persistent units. None: even shares
+            at `stage`; each rank's batch is one pass, whatever its size.
+        stage: ZeRO stage 0, 1, 2 or 3; only without a plan.
+        params: parameters or param groups of the model, as for `torch.optim`; default: all that
+            require a gradient.
+        process_group: default WORLD; NCCL for CUDA, gloo for CPU.
+        units: module names, modules or module classes that form the units. Default: repeated
+            blocks; all other parameters form the root unit.
         compute_dtype: dtype of the parameters in forward and backward, and of floating-point
-            inputs; masters stay fp32. "auto": an fp32 model on CUDA is computed in bf16 if every
-            rank has it, else in fp16 with a loss scale; any other model as it is.
-        reduce_dtype: dtype in which gradients travel; they are added in fp32.
-        communicator: "auto" (what the plan says, else by where the ranks are), "process_group"
-            (NCCL, gloo; with algorithms: "process_group:padded+grouped"), "shared_memory" (CPU
-            ranks of one host), "hierarchical" (of several hosts; on GPUs, say
-            "hierarchical:process_group") or a `poplar.comm.Communicator`.
-        timeout: how long a rank waits for another, 5 minutes by default.
+            inputs; master values stay fp32. "auto": an fp32 model on CUDA computes in bf16 if every
+            rank supports it natively, else in fp16 with a loss scale. Any other model is unchanged.
+        reduce_dtype: dtype in which gradients are sent; they are added in fp32.
+        communicator: "auto" (from the plan, else from where the ranks are), "process_group" (NCCL
+            or gloo; with algorithms: "process_group:padded+grouped"), "shared_memory" (CPU ranks of
+            one host), "hierarchical" (several hosts; on GPUs "hierarchical:process_group") or a
+            `poplar.comm.Communicator`.
+        timeout: how long a rank waits for other ranks; default: 5 minutes.
         allow_batch_norm: accept BatchNorm in training mode, whose statistics are per micro-batch.
-        **optimizer_kwargs: for `optimizer_class`; `fused=True` is added where it exists.
+        **optimizer_kwargs: for `optimizer_class`; `fused=True` is added if the class supports it.
 
     Raises:
-        ValueError, TypeError, RuntimeError: what this rank was given is wrong, or ranks differ.
-        RankFailed: another rank was given something wrong.
+        ValueError, TypeError, RuntimeError: arguments of this rank are wrong, or ranks differ.
+        RankFailed: arguments of another rank are wrong.
     """
 
-    # A plain GradScaler then calls step() with its scale, so that it can be named and refused.
+    # Makes a plain GradScaler call step() with its scale, so that step() can reject it.
     _step_supports_amp_scaling = True
 
     def __init__(
@@ -178,7 +179,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         **optimizer_kwargs: Any,
     ) -> None:
         self._group = Group.of(process_group, timeout)
-        self._control = control_of(self._group, communicator)
+        self._control = connect_control(self._group, communicator)
         error: Exception | None = None
         try:
             request = check_request(
@@ -196,7 +197,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             )
         except Exception as caught:
             error = caught
-        agree(self._control, error, doing="building the optimizer")
+        raise_on_any_error(self._control, error, doing="building the optimizer")
         dtype = agree_on_request(self._control, request)
         planned = plan.transport if plan is not None else None
         comm = connect(self._group, communicator, request.device, planned=planned)
@@ -205,14 +206,16 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         self._stage = request.stage
         self._batch_norms = [] if allow_batch_norm else model_checks.batch_norms(model)
         every_pass = STRATEGIES[request.stage].reduces_every_pass
-        self._cutter = Cutter(plan, every_pass, dtype)
+        self._splitter = BatchSplitter(plan, every_pass, dtype)
         self._default_scaler = GradScaler(request.device.type) if dtype is torch.float16 else None
-        self._engine, self._update = build(request, comm, self._control, dtype)
+        self._engine, self._update = build_engine(request, comm, self._control, dtype)
         super().__init__(request.groups, self._update.inner.defaults)
         self._settings_are_final = True
-        self._now = _Now()
+        self._step_state = _StepState()
         guard_model_state(self._engine, self._update)
-        self._disown = model_checks.claim(list(model.named_parameters()), self, self._engine.hooks)
+        self._unregister = model_checks.register_owner(
+            list(model.named_parameters()), self, self._engine.hooks
+        )
 
     # The step.
 
@@ -228,64 +231,40 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
     ) -> StepResult:
         """One optimizer step on one global batch. Collective.
 
-        At stages 0 to 2 a rank's first forward runs before it knows that the others have a good
-        batch, so collectives of its own in `loss_fn` may find no partner.
+        At stages 0 to 2, the first forward of a rank runs before it knows whether the other ranks
+        have a valid batch. So `loss_fn` must not call collectives itself.
 
         Args:
             loss_fn: `loss_fn(model, micro_batch)` -> scalar loss of the micro-batch.
-            batch: this rank's part of the global batch, any nest of tensors, cut on dim 0. A rank
-                to which the plan gives no samples may pass None, or one sample, which is dropped.
-            weight: what a micro-batch counts for; default: its samples.
-            loss: what `loss_fn` returns: the "mean" over what `weight` counts, its "sum", or the
-                sum divided by the global total already ("global_mean").
-            max_norm: clip the gradient to this norm, as part of the update: at stage 0 `.grad`
-                shows the mean as it was before.
-            scaler: for fp16; by default an own one is used where the model computes in fp16.
+            batch: this rank's part of the global batch: any pytree of tensors, split along dim 0. A
+                rank without samples in the plan passes None, or one sample, which is dropped.
+            weight: `weight(micro_batch)` -> its weight; default: its number of samples.
+            loss: what `loss_fn` returns: the "mean" over what `weight` counts, the "sum", or the
+                sum already divided by the global total ("global_mean").
+            max_norm: clip the gradient to this norm in the update. At stage 0, `.grad` keeps the
+                mean gradient before clipping.
+            scaler: loss scaler for fp16; default: an internal one if the model computes in fp16.
 
         Raises:
-            RankFailed: another rank failed. What this rank's `loss_fn` raises comes through as it
-                is. In both cases no rank has stepped.
-            CollectiveTimeout: a rank did not answer before the deadline.
+            RankFailed: another rank failed, so no rank has stepped. If this rank's `loss_fn` fails,
+                this rank raises that exception instead.
+            CollectiveTimeout: a rank did not take part in a collective before the deadline.
         """
         began = time.perf_counter()
         if scaler is not None and not isinstance(scaler, GradScaler):
             raise TypeError(_PLAIN_SCALER)
         scaler = scaler if scaler is not None else self._default_scaler
         opened = self._open_step(batch, weight, loss)
-        forward = Forward(loss_fn, self._model, self._group.rank)
-        if opened.first is not None and not self._engine.strategy.gathers:
-            with self._engine.running_ahead():
-                forward.run_ahead(opened.first)
-        error: Exception | None = None
-        own_loss: Tensor | float = 0.0
-        for piece in self._agree_on_step(opened):
-            if not self._begin_pass(piece, forward.began if piece.samples else None):
-                continue
-            try:
-                if piece.samples and error is None:
-                    value = forward(piece.batch)
-                    (value if scaler is None else scaler.scale(value)).backward()
-                    if piece.weight:  # a mean over nothing is NaN, and counts for nothing
-                        own_loss = own_loss + value.detach().double() * piece.weight
-                    del value
-            except CollectiveTimeout:
-                self._engine.abort()
-                raise
-            except Exception as caught:
-                error = self._engine.explain(caught)
-                if isinstance(caught, torch.OutOfMemoryError):
-                    # The frames of the failed pass hold its activations; what remains needs room.
-                    traceback.clear_frames(caught.__traceback__)
-            try:
-                self._end_pass(failed=error is not None)
-            except torch.OutOfMemoryError as caught:
-                error = error or self._engine.explain(caught)
-        self._engine.settle()
-        now = self._now
-        now.loss = own_loss
-        closing = self._close(None if max_norm is None and scaler is None else 2.0, error)
-        self._engine.complete()
-        now.is_whole = not (self._optimizer_step_pre_hooks or _global_optimizer_pre_hooks)
+        forward = MicroBatchLoss(loss_fn, self._model, self._group.rank)
+        if opened.first is not None and not self._engine.strategy.shards_parameters:
+            with self._engine.early_forward():
+                forward.compute_early(opened.first)
+        error = self._run_passes(self._start_step(opened), forward, scaler)
+        self._engine.wait_for_reductions()
+        now = self._step_state
+        summary = self._close(None if max_norm is None and scaler is None else 2.0, error)
+        self._engine.finish_gradients()
+        now.in_train_step = not (self._optimizer_step_pre_hooks or _global_optimizer_pre_hooks)
         if scaler is not None:
             scaler.unscale_(self)
         norm = self.clip_grad_norm_(max_norm) if max_norm is not None else None
@@ -296,156 +275,161 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             scaler.step(self)
             scaler.update()
         return StepResult(
-            loss=sum(closing.losses.tolist()),
+            loss=sum(summary.losses.tolist()),
             grad_norm=None if norm is None else float(norm),
             samples=now.samples,
             seconds=time.perf_counter() - began,
             waiting_seconds=waited,
-            waiting_on=min(range(self._group.size), key=closing.waited.__getitem__),
+            waiting_on=min(range(self._group.size), key=summary.waited.__getitem__),
             skipped=now.skipped,
         )
 
     def micro_batches(
         self, batch: Any, weight: Weight | None = None, loss: Loss = "mean"
     ) -> Iterator[Any]:
-        """Cut this rank's part of a global batch, for trainers that own their loop. Collective.
+        """Iterate over this rank's micro-batches of a global batch. Collective.
 
         Yields the micro-batches that have samples; run one backward for each. Passes without
-        samples are played in between. Leaving the loop before its end abandons the step on all
-        ranks. The arguments are those of `train_step`.
+        samples are run in between. Leaving the loop before its end abandons the step on all ranks.
+
+        Args:
+            batch: as for `train_step`.
+            weight: as for `train_step`.
+            loss: as for `train_step`.
         """
-        pieces = self._agree_on_step(self._open_step(batch, weight, loss))
-        played = 0
+        micro_batches = self._start_step(self._open_step(batch, weight, loss))
+        finished = 0
         try:
-            for piece in pieces:
-                if self._begin_pass(piece):
-                    if piece.samples:
-                        yield piece.batch
-                    self._end_own_pass(pieces[played + 1 :])
-                played += 1
+            for micro_batch in micro_batches:
+                if self._begin_pass(micro_batch):
+                    if micro_batch.samples:
+                        yield micro_batch.batch
+                    self._end_user_pass(micro_batches[finished + 1 :])
+                finished += 1
             if self._engine.has_gradients:  # not if step() came inside the loop
-                self._engine.complete()
+                self._engine.finish_gradients()
         except GeneratorExit:
-            if self._now.open_piece is not None or played < len(pieces) - 1:
-                self._abandon(pieces[played + 1 :], PoplarError(_LEFT_EARLY))
+            if self._step_state.open_micro_batch is not None or finished < len(micro_batches) - 1:
+                self._abandon(micro_batches[finished + 1 :], PoplarError(_LOOP_LEFT_EARLY))
             raise
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Apply the step's gradient. Collective.
+        """Apply the gradient of the step. Collective.
 
-        Gradients that the user has set in `.grad` without a backward count as one pass, each rank's
-        with weight `1 / ranks`.
+        Gradients that the user has set in `.grad` without a backward are one pass; each rank's have
+        weight `1 / ranks`.
 
         Raises:
-            RankFailed: another rank could not finish its passes; nobody has stepped.
-            RuntimeError: no backward since the last step, or a plain `GradScaler`.
+            RankFailed: another rank could not finish its passes, so no rank has stepped.
+            RuntimeError: no backward since the last step, or a plain `torch.amp.GradScaler`.
         """
         result: float | None = None
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
-        if hasattr(self, "found_inf"):  # set by torch's GradScaler.step, which ours does not call
+        if hasattr(self, "found_inf"):  # set by torch's GradScaler.step, but not by Poplar's
             for name in ("found_inf", "grad_scale"):
                 vars(self).pop(name, None)
             raise RuntimeError(_PLAIN_SCALER)
-        if self._is_nothing_to_apply():
+        if self._is_zero_step():
             return result
         self._finish_passes()
-        now = self._now
-        closing = now.closing or self._close(None)
-        unused = closing.unused
+        now = self._step_state
+        summary = now.summary or self._close(None)
+        unused = summary.unused
         for flat in self._engine.trained:
-            unused[flat] = unused[flat].union(self._engine.strategy.take_shown_gradients(flat))
-            self._engine.strategy.before_writing(flat)
+            unused[flat] = unused[flat].union(self._engine.strategy.read_back_gradients(flat))
+            self._engine.strategy.wait_for_readers(flat)
         with self._group.trace.span("optimizer", "the update"):
             self._update.step(self.param_groups, unused, now.factor, now.found_inf)
-        self._engine.strategy.publish(self._engine.units)
-        if now.found_inf is not None:  # where the device has it, now that all has been issued
-            now.skipped = self._update.take_back_if(now.found_inf)
-        self._forget_step()
+        self._engine.strategy.publish_update(self._engine.units)
+        if now.found_inf is not None:  # synchronize only after all work has been issued
+            now.skipped = self._update.undo_if_skipped(now.found_inf)
+        self._reset_step()
         return result
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale the whole gradient so that its norm is at most `max_norm`. Collective.
+        """Scale the full gradient so that its norm is at most `max_norm`. Collective.
 
-        The norm is over all parameters of all ranks, and for `norm_type` 2 and infinity its bits
-        don't depend on the shares. Returns the norm before clipping.
+        Returns:
+            The norm over all parameters before clipping, as one fp32 on the device. For `norm_type`
+            2 and infinity its bits do not depend on the shares.
         """
         self._finish_passes()
-        norm, scale = self._norm(float(norm_type)), self._now.scale
+        norm, scale = self._norm(float(norm_type)), self._step_state.scale
         self._scale_gradient(ops.clip_coefficient(norm, float(max_norm), scale))
         return (norm if scale is None else norm * scale).float()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients of this step. `.grad` is always set to None."""
+        """Drop the gradients of this step. `.grad` is always set to None."""
         for flat in self._engine.trained:
             for parameter in flat.parameters:
                 parameter.grad = None
-        if self._now.open_piece is None:
-            self._engine.drop_own_pass()
+        if self._step_state.open_micro_batch is None:
+            self._engine.drop_implicit_pass()
             if self._engine.has_gradients:
-                self._forget_step()
+                self._reset_step()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards outside `micro_batches` are not the last of their step in this context."""
-        before, self._engine.syncs = self._engine.syncs, False
+        """A context for backwards outside `micro_batches` that are not the last of their step."""
+        before, self._engine.requires_gradient_sync = self._engine.requires_gradient_sync, False
         try:
             yield
         finally:
-            self._engine.syncs = before
+            self._engine.requires_gradient_sync = before
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
-        """As FSDP2's: `no_sync` without a context."""
-        self._engine.syncs = requires_gradient_sync
+        """Like `no_sync`, without a context; as in FSDP2."""
+        self._engine.requires_gradient_sync = requires_gradient_sync
 
     @torch.no_grad()
     def full_gradients(self) -> dict[str, Tensor]:
-        """The step's mean gradient of every parameter that is trained, whole. Collective.
+        """The full mean gradient of every trained parameter, by name. Collective.
 
-        Between the last backward and `step()`, on every rank, in fp32 and in each parameter's
-        shape: for checks and statistics, since it costs the memory of all gradients.
+        Call it between the last backward and `step()`. Every rank gets all gradients, in fp32 and
+        in the shape of the parameters, so it needs memory for all of them.
         """
         self._finish_passes()
-        gradients = self._engine.whole_gradients()
-        factor = 1.0 if self._now.factor is None else self._now.factor
+        gradients = self._engine.full_gradients()
+        factor = 1.0 if self._step_state.factor is None else self._step_state.factor
         return {name: gradient * factor for name, gradient in gradients}
 
     def trace(self) -> AbstractContextManager[list[Span]]:
-        """A context that records what this rank does: its passes, waits and updates, as spans.
+        """A context that records this rank's passes, waits and updates as spans.
 
-        On CUDA the times are the host's: compute goes on in the stream meanwhile.
+        On CUDA these are host times; the device may still be computing.
         """
         return self._group.trace.record()
 
     def release(self) -> None:
-        """Give the model back, whole and plain, as if no optimizer had held it. Collective.
+        """Detach the optimizer from the model. Collective.
 
-        Every parameter has memory of its own again, with its present value in the dtype that the
-        model computes in; hooks are gone, `.grad` is None. This optimizer is of no use afterwards;
-        another one, at another stage say, may take the model.
+        Every parameter gets its own memory with its current value, in the dtype in which the model
+        computes. Hooks are removed and `.grad` is None. This optimizer cannot be used any more, but
+        another one, for example at another stage, can take the model.
 
         Raises:
-            RuntimeError: in the middle of a step.
+            RuntimeError: called in the middle of a step.
         """
         engine, error = self._engine, None
         if engine.has_gradients or engine.scheduler.active:
             error = RuntimeError("release() in the middle of a step; call it after step()")
-        agree(self._control, error, doing="release()")
+        raise_on_any_error(self._control, error, doing="release()")
         parameters = [p for flat in engine.flats for p in flat.parameters]
-        with engine.all_values(writeback=False):
+        with engine.unsharded_parameters(writeback=False):
             values = [parameter.detach().clone() for parameter in parameters]
-        self._let_go()
+        self._detach()
         for parameter, value in zip(parameters, values, strict=True):
             parameter.grad = None
             parameter.data = value
 
-    def _let_go(self) -> None:
-        """The model is nobody's, its parameters as they lie; who keeps this keeps nothing of it."""
-        self._disown()
-        self._engine = cast(Engine, _Released())
+    def _detach(self) -> None:
+        """Drop the model and the engine without changing the parameters."""
+        self._unregister()
+        self._engine = cast(Engine, _ReleasedEngine())
 
     # Without a step.
 
@@ -453,30 +437,39 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
     def evaluate(
         self, loss_fn: LossFunction, loader: Iterable[Any], weight: Weight | None = None
     ) -> float:
-        """Exact mean loss over what all ranks' loaders yield, in eval mode. Collective.
+        """Exact mean loss over the batches of all ranks, in eval mode. Collective.
 
-        Ranks may have different numbers of batches, none too. `weight` as in `train_step`.
+        Ranks may have different numbers of batches, or none.
+
+        Args:
+            loss_fn: as for `train_step`; it returns a mean.
+            loader: this rank's batches.
+            weight: as for `train_step`.
+
+        Raises:
+            RankFailed: another rank could not load or evaluate a batch.
+            ValueError: no rank had a batch.
         """
         was_training = self._model.training
         self._model.eval()
         try:
-            cast = (self._cutter.cast(batch) for batch in loader)
+            cast = (self._splitter.cast(batch) for batch in loader)
             return Evaluation(self._engine, loss_fn, weight).run(cast)
         finally:
             self._model.train(was_training)
 
     def full_parameters(self, writeback: bool = False) -> AbstractContextManager[None]:
-        """A context in which every parameter is whole on every rank. Collective at both ends.
+        """A context in which all parameters are unsharded on every rank. Collective at both ends.
 
         Args:
-            writeback: take over what was written into the parameters (the same on all ranks), as by
-                `model.load_state_dict`; otherwise changes are lost at stage 3.
+            writeback: keep values that are written into the parameters (equal on all ranks), for
+                example by `model.load_state_dict`; otherwise changes are lost at stage 3.
         """
         return self._full_parameters(writeback)
 
     @contextmanager
     def _full_parameters(self, writeback: bool) -> Iterator[None]:
-        with self._engine.all_values(writeback=writeback):
+        with self._engine.unsharded_parameters(writeback=writeback):
             yield
         if writeback:
             for flat in self._engine.trained:
@@ -484,61 +477,71 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
 
     @property
     def plan(self) -> Plan | None:
-        """What is run; None without a plan."""
+        """The current plan; None without one."""
         return self._plan
 
     def memory(self) -> dict[str, int]:
-        """Bytes of training state on this rank; masters count as optimizer."""
+        """Bytes of parameters, gradients and optimizer state (masters included) on this rank."""
         from poplar.checkpoint.sharded_state import state_bytes
 
         return state_bytes(self._engine, self._update)
 
     def apply_plan(self, plan: Plan, *, at_step: int | None = None) -> None:
-        """Go on under another plan of the same stage. Collective, between steps.
+        """Change to another plan of the same stage. Collective, between steps.
 
-        State moves directly from its old to its new owners. Which units stay gathered may change;
-        the transport stays what it is.
+        State is sent directly from its old owners to its new ones. The set of persistent units may
+        change, the transport does not.
+
+        Args:
+            plan: the new plan, the same on all ranks.
+            at_step: not supported yet.
 
         Raises:
-            ValueError: another stage or world size, units with new shares of their own, or ranks
-                that give different plans.
+            ValueError: the plan has another stage or world size, it gives units new shares of their
+                own, or ranks pass different plans.
+            RuntimeError: called in the middle of a step.
         """
         from poplar.checkpoint.sharded_state import reshard
 
         error: Exception | None = None
         try:
-            self._check_change(plan, at_step)
+            self._check_new_plan(plan, at_step)
         except Exception as caught:
             error = caught
-        agree(self._control, error, doing="apply_plan()")
+        raise_on_any_error(self._control, error, doing="apply_plan()")
         digests = self._control.exchange_objects(plan.digest(), what="apply_plan()")
         if len(set(digests)) > 1:
-            raise ValueError(f"the ranks gave different plans to apply_plan(): {digests}")
-        reshard(self._engine, self._update, plan.shares, own_shares(plan))
+            raise ValueError(
+                f"the ranks passed different plans to apply_plan() (digests {digests}); pass the "
+                "same plan"
+            )
+        reshard(self._engine, self._update, plan.shares, shares_by_unit(plan))
         self._engine.strategy.persistent = persistent_units(plan, self._engine.units)
         self._plan = plan
-        self._cutter = replace(self._cutter, plan=plan)
+        self._splitter = replace(self._splitter, plan=plan)
 
-    def _check_change(self, plan: Plan, at_step: int | None) -> None:
+    def _check_new_plan(self, plan: Plan, at_step: int | None) -> None:
         if at_step is not None:
             raise ValueError(
-                "apply_plan(at_step=...) is not supported yet; call it between two steps"
+                "apply_plan(at_step=...) is not supported yet; call apply_plan(plan) between two "
+                "steps"
             )
         if plan.stage != self._stage or plan.world_size != self._group.size:
             raise ValueError(
                 f"apply_plan takes a plan of stage {self._stage} for {self._group.size} ranks, got "
                 f"stage {plan.stage} for {plan.world_size}; build a new optimizer for that"
             )
-        check_change(self._plan, plan, self._engine.units)
+        check_plan_change(self._plan, plan, self._engine.units)
         if self._engine.has_gradients or self._engine.scheduler.active:
             raise RuntimeError("apply_plan() in the middle of a step; call it after step()")
 
     # Saving.
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's part, without a collective; loads at the same rank, world and plan.
+        """This rank's part of the state, without communication.
 
-        For a checkpoint that any optimizer can read: `consolidate_state_dict`.
+        It can be loaded on the same rank with the same world size and plan. For a state that a
+        plain optimizer can load, use `consolidate_state_dict`.
         """
         from poplar.checkpoint.sharded_state import local_state
 
@@ -549,10 +552,10 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` gave on this rank.
+        """Load the `state_dict` of this rank.
 
         Raises:
-            ValueError: it is another rank's, or from another world, stage or shares.
+            ValueError: it is from another rank, world size, stage or shares.
         """
         from poplar.checkpoint.sharded_state import check_identity, load_local_state
 
@@ -560,30 +563,30 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         own = state_dict.pop("poplar", None)
         if own is None:
             raise ValueError(
-                "this state_dict is not a HeteroZeroOptimizer's; it must come from state_dict() "
-                "on the same rank"
+                "this state_dict is not from a HeteroZeroOptimizer; load the result of its "
+                "state_dict() on the same rank"
             )
         check_identity(own, self._identity())
-        super().load_state_dict(state_dict)  # what it refuses, it refuses before anything changes
+        super().load_state_dict(state_dict)  # may raise, so it comes before any change
         load_local_state(self._engine, self._update, own)
         if self._default_scaler is not None and "scaler" in own:
             self._default_scaler.load_state_dict(own["scaler"])
 
     def consolidate_state_dict(self, to: int = 0) -> dict[str, Any] | None:
-        """The whole optimizer state on one rank, as a plain `optimizer_class` saves it. Collective.
+        """Collect the full optimizer state on rank `to`. Collective.
 
         Returns:
-            On rank `to` a state dict that `optimizer_class(same param groups).load_state_dict`
-            takes; None elsewhere.
+            On rank `to` a state dict for a plain `optimizer_class` with the same param groups; None
+            on other ranks.
         """
-        from poplar.checkpoint.sharded_state import whole_state
+        from poplar.checkpoint.sharded_state import consolidated_state
 
-        return whole_state(
+        return consolidated_state(
             self._engine, self._update, super().state_dict()["param_groups"], self, to
         )
 
     def save_model(self, path: str | Path) -> None:
-        """Write the full weights, from rank 0, as safetensors. Collective."""
+        """Write the full weights as safetensors; rank 0 writes the file. Collective."""
         from poplar.checkpoint.sharded_state import save_model
 
         save_model(self._engine, self._control, self._model, Path(path))
@@ -591,33 +594,37 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if getattr(self, "_settings_are_final", False):
             raise RuntimeError(
-                "the parameters of a HeteroZeroOptimizer are laid out when it is built; give all "
+                "the parameters of a HeteroZeroOptimizer are fixed when it is built; pass all "
                 "param groups to the constructor: params=[{...}, {...}]"
             )
         super().add_param_group(param_group)
 
     # The parts of a step.
 
-    def _open_step(self, batch: Any, weight: Weight | None, loss: Loss) -> Opened:
-        """Check and cut the batch, and tell all ranks what it counts for. Collective."""
-        return self._cutter.open(self._control, batch, weight, loss, self._check_before_step)
+    def _open_step(self, batch: Any, weight: Weight | None, loss: Loss) -> OpenedStep:
+        """Check and split the batch and start to exchange its weight. Collective."""
+        return self._splitter.open(self._control, batch, weight, loss, self._check_before_step)
 
-    def _agree_on_step(self, opened: Opened) -> list[Piece]:
-        """Hear what the others brought; this rank's passes. Collective."""
-        pieces, opening, waited = opened.agree()
-        self._forget_step()
-        self._now.samples, self._now.waited = sum(opening.samples), waited
-        return pieces
+    def _start_step(self, opened: OpenedStep) -> list[MicroBatch]:
+        """Wait for the sizes of all ranks; returns this rank's micro-batches. Collective."""
+        micro_batches, sizes, waited = opened.wait()
+        self._reset_step()
+        self._step_state.samples, self._step_state.waited = sum(sizes.samples), waited
+        return micro_batches
 
     def _check_before_step(self) -> None:
-        if self._engine.is_shown_whole:
-            raise RuntimeError("a step inside full_parameters(); leave that context first")
-        self._engine.drop_own_pass()
+        if self._engine.is_fully_unsharded:
+            raise RuntimeError(
+                "a step was started inside full_parameters(); leave that context first"
+            )
+        self._engine.drop_implicit_pass()
         if self._engine.scheduler.active:
-            raise RuntimeError("a step begins inside another one's micro_batches loop")
-        model_checks.refuse_batch_norm(self._batch_norms)
+            raise RuntimeError(
+                "a step was started inside the micro_batches loop of another step; end it first"
+            )
+        model_checks.reject_batch_norm(self._batch_norms)
         for flat in self._engine.flats:
-            if flat.take_back() and flat.trained:
+            if flat.adopt_replaced_data() and flat.trained:
                 self._update.refresh(flat)
         mine = {id(p) for flat in self._engine.trained for p in flat.parameters}
         for group in self.param_groups:
@@ -629,36 +636,80 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
                         "after unfreezing"
                     )
 
-    def _begin_pass(self, piece: Piece, began: float | None = None) -> bool:
-        """Open a pass, which `began` with a forward or begins now; False if nobody has any part."""
+    def _run_passes(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        forward: MicroBatchLoss,
+        scaler: GradScaler | None,
+    ) -> Exception | None:
+        """Run all passes of a step; after an error the rest of them without a backward.
+
+        Returns:
+            The first error of this rank.
+        """
+        error: Exception | None = None
+        own_loss: Tensor | float = 0.0
+        for micro_batch in micro_batches:
+            if not self._begin_pass(micro_batch, forward.began if micro_batch.samples else None):
+                continue
+            try:
+                if micro_batch.samples and error is None:
+                    value = forward(micro_batch.batch)
+                    (value if scaler is None else scaler.scale(value)).backward()
+                    if micro_batch.weight:  # the mean over an empty set is NaN
+                        own_loss = own_loss + value.detach().double() * micro_batch.weight
+                    del value
+            except CollectiveTimeout:
+                self._engine.abort()
+                raise
+            except Exception as caught:
+                error = self._engine.explain_error(caught)
+                if isinstance(caught, torch.OutOfMemoryError):
+                    # The frames of the failed pass hold its activations; free them.
+                    traceback.clear_frames(caught.__traceback__)
+            try:
+                self._end_pass(failed=error is not None)
+            except torch.OutOfMemoryError as caught:
+                error = error or self._engine.explain_error(caught)
+        self._step_state.loss = own_loss
+        return error
+
+    def _begin_pass(self, micro_batch: MicroBatch, began: float | None = None) -> bool:
+        """Open a pass that began at time `began` or now; False if it has nothing to issue."""
         began = time.perf_counter() if began is None else began
-        opened = self._engine.pass_begin(weight=piece.weight, leader=piece.leader, last=piece.last)
-        self._now.open_piece = piece if opened else None
-        self._now.pass_began = began
+        opened = self._engine.begin_pass(
+            weight=micro_batch.weight, leader=micro_batch.leader, last=micro_batch.last
+        )
+        self._step_state.open_micro_batch = micro_batch if opened else None
+        self._step_state.pass_began = began
         return opened
 
     def _end_pass(self, *, failed: bool = False) -> None:
-        piece, self._now.open_piece = self._now.open_piece, None
-        if piece is not None:
-            self._engine.pass_end(failed=failed)
-            what = f"a pass of {piece.samples} samples"
-            self._group.trace.add("pass", what, self._now.pass_began)
+        micro_batch, self._step_state.open_micro_batch = self._step_state.open_micro_batch, None
+        if micro_batch is not None:
+            self._engine.end_pass(failed=failed)
+            what = f"a pass of {micro_batch.samples} samples"
+            self._group.trace.add("pass", what, self._step_state.pass_began)
 
     def _finish_passes(self) -> None:
-        """Bring the step's gradients to their final form, whichever way they came. Collective."""
-        rank, engine, piece = self._group.rank, self._engine, self._now.open_piece
-        if self._now.abandoned:
+        """Reduce the gradients of the step, whether or not there was a backward. Collective."""
+        rank, engine, micro_batch = (
+            self._group.rank,
+            self._engine,
+            self._step_state.open_micro_batch,
+        )
+        if self._step_state.abandoned:
             raise RuntimeError(
                 f"rank {rank}: the micro_batches loop of this step was left before its end, so the "
-                "step was abandoned on all ranks; begin the next one with a new micro_batches()"
+                "step was abandoned on all ranks; start the next step with a new micro_batches()"
             )
-        if piece is not None:
-            if not piece.last:
+        if micro_batch is not None:
+            if not micro_batch.last:
                 raise RuntimeError(
                     f"rank {rank}: step() or clip_grad_norm_() inside the micro_batches loop, "
                     "before its last micro-batch; call it after the loop"
                 )
-            self._end_own_pass(())
+            self._end_user_pass(())
         elif not engine.has_gradients:
             if not any(p.grad is not None for flat in engine.trained for p in flat.parameters):
                 raise RuntimeError(
@@ -667,16 +718,16 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
                 )
             engine.begin_step(keep_gradients=True)
             engine.reduce_without_backward()
-        elif not engine.reduced:
+        elif not engine.reduction_issued:
             engine.reduce_without_backward()  # all passes were inside no_sync()
-        engine.complete()
+        engine.finish_gradients()
 
-    def _is_nothing_to_apply(self) -> bool:
-        """Zero gradients set by hand at learning rate 0: torch's checkpoint code makes state so.
+    def _is_zero_step(self) -> bool:
+        """Whether the user has set zero gradients at learning rate 0.
 
-        There is nothing to make, and moments must not decay by being saved.
+        torch's checkpoint code does so to create the optimizer state, which must not decay.
         """
-        if self._engine.has_gradients or self._now.open_piece is not None:
+        if self._engine.has_gradients or self._step_state.open_micro_batch is not None:
             return False
         given = [p.grad for flat in self._engine.trained for p in flat.parameters]
         rates = [float(group.get("lr", 1.0)) for group in self.param_groups]
@@ -686,43 +737,47 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             and not any(bool(gradient.any()) for gradient in given if gradient is not None)
         )
 
-    def _close(self, norm_type: float | None, error: Exception | None = None) -> Closing:
-        """Agree that the step may be applied. Collective; raises on all ranks if one has failed."""
+    def _close(self, norm_type: float | None, error: Exception | None = None) -> StepSummary:
+        """Agree that the step may be applied; raise on all ranks if one failed. Collective."""
         try:
-            closing = close_step(
+            summary = close_step(
                 self._engine.comm,
                 self._control,
                 self._engine.trained,
-                loss=self._now.loss,
-                waited=self._now.waited + self._engine.strategy.waited,
+                loss=self._step_state.loss,
+                waited=self._step_state.waited + self._engine.strategy.waited,
                 norm_type=norm_type,
                 error=error,
             )
         except BaseException:
-            self._forget_step()
+            self._reset_step()
             raise
-        self._now.closing = closing
-        return closing
+        self._step_state.summary = summary
+        return summary
 
     def _norm(self, norm_type: float) -> Tensor:
-        """Norm of the reduced gradient as it was closed, before `scale`. Collective."""
-        closing = self._now.closing or self._close(norm_type)
-        if closing.norm_type == norm_type:
-            return closing.norm
+        """Norm of the reduced gradient before `scale` is applied. Collective."""
+        summary = self._step_state.summary or self._close(norm_type)
+        if summary.norm_type == norm_type:
+            return summary.norm
         comm, flats = self._engine.comm, self._engine.trained
-        rows = rows_for(comm, flats)
-        add_norm(rows, flats, self._group.rank, norm_type)
-        exchange_rows(comm, rows, what="a gradient norm").wait()
-        norm, scale, left = join_norm(rows, norm_type), self._now.scale, self._now.factor
+        rows = norm_rows(comm, flats)
+        fill_norm_row(rows, flats, self._group.rank, norm_type)
+        gather_rows(comm, rows, what="a gradient norm").wait()
+        norm, scale, left = (
+            combine_norm(rows, norm_type),
+            self._step_state.scale,
+            self._step_state.factor,
+        )
         if scale is None:
             return norm
         return torch.where(scale == 0, norm, norm * (1.0 if left is None else left) / scale)
 
-    def _end_own_pass(self, rest: Sequence[Piece]) -> None:
-        """Of a loop that is the user's; if there is no room to end it, all ranks give the step up.
+    def _end_user_pass(self, rest: Sequence[MicroBatch]) -> None:
+        """End a pass of the user's loop; if memory runs out, abandon the step on all ranks.
 
         Args:
-            rest: of this rank's passes, after this one.
+            rest: this rank's later passes in the step.
         """
         try:
             self._end_pass()
@@ -730,51 +785,51 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             self._abandon(rest, short)
             raise
 
-    def _abandon(self, rest: Sequence[Piece], reason: Exception) -> None:
-        """This rank gives the step up: play the rest of it for the others, and let them know."""
+    def _abandon(self, rest: Sequence[MicroBatch], reason: Exception) -> None:
+        """Abandon the step: complete its passes with zeros and report `reason` to all ranks."""
 
         def end() -> None:
-            with suppress(torch.OutOfMemoryError):  # the pass is over all the same
+            with suppress(torch.OutOfMemoryError):  # the pass is complete anyway
                 self._end_pass(failed=True)
 
         end()
-        for piece in rest:
-            if self._begin_pass(piece):
+        for micro_batch in rest:
+            if self._begin_pass(micro_batch):
                 end()
-        self._engine.settle()
+        self._engine.wait_for_reductions()
         try:
             self._close(None, reason)
         except Exception as error:
             if error is not reason:
                 raise
-        self._now.abandoned = True
+        self._step_state.abandoned = True
 
     @torch.no_grad()
     def multiply_gradient(self, factor: Tensor) -> Tensor:
-        """Multiply the step's gradient, as part of the update; for loss scaling. Collective.
+        """Multiply the gradient in the update; for loss scaling. Collective.
 
         Args:
-            factor: one element; it is not waited for, nor is the result.
+            factor: a one-element tensor; the host does not synchronize.
 
         Returns:
-            One fp32 that all ranks agree on: 0, or 1 if the gradient is not finite. Then `step`
-            changes nothing.
+            One fp32, equal on all ranks: 1 if the gradient is not finite, so that `step` changes
+            nothing, else 0.
         """
         self._finish_passes()
-        self._now.found_inf = (~torch.isfinite(self._norm(2.0))).float()
+        self._step_state.found_inf = (~torch.isfinite(self._norm(2.0))).float()
         device = self._engine.trained[0].device
         self._scale_gradient(factor.to(device, torch.float64, non_blocking=True))
-        return self._now.found_inf
+        return self._step_state.found_inf
 
     def _scale_gradient(self, factor: Tensor) -> None:
-        now, strategy = self._now, self._engine.strategy
+        now, strategy = self._step_state, self._engine.strategy
         now.scale = factor if now.scale is None else now.scale * factor
-        if now.is_whole or not strategy.scale_gradients(self._engine.units, factor):
+        if now.in_train_step or not strategy.scale_gradients(self._engine.units, factor):
             now.factor = factor if now.factor is None else now.factor * factor
 
-    def _forget_step(self) -> None:
+    def _reset_step(self) -> None:
         self._engine.begin_step()
-        self._now = _Now()
+        self._step_state = _StepState()
 
     def _identity(self) -> dict[str, Any]:
         return {
@@ -785,17 +840,16 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         }
 
 
-class _Released:
-    """Stands where the engine was."""
+class _ReleasedEngine:
+    """Replaces the engine after `release`."""
 
     def __getattr__(self, name: str) -> Any:
         raise RuntimeError("this optimizer has released its model; build a new one")
 
 
-_LEFT_EARLY = "it left the micro_batches loop early (an exception in its body, or break)"
+_LOOP_LEFT_EARLY = "the micro_batches loop was left early (an exception in its body, or break)"
 
 _PLAIN_SCALER = (
-    "torch.amp.GradScaler looks at .grad on each rank alone; the gradients here are reduced and "
-    "sharded, and all "
-    "ranks must skip a step together: use poplar.GradScaler, with the same arguments"
+    "torch.amp.GradScaler reads .grad on each rank alone, but the gradients are sharded and all "
+    "ranks must skip a step together; use poplar.GradScaler, with the same arguments"
 )

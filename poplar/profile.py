@@ -1,8 +1,8 @@
-"""What was measured: each rank's device, the model, the network between them, as values.
+"""Measurements as values: each rank's device, the model, and the network between ranks.
 
-A `ClusterProfile` is what a plan is searched on. It is frozen, comparable, JSON both ways and
-checked where it is made; `cost_model` says what follows from it. All sizes are bytes, all times
-seconds; tuples "by stage" have one entry for each ZeRO stage, 0 to 3.
+A `ClusterProfile` is the input of the plan search: frozen, comparable, checked when it is created,
+and convertible to JSON and back. All sizes are in bytes, all times in seconds. Tuples "by stage"
+have one entry per ZeRO stage, 0 to 3.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from typing import Any
 from poplar.curve import MonotoneCurve, pooled
 from poplar.plan import STRATEGIES
 
-_SCHEMA_VERSION = 1
+_SCHEMA_VERSION = 2
+_RENAMED_SINCE = {1: {"meeting_seconds": "synchronization_seconds"}}
+"""By older schema version that can still be read: fields of `NetworkProfile` renamed since."""
 _NO_RESIDUALS = (0.0,) * len(STRATEGIES)
 
 
@@ -30,12 +32,12 @@ class BatchPoint:
 
     batch: int
     seconds: float
-    """Median over repetitions, without waiting for other ranks. Where only noise keeps the points
-    of a curve off a straight line, on that line."""
+    """Median over repetitions, without waiting for other ranks. If noise explains the distance of a
+    curve's points to a straight line, the value on that line."""
     activation_bytes: int
-    """Peak above what the model state holds."""
+    """Peak memory above the model state."""
     spread_seconds: float = 0.0
-    """Standard error of `seconds`, by how much the repetitions differ; 0: not known."""
+    """Standard error of `seconds`; 0 if unknown."""
 
     def __post_init__(self) -> None:
         _check_at_least(1, batch=self.batch)
@@ -45,7 +47,7 @@ class BatchPoint:
         _check_seconds("BatchPoint.spread_seconds", self.spread_seconds)
 
     def times(self, factor: float) -> BatchPoint:
-        """The same on a device that needs so many times as long."""
+        """The same point on a device that takes `factor` times as long."""
         return dataclasses.replace(
             self, seconds=factor * self.seconds, spread_seconds=factor * self.spread_seconds
         )
@@ -53,31 +55,30 @@ class BatchPoint:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceProfile:
-    """One rank: how long a pass of a batch takes it, and what fits into its memory."""
+    """One rank: time and memory of its passes, and its limits."""
 
     name: str
-    """What a person calls the device: "NVIDIA GeForce RTX 4090"."""
+    """Product name, such as "NVIDIA GeForce RTX 4090"."""
     memory_bytes: int
-    """What this rank may use, everything that others hold taken off."""
+    """What this rank may use: without what other processes hold."""
     points: tuple[BatchPoint, ...]
-    """By ascending batch. The largest is the largest micro-batch that a plan may use: nothing is
-    assumed beyond what was measured."""
+    """By ascending batch. The last one is the largest micro-batch that a plan may use."""
     optimizer_seconds: float
     """One optimizer step over the state of the whole model."""
     optimizer_latency_seconds: float = 0.0
-    """What of it remains for the smallest share (launches, Python)."""
+    """The part of it that does not depend on the share (kernel launches, Python)."""
     held_bytes: int = 0
-    """What the framework holds besides model state and activations (a CUDA context)."""
+    """Memory besides model state and activations, such as a CUDA context."""
     peak_flops: float | None = None
-    """FLOP/s by specification or by a matrix product; what the `flops` policy goes by."""
+    """FLOP/s by specification or by a matrix product; used by the `flops` policy."""
     pass_overhead_seconds: tuple[float, ...] = _NO_RESIDUALS
-    """By stage: what this rank needs for a pass in the engine beyond the plain pass."""
+    """By stage: extra time of a pass in the engine over a plain pass."""
     step_overhead_seconds: tuple[float, ...] = _NO_RESIDUALS
-    """By stage: what this rank needs once a step beyond its passes and its optimizer."""
+    """By stage: time of a step outside passes and optimizer update."""
     uuid: str = ""
     host: str = ""
     throttled: str = ""
-    """Why the device ran below its clocks while it was measured; empty if it did not."""
+    """Why the device ran below its clock rate while it was measured; empty if it did not."""
 
     def __post_init__(self) -> None:
         if not self.points:
@@ -100,9 +101,7 @@ class DeviceProfile:
 
     @property
     def costs(self) -> Hashable:
-        """All that costs depend on: not what it is called, where it is, what its vendor prints,
-        nor how sure its points are.
-        """
+        """The fields that costs depend on: without names, specifications and standard errors."""
         return (
             self.memory_bytes,
             tuple((point.batch, point.seconds, point.activation_bytes) for point in self.points),
@@ -121,24 +120,15 @@ class DeviceProfile:
     def seconds(self, batch: int) -> float:
         """`t(batch)`: one pass, forward and backward; 0 for no samples, infinite past `max_batch`.
 
-        Monotone through the measured points (neighbours that noise has put out of order are pooled
-        to their mean), straight lines in between.
+        Linear between the measured points. Adjacent points that noise has put out of order are
+        replaced by their mean, so the curve never falls.
         """
         return self._seconds.at(batch)
-
-    def seconds_within(self, batch: int) -> tuple[float, float]:
-        """Between which values `t(batch)` lies in nearly all cases, in seconds: `(low, high)`.
-
-        At a measured batch what repetitions differed by; between two, what the points around them
-        say, within the values of the two: see `curve`. Narrow where the points lie on a line, wide
-        where passes may take steps. `seconds(batch)` lies within; both infinite past `max_batch`.
-        """
-        return self._seconds.within(batch)
 
     def activation_bytes(self, batch: int) -> float:
         """`a(batch)`: peak memory of a pass above the model state; infinite past `max_batch`.
 
-        Never falls, and never lies below what was measured: peaks, unlike seconds, are no noise.
+        Never falls, and never lies below a measured point: peaks, unlike times, have no noise.
         """
         return self._bytes.at(batch)
 
@@ -153,14 +143,7 @@ class DeviceProfile:
 
     @cached_property
     def _seconds(self) -> MonotoneCurve:
-        measured = [point.seconds for point in self.points]
-        monotone = pooled(measured)
-        # What pooling moved was noise, whatever the repetitions say.
-        errors = (
-            max(point.spread_seconds, abs(value - point.seconds))
-            for point, value in zip(self.points, monotone, strict=True)
-        )
-        return MonotoneCurve(self._batches, tuple(monotone), tuple(errors))
+        return MonotoneCurve(self._batches, tuple(pooled([p.seconds for p in self.points])))
 
     @cached_property
     def _bytes(self) -> MonotoneCurve:
@@ -170,32 +153,30 @@ class DeviceProfile:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelProfile:
-    """What is trained, in elements and in bytes per element."""
+    """The trained model, in elements and bytes per element."""
 
     unit_numels: tuple[int, ...]
-    """Trained elements of each unit: what is gathered and reduced together."""
+    """Trained elements of each unit, which is unsharded and reduced as one buffer."""
     unit_names: tuple[str, ...] = ()
-    """`unit_names[i]`: what the engine calls the unit of `unit_numels[i]` where units are gathered
-    one by one, and what `UnitPlan.name` refers to. Empty: not known."""
+    """Names of the units at stage 3, for `UnitPlan.name`. Empty: unknown."""
     param_bytes: float = 4.0
-    """Of a parameter as it is computed with."""
+    """Bytes of a parameter in the compute dtype."""
     grad_bytes: float = 4.0
-    """Of a gradient as the backward leaves it."""
+    """Bytes of a gradient as the backward returns it."""
     optimizer_bytes: float = 8.0
-    """Of the optimizer's state, an fp32 master included."""
+    """Bytes of optimizer state, an fp32 master included."""
     wire_bytes: float = 4.0
-    """Of a gradient that travels."""
+    """Bytes of a gradient in a reduce-scatter."""
     frozen_bytes: int = 0
-    """What is neither trained nor ever sharded, such as buffers: whole on every rank."""
+    """Memory that is never sharded, such as buffers."""
     unit_frozen_numels: tuple[int, ...] = ()
-    """Elements of each unit that are not trained: sharded and gathered as parameters are, in their
-    dtype. Empty: there are none."""
+    """Frozen elements of each unit, sharded and unsharded with its parameters. Empty: none."""
     resident_units: tuple[int, ...] = ()
-    """Which units stay gathered until a pass is over (what belongs to no block, usually)."""
+    """Units that stay unsharded until a pass is over, usually those outside of all blocks."""
     largest_flat_numels: tuple[int, ...] = ()
-    """By stage, elements of the largest buffer that is reduced at once: small units share one of up
-    to 32 MiB where they are not gathered, and a larger parameter is one on its own. Empty: units
-    are cut at 32 MiB."""
+    """By stage, elements of the largest buffer that is reduced at once. At stages 0 to 2
+    small units share a buffer of up to 32 MiB; a larger parameter has its own. Empty: units are
+    reduced in buffers of 32 MiB."""
 
     def __post_init__(self) -> None:
         for what in (
@@ -207,7 +188,7 @@ class ModelProfile:
         ):
             object.__setattr__(self, what, tuple(getattr(self, what)))
         if not self.unit_numels:
-            raise ValueError("a model without units: unit_numels must have at least one entry")
+            raise ValueError("unit_numels must have at least one entry, got none")
         for numel in self.unit_numels:
             _check_at_least(1, unit_numels=numel)
         for what in ("param_bytes", "grad_bytes", "optimizer_bytes", "wire_bytes", "frozen_bytes"):
@@ -232,22 +213,23 @@ class ModelProfile:
             self.resident_units
         ):
             raise ValueError(
-                f"resident_units must be numbers of the {units} units, got {self.resident_units}"
+                f"resident_units must be different numbers from 0 to {units - 1}, got "
+                f"{self.resident_units}"
             )
 
     def _check_unit_names(self) -> None:
         names = self.unit_names
-        odd = [name for name in names if not isinstance(name, str)]
-        if odd:
-            raise ValueError(f"unit_names must be strings, got {odd[0]!r}")
+        wrong = [name for name in names if not isinstance(name, str)]
+        if wrong:
+            raise ValueError(f"unit_names must be strings, got {wrong[0]!r}")
         if names and len(names) != len(self.unit_numels):
             raise ValueError(
                 f"unit_names must have one entry for each of the {len(self.unit_numels)} units, or "
                 f"none, got {len(names)}"
             )
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
-            raise ValueError(f"unit_names must differ, but {twice} come more than once")
+        repeated = sorted({name for name in names if names.count(name) > 1})
+        if repeated:
+            raise ValueError(f"unit_names must be unique, but {repeated} are repeated")
 
     @property
     def numel(self) -> int:
@@ -256,33 +238,33 @@ class ModelProfile:
 
     @property
     def frozen_numel(self) -> int:
-        """Elements that are not trained."""
+        """Frozen elements of the whole model."""
         return sum(self.unit_frozen_numels)
 
 
 @dataclass(frozen=True, kw_only=True)
 class NetworkProfile:
-    """How long the collectives take, by the transport that trains; see `collectives`."""
+    """Times of the collectives, measured with the transport that training will use."""
 
     reduce_scatter_seconds: float
-    """The gradients of the whole model, unit by unit, even shares: packing and adding included."""
+    """Gradients of the whole model, unit by unit, even shares, packing and summation included."""
     all_gather_seconds: float
-    """The parameters of the whole model, unit by unit, even shares."""
+    """Parameters of the whole model, unit by unit, even shares."""
     send_seconds_per_byte: tuple[float, ...]
-    """By rank. Only their proportions count: they say how times change under other shares."""
+    """By rank. Only ratios matter: they determine times under uneven shares."""
     receive_seconds_per_byte: tuple[float, ...]
     """By rank."""
     synchronization_seconds: tuple[float, ...] = _NO_RESIDUALS
-    """By stage: what a meeting costs beyond its collectives. Measured; may be negative."""
+    """By stage: time of a synchronization beyond its collectives. May be negative."""
     step_seconds: tuple[float, ...] = _NO_RESIDUALS
-    """By stage: what a step costs once, beyond all else (the agreements). May be negative."""
+    """By stage: time of a step that nothing else explains. May be negative."""
     transports: tuple[tuple[str, float], ...] = ()
-    """What there was to choose from, by name and seconds of sample collectives; the first is the
-    fastest, and what was measured here. Empty: there was no choice."""
+    """Transports to choose from, by name and seconds of sample collectives, fastest first. The
+    first one was measured here. Empty: there was no choice."""
 
     @property
     def transport(self) -> str | None:
-        """The transport that was measured, where there was a choice."""
+        """The transport that was measured; None if there was no choice."""
         return self.transports[0][0] if self.transports else None
 
     def __post_init__(self) -> None:
@@ -303,23 +285,23 @@ class NetworkProfile:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterProfile:
-    """Everything a plan is searched on."""
+    """The input of the plan search."""
 
     devices: tuple[DeviceProfile, ...]
     """One per rank."""
     model: ModelProfile
     network: NetworkProfile
     overlap: float = 0.0
-    """How much communication runs under compute, 0 to 1; about 0 where both use the same cores."""
+    """Part of communication that runs under compute, 0 to 1; about 0 if both use the same cores."""
     backward_fraction: float = 2 / 3
-    """`beta`: the backward's part of a pass."""
+    """Part of a pass that the backward takes."""
     memory_reserve: float = 0.05
-    """Part of each rank's memory that a plan leaves free (fragmentation, what was not measured)."""
+    """Part of each rank's memory that a plan leaves free, for fragmentation."""
     identity: Mapping[str, str] = field(default_factory=dict, hash=False)
-    """What was measured, in words: model, dtype, versions, devices; a profile is used only where
-    all of it is the same."""
+    """What was measured: model, dtype, versions, devices. A cached profile is used only if all
+    entries are the same."""
     notes: tuple[str, ...] = ()
-    """What a reader of the profile should know, such as a rank that was throttled."""
+    """Warnings about the measurement, such as a throttled rank or a noisy machine."""
 
     def __post_init__(self) -> None:
         freeze = object.__setattr__
@@ -345,36 +327,36 @@ class ClusterProfile:
 
     @cached_property
     def device_kinds(self) -> list[int]:
-        """By rank, a number of its device: equal where devices compute and hold the same."""
+        """By rank, a number: equal for ranks whose devices have equal costs."""
         return _numbered(device.costs for device in self.devices)
 
     @cached_property
     def rank_kinds(self) -> list[int]:
-        """By rank, a number: equal where ranks have equal devices and equal links."""
+        """By rank, a number: equal for ranks with equal devices and equal links."""
         rates = (self.network.send_seconds_per_byte, self.network.receive_seconds_per_byte)
         return _numbered(zip(self.device_kinds, *rates, strict=True))
 
     def to_dict(self) -> dict[str, Any]:
-        """This profile in JSON's types; `from_dict` gives it back."""
+        """This profile in JSON types, for `from_dict`."""
         return {"version": _SCHEMA_VERSION, **dataclasses.asdict(self)}
 
     @classmethod
     def from_dict(cls, content: Any) -> ClusterProfile:
-        """The profile that `to_dict` wrote.
+        """The profile that `to_dict` of this or an older version wrote.
 
         Raises:
-            ValueError: another schema version, unknown or missing fields, or values that no profile
-                has.
+            ValueError: unknown schema version, unknown or missing fields, or invalid values.
         """
         if not isinstance(content, Mapping) or "version" not in content:
-            raise ValueError("this is not a profile that ClusterProfile.to_json wrote")
+            raise ValueError("this is not a profile written by ClusterProfile.to_json")
         for key, what in (("micro_batches", "a plan"), ("runs", "a recorded run")):
             if key in content:
                 raise ValueError(f"this is {what}, not a profile, which profile_cluster() makes")
-        if content["version"] != _SCHEMA_VERSION:
+        version = content["version"]
+        if version not in (_SCHEMA_VERSION, *_RENAMED_SINCE):
             raise ValueError(
-                f"profile format {content['version']!r}, but this version of Poplar reads format "
-                f"{_SCHEMA_VERSION}; measure again"
+                f"profile format {version!r}, but this version of Poplar reads formats "
+                f"1 to {_SCHEMA_VERSION}; measure again"
             )
         fields = {key: value for key, value in content.items() if key != "version"}
         try:
@@ -384,11 +366,13 @@ class ClusterProfile:
                 devices.append(_build(DeviceProfile, {**device, "points": points}))
             fields["devices"] = tuple(devices)
             fields["model"] = _build(ModelProfile, fields["model"])
-            fields["network"] = _build(NetworkProfile, fields["network"])
+            renamed = _RENAMED_SINCE.get(version, {})
+            network = {renamed.get(key, key): value for key, value in fields["network"].items()}
+            fields["network"] = _build(NetworkProfile, network)
             profile: ClusterProfile = _build(cls, fields)
         except (TypeError, KeyError, AttributeError) as error:
             raise ValueError(
-                f"not a profile of format {_SCHEMA_VERSION}: {error}; measure again"
+                f"not a profile of format {version}: {error}; measure again"
             ) from error
         return profile
 
@@ -401,12 +385,12 @@ class ClusterProfile:
         """Read a profile that `to_json` wrote.
 
         Raises:
-            ValueError: the file is damaged or not a profile; names the file and what is wrong.
+            ValueError: the file is damaged or not a profile; names the file and the problem.
         """
         try:
             content = json.loads(Path(path).read_text(encoding="utf-8"))
         except ValueError as error:  # JSONDecodeError and UnicodeDecodeError are both
-            raise ValueError(f"{path} is damaged or no JSON ({error}); measure again") from error
+            raise ValueError(f"{path} is damaged or not JSON ({error}); measure again") from error
         try:
             return cls.from_dict(content)
         except ValueError as error:
@@ -414,7 +398,7 @@ class ClusterProfile:
 
 
 def _build(kind: type[Any], content: Mapping[str, Any]) -> Any:
-    """A value from JSON's types: lists become tuples, every field is known."""
+    """Create a value from JSON types: lists become tuples, unknown fields are errors."""
     values = {k: tuple(v) if isinstance(v, list) else v for k, v in content.items()}
     hints = {member.name: str(member.type) for member in dataclasses.fields(kind)}
     unknown = sorted(set(values) - set(hints))
@@ -448,6 +432,6 @@ def _checked_by_stage(what: str, values: Iterable[float]) -> tuple[float, ...]:
 
 
 def _numbered(keys: Iterable[Hashable]) -> list[int]:
-    """For each key the number of its first appearance among the different ones: 0, 0, 1, 0, 2."""
+    """Number the different keys in order of first appearance, such as 0, 0, 1, 0, 2."""
     numbers: dict[Hashable, int] = {}
     return [numbers.setdefault(key, len(numbers)) for key in keys]

@@ -1,12 +1,12 @@
-"""What a user wants to train, as the command line finds it: a function in a file.
+"""What the command line profiles and verifies: a function that returns a `Workload`.
 
     # train.py
     def workload():
-        return Workload(model, loss_fn, example_batch)
+        return poplar.Workload(model, loss_fn, example_batch)
 
     poplar profile train.py:workload -o cluster.json
 
-Every rank calls the function, so it must build the same model everywhere; `load` seeds torch first.
+Every rank calls the function and must build the same model; `load` seeds torch before the call.
 """
 
 from __future__ import annotations
@@ -31,14 +31,13 @@ _SEED = 0
 
 @dataclass(frozen=True)
 class Workload:
-    """A model, its loss and a batch like those it will train on: what a profile is measured on."""
+    """A model, its loss function, an example batch and an optimizer."""
 
     model: nn.Module
     loss_fn: Callable[[nn.Module, Any], Tensor]
-    """`loss_fn(model, batch)`: the mean loss of the batch."""
+    """`loss_fn(model, batch)` returns the mean loss of the batch."""
     example_batch: Any
-    """A nest of tensors with samples along dim 0; as many as there are. They are repeated where
-    more are needed."""
+    """A pytree of tensors with samples along dim 0. Samples are repeated where more are needed."""
     optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW
     optimizer_arguments: Mapping[str, Any] = field(default_factory=dict)
 
@@ -55,32 +54,30 @@ class Workload:
         pytree.samples_in(self.example_batch)
 
     def to(self, device: torch.device) -> Workload:
-        """This workload with its model (moved in place) and its batch on `device`."""
+        """This workload on `device`; the model is moved in place."""
         batch = pytree.map_tensors(lambda tensor: tensor.to(device), self.example_batch)
         return replace(self, model=self.model.to(device), example_batch=batch)
 
     def batch_of(self, samples: int) -> Any:
-        """A batch of exactly `samples`: the example's, again from its first where it ends."""
-        have = pytree.samples_in(self.example_batch)
-        return pytree.take(self.example_batch, [index % have for index in range(samples)])
+        """A batch of exactly `samples` samples: those of the example, repeated as needed."""
+        available = pytree.samples_in(self.example_batch)
+        return pytree.take(self.example_batch, [index % available for index in range(samples)])
 
 
 def load(address: str) -> Workload:
-    """Call the function that `address` names, as in `train.py:workload` or `package.module:name`.
+    """Call the function at `address`: `train.py:workload` or `package.module:name`.
 
-    The file's folder joins `sys.path`, as when Python runs the file. The function takes no
-    arguments and returns a `Workload`, or the tuple `(model, loss_fn, example_batch)`.
+    The folder of the file is added to `sys.path`, as when Python runs the file. The function takes
+    no arguments and returns a `Workload`, or the tuple `(model, loss_fn, example_batch)`.
 
     Raises:
-        ValueError: no such file, module or function, or one that returns something else; says what
-            was found.
-        Exception: whatever the file or the function itself raises.
+        ValueError: there is no such file, module or function, or it returns something else.
+        Exception: raised by the file or the function.
     """
     where, colon, name = address.rpartition(":")
     if not colon or not where or not name:
         raise ValueError(
-            f"{address!r} names no function; write the file, a colon and the function, as in "
-            "train.py:workload"
+            f"expected a file, a colon and a function, as in train.py:workload; got {address!r}"
         )
     torch.manual_seed(_SEED)
     module = _run_file(Path(where)) if where.endswith(".py") else _import(where)
@@ -93,7 +90,7 @@ def load(address: str) -> Workload:
 
 
 def _functions(module: ModuleType) -> list[str]:
-    """Names of the functions that a module defines for others."""
+    """Names of the public functions that a module defines."""
     return [
         name
         for name, value in sorted(vars(module).items())
@@ -109,7 +106,7 @@ def _checked(returned: Any, address: str) -> Workload:
     if isinstance(returned, tuple) and len(returned) == 3:
         return Workload(*returned)
     raise ValueError(
-        f"{address} must return a poplar.workload.Workload or the tuple (model, loss_fn, "
+        f"{address} must return a poplar.Workload or the tuple (model, loss_fn, "
         f"example_batch), got {type(returned).__name__}"
     )
 
@@ -117,8 +114,8 @@ def _checked(returned: Any, address: str) -> Workload:
 def _run_file(path: Path) -> ModuleType:
     path = path.resolve()
     if not path.is_file():
-        raise ValueError(f"there is no file {path}")
-    # Not under its bare name, which may be that of another module ("train", "json").
+        raise ValueError(f"file {path} does not exist")
+    # The bare name may be that of another module ("train", "json").
     name = f"poplar_workload_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
@@ -140,7 +137,7 @@ def _import(name: str) -> ModuleType:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not name.startswith(error.name):
-            raise  # something that the module itself needs
+            raise  # an import inside the module failed
         raise ValueError(
-            f"there is no module {name!r}; is it a file? then write its path with .py"
+            f"module {name!r} does not exist; for a file, give its path with .py"
         ) from error

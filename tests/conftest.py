@@ -1,7 +1,14 @@
-"""What every test may ask for: the pool of ranks, and property tests that are not timed."""
+"""Fixtures and options of the whole suite: the pool of ranks, property tests, `--full`.
+
+`make test` runs a representative subset. Tests marked `full` are left out. Of a test with several
+parameters, it runs as many combinations as `covering_subset` needs, unless the test is marked
+`every_combination`. Random tests draw fewer cases. `make test-all` passes `--full` and runs
+everything. The last line of a run says how many tests were left out.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,13 +21,58 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 
 from ranks import Pool
+from subset import FULL_VARIABLE, covering_subset
 
-# Ranks share few cores with everything else on the machine: a slow example says nothing.
-hypothesis.settings.register_profile("poplar", deadline=None, derandomize=True)
-hypothesis.settings.load_profile("poplar")
+# Ranks share few cores with everything else on the machine, so an example has no time limit.
+hypothesis.settings.register_profile("subset", deadline=None, derandomize=True, max_examples=30)
+hypothesis.settings.register_profile("full", deadline=None, derandomize=True, max_examples=200)
 
-# As in the workers: oracles run with as many threads as the ranks that they are compared with.
+# As in the workers: references run with as many threads as the ranks that they are compared with.
 torch.set_num_threads(1)
+
+LEFT_OUT = pytest.StashKey[int]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--full",
+        action="store_true",
+        default=os.environ.get(FULL_VARIABLE) == "1",
+        help="run all parameter combinations and all random cases, as `make test-all` does",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    full = config.getoption("--full")
+    os.environ[FULL_VARIABLE] = "1" if full else "0"  # read by test modules and worker processes
+    hypothesis.settings.load_profile("full" if full else "subset")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--full") or any("::" in argument for argument in config.args):
+        return  # a test that is named on the command line runs in full
+    selected = {id(item) for item in items if item.get_closest_marker("full") is None}
+    by_test: dict[str, list[pytest.Function]] = {}
+    for item in items:
+        if hasattr(item, "callspec") and item.get_closest_marker("every_combination") is None:
+            by_test.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for combinations in by_test.values():
+        # The same object in every combination, so its identity says which value it is.
+        cases = [{k: id(v) for k, v in item.callspec.params.items()} for item in combinations]
+        kept = covering_subset(cases)
+        selected -= {id(item) for number, item in enumerate(combinations) if number not in kept}
+    left_out = [item for item in items if id(item) not in selected]
+    items[:] = [item for item in items if id(item) in selected]
+    config.hook.pytest_deselected(items=left_out)
+    config.stash[LEFT_OUT] = len(left_out)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    left_out = terminalreporter.config.stash.get(LEFT_OUT, 0)
+    if left_out:
+        terminalreporter.write_line(
+            f"left out: {left_out} tests, which `make test-all` runs (pytest --full)"
+        )
 
 
 @pytest.fixture(scope="session")

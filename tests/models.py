@@ -1,8 +1,8 @@
-"""Small deterministic models and their data: every shape of model that the engine must be exact on.
+"""Small deterministic models and data that cover the cases in which the engine must be exact.
 
-Sizes are odd on purpose (37, 61), so that shard boundaries, which are multiples of 64 elements,
-cut parameters in the middle. Every parameter starts away from zero, so that a relative tolerance
-means something on each of them. `build(spec)` gives the same bits in every process.
+Sizes are odd (37, 61), so that shard boundaries, which are multiples of 64 elements, split
+parameters. No parameter starts near zero, so that a relative tolerance is meaningful.
+`build(spec)` gives the same bits in every process.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ HEADS = 2
 HIDDEN = 61
 LENGTH = 7
 IGNORED = -100
-"""Target that takes no part in the loss."""
+"""Target that the loss ignores."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """Which model, and which of the everyday complications it has."""
+    """A model and its special cases."""
 
     kind: str = "transformer"
-    """transformer, albert (one block, entered several times), mlp, batch_norm."""
+    """"transformer", "albert" (one block, used several times), "mlp" or "batch_norm"."""
     blocks: int = 3
     norm: str = "layer"
-    """layer or rms."""
+    """`layer` or `rms`."""
     tied: bool = False
-    """The head is the embedding."""
+    """The head and the embedding share their weight."""
     frozen: bool = False
-    """The positions, and one norm in the middle of a unit, do not train."""
+    """The positions and one norm inside a unit are not trained."""
     unused: bool = False
-    """A parameter in the root and one inside a block that no pass uses."""
+    """One parameter in the root and one in a block are used by no pass."""
     two_groups: bool = False
-    """Matrices decay, vectors do not."""
+    """Two param groups: weight decay for matrices, none for vectors."""
     checkpointing: bool = False
     compiled: str = ""
     """Backend of torch.compile on every block; empty: not compiled."""
@@ -51,7 +51,7 @@ class ModelSpec:
 
 
 class Block(nn.Module):
-    """Attention and a perceptron, each after a norm. No bias where its gradient would be 0."""
+    """Attention and an MLP, each after a norm. No bias whose gradient would be 0."""
 
     def __init__(self, spec: ModelSpec):
         super().__init__()
@@ -77,7 +77,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A language model. `order` and `skip` in the batch say which blocks a pass enters."""
+    """A language model. `order` and `skip` in the batch select the blocks of a pass."""
 
     def __init__(self, spec: ModelSpec):
         super().__init__()
@@ -112,7 +112,7 @@ class Transformer(nn.Module):
 
 
 class Perceptron(nn.Module):
-    """The smallest model with repeated blocks; with batch norm if asked for."""
+    """The smallest model with repeated blocks, optionally with batch norm."""
 
     def __init__(self, spec: ModelSpec):
         super().__init__()
@@ -157,7 +157,7 @@ def build(spec: ModelSpec, seed: int = 0) -> nn.Module:
 
 
 def parameter_groups(spec: ModelSpec, model: nn.Module) -> list[dict[str, Any]] | None:
-    """What is passed as `params`: None for one group of everything."""
+    """The `params` argument; None for one group of all parameters."""
     if not spec.two_groups:
         return None
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -168,7 +168,7 @@ def parameter_groups(spec: ModelSpec, model: nn.Module) -> list[dict[str, Any]] 
 
 
 def data(samples: int, *, seed: int, masked: bool = False) -> dict[str, Tensor]:
-    """One global batch: tokens and their successors; `masked`: uneven numbers of them count."""
+    """One global batch of tokens and targets; `masked`: samples have unequal numbers of tokens."""
     generator = torch.Generator().manual_seed(seed)
     text = torch.randint(VOCABULARY, (samples, LENGTH + 1), generator=generator)
     targets = text[:, 1:].clone()
@@ -184,7 +184,7 @@ def part(batch: Mapping[str, Any], start: int, stop: int) -> dict[str, Any]:
 
 
 def counted_tokens(batch: Mapping[str, Tensor]) -> int:
-    """Tokens that take part in the loss."""
+    """Number of tokens that the loss counts."""
     return int((batch["targets"] != IGNORED).sum())
 
 
@@ -212,7 +212,7 @@ def sum_over_tokens(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
 
 
 def already_divided(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
-    """Sum over samples, divided by `divisor`, the samples of the whole global batch."""
+    """Sum over samples, divided by `divisor`: the samples of the global batch."""
     return sum_over_samples(model, batch) / batch["divisor"]
 
 

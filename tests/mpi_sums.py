@@ -1,4 +1,4 @@
-"""Under mpirun: the sums and gathers of random cases by MPI itself, for `test_mpi_oracle`.
+"""Sums and gathers of random cases computed by MPI, under mpirun, for `test_mpi_oracle`.
 
 mpirun -n 4 python mpi_sums.py seed times folder
 """

@@ -1,17 +1,17 @@
-"""Many ranks in one test run: a persistent pool of processes, and nothing that can hang a test.
+"""A persistent pool of worker processes for multi-rank tests; no call can hang.
 
-A `Pool` spawns its workers once and calls module-level functions on all of them. What always
-holds: every call has a deadline; an exception on any rank comes home with its rank and its
-traceback; a rank that is silent at the deadline is reported with the stacks of all its threads, the
-workers are killed, and the next call gets fresh ones. A call on fewer ranks runs on the first
-`ranks` workers; inside the called function `group()` is the process group of exactly the ranks that
-take part, and a call that failed never leaves a half-used process group to the next one.
+A `Pool` starts its workers once and calls module-level functions on all of them. Every call has a
+deadline. An exception on any rank is raised in the test with its rank and traceback. A rank without
+an answer at the deadline is reported with the stacks of all its threads, the workers are killed,
+and the next call starts new ones. A call with fewer ranks runs on the first `ranks` workers; inside
+the called function `group()` is the process group of exactly the participating ranks, and a failed
+call never leaves a used process group to the next one.
 
-`one_off` starts ranks of its own, for tests that kill or stop them.
+`one_off` starts separate ranks, for tests that kill or stop them.
 
-Gloo on CPU; NCCL with one device per rank where there are CUDA devices (`device()` says which).
-`POPLAR_TEST_BACKEND=gloo|nccl` decides otherwise, and `POPLAR_TEST_DEVICE=cuda` puts gloo's ranks
-on the CUDA devices too, several on one if need be.
+Gloo on CPU; NCCL with one device per rank if there are CUDA devices (see `device()`).
+`POPLAR_TEST_BACKEND=gloo|nccl` overrides this, and `POPLAR_TEST_DEVICE=cuda` puts gloo's ranks on
+the CUDA devices too, several on one if needed.
 """
 
 from __future__ import annotations
@@ -44,29 +44,29 @@ WORLD = 4
 """Ranks in the pool; a call may use fewer."""
 
 GRACE_SECONDS = 20.0
-"""After one rank has failed, the others get this long at most to finish or fail."""
+"""After one rank has failed, the other ranks have at most this long to finish or fail."""
 
 GROUP_SECONDS = 300.0
-"""Timeout of process groups: longer than any deadline, so that a hang is shown with its stacks."""
+"""Timeout of process groups: longer than any deadline, so that reports of a hang include stacks."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """An exception on one rank, as values: the classes themselves may not exist in this process."""
+    """An exception on one rank, as values: its class may not exist in this process."""
 
     rank: int
     type: str
     """Name of the class, without its module."""
     bases: tuple[str, ...]
-    """Full names of the class and of everything it inherits from."""
+    """Full names of the class and its base classes."""
     message: str
     traceback: str
 
     @staticmethod
     def of(error: BaseException, rank: int | None = None) -> Failure:
-        """Describe `error`; the rank defaults to the one this runs on."""
+        """Describe `error`; the rank defaults to this process's."""
         return Failure(
-            rank=_Here.rank if rank is None else rank,
+            rank=_Worker.rank if rank is None else rank,
             type=type(error).__name__,
             bases=tuple(_full_name(base) for base in type(error).__mro__),
             message=str(error),
@@ -83,20 +83,20 @@ class Failure:
 
 @dataclass(frozen=True)
 class Silent:
-    """A rank that had not answered when the call ended, or whose process was gone."""
+    """A rank that had not answered when the call ended, or whose process had exited."""
 
     rank: int
     exit_code: int | None
-    """None while the process lives; negative: the signal that ended it."""
+    """None while the process runs; negative: the signal that ended it."""
     stacks: str
 
     def __str__(self) -> str:
-        what = "still running" if self.exit_code is None else f"gone, exit code {self.exit_code}"
+        what = "still running" if self.exit_code is None else f"exited, exit code {self.exit_code}"
         return f"--- rank {self.rank}: {what}\n{self.stacks}"
 
 
 class RanksFailed(Exception):
-    """Some ranks raised, were silent at the deadline, or died: every traceback and stack."""
+    """Some ranks raised, did not answer by the deadline, or exited: all tracebacks and stacks."""
 
     def __init__(self, summary: str, failures: Sequence[Failure], silent: Sequence[Silent] = ()):
         self.failures = tuple(failures)
@@ -108,11 +108,11 @@ def _full_name(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-# Inside a worker
+# In a worker process
 
 
-class _Here:
-    """What the code in a worker may ask about the call it runs in."""
+class _Worker:
+    """The state of a worker during a call."""
 
     rank: int = 0
     size: int = 1
@@ -123,41 +123,41 @@ class _Here:
 
 def rank() -> int:
     """This worker's rank, in the world and (sub-worlds are the first ranks) in `group()`."""
-    return _Here.rank
+    return _Worker.rank
 
 
 def size() -> int:
-    """Ranks that take part in the current call."""
-    return _Here.size
+    """The number of ranks in the current call."""
+    return _Worker.size
 
 
 def group() -> dist.ProcessGroup:
-    """The process group of the ranks that take part in the current call."""
-    if _Here.group is None:
+    """The process group of the ranks in the current call."""
+    if _Worker.group is None:
         raise RuntimeError("ranks.group() is for functions that a pool calls on its workers")
-    return _Here.group
+    return _Worker.group
 
 
 def device() -> torch.device:
-    """Where this rank's tensors live: its CUDA device under NCCL, else the CPU."""
-    return _Here.device
+    """The device of this rank's tensors: its CUDA device under NCCL, otherwise the CPU."""
+    return _Worker.device
 
 
 def note(text: str) -> None:
-    """Say what this rank is at: shown if it is silent at the deadline."""
-    if _Here.notes is not None:
-        _Here.notes.write_text(f"at: {text}\n")
+    """Record what this rank is doing; shown if it does not answer by the deadline."""
+    if _Worker.notes is not None:
+        _Worker.notes.write_text(f"at: {text}\n")
 
 
 @contextlib.contextmanager
 def catching() -> Iterator[list[Failure]]:
-    """Catch an exception on this rank and go on; the list that is yielded holds it afterwards."""
+    """Catch an exception on this rank and continue; the yielded list holds it afterwards."""
     caught: list[Failure] = []
     try:
         yield caught
     except Exception as error:
         caught.append(Failure.of(error))
-        # The frames hold tensors and process groups that the test wants to see gone.
+        # The frames would keep tensors and process groups alive.
         traceback.clear_frames(error.__traceback__)
 
 
@@ -177,23 +177,25 @@ def _backend() -> str:
     return "nccl" if torch.cuda.is_available() and torch.cuda.device_count() >= 2 else "gloo"
 
 
-def _work(me: int, world_size: int, folder: str, backend: str, channel: Connection) -> None:
-    """A worker: join the world, then answer calls until the other end of `channel` is gone."""
-    stacks = open(Path(folder) / f"stacks-{me}", "w")  # noqa: SIM115 (as long as the process)
+def _run_worker(
+    own_rank: int, world_size: int, folder: str, backend: str, channel: Connection
+) -> None:
+    """A worker: join the process group, then answer calls until `channel` is closed."""
+    stacks = open(Path(folder) / f"stacks-{own_rank}", "w")  # noqa: SIM115 (open as long as the process runs)
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     torch.set_num_threads(1)
-    # Models in tests are tiny: all their blocks would be one unit, and no schedule were tested.
-    unit.GATHERED_TOGETHER_BYTES = 0
-    _Here.rank = me
-    _Here.notes = Path(folder) / f"note-{me}"
+    # Test models are tiny; otherwise all their blocks would form one unit.
+    unit.MERGED_UNIT_BYTES = 0
+    _Worker.rank = own_rank
+    _Worker.notes = Path(folder) / f"note-{own_rank}"
     if backend == "nccl" or os.environ.get("POPLAR_TEST_DEVICE") == "cuda":
-        _Here.device = torch.device("cuda", me % torch.cuda.device_count())
-        torch.cuda.set_device(_Here.device)
+        _Worker.device = torch.device("cuda", own_rank % torch.cuda.device_count())
+        torch.cuda.set_device(_Worker.device)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo",
         init_method=f"file://{folder}/rendezvous",
-        rank=me,
+        rank=own_rank,
         world_size=world_size,
         timeout=timedelta(seconds=GROUP_SECONDS),
     )
@@ -207,28 +209,28 @@ def _work(me: int, world_size: int, folder: str, backend: str, channel: Connecti
         except EOFError:
             os._exit(0)
         except Exception as error:  # a test module that cannot be imported here
-            channel.send_bytes(pickle.dumps((False, Failure.of(error, me))))
+            channel.send_bytes(pickle.dumps((False, Failure.of(error, own_rank))))
             continue
         answer: tuple[bool, Any]
         try:
             key = (call.generation, call.ranks)
             if key not in groups:
-                # Every worker makes every group: new_group is collective over the world.
+                # Every worker creates every group: new_group is collective over all workers.
                 groups[key] = dist.new_group(
                     list(range(call.ranks)), timeout=timedelta(seconds=GROUP_SECONDS)
                 )
-            _Here.group, _Here.size = groups[key], call.ranks
+            _Worker.group, _Worker.size = groups[key], call.ranks
             torch.manual_seed(0)
-            value = call.function(*call.args, **call.kwargs) if me < call.ranks else None
+            value = call.function(*call.args, **call.kwargs) if own_rank < call.ranks else None
             answer = (True, value)
             payload = pickle.dumps(answer)
         except BaseException as error:
-            payload = pickle.dumps((False, Failure.of(error, me)))
+            payload = pickle.dumps((False, Failure.of(error, own_rank)))
             traceback.clear_frames(error.__traceback__)
         answer = value = call = None  # type: ignore[assignment]
         gc.collect()
-        # Modules stay for good: to walk their objects (300,000, with what the first optimizer
-        # imports) after every call took a large part of all tests' time.
+        # Modules are never freed: scanning their objects (300,000 after importing the first
+        # optimizer) after every call took a large part of the tests' time.
         if imported != len(sys.modules):
             imported = len(sys.modules)
             gc.freeze()
@@ -239,7 +241,7 @@ def _work(me: int, world_size: int, folder: str, backend: str, channel: Connecti
 
 
 class _World:
-    """`size` fresh worker processes that share a process group."""
+    """`size` new worker processes that share a process group."""
 
     def __init__(self, size: int, backend: str):
         self.folder = tempfile.mkdtemp(prefix="poplar-ranks-")
@@ -247,22 +249,22 @@ class _World:
         self.channels: list[Connection] = []
         self.processes: list[Any] = []
         context = multiprocessing.get_context("spawn")
-        # One thread per rank from the first import on; several ranks may share one card.
+        # One thread per rank from the first import on; several ranks may share one GPU.
         inherited = {"OMP_NUM_THREADS": "1", "NCCL_MULTI_RANK_GPU_ENABLE": "1"}
         before = {name: os.environ.get(name) for name in inherited}
         os.environ.update(inherited)
         try:
             for rank in range(size):
-                here, there = context.Pipe()
+                parent_end, child_end = context.Pipe()
                 process = context.Process(
-                    target=_work,
-                    args=(rank, size, self.folder, backend, there),
+                    target=_run_worker,
+                    args=(rank, size, self.folder, backend, child_end),
                     name=f"rank {rank}",
                     daemon=True,
                 )
                 process.start()
-                there.close()
-                self.channels.append(here)
+                child_end.close()
+                self.channels.append(parent_end)
                 self.processes.append(process)
         finally:
             for name, value in before.items():
@@ -289,7 +291,7 @@ class _World:
     def _collect(self, ranks: Sequence[int], deadline: float, what: str) -> dict[int, Any]:
         answers: dict[int, Any] = {}
         channels = {self.channels[rank]: rank for rank in ranks}
-        gone: list[int] = []
+        exited: list[int] = []
         while channels:
             ready = wait(list(channels), timeout=max(0.0, deadline - time.monotonic()))
             for channel in ready:
@@ -298,13 +300,13 @@ class _World:
                     answers[rank] = pickle.loads(channel.recv_bytes())  # type: ignore[union-attr]
                 except (EOFError, ConnectionError):
                     self.processes[rank].join(5)
-                    gone.append(rank)
-                failed = rank in gone or (answers[rank] is not None and not answers[rank][0])
+                    exited.append(rank)
+                failed = rank in exited or (answers[rank] is not None and not answers[rank][0])
                 if failed:
                     deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
             if not ready and time.monotonic() >= deadline:
                 break
-        missing = sorted([*gone, *channels.values()])
+        missing = sorted([*exited, *channels.values()])
         if missing:
             silent = [self._silent(rank) for rank in missing]
             failures = [a[1] for a in answers.values() if a is not None and not a[0]]
@@ -336,7 +338,7 @@ class _World:
 
 
 class Pool:
-    """`size` workers that live until something goes wrong with them; then new ones are started."""
+    """`size` workers that are reused until a call fails; then new ones are started."""
 
     def __init__(self, size: int = WORLD, backend: str | None = None):
         self.size = size
@@ -352,15 +354,15 @@ class Pool:
         ranks: int | None = None,
         **kwargs: Any,
     ) -> list[Any]:
-        """Call `function(*args, **kwargs)` on every rank and return what each of them returned.
+        """Call `function(*args, **kwargs)` on every rank and return their results.
 
         Args:
             function: a module-level function (workers import its module by name).
             timeout: seconds until ranks that have not answered are reported and killed.
-            ranks: how many ranks take part, the pool's size by default.
+            ranks: the number of participating ranks, by default the pool's size.
 
         Raises:
-            RanksFailed: a rank raised, was silent at the deadline, or died.
+            RanksFailed: a rank raised, did not answer by the deadline, or exited.
         """
         answers = self._call(function, args, kwargs, timeout, ranks)
         failures = [answer for answer in answers if isinstance(answer, Failure)]
@@ -376,21 +378,25 @@ class Pool:
         ranks: int | None = None,
         **kwargs: Any,
     ) -> list[Failure]:
-        """As `run`, for calls in which every rank must raise: returns what each of them raised.
+        """As `run`, for calls in which every rank must raise; returns the exceptions.
 
         Raises:
-            RanksFailed: a rank was silent at the deadline, or died.
+            RanksFailed: a rank did not answer by the deadline, or exited.
             AssertionError: a rank raised nothing.
         """
         answers = self._call(function, args, kwargs, timeout, ranks)
-        quiet = [rank for rank, answer in enumerate(answers) if not isinstance(answer, Failure)]
-        if quiet:
+        without_error = [
+            rank for rank, answer in enumerate(answers) if not isinstance(answer, Failure)
+        ]
+        if without_error:
             raised = "\n".join(str(a) for a in answers if isinstance(a, Failure))
-            raise AssertionError(f"ranks {quiet} raised nothing; raised elsewhere:\n{raised}")
+            raise AssertionError(
+                f"ranks {without_error} raised nothing; raised elsewhere:\n{raised}"
+            )
         return answers
 
     def close(self) -> None:
-        """End the workers. The next call would start new ones."""
+        """End the workers. The next call starts new ones."""
         if self._world is not None:
             self._world.kill()
             self._world = None
@@ -420,11 +426,11 @@ class Pool:
         try:
             answers = world.call(call, timeout)
         except BaseException:
-            # Also on Ctrl-C: answers of this call may still be on their way.
+            # Also on Ctrl-C: answers of this call may still arrive.
             self.close()
             raise
         if any(isinstance(answer, Failure) for answer in answers):
-            # Ranks may have left collectives unfinished: the next call gets fresh process groups.
+            # Ranks may have left collectives unfinished, so the next call gets new process groups.
             self._generation += 1
         return answers
 
@@ -437,16 +443,16 @@ def one_off(
     timeout: float = 60.0,
     **kwargs: Any,
 ) -> list[Any]:
-    """Call a function on fresh ranks that end with the call: for tests that kill or stop ranks.
+    """Call a function on new ranks that end with the call: for tests that kill or stop ranks.
 
     Args:
         lost: ranks that are not waited for.
 
     Returns:
-        Per rank what it returned, a `Failure` if it raised, or a `Silent` if it is one of `lost`.
+        For each rank its result, a `Failure` if it raised, or a `Silent` if it is one of `lost`.
 
     Raises:
-        RanksFailed: a rank that is not `lost` was silent at the deadline, or died.
+        RanksFailed: a rank that is not `lost` did not answer by the deadline, or exited.
     """
     world = _World(world_size, _backend())
     try:

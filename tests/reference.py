@@ -1,8 +1,7 @@
-"""The oracle: one process, the whole global batch, a plain torch optimizer.
+"""The reference: one process trains on the global batch with a plain torch optimizer.
 
-It restates what training means and imports values only: nothing of the engine. A `Recipe` holds
-everything that the trajectory depends on; how the batch is cut over ranks and what the ranks own is
-not part of it, because neither may matter.
+It does not use the engine. A `Recipe` contains everything that determines the trajectory. How the
+batch is split and what the ranks own is not part of it, because neither may change the result.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ LOSSES = ("samples", "tokens", "sum", "token_sum", "divided")
 
 @dataclass(frozen=True)
 class Steering:
-    """Samples `start` to `stop` of every global batch take a way of their own through the model."""
+    """Samples `start` to `stop` of every global batch skip or reorder blocks of the model."""
 
     start: int
     stop: int
@@ -30,30 +29,30 @@ class Steering:
     """`skip` or `order`."""
     value: Any
     steps: tuple[int, ...] | None = None
-    """In these steps only; None: in all."""
+    """The steps in which this applies; None: all."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """A training run, without a word on ranks."""
+    """A training run, independent of ranks."""
 
     spec: ModelSpec = field(default_factory=ModelSpec)
     optimizer: str = "AdamW"
-    """A class of torch.optim."""
+    """Name of a class in torch.optim."""
     options: tuple[tuple[str, Any], ...] = (("lr", 1e-3), ("eps", 1e-5), ("weight_decay", 0.05))
-    """Keyword arguments of the optimizer. About eps: see test_exact_steps.py."""
+    """Keyword arguments of the optimizer. See test_exact_steps.py for eps."""
     batches: tuple[int, ...] = (12,) * 5
     """Samples of each global batch, one per step."""
     loss: str = "samples"
-    """What the loss function returns for a micro-batch: samples, its mean over samples; tokens, its
-    mean over the tokens that count (samples have different numbers of them); sum and token_sum,
-    sums of the same; divided, a sum that is divided by the samples of the whole batch. The gradient
-    of a step is that of the mean over the whole batch each time."""
+    """What the loss function returns for a micro-batch: "samples", the mean over samples; "tokens",
+    the mean over the tokens that count (their number differs between samples); "sum" and
+    "token_sum", the corresponding sums; "divided", a sum that is divided by the samples of the
+    global batch. The gradient of a step is always that of the mean over the global batch."""
     max_norm: float | None = None
     decaying: bool = False
-    """The learning rate falls from step to step, by a LambdaLR."""
+    """The learning rate decreases in every step, by a LambdaLR."""
     steering: tuple[Steering, ...] = ()
-    """If any, it must cover the whole batch (`stop == start` of the next)."""
+    """If not empty, it must cover the whole batch (`stop == start` of the next)."""
     seed: int = 1
 
     def __post_init__(self) -> None:
@@ -66,7 +65,7 @@ class Recipe:
         return getattr(torch.optim, self.optimizer)
 
     def scheduler(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
-        """What changes the learning rate between steps."""
+        """The learning rate scheduler."""
         return torch.optim.lr_scheduler.LambdaLR(
             optimizer, (lambda step: 1 / (1 + step)) if self.decaying else (lambda step: 1.0)
         )
@@ -77,7 +76,7 @@ class Recipe:
         return self.loss in ("tokens", "token_sum")
 
     def batch(self, step: int) -> dict[str, Any]:
-        """The whole global batch of a step."""
+        """The global batch of a step."""
         samples = self.batches[step]
         batch: dict[str, Any] = models.data(
             samples, seed=1000 * self.seed + step, masked=self.counts_tokens
@@ -87,7 +86,7 @@ class Recipe:
         return batch
 
     def part(self, step: int, start: int, stop: int) -> dict[str, Any]:
-        """Some samples of a step, steered as the recipe says."""
+        """Some samples of a step, with their steering."""
         part = models.part(self.batch(step), start, stop)
         for steering in self.steering:
             inside = steering.start <= start and stop <= steering.stop
@@ -98,18 +97,18 @@ class Recipe:
 
 @dataclass(frozen=True, kw_only=True)
 class Trajectory:
-    """What a training run left: compared between the oracle and the engine."""
+    """The result of a training run."""
 
     parameters: dict[str, Tensor]
     losses: tuple[float | None, ...]
-    """None where nobody added them up."""
+    """None where the loss was not summed over ranks."""
     norms: tuple[float | None, ...]
     """Norm of each step's gradient before clipping; None where the recipe does not clip."""
 
 
 @functools.cache
 def train(recipe: Recipe) -> Trajectory:
-    """Follow the recipe in this process."""
+    """Train the recipe in this process."""
     spec = recipe.spec
     model = models.build(spec)
     masters = _Masters(model)
@@ -149,7 +148,7 @@ def _weighted_losses(recipe: Recipe, model: nn.Module, step: int) -> Iterator[Te
 
 
 class _Masters:
-    """What the optimizer steps: the parameters, or fp32 copies of those that are in less."""
+    """The parameters of the optimizer: fp32 copies of those with 16 bits."""
 
     def __init__(self, model: nn.Module):
         self.of = {

@@ -1,7 +1,7 @@
-"""How the ranks of a test follow a recipe with the engine, and how what they made is compared.
+"""Trains a recipe with the engine on the ranks of a test, and compares the results.
 
-The functions that run on ranks (`train`, `train_many`, and the pieces they are made of) are written
-as a user would write them. The others compare in the test process, and say what differs where.
+The functions that run on ranks (`train`, `train_many` and their parts) are written like user code.
+The others compare the results in the test process.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ RELATIVE = 1e-5
 
 @dataclass(frozen=True)
 class Run:
-    """A recipe, and how ranks follow it."""
+    """A recipe with the plan and options under which ranks train it."""
 
     recipe: Recipe
     plan: Plan
     open_form: bool = False
-    """Through `micro_batches`, `backward`, `clip_grad_norm_` and `step`, not `train_step`."""
+    """Use `micro_batches`, `backward`, `clip_grad_norm_` and `step` instead of `train_step`."""
     engine: Mapping[str, Any] = field(default_factory=dict)
     """Further keyword arguments of the optimizer."""
 
@@ -51,7 +51,7 @@ def prepare(run: Run) -> tuple[nn.Module, HeteroZeroOptimizer]:
         params=models.parameter_groups(run.recipe.spec, model),
         process_group=ranks.group(),
         **dict(run.recipe.options),
-        # Not "auto": on a GPU that computes in bf16, and the oracle does not.
+        # Not "auto", which computes in bf16 on a GPU; the reference does not.
         **{"compute_dtype": run.recipe.spec.dtype, **run.engine},
     )
     return model, optimizer
@@ -68,7 +68,7 @@ def batch_of(run: Run, step: int) -> dict[str, Any] | None:
 
 
 def on_device(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """The batch, where this rank computes."""
+    """The batch on this rank's device."""
     return {k: v.to(ranks.device()) if isinstance(v, Tensor) else v for k, v in batch.items()}
 
 
@@ -83,8 +83,8 @@ def loss_of(recipe: Recipe) -> Callable[[nn.Module, Any], Tensor]:
     }[recipe.loss]
 
 
-def how_weighted(recipe: Recipe) -> dict[str, Any]:
-    """What the engine is told about the loss."""
+def weight_options(recipe: Recipe) -> dict[str, Any]:
+    """The arguments `weight` and `loss` for the loss of a recipe."""
     return {
         "weight": models.counted_tokens if recipe.counts_tokens else None,
         "loss": {"sum": "sum", "token_sum": "sum", "divided": "global_mean"}.get(
@@ -96,14 +96,16 @@ def how_weighted(recipe: Recipe) -> dict[str, Any]:
 def take_step(
     run: Run, model: nn.Module, optimizer: HeteroZeroOptimizer, step: int
 ) -> tuple[float | None, float | None]:
-    """One optimizer step; loss and norm of the gradient."""
+    """Run one optimizer step; returns the loss and the gradient norm."""
     recipe, loss = run.recipe, loss_of(run.recipe)
     batch = batch_of(run, step)
     if not run.open_form:
-        result = optimizer.train_step(loss, batch, max_norm=recipe.max_norm, **how_weighted(recipe))
+        result = optimizer.train_step(
+            loss, batch, max_norm=recipe.max_norm, **weight_options(recipe)
+        )
         norm = None if recipe.max_norm is None else float(result.grad_norm)
         return float(result.loss), norm
-    for micro_batch in optimizer.micro_batches(batch, **how_weighted(recipe)):
+    for micro_batch in optimizer.micro_batches(batch, **weight_options(recipe)):
         loss(model, micro_batch).backward()
     norm = None
     if recipe.max_norm is not None:
@@ -114,13 +116,13 @@ def take_step(
 
 
 def whole_parameters(model: nn.Module, optimizer: HeteroZeroOptimizer) -> dict[str, Tensor]:
-    """A copy of every parameter in full, on the CPU."""
+    """A full copy of every parameter on the CPU."""
     with optimizer.full_parameters():
         return {name: p.detach().cpu().clone() for name, p in model.named_parameters()}
 
 
 def train(run: Run) -> Trajectory:
-    """Follow the recipe on this rank."""
+    """Train the recipe on this rank."""
     model, optimizer = prepare(run)
     scheduler = run.recipe.scheduler(optimizer) if run.recipe.decaying else None
     made = []
@@ -148,7 +150,7 @@ def train_many(runs: Sequence[Run]) -> list[Trajectory]:
 
 
 def assert_exact(trajectories: Sequence[Trajectory], recipe: Recipe, what: str = "") -> None:
-    """Every rank holds what one process on the whole batch computes, and all hold the same bits."""
+    """Every rank has the result of one process on the global batch, with the same bits."""
     expected = reference.train(recipe)
     first = trajectories[0]
     for rank, trajectory in enumerate(trajectories):
@@ -169,7 +171,7 @@ def assert_exact(trajectories: Sequence[Trajectory], recipe: Recipe, what: str =
 def assert_close(
     parameters: Mapping[str, Tensor], expected: Mapping[str, Tensor], what: str = ""
 ) -> None:
-    """Within `RELATIVE` of each tensor's largest element; exactly, where nothing may move."""
+    """Parameters are within `RELATIVE` of each tensor's largest element."""
     assert parameters.keys() == expected.keys()
     wrong = []
     for name, wanted in expected.items():
@@ -181,7 +183,7 @@ def assert_close(
 
 
 def assert_same(parameters: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    """The same bits."""
+    """Parameters have the same bits."""
     assert parameters.keys() == expected.keys()
     for name, wanted in expected.items():
         assert torch.equal(parameters[name], wanted), f"{name} differs"
@@ -190,7 +192,7 @@ def assert_same(parameters: Mapping[str, Tensor], expected: Mapping[str, Tensor]
 def assert_raised(
     failures: Sequence[Failure | None], *patterns: str, kind: type[BaseException] | None = None
 ) -> None:
-    """Every rank raised (an instance of `kind`), and each message holds every pattern."""
+    """Every rank raised (an instance of `kind`), and each message contains every pattern."""
     for rank, failure in enumerate(failures):
         assert failure is not None, f"rank {rank} raised nothing; others: {failures}"
         for pattern in patterns:

@@ -1,1 +1,1 @@
-"""What `allreduce.py` is made of: cases, who answers them, a stopwatch, rows and tables."""
+"""The parts of `allreduce.py`: cases, providers, timing, rows and tables."""

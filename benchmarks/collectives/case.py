@@ -1,4 +1,4 @@
-"""What is asked of everybody: one collective, of one size and dtype, over certain shares."""
+"""Benchmark cases: one collective, of one size and dtype, with given shares."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from poplar.comm.shard_layout import ALIGNMENT, Layout
 OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TOLERANCES = {torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-9}
-"""Relative; values are whole numbers of eighths, so fp32 has no more than its own rounding."""
+"""Relative. Values are multiples of 1/8, so fp32 has only its own rounding."""
 SAMPLES = 4096
-"""Elements of a result that are looked at, the ends among them."""
+"""Checked elements of a result, including the first and the last."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One collective over `nbytes` (of the whole buffer) in `dtype`, cut by `shares`."""
+    """One collective over `nbytes` (of the whole buffer) in `dtype`, divided by `shares`."""
 
     operation: str
     nbytes: int
@@ -42,17 +42,17 @@ class Case:
 
     @cached_property
     def layout(self) -> Layout:
-        """Who owns what. Even shares are equal to the element, so that everybody can do them."""
+        """The shard layout. Even shares are exactly equal, so that all providers support them."""
         step = ALIGNMENT * self.ranks
         numel = -(-self.nbytes // self.torch_dtype.itemsize // step) * step
         return Layout.from_shares(numel, self.shares)
 
     @property
     def least_bytes(self) -> int:
-        """Read and written, if every input and result lies where all ranks can reach it.
+        """Bytes to read and write at least, if all inputs and results are in shared memory.
 
         A reduction reads all inputs and writes each sum once, or to every rank; a gather copies to
-        each rank what it doesn't have.
+        each rank what it does not have.
         """
         whole = self.layout.numel * self.torch_dtype.itemsize
         copies = {
@@ -63,9 +63,10 @@ class Case:
         return copies[self.operation] * whole
 
     def crossing_bytes(self, hosts: Sequence[Sequence[int]]) -> int:
-        """What must at least leave, or enter, the host for which that is most, of so many.
+        """The least bytes that the host with the most communication must send or receive.
 
-        A host sends sums of what others own, and receives what they gather; an all-reduce is both.
+        A host sends sums of slices that others own, and receives slices to gather; an all-reduce
+        does both.
         """
         itemsize, numel = self.torch_dtype.itemsize, self.layout.numel
         foreign = [numel - sum(self.layout.size(rank) for rank in ranks) for ranks in hosts]
@@ -74,7 +75,7 @@ class Case:
         return 2 * most if self.operation == "all_reduce" else most
 
     def input_of(self, rank: int) -> Tensor:
-        """What this rank brings: the whole buffer to reduce, or its own slice to gather."""
+        """This rank's input: the whole buffer to reduce, or its own slice to gather."""
         low, high = self.layout.bounds(rank)
         if self.operation != "all_gather":
             (
@@ -84,10 +85,10 @@ class Case:
         return _values(torch.arange(low, high), rank).to(self.torch_dtype)
 
     def check(self, result: Tensor, rank: int) -> None:
-        """Hold a sample of a rank's result against the sum in float64.
+        """Compare a sample of a rank's result with the sum in float64.
 
         Raises:
-            ValueError: it is wrong; says where.
+            ValueError: the result is wrong; says where.
         """
         low, high = self.layout.bounds(rank)
         if self.operation != "reduce_scatter":
@@ -144,7 +145,7 @@ def cases(
 
 
 def size_of(nbytes: float) -> str:
-    """`64 MiB`."""
+    """Bytes as text, such as `64 MiB`."""
     for unit in ("B", "KiB", "MiB"):
         if nbytes < 1024:
             return f"{nbytes:g} {unit}"
@@ -153,5 +154,5 @@ def size_of(nbytes: float) -> str:
 
 
 def _values(places: Tensor, rank: int) -> Tensor:
-    """Eighths between -16 and 16: every dtype holds them exactly."""
+    """Multiples of 1/8 between -16 and 16: every dtype represents them exactly."""
     return ((places * 7 + rank * 13) % 255 - 127).double() / 8

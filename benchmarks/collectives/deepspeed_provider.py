@@ -1,4 +1,4 @@
-"""DeepSpeed's all-reduce in shared memory, which it has for ranks on one host's CPUs."""
+"""DeepSpeed's shared-memory all-reduce for CPU ranks of one host."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from collectives.provider import Prepared, Provider
 
 
 def why_absent() -> str:
-    """Why it can't take part; empty if it can."""
+    """Why it is not available; empty if it is."""
     if importlib.util.find_spec("deepspeed") is None:
         return "DeepSpeed is not installed (make peers)"
     return ""
 
 
 class DeepSpeedShm(Provider):
-    """`inference_all_reduce_`, compiled when first used. Collective to make."""
+    """`inference_all_reduce_`, compiled at its first use. The constructor is collective."""
 
     name = "DeepSpeed shared memory"
     transport = "shared_memory"
@@ -31,13 +31,13 @@ class DeepSpeedShm(Provider):
     def __init__(self, rank: int, ranks: int) -> None:
         os.environ["DS_ACCELERATOR"] = "cpu"
         os.environ["LOCAL_SIZE"] = str(ranks)
-        # Its segments are named after the address of the job.
+        # Its segments are named after the job's address.
         os.environ.setdefault("MASTER_ADDR", "localhost")
         os.environ.setdefault("MASTER_PORT", str(20_000 + os.getppid() % 20_000))
-        with contextlib.redirect_stdout(io.StringIO()):  # it talks while it compiles
+        with contextlib.redirect_stdout(io.StringIO()):  # it prints while it compiles
             from deepspeed.ops.op_builder import ShareMemCommBuilder
 
-            for turn in (0, 1):  # one rank compiles, the others find what it made
+            for turn in (0, 1):  # rank 0 compiles, then the others load the result
                 if (rank == 0) == (turn == 0):
                     operators = ShareMemCommBuilder().load(verbose=False)
                 dist.barrier()
@@ -45,7 +45,7 @@ class DeepSpeedShm(Provider):
         self._level = operators.vector_kernel_level()
 
     def prepare(self, case: Case, mine: Tensor) -> Prepared | None:
-        # Its kernels fault where the processor lacks their instructions.
+        # Its kernels crash on processors without the required instructions.
         needed = 1 if case.dtype == "fp32" else 2
         if case.operation != "all_reduce" or self._level < needed:
             return None

@@ -1,8 +1,8 @@
-"""How fast this machine copies when all ranks copy at once: what every collective is held against.
+"""The copy bandwidth of this machine when all ranks copy at once, as a bound for collectives.
 
-Buffers are at least four times the last-level cache, so memory is measured, and the fastest of the
-ways to copy counts. It takes its turn in every round, beside the collectives: a shared machine's
-memory is half as fast in one minute as in the next. Bandwidth is bytes read plus bytes written.
+Buffers are at least four times the last-level cache, so that memory is measured, and the fastest
+method counts. The copy is measured in every round, like the collectives, because the memory of a
+shared machine may be half as fast in the next minute. Bandwidth is bytes read plus bytes written.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ import torch.distributed as dist
 from poplar import ops
 
 LEAST_BYTES, MOST_BYTES = 64 << 20, 512 << 20
-"""Of a buffer; a virtual machine may name its host's whole cache, and memory is not endless."""
+"""Bounds of a buffer: a virtual machine may report its host's whole cache; memory is limited."""
 TRIES = 5
 
 
 class Floor:
-    """A copy between this rank's own buffers, by the fastest way there is. Collective to make."""
+    """A copy between this rank's own buffers, by the fastest method. Collective to construct."""
 
     def __init__(self, ranks: int) -> None:
         nbytes = min(max(4 * _cache_bytes() // ranks, LEAST_BYTES), MOST_BYTES)
         source, target = torch.ones(nbytes // 4), torch.ones(nbytes // 4)
         self.bytes_moved = 2 * nbytes * ranks
-        """By all ranks together, in one copy of each."""
+        """By all ranks together, in one copy each."""
         ways: dict[str, Callable[[], object]] = {
             "copy_": lambda: target.copy_(source),
             "memcpy": lambda: ctypes.memmove(target.data_ptr(), source.data_ptr(), nbytes),
@@ -58,6 +58,6 @@ def _seconds(copy: Callable[[], object]) -> float:
 
 
 def _cache_bytes() -> int:
-    """Of the last level, as the system says; 0 where it doesn't."""
+    """Size of the last-level cache; 0 if the system does not report it."""
     names = ("SC_LEVEL4_CACHE_SIZE", "SC_LEVEL3_CACHE_SIZE", "SC_LEVEL2_CACHE_SIZE")
     return max((os.sysconf(name) for name in names if name in os.sysconf_names), default=0)

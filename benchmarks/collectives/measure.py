@@ -1,4 +1,4 @@
-"""What each rank of the benchmark does: make the providers, and run case after case."""
+"""The benchmark on each rank: create the providers and run all cases."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import torch.distributed as dist
 from collectives import deepspeed_provider, mpi_provider
 from collectives.case import Case, cases
 from collectives.floor import Floor
-from collectives.our_providers import Ours
+from collectives.poplar_providers import PoplarProvider
 from collectives.provider import Prepared, Provider
 from collectives.row import Row, rows_of
-from collectives.stopwatch import time_turns
+from collectives.timing import time_turns
 from collectives.torch_providers import AllToAll, Native
 from poplar.comm import Group, connect
 
 _FLOOR = "the floor"
 ALGORITHMS = ("process_group:padded+grouped", "process_group:library+padded")
-"""As `connect` names them; measured only where they are asked for."""
+"""Names for `connect`; measured only if requested."""
 PROVIDERS = (
     "gloo",
     "all-to-all",
@@ -35,7 +35,7 @@ PROVIDERS = (
 
 @dataclass(frozen=True)
 class Request:
-    """What to measure: every size with even shares, other shares and dtypes at `headline`."""
+    """The cases to measure: every size with even shares, other shares and dtypes at `headline`."""
 
     providers: tuple[str, ...]
     operations: tuple[str, ...]
@@ -45,27 +45,27 @@ class Request:
     headline: int
     rounds: int
     link_gigabits: float | None = None
-    """Between two hosts with half of the ranks each; None: one host."""
+    """Gbit/s between two hosts with half of the ranks each; None: one host."""
 
     def cases(self, ranks: int) -> Iterator[Case]:
-        """In the order in which they are measured."""
+        """The cases in the order of measurement."""
         own = [cut for cut in self.shares if len(cut) == ranks]
         yield from cases(ranks, self.operations, self.sizes, self.dtypes, own, self.headline)
 
 
-def measure(request: Request, tell: Callable[[str], None]) -> list[Row]:
-    """Rows of all cases, the same on every rank. Collective.
+def measure(request: Request, report: Callable[[str], None]) -> list[Row]:
+    """The rows of all cases, the same on every rank. Collective.
 
     Raises:
-        ValueError: a provider's result is wrong; says whose and where.
+        ValueError: a provider's result is wrong; says which provider and where.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    providers = _make(request.providers, rank, ranks, tell)
+    providers = _make(request.providers, rank, ranks, report)
     floor = Floor(ranks)
-    tell(f"copies by {floor.way}")
+    report(f"fastest copy: {floor.way}")
     rows = []
     for case in request.cases(ranks):
-        tell(str(case))
+        report(str(case))
         mine = case.input_of(rank)
         ready: dict[str, tuple[Provider, Prepared]] = {}
         for provider in providers:
@@ -89,16 +89,16 @@ def shares_of(text: str) -> tuple[float, ...]:
     """`70/10/10/10` as fractions.
 
     Raises:
-        ValueError: they are not numbers, or don't add up to 100.
+        ValueError: not numbers, or they do not add up to 100.
     """
     parts = tuple(float(part) / 100 for part in text.split("/"))
     if not math.isclose(sum(parts), 1.0) or min(parts) < 0:
-        raise ValueError(f"shares {text}: percentages that add up to 100, got {100 * sum(parts):g}")
+        raise ValueError(f"shares {text}: percentages must add up to 100, got {100 * sum(parts):g}")
     return parts
 
 
 def _make(
-    names: Sequence[str], rank: int, ranks: int, tell: Callable[[str], None]
+    names: Sequence[str], rank: int, ranks: int, report: Callable[[str], None]
 ) -> list[Provider]:
     found: list[Provider] = []
     if "gloo" in names:
@@ -116,15 +116,18 @@ def _make(
         if name not in names:
             continue
         if absent := why_absent():
-            tell(f"without {name}: {absent}")
+            report(f"without {name}: {absent}")
         else:
             found.append(make())
     for name in ("process_group", *ALGORITHMS, "hierarchical"):
         if name in names:
-            found.append(Ours(connect(Group.of(None, None), name), name))
+            found.append(PoplarProvider(connect(Group.of(None, None), name), name))
     if "shared_memory" in names:
         comm = connect(Group.of(None, None), "shared_memory")
-        found += [Ours(comm, "shared_memory"), Ours(comm, "shared_memory", zero_copy=True)]
+        found += [
+            PoplarProvider(comm, "shared_memory"),
+            PoplarProvider(comm, "shared_memory", zero_copy=True),
+        ]
     return found
 
 

@@ -1,4 +1,4 @@
-"""MPI by mpi4py, where it and `mpirun` are installed: the yardstick of shared memory on a host."""
+"""MPI through mpi4py, if it and `mpirun` are installed."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
 
 
 def why_absent() -> str:
-    """Why MPI can't take part; empty if it can."""
+    """Why MPI is not available; empty if it is."""
     if importlib.util.find_spec("mpi4py") is None:
-        return "mpi4py is not installed (pip install mpi4py, beside an MPI with its headers)"
+        return "mpi4py is not installed (pip install mpi4py; needs MPI and its headers)"
     if shutil.which("mpirun") is None:
         return "there is no mpirun (on Debian: apt install openmpi-bin)"
     return ""
 
 
 def why_apart(ranks: int) -> str:
-    """Why MPI can't take part among these processes; empty if it can."""
+    """Why MPI cannot be used by these processes; empty if it can."""
     if absent := why_absent():
         return absent
     from mpi4py import MPI
@@ -37,13 +37,13 @@ def why_apart(ranks: int) -> str:
 
 
 def command(ranks: int) -> list[str]:
-    """What starts so many ranks of a program on this host; more of them than cores if need be."""
+    """The command that starts this many ranks on this host, more than cores if needed."""
     start = ["mpirun", "-n", str(ranks), "--oversubscribe", "--bind-to", "none"]
     return [*start, "--allow-run-as-root"] if os.geteuid() == 0 else start
 
 
 class Mpi(Provider):
-    """The collectives of MPI: with counts per rank where shares differ."""
+    """MPI's collectives, with counts per rank for uneven shares."""
 
     transport = "mpi"
 

@@ -1,4 +1,4 @@
-"""Rows as a picture: seconds against size, a panel for each collective and number of ranks."""
+"""A plot of the rows: seconds against size, one panel per collective and number of ranks."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ from collectives.row import Row
 from poplar.report import theme
 
 _INCHES_OF_A_PANEL = 3.2
-_FLOOR = "what has to move, at the speed of a copy"
+_FLOOR = "minimum bytes at copy bandwidth"
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """Even shares of the first dtype: the other rows have one size only. Writes a PNG file."""
+    """Draw the rows with even shares of the first dtype; the others have one size only. Writes a
+    PNG.
+    """
     shown = [
         row
         for row in rows
         if row.case.is_even and row.dtype == rows[0].dtype and row.link_gigabits is None
     ]
     if not shown:
-        raise ValueError("there is nothing to draw: no row of even shares on one host")
+        raise ValueError("there is nothing to draw: no row has even shares on one host")
     operations = [name for name in OPERATIONS if any(row.operation == name for row in shown)]
     ranks = sorted({row.ranks for row in shown})
     providers = list(dict.fromkeys(row.provider for row in shown))

@@ -1,4 +1,4 @@
-"""Whoever carries collectives: what a case becomes in their hands."""
+"""The interface of the providers of collectives."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from collectives.case import Case
 
 @dataclass(frozen=True)
 class Prepared:
-    """A case, ready to be run again and again. Collective: all ranks run it together."""
+    """A case that is ready to run repeatedly. Collective: all ranks run it together."""
 
     run: Callable[[], None]
     result: Callable[[], Tensor]
-    """What this rank has after its first run; where a run works in place, later ones differ."""
+    """The result on this rank after the first run; in-place runs change it afterwards."""
 
 
 class Provider(ABC):
-    """One way to carry collectives, in the processes of the benchmark."""
+    """An implementation of collectives."""
 
     name: str
-    """As tables show it."""
+    """The name in tables."""
     transport: str
-    """What it goes by: `gloo`, `shared_memory`, ..."""
+    """The transport: `gloo`, `shared_memory`, ..."""
     zero_copy = False
-    """Inputs and results lie where all ranks can reach them; else they are ordinary tensors."""
+    """Inputs and results are in memory that all ranks can read; otherwise in ordinary tensors."""
 
     @abstractmethod
     def prepare(self, case: Case, mine: Tensor) -> Prepared | None:
-        """Get ready for a case; None if this provider has no such collective. Collective.
+        """Prepare a case; returns None if this provider does not support it. Collective.
 
         Args:
-            case: what is asked.
-            mine: this rank's input, which stays as it is.
+            case: the collective to run.
+            mine: this rank's input, which must not be changed.
         """

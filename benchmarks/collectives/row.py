@@ -1,4 +1,4 @@
-"""One line of `--output`: what one provider made of one case. The dataclass is the schema."""
+"""A row of `--output`: the result of one provider for one case. The dataclass is the schema."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class Row:
     operation: str
     """`all_reduce`, `reduce_scatter` or `all_gather`."""
     provider: str
-    """As tables show it."""
+    """The name in tables."""
     transport: str
     zero_copy: bool
-    """Inputs and results lie where peers read them; else they are the caller's own tensors."""
+    """Inputs and results are in memory that all ranks can read; otherwise in ordinary tensors."""
     ranks: int
     bytes: int
     """Of the whole buffer."""
@@ -37,13 +37,13 @@ class Row:
     p50_seconds: float
     p80_seconds: float
     ratio_to_gloo: float | None
-    """How much faster than gloo's own collective at the median."""
+    """Speed-up over gloo's own collective, by the medians."""
     ratio_to_floor: float
-    """Median over rounds: seconds over those in which the bytes that have to move were copied."""
+    """Median over rounds: seconds relative to copying the minimum bytes in the same round."""
     link_gigabits: float | None
-    """Per second, between two hosts with half of the ranks each; None: all are on one."""
+    """Gbit/s between two hosts with half of the ranks each; None: all ranks are on one host."""
     ratio_to_link: float | None
-    """Median seconds over those in which the link carries what has to cross it."""
+    """Median seconds relative to the time the link needs for the minimum bytes."""
     rounds: int
     copy_bandwidth: float
     """Bytes read and written per second when all ranks copy at once; median of the same rounds."""
@@ -55,7 +55,7 @@ class Row:
 
     @property
     def case(self) -> Case:
-        """What was asked."""
+        """The benchmark case."""
         return Case(self.operation, self.bytes, self.dtype, tuple(self.shares))
 
 
@@ -65,13 +65,13 @@ def rows_of(
     speeds: Sequence[float],
     link_gigabits: float | None = None,
 ) -> list[Row]:
-    """One per provider. gloo's own is the one that is called so.
+    """One row per provider. The provider named `gloo` is the reference.
 
     Args:
-        case: what was asked.
+        case: the benchmark case.
         seconds: of each round, by provider.
         speeds: bytes copied per second in each round.
-        link_gigabits: per second, if half of the ranks are on another host.
+        link_gigabits: Gbit/s, if half of the ranks are on another host.
     """
     gloo = next((s for provider, s in seconds.items() if provider.name == "gloo"), None)
     half = case.ranks // 2
@@ -111,14 +111,14 @@ def rows_of(
 
 
 def write_rows(path: Path, rows: Iterable[Row]) -> None:
-    """Append, one JSON object per line."""
+    """Append the rows, one JSON object per line."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as output:
         output.writelines(json.dumps(asdict(row)) + "\n" for row in rows)
 
 
 def read_rows(path: Path) -> list[Row]:
-    """What `write_rows` wrote; lines of other benchmarks are passed over."""
+    """Read rows that `write_rows` wrote; lines of other benchmarks are skipped."""
     found = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
     return [Row(**values) for values in found if values.get("benchmark") == "allreduce"]
 
@@ -126,5 +126,5 @@ def read_rows(path: Path) -> list[Row]:
 def _quantiles(values: Sequence[float]) -> tuple[float, float, float]:
     if len(values) < 2:
         return (values[0],) * 3
-    fifths = statistics.quantiles(values, n=5, method="inclusive")  # never outside of what came
+    fifths = statistics.quantiles(values, n=5, method="inclusive")  # within the range of the values
     return fifths[0], statistics.median(values), fifths[3]

@@ -1,4 +1,4 @@
-"""Rows as tables for a terminal."""
+"""Tables of rows for a terminal."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HEADINGS = (
 
 
 def tables_of(rows: Sequence[Row]) -> list[Table]:
-    """One for each operation, number of ranks and link."""
+    """One table per operation, number of ranks and link."""
     tables: dict[tuple[str, int, float | None], list[Row]] = {}
     for row in rows:
         tables.setdefault((row.operation, row.ranks, row.link_gigabits), []).append(row)
@@ -34,7 +34,7 @@ def tables_of(rows: Sequence[Row]) -> list[Table]:
 
 
 def verdicts_table(verdicts: Sequence[Verdict]) -> Table:
-    """What was wanted, and what came."""
+    """A table of targets and measured values."""
     table = Table("case", "what", "value", "wanted", "", title="thresholds", box=SIMPLE_HEAD)
     for verdict in verdicts:
         mark = "" if verdict.met else "short"
@@ -43,7 +43,7 @@ def verdicts_table(verdicts: Sequence[Verdict]) -> Table:
 
 
 def milliseconds(seconds: float) -> str:
-    """Three digits that count."""
+    """Three significant digits."""
     return f"{1e3 * seconds:.3g}"
 
 
@@ -55,7 +55,7 @@ def _table(rows: Sequence[Row]) -> Table:
         f"{fastest:.0f} GB/s, read and written"
     )
     if first.link_gigabits:
-        title += f"; half of them across {first.link_gigabits:g} Gbit/s"
+        title += f"; two hosts with {first.link_gigabits:g} Gbit/s between them"
     table = Table(*HEADINGS, title=title, title_justify="left", box=SIMPLE_HEAD)
     for row, below in zip(rows, [*rows[1:], None], strict=True):
         case = row.case

@@ -1,4 +1,4 @@
-"""What Poplar's transports are to reach, and whether rows say that they did."""
+"""The performance targets of Poplar's transports, and whether rows meet them."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ WANTED = {
     },
     "all_reduce": {ORDINARY: {GLOO: 2.0, MPI: 1.2}, ZERO_COPY: {GLOO: 5.0}},
 }
-"""At `HEADLINE` bytes: how often faster than somebody; of the floor, how often its time at most."""
+"""At `HEADLINE` bytes: required speed-up over each provider; for the floor, the largest ratio."""
 DIRECT, HIERARCHICAL = "poplar process_group", "poplar hierarchical"
 OVER_DIRECT, OVER_LINK = 0.6, 1.2
-"""Time across a link, over the direct algorithm's and over the least that the link allows."""
+"""Largest time across a link, relative to the direct algorithm and to the link's bound."""
 SMALL_OVER_GLOO = 5.0
 SKEWED_OVER_EVEN = 1.15
 SKEWED = (0.7, 0.1, 0.1, 0.1)
@@ -34,14 +34,14 @@ SKEWED = (0.7, 0.1, 0.1, 0.1)
 
 @dataclass(frozen=True)
 class Verdict:
-    """One threshold."""
+    """One target and the measured value."""
 
     case: Case
     what: str
     value: float
     threshold: float
     at_most: bool
-    """Smaller is better."""
+    """Whether smaller is better."""
 
     @property
     def met(self) -> bool:
@@ -57,7 +57,7 @@ class Verdict:
 
 
 def verdicts(rows: Sequence[Row]) -> Iterator[Verdict]:
-    """Of everything in `rows` that has a threshold."""
+    """All targets that apply to `rows`."""
     yield from _across([row for row in rows if row.link_gigabits])
     by_case: dict[Case, list[Row]] = {}
     for row in (row for row in rows if not row.link_gigabits):
@@ -125,4 +125,4 @@ def _of(found: dict[str, Row], wanted: Callable[[str], bool]) -> Row | None:
 
 
 def _is_mpi(provider: str, name: str) -> bool:
-    return name == MPI and provider.startswith(MPI)  # its version is part of the name
+    return name == MPI and provider.startswith(MPI)  # the name includes its version

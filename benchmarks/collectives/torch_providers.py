@@ -1,4 +1,4 @@
-"""torch.distributed: the backend's own collectives, and what people build from its others."""
+"""torch.distributed: the backend's own collectives, and common substitutes made from others."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from collectives.provider import Prepared, Provider
 
 
 class Native(Provider):
-    """The backend's own collectives; where it has none for uneven shares, one call per slice."""
+    """The backend's own collectives; for uneven shares that it does not support, one call per
+    slice.
+    """
 
     def __init__(self, rank: int, backend: str) -> None:
         self.name = self.transport = backend
@@ -29,7 +31,7 @@ class Native(Provider):
         out = torch.empty(case.layout.size(self._rank), dtype=mine.dtype)
         if case.is_even:
             return Prepared(lambda: reduce_scatter(out, mine), lambda: out)
-        # gloo takes a list of different sizes, but none that are empty.
+        # gloo supports lists of different sizes, but no empty tensors.
         parts = [mine[low:high].clone() for low, high in map(case.layout.bounds, range(case.ranks))]
 
         def reduce_each() -> None:
@@ -55,7 +57,7 @@ class Native(Provider):
 
 
 class AllToAll(Provider):
-    """A true reduce-scatter from an all-to-all and a local sum: the usual trick on gloo."""
+    """A reduce-scatter made of an all-to-all and a local sum, as is common on gloo."""
 
     def __init__(self, rank: int, backend: str) -> None:
         self.name = f"{backend} all-to-all + sum"
@@ -66,18 +68,18 @@ class AllToAll(Provider):
         if case.operation != "reduce_scatter":
             return None
         own = case.layout.size(self._rank)
-        leaving = [case.layout.size(rank) for rank in range(case.ranks)]
-        arriving = [own] * case.ranks
+        sent_sizes = [case.layout.size(rank) for rank in range(case.ranks)]
+        received_sizes = [own] * case.ranks
         received = torch.empty(case.ranks * own, dtype=mine.dtype)
         out = torch.empty(own, dtype=mine.dtype)
 
         def exchange() -> None:
-            dist.all_to_all_single(received, mine, arriving, leaving)
+            dist.all_to_all_single(received, mine, received_sizes, sent_sizes)
             torch.sum(received.view(case.ranks, own), 0, out=out)
 
         return Prepared(exchange, lambda: out)
 
 
-# Renamed in torch 2.13, where the old names warn; earlier ones have only those.
+# torch 2.13 renamed these and warns about the old names; earlier versions have only those.
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -1,4 +1,4 @@
-"""Lists of tensors as models have them: every parameter of a 124M GPT and of a 1.1B Llama."""
+"""The parameter shapes of models: a 124M GPT and a 1.1B Llama."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def gpt(
 def llama(
     name: str, layers: int, width: int, hidden: int, keys: int, vocabulary: int = 32_000
 ) -> TensorList:
-    """A Llama with grouped queries: no biases, a head of its own."""
+    """A Llama with grouped queries: no biases, a separate head."""
     block: Sequence[Shape] = (
         (width,),
         (width, width),

@@ -1,7 +1,7 @@
-"""Ways take turns in every round, and so does a copy, which tells how fast memory is just then.
+"""Timing: all implementations and a copy are interleaved in every round.
 
-On CUDA every way runs twice a round: once for the host's seconds, launches included, which is what
-a trainer waits for, and once for the device's own, which is what a bandwidth is judged by.
+On CUDA every implementation runs twice per round: once for host seconds, launches included, which
+is what training waits for, and once for device seconds, which bandwidths are computed from.
 """
 
 from __future__ import annotations
@@ -16,33 +16,33 @@ from operators.task import Task
 from poplar import ops
 
 COPY_BYTES = {"cpu": 256 << 20, "cuda": 2 << 30}
-"""Far above any last-level cache that a process has for itself."""
+"""Far above the last-level cache that one process can use."""
 MOST_COMPARED = 20_000_000
 CYCLES_PER_SECOND = 3e9
-"""Of no GPU so far: one that sleeps for so many cycles sleeps for a second at least."""
+"""Higher than any GPU's clock, so sleeping for this many cycles takes at least a second."""
 
 
 class Wrong(Exception):
-    """A way gave another result."""
+    """An implementation gave a different result."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """One task: by round, and by way before that."""
+    """The measurements of one task, by implementation and round."""
 
     seconds: Mapping[str, Sequence[float]]
-    """The host's, until the device is done."""
+    """Host seconds until the device has finished."""
     device_seconds: Mapping[str, Sequence[float]]
-    """The device's own, between two CUDA events; empty on the CPU."""
+    """Device seconds between two CUDA events; empty on the CPU."""
     speeds: Sequence[float]
-    """Bytes per second of a copy; on CUDA by the device's seconds."""
+    """Bytes per second of a copy; on CUDA by device seconds."""
 
 
 def measure(task: Task, rounds: int) -> Measured:
-    """Time every way, after all of them have been held against the first.
+    """Time every implementation, after comparing all results with the first.
 
     Raises:
-        Wrong: a way's result is not the first one's.
+        Wrong: a result differs from the first one's.
     """
     check(task)
     copies = _Copies(task.device)
@@ -66,13 +66,13 @@ def measure(task: Task, rounds: int) -> Measured:
 
 
 def check(task: Task) -> None:
-    """Hold every way's result against the first one's: of large ones, elements all over them."""
+    """Compare every result with the first one's; of large results, evenly spaced elements."""
     expected = None
     for name, way in task.ways.items():
         way.prepare()
         way.run()
         result = way.result().reshape(-1)
-        # Not a power of two, so that a wrong block or tensor is not stepped over.
+        # The step is not a power of two, so that no wrong block or tensor is skipped.
         result = result[:: max(1, result.numel() // MOST_COMPARED)].float()
         expected = result.clone() if expected is None else expected
         least = task.tolerance * float(expected.abs().max())
@@ -82,7 +82,7 @@ def check(task: Task) -> None:
 
 
 class _Copies:
-    """The fastest of torch's copy and streaming stores."""
+    """The faster of torch's copy and streaming stores."""
 
     def __init__(self, device: str) -> None:
         self._device, self._bytes = device, COPY_BYTES[device]
@@ -98,7 +98,7 @@ class _Copies:
 
 
 def _host_seconds(run: Callable[[], object], device: str) -> tuple[float, float]:
-    """Until all is launched, and until the device is done with it."""
+    """Seconds until everything is launched, and until the device has finished."""
     settle = torch.cuda.synchronize if device == "cuda" else lambda: None
     settle()
     began = time.perf_counter()
@@ -109,11 +109,11 @@ def _host_seconds(run: Callable[[], object], device: str) -> tuple[float, float]
 
 
 def _device_seconds(run: Callable[[], object], launching: float) -> float:
-    """Between the first kernel and the last, all of them launched while the device still sleeps.
+    """Seconds between the first kernel and the last, all launched while the device still sleeps.
 
     Args:
-        run: what does not wait for the device.
-        launching: seconds that the host needs for it, at most.
+        run: code that does not wait for the device.
+        launching: the most seconds that the host needs for it.
     """
     began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()

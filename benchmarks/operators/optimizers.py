@@ -1,7 +1,7 @@
-"""What holds parameters and steps them: Poplar's flat shard, and torch's list of parameters.
+"""Parameters with their optimizers: Poplar's flat shard, and torch's list of parameters.
 
-16-bit parameters have fp32 masters beside them, as mixed-precision training keeps them. Both start
-from zeros and take the first step of AdamW, so the first moment is in proportion to what counted.
+16-bit parameters have fp32 master copies, as in mixed-precision training. Both start from zeros and
+take the first step of AdamW, so the first moment is proportional to the scaled gradient.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from poplar import ops
 MakeOptimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 LR, BETAS, EPS, WEIGHT_DECAY = 1e-3, (0.9, 0.999), 1e-8, 0.01
 RULE = {"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": WEIGHT_DECAY}
-"""As optimizers take it by keyword."""
+"""Keyword arguments of the optimizers."""
 
 
 class Flat:
-    """A flat shard and its state, stepped by Poplar's operator.
+    """A flat shard and its state, updated by Poplar's operator.
 
     Args:
         gradient: fp32, read at every step.
-        dtype: of the parameters; 16-bit ones are written beside the fp32 masters.
+        dtype: of the parameters; 16-bit ones are written besides the fp32 masters.
     """
 
     def __init__(self, gradient: Tensor, dtype: torch.dtype) -> None:
@@ -51,17 +51,17 @@ class Flat:
         )
 
     def reset(self) -> None:
-        """To where training began."""
+        """Restore the initial state."""
         for tensor in (self.values, self.mean, self.square):
             tensor.zero_()
 
 
 class Listed:
-    """Parameters of their own, with an optimizer that goes through a list of them.
+    """Separate parameters, with an optimizer that takes a list of them.
 
     Args:
-        grads: as backward leaves them; 16-bit ones are widened into the masters' `grad`.
-        make: the optimizer of the (master) parameters, which are fp32.
+        grads: gradients after a backward; 16-bit ones are widened into the masters' `grad`.
+        make: creates the optimizer of the (master) parameters, which are fp32.
     """
 
     def __init__(self, grads: Sequence[Tensor], make: MakeOptimizer) -> None:
@@ -75,24 +75,25 @@ class Listed:
         self._values = [parameter.detach() for parameter in self.parameters]
         self.rounded = [torch.zeros_like(g) for g in grads if g.dtype != torch.float32]
         self.optimizer = make(self.parameters)
-        self.optimizer.step()  # makes the state
+        self.optimizer.step()  # creates the state
 
     def receive(self) -> None:
-        """Widen 16-bit gradients for the masters; fp32 ones are where backward left them."""
+        """Widen 16-bit gradients for the masters; fp32 gradients are used in place."""
         if self.rounded:
             torch._foreach_copy_(self.grads, self._original)
 
     def step(self) -> None:
-        """A step on the gradients as they are, and the parameters from their masters."""
+        """A step on the current gradients; writes 16-bit parameters from their masters."""
         self.optimizer.step()
         if self.rounded:
             torch._foreach_copy_(self.rounded, self._values)
 
-    def step_told(self, grad_scale: Tensor | None, found_inf: Tensor) -> None:
-        """The same as `torch.amp.GradScaler.step` calls a fused optimizer: nobody waits.
+    def step_with_grad_scaler(self, grad_scale: Tensor | None, found_inf: Tensor) -> None:
+        """A step as `torch.amp.GradScaler.step` calls a fused optimizer, without a host
+        synchronization.
 
         Args:
-            grad_scale: what gradients are divided by, in place; None after `unscale_`.
+            grad_scale: divides the gradients, in place; None after `unscale_`.
             found_inf: one element; if it is not 0, the optimizer changes nothing.
         """
         self.optimizer.grad_scale = grad_scale  # type: ignore[attr-defined]
@@ -103,16 +104,16 @@ class Listed:
             del self.optimizer.grad_scale, self.optimizer.found_inf  # type: ignore[attr-defined]
 
     def mean(self) -> Tensor:
-        """All first moments, one after the other."""
+        """All first moments, concatenated."""
         return torch.cat([self.optimizer.state[p]["exp_avg"].reshape(-1) for p in self.parameters])
 
     def reset(self) -> None:
-        """To where training began."""
+        """Restore the initial state."""
         torch._foreach_zero_(self._values)
         torch._foreach_copy_(self.grads, self._original)
         for state in self.optimizer.state.values():
             for name, value in state.items():
                 state[name] = value.zero_() if isinstance(value, Tensor) else 0
         for group in self.optimizer.param_groups:
-            if "step" in group:  # apex counts there
+            if "step" in group:  # apex counts steps there
                 group["step"] = 0

@@ -1,4 +1,4 @@
-"""Optimizers that others wrote: they take part in `update` where they are installed."""
+"""Optimizers of other libraries, which take part in `update` if they are installed."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from operators.optimizers import RULE, MakeOptimizer
 
 @dataclass(frozen=True)
 class Peer:
-    """An optimizer, and how those who wrote it feed it."""
+    """An optimizer, and how its library prepares the gradients."""
 
     name: str
     optimizer: MakeOptimizer
     multiply: Callable[[list[Tensor], float], object] = torch._foreach_mul_
     flat: bool = False
-    """Whether it gets one flat tensor, as it does from the engine that it was written for."""
+    """Whether it gets one flat tensor, as in the engine that it was written for."""
 
 
 def apex() -> Peer:
-    """Parameters by list; gradients are scaled by its own kernel."""
+    """A list of parameters; gradients are scaled by its own kernel."""
     import amp_C
     from apex.multi_tensor_apply import multi_tensor_applier
     from apex.optimizers import FusedAdam
@@ -40,14 +40,14 @@ def apex() -> Peer:
 
 
 def deepspeed() -> Peer:
-    """On a GPU; ZeRO gives it its rank's slice of a flat buffer."""
+    """On a GPU; ZeRO calls it with its rank's slice of a flat buffer."""
     from deepspeed.ops.adam import FusedAdam
 
     return Peer("mul_, DeepSpeed FusedAdam", partial(FusedAdam, **RULE), flat=True)
 
 
 def deepspeed_cpu() -> Peer:
-    """The one of ZeRO-Offload, likewise; compiled when it is first made."""
+    """The optimizer of ZeRO-Offload, called in the same way; compiled at its first use."""
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     return Peer("mul_, DeepSpeedCPUAdam", partial(DeepSpeedCPUAdam, **RULE), flat=True)
@@ -57,11 +57,11 @@ OPTIONAL: Mapping[str, Sequence[Callable[[], Peer]]] = {
     "cuda": (apex, deepspeed),
     "cpu": (deepspeed_cpu,),
 }
-"""By device. Each raises ImportError where it is not installed."""
+"""By device. Each raises ImportError if it is not installed."""
 
 
 def installed(device: str) -> list[Peer]:
-    """Those that can be imported and take a step; warns of one that is there and can't."""
+    """The peers that can be imported and take a step; warns if an installed one cannot."""
     os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "error")
     found = []
     for load in OPTIONAL[device]:
@@ -70,8 +70,8 @@ def installed(device: str) -> list[Peer]:
             _try_out(peer, device)
         except ModuleNotFoundError:
             continue
-        except Exception as error:  # whatever a compiler says
-            warnings.warn(f"{load.__name__} is left out: {error}", stacklevel=2)
+        except Exception as error:  # compilers raise many types of errors
+            warnings.warn(f"measuring without {load.__name__}: {error}", stacklevel=2)
             continue
         found.append(peer)
     return found

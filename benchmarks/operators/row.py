@@ -1,4 +1,4 @@
-"""One line of `--output`: what one way made of one task. The dataclass is the schema."""
+"""A row of `--output`: the result of one implementation of a task. The dataclass is the schema."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from operators.task import Task
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """Quantiles are over rounds; a field with a default is not in the oldest rows."""
+    """Quantiles are over rounds. Fields with a default are missing in the oldest rows."""
 
     benchmark: str
     """`kernels`: other benchmarks may write to the same file."""
     operation: str
     way: str
     tensors: str
-    """The list."""
+    """The name of the model."""
     dtype: str
-    """Of the gradients, and of the parameters that a forward pass reads."""
+    """Of the gradients, and of the parameters in the forward pass."""
     numel: int
     least_bytes: int
     p20_seconds: float
-    """As are the next two, the host's until the device is done: what a trainer waits for."""
+    """Like the next two: host seconds until the device has finished."""
     p50_seconds: float
     p80_seconds: float
     bytes_per_second: float
-    """The least that have to move, over the median: the device's where it has one."""
+    """The minimum bytes over the median seconds, of the device if available."""
     of_copy: float
-    """That over the bandwidth of a copy, a median over the rounds."""
+    """Bandwidth relative to a copy's, median over the rounds."""
     over_usual: float
-    """How much faster than the usual way by the host's seconds, a median over the rounds."""
+    """Speed-up over the usual implementation by host seconds, median over the rounds."""
     copy_bandwidth: float
     """Bytes read and written per second."""
     rounds: int
@@ -49,18 +49,18 @@ class Row:
     commit: str
     day: str
     device_p50_seconds: float | None = None
-    """The device's own, without launches; None on the CPU."""
+    """Device seconds, without launches; None on the CPU."""
     operators: str = ""
-    """Who served Poplar's in this run, as `poplar.ops.describe` says it."""
+    """The provider of Poplar's operators in this run, from `poplar.ops.providers`."""
 
     @property
-    def served(self) -> str:
-        """`operators` without the reason: `C++`, `Triton` or `plain PyTorch`."""
+    def provider(self) -> str:
+        """`operators` without the detail: `C++`, `Triton` or `plain PyTorch`."""
         return self.operators.partition(" (")[0]
 
 
 def rows_of(task: Task, tensors: str, dtype: str, measured: Measured, threads: int) -> list[Row]:
-    """Of every way."""
+    """One row per implementation."""
     rows = []
     usual = measured.seconds[task.usual]
     for way, own in measured.seconds.items():
@@ -106,14 +106,14 @@ def quantile(values: Sequence[float], part: float) -> float:
 
 
 def write_rows(rows: Sequence[Row], path: Path) -> None:
-    """Behind what the file holds."""
+    """Append the rows to the file."""
     with path.open("a", encoding="utf-8") as file:
         for row in rows:
             file.write(json.dumps(asdict(row)) + "\n")
 
 
 def read_rows(path: Path) -> list[Row]:
-    """What `write_rows` wrote."""
+    """Read the rows that `write_rows` wrote."""
     lines = path.read_text(encoding="utf-8").splitlines()
     contents = [json.loads(line) for line in lines if line.strip()]
     return [Row(**content) for content in contents if content["benchmark"] == "kernels"]

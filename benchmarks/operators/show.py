@@ -1,4 +1,4 @@
-"""Rows as tables for a terminal, and as a picture."""
+"""Rows as a table for a terminal, and as a plot."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from operators.tasks import OURS
 
 
 def table_of(rows: Sequence[Row]) -> Table:
-    """One line for each way."""
+    """One line per row."""
     on_device = any(row.device_p50_seconds is not None for row in rows)
     times = ("ms", "device ms") if on_device else ("ms",)
     table = Table(box=SIMPLE_HEAD)
@@ -47,8 +47,8 @@ def table_of(rows: Sequence[Row]) -> Table:
 
 
 def _label(row: Row) -> str:
-    """The way; Poplar's with what served it, where the row tells."""
-    return f"{row.way}, {row.served}" if row.way == OURS and row.served else row.way
+    """The implementation; for Poplar's, with its provider if the row has one."""
+    return f"{row.way}, {row.provider}" if row.way == OURS and row.provider else row.way
 
 
 def _milliseconds(seconds: float | None) -> str:
@@ -56,7 +56,7 @@ def _milliseconds(seconds: float | None) -> str:
 
 
 def verdicts_table(verdicts: Sequence[Verdict]) -> Table:
-    """What was wanted, and what came."""
+    """A table of targets and measured values."""
     table = Table("case", "what", "value", "wanted", "", title="thresholds", box=SIMPLE_HEAD)
     for verdict in verdicts:
         mark = "" if verdict.met else "short"
@@ -67,12 +67,12 @@ def verdicts_table(verdicts: Sequence[Verdict]) -> Table:
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """Bars: percent of a copy's bandwidth, by case and way. Writes a PNG file.
+    """Bars: percent of a copy's bandwidth, by case and implementation. Writes a PNG file.
 
     Raises:
         ImportError: matplotlib is not installed.
     """
-    from poplar.report import theme  # takes matplotlib, which nothing else here does
+    from poplar.report import theme  # needs matplotlib, unlike the rest of this module
 
     cases = list(dict.fromkeys((row.operation, row.tensors, row.dtype) for row in rows))
     with theme.style():
@@ -90,5 +90,5 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         axes.set_yticks(ticks, names)
         axes.invert_yaxis()
         axes.axvline(100, color=theme.MUTED, linewidth=1)
-        axes.set_xlabel("percent of a copy's bandwidth, counting what has to move")
+        axes.set_xlabel("percent of a copy's bandwidth, by minimum bytes")
         figure.savefig(path, bbox_inches="tight")

@@ -1,4 +1,4 @@
-"""What a figure rests on: who serves Poplar's operators, and the versions underneath."""
+"""The environment of a measurement: provider of Poplar's operators, and versions."""
 
 from __future__ import annotations
 
@@ -13,18 +13,17 @@ from poplar import ops
 
 
 def operators(device: str) -> str:
-    """Who serves Poplar's operators there: `C++ (...)`, `Triton (...)`, `plain PyTorch (...)`."""
-    on_cpu, _, on_cuda = ops.describe().removeprefix("operators on CPU: ").partition("; on CUDA: ")
-    return on_cuda if device == "cuda" else on_cpu
+    """The provider of Poplar's operators on this device, for example `C++ (libpoplar_ops.so)`."""
+    return str(ops.providers()[device])
 
 
 @cache
 def versions(device: str) -> str:
-    """Of torch, the peers and Python; for a GPU also of Triton, CUDA and the driver."""
+    """Versions of torch, the peers and Python; for a GPU also of Triton, CUDA and the driver."""
     if device != "cuda":
         return provenance.versions("torch", "deepspeed")
-    said = provenance.versions("torch", "triton", "apex", "deepspeed")
-    return f"{said}, CUDA {torch.version.cuda}, driver {_driver()}"
+    found = provenance.versions("torch", "triton", "apex", "deepspeed")
+    return f"{found}, CUDA {torch.version.cuda}, driver {_driver()}"
 
 
 def _driver() -> str:

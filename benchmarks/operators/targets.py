@@ -1,18 +1,18 @@
-"""What the kernels have to show.
+"""The performance targets of the kernels.
 
-Bytes that each way of `chain` moves for an element, from which a bound on the ratios follows
-where memory is all that counts and every kernel reaches the same bandwidth:
+Bytes that each implementation of `chain` moves per element. They bound the speed-ups if every
+kernel is limited by memory and reaches the same bandwidth:
 
-- Poplar, fp32: 4 read and 4 written to pack, 16 read and 12 written to update: 36. In 16 bits: 2
-  read and 4 written, and 2 more written at the end: 36 again.
-- the usual torch, fp32: 8 each to weigh, to unscale and to clip, 4 for the norm, 28 to step: 56,
-  1.56 times as many. In 16 bits 6 more to widen and 6 to round: 68, 1.89 times.
-- the best torch, fp32: 4 for the norm, 32 to step, as it writes the gradients back when it is told
-  their scale: 36, just as many. In 16 bits 6 more to widen and 6 to round: 48, 1.33 times.
+- Poplar, fp32: 4 read and 4 written to pack, 16 read and 12 written to update: 36. 16 bits: 2 read
+  and 4 written, and 2 more written at the end: 36 as well.
+- the usual torch, fp32: 8 each to weight, to unscale and to clip, 4 for the norm, 28 to step: 56,
+  1.56 times as many. 16 bits: 6 more to widen and 6 to round: 68, 1.89 times.
+- the best torch, fp32: 4 for the norm, 32 to step, because it writes the gradients back when given
+  their scale: 36, the same. 16 bits: 6 more to widen and 6 to round: 48, 1.33 times.
 
-So on a GPU 2.0 over the usual torch, and in fp32 1.2 over the best, are out of reach of any program
-that packs, unless torch's kernels fall that far short of the bandwidth or launching them takes
-longer than they run; in 16 bits 1.2 is within reach. The thresholds stay as they were asked for.
+So on a GPU, no packing implementation can reach 2.0 over the usual torch or, in fp32, 1.2 over the
+best, unless torch's kernels stay that far below the bandwidth or their launches take longer than
+they run. In 16 bits 1.2 is possible.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ HEADLINE = "gpt-124m"
 
 @dataclass(frozen=True)
 class Verdict:
-    """A figure and what is wanted of it."""
+    """A measured value and its target."""
 
     case: str
     what: str
@@ -37,16 +37,16 @@ class Verdict:
 
     @property
     def met(self) -> bool:
-        """At least as much as is wanted."""
+        """Whether the value reaches the target."""
         return self.value >= self.wanted
 
 
 def verdicts(rows: Sequence[Row]) -> Iterator[Verdict]:
-    """Of the rows that there are."""
+    """All targets that apply to the rows."""
     for row in rows:
         if row.tensors != HEADLINE or row.way != OURS:
             continue
-        case = ", ".join(filter(None, (row.operation, row.tensors, row.dtype, row.served)))
+        case = ", ".join(filter(None, (row.operation, row.tensors, row.dtype, row.provider)))
         usual, best_wanted = (2.0, 1.2) if row.device.startswith("cuda") else (1.3, 1.0)
         if row.operation == "pack":
             yield Verdict(case, "of the copy's bandwidth", row.of_copy, 0.9)
@@ -60,7 +60,7 @@ def verdicts(rows: Sequence[Row]) -> Iterator[Verdict]:
 
 
 def _best(rows: Sequence[Row], ours: Row) -> Row | None:
-    """The last one of the same case, timed beside the same operators of Poplar's."""
+    """The last row of the same case, measured with the same provider of Poplar's operators."""
     same = [row for row in rows if row.way == "best torch" and _case(row) == _case(ours)]
     return same[-1] if same else None
 

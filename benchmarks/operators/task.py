@@ -1,4 +1,4 @@
-"""What is timed: one thing to do, by Poplar and by what a user would launch instead."""
+"""A task to time: one operation, by Poplar and by the torch code it replaces."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Way:
-    """One way to do it."""
+    """One implementation of a task."""
 
     run: Callable[[], object]
-    """Names the device of every tensor that it makes: nothing sets a default one (see `Task`)."""
+    """The code to time. It names the device of every tensor that it creates (see `Task`)."""
     result: Callable[[], Tensor]
-    """Once it has run: what has to be the same by all ways, to rounding."""
+    """The result after a run, which all implementations must agree on up to rounding."""
     prepare: Callable[[], object] = lambda: None
-    """Before each run, not timed: what a run would find changed by the one before."""
+    """Called before each run, not timed: restores what a run changes."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """The same by several ways; all are held against the first one's result.
+    """One operation in several implementations; all are compared with the first one's result.
 
-    A default device (`torch.set_default_device`) is a mode that every call of torch from Python
-    passes through; ways with many calls would be timed two or three times too slow.
+    There is no default device, because `torch.set_default_device` adds a mode to every torch call
+    from Python, which would make implementations with many calls two to three times slower.
     """
 
     name: str
     numel: int
     least_bytes: int
-    """That have to be read and written by the best program there could be."""
+    """Bytes that any implementation must read and write at least."""
     ways: Mapping[str, Way]
     usual: str
-    """The way that most programs go."""
+    """The most common implementation."""
     tolerance: float = 1e-4
-    """Of the largest element, and of each: by how much ways may differ."""
+    """Allowed difference, relative to the largest element and to each element."""
     device: str = "cpu"
-    """`cpu` or `cuda`: where the tensors are."""
+    """`cpu` or `cuda`: the device of the tensors."""

@@ -1,4 +1,4 @@
-"""The tasks: pack, reduce, the update, and the chain of them from backward to step."""
+"""The tasks: pack, reduce, the update, and the chain from backward to step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OPERATIONS = ("pack", "reduce", "update", "chain")
 OURS = "poplar"
 WEIGHT, LOSS_SCALE, MAX_NORM = 0.125, 1024.0, 1.0
 RANKS = 4
-"""Whose slices `reduce` adds up."""
+"""Ranks whose slices `reduce` adds."""
 FP32 = 4
 FUSED = partial(torch.optim.AdamW, fused=True, **RULE)
 FOREACH = partial(torch.optim.AdamW, foreach=True, **RULE)
@@ -33,7 +33,7 @@ def tasks_of(
     device: str = "cpu",
     peers: Sequence[Peer] = (),
 ) -> Iterator[Callable[[], Task]]:
-    """Each makes its task when it is called, so that one at a time is in memory."""
+    """Functions that each create a task, so that one at a time is in memory."""
     makers = {
         "pack": pack,
         "reduce": reduce,
@@ -45,7 +45,7 @@ def tasks_of(
 
 
 def pack(tensors: TensorList, dtype: torch.dtype, device: str) -> Task:
-    """Many gradients into one fp32 bucket, times a weight, with what the norm needs."""
+    """Many gradients into one fp32 bucket, times a weight, with the block sums for the norm."""
     grads, offsets, numel = _gradients(tensors, dtype, device)
     bucket, sums = _bucket(numel, device)
     other = torch.empty(numel, device=device)
@@ -53,7 +53,7 @@ def pack(tensors: TensorList, dtype: torch.dtype, device: str) -> Task:
     joined: list[Tensor] = []
 
     def join() -> None:
-        joined.clear()  # two of them would be too many for a large model
+        joined.clear()  # a large model does not fit twice
         joined[:] = [torch.cat([g.reshape(-1) for g in grads]).float().mul_(WEIGHT)]
 
     def copy_and_weigh() -> None:
@@ -77,7 +77,7 @@ def pack(tensors: TensorList, dtype: torch.dtype, device: str) -> Task:
 
 
 def reduce(tensors: TensorList, dtype: torch.dtype, device: str) -> Task:
-    """What four ranks sent, added in rank order, with what the norm needs."""
+    """Slices of four ranks, added in rank order, with the block sums for the norm."""
     numel = tensors.numel // RANKS
     received = torch.randn(RANKS, numel, generator=_seed(device), device=device).to(dtype)
     parts, other = list(received.unbind()), torch.empty(numel, device=device)
@@ -110,9 +110,10 @@ def reduce(tensors: TensorList, dtype: torch.dtype, device: str) -> Task:
 def update(
     tensors: TensorList, dtype: torch.dtype, device: str, peers: Sequence[Peer] = ()
 ) -> Task:
-    """AdamW with clipping in it, on fp32 gradients; the same step over and over.
+    """AdamW with clipping, on fp32 gradients; the same step repeatedly.
 
-    16-bit parameters are written from their masters: by Poplar as it goes, by others afterwards.
+    16-bit parameters are written from their masters: by Poplar in the same kernel, by others in a
+    separate one.
     """
     grads, _, numel = _gradients(tensors, dtype, device)
     joined = torch.cat([g.reshape(-1) for g in grads])
@@ -134,7 +135,7 @@ def update(
             OURS: Way(lambda: ours.step(half), lambda: ours.mean, ours.reset),
             "mul_, AdamW(fused)": multiply_and_step(fused, torch._foreach_mul_),
             "AdamW(fused), grad_scale": Way(
-                lambda: fused.step_told(double, none_found), fused.mean, fused.reset
+                lambda: fused.step_with_grad_scaler(double, none_found), fused.mean, fused.reset
             ),
             "mul_, AdamW(foreach)": multiply_and_step(each, torch._foreach_mul_),
             **{
@@ -150,10 +151,10 @@ def update(
 
 
 def chain(tensors: TensorList, dtype: torch.dtype, device: str) -> Task:
-    """Weight, unscale, look for infinities, norm, clip and update.
+    """Weight, unscale, check for infinities, norm, clip and update.
 
     16-bit gradients are widened first and 16-bit parameters written last; see `targets.py` for the
-    bytes that each way moves.
+    bytes that each implementation moves.
     """
     grads, offsets, numel = _gradients(tensors, dtype, device)
     bucket, sums = _bucket(numel, device)
@@ -168,20 +169,20 @@ def chain(tensors: TensorList, dtype: torch.dtype, device: str) -> Task:
         ours.step(ops.clip_coefficient(norm, MAX_NORM).float(), (~norm.isfinite()).float())
 
     def usual() -> None:
-        """As `GradScaler.unscale_`, `clip_grad_norm_` and `GradScaler.step` go together."""
+        """As `GradScaler.unscale_`, `clip_grad_norm_` and `GradScaler.step` do it."""
         listed.receive()
         torch._foreach_mul_(listed.grads, WEIGHT)
         found = torch.full((), 0.0, device=device)
         torch._amp_foreach_non_finite_check_and_unscale_(listed.grads, found, inverse)
         torch.nn.utils.clip_grad_norm_(listed.parameters, MAX_NORM, foreach=True)
-        listed.step_told(None, found)
+        listed.step_with_grad_scaler(None, found)
 
     def best() -> None:
-        """One norm; all else is left to the fused optimizer."""
+        """One norm; the fused optimizer does the rest."""
         listed.receive()
         norm = torch.nn.utils.get_total_norm(listed.grads, foreach=True) * weight
         divisor = ((norm + 1e-6) / MAX_NORM).clamp(min=1.0) / weight
-        listed.step_told(divisor, (~norm.isfinite()).float())
+        listed.step_with_grad_scaler(divisor, (~norm.isfinite()).float())
 
     return Task(
         name="chain",
@@ -193,19 +194,20 @@ def chain(tensors: TensorList, dtype: torch.dtype, device: str) -> Task:
             "best torch": Way(best, listed.mean, listed.reset),
         },
         usual="usual torch",
-        # torch's fp32 norm of these tensors is off by 8e-4 (held against float64; ours by 5e-13).
+        # torch's fp32 norm of these tensors has an error of 8e-4 (compared with float64; ours
+        # 5e-13).
         tolerance=2e-3,
         device=device,
     )
 
 
 def _rounded_bytes(dtype: torch.dtype) -> int:
-    """Written beside each fp32 master."""
+    """Bytes written besides each fp32 master."""
     return 0 if dtype == torch.float32 else dtype.itemsize
 
 
 def _bucket(numel: int, device: str) -> tuple[Tensor, Tensor]:
-    """A flat fp32 buffer, and the sums of squares of its blocks."""
+    """A flat fp32 buffer, and its block sums of squares."""
     blocks = -(-numel // ops.ALIGNMENT)
     return torch.empty(numel, device=device), torch.empty(blocks, device=device)
 
@@ -213,7 +215,7 @@ def _bucket(numel: int, device: str) -> tuple[Tensor, Tensor]:
 def _gradients(
     tensors: TensorList, dtype: torch.dtype, device: str
 ) -> tuple[list[Tensor], list[int], int]:
-    """Gradients, their places in a flat buffer without gaps, and its size."""
+    """Gradients, their offsets in a flat buffer without gaps, and its size."""
     generator = _seed(device)
     grads = [
         torch.randn(shape, generator=generator, device=device).to(dtype) for shape in tensors.shapes

@@ -1,5 +1,4 @@
-// poplar._core: the Python face of partition.h and rendezvous.h. Free of torch, so it builds and is
-// tested anywhere.
+// Python bindings of csrc/core (poplar._core). They need no torch, so they build everywhere.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -17,7 +16,7 @@ namespace py = pybind11;
 
 namespace {
 
-// A rendezvous, and the memory of all ranks (mmaps, say), which it keeps.
+// A rendezvous that keeps the buffers of all ranks (for example mmaps) alive.
 class BufferRendezvous {
  public:
   BufferRendezvous(const std::vector<py::buffer>& memories, int rank)
@@ -25,12 +24,12 @@ class BufferRendezvous {
 
   poplar::Rendezvous& rendezvous() { return rendezvous_; }
 
-  const poplar::Place& place_of(int rank, std::int64_t collective) {
+  const poplar::Slot& slot_of(int rank, std::int64_t collective) {
     if (rank < 0 || rank >= static_cast<int>(memories_.size()) || collective < 0) {
-      throw std::invalid_argument("no place of rank " + std::to_string(rank) + " for collective " +
+      throw std::invalid_argument("no slot of rank " + std::to_string(rank) + " for collective " +
                                   std::to_string(collective));
     }
-    return rendezvous_.place_of(rank, collective);
+    return rendezvous_.slot_of(rank, collective);
   }
 
  private:
@@ -58,104 +57,109 @@ class BufferRendezvous {
 };
 
 void define_rendezvous(py::module_& module) {
-  py::enum_<poplar::Event>(module, "Event", "What ranks do with a collective.")
+  py::enum_<poplar::Event>(module, "Event", "The stages of a collective on one rank.")
       .value("POSTED", poplar::Event::kPosted)
-      .value("MARKED", poplar::Event::kMarked)
+      .value("WRITTEN", poplar::Event::kWritten)
       .value("FINISHED", poplar::Event::kFinished);
 
   module.attr("RENDEZVOUS_BYTES") = sizeof(poplar::Page);
-  module.attr("PLACES") = poplar::kPlaces;
+  module.attr("SLOTS") = poplar::kSlots;
   module.attr("CHUNK") = poplar::kChunk;
 
   py::class_<BufferRendezvous>(module, "Rendezvous",
-                               R"(Where ranks of one host say what they offer and how far they are.
+                               R"(What the ranks of one host have posted and how far they have read.
 
-A rendezvous per rank, at the start of its shared memory. All ranks post the same collectives in the same
-order, which are numbered from 0. Not for several threads at once.)")
+Its counters are at the start of each rank's shared memory. All ranks post the same collectives, numbered
+from 0, in the same order. Not thread-safe.)")
       .def(py::init<const std::vector<py::buffer>&, int>(), py::arg("memories"), py::arg("rank"),
            R"(Args:
-    memories: of each rank, in rank order: writable buffers (mmaps, say) of which the first
-        `RENDEZVOUS_BYTES` are used, all zeros before the first rank begins. They are kept.
-    rank: this one.
+    memories: of each rank, in rank order: writable buffers (for example mmaps) of which the first
+        `RENDEZVOUS_BYTES` are used, all zero before the first rank starts. They are kept alive.
+    rank: this rank.
 
 Raises:
     ValueError: a buffer that is too small or not aligned.)")
       .def_property_readonly(
           "posted", [](BufferRendezvous& self) { return self.rendezvous().posted(); },
-          "Collectives that this rank has posted: the number of the next one.")
+          "The number of collectives that this rank has posted, which is the number of the next "
+          "one.")
       .def(
           "post",
-          [](BufferRendezvous& self, std::int64_t begin, std::int64_t nbytes, bool is_open) {
-            return self.rendezvous().post(begin, nbytes, is_open);
+          [](BufferRendezvous& self, std::int64_t begin, std::int64_t nbytes, bool shares_work) {
+            return self.rendezvous().post(begin, nbytes, shares_work);
           },
-          py::arg("begin"), py::arg("nbytes"), py::arg("is_open"),
-          R"(Offer what lies at byte `begin` of this rank's memory; returns the collective's number.
+          py::arg("begin"), py::arg("nbytes"), py::arg("shares_work"),
+          R"(Post the data at byte `begin` of this rank's memory; returns the collective's number.
 
-All ranks must have finished the collective `PLACES` before. What was written into shared memory
-before is seen by whoever has waited for it. `is_open`: others may work on this rank's slice.)")
+All ranks must have finished the collective `SLOTS` before. A rank that waits for this post sees all
+earlier writes to shared memory. `shares_work`: others may reduce chunks of this rank's slice.)")
       .def(
-          "part_of",
+          "posted_range",
           [](BufferRendezvous& self, int rank, std::int64_t collective) {
-            const poplar::Place& place = self.place_of(rank, collective);
-            return py::make_tuple(place.begin, place.nbytes, place.is_open != 0);
+            const poplar::Slot& slot = self.slot_of(rank, collective);
+            return py::make_tuple(slot.begin, slot.nbytes, slot.shares_work != 0);
           },
           py::arg("rank"), py::arg("collective"),
-          "`(begin, nbytes, is_open)` of what a rank has posted.")
+          "`(begin, nbytes, shares_work)` of what a rank has posted.")
       .def(
-          "mark",
+          "mark_written",
           [](BufferRendezvous& self, std::int64_t collective) {
-            self.rendezvous().mark(collective);
+            self.rendezvous().mark_written(collective);
           },
-          py::arg("collective"), "This rank has written into others' parts what it had to.")
+          py::arg("collective"),
+          "Signal that this rank has written all it had to write into the others' data.")
       .def(
           "finish",
           [](BufferRendezvous& self, std::int64_t collective) {
             self.rendezvous().finish(collective);
           },
           py::arg("collective"),
-          "This rank reads nothing any more of what others posted. In any order.")
+          "Signal that this rank no longer reads what others posted; in any order.")
       .def(
           "is_over",
           [](BufferRendezvous& self, std::int64_t collective) {
             return self.rendezvous().is_over(collective);
           },
-          py::arg("collective"), "Whether all others have finished it.")
+          py::arg("collective"), "Whether all other ranks have finished it.")
       .def(
-          "late",
+          "wait",
           [](BufferRendezvous& self, poplar::Event event, std::int64_t collective, double seconds) {
             const py::gil_scoped_release others_may_run;
-            return self.rendezvous().late(event, collective, seconds);
+            return self.rendezvous().wait(event, collective, seconds);
           },
           py::arg("event"), py::arg("collective"), py::arg("seconds"),
-          R"(The other ranks that have not come so far after so many seconds, ascending.
+          R"(Wait for the event on all other ranks; returns the ranks that are missing after `seconds`.
 
-At once, and empty, when all have; sleeps meanwhile.)")
+Ascending. Returns an empty list as soon as all ranks are there. Releases the GIL.)")
       .def(
-          "claims_at",
+          "work_counters_offset",
           [](BufferRendezvous&, std::int64_t collective) {
-            return offsetof(poplar::Page, places) + offsetof(poplar::Place, claims) +
-                   sizeof(poplar::Place) * (collective % poplar::kPlaces);
+            return offsetof(poplar::Page, slots) + offsetof(poplar::Slot, work_counters) +
+                   sizeof(poplar::Slot) * (collective % poplar::kSlots);
           },
           py::arg("collective"),
-          "Where in a rank's memory the claims on its slice lie: `CLAIMS_BYTES` from this byte.")
+          "Byte offset in a rank's memory of the `WORK_COUNTERS_BYTES` work-sharing counters of "
+          "its slice.")
       .def(
           "wait_for_chunks",
           [](BufferRendezvous& self, int rank, std::int64_t collective, std::uint32_t chunks,
              double seconds) {
-            self.place_of(rank, collective);
+            self.slot_of(rank, collective);
             const py::gil_scoped_release others_may_run;
-            poplar::Counter& done = self.rendezvous().place_of(rank, collective).claims.done;
+            poplar::Counter& done = self.rendezvous().slot_of(rank, collective).work_counters.done;
             return poplar::wait_for(done, chunks, seconds);
           },
           py::arg("rank"), py::arg("collective"), py::arg("chunks"), py::arg("seconds"),
-          "Whether so many chunks of a rank's slice are done after so many seconds.");
-  module.attr("CLAIMS_BYTES") = sizeof(poplar::Claims);
+          "Whether this many chunks of a rank's slice are reduced within `seconds`.");
+  module.attr("WORK_COUNTERS_BYTES") = sizeof(poplar::WorkCounters);
 }
 
 }  // namespace
 
 PYBIND11_MODULE(_core, module) {
-  module.doc() = "Partition arithmetic of flat buffers, and rendezvous in shared memory.";
+  module.doc() =
+      "Partitions of flat buffers, pass allocation, linear programs, and the shared-memory "
+      "rendezvous.";
 
   define_rendezvous(module);
 
@@ -180,7 +184,7 @@ Largest-remainder rounding, so no slice is off by more than one `alignment`.)");
              R"(Cut `total` into integers in proportion to `weights`, by largest remainder.
 
 Args:
-    total: what is divided; not negative.
+    total: the integer to divide; not negative.
     weights: finite, not negative, not all 0. A weight of 0 gets 0.
 
 Returns:
@@ -193,49 +197,50 @@ Ties go to the lower index. Exact for integers and for weights within a factor o
 other; smaller ones are rounded at 2**-62 of the largest.)");
 
   module.def("cheapest_passes", &poplar::cheapest_passes, py::arg("passes"), py::arg("most"),
-             R"(How 0, 1, ... `most` samples are cut into passes in the least time.
+             R"(The fastest division of 0, 1, ... `most` samples into passes.
 
 Args:
-    passes: what a pass of 0, 1, ... samples takes, up to the largest that is allowed.
-    most: how many samples there may be.
+    passes: seconds of a pass of 0, 1, ... samples, up to the largest allowed size.
+    most: the largest number of samples.
 
 Returns:
-    For each number of samples the least time, and the samples of the last pass. Of equally fast
-    cuts the one with the largest last pass. One entry, for no samples, if no pass holds one.)");
+    For each number of samples the least seconds, and the samples of the last pass. Ties go to the
+    largest last pass. Only the entry for 0 samples if `passes` allows no sample.)");
 
-  module.def("cheapest_cover", &poplar::cheapest_cover, py::arg("sizes"), py::arg("costs"),
-             py::arg("dearest"), py::arg("total"),
-             R"(The cheapest parts that hold `total` together, of which one is dearer.
+  module.def(
+      "cheapest_cover", &poplar::cheapest_cover, py::arg("sizes"), py::arg("costs"),
+      py::arg("expensive"), py::arg("total"),
+      R"(The cheapest parts that add up to `total`, where one part has higher costs than the others.
 
 Args:
-    sizes: of parts, ascending, at least 1, none above `total`.
-    costs: of parts, non-negative and ascending as well; a part that holds less costs no more.
-    dearest: of the dearer part, ascending; none below what it costs as one of the others, or the
-        result may not be the cheapest: nobody checks it.
+    sizes: sizes of parts, ascending, at least 1, none above `total`.
+    costs: cost of a part up to each size, non-negative and ascending.
+    expensive: cost of the one expensive part, ascending. Each must be at least the usual cost, or
+        the result may not be the cheapest; this is not checked.
     total: at least 1.
 
 Returns:
-    The cost, and a sum of `total` in parts: smaller ones first, and then the dearer one.
+    The cost, and the sizes of the parts: ascending, the expensive part last.
 
 Raises:
-    ValueError: no parts, one below 1, not two costs for each, a total below 1, or none that hold it
-        at a finite cost.)");
+    ValueError: no parts, a size below 1, not two costs for each size, a total below 1, or no parts
+        that add up to it at a finite cost.)");
 
   module.def(
       "minimise", &poplar::minimise, py::arg("costs"), py::arg("rows"), py::arg("bounds"),
       R"(Minimise `costs . x` over `x >= 0` with `rows . x <= bounds`, by the dual simplex method.
 
 Args:
-    costs: of each variable, none negative.
-    rows: factors by variable; those that are left out are 0.
+    costs: one per variable, none negative.
+    rows: factors by variable; missing factors are 0.
     bounds: one per row.
 
 Returns:
-    The minimum and the variables there, or None if no `x` satisfies all rows.
+    The minimum and its variables, or None if no `x` satisfies all rows.
 
 Raises:
     RuntimeError: too many pivots.
-    ValueError: a row of a variable that has no cost, or not a bound for each row.)");
+    ValueError: a row with a variable that has no cost, or a different number of bounds.)");
 
   module.def("parameter_slices", &poplar::parameter_slices, py::arg("offsets"), py::arg("numels"),
              py::arg("boundaries"), R"(Which rank owns which part of which parameter.
@@ -246,23 +251,23 @@ Args:
     boundaries: the ranks' slices, as `shard_boundaries` returns them.
 
 Returns:
-    `(parameter, rank, start in the parameter, length)`, ordered by parameter, then start; empty
-    ones are left out.
+    `(parameter, rank, start in the parameter, length)`, ordered by parameter, then start, without
+    empty slices.
 
 Raises:
     ValueError: offsets that overlap or don't ascend, a parameter past the end of the buffer,
         boundaries that don't start at 0 or don't ascend.)");
 
   module.def("transfers", &poplar::transfers, py::arg("old"), py::arg("new"),
-             R"(What moves where when the slices of one flat buffer change.
+             R"(The transfers that change the slices of one flat buffer.
 
 Args:
-    old: boundaries of the slices now, as `shard_boundaries` returns them.
-    new: boundaries afterwards; may be for another number of ranks.
+    old: current boundaries, as `shard_boundaries` returns them.
+    new: boundaries afterwards; the number of ranks may differ.
 
 Returns:
     `(source rank, target rank, start, stop)` in elements of the flat buffer, ascending, together
-    all of it; what stays where it is has the same rank twice.
+    all of it. Elements that stay on their rank have the same source and target.
 
 Raises:
     ValueError: boundaries of buffers of different size, or that don't start at 0 and ascend.)");

@@ -20,9 +20,9 @@ template <typename... Parts>
   throw std::invalid_argument(text.str());
 }
 
-// Weights as integers, the largest just under 2^62. A double has 53 bits, so everything down to
-// 1/512 of the largest keeps all of them, and so do integers; what is smaller rounds at 2^-62 of
-// it.
+// Weights as integers, the largest just under 2^62. A double has 53 bits, so weights down to 1/512
+// of the largest keep all of them, and so do integers. Smaller weights are rounded at 2^-62 of the
+// largest.
 std::vector<std::uint64_t> fixed_point(const std::vector<double>& weights) {
   double largest = 0.0;
   for (std::size_t i = 0; i < weights.size(); ++i) {
@@ -96,7 +96,7 @@ std::vector<std::int64_t> shard_boundaries(std::int64_t numel, const std::vector
   }
   if (numel < 0 || numel % alignment != 0) {
     refuse("numel must be a multiple of the alignment, ", alignment, ", got ", numel,
-           "; pad the buffer's tail");
+           "; pad the end of the buffer");
   }
   double sum = 0.0;
   for (std::size_t rank = 0; rank < shares.size(); ++rank) {

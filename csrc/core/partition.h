@@ -1,7 +1,7 @@
-// Which rank owns what: integer arithmetic on flat buffers, free of torch and of Python.
+// Partitions of flat buffers: integer arithmetic, free of torch and of Python.
 //
-// Always holds: results are exact and the same on every platform (128-bit integers, no floating
-// point after the weights have been read), and every function is a single sweep over its inputs.
+// Results are exact and the same on every platform (128-bit integers, no floating point after the
+// weights have been read), and every function is a single sweep over its inputs.
 #pragma once
 
 #include <cstdint>
@@ -14,8 +14,7 @@ namespace poplar {
 using Slice = std::tuple<std::int64_t, std::int64_t, std::int64_t, std::int64_t>;
 using Transfer = std::tuple<std::int64_t, std::int64_t, std::int64_t, std::int64_t>;
 
-// All throw std::invalid_argument on bad input; the Python docstrings (module.cpp) are the
-// contract.
+// All throw std::invalid_argument on bad input. Contracts: the Python docstrings in module.cpp.
 std::vector<std::int64_t> apportion(std::int64_t total, const std::vector<double>& weights);
 
 std::vector<std::int64_t> shard_boundaries(std::int64_t numel, const std::vector<double>& shares,

@@ -10,18 +10,18 @@ namespace {
 constexpr double kNever = std::numeric_limits<double>::infinity();
 constexpr double kRounding = 1e-12;
 
-// Parts that hold up to `sizes[i]`, and their costs.
+// The parts of a cover: each holds up to `sizes[i]` and costs `costs[i]` or `expensive[i]`.
 struct Parts {
   const std::vector<std::int64_t>& sizes;
   const std::vector<double>& costs;
-  const std::vector<double>& dearest;
+  const std::vector<double>& expensive;
 
   // The smallest part that holds this many.
   std::size_t holding(std::int64_t many) const {
     return std::lower_bound(sizes.begin(), sizes.end(), many) - sizes.begin();
   }
 
-  // The cost of `many` parts of one size and `others` of another, one of which is the dearest.
+  // The cost of `many` parts of `size` and `others` parts of `other`, one of which is expensive.
   double cost(std::int64_t size, std::int64_t many, std::int64_t other, std::int64_t others) const {
     double sum = 0.0;
     double more = kNever;
@@ -29,15 +29,14 @@ struct Parts {
       if (held > 0 && count > 0) {
         const std::size_t part = holding(held);
         sum += static_cast<double>(count) * costs[part];
-        more = std::min(more, dearest[part] - costs[part]);
+        more = std::min(more, expensive[part] - costs[part]);
       }
     }
     return sum + more;
   }
 };
 
-// The cheapest cover by parts that differ by at most 1, or by equal parts and one remainder, over
-// all sizes.
+// The cheapest cover by parts that differ by at most 1, or by equal parts and one for the rest.
 double cheapest_even_cover(const Parts& parts, std::int64_t total) {
   double cheapest = kNever;
   for (const std::int64_t size : parts.sizes) {
@@ -52,11 +51,11 @@ double cheapest_even_cover(const Parts& parts, std::int64_t total) {
   return cheapest;
 }
 
-// The parts that waste at most `most_waste`, in ascending order of waste. A part of m costs at
-// least m times the best rate; its cost beyond that is waste.
-std::vector<std::pair<double, std::int64_t>> thrifty(const std::vector<std::int64_t>& sizes,
-                                                     const std::vector<double>& costs, double rate,
-                                                     double most_waste) {
+// Parts that waste at most `most_waste`, in the order of their waste. A part of size m costs at
+// least m times the best rate; the cost beyond that is its waste.
+std::vector<std::pair<double, std::int64_t>> economical(const std::vector<std::int64_t>& sizes,
+                                                        const std::vector<double>& costs,
+                                                        double rate, double most_waste) {
   std::vector<std::pair<double, std::int64_t>> found;
   for (std::size_t part = 0; part < sizes.size(); ++part) {
     const double waste = costs[part] - rate * static_cast<double>(sizes[part]);
@@ -98,20 +97,20 @@ std::pair<std::vector<double>, std::vector<std::int64_t>> cheapest_passes(
 
 std::pair<double, std::vector<std::int64_t>> cheapest_cover(const std::vector<std::int64_t>& sizes,
                                                             const std::vector<double>& costs,
-                                                            const std::vector<double>& dearest,
+                                                            const std::vector<double>& expensive,
                                                             std::int64_t total) {
-  if (sizes.empty() || costs.size() != sizes.size() || dearest.size() != sizes.size() ||
+  if (sizes.empty() || costs.size() != sizes.size() || expensive.size() != sizes.size() ||
       sizes.front() < 1 || total < 1) {
     throw std::invalid_argument(
-        "cheapest_cover: parts of 1 or more, two costs for each, and a total of 1 or more");
+        "cheapest_cover needs sizes of at least 1, two costs for each, and a total of at least 1");
   }
-  const Parts parts{sizes, costs, dearest};
+  const Parts parts{sizes, costs, expensive};
   double rate = kNever;
   for (std::size_t part = 0; part < sizes.size(); ++part) {
     rate = std::min(rate, costs[part] / static_cast<double>(sizes[part]));
   }
-  // A cover that wastes more than a known one is not the cheapest. So few parts and few partial
-  // sums remain, and the dynamic program visits only those.
+  // A cover with more waste than a known one is not the cheapest. So the dynamic program only has
+  // to consider few parts and few partial sums.
   const double known = cheapest_even_cover(parts, total);
   const double most_waste = known - rate * static_cast<double>(total) + kRounding * known;
   std::vector<double> wasted(total + 1, kNever);
@@ -131,8 +130,8 @@ std::pair<double, std::vector<std::int64_t>> cheapest_cover(const std::vector<st
       }
     }
   };
-  add_one_of(thrifty(sizes, dearest, rate, most_waste), 0, 0.0);
-  const auto usual = thrifty(sizes, costs, rate, most_waste);
+  add_one_of(economical(sizes, expensive, rate, most_waste), 0, 0.0);
+  const auto usual = economical(sizes, costs, rate, most_waste);
   for (std::int64_t held = 1; held < total; ++held) {
     if (wasted[held] <= most_waste) {
       add_one_of(usual, held, wasted[held]);
@@ -141,12 +140,12 @@ std::pair<double, std::vector<std::int64_t>> cheapest_cover(const std::vector<st
   std::vector<std::int64_t> found;
   for (std::int64_t held = total; held > 0; held -= added[held]) {
     if (added[held] == 0) {
-      throw std::invalid_argument("cheapest_cover: no parts hold the total");
+      throw std::invalid_argument("cheapest_cover: no parts of finite cost add up to the total");
     }
     found.push_back(added[held]);
   }
-  std::sort(found.begin(), found.end() - 1);  // the last one is the dearest, which was added first
-  double seconds = dearest[parts.holding(found.back())];
+  std::sort(found.begin(), found.end() - 1);  // the last is the expensive part
+  double seconds = expensive[parts.holding(found.back())];
   for (std::size_t place = 0; place + 1 < found.size(); ++place) {
     seconds += costs[parts.holding(found[place])];
   }

@@ -1,4 +1,4 @@
-// The planner's inner loops: how samples are divided into passes. Needs neither torch nor Python.
+// The planner's inner loops: dividing samples into passes. Free of torch and of Python.
 #pragma once
 
 #include <cstdint>
@@ -7,18 +7,18 @@
 
 namespace poplar {
 
-// For 0, 1, ... `most` samples: the least seconds of passes that hold them, and the samples of the
-// last pass. `passes[b]` is the seconds of a pass of b samples, from 0 on. Ties go to the largest
-// last pass. Only the entry for 0 samples is returned if no pass holds a sample.
+// For 0, 1, ... `most` samples: the least seconds in passes, and the samples of the last pass.
+// `passes[b]` is the seconds of a pass of b samples. Ties go to the largest last pass. Only the
+// entry for 0 samples if `passes` allows no sample.
 std::pair<std::vector<double>, std::vector<std::int64_t>> cheapest_passes(
     const std::vector<double>& passes, std::int64_t most);
 
-// The cheapest parts that hold `total` together. A part that holds up to `sizes[i]` costs
-// `costs[i]`; one part costs `dearest[i]` instead. All three ascend. Returns the cost, and how much
-// each part holds: the dearest part last, the others in ascending order.
+// The cheapest parts that add up to `total`, one of which is more expensive: a part of up to
+// `sizes[i]` costs `costs[i]`, the expensive one `expensive[i]`; all three ascend. Returns the cost
+// and the sizes of the parts, ascending, the expensive one last.
 std::pair<double, std::vector<std::int64_t>> cheapest_cover(const std::vector<std::int64_t>& sizes,
                                                             const std::vector<double>& costs,
-                                                            const std::vector<double>& dearest,
+                                                            const std::vector<double>& expensive,
                                                             std::int64_t total);
 
 }  // namespace poplar

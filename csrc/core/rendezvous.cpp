@@ -6,7 +6,7 @@
 namespace poplar {
 namespace {
 
-// What a counter is at once collective number `collective` has come so far.
+// The value of a counter once it has reached this collective.
 std::uint32_t after(std::int64_t collective) { return static_cast<std::uint32_t>(collective + 1); }
 
 }  // namespace
@@ -17,31 +17,31 @@ Rendezvous::Rendezvous(const std::vector<void*>& memories, int rank) : rank_(ran
   }
 }
 
-std::int64_t Rendezvous::post(std::int64_t begin, std::int64_t nbytes, bool is_open) {
+std::int64_t Rendezvous::post(std::int64_t begin, std::int64_t nbytes, bool shares_work) {
   const std::int64_t collective = posted_;
-  Place& place = place_of(rank_, collective);
-  place.begin = begin;
-  place.nbytes = nbytes;
-  place.is_open = is_open;
-  place.claims.claimed.store(0, std::memory_order_relaxed);
-  place.claims.done.value.store(0, std::memory_order_relaxed);
-  // Not yet: the number of the collective, and one more once it is set.
-  place.mark.value.store(static_cast<std::uint32_t>(collective), std::memory_order_relaxed);
+  Slot& slot = slot_of(rank_, collective);
+  slot.begin = begin;
+  slot.nbytes = nbytes;
+  slot.shares_work = shares_work;
+  slot.work_counters.started.store(0, std::memory_order_relaxed);
+  slot.work_counters.done.value.store(0, std::memory_order_relaxed);
+  // The number of the collective; one more once it is written.
+  slot.written.value.store(static_cast<std::uint32_t>(collective), std::memory_order_relaxed);
   posted_ = collective + 1;
   raise(pages_[rank_]->posted, after(collective));
   return collective;
 }
 
-const Place& Rendezvous::place_of(int rank, std::int64_t collective) const {
-  return pages_[rank]->places[collective % kPlaces];
+const Slot& Rendezvous::slot_of(int rank, std::int64_t collective) const {
+  return pages_[rank]->slots[collective % kSlots];
 }
 
-Place& Rendezvous::place_of(int rank, std::int64_t collective) {
-  return pages_[rank]->places[collective % kPlaces];
+Slot& Rendezvous::slot_of(int rank, std::int64_t collective) {
+  return pages_[rank]->slots[collective % kSlots];
 }
 
-void Rendezvous::mark(std::int64_t collective) {
-  raise(place_of(rank_, collective).mark, after(collective));
+void Rendezvous::mark_written(std::int64_t collective) {
+  raise(slot_of(rank_, collective).written, after(collective));
 }
 
 void Rendezvous::finish(std::int64_t collective) {
@@ -66,20 +66,20 @@ bool Rendezvous::is_over(std::int64_t collective) const {
   return true;
 }
 
-std::vector<int> Rendezvous::late(Event event, std::int64_t collective, double seconds) {
+std::vector<int> Rendezvous::wait(Event event, std::int64_t collective, double seconds) {
   using Clock = std::chrono::steady_clock;
   const auto deadline = Clock::now() + std::chrono::duration<double>(seconds);
   const int size = static_cast<int>(pages_.size());
-  std::vector<int> late;
+  std::vector<int> missing;
   for (int step = 1; step < size; ++step) {
     const int peer = (rank_ + step) % size;
     const double left = std::chrono::duration<double>(deadline - Clock::now()).count();
     if (!wait_for(counter_of(peer, event, collective), after(collective), left)) {
-      late.push_back(peer);
+      missing.push_back(peer);
     }
   }
-  std::sort(late.begin(), late.end());
-  return late;
+  std::sort(missing.begin(), missing.end());
+  return missing;
 }
 
 Counter& Rendezvous::counter_of(int rank, Event event, std::int64_t collective) {
@@ -89,7 +89,7 @@ Counter& Rendezvous::counter_of(int rank, Event event, std::int64_t collective) 
     case Event::kFinished:
       return pages_[rank]->finished;
     default:
-      return place_of(rank, collective).mark;
+      return slot_of(rank, collective).written;
   }
 }
 

@@ -1,70 +1,70 @@
-// A rendezvous per rank at the start of its shared memory: where what it offers lies, how far it
-// is.
+// Counters at the start of each rank's shared memory: what it has posted and how far it has read.
 //
-// Ranks of one host that take part in the same collectives in the same order each post their part,
-// read the others', and say when they are done, so that the memory can be written again. Nothing is
-// sent and nobody is asked. Knows neither tensors nor deadlines: `poplar/comm/rendezvous.py` does.
+// Ranks of one host issue the same collectives in the same order. Each posts its data, reads the
+// others' and marks the collective finished, so that the memory can be reused. No messages are
+// sent. This class knows neither tensors nor deadlines; `poplar/comm/rendezvous.py` does.
 #pragma once
 
 #include <cstdint>
 #include <set>
 #include <vector>
 
-#include "poplar/claims.h"
 #include "poplar/counter.h"
+#include "poplar/work_sharing.h"
 
 namespace poplar {
 
-// Collectives in flight at most.
-constexpr std::int64_t kPlaces = 192;
+// The maximum number of collectives in flight.
+constexpr std::int64_t kSlots = 192;
 
 // What a rank has posted for one collective.
-struct alignas(64) Place {
+struct alignas(64) Slot {
   std::int64_t begin;
   std::int64_t nbytes;
-  // Set once the rank has written into the others' parts what it had to.
-  Counter mark;
-  // Chunks of the rank's own slice, if others may work on it.
-  Claims claims;
-  std::uint32_t is_open;
+  // Raised when the rank has written all it had to write into the others' data.
+  Counter written;
+  // For the chunks of the rank's own slice, if others may reduce some of them.
+  WorkCounters work_counters;
+  std::uint32_t shares_work;
 };
 
 struct Page {
   alignas(64) Counter posted;
   alignas(64) Counter finished;
-  Place places[kPlaces];
+  Slot slots[kSlots];
 };
-static_assert(sizeof(Page) == 128 + 64 * kPlaces);
+static_assert(sizeof(Page) == 128 + 64 * kSlots);
 
-enum class Event { kPosted, kMarked, kFinished };
+enum class Event { kPosted, kWritten, kFinished };
 
 class Rendezvous {
  public:
-  // `memories`: of each rank, in rank order, each at least `sizeof(Page)`, all zeros at first; kept
-  // by the caller.
+  // `memories`: of each rank, in rank order, each at least `sizeof(Page)` bytes, zero at first. The
+  // caller keeps them alive.
   Rendezvous(const std::vector<void*>& memories, int rank);
 
-  // Offer what lies `begin` bytes into this rank's memory; returns the collective's number. All
-  // ranks must have finished the collective `kPlaces` before.
-  std::int64_t post(std::int64_t begin, std::int64_t nbytes, bool is_open);
+  // Post the data at byte `begin` of this rank's memory; returns the collective's number. All ranks
+  // must have finished the collective `kSlots` before.
+  std::int64_t post(std::int64_t begin, std::int64_t nbytes, bool shares_work);
 
   std::int64_t posted() const { return posted_; }
 
   // What a rank has posted for a collective that it has posted.
-  const Place& place_of(int rank, std::int64_t collective) const;
-  Place& place_of(int rank, std::int64_t collective);
+  const Slot& slot_of(int rank, std::int64_t collective) const;
+  Slot& slot_of(int rank, std::int64_t collective);
 
-  // This rank has written into others' parts.
-  void mark(std::int64_t collective);
+  // Signal that this rank has written all it had to write into the others' data.
+  void mark_written(std::int64_t collective);
 
-  // This rank reads nothing any more of what others posted; in any order.
+  // Signal that this rank no longer reads what others posted; in any order.
   void finish(std::int64_t collective);
 
-  // Whether all others have finished it.
+  // Whether all other ranks have finished it.
   bool is_over(std::int64_t collective) const;
 
-  // The other ranks that have not come so far after `seconds`; at once if all have.
-  std::vector<int> late(Event event, std::int64_t collective, double seconds);
+  // Wait for the event on all other ranks, for at most `seconds`; returns the ranks that are
+  // missing.
+  std::vector<int> wait(Event event, std::int64_t collective, double seconds);
 
  private:
   Counter& counter_of(int rank, Event event, std::int64_t collective);
@@ -73,7 +73,7 @@ class Rendezvous {
   int rank_;
   std::int64_t posted_ = 0;
   std::int64_t finished_ = 0;
-  // Finished, though an earlier one is not yet.
+  // Finished collectives after one that is not finished yet.
   std::set<std::int64_t> ahead_;
 };
 

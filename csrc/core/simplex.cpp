@@ -11,8 +11,9 @@ namespace poplar {
 namespace {
 
 constexpr double kTolerance = 1e-12;  // for programs whose numbers are around 1
-constexpr double kRounding = 1e-8;    // smaller violations of infeasible rows are rounding errors
-// Per row and column. Bland's rule cannot cycle but is slow, so it is used late.
+constexpr double kRounding = 1e-8;    // smaller violations of a row are rounding errors
+// Per row and column. Bland's rule prevents cycles but is slow, so it is only used after this many
+// pivots.
 constexpr std::size_t kPivotsBeforeBland = 10;
 constexpr std::size_t kMostPivots = 200;
 constexpr std::size_t kNone = static_cast<std::size_t>(-1);
@@ -30,7 +31,7 @@ class Tableau {
     std::iota(inside_.begin(), inside_.end(), costs_.size());
   }
 
-  // Finds the minimum; false if no x satisfies all rows.
+  // Whether some x satisfies all rows; if so, `value` and `variables` are the minimum.
   bool solve() {
     const std::size_t size = costs_.size() + rows_.size();
     for (std::size_t pivots = 0; pivots < kMostPivots * size; ++pivots) {
@@ -67,7 +68,7 @@ class Tableau {
   }
 
  private:
-  // The most violated row, or with Bland's rule the violated row of the lowest index.
+  // The most violated row; with Bland's rule, the violated row of least index.
   std::size_t leaving(bool bland) const {
     std::size_t found = kNone;
     for (std::size_t row = 0; row < rows_.size(); ++row) {
@@ -97,7 +98,7 @@ class Tableau {
     return found;
   }
 
-  // Exchanges the variables of a row and a column.
+  // Exchange a row's variable with a column's.
   void pivot(std::size_t leaving, std::size_t entering) {
     const double inverse = 1.0 / rows_[leaving][entering];
     std::vector<double> pivot_row = rows_[leaving];
@@ -106,7 +107,7 @@ class Tableau {
     }
     pivot_row[entering] = inverse;
     const double pivot_bound = bounds_[leaving] * inverse;
-    std::vector<std::size_t> filled;  // few, as most variables share no row
+    std::vector<std::size_t> filled;  // the nonzero columns, often few
     for (std::size_t column = 0; column < pivot_row.size(); ++column) {
       if (pivot_row[column] != 0.0) {
         filled.push_back(column);

@@ -1,4 +1,4 @@
-// A small dense linear program, solved by the dual simplex method; the reasons are in
+// A small dense linear program by the dual simplex method. Contract and reasons:
 // poplar/planner/linear_program.py.
 #pragma once
 
@@ -10,12 +10,12 @@
 
 namespace poplar {
 
-// The factors of a row by variable; 0 if left out.
+// Factors of a row by variable; missing factors are 0.
 using Row = std::map<std::size_t, double>;
 
-// Minimizes costs . x over x >= 0 with rows . x <= bounds; costs must not be negative. Returns the
-// minimum and its x, or nothing if no x satisfies all rows. Throws std::runtime_error after too
-// many pivots, std::invalid_argument if a row has a variable without a cost or no bound.
+// Minimises costs . x over x >= 0 with rows . x <= bounds; no cost is negative. Returns the minimum
+// and its variables, or nothing if no x satisfies all rows. Throws std::runtime_error after too
+// many pivots, std::invalid_argument for a variable without a cost or a wrong number of bounds.
 std::optional<std::pair<double, std::vector<double>>> minimise(std::vector<double> costs,
                                                                const std::vector<Row>& rows,
                                                                std::vector<double> bounds);

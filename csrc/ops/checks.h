@@ -1,7 +1,7 @@
-// What both bindings (CPU, CUDA) ask of their arguments, and how they say no.
+// Argument checks shared by the CPU and CUDA bindings.
 //
 // Messages name the operator, what was given and what was expected; they reach Python as
-// RuntimeError. poplar/ops makes the same checks in its fallbacks, with the same words.
+// RuntimeError. The fallbacks in poplar/ops make the same checks with the same messages.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -61,8 +61,8 @@ void with_type(Dtype dtype, const Function& function) {
 
 inline bool same_device(const Tensor& a, const Tensor& b) { return a.device() == b.device(); }
 
-// Whether two tensors reach into each other's memory: `b` contiguous, `a` from its first element to
-// its last, whatever its strides leave out in between.
+// Whether the memory of two tensors overlaps: `b` is contiguous; of `a`, everything from its first
+// to its last element counts.
 inline bool overlap(const Tensor& a, const Tensor& b) {
   if (a.numel() == 0 || b.numel() == 0) {
     return false;
@@ -81,7 +81,7 @@ inline void check_flat(const Tensor& tensor, const char* name) {
         tensor.dim(), " dimensions");
 }
 
-// The tensors' places in a flat buffer of `numel` elements; checked for order and bounds.
+// The sizes of tensors at offsets of a flat buffer of `numel` elements; checks order and bounds.
 inline std::vector<std::int64_t> numels_of(const char* name, std::int64_t numel,
                                            const std::vector<Tensor>& tensors,
                                            const std::vector<std::int64_t>& offsets) {
@@ -100,7 +100,7 @@ inline std::vector<std::int64_t> numels_of(const char* name, std::int64_t numel,
   return numels;
 }
 
-// Tensors as the loops want them: contiguous, with raw pointers and dtypes side by side.
+// Tensors prepared for the loops: contiguous, with arrays of raw pointers and dtypes.
 struct Sources {
   std::vector<Tensor> keep_alive;
   std::vector<const void*> data;
@@ -122,7 +122,7 @@ inline Sources sources_of(const char* name, const Tensor& buffer,
         tensor.const_data_ptr() == first + offsets[i] * buffer.element_size() &&
         tensor.is_contiguous() && tensor.scalar_type() == buffer.scalar_type();
     check(is_its_place || !overlap(tensor, buffer), name, ": tensor ", i,
-          " lies in the buffer's memory, but not at its own place");
+          " is in the buffer's memory, but not at its own offset");
     sources.dtypes.push_back(dtype_of(tensor, name));
     sources.keep_alive.push_back(tensor.is_contiguous() ? tensor
                                                         : torch::stable::contiguous(tensor));
@@ -150,8 +150,8 @@ inline Targets targets_of(const char* name, const Tensor& buffer,
   return targets;
 }
 
-// Everything that a sum over ranks demands of an out and the parts, of one dtype and size; `name`
-// is the operator's.
+// Checks an out and the parts of a sum over ranks, which have one dtype and size. `name`: the
+// operator.
 inline void check_parts(const std::string& name, const Tensor& out,
                         const std::vector<Tensor>& received) {
   check_flat(out, (name + ": out").c_str());
@@ -165,7 +165,7 @@ inline void check_parts(const std::string& name, const Tensor& out,
   }
 }
 
-// Everything that rank_sum_ demands of its arguments; returns how many elements each part has.
+// Checks the arguments of rank_sum_; returns the number of elements of each part.
 inline std::int64_t check_rank_sum(const Tensor& out, const std::vector<Tensor>& received) {
   check_parts("rank_sum_", out, received);
   for (const Tensor& part : received) {
@@ -185,16 +185,17 @@ inline void check_rank_sum_each(const std::vector<Tensor>& outs,
   }
 }
 
-inline void check_claims(const Tensor& claims, std::size_t bytes) {
-  check_flat(claims, "rank_sum_claimed_: claims");
-  check(claims.element_size() == 1 && claims.numel() == static_cast<std::int64_t>(bytes),
-        "rank_sum_claimed_: claims must hold ", bytes, " bytes");
+inline void check_work_counters(const Tensor& work_counters, std::size_t bytes) {
+  check_flat(work_counters, "rank_sum_chunks_: work_counters");
+  check(work_counters.element_size() == 1 &&
+            work_counters.numel() == static_cast<std::int64_t>(bytes),
+        "rank_sum_chunks_: work_counters must hold ", bytes, " bytes");
 }
 
-// How many blocks of the norm's tree so many elements have.
+// The number of 64-element blocks.
 inline std::int64_t blocks_of(std::int64_t numel) { return (numel + 63) / 64; }
 
-// Where an operator leaves its result's block sums of squares; null if nobody wants them.
+// The output of an operator for its result's block sums of squares; null if none was requested.
 inline float* sums_of(const std::string& name, const Tensor& flat,
                       const std::optional<Tensor>& sums) {
   if (!sums) {
@@ -261,7 +262,7 @@ inline void check_adamw(const Tensor& values, const Tensor& gradient, const Tens
   }
 }
 
-// Of a single element in host memory.
+// The value of a single element in host memory.
 inline float scalar_of(const Tensor& tensor) {
   return *static_cast<const float*>(tensor.const_data_ptr());
 }

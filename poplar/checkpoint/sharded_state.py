@@ -1,7 +1,7 @@
-"""Saving, loading and moving sharded training state.
+"""Saves, loads and reshards the sharded training state.
 
-Every move of state is a list of transfers from one layout to another: to other shares when the plan
-changes, to one rank when a whole state dict is wanted.
+State is always moved from one layout to another: to other shares when the plan changes, or to one
+rank for a full state dict.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from torch import Tensor, nn
 
 from poplar.comm import Control
 from poplar.comm.shard_layout import Layout
-from poplar.zero.agreement import agree
+from poplar.zero.agreement import raise_on_any_error
 from poplar.zero.engine import Engine
-from poplar.zero.flat_parameter import Flat
+from poplar.zero.flat_parameter import FlatParameter, layout_on_rank
 from poplar.zero.update import Run, ShardedUpdate, is_elementwise
 
 
 def state_bytes(engine: Engine, update: ShardedUpdate) -> dict[str, int]:
-    """Bytes of the storages that hold training state on this rank, each counted once."""
+    """Bytes of training state on this rank; shared storages count once."""
     seen: set[int] = set()
 
     def count(tensors: Sequence[Tensor]) -> int:
@@ -47,7 +47,7 @@ def state_bytes(engine: Engine, update: ShardedUpdate) -> dict[str, int]:
 def local_state(
     engine: Engine, update: ShardedUpdate, identity: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """This rank's optimizer state, run by run, and masters where the values are not fp32."""
+    """This rank's optimizer state by run, and the masters of parameters that are not fp32."""
     names = {flat: index for index, flat in enumerate(engine.trained)}
     runs = [
         {
@@ -63,23 +63,23 @@ def local_state(
 
 
 def check_identity(saved: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
-    """Refuse another rank's state, or one of another world, stage or layout.
+    """Check that a saved state is from this rank, world size, stage and layout.
 
     Raises:
-        ValueError: what differs.
+        ValueError: one of these differs.
     """
     for key, expected in identity.items():
         found = saved["identity"].get(key)
         if _as_lists(found) != _as_lists(expected):
             raise ValueError(
                 f"this optimizer state was saved with {key} {found}, but here it is {expected}; "
-                "load each rank's own file under the plan that it was saved with, or go through "
+                "load each rank's own file under the plan with which it was saved, or use "
                 "consolidate_state_dict()"
             )
 
 
 def load_local_state(engine: Engine, update: ShardedUpdate, saved: Mapping[str, Any]) -> None:
-    """Take over what `local_state` gave, after `check_identity`."""
+    """Load the result of `local_state`; call `check_identity` first."""
     flats = engine.trained
     groups = {
         (run.flat, position): run.group
@@ -106,98 +106,101 @@ def reshard(
     engine: Engine,
     update: ShardedUpdate,
     shares: Sequence[float],
-    own_shares: Mapping[str, Sequence[float]],
+    unit_shares: Mapping[str, Sequence[float]],
 ) -> None:
     """Move masters, values and optimizer state to new shares. Collective, between steps.
 
-    `own_shares`: of the units, by name, that do not follow `shares`.
+    Args:
+        shares: fraction of each rank.
+        unit_shares: by name, the shares of units that do not use `shares`.
     """
-    schemas = _schemas(engine, update)
-    shares_of = {
-        flat: own_shares.get(unit.name, shares) for unit in engine.units for flat in unit.flats
-    }
-    for flat in engine.flats:
-        old = flat.layout
-        new = engine.strategy.layout_for(flat, shares_of[flat])
-        if new == old:
-            continue
-        states: dict[Run, dict[str, Any]] = {}
-        if flat.trained:
-            whole = _state_under(engine, update, flat, schemas, old, new)
-            master_moves = flat.master is not flat.shard
-            master = (
-                engine.comm.reshard(flat.master, old, new, what=f"moving unit {flat.name}")
-                if master_moves
-                else None
-            )
-            engine.strategy.relayout(flat, new, master)
-            for run in update.runs:
-                if run.flat is flat:
-                    states[run] = whole(run)
-            update.rebind(flat, states)
-        else:
-            engine.strategy.relayout(flat, new, None)
+    schemas = _gather_schemas(engine, update)
+    for unit in engine.units:
+        for flat in unit.flats:
+            new = engine.strategy.layout_for(flat, unit_shares.get(unit.name, shares))
+            if new == flat.layout:
+                continue
+            if flat.trained:
+                _reshard_trained(engine, update, flat, schemas, new)
+            else:
+                engine.strategy.change_layout(flat, new, None)
 
 
-def whole_state(
+def _reshard_trained(
+    engine: Engine,
+    update: ShardedUpdate,
+    flat: FlatParameter,
+    schemas: Sequence[Mapping[str, tuple[Any, Any]]],
+    new: Layout,
+) -> None:
+    old = flat.layout
+    local_state_of = _reshard_state(engine, update, flat, schemas, old, new)
+    master = None
+    if flat.master is not flat.shard:
+        master = engine.comm.reshard(flat.master, old, new, what=f"moving unit {flat.name}")
+    engine.strategy.change_layout(flat, new, master)
+    update.rebind(flat, {run: local_state_of(run) for run in update.runs if run.flat is flat})
+
+
+def consolidated_state(
     engine: Engine,
     update: ShardedUpdate,
     packed_groups: list[dict[str, Any]],
     optimizer: torch.optim.Optimizer,
     to: int,
 ) -> dict[str, Any] | None:
-    """Every parameter's state, as a plain optimizer saves it, on rank `to`. Collective."""
-    here = engine.comm.group.rank == to
-    schemas = _schemas(engine, update)
-    number = {
+    """The state dict of a plain optimizer, on rank `to`; None on other ranks. Collective."""
+    schemas = _gather_schemas(engine, update)
+    index_of = {
         id(parameter): index
         for index, parameter in enumerate(p for g in optimizer.param_groups for p in g["params"])
     }
     state: dict[int, dict[str, Any]] = {}
     for flat in engine.trained:
-        gathered = Layout(
-            tuple(0 if rank <= to else flat.numel for rank in range(engine.comm.group.size + 1))
-        )
         old = engine.strategy.state_layout(flat, to)
-        collect = _state_under(engine, update, flat, schemas, old, gathered)
+        new = layout_on_rank(flat, to, engine.comm.group.size)
+        collected_state_of = _reshard_state(engine, update, flat, schemas, old, new)
         for run in update.runs:
-            if run.flat is not flat:
-                continue
-            values = collect(run)
-            if not here or not values:
+            values = collected_state_of(run) if run.flat is flat else {}
+            if not values:  # also on ranks other than `to`
                 continue
             for position in range(run.first, run.last):
                 parameter = flat.parameters[position]
-                low = flat.offsets[position] - run.start
-                state[number[id(parameter)]] = {
-                    key: value[low : low + parameter.numel()].view(parameter.shape).clone()
-                    if isinstance(value, Tensor)
-                    and value.dim() == 1
-                    and value.numel() == run.stop - run.start
-                    else _copy(value)
-                    for key, value in values.items()
+                state[index_of[id(parameter)]] = {
+                    key: _value_of(value, run, position) for key, value in values.items()
                 }
+    here = engine.comm.group.rank == to
     return {"state": state, "param_groups": packed_groups} if here else None
 
 
+def _value_of(value: Any, run: Run, position: int) -> Any:
+    """The part of a run's state value that belongs to one parameter, in its shape."""
+    elementwise = isinstance(value, Tensor) and value.dim() == 1
+    if not elementwise or value.numel() != run.stop - run.start:
+        return _copy(value)
+    parameter = run.flat.parameters[position]
+    start = run.flat.offsets[position] - run.start
+    return value[start : start + parameter.numel()].view(parameter.shape).clone()
+
+
 def save_model(engine: Engine, control: Control, model: nn.Module, path: Path) -> None:
-    """Write all weights and buffers, tied ones once, from rank 0. Collective."""
+    """Write all weights and buffers from rank 0, tied ones once. Collective."""
     from safetensors.torch import save_file
 
     error: Exception | None = None
-    with engine.all_values(writeback=False):
+    with engine.unsharded_parameters(writeback=False):
         if control.group.rank == 0:
             try:
-                state, tied = _distinct(model)
-                # Names left out are noted as safetensors does, so that load_model finds them.
+                state, tied = _unique_tensors(model)
+                # safetensors stores omitted names in the metadata, so that load_model finds them.
                 save_file(state, path, metadata={"format": "pt", **tied})
             except Exception as caught:
                 error = caught
-    agree(control, error, doing=f"save_model({str(path)!r})")
+    raise_on_any_error(control, error, doing=f"save_model({str(path)!r})")
 
 
-def _distinct(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The model's state without second names of one tensor, and what those names stand for."""
+def _unique_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The state dict with each tensor once, and the stored name of each omitted name."""
     state: dict[str, Tensor] = {}
     tied: dict[str, str] = {}
     first: dict[tuple[int, torch.Size, torch.dtype], str] = {}
@@ -206,15 +209,15 @@ def _distinct(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
         if value.numel() and first.setdefault(key, name) != name:
             tied[name] = first[key]
         else:
-            # A view into a flat buffer would be written with the whole buffer behind it.
+            # Copy: a view would be written with the whole flat parameter.
             state[name] = value.detach().cpu().clone(memory_format=torch.contiguous_format)
     return state, tied
 
 
-def _schemas(engine: Engine, update: ShardedUpdate) -> list[dict[str, tuple[Any, Any]]]:
-    """Say of what each run's state consists: dtype if elementwise, else the value. Collective.
+def _gather_schemas(engine: Engine, update: ShardedUpdate) -> list[dict[str, tuple[Any, Any]]]:
+    """For each run and state name: its dtype if elementwise, else its value. Collective.
 
-    A rank that owns nothing of a run learns it from those that do.
+    Ranks that own nothing of a run get the schema from those that do.
     """
     mine = []
     for run in update.runs:
@@ -223,21 +226,21 @@ def _schemas(engine: Engine, update: ShardedUpdate) -> list[dict[str, tuple[Any,
             elementwise = is_elementwise(value, run.tensor)
             schema[key] = (value.dtype, None) if elementwise else (None, value)
         mine.append(schema)
-    everybody = engine.control.exchange_objects(mine, what="moving optimizer state")
+    by_rank = engine.control.exchange_objects(mine, what="moving optimizer state")
     return [
-        next((schema for schema in of_run if schema), {}) for of_run in zip(*everybody, strict=True)
+        next((schema for schema in schemas if schema), {}) for schemas in zip(*by_rank, strict=True)
     ]
 
 
-def _state_under(  # type: ignore[no-untyped-def]
+def _reshard_state(  # type: ignore[no-untyped-def]
     engine: Engine,
     update: ShardedUpdate,
-    flat: Flat,
+    flat: FlatParameter,
     schemas: Sequence[Mapping[str, tuple[Any, Any]]],
     old: Layout,
     new: Layout,
 ):
-    """Move a buffer's state from `old` to `new`; returns a function from run to its part."""
+    """Reshard the state of a flat parameter; returns a function from run to its local state."""
     rank = engine.comm.group.rank
     low, high = old.bounds(rank)
     runs = [

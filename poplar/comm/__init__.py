@@ -1,16 +1,16 @@
-"""Collectives over unequal shards: who takes part, what is sent, and the transports that carry it.
+"""Collectives over shards of unequal size: process groups, buckets, and the transports.
 
-Knows layouts and tensors, not what they mean: no unit, no stage, no model is ever named here.
-Importing it makes `torch.distributed.init_process_group("cpu:poplar")` known (`torch_backend.py`).
+This package knows tensors and shard layouts only; it never refers to units, stages or models.
+Importing it registers the `cpu:poplar` backend of torch.distributed (`torch_backend`).
 """
 
 from poplar.comm import torch_backend
 from poplar.comm.algorithms import ALL_GATHERS, REDUCE_SCATTERS
 from poplar.comm.bucket import Bucket, Codec
-from poplar.comm.communicator import Communicator, Pending
+from poplar.comm.communicator import Communicator, Work
 from poplar.comm.control_channel import Control
 from poplar.comm.group import Group
-from poplar.comm.transport_selection import connect, control_of
+from poplar.comm.transport_selection import connect, connect_control
 
 __all__ = [
     "ALL_GATHERS",
@@ -20,9 +20,9 @@ __all__ = [
     "Communicator",
     "Control",
     "Group",
-    "Pending",
+    "Work",
     "connect",
-    "control_of",
+    "connect_control",
 ]
 
 torch_backend.register()

@@ -1,8 +1,8 @@
-"""What is sent: a flat buffer that packing writes into and the transport sends from.
+"""Buckets: the flat buffers that gradients are packed into and the transport sends from.
 
-The transport hands buckets out (`Communicator.buffer`), so that it can place them where sending is
-free: a shared segment, a registered buffer. The codec decides how values travel: which dtype is on
-the wire, how gradients enter the bucket, how the slices of all ranks become one.
+The transport allocates them (`Communicator.buffer`), so it can place them in memory that it sends
+from without a copy, such as a shared segment. The codec defines the dtype on the wire, how
+gradients are packed into the bucket and how the ranks' slices are reduced.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from poplar.comm.shard_layout import Layout
 
 @dataclass(frozen=True)
 class Codec:
-    """Values travel in `wire_dtype`, rounded once when packed; sums are fp32, in rank order."""
+    """Values are rounded to `wire_dtype` once, when packed; sums are fp32, in rank order."""
 
     wire_dtype: torch.dtype = torch.float32
 
@@ -42,10 +42,14 @@ class Codec:
     ) -> None:
         ops.rank_sum_(out, received, accumulate, squares)
 
-    def reduce_claimed(
-        self, outs: Sequence[Tensor], received: Sequence[Tensor], claims: Tensor, squares: Tensor
+    def reduce_chunks(
+        self,
+        outs: Sequence[Tensor],
+        received: Sequence[Tensor],
+        work_counters: Tensor,
+        squares: Tensor,
     ) -> None:
-        ops.rank_sum_claimed_(outs, received, claims, squares)
+        ops.rank_sum_chunks_(outs, received, work_counters, squares)
 
     def reduce_each(self, outs: Sequence[Tensor], received: Sequence[Tensor]) -> None:
         ops.rank_sum_each_(outs, received)
@@ -58,11 +62,11 @@ class Bucket:
     data: Tensor
     layout: Layout
     codec: Codec
-    before_writing: Callable[[], None] = field(default=lambda: None, repr=False)
-    """Waits until nobody reads any more what was sent from here before."""
+    wait_until_writable: Callable[[], None] = field(default=lambda: None, repr=False)
+    """Returns when no peer reads what was sent from this memory before."""
     squares: Tensor | None = None
-    """Right behind `data`, for peers that help to reduce into it: block sums of squares, fp32, one
-    for each 64 elements."""
+    """fp32 sums of squares of each 64-element block. They lie directly behind `data`, where peers
+    that help with the reduction can write them."""
 
     def pack(
         self,
@@ -72,6 +76,6 @@ class Bucket:
         *,
         accumulate: bool = False,
     ) -> None:
-        """Write `weight * gradients[i]` at `offsets[i]`; unless accumulating, zero elsewhere."""
-        self.before_writing()
+        """Write `weight * gradients[i]` at `offsets[i]`; unless accumulating, zero the gaps."""
+        self.wait_until_writable()
         self.codec.pack(self.data, gradients, offsets, weight, accumulate)

@@ -1,5 +1,7 @@
-"""Host memory to receive in, kept between collectives: fresh memory costs more to touch than to
-copy into (a reduce-scatter of 64 MiB over gloo, 2 ranks: 90 ms with fresh memory, 33 with this).
+"""Reuse of host receive buffers between collectives.
+
+Touching fresh memory costs more than copying into it: a reduce-scatter of 64 MiB over gloo on 2
+ranks takes 90 ms with fresh memory and 33 ms with reused memory.
 """
 
 from __future__ import annotations
@@ -9,14 +11,14 @@ from torch import Tensor
 
 
 class BufferPool:
-    """Buffers that were used before, by size; as many of each as were ever in use at once."""
+    """CPU buffers by dtype and size; it holds at most as many as were in use at the same time."""
 
     def __init__(self) -> None:
         self._idle: dict[tuple[torch.dtype, int], list[Tensor]] = {}
         self._used: set[tuple[torch.dtype, int]] = set()
 
     def take(self, numel: int, like: Tensor) -> Tensor:
-        """1-D, of the dtype and on the device of `like`, not initialised."""
+        """A 1-D uninitialised tensor with the dtype and device of `like`."""
         size = (like.dtype, numel)
         self._used.add(size)
         idle = self._idle.get(size)
@@ -24,13 +26,13 @@ class BufferPool:
             return idle.pop()
         return like.new_empty(numel)
 
-    def give_back(self, buffer: Tensor) -> None:
-        """Nobody needs what is in it any more. Elsewhere torch's own allocator keeps memory."""
+    def put_back(self, buffer: Tensor) -> None:
+        """Return a buffer. Only CPU buffers are pooled; torch's allocator caches device memory."""
         if buffer.device.type == "cpu":
             self._idle.setdefault((buffer.dtype, buffer.numel()), []).append(buffer)
 
-    def trim(self, keeps_memory: bool) -> None:
-        """Sizes that nobody has used since the last call go back to the system; or all do."""
-        kept = self._used if keeps_memory else set()
-        self._idle = {size: idle for size, idle in self._idle.items() if size in kept}
+    def trim(self, caches_memory: bool) -> None:
+        """Free the sizes that were not used since the last call, or all of them without caching."""
+        cached = self._used if caches_memory else set()
+        self._idle = {size: idle for size, idle in self._idle.items() if size in cached}
         self._used = set()

@@ -1,4 +1,4 @@
-"""What the algorithms of one process group share: their order, and how they are issued."""
+"""The order of the collectives of one process group, and how the algorithms issue them."""
 
 from __future__ import annotations
 
@@ -9,31 +9,29 @@ import torch
 import torch.distributed as dist
 
 from poplar.comm.buffer_pool import BufferPool
-from poplar.comm.communicator import Pending
+from poplar.comm.communicator import Work
 from poplar.comm.group import Group
-from poplar.comm.point_to_point import Exchange, Message, tag_of
-from poplar.comm.work import InFlight
-
-_TENSORS = 3
+from poplar.comm.point_to_point import Channel, Exchange, Message, message_tag
+from poplar.comm.work import ProcessGroupWork
 
 
 class CollectiveQueue:
-    """Numbers the collectives of a group, which all its ranks issue in the same order."""
+    """Numbers the collectives of a group. All ranks must issue them in the same order."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
-        self.spare = BufferPool()
-        self._places = itertools.count()
-        self._unfinished: dict[int, _OneAfterTheOther] = {}
+        self.buffers = BufferPool()
+        self._positions = itertools.count()
+        self._unfinished: dict[int, _ChainedWork] = {}
 
     def peers(self) -> list[int]:
-        """The others, nearest successor first, so that no rank is everybody's first target."""
+        """The other ranks, next rank first, so that not all ranks send to the same one first."""
         rank, size = self.group.rank, self.group.size
         return [(rank + step) % size for step in range(1, size)]
 
     def reserve(self) -> int:
-        """A place in the order, for an exchange that is issued later. Collective."""
-        return next(self._places)
+        """Reserve a position in the order for an exchange that is issued later. Collective."""
+        return next(self._positions)
 
     def exchange(
         self,
@@ -41,72 +39,73 @@ class CollectiveQueue:
         what: str,
         finish: Callable[[], None] | None = None,
         *,
-        place: int | None = None,
+        position: int | None = None,
     ) -> Exchange:
-        """Start to send and receive; a `place` may serve several. Collective without one."""
+        """Start to send and receive.
+
+        Collective if `position` is None. Several exchanges may share a reserved position.
+        """
         group = self.group
-        place = self.reserve() if place is None else place
+        position = self.reserve() if position is None else position
         return Exchange(
             group,
             group.process_group,
             messages,
-            tag=tag_of(group, _TENSORS, place),
+            tag=message_tag(group, Channel.TENSORS, position),
             what=what,
-            before=lambda: self._finish_before(place),
+            before_wait=lambda: self._finish_earlier(position),
             finish=finish,
         )
 
-    def call(
+    def issue(
         self,
         start: Callable[[], Sequence[dist.Work | None]],
         device: torch.device,
         what: str,
         finish: Callable[[], None] | None = None,
-    ) -> InFlight:
-        """Issue collectives of torch.distributed itself, which needs everybody. Collective."""
-        group, peers, place = self.group, sorted(self.peers()), self.reserve()
-        return InFlight(
+    ) -> ProcessGroupWork:
+        """Issue collectives of torch.distributed itself, which need all ranks. Collective."""
+        group, peers, position = self.group, sorted(self.peers()), self.reserve()
+        return ProcessGroupWork(
             group,
             lambda: [(work, peers) for work in start() if work is not None],
             what=what,
             peers=peers,
-            holds_up=group.is_on_host(device),
-            before=lambda: self._finish_before(place),
+            blocks_host=group.is_on_host(device),
+            before_wait=lambda: self._finish_earlier(position),
             finish=finish,
         )
 
-    def one_after_the_other(
-        self, first: Pending, then: Callable[[], Pending], place: int
-    ) -> Pending:
-        """A collective of two: the second is issued, at `place`, when the first is over."""
-        both = _OneAfterTheOther(first, then, lambda: self._finish_before(place + 1))
-        self._unfinished[place] = both
-        return both
+    def chain(self, first: Work, then: Callable[[], Work], position: int) -> Work:
+        """Combine two collectives: `then` is issued, at `position`, when `first` has finished."""
+        chained = _ChainedWork(first, then, lambda: self._finish_earlier(position + 1))
+        self._unfinished[position] = chained
+        return chained
 
-    def _finish_before(self, place: int) -> float:
-        """Finish what goes on only while ranks wait for it: peers may be waiting for it now."""
-        held_up = 0.0
-        for earlier in [number for number in self._unfinished if number < place]:
-            held_up += self._unfinished[earlier].finish()
-            del self._unfinished[earlier]  # not if it failed: that is so for whoever waits next
-        return held_up
+    def _finish_earlier(self, position: int) -> float:
+        """Finish earlier chained work: it only progresses in a wait, and peers may need it now."""
+        waited = 0.0
+        for earlier in [number for number in self._unfinished if number < position]:
+            waited += self._unfinished[earlier].finish()
+            del self._unfinished[earlier]  # stays if it raised: later waits raise the same error
+        return waited
 
 
-class _OneAfterTheOther:
+class _ChainedWork:
     def __init__(
-        self, first: Pending, then: Callable[[], Pending], finish_in_order: Callable[[], float]
+        self, first: Work, then: Callable[[], Work], finish_in_order: Callable[[], float]
     ) -> None:
-        """`finish_in_order` calls `finish`, after that of all that were issued before this one."""
+        """`finish_in_order` calls `finish` of this work, after that of all earlier chained work."""
         self._first, self._then, self._finish_in_order = first, then, finish_in_order
         self._error: Exception | None = None
 
     def wait(self) -> float:
-        """As `Pending.wait`."""
+        """As `Work.wait`."""
         return self._finish_in_order()
 
     def finish(self) -> float:
-        """Wait for the first, issue the second and wait for that."""
-        if self._error is not None:  # whoever waits next hears the same, at once
+        """Wait for the first collective, issue the second and wait for it."""
+        if self._error is not None:
             raise self._error
         try:
             return self._first.wait() + self._then().wait()

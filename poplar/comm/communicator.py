@@ -1,7 +1,7 @@
-"""The seam between the engine and the transports: collectives over uneven layouts.
+"""The interface between the engine and the transports: collectives over uneven layouts.
 
-Each is issued by every rank of the group, in the same order, and returns at once; `Pending.wait`
-ends it, within the group's deadline. Every transport declares the order in which it adds.
+All ranks of the group issue the same collectives in the same order. Each returns at once, and
+`Work.wait` finishes it within the group's deadline. Every transport declares its reduction order.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 
 from poplar.comm.bucket import Bucket, Codec
-from poplar.comm.group import Members
+from poplar.comm.group import RankGroup
 from poplar.comm.shard_layout import Layout
 
 
-class Pending(Protocol):
+class Work(Protocol):
     """A collective that has been issued."""
 
     def wait(self) -> float:
-        """Finish it, for the current stream; returns the seconds that this rank was held up.
+        """Finish it, for the current stream; returns the seconds that this rank waited.
 
         Raises:
             CollectiveTimeout: names the ranks that did not take part before the deadline.
@@ -34,32 +34,32 @@ class Communicator(ABC):
     """A transport. All methods are collective over `group`; `what` names the call in errors."""
 
     name: str
-    """By which `connect` makes it."""
+    """The name under which `connect` creates it."""
     takes_memory: bool = True
     """Whether a reduction holds memory besides its bucket until it has been waited for."""
     waits_on_stream: bool = False
-    """Whether a wait for CUDA tensors holds up the current stream alone, and never the caller."""
+    """Whether a wait for CUDA tensors blocks only the current stream and never the host."""
     reduction_order: str
-    """`"rank"`: ((r0 + r1) + r2) + ...; equal declared orders give equal bits. `"library"`: as NCCL
-    or gloo adds, which may be another way each time."""
+    """`"rank"`: ((r0 + r1) + r2) + ...; equal declared orders give equal bits. `"library"`: the
+    order of NCCL or gloo, which may differ from call to call."""
 
-    def __init__(self, group: Members) -> None:
+    def __init__(self, group: RankGroup) -> None:
         self.group = group
 
     def buffer(
         self, layout: Layout, dtype: torch.dtype, device: torch.device, codec: Codec | None = None
     ) -> Bucket:
-        """A bucket for one flat buffer, not initialised, where this transport sends from best."""
+        """An uninitialised bucket in memory that this transport sends from most cheaply."""
         codec = codec if codec is not None else Codec(dtype)
         data = torch.empty(layout.numel, dtype=codec.wire_dtype, device=device)
         return Bucket(data=data, layout=layout, codec=codec)
 
     def share(self, data: Tensor) -> Tensor:
-        """A copy of `data` where this transport sends from best; on this rank alone."""
+        """A copy of `data` in memory that this transport sends from most cheaply. Local."""
         return data.clone()
 
-    def guard(self, data: Tensor) -> None:
-        """Before shared `data` is written: wait until no peer reads what was sent from there."""
+    def wait_for_readers(self, data: Tensor) -> None:
+        """Call before writing to shared `data`: waits until no peer reads from it."""
 
     @abstractmethod
     def reduce_scatter(
@@ -70,63 +70,63 @@ class Communicator(ABC):
         accumulate: bool,
         what: str,
         squares: Tensor | None = None,
-    ) -> Pending:
+    ) -> Work:
         """`out` = (or +=) the sum over ranks of this rank's slice of their buckets.
 
         Args:
-            bucket: packed; must stay unchanged until the wait is over.
+            bucket: packed; must stay unchanged until the wait returns.
             out: fp32, `bucket.layout.size(rank)` elements; may be that very slice of `bucket.data`.
-            squares: takes `ops.block_sums_of_squares(out)` as it is then; nobody reads `out` again
-                for it.
+            squares: receives `ops.block_sums_of_squares(out)` of the result, without another read
+                of `out`.
         """
 
     @abstractmethod
-    def all_reduce(self, bucket: Bucket, *, what: str) -> Pending:
+    def all_reduce(self, bucket: Bucket, *, what: str) -> Work:
         """`bucket.data` = the sum over ranks of their buckets, on every rank.
 
-        fp32 and in rank order, rounded once to the bucket's dtype. The layout says who adds which
-        part; it changes no bits. It goes on while ranks wait, for it or for whatever was issued
-        after it.
+        The sum is fp32, in rank order, rounded once to the bucket's dtype. The layout defines which
+        rank adds which part and does not change the bits. The collective may only progress while
+        ranks wait for it or for a later one.
         """
 
     @abstractmethod
     def all_gather(
         self, data: Tensor, layout: Layout, *, what: str, own: Tensor | None = None
-    ) -> Pending:
-        """Complete `data` in place, of which each rank has filled its slice under `layout`.
+    ) -> Work:
+        """Fill `data` in place; each rank provides its slice under `layout`.
 
         Args:
-            data: `layout.numel` elements; not to be touched until the wait is over.
-            own: this rank's slice, where it lies elsewhere; `data` is then filled here too. It
-                must stay unchanged until the wait is over and, if shared, `guard` has returned.
+            data: `layout.numel` elements; must not be read or written until the wait returns.
+            own: this rank's slice if it is not in `data` yet; it is then copied there too. It must
+                stay unchanged until the wait returns and, if shared, `wait_for_readers` returns.
         """
 
     def trim(self) -> None:
-        """Between steps: memory that is kept for nobody goes back to the system."""
+        """Return cached memory that is no longer needed to the system. Called between steps."""
 
     @abstractmethod
     def broadcast(self, data: Tensor, source: int, *, what: str) -> None:
-        """Make `data` equal to group rank `source`'s on every rank; returns when it is."""
+        """Copy `data` of group rank `source` to every rank; returns when this rank has it."""
 
     @abstractmethod
     def reshard(self, shard: Tensor, old: Layout, new: Layout, *, what: str) -> Tensor:
-        """This rank's slice under `new`, from everybody's slices under `old`."""
+        """This rank's slice under `new`, from all ranks' slices under `old`."""
 
 
-class Finished:
-    """A collective after whose end something is done, once."""
+class CallbackWork:
+    """A collective with a function that is called once, after it has finished."""
 
-    def __init__(self, pending: Pending, finish: Callable[[], None]) -> None:
-        self._pending = pending
+    def __init__(self, work: Work, finish: Callable[[], None]) -> None:
+        self._work = work
         self._finish: Callable[[], None] | None = finish
 
     def wait(self) -> float:
-        """As `Pending.wait`."""
-        held_up = self._pending.wait()
+        """As `Work.wait`."""
+        waited = self._work.wait()
         finish, self._finish = self._finish, None
         if finish is not None:
             finish()
-        return held_up
+        return waited
 
 
 def own_slice(data: Tensor, layout: Layout, rank: int) -> Tensor:

@@ -1,7 +1,7 @@
-"""Agreements between ranks: small host values, exchanged directly, apart from the tensors' traffic.
+"""The control channel: small host values exchanged between ranks, separate from tensors.
 
-Everything here is on the CPU, by shared memory or gloo, so agreeing costs no GPU synchronisation
-and takes effect while tensors are in flight. Every rank calls `exchange*` in the same order.
+It uses shared memory or gloo on the CPU, so an exchange needs no GPU synchronization and works
+while tensors are in flight. All ranks call `exchange` and `exchange_objects` in the same order.
 """
 
 from __future__ import annotations
@@ -14,111 +14,108 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from poplar.comm.copies import to_bytes
 from poplar.comm.group import Group
-from poplar.comm.point_to_point import Exchange, Message, tag_of
+from poplar.comm.point_to_point import Channel, Exchange, Message, message_tag
 from poplar.comm.rendezvous import Rendezvous
 from poplar.comm.shared_memory_work import SharedMemoryWork
 
 T = TypeVar("T")
 
-# Tags keep agreements apart from announcements, and from tensors on the same gloo group.
-_EXCHANGES, _ANNOUNCEMENTS = 1, 2
-
 
 class Control:
-    """The agreements of one group."""
+    """The control channel of one group."""
 
-    def __init__(self, group: Group, board: Rendezvous | None = None) -> None:
-        """With a board, which must be this control's own, exchanges go through shared memory."""
+    def __init__(self, group: Group, rendezvous: Rendezvous | None = None) -> None:
+        """With a rendezvous, which must not be used otherwise, exchanges use shared memory."""
         self.group = group
-        self._board = board
+        self._rendezvous = rendezvous
         self._exchanges = itertools.count()
-        self._announcements = itertools.count()
-        self._announced: list[Exchange] = []
+        self._broadcasts = itertools.count()
+        self._unflushed: list[Exchange] = []
 
     def exchange(self, values: Tensor, *, what: str) -> Callable[[], list[Tensor]]:
-        """Start to exchange 1-D `values`, equally long everywhere; the result collects them."""
+        """Start to exchange 1-D `values` of equal length; call the result to get all of them."""
         group = self.group
-        mine = values.contiguous()
-        if self._board is not None:
-            return self._exchange_on(self._board, mine, what)
-        theirs = [torch.empty_like(mine) for _ in range(group.size)]
-        theirs[group.rank] = mine
-        pending = self._direct([mine] * group.size, theirs, what)
+        own = values.contiguous()
+        if self._rendezvous is not None:
+            return self._exchange_in_memory(self._rendezvous, own, what)
+        received = [torch.empty_like(own) for _ in range(group.size)]
+        received[group.rank] = own
+        work = self._exchange_messages(own, received, what)
 
         def collect() -> list[Tensor]:
-            pending.wait()
-            return theirs
+            work.wait()
+            return received
 
         return collect
 
     def exchange_objects(self, value: T, *, what: str) -> list[T]:
         """Every rank's `value` (picklable), in rank order. Collective."""
         payload = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        sizes = self.exchange(torch.tensor([payload.numel()]), what=what)()
-        theirs = [torch.empty(int(size), dtype=torch.uint8) for size in sizes]
-        theirs[self.group.rank] = payload
-        if self._board is not None:
-            theirs = self._exchange_on(self._board, payload, what, [int(s) for s in sizes])()
+        sizes = [int(size) for size in self.exchange(torch.tensor([payload.numel()]), what=what)()]
+        received = [torch.empty(size, dtype=torch.uint8) for size in sizes]
+        received[self.group.rank] = payload
+        if self._rendezvous is not None:
+            received = self._exchange_in_memory(self._rendezvous, payload, what, sizes)()
         else:
-            self._direct([payload] * self.group.size, theirs, what).wait()
-        received: list[Any] = [pickle.loads(bytes(data.numpy())) for data in theirs]
-        return received
+            self._exchange_messages(payload, received, what).wait()
+        objects: list[Any] = [pickle.loads(to_bytes(data)) for data in received]
+        return objects
 
-    def announce(self, value: int) -> None:
-        """Tell every other rank one integer, without waiting for anyone.
+    def broadcast_integer(self, value: int) -> None:
+        """Send one integer to every other rank without waiting.
 
-        Each of them calls `hear` with this rank; `flush` ends it here.
+        Each of them calls `receive_integer` with this rank; this rank calls `flush` at the end.
         """
         message = torch.tensor([value])
-        pending = self._direct_announcement(message, incoming=False, peers=self._others())
-        self._announced.append(pending)
+        self._unflushed.append(self._broadcast(message, incoming=False, peers=self._peers()))
 
     def flush(self) -> None:
-        """Wait until all that this rank announced has left it."""
-        while self._announced:
-            self._announced.pop(0).wait()
+        """Wait until all broadcast integers of this rank have been sent."""
+        while self._unflushed:
+            self._unflushed.pop(0).wait()
 
-    def hear(self, announcer: int) -> int:
-        """The next integer that group rank `announcer` announces."""
+    def receive_integer(self, source: int) -> int:
+        """The next integer that group rank `source` broadcasts."""
         value = torch.zeros(1, dtype=torch.int64)
-        self._direct_announcement(value, incoming=True, peers=[announcer]).wait()
+        self._broadcast(value, incoming=True, peers=[source]).wait()
         return int(value)
 
-    def _exchange_on(
-        self, board: Rendezvous, mine: Tensor, what: str, sizes: Sequence[int] | None = None
+    def _exchange_in_memory(
+        self, rendezvous: Rendezvous, own: Tensor, what: str, sizes: Sequence[int] | None = None
     ) -> Callable[[], list[Tensor]]:
-        numels = [mine.numel()] * self.group.size if sizes is None else sizes
-        collective = board.post(mine)
-        theirs: list[Tensor] = []
+        numels = [own.numel()] * self.group.size if sizes is None else sizes
+        collective = rendezvous.post(own)
+        received: list[Tensor] = []
 
         def read() -> None:
             for peer, numel in enumerate(numels):
                 if peer == self.group.rank:
-                    theirs.append(mine)
+                    received.append(own)
                 else:
-                    part = board.posted_by(peer, collective, mine.dtype, 0, numel, of=numel)
-                    theirs.append(part.clone())
+                    view = rendezvous.peer_view(peer, collective, own.dtype, 0, numel, total=numel)
+                    received.append(view.clone())
 
-        pending = SharedMemoryWork(board, collective, what, read)
+        work = SharedMemoryWork(rendezvous, collective, what, read)
 
         def collect() -> list[Tensor]:
-            pending.wait()
-            return theirs
+            work.wait()
+            return received
 
         return collect
 
-    def _others(self) -> list[int]:
+    def _peers(self) -> list[int]:
         return [peer for peer in range(self.group.size) if peer != self.group.rank]
 
-    def _direct(self, mine: list[Tensor], theirs: list[Tensor], what: str) -> Exchange:
-        messages = [Message(peer, mine[peer], incoming=False) for peer in self._others()]
-        messages += [Message(peer, theirs[peer], incoming=True) for peer in self._others()]
-        tag = tag_of(self.group, _EXCHANGES, next(self._exchanges))
+    def _exchange_messages(self, own: Tensor, received: list[Tensor], what: str) -> Exchange:
+        messages = [Message(peer, own, incoming=False) for peer in self._peers()]
+        messages += [Message(peer, received[peer], incoming=True) for peer in self._peers()]
+        tag = message_tag(self.group, Channel.EXCHANGES, next(self._exchanges))
         return Exchange(self.group, self.group.control_group, messages, tag=tag, what=what)
 
-    def _direct_announcement(self, value: Tensor, *, incoming: bool, peers: list[int]) -> Exchange:
-        tag = tag_of(self.group, _ANNOUNCEMENTS, next(self._announcements))
+    def _broadcast(self, value: Tensor, *, incoming: bool, peers: list[int]) -> Exchange:
+        tag = message_tag(self.group, Channel.BROADCASTS, next(self._broadcasts))
         messages = [Message(peer, value, incoming=incoming) for peer in peers]
-        what = "the announcement of the next collective"
+        what = "the broadcast of the collective order"
         return Exchange(self.group, self.group.control_group, messages, tag=tag, what=what)

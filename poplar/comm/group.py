@@ -1,6 +1,4 @@
-"""Who takes part: the one place that knows ranks, world size, deadlines and the torch process
-groups.
-"""
+"""Process groups: the only module that knows ranks, world size, deadlines and torch's groups."""
 
 from __future__ import annotations
 
@@ -25,30 +23,30 @@ from poplar.system.trace import Trace
 
 DEFAULT_TIMEOUT = timedelta(minutes=5)
 POPLAR = "poplar"
-"""What torch.distributed calls the backend of `backend.py`."""
-_ON_HOST = ("gloo", POPLAR)
-"""Backends that send and receive tensors of the CPU, for a caller who is held up in the wait."""
+"""The name of the backend in `torch_backend`."""
+_HOST_BACKENDS = ("gloo", POPLAR)
+"""Backends that send and receive CPU tensors; a wait blocks the calling thread."""
 
-Parts = tuple[tuple[int, ...], ...]
-"""Global ranks by part, the same on all ranks."""
+Partition = tuple[tuple[int, ...], ...]
+"""Global ranks by subgroup, the same on all ranks."""
 
-# Groups beside a process group cost sockets and threads: one of a kind, however many optimizers.
-_PARTS: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, Parts], dist.ProcessGroup]] = (
-    weakref.WeakKeyDictionary()
-)
-_NUMBERS: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+# A process group costs sockets and threads, so optimizers share the subgroups of a process group.
+_SUBGROUPS: weakref.WeakKeyDictionary[
+    dist.ProcessGroup, dict[tuple[str, Partition], dist.ProcessGroup]
+] = weakref.WeakKeyDictionary()
+_GROUP_COUNTS: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
-class Members(Protocol):
-    """Ranks that talk to each other, as one of them sees it: all that shared memory has to know."""
+class RankGroup(Protocol):
+    """A group as one of its ranks sees it; all that the shared-memory transport depends on."""
 
     @property
     def rank(self) -> int:
-        """This one, among them."""
+        """This rank, in the group."""
 
     @property
     def size(self) -> int:
-        """How many they are."""
+        """The number of ranks."""
 
     @property
     def timeout(self) -> timedelta:
@@ -56,37 +54,35 @@ class Members(Protocol):
 
     @property
     def failures(self) -> list[CollectiveTimeout]:
-        """Collectives in shared memory that came to no end: ranks no longer agree on what comes
-        next, so there are none after them.
+        """Shared-memory collectives that did not finish. If there are any, ranks no longer agree
+        on the collective order, and every later collective raises.
         """
 
     @property
     def trace(self) -> Trace:
-        """Notes every wait for others while somebody records."""
+        """Records every wait for other ranks while tracing is on."""
 
-    def failure(self, what: str, peers: Sequence[int], cause: str) -> CollectiveTimeout:
-        """The error of a collective in which some of them took no part."""
+    def timeout_error(self, what: str, peers: Sequence[int], cause: str) -> CollectiveTimeout:
+        """The error of a collective in which `peers` did not take part."""
 
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """The ranks of one job as long as nobody joins or leaves; `epoch` counts such changes."""
+    """The ranks of one process group."""
 
-    epoch: int
     ranks: tuple[int, ...]
     """Global ranks, in group order: `ranks[r]` is the global rank of group rank `r`."""
-    store: torch._C._distributed_c10d.Store
     process_group: dist.ProcessGroup
     """Carries tensors: NCCL on CUDA, gloo or `cpu:poplar` on CPU."""
     control_group: dist.ProcessGroup
-    """Carries small host values; on the CPU, so that agreeing never waits for a GPU stream."""
+    """Carries small host values on the CPU, so that it never waits for a GPU stream."""
     timeout: timedelta
-    number: int = 0
-    """Of the groups made on this process group: keeps the messages of two optimizers apart."""
+    index: int = 0
+    """Counts the groups of this process group; separates the messages of two optimizers."""
     failures: list[CollectiveTimeout] = field(default_factory=list)
     trace: Trace = field(default_factory=Trace)
     names: tuple[int, ...] | None = None
-    """What errors call the ranks, where these are part of a larger group."""
+    """The ranks' numbers in errors, if this group is part of a larger one."""
 
     @cached_property
     def rank(self) -> int:
@@ -97,35 +93,39 @@ class Group:
         return len(self.ranks)
 
     def is_on_host(self, device: torch.device) -> bool:
-        """Whether its backend for tensors of a device is one of the CPU's."""
+        """Whether the backend for tensors of this device is a CPU backend."""
         return is_on_host(self.process_group, device)
 
-    def carries(self, device: torch.device) -> bool:
-        """Whether its backend for tensors of a device is made for them, as NCCL is for CUDA."""
+    def supports(self, device: torch.device) -> bool:
+        """Whether the backend for this device is made for its tensors, as NCCL is for CUDA."""
         backend = _backends(self.process_group).get(device.type)
-        return device.type == "cpu" or (backend is not None and backend not in _ON_HOST)
+        return device.type == "cpu" or (backend is not None and backend not in _HOST_BACKENDS)
 
-    def failure(self, what: str, peers: Sequence[int], cause: str) -> CollectiveTimeout:
-        """As `Members.failure`."""
+    def timeout_error(self, what: str, peers: Sequence[int], cause: str) -> CollectiveTimeout:
+        """As `RankGroup.timeout_error`."""
         names = self.names or range(self.size)
         return collective_timeout(
             names[self.rank], self.timeout, what, [names[peer] for peer in peers], cause
         )
 
-    def part(self, parts: Sequence[Sequence[int]]) -> Group:
-        """This rank's of the parts into which the ranks fall. Collective over all of them."""
+    def split(self, partition: Sequence[Sequence[int]]) -> Group:
+        """The subgroup of this rank. Collective over all ranks.
+
+        Args:
+            partition: group ranks by subgroup, the same on all ranks.
+        """
         backend = dist.get_backend_config(self.process_group)
-        members = tuple(tuple(self.ranks[rank] for rank in part) for part in parts)
-        part = Group.of(_part(self.process_group, backend, members, self.timeout), self.timeout)
-        names = next(tuple(part) for part in parts if self.rank in part)
-        return replace(part, names=names, trace=self.trace)
+        subgroups = tuple(tuple(self.ranks[rank] for rank in ranks) for ranks in partition)
+        process_group = _subgroup(self.process_group, backend, subgroups, self.timeout)
+        names = next(tuple(ranks) for ranks in partition if self.rank in ranks)
+        return replace(Group.of(process_group, self.timeout), names=names, trace=self.trace)
 
     @classmethod
     def of(cls, process_group: dist.ProcessGroup | None, timeout: timedelta | None) -> Group:
-        """Describe `process_group` (None: WORLD). Collective on its first use with NCCL.
+        """The group of `process_group` (None: WORLD). Collective on its first use with NCCL.
 
         Raises:
-            RuntimeError: torch.distributed is not initialised; that is the user's to do.
+            RuntimeError: torch.distributed is not initialized; Poplar never does that itself.
         """
         if not dist.is_available() or not dist.is_initialized():
             raise RuntimeError(
@@ -136,74 +136,73 @@ class Group:
         assert chosen is not None
         timeout = timeout if timeout is not None else DEFAULT_TIMEOUT
         return cls(
-            epoch=0,
             ranks=tuple(dist.get_process_group_ranks(chosen)),
-            store=_get_process_group_store(chosen),
             process_group=chosen,
             control_group=_control_group(chosen, timeout),
             timeout=timeout,
-            number=_next_number(chosen),
+            index=_next_index(chosen),
         )
 
 
 def collective_timeout(
     rank: int, timeout: timedelta, what: str, peers: Sequence[int], cause: str
 ) -> CollectiveTimeout:
-    """Of one rank, which waited for `peers` until the deadline."""
+    """The error of `rank`, which waited for `peers` until the deadline."""
     names = ", ".join(str(peer) for peer in peers)
     return CollectiveTimeout(
         f"rank {rank}: {what} failed, waiting for rank(s) {names} (deadline "
-        f"{timeout.total_seconds():g} s). Look at the log of rank(s) {names} first: stopped, "
-        "killed or far behind? A longer deadline: timeout=timedelta(...), of HeteroZeroOptimizer "
-        f"or of init_process_group. Cause: {cause}"
+        f"{timeout.total_seconds():g} s). Check the log of rank(s) {names}: the process may have "
+        "been stopped or killed, or be slow. To wait longer, pass timeout=timedelta(...) to "
+        f"HeteroZeroOptimizer or init_process_group. Cause: {cause}"
     )
 
 
 def is_on_host(process_group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether waits for tensors of a device hold the caller up: its backend is one of the CPU's.
+    """Whether the backend for tensors of this device is a CPU backend, whose waits block the host.
 
-    A process group may have one for each device (`"cpu:gloo,cuda:nccl"`, which is the default).
+    A process group may have one backend per device (`"cpu:gloo,cuda:nccl"` is torch's default).
     """
-    return _backends(process_group).get(device.type) in _ON_HOST
+    return _backends(process_group).get(device.type) in _HOST_BACKENDS
 
 
 def _backends(process_group: dist.ProcessGroup) -> dict[str, str]:
-    """By type of device."""
+    """The backends by device type."""
     parts = dist.get_backend_config(process_group).split(",")
     return dict(part.split(":", 1) for part in parts)
 
 
-def _next_number(process_group: dist.ProcessGroup) -> int:
-    """Counts the groups made on a process group, which all its ranks make in the same order."""
-    number = _NUMBERS.get(process_group, 0)
-    _NUMBERS[process_group] = number + 1
-    return number
+def _next_index(process_group: dist.ProcessGroup) -> int:
+    """Counts the groups of a process group; all its ranks create them in the same order."""
+    index = _GROUP_COUNTS.get(process_group, 0)
+    _GROUP_COUNTS[process_group] = index + 1
+    return index
 
 
 def _control_group(process_group: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGroup:
     if is_on_host(process_group, torch.device("cpu")):
         return process_group
-    everybody = tuple(dist.get_process_group_ranks(process_group))
-    return _part(process_group, "gloo", (everybody,), timeout)
+    all_ranks = tuple(dist.get_process_group_ranks(process_group))
+    return _subgroup(process_group, "gloo", (all_ranks,), timeout)
 
 
-def _part(
-    process_group: dist.ProcessGroup, backend: str, parts: Parts, timeout: timedelta
+def _subgroup(
+    process_group: dist.ProcessGroup, backend: str, partition: Partition, timeout: timedelta
 ) -> dist.ProcessGroup:
-    """A process group of this rank's part. Collective over the process group.
+    """The process group of this rank's part of the partition. Collective over `process_group`.
 
-    Not by `dist.new_group`, which wants every rank of the job or else names the group by how many
-    groups a rank has: ranks that have not as many wait for each other for ever, and after one was
-    destroyed a name comes again, with the old addresses in the store. Here they agree on a new one.
+    `dist.new_group` cannot be used. It needs every rank of the job, or it names the group after the
+    number of groups that a rank has: ranks with different numbers wait for each other forever, and
+    a name comes back after `destroy_process_group`, with old addresses in the store. Here the ranks
+    agree on a unique name.
     """
-    known = _PARTS.setdefault(process_group, {})
-    if (backend, parts) in known:
-        return known[backend, parts]
+    known = _SUBGROUPS.setdefault(process_group, {})
+    if (backend, partition) in known:
+        return known[backend, partition]
     names = [uuid.uuid4().hex]
     first = dist.get_process_group_ranks(process_group)[0]
     dist.broadcast_object_list(names, src=first, group=process_group)
     rank = dist.get_rank()
-    members = next(part for part in parts if rank in part)
+    members = next(ranks for ranks in partition if rank in ranks)
     group, _ = _new_process_group_helper(
         len(members),
         members.index(rank),
@@ -214,6 +213,6 @@ def _part(
         timeout=timeout,
     )
     assert isinstance(group, dist.ProcessGroup)
-    _world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(members)}
-    known[backend, parts] = group
+    _world.pg_group_ranks[group] = {rank: position for position, rank in enumerate(members)}
+    known[backend, partition] = group
     return group

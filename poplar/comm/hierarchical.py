@@ -1,8 +1,8 @@
-"""The transport across hosts: shared memory on each, and every byte passes a network card once.
+"""The transport across hosts: shared memory on each host, and each byte sent between hosts once.
 
-A host's ranks add up what they have before anything leaves it, and share what has come in. So a
-host sends and receives what is not its own once, where the direct algorithm does once for each of
-its ranks. The work across is cut evenly among the ranks of a host (`Hosts.duties`).
+The ranks of a host add their values before anything leaves the host, and share what arrives. So
+each slice crosses the network once per host instead of once per rank. The relaying between hosts
+is split evenly over the ranks of a host (`Hosts.relay_assignments`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from poplar.comm.bucket import Bucket, Codec
 from poplar.comm.collective_queue import CollectiveQueue
-from poplar.comm.communicator import Communicator, Pending, own_slice
+from poplar.comm.communicator import Communicator, Work, own_slice
 from poplar.comm.copies import copy
 from poplar.comm.group import Group
 from poplar.comm.host_topology import Hosts, Piece
@@ -29,12 +29,12 @@ from poplar.comm.shared_memory_work import SharedMemoryWork
 from poplar.errors import CollectiveTimeout
 from poplar.system.trace import Trace
 
-_PATIENCE = timedelta(seconds=2)
+_EXTRA_TIMEOUT = timedelta(seconds=2)
 
 
 @dataclass(frozen=True, eq=False)
-class Neighbours:
-    """The ranks of one host, numbered among themselves; in errors they keep their group's names."""
+class HostGroup:
+    """The ranks of one host as a group of their own; errors use the ranks of the whole group."""
 
     group: Group
     ranks: tuple[int, ...]
@@ -49,8 +49,8 @@ class Neighbours:
 
     @property
     def timeout(self) -> timedelta:
-        # Whoever waits for another host gives up first, and says so to those who wait for it.
-        return self.group.timeout + _PATIENCE
+        # A rank that waits for another host must time out first, and tell the ranks of its host.
+        return self.group.timeout + _EXTRA_TIMEOUT
 
     @property
     def failures(self) -> list[CollectiveTimeout]:
@@ -60,43 +60,43 @@ class Neighbours:
     def trace(self) -> Trace:
         return self.group.trace
 
-    def failure(self, what: str, peers: Sequence[int], cause: str) -> CollectiveTimeout:
-        return self.group.failure(what, [self.ranks[peer] for peer in peers], cause)
+    def timeout_error(self, what: str, peers: Sequence[int], cause: str) -> CollectiveTimeout:
+        return self.group.timeout_error(what, [self.ranks[peer] for peer in peers], cause)
 
 
 class HierarchicalCommunicator(Communicator):
     """Uneven collectives over several hosts, with any number of CPU ranks on each.
 
-    Sums are taken on each host in rank order, rounded to what travels, and added in the order of
-    hosts. So bits depend on which ranks share a host.
+    Sums are taken on each host in rank order, rounded to the wire dtype, and added in host order.
+    So the bits depend on which ranks share a host.
     """
 
     name = "hierarchical"
     reduction_order = "host"
 
-    def __init__(self, group: Group, hosts: Hosts, board: Rendezvous) -> None:
-        """`board`: of this host's ranks, as `Neighbours`."""
+    def __init__(self, group: Group, hosts: Hosts, rendezvous: Rendezvous) -> None:
+        """`rendezvous`: of the ranks of this host, a `HostGroup`."""
         super().__init__(group)
-        self._board = board
-        self._near = SharedMemoryCommunicator(board)
-        self._link = CollectiveQueue(group)
+        self._rendezvous = rendezvous
+        self._intra_host = SharedMemoryCommunicator(rendezvous)
+        self._queue = CollectiveQueue(group)
         self._hosts = hosts
         self._host = hosts.host_of(group.rank)
-        self._neighbours = hosts.members[self._host]
+        self._host_ranks = hosts.members[self._host]
 
     def buffer(
         self, layout: Layout, dtype: torch.dtype, device: torch.device, codec: Codec | None = None
     ) -> Bucket:
-        return self._near.buffer(layout, dtype, device, codec)
+        return self._intra_host.buffer(layout, dtype, device, codec)
 
     def share(self, data: Tensor) -> Tensor:
-        return self._near.share(data)
+        return self._intra_host.share(data)
 
-    def guard(self, data: Tensor) -> None:
-        self._near.guard(data)
+    def wait_for_readers(self, data: Tensor) -> None:
+        self._intra_host.wait_for_readers(data)
 
     def trim(self) -> None:
-        self._near.trim()
+        self._intra_host.trim()
 
     def reduce_scatter(
         self,
@@ -106,171 +106,176 @@ class HierarchicalCommunicator(Communicator):
         accumulate: bool,
         what: str,
         squares: Tensor | None = None,
-    ) -> Pending:
+    ) -> Work:
         rank, layout, data = self.group.rank, bucket.layout, bucket.data
         low, high = layout.bounds(rank)
-        collective = self._board.post(data, unread=(low, high))
+        collective = self._rendezvous.post(data, unread=(low, high))
         by_host = [torch.empty(high - low, dtype=data.dtype) for _ in self._hosts.members]
-        incoming = [
+        messages = [
             Message(sender, by_host[host][piece.start - low : piece.stop - low], incoming=True)
-            for host, sender, piece in self._crossing(layout)
+            for host, sender, piece in self._hosts.relays_of_other_hosts(layout, self._host)
             if piece.owner == rank
         ]
-        turn = self._link.reserve()
-        arriving = self._exchange(incoming, what, turn)
+        position = self._queue.reserve()
+        incoming = self._exchange(messages, what, position)
 
-        def add() -> float:
-            leaving = []
-            for piece in self._duties(layout):
+        def reduce() -> float:
+            outgoing = []
+            for piece in self._relay_assignment(layout):
                 total = torch.empty(piece.numel, dtype=data.dtype)
-                self._add_near(bucket, collective, total, piece.start)
+                self._sum_on_host(bucket, collective, total, piece.start)
                 message = Message(piece.owner, total, incoming=False)
-                leaving.append(self._exchange([message], what, turn))
-            self._add_near(bucket, collective, by_host[self._host], low)
-            held_up = arriving.wait()
+                outgoing.append(self._exchange([message], what, position))
+            self._sum_on_host(bucket, collective, by_host[self._host], low)
+            waited = incoming.wait()
             if low < high:
                 bucket.codec.reduce(out, by_host, accumulate, squares)
-            return held_up + sum(exchange.wait() for exchange in leaving)
+            return waited + sum(exchange.wait() for exchange in outgoing)
 
-        return SharedMemoryWork(self._board, collective, what, add)
+        return SharedMemoryWork(self._rendezvous, collective, what, reduce)
 
     def all_gather(
         self, data: Tensor, layout: Layout, *, what: str, own: Tensor | None = None
-    ) -> Pending:
-        mine = own_slice(data, layout, self.group.rank)
-        read_in = self._board.read_in(data)
-        if own is not None and own.data_ptr() != mine.data_ptr():
-            copy(mine, own)
-        shown = self._show(layout, data.dtype)
-        copy(shown[: mine.numel()], mine)
-        turn = self._link.reserve()
-        arriving = self._arriving(shown, layout, what, turn)
-        leaving = self._leaving(mine, layout, what, turn)
-        collective = self._board.post(shown)
+    ) -> Work:
+        target = own_slice(data, layout, self.group.rank)
+        last_collective = self._rendezvous.last_collective(data)
+        if own is not None and own.data_ptr() != target.data_ptr():
+            copy(target, own)
+        shared = self._allocate_shared(layout, data.dtype)
+        copy(shared[: target.numel()], target)
+        position = self._queue.reserve()
+        incoming = self._receive_assigned(shared, layout, what, position)
+        outgoing = self._send_slice(target, layout, what, position)
+        collective = self._rendezvous.post(shared)
 
-        def place() -> float:
-            held_up = self._board.wait_until_over(read_in)
-            held_up += self._place(collective, data, shown, layout, arriving, what)
-            return held_up + leaving.wait()
+        def gather() -> float:
+            waited = self._rendezvous.wait_until_over(last_collective)
+            waited += self._complete_gather(collective, data, shared, layout, incoming, what)
+            return waited + outgoing.wait()
 
-        return SharedMemoryWork(self._board, collective, what, place)
+        return SharedMemoryWork(self._rendezvous, collective, what, gather)
 
-    def all_reduce(self, bucket: Bucket, *, what: str) -> Pending:
-        """A reduce-scatter, and a gather of what came out."""
+    def all_reduce(self, bucket: Bucket, *, what: str) -> Work:
+        """A reduce-scatter and an all-gather of its result."""
         data, layout = bucket.data, bucket.layout
-        mine = own_slice(data, layout, self.group.rank)
-        total = torch.empty(mine.numel(), dtype=torch.float32)
+        own = own_slice(data, layout, self.group.rank)
+        total = torch.empty(own.numel(), dtype=torch.float32)
         self.reduce_scatter(bucket, total, accumulate=False, what=what)
-        # Issued now, though there is nothing to show yet: ranks may wait in different orders.
-        shown = self._show(layout, data.dtype)
-        turn = self._link.reserve()
-        arriving = self._arriving(shown, layout, what, turn)
-        collective = self._board.post(shown)
+        # Posted before the sum is known, because ranks may wait in different orders.
+        shared = self._allocate_shared(layout, data.dtype)
+        position = self._queue.reserve()
+        incoming = self._receive_assigned(shared, layout, what, position)
+        collective = self._rendezvous.post(shared)
 
-        def place() -> float:
-            # The sum is there: what was issued before is finished first. Neighbours may still read
-            # what this rank brought to it.
-            held_up = self._board.wait_until_over(collective - 1)
-            mine.copy_(total)
-            copy(shown[: mine.numel()], mine)
-            leaving = self._leaving(mine, layout, what, turn)
-            held_up += self._place(collective, data, shown, layout, arriving, what)
-            return held_up + leaving.wait()
+        def gather() -> float:
+            # The reduce-scatter has finished on this rank, but peers may still read its bucket.
+            waited = self._rendezvous.wait_until_over(collective - 1)
+            own.copy_(total)
+            copy(shared[: own.numel()], own)
+            outgoing = self._send_slice(own, layout, what, position)
+            waited += self._complete_gather(collective, data, shared, layout, incoming, what)
+            return waited + outgoing.wait()
 
-        return SharedMemoryWork(self._board, collective, what, place)
+        return SharedMemoryWork(self._rendezvous, collective, what, gather)
 
     def broadcast(self, data: Tensor, source: int, *, what: str) -> None:
         flat = data.view(-1)
-        host = self._hosts.host_of(source)
-        speakers = [ranks[0] for number, ranks in enumerate(self._hosts.members) if number != host]
+        source_host = self._hosts.host_of(source)
+        leaders = [
+            ranks[0] for host, ranks in enumerate(self._hosts.members) if host != source_host
+        ]
         if self.group.rank == source:
-            messages = [Message(speaker, flat, incoming=False) for speaker in speakers]
-        else:
+            messages = [Message(leader, flat, incoming=False) for leader in leaders]
+        elif self.group.rank in leaders:
             messages = [Message(source, flat, incoming=True)]
-            messages = messages if self.group.rank in speakers else []
-        with self._board.or_give_up(what):
-            self._link.exchange(messages, what).wait()
-        speaker = source if host == self._host else self._neighbours[0]
-        self._near.broadcast(data, self._neighbours.index(speaker), what=what)
+        else:
+            messages = []
+        with self._rendezvous.abort_on_error(what):
+            self._queue.exchange(messages, what).wait()
+        leader = source if source_host == self._host else self._host_ranks[0]
+        self._intra_host.broadcast(data, self._host_ranks.index(leader), what=what)
 
     def reshard(self, shard: Tensor, old: Layout, new: Layout, *, what: str) -> Tensor:
-        with self._board.or_give_up(what):
-            return reshard(self._link, shard, old, new, what)
+        with self._rendezvous.abort_on_error(what):
+            return reshard(self._queue, shard, old, new, what)
 
-    # Across hosts.
+    # Between hosts.
 
-    def _exchange(self, messages: list[Message], what: str, turn: int) -> Exchange:
-        """Waited for within a `Read`, which tells the neighbours if it fails; here if it can't
-        even begin.
+    def _exchange(self, messages: list[Message], what: str, position: int) -> Exchange:
+        """Start an exchange; if it cannot be started, abort, so that the host's ranks are told.
+
+        Its wait runs within a `SharedMemoryWork`, which aborts on errors in the same way.
         """
-        with self._board.or_give_up(what):
-            return self._link.exchange(messages, what, place=turn)
+        with self._rendezvous.abort_on_error(what):
+            return self._queue.exchange(messages, what, position=position)
 
-    def _duties(self, layout: Layout) -> list[Piece]:
-        """What this rank carries across for its host."""
-        return self._hosts.duties(layout, self._host)[self._neighbours.index(self.group.rank)]
+    def _relay_assignment(self, layout: Layout) -> list[Piece]:
+        """The pieces that this rank relays for its host."""
+        index = self._host_ranks.index(self.group.rank)
+        return self._hosts.relay_assignments(layout, self._host)[index]
 
-    def _crossing(self, layout: Layout) -> list[tuple[int, int, Piece]]:
-        return self._hosts.crossing(layout, self._host)
-
-    def _leaving(self, mine: Tensor, layout: Layout, what: str, turn: int) -> Exchange:
-        """This rank's slice on its way to those who share it with their hosts."""
+    def _send_slice(self, own: Tensor, layout: Layout, what: str, position: int) -> Exchange:
+        """Send this rank's slice to the ranks that relay it to their hosts."""
         rank, low = self.group.rank, layout.bounds(self.group.rank)[0]
         messages = [
-            Message(carrier, mine[piece.start - low : piece.stop - low], incoming=False)
-            for _, carrier, piece in self._crossing(layout)
+            Message(relay, own[piece.start - low : piece.stop - low], incoming=False)
+            for _, relay, piece in self._hosts.relays_of_other_hosts(layout, self._host)
             if piece.owner == rank
         ]
-        return self._exchange(messages, what, turn)
+        return self._exchange(messages, what, position)
 
-    def _arriving(self, shown: Tensor, layout: Layout, what: str, turn: int) -> Exchange:
-        """What this rank shares with its host, on its way here."""
+    def _receive_assigned(
+        self, shared: Tensor, layout: Layout, what: str, position: int
+    ) -> Exchange:
+        """Receive the pieces that this rank relays, behind its own slice."""
         begin = layout.size(self.group.rank)
         messages = []
-        for piece in self._duties(layout):
-            messages.append(Message(piece.owner, shown[begin : begin + piece.numel], incoming=True))
+        for piece in self._relay_assignment(layout):
+            part = shared[begin : begin + piece.numel]
+            messages.append(Message(piece.owner, part, incoming=True))
             begin += piece.numel
-        return self._exchange(messages, what, turn)
+        return self._exchange(messages, what, position)
 
     # Within this host.
 
-    def _add_near(self, bucket: Bucket, collective: int, out: Tensor, low: int) -> None:
-        """The sum of the neighbours' elements from `low` on, rounded to what travels."""
+    def _sum_on_host(self, bucket: Bucket, collective: int, out: Tensor, low: int) -> None:
+        """The sum over this host's ranks of their elements from `low` on, in the wire dtype."""
         if out.numel():
-            parts = self._near.parts(collective, bucket.data, low, out.numel())
+            parts = self._intra_host.slices(collective, bucket.data, low, out.numel())
             bucket.codec.reduce_each([out], parts)
 
-    def _show(self, layout: Layout, dtype: torch.dtype) -> Tensor:
-        """Shared memory for this rank's slice, and behind it for what is its duty."""
+    def _allocate_shared(self, layout: Layout, dtype: torch.dtype) -> Tensor:
+        """Shared memory for this rank's slice and, behind it, the pieces that it relays."""
         numel = layout.size(self.group.rank)
-        return self._board.lend(dtype, numel + sum(piece.numel for piece in self._duties(layout)))
+        relayed = sum(piece.numel for piece in self._relay_assignment(layout))
+        return self._rendezvous.allocate_tensor(dtype, numel + relayed)
 
-    def _place(
+    def _complete_gather(
         self,
         collective: int,
         data: Tensor,
-        shown: Tensor,
+        shared: Tensor,
         layout: Layout,
-        arriving: Exchange,
+        incoming: Exchange,
         what: str,
     ) -> float:
-        """Complete `data` with what this rank has been sent and what its neighbours show."""
-        held_up = arriving.wait()
-        self._board.mark(collective)
-        held_up += self._board.wait_until_marked(collective, what)
-        duties = self._hosts.duties(layout, self._host)
-        for number, (rank, pieces) in enumerate(zip(self._neighbours, duties, strict=True)):
+        """Fill `data` from what this rank has received and what the host's other ranks share."""
+        waited = incoming.wait()
+        self._rendezvous.mark_written(collective)
+        waited += self._rendezvous.wait_until_written(collective, what)
+        assignments = self._hosts.relay_assignments(layout, self._host)
+        for index, (rank, pieces) in enumerate(zip(self._host_ranks, assignments, strict=True)):
             own = [] if rank == self.group.rank else [Piece(rank, *layout.bounds(rank))]
             begin = layout.size(rank) - sum(piece.numel for piece in own)
             for piece in (*own, *pieces):
                 if piece.numel:
                     part = (
-                        shown[begin : begin + piece.numel]
+                        shared[begin : begin + piece.numel]
                         if rank == self.group.rank
-                        else self._board.posted_by(
-                            number, collective, data.dtype, begin, piece.numel
+                        else self._rendezvous.peer_view(
+                            index, collective, data.dtype, begin, piece.numel
                         )
                     )
                     copy(data[piece.start : piece.stop], part)
                 begin += piece.numel
-        return held_up
+        return waited

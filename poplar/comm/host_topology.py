@@ -1,4 +1,4 @@
-"""Which ranks share a host, and which of them speak for it to the others."""
+"""Which ranks share a host, and which rank relays which data between hosts."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from pathlib import Path
 from poplar.comm.shard_layout import ALIGNMENT, Layout
 from poplar.comm.shared_segment import CAN_SHARE
 
-MOST = 1 << 20
-"""Elements of a piece: it is on its way while the next is added up."""
+MAX_PIECE_NUMEL = 1 << 20
+"""Elements of a piece at most. One piece is sent while the next is being added."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements `[start, stop)` of a flat buffer, which lie in the slice of rank `owner`."""
+    """Elements `[start, stop)` of a flat buffer, within the slice of rank `owner`."""
 
     owner: int
     start: int
@@ -30,76 +30,76 @@ class Piece:
 
 @dataclass(frozen=True)
 class Hosts:
-    """Ranks by host; hosts in the order of their first ranks, the ranks of each ascending."""
+    """Ranks by host. Hosts are ordered by their first rank, and the ranks of each ascend."""
 
     members: tuple[tuple[int, ...], ...]
 
     @classmethod
-    def of(cls, places: Sequence[object]) -> Hosts:
-        """From the place of every rank, in rank order."""
+    def of(cls, host_ids: Sequence[object]) -> Hosts:
+        """Group the ranks by the host id of each rank, given in rank order."""
         found: dict[object, list[int]] = {}
-        for rank, place in enumerate(places):
-            found.setdefault(place, []).append(rank)
+        for rank, host_id in enumerate(host_ids):
+            found.setdefault(host_id, []).append(rank)
         return cls(tuple(tuple(ranks) for ranks in found.values()))
 
     def host_of(self, rank: int) -> int:
-        """The number of its host."""
+        """The index of the rank's host."""
         return next(host for host, ranks in enumerate(self.members) if rank in ranks)
 
-    def duties(self, layout: Layout, host: int) -> list[list[Piece]]:
-        """What each rank of a host carries across: all slices of other hosts' ranks, evenly cut.
+    def relay_assignments(self, layout: Layout, host: int) -> list[list[Piece]]:
+        """For each rank of a host, the pieces of other hosts' slices that it relays, evenly split.
 
-        What a host reduces for them leaves it once, and what it gathers of them comes in once, each
-        piece by the one rank whose duty it is.
+        Each piece is relayed by one rank: what the host has reduced for another host leaves it
+        once, and what the host gathers from another host enters it once.
         """
         ranks = self.members[host]
-        foreign = [
+        remote = [
             Piece(rank, *layout.bounds(rank))
             for rank in range(layout.world_size)
             if rank not in ranks
         ]
-        return [list(pieces) for pieces in _cut(foreign, len(ranks))]
+        return [list(pieces) for pieces in _split_evenly(remote, len(ranks))]
 
-    def crossing(self, layout: Layout, host: int) -> list[tuple[int, int, Piece]]:
-        """Host, rank and piece of everything that ranks of other hosts than this carry."""
+    def relays_of_other_hosts(self, layout: Layout, host: int) -> list[tuple[int, int, Piece]]:
+        """(Host, rank, piece) of every piece that ranks of other hosts relay."""
         return [
             (other, rank, piece)
             for other, ranks in enumerate(self.members)
             if other != host
-            for rank, pieces in zip(ranks, self.duties(layout, other), strict=True)
+            for rank, pieces in zip(ranks, self.relay_assignments(layout, other), strict=True)
             for piece in pieces
         ]
 
 
-def _cut(pieces: Sequence[Piece], ways: int) -> Iterator[Iterator[Piece]]:
+def _split_evenly(pieces: Sequence[Piece], count: int) -> Iterator[Iterator[Piece]]:
     total = sum(piece.numel for piece in pieces)
-    step = -(-total // (ways * ALIGNMENT)) * ALIGNMENT
-    for way in range(ways):
-        yield _between(pieces, way * step, (way + 1) * step)
+    step = -(-total // (count * ALIGNMENT)) * ALIGNMENT
+    for part in range(count):
+        yield _pieces_between(pieces, part * step, (part + 1) * step)
 
 
-def _between(pieces: Sequence[Piece], first: int, last: int) -> Iterator[Piece]:
-    """What lies between two places of the pieces laid end to end."""
+def _pieces_between(pieces: Sequence[Piece], first: int, last: int) -> Iterator[Piece]:
+    """Elements `[first, last)` of the concatenated pieces."""
     begin = 0
     for piece in pieces:
         start = piece.start + max(first - begin, 0)
         stop = piece.start + min(last - begin, piece.numel)
-        for part in range(start, stop, MOST):
-            yield Piece(piece.owner, part, min(part + MOST, stop))
+        for part in range(start, stop, MAX_PIECE_NUMEL):
+            yield Piece(piece.owner, part, min(part + MAX_PIECE_NUMEL, stop))
         begin += piece.numel
 
 
-def place() -> tuple[str, ...]:
-    """The host, and the namespaces within which processes and sockets of it see each other.
+def host_id() -> tuple[str, ...]:
+    """Identifies the host and the PID and network namespaces of this process.
 
-    Ranks in different network namespaces are told apart because whoever made these wants the
-    network between them to be used.
+    Ranks in different network namespaces count as different hosts: namespaces are created in order
+    to use the network between them.
     """
-    alone = (platform.node(), str(os.getpid()))
+    unshared = (platform.node(), str(os.getpid()))
     if not CAN_SHARE:
-        return alone
+        return unshared
     try:
         host = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return (host, *(os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net")))
-    except OSError:  # a container that hides them: nobody could open each other's memory either
-        return alone
+    except OSError:  # in such a container, processes cannot open each other's memory either
+        return unshared

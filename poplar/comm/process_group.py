@@ -1,9 +1,8 @@
-"""The transport that always works: torch.distributed, NCCL on CUDA, gloo on the CPU.
+"""The transport over torch.distributed: NCCL on CUDA, gloo on the CPU. It works everywhere.
 
-By default the direct algorithm: each rank sends every peer the slice that the peer owns and adds
-what it receives itself, in rank order and in fp32. It takes any shares, keeps the weights exact,
-and gives the same bits every time, none of which NCCL's and gloo's own reduce-scatter offer. Others
-are in `algorithms`.
+The default is the direct algorithm: each rank sends every peer the slice that the peer owns, and
+adds what it receives in rank order and fp32. It supports any shares, keeps weights exact and is
+deterministic, which the reduce-scatters of NCCL and gloo are not. `algorithms` has the others.
 """
 
 from __future__ import annotations
@@ -11,27 +10,27 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from poplar.comm.algorithms import ALL_GATHERS, REDUCE_SCATTERS, gather_directly
+from poplar.comm.algorithms import ALL_GATHERS, REDUCE_SCATTERS, gather_direct
 from poplar.comm.bucket import Bucket
 from poplar.comm.collective_queue import CollectiveQueue
-from poplar.comm.communicator import Communicator, Pending, own_slice
+from poplar.comm.communicator import Communicator, Work, own_slice
 from poplar.comm.group import Group
 from poplar.comm.point_to_point import Message
-from poplar.comm.segment_pool import keeps_memory
+from poplar.comm.segment_pool import caches_memory
 from poplar.comm.shard_layout import Layout, transfers
 
 
 class ProcessGroupCommunicator(Communicator):
-    """Uneven reduce-scatter and all-gather out of messages and of even collectives."""
+    """Uneven reduce-scatter and all-gather from messages and even collectives."""
 
     def __init__(self, group: Group, reduce: str = "direct", gather: str = "direct") -> None:
         """`reduce` and `gather`: names in `REDUCE_SCATTERS` and `ALL_GATHERS`."""
         super().__init__(group)
-        self._link = CollectiveQueue(group)
+        self._queue = CollectiveQueue(group)
         self._reduce, self._gather = REDUCE_SCATTERS[reduce], ALL_GATHERS[gather]
         self.name = f"process_group:{reduce}+{gather}"
         self.reduction_order = self._reduce.reduction_order
-        self.waits_on_stream = group.carries(torch.device("cuda"))
+        self.waits_on_stream = group.supports(torch.device("cuda"))
 
     def reduce_scatter(
         self,
@@ -41,71 +40,71 @@ class ProcessGroupCommunicator(Communicator):
         accumulate: bool,
         what: str,
         squares: Tensor | None = None,
-    ) -> Pending:
-        return self._reduce.run(self._link, bucket, out, accumulate, what, squares)
+    ) -> Work:
+        return self._reduce.run(self._queue, bucket, out, accumulate, what, squares)
 
-    def all_reduce(self, bucket: Bucket, *, what: str) -> Pending:
-        """A reduce-scatter, and a gather of what came out.
+    def all_reduce(self, bucket: Bucket, *, what: str) -> Work:
+        """A reduce-scatter and an all-gather of its result.
 
-        The gather is direct: it is issued when the sum is there, so at another time on each rank,
-        which the library's own collectives do not allow.
+        The gather is always direct: each rank issues it when its sum is ready, which is at
+        different times, and the library's own collectives do not allow that.
         """
         data, layout = bucket.data, bucket.layout
         own = own_slice(data, layout, self.group.rank)
         in_place = data.dtype is torch.float32
         total = own if in_place else own.new_empty(own.numel(), dtype=torch.float32)
-        reduced = self.reduce_scatter(bucket, total, accumulate=False, what=what)
-        place = self._link.reserve()  # now: ranks may wait in different orders
+        reduction = self.reduce_scatter(bucket, total, accumulate=False, what=what)
+        position = self._queue.reserve()  # reserved now, because ranks may wait in different orders
 
-        def gather() -> Pending:
+        def gather() -> Work:
             if not in_place:
                 own.copy_(total)
-            return gather_directly(self._link, data, layout, what, place)
+            return gather_direct(self._queue, data, layout, what, position)
 
-        if not self._link.group.is_on_host(data.device):
-            reduced.wait()  # the stream does: the gather can be issued now, in order
+        if not self._queue.group.is_on_host(data.device):
+            reduction.wait()  # only the stream waits, so the gather can be issued now, in order
             return gather()
-        return self._link.one_after_the_other(reduced, gather, place)
+        return self._queue.chain(reduction, gather, position)
 
     def all_gather(
         self, data: Tensor, layout: Layout, *, what: str, own: Tensor | None = None
-    ) -> Pending:
+    ) -> Work:
         if own is not None:
             own_slice(data, layout, self.group.rank).copy_(own)
-        return self._gather(self._link, data, layout, what)
+        return self._gather(self._queue, data, layout, what)
 
     def trim(self) -> None:
-        self._link.spare.trim(keeps_memory())
+        self._queue.buffers.trim(caches_memory())
 
     def broadcast(self, data: Tensor, source: int, *, what: str) -> None:
         if self.group.rank == source:
-            messages = [Message(peer, data, incoming=False) for peer in self._link.peers()]
+            messages = [Message(peer, data, incoming=False) for peer in self._queue.peers()]
         else:
             messages = [Message(source, data, incoming=True)]
-        self._link.exchange(messages, what).wait()
+        self._queue.exchange(messages, what).wait()
 
     def reshard(self, shard: Tensor, old: Layout, new: Layout, *, what: str) -> Tensor:
-        return reshard(self._link, shard, old, new, what)
+        return reshard(self._queue, shard, old, new, what)
 
 
-def reshard(link: CollectiveQueue, shard: Tensor, old: Layout, new: Layout, what: str) -> Tensor:
-    """As `Communicator.reshard`, by messages."""
-    rank = link.group.rank
+def reshard(queue: CollectiveQueue, shard: Tensor, old: Layout, new: Layout, what: str) -> Tensor:
+    """As `Communicator.reshard`, by point-to-point messages."""
+    rank = queue.group.rank
     result = torch.empty(new.size(rank), dtype=shard.dtype, device=shard.device)
-    mine, target = old.bounds(rank)[0], new.bounds(rank)[0]
+    old_start, new_start = old.bounds(rank)[0], new.bounds(rank)[0]
     messages = []
     for move in transfers(old, new):
-        leaving = move.source == rank
-        arriving = move.target == rank
-        if leaving and arriving:
-            result[move.start - target : move.stop - target].copy_(
-                shard[move.start - mine : move.stop - mine]
+        sends = move.source == rank
+        receives = move.target == rank
+        if sends and receives:
+            result[move.start - new_start : move.stop - new_start].copy_(
+                shard[move.start - old_start : move.stop - old_start]
             )
-        elif leaving:
-            part = shard[move.start - mine : move.stop - mine]
+        elif sends:
+            part = shard[move.start - old_start : move.stop - old_start]
             messages.append(Message(move.target, part, incoming=False))
-        elif arriving:
-            part = result[move.start - target : move.stop - target]
+        elif receives:
+            part = result[move.start - new_start : move.stop - new_start]
             messages.append(Message(move.source, part, incoming=True))
-    link.exchange(messages, what).wait()
+    queue.exchange(messages, what).wait()
     return result

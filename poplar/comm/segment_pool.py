@@ -1,4 +1,6 @@
-"""Parts of a segment, used again and again: fresh memory costs more to touch than to copy."""
+"""Allocation of blocks in a shared segment. Blocks are reused: touching fresh memory costs more
+than copying into it.
+"""
 
 from __future__ import annotations
 
@@ -9,92 +11,94 @@ from collections.abc import Callable, Iterator
 
 from poplar.system import host_limits
 
-_LEAST = mmap.PAGESIZE
+_MIN_BYTES = mmap.PAGESIZE
 _CACHE_SETTING = "POPLAR_MEMORY_CACHE"
-"""`off` in this variable of the environment: memory that is not in use now goes back to the system
-at once, as in allocators without a cache, and has to be faulted in again at the next use."""
+"""Environment variable. `off` returns unused memory to the system at once, as an allocator without
+a cache does; its next use then has to fault it in again."""
 
 
-def keeps_memory() -> bool:
-    """Whether memory that is not in use now is kept for the next use."""
+def caches_memory() -> bool:
+    """Whether unused memory is kept for the next use."""
     return os.environ.get(_CACHE_SETTING) != "off"
 
 
-class Shared:
-    """A part in use, and the last collective in which peers read it."""
+class Block:
+    """A block of the segment, and the last collective in which peers access it."""
 
     def __init__(self, offset: int, nbytes: int) -> None:
         self.offset = offset
         self.nbytes = nbytes
-        self.read_in: int | None = None
-        self.is_blank = True
-        """Nothing has been written since its memory was given back."""
+        self.last_collective: int | None = None
+        self.is_released = True
+        """Whether its memory has been returned to the system and not been written since."""
 
 
-class Pool:
-    """Hands parts out and takes them back, though peers may still read what has come back."""
+class SegmentPool:
+    """Allocates blocks and takes them back, possibly while peers still read them."""
 
     def __init__(self, begin: int, end: int, is_over: Callable[[int], bool]) -> None:
-        """Parts lie between `begin` and `end`, in bytes.
+        """Blocks lie between the byte offsets `begin` and `end`.
 
-        `is_over(c)`: every rank has read what it needs of collective `c`.
+        `is_over(c)`: whether every rank has finished reading for collective `c`.
         """
         self._next, self._end = begin, end
         self._is_over = is_over
-        self._parts: list[Shared] = []
-        self._idle: dict[int, list[Shared]] = {}
+        self._blocks: list[Block] = []
+        self._idle: dict[int, list[Block]] = {}
 
-    def take(self, nbytes: int) -> Shared:
-        """A part of at least so many bytes that nobody reads any more.
+    def allocate(self, nbytes: int) -> Block:
+        """A block of at least `nbytes` that no peer reads.
 
-        Never waits: a peer that still reads may itself be waiting for what is to be written. How
-        many parts there are is bounded by how many collectives are in flight.
+        Never waits, because a peer that still reads may be waiting for the data that will be
+        written here. The number of blocks is bounded by the collectives in flight.
 
         Raises:
-            MemoryError: the segment is used up, or the host's memory is.
+            MemoryError: the segment is full, or the host has too little free memory.
         """
         size = _rounded(nbytes)
         idle = self._idle.setdefault(size, [])
-        for place, part in enumerate(idle):
-            if part.read_in is None or self._is_over(part.read_in):
-                part.read_in = None
-                part.is_blank = False
-                return idle.pop(place)
+        for position, block in enumerate(idle):
+            if block.last_collective is None or self._is_over(block.last_collective):
+                block.last_collective = None
+                block.is_released = False
+                return idle.pop(position)
         if self._next + size > self._end:
             raise MemoryError(
-                f"{nbytes} bytes to share do not fit: {self._next} of {self._end} are taken; use "
-                "communicator='process_group'"
+                f"cannot share {nbytes} bytes: {self._next} of the segment's {self._end} bytes are "
+                "in use; use communicator='process_group'"
             )
         free = host_limits.free_memory()
         if free is not None and nbytes > free:
-            # What the kernel would do instead is to kill a process, whose log says nothing.
+            # Otherwise the kernel would kill a process, without an error message.
             raise MemoryError(
-                f"{nbytes} bytes to share do not fit into the memory of this host, of which {free} "
-                "are free: fewer ranks here, a higher stage, smaller shares or a smaller model"
+                f"cannot share {nbytes} bytes: this host has only {free} bytes of free memory; use "
+                "fewer ranks here, a higher stage, smaller shares or a smaller model"
             )
-        part = Shared(self._next, size)
-        part.is_blank = False
+        block = Block(self._next, size)
+        block.is_released = False
         self._next += size
-        self._parts.append(part)
-        return part
+        self._blocks.append(block)
+        return block
 
-    def give_back(self, part: Shared) -> None:
-        """Nobody here needs it any more."""
-        self._idle[part.nbytes].append(part)
+    def free(self, block: Block) -> None:
+        """Take back a block that this rank no longer uses; peers may still read it."""
+        self._idle[block.nbytes].append(block)
 
-    def blank(self) -> Iterator[Shared]:
-        """Idle parts that nobody reads any more, each once: the caller gives their memory back."""
-        for part in (part for idle in self._idle.values() for part in idle):
-            if not part.is_blank and (part.read_in is None or self._is_over(part.read_in)):
-                part.is_blank = True
-                yield part
+    def release_idle(self) -> Iterator[Block]:
+        """Idle blocks that no peer reads, each once; the caller returns their memory."""
+        for block in (block for idle in self._idle.values() for block in idle):
+            if not block.is_released and (
+                block.last_collective is None or self._is_over(block.last_collective)
+            ):
+                block.is_released = True
+                yield block
 
-    def holder_of(self, offset: int) -> Shared | None:
-        """The part in which a byte of the segment lies."""
-        after = bisect.bisect_right(self._parts, offset, key=lambda part: part.offset)
-        return self._parts[after - 1] if after else None
+    def block_at(self, offset: int) -> Block | None:
+        """The block that contains this byte offset of the segment."""
+        after = bisect.bisect_right(self._blocks, offset, key=lambda block: block.offset)
+        return self._blocks[after - 1] if after else None
 
 
 def _rounded(nbytes: int) -> int:
-    """To a power of two, so that buffers of nearly one size serve each other."""
-    return 1 << (max(_LEAST, nbytes) - 1).bit_length()
+    """Round up to a power of two, so that buffers of similar size reuse each other's blocks."""
+    return 1 << (max(_MIN_BYTES, nbytes) - 1).bit_length()

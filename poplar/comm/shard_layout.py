@@ -1,8 +1,9 @@
-"""Who owns which elements of a flat buffer, and what must move when that changes.
+"""Shard layouts: which rank owns which elements of a flat buffer, and the transfers between
+layouts.
 
-A `Layout` is one contiguous slice per rank, in rank order, without gaps: so it is nothing but its
-boundaries, and two layouts of one buffer differ by a list of transfers. Re-planning and checkpoints
-both move state by that one list. Elements, never bytes.
+A `Layout` gives each rank one contiguous slice, in rank order, without gaps. Re-planning and
+checkpoints both move state by the list of `transfers` between two layouts. All numbers are
+elements, never bytes.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from typing import NamedTuple
 from poplar import _core
 
 ALIGNMENT = 64
-"""Boundaries are multiples of this many elements: vector kernels and block sums then see whole
-blocks, so what they compute does not depend on the cut (`AdamW(fused=True)` gives other bits at
-cuts of 4 elements, the same from 8 on)."""
+"""Boundaries are multiples of this many elements, so that vector kernels and block sums see whole
+blocks and their results do not depend on the boundaries (`AdamW(fused=True)` gives other bits at
+boundaries of 4 elements, the same from 8 on).
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +33,7 @@ class Layout:
         object.__setattr__(self, "offsets", tuple(int(offset) for offset in self.offsets))
         if len(self.offsets) < 2:
             raise ValueError(
-                f"Layout.offsets must hold one boundary more than there are ranks, got "
+                f"Layout.offsets must have at least 2 boundaries, one more than ranks, got "
                 f"{self.offsets}"
             )
         if self.offsets[0] != 0:
@@ -44,7 +46,7 @@ class Layout:
 
     @classmethod
     def from_shares(cls, numel: int, shares: Sequence[float], alignment: int = ALIGNMENT) -> Layout:
-        """Cut `numel` elements by `shares`, at multiples of `alignment`.
+        """Cut `numel` elements according to `shares`, at multiples of `alignment`.
 
         Args:
             numel: elements in the buffer, padding included: a multiple of `alignment`.
@@ -71,7 +73,7 @@ class Layout:
 
     @property
     def world_size(self) -> int:
-        """Ranks that the buffer is cut for."""
+        """The number of ranks."""
         return len(self.offsets) - 1
 
     @property
@@ -80,7 +82,7 @@ class Layout:
         return tuple(stop - start for start, stop in pairwise(self.offsets))
 
     def bounds(self, rank: int) -> tuple[int, int]:
-        """First element of `rank` and the one after its last."""
+        """The first element of `rank` and the one after its last."""
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank}: this layout is for ranks 0 to {self.world_size - 1}")
         return self.offsets[rank], self.offsets[rank + 1]
@@ -92,7 +94,7 @@ class Layout:
 
 
 class Transfer(NamedTuple):
-    """Elements `[start, stop)` go from rank `source` of the old layout to `target` of the new."""
+    """Elements `[start, stop)` move from rank `source` of the old layout to `target` of the new."""
 
     source: int
     target: int
@@ -101,19 +103,19 @@ class Transfer(NamedTuple):
 
 
 def transfers(old: Layout, new: Layout) -> tuple[Transfer, ...]:
-    """What must move for a buffer laid out as `old` to be laid out as `new`.
+    """The transfers that change a buffer's layout from `old` to `new`.
 
     Args:
-        old: who owns the elements now.
-        new: who shall own them; the number of ranks may differ.
+        old: the current layout.
+        new: the layout afterwards; the number of ranks may differ.
 
     Returns:
-        Ascending and without gaps: together they cover every element exactly once. What stays where
-        it is (`source == target`) is included, so that a rank can build its new slice from this
-        list alone.
+        Ascending and without gaps: together they cover every element exactly once. Elements that
+        stay on their rank (`source == target`) are included, so that a rank can build its new slice
+        from this list alone.
 
     Raises:
-        ValueError: layouts of buffers of different length.
+        ValueError: the layouts have different numbers of elements.
     """
     if old.numel != new.numel:
         raise ValueError(

@@ -1,7 +1,7 @@
-"""The transport between CPU ranks of one host: what is packed lies where peers read it.
+"""The transport between CPU ranks of one host: buckets are in memory that all ranks can read.
 
-Nothing is sent. A rank posts where its bucket lies; who needs a slice of it takes it from there and
-adds in rank order. See `board.py` for how ranks wait for each other.
+Nothing is sent. Each rank posts the location of its bucket, and the owner of a slice reads that
+slice of every bucket and adds them in rank order. `rendezvous` defines how ranks wait.
 """
 
 from __future__ import annotations
@@ -16,56 +16,56 @@ from torch import Tensor
 
 from poplar import _core, ops
 from poplar.comm.bucket import Bucket, Codec
-from poplar.comm.communicator import Communicator, Pending, own_slice
-from poplar.comm.copies import copy, copy_around
+from poplar.comm.communicator import Communicator, Work, own_slice
+from poplar.comm.copies import copy, copy_except
 from poplar.comm.rendezvous import Rendezvous
 from poplar.comm.shard_layout import ALIGNMENT, Layout, transfers
 from poplar.comm.shared_memory_work import SharedMemoryWork
 
-_LEAST_TO_SHARE = 2 * _core.CHUNK
-"""Elements of a slice on which more than one rank may work."""
+_MIN_SHARED_NUMEL = 2 * _core.CHUNK
+"""Elements of a slice from which on several ranks may reduce chunks of it."""
 _SQUARE_BYTES = 4
-_HEAD = 64
-"""Bytes; what comes before tensors takes a multiple, so that any dtype is aligned after it."""
+_HEADER_ALIGNMENT = 64
+"""Bytes. Headers are padded to a multiple of this, so that tensors of any dtype can follow."""
 
 
 class SharedMemoryCommunicator(Communicator):
-    """Uneven collectives by reading each other's memory."""
+    """Uneven collectives in which ranks read each other's memory."""
 
     name = "shared_memory"
     takes_memory = False
     reduction_order = "rank"
 
-    def __init__(self, board: Rendezvous) -> None:
-        super().__init__(board.group)
-        self._board = board
+    def __init__(self, rendezvous: Rendezvous) -> None:
+        super().__init__(rendezvous.group)
+        self._rendezvous = rendezvous
 
     def buffer(
         self, layout: Layout, dtype: torch.dtype, device: torch.device, codec: Codec | None = None
     ) -> Bucket:
         codec = codec if codec is not None else Codec(dtype)
-        board, wire, numel = self._board, codec.wire_dtype, layout.numel
-        # Sums end in fp32 buckets alone, so only there peers may help with them.
+        rendezvous, wire, numel = self._rendezvous, codec.wire_dtype, layout.numel
+        # Peers write fp32 sums in place, which only fp32 buckets can hold.
         blocks = numel // ALIGNMENT if wire is torch.float32 and _is_aligned(layout) else 0
-        room = board.lend(wire, numel + blocks)
-        data, squares = room[:numel], room[numel:] if blocks else None
-        guard = partial(board.guard, room)
-        return Bucket(data, layout, codec, before_writing=guard, squares=squares)
+        memory = rendezvous.allocate_tensor(wire, numel + blocks)
+        data, squares = memory[:numel], memory[numel:] if blocks else None
+        wait = partial(rendezvous.wait_for_readers, memory)
+        return Bucket(data, layout, codec, wait_until_writable=wait, squares=squares)
 
-    def or_give_up(self, what: str) -> AbstractContextManager[None]:
-        """Whatever goes wrong inside is the end of this transport, on all ranks."""
-        return self._board.or_give_up(what)
+    def abort_on_error(self, what: str) -> AbstractContextManager[None]:
+        """Abort this transport, on all ranks, if an exception is raised inside."""
+        return self._rendezvous.abort_on_error(what)
 
-    def give_up(self, why: str) -> None:
-        """No collective comes after this; peers are told."""
-        self._board.give_up(why)
+    def abort(self, reason: str) -> None:
+        """Refuse all later collectives and tell the peers."""
+        self._rendezvous.abort(reason)
 
     def share(self, data: Tensor) -> Tensor:
-        shared = self._board.lend(data.dtype, data.numel())
+        shared = self._rendezvous.allocate_tensor(data.dtype, data.numel())
         return shared.view(data.shape).copy_(data)
 
-    def guard(self, data: Tensor) -> None:
-        self._board.guard(data)
+    def wait_for_readers(self, data: Tensor) -> None:
+        self._rendezvous.wait_for_readers(data)
 
     def reduce_scatter(
         self,
@@ -75,184 +75,198 @@ class SharedMemoryCommunicator(Communicator):
         accumulate: bool,
         what: str,
         squares: Tensor | None = None,
-    ) -> Pending:
-        rank, board = self.group.rank, self._board
+    ) -> Work:
+        rank, rendezvous = self.group.rank, self._rendezvous
         own, low = bucket.layout.size(rank), bucket.layout.bounds(rank)[0]
-        # Others may write the sum of this rank's slice only where they can reach it.
+        # Peers can write sums of this rank's slice only into its bucket.
         in_place = not accumulate and out.data_ptr() == bucket.data.data_ptr() + (
             low * bucket.data.element_size()
         )
-        is_open = in_place and own >= _LEAST_TO_SHARE and ops.native and bucket.squares is not None
-        collective = board.post(
+        shares_work = (
+            in_place and own >= _MIN_SHARED_NUMEL and ops.native and bucket.squares is not None
+        )
+        collective = rendezvous.post(
             bucket.data,
             unread=bucket.layout.bounds(rank),
-            is_open=is_open,
-            behind=_behind(bucket) if is_open else 0,
+            shares_work=shares_work,
+            extra_bytes=_extra_bytes(bucket) if shares_work else 0,
         )
 
-        def add() -> float:
-            held_up = 0.0
-            if is_open:
-                self._help(rank, collective, bucket)
+        def reduce() -> float:
+            waited = 0.0
+            if shares_work:
+                self._reduce_chunks(rank, collective, bucket)
             elif own:
-                parts = self.parts(collective, bucket.data, low, own)
+                parts = self.slices(collective, bucket.data, low, own)
                 bucket.codec.reduce(out, parts, accumulate, squares)
             if ops.native:
-                for peer in board.open_to_help(collective):
-                    self._help(peer, collective, bucket)
-            if is_open:
-                held_up = board.wait_until_done(collective, own, what)
+                for peer in rendezvous.peers_sharing_work(collective):
+                    self._reduce_chunks(peer, collective, bucket)
+            if shares_work:
+                waited = rendezvous.wait_for_chunks(collective, own, what)
                 if squares is not None:
                     squares.copy_(self._squares(rank, collective, bucket))
-            return held_up
+            return waited
 
-        return SharedMemoryWork(board, collective, what, add)
+        return SharedMemoryWork(rendezvous, collective, what, reduce)
 
-    def _help(self, rank: int, collective: int, bucket: Bucket) -> None:
-        """Add up what nobody has claimed yet of a rank's slice, into its own buffer."""
+    def _reduce_chunks(self, rank: int, collective: int, bucket: Bucket) -> None:
+        """Reduce the chunks of a rank's slice that no other rank has taken, in its own bucket."""
         low, high = bucket.layout.bounds(rank)
-        parts = self.parts(collective, bucket.data, low, high - low)
-        claims = self._board.claims(rank, collective)
+        parts = self.slices(collective, bucket.data, low, high - low)
+        counters = self._rendezvous.work_counters(rank, collective)
         squares = self._squares(rank, collective, bucket)
-        bucket.codec.reduce_claimed([parts[rank]], parts, claims, squares)
+        bucket.codec.reduce_chunks([parts[rank]], parts, counters, squares)
 
     def _squares(self, rank: int, collective: int, bucket: Bucket) -> Tensor:
-        """Where whoever adds up a rank's slice leaves its block sums of squares."""
-        low, high = (place // ALIGNMENT for place in bucket.layout.bounds(rank))
+        """Where the block sums of squares of a rank's slice are written."""
+        low, high = (boundary // ALIGNMENT for boundary in bucket.layout.bounds(rank))
         if rank == self.group.rank:
             assert bucket.squares is not None
             return bucket.squares[low:high]
         first = bucket.layout.numel + low
-        return self._board.posted_by(rank, collective, torch.float32, first, high - low)
+        return self._rendezvous.peer_view(rank, collective, torch.float32, first, high - low)
 
-    def all_reduce(self, bucket: Bucket, *, what: str) -> Pending:
-        """Whoever owns a slice adds it up and writes the sum into everybody's buffer."""
-        board, data = self._board, bucket.data
+    def all_reduce(self, bucket: Bucket, *, what: str) -> Work:
+        """The owner of a slice adds it and writes the sum into every rank's buffer."""
+        rendezvous, data = self._rendezvous, bucket.data
         low, high = bucket.layout.bounds(self.group.rank)
-        is_shared = board.holds(data)
-        mine, part = (data, None) if is_shared else board.take(data.dtype, data.numel())
+        is_shared = rendezvous.is_shared(data)
+        shared, block = (data, None) if is_shared else rendezvous.allocate(data.dtype, data.numel())
         if not is_shared:
-            copy_around(mine, data, low, high)
-        collective = board.post(mine)
+            copy_except(shared, data, low, high)
+        collective = rendezvous.post(shared)
 
-        def add() -> float:
-            # Nobody may read what this writes over for the sake of an earlier collective.
-            held_up = board.wait_until_over(collective - 1)
+        def reduce() -> float:
+            # Peers may still read, for an earlier collective, what this overwrites.
+            waited = rendezvous.wait_until_over(collective - 1)
             if low < high:
-                parts = self.parts(collective, data, low, high - low)
+                parts = self.slices(collective, data, low, high - low)
                 bucket.codec.reduce_each(parts, parts)
-            board.mark(collective)
-            held_up += board.wait_until_marked(collective, what)
-            if part is not None:
-                copy_around(data, mine, low, high)
-                board.give_back(part)
-            return held_up
+            rendezvous.mark_written(collective)
+            waited += rendezvous.wait_until_written(collective, what)
+            if block is not None:
+                copy_except(data, shared, low, high)
+                rendezvous.free(block)
+            return waited
 
-        return SharedMemoryWork(board, collective, what, add)
+        return SharedMemoryWork(rendezvous, collective, what, reduce)
 
     def all_gather(
         self, data: Tensor, layout: Layout, *, what: str, own: Tensor | None = None
-    ) -> Pending:
-        board = self._board
-        mine = own_slice(data, layout, self.group.rank)
-        read_in = board.read_in(data)
-        # A copy: what is gathered may be changed as soon as this rank has all of it.
-        collective = board.post(own) if own is not None else board.post_copy(mine)
+    ) -> Work:
+        rendezvous = self._rendezvous
+        target = own_slice(data, layout, self.group.rank)
+        last_collective = rendezvous.last_collective(data)
+        # A copy if the slice is part of `data`, which may change as soon as this rank has finished.
+        collective = rendezvous.post(own) if own is not None else rendezvous.post_copy(target)
 
-        def place() -> float:
-            held_up = board.wait_until_over(read_in)
-            if own is not None and own.data_ptr() != mine.data_ptr():
-                copy(mine, own)
-            for peer in board.others():
+        def gather() -> float:
+            waited = rendezvous.wait_until_over(last_collective)
+            if own is not None and own.data_ptr() != target.data_ptr():
+                copy(target, own)
+            for peer in rendezvous.peers():
                 count = layout.size(peer)
-                part = board.posted_by(peer, collective, data.dtype, 0, count, of=count)
+                part = rendezvous.peer_view(peer, collective, data.dtype, 0, count, total=count)
                 copy(own_slice(data, layout, peer), part)
-            return held_up
+            return waited
 
-        return SharedMemoryWork(board, collective, what, place)
+        return SharedMemoryWork(rendezvous, collective, what, gather)
 
     def all_to_all(
-        self, received: Tensor, mine: Tensor, arriving: Sequence[int], leaving: Sequence[int]
+        self,
+        received: Tensor,
+        sent: Tensor,
+        received_sizes: Sequence[int],
+        sent_sizes: Sequence[int],
     ) -> None:
-        """Each rank's next `leaving[r]` elements go to rank `r`; returns when they have arrived.
+        """Send the next `sent_sizes[r]` elements to each rank `r`; returns when all have arrived.
 
         Args:
-            received: 1-D; `arriving[r]` elements from rank `r`, one after the other.
-            mine: 1-D, of the same dtype.
-            arriving: what peers say that leaves for this rank.
-            leaving: elements, by rank.
+            received: 1-D; `received_sizes[r]` elements from each rank `r`, concatenated.
+            sent: 1-D, of the same dtype.
+            received_sizes: elements by rank; must equal the size that the peer sends.
+            sent_sizes: elements by rank.
         """
-        board, rank, step = self._board, self.group.rank, mine.element_size()
-        begins = (0, *itertools.accumulate(leaving))
-        # Where each rank's part begins is known to the sender alone, so it goes ahead.
-        head = _HEAD * -(-8 * len(begins) // _HEAD)
-        posted, shared = board.take(torch.uint8, head + mine.numel() * step)
+        rendezvous, rank, step = self._rendezvous, self.group.rank, sent.element_size()
+        begins = (0, *itertools.accumulate(sent_sizes))
+        # Only the sender knows where each rank's part begins, so it posts that in a header.
+        header = _HEADER_ALIGNMENT * -(-8 * len(begins) // _HEADER_ALIGNMENT)
+        posted, block = rendezvous.allocate(torch.uint8, header + sent.numel() * step)
         posted[: 8 * len(begins)].view(torch.int64).copy_(torch.tensor(begins))
-        copy(posted[head:].view(mine.dtype), mine)
-        collective = board.post(posted)
-        board.give_back(shared)
+        copy(posted[header:].view(sent.dtype), sent)
+        collective = rendezvous.post(posted)
+        rendezvous.free(block)
 
-        def place() -> None:
-            own = mine[begins[rank] : begins[rank + 1]]
-            for peer, part in enumerate(received.split(list(arriving))):
+        def read() -> None:
+            own = sent[begins[rank] : begins[rank + 1]]
+            for peer, part in enumerate(received.split(list(received_sizes))):
                 if peer == rank:
                     copy(part, own)
                     continue
-                begin, end = board.posted_by(peer, collective, torch.int64, rank, 2).tolist()
+                begin, end = rendezvous.peer_view(peer, collective, torch.int64, rank, 2).tolist()
                 if end - begin != part.numel():
                     raise RuntimeError(
-                        f"rank {rank} takes rank {peer} to send {part.numel()} elements, and it "
-                        f"sends {end - begin}: what arrives here must be what leaves there"
+                        f"rank {rank} expects {part.numel()} elements from rank {peer}, which "
+                        f"sends {end - begin}: the splits of the two ranks must match"
                     )
-                sent = board.posted_by(
-                    peer, collective, torch.uint8, head + begin * step, part.numel() * step
+                source = rendezvous.peer_view(
+                    peer, collective, torch.uint8, header + begin * step, part.numel() * step
                 )
-                copy(part, sent.view(part.dtype))
+                copy(part, source.view(part.dtype))
 
-        SharedMemoryWork(board, collective, "all_to_all", place).wait()
+        SharedMemoryWork(rendezvous, collective, "all_to_all", read).wait()
 
     def barrier(self) -> None:
-        """Return when every rank is here."""
-        board = self._board
-        SharedMemoryWork(board, board.post(torch.empty(0)), "barrier", lambda: None).wait()
+        """Return when every rank has called this."""
+        rendezvous = self._rendezvous
+        SharedMemoryWork(
+            rendezvous, rendezvous.post(torch.empty(0)), "barrier", lambda: None
+        ).wait()
 
-    def parts(self, collective: int, mine: Tensor, low: int, numel: int) -> list[Tensor]:
-        """Everybody's elements from `low` on, in rank order; this rank's are `mine`."""
-        board = self._board
-        parts = [mine[low : low + numel]] * self.group.size
-        for peer in board.others():
-            parts[peer] = board.posted_by(
+    def slices(self, collective: int, own: Tensor, low: int, numel: int) -> list[Tensor]:
+        """`numel` elements from `low` on of every rank's post, in rank order.
+
+        `own` is what this rank has posted.
+        """
+        rendezvous = self._rendezvous
+        slices = [own[low : low + numel]] * self.group.size
+        for peer in rendezvous.peers():
+            slices[peer] = rendezvous.peer_view(
                 peer,
                 collective,
-                mine.dtype,
+                own.dtype,
                 low,
                 numel,
-                of=mine.numel(),
-                behind=_SQUARE_BYTES * (mine.numel() // ALIGNMENT),
+                total=own.numel(),
+                extra_bytes=_SQUARE_BYTES * (own.numel() // ALIGNMENT),
             )
-        return parts
+        return slices
 
     def trim(self) -> None:
-        self._board.trim()
+        self._rendezvous.trim()
 
     def broadcast(self, data: Tensor, source: int, *, what: str) -> None:
-        board, flat = self._board, data.view(-1)
-        # A copy: the source may go on, and write, before everybody has read it.
-        collective = board.post_copy(flat if self.group.rank == source else flat[:0])
+        rendezvous, flat = self._rendezvous, data.view(-1)
+        # A copy: the source may overwrite its data before all ranks have read it.
+        collective = rendezvous.post_copy(flat if self.group.rank == source else flat[:0])
 
-        def take_over() -> None:
+        def read() -> None:
             if self.group.rank != source:
                 count = flat.numel()
-                copy(flat, board.posted_by(source, collective, flat.dtype, 0, count, of=count))
+                copy(
+                    flat,
+                    rendezvous.peer_view(source, collective, flat.dtype, 0, count, total=count),
+                )
 
-        SharedMemoryWork(board, collective, what, take_over).wait()
+        SharedMemoryWork(rendezvous, collective, what, read).wait()
 
     def reshard(self, shard: Tensor, old: Layout, new: Layout, *, what: str) -> Tensor:
-        board, rank = self._board, self.group.rank
+        rendezvous, rank = self._rendezvous, self.group.rank
         result = torch.empty(new.size(rank), dtype=shard.dtype, device=shard.device)
-        collective = board.post_copy(shard)
+        collective = rendezvous.post_copy(shard)
 
-        def take_over() -> None:
+        def read() -> None:
             first = new.bounds(rank)[0]
             for move in transfers(old, new):
                 if move.target != rank:
@@ -262,20 +276,20 @@ class SharedMemoryCommunicator(Communicator):
                 part = (
                     shard[begin : begin + count]
                     if move.source == rank
-                    else board.posted_by(
-                        move.source, collective, shard.dtype, begin, count, of=total
+                    else rendezvous.peer_view(
+                        move.source, collective, shard.dtype, begin, count, total=total
                     )
                 )
                 copy(result[move.start - first : move.stop - first], part)
 
-        SharedMemoryWork(board, collective, what, take_over).wait()
+        SharedMemoryWork(rendezvous, collective, what, read).wait()
         return result
 
 
-def _behind(bucket: Bucket) -> int:
-    """Bytes that peers write behind a bucket."""
+def _extra_bytes(bucket: Bucket) -> int:
+    """Bytes that peers write behind a bucket: its block sums of squares."""
     return 0 if bucket.squares is None else _SQUARE_BYTES * bucket.squares.numel()
 
 
 def _is_aligned(layout: Layout) -> bool:
-    return all(cut % ALIGNMENT == 0 for cut in layout.offsets)
+    return all(offset % ALIGNMENT == 0 for offset in layout.offsets)

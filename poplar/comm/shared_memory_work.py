@@ -1,4 +1,4 @@
-"""A collective on boards, from when this rank has posted its part until it has read the others'."""
+"""A collective through shared memory, from posting this rank's data until reading the peers'."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from poplar.comm.rendezvous import Rendezvous
 
 
 class SharedMemoryWork:
-    """A collective that has been posted here; waiting for it reads what the peers have posted."""
+    """A posted collective; `wait` waits for the peers' posts and then reads them."""
 
     def __init__(
-        self, board: Rendezvous, collective: int, what: str, read: Callable[[], float | None]
+        self, rendezvous: Rendezvous, collective: int, what: str, read: Callable[[], float | None]
     ) -> None:
-        """`read` returns seconds for which it was held up itself, if it was."""
-        self._board, self._collective, self._what = board, collective, what
+        """`read` reads the peers' data and returns the seconds that it waited, if any."""
+        self._rendezvous, self._collective, self._what = rendezvous, collective, what
         self._read: Callable[[], float | None] | None = read
-        board.reads[collective] = self.wait
+        rendezvous.unfinished[collective] = self.wait
 
     def wait(self) -> float:
-        """As `Pending.wait`."""
+        """As `Work.wait`."""
         if self._read is None:
             return 0.0
-        board, collective = self._board, self._collective
-        # In the order of issue, in whatever order callers wait: peers may be at an earlier one that
-        # goes on only while all ranks wait for it.
-        held_up = board.finish_before(collective)
-        with board.or_give_up(self._what):
-            held_up += board.wait_until_posted(collective, self._what)
-            held_up += self._read() or 0.0
+        rendezvous, collective = self._rendezvous, self._collective
+        # In the order of issue, whatever the order of waits: peers may be in an earlier collective
+        # that only progresses while all ranks wait for it.
+        waited = rendezvous.finish_earlier(collective)
+        with rendezvous.abort_on_error(self._what):
+            waited += rendezvous.wait_until_posted(collective, self._what)
+            waited += self._read() or 0.0
         self._read = None
-        board.finish(collective)
-        return held_up
+        rendezvous.finish(collective)
+        return waited

@@ -1,10 +1,10 @@
-"""Memory that the processes of one host share, without a name that could outlive them.
+"""Anonymous shared memory between the processes of one host.
 
-A segment is an anonymous file in memory (`memfd_create`), which peers open through
-`/proc/<pid>/fd/<number>`: nothing lies in `/dev/shm`, whose size is often limited, nothing is left
-behind by a crash, and it needs no rights beyond those to one's own processes. It is as large as it
-may ever have to be, and takes memory only where it was written. So peers open it once, when ranks
-meet, and what they have opened stays, even if its maker has ended.
+A segment is an anonymous memory file (`memfd_create`) that peers open through
+`/proc/<pid>/fd/<descriptor>`. It uses no space in `/dev/shm`, whose size is often limited, leaves
+nothing behind after a crash and needs no extra permissions. It reserves addresses for its largest
+possible size and takes memory only where it is written. So peers map it once, when the rendezvous
+is created, and their mapping stays valid after its owner has exited.
 """
 
 from __future__ import annotations
@@ -20,55 +20,56 @@ from poplar.system import host_limits
 
 PAGE = mmap.PAGESIZE
 CAN_SHARE = hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")
-"""Linux has both."""
-_LEAST, _USUAL = 1 << 30, 1 << 38
-"""Bytes of addresses; of memory, where the system does not say how much there is."""
+"""Whether this system (Linux) has the calls that segments need."""
+_MIN_BYTES = 1 << 30
+_DEFAULT_MEMORY = 1 << 38
+"""Bytes of memory to assume if the system does not report any."""
 
 
-def addresses(ranks: int) -> int:
-    """Bytes of addresses for what one of so many ranks of this host may share.
+def segment_bytes(ranks: int) -> int:
+    """Bytes of addresses to reserve per rank, with this many ranks on the host.
 
-    Each process maps everybody's, in every group, and has 2^47 in all; so they are few where ranks
-    are many. What one rank shares is hardly ever more than all memory or four times its part of it.
+    A process maps the segments of all ranks, in every group, into 2^47 bytes of addresses. One rank
+    rarely shares more than all memory, or four times its part of it.
     """
-    memory = host_limits.total_memory() or _USUAL
-    return -(-max(_LEAST, min(memory, 4 * memory // ranks)) // PAGE) * PAGE
+    memory = host_limits.total_memory() or _DEFAULT_MEMORY
+    return -(-max(_MIN_BYTES, min(memory, 4 * memory // ranks)) // PAGE) * PAGE
 
 
 class Segment:
-    """Shared memory that this process has made: addresses for `nbytes`, no memory yet."""
+    """Shared memory created by this process: `nbytes` of addresses, without memory at first."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
-        self.number = os.memfd_create("poplar", os.MFD_CLOEXEC)
+        self.descriptor = os.memfd_create("poplar", os.MFD_CLOEXEC)
         try:
-            os.ftruncate(self.number, nbytes)
-            self.memory = mmap.mmap(self.number, nbytes)
+            os.ftruncate(self.descriptor, nbytes)
+            self.memory = mmap.mmap(self.descriptor, nbytes)
         except OSError:
-            os.close(self.number)
+            os.close(self.descriptor)
             raise
         self.address = view(self.memory, torch.uint8, 0, 1).data_ptr()
 
-    def give_back(self, offset: int, nbytes: int) -> None:
-        """Memory of whole pages to the system, for all processes; what is read there next is 0."""
+    def release_memory(self, offset: int, nbytes: int) -> None:
+        """Return whole pages to the system, for all processes; they read as zeros afterwards."""
         self.memory.madvise(mmap.MADV_REMOVE, offset, nbytes)
 
-    def shut(self) -> None:
-        """Everybody who shall have it has opened it."""
-        os.close(self.number)
-        self.number = -1
+    def close_descriptor(self) -> None:
+        """Close the file once all peers have opened it; the mappings stay valid."""
+        os.close(self.descriptor)
+        self.descriptor = -1
 
 
-class Peer:
-    """Another process of this host: its segment, and whether it is still there."""
+class PeerSegment:
+    """The segment of another process on this host, and whether that process is alive."""
 
-    def __init__(self, pid: int, number: int, nbytes: int) -> None:
-        """Open its segment.
+    def __init__(self, pid: int, descriptor: int, nbytes: int) -> None:
+        """Open the peer's segment.
 
         Raises:
-            OSError: no such process or segment, or not permitted.
+            OSError: the process or the segment does not exist, or access is not permitted.
         """
-        handle = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+        handle = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
         try:
             self.memory = mmap.mmap(handle, nbytes)
         finally:
@@ -79,15 +80,15 @@ class Peer:
         if hasattr(self, "_process"):
             os.close(self._process)
 
-    def has_ended(self) -> bool:
-        """Whether the process is over, even if nobody has asked for its exit code."""
-        watch = select.poll()  # `select` refuses numbers above 1023
+    def has_exited(self) -> bool:
+        """Whether the process has exited, even if its parent has not collected its exit code."""
+        watch = select.poll()  # `select.select` refuses descriptors above 1023
         watch.register(self._process, select.POLLIN)
         return bool(watch.poll(0))
 
 
 def view(memory: mmap.mmap | memoryview, dtype: torch.dtype, offset: int, numel: int) -> Tensor:
-    """Elements of shared memory as a tensor, which keeps `memory` alive, as its own views do."""
+    """A tensor over shared memory. It keeps `memory` alive, and so do views of the tensor."""
     if numel == 0:
         return torch.empty(0, dtype=dtype)
     return torch.frombuffer(memory, dtype=dtype, count=numel, offset=offset)

@@ -1,12 +1,12 @@
-"""`cpu:poplar`, a backend of torch.distributed: shared memory between the ranks of one host.
+"""The `cpu:poplar` backend of torch.distributed: shared memory between the ranks of one host.
 
     import poplar.comm
     torch.distributed.init_process_group("cpu:poplar")
 
-It can't be one of several in a process group (`cpu:poplar,cuda:nccl`): torch would drop the others.
-DDP, FSDP2 and DeepSpeed run on it as they are. Sums of floating tensors, gathers, broadcasts,
-all-to-alls and barriers go through shared memory; gloo carries the rest: other reductions (maximum,
-integers), reduce, gather, scatter, send and receive.
+DDP, FSDP2 and DeepSpeed run on it unchanged. Sums of floating-point tensors, gathers, broadcasts,
+all-to-alls and barriers use shared memory; gloo runs the rest: other reductions (maximum,
+integers), reduce, gather, scatter, send and receive. It cannot be one of several backends of a
+process group (`cpu:poplar,cuda:nccl`): torch would drop the others.
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ from poplar.comm.communicator import own_slice
 from poplar.comm.group import POPLAR
 from poplar.comm.shard_layout import ALIGNMENT, Layout
 from poplar.comm.shared_memory import SharedMemoryCommunicator
-from poplar.comm.worker_thread import Job, Ranks, WorkerThread
+from poplar.comm.worker_thread import QueuedWork, StoreGroup, WorkerThread
 
 _ProcessGroup: Any = dist.ProcessGroup
-"""Its type stubs show methods as users call them; torch calls them in another way."""
+"""`Any`: its type stubs have the methods that users call, not those that torch calls."""
 _FLOATING = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class PoplarProcessGroup(_ProcessGroup):  # type: ignore[misc]
-    """What `init_process_group("cpu:poplar")` and `new_group` make; users never call it.
+    """The process group that `init_process_group("cpu:poplar")` and `new_group` create.
 
-    Collectives run one after the other (`Jobs`); the ranks meet in shared memory at the first one.
+    Collectives run one after the other (`WorkerThread`); the first one connects the ranks.
     """
 
-    def __init__(self, ranks: Ranks, name: str) -> None:
-        super().__init__(ranks.rank, ranks.size)
-        self._ranks, self._name = ranks, name
-        store = c10d.PrefixStore("gloo", ranks.store)
+    def __init__(self, group: StoreGroup, name: str) -> None:
+        super().__init__(group.rank, group.size)
+        self._group, self._name = group, name
+        store = c10d.PrefixStore("gloo", group.store)
         self._gloo: Any = c10d.ProcessGroupGloo(
-            store, ranks.rank, ranks.size, timeout=ranks.timeout
+            store, group.rank, group.size, timeout=group.timeout
         )
-        self._jobs = WorkerThread(ranks)
-        weakref.finalize(self, self._jobs.stop)  # also when the interpreter ends
+        self._worker = WorkerThread(group)
+        weakref.finalize(self, self._worker.stop)  # also when the interpreter ends
 
-    # What torch asks of a process group. Names in camel case are those of its C++ class.
+    # The interface that torch requires. Camel-case names are those of its C++ class.
 
     def getBackendName(self) -> str:  # noqa: N802
         return POPLAR
@@ -60,8 +60,12 @@ class PoplarProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def setGroupName(self, name: str) -> None:  # noqa: N802
         self._name = name
 
+    def _get_backend(self, device: torch.device) -> Any:
+        """The backend that sends and receives; PyTorch 2.14's `batch_isend_irecv` asks for it."""
+        return self._gloo
+
     def shutdown(self) -> None:
-        self._jobs.stop()
+        self._worker.stop()
 
     abort = shutdown
 
@@ -78,7 +82,7 @@ class PoplarProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Any:
         if self._divisor(opts, tensors) is None:
-            # Not its `allreduce`, to which several tensors are several inputs of one reduction.
+            # Not `allreduce`, which treats several tensors as inputs of one reduction.
             return self._gloo.allreduce_coalesced(tensors, opts or c10d.AllreduceCoalescedOptions())
         return self.allreduce(tensors, opts)
 
@@ -89,7 +93,7 @@ class PoplarProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> dist.Work:
         for output, mine in zip(outputs, inputs, strict=True):
-            _check("all_gather", output, mine, self._ranks.size)
+            _check_sizes("all_gather", output, mine, self._group.size)
 
         def run(comm: SharedMemoryCommunicator) -> None:
             for output, mine in zip(outputs, inputs, strict=True):
@@ -101,12 +105,12 @@ class PoplarProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
     ) -> dist.Work:
         (parts,), (mine,) = outputs, inputs
-        _check("all_gather", parts[self._ranks.rank], mine)
+        _check_sizes("all_gather", parts[self._group.rank], mine)
 
         def run(comm: SharedMemoryCommunicator) -> None:
             whole = torch.empty(sum(part.numel() for part in parts), dtype=mine.dtype)
             _all_gather(comm, whole, mine, [part.numel() for part in parts])
-            _spread(whole, parts)
+            _copy_to_parts(whole, parts)
 
         return self._submit("all_gather", run, parts, opts)
 
@@ -118,7 +122,7 @@ class PoplarProcessGroup(_ProcessGroup):  # type: ignore[misc]
     ) -> dist.Work:
         divisor = self._scattered_divisor(opts, inputs)
         for output, mine in zip(outputs, inputs, strict=True):
-            _check("reduce_scatter", mine, output, self._ranks.size)
+            _check_sizes("reduce_scatter", mine, output, self._group.size)
 
         def run(comm: SharedMemoryCommunicator) -> None:
             for output, mine in zip(outputs, inputs, strict=True):
@@ -131,7 +135,7 @@ class PoplarProcessGroup(_ProcessGroup):  # type: ignore[misc]
     ) -> dist.Work:
         (output,), (parts,) = outputs, inputs
         divisor = self._scattered_divisor(opts, parts)
-        _check("reduce_scatter", parts[self._ranks.rank], output)
+        _check_sizes("reduce_scatter", parts[self._group.rank], output)
 
         def run(comm: SharedMemoryCommunicator) -> None:
             mine = torch.cat([part.reshape(-1) for part in parts])
@@ -146,7 +150,7 @@ class PoplarProcessGroup(_ProcessGroup):  # type: ignore[misc]
             for tensor in tensors:
                 flat = _flat(tensor)
                 comm.broadcast(flat, source, what="broadcast")
-                _bring_back(tensor, flat)
+                _copy_back(tensor, flat)
 
         return self._submit("broadcast", run, tensors, opts)
 
@@ -158,39 +162,39 @@ class PoplarProcessGroup(_ProcessGroup):  # type: ignore[misc]
         input_splits: list[int],
         opts: Any = None,
     ) -> dist.Work:
-        size = self._ranks.size
-        arriving = _elements(output, output_splits, size)
-        leaving = _elements(input, input_splits, size)
+        size = self._group.size
+        received_sizes = _split_numels(output, output_splits, size)
+        sent_sizes = _split_numels(input, input_splits, size)
 
         def run(comm: SharedMemoryCommunicator) -> None:
             received = _flat(output)
-            comm.all_to_all(received, _flat(input), arriving, leaving)
-            _bring_back(output, received)
+            comm.all_to_all(received, _flat(input), received_sizes, sent_sizes)
+            _copy_back(output, received)
 
         return self._submit("all_to_all", run, [output], opts)
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> dist.Work:
-        arriving, leaving = ([t.numel() for t in tensors] for tensors in (outputs, inputs))
+        received_sizes, sent_sizes = ([t.numel() for t in tensors] for tensors in (outputs, inputs))
 
         def run(comm: SharedMemoryCommunicator) -> None:
-            received = torch.empty(sum(arriving), dtype=outputs[0].dtype)
+            received = torch.empty(sum(received_sizes), dtype=outputs[0].dtype)
             mine = torch.cat([tensor.reshape(-1) for tensor in inputs])
-            comm.all_to_all(received, mine, arriving, leaving)
-            _spread(received, outputs)
+            comm.all_to_all(received, mine, received_sizes, sent_sizes)
+            _copy_to_parts(received, outputs)
 
         return self._submit("all_to_all", run, outputs, opts)
 
     def barrier(self, opts: Any = None) -> dist.Work:
         return self._submit("barrier", SharedMemoryCommunicator.barrier, [], opts)
 
-    # Until torch 2.12 they had other names; 2.13 asks for both.
+    # Names until torch 2.12; torch 2.13 calls both.
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single
 
-    # gloo's.
+    # Run by gloo.
 
     def reduce(self, *arguments: Any) -> Any:
         return self._gloo.reduce(*arguments)
@@ -211,27 +215,27 @@ class PoplarProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return self._gloo.recv_anysource(*arguments)
 
     def _divisor(self, opts: Any, tensors: Sequence[Tensor]) -> int | None:
-        """What a sum of floating tensors is divided by; None for any other reduction."""
+        """The divisor of a sum or mean of floating-point tensors; None for any other reduction."""
         op = opts.reduceOp if opts is not None else dist.ReduceOp.SUM
         if any(t.dtype not in _FLOATING or t.layout is not torch.strided for t in tensors):
             return None
         if op == dist.ReduceOp.SUM:
             return 1
-        return self._ranks.size if op == dist.ReduceOp.AVG else None
+        return self._group.size if op == dist.ReduceOp.AVG else None
 
     def _scattered_divisor(self, opts: Any, tensors: Sequence[Tensor]) -> int:
         """As `_divisor`.
 
         Raises:
-            ValueError: another reduction, which gloo doesn't scatter either.
+            ValueError: another reduction, which gloo does not scatter either.
         """
         divisor = self._divisor(opts, tensors)
         if divisor is None:
+            op = opts.reduceOp if opts is not None else dist.ReduceOp.SUM
             dtypes = sorted({str(tensor.dtype) for tensor in tensors})
             raise ValueError(
-                "reduce_scatter on cpu:poplar gives sums or means of float32, bfloat16 and float16 "
-                f"tensors; this is another reduction, or one of {', '.join(dtypes)}. all_reduce "
-                "takes any"
+                "reduce_scatter on cpu:poplar supports sums and means of float32, bfloat16 and "
+                f"float16 tensors, got {op} of {', '.join(dtypes)}; use all_reduce instead"
             )
         return divisor
 
@@ -245,9 +249,9 @@ class PoplarProcessGroup(_ProcessGroup):  # type: ignore[misc]
         for tensor in results:
             if tensor.device.type != "cpu":
                 raise ValueError(f"{what} on cpu:poplar takes CPU tensors, got {tensor.device}")
-        job = Job(what, run, results)
-        self._jobs.put(job, wait=not getattr(opts, "asyncOp", True))
-        return job
+        work = QueuedWork(what, run, results)
+        self._worker.submit(work, wait=not getattr(opts, "asyncOp", True))
+        return work
 
 
 def _all_reduce(comm: SharedMemoryCommunicator, tensor: Tensor, divisor: int) -> None:
@@ -259,13 +263,13 @@ def _all_reduce(comm: SharedMemoryCommunicator, tensor: Tensor, divisor: int) ->
     if divisor == 1:
         comm.all_reduce(bucket, what="all_reduce").wait()
     else:
-        # Divided before it is rounded: a sum may be too large for 16 bits where the mean is not.
+        # Divided before rounding: the sum may overflow 16 bits where the mean does not.
         mine = own_slice(flat, layout, comm.group.rank)
         total = torch.empty(mine.numel(), dtype=torch.float32)
         comm.reduce_scatter(bucket, total, accumulate=False, what="all_reduce").wait()
         mine.copy_(total.div_(divisor))
         comm.all_gather(flat, layout, what="all_reduce").wait()
-    _bring_back(tensor, flat)
+    _copy_back(tensor, flat)
 
 
 def _all_gather(
@@ -274,7 +278,7 @@ def _all_gather(
     sizes = sizes or [mine.numel()] * comm.group.size
     whole = _flat(output)
     comm.all_gather(whole, _layout(sizes), what="all_gather", own=_flat(mine)).wait()
-    _bring_back(output, whole)
+    _copy_back(output, whole)
 
 
 def _reduce_scatter(
@@ -295,12 +299,12 @@ def _reduce_scatter(
         output.copy_(total.view(output.shape))
 
 
-def _check(what: str, whole: Tensor, part: Tensor, count: int = 1) -> None:
-    """Refuse tensors of which `count` parts don't make the whole, before any rank is asked."""
+def _check_sizes(what: str, whole: Tensor, part: Tensor, count: int = 1) -> None:
+    """Raise if `count` parts do not make up the whole, before the collective is issued."""
     if whole.numel() != count * part.numel() or whole.dtype is not part.dtype:
         raise ValueError(
             f"{what} on cpu:poplar: {count} x {part.numel()} elements of {part.dtype} on one side, "
-            f"{whole.numel()} of {whole.dtype} on the other; they must be the same"
+            f"{whole.numel()} of {whole.dtype} on the other; both must be equal"
         )
 
 
@@ -308,8 +312,8 @@ def _layout(sizes: Sequence[int]) -> Layout:
     return Layout((0, *itertools.accumulate(sizes)))
 
 
-def _elements(tensor: Tensor, splits: list[int], size: int) -> list[int]:
-    """Rows for each rank, as elements; without splits they are even."""
+def _split_numels(tensor: Tensor, splits: list[int], size: int) -> list[int]:
+    """Elements for each rank from its number of rows; without splits, all ranks get the same."""
     if not splits:
         if tensor.shape[0] % size:
             raise ValueError(
@@ -319,35 +323,35 @@ def _elements(tensor: Tensor, splits: list[int], size: int) -> list[int]:
         return [tensor.numel() // size] * size
     if len(splits) != size or sum(splits) != tensor.shape[0]:
         raise ValueError(
-            f"all_to_all on cpu:poplar: splits {splits} must be {size}, one for each rank, and add "
-            f"up to {tensor.shape[0]} rows"
+            f"all_to_all on cpu:poplar: splits must be {size} numbers, one for each rank, that add "
+            f"up to {tensor.shape[0]} rows, got {splits}"
         )
     row = tensor.numel() // tensor.shape[0] if tensor.shape[0] else 0
     return [row * split for split in splits]
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """1-D and contiguous: the tensor's own memory if it is that already, else a copy."""
+    """A 1-D contiguous view of the tensor, or a copy if there is no such view."""
     return tensor.reshape(-1).contiguous()
 
 
-def _bring_back(tensor: Tensor, flat: Tensor) -> None:
-    """After `flat` was written: the tensor of which it is a copy, if it is one, has it too."""
+def _copy_back(tensor: Tensor, flat: Tensor) -> None:
+    """Copy `flat` back into the tensor if `_flat` returned a copy."""
     if flat.data_ptr() != tensor.data_ptr():
         tensor.copy_(flat.view(tensor.shape))
 
 
-def _spread(flat: Tensor, parts: Sequence[Tensor]) -> None:
+def _copy_to_parts(flat: Tensor, parts: Sequence[Tensor]) -> None:
     for part, own in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
         part.copy_(own.view(part.shape))
 
 
-def _make(options: Any, _: object) -> PoplarProcessGroup:
-    ranks = Ranks(options.group_rank, options.group_size, options.timeout, options.store)
-    return PoplarProcessGroup(ranks, options.group_id)
+def _create(options: Any, _: object) -> PoplarProcessGroup:
+    group = StoreGroup(options.group_rank, options.group_size, options.timeout, options.store)
+    return PoplarProcessGroup(group, options.group_id)
 
 
 def register() -> None:
-    """Make `cpu:poplar` known to torch.distributed; again and again does no harm."""
+    """Register `cpu:poplar` with torch.distributed. Repeated calls do nothing."""
     if dist.is_available() and POPLAR not in dist.Backend.backend_list:
-        dist.Backend.register_backend(POPLAR, _make, extended_api=True, devices=["cpu"])
+        dist.Backend.register_backend(POPLAR, _create, extended_api=True, devices=["cpu"])

@@ -1,4 +1,4 @@
-"""Which transport carries a group's tensors, and which its agreements."""
+"""Selection of the transport for a group's tensors and for its control channel."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from poplar.comm.algorithms import ALL_GATHERS, REDUCE_SCATTERS
 from poplar.comm.communicator import Communicator
 from poplar.comm.control_channel import Control
 from poplar.comm.group import Group
-from poplar.comm.hierarchical import HierarchicalCommunicator, Neighbours
-from poplar.comm.hierarchical_process_group import NestedCommunicator
+from poplar.comm.hierarchical import HierarchicalCommunicator, HostGroup
+from poplar.comm.hierarchical_process_group import HierarchicalProcessGroupCommunicator
+from poplar.comm.host_topology import Hosts
 from poplar.comm.process_group import ProcessGroupCommunicator
 from poplar.comm.rendezvous import NotOneHost, Rendezvous
 from poplar.comm.shared_memory import SharedMemoryCommunicator
-from poplar.comm.shared_segment import addresses
+from poplar.comm.shared_segment import segment_bytes
 from poplar.comm.staged import HOST, StagedCommunicator
 
 T = TypeVar("T")
 
-AGREEMENT_BYTES = 1 << 30
-"""Addresses that each rank sets aside to share; of memory it takes what it uses."""
-CHOICES = ("auto", "process_group", "shared_memory", "hierarchical", "staged")
+CONTROL_SEGMENT_BYTES = 1 << 30
+"""Addresses that each rank reserves for the control channel; memory is taken as needed."""
+TRANSPORTS = ("auto", "process_group", "shared_memory", "hierarchical", "staged")
 
 
 def connect(
@@ -38,58 +39,66 @@ def connect(
     """The transport for a group. Collective.
 
     Args:
-        group: who takes part.
-        device: of the tensors; only those on the CPU can be shared.
-        choice: `"process_group"` (NCCL, gloo), also with the names of two `algorithms`, for sums
-            and for gathers, as in `"process_group:padded+grouped"`; `"shared_memory"` (CPU ranks of
-            one host); `"hierarchical"` (shared memory on each of several hosts);
+        group: the participating ranks.
+        choice: `"process_group"` (NCCL, gloo), optionally with the names of two `algorithms`, for
+            reductions and gathers, as in `"process_group:padded+grouped"`; `"shared_memory"` (CPU
+            ranks of one host); `"hierarchical"` (shared memory on each of several hosts);
             `"hierarchical:process_group"` (NCCL or gloo on each of them); `"staged"` (any device,
-            by way of host memory); `"auto"`: shared memory where that is possible, the hierarchical
-            way where some of several hosts have more than one rank, staged for devices whose
-            tensors the process group does not carry (GPUs beside gloo), else the process group; or
-            a communicator built by the caller.
-        planned: what a plan names, which is taken where the choice is `"auto"`.
+            through host memory); or a communicator built by the caller. `"auto"` takes shared
+            memory if possible, hierarchical if some of several hosts have more than one rank,
+            staged for devices that the process group does not support (GPUs with gloo), and
+            otherwise the process group.
+        device: of the tensors; only CPU tensors can be shared.
+        planned: the plan's transport, which is used if `choice` is `"auto"`.
 
     Raises:
         ValueError: an unknown name, shared memory for tensors that are not on the CPU, or a plan's
-            transport that these ranks can't have.
-        NotOneHost: shared memory was asked for, and the ranks have none.
+            transport that is not available to these ranks.
+        NotOneHost: shared memory was requested, but the ranks cannot share memory.
     """
     if isinstance(choice, Communicator):
         return choice
     if choice == "auto" and planned is not None:
-        try:
-            return connect(group, planned, device)
-        except (ValueError, NotOneHost) as error:
-            raise ValueError(
-                f"the plan's transport, {planned!r}, can't be had here: {error}. Plan again on "
-                "these ranks, or say which to take: communicator='process_group', for example"
-            ) from error
-    name, algorithms = _parsed(choice)
+        return _connect_planned(group, planned, device)
+    name, algorithms = _parse(choice)
     if name == "hierarchical" and algorithms:
-        return _nested(group, device)
+        return _connect_hierarchical_process_group(group, device)
     if name in ("shared_memory", "hierarchical") and device.type != "cpu":
         raise ValueError(
             f"communicator={choice!r} is for tensors on the CPU, the model's are on {device}; "
             "use 'auto', 'process_group', 'hierarchical:process_group' or 'staged'"
         )
-    if name == "staged" or (name == "auto" and not group.carries(device)):
-        if not group.is_on_host(HOST):  # NCCL alone: what agreements use carries the host's tensors
+    if name == "staged" or (name == "auto" and not group.supports(device)):
+        if not group.is_on_host(HOST):  # NCCL alone: the control group carries host tensors
             group = replace(group, process_group=group.control_group)
         return StagedCommunicator(connect(group, "auto"))
-    can = group.is_on_host(device) and device.type == "cpu" and group.size > 1
-    if name == "process_group" or (name == "auto" and not can):
+    can_share = group.is_on_host(device) and device.type == "cpu" and group.size > 1
+    if name == "process_group" or (name == "auto" and not can_share):
         return ProcessGroupCommunicator(group, *algorithms)
+    return _connect_on_cpu(group, name)
+
+
+def _connect_planned(group: Group, planned: str, device: torch.device) -> Communicator:
+    try:
+        return connect(group, planned, device)
+    except (ValueError, NotOneHost) as error:
+        raise ValueError(
+            f"the plan's transport {planned!r} is not available here: {error}. Plan again on "
+            "these ranks, or choose a transport, for example communicator='process_group'"
+        ) from error
+
+
+def _connect_on_cpu(group: Group, name: str) -> Communicator:
+    """Shared memory, hierarchical or, with `name` `"auto"`, the fastest that is available."""
     control = Control(group)
-    places = control.exchange_objects(host_topology.place(), what="looking for ranks on one host")
-    found = host_topology.Hosts.of(places)
-    if name == "auto" and len(found.members) == group.size:
+    hosts = _find_hosts(control)
+    if name == "auto" and len(hosts.members) == group.size:
         return ProcessGroupCommunicator(group)
     try:
-        if name == "hierarchical" or (name == "auto" and len(found.members) > 1):
-            return _hierarchical(group, control, found)
+        if name == "hierarchical" or (name == "auto" and len(hosts.members) > 1):
+            return _connect_hierarchical(group, control, hosts)
         return SharedMemoryCommunicator(
-            Rendezvous(group, control.exchange_objects, addresses(group.size))
+            Rendezvous(group, control.exchange_objects, segment_bytes(group.size))
         )
     except NotOneHost:
         if name != "auto":
@@ -97,86 +106,88 @@ def connect(
     return ProcessGroupCommunicator(group)
 
 
-def _parsed(choice: str) -> tuple[str, tuple[str, ...]]:
-    """The transport and, of a process group, the algorithms.
+def _find_hosts(control: Control) -> Hosts:
+    what = "looking for ranks on one host"
+    return Hosts.of(control.exchange_objects(host_topology.host_id(), what=what))
+
+
+def _parse(choice: str) -> tuple[str, tuple[str, ...]]:
+    """The name of the transport and of its algorithms.
 
     Raises:
-        ValueError: a name that is not known.
+        ValueError: an unknown name.
     """
     name, colon, rest = choice.partition(":")
     algorithms = tuple(rest.split("+")) if colon else ()
     if choice == "hierarchical:process_group":
         return name, algorithms
-    if name not in CHOICES or (colon and name != "process_group"):
+    if name not in TRANSPORTS or (colon and name != "process_group"):
         raise ValueError(
-            f"communicator={choice!r} is not known; use one of {', '.join(map(repr, CHOICES))} or "
-            "a poplar.comm.Communicator"
+            f"communicator={choice!r} is not known; use one of "
+            f"{', '.join(map(repr, TRANSPORTS))} or a poplar.comm.Communicator"
         )
     if algorithms and not (
         len(algorithms) == 2 and algorithms[0] in REDUCE_SCATTERS and algorithms[1] in ALL_GATHERS
     ):
         raise ValueError(
-            f"communicator={choice!r} is not known: after the colon comes how to add "
-            f"({', '.join(REDUCE_SCATTERS)}), a plus and how to gather ({', '.join(ALL_GATHERS)}), "
-            "as in 'process_group:padded+grouped'"
+            f"communicator={choice!r} is not known; name a reduction "
+            f"({', '.join(REDUCE_SCATTERS)}) and a gather ({', '.join(ALL_GATHERS)}) after the "
+            "colon, as in 'process_group:padded+grouped'"
         )
     return name, algorithms
 
 
-def _nested(group: Group, device: torch.device) -> Communicator:
-    """Over hosts each of whose ranks have a process group of their own."""
+def _connect_hierarchical_process_group(group: Group, device: torch.device) -> Communicator:
+    """Hierarchical with one process group per host. Collective."""
     if not group.is_on_host(device):
-        # NCCL connects all ranks in the group's first collective; few take part in a message.
+        # NCCL connects all ranks in the group's first collective; messages involve few of them.
         dist.all_reduce(torch.zeros(1, device=device), group=group.process_group)
-    places = Control(group).exchange_objects(
-        host_topology.place(), what="looking for ranks on one host"
-    )
-    found = host_topology.Hosts.of(places)
-    return NestedCommunicator(group, found, group.part(found.members))
+    hosts = _find_hosts(Control(group))
+    return HierarchicalProcessGroupCommunicator(group, hosts, group.split(hosts.members))
 
 
-def _hierarchical(group: Group, control: Control, found: host_topology.Hosts) -> Communicator:
-    """Over hosts each of whose ranks can share memory.
+def _connect_hierarchical(group: Group, control: Control, hosts: Hosts) -> Communicator:
+    """Hierarchical with shared memory on each host. Collective.
 
     Raises:
-        NotOneHost: on all ranks, if those of one host cannot.
+        NotOneHost: on all ranks, if those of one host cannot share memory.
     """
-    neighbours = Neighbours(group, found.members[found.host_of(group.rank)])
+    host_group = HostGroup(group, hosts.members[hosts.host_of(group.rank)])
 
     def exchange(value: T, /, *, what: str) -> list[T]:
         values = control.exchange_objects(value, what=what)
-        return [values[rank] for rank in neighbours.ranks]
+        return [values[rank] for rank in host_group.ranks]
 
-    board, trouble = None, ""
+    rendezvous, error = None, ""
     try:
-        board = Rendezvous(neighbours, exchange, addresses(neighbours.size))
-    except NotOneHost as error:
-        trouble = str(error)
-    troubles = [t for t in control.exchange_objects(trouble, what="agreeing on hosts") if t]
-    if board is None or troubles:
-        raise NotOneHost(troubles[0])
-    return HierarchicalCommunicator(group, found, board)
+        rendezvous = Rendezvous(host_group, exchange, segment_bytes(host_group.size))
+    except NotOneHost as cause:
+        error = str(cause)
+    errors = [text for text in control.exchange_objects(error, what="agreeing on hosts") if text]
+    if rendezvous is None or errors:
+        raise NotOneHost(errors[0])
+    return HierarchicalCommunicator(group, hosts, rendezvous)
 
 
-def control_of(group: Group, choice: str | Communicator = "auto") -> Control:
-    """Agreements by shared memory between ranks of one host, by gloo otherwise. Collective.
+def connect_control(group: Group, choice: str | Communicator = "auto") -> Control:
+    """The control channel: shared memory between ranks of one host, otherwise gloo. Collective.
 
     Args:
-        group: who takes part.
-        choice: of the transport; who asks for the process group gets it for agreements too.
+        group: the participating ranks.
+        choice: of the transport; `"process_group"` also applies to the control channel.
 
     Raises:
-        ValueError: on all ranks, if they chose differently.
+        ValueError: on all ranks, if the ranks chose differently.
     """
     control = Control(group)
     name = choice if isinstance(choice, str) else type(choice).__name__
     names = control.exchange_objects(name, what="agreeing on the communicator")
     if len({*names}) > 1:
-        said = ", ".join(f"rank {rank} says {name!r}" for rank, name in enumerate(names))
-        raise ValueError(f"communicator must be the same on all ranks; {said}")
+        given = ", ".join(f"rank {rank} has {name!r}" for rank, name in enumerate(names))
+        raise ValueError(f"communicator must be the same on all ranks, got: {given}")
     if group.size == 1 or name.startswith("process_group"):
         return control
     try:
-        return Control(group, Rendezvous(group, control.exchange_objects, AGREEMENT_BYTES))
+        return Control(group, Rendezvous(group, control.exchange_objects, CONTROL_SEGMENT_BYTES))
     except NotOneHost:
         return control

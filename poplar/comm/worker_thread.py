@@ -1,7 +1,7 @@
-"""Collectives of one process group, one after the other, in the caller's thread or beside it.
+"""Runs the collectives of one process group in order, in the caller's thread or in a worker thread.
 
-Who waits at once runs them itself, which saves waking another thread (about half of the time of a
-small one). What shall go on while the caller does other things is run by a thread of this queue.
+A blocking call runs in the caller's thread, which saves a thread wake-up (about half of the time of
+a small collective). An asynchronous call runs in the worker thread.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from torch import Tensor
 from poplar.comm.group import collective_timeout
 from poplar.comm.rendezvous import Rendezvous
 from poplar.comm.shared_memory import SharedMemoryCommunicator
-from poplar.comm.shared_segment import addresses
+from poplar.comm.shared_segment import segment_bytes
 from poplar.errors import CollectiveTimeout
 from poplar.system.trace import Trace
 
 T = TypeVar("T")
-_Work: Any = dist.Work
-"""Its type stubs show methods as users call them; torch calls them in another way."""
+_TorchWork: Any = dist.Work
+"""`Any`: its type stubs have the methods that users call, not those that torch calls."""
 _POLL_SECONDS = 0.002
-_LAST_SECONDS = 2.0
-"""For the thread to leave what it is at, once its process group is destroyed."""
+_JOIN_SECONDS = 2.0
+"""Time for the worker thread to leave its collective when the process group is destroyed."""
 
 
 @dataclass(frozen=True, eq=False)
-class Ranks:
-    """As `Members`; these know each other by a store, before there is a process group."""
+class StoreGroup:
+    """A `RankGroup` whose ranks exchange values through a store, before a process group exists."""
 
     rank: int
     size: int
@@ -45,30 +45,30 @@ class Ranks:
     store: Any
     failures: list[CollectiveTimeout] = field(default_factory=list)
     trace: Trace = field(default_factory=Trace)
-    _turns: Any = field(default_factory=itertools.count)
+    _exchanges: Any = field(default_factory=itertools.count)
 
-    def failure(self, what: str, peers: Sequence[int], cause: str) -> CollectiveTimeout:
-        """As `Members.failure`."""
+    def timeout_error(self, what: str, peers: Sequence[int], cause: str) -> CollectiveTimeout:
+        """As `RankGroup.timeout_error`."""
         return collective_timeout(self.rank, self.timeout, what, peers, cause)
 
     def exchange(self, value: T, /, *, what: str) -> list[T]:
-        """As `board.Exchange`."""
-        turn = next(self._turns)
-        self.store.set(f"poplar/{turn}/{self.rank}", pickle.dumps(value))
+        """As `rendezvous.ExchangeObjects`."""
+        number = next(self._exchanges)
+        self.store.set(f"poplar/{number}/{self.rank}", pickle.dumps(value))
         deadline = time.monotonic() + self.timeout.total_seconds()
-        keys = {rank: f"poplar/{turn}/{rank}" for rank in range(self.size)}
-        # Asking again and again, since `wait` would keep the store from the caller's own thread.
+        keys = {rank: f"poplar/{number}/{rank}" for rank in range(self.size)}
+        # Poll: `store.wait` would block the store for the caller's own thread.
         while missing := [rank for rank, key in keys.items() if not self.store.check([key])]:
             if self.failures:
                 raise self.failures[0]
             if time.monotonic() > deadline:
-                raise self.failure(what, missing, "no answer")
+                raise self.timeout_error(what, missing, "no answer")
             time.sleep(_POLL_SECONDS)
         return [pickle.loads(self.store.get(key)) for key in keys.values()]
 
 
-class Job(_Work):  # type: ignore[misc]
-    """A collective, and the work that torch waits for: one made of a future hides its errors."""
+class QueuedWork(_TorchWork):  # type: ignore[misc]
+    """A queued collective, as a `dist.Work`. A work made from a future would hide its errors."""
 
     def __init__(
         self,
@@ -80,42 +80,42 @@ class Job(_Work):  # type: ignore[misc]
         self._what, self._run, self._results = what, run, list(results)
         self._is_over = threading.Event()
         self._error: BaseException | None = None
-        self._futures = threading.Lock()
-        self._ended: Any = None
+        self._future_lock = threading.Lock()
+        self._completion: Any = None
         self._future: Any = None
 
-    def run(self, meet: Callable[[], SharedMemoryCommunicator]) -> None:
-        """Here and now; whoever waits is told how it ended."""
+    def run(self, connect: Callable[[], SharedMemoryCommunicator]) -> None:
+        """Run the collective in this thread and complete the work."""
         try:
-            # Results may be inference tensors, which nothing else may write to.
+            # Results may be inference tensors, which can only be written in inference mode.
             with torch.inference_mode():
-                comm = meet()
-                # What fails before it has been posted counts too: the next would take its place.
-                with comm.or_give_up(self._what):
+                comm = connect()
+                # Also covers errors before the post, or the next collective would take this place.
+                with comm.abort_on_error(self._what):
                     self._run(comm)
         except BaseException as error:
-            self.end(error)
+            self.complete(error)
             if not isinstance(error, Exception):
                 raise
         else:
-            self.end(None)
+            self.complete(None)
 
-    def end(self, error: BaseException | None) -> None:
-        """Tell whoever waits."""
-        with self._futures:
+    def complete(self, error: BaseException | None) -> None:
+        """Complete the work and wake its waiters."""
+        with self._future_lock:
             self._error = error
             self._is_over.set()
-            ended = self._ended
-        if ended is not None:
-            # Callbacks may wait for collectives, which nobody else would run.
-            threading.Thread(target=ended.set_result, args=(None,), daemon=True).start()
+            completion = self._completion
+        if completion is not None:
+            # In a thread: callbacks may wait for collectives that this thread has to run.
+            threading.Thread(target=completion.set_result, args=(None,), daemon=True).start()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Return when it is over, which the group's own deadline limits too.
+        """Return when the collective is over; the group's own deadline applies too.
 
         Raises:
-            CollectiveTimeout: names the ranks that did not take part; or it is not over yet after
-                `timeout`.
+            CollectiveTimeout: names the ranks that did not take part, or the collective is not
+                over after `timeout`.
         """
         seconds = timeout.total_seconds() if timeout is not None else 0.0
         if not self._is_over.wait(seconds if seconds > 0 else None):
@@ -134,18 +134,18 @@ class Job(_Work):  # type: ignore[misc]
         return self._error
 
     def get_future(self) -> Any:
-        """Its callbacks run in a thread of their own.
+        """A future whose callbacks run in a separate thread.
 
-        They may wait for collectives. Where several issue some at the same time, or the caller does
-        beside them, ranks may do so in different orders, as on any backend.
+        Callbacks may wait for collectives. If several threads issue collectives at the same time,
+        ranks may issue them in different orders, as with any backend.
         """
-        with self._futures:
+        with self._future_lock:
             if self._future is None:
-                self._ended = torch.futures.Future()
-                # C++ takes an error that is set for a value; one raised in a callback it knows.
-                self._future = self._ended.then(self._outcome)
+                self._completion = torch.futures.Future()
+                # C++ would take an error set on the future for a value, so a callback raises it.
+                self._future = self._completion.then(self._outcome)
                 if self._is_over.is_set():
-                    self._ended.set_result(None)
+                    self._completion.set_result(None)
         return self._future
 
     def _outcome(self, _: object) -> list[Tensor]:
@@ -155,90 +155,92 @@ class Job(_Work):  # type: ignore[misc]
 
 
 class WorkerThread:
-    """Runs collectives in the order in which they come. The ranks meet at the first one."""
+    """Runs collectives in the order of submission. The first one connects the ranks."""
 
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
-        self._queue: deque[Job] = deque()
-        self._turn = threading.Lock()
-        """Held by whoever runs jobs."""
-        self._runner: int | None = None
-        """The thread that holds it."""
-        self._wanted = threading.Semaphore(0)
+    def __init__(self, group: StoreGroup) -> None:
+        self._group = group
+        self._queue: deque[QueuedWork] = deque()
+        self._run_lock = threading.Lock()
+        """Held by the thread that runs collectives."""
+        self._running_thread: int | None = None
+        """The thread that holds the lock."""
+        self._submitted = threading.Semaphore(0)
         self._is_stopped = False
         self._communicator: SharedMemoryCommunicator | None = None
-        self._trouble: Exception | None = None
-        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._connect_error: Exception | None = None
+        self._thread = threading.Thread(target=self._run_loop, daemon=True)
         self._thread.start()
 
-    def put(self, job: Job, *, wait: bool) -> None:
-        """Run it: now, after all that came before, if the caller waits; else beside the caller.
+    def submit(self, work: QueuedWork, *, wait: bool) -> None:
+        """Queue a collective. With `wait`, run it and all earlier ones in this thread.
 
         Raises:
-            RuntimeError: the process group was destroyed, or this thread is inside a collective of
-                it already.
+            RuntimeError: the process group was destroyed, or this thread is already running a
+                collective of it.
         """
         if self._is_stopped:
             raise RuntimeError(
-                f"rank {self._ranks.rank}: this process group of cpu:poplar was destroyed; make a "
+                f"rank {self._group.rank}: this process group of cpu:poplar was destroyed; make a "
                 "new one before the next collective"
             )
-        if wait and self._runner == threading.get_ident():
+        if wait and self._running_thread == threading.get_ident():
             raise RuntimeError(
-                f"rank {self._ranks.rank}: a collective inside another one of the same process "
+                f"rank {self._group.rank}: a collective inside another one of the same process "
                 "group; a signal handler must not issue any"
             )
-        self._queue.append(job)
-        if wait or self._is_stopped:  # nobody else may be there to run it
-            self._run_until(job)
+        self._queue.append(work)
+        if wait or self._is_stopped:  # after a stop, the worker thread may have ended
+            self._run_until(work)
         else:
-            self._wanted.release()
+            self._submitted.release()
 
     def stop(self) -> None:
-        """What is under way, or comes later, fails."""
+        """Make running and later collectives fail, and end the worker thread."""
         if self._is_stopped:
             return
         self._is_stopped = True
-        why = f"rank {self._ranks.rank}: the process group was destroyed"
+        reason = f"rank {self._group.rank}: the process group was destroyed"
         if self._communicator is not None:
-            self._communicator.give_up(why)
-        elif not self._ranks.failures:
-            self._ranks.failures.append(CollectiveTimeout(why))
-        self._wanted.release()
+            self._communicator.abort(reason)
+        elif not self._group.failures:
+            self._group.failures.append(CollectiveTimeout(reason))
+        self._submitted.release()
         if threading.current_thread() is not self._thread:
-            # A thread that is inside a collective when the interpreter ends would abort it.
-            self._thread.join(_LAST_SECONDS)
+            # A thread inside a collective would abort the interpreter when it exits.
+            self._thread.join(_JOIN_SECONDS)
 
-    def _serve(self) -> None:
+    def _run_loop(self) -> None:
         while not self._is_stopped:
-            self._wanted.acquire()
+            self._submitted.acquire()
             self._run_until(None)
-        self._run_until(None)  # what came in between
+        self._run_until(None)  # submitted while stopping
 
-    def _run_until(self, last: Job | None) -> None:
-        """Run what is queued, up to a job; what comes after it is not this caller's to wait for."""
-        with self._turn:
-            self._runner = threading.get_ident()
+    def _run_until(self, last: QueuedWork | None) -> None:
+        """Run the queued collectives up to and including `last`; all of them if it is None."""
+        with self._run_lock:
+            self._running_thread = threading.get_ident()
             try:
                 while self._queue and not (last is not None and last.is_completed()):
-                    self._queue.popleft().run(self._meet)
+                    self._queue.popleft().run(self._connect)
             finally:
-                self._runner = None
+                self._running_thread = None
 
-    def _meet(self) -> SharedMemoryCommunicator:
-        """What ranks talk through; collective for the first job.
+    def _connect(self) -> SharedMemoryCommunicator:
+        """The communicator. Collective in the first call.
 
         Raises:
-            NotOneHost: as `Board`.
-            CollectiveTimeout: a rank has not come to its first collective.
+            NotOneHost: as `Rendezvous`.
+            CollectiveTimeout: a rank has not issued its first collective.
         """
-        if self._trouble is not None:
-            raise self._trouble
+        if self._connect_error is not None:
+            raise self._connect_error
         if self._communicator is None:
             try:
-                board = Rendezvous(self._ranks, self._ranks.exchange, addresses(self._ranks.size))
+                rendezvous = Rendezvous(
+                    self._group, self._group.exchange, segment_bytes(self._group.size)
+                )
             except Exception as error:
-                self._trouble = error
+                self._connect_error = error
                 raise
-            self._communicator = SharedMemoryCommunicator(board)
+            self._communicator = SharedMemoryCommunicator(rendezvous)
         return self._communicator

@@ -1,1 +1,6 @@
-"""Samplers that give every rank its part of one global batch, and batches as pytrees."""
+"""Samplers that give every rank its part of a global batch, and batches as pytrees."""
+
+from poplar.data.sampler import HeteroBatchSampler
+from poplar.data.stream import StreamSplit, split_stream
+
+__all__ = ["HeteroBatchSampler", "StreamSplit", "split_stream"]

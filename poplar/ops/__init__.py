@@ -1,35 +1,39 @@
-"""The engine's tensor operators: schemas, fake kernels, and who serves them.
+"""The engine's tensor operators: schemas, fake kernels, and the choice of their providers.
 
-Each operator is defined once, here. Plain PyTorch (`plain`, which is also the oracle) serves every
-device; `libpoplar_ops.so` (CPU) and `libpoplar_ops_cuda.so` (beside a CUDA build of torch) replace
-it where they were built, through torch's stable ABI. Where the latter was not, Triton's kernels
-serve CUDA (`through_triton`). Always holds: whoever serves, the bits are the same. Arithmetic is
-fp32, every product and every sum is rounded before it is used again, narrowing rounds to nearest
-even, and sums run in a fixed order. Only the payload of a NaN is undefined, as in PyTorch itself.
+Plain PyTorch (`plain`, also the oracle of the tests) runs on every device. `libpoplar_ops.so` (CPU)
+and `libpoplar_ops_cuda.so` (with a CUDA build of torch) replace it where they were built, through
+torch's stable ABI. Without the CUDA library, Triton kernels run on CUDA (`triton_backend`). All
+providers give the same bits: arithmetic is fp32, every product and every sum is rounded before it
+is used again, narrowing rounds to nearest even, and sums have a fixed order. Only the payload of a
+NaN is undefined, as in PyTorch itself.
 
-Under `torch.compile` each is a node of the graph. A Python number that changes (a weight, a
-learning rate, a step) makes a new graph, as with PyTorch's own: compile what lies around them.
+Under `torch.compile` each operator is a node of the graph. As with PyTorch's own operators, a
+changed Python number (a weight, a learning rate, a step) compiles a new graph, so compile the code
+around them.
 
-Environment: `POPLAR_OPS=off` leaves all of that alone, so that plain PyTorch serves;
-`POPLAR_OPS=triton` leaves the CUDA library alone, so that Triton does.
+Environment: `POPLAR_OPS=off` uses plain PyTorch only; `POPLAR_OPS=triton` uses Triton instead of
+the CUDA library.
 """
 
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from poplar import _core
-from poplar.ops import plain, through_triton
+from poplar.ops import plain, triton_backend
 
 __all__ = [
     "ALIGNMENT",
     "EXACT_BITS",
     "EXACT_WORDS",
+    "Provider",
     "adamw_",
     "block_sums_of_squares",
     "clip_coefficient",
@@ -40,19 +44,20 @@ __all__ = [
     "native",
     "native_cuda",
     "pack_",
+    "providers",
     "rank_sum_",
-    "rank_sum_claimed_",
+    "rank_sum_chunks_",
     "rank_sum_each_",
     "unpack_",
 ]
 
 ALIGNMENT = plain.ALIGNMENT
-"""Elements per block of the norm's tree; every boundary of a flat buffer is a multiple of it."""
+"""Elements per block of the norm's tree; all boundaries of flat buffers are multiples of it."""
 
 EXACT_WORDS = plain.EXACT_WORDS
-"""Elements of an exact sum: see `exact_sum_`."""
+"""Number of words of an exact sum: see `exact_sum_`."""
 EXACT_BITS = plain.EXACT_BITS
-"""By how many bits each of them counts for more than the one before."""
+"""Bits between the units of two consecutive words of an exact sum."""
 
 _library = torch.library.Library("poplar", "DEF")
 _library.define("copy_(Tensor(a!) target, Tensor source) -> ()")
@@ -66,7 +71,7 @@ _library.define(
 )
 _library.define("rank_sum_each_(Tensor(a!)[] outs, Tensor[] received) -> ()")
 _library.define(
-    "rank_sum_claimed_(Tensor(a!)[] outs, Tensor[] received, Tensor(b!) claims, "
+    "rank_sum_chunks_(Tensor(a!)[] outs, Tensor[] received, Tensor(b!) work_counters, "
     "Tensor(c!)? sums=None) -> ()"
 )
 _library.define("unpack_(Tensor flat, Tensor(a!)[] outs, int[] offsets) -> ()")
@@ -81,18 +86,18 @@ _library.define(
 )
 
 
-# The face: what the engine calls.
+# The functions that the engine calls.
 
 
 def copy_(target: Tensor, source: Tensor) -> None:
-    """As `target.copy_(source)`, for large flat tensors that are not read again soon.
+    """`target.copy_(source)` for large flat tensors that are not read again soon.
 
     Args:
         target: 1-D, contiguous, any dtype.
-        source: of the same dtype and as many elements.
+        source: same dtype and number of elements.
 
     Raises:
-        RuntimeError: they differ in dtype, device or size, are not flat, or share memory in part.
+        RuntimeError: different dtypes, devices or sizes; not flat; memory that partly overlaps.
     """
     with torch.no_grad():
         torch.ops.poplar.copy_(target, source)
@@ -107,22 +112,22 @@ def pack_(
     accumulate: bool = False,
     sums: Tensor | None = None,
 ) -> None:
-    """Write or add `weight * grads[i]` at `bucket[offsets[i]:]`, for every i, in one read.
+    """Write or add `weight * grads[i]` at `bucket[offsets[i]:]` for every i, in one read.
 
     Args:
         bucket: 1-D, contiguous; fp32, bf16 or fp16. Every element is written: gaps become 0, unless
             `accumulate`.
-        grads: any shapes and strides; fp32, bf16 or fp16, mixed; may be empty. In the bucket's own
-            memory only at the very place to which they go.
+        grads: any shapes and strides; fp32, bf16 or fp16, mixed; may be empty. A gradient in the
+            bucket's own memory must be at its own offset.
         offsets: first element of each gradient in the bucket, ascending without overlap.
         weight: rounded to fp32, as is its product with each element.
-        accumulate: add to what the bucket holds, and leave gaps as they are.
-        sums: takes `block_sums_of_squares(bucket)` as it is then, without another read of it. One
-            that is not finite tells that one of its 64 elements is not, or that the root of their
-            squares is beyond 1.8e19, where fp32 ends.
+        accumulate: add to the bucket, and leave gaps unchanged.
+        sums: receives `block_sums_of_squares(bucket)` of the result, without another read of it. A
+            sum that is not finite means that one of its 64 elements is not, or that the root of
+            their squares is beyond 1.8e19, the limit of fp32.
 
     Raises:
-        RuntimeError: offsets that overlap or reach past the bucket, a gradient elsewhere in the
+        RuntimeError: offsets that overlap or exceed the bucket, a gradient at another offset of the
             bucket's memory, another dtype or device.
     """
     with torch.no_grad():
@@ -136,17 +141,17 @@ def rank_sum_(
     accumulate: bool = False,
     sums: Tensor | None = None,
 ) -> None:
-    """Sum what ranks sent, in rank order: `out = ((r0 + r1) + r2) + ...`.
+    """Sum the parts of all ranks in rank order: `out = ((r0 + r1) + r2) + ...`.
 
     Args:
         out: fp32, 1-D, contiguous, `m` elements.
         received: each rank's part, `m` elements, 1-D, contiguous; fp32, bf16 or fp16, all the same.
-            One of them may be `out` itself; none overlaps it otherwise.
+            One of them may be `out` itself; otherwise none overlaps it.
         accumulate: add the finished total to `out` instead.
-        sums: takes `block_sums_of_squares(out)` as it is then: see `pack_`.
+        sums: receives `block_sums_of_squares(out)` of the result: see `pack_`.
 
     Raises:
-        RuntimeError: no parts, sizes that don't fit together, another dtype or device.
+        RuntimeError: no parts, sizes that do not match, another dtype or device.
     """
     with torch.no_grad():
         torch.ops.poplar.rank_sum_(out, received, accumulate, sums)
@@ -154,49 +159,50 @@ def rank_sum_(
 
 
 def rank_sum_each_(outs: Sequence[Tensor], received: Sequence[Tensor]) -> None:
-    """Sum what ranks sent, as `rank_sum_` does, and write it to every out, rounded to its dtype.
+    """Sum the parts of all ranks as `rank_sum_` does; write the sum to every out, rounded to its
+    dtype.
 
     Args:
         outs: fp32, bf16 or fp16, all the same, 1-D, contiguous, `m` elements each; they may be the
-            very parts.
+            parts themselves.
         received: as in `rank_sum_`.
 
     Raises:
-        RuntimeError: no parts, sizes that don't fit together, another dtype or device.
+        RuntimeError: no parts, sizes that do not match, another dtype or device.
     """
     with torch.no_grad():
         torch.ops.poplar.rank_sum_each_(outs, received)
     _written(*outs)
 
 
-def rank_sum_claimed_(
+def rank_sum_chunks_(
     outs: Sequence[Tensor],
     received: Sequence[Tensor],
-    claims: Tensor,
+    work_counters: Tensor,
     sums: Tensor | None = None,
 ) -> None:
-    """As `rank_sum_each_`, a chunk at a time, of those that nobody else has claimed.
+    """As `rank_sum_each_`, for the chunks that no other process has taken.
 
-    Several processes that call it with the same shared memory share the work; each returns when
-    there is nothing left to claim, and others may then still be at theirs.
+    Several processes that call it with the same shared memory share the work. Each returns when no
+    chunk is left to take; others may then still be working on theirs.
 
     Args:
         outs: as in `rank_sum_each_`, in shared memory.
         received: as in `rank_sum_each_`.
-        claims: `_core.CLAIMS_BYTES` of uint8, zeros before the first: see `csrc/include/poplar/
-            claims.h`. Plain PyTorch claims without care for others.
-        sums: in shared memory; whoever adds a chunk leaves `block_sums_of_squares(outs[0])` of it.
+        work_counters: `_core.WORK_COUNTERS_BYTES` of uint8, zero before the first call: see
+            `csrc/include/poplar/work_sharing.h`. Plain PyTorch takes all chunks without atomics.
+        sums: in shared memory; receives `block_sums_of_squares(outs[0])` of the chunks.
 
     Raises:
-        RuntimeError: as `rank_sum_each_`, or claims of another size.
+        RuntimeError: as `rank_sum_each_`, or counters of another size.
     """
     with torch.no_grad():
-        torch.ops.poplar.rank_sum_claimed_(outs, received, claims, sums)
-    _written(*outs, claims, sums)
+        torch.ops.poplar.rank_sum_chunks_(outs, received, work_counters, sums)
+    _written(*outs, work_counters, sums)
 
 
 def unpack_(flat: Tensor, outs: Sequence[Tensor], offsets: Sequence[int]) -> None:
-    """Copy `flat[offsets[i]:]` into `outs[i]`, each rounded to its own dtype.
+    """Copy `flat[offsets[i]:]` into `outs[i]`, rounded to its dtype.
 
     Args:
         flat: 1-D, contiguous; fp32, bf16 or fp16.
@@ -204,7 +210,7 @@ def unpack_(flat: Tensor, outs: Sequence[Tensor], offsets: Sequence[int]) -> Non
         offsets: first element of each out in the buffer, ascending without overlap.
 
     Raises:
-        RuntimeError: offsets that overlap or reach past the buffer, an out that is not contiguous,
+        RuntimeError: offsets that overlap or exceed the buffer, an out that is not contiguous,
             another dtype or device.
     """
     with torch.no_grad():
@@ -213,14 +219,14 @@ def unpack_(flat: Tensor, outs: Sequence[Tensor], offsets: Sequence[int]) -> Non
 
 
 def block_sums_of_squares(flat: Tensor) -> Tensor:
-    """Sum the squares of each 64-element block, in a fixed tree: the leaves of a gradient norm.
+    """Sum the squares of each 64-element block in a fixed tree: the leaves of a gradient norm.
 
     Args:
-        flat: 1-D, contiguous; fp32, bf16 or fp16. A tail block counts as if padded with zeros.
+        flat: 1-D, contiguous; fp32, bf16 or fp16. The last block is padded with zeros.
 
     Returns:
         fp32, `ceil(len(flat) / 64)` sums. The tree halves the block: `x[:32] + x[32:]`, then 16 and
-        16, down to 1, so a shard's sums are the same whichever rank holds it.
+        16, down to 1, so a shard's sums are the same on whichever rank.
 
     Raises:
         RuntimeError: another dtype or shape.
@@ -231,15 +237,15 @@ def block_sums_of_squares(flat: Tensor) -> Tensor:
 
 
 def exact_sum_(total: Tensor, values: Tensor) -> None:
-    """Add values to a sum that rounds nothing: the same bits in any order, however they are cut.
+    """Add values to an exact sum: the same bits in any order and any division.
 
-    `total` is a fixed-point number that has a place for every fp32 (Kulisch's accumulator): element
-    i counts in units of 2^(28 i - 149). Nothing is carried, so totals of several ranks are added by
-    `+`, and the same values give the same bits.
+    `total` is a fixed-point number that can represent every fp32 value (Kulisch's accumulator):
+    element i counts in units of 2^(28 i - 149). Carries are not propagated, so totals of several
+    ranks are added by `+`, and the same values give the same bits.
 
     Args:
-        total: int64, `EXACT_WORDS` elements, zeros at first; room for 2^34 values. The last one
-            counts the values that are not finite, which are left out.
+        total: int64, `EXACT_WORDS` elements, zeros at first; holds up to 2^34 values. The last
+            element counts the values that are not finite, which are left out.
         values: fp32, 1-D, contiguous.
 
     Raises:
@@ -251,15 +257,15 @@ def exact_sum_(total: Tensor, values: Tensor) -> None:
 
 
 def exact_norm(totals: Tensor) -> Tensor:
-    """The root of what exact sums of squares add up to, as `exact_sum_` leaves them.
+    """The square root of exact sums of squares, as `exact_sum_` computes them.
 
     Args:
-        totals: int64, contiguous; one sum a row, in its first `EXACT_WORDS` elements. What they add
-            up to is not negative.
+        totals: int64, contiguous; one sum per row, in its first `EXACT_WORDS` elements. Their total
+            is not negative.
 
     Returns:
-        One float64; infinite if a value was not finite. The same sum gives the same bits on every
-        device, however it came about.
+        One float64; infinite if a value was not finite. Equal sums give the same bits on every
+        device, whichever values they consist of.
 
     Raises:
         RuntimeError: another dtype or shape.
@@ -270,9 +276,9 @@ def exact_norm(totals: Tensor) -> Tensor:
 
 
 def clip_coefficient(norm: Tensor, max_norm: float, scale: Tensor | None = None) -> Tensor:
-    """What brings a norm down to `max_norm`: `min(1, max_norm / (norm * scale + 1e-6))`.
+    """The factor that limits a norm to `max_norm`: `min(1, max_norm / (norm * scale + 1e-6))`.
 
-    As `torch.nn.utils.clip_grad_norm_` has it, in one launch and without a wait for the device.
+    As in `torch.nn.utils.clip_grad_norm_`, in one launch and without a host synchronization.
 
     Args:
         norm: one float64.
@@ -307,25 +313,26 @@ def adamw_(
     scale: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> None:
-    """One step of AdamW on a flat shard: everything is read and written once, 28 or 30 bytes.
+    """One step of AdamW on a flat shard; reads and writes everything once, 28 or 30 bytes per
+    element.
 
-    The operations of `torch.optim.AdamW`, so equal to it to rounding.
+    The operations of `torch.optim.AdamW`, so equal to it except for rounding.
 
     Args:
-        values: fp32, 1-D, contiguous, as are all others but `rounded`: the (master) parameters.
-        gradient: left as it is.
+        values: the (master) parameters. fp32, 1-D, contiguous, as are all others except `rounded`.
+        gradient: not changed.
         mean: first moment, `exp_avg`.
         square_mean: second moment, `exp_avg_sq`.
-        rounded: fp32, bf16 or fp16: takes the new values.
+        rounded: fp32, bf16 or fp16: receives the new values.
         lr: learning rate.
         beta1: decay of `mean`.
         beta2: decay of `square_mean`.
         eps: added to the root.
         weight_decay: decoupled, times `lr`.
         step: number of this step, at least 1.
-        maximize: against the gradient's direction.
-        scale: one element on the same device; the gradient times this is what counts (weight,
-            unscaling and clipping).
+        maximize: update in the direction of the gradient.
+        scale: one element on the same device; the gradient is multiplied by it (weight, unscaling
+            and clipping).
         found_inf: one element on the same device; if it is not 0, nothing is changed.
 
     Raises:
@@ -351,15 +358,35 @@ def adamw_(
     _written(values, mean, square_mean, rounded)
 
 
+@dataclass(frozen=True, slots=True)
+class Provider:
+    """What runs the operators on one type of device."""
+
+    name: str
+    """`C++`, `Triton`, `plain PyTorch` or `none`."""
+    detail: str
+    """The library, or the reason for this provider."""
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.detail})"
+
+
+def providers() -> dict[str, Provider]:
+    """The providers by device type: `cpu` and `cuda`."""
+    return {"cpu": _cpu_provider, "cuda": _cuda_provider}
+
+
 def describe() -> str:
-    """Say in a line what serves the operators, and why, for `poplar doctor` and bug reports."""
-    return f"operators on CPU: {_cpu_state}; on CUDA: {_cuda_state}"
+    """The providers in one line, for `poplar doctor` and bug reports."""
+    found = providers()
+    return f"operators on CPU: {found['cpu']}; on CUDA: {found['cuda']}"
 
 
 def _written(*tensors: Tensor | None) -> None:
-    """Tell autograd, as every in-place operation of PyTorch does; the C++ kernels cannot.
+    """Increment the versions that autograd checks, as PyTorch's in-place operations do.
 
-    Without it, a backward that saved one of these tensors would use the new values unnoticed.
+    The C++ kernels cannot do that. Without it, a backward that saved one of these tensors would use
+    the new values without an error.
     """
     if not torch.compiler.is_compiling():
         torch.autograd.graph.increment_version(
@@ -371,12 +398,12 @@ def _fake_block_sums(flat: Tensor) -> Tensor:
     return flat.new_empty((flat.numel() + ALIGNMENT - 1) // ALIGNMENT, dtype=torch.float32)
 
 
-def _fake_scalar(beside: Tensor, *_: object, **__: object) -> Tensor:
-    return beside.new_empty((), dtype=torch.float64)
+def _fake_scalar(like: Tensor, *_: object, **__: object) -> Tensor:
+    return like.new_empty((), dtype=torch.float64)
 
 
 def _fake_write(*_: object, **__: object) -> None:
-    """Of the operators that only write to what they are given."""
+    """For operators that only write to their arguments."""
 
 
 _FAKES: dict[str, Callable[..., object]] = {
@@ -389,41 +416,59 @@ for _name, _function in plain.FUNCTIONS.items():
     torch.library.register_fake(f"poplar::{_name}", _FAKES.get(_name, _fake_write), lib=_library)
 
 
-# The libraries, which lie beside `_core` (not beside this file in an editable install).
+# The libraries are in the folder of `_core` (in an editable install, not in that of this file).
 
 _CHOICE = os.environ.get("POPLAR_OPS", "").lower()
+_CPP, _TRITON, _PYTORCH, _NONE = "C++", "Triton", "plain PyTorch", "none"
 
 
-def _load(file_name: str) -> str:
-    """Load one library of operators; say what serves now."""
+def _load(file_name: str) -> Provider:
+    """Load one library of operators if it was built; returns the provider."""
     if _CHOICE == "off":
-        return "plain PyTorch (POPLAR_OPS=off)"
+        return Provider(_PYTORCH, "POPLAR_OPS=off")
     path = Path(_core.__file__).with_name(file_name)
     if not path.exists():
-        return f"plain PyTorch ({file_name} was not built)"
+        return Provider(_PYTORCH, f"{file_name} was not built")
     torch.ops.load_library(path)
-    return f"C++ ({file_name})"
+    return Provider(_CPP, file_name)
 
 
-def _load_cuda(file_name: str) -> str:
-    """As `_load`; Triton takes the place of a library that was not built."""
-    # A library with CUDA code can't be loaded beside a CPU build of torch: symbols are missing.
+def _load_cuda(file_name: str) -> Provider:
+    """As `_load`; Triton replaces a library that was not built."""
+    # The CUDA library cannot be loaded with a CPU build of torch, which lacks its symbols.
     if not torch.version.cuda:
-        return "none (this torch has no CUDA)"
-    state = "plain PyTorch (POPLAR_OPS=triton)" if _CHOICE == "triton" else _load(file_name)
-    if _CHOICE == "triton" and not through_triton.is_here():
-        raise ImportError("POPLAR_OPS=triton, but there is no Triton here: pip install triton")
-    if state.startswith("C++") or _CHOICE == "off" or not through_triton.is_here():
-        return state
-    for name, function in through_triton.FUNCTIONS.items():
+        return Provider(_NONE, "this torch has no CUDA")
+    if _CHOICE == "triton":
+        if not triton_backend.is_available():
+            raise ImportError("POPLAR_OPS=triton needs Triton: pip install triton")
+        provider = Provider(_PYTORCH, "POPLAR_OPS=triton")
+    else:
+        provider = _load(file_name)
+    if provider.name == _CPP or _CHOICE == "off" or not triton_backend.is_available():
+        return provider
+    for name, function in triton_backend.FUNCTIONS.items():
         _library.impl(name, function, "CUDA")
-    return state.replace("plain PyTorch", "Triton", 1)
+    return replace(provider, name=_TRITON)
 
 
-_cpu_state = _load("libpoplar_ops.so")
-_cuda_state = _load_cuda("libpoplar_ops_cuda.so")
+def _warn_if_not_built(provider: Provider) -> None:
+    """Warn once per job if the slower PyTorch versions replace operators that were not built."""
+    if provider.name == _PYTORCH and _CHOICE != "off" and os.environ.get("RANK", "0") == "0":
+        warnings.warn(
+            "Poplar was installed without its C++ operators for CPU, because the build did not "
+            "find torch >= 2.10. Slower PyTorch code computes the same results. To build the "
+            "operators, install torch first and then Poplar again: "
+            "pip install --force-reinstall --no-deps . (POPLAR_OPS=off silences this warning)",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
-native: bool = _cpu_state.startswith("C++")
-"""Whether the C++ library serves CPU tensors."""
-native_cuda: bool = not _cuda_state.startswith(("plain", "none"))
-"""Whether the CUDA library or Triton serves CUDA tensors."""
+
+_cpu_provider = _load("libpoplar_ops.so")
+_warn_if_not_built(_cpu_provider)
+_cuda_provider = _load_cuda("libpoplar_ops_cuda.so")
+
+native: bool = _cpu_provider.name == _CPP
+"""Whether the C++ library runs the operators on the CPU."""
+native_cuda: bool = _cuda_provider.name in (_CPP, _TRITON)
+"""Whether the CUDA library or Triton runs the operators on CUDA."""

@@ -19,7 +19,7 @@ EXACT_WORDS = 16
 """See `poplar.ops.EXACT_WORDS`."""
 EXACT_BITS = 28
 """See `poplar.ops.EXACT_BITS`."""
-_AT_ONCE = 1 << 22
+_CHUNK_NUMEL = 1 << 22
 _FLOATING = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -40,7 +40,7 @@ def _check_shape(tensor: Tensor, name: str) -> None:
 
 
 def check_flat(tensor: Tensor, name: str) -> None:
-    """Raise unless it is a flat buffer of one of the dtypes."""
+    """Raise unless the tensor is a flat buffer of one of the supported dtypes."""
     _check_shape(tensor, name)
     _check_dtype(tensor, name)
 
@@ -48,7 +48,7 @@ def check_flat(tensor: Tensor, name: str) -> None:
 def _pieces(
     name: str, flat: Tensor, tensors: Sequence[Tensor], offsets: Sequence[int]
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Each tensor with its place in the flat buffer, after everything has been checked."""
+    """Each tensor with its view of the flat buffer; checks all arguments first."""
     _check(
         len(tensors) == len(offsets),
         f"{name}: got {len(tensors)} tensors and {len(offsets)} offsets",
@@ -94,8 +94,9 @@ def copy_(target: Tensor, source: Tensor) -> None:
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors reach into each other's memory: `b` contiguous, `a` from its first
-    element to its last, whatever its strides leave out in between.
+    """Whether the memory of two tensors overlaps.
+
+    `b` is contiguous; of `a`, everything from its first to its last element counts.
     """
     if not a.numel() or not b.numel():
         return False
@@ -158,18 +159,18 @@ def rank_sum_each_(outs: list[Tensor], received: list[Tensor]) -> None:
 
 
 @torch.no_grad()
-def rank_sum_claimed_(
-    outs: list[Tensor], received: list[Tensor], claims: Tensor, sums: Tensor | None = None
+def rank_sum_chunks_(
+    outs: list[Tensor], received: list[Tensor], work_counters: Tensor, sums: Tensor | None = None
 ) -> None:
-    """See `poplar.ops.rank_sum_claimed_`."""
-    _check_shape(claims, "rank_sum_claimed_: claims")
+    """See `poplar.ops.rank_sum_chunks_`."""
+    _check_shape(work_counters, "rank_sum_chunks_: work_counters")
     _check(
-        claims.element_size() == 1 and claims.numel() == _core.CLAIMS_BYTES,
-        f"rank_sum_claimed_: claims must hold {_core.CLAIMS_BYTES} bytes",
+        work_counters.element_size() == 1 and work_counters.numel() == _core.WORK_COUNTERS_BYTES,
+        f"rank_sum_chunks_: work_counters must hold {_core.WORK_COUNTERS_BYTES} bytes",
     )
     if outs:
-        _check_sums("rank_sum_claimed_", outs[0], sums)
-    counters = claims.view(torch.int32)  # claimed, nothing, done, sleepers
+        _check_sums("rank_sum_chunks_", outs[0], sums)
+    counters = work_counters.view(torch.int32)  # started, padding, done, sleepers
     first = int(counters[0]) * _core.CHUNK
     rest = [out[first:] for out in outs]
     rank_sum_each_(rest, [part[first:] for part in received])
@@ -200,8 +201,8 @@ def adamw_(
     """See `poplar.ops.adamw_`."""
     check_adamw(values, gradient, mean, square_mean, rounded, step, scale, found_inf)
 
-    for start in range(0, values.numel(), _AT_ONCE):  # temporaries of a whole shard would be large
-        part = slice(start, start + _AT_ONCE)
+    for start in range(0, values.numel(), _CHUNK_NUMEL):  # limits the size of temporaries
+        part = slice(start, start + _CHUNK_NUMEL)
         state = (values[part], gradient[part], mean[part], square_mean[part])
         low = None if rounded is None else rounded[part]
         update = (lr, beta1, beta2, eps, weight_decay, step)
@@ -229,18 +230,18 @@ def _adamw_part(
 
     factor = torch.ones((), device=values.device) if scale is None else scale.reshape(())
     scaled = gradient * (-factor if maximize else factor)
-    keeps_mean = 1.0 - beta1 < 0.5  # else interpolated from the other end, as torch.lerp does
+    keeps_mean = 1.0 - beta1 < 0.5  # otherwise interpolate from the other end, as torch.lerp does
     change = (scaled - mean) * single(1.0 - beta1 if keeps_mean else -beta1)
     new_mean = (mean if keeps_mean else scaled) + change
     new_square = square_mean * single(beta2) + (scaled * scaled) * single(1.0 - beta2)
-    # By way of float64: the root that torch takes on a CPU is not always the nearest fp32.
+    # Through float64: torch's fp32 root on the CPU is not always correctly rounded.
     root = new_square.double().sqrt().float() * single(1.0 / math.sqrt(1.0 - beta2**step)) + single(
         eps
     )
     moved = (new_mean / root) * single(lr / (1.0 - beta1**step))
     new_values = values * single(1.0 - lr * weight_decay) - moved
     for old, new in ((mean, new_mean), (square_mean, new_square), (values, new_values)):
-        # On the device: nobody waits for the flag.
+        # On the device, so that the host does not wait for the flag.
         old.copy_(new if found_inf is None else torch.where(found_inf.reshape(()) == 0, new, old))
     if rounded is not None:
         new = values.to(rounded.dtype)
@@ -259,7 +260,7 @@ def check_adamw(
     scale: Tensor | None,
     found_inf: Tensor | None,
 ) -> None:
-    """Raise where `adamw_` can't take its arguments."""
+    """Raise if `adamw_` does not support its arguments."""
     _check(step >= 1.0, f"adamw_: step must be at least 1, got {step:g}")
     for tensor in (values, gradient, mean, square_mean):
         check_flat(tensor, "adamw_: all tensors")
@@ -305,7 +306,7 @@ def _total(received: Sequence[Tensor]) -> Tensor:
 def check_pack(
     bucket: Tensor, grads: Sequence[Tensor], offsets: Sequence[int], sums: Tensor | None
 ) -> None:
-    """Raise where `pack_` can't take its arguments."""
+    """Raise if `pack_` does not support its arguments."""
     check_flat(bucket, "pack_: bucket")
     for i, (grad, place) in enumerate(_pieces("pack_", bucket, grads, offsets)):
         is_its_place = (
@@ -315,13 +316,13 @@ def check_pack(
         )
         _check(
             is_its_place or not _overlap(grad, bucket),
-            f"pack_: tensor {i} lies in the buffer's memory, but not at its own place",
+            f"pack_: tensor {i} is in the buffer's memory, but not at its own offset",
         )
     _check_sums("pack_", bucket, sums)
 
 
 def check_rank_sum(out: Tensor, received: Sequence[Tensor], sums: Tensor | None) -> None:
-    """Raise where `rank_sum_` can't take its arguments."""
+    """Raise if `rank_sum_` does not support its arguments."""
     _check_parts("rank_sum_", out, received)
     for part in received:
         _check(
@@ -375,7 +376,7 @@ def block_sums_of_squares(flat: Tensor) -> Tensor:
 def exact_sum_(total: Tensor, values: Tensor) -> None:
     """See `poplar.ops.exact_sum_`."""
     check_exact_sum(total, values)
-    for piece in values.split(_AT_ONCE):
+    for piece in values.split(_CHUNK_NUMEL):
         bits = piece.view(torch.int32)
         exponent = (bits >> 23) & 0xFF
         fraction = bits & 0x7FFFFF
@@ -391,7 +392,7 @@ def exact_sum_(total: Tensor, values: Tensor) -> None:
 
 
 def check_exact_sum(total: Tensor, values: Tensor) -> None:
-    """Raise where `exact_sum_` can't take its arguments."""
+    """Raise if `exact_sum_` does not support its arguments."""
     _check_shape(total, "exact_sum_: total")
     _check(
         total.dtype == torch.int64 and total.numel() == EXACT_WORDS,
@@ -417,7 +418,7 @@ def exact_norm(totals: Tensor) -> Tensor:
 
 
 def check_exact_norm(totals: Tensor) -> None:
-    """Raise where `exact_norm` can't take its argument."""
+    """Raise if `exact_norm` does not support its argument."""
     _check(
         totals.dim() == 2
         and totals.is_contiguous()
@@ -438,7 +439,7 @@ def clip_coefficient(norm: Tensor, max_norm: float, scale: Tensor | None = None)
 
 
 def check_clip_coefficient(norm: Tensor, scale: Tensor | None) -> None:
-    """Raise where `clip_coefficient` can't take its arguments."""
+    """Raise if `clip_coefficient` does not support its arguments."""
     for scalar in (norm, norm if scale is None else scale):
         _check(
             scalar.numel() == 1 and scalar.device == norm.device and scalar.dtype == torch.float64,
@@ -450,7 +451,7 @@ FUNCTIONS: dict[str, Callable[..., Tensor | None]] = {
     "copy_": copy_,
     "pack_": pack_,
     "rank_sum_": rank_sum_,
-    "rank_sum_claimed_": rank_sum_claimed_,
+    "rank_sum_chunks_": rank_sum_chunks_,
     "rank_sum_each_": rank_sum_each_,
     "unpack_": unpack_,
     "block_sums_of_squares": block_sums_of_squares,

@@ -97,6 +97,15 @@ def predict(cluster: ClusterProfile, plan: Plan) -> Prediction:
     return predict_at(costs_of(cluster, plan), plan)
 
 
+def fits(cluster: ClusterProfile, plan: Plan) -> bool:
+    """Whether every rank has the memory that a plan needs."""
+    try:
+        predict(cluster, plan)
+    except DoesNotFit:
+        return False
+    return True
+
+
 def predict_at(costs: StageCosts, plan: Plan) -> Prediction:
     """Predict one step of a plan, with the cost model of its stage."""
     memory = _memory_needed(costs, plan)

@@ -151,14 +151,14 @@ def _network_among(network: NetworkProfile, left: Sequence[int]) -> NetworkProfi
     slowest_before = max(*network.send_seconds_per_byte, *network.receive_seconds_per_byte)
     slowest = max(*send, *receive) / slowest_before if slowest_before else 1.0
     scale = slowest * (after - 1) / after * before / (before - 1) if before > 1 else 1.0
-    residuals = {}
     if after == 1:
-        residuals = {"synchronization_seconds": _NO_RESIDUALS, "step_seconds": _NO_RESIDUALS}
+        network = replace(
+            network, synchronization_seconds=_NO_RESIDUALS, step_seconds=_NO_RESIDUALS
+        )
     return replace(
         network,
         reduce_scatter_seconds=scale * network.reduce_scatter_seconds,
         all_gather_seconds=scale * network.all_gather_seconds,
         send_seconds_per_byte=send,
         receive_seconds_per_byte=receive,
-        **residuals,
     )

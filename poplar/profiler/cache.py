@@ -1,7 +1,7 @@
-"""Profiles that were measured before, found again by what was measured.
+"""Stores profiles and verified plans in files, one per identity of a profile.
 
-A file per identity. What is in it is used only if its own identity is the one that was asked for
-and its checksum is right; a damaged file is said to be so, and measured anew.
+A file is used only if its checksum and its identity are right. Otherwise a warning names the file,
+and the job is measured again.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ def default_folder() -> Path:
 
 @dataclass(frozen=True)
 class Cache:
-    """Profiles, and the plans that were verified on them, in one folder."""
+    """Profiles and the plans verified on them, in one folder."""
 
     folder: Path
 
     def load(self, identity: Mapping[str, str]) -> tuple[ClusterProfile, dict[str, Plan]] | None:
-        """The profile of this identity with its verified plans by request; None if there is none.
+        """The profile of this identity and its verified plans by key; None if there is none.
 
-        A file that is damaged, or not what it says, is a warning and no profile.
+        A file that is damaged or of another identity gives a warning and None.
         """
         path = self._path(identity)
         try:
@@ -54,20 +54,20 @@ class Cache:
                 _warn(path, "its checksum is wrong")
                 return None
             profile = ClusterProfile.from_dict(content["profile"])
-            plans = {request: Plan.from_dict(plan) for request, plan in content["plans"].items()}
+            plans = {key: Plan.from_dict(plan) for key, plan in content["plans"].items()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             _warn(path, f"{type(error).__name__}: {error}")
             return None
         if dict(profile.identity) != dict(identity):
-            _warn(path, "it is another profile's")
+            _warn(path, "its identity is that of another profile")
             return None
         return profile, plans
 
     def save(self, profile: ClusterProfile, plans: Mapping[str, Plan]) -> Path:
-        """Write a profile where `load` finds it; readers never see half a file."""
+        """Write a profile for `load`, atomically."""
         content = {
             "profile": profile.to_dict(),
-            "plans": {request: plan.to_dict() for request, plan in plans.items()},
+            "plans": {key: plan.to_dict() for key, plan in plans.items()},
         }
         document = {"sha256": _checksum(content), "content": content}
         path = self._path(profile.identity)
@@ -88,9 +88,7 @@ class Cache:
 
 
 def _warn(path: Path, why: str) -> None:
-    warnings.warn(
-        f"the cached profile {path} is not used, because {why}; measuring again", stacklevel=2
-    )
+    warnings.warn(f"the cached profile {path} is not used: {why}; measuring again", stacklevel=2)
 
 
 def _checksum(content: Any) -> str:

@@ -1,4 +1,4 @@
-"""The collectives that training will use, timed on the model's own buffers."""
+"""Times the collectives of training on buffers of the model's sizes."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from statistics import median
 
 import torch
 
-from poplar.comm import Codec, Communicator, Control, Pending
+from poplar.comm import Codec, Communicator, Control, Work
 from poplar.comm.shard_layout import Layout
 from poplar.profile import NetworkProfile
+from poplar.system.devices import synchronize
 
 REPETITIONS = 5
-"""At most; of slow collectives fewer."""
+"""Timed runs at most; fewer if they are slow."""
 MOST_RANKS_ONE_BY_ONE = 8
-"""Up to here each rank's own rates are measured; beyond, ranks count as equal."""
+"""World size up to which each rank's rates are measured; ranks of larger groups count as equal."""
 _IN_FLIGHT = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Collectives:
-    """Reduces and gathers a whole model, unit by unit, as the engine does."""
+    """Reduce-scatters and all-gathers of a whole model, unit by unit, as the engine issues them."""
 
     comm: Communicator
     control: Control
@@ -34,10 +35,10 @@ class Collectives:
     device: torch.device
 
     def reduce_scatter(self, shares: Sequence[float]) -> None:
-        """Pack, send and add the gradients of the whole model. Collective."""
+        """Pack and reduce-scatter the gradients of the whole model. Collective."""
         codec = Codec(self.wire_dtype)
         gradient = torch.zeros(max(self.numels), dtype=self.value_dtype, device=self.device)
-        pending: deque[Pending] = deque()
+        pending: deque[Work] = deque()
         for numel in self.numels:
             layout = Layout.from_shares(numel, shares)
             bucket = self.comm.buffer(layout, self.wire_dtype, self.device, codec)
@@ -52,8 +53,8 @@ class Collectives:
             left.wait()
 
     def all_gather(self, shares: Sequence[float]) -> None:
-        """Bring the values of the whole model to every rank. Collective."""
-        pending: deque[Pending] = deque()
+        """All-gather the parameters of the whole model. Collective."""
+        pending: deque[Work] = deque()
         for numel in self.numels:
             values = torch.zeros(numel, dtype=self.value_dtype, device=self.device)
             layout = Layout.from_shares(numel, shares)
@@ -69,12 +70,12 @@ class Collectives:
         shares: Sequence[float],
         budget: float,
     ) -> float:
-        """Of the slowest rank, a median over repetitions. Collective; the same on all ranks.
+        """Seconds on the slowest rank, a median over repetitions. Collective; equal on all ranks.
 
         Args:
             run: a method of this object.
             shares: of the layouts.
-            budget: seconds; a run to warm up and one that counts are taken in any case.
+            budget: seconds. One warm-up run and one timed run always take place.
         """
         first, taken = self._once(run, shares), [self._once(run, shares)]
         while len(taken) < REPETITIONS and first + sum(taken) + taken[-1] < budget:
@@ -82,25 +83,23 @@ class Collectives:
         return median(taken)
 
     def _once(self, run: Callable[[Sequence[float]], None], shares: Sequence[float]) -> float:
-        self._synchronize()
-        self.control.exchange(torch.zeros(1), what="the profiler's start line")()
+        synchronize(self.device)
+        start = torch.zeros(1, device="cpu")
+        self.control.exchange(start, what="starting a timed collective")()
         began = time.perf_counter()
         run(shares)
-        self._synchronize()
-        own = torch.tensor([time.perf_counter() - began], dtype=torch.float64)
-        everyones = self.control.exchange(own, what="the profiler's times")()
+        synchronize(self.device)
+        taken = time.perf_counter() - began
+        own = torch.tensor([taken], dtype=torch.float64, device="cpu")
+        everyones = self.control.exchange(own, what="times of a collective")()
         return max(float(seconds) for seconds in everyones)
-
-    def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
 
 def measure_network(collectives: Collectives, budget: float) -> NetworkProfile:
-    """Even shares, then each rank as the only owner, within about `budget` seconds. Collective.
+    """Time even shares, then each rank as the only owner, in about `budget` seconds. Collective.
 
-    Where one rank owns all, every reduction ends in it and every gather starts from it: these times
-    are its rates, of receiving and of sending. Ranks count as equal where that would take too long.
+    If one rank owns everything, it receives every reduction and sends every gather. So these times
+    give its rates. Ranks count as equal if that would take too long.
     """
     ranks = collectives.comm.group.size
     reduce, gather = collectives.reduce_scatter, collectives.all_gather

@@ -1,4 +1,4 @@
-"""Whole steps of the engine, taken apart: what the closed form of a step leaves out."""
+"""Times whole steps of the engine and splits them into passes, waiting, update and the rest."""
 
 from __future__ import annotations
 
@@ -9,35 +9,12 @@ from statistics import fmean, median
 from typing import Any
 
 from poplar.comm import Control
+from poplar.curve import error_of_median
+from poplar.observation import Observation
 from poplar.optimizer import HeteroZeroOptimizer
 from poplar.plan import Plan
-from poplar.profiler.passes import Passes, error_of_median
+from poplar.profiler.passes import Passes
 from poplar.system.trace import Span
-
-
-@dataclass(frozen=True, kw_only=True)
-class Observation:
-    """One plan as it ran: medians over its steps, the same value on every rank."""
-
-    plan: Plan
-    step_seconds: float
-    """From one step to the next, as training goes on."""
-    spread_seconds: float = 0.0
-    """The standard error of `step_seconds`; 0: not known, and taken for none."""
-    pass_seconds: tuple[tuple[float, ...], ...]
-    """`[rank][pass]` of those with samples, without waiting for others."""
-    other_seconds: tuple[float, ...]
-    """By rank: neither in a pass, nor in the update, nor waiting."""
-    pass_errors: tuple[float, ...] = ()
-    """By rank, the standard error of what a pass took; empty: not known, and taken for none."""
-
-    @property
-    def busy_seconds(self) -> tuple[float, ...]:
-        """By rank, without the update."""
-        return tuple(
-            sum(own) + other
-            for own, other in zip(self.pass_seconds, self.other_seconds, strict=True)
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,24 +31,21 @@ def observe(
     control: Control,
     *,
     steps: int,
-    warm_up: int,
     max_norm: float | None,
 ) -> Observation:
-    """Run a plan for a few steps and take them apart. Collective."""
-    rank = control.group.rank
-    samples = plan.samples(rank)
+    """Run one step that is not timed, then time `steps` of them. Collective."""
+    samples = plan.samples(control.group.rank)
     batch = passes.batch(samples) if samples else None
-    for _ in range(warm_up):
-        optimizer.train_step(passes.loss_fn, batch, max_norm=max_norm)
+    optimizer.train_step(passes.loss_fn, batch, max_norm=max_norm)
     own = [_one_step(optimizer, batch, passes, max_norm) for _ in range(steps)]
     everyones = control.exchange_objects(own, what="the profiler's steps")
-    # A rank that is done early begins the next step early and waits there. So ranks agree over some
-    # steps, and the longest of each step would add to a step what it took from the one before.
-    together = [fmean(step.seconds for step in at) for at in zip(*everyones, strict=True)]
+    # The mean over ranks, not the slowest rank: a rank that ends a step early begins the next one
+    # early and waits there. Over several steps all ranks take equally long.
+    means = [fmean(step.seconds for step in at) for at in zip(*everyones, strict=True)]
     return Observation(
         plan=plan,
-        step_seconds=median(together),
-        spread_seconds=error_of_median(together),
+        step_seconds=median(means),
+        spread_seconds=error_of_median(means),
         pass_seconds=tuple(
             tuple(median(times) for times in zip(*(step.passes for step in own), strict=True))
             for own in everyones
@@ -82,7 +56,7 @@ def observe(
 
 
 def _error_of_passes(own: Sequence[_Step]) -> float:
-    """Of the median over steps of each pass of one rank; 0 without passes."""
+    """Standard error of the pass times of one rank; 0 without passes."""
     errors = [error_of_median(times) for times in zip(*(step.passes for step in own), strict=True)]
     return median(errors) if errors else 0.0
 
@@ -100,12 +74,15 @@ def _one_step(
     own = [
         span for span in spans if span.kind == "pass" and not span.what.startswith("a pass of 0")
     ]
-    busy = tuple(span.seconds - sum(w.seconds for w in waits if _inside(w, span)) for span in own)
+    busy = tuple(
+        max(0.0, span.seconds - sum(wait.seconds for wait in waits if _is_inside(wait, span)))
+        for span in own
+    )
     update = sum(span.seconds for span in spans if span.kind == "optimizer")
-    outside = sum(wait.seconds for wait in waits if not any(_inside(wait, span) for span in own))
+    outside = sum(wait.seconds for wait in waits if not any(_is_inside(wait, span) for span in own))
     other = seconds - sum(span.seconds for span in own) - update - outside
     return _Step(seconds=seconds, passes=busy, other=other)
 
 
-def _inside(inner: Span, outer: Span) -> bool:
+def _is_inside(inner: Span, outer: Span) -> bool:
     return outer.start <= inner.start and inner.stop <= outer.stop

@@ -1,7 +1,7 @@
-"""Peak memory of a pass, exact on CUDA and on the CPU.
+"""Peak memory of tensors during a pass, exact on CUDA and on the CPU.
 
-Resident memory says nothing about live tensors (glibc keeps what is freed), so on the CPU every
-storage that an operator allocates is counted, from its birth to its end.
+Resident memory does not show live tensors, because glibc keeps freed memory. So on the CPU every
+storage that an operator allocates is counted until it is freed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 
 def peak_bytes(run: Callable[[], None], device: torch.device) -> int:
-    """Most bytes of tensors that were alive at once during `run`, above those before it."""
+    """Peak bytes of live tensors during `run`, above those before it."""
     if device.type != "cuda":
         with _LiveStorages() as storages:
             run()
@@ -32,7 +32,7 @@ def peak_bytes(run: Callable[[], None], device: torch.device) -> int:
 
 
 class _LiveStorages(TorchDispatchMode):
-    """Counts the bytes of storages that operators return and that were not given to them."""
+    """Counts bytes of storages that operators return and that were not among their arguments."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

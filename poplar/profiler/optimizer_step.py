@@ -1,4 +1,4 @@
-"""The optimizer step on this rank: how long, and how many bytes of state an element costs."""
+"""Times the optimizer step on this rank and counts the bytes of its state per element."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from poplar.system.devices import synchronize
 from poplar.zero.update import OptimizerFactory
 
 MOST_ELEMENTS = 1 << 26
-"""Of larger models a part is stepped; the rest follows by proportion."""
+"""Elements that are stepped at most. The time of larger models is extrapolated."""
 SMALL_PART = 1 / 8
+"""Size of the second measurement, which separates latency from time per element."""
 _SHORTEST_SECONDS = 0.05
 
 
@@ -26,9 +28,9 @@ class UpdateCost:
 
     seconds: float
     latency_seconds: float
-    """What remains of it for the smallest share."""
+    """Time of a step over the smallest share."""
     state_bytes: float
-    """Per element, without master values."""
+    """Bytes of optimizer state per element, without an fp32 master."""
 
 
 def measure_update(
@@ -37,13 +39,16 @@ def measure_update(
     numels: Sequence[int],
     device: torch.device,
 ) -> UpdateCost:
-    """Step flat fp32 buffers as the engine does, large and small; a straight line through both.
+    """Step flat fp32 buffers of two sizes, as the engine does; fit a line to both times.
 
     Args:
         factory: the user's optimizer class.
         options: its keyword arguments.
         numels: elements of each flat buffer.
         device: of this rank.
+
+    Raises:
+        torch.OutOfMemoryError: even a few elements do not fit.
     """
     whole = sum(numels)
     part = min(1.0, MOST_ELEMENTS / whole)
@@ -76,7 +81,7 @@ def _step(
     for value in values:
         value.grad = torch.zeros_like(value)
     optimizer = factory([{"params": values}], **options)
-    optimizer.step()  # makes the state
+    optimizer.step()  # allocates the state
     first = _timed(optimizer, device, 1)
     repeats = max(1, math.ceil(_SHORTEST_SECONDS / max(first, 1e-6)))
     seconds = median(_timed(optimizer, device, repeats) for _ in range(3))
@@ -90,11 +95,9 @@ def _step(
 
 
 def _timed(optimizer: torch.optim.Optimizer, device: torch.device, repeats: int) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    synchronize(device)
     began = time.perf_counter()
     for _ in range(repeats):
         optimizer.step()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    synchronize(device)
     return (time.perf_counter() - began) / repeats

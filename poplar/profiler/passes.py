@@ -1,10 +1,10 @@
-"""Plain passes of the user's model: how long they take and what they hold, against the batch."""
+"""Times plain passes of the user's model and measures their memory, against the batch."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -12,53 +12,50 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from poplar.curve import error_of_median
 from poplar.data import pytree
 from poplar.profile import BatchPoint
 from poplar.profiler.memory import peak_bytes
-
-LossFunction = Callable[[nn.Module, Any], Tensor]
+from poplar.system.devices import synchronize
+from poplar.zero.micro_batch_loss import LossFunction
 
 SHORTEST_SAMPLE_SECONDS = 0.1
 """Shorter passes are timed several at a time: a CPU quota is enforced every 10 to 100 ms."""
 MARGIN = 0.97
-"""The largest batch is chosen by extrapolation; it stays this far below what memory allows."""
+"""Part of the free memory for which the largest batch is extrapolated."""
 NEAR_ENOUGH = 1 / 8
-"""Once a batch was too large, the search between it and the largest that fits ends here."""
-
-_ERROR_PER_DEVIATION = 1.4826 * math.sqrt(math.pi / 2)
-"""Of many normal samples: a standard deviation is so many median ones, and the median errs by so
-much more than the mean."""
+"""Relative distance to a batch that was too large at which the search for the largest ends."""
 
 
 @dataclass
 class Passes:
-    """Forward and backward on one rank, at any batch."""
+    """Forward and backward on one rank, for any batch size."""
 
     model: nn.Module
     loss_fn: LossFunction
     example: Any
-    """A batch; its samples are repeated where a larger one is needed."""
+    """A batch; its samples are repeated for larger ones."""
     device: torch.device
     _batches: dict[int, Any] = field(default_factory=dict)
 
     def batch(self, size: int) -> Any:
-        """A batch of `size` samples out of the example's."""
+        """A batch of `size` samples of the example."""
         if size not in self._batches:
             available = pytree.samples_in(self.example)
             self._batches[size] = pytree.take(self.example, [at % available for at in range(size)])
         return self._batches[size]
 
     def run(self, size: int) -> None:
-        """One pass; its gradients are dropped."""
+        """Run one pass and drop its gradients."""
         loss = self.loss_fn(self.model, self.batch(size))
         loss.backward()
         self._drop_gradients()
 
     def check(self) -> None:
-        """A first pass, of one sample.
+        """Run a first pass of one sample.
 
         Raises:
-            TypeError, ValueError: the loss is no scalar, requires no gradient, or is not finite.
+            TypeError, ValueError: the loss is not a scalar, requires no gradient, or is not finite.
         """
         loss: Any = self.loss_fn(self.model, self.batch(1))
         if not isinstance(loss, Tensor) or loss.numel() != 1:
@@ -70,19 +67,19 @@ class Passes:
         if not loss.requires_grad:
             raise ValueError(
                 "the loss does not require a gradient, so there is no backward to measure; compute "
-                "it outside of torch.no_grad() from parameters that require one"
+                "it outside of torch.no_grad() from parameters that require gradients"
             )
         value = float(loss.detach())
         if not math.isfinite(value):
             raise ValueError(
                 f"the loss of the first sample of example_batch is {value}; profile with a "
-                "batch and a model as they are trained (a NaN takes other ways through a model)"
+                "batch and a model as in training, because a NaN may change what a model computes"
             )
         loss.backward()
         self._drop_gradients()
 
     def seconds(self, size: int, repeats: int = 1) -> float:
-        """Of one pass, the mean over `repeats` back to back."""
+        """Seconds of one pass, the mean over `repeats` without a pause."""
         self.synchronize()
         began = time.perf_counter()
         for _ in range(repeats):
@@ -91,7 +88,7 @@ class Passes:
         return (time.perf_counter() - began) / repeats
 
     def backward_fraction(self, size: int) -> float:
-        """The backward's part of a pass."""
+        """Part of a pass that the backward takes."""
         self.synchronize()
         began = time.perf_counter()
         loss = self.loss_fn(self.model, self.batch(size))
@@ -104,13 +101,12 @@ class Passes:
         return (ended - middle) / (ended - began)
 
     def activation_bytes(self, size: int) -> int:
-        """Peak of a pass above what was held before it.
+        """Peak memory of a pass above what was allocated before it.
 
-        Gradients leave as soon as they are there, as in the engine, which packs them: what they
-        take is no activation.
+        Gradients are freed as soon as they are complete, as in the engine, so they do not count.
 
         Raises:
-            torch.OutOfMemoryError: it does not fit; nothing is left behind.
+            torch.OutOfMemoryError: the pass does not fit; all its memory is freed.
         """
         self.batch(size)
         trained = [p for p in self.model.parameters() if p.requires_grad]
@@ -129,8 +125,7 @@ class Passes:
 
     def synchronize(self) -> None:
         """Wait for the device."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        synchronize(self.device)
 
     def _drop_gradients(self) -> None:
         for parameter in self.model.parameters():
@@ -142,54 +137,57 @@ def _drop(parameter: Tensor) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rung:
-    """A batch size worth timing, as the scouting pass found it."""
+class FirstPass:
+    """A batch size and the first pass of that size."""
 
     batch: int
     seconds: float
-    """Of the scouting pass: a first idea."""
+    """A rough time, memory measurement included."""
     activation_bytes: int
 
 
-def scout(
-    passes: Passes, *, max_batch: int, room_bytes: float, longest_seconds: float
-) -> list[Rung]:
-    """Climb batch sizes 1, 2, 4, ... as far as memory and time allow, noting what each holds.
+def climb(
+    passes: Passes, *, max_batch: int, activation_bytes: float, longest_seconds: float
+) -> list[FirstPass]:
+    """Run batch sizes 1, 2, 4, ... as far as memory and time allow, and measure their memory.
 
     Args:
         passes: of this rank.
         max_batch: the largest batch to try.
-        room_bytes: what activations may take; the largest batch that fits becomes the last rung.
-        longest_seconds: no pass is tried that would probably take longer than this.
+        activation_bytes: what activations may take; the last size is the largest that fits.
+        longest_seconds: no pass is tried that would probably take longer.
 
     Raises:
         torch.OutOfMemoryError: not even one sample fits.
     """
-    rungs: list[Rung] = []
+    sizes: list[FirstPass] = []
     size, too_large = 1, 0
     passes.run(1)
     while True:
-        rung = _try(passes, size)
-        if rung is None and not rungs:
-            raise torch.OutOfMemoryError("not even one sample fits into the device's memory")
-        if rung is None or (rung.activation_bytes > room_bytes and rungs):
+        tried = _try(passes, size)
+        if tried is None and not sizes:
+            raise torch.OutOfMemoryError(
+                "not even one sample fits in the memory of the device; use shorter samples, "
+                "activation checkpointing or a smaller model"
+            )
+        if tried is None or (tried.activation_bytes > activation_bytes and sizes):
             too_large = size
         else:
-            rungs.append(rung)
-        last = rungs[-1]
-        following = min(2 * last.batch, max_batch, _largest_that_fits(rungs, room_bytes))
+            sizes.append(tried)
+        last = sizes[-1]
+        following = min(2 * last.batch, max_batch, _largest_that_fits(sizes, activation_bytes))
         if too_large and too_large - last.batch <= last.batch * NEAR_ENOUGH:
-            return rungs
+            return sizes
         if too_large and following >= too_large:
             following = (last.batch + too_large) // 2
         longer = last.seconds * following / last.batch
-        if following <= last.batch or (longer > longest_seconds and len(rungs) > 1):
-            return rungs
+        if following <= last.batch or (longer > longest_seconds and len(sizes) > 1):
+            return sizes
         size = following
 
 
-def _try(passes: Passes, size: int) -> Rung | None:
-    """One pass of this size; None if it does not fit."""
+def _try(passes: Passes, size: int) -> FirstPass | None:
+    """Run one pass of this size; None if it does not fit."""
     try:
         began = time.perf_counter()
         held = passes.activation_bytes(size)
@@ -197,80 +195,67 @@ def _try(passes: Passes, size: int) -> Rung | None:
     except torch.OutOfMemoryError:
         return None
     seconds = time.perf_counter() - began
-    return Rung(batch=size, seconds=seconds, activation_bytes=held)
+    return FirstPass(batch=size, seconds=seconds, activation_bytes=held)
 
 
-def _largest_that_fits(rungs: Sequence[Rung], room_bytes: float) -> int:
-    """By a straight line through the last two rungs."""
-    if len(rungs) < 2:
-        return 2 * rungs[-1].batch
-    before, last = rungs[-2:]
+def _largest_that_fits(sizes: Sequence[FirstPass], activation_bytes: float) -> int:
+    """Extrapolated by a straight line through the last two sizes, at most twice the last one."""
+    if len(sizes) < 2:
+        return 2 * sizes[-1].batch
+    before, last = sizes[-2:]
     slope = (last.activation_bytes - before.activation_bytes) / (last.batch - before.batch)
-    left = room_bytes * MARGIN - last.activation_bytes
+    left = activation_bytes * MARGIN - last.activation_bytes
     if slope <= 0 or left >= slope * last.batch:
         return 2 * last.batch
     return last.batch + max(0, math.floor(left / slope))
 
 
 class Timings:
-    """Passes of several sizes, timed in turns, so that a disturbance meets all of them alike.
+    """Times passes of several sizes in turns, so that a disturbance affects all sizes."""
 
-    All ranks do this for equally long, so that whatever they share (a core, a memory bus, a power
-    budget) is shared as in training.
-    """
-
-    def __init__(self, passes: Passes, rungs: Sequence[Rung]) -> None:
-        self._passes, self._rungs = passes, rungs
-        self._samples: dict[int, list[float]] = {rung.batch: [] for rung in rungs}
+    def __init__(self, passes: Passes, sizes: Sequence[FirstPass]) -> None:
+        self.passes = passes
+        self._sizes = sizes
+        self._samples: dict[int, list[float]] = {size.batch: [] for size in sizes}
         self._repeats = {
-            r.batch: max(1, math.ceil(SHORTEST_SAMPLE_SECONDS / r.seconds)) for r in rungs
+            s.batch: max(1, math.ceil(SHORTEST_SAMPLE_SECONDS / s.seconds)) for s in sizes
         }
-        self._order = [rung.batch for rung in rungs]
+        self._order = [size.batch for size in sizes]
 
     def run(self, seconds: float, *, least: int) -> None:
-        """Go on for so many seconds, and until each size has been timed `least` times in all."""
+        """Time for so many seconds, and until each size has been timed `least` times in all."""
         end = time.perf_counter() + seconds
         while True:
             for size in self._order:
                 enough = all(len(got) >= least for got in self._samples.values())
                 if enough and time.perf_counter() >= end:
                     return
-                self._samples[size].append(self._passes.seconds(size, self._repeats[size]))
+                self._samples[size].append(self.passes.seconds(size, self._repeats[size]))
             self._order.reverse()
 
     def forget(self) -> None:
-        """What was timed so far does not count."""
+        """Drop all samples so far."""
         for samples in self._samples.values():
             samples.clear()
 
     @property
     def points(self) -> tuple[BatchPoint, ...]:
-        """What was found out, by ascending batch."""
+        """The median time of each size, by ascending batch."""
         return tuple(
             BatchPoint(
-                batch=rung.batch,
-                seconds=median(self._samples[rung.batch]),
-                activation_bytes=rung.activation_bytes,
-                spread_seconds=error_of_median(self._samples[rung.batch]),
+                batch=size.batch,
+                seconds=median(self._samples[size.batch]),
+                activation_bytes=size.activation_bytes,
+                spread_seconds=error_of_median(self._samples[size.batch]),
             )
-            for rung in self._rungs
+            for size in self._sizes
         )
 
 
-def time_rungs(
-    passes: Passes, rungs: Sequence[Rung], *, seconds: float, least: int
+def time_sizes(
+    passes: Passes, sizes: Sequence[FirstPass], *, seconds: float, least: int
 ) -> tuple[BatchPoint, ...]:
-    """Time all rungs in turns until `seconds` are over, each at least `least` times."""
-    timings = Timings(passes, rungs)
+    """Time all sizes in turns until `seconds` are over, each at least `least` times."""
+    timings = Timings(passes, sizes)
     timings.run(seconds, least=least)
     return timings.points
-
-
-def error_of_median(samples: Sequence[float]) -> float:
-    """The standard error of the median, by the median deviation; 0 where one sample says nothing.
-
-    As of a normal distribution, without the few samples that were disturbed.
-    """
-    middle = median(samples)
-    deviation = median(abs(sample - middle) for sample in samples)
-    return _ERROR_PER_DEVIATION * deviation / math.sqrt(len(samples))

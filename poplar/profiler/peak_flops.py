@@ -12,14 +12,13 @@ from poplar.system.devices import checked_kind, synchronize
 
 _HALF = (torch.float16, torch.bfloat16)
 _MATRIX_SIDE = {"cpu": 1024, "cuda": 8192}
-"""Large enough that a product is bound by arithmetic, not by memory or launches."""
+"""Large enough for a product to be bound by arithmetic, not by memory or launches."""
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """FLOP/s that the device reaches at most in matrix products of `dtype`.
+    """Peak FLOP/s of matrix products in `dtype`; None if the device cannot multiply `dtype`.
 
-    By specification for fp16 and bf16 on devices that `planning.specifications` knows, else
-    measured (a product takes well under a second); None where `dtype` cannot be multiplied.
+    From the specification for fp16 and bf16 on known GPUs, else measured in under a second.
     """
     if checked_kind(device) == "cuda" and dtype in _HALF:
         printed = specification(torch.cuda.get_device_name(device))
@@ -34,14 +33,14 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
 def measure_flops(device: torch.device, dtype: torch.dtype, seconds: float = 0.2) -> float:
     """FLOP/s of a large square matrix product, the median over about `seconds`.
 
-    Random state stays as it is. On a CPU with the threads that torch has now.
+    Does not change random state. On a CPU it uses the present number of threads.
 
     Raises:
         RuntimeError: this device cannot multiply `dtype`, or has no memory for it.
     """
     side = _MATRIX_SIDE[checked_kind(device)]
     generator = torch.Generator(device).manual_seed(0)
-    # Noise, as gradients are: products of constants draw less power and run at higher clocks.
+    # Random values: products of constants draw less power and run at higher clocks.
     matrix = torch.randn(side, side, generator=generator, device=device).to(dtype)
     out = matrix @ matrix
     taken: list[float] = []

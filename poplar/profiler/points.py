@@ -1,7 +1,4 @@
-"""Points of measured curves: how sure they are, and how new ones come in beside old ones.
-
-Arithmetic only.
-"""
+"""Arithmetic on points of measured curves: their accuracy, and adding points measured later."""
 
 from __future__ import annotations
 
@@ -13,17 +10,17 @@ from poplar.curve import straightened
 from poplar.profile import BatchPoint, ClusterProfile
 
 SURE = 0.01
-"""Of a median, as a fraction: where it is less sure, more is timed, as far as the budget goes."""
+"""Relative standard error of a median above which more passes are timed, within the budget."""
 
 
 def times_to_be_sure(curves: Iterable[Sequence[BatchPoint]]) -> float:
-    """How many times as many samples would make every median `SURE`; at least 1."""
+    """By which factor to increase the samples so that every median is `SURE`; at least 1."""
     unsure = max(point.spread_seconds / point.seconds for own in curves for point in own)
     return float(max(1.0, (unsure / SURE) ** 2))
 
 
 def on_a_line(points: Sequence[BatchPoint]) -> tuple[BatchPoint, ...]:
-    """Points on a straight line where only noise keeps them off it."""
+    """The points, moved onto a straight line if noise explains their distance to it."""
     line = straightened(
         [point.batch for point in points],
         [point.seconds for point in points],
@@ -33,22 +30,20 @@ def on_a_line(points: Sequence[BatchPoint]) -> tuple[BatchPoint, ...]:
 
 
 def at_speed_of(known: BatchPoint, new: BatchPoint, again: BatchPoint) -> BatchPoint:
-    """A new point as it would have been when the known one was measured, which now took `again`."""
+    """Scale a new point by the change of speed between `known` and `again`, the same batch."""
     factor = known.seconds / again.seconds
     spread = math.hypot(new.spread_seconds / new.seconds, again.spread_seconds / again.seconds)
     seconds = factor * new.seconds
     return replace(new, seconds=seconds, spread_seconds=spread * seconds)
 
 
-def with_measured(profile: ClusterProfile, points: Sequence[BatchPoint | None]) -> ClusterProfile:
-    """The profile with one more point for each rank that has one."""
-    devices_ = tuple(
-        device if point is None else replace(device, points=_inserted(device.points, point))
-        for device, point in zip(profile.devices, points, strict=True)
-    )
-    return replace(profile, devices=devices_)
-
-
-def _inserted(points: Sequence[BatchPoint], point: BatchPoint) -> tuple[BatchPoint, ...]:
-    others = [other for other in points if other.batch != point.batch]
-    return tuple(sorted([*others, point], key=lambda other: other.batch))
+def with_measured(
+    profile: ClusterProfile, points: Sequence[Sequence[BatchPoint]]
+) -> ClusterProfile:
+    """The profile with more points, by rank. They replace points of the same batch."""
+    devices = []
+    for device, new in zip(profile.devices, points, strict=True):
+        merged = {point.batch: point for point in (*device.points, *new)}
+        ordered = tuple(merged[batch] for batch in sorted(merged))
+        devices.append(replace(device, points=ordered))
+    return replace(profile, devices=tuple(devices))

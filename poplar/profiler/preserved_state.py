@@ -1,4 +1,4 @@
-"""A model under measurement is afterwards as it was: values, gradients, buffers, random state."""
+"""Restores a model after measurements: parameters, gradients, buffers, modes, random state."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from torch import nn
 
 
 @contextmanager
-def surroundings_kept(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Put random state, buffers, gradients and the training mode back at the end.
+def model_preserved(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Restore buffers, gradients, training modes and random state at the end.
 
-    Random state: torch's on the CPU and on `device`, Python's, and numpy's if it is loaded.
-    Inside, parameters have no gradient.
+    Random state: torch on the CPU and on `device`, Python, and numpy if it is loaded. Inside,
+    parameters have no gradient. Parameters are not restored: see `parameters_preserved`.
     """
     numpy_random = sys.modules["numpy"].random if "numpy" in sys.modules else None
     states = random.getstate(), numpy_random.get_state() if numpy_random else None
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    # By name too: a forward may put a new tensor in a buffer's place.
+    # By name too: a forward may replace a buffer by a new tensor.
     buffers = [
         (module, name, buffer, None if buffer is None else buffer.detach().clone())
         for module in model.modules()
@@ -50,33 +50,32 @@ def surroundings_kept(model: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def parameters_kept(model: nn.Module, *, to_host: bool = False) -> Iterator[None]:
-    """Put the parameters' values and dtypes back at the end, bit by bit.
+def parameters_preserved(model: nn.Module, *, to_host: bool = False) -> Iterator[None]:
+    """Restore the values and dtypes of the parameters at the end, bit by bit.
 
     Args:
-        to_host: keep CUDA values in host memory meanwhile, where an engine needs the device's.
+        to_host: store CUDA values in host memory meanwhile, to leave device memory to the engine.
     """
-    kept = [(p, p.data.cpu() if to_host else p.data, p.device) for p in model.parameters()]
-    # An engine leaves trained values where they are and takes copies; frozen ones it overwrites
-    # with the first rank's.
-    frozen = [(value, value.clone()) for p, value, _ in kept if not p.requires_grad]
+    saved = [(p, p.data.cpu() if to_host else p.data, p.device) for p in model.parameters()]
+    # The engine copies trained values, but overwrites frozen ones with those of rank 0.
+    frozen = [(value, value.clone()) for p, value, _ in saved if not p.requires_grad]
     try:
         yield
     finally:
         for value, before in frozen:
             value.copy_(before)
-        for parameter, value, device in kept:
+        for parameter, value, device in saved:
             parameter.grad = None
             parameter.data = value.to(device)
 
 
 @contextmanager
 def computing_in(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
-    """Floating-point parameters in the dtype of compute, as the engine will hold them."""
+    """Hold floating-point parameters in the compute dtype, as the engine does; None: unchanged."""
     if dtype is None:
         yield
         return
-    with parameters_kept(model):
+    with parameters_preserved(model):
         for parameter in model.parameters():
             if parameter.is_floating_point():
                 parameter.data = parameter.data.to(dtype)

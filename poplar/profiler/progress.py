@@ -1,24 +1,26 @@
-"""What rank 0 shows while it measures: one line on stderr, where somebody watches."""
+"""Progress of a measurement on stderr of rank 0: a live line on a terminal, else one line each."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 
 Tell = Callable[[str], None]
 
 
 @contextmanager
 def progress(enabled: bool) -> Iterator[Tell]:
-    """A function that says what is being measured now.
+    """A function that shows what is being measured.
 
     Args:
-        enabled: on this rank. Without a terminal, or without rich, nothing is shown.
+        enabled: show on this rank.
     """
-    if not (enabled and sys.stderr.isatty() and find_spec("rich")):
+    if not enabled:
         yield lambda text: None
+        return
+    if not sys.stderr.isatty():
+        yield lambda text: print(f"profiling: {text}", file=sys.stderr, flush=True)
         return
     from rich.console import Console
 

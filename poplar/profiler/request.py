@@ -1,4 +1,4 @@
-"""What shall be measured: checked on this rank, agreed by all, and named for the cache."""
+"""A profiling request: checked on this rank, agreed by all ranks, with an identity."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ import poplar
 from poplar.comm import Control
 from poplar.data import pytree
 from poplar.plan import STRATEGIES
-from poplar.profiler.passes import LossFunction
 from poplar.system import devices, host_limits
 from poplar.zero import setup
-from poplar.zero.agreement import agree
+from poplar.zero.agreement import raise_on_any_error
+from poplar.zero.micro_batch_loss import LossFunction
 from poplar.zero.unit import Member, build_units
 from poplar.zero.update import OptimizerFactory
 
 DEFAULT_MAX_BATCH = 1024
-"""Where neither memory nor time ends the climb."""
+"""Largest batch that is tried if neither memory nor time sets a limit."""
 
 _ONLY_VALUES = frozenset({"lr", "betas", "eps"})
-"""Options of an optimizer that a profile does not depend on."""
-_OWN = (
+"""Optimizer options that do not change times or memory."""
+_PER_RANK = (
     "device",
     "host",
     "driver",
@@ -39,12 +39,12 @@ _OWN = (
     "max_batch",
     "memory_limit",
 )
-"""What may be another on each rank."""
+"""Entries of the identity that may differ between ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """Everything that `profile_cluster` was asked for, on this rank."""
+    """The arguments of `profile_cluster` on this rank."""
 
     model: nn.Module
     loss_fn: LossFunction
@@ -62,24 +62,30 @@ class Request:
     allow_batch_norm: bool
 
     def check(self) -> None:
-        """What can be checked on this rank alone.
+        """Check what needs no communication.
 
         Raises:
-            ValueError, TypeError: what is wrong, and the way out.
+            ValueError, TypeError: an argument is wrong; says how to fix it.
         """
+        if isinstance(self.optimizer_class, torch.optim.Optimizer):
+            name = type(self.optimizer_class).__name__
+            raise TypeError(
+                f"optimizer_class must be a class, got an instance of {name}; pass "
+                f"optimizer_class={name} and its options as keyword arguments, such as lr=1e-3"
+            )
         if self.max_batch is not None and not _is_count(self.max_batch):
             raise ValueError(
-                f"max_batch must be a whole number, at least 1, got {self.max_batch!r}; it is the "
-                "largest micro-batch that is tried on this rank"
+                f"max_batch must be an integer above 0, got {self.max_batch!r}; it is the largest "
+                "micro-batch that is tried on this rank"
             )
         if self.memory_limit is not None and not _is_count(self.memory_limit):
             raise ValueError(
-                f"memory_limit must be a whole number of bytes, got {self.memory_limit!r}; leave "
-                "it out to use what the device has"
+                f"memory_limit must be a number of bytes, an integer above 0, got "
+                f"{self.memory_limit!r}; leave it out to use what the device has"
             )
         unknown = [s for s in self.stages if isinstance(s, bool) or s not in range(len(STRATEGIES))]
         if unknown or not self.stages:
-            raise ValueError(f"stages must name ZeRO stages 0 to 3, got {self.stages}")
+            raise ValueError(f"stages must be ZeRO stages from 0 to 3, got {self.stages}")
         if not self.seconds > 0:
             raise ValueError(f"seconds must be above 0, got {self.seconds}")
         if pytree.samples_in(self.example) < 1:
@@ -88,29 +94,29 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Agreed:
-    """What all ranks know of each other before anything is measured."""
+    """What all ranks know about each other before anything is measured."""
 
     setup: setup.Request
     dtype: torch.dtype | None
-    """In which the model computes; None: as it is."""
+    """Compute dtype; None: the dtype of the parameters."""
     device: torch.device
     everyones: tuple[Mapping[str, Any], ...]
-    """By rank: what is its own."""
+    """By rank, its entries of the identity."""
     identity: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def ranks_on_this_host(self) -> int:
-        """How many ranks share the memory of this one's host."""
+        """Number of ranks on this rank's host, which share its memory."""
         host = devices.describe(self.device).host
         return sum(own["host"] == host for own in self.everyones)
 
 
 def agree_on(request: Request, control: Control) -> Agreed:
-    """Check on all ranks, compare, and name what is measured. Collective.
+    """Check the request on all ranks, compare, and build the identity. Collective.
 
     Raises:
-        ValueError, TypeError: on the rank that was given something wrong; ranks that differ.
-        RankFailed: another rank was given something wrong.
+        ValueError, TypeError: an argument of this rank is wrong, or ranks differ.
+        RankFailed: an argument of another rank is wrong.
     """
     error: Exception | None = None
     try:
@@ -131,7 +137,7 @@ def agree_on(request: Request, control: Control) -> Agreed:
         own = _own(request, checked)
     except Exception as caught:
         error = caught
-    agree(control, error, doing="profiling")
+    raise_on_any_error(control, error, doing="profiling")
     dtype = setup.agree_on_request(control, checked)
     everyones = control.exchange_objects(own, what="profiling")
     for key in ("stages", "seconds", "max_norm", "loss_fn", "versions"):
@@ -153,18 +159,18 @@ def agree_on(request: Request, control: Control) -> Agreed:
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """What the engine makes of a model, in elements."""
+    """Elements of the units and flat buffers that the engine builds."""
 
     trained: tuple[int, ...]
-    """Of each unit that has any."""
+    """Trained elements of each unit that has any."""
     names: tuple[str, ...]
-    """Of the same units."""
+    """Names of the same units."""
     frozen: tuple[int, ...]
-    """Of the same units: what is gathered with them and not trained."""
+    """Elements of the same units that are unsharded with them and not trained."""
     resident: tuple[int, ...]
-    """Which of these units stay gathered until a pass is over."""
+    """Numbers of the units that stay unsharded until a pass is over."""
     flats: tuple[int, ...]
-    """Of each flat buffer that is reduced."""
+    """Elements of each flat buffer that is reduced."""
 
 
 def sizes_of(agreed: Agreed, *, gathers: bool) -> Sizes:
@@ -172,7 +178,7 @@ def sizes_of(agreed: Agreed, *, gathers: bool) -> Sizes:
 
     Args:
         agreed: of this rank.
-        gathers: as where units are gathered one by one.
+        gathers: for a stage that unshards parameters, unit by unit.
     """
     checked = agreed.setup
     members = [
@@ -181,7 +187,7 @@ def sizes_of(agreed: Agreed, *, gathers: bool) -> Sizes:
         for group in (checked.group_of.get(id(parameter), -1),)
         if gathers or group >= 0
     ]
-    merge = setup.merge_of(checked, gathers=gathers)
+    merge = setup.merge_policy(checked, shards_parameters=gathers)
     units = build_units(checked.model, members, checked.unit_names, merge=merge)
     units = [unit for unit in units if unit.trained]
     return Sizes(
@@ -194,7 +200,7 @@ def sizes_of(agreed: Agreed, *, gathers: bool) -> Sizes:
 
 
 def _own(request: Request, checked: setup.Request) -> dict[str, Any]:
-    """This rank's part of the identity: plain values."""
+    """This rank's entries of the identity, as plain values."""
     info = devices.describe(checked.device)
     on_cpu = checked.device.type == "cpu"
     return {
@@ -236,16 +242,13 @@ def _identity(
     }
     texts.update({key: str(first[key]) for key in ("stages", "max_norm", "loss_fn")})
     texts["versions"] = first["versions"]
-    for key in _OWN:
+    for key in _PER_RANK:
         texts[key] = _by_rank([own[key] for own in everyones])
     return texts
 
 
 def _switches(model: nn.Module) -> list[dict[str, bool | str]]:
-    """What modules were told to do that neither their names nor their shapes show.
-
-    The training mode is one of them, activation checkpointing, as it is switched on, another.
-    """
+    """Flags and strings of modules, such as the training mode or activation checkpointing."""
     return [
         {key: value for key, value in vars(module).items() if isinstance(value, (bool, str))}
         for module in model.modules()
@@ -257,7 +260,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _timed(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of an optimizer that its time and its memory may depend on."""
+    """Optimizer options that its time and memory may depend on."""
     return {key: value for key, value in options.items() if key not in _ONLY_VALUES}
 
 
@@ -266,7 +269,7 @@ def _by_rank(values: Sequence[Any]) -> str:
 
 
 def _signature(example: Any) -> str:
-    """What of a batch decides how long it takes: shapes but for the samples, and dtypes."""
+    """What determines the time of a batch: dtypes, and shapes without the batch dimension."""
     tensors = pytree.tensors(example)
     return " ".join(f"{list(t.shape[1:])}:{t.dtype}" for t in tensors if isinstance(t, Tensor))
 

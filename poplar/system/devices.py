@@ -1,8 +1,4 @@
-"""What is known of a device before anything is measured on it: its name, its memory, its limits.
-
-The operating system and NVML tell; nothing here is a timing but `measure_flops`. All of it is about
-this rank's own device: every rank asks for itself.
-"""
+"""Name, memory and limits of this rank's device, from the operating system, CUDA and NVML."""
 
 from __future__ import annotations
 
@@ -21,10 +17,10 @@ _KINDS = ("cpu", "cuda")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceInfo:
-    """One rank's device, in words and bytes."""
+    """Properties of one rank's device."""
 
     name: str
-    """What a person calls it: "NVIDIA GeForce RTX 4090"."""
+    """Product name, such as "NVIDIA GeForce RTX 4090"."""
     kind: str
     """`"cpu"` or `"cuda"`."""
     host: str
@@ -33,45 +29,44 @@ class DeviceInfo:
     total_bytes: int
     """Memory of the device; of the host or container for a CPU."""
     others_bytes: int
-    """What of it is held by others than this process."""
+    """Memory that other processes hold."""
     uuid: str = ""
-    """Of a CUDA device or slice of one; empty for a CPU."""
+    """UUID of a CUDA device or MIG slice; empty for a CPU."""
     capability: tuple[int, int] | None = None
-    """CUDA's compute capability: (8, 0) and up really has bf16."""
+    """CUDA compute capability; bf16 is native from (8, 0)."""
     driver: str = ""
     links: tuple[str, ...] = ()
     """Fastest first: "NVLink 4 x18", "PCIe 5 x16"."""
     clocks_mhz: tuple[int, int] | None = None
-    """Now, and at most."""
+    """Present and maximum clock rate."""
     throttled: str = ""
-    """Why it runs below its clocks for now; empty if it does not."""
+    """Why the device runs below its clock rate at the moment; empty if it does not."""
     notes: tuple[str, ...] = ()
-    """What limits the device for good, or what could not be found out, and why."""
+    """Permanent limits of the device, and properties that could not be read."""
 
     @property
     def has_bf16(self) -> bool:
-        """Whether it multiplies bf16 itself: emulation, as on capability 7, does not count."""
+        """Whether bf16 is native. Emulation, as on capability 7, does not count."""
         return self.capability is None or self.capability >= (8, 0)
 
     def to_dict(self) -> dict[str, Any]:
-        """In JSON's types."""
+        """The properties in JSON types."""
         return asdict(self)
 
 
 def describe(device: torch.device) -> DeviceInfo:
-    """What is known of `device`. Makes a CUDA context on it if there is none.
+    """Read the properties of `device`. Creates a CUDA context on it if there is none.
 
     Raises:
-        ValueError: a device that is neither a CPU nor a CUDA device.
+        ValueError: another type of device.
     """
     return _describe_cuda(device) if checked_kind(device) == "cuda" else _describe_cpu()
 
 
 def throttle_reason(device: torch.device) -> str:
-    """Why the device runs below its clocks at this moment; empty if it does not or nobody knows.
+    """Why the device runs below its clock rate at this moment; empty if it does not or if unknown.
 
-    Heat and the power brake, which pass. A power cap or clocks that somebody has set do not count:
-    so the device will run when it trains, too.
+    Only temporary reasons count, such as heat. A power cap or fixed clocks also hold in training.
     """
     if checked_kind(device) == "cpu":
         return ""
@@ -80,20 +75,20 @@ def throttle_reason(device: torch.device) -> str:
 
 
 def memory_available(device: torch.device, ranks_on_host: int) -> int:
-    """Bytes that this rank may use, what it holds already included.
+    """Bytes that this rank may use, including what it holds already.
 
     Args:
-        device: this rank's.
-        ranks_on_host: how many ranks share the host. They share the memory that is free evenly, and
-            each keeps what it holds: so every rank of the host should ask at the same moment.
+        device: of this rank.
+        ranks_on_host: number of ranks that share the host. Free memory is divided evenly, so every
+            rank of the host should call this at the same time.
 
     Returns:
-        A CPU's: the rank's part of what is free, within the limits of the container, and what the
-        process holds. A CUDA device's: all of it, less what others hold.
+        CPU: the rank's part of the free memory, within container limits, plus what the process
+        holds. CUDA: the memory of the device, minus what other processes hold.
 
     Raises:
-        ValueError: no ranks, another kind of device.
-        RuntimeError: the system does not say how much memory it has.
+        ValueError: `ranks_on_host` below 1, or another type of device.
+        RuntimeError: the system does not report its free memory.
     """
     if ranks_on_host < 1:
         raise ValueError(f"ranks_on_host must be at least 1, got {ranks_on_host}")
@@ -103,8 +98,8 @@ def memory_available(device: torch.device, ranks_on_host: int) -> int:
     free_bytes = host_limits.free_memory()
     if free_bytes is None:
         raise RuntimeError(
-            "this system does not say how much memory is free (no MemAvailable in /proc/meminfo); "
-            "pass memory_limit= in bytes"
+            "this system does not report its free memory (no MemAvailable in /proc/meminfo); pass "
+            "memory_limit= in bytes"
         )
     return free_bytes // ranks_on_host + host_limits.resident_memory()
 
@@ -115,9 +110,9 @@ def _describe_cpu() -> DeviceInfo:
         host_limits.free_memory(),
         host_limits.processor_quota(),
     )
-    notes = [] if quota is None else [f"may use {quota:.3g} cores' worth of time (CPU quota)"]
+    notes = [] if quota is None else [f"limited to {quota:.3g} cores by a CPU quota"]
     if total is None or free is None:
-        notes.append("the system does not say how much memory it has")
+        notes.append("the system does not report its memory")
     return DeviceInfo(
         name=host_limits.processor_name(),
         kind="cpu",
@@ -160,9 +155,9 @@ def _describe_cuda(device: torch.device) -> DeviceInfo:
 def _held_by_others(
     device: torch.device, free: int, total: int, known: nvml.NvmlDevice | str
 ) -> int:
-    """Bytes of the device that are neither free nor this process's own.
+    """Bytes of the device that are neither free nor held by this process.
 
-    Where NVML does not tell what this process holds, its CUDA context counts as somebody else's.
+    If NVML does not report what this process holds, its CUDA context counts as held by others.
     """
     own = None if isinstance(known, str) else known.own_bytes()
     if own is None:
@@ -176,7 +171,7 @@ def _nvml(device: torch.device) -> nvml.NvmlDevice | str:
 
 
 def _bus(properties: Any) -> str:
-    """The device's place on the PCI bus; "" where this torch does not say."""
+    """PCI address of the device; "" if this version of torch does not report it."""
     if not hasattr(properties, "pci_bus_id"):
         return ""
     return (
@@ -195,16 +190,16 @@ def _index(device: torch.device) -> int:
 
 
 def _driver_on_disk() -> str:
-    """The kernel module's version, which says the driver's where NVML is missing."""
+    """Driver version from the kernel module, for systems without NVML."""
     try:
-        words = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8").split()
+        fields = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8").split()
     except OSError:
         return ""
-    return next((word for word in words if word.count(".") >= 1 and word[0].isdigit()), "")
+    return next((text for text in fields if "." in text and text[0].isdigit()), "")
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for all work that was issued to `device`; returns at once on a CPU."""
+    """Wait for all work on a CUDA device; returns at once for a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -213,7 +208,7 @@ def checked_kind(device: torch.device) -> str:
     """`"cpu"` or `"cuda"`.
 
     Raises:
-        ValueError: any other kind of device.
+        ValueError: any other type of device.
     """
     if device.type not in _KINDS:
         rank = os.environ.get("RANK", "0")

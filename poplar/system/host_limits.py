@@ -1,7 +1,6 @@
-"""What Linux says of this host: memory, cores, and the limits that a container sets on both.
+"""Memory and cores of this host, and the limits that a container sets on both.
 
-Reads `/proc` and `/sys`, nothing else. What a file does not say is None, never a guess: kernels,
-containers and other systems leave some of them out.
+Reads only `/proc` and `/sys`. A value that the kernel does not report is None, never a guess.
 """
 
 from __future__ import annotations
@@ -15,13 +14,13 @@ _PROC = Path("/proc")
 _CGROUPS = Path("/sys/fs/cgroup")
 _SHARED_MEMORY = Path("/dev/shm")
 
-# cgroup v1 says "no limit" with the largest multiple of a page that fits into 63 bits.
+# cgroup v1 reports "no limit" as the largest multiple of a page that fits into 63 bits.
 _NO_LIMIT = 1 << 60
 
 
 def processor_name() -> str:
-    """The name of the processor, as the kernel knows it; "CPU" where it does not say."""
-    # x86 says "model name"; some ARM kernels say only "Hardware" or nothing.
+    """The processor name that the kernel reports; "CPU" if there is none."""
+    # x86 has "model name", some ARM kernels have only "Hardware" or neither.
     text = _read(_PROC / "cpuinfo") or ""
     found = re.search(r"^(?:model name|Hardware)\s*:\s*(.+)$", text, re.MULTILINE)
     return " ".join(found[1].split()) if found else "CPU"
@@ -35,34 +34,51 @@ def cores() -> int:
 
 
 def total_memory() -> int | None:
-    """Bytes of memory of this host, or of the container if that has less."""
+    """Memory of this host in bytes, or of the container if that has less."""
     installed = _meminfo("MemTotal")
     limits = [limit for limit, _ in _memory_groups()]
     return min([*limits, *([] if installed is None else [installed])], default=None)
 
 
 def free_memory() -> int | None:
-    """Bytes that processes of this host, or of this container, may still take without swapping."""
-    rooms = [max(0, limit - used) for limit, used in _memory_groups()]
+    """Bytes that processes of this host or container can still allocate without swapping."""
+    unused = [max(0, limit - used) for limit, used in _memory_groups()]
     available = _meminfo("MemAvailable")
-    return min([*rooms, *([] if available is None else [available])], default=None)
+    return min([*unused, *([] if available is None else [available])], default=None)
 
 
 def resident_memory() -> int:
-    """Bytes of memory that this process holds now, without what it shares (0 if unknown)."""
+    """Private resident memory of this process in bytes; 0 if unknown."""
     text = _read(_PROC / "self/status") or ""
     found = re.search(r"^RssAnon:\s*(\d+) kB$", text, re.MULTILINE)
     return int(found[1]) * 1024 if found else 0
 
 
 def processor_quota() -> float | None:
-    """How many cores' worth of time this process's group may use; None: no quota."""
+    """CPU quota of this process's control group, in cores; None if there is no quota."""
     quotas = [quota for quota in map(_quota_of, _groups("cpu")) if quota is not None]
     return min(quotas, default=None)
 
 
+def busy_seconds() -> dict[int, float]:
+    """By core that this process may run on, seconds since boot in which it was busy.
+
+    Time that a hypervisor gave to other guests (steal) counts as busy. Empty where the kernel does
+    not report it.
+    """
+    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+    busy = {}
+    for line in (_read(_PROC / "stat") or "").splitlines():
+        found = re.match(r"cpu(\d+) (.+)", line)
+        if found and int(found[1]) in allowed:
+            user, nice, kernel, _, _, *others = map(int, found[2].split())
+            ticks = user + nice + kernel + sum(others[:3])  # others: irq, softirq, steal, guests
+            busy[int(found[1])] = ticks / os.sysconf("SC_CLK_TCK")
+    return busy
+
+
 def shared_memory() -> tuple[int, int] | None:
-    """Free and total bytes of `/dev/shm`; None where it is missing."""
+    """Free and total bytes of `/dev/shm`; None if it does not exist."""
     try:
         status = os.statvfs(_SHARED_MEMORY)
     except OSError:
@@ -70,13 +86,13 @@ def shared_memory() -> tuple[int, int] | None:
     return status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize
 
 
-def _meminfo(what: str) -> int | None:
-    found = re.search(rf"^{what}:\s*(\d+) kB$", _read(_PROC / "meminfo") or "", re.MULTILINE)
+def _meminfo(field: str) -> int | None:
+    found = re.search(rf"^{field}:\s*(\d+) kB$", _read(_PROC / "meminfo") or "", re.MULTILINE)
     return int(found[1]) * 1024 if found else None
 
 
 def _memory_groups() -> Iterator[tuple[int, int]]:
-    """Limit and use, in bytes, of every control group around this process that has a limit."""
+    """Limit and use, in bytes, of every control group of this process that has a limit."""
     for folder in _groups("memory"):
         limit = _first(_number, folder / "memory.max", folder / "memory.limit_in_bytes")
         used = _first(_number, folder / "memory.current", folder / "memory.usage_in_bytes")
@@ -85,7 +101,7 @@ def _memory_groups() -> Iterator[tuple[int, int]]:
 
 
 def _page_cache(folder: Path) -> int:
-    """Bytes of a group's use that the kernel gives back when somebody needs them."""
+    """Bytes of a group's use that the kernel can reclaim."""
     text = _read(folder / "memory.stat") or ""
     found = re.search(r"^total_inactive_file (\d+)$", text, re.MULTILINE) or re.search(
         r"^inactive_file (\d+)$", text, re.MULTILINE
@@ -94,19 +110,19 @@ def _page_cache(folder: Path) -> int:
 
 
 def _quota_of(folder: Path) -> float | None:
-    """Cores' worth of time that one group grants."""
-    words = (_read(folder / "cpu.max") or "").split()
-    if len(words) == 2 and words[0].isdigit() and words[1].isdigit():
-        return int(words[0]) / int(words[1])
+    """CPU quota of one control group, in cores."""
+    fields = (_read(folder / "cpu.max") or "").split()
+    if len(fields) == 2 and fields[0].isdigit() and fields[1].isdigit():
+        return int(fields[0]) / int(fields[1])
     quota, period = _number(folder / "cpu.cfs_quota_us"), _number(folder / "cpu.cfs_period_us")
     return quota / period if quota is not None and period else None
 
 
 def _groups(controller: str) -> Iterator[Path]:
-    """The folders of the control groups around this process, innermost first, version 1 or 2.
+    """Folders of the control groups of this process, innermost first, cgroup version 1 or 2.
 
-    In a container the path may be the host's, of which only the root is mounted; folders that are
-    not there are passed over by whoever reads files in them.
+    In a container the path may be that of the host, of which only the root is mounted, so some of
+    the folders may not exist.
     """
     for line in (_read(_PROC / "self/cgroup") or "").splitlines():
         number, _, rest = line.partition(":")

@@ -1,8 +1,7 @@
-"""What NVML knows of one CUDA device: who uses its memory, how it is linked, what slows it down.
+"""Properties of one CUDA device from NVML: memory use, links, clocks and throttling.
 
-NVML is advice. It may be missing (no `nvidia-ml-py`, no driver library, another vendor), older or
-newer than this file, or forbidden in a container. So nothing here raises: a question without an
-answer is answered by None, and `find` says in words why there are no answers at all.
+NVML is optional. It may be missing, of another version, or forbidden in a container. So
+nothing here raises: a missing property is None, and `find` returns a message if NVML is unusable.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ _SLOWDOWNS = {
     0x40: "too hot (hardware thermal slowdown)",
     0x80: "power brake (the power supply asks for less)",
 }
-"""Reasons that pass: a curve measured under them is not the device's."""
+"""Temporary reasons: a curve that is measured under them is not valid later."""
 
 _SETTINGS = {
     0x02: "application clocks are set",
@@ -26,20 +25,20 @@ _SETTINGS = {
     0x10: "sync boost",
     0x100: "display clocks are set",
 }
-"""Reasons that are how the device always runs under load: part of what is to be measured."""
+"""Permanent reasons: they also apply in training, so they are part of the measurement."""
 
 _MOST_LINKS = 18
-"""NVLinks of one device, at most (H100, H200, B200)."""
+"""Most NVLinks of one device (H100, H200, B200)."""
 
 
 @dataclass(frozen=True)
 class NvmlDevice:
-    """One device, or one slice (MIG) of a device, that NVML answers questions about."""
+    """One device, or one MIG slice of a device."""
 
     library: ModuleType
     handle: Any
     whole: Any
-    """The physical device: of a slice the device it was cut from, else `handle` itself."""
+    """The physical device of a slice, else `handle` itself."""
 
     @property
     def uuid(self) -> str | None:
@@ -51,35 +50,35 @@ class NvmlDevice:
 
     @property
     def clocks_mhz(self) -> tuple[int, int] | None:
-        """Of the multiprocessors: now, and at most."""
+        """Present and maximum clock rate of the multiprocessors."""
         kind = getattr(self.library, "NVML_CLOCK_SM", 1)
         now = self._ask("nvmlDeviceGetClockInfo", self.whole, kind)
         most = self._ask("nvmlDeviceGetMaxClockInfo", self.whole, kind)
         return None if now is None or most is None else (int(now), int(most))
 
     def own_bytes(self) -> int | None:
-        """What this process holds of the device's memory, its CUDA context included."""
+        """Device memory of this process, its CUDA context included."""
         processes = self._ask("nvmlDeviceGetComputeRunningProcesses", self.handle) or []
         held = {process.pid: process.usedGpuMemory for process in processes}
         if os.getpid() in held:
             used = held[os.getpid()]
         elif len(held) == 1:
-            # In a container NVML tells the host's process ids; whoever asks has a context already.
+            # In a container NVML reports process ids of the host. This process has a context.
             used = next(iter(held.values()))
         else:
             return None
         return None if used is None else int(used)
 
     def slowdowns(self) -> tuple[str, ...]:
-        """Why the device runs below its clocks for now; empty if it does not."""
+        """Temporary reasons why the device runs below its clock rate."""
         return self._reasons(_SLOWDOWNS)
 
     def clock_settings(self) -> tuple[str, ...]:
-        """What keeps the clocks where they are, and will go on doing so."""
+        """Permanent reasons why the device runs below its clock rate."""
         return self._reasons(_SETTINGS)
 
     def links(self) -> tuple[str, ...]:
-        """How the device is connected: "NVLink 4 x18", "PCIe 4 x8 (of x16)"."""
+        """Links of the device, such as "NVLink 4 x18", "PCIe 4 x8 (of x16)"."""
         return (*self._nvlinks(), *self._pcie())
 
     def _nvlinks(self) -> tuple[str, ...]:
@@ -94,7 +93,7 @@ class NvmlDevice:
         return (f"NVLink{'' if version is None else f' {version}'} x{len(active)}",)
 
     def _pcie(self) -> tuple[str, ...]:
-        # An idle device lowers its generation, not its width: so the generation at most.
+        # An idle device lowers its generation but not its width: ask for the maximum generation.
         generation = self._ask("nvmlDeviceGetMaxPcieLinkGeneration", self.whole)
         width = self._ask("nvmlDeviceGetCurrPcieLinkWidth", self.whole)
         widest = self._ask("nvmlDeviceGetMaxPcieLinkWidth", self.whole)
@@ -105,22 +104,21 @@ class NvmlDevice:
 
     def _reasons(self, known: dict[int, str]) -> tuple[str, ...]:
         mask = self._ask("nvmlDeviceGetCurrentClocksEventReasons", self.whole)
-        if mask is None:  # drivers before 535 have the old name only
+        if mask is None:  # drivers before 535 have only the old name
             mask = self._ask("nvmlDeviceGetCurrentClocksThrottleReasons", self.whole)
-        return tuple(words for bit, words in known.items() if (mask or 0) & bit)
+        return tuple(text for bit, text in known.items() if (mask or 0) & bit)
 
-    def _ask(self, question: str, *args: Any) -> Any:
-        return _ask(self.library, question, *args)
+    def _ask(self, function: str, *args: Any) -> Any:
+        return _ask(self.library, function, *args)
 
 
 def find(index: int, *, uuid: str = "", bus: str = "") -> NvmlDevice | str:
-    """The device that CUDA calls `index` in this process, or why NVML has no answers.
+    """The device `cuda:<index>` of this process, or why NVML cannot be used.
 
     Args:
-        index: as in `cuda:<index>`. Not NVML's own, which knows neither `CUDA_VISIBLE_DEVICES` nor
-            CUDA's order.
-        uuid: what CUDA calls the device, with or without "GPU-" or "MIG-" in front; "" if unknown.
-        bus: its place on the PCI bus, as in "00000000:65:00.0"; "" if unknown.
+        index: of CUDA. NVML numbers devices without `CUDA_VISIBLE_DEVICES`, in another order.
+        uuid: from CUDA, with or without the prefix "GPU-" or "MIG-"; "" if unknown.
+        bus: PCI address, as in "00000000:65:00.0"; "" if unknown.
     """
     library = _library()
     if isinstance(library, str):
@@ -138,17 +136,19 @@ def _library() -> ModuleType | str:
     except ImportError:
         return "nvidia-ml-py is not installed; pip install 'poplar-zero[nvml]'"
     try:
-        pynvml.nvmlInit()  # counted by NVML: cheap from the second time on
-    except Exception as error:  # a driver library that is broken must not stop training
+        pynvml.nvmlInit()  # NVML counts calls, so later ones are cheap
+    except Exception as error:  # a broken driver library must not stop training
         return f"NVML does not start: {error}"
     return pynvml  # type: ignore[no-any-return]
 
 
 def _handle(library: ModuleType, index: int, uuid: str, bus: str) -> Any:
-    """By the surest name first; a bare index is right only where nothing hides or sorts devices."""
+    """Look up by UUID, then PCI address, then index, which is reliable only if devices are not
+    hidden or reordered.
+    """
     entry = _visible_entry(index)
     bare = uuid.removeprefix("GPU-").removeprefix("MIG-")
-    # CUDA may give a slice the uuid of its device: what the user chose says which slice it is.
+    # CUDA may report the UUID of the device for a slice; the environment variable has the slice.
     names = [entry] if entry.startswith("MIG-") else []
     if bare:
         names += [f"GPU-{bare}", f"MIG-{bare}"]
@@ -165,15 +165,15 @@ def _handle(library: ModuleType, index: int, uuid: str, bus: str) -> Any:
 
 
 def _visible_entry(index: int) -> str:
-    """What `CUDA_VISIBLE_DEVICES` says of `cuda:<index>`; "" if it says nothing."""
+    """The entry of `CUDA_VISIBLE_DEVICES` for `cuda:<index>`; "" if there is none."""
     entries = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     return entries[index].strip() if index < len(entries) else ""
 
 
-def _ask(library: ModuleType, question: str, *args: Any) -> Any:
-    """The answer, or None: not supported here, not allowed, or not known to this version."""
+def _ask(library: ModuleType, function: str, *args: Any) -> Any:
+    """The result, or None if the function is not supported, not allowed, or unknown."""
     try:
-        return getattr(library, question)(*args)
+        return getattr(library, function)(*args)
     except Exception:
         return None
 

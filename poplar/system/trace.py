@@ -1,7 +1,6 @@
-"""What a rank did in a step, span by span: passes, waits and the optimizer.
+"""Records what a rank does in a step as spans: passes, waits and the optimizer update.
 
-Only times and names, so that every room can write into it and a report can be drawn from it. The
-clock is `time.perf_counter`, which all processes of a host share on Linux.
+Times are from `time.perf_counter`, which all processes of a host share on Linux.
 """
 
 from __future__ import annotations
@@ -12,38 +11,38 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["pass", "wait", "optimizer"]
+SpanKind = Literal["pass", "wait", "optimizer"]
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One stretch of time on one rank.
+    """A named time interval on one rank.
 
-    A "wait" inside a "pass" is time without compute. The i-th wait for the same `what` is the same
-    collective on all ranks: until the last of them waits for it too, the others are *waiting*; from
-    then on it is *communication*.
+    During a "wait" inside a "pass" the rank does not compute. The i-th wait with the same `what` is
+    the same collective on all ranks: until the last rank reaches it, the time of the others is
+    waiting; after that it is communication.
     """
 
-    kind: Kind
+    kind: SpanKind
     what: str
     start: float
     stop: float
 
     @property
     def seconds(self) -> float:
-        """How long it took."""
+        """Duration."""
         return self.stop - self.start
 
 
 class Trace:
-    """Collects spans while it is asked to; costs an `if` otherwise."""
+    """Collects spans inside `record`; otherwise it costs one `if` per span."""
 
     def __init__(self) -> None:
         self.spans: list[Span] | None = None
 
     @contextmanager
     def record(self) -> Iterator[list[Span]]:
-        """Collect into a new list for the time of a `with` block."""
+        """A context that collects spans into a new list."""
         before, self.spans = self.spans, []
         try:
             yield self.spans
@@ -51,8 +50,8 @@ class Trace:
             self.spans = before
 
     @contextmanager
-    def span(self, kind: Kind, what: str) -> Iterator[None]:
-        """One span around a `with` block."""
+    def span(self, kind: SpanKind, what: str) -> Iterator[None]:
+        """A context that records itself as one span."""
         if self.spans is None:
             yield
             return
@@ -62,7 +61,7 @@ class Trace:
         finally:
             self.add(kind, what, start)
 
-    def add(self, kind: Kind, what: str, start: float) -> None:
-        """A span from `start` until now."""
+    def add(self, kind: SpanKind, what: str, start: float) -> None:
+        """Record a span from `start` until now."""
         if self.spans is not None:
             self.spans.append(Span(kind, what, start, time.perf_counter()))

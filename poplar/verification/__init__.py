@@ -1,4 +1,4 @@
-"""Is a plan exact on *your* model? One step under the plan, held against one process."""
+"""Verifies a plan on a user's model: one step under the plan, compared with one process."""
 
 from poplar.verification.outcome import ParameterError, Verification
 from poplar.verification.step import verify

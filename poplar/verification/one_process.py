@@ -1,7 +1,7 @@
-"""The other side of the comparison: the whole batch in one process, by plain autograd.
+"""The reference of a verification: the gradient of the global batch in one process, by autograd.
 
-Nothing of the engine takes part. The batch is cut only where it does not fit into memory, and then
-its parts are weighted by what they count for.
+It does not use the engine. The batch is split only if it does not fit into memory; then its parts
+are weighted.
 """
 
 from __future__ import annotations
@@ -17,47 +17,46 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from poplar.data import pytree
 from poplar.verification.outcome import Tolerance, relative_error
+from poplar.zero.micro_batch_loss import LossFunction, check_scalar
 from poplar.zero.micro_batches import Loss, Weight
 
-LossFunction = Callable[[nn.Module, Any], Tensor]
-
-_NAMED = 3
-"""Modules that a note names; the others are counted."""
+_MAX_NAMES = 3
+"""Number of modules that a note names; further modules are counted."""
 
 
 @dataclass(frozen=True)
 class Gradient:
-    """Loss and mean gradient of a whole batch."""
+    """Loss and mean gradient of a global batch."""
 
     loss: float
     gradients: dict[str, Tensor]
-    """By parameter, fp32; without those that no sample uses."""
+    """By parameter, fp32; without parameters that no sample uses."""
     micro_batch: int
-    """Samples that were run at once."""
+    """Samples per pass."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OneProcess:
-    """A model and its loss, as one process trains it."""
+    """A model and its loss in one process."""
 
     model: nn.Module
     loss_fn: LossFunction
     weight: Weight | None
     loss: Loss
     scale: float
-    """What losses are multiplied by before the backward, and gradients divided by after it."""
-    alive: Callable[[], object]
-    """Called after every pass: others wait meanwhile."""
+    """Loss scale: multiplies the loss before the backward and divides the gradients after it."""
+    heartbeat: Callable[[], object]
+    """Called after every pass, because other ranks wait."""
 
     def gradient(self, batch: Any, micro_batch: int) -> Gradient:
-        """The gradient of the whole batch.
+        """The gradient of the global batch.
 
         Args:
-            batch: all its samples.
-            micro_batch: most samples to run at once; halved while they don't fit into memory.
+            batch: the global batch.
+            micro_batch: maximum samples per pass; halved until a pass fits into memory.
 
         Raises:
-            RuntimeError: not even one sample fits.
+            RuntimeError: one sample does not fit.
         """
         while True:
             try:
@@ -68,53 +67,46 @@ class OneProcess:
                 if micro_batch == 1:
                     raise RuntimeError(
                         "the whole model, its gradients and one sample do not fit into this "
-                        f"rank's memory, so there is no one process to compare with ({error}); "
-                        "verify a smaller copy of the model: fewer layers, a shorter context"
+                        f"rank's memory, so it cannot compute the reference ({error}); verify a "
+                        "smaller copy of the model: fewer layers, a shorter context"
                     ) from error
             micro_batch = (micro_batch + 1) // 2
 
     def _gradient(self, batch: Any, micro_batch: int) -> Gradient:
-        parts = cut_into(batch, micro_batch)
+        parts = split_into(batch, micro_batch)
         total = self._total(parts)
         gradients: dict[str, Tensor] = {}
         loss = 0.0
         for part in parts:
             factor = self._factor(part, total)
-            if factor:  # a mean over nothing is NaN, and counts for nothing
+            if factor:  # the mean over an empty set is NaN
                 value = self.run(part)
                 (value * (factor * self.scale)).backward()
                 loss += float(value.detach().double()) * factor
                 self._take_gradients(gradients)
-            self.alive()
+            self.heartbeat()
         return Gradient(loss, gradients, micro_batch)
 
     def loss_of(self, parts: Sequence[Any]) -> float:
-        """The loss of a batch that was cut into these parts; forward only."""
+        """The loss of a batch that was split into these parts; forward only."""
         total, loss = self._total(parts), 0.0
         for part in parts:
             factor = self._factor(part, total)
             if factor:
                 loss += float(self.run(part).detach().double()) * factor
-            self.alive()
+            self.heartbeat()
         return loss
 
     def run(self, part: Any) -> Tensor:
         """The loss of a micro-batch.
 
         Raises:
-            TypeError: it is no scalar.
+            TypeError: it is not a scalar.
         """
-        value = self.loss_fn(self.model, part)
-        if not isinstance(value, Tensor) or value.numel() != 1:
-            shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            raise TypeError(
-                f"loss_fn(model, micro_batch) must return a scalar tensor, got {shape}; return the "
-                "mean over the micro-batch"
-            )
-        return value
+        return check_scalar(self.loss_fn(self.model, part))
 
     def part_of_sum(self, value: Tensor, counted: float) -> float:
-        """What a micro-batch adds to the sum of losses that the total count divides."""
+        """What a micro-batch adds to the sum of losses, before the division by the total weight."""
         factor = counted if self.loss == "mean" else 1.0
         return float(value.detach().double()) * factor if factor else 0.0
 
@@ -122,17 +114,17 @@ class OneProcess:
         return sum(map(self.count, parts))
 
     def count(self, part: Any) -> float:
-        """What a micro-batch counts for."""
+        """The weight of a micro-batch: its samples, or what `weight` returns."""
         return float(pytree.samples_in(part) if self.weight is None else self.weight(part))
 
     def _factor(self, part: Any, total: float) -> float:
-        """What the loss of a part is multiplied by: the definition of the gradient, once more."""
+        """Factor for the loss of a part, by the definition of the gradient."""
         if self.loss == "global_mean":
             return 1.0
         return (1.0 if self.loss == "sum" else self.count(part)) / total
 
     def _take_gradients(self, gradients: dict[str, Tensor]) -> None:
-        """Add what a backward left, in fp32: parameters may hold 16 bits."""
+        """Add the gradients of a backward in fp32; parameters may have 16 bits."""
         for name, parameter in self.model.named_parameters():
             gradient, parameter.grad = parameter.grad, None
             if gradient is None:
@@ -141,42 +133,50 @@ class OneProcess:
             gradients[name] = exact if name not in gradients else gradients[name] + exact
 
 
-def cut_into(batch: Any, micro_batch: int) -> list[Any]:
-    """Parts of at most so many samples, in order."""
+def split_into(batch: Any, micro_batch: int) -> list[Any]:
+    """Consecutive parts of at most `micro_batch` samples."""
     samples = pytree.samples_in(batch)
     full, remainder = divmod(samples, micro_batch)
-    return pytree.cut(batch, [micro_batch] * full + [remainder] * bool(remainder))
+    return pytree.split(batch, [micro_batch] * full + [remainder] * bool(remainder))
 
 
-def what_depends_on_the_cut(process: OneProcess, sample: Any, tolerance: Tolerance) -> list[str]:
-    """What makes the loss of a batch depend on how it is cut, whatever the engine does.
+def find_batch_dependence(process: OneProcess, sample: Any, tolerance: Tolerance) -> list[str]:
+    """Find reasons why the loss of a batch depends on how it is split.
 
     Args:
-        process: the model, in the mode in which it trains.
-        sample: some samples that fit into memory; their loss is computed three times.
-        tolerance: what rounding explains.
+        process: the model, in training or evaluation mode as the user trains it.
+        sample: some samples that fit into memory; their loss is computed several times.
+        tolerance: the error that rounding explains.
 
     Returns:
-        Notes for a person: modules that are known for it, and what was seen.
+        Notes for the user: modules with this property, and observations on the loss.
     """
     notes = _known_modules(process.model)
     first, second = process.loss_of([sample]), process.loss_of([sample])
     if not relative_error(second, first) <= tolerance.relative:
         return [
             *notes,
-            f"the same {pytree.samples_in(sample)} samples twice gave losses {first:.7g} and "
-            f"{second:.7g}: the loss is random (dropout, sampling) or changes state. Verify with "
-            "model.eval(), or draw from a seed that belongs to the sample",
+            f"two passes on the same {pytree.samples_in(sample)} samples have losses {first:.7g} "
+            f"and {second:.7g}: the loss is random (dropout, sampling) or changes state. Verify "
+            "with model.eval(), or derive the random seed from the sample",
         ]
     samples = pytree.samples_in(sample)
     if samples > 1:
-        halves = process.loss_of(cut_into(sample, (samples + 1) // 2))
-        if not relative_error(halves, first) <= tolerance.relative:
+        halves = split_into(sample, (samples + 1) // 2)
+        split_loss = process.loss_of(halves)
+        if not relative_error(split_loss, first) <= tolerance.relative:
+            hint = ""
+            if process.weight is None and process.loss == "mean":
+                hint = (
+                    " If it is a mean over tokens, pass weight=, a function that returns the "
+                    "number of tokens that count in a micro-batch, here and to train_step or "
+                    "micro_batches"
+                )
             notes.append(
-                f"{samples} samples at once have a loss of {first:.7g}, in two parts of "
-                f"{halves:.7g}: the loss is no weighted mean over samples (contrastive, balancing, "
-                "batch statistics, or a mean over tokens without weight=), so no cut of a batch "
-                "gives the gradient of the whole"
+                f"{samples} samples have a loss of {first:.7g} in one pass and {split_loss:.7g} in "
+                "two passes: the loss is not a weighted mean over samples (contrastive, balancing "
+                "or batch statistics), so the gradient depends on how the batch is split."
+                f"{hint}"
             )
     return notes
 
@@ -195,12 +195,12 @@ def _known_modules(model: nn.Module) -> list[str]:
         )
     if dropouts:
         notes.append(
-            f"{_names(dropouts)}: dropout draws anew in every pass; verify with model.eval()"
+            f"{_names(dropouts)}: dropout is random in every pass; verify with model.eval()"
         )
     return notes
 
 
 def _names(names: Sequence[str]) -> str:
-    shown = ", ".join(repr(name) for name in names[:_NAMED])
-    rest = len(names) - _NAMED
+    shown = ", ".join(repr(name) for name in names[:_MAX_NAMES])
+    rest = len(names) - _MAX_NAMES
     return f"{shown} and {rest} more" if rest > 0 else shown

@@ -1,8 +1,8 @@
-"""What a verification found, as values: an error per parameter, and a verdict.
+"""The result of a verification: an error per parameter, and a verdict.
 
-A parameter's error is the norm of the difference over the norm of its gradient. Where that norm is
-next to nothing (the true gradient is 0, and what is there is rounding), the norm of an average
-parameter of its size takes its place, times `Tolerance.floor`.
+A parameter's error is the norm of the difference divided by the norm of its gradient. If that norm
+is close to zero (the true gradient is 0, so only rounding remains), the norm of an average
+parameter of its size, times `Tolerance.floor`, is used instead.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ _ROWS = 10
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tolerance:
-    """How far rounding alone may move a gradient."""
+    """The largest error that rounding alone explains."""
 
     relative: float
-    """Of a parameter's gradient, and of the loss."""
+    """Relative error of a parameter's gradient, and of the loss."""
     floor: float
-    """Part of an average parameter's gradient below which a gradient is next to nothing."""
+    """Fraction of an average gradient below which a gradient counts as zero."""
 
     @classmethod
     def of(cls, *dtypes: torch.dtype, relative: float | None = None) -> Tolerance:
-        """What the least exact of these dtypes, in which is computed and reduced, calls for.
+        """The tolerance for the least precise of the compute and reduction dtypes.
 
-        fp32: sums over samples in another order, a few hundred roundings of 6e-8. In 16 bits each
-        pass rounds its activations and gradients (1e-3 or 8e-3 of an element at once), and another
-        cut of the batch rounds others.
+        fp32: samples are added in another order, a few hundred roundings of 6e-8. With 16 bits each
+        pass rounds its activations and gradients (by 1e-3 or 8e-3 of an element), and another split
+        of the batch rounds other values.
         """
         if torch.bfloat16 in dtypes:
             usual = cls(relative=5e-2, floor=1.0)
@@ -48,21 +48,21 @@ class Tolerance:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParameterError:
-    """One parameter's gradient under the plan, against that of one process."""
+    """The error of one parameter's gradient under the plan, compared with one process."""
 
     name: str
     elements: int
     max_error: float
-    """Largest difference of an element."""
+    """Largest absolute difference of an element."""
     gradient_norm: float
-    """Of the gradient that one process computes."""
+    """Norm of the gradient from one process."""
     relative_error: float
-    """Norm of the difference over `gradient_norm`, or over the floor where that is larger."""
+    """Norm of the difference, divided by `gradient_norm` or by the floor if that is larger."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verification:
-    """What `poplar.verify` found. The same on every rank."""
+    """The result of `poplar.verify`, equal on every rank."""
 
     stage: int
     ranks: int
@@ -70,17 +70,17 @@ class Verification:
     tolerance: float
     """Largest relative error that rounding explains."""
     loss: float
-    """Of the global batch, under the plan."""
+    """Loss of the global batch under the plan."""
     reference_loss: float
-    """Of the same batch in one process."""
+    """Loss of the same batch in one process."""
     parameters: tuple[ParameterError, ...]
-    """Worst first."""
+    """Largest relative error first."""
     notes: tuple[str, ...] = ()
-    """Why errors need not be the engine's: what makes the answer depend on how a batch is cut."""
+    """Properties of the model or loss that make the result depend on how a batch is split."""
     reference_rank: int = 0
-    """Which rank was the one process."""
+    """The rank that ran the one process."""
     reference_micro_batch: int = 0
-    """Samples that it ran at once."""
+    """Samples that the one process ran at once."""
 
     @property
     def loss_error(self) -> float:
@@ -89,7 +89,7 @@ class Verification:
 
     @property
     def failures(self) -> tuple[ParameterError, ...]:
-        """Parameters whose error is more than rounding."""
+        """Parameters whose error is larger than the tolerance."""
         return tuple(p for p in self.parameters if not p.relative_error <= self.tolerance)
 
     @property
@@ -98,7 +98,7 @@ class Verification:
         return not self.failures and self.loss_error <= self.tolerance
 
     def to_dict(self) -> dict[str, Any]:
-        """This outcome in JSON's types, the verdict included."""
+        """The result as JSON types, including `loss_error` and `ok`."""
         return {
             **dataclasses.asdict(self),
             "parameters": [dataclasses.asdict(parameter) for parameter in self.parameters],
@@ -146,7 +146,7 @@ class Verification:
 
 
 def relative_error(value: float, expected: float) -> float:
-    """Of one number; NaN where either is."""
+    """Relative error of one number; NaN if either number is NaN."""
     difference = abs(value - expected)
     return difference / max(abs(expected), 1e-12) if difference else 0.0
 
@@ -154,12 +154,12 @@ def relative_error(value: float, expected: float) -> float:
 def compare(
     gradients: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: Tolerance
 ) -> tuple[ParameterError, ...]:
-    """Errors of gradients, worst first.
+    """Errors of gradients, largest first.
 
     Args:
         gradients: by parameter, fp32.
-        expected: the same parameters; those that one process found no gradient for are missing.
-        tolerance: says below which norm a gradient is next to nothing.
+        expected: the same parameters, without those that have no gradient in one process.
+        tolerance: its `floor` is the norm below which a gradient counts as zero.
     """
     norms = {name: float(value.double().norm()) for name, value in expected.items()}
     elements = sum(value.numel() for value in expected.values())
@@ -180,8 +180,8 @@ def compare(
                 relative_error=distance / size if size else (math.inf if distance else 0.0),
             )
         )
-    return tuple(sorted(errors, key=_badness, reverse=True))
+    return tuple(sorted(errors, key=_sort_key, reverse=True))
 
 
-def _badness(error: ParameterError) -> float:
+def _sort_key(error: ParameterError) -> float:
     return math.inf if math.isnan(error.relative_error) else error.relative_error

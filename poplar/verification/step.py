@@ -1,7 +1,7 @@
-"""`poplar.verify`: one step of a user's model under a plan, against one process on the same batch.
+"""`poplar.verify`: compares one step under a plan with one process on the same batch.
 
-Both sides start from the same values and get the same samples. Afterwards the model is as it was:
-parameters, gradients, buffers, random state.
+Both start from the same values and get the same samples. Parameters, gradients, buffers and random
+state of the model are restored afterwards.
 """
 
 from __future__ import annotations
@@ -17,26 +17,27 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from poplar.comm import Control, Group, control_of
+from poplar.comm import Control, Group, connect_control
+from poplar.comm.copies import to_bytes
 from poplar.data import pytree
 from poplar.errors import CollectiveTimeout, RankFailed
 from poplar.optimizer import HeteroZeroOptimizer
 from poplar.plan import Plan
-from poplar.profiler.preserved_state import parameters_kept, surroundings_kept
+from poplar.profiler.preserved_state import model_preserved, parameters_preserved
 from poplar.verification.one_process import (
     Gradient,
-    LossFunction,
     OneProcess,
-    cut_into,
-    what_depends_on_the_cut,
+    find_batch_dependence,
+    split_into,
 )
 from poplar.verification.outcome import Tolerance, Verification, compare
-from poplar.zero.agreement import agree, raise_together
+from poplar.zero.agreement import raise_on_all_ranks, raise_on_any_error
+from poplar.zero.micro_batch_loss import LossFunction
 from poplar.zero.micro_batches import Loss, Weight
 
 _DOING = "poplar.verify()"
 _FP16_SCALE = 2.0**10
-"""Keeps fp16 gradients away from zero; a power of two, so it changes no bit of what it scales."""
+"""Avoids underflow of fp16 gradients. A power of two, so scaling does not round."""
 
 
 def verify(
@@ -55,18 +56,18 @@ def verify(
     max_micro_batch: int | None = None,
     timeout: timedelta | None = None,
 ) -> Verification:
-    """Check that a plan gives the gradient that one process would have computed. Collective.
+    """Check that a plan gives the same gradient as one process. Collective.
 
-    The model takes one step's passes under the plan, and the rank with the most samples then runs
-    the whole batch alone, by plain autograd and in the same dtype; no optimizer steps. Needs room
-    for the whole model and its gradients on every rank, once.
+    All ranks run the passes of one step under the plan. Then the rank with the most samples runs
+    the global batch alone, with autograd and in the same dtype. No optimizer steps. Every rank
+    needs memory for the full model and its gradients.
 
     Args:
-        model: on this rank's device, in the mode in which it trains; it is as it was afterwards.
-            The first rank's values count.
+        model: on this rank's device, in training or evaluation mode as it is trained. Its state is
+            restored afterwards. The first rank's values are used.
         loss_fn: as for `train_step`.
-        batch: the whole global batch, the same on every rank.
-        plan: what to check.
+        batch: the full global batch, the same on every rank.
+        plan: the plan to check.
         weight: as for `train_step`.
         loss: as for `train_step`.
         process_group: default WORLD.
@@ -74,35 +75,25 @@ def verify(
         compute_dtype: as for the optimizer.
         reduce_dtype: as for the optimizer.
         rtol: largest relative error of a parameter's gradient; None: by the dtypes (2e-5 in fp32).
-        max_micro_batch: most samples that the one process runs at once. None: the whole batch,
-            halved while a CUDA device has no room for it; on a CPU say what fits.
-        timeout: how long a rank waits for another, 5 minutes by default.
+        max_micro_batch: maximum samples per pass of the one process. None: the global batch, halved
+            until it fits into the memory of a CUDA device; on a CPU pass a number that fits.
+        timeout: how long a rank waits for other ranks; default: 5 minutes.
 
     Returns:
-        The same on every rank: an error per parameter, and notes if the model's own answer depends
-        on how a batch is cut. `print(verification)`, or `.ok`.
+        An error per parameter, and notes if the loss itself depends on how a batch is split; equal
+        on every rank. Print it, or test `.ok`.
 
     Raises:
-        ValueError, TypeError, RuntimeError: what this rank was given is wrong, or ranks differ.
+        ValueError, TypeError, RuntimeError: arguments of this rank are wrong, or ranks differ.
         RankFailed: another rank failed.
     """
     group = Group.of(process_group, timeout)
-    control = control_of(group)
-    error: Exception | None = None
-    digest, device = "", torch.device("cpu")
-    try:
-        _check_arguments(batch, plan, group, rtol, max_micro_batch)
-        device = next(model.parameters(), torch.empty(0)).device
-        digest = _digest(batch)
-    except Exception as caught:
-        error = caught
-    agree(control, error, doing=_DOING)
-    _check_same_batch(control.exchange_objects(digest, what=_DOING), plan)
-
+    control = connect_control(group)
+    device = _agree_on_arguments(control, model, batch, plan, rtol, max_micro_batch)
     with (
-        _untrained_kept(model),
-        surroundings_kept(model, device),
-        parameters_kept(model, to_host=True),
+        _preserve_frozen(model),
+        model_preserved(model, device),
+        parameters_preserved(model, to_host=True),
     ):
         before = {parameter.dtype for parameter in model.parameters()}
         optimizer = HeteroZeroOptimizer(
@@ -119,7 +110,7 @@ def verify(
         )
         dtypes = {parameter.dtype for parameter in model.parameters()}
         leader = max(range(group.size), key=plan.samples)
-        both = _BothSides(
+        both = _Comparison(
             control=control,
             leader=leader,
             plan=plan,
@@ -129,42 +120,42 @@ def verify(
                 weight=weight,
                 loss=loss,
                 scale=_FP16_SCALE if torch.float16 in dtypes else 1.0,
-                alive=lambda: _beat(control, over=False),
+                heartbeat=lambda: _heartbeat(control, over=False),
             ),
             tolerance=Tolerance.of(*dtypes, reduce_dtype, relative=rtol),
         )
-        with surroundings_kept(model, device):
-            planned = both.under_plan(optimizer, batch)
+        with model_preserved(model, device):
+            planned = both.run_plan(optimizer, batch)
         casts = compute_dtype != "auto" or dtypes != before
         alone = _cast(batch, dtypes) if casts else batch
-        return both.held_against_one_process(planned, alone, max_micro_batch or plan.global_batch)
+        return both.compare_with_one_process(planned, alone, max_micro_batch or plan.global_batch)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _BothSides:
-    """One step of a model: by all ranks under the plan, and by one of them alone."""
+class _Comparison:
+    """One step of a model: on all ranks under the plan, and on one rank alone."""
 
     control: Control
     leader: int
-    """The rank that is the one process."""
+    """The rank that runs the one process."""
     plan: Plan
     process: OneProcess
     tolerance: Tolerance
 
-    def under_plan(self, optimizer: HeteroZeroOptimizer, batch: Any) -> Gradient:
-        """Loss and gradient under the plan; the optimizer gives the model back. Collective.
+    def run_plan(self, optimizer: HeteroZeroOptimizer, batch: Any) -> Gradient:
+        """Loss and gradient under the plan; releases the optimizer. Collective.
 
-        The gradients are there on the leader only.
+        Only the leader gets the gradients.
         """
         try:
             planned = self._passes(optimizer, batch)
         except CollectiveTimeout:
-            raise  # release() would only wait for the same rank again
-        except Exception as error:  # on all ranks: a step that one cannot finish nobody can
+            raise  # release() would wait for the same rank again
+        except Exception as error:  # all ranks raise if one cannot finish the step
             optimizer.zero_grad()
             optimizer.release()
             own = None if isinstance(error, RankFailed) else error
-            raise_together(self.control, own, doing=_DOING)
+            raise_on_all_ranks(self.control, own, doing=_DOING)
         optimizer.zero_grad()
         optimizer.release()
         return planned
@@ -172,10 +163,10 @@ class _BothSides:
     def _passes(self, optimizer: HeteroZeroOptimizer, batch: Any) -> Gradient:
         rank, process = self.control.group.rank, self.process
         sizes = [self.plan.samples(other) for other in range(self.plan.world_size)]
-        part = pytree.cut(batch, sizes)[rank] if sizes[rank] else None
+        part = pytree.split(batch, sizes)[rank] if sizes[rank] else None
         loss, count = 0.0, 0.0
         loop = optimizer.micro_batches(part, process.weight, process.loss)
-        with closing(cast(Generator[Any, None, None], loop)):  # an exception leaves it at once
+        with closing(cast(Generator[Any, None, None], loop)):  # an exception abandons the step
             for micro_batch in loop:
                 value = process.run(micro_batch)
                 (value * process.scale).backward()
@@ -192,10 +183,10 @@ class _BothSides:
         divisor = 1.0 if process.loss == "global_mean" else float(total[1])
         return Gradient(float(total[0]) / divisor, gradients, 0)
 
-    def held_against_one_process(
+    def compare_with_one_process(
         self, planned: Gradient, batch: Any, micro_batch: int
     ) -> Verification:
-        """The comparison, made on the leader, known to all. Collective."""
+        """Compare on the leader and send the result to all ranks. Collective."""
         error: Exception | None = None
         outcome: Verification | None = None
         if self.control.group.rank == self.leader:
@@ -205,11 +196,11 @@ class _BothSides:
                 raise
             except Exception as caught:
                 error = caught
-            _beat(self.control, over=True)
+            _heartbeat(self.control, over=True)
         else:
-            while not _beat(self.control, over=False)[self.leader]:
+            while not _heartbeat(self.control, over=False)[self.leader]:
                 pass
-        agree(self.control, error, doing=_DOING)
+        raise_on_any_error(self.control, error, doing=_DOING)
         found = self.control.exchange_objects(outcome, what=_DOING)[self.leader]
         assert found is not None
         return found
@@ -217,11 +208,11 @@ class _BothSides:
     def _compare(self, planned: Gradient, batch: Any, micro_batch: int) -> Verification:
         process, model = self.process, self.process.model
         device = next(model.parameters()).device
-        with surroundings_kept(model, device):
+        with model_preserved(model, device):
             alone = process.gradient(batch, micro_batch)
-        sample = cut_into(batch, alone.micro_batch)[0]
-        with surroundings_kept(model, device):
-            notes = what_depends_on_the_cut(process, sample, self.tolerance)
+        sample = split_into(batch, alone.micro_batch)[0]
+        with model_preserved(model, device):
+            notes = find_batch_dependence(process, sample, self.tolerance)
         expected = {name: value.cpu() for name, value in alone.gradients.items()}
         return Verification(
             stage=self.plan.stage,
@@ -238,33 +229,55 @@ class _BothSides:
 
 
 @contextmanager
-def _untrained_kept(model: nn.Module) -> Iterator[None]:
-    """Put back, bit by bit, what the first rank's values are written into in place."""
-    kept = [(p, p.detach().clone()) for p in model.parameters() if not p.requires_grad]
+def _preserve_frozen(model: nn.Module) -> Iterator[None]:
+    """A context that restores frozen parameters, which the optimizer overwrites in place."""
+    values = [(p, p.detach().clone()) for p in model.parameters() if not p.requires_grad]
     try:
         yield
     finally:
         with torch.no_grad():
-            for parameter, value in kept:
+            for parameter, value in values:
                 parameter.copy_(value)
 
 
-def _beat(control: Control, *, over: bool) -> list[bool]:
-    """Tell the others that this rank is alive, and whether its work is over. Collective.
+def _heartbeat(control: Control, *, over: bool) -> list[bool]:
+    """Exchange whether this rank's work is done, so that no rank times out. Collective.
 
-    One process may need longer for the whole batch than ranks wait for each other.
+    The one process may need more time for the global batch than the timeout.
     """
     received = control.exchange(torch.tensor([over]), what=_DOING)()
     return [bool(value) for value in received]
 
 
 def _cast(batch: Any, dtypes: set[torch.dtype]) -> Any:
-    """Floating-point inputs in the dtype of compute, as the engine casts them."""
+    """The batch with floating-point inputs in the compute dtype, as in the engine."""
     halves = dtypes & {torch.bfloat16, torch.float16}
     if not halves:
         return batch
     dtype = halves.pop()
     return pytree.map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, batch)
+
+
+def _agree_on_arguments(
+    control: Control,
+    model: nn.Module,
+    batch: Any,
+    plan: Plan,
+    rtol: float | None,
+    max_micro_batch: int | None,
+) -> torch.device:
+    """Check the arguments, and the batch on all ranks; returns the model's device. Collective."""
+    error: Exception | None = None
+    digest, device = "", torch.device("cpu")
+    try:
+        _check_arguments(batch, plan, control.group, rtol, max_micro_batch)
+        device = next(model.parameters(), torch.empty(0)).device
+        digest = _digest(batch)
+    except Exception as caught:
+        error = caught
+    raise_on_any_error(control, error, doing=_DOING)
+    _check_same_batch(control.exchange_objects(digest, what=_DOING), plan)
+    return device
 
 
 def _check_arguments(
@@ -275,14 +288,14 @@ def _check_arguments(
     if plan.world_size != group.size:
         raise ValueError(
             f"rank {group.rank}: the plan is for {plan.world_size} ranks, but this process group "
-            f"has {group.size}; start {plan.world_size} ranks, or plan for {group.size}"
+            f"has {group.size}; start {plan.world_size} ranks, or make a plan for {group.size}"
         )
     samples = pytree.samples_in(batch)
     if samples != plan.global_batch:
         raise ValueError(
-            f"rank {group.rank}: a batch of {samples} samples, but the plan's global batch is "
-            f"{plan.global_batch}; every rank gives poplar.verify() the whole global batch, not "
-            "its own part"
+            f"rank {group.rank}: got a batch of {samples} samples, but the plan's global batch is "
+            f"{plan.global_batch}; pass the whole global batch to poplar.verify() on every rank, "
+            "not the rank's part"
         )
     if rtol is not None and not rtol > 0:
         raise ValueError(f"rank {group.rank}: rtol must be above 0, got {rtol}")
@@ -293,24 +306,25 @@ def _check_arguments(
 
 
 def _digest(batch: Any) -> str:
-    """A hash of all tensors of a batch."""
+    """A hash of all tensors in a batch."""
     digest = hashlib.sha256()
     for tensor in pytree.tensors(batch):
         digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
         plain = tensor.detach().cpu().contiguous().reshape(-1)
-        digest.update(plain.view(torch.uint8).numpy().tobytes())
+        digest.update(to_bytes(plain))
     return digest.hexdigest()
 
 
 def _check_same_batch(digests: Sequence[str], plan: Plan) -> None:
-    """
+    """Check that all ranks have passed the same batch.
+
     Raises:
         ValueError: on every rank, if batches differ.
     """
     differing = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     if differing:
         raise ValueError(
-            f"rank(s) {differing} gave poplar.verify() another batch than rank 0; every rank gives "
-            f"the same whole global batch of {plan.global_batch} samples (load it with one seed, "
-            "without a sampler that splits it)"
+            f"rank(s) {differing} passed another batch than rank 0 to poplar.verify(); pass the "
+            f"same global batch of {plan.global_batch} samples on every rank (one seed, no "
+            "sampler that splits it)"
         )

@@ -1,4 +1,5 @@
-"""ZeRO for unequal ranks: units of parameters, the agreed schedule, one strategy per stage.
+"""ZeRO for unequal ranks: units of parameters, an agreed collective order, a strategy per stage.
 
-Talks to a `Communicator` and never asks which one; knows plans only as shares and passes.
+The engine uses a `Communicator` and does not depend on its transport. From a plan it uses only the
+shares and passes.
 """

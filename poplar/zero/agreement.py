@@ -1,8 +1,8 @@
-"""What all ranks must know before a step's first backward and before anybody applies it.
+"""What the ranks exchange before the first backward of a step and before its update.
 
-Opening: how much each rank brings, so that weights are exact, and that nobody's input is bad.
-Closing: whether a rank failed, which parameters were used at all, the loss, the norm. A step that
-one rank could not finish is applied by nobody, and every rank says why.
+Opening a step exchanges sample counts and input errors, so that weights are exact. Closing it
+exchanges errors, used parameters, the loss and the gradient norm. If one rank could not finish the
+step, no rank applies it and every rank raises.
 """
 
 from __future__ import annotations
@@ -16,57 +16,60 @@ import torch
 from torch import Tensor
 
 from poplar import ops
-from poplar.comm import Communicator, Control, Pending
+from poplar.comm import Communicator, Control, Work
 from poplar.comm.shard_layout import ALIGNMENT, Layout
 from poplar.errors import RankFailed
 from poplar.zero import gradient_norm
-from poplar.zero.flat_parameter import Flat
+from poplar.zero.flat_parameter import FlatParameter
 
 ROW = ALIGNMENT
-"""Elements of what each rank contributes to a norm, and to the loss beside it."""
+"""int64 elements that each rank contributes: its part of the norm, then its loss."""
 _LOSS = ops.EXACT_WORDS
-"""Where in a row the loss is."""
+"""Index of the loss in a row."""
 
 
 @dataclass(frozen=True)
-class Opening:
-    """What all ranks know before the first backward."""
+class StepSizes:
+    """Samples and weights of all ranks, known before the first backward."""
 
     samples: tuple[int, ...]
-    """Of each rank in this step."""
+    """By rank."""
     total_weight: float
 
 
 @dataclass(frozen=True)
-class Closing:
-    """What all ranks know once the gradients are final."""
+class StepSummary:
+    """Known to all ranks once the gradients are final."""
 
     losses: Tensor
-    """By rank, its part of the weighted loss: float64 on the device."""
+    """By rank, its part of the weighted loss; float64 on the device."""
     norm_type: float | None
     norm: Tensor
-    """Of the gradient as accumulated (a loss scale still in it), one float64 on the device; NaN if
-    not asked for."""
-    unused: dict[Flat, set[int]]
-    """Parameters, by position, that got a gradient on no rank."""
+    """Norm of the accumulated gradient (any loss scale included), one float64 on the device; NaN
+    if not requested."""
+    unused: dict[FlatParameter, set[int]]
+    """Positions of parameters that got a gradient on no rank."""
     waited: tuple[float, ...]
-    """Seconds each rank was held up by the others."""
+    """By rank, seconds spent waiting for other ranks."""
 
 
 def leader_of(sizes: Sequence[int]) -> int | None:
-    """The first rank with samples, given each rank's in a pass; None if nobody has any."""
+    """The first rank with samples; None if no rank has any."""
     return next((rank for rank, size in enumerate(sizes) if size > 0), None)
 
 
-def agree(control: Control, error: Exception | None, *, doing: str) -> None:
-    """Raise on all ranks if one has an error, `RankFailed` on the others. Collective."""
+def raise_on_any_error(control: Control, error: Exception | None, *, doing: str) -> None:
+    """Raise on all ranks if one rank has an error: there the error, elsewhere `RankFailed`.
+
+    Collective.
+    """
     flags = control.exchange(torch.tensor([error is not None]), what=doing)()
     if any(bool(flag) for flag in flags):
-        raise_together(control, error, doing=doing)
+        raise_on_all_ranks(control, error, doing=doing)
 
 
-def raise_together(control: Control, error: BaseException | None, *, doing: str) -> None:
-    """Tell each other the errors of those that failed. Collective; always raises."""
+def raise_on_all_ranks(control: Control, error: BaseException | None, *, doing: str) -> None:
+    """Exchange error messages and raise. Collective, if at least one rank has an error."""
     mine = None if error is None else f"{type(error).__name__}: {error}"
     messages = control.exchange_objects(mine, what=doing)
     if error is not None:
@@ -77,29 +80,29 @@ def raise_together(control: Control, error: BaseException | None, *, doing: str)
 
 def open_step(
     control: Control, *, samples: int, weight: float, error: Exception | None
-) -> Callable[[], tuple[Opening, float]]:
-    """Start to agree on a step's samples and weights. Collective.
+) -> Callable[[], tuple[StepSizes, float]]:
+    """Start to exchange sample counts and weights. Collective.
 
     Args:
-        samples: this rank's in this step.
-        weight: what this rank's samples count for (their number, or tokens).
-        error: this rank's input is bad; raised at once here, and as `RankFailed` by what the others
-            are given.
+        samples: samples of this rank in the step.
+        weight: total weight of this rank's samples: their number, or tokens.
+        error: error in this rank's input. It is raised at once on this rank; on other ranks the
+            returned function raises `RankFailed`.
 
     Returns:
-        What waits for the others; gives what was agreed, and the seconds spent waiting.
+        A function that waits for the other ranks and returns the sizes and the seconds waited.
     """
     values = torch.tensor([float(error is not None), samples, weight], dtype=torch.float64)
     collect = control.exchange(values, what="opening a step")
 
-    def wait() -> tuple[Opening, float]:
+    def wait() -> tuple[StepSizes, float]:
         began = time.perf_counter()
         received = collect()
         waited = time.perf_counter() - began
         if any(bool(values[0]) for values in received):
-            raise_together(control, error, doing="opening a step")
+            raise_on_all_ranks(control, error, doing="opening a step")
         counts = tuple(int(values[1]) for values in received)
-        return Opening(counts, sum(float(values[2]) for values in received)), waited
+        return StepSizes(counts, sum(float(values[2]) for values in received)), waited
 
     if error is not None:
         wait()
@@ -109,71 +112,70 @@ def open_step(
 def close_step(
     comm: Communicator,
     control: Control,
-    flats: Sequence[Flat],
+    flats: Sequence[FlatParameter],
     *,
     loss: Tensor | float,
     waited: float,
     norm_type: float | None,
     error: BaseException | None,
-) -> Closing:
+) -> StepSummary:
     """Agree that the step may be applied. Collective.
 
-    What the device computes, loss and norm, travels as the gradients do and stays there; only what
-    the host knows anyway is awaited here. So a GPU that is still at the last pass holds nobody up.
+    Loss and norm are computed on the device and stay there. The host waits only for values that
+    are known on the hosts, so it does not wait for a device that still runs the last pass.
 
     Args:
         loss: this rank's part of the weighted loss.
-        norm_type: of the gradient norm to compute on the way; None for none.
-        error: this rank could not finish its passes.
+        norm_type: type of the gradient norm to compute; None for none.
+        error: why this rank could not finish its passes, if it could not.
 
     Raises:
-        RankFailed: on the ranks that have finished theirs, if one has not.
+        RankFailed: another rank could not finish its passes.
     """
-    rows = rows_for(comm, flats)
-    # A rank that has failed does not know what the others ask for, but it takes part.
-    add_norm(rows, flats, comm.group.rank, norm_type if error is None else None)
-    rows[comm.group.rank, _LOSS] = _as_word(loss, rows.device)
-    pending = exchange_rows(comm, rows, what="the loss and the gradient norm")
+    rows = norm_rows(comm, flats)
+    # A failed rank does not know which norm the others compute, but it must take part.
+    fill_norm_row(rows, flats, comm.group.rank, norm_type if error is None else None)
+    rows[comm.group.rank, _LOSS] = _float64_bits(loss, rows.device)
+    pending = gather_rows(comm, rows, what="the loss and the gradient norm")
     head = torch.tensor([float(error is not None), waited], dtype=torch.float64)
     flags = [place in flat.used for flat in flats for place in range(len(flat.parameters))]
     used = torch.tensor(flags, dtype=torch.float64)
     received = control.exchange(torch.cat([head, used]), what="closing a step")()
     pending.wait()
     if any(bool(values[0]) for values in received):
-        raise_together(control, error, doing="a step")
-    return Closing(
+        raise_on_all_ranks(control, error, doing="a step")
+    return StepSummary(
         losses=rows[:, _LOSS].view(torch.float64),
         norm_type=norm_type,
-        norm=join_norm(rows, norm_type),
+        norm=combine_norm(rows, norm_type),
         unused=_unused(flats, torch.stack([values[len(head) :] for values in received]).amax(0)),
         waited=tuple(float(values[1]) for values in received),
     )
 
 
-def _unused(flats: Sequence[Flat], used: Tensor) -> dict[Flat, set[int]]:
-    unused: dict[Flat, set[int]] = {}
+def _unused(flats: Sequence[FlatParameter], used: Tensor) -> dict[FlatParameter, set[int]]:
+    unused: dict[FlatParameter, set[int]] = {}
     flags = iter(used.tolist())
     for flat in flats:
         unused[flat] = {position for position, _ in enumerate(flat.parameters) if not next(flags)}
     return unused
 
 
-def rows_for(comm: Communicator, flats: Sequence[Flat]) -> Tensor:
-    """Small rows for `exchange_rows`, one of each rank, on the gradients' device: zeros."""
+def norm_rows(comm: Communicator, flats: Sequence[FlatParameter]) -> Tensor:
+    """Zero rows for `gather_rows`, one per rank, on the gradients' device."""
     return torch.zeros(comm.group.size, ROW, dtype=torch.int64, device=flats[0].device)
 
 
-def add_norm(rows: Tensor, flats: Sequence[Flat], rank: int, norm_type: float | None) -> None:
-    """Put this rank's part of the gradient norm into its row.
-
-    Over the slices that it owns in the layouts; the loss has room beside it.
-    """
+def fill_norm_row(
+    rows: Tensor, flats: Sequence[FlatParameter], rank: int, norm_type: float | None
+) -> None:
+    """Write this rank's part of the gradient norm, over its slices of the layouts, to its row."""
     if norm_type is None:
         return
     row = rows[rank]
-    owned = [(flat, flat.restrict(*flat.layout.bounds(rank))) for flat in flats]
+    owned = [(flat, flat.intersect_owned(*flat.layout.bounds(rank))) for flat in flats]
     if norm_type == 2.0:
-        squares = [flat.squares_of(part) for flat, part in owned if part is not None]
+        squares = [flat.sums_of_squares(part) for flat, part in owned if part is not None]
         gradient_norm.add_squares(row[: ops.EXACT_WORDS], squares)
         return
     parts = [flat.gradient[part] for flat, part in owned if part is not None]
@@ -183,16 +185,17 @@ def add_norm(rows: Tensor, flats: Sequence[Flat], rank: int, norm_type: float | 
         row[0] = gradient_norm.power_sum(parts, norm_type, row.device).view(torch.int64)
 
 
-def exchange_rows(comm: Communicator, rows: Tensor, *, what: str) -> Pending:
-    """Start to give all ranks every rank's row, as transports do it for that device. Collective."""
+def gather_rows(comm: Communicator, rows: Tensor, *, what: str) -> Work:
+    """Start to all-gather the rows. Collective."""
     layout = Layout(tuple(range(0, rows.numel() + 1, ROW)))
     return comm.all_gather(rows.view(-1), layout, what=what)
 
 
-def join_norm(rows: Tensor, norm_type: float | None) -> Tensor:
+def combine_norm(rows: Tensor, norm_type: float | None) -> Tensor:
     """The norm from all ranks' rows, as one float64 on the device.
 
-    The same bits on every rank, whatever their devices: only the host has one `pow` for all.
+    It has the same bits on every rank: the general case uses the host's `pow`, because devices
+    round it differently.
     """
     if norm_type is None:
         return torch.full((), math.nan, dtype=torch.float64, device=rows.device)
@@ -205,8 +208,8 @@ def join_norm(rows: Tensor, norm_type: float | None) -> Tensor:
     return torch.full((), total, dtype=torch.float64, device=rows.device)
 
 
-def _as_word(value: Tensor | float, device: torch.device) -> Tensor:
-    """The bits of a float64; a number of the host gets to the device without waiting for it."""
+def _float64_bits(value: Tensor | float, device: torch.device) -> Tensor:
+    """A float64 as int64 bits on the device, without a synchronization of the host."""
     if not isinstance(value, Tensor):
         value = torch.full((), value, dtype=torch.float64, device=device)
     return value.to(device, torch.float64).view(torch.int64)

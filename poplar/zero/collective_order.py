@@ -1,12 +1,12 @@
-"""The schedule: the agreed order of gathers and reductions in a pass.
+"""The agreed order of unshards and reductions in a pass.
 
-[Note: one order for all]
+[Note: collective order]
 Collectives match by the order in which ranks issue them, so all ranks must issue the same ones in
-the same order, even a rank that has no samples, skips a layer, or has failed. In the first pass of
-a kind the leader (the first rank with samples) announces each slot as its own model demands it, and
-the others follow; units that it passes by, going by the module tree, are announced too, for those
-that don't. From then on the recorded order is everybody's: no announcements, and each gather is
-issued one step ahead of its use.
+the same order, even a rank that has no samples, skips a layer or has failed. In the first pass of a
+mode, the leader (the first rank with samples) broadcasts each slot when its own model needs it, and
+the other ranks issue it too. The leader also broadcasts units that its own forward skipped, because
+other ranks may need them. Later passes use the recorded order without a broadcast and issue each
+unshard one step before its use.
 """
 
 from __future__ import annotations
@@ -16,60 +16,62 @@ from dataclasses import dataclass
 from enum import Enum
 
 
-class Kind(Enum):
-    """What is played in a slot; the last two are announcements only."""
+class SlotKind(Enum):
+    """What a slot issues. END and ABANDON are only broadcast."""
 
-    GATHER = 0
+    UNSHARD = 0
     SKIPPED = 1
-    """A gather that the leader does not need: it skips the unit, others may not."""
+    """An unshard that only other ranks need: the leader skips the unit."""
     REDUCE = 2
     END = 3
     ABANDON = 4
-    """The leader failed: nothing more will be announced, and nothing of this pass is recorded."""
+    """The leader failed: it broadcasts no more slots, and the order of this pass is dropped."""
 
 
 @dataclass(frozen=True)
 class Slot:
-    """One gather or reduction of one unit (by index)."""
+    """One unshard or reduction of one unit (by index)."""
 
-    kind: Kind
+    kind: SlotKind
     unit: int = 0
 
     def encode(self) -> int:
-        return self.unit * len(Kind) + self.kind.value
+        return self.unit * len(SlotKind) + self.kind.value
 
     @classmethod
     def decode(cls, code: int) -> Slot:
-        unit, kind = divmod(code, len(Kind))
-        return cls(Kind(kind), unit)
+        unit, kind = divmod(code, len(SlotKind))
+        return cls(SlotKind(kind), unit)
 
 
 def agreed_order(recorded: Sequence[Slot]) -> tuple[Slot, ...]:
-    """What all later passes of the kind play, from what was played in the first."""
-    entered = {slot.unit for slot in recorded if slot.kind is Kind.GATHER}
+    """The order of all later passes of a mode, from the slots of its first pass."""
+    entered = {slot.unit for slot in recorded if slot.kind is SlotKind.UNSHARD}
     slots: list[Slot] = []
-    gathered = None
+    last_unsharded = None
     for slot in recorded:
-        if slot.kind is Kind.REDUCE:
+        if slot.kind is SlotKind.REDUCE:
             slots.append(slot)
-        elif slot.unit != gathered and (slot.kind is Kind.GATHER or slot.unit not in entered):
-            gathered = slot.unit
-            slots.append(Slot(Kind.GATHER, slot.unit))
+        elif slot.unit != last_unsharded and (
+            slot.kind is SlotKind.UNSHARD or slot.unit not in entered
+        ):
+            last_unsharded = slot.unit
+            slots.append(Slot(SlotKind.UNSHARD, slot.unit))
     return _with_prefetch(slots)
 
 
 def _with_prefetch(recorded: Sequence[Slot]) -> tuple[Slot, ...]:
-    """Move each gather ahead of the reductions right before it, so that it starts one step early.
+    """Move each unshard before the reductions that precede it, so that it starts one step early.
 
-    A recorded backward reads `gather 2, reduce 2, gather 1, reduce 1`: the gather of 1 is demanded
-    when 2 is over. Issued before `reduce 2` it runs under the backward of 2.
+    A recorded backward is `unshard 2, reduce 2, unshard 1, reduce 1`: unit 1 is needed when unit 2
+    is over. If unshard 1 is issued before reduce 2, it overlaps with the backward of unit 2.
     """
     slots: list[Slot] = []
-    overtaken: list[Slot] = []
+    delayed: list[Slot] = []
     for slot in recorded:
-        if slot.kind is Kind.GATHER:
-            slots += [slot, *overtaken]
-            overtaken = []
+        if slot.kind is SlotKind.UNSHARD:
+            slots += [slot, *delayed]
+            delayed = []
         else:
-            overtaken.append(slot)
-    return (*slots, *overtaken)
+            delayed.append(slot)
+    return (*slots, *delayed)

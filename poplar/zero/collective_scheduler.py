@@ -1,9 +1,8 @@
-"""The conductor: plays every slot of a pass once, in the agreed order, on every rank.
+"""Issues every collective of a pass once, in the agreed order, on every rank.
 
-It is told what this rank's own pass demands (`need`), what is complete (`gradient_arrived`) and
-when the pass is over or has failed (`finish`). A rank without a backward of its own goes straight
-to `finish`, where the remaining slots are played with zeros. See [Note: one order for all] in
-`schedule.py`, and [Note: backward order] below.
+The engine reports which unit is needed next, which gradients are ready, and when the pass has ended
+or failed. A rank without a backward issues the remaining slots with zeros in `finish`.
+See [Note: collective order] in `collective_order.py` and [Note: backward order] below.
 """
 
 from __future__ import annotations
@@ -15,27 +14,27 @@ from torch import Tensor, nn
 
 from poplar.comm import Control
 from poplar.errors import OutOfOrder, RankFailed
-from poplar.zero.collective_order import Kind, Slot, agreed_order
+from poplar.zero.collective_order import Slot, SlotKind, agreed_order
 from poplar.zero.strategy import Strategy
 from poplar.zero.unit import Unit
 
 
 class Mode(Enum):
-    """Passes of one mode share an order of slots."""
+    """Passes of one mode share one collective order."""
 
     TRAIN = "training"
     EVALUATE = "evaluation"
-    GIVEN = "reduction-only"
-    """No forward and no backward: what lies in `.grad` is reduced."""
+    REDUCE_ONLY = "reduction-only"
+    """No forward and no backward: gradients that are already in `.grad` are reduced."""
 
 
 class CollectiveScheduler:
-    """One per engine; `begin` and `finish` bracket a pass.
+    """Issues the collectives between `begin` and `finish` of each pass.
 
     [Note: backward order]
-    Autograd runs what was recorded last first. When the backward enters the `v`-th visit of the
-    forward, everything that was visited later is over: its parameters can be released, and a unit
-    whose visits were all later gets no more gradients, whether or not each parameter got one.
+    Autograd runs operations in reverse order of recording. When the backward enters forward call
+    number `v`, all later forward calls are finished: their parameters can be resharded. A unit
+    whose forward calls were all later gets no more gradients, even if a parameter got none.
     """
 
     def __init__(self, units: Sequence[Unit], strategy: Strategy, control: Control) -> None:
@@ -47,139 +46,143 @@ class CollectiveScheduler:
         self.active = False
         self.mode = Mode.TRAIN
         self.reduces = False
-        """The pass that is open, or was last, reduces gradients."""
+        """The current or last pass reduces gradients."""
 
-    def knows(self, mode: Mode, reduces: bool) -> bool:
-        """Whether the order of such passes has been recorded, so that nobody has to lead."""
-        return (mode, reduces) in self._orders or not (self._strategy.gathers or reduces)
+    def has_order(self, mode: Mode, reduces: bool) -> bool:
+        """Whether such passes can run without a leader: the order is recorded, or not needed."""
+        return (mode, reduces) in self._orders or not (self._strategy.shards_parameters or reduces)
 
     def begin(self, mode: Mode, *, reduces: bool, weight: float, leader: int) -> None:
-        """Open a pass. Collective where slots will be played.
+        """Open a pass. Collective if the pass has slots.
 
         Args:
-            reduces: gradients are reduced in this pass.
-            weight: what this rank's gradients are multiplied by.
-            leader: the rank that announces the order while none has been recorded.
+            reduces: whether gradients are reduced in this pass.
+            weight: factor for this rank's gradients.
+            leader: the rank that broadcasts the order while none has been recorded.
         """
         self.active = True
         self.mode = mode
         self.reduces = reduces
         self._weight = weight
         self._leader = leader
-        self._leads = leader == self._control.group.rank
+        self._is_leader = leader == self._control.group.rank
         order = self._orders.get((mode, reduces))
-        self._led = order is None and (self._strategy.gathers or reduces)
+        self._recording = order is None and (self._strategy.shards_parameters or reduces)
         self._slots: tuple[Slot, ...] = order or ()
         self._cursor = 0
         self._entered = -1
         self._recorded: list[Slot] = []
         self._pending: Slot | None = None
-        """Announced and not played yet: whatever fails meanwhile, others are waiting in it."""
-        self._sent = 0
-        """Buffers of the reduction being played that are on their way: should the next one find no
-        memory, they are not sent again."""
+        """Received or broadcast but not issued yet. Other ranks wait in it even after an error."""
+        self._flats_issued = 0
+        """Flat parameters of the current reduction that were already issued. If the next one runs
+        out of memory, they are not issued again."""
         self._current: Unit | None = None
-        self._gathered: set[Unit] = set()
-        self._shown: set[Unit] = set()
-        self._path: list[Unit] = []
+        self._unsharded: set[Unit] = set()
+        self._ready: set[Unit] = set()
+        self._forward_order: list[Unit] = []
         self._visited: set[Unit] = set()
-        self._expected: set[int] = set()
+        self._visits_with_backward: set[int] = set()
         self._first_visit: dict[Unit, int] = {}
         self._backward_visit: int | None = None
         self._outputs: set[tuple[object, int]] = set()
-        self._arrived: dict[Unit, set[nn.Parameter]] = {}
+        self._ready_gradients: dict[Unit, set[nn.Parameter]] = {}
         self._complete: set[Unit] = set()
         self._reduced: set[Unit] = set()
         self._finishing = False
 
-    # What this rank's own pass tells.
+    # Events of this rank's own pass.
 
-    def visit(self, unit: Unit) -> int:
-        """The forward enters `unit`: gather it; returns the number of this visit."""
-        self._announce_passed_by(unit.index)
-        self.need(unit)
+    def enter_forward(self, unit: Unit) -> int:
+        """Unshard `unit` for its forward. Returns the number of this forward call."""
+        self._broadcast_skipped(unit.index)
+        self.require(unit)
         self._visited.add(unit)
-        self._path.append(unit)
-        return len(self._path) - 1
+        self._forward_order.append(unit)
+        return len(self._forward_order) - 1
 
     def expect_backward(self, unit: Unit, visit: int) -> None:
-        """A visit of the forward has given out tensors that may bring gradients back."""
-        self._expected.add(visit)
+        """Record that outputs of a forward call may receive gradients."""
+        self._visits_with_backward.add(visit)
         self._first_visit.setdefault(unit, visit)
 
-    def is_new_output(self, value: Tensor) -> bool:
-        """Whether no unit has given this tensor out before in this pass."""
-        # The objects themselves: they stay alive, so that no later one can be taken for them.
+    def is_first_output(self, value: Tensor) -> bool:
+        """Whether no unit has returned this tensor before in this pass."""
+        # Store the objects, not their ids: an id may be reused after the object is freed.
         key = (value if value.grad_fn is None else value.grad_fn, value.output_nr)
         if key in self._outputs:
             return False
         self._outputs.add(key)
         return True
 
-    def revisit(self, unit: Unit, visit: int) -> None:
-        """The backward enters a visit of the forward."""
+    def enter_backward(self, unit: Unit, visit: int) -> None:
+        """Unshard `unit` for the backward of a forward call."""
         if self._backward_visit is None:
-            self._announce_passed_by(len(self._units))
-        self._announce_passed_by_backwards(visit)
+            self._broadcast_skipped(len(self._units))
+        self._broadcast_skipped_in_backward(visit)
         self._backward_visit = visit
-        self.need(unit)
+        self.require(unit)
 
-    def _announce_passed_by(self, index: int) -> None:
-        """As the leader: units before `index` in the module tree that this rank's forward skips."""
-        if self._led and self._leads and self._strategy.gathers:
+    def _broadcast_skipped(self, index: int) -> None:
+        """On the leader: broadcast units before `index` that its forward has skipped."""
+        if self._recording and self._is_leader and self._strategy.shards_parameters:
             for unit in self._units[:index]:
-                if not unit.resident and unit not in self._path:
-                    self._pass_by(unit)
-                    self._path.append(unit)
+                if not unit.resident and unit not in self._forward_order:
+                    self._issue_skipped(unit)
+                    self._forward_order.append(unit)
 
-    def _announce_passed_by_backwards(self, visit: int) -> None:
-        """As the leader: skipped units between the backward's last visit and this one."""
-        if self._led and self._leads and self._strategy.gathers:
-            last = len(self._path) if self._backward_visit is None else self._backward_visit
+    def _broadcast_skipped_in_backward(self, visit: int) -> None:
+        """On the leader: broadcast skipped units between its last backward call and this one."""
+        if self._recording and self._is_leader and self._strategy.shards_parameters:
+            last = (
+                len(self._forward_order) if self._backward_visit is None else self._backward_visit
+            )
             for place in range(last - 1, visit, -1):
-                unit = self._path[place]
+                unit = self._forward_order[place]
                 if unit.resident:
                     continue
                 if unit not in self._visited:
-                    self._pass_by(unit)
-                elif place in self._expected or (unit.trained and unit not in self._first_visit):
-                    # Nothing came back to it on this rank, but may on others.
-                    self._pass_by(unit, Kind.GATHER)
+                    self._issue_skipped(unit)
+                elif place in self._visits_with_backward or (
+                    unit.trained and unit not in self._first_visit
+                ):
+                    # No gradient reached it on this rank, but other ranks may have one.
+                    self._issue_skipped(unit, SlotKind.UNSHARD)
 
-    def _pass_by(self, unit: Unit, kind: Kind = Kind.SKIPPED) -> None:
+    def _issue_skipped(self, unit: Unit, kind: SlotKind = SlotKind.SKIPPED) -> None:
         last = next(
-            (slot for slot in reversed(self._recorded) if slot.kind is not Kind.REDUCE), None
+            (slot for slot in reversed(self._recorded) if slot.kind is not SlotKind.REDUCE), None
         )
         if last is not None and last.unit == unit.index:
-            return  # whoever needs it has it still
-        self._release_current()
-        self._announce_and_play(Slot(kind, unit.index))
-        self._release(unit)
+            return  # still unsharded from its last slot
+        self._reshard_current()
+        self._broadcast_and_issue(Slot(kind, unit.index))
+        self._reshard(unit)
 
-    def need(self, unit: Unit) -> None:
-        """`unit`'s parameters are read next: return when they are there.
+    def require(self, unit: Unit) -> None:
+        """Return when the parameters of `unit` are unsharded.
 
         Raises:
-            OutOfOrder: the agreed order has no gather of this unit left.
-            RankFailed: the rank that leads the first pass has not come so far.
+            OutOfOrder: the agreed order has no unshard of this unit left.
+            RankFailed: the leader of the first pass failed before this unit.
         """
-        if unit in self._shown:
+        if unit in self._ready:
             return
-        if unit in self._gathered and unit.resident:
-            pass  # came early, with those that were needed before it
-        elif self._led:
+        if unit in self._unsharded and unit.resident:
+            pass  # was unsharded early, together with a unit that was needed before it
+        elif self._recording:
             if not unit.resident:
-                self._release_current()
-            self._play_led_until(Slot(Kind.GATHER, unit.index))
+                self._reshard_current()
+            self._receive_until(Slot(SlotKind.UNSHARD, unit.index))
         else:
-            self._play_until(unit)
+            self._issue_until(unit)
         if not unit.resident:
             self._current = unit
-        self._shown.add(unit)
-        self._strategy.show(unit)
+        self._ready.add(unit)
+        self._strategy.wait_for_unshard(unit)
 
-    def gradient_arrived(self, unit: Unit, parameter: nn.Parameter) -> None:
-        """Autograd has accumulated a parameter's gradient of this pass.
+    def gradient_ready(self, unit: Unit, parameter: nn.Parameter) -> None:
+        """Record that autograd has accumulated the gradient of a parameter in this pass.
 
         Raises:
             RuntimeError: the unit has been reduced already.
@@ -187,36 +190,36 @@ class CollectiveScheduler:
         if unit in self._reduced:
             raise RuntimeError(
                 f"rank {self._control.group.rank}: a parameter of unit {unit.name!r} got a "
-                "gradient after the unit was reduced. One backward per micro-batch, please: add "
-                "the losses up first; and use activation checkpointing with use_reentrant=False"
+                "gradient after the unit was reduced. Run one backward per micro-batch: add the "
+                "losses first, and use activation checkpointing with use_reentrant=False"
             )
-        arrived = self._arrived.setdefault(unit, set())
+        arrived = self._ready_gradients.setdefault(unit, set())
         arrived.add(parameter)
         if len(arrived) < self._trained[unit] or unit in self._complete:
             return
         self._complete.add(unit)
         if not self.reduces:
             self._accumulate(unit)
-        elif not self._led:
-            self._play_what_is_complete()
-        elif self._leads and not (unit.resident and self._strategy.gathers):
-            # A resident unit's reduction comes last: its backward may be over while others' units
-            # that this rank skips are still to be gathered.
-            self._announce_and_play(Slot(Kind.REDUCE, unit.index))
+        elif not self._recording:
+            self._issue_complete_reductions()
+        elif self._is_leader and not (unit.resident and self._strategy.shards_parameters):
+            # The root is reduced last: its backward may be over on this rank while skipped units
+            # still have to be unsharded for other ranks.
+            self._broadcast_and_issue(Slot(SlotKind.REDUCE, unit.index))
 
     def finish(self, *, failed: bool = False) -> None:
-        """Play what remains, with zeros for what never came, and release everything."""
+        """Issue the remaining slots, with zeros for missing gradients, and reshard all units."""
         self._finishing = True
-        if not self.reduces and not self._strategy.gathers:
+        if not self.reduces and not self._strategy.shards_parameters:
             self._accumulate_rest(failed)
-        elif self._led:
-            self._finish_led(failed)
+        elif self._recording:
+            self._finish_recording(failed)
         else:
             while self._cursor < len(self._slots):
-                self._play(self._slots[self._cursor])
+                self._issue(self._slots[self._cursor])
                 self._cursor += 1
-        for unit in list(self._gathered):
-            self._release(unit)
+        for unit in list(self._unsharded):
+            self._reshard(unit)
         self._outputs.clear()
         self.active = False
 
@@ -232,160 +235,160 @@ class CollectiveScheduler:
         for flat in unit.trained:
             self._strategy.accumulate(flat, self._weight)
 
-    # The recorded order.
+    # Passes with a recorded order.
 
-    def _play_until(self, unit: Unit) -> None:
-        place = self._next_gather(unit)
-        for skipped in self._passed_over(place):
-            self._release(skipped)
+    def _issue_until(self, unit: Unit) -> None:
+        place = self._next_unshard(unit)
+        for skipped in self._skipped_units(place):
+            self._reshard(skipped)
         if not unit.resident:
-            self._release_current()
+            self._reshard_current()
             self._entered = place
-        self._play_through(place)
-        following = self._gather_after(place)
+        self._issue_through(place)
+        following = self._unshard_after(place)
         if following is not None:
-            self._play_through(following, only_if_complete=True)
+            self._issue_through(following, only_if_complete=True)
 
-    def _next_gather(self, unit: Unit) -> int:
-        wanted = Slot(Kind.GATHER, unit.index)
+    def _next_unshard(self, unit: Unit) -> int:
+        wanted = Slot(SlotKind.UNSHARD, unit.index)
         for place in range(self._entered + 1, len(self._slots)):
             if self._slots[place] == wanted:
                 return place
-        raise self._out_of_order(unit)
+        raise self._order_error(unit)
 
-    def _passed_over(self, place: int) -> list[Unit]:
-        """Units gathered early for visits that this rank's pass skips."""
+    def _skipped_units(self, place: int) -> list[Unit]:
+        """Units that were unsharded early for forward calls that this rank skips."""
         passed = (self._slots[at] for at in range(self._entered + 1, min(place, self._cursor)))
-        units = (self._units[slot.unit] for slot in passed if slot.kind is Kind.GATHER)
-        return [unit for unit in units if not unit.resident and unit in self._gathered]
+        units = (self._units[slot.unit] for slot in passed if slot.kind is SlotKind.UNSHARD)
+        return [unit for unit in units if not unit.resident and unit in self._unsharded]
 
-    def _gather_after(self, place: int) -> int | None:
+    def _unshard_after(self, place: int) -> int | None:
         for later in range(place + 1, len(self._slots)):
-            if self._slots[later].kind is Kind.GATHER:
+            if self._slots[later].kind is SlotKind.UNSHARD:
                 return later
         return None
 
-    def _play_through(self, place: int, *, only_if_complete: bool = False) -> None:
+    def _issue_through(self, place: int, *, only_if_complete: bool = False) -> None:
         while self._cursor <= place:
             slot = self._slots[self._cursor]
-            if slot.kind is Kind.REDUCE and not self._is_over(self._units[slot.unit]):
+            if slot.kind is SlotKind.REDUCE and not self._backward_is_over(self._units[slot.unit]):
                 if only_if_complete:
                     return
-                raise self._out_of_order(self._units[self._slots[place].unit])
-            self._play(slot)
+                raise self._order_error(self._units[self._slots[place].unit])
+            self._issue(slot)
             self._cursor += 1
-            passed_over = slot.kind is Kind.GATHER and self._cursor <= place
-            if passed_over and not self._units[slot.unit].resident:
-                self._release(self._units[slot.unit])
+            skipped = slot.kind is SlotKind.UNSHARD and self._cursor <= place
+            if skipped and not self._units[slot.unit].resident:
+                self._reshard(self._units[slot.unit])
 
-    def _play_what_is_complete(self) -> None:
+    def _issue_complete_reductions(self) -> None:
         while self._cursor < len(self._slots):
             slot = self._slots[self._cursor]
-            if slot.kind is not Kind.REDUCE or self._units[slot.unit] not in self._complete:
+            if slot.kind is not SlotKind.REDUCE or self._units[slot.unit] not in self._complete:
                 return
-            self._play(slot)
+            self._issue(slot)
             self._cursor += 1
 
-    # The first pass: the leader announces, the others follow.
+    # The first pass: the leader broadcasts the order, other ranks receive it.
 
-    def _play_led_until(self, wanted: Slot) -> None:
-        if self._leads:
-            self._announce_and_play(wanted)
+    def _receive_until(self, wanted: Slot) -> None:
+        if self._is_leader:
+            self._broadcast_and_issue(wanted)
             return
         while True:
-            slot = self._peek()
+            slot = self._receive_next()
             unit = self._units[slot.unit]
-            if slot.kind is Kind.ABANDON:
+            if slot.kind is SlotKind.ABANDON:
                 raise RankFailed(
-                    f"rank {self._control.group.rank}: rank {self._leader}, which tells the others "
-                    "in its first pass what comes next, did not finish it; look there for the cause"
+                    f"rank {self._control.group.rank}: rank {self._leader} broadcasts the order of "
+                    "collectives in its first pass and failed in it; see the error on that rank"
                 )
-            if slot.kind is Kind.END:
-                raise self._out_of_order(self._units[wanted.unit])
-            if slot.kind is Kind.REDUCE and not self._is_over(unit):
-                raise self._out_of_order(self._units[wanted.unit])
-            self._play_pending()
-            if slot.kind is not Kind.REDUCE and slot.unit == wanted.unit:
+            if slot.kind is SlotKind.END:
+                raise self._order_error(self._units[wanted.unit])
+            if slot.kind is SlotKind.REDUCE and not self._backward_is_over(unit):
+                raise self._order_error(self._units[wanted.unit])
+            self._issue_pending()
+            if slot.kind is not SlotKind.REDUCE and slot.unit == wanted.unit:
                 return
-            if slot.kind is not Kind.REDUCE and not unit.resident:
-                self._release(unit)
+            if slot.kind is not SlotKind.REDUCE and not unit.resident:
+                self._reshard(unit)
 
-    def _finish_led(self, failed: bool) -> None:
-        if self._leads:
-            self._play_pending()
+    def _finish_recording(self, failed: bool) -> None:
+        if self._is_leader:
+            self._issue_pending()
             if not failed:
-                if self._backward_visit is None and self.mode is not Mode.GIVEN:
-                    self._announce_passed_by(len(self._units))
+                if self._backward_visit is None and self.mode is not Mode.REDUCE_ONLY:
+                    self._broadcast_skipped(len(self._units))
                 if self.mode is Mode.TRAIN:
-                    self._announce_passed_by_backwards(-1)
+                    self._broadcast_skipped_in_backward(-1)
                 for unit in self._units:
                     if self.reduces and unit.trained and unit not in self._reduced:
-                        self._announce_and_play(Slot(Kind.REDUCE, unit.index))
-            last = Slot(Kind.ABANDON if failed else Kind.END)
-            self._control.announce(last.encode())
+                        self._broadcast_and_issue(Slot(SlotKind.REDUCE, unit.index))
+            last = Slot(SlotKind.ABANDON if failed else SlotKind.END)
+            self._control.broadcast_integer(last.encode())
             self._control.flush()
         else:
-            while (last := self._peek()).kind not in (Kind.END, Kind.ABANDON):
-                self._play_pending()
-        if last.kind is Kind.END:
+            while (last := self._receive_next()).kind not in (SlotKind.END, SlotKind.ABANDON):
+                self._issue_pending()
+        if last.kind is SlotKind.END:
             self._orders[self.mode, self.reduces] = agreed_order(self._recorded)
 
-    def _announce_and_play(self, slot: Slot) -> None:
-        self._play_pending()  # of a forward that failed and was tried again, say
-        self._control.announce(slot.encode())
+    def _broadcast_and_issue(self, slot: Slot) -> None:
+        self._issue_pending()  # left over if a failed forward is repeated
+        self._control.broadcast_integer(slot.encode())
         self._pending = slot
-        self._play_pending()
+        self._issue_pending()
 
-    def _play_pending(self) -> None:
+    def _issue_pending(self) -> None:
         if self._pending is not None:
-            self._play(self._pending)
+            self._issue(self._pending)
             self._pending = None
 
-    def _peek(self) -> Slot:
+    def _receive_next(self) -> Slot:
         if self._pending is None:
-            self._pending = Slot.decode(self._control.hear(self._leader))
+            self._pending = Slot.decode(self._control.receive_integer(self._leader))
         return self._pending
 
-    # Playing.
+    # Issuing.
 
-    def _play(self, slot: Slot) -> None:
+    def _issue(self, slot: Slot) -> None:
         unit = self._units[slot.unit]
-        if slot.kind is Kind.REDUCE:
+        if slot.kind is SlotKind.REDUCE:
             self._reduced.add(unit)
-            for flat in unit.trained[self._sent :]:
+            for flat in unit.trained[self._flats_issued :]:
                 self._strategy.reduce(flat, self._weight)
-                self._sent += 1
-            self._sent = 0
+                self._flats_issued += 1
+            self._flats_issued = 0
         else:
-            self._strategy.gather(unit, in_step=self.mode is Mode.TRAIN)
-            self._gathered.add(unit)
+            self._strategy.unshard(unit, in_step=self.mode is Mode.TRAIN)
+            self._unsharded.add(unit)
             if self._finishing:
-                self._release(unit)
+                self._reshard(unit)
         self._recorded.append(slot)
 
-    def _is_over(self, unit: Unit) -> bool:
-        """No more gradients can come for `unit` in this pass: [Note: backward order]."""
+    def _backward_is_over(self, unit: Unit) -> bool:
+        """Whether `unit` gets no more gradients in this pass: [Note: backward order]."""
         if self._finishing or unit in self._complete:
             return True
-        if unit.resident or not self._strategy.gathers:
+        if unit.resident or not self._strategy.shards_parameters:
             return False
         first = self._first_visit.get(unit)
         return first is None or (self._backward_visit is not None and first > self._backward_visit)
 
-    def _release_current(self) -> None:
+    def _reshard_current(self) -> None:
         if self._current is not None:
-            self._release(self._current)
+            self._reshard(self._current)
             self._current = None
 
-    def _release(self, unit: Unit) -> None:
-        if unit in self._gathered:
-            self._gathered.discard(unit)
-            self._shown.discard(unit)
-            self._strategy.release(unit)
+    def _reshard(self, unit: Unit) -> None:
+        if unit in self._unsharded:
+            self._unsharded.discard(unit)
+            self._ready.discard(unit)
+            self._strategy.reshard(unit)
 
-    def _out_of_order(self, unit: Unit) -> OutOfOrder:
-        played = self._slots[: self._cursor] if not self._led else tuple(self._recorded)
-        names = [self._units[slot.unit].name for slot in played if slot.kind is Kind.GATHER]
+    def _order_error(self, unit: Unit) -> OutOfOrder:
+        issued = self._slots[: self._cursor] if not self._recording else tuple(self._recorded)
+        names = [self._units[slot.unit].name for slot in issued if slot.kind is SlotKind.UNSHARD]
         return OutOfOrder(
             f"rank {self._control.group.rank}: the model reached unit {unit.name!r} in another "
             f"order than agreed in the first {self.mode.value} pass (so far agreed: "

@@ -1,7 +1,8 @@
 """Exact evaluation over ranks with different numbers of batches.
 
-Where parameters have to be gathered, ranks go round by round as long as one of them has a batch,
-and those without play along; elsewhere each rank goes its own way until the results meet.
+With sharded parameters, all ranks run the same number of passes, and a rank without a batch only
+takes part in the collectives. Otherwise each rank evaluates its batches alone. The sums are then
+exchanged.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from torch import Tensor, nn
 from poplar.comm import Control
 from poplar.data import pytree
 from poplar.errors import CollectiveTimeout
-from poplar.zero.agreement import agree, leader_of
+from poplar.zero.agreement import leader_of, raise_on_any_error
 from poplar.zero.collective_scheduler import Mode
 from poplar.zero.engine import Engine
 
 
 class Evaluation:
-    """One call of `evaluate`: this rank's sums, and its first error."""
+    """One call of `evaluate`: this rank's sums and its first error."""
 
     def __init__(
         self,
@@ -41,28 +42,30 @@ class Evaluation:
         """The mean over all ranks' batches. Collective.
 
         Raises:
-            RankFailed: another rank could not load or evaluate a batch; its own error there.
-            ValueError: nobody had a batch.
+            RankFailed: another rank could not load or evaluate a batch; that rank raises the cause.
+            ValueError: no rank had a batch.
         """
         busy = None
         if self._engine.scheduler.active:
             busy = RuntimeError("evaluate() inside a pass; call it between two steps")
-        agree(self._control, busy, doing="evaluate()")
+        raise_on_any_error(self._control, busy, doing="evaluate()")
         batches = iter(loader)
         if not self._engine.values_are_readable:
-            self._go_round_by_round(batches)
+            self._run_synchronized(batches)
         else:
             while (batch := self._next(batches)) is not None:
                 self._evaluate(batch[0])
-        agree(self._control, self._error, doing="evaluate()")
+        raise_on_any_error(self._control, self._error, doing="evaluate()")
         sums = torch.tensor([self._total, self._count], dtype=torch.float64)
-        everybodys = self._control.exchange(sums, what="the result of evaluate()")()
-        total, count = torch.stack(everybodys).sum(0).tolist()
+        by_rank = self._control.exchange(sums, what="the result of evaluate()")()
+        total, count = torch.stack(by_rank).sum(0).tolist()
         if count == 0:
-            raise ValueError("evaluate(): no rank's loader yielded anything that counts")
+            raise ValueError(
+                "evaluate(): the loaders of all ranks yielded no samples (total weight 0)"
+            )
         return float(total / count)
 
-    def _go_round_by_round(self, batches: Iterator[Any]) -> None:
+    def _run_synchronized(self, batches: Iterator[Any]) -> None:
         while True:
             batch = self._next(batches)
             found = torch.tensor([batch is not None])
@@ -70,10 +73,10 @@ class Evaluation:
             leader = leader_of([int(flag) for flag in flags])
             if leader is None:
                 return
-            self._engine.pass_begin(weight=0.0, leader=leader, last=True, mode=Mode.EVALUATE)
+            self._engine.begin_pass(weight=0.0, leader=leader, last=True, mode=Mode.EVALUATE)
             if batch is not None:
                 self._evaluate(batch[0])
-            self._engine.pass_end(failed=self._error is not None)
+            self._engine.end_pass(failed=self._error is not None)
 
     def _next(self, batches: Iterator[Any]) -> tuple[Any] | None:
         """The next batch in a tuple; None at the end and after an error."""

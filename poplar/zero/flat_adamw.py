@@ -1,4 +1,4 @@
-"""AdamW on flat shards by Poplar's own operator: one read and one write of everything."""
+"""AdamW on flat shards with Poplar's operator, which reads and writes each element once."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _ROUNDED = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class FlatAdamW(torch.optim.AdamW):
-    """`torch.optim.AdamW(fused=True)` for 1-D fp32 tensors: its state, its results.
+    """`torch.optim.AdamW(fused=True)` for 1-D fp32 tensors, with the same state and results.
 
-    The gradient's factor and the low-precision copy of the values are part of the same pass, where
-    torch's own would need one more each.
+    The operator also scales the gradient and writes the low-precision values; with torch's kernel
+    each would be a separate pass over memory.
     """
 
-    _counted: Sequence[Tensor] = ()
-    """Step counters of the last step, which may turn out to have been none."""
+    _incremented: Sequence[Tensor] = ()
+    """Step counters that the last step incremented; undone if it was skipped."""
 
     def step_scaled(
         self,
@@ -29,12 +29,12 @@ class FlatAdamW(torch.optim.AdamW):
         found_inf: Tensor | None,
         rounded: Mapping[Tensor, Tensor],
     ) -> None:
-        """`step` with `scale` times the gradients, which stay as they are.
+        """`step` with `scale` times the gradients, which are not changed.
 
         Args:
-            scale: one fp32 where the gradients are, for unscaling and clipping; None for 1.
-            found_inf: another one; if it is not 0 nothing changes, and `take_back` has to follow.
-            rounded: by parameter, what takes its new values.
+            scale: one fp32 on the gradients' device, for unscaling and clipping; None for 1.
+            found_inf: one fp32 there. If it is not 0, nothing changes; call `undo_step_count`.
+            rounded: by parameter, the low-precision tensor that gets its new values.
         """
         counted = []
         for group in self.param_groups:
@@ -43,7 +43,7 @@ class FlatAdamW(torch.optim.AdamW):
                 if values.grad is None:
                     continue
                 state = self._state_of(values)
-                if state["step"].is_cuda:  # a checkpoint's; nobody should wait for a GPU
+                if state["step"].is_cuda:  # from a checkpoint; reading it would synchronize
                     state["step"] = state["step"].cpu()
                 state["step"] += 1
                 counted.append(state["step"])
@@ -63,18 +63,18 @@ class FlatAdamW(torch.optim.AdamW):
                     scale=scale,
                     found_inf=found_inf,
                 )
-        self._counted = counted
+        self._incremented = counted
 
-    def take_back(self) -> None:
-        """The last step has found something that is not finite: it counts for nothing."""
-        for count in self._counted:
+    def undo_step_count(self) -> None:
+        """Decrement the step counters: the last step was skipped."""
+        for count in self._incremented:
             count.sub_(1)
-        self._counted = ()
+        self._incremented = ()
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """As `torch.optim.AdamW.step`."""
-        if closure is not None or not self.is_plain():
-            for values, state in self.state.items():  # torch's own counts where the values are
+        if closure is not None or not self.uses_operator():
+            for values, state in self.state.items():  # torch expects counters on the device
                 if "step" in state:
                     state["step"] = state["step"].to(values.device)
             result: float | None = super().step(closure)
@@ -82,8 +82,8 @@ class FlatAdamW(torch.optim.AdamW):
         self.step_scaled(None, None, {})
         return None
 
-    def is_plain(self) -> bool:
-        """Whether all that the user asks for is in the operator."""
+    def uses_operator(self) -> bool:
+        """Whether the operator supports the user's options."""
         return not any(
             group["amsgrad"]
             or group["capturable"]
@@ -102,7 +102,7 @@ class FlatAdamW(torch.optim.AdamW):
 
 
 def can_round_to(dtype: torch.dtype) -> bool:
-    """Whether the operator writes low-precision values of this dtype."""
+    """Whether the operator can write low-precision values of this dtype."""
     return dtype in _ROUNDED
 
 
@@ -111,9 +111,9 @@ def flat_class(
     options: Mapping[str, Any],
     device: torch.device,
 ) -> Callable[..., torch.optim.Optimizer]:
-    """The class that steps flat shards of a device as the user's does, and fastest.
+    """The fastest class with the results of the user's class on flat shards.
 
-    The same on all ranks, whoever serves the operators: replicas must not drift apart.
+    It is the same on all ranks, so that replicated parameters stay equal.
     """
     if factory is torch.optim.AdamW and options.get("fused") and device.type in ("cpu", "cuda"):
         return FlatAdamW

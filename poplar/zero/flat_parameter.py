@@ -1,8 +1,7 @@
-"""A flat buffer: parameters of one kind laid end to end, gathered and reduced as one.
+"""A flat parameter: several parameters in one buffer that is unsharded and reduced as a whole.
 
-Every parameter starts at a multiple of 64 elements. So every cut, of a shard or of a parameter, is
-aligned: the vector loops of an optimizer then see the same lanes whatever the shares, and give the
-same bits.
+Every parameter starts at a multiple of 64 elements, and so does every shard. Vectorized optimizer
+loops then process the same elements in the same lanes and give the same bits for any shares.
 """
 
 from __future__ import annotations
@@ -18,28 +17,27 @@ from poplar.comm.shard_layout import ALIGNMENT, Layout
 PACKABLE = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class Flat:
-    """Parameters that share a dtype, a device and whether they are trained.
+class FlatParameter:
+    """A buffer for parameters of one dtype on one device, either all trained or all frozen.
 
-    What a strategy makes of it is in the attributes below the parameters: how it is cut, which part
-    this rank's optimizer updates, and where values and gradients live.
+    The strategy sets the layout, the owned part and the tensors below.
     """
 
     layout: Layout
-    """How the buffer is cut among ranks."""
+    """How the buffer is divided among ranks."""
     owned: tuple[int, int]
-    """The part whose optimizer state this rank holds."""
+    """Start and end of the part whose optimizer state this rank holds."""
     values: Tensor
-    """All parameter values, in `dtype`; at stage 3 without storage unless gathered."""
+    """All parameter values, in `dtype`; at stage 3 without storage while sharded."""
     shard: Tensor
-    """Values of the owned part, in `dtype`; a view of `values` unless those are sharded, and then
-    where the transport sends it from: `Strategy.before_writing` comes before it is written."""
+    """Values of the owned part, in `dtype`. A view of `values`, or at stage 3 the memory from which
+    the transport sends: call `Strategy.wait_for_readers` before writing to it."""
     master: Tensor
-    """fp32 values of the owned part: `shard` itself if that is fp32 already."""
+    """fp32 values of the owned part: `shard` itself if `dtype` is fp32."""
     gradient: Tensor
     """fp32 mean gradient of the owned part, once reduced; empty between steps."""
     squares: Tensor
-    """Block sums of squares of the layout's slice of this rank, as its reduction left them."""
+    """Sums of squares, per block, of this rank's slice of the layout; computed by the reduction."""
 
     def __init__(
         self,
@@ -56,39 +54,39 @@ class Flat:
         self.dtype = dtype
         self.trained = trained
         self.groups = tuple(groups)
-        """Each parameter's param group in the optimizer, ascending; -1: in none."""
+        """Index of each parameter's param group in the optimizer, ascending; -1: in none."""
         self.device = self.parameters[0].device
-        self.offsets, self.numel = _lay_out([p.numel() for p in self.parameters])
+        self.offsets, self.numel = _aligned_offsets([p.numel() for p in self.parameters])
         self.used: set[int] = set()
-        """Parameters (by position) that got a gradient on this rank in this step."""
+        """Positions of the parameters that got a gradient on this rank in this step."""
         self.gradient = self.squares = torch.empty(0, device=self.device)
-        self._squared: int | None = None
+        self._squares_version: int | None = None
         self._versions: list[int] = []
-        self._absent = [_absent(p.shape, dtype, self.device) for p in self.parameters]
+        self._placeholder = [_placeholder(p.shape, dtype, self.device) for p in self.parameters]
 
-    def settle_squares(self) -> None:
-        """The gradient is reduced, and `squares` are of it."""
-        self._squared = None if self.gradient.is_inference() else self.gradient._version
+    def mark_squares_valid(self) -> None:
+        """`squares` belong to the reduced gradient."""
+        self._squares_version = None if self.gradient.is_inference() else self.gradient._version
 
-    def forget_squares(self) -> None:
-        """From here on the gradient may be written unnoticed: `.grad` shows it."""
-        self._squared = None
+    def invalidate_squares(self) -> None:
+        """`squares` may become stale: the user can write to the gradient through `.grad`."""
+        self._squares_version = None
 
-    def squares_of(self, owned: slice) -> Tensor:
-        """Block sums of squares of the same slice; taken anew if it was written since."""
-        if self._squared is not None and self._squared == self.gradient._version:
+    def sums_of_squares(self, owned: slice) -> Tensor:
+        """Sums of squares per block of `gradient[owned]`, recomputed if it was written since."""
+        if self._squares_version is not None and self._squares_version == self.gradient._version:
             return self.squares
         return ops.block_sums_of_squares(self.gradient[owned])
 
     def initial_values(self) -> tuple[Tensor, Tensor]:
-        """The model's present values, flat: in fp32 and in `dtype` (one tensor if that is fp32)."""
+        """The model's values as flat tensors in fp32 and in `dtype`; one tensor if that is fp32."""
         exact = torch.empty(self.numel, dtype=torch.float32, device=self.device)
         with torch.no_grad():
             ops.pack_(exact, [p.detach() for p in self.parameters], list(self.offsets), 1.0)
         return exact, exact if self.dtype is torch.float32 else exact.to(self.dtype)
 
-    def show_values(self) -> None:
-        """Point the user's parameters into `values`."""
+    def attach_parameters(self) -> None:
+        """Make the user's parameters views of `values`."""
         for position, (parameter, offset) in enumerate(
             zip(self.parameters, self.offsets, strict=True)
         ):
@@ -100,14 +98,14 @@ class Flat:
                 )
         self._versions = []
 
-    def take_back(self) -> bool:
-        """Make parameters views again whose `.data` the user has replaced, with the new values.
+    def adopt_replaced_data(self) -> bool:
+        """Copy values that the user has assigned to `.data` and make these parameters views again.
 
         Returns:
             Whether there were any.
 
         Raises:
-            RuntimeError: the new data has another shape, dtype or device, or the values are hidden.
+            RuntimeError: the new data has another shape, dtype or device, or `values` is sharded.
         """
         replaced = False
         step = self.values.element_size()
@@ -116,12 +114,12 @@ class Flat:
         for position, (parameter, offset) in enumerate(
             zip(self.parameters, self.offsets, strict=True)
         ):
-            expected = self._absent[position].data_ptr() if hidden else start + offset * step
+            expected = self._placeholder[position].data_ptr() if hidden else start + offset * step
             if parameter.numel() == 0 or parameter.data_ptr() == expected:
                 continue
             part = self.values[offset : offset + parameter.numel()] if not hidden else None
-            same_kind = parameter.dtype is self.dtype and parameter.device == self.device
-            if part is None or not same_kind or parameter.numel() != part.numel():
+            compatible = parameter.dtype is self.dtype and parameter.device == self.device
+            if part is None or not compatible or parameter.numel() != part.numel():
                 raise RuntimeError(
                     f"the data of parameter {self.names[position]!r} was replaced by a tensor of "
                     f"shape {tuple(parameter.shape)}, {parameter.dtype} on {parameter.device}; "
@@ -129,27 +127,28 @@ class Flat:
                     "full_parameters(writeback=True), or convert the model before the optimizer"
                 )
             part.copy_(parameter.data.reshape(-1))
-            parameter.data = part.view(self._absent[position].shape)
+            parameter.data = part.view(self._placeholder[position].shape)
             replaced = True
         return replaced
 
-    def hide_values(self) -> None:
-        """Leave the user's parameters with their shape and NaN for every value.
+    def detach_parameters(self) -> None:
+        """Give the user's parameters their shape and NaN for every value.
 
-        Reading memory that has been given back would crash the process; NaN is loud and safe. A
-        backward that reads what the forward saved of a parameter while it is hidden is refused by
-        autograd: its version has moved on, until the values are shown again.
+        Reading freed memory could crash the process; NaN is safe and visible. The version counters
+        change, so autograd rejects a backward that reads saved parameters before they are attached
+        again.
         """
         if not self._versions:
             self._versions = [parameter._version for parameter in self.parameters]
             torch.autograd.graph.increment_version(self.parameters)
-        for parameter, absent in zip(self.parameters, self._absent, strict=True):
+        for parameter, absent in zip(self.parameters, self._placeholder, strict=True):
             parameter.data = absent
 
     def take_gradients(self, weight: float) -> tuple[list[Tensor], list[int]]:
-        """Move the gradients out of the parameters, with their offsets; none are left behind.
+        """Take the gradients from the parameters, with their offsets, and set `.grad` to None.
 
-        A pass of weight 0 counts for nothing, NaN included, but its parameters are used.
+        With weight 0 no gradient is returned, so NaN has no effect, but its parameter counts as
+        used.
         """
         gradients, offsets = [], []
         for position, parameter in enumerate(self.parameters):
@@ -159,8 +158,8 @@ class Flat:
             parameter.grad = None
             if gradient.is_sparse:
                 raise TypeError(
-                    f"parameter {self.names[position]!r} has a sparse gradient; flat buffers are "
-                    "dense: use a layer with dense gradients"
+                    f"parameter {self.names[position]!r} has a sparse gradient, but flat "
+                    "parameters are dense; use a layer with dense gradients"
                 )
             self.used.add(position)
             if weight != 0.0:
@@ -169,17 +168,22 @@ class Flat:
         return gradients, offsets
 
     def span(self, position: int) -> tuple[int, int]:
-        """The aligned part of the buffer that belongs to one parameter, its padding included."""
+        """Start and end of one parameter in the buffer, including its padding."""
         end = self.offsets[position + 1] if position + 1 < len(self.offsets) else self.numel
         return self.offsets[position], end
 
-    def restrict(self, start: int, stop: int) -> slice | None:
-        """Where `[start, stop)` lies in the owned part; None if the two don't meet."""
+    def intersect_owned(self, start: int, stop: int) -> slice | None:
+        """The part of `[start, stop)` that is owned, relative to the owned part; None if empty."""
         low, high = max(start, self.owned[0]), min(stop, self.owned[1])
         return slice(low - self.owned[0], high - self.owned[0]) if low < high else None
 
 
-def _lay_out(numels: Sequence[int]) -> tuple[tuple[int, ...], int]:
+def layout_on_rank(flat: FlatParameter, rank: int, world_size: int) -> Layout:
+    """The layout in which `rank` owns the whole flat parameter."""
+    return Layout(tuple(0 if other <= rank else flat.numel for other in range(world_size + 1)))
+
+
+def _aligned_offsets(numels: Sequence[int]) -> tuple[tuple[int, ...], int]:
     offsets, end = [], 0
     for numel in numels:
         offsets.append(end)
@@ -187,5 +191,5 @@ def _lay_out(numels: Sequence[int]) -> tuple[tuple[int, ...], int]:
     return tuple(offsets), end
 
 
-def _absent(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.full((), float("nan"), dtype=dtype, device=device).expand(shape)

@@ -1,4 +1,4 @@
-"""Loss scaling for fp16, agreed by all ranks: either all of them step, or none does."""
+"""Loss scaling for fp16: either all ranks apply a step, or none does."""
 
 from __future__ import annotations
 
@@ -12,26 +12,25 @@ from torch.amp.grad_scaler import OptState
 
 @runtime_checkable
 class AgreedGradient(Protocol):
-    """An optimizer whose gradient belongs to all ranks, as `HeteroZeroOptimizer`."""
+    """An optimizer whose gradient is shared by all ranks, such as `HeteroZeroOptimizer`."""
 
     def multiply_gradient(self, factor: Tensor) -> Tensor:
-        """Multiply the step's gradient by one element, without waiting for it.
+        """Multiply the step's gradient by a one-element tensor, without a synchronization.
 
-        Returns one fp32 that all ranks agree on: 0, or 1 if the gradient is not finite, and then
-        the optimizer's `step` changes nothing.
+        Returns one fp32 that is equal on all ranks: 1 if the gradient is not finite, else 0. If it
+        is 1, the optimizer's `step` changes nothing.
         """
         ...
 
 
 class GradScaler(TorchGradScaler):
-    """As `torch.amp.GradScaler`: pass it to `train_step`, or use it as one uses torch's.
+    """Like `torch.amp.GradScaler`: pass it to `train_step`, or call it in your own loop.
 
-    The gradients that it unscales and checks are the reduced ones, in fp32, sharded over the ranks;
-    whether one of them is not finite is agreed by all. Unscaling costs no pass of its own: it is
-    one factor that the optimizer step multiplies in. With Poplar's AdamW and torch's fused
-    optimizers the host waits for nothing before the update; `step` always calls the optimizer's,
-    which changes nothing where the gradient is not finite. `unscale_` and `step` are collective.
-    For any other optimizer it does what torch's does.
+    It checks the reduced fp32 gradients of all ranks. Unscaling is a scale factor in the optimizer
+    step, so gradients are read once. With Poplar's AdamW and torch's fused optimizers the host does
+    not synchronize before the update. `step` always calls `optimizer.step`, which changes nothing
+    if a gradient is not finite. `unscale_` and `step` are collective.
+    With any other optimizer it is torch's scaler.
     """
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
@@ -47,7 +46,7 @@ class GradScaler(TorchGradScaler):
                 "unscale_() has already been called on this optimizer since the last update()"
             )
         if self._scale is None:
-            # A rank without samples scales no loss, but steps with the others.
+            # A rank without samples has scaled no loss, so the scale may not exist yet.
             self._lazy_init_scale_growth_tracker(optimizer.param_groups[0]["params"][0].device)
         assert self._scale is not None
         flag = optimizer.multiply_gradient(self._scale.double().reciprocal())
@@ -55,7 +54,7 @@ class GradScaler(TorchGradScaler):
         state["stage"] = OptState.UNSCALED
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """`optimizer.step(...)`, unless the gradient of some rank is not finite. Collective."""
+        """Call `optimizer.step`, which changes nothing if a gradient is not finite. Collective."""
         if not isinstance(optimizer, AgreedGradient) or not self._enabled:
             return super().step(optimizer, *args, **kwargs)
         state = self._per_optimizer_states[id(optimizer)]

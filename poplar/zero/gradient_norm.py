@@ -1,10 +1,10 @@
-"""Norms of sharded gradients whose bits don't depend on the shards, without a wait for the device.
+"""Norms of sharded gradients whose bits do not depend on the shards.
 
 [Note: exact sums]
-A sum of floats depends on the order, and shards change the order. So sums of squares are taken in
-two steps: in fp32 over aligned blocks of 64 elements, which no shard boundary cuts, and from there
-on exactly, as integers (`ops.exact_sum_`). Those add up over units and ranks, in any order, to the
-same bits; only the last step, to one number (`ops.exact_norm`), rounds.
+A floating-point sum depends on its order, and shards change the order. So sums of squares are taken
+in fp32 over aligned blocks of 64 elements, which no shard boundary splits, and then added exactly,
+as integers (`ops.exact_sum_`). Integer sums over units and ranks have the same bits in any order.
+Only the conversion to one number (`ops.exact_norm`) rounds. The host does not synchronize.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from torch import Tensor
 
 from poplar import ops
 
-_AT_ONCE = 1 << 20
+_CHUNK_ELEMENTS = 1 << 20
 
 
 def add_squares(total: Tensor, parts: Sequence[Tensor]) -> None:
-    """Add sums of squares, fp32, to an exact sum of `ops.EXACT_WORDS`."""
+    """Add fp32 sums of squares to an exact sum of `ops.EXACT_WORDS` words."""
     for part in parts:
         ops.exact_sum_(total, part)
 
 
 def largest(parts: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Largest absolute value as one float64; 0 where there is nothing."""
+    """Largest absolute value as one float64; 0 if there are no values."""
     values = [torch.linalg.vector_norm(part, torch.inf) for part in parts if part.numel()]
     return torch.stack(values).max().double() if values else _zero(device)
 
 
 def power_sum(parts: Sequence[Tensor], power: float, device: torch.device) -> Tensor:
-    """Sum of `|x| ** power` as one float64; its bits may depend on the shards."""
+    """Sum of `|x| ** power` as one float64. Its bits may depend on the shards."""
     total = _zero(device)
     for part in parts:
-        for piece in part.split(_AT_ONCE):  # float64 of a whole shard would be twice its size
-            total += piece.double().abs_().pow_(power).sum()
+        for chunk in part.split(_CHUNK_ELEMENTS):  # a float64 copy of a whole shard would double it
+            total += chunk.double().abs_().pow_(power).sum()
     return total
 
 

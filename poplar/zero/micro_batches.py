@@ -1,8 +1,7 @@
-"""A global batch in pieces: what each pass of this rank runs, and what it counts for.
+"""Splits this rank's part of a global batch into weighted micro-batches.
 
-Every rank knows every rank's sizes before the first backward, so all agree on the total that
-weights are divided by, on who leads a pass, and on whether somebody brought a batch that is not the
-plan's.
+All ranks know the sizes on all ranks before the first backward. So they agree on the total weight,
+on the leader of each pass, and on whether the sizes match the plan.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from torch import Tensor
 from poplar.comm import Control
 from poplar.data import pytree
 from poplar.plan import Plan
-from poplar.zero.agreement import Opening, leader_of, open_step
+from poplar.zero.agreement import StepSizes, leader_of, open_step
 
 Loss = Literal["mean", "sum", "global_mean"]
 Weight = Callable[[Any], "float | int | Tensor"]
@@ -26,13 +25,13 @@ _LOSSES = ("mean", "sum", "global_mean")
 
 
 @dataclass(frozen=True)
-class Piece:
-    """One pass of this rank."""
+class MicroBatch:
+    """The input of one pass of this rank; it may have 0 samples."""
 
     batch: Any
     samples: int
     weight: float
-    """What the gradient of this pass is multiplied by."""
+    """Factor for the gradient of this pass."""
     leader: int | None
     """The first rank that has samples in this pass."""
     last: bool
@@ -40,29 +39,29 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Opened:
-    """A step that this rank has opened, and others perhaps not yet."""
+class OpenedStep:
+    """A step that this rank has opened; other ranks may not have."""
 
     first: Any
-    """The batch of this rank's first pass with samples; None if it has none."""
-    agree: Callable[[], tuple[list[Piece], Opening, float]]
-    """Wait for the others: this rank's pieces, what was agreed, and the seconds spent waiting.
+    """The first micro-batch of this rank that has samples; None if there is none."""
+    wait: Callable[[], tuple[list[MicroBatch], StepSizes, float]]
+    """Wait for the other ranks; returns this rank's micro-batches, all sizes and seconds waited.
 
-    Raises what is wrong with the step as a whole, the same on all ranks, or `RankFailed` for what
-    is wrong on another.
+    Raises the same ValueError on all ranks if the step as a whole is wrong, and `RankFailed` if the
+    input of another rank is.
     """
 
 
 @dataclass(frozen=True)
-class Cutter:
-    """How this rank's batches become pieces."""
+class BatchSplitter:
+    """Splits the batches of this rank by the plan."""
 
     plan: Plan | None
-    """None: whatever comes, in one pass."""
+    """None: a batch is one pass, whatever its size."""
     synchronizes_every_pass: bool
-    """All ranks run the same number of passes, those without samples included."""
+    """All ranks run the same number of passes, including passes without samples."""
     input_dtype: torch.dtype | None
-    """Floating-point inputs are cast to this; None: left as they are."""
+    """Floating-point inputs are cast to this dtype. None: they are not cast."""
 
     def open(
         self,
@@ -71,18 +70,18 @@ class Cutter:
         weight: Weight | None,
         loss: Loss,
         check: Callable[[], None],
-    ) -> Opened:
-        """Check and cut a batch, and begin to agree on the weights with all ranks. Collective.
+    ) -> OpenedStep:
+        """Check and split a batch, and start to agree on the weights. Collective.
 
         Args:
-            control: how ranks agree.
+            control: the control channel of the ranks.
             batch: this rank's part of the global batch.
-            weight: what a micro-batch counts for; None: its samples.
+            weight: weight of a micro-batch; None: its number of samples.
             loss: what the loss function returns.
-            check: raises what else forbids a step on this rank.
+            check: raises if this rank cannot start a step for another reason.
 
         Raises:
-            Exception: what is wrong with this rank's part; the others get a `RankFailed`.
+            Exception: this rank's input is wrong. The other ranks get a `RankFailed`.
         """
         rank = control.group.rank
         error: Exception | None = None
@@ -95,44 +94,49 @@ class Cutter:
                 raise ValueError(f"loss={loss!r}; use 'mean', 'sum' or 'global_mean'")
             samples = self._samples_in(rank, batch)
             sizes = self._sizes(rank, samples)
-            batches = pytree.cut(self.cast(batch), sizes) if samples else [None] * len(sizes)
+            batches = pytree.split(self.cast(batch), sizes) if samples else [None] * len(sizes)
             for part, size in zip(batches, sizes, strict=True):
                 counts.append(float(weight(part)) if weight is not None and size else float(size))
         except Exception as caught:
-            error = _about_rank(rank, caught)
-        agreed = open_step(control, samples=sum(sizes), weight=sum(counts), error=error)
+            error = _with_rank(rank, caught)
+        collect = open_step(control, samples=sum(sizes), weight=sum(counts), error=error)
 
-        def agree() -> tuple[list[Piece], Opening, float]:
-            opening, waited = agreed()
-            self._check_all(opening)
-            weights = _weights(loss, counts, opening.total_weight)
-            return self._pieces(batches, sizes, weights, opening), opening, waited
+        def wait() -> tuple[list[MicroBatch], StepSizes, float]:
+            step_sizes, waited = collect()
+            self._check_sizes(step_sizes)
+            weights = _weights(loss, counts, step_sizes.total_weight)
+            micro_batches = self._micro_batches(batches, sizes, weights, step_sizes)
+            return micro_batches, step_sizes, waited
 
         first = next((part for part, size in zip(batches, sizes, strict=True) if size), None)
-        return Opened(first, agree)
+        return OpenedStep(first, wait)
 
     def cast(self, batch: Any) -> Any:
-        """The batch with its floating-point tensors in the dtype that the model computes in."""
+        """The batch with its floating-point tensors in `input_dtype`."""
         dtype = self.input_dtype
         if dtype is None or dtype is torch.float32:
             return batch
         return pytree.map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, batch)
 
-    def _pieces(
-        self, batches: list[Any], sizes: Sequence[int], weights: Sequence[float], opening: Opening
-    ) -> list[Piece]:
+    def _micro_batches(
+        self,
+        batches: list[Any],
+        sizes: Sequence[int],
+        weights: Sequence[float],
+        step_sizes: StepSizes,
+    ) -> list[MicroBatch]:
         if self.synchronizes_every_pass:
-            everybodys = [self._sizes(rank, count) for rank, count in enumerate(opening.samples)]
+            by_rank = [self._sizes(rank, count) for rank, count in enumerate(step_sizes.samples)]
             places = list(range(len(sizes)))
-            leaders = [leader_of([own[place] for own in everybodys]) for place in places]
+            leaders = [leader_of([sizes[place] for sizes in by_rank]) for place in places]
         else:
             places = [place for place, size in enumerate(sizes) if size]
-            leaders = [leader_of(opening.samples)] * len(sizes)
-        pieces = [
-            Piece(batches[at], sizes[at], weights[at], leaders[at], last=at == places[-1])
+            leaders = [leader_of(step_sizes.samples)] * len(sizes)
+        micro_batches = [
+            MicroBatch(batches[at], sizes[at], weights[at], leaders[at], last=at == places[-1])
             for at in places
         ]
-        return pieces or [Piece(None, 0, 0.0, leader_of(opening.samples), last=True)]
+        return micro_batches or [MicroBatch(None, 0, 0.0, leader_of(step_sizes.samples), last=True)]
 
     def _samples_in(self, rank: int, batch: Any) -> int:
         if self.plan is None:
@@ -140,53 +144,56 @@ class Cutter:
         expected = self.plan.samples(rank)
         if batch is None:
             if expected:
-                raise ValueError(f"no batch, but the plan gives this rank {expected} samples")
+                raise ValueError(
+                    f"got no batch, but the plan gives this rank {expected} samples; build the "
+                    "loader with HeteroBatchSampler(len(dataset), plan)"
+                )
             return 0
         size = pytree.samples_in(batch)
-        # A loader can't yield an empty batch: a rank without samples is sent one, and drops it.
+        # A DataLoader cannot yield an empty batch, so a rank without samples gets one and drops it.
         if size > max(expected, 1):
-            raise ValueError(_wrong_size(rank, size, expected))
+            raise ValueError(_size_message(rank, size, expected))
         return size if expected else 0
 
     def _sizes(self, rank: int, samples: int) -> tuple[int, ...]:
         return (samples,) if self.plan is None else self.plan.micro_batch_sizes(rank, samples)
 
-    def _check_all(self, opening: Opening) -> None:
-        """All ranks know all sizes now, so all raise the same."""
-        total = sum(opening.samples)
+    def _check_sizes(self, step_sizes: StepSizes) -> None:
+        """Check all sizes against the plan, so that all ranks raise the same error."""
+        total = sum(step_sizes.samples)
         if self.plan is not None and total != self.plan.global_batch:
             planned = tuple(self.plan.samples(rank) for rank in range(self.plan.world_size))
             try:
                 expected = self.plan.cut(total)
             except ValueError:
                 expected = planned
-            for rank, size in enumerate(opening.samples):
+            for rank, size in enumerate(step_sizes.samples):
                 if size != expected[rank]:
-                    raise ValueError(_wrong_size(rank, size, planned[rank]))
-        if not opening.total_weight > 0.0:
+                    raise ValueError(_size_message(rank, size, planned[rank]))
+        if not step_sizes.total_weight > 0.0:
             raise ValueError(
                 f"the weights of this global batch of {total} samples sum to "
-                f"{opening.total_weight}; at least one sample or token must count"
+                f"{step_sizes.total_weight}; at least one sample or token must count"
             )
 
 
 def _weights(loss: Loss, counts: Sequence[float], total: float) -> list[float]:
-    """What the gradient of each of this rank's passes is multiplied by."""
+    """Factors for the gradients of this rank's passes."""
     if loss == "global_mean":
         return [1.0] * len(counts)
     factors = [1.0] * len(counts) if loss == "sum" else counts
     return [factor / total for factor in factors]
 
 
-def _wrong_size(rank: int, size: int, expected: int) -> str:
+def _size_message(rank: int, size: int, expected: int) -> str:
     return (
         f"rank {rank}: this batch has {size} samples, but the plan gives this rank {expected}; "
         "build the loader with HeteroBatchSampler(len(dataset), plan), or pass drop_last=True"
     )
 
 
-def _about_rank(rank: int, error: Exception) -> Exception:
-    """The same error, with the rank that it is about at its head where its kind is a plain one."""
+def _with_rank(rank: int, error: Exception) -> Exception:
+    """The error with the rank in its message, if it has one of the basic types."""
     if type(error) not in (ValueError, TypeError, RuntimeError) or str(error).startswith("rank "):
         return error
     return type(error)(f"rank {rank}: {error}").with_traceback(error.__traceback__)

@@ -1,6 +1,4 @@
-"""What must hold of a model before its parameters are taken over; each complaint says the way
-out.
-"""
+"""Checks of a model before the optimizer takes over its parameters, and who owns which."""
 
 from __future__ import annotations
 
@@ -18,38 +16,38 @@ from poplar.zero.flat_parameter import PACKABLE
 _OWNERS: dict[int, weakref.ref[Any]] = {}
 
 
-def refuse_wrapped(model: nn.Module) -> None:
-    """DDP and FSDP average gradients themselves, with equal weights, and undo ours.
+def reject_wrapped(model: nn.Module) -> None:
+    """Reject DDP and FSDP, which average gradients with equal weights.
 
     Raises:
         TypeError: the model, or a module in it, is wrapped.
     """
     for name, module in model.named_modules():
-        kinds = {kind.__name__ for kind in type(module).__mro__}
-        wrapper = kinds & {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
+        classes = {cls.__name__ for cls in type(module).__mro__}
+        wrapper = classes & {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
         if wrapper:
             where = f"its module {name!r}" if name else "the model"
             raise TypeError(
                 f"{where} is wrapped in {wrapper.pop()}, which averages gradients with equal "
-                f"weights; "
-                "give HeteroZeroOptimizer the bare model (model.module), it does the wrapper's work"
+                "weights; pass the unwrapped model (model.module) to HeteroZeroOptimizer, which "
+                "replaces the wrapper"
             )
     for name, parameter in model.named_parameters():
         if type(parameter.data).__name__ == "DTensor":
             raise TypeError(
                 f"parameter {name!r} is a DTensor, so FSDP2 or tensor parallelism has sharded the "
-                f"model; "
-                "give HeteroZeroOptimizer the model as it was before"
+                "model; pass the model to HeteroZeroOptimizer before it is sharded"
             )
 
 
 def batch_norms(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """With their names."""
+    """BatchNorm modules with their names."""
     return [(name, m) for name, m in model.named_modules() if isinstance(m, _BatchNorm)]
 
 
-def refuse_batch_norm(named: Sequence[tuple[str, nn.Module]]) -> None:
-    """
+def reject_batch_norm(named: Sequence[tuple[str, nn.Module]]) -> None:
+    """Reject BatchNorm in training mode.
+
     Raises:
         ValueError: one of these `batch_norms` is in training mode.
     """
@@ -57,84 +55,94 @@ def refuse_batch_norm(named: Sequence[tuple[str, nn.Module]]) -> None:
         if module.training:
             raise ValueError(
                 f"module {name!r} is a BatchNorm in training mode: its statistics couple the "
-                f"samples of a "
-                "micro-batch, so no cut of the batch gives the gradient of the whole. Use "
-                "GroupNorm or "
-                "LayerNorm, freeze it with .eval(), or accept statistics per micro-batch with "
-                "allow_batch_norm=True"
+                "samples of a micro-batch, so the gradient depends on how the batch is split. Use "
+                "GroupNorm or LayerNorm, freeze it with .eval(), or accept statistics per "
+                "micro-batch with allow_batch_norm=True"
+            )
+
+
+def reject_sparse_embeddings(model: nn.Module) -> None:
+    """Reject embeddings with sparse gradients.
+
+    Raises:
+        TypeError: an embedding was built with `sparse=True`.
+    """
+    for name, module in model.named_modules():
+        if getattr(module, "sparse", False) and isinstance(module, nn.Embedding):
+            raise TypeError(
+                f"module {name!r} has sparse gradients, but flat parameters are dense; build the "
+                "embedding with sparse=False"
             )
 
 
 def check_parameters(named: Sequence[tuple[str, nn.Parameter]], trained: set[int]) -> torch.device:
-    """Check what flat buffers need of the parameters; returns their device.
+    """Check that the parameters can be laid out in flat parameters; returns their device.
 
     Raises:
-        ValueError: no parameter to train, several devices, memory shared by two parameters, meta
-        tensors.
-        TypeError: a dtype that flat buffers don't take.
-        RuntimeError: another living optimizer has them.
+        ValueError: no parameter to train, several devices, two parameters that share memory, meta
+            tensors, or parameters that an earlier optimizer has left sharded.
+        TypeError: a dtype that flat parameters do not support.
+        RuntimeError: another optimizer owns the parameters.
     """
     if not trained:
         raise ValueError("no parameter requires a gradient; there is nothing to optimize")
     devices = {parameter.device for _, parameter in named}
     if len(devices) != 1:
         raise ValueError(
-            f"the parameters lie on {sorted(map(str, devices))}; a rank has one device: "
-            f"model.to(device) first"
+            f"the parameters are on {sorted(map(str, devices))}, but a rank has one device; call "
+            "model.to(device) first"
         )
     at: dict[int, str] = {}
     for name, parameter in named:
         other = _OWNERS.get(id(parameter))
         if other is not None and other() is not None:
             raise RuntimeError(
-                f"parameter {name!r} already belongs to another HeteroZeroOptimizer; one "
-                "optimizer holds a model: profile it before the optimizer is built, call "
-                "release() on that one first, or use parameter groups for different "
-                "hyper-parameters"
+                f"parameter {name!r} already belongs to another HeteroZeroOptimizer. Profile "
+                "the model before building its optimizer, call release() on that optimizer first, "
+                "or use param groups for different hyper-parameters"
             )
         if parameter.untyped_storage().nbytes() < parameter.numel() * parameter.element_size():
             raise ValueError(
-                f"parameter {name!r} has no memory of its own: it was sharded by an optimizer that "
-                "is gone. Build the model anew; a checkpoint of it: save_model(), or "
-                "full_parameters(), before the optimizer goes"
+                f"parameter {name!r} has no memory: it was sharded by an optimizer that no longer "
+                "exists. Build the model again. To keep its values, call save_model() or release() "
+                "while the optimizer exists"
             )
         if parameter.is_meta:
             raise ValueError(
-                f"parameter {name!r} is on the meta device; initialise it first: "
-                "model.to_empty(device=...) and its own initialisation"
+                f"parameter {name!r} is on the meta device; initialize it first: "
+                "model.to_empty(device=...), then its own initialization"
             )
         if id(parameter) in trained and parameter.dtype not in PACKABLE:
             raise TypeError(
                 f"parameter {name!r} is {parameter.dtype}; trained parameters must be float32, "
-                f"bfloat16 or float16"
+                "bfloat16 or float16"
             )
         if parameter.numel() and at.setdefault(parameter.data_ptr(), name) != name:
             raise ValueError(
                 f"parameters {at[parameter.data_ptr()]!r} and {name!r} are different objects in "
-                f"the same memory; "
-                "tie them as one nn.Parameter: module_b.weight = module_a.weight"
+                "the same memory; tie them as one nn.Parameter: module_b.weight = module_a.weight"
             )
     return next(iter(devices))
 
 
-def claim(
+def register_owner(
     named: Sequence[tuple[str, nn.Parameter]], owner: object, hooks: Sequence[RemovableHandle]
 ) -> Callable[[], object]:
-    """Note whose the parameters are, for as long as `owner` lives; its hooks go with it.
+    """Register `owner` as owner of the parameters until it is garbage-collected.
 
     Returns:
-        What ends that before its time.
+        A function that ends the ownership earlier and removes the hooks.
     """
     reference = weakref.ref(owner)
     keys = [id(parameter) for _, parameter in named]
     for key in keys:
         _OWNERS[key] = reference
 
-    def forget() -> None:
+    def unregister() -> None:
         for hook in hooks:
             hook.remove()
         for key in keys:
             if _OWNERS.get(key) is reference:
                 del _OWNERS[key]
 
-    return weakref.finalize(owner, forget)
+    return weakref.finalize(owner, unregister)

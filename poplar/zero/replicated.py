@@ -1,4 +1,4 @@
-"""ZeRO-0: every rank holds everything; gradients meet once a step."""
+"""ZeRO-0: every rank has the full training state; gradients are reduced once per step."""
 
 from __future__ import annotations
 
@@ -8,77 +8,77 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from poplar.comm import Communicator, Pending
-from poplar.comm.communicator import Finished
+from poplar.comm import Communicator, Work
+from poplar.comm.communicator import CallbackWork
 from poplar.comm.shard_layout import Layout
-from poplar.zero.flat_parameter import Flat
-from poplar.zero.gradient_accumulation import LocalSums
+from poplar.zero.flat_parameter import FlatParameter, layout_on_rank
+from poplar.zero.gradient_accumulation import LocalAccumulation
 from poplar.zero.unit import Unit
 
 _GRADIENTS_HAVE_DTYPES = hasattr(Tensor, "grad_dtype")
-"""A parameter may say that its gradient has a dtype of its own (newer versions of torch)."""
+"""Newer versions of torch allow a gradient whose dtype differs from its parameter's."""
 
 
-class Replicated(LocalSums):
-    """The reduced slices are gathered, so that the optimizer finds the whole mean gradient.
+class Replicated(LocalAccumulation):
+    """All-gathers the reduced slices, so that every rank updates with the full mean gradient.
 
-    All within the sums, and in the same bits on all ranks; `.grad` shows them.
+    The gradient stays in the accumulation buffer, with the same bits on all ranks; `.grad` is a
+    view of it.
     """
 
-    def layout_for(self, flat: Flat, shares: Sequence[float]) -> Layout:
-        """Even, whatever the shares: nothing is owned, so only the reduction is cut."""
+    def layout_for(self, flat: FlatParameter, shares: Sequence[float]) -> Layout:
+        """Even for any shares: nothing is owned, the layout only divides the reduction."""
         return Layout.even(flat.numel, self.comm.group.size)
 
-    def state_layout(self, flat: Flat, to: int) -> Layout:
-        size = self.comm.group.size
-        return Layout(tuple(0 if rank <= to else flat.numel for rank in range(size + 1)))
+    def state_layout(self, flat: FlatParameter, to: int) -> Layout:
+        return layout_on_rank(flat, to, self.comm.group.size)
 
-    def relayout(self, flat: Flat, new: Layout, master: Tensor | None) -> None:
+    def change_layout(self, flat: FlatParameter, new: Layout, master: Tensor | None) -> None:
         raise AssertionError("the layout does not depend on the shares")
 
-    def adopt(self, flat: Flat, shares: Sequence[float]) -> None:
-        self._take_values(flat, self.layout_for(flat, shares), owned=(0, flat.numel))
+    def initialize(self, flat: FlatParameter, shares: Sequence[float]) -> None:
+        self._broadcast_values(flat, self.layout_for(flat, shares), owned=(0, flat.numel))
 
-    def _allocate_gradient(self, flat: Flat) -> None:
+    def _allocate_gradient(self, flat: FlatParameter) -> None:
         flat.gradient = self._allocate_sums(flat).data
 
     def __init__(self, comm: Communicator, reduce_dtype: torch.dtype) -> None:
         super().__init__(comm, reduce_dtype)
-        self._gathering: list[Pending] = []
+        self._gathering: list[Work] = []
 
     def begin_step(self) -> None:
         super().begin_step()
-        self._wait_for_gathers()  # of a step that was closed with an error
+        self._wait_for_gathers()  # left over if the previous step failed
 
-    def _reduction(self, flat: Flat, *, narrow: bool) -> Pending:
-        """Whose end begins the gather: under the next reductions, or while ranks agree."""
-        return Finished(super()._reduction(flat, narrow=narrow), partial(self._gather, flat))
+    def _reduction(self, flat: FlatParameter, *, narrow: bool) -> Work:
+        """Starts the all-gather when it ends, overlapping with the next reductions."""
+        return CallbackWork(super()._reduction(flat, narrow=narrow), partial(self._gather, flat))
 
-    def _gather(self, flat: Flat) -> None:
+    def _gather(self, flat: FlatParameter) -> None:
         what = f"the gradients of {flat.name}"
         self._gathering.append(self.comm.all_gather(flat.gradient, flat.layout, what=what))
 
-    def complete(self, units: Sequence[Unit]) -> None:
+    def finish_gradients(self, units: Sequence[Unit]) -> None:
         self._wait_for_gathers()
         for unit in units:
             for flat in unit.trained:
-                if flat in self._holding:  # or the step was given up before it came to this one
-                    _show_gradients(flat)
-                flat.forget_squares()
+                if flat in self._allocated:  # not if the step was abandoned before this unit
+                    _expose_gradients(flat)
+                flat.invalidate_squares()
 
     def _wait_for_gathers(self) -> None:
         pending, self._gathering = self._gathering, []
-        for gather in pending:
-            self.wait(gather)
+        for unshard in pending:
+            self.wait(unshard)
 
     def scale_gradients(self, units: Sequence[Unit], factor: Tensor) -> bool:
-        """`.grad` is what the step applies, so it shows clipping and unscaling at once."""
+        """Scale at once: `.grad` shows what the update applies."""
         for unit in units:
             for flat in unit.trained:
                 flat.gradient.mul_(factor)
         return True
 
-    def take_shown_gradients(self, flat: Flat) -> list[int]:
+    def read_back_gradients(self, flat: FlatParameter) -> list[int]:
         removed = []
         start, step = flat.gradient.data_ptr(), flat.gradient.element_size()
         for position, (parameter, offset) in enumerate(
@@ -87,27 +87,27 @@ class Replicated(LocalSums):
             gradient = parameter.grad
             if gradient is None:
                 removed.append(position)
-            elif _shows_sums(flat) and gradient.data_ptr() != start + offset * step:
+            elif _grad_is_view(flat) and gradient.data_ptr() != start + offset * step:
                 flat.gradient[offset : offset + parameter.numel()].copy_(gradient.reshape(-1))
         return removed
 
-    def publish(self, units: Sequence[Unit]) -> None:
-        """Nothing to bring anywhere: every rank has updated all parameters, with the same bits."""
+    def publish_update(self, units: Sequence[Unit]) -> None:
+        """Nothing to send: every rank has updated all parameters, with the same bits."""
 
 
-def _show_gradients(flat: Flat) -> None:
-    """Let `.grad` hold the mean gradient: the sums themselves, or else a rounded copy."""
+def _expose_gradients(flat: FlatParameter) -> None:
+    """Set `.grad` to the mean gradient: a view of the buffer, or a rounded copy."""
     for parameter, view in zip(flat.parameters, _views(flat), strict=True):
         if flat.dtype is not torch.float32 and _GRADIENTS_HAVE_DTYPES:
             parameter.grad_dtype = None
-        parameter.grad = view if _shows_sums(flat) else view.to(flat.dtype)
+        parameter.grad = view if _grad_is_view(flat) else view.to(flat.dtype)
 
 
-def _shows_sums(flat: Flat) -> bool:
+def _grad_is_view(flat: FlatParameter) -> bool:
     return flat.dtype is torch.float32 or _GRADIENTS_HAVE_DTYPES
 
 
-def _views(flat: Flat) -> list[Tensor]:
+def _views(flat: FlatParameter) -> list[Tensor]:
     """The gradient of each parameter, in its shape."""
     return [
         flat.gradient[offset : offset + parameter.numel()].view(parameter.shape)

@@ -1,7 +1,7 @@
-"""From a model and a plan to an engine: checked on every rank, agreed by all, then built.
+"""Builds the engine from a model and a plan, after all ranks have agreed on both.
 
-Nothing is touched before all ranks have agreed that they hold the same model and the same plan, so
-a mistake on one rank leaves every model as it was.
+Nothing changes before the agreement, so a mistake on one rank leaves the model of every rank
+unchanged.
 """
 
 from __future__ import annotations
@@ -16,11 +16,16 @@ from torch import nn
 from poplar.comm import Communicator, Control
 from poplar.plan import Plan
 from poplar.zero import model_checks
-from poplar.zero.agreement import agree
+from poplar.zero.agreement import raise_on_any_error
 from poplar.zero.engine import STRATEGIES, Engine
 from poplar.zero.flat_adamw import flat_class
 from poplar.zero.unit import Member, Merge, Unit, build_units, resolve_units
-from poplar.zero.unit_plans import check_unit_names, check_unit_plans, own_shares, persistent_units
+from poplar.zero.unit_plans import (
+    check_unit_names,
+    check_unit_plans,
+    persistent_units,
+    shares_by_unit,
+)
 from poplar.zero.update import OptimizerFactory, ShardedUpdate, check_elementwise, fastest_options
 
 Groups = list[dict[str, Any]]
@@ -28,7 +33,7 @@ Groups = list[dict[str, Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What the user asked for, as checked on this rank."""
+    """The user's arguments, checked on this rank."""
 
     model: nn.Module
     factory: OptimizerFactory
@@ -38,26 +43,26 @@ class Request:
     plan: Plan | None
     unit_names: Sequence[str]
     units_are_named: bool
-    """By the user; otherwise they were found."""
+    """The user named the units; otherwise they were found."""
     compute_dtype: torch.dtype | str
     reduce_dtype: torch.dtype
     device: torch.device
     group_of: dict[int, int] = field(default_factory=dict)
-    """Param group of each parameter that is trained, by id."""
+    """Index of the param group of each trained parameter, by `id(parameter)`."""
 
     @property
-    def stepper(self) -> OptimizerFactory:
-        """What steps the shards as the user's class does, and fastest."""
+    def shard_optimizer_class(self) -> OptimizerFactory:
+        """The class that updates the shards: the fastest one with the user's results."""
         return flat_class(self.factory, self.options, self.device)
 
     def identity(self) -> dict[str, Any]:
-        """What must be equal on all ranks, in words that an error can quote."""
+        """What must be equal on all ranks, as text for error messages."""
         return {
             "plan": self.plan.digest() if self.plan is not None else "none",
             "stage": self.stage,
             "optimizer": getattr(self.factory, "__name__", repr(self.factory)),
-            "optimizer options": _plain(self.options),
-            "param groups": [_plain(group) for group in self.groups],
+            "optimizer options": _comparable(self.options),
+            "param groups": [_comparable(group) for group in self.groups],
             "units": list(self.unit_names),
             "compute_dtype": str(self.compute_dtype),
             "reduce_dtype": str(self.reduce_dtype),
@@ -85,55 +90,24 @@ def check_request(
     world_size: int,
     allow_batch_norm: bool,
 ) -> Request:
-    """Check on this rank alone what can be checked there.
+    """Check the user's arguments on this rank alone.
 
     Raises:
-        ValueError, TypeError, RuntimeError: what is wrong, and the way out.
+        ValueError, TypeError, RuntimeError: what is wrong and how to fix it.
     """
-    model_checks.refuse_wrapped(model)
+    model_checks.reject_wrapped(model)
     if not allow_batch_norm:
-        model_checks.refuse_batch_norm(model_checks.batch_norms(model))
+        model_checks.reject_batch_norm(model_checks.batch_norms(model))
+    model_checks.reject_sparse_embeddings(model)
     chosen = _stage_of(plan, stage, world_size)
     groups = _param_groups(model, params)
-    named = list(model.named_parameters())
-    names = {id(parameter): name for name, parameter in named}
-    group_of: dict[int, int] = {}
-    for index, group in enumerate(groups):
-        for parameter in group["params"]:
-            if id(parameter) not in names:
-                raise ValueError(
-                    f"params: group {index} has a parameter of shape {tuple(parameter.shape)} "
-                    f"that the model does "
-                    "not have; optimize the model's own parameters"
-                )
-            if parameter.requires_grad:
-                group_of[id(parameter)] = index
-    device = model_checks.check_parameters(named, set(group_of))
-    for name, dtype in (("compute_dtype", compute_dtype), ("reduce_dtype", reduce_dtype)):
-        allowed = (torch.float32, torch.bfloat16, torch.float16)
-        if dtype not in allowed and not (name == "compute_dtype" and dtype == "auto"):
-            raise ValueError(
-                f"{name}={dtype!r} is not supported; use torch.float32, torch.bfloat16 or "
-                f"torch.float16"
-            )
+    group_of = _group_indices(model, groups)
+    device = model_checks.check_parameters(list(model.named_parameters()), set(group_of))
+    _check_dtype("compute_dtype", compute_dtype, allowed=("auto",))
+    _check_dtype("reduce_dtype", reduce_dtype)
     if plan is not None:
         check_unit_plans(plan)
-    for name, module in model.named_modules():
-        if getattr(module, "sparse", False) and isinstance(module, nn.Embedding):
-            raise TypeError(
-                f"module {name!r} has sparse gradients; flat buffers are dense: build the "
-                "embedding with sparse=False"
-            )
-    options = fastest_options(factory, options)
-    complaint = check_elementwise(factory, options, device)
-    if complaint is not None:
-        name = getattr(factory, "__name__", repr(factory))
-        raise ValueError(
-            f"{name} can't update flat shards, which cut parameters anywhere: {complaint}. Use an "
-            f"elementwise "
-            "optimizer: AdamW, Adam, SGD, RMSprop, Adagrad, ..."
-        )
-    factory([dict(group) for group in groups], **options)  # what torch refuses, before any change
+    options = _check_optimizer(factory, options, groups, device)
     return Request(
         model=model,
         factory=factory,
@@ -150,11 +124,56 @@ def check_request(
     )
 
 
+def _group_indices(model: nn.Module, groups: Groups) -> dict[int, int]:
+    """Index of the param group of each trained parameter, by `id(parameter)`."""
+    known = {id(parameter) for parameter in model.parameters()}
+    group_of: dict[int, int] = {}
+    for index, group in enumerate(groups):
+        for parameter in group["params"]:
+            if id(parameter) not in known:
+                raise ValueError(
+                    f"params: group {index} has a parameter of shape {tuple(parameter.shape)} "
+                    "that the model does not have; optimize the model's own parameters"
+                )
+            if parameter.requires_grad:
+                group_of[id(parameter)] = index
+    return group_of
+
+
+def _check_dtype(name: str, dtype: torch.dtype | str, *, allowed: Sequence[str] = ()) -> None:
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16, *allowed):
+        raise ValueError(
+            f"{name}={dtype!r} is not supported; use torch.float32, torch.bfloat16 or torch.float16"
+        )
+
+
+def _check_optimizer(
+    factory: OptimizerFactory, options: Mapping[str, Any], groups: Groups, device: torch.device
+) -> dict[str, Any]:
+    """Check the optimizer class with its options; returns the options to use."""
+    if isinstance(factory, torch.optim.Optimizer):
+        name = type(factory).__name__
+        raise TypeError(
+            f"optimizer_class is an instance of {name}; pass the class, and its options as keyword "
+            f"arguments: HeteroZeroOptimizer(model, {name}, lr=...)"
+        )
+    options = fastest_options(factory, options)
+    problem = check_elementwise(factory, options, device)
+    if problem is not None:
+        name = getattr(factory, "__name__", repr(factory))
+        raise ValueError(
+            f"{name} cannot update flat shards, which split parameters anywhere: {problem}. Use "
+            "an elementwise optimizer: AdamW, Adam, SGD, RMSprop, Adagrad, ..."
+        )
+    factory([dict(group) for group in groups], **options)  # raises what the class itself rejects
+    return options
+
+
 def agree_on_request(control: Control, request: Request) -> torch.dtype | None:
-    """Compare all ranks' requests; returns the compute dtype (None: as it is). Collective.
+    """Compare the requests of all ranks; returns the compute dtype, None to keep it. Collective.
 
     Raises:
-        ValueError: ranks differ, or can't compute in the dtype that was asked for; on every rank.
+        ValueError: on every rank, if requests differ or a rank cannot compute in the given dtype.
     """
     mine = (request.identity(), _computes_bf16(request.device), request.device.type)
     received = control.exchange_objects(mine, what="building the optimizer")
@@ -162,17 +181,18 @@ def agree_on_request(control: Control, request: Request) -> torch.dtype | None:
     for key, expected in identities[0].items():
         differing = [rank for rank, other in enumerate(identities) if other[key] != expected]
         if differing:
-            raise ValueError(_difference(key, expected, identities[differing[0]][key], differing))
-    if len({kind for _, _, kind in received}) > 1:
+            raise ValueError(
+                _mismatch_message(key, expected, identities[differing[0]][key], differing)
+            )
+    devices = [device for _, _, device in received]
+    if len(set(devices)) > 1:
         raise ValueError(
-            f"the ranks' models lie on {[kind for _, _, kind in received]}; all on cuda or all on "
-            f"cpu"
+            f"the models of the ranks are on {devices}; move all of them to cuda, or all to cpu"
         )
     lacking = [rank for rank, (_, bf16, _) in enumerate(received) if not bf16]
     if request.compute_dtype is torch.bfloat16 and lacking:
         raise ValueError(
-            f"compute_dtype=torch.bfloat16, but the devices of rank(s) {lacking} compute it by "
-            f"emulation "
+            f"compute_dtype=torch.bfloat16, but the devices of rank(s) {lacking} only emulate it "
             "(compute capability below 8.0); use torch.float16 with poplar.GradScaler, or 'auto'"
         )
     if isinstance(request.compute_dtype, torch.dtype):
@@ -183,10 +203,10 @@ def agree_on_request(control: Control, request: Request) -> torch.dtype | None:
     return torch.float16 if lacking else torch.bfloat16
 
 
-def build(
+def build_engine(
     request: Request, comm: Communicator, control: Control, compute_dtype: torch.dtype | None
 ) -> tuple[Engine, ShardedUpdate]:
-    """Take the model over. Collective: the first rank's values and buffers become everybody's."""
+    """Build engine and update; the first rank's values and buffers are broadcast. Collective."""
     plan, world = request.plan, comm.group.size
     strategy = STRATEGIES[request.stage](comm, request.reduce_dtype)
     shares = plan.shares if plan is not None else (1.0 / world,) * world
@@ -196,43 +216,41 @@ def build(
         dtype = parameter.dtype
         if compute_dtype is not None and parameter.is_floating_point():
             dtype = compute_dtype
-        if trained or strategy.gathers:
+        if trained or strategy.shards_parameters:
             group = request.group_of.get(id(parameter), -1)
             members.append(Member(name, parameter, group, trained, dtype))
         elif dtype is not parameter.dtype:
             recast.append((parameter, dtype))
-    of_their_own = own_shares(plan)
+    unit_shares = shares_by_unit(plan)
+    merge = merge_policy(request, shards_parameters=strategy.shards_parameters)
     units = build_units(
-        request.model,
-        members,
-        request.unit_names,
-        merge="none" if of_their_own else merge_of(request, gathers=strategy.gathers),
+        request.model, members, request.unit_names, merge="none" if unit_shares else merge
     )
     _check_unit_names(control, plan, units)
     strategy.persistent = persistent_units(plan, units)
-    _make_equal(request.model, units, comm)
+    _broadcast_unmanaged(request.model, units, comm)
     for parameter, dtype in recast:
         parameter.data = parameter.data.to(dtype)
     for unit in units:
         for flat in unit.flats:
-            strategy.adopt(flat, of_their_own.get(unit.name, shares))
+            strategy.initialize(flat, unit_shares.get(unit.name, shares))
     engine = Engine(request.model, units, strategy, comm, control)
     hyper = [
         {key: value for key, value in group.items() if key != "params"} for group in request.groups
     ]
-    update = ShardedUpdate(request.stepper, engine.trained, hyper, request.options)
+    update = ShardedUpdate(request.shard_optimizer_class, engine.trained, hyper, request.options)
     return engine, update
 
 
-def merge_of(request: Request, *, gathers: bool) -> Merge:
-    """Which small units travel together."""
-    if not gathers:
+def merge_policy(request: Request, *, shards_parameters: bool) -> Merge:
+    """Which small units are merged."""
+    if not shards_parameters:
         return "all"
     return "none" if request.units_are_named else "blocks"
 
 
-def _make_equal(model: nn.Module, units: Sequence[Unit], comm: Communicator) -> None:
-    """Broadcast the first rank's buffers, and parameters that no flat buffer will broadcast."""
+def _broadcast_unmanaged(model: nn.Module, units: Sequence[Unit], comm: Communicator) -> None:
+    """Broadcast the first rank's buffers, and the parameters that are in no flat parameter."""
     flat = {id(p) for unit in units for flat in unit.flats for p in flat.parameters}
     rest = [(name, p.data) for name, p in model.named_parameters() if id(p) not in flat]
     for name, tensor in [*rest, *model.named_buffers()]:
@@ -249,26 +267,27 @@ def _check_unit_names(control: Control, plan: Plan | None, units: Sequence[Unit]
         check_unit_names(plan, units)
     except ValueError as caught:
         error = caught
-    agree(control, error, doing="building the optimizer")
+    raise_on_any_error(control, error, doing="building the optimizer")
 
 
 def _stage_of(plan: Plan | None, stage: int | None, world_size: int) -> int:
     if plan is None:
         if stage is None:
             raise ValueError(
-                "give a plan, or a stage (0, 1, 2 or 3) for even batches and shares at that stage"
+                "neither plan nor stage was given; pass a plan, or stage=0, 1, 2 or 3 for even "
+                "batches and shares"
             )
         if stage not in range(len(STRATEGIES)):
             raise ValueError(f"stage={stage!r} is not a ZeRO stage; use 0, 1, 2 or 3")
         return stage
     if stage is not None and stage != plan.stage:
         raise ValueError(
-            f"stage={stage} contradicts the plan's stage {plan.stage}; leave stage out"
+            f"stage={stage} differs from the plan's stage {plan.stage}; leave stage out"
         )
     if plan.world_size != world_size:
         raise ValueError(
             f"the plan is for {plan.world_size} ranks, but the process group has {world_size}; "
-            "plan again for this group, or start as many processes as the plan has ranks"
+            "make a plan for this group, or start as many processes as the plan has ranks"
         )
     return plan.stage
 
@@ -281,39 +300,40 @@ def _param_groups(model: nn.Module, params: Iterable[Any] | None) -> Groups:
         given = [{"params": given}]
     groups = []
     for group in given:
-        inside = group["params"]
-        inside = [inside] if isinstance(inside, torch.Tensor) else list(inside)
-        inside = [p[1] if isinstance(p, tuple) else p for p in inside]
-        groups.append({**group, "params": inside})
+        members = group["params"]
+        members = [members] if isinstance(members, torch.Tensor) else list(members)
+        members = [p[1] if isinstance(p, tuple) else p for p in members]  # named parameters
+        groups.append({**group, "params": members})
     return groups
 
 
-def _plain(values: Mapping[str, Any]) -> dict[str, str]:
-    """The values that have the same text in every process."""
-    kinds = (bool, int, float, str, tuple, list, type(None))
+def _comparable(values: Mapping[str, Any]) -> dict[str, str]:
+    """The values whose text is the same in every process."""
+    types = (bool, int, float, str, tuple, list, type(None))
     return {
         key: repr(value)
         for key, value in values.items()
-        if key != "params" and isinstance(value, kinds)
+        if key != "params" and isinstance(value, types)
     }
 
 
 def _computes_bf16(device: torch.device) -> bool:
-    """Really, not by emulation as `torch.cuda.is_bf16_supported()` counts it."""
+    """Natively: `torch.cuda.is_bf16_supported()` also counts emulation."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def _difference(key: str, expected: Any, found: Any, ranks: Sequence[int]) -> str:
+def _mismatch_message(key: str, expected: Any, found: Any, ranks: Sequence[int]) -> str:
     if key == "model":
         pairs = zip([*expected, ("nothing",)], [*found, ("nothing",)], strict=False)
         expected, found = next((a, b) for a, b in pairs if a != b)
         key = "model (first differing parameter: name, shape, dtype, param group)"
     return (
-        f"the ranks disagree on the {key}: rank 0 has {_short(expected)}, rank(s) {list(ranks)} "
-        f"have {_short(found)}; build the same model, plan and optimizer on every rank"
+        f"the ranks disagree on the {key}: rank 0 has {_truncated(expected)}, rank(s) "
+        f"{list(ranks)} have {_truncated(found)}; build the same model, plan and optimizer on "
+        "every rank"
     )
 
 
-def _short(value: Any) -> str:
+def _truncated(value: Any) -> str:
     text = str(value)
     return text if len(text) <= 200 else text[:200] + "..."

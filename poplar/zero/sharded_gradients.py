@@ -1,4 +1,4 @@
-"""ZeRO-2: a unit's gradients are reduced when its backward is over; each rank keeps a slice."""
+"""ZeRO-2: a unit's gradients are reduced after its backward; each rank stores a slice."""
 
 from __future__ import annotations
 
@@ -7,41 +7,41 @@ from collections.abc import Sequence
 import torch
 
 from poplar.comm import Communicator
-from poplar.zero.flat_parameter import Flat
+from poplar.zero.flat_parameter import FlatParameter
 from poplar.zero.strategy import Strategy
 from poplar.zero.unit import Unit
 
 
 class ShardedGradients(Strategy):
-    """Every pass reduces every unit: packed with its weight into a bucket, sent, and forgotten.
+    """Every pass packs each unit's gradients, times the weight, into a bucket and reduces it.
 
-    What arrives is added, in fp32 and in rank order, to the slice of the mean gradient that this
-    rank owns; no rank ever holds a whole gradient in fp32.
+    The sum, in fp32 and in rank order, is added to this rank's slice of the mean gradient. No rank
+    ever stores a full gradient in fp32.
     """
 
-    gathers = False
+    shards_parameters = False
     reduces_every_pass = True
 
     def __init__(self, comm: Communicator, reduce_dtype: torch.dtype) -> None:
         super().__init__(comm, reduce_dtype)
-        self._started: set[Flat] = set()
+        self._started: set[FlatParameter] = set()
 
-    def expect(self, units: Sequence[Unit]) -> None:
-        """A unit's reductions run under the backward of the next, however many they are."""
+    def prepare(self, units: Sequence[Unit]) -> None:
+        """Allow all reductions of a unit at once, overlapping with the next unit's backward."""
         most = max((len(unit.trained) for unit in units), default=0)
-        self.in_flight = max(self.in_flight, 1 + most)
+        self.max_in_flight = max(self.max_in_flight, 1 + most)
 
     def begin_step(self) -> None:
         super().begin_step()
         self._started.clear()
 
-    def reduce(self, flat: Flat, weight: float) -> None:
-        self._make_room()
+    def reduce(self, flat: FlatParameter, weight: float) -> None:
+        self._limit_in_flight()
         gradients, offsets = flat.take_gradients(weight)
         bucket = self.comm.buffer(flat.layout, self.codec.wire_dtype, flat.device, self.codec)
         bucket.pack(gradients, offsets, weight)
-        del gradients  # the native gradients go before the next unit's come
-        self._hold_gradient(flat)
+        del gradients  # free them before the next unit's gradients are allocated
+        self._ensure_gradient(flat)
         again = flat in self._started
         self._started.add(flat)
         what = f"the reduction of unit {flat.name}"
@@ -51,6 +51,6 @@ class ShardedGradients(Strategy):
             )
         )
 
-    def _allocate_gradient(self, flat: Flat) -> None:
+    def _allocate_gradient(self, flat: FlatParameter) -> None:
         own = flat.layout.size(self.comm.group.rank)
         flat.gradient = torch.empty(own, dtype=torch.float32, device=flat.device)

@@ -1,18 +1,18 @@
-"""ZeRO-1: the optimizer state is sharded; gradients still meet once a step."""
+"""ZeRO-1: the optimizer state is sharded; gradients are reduced once per step."""
 
 from __future__ import annotations
 
 from poplar.comm.communicator import own_slice
-from poplar.zero.flat_parameter import Flat
-from poplar.zero.gradient_accumulation import LocalSums
+from poplar.zero.flat_parameter import FlatParameter
+from poplar.zero.gradient_accumulation import LocalAccumulation
 
 
-class ShardedOptimizer(LocalSums):
-    """Each rank keeps the state of its share, so the reduction ends with the owners.
+class ShardedOptimizer(LocalAccumulation):
+    """Each rank holds the optimizer state of its share, and gets only that part of the gradient.
 
-    After the step the owners' new values are gathered into everybody's parameters.
+    After the update, the new values are all-gathered into the parameters of all ranks.
     """
 
-    def _allocate_gradient(self, flat: Flat) -> None:
+    def _allocate_gradient(self, flat: FlatParameter) -> None:
         sums = self._allocate_sums(flat)
         flat.gradient = own_slice(sums.data, flat.layout, self.comm.group.rank)

@@ -1,10 +1,10 @@
-"""ZeRO-3: parameters are sharded too; a unit's are gathered when it runs, and given back after.
+"""ZeRO-3: parameters are sharded too. A unit is unsharded to run and resharded afterwards.
 
-[Note: kept units]
-Within a step no value changes, so a unit that a plan keeps is gathered once: at its first slot in a
-training pass. Its later slots send nothing, on every rank alike, since every rank plays every slot
-in one order: what is there is a matter of that order, not of a rank's own samples or failures. It
-goes when the step is settled, before the update writes a shard, or when the step is given up.
+[Note: persistent units]
+No value changes within a step, so a persistent unit is unsharded once: at its first slot in a
+training pass. Its later slots send nothing. This is the same on every rank, because every rank
+issues every slot in one order, with or without samples or failures. The unit is resharded when the
+gradients are reduced, before the update writes a shard, or when the step is abandoned.
 """
 
 from __future__ import annotations
@@ -14,93 +14,93 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from poplar.comm import Communicator, Pending
+from poplar.comm import Communicator, Work
 from poplar.comm.shard_layout import Layout
-from poplar.zero.flat_parameter import Flat
+from poplar.zero.flat_parameter import FlatParameter
 from poplar.zero.sharded_gradients import ShardedGradients
 from poplar.zero.unit import Unit
 
 
 class ShardedParameters(ShardedGradients):
-    """Between uses a rank holds nothing but its slice of the values, where peers read it.
+    """Between uses a rank stores only its slice of the values, where other ranks can read it.
 
     [Note: one storage]
-    Autograd saves views of the weights for the backward. So a buffer's storage is emptied and
-    refilled, never replaced: what was saved in the forward sees the values gathered in the
-    backward. Meanwhile the parameters themselves point elsewhere (`Flat.hide_values`).
+    Autograd saves views of the weights for the backward. So the storage of a flat parameter is
+    freed and allocated again, never replaced: views saved in the forward see the values unsharded
+    in the backward. In between, the parameters are detached (`FlatParameter.detach_parameters`).
     """
 
-    gathers = True
+    shards_parameters = True
 
     def __init__(self, comm: Communicator, reduce_dtype: torch.dtype) -> None:
         super().__init__(comm, reduce_dtype)
-        self._gathering: dict[Unit, list[Pending]] = {}
-        self._staying: dict[Unit, None] = {}
-        """Kept units that have been gathered in this step; in that order."""
+        self._gathering: dict[Unit, list[Work]] = {}
+        self._unsharded_persistent: dict[Unit, None] = {}
+        """Persistent units that are unsharded in this step, in that order."""
 
-    def adopt(self, flat: Flat, shares: Sequence[float]) -> None:
-        super().adopt(flat, shares)
+    def initialize(self, flat: FlatParameter, shares: Sequence[float]) -> None:
+        super().initialize(flat, shares)
         whole = flat.master.untyped_storage().data_ptr() == flat.shard.untyped_storage().data_ptr()
         flat.shard = self.comm.share(flat.shard)
         if whole:
             flat.master = flat.shard
-        flat.hide_values()
+        flat.detach_parameters()
         flat.values.untyped_storage().resize_(0)
 
-    def relayout(self, flat: Flat, new: Layout, master: Tensor | None) -> None:
+    def change_layout(self, flat: FlatParameter, new: Layout, master: Tensor | None) -> None:
         what = f"moving unit {flat.name}"
         flat.shard = self.comm.share(self.comm.reshard(flat.shard, flat.layout, new, what=what))
         flat.master = flat.shard if master is None else master
         flat.layout, flat.owned = new, new.bounds(self.comm.group.rank)
-        self.drop_gradient(flat)
+        self.free_gradient(flat)
 
     def begin_step(self) -> None:
-        """Of a step that was given up, kept units are still there."""
-        self.release_kept()
+        """Also reshard persistent units, which an abandoned step leaves unsharded."""
+        self.reshard_persistent()
         super().begin_step()
 
-    def settle(self, units: Sequence[Unit]) -> None:
-        self.release_kept()
-        super().settle(units)
+    def wait_for_reductions(self, units: Sequence[Unit]) -> None:
+        self.reshard_persistent()
+        super().wait_for_reductions(units)
 
-    def gather(self, unit: Unit, *, in_step: bool) -> None:
-        if unit in self._staying:
+    def unshard(self, unit: Unit, *, in_step: bool) -> None:
+        if unit in self._unsharded_persistent:
             return
-        # All memory first: where it runs out, nothing has been sent, and the slot is played again.
+        # Allocate before sending: if memory runs out, the slot can be issued again.
         for flat in unit.flats:
             flat.values.untyped_storage().resize_(flat.numel * flat.values.element_size())
-        pending: list[Pending] = []
+        pending: list[Work] = []
         for flat in unit.flats:
-            what = f"the gather of unit {unit.name}"
+            what = f"the unshard of unit {unit.name}"
             pending.append(
                 self.comm.all_gather(flat.values, flat.layout, what=what, own=flat.shard)
             )
         self._gathering[unit] = pending
         if in_step and unit in self.persistent:
-            self._staying[unit] = None
+            self._unsharded_persistent[unit] = None
 
-    def show(self, unit: Unit) -> None:
+    def wait_for_unshard(self, unit: Unit) -> None:
         for pending in self._gathering.pop(unit, ()):
             self.wait(pending)
         for flat in unit.flats:
-            flat.show_values()
+            flat.attach_parameters()
 
-    def release(self, unit: Unit) -> None:
+    def reshard(self, unit: Unit) -> None:
         for pending in self._gathering.pop(unit, ()):
             self.wait(pending)
-        if unit in self._staying:
+        if unit in self._unsharded_persistent:
             return
         for flat in unit.flats:
-            flat.hide_values()
+            flat.detach_parameters()
             flat.values.untyped_storage().resize_(0)
 
-    def release_kept(self) -> None:
-        staying, self._staying = self._staying, {}
+    def reshard_persistent(self) -> None:
+        staying, self._unsharded_persistent = self._unsharded_persistent, {}
         for unit in staying:
-            self.release(unit)
+            self.reshard(unit)
 
-    def before_writing(self, flat: Flat) -> None:
-        self.comm.guard(flat.shard)
+    def wait_for_readers(self, flat: FlatParameter) -> None:
+        self.comm.wait_for_readers(flat.shard)
 
-    def publish(self, units: Sequence[Unit]) -> None:
-        """Nothing to bring anywhere: the next gather sends the new shards."""
+    def publish_update(self, units: Sequence[Unit]) -> None:
+        """Nothing to send: the next unshard sends the new shards."""

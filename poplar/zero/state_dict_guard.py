@@ -1,4 +1,4 @@
-"""Keeps `model.state_dict()` and `load_state_dict()` honest while parameters are sharded."""
+"""Makes `model.state_dict()` and `load_state_dict()` safe while parameters are sharded."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from poplar.zero.update import ShardedUpdate
 
 
 def guard_model_state(engine: Engine, update: ShardedUpdate) -> None:
-    """Refuse to save or load sharded parameters; take loaded values over into the masters."""
+    """Raise on saving or loading sharded parameters; copy loaded values to the masters."""
 
     def before_saving(*_: Any) -> None:
         if not engine.values_are_readable:
             raise RuntimeError(
-                "the model's parameters are sharded (stage 3), so model.state_dict() has nothing "
-                "to give; use `with optimizer.full_parameters(): model.state_dict()` on all ranks, "
-                "or optimizer.save_model(path)"
+                "the model's parameters are sharded (stage 3), so model.state_dict() would be "
+                "incomplete; use `with optimizer.full_parameters(): model.state_dict()` on all "
+                "ranks, or optimizer.save_model(path)"
             )
 
     def before_loading(*_: Any) -> None:
         if not engine.values_are_writable:
             raise RuntimeError(
-                "the model's parameters are sharded (stage 3), so nothing can be loaded into them; "
-                "load inside `with optimizer.full_parameters(writeback=True):` on all ranks"
+                "the model's parameters are sharded (stage 3), so nothing can be loaded into "
+                "them; load inside `with optimizer.full_parameters(writeback=True):` on all ranks"
             )
 
     def after_loading(*_: Any) -> None:
-        if not engine.strategy.gathers:
+        if not engine.strategy.shards_parameters:
             for flat in engine.trained:
                 update.refresh(flat)
 

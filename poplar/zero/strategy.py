@@ -1,7 +1,6 @@
-"""What a ZeRO stage has to say: where values, gradients and state live, and when they move.
+"""The interface of a ZeRO stage: where values, gradients and state are stored and when they move.
 
-The engine calls these methods in one order on every rank; a strategy never sees a stage number, and
-reads like the paragraph that explains its stage.
+The engine calls these methods in the same order on every rank. A strategy knows no stage number.
 """
 
 from __future__ import annotations
@@ -16,108 +15,110 @@ import torch
 from torch import Tensor
 
 from poplar import ops
-from poplar.comm import Codec, Communicator, Pending
+from poplar.comm import Codec, Communicator, Work
 from poplar.comm.shard_layout import Layout
-from poplar.zero.flat_parameter import Flat
+from poplar.zero.flat_parameter import FlatParameter
 from poplar.zero.unit import Unit
 
 
 class Strategy(ABC):
-    """One ZeRO stage; all methods that talk to other ranks say `Collective`."""
+    """One ZeRO stage. Methods that communicate say `Collective`."""
 
-    gathers: ClassVar[bool]
-    """Parameters have to be gathered before a unit runs."""
+    shards_parameters: ClassVar[bool]
+    """Parameters are sharded, so a unit must be unsharded before it runs."""
     reduces_every_pass: ClassVar[bool]
     """Gradients are reduced in each pass, not only in a rank's last one."""
 
     def __init__(self, comm: Communicator, reduce_dtype: torch.dtype) -> None:
         self.comm = comm
         self.codec = Codec(reduce_dtype)
-        self.in_flight = 2
-        """Reductions under way at once; each holds its bucket and what it receives."""
+        self.max_in_flight = 2
+        """Maximum number of concurrent reductions; each holds a send and a receive buffer."""
         self.waited = 0.0
-        """Seconds this rank was held up by its peers since the step began."""
+        """Seconds this rank has waited for other ranks in this step."""
         self.persistent: frozenset[Unit] = frozenset()
-        """Units that, once gathered in a step, stay until it is settled. Changed between steps, and
-        on all ranks alike; says nothing where nothing is gathered."""
-        self._pending: deque[Pending] = deque()
-        self._holding: set[Flat] = set()
+        """Persistent units: once unsharded, they stay so until the step's gradients are reduced.
 
-    def expect(self, units: Sequence[Unit]) -> None:
-        """These will be trained."""
+        Changed between steps, equally on all ranks. Unused where parameters are not sharded.
+        """
+        self._pending: deque[Work] = deque()
+        self._allocated: set[FlatParameter] = set()
 
-    def layout_for(self, flat: Flat, shares: Sequence[float]) -> Layout:
-        """How `flat` is cut under `shares`."""
+    def prepare(self, units: Sequence[Unit]) -> None:
+        """Configure the strategy for the units of a model."""
+
+    def layout_for(self, flat: FlatParameter, shares: Sequence[float]) -> Layout:
+        """How `flat` is divided under `shares`."""
         return Layout.from_shares(flat.numel, shares)
 
-    def state_layout(self, flat: Flat, to: int) -> Layout:
-        """Where optimizer state lies, one owner per element: rank `to` where all have it."""
+    def state_layout(self, flat: FlatParameter, to: int) -> Layout:
+        """How optimizer state is divided, one owner per element: `to` if all ranks have it."""
         return flat.layout
 
-    def adopt(self, flat: Flat, shares: Sequence[float]) -> None:
-        """Lay out `flat` and take its values over. Collective."""
+    def initialize(self, flat: FlatParameter, shares: Sequence[float]) -> None:
+        """Set the layout of `flat` and broadcast its values. Collective."""
         layout = self.layout_for(flat, shares)
-        self._take_values(flat, layout, owned=layout.bounds(self.comm.group.rank))
+        self._broadcast_values(flat, layout, owned=layout.bounds(self.comm.group.rank))
 
-    def relayout(self, flat: Flat, new: Layout, master: Tensor | None) -> None:
-        """Go on under another layout, with the moved master. Collective, between steps.
+    def change_layout(self, flat: FlatParameter, new: Layout, master: Tensor | None) -> None:
+        """Change to layout `new`, with the resharded master. Collective, between steps.
 
-        Where every rank has all values, only the views of what it owns change.
+        Where every rank has all values, only the views of the owned part change.
         """
         low, high = flat.owned = new.bounds(self.comm.group.rank)
         flat.layout, flat.shard = new, flat.values[low:high]
         flat.master = flat.shard if master is None else master
-        self.drop_gradient(flat)
+        self.free_gradient(flat)
 
     @abstractmethod
-    def _allocate_gradient(self, flat: Flat) -> None:
-        """Give `flat.gradient` memory, for this step."""
+    def _allocate_gradient(self, flat: FlatParameter) -> None:
+        """Allocate `flat.gradient` for this step."""
 
-    def _hold_gradient(self, flat: Flat) -> None:
-        """Before the first gradients of a step are written: have memory for them."""
-        if flat not in self._holding:
+    def _ensure_gradient(self, flat: FlatParameter) -> None:
+        """Allocate the gradient before the first write of a step."""
+        if flat not in self._allocated:
             self._allocate_gradient(flat)
             blocks = -(-flat.layout.size(self.comm.group.rank) // ops.ALIGNMENT)
-            # What a transport forgets to fill is no number.
+            # NaN exposes a block that a transport does not fill.
             flat.squares = torch.full((blocks,), math.nan, dtype=torch.float32, device=flat.device)
-            self._holding.add(flat)
+            self._allocated.add(flat)
 
-    def drop_gradient(self, flat: Flat) -> None:
-        """The step is over and its gradient is not needed: forwards run without it."""
+    def free_gradient(self, flat: FlatParameter) -> None:
+        """Free the gradient after a step, so that forwards run without it."""
         flat.gradient = flat.squares = torch.empty(0, device=flat.device)
-        self._holding.discard(flat)
+        self._allocated.discard(flat)
 
-    def accumulate(self, flat: Flat, weight: float) -> None:
-        """Add the parameters' gradients, times `weight`, to this rank's sums of the step.
+    def accumulate(self, flat: FlatParameter, weight: float) -> None:
+        """Add the parameters' gradients, times `weight`, to this rank's accumulated gradient.
 
-        Only where not every pass reduces.
+        Only for strategies that do not reduce in every pass.
         """
         raise NotImplementedError(f"{type(self).__name__} reduces in every pass")
 
     @abstractmethod
-    def reduce(self, flat: Flat, weight: float) -> None:
-        """Take the parameters' gradients, times `weight`, and start to reduce over ranks.
+    def reduce(self, flat: FlatParameter, weight: float) -> None:
+        """Start to reduce the parameters' gradients, times `weight`, over all ranks. Collective.
 
-        Collective; a rank without gradients contributes zeros.
+        A rank without gradients contributes zeros.
         """
 
-    def settle(self, units: Sequence[Unit]) -> None:
-        """Wait until the layout's slice of this rank holds the step's mean gradient. Collective."""
+    def wait_for_reductions(self, units: Sequence[Unit]) -> None:
+        """Wait until this rank's slice of the mean gradient is final. Collective."""
         self._drain(0)
         for unit in units:
             for flat in unit.trained:
-                flat.settle_squares()
+                flat.mark_squares_valid()
 
-    def complete(self, units: Sequence[Unit]) -> None:
-        """Wait until all of `flat.gradient` does, and `.grad` where it shows it. After `settle`."""
+    def finish_gradients(self, units: Sequence[Unit]) -> None:
+        """After `wait_for_reductions`: wait until `flat.gradient` and `.grad` are final."""
 
     def begin_step(self) -> None:
-        """Where ranks open a step together, nobody reads anything of the one before any more."""
+        """Reset the state of a step. All ranks have left the previous step by now."""
         self.waited = 0.0
         self.comm.trim()
 
-    def publish(self, units: Sequence[Unit]) -> None:
-        """Bring the shards that the optimizer changed to where they are read. Collective."""
+    def publish_update(self, units: Sequence[Unit]) -> None:
+        """Send the updated shards to the ranks that read them. Collective."""
         pending = [
             self.comm.all_gather(flat.values, flat.layout, what=f"the new values of {unit.name}")
             for unit in units
@@ -126,58 +127,60 @@ class Strategy(ABC):
         for gather in pending:
             self.wait(gather)
 
-    def before_writing(self, flat: Flat) -> None:
-        """Before `flat.shard` changes: wait until no peer reads it any more."""
+    def wait_for_readers(self, flat: FlatParameter) -> None:
+        """Wait until no other rank reads `flat.shard`. Call it before writing to the shard."""
 
-    def gather(self, unit: Unit, *, in_step: bool) -> None:
-        """Start to gather a unit's values. Collective.
+    def unshard(self, unit: Unit, *, in_step: bool) -> None:
+        """Start to all-gather a unit's values. Collective.
 
         Args:
-            in_step: in a training pass, so that a unit in `kept` stays.
+            in_step: this is a training pass, so a persistent unit stays unsharded.
         """
 
-    def show(self, unit: Unit) -> None:
-        """Wait for the unit's values and point its parameters at them."""
+    def wait_for_unshard(self, unit: Unit) -> None:
+        """Wait for the unit's values and attach its parameters to them."""
 
-    def release(self, unit: Unit) -> None:
-        """Give the gathered values back, unless they stay."""
+    def reshard(self, unit: Unit) -> None:
+        """Free the unsharded values, except those of persistent units."""
 
-    def release_kept(self) -> None:
-        """Give back what has stayed since earlier passes, so that it is gathered when next needed.
+    def reshard_persistent(self) -> None:
+        """Reshard the persistent units, so that their next use unshards them again.
 
-        On all ranks at the same place in the order of collectives.
+        All ranks call it at the same place in the collective order.
         """
 
     def scale_gradients(self, units: Sequence[Unit], factor: Tensor) -> bool:
-        """Multiply the settled gradient where the user can see it; otherwise that is left to do."""
+        """Scale the final gradient now if the user can see it; False leaves it to the update."""
         return False
 
-    def take_shown_gradients(self, flat: Flat) -> list[int]:
-        """Take over what the user made of `.grad` since it was shown.
+    def read_back_gradients(self, flat: FlatParameter) -> list[int]:
+        """Copy back what the user has changed in `.grad`.
 
         Returns:
             Positions of the parameters whose `.grad` was set to None.
         """
         return []
 
-    def store(self, flat: Flat) -> None:
-        """Take over values that the user wrote into the shown parameters."""
-        self.before_writing(flat)
+    def store_values(self, flat: FlatParameter) -> None:
+        """Copy values that the user wrote into the parameters to the shard."""
+        self.wait_for_readers(flat)
         flat.shard.copy_(flat.values[flat.owned[0] : flat.owned[1]])
 
-    def wait(self, pending: Pending) -> None:
+    def wait(self, pending: Work) -> None:
         self.waited += pending.wait()
 
-    def _make_room(self) -> None:
-        """Before the next reduction takes memory: wait for the oldest if there are enough."""
-        self._drain(self.in_flight - 1)
+    def _limit_in_flight(self) -> None:
+        """Wait for the oldest reductions before the next one allocates memory."""
+        self._drain(self.max_in_flight - 1)
 
     def _drain(self, leave: int) -> None:
         while len(self._pending) > leave:
             self.wait(self._pending.popleft())
 
-    def _take_values(self, flat: Flat, layout: Layout, owned: tuple[int, int]) -> None:
-        """Broadcast the first rank's values and make the parameters views of them."""
+    def _broadcast_values(
+        self, flat: FlatParameter, layout: Layout, owned: tuple[int, int]
+    ) -> None:
+        """Broadcast the first rank's values and attach the parameters to them."""
         exact, values = flat.initial_values()
         self.comm.broadcast(exact, 0, what=f"the broadcast of {flat.name}'s initial values")
         if values is not exact:
@@ -186,4 +189,4 @@ class Strategy(ABC):
         flat.layout, flat.values, flat.shard = layout, values, values[low:high]
         keeps_master = flat.trained and values is not exact
         flat.master = exact[low:high].clone() if keeps_master else flat.shard
-        flat.show_values()
+        flat.attach_parameters()

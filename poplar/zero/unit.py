@@ -1,7 +1,7 @@
-"""Units: which parameters travel together, found in the module tree or named by the user.
+"""Units: parameters that are unsharded and reduced together.
 
-A unit is what is gathered before it runs and reduced once its backward is over: a transformer
-block, usually. What belongs to no block, or to several, is the root unit's.
+A unit is usually a transformer block. It is unsharded before it runs and reduced after its
+backward. Parameters that belong to no block, or to several, form the root unit.
 """
 
 from __future__ import annotations
@@ -14,47 +14,48 @@ from typing import Literal
 import torch
 from torch import nn
 
-from poplar.zero.flat_parameter import PACKABLE, Flat
+from poplar.zero.flat_parameter import PACKABLE, FlatParameter
 
 MAX_FLAT_BYTES = 32 << 20
-"""Above this a unit is cut into several buffers, at parameters; below it small units share one.
+"""A larger unit is split into several flat parameters; smaller ones share one.
 
-A single larger parameter stays whole. (DDP's default is 25 MiB.)
+A single larger parameter is not split. (DDP's default bucket is 25 MiB.)
 """
 
-GATHERED_TOGETHER_BYTES = 2 << 20
-"""Blocks that follow each other are gathered as one unit up to this size, unless the user named the
-units: below it a collective costs its latency rather than its bytes (the meeting of unequal ranks
-in shared memory; about 1 ms of CPU on gloo, in which a core moves 3 MB; tens of microseconds on
-NCCL), above it memory: a unit is held whole."""
+MERGED_UNIT_BYTES = 2 << 20
+"""Consecutive blocks are merged into one unit up to this size, unless the user named the units.
+
+For smaller units the latency of a collective dominates (about 1 ms of CPU time on gloo, in which a
+core moves 3 MB; tens of microseconds on NCCL). Larger units cost memory while they are unsharded.
+"""
 
 ROOT = "root"
 
 Merge = Literal["all", "blocks", "none"]
-"""Which small units travel together: all where nothing is gathered one by one; neighbouring blocks,
-where the root stays gathered and they don't; none where the user named them."""
+"""Which small units are merged: "all" where parameters are not sharded; "blocks" (consecutive
+blocks, but not the root, which stays unsharded); "none" where the user named the units."""
 
 
 @dataclass(frozen=True, eq=False)
 class Unit:
-    """Parameters that are gathered and reduced together."""
+    """Parameters that are unsharded and reduced together."""
 
     index: int
     name: str
     modules: tuple[nn.Module, ...]
-    """Entering any of these needs the unit's parameters."""
-    flats: tuple[Flat, ...]
+    """Their forwards need the unit's parameters."""
+    flats: tuple[FlatParameter, ...]
     resident: bool
-    """Stays gathered until the pass is over."""
+    """The root unit: stays unsharded until the pass is over."""
 
     @property
-    def trained(self) -> tuple[Flat, ...]:
+    def trained(self) -> tuple[FlatParameter, ...]:
         return tuple(flat for flat in self.flats if flat.trained)
 
 
 @dataclass(frozen=True, eq=False)
 class Member:
-    """A parameter on its way into a flat buffer."""
+    """A parameter and its properties, before it belongs to a flat parameter."""
 
     name: str
     parameter: nn.Parameter
@@ -64,26 +65,26 @@ class Member:
 
 
 def find_blocks(model: nn.Module) -> list[str]:
-    """Find the repeated blocks: children of one container that share a class and have parameters.
+    """Find repeated blocks: children of one container that share a class and have parameters.
 
-    The outermost such containers count, so a block inside a block stays part of it.
+    Only the outermost containers count, so a block inside a block is part of the outer one.
     """
     found: list[str] = []
 
-    def visit(module: nn.Module, prefix: str) -> None:
+    def search(module: nn.Module, prefix: str) -> None:
         children = [(name, child) for name, child in module.named_children()]
-        kinds = Counter(
+        classes = Counter(
             type(child) for _, child in children if next(child.parameters(), None) is not None
         )
-        repeated = {kind for kind, count in kinds.items() if count > 1}
+        repeated = {cls for cls, count in classes.items() if count > 1}
         is_container = isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
         for name, child in children:
             if is_container and type(child) in repeated:
                 found.append(prefix + name)
             else:
-                visit(child, f"{prefix}{name}.")
+                search(child, f"{prefix}{name}.")
 
-    visit(model, "")
+    search(model, "")
     return found
 
 
@@ -96,7 +97,7 @@ def resolve_units(
         units: module names, modules or module classes; None finds repeated blocks.
 
     Raises:
-        ValueError: a name or module that the model does not have, or units inside each other.
+        ValueError: a name or module that the model does not have, or nested units.
     """
     if units is None:
         return find_blocks(model)
@@ -133,20 +134,20 @@ def build_units(
     *,
     merge: Merge,
 ) -> list[Unit]:
-    """Sort the parameters into units and flat buffers.
+    """Assign the parameters to units and flat parameters.
 
     Args:
         members: each parameter once, in registration order.
-        unit_names: module names, as `resolve_units` gives them.
-        merge: which small units travel together.
+        unit_names: module names, as `resolve_units` returns them.
+        merge: which small units are merged.
     """
     modules = dict(model.named_modules())
-    home = _homes(modules, unit_names)
+    home = _units_of_parameters(modules, unit_names)
     belongs: dict[str, list[Member]] = {ROOT: [], **{name: [] for name in unit_names}}
     for member in members:
         homes = home[id(member.parameter)]
         belongs[next(iter(homes)) if len(homes) == 1 else ROOT].append(member)
-    # The root comes first: it holds what runs before the first block.
+    # The root comes first: it contains the parameters that are used before the first block.
     batches: list[tuple[tuple[str, ...], list[Member]]] = [
         ((name,), inside) for name, inside in belongs.items() if inside
     ]
@@ -155,7 +156,7 @@ def build_units(
     elif merge == "blocks":
         root = [batch for batch in batches if ROOT in batch[0]]
         blocks = [batch for batch in batches if ROOT not in batch[0]]
-        batches = root + _merge_small(blocks, GATHERED_TOGETHER_BYTES)
+        batches = root + _merge_small(blocks, MERGED_UNIT_BYTES)
     units = []
     for index, (names, inside) in enumerate(batches):
         name = names[0] if len(names) == 1 else f"{names[0]}..{names[-1]}"
@@ -164,7 +165,9 @@ def build_units(
                 index=index,
                 name=name,
                 modules=tuple(
-                    module for unit in names for module in _doors(model, modules, unit, inside)
+                    module
+                    for unit in names
+                    for module in _entry_modules(model, modules, unit, inside)
                 ),
                 flats=tuple(_flats(name, inside)),
                 resident=ROOT in names,
@@ -173,8 +176,10 @@ def build_units(
     return units
 
 
-def _homes(modules: dict[str, nn.Module], unit_names: Sequence[str]) -> dict[int, set[str]]:
-    """For each parameter the units that hold it; a tied one may have several."""
+def _units_of_parameters(
+    modules: dict[str, nn.Module], unit_names: Sequence[str]
+) -> dict[int, set[str]]:
+    """For each parameter (by id) the units that contain it; a tied parameter may have several."""
     homes: dict[int, set[str]] = {}
     inside: dict[int, set[str]] = {}
     for name in unit_names:
@@ -186,10 +191,10 @@ def _homes(modules: dict[str, nn.Module], unit_names: Sequence[str]) -> dict[int
     return homes
 
 
-def _doors(
+def _entry_modules(
     model: nn.Module, modules: dict[str, nn.Module], unit: str, inside: Sequence[Member]
 ) -> list[nn.Module]:
-    """Modules whose entry shows that the unit is needed now."""
+    """Modules whose forward needs the unit's parameters."""
     if unit != ROOT:
         return [modules[unit]]
     mine = {id(member.parameter) for member in inside}
@@ -218,16 +223,16 @@ def _merge_small(
     return merged
 
 
-def _flats(unit: str, inside: Sequence[Member]) -> Iterator[Flat]:
-    """One buffer per dtype and trained or frozen, cut before it would exceed `MAX_FLAT_BYTES`."""
-    kinds: dict[tuple[torch.dtype, bool], list[Member]] = {}
+def _flats(unit: str, inside: Sequence[Member]) -> Iterator[FlatParameter]:
+    """One flat parameter per dtype and trained or frozen, split at `MAX_FLAT_BYTES`."""
+    groups: dict[tuple[torch.dtype, bool], list[Member]] = {}
     for member in inside:
         if member.dtype in PACKABLE:
-            kinds.setdefault((member.dtype, member.trained), []).append(member)
-    for (dtype, trained), members in kinds.items():
+            groups.setdefault((member.dtype, member.trained), []).append(member)
+    for (dtype, trained), members in groups.items():
         members.sort(key=lambda member: member.group)
         for part in _cut_by_size(members):
-            yield Flat(
+            yield FlatParameter(
                 unit,
                 [(member.name, member.parameter) for member in part],
                 dtype=dtype,

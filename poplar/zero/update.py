@@ -1,11 +1,10 @@
-"""The sharded update: the user's optimizer class, stepping the slices that this rank owns.
+"""The sharded update: the user's optimizer class on the slices that this rank owns.
 
 [Note: runs]
-The inner optimizer's tensors are runs: stretches of a flat buffer whose parameters share a param
-group and a history of being used. A parameter that no rank used in a step must not be decayed, and
-its step counter must stay, so its run is skipped; where a run was used only in part it is split,
-state and all. Runs are cut at the same places on every rank, owned there or not, so state can
-always move.
+The tensors of the inner optimizer are runs: ranges of a flat parameter whose parameters share a
+param group and were used in the same steps. A parameter that no rank used in a step must not decay,
+and its step counter must not change, so its run is skipped. A partly used run is split, with its
+state. Runs have the same boundaries on every rank, owned or not, so that state can be resharded.
 """
 
 from __future__ import annotations
@@ -20,23 +19,23 @@ import torch
 from torch import Tensor
 
 from poplar.zero.flat_adamw import FlatAdamW, can_round_to
-from poplar.zero.flat_parameter import Flat
+from poplar.zero.flat_parameter import FlatParameter
 
 OptimizerFactory = Callable[..., torch.optim.Optimizer]
 _FUSED = (FlatAdamW, torch.optim.Adagrad, torch.optim.Adam, torch.optim.SGD)
-_FUSED_STEPS = {inspect.unwrap(cls.step) for cls in _FUSED}  # torch wraps them at the first use
+_FUSED_STEPS = {inspect.unwrap(cls.step) for cls in _FUSED}  # torch wraps `step` at its first use
 
 
 @dataclass(eq=False)
 class Run:
-    """Parameters `[first, last)` of a flat buffer, updated as one tensor."""
+    """Parameters `[first, last)` of a flat parameter, updated as one tensor."""
 
-    flat: Flat
+    flat: FlatParameter
     group: int
     first: int
     last: int
     tensor: Tensor | None
-    """fp32 view of the owned part; None where this rank owns nothing of the run."""
+    """fp32 view of the owned part; None if this rank owns nothing of the run."""
 
     @property
     def start(self) -> int:
@@ -48,7 +47,7 @@ class Run:
 
     @property
     def owned(self) -> slice | None:
-        return self.flat.restrict(self.start, self.stop)
+        return self.flat.intersect_owned(self.start, self.stop)
 
 
 class ShardedUpdate:
@@ -57,7 +56,7 @@ class ShardedUpdate:
     def __init__(
         self,
         factory: OptimizerFactory,
-        flats: Sequence[Flat],
+        flats: Sequence[FlatParameter],
         groups: Sequence[Mapping[str, Any]],
         options: Mapping[str, Any],
     ) -> None:
@@ -69,7 +68,7 @@ class ShardedUpdate:
         """
         self.runs = [run for flat in flats for run in _first_runs(flat)]
         inner_groups = [
-            {**group, "params": [run.tensor for run in self.runs if _is_in(run, index)]}
+            {**group, "params": [run.tensor for run in self.runs if _in_group(run, index)]}
             for index, group in enumerate(groups)
         ]
         self.inner = factory(inner_groups, **options)
@@ -77,23 +76,22 @@ class ShardedUpdate:
     def step(
         self,
         groups: Sequence[Mapping[str, Any]],
-        unused: Mapping[Flat, set[int]],
+        unused: Mapping[FlatParameter, set[int]],
         scale: Tensor | None = None,
         found_inf: Tensor | None = None,
     ) -> None:
-        """Update the masters by `scale` times the mean gradient, then the low-precision values.
-
-        Scalars of the device stay there where the class can take them: see [Note: scalars].
+        """Update the masters with `scale` times the mean gradient, then the low-precision values.
 
         Args:
-            groups: the outer param groups, whose hyper-parameters count.
-            unused: parameters (positions) that no rank used in this step.
-            scale: one element; None for 1.
-            found_inf: one element; if it is not 0, nothing changes. `take_back_if` has to follow.
+            groups: the outer param groups; their hyper-parameters are used.
+            unused: positions of the parameters that no rank used in this step.
+            scale: one element on the device; None for 1. See [Note: device scalars].
+            found_inf: one element on the device. If it is not 0, nothing changes; call
+                `undo_if_skipped` afterwards.
         """
         for mine, theirs in zip(self.inner.param_groups, groups, strict=True):
             mine.update({key: value for key, value in theirs.items() if key != "params"})
-        self._split_where_used_in_part(unused)
+        self._split_partly_used_runs(unused)
         stepped = {}
         for run in self.runs:
             owned = run.owned
@@ -103,18 +101,18 @@ class ShardedUpdate:
                 run.tensor.grad = None
                 continue
             run.tensor.grad = run.flat.gradient[owned]
-            stepped[run.tensor] = run.flat.shard[owned] if _has_low(run.flat) else None
+            stepped[run.tensor] = run.flat.shard[owned] if _has_low_precision(run.flat) else None
         written = self._step_inner(stepped, scale, found_inf)
         for tensor, low in stepped.items():
             tensor.grad = None
             if low is not None and tensor not in written:
                 low.copy_(tensor)
 
-    def take_back_if(self, found_inf: Tensor) -> bool:
-        """Whether the last step was one that changed nothing; waits for the device to say so."""
+    def undo_if_skipped(self, found_inf: Tensor) -> bool:
+        """Whether the last step changed nothing. Synchronizes with the device."""
         skipped = bool(found_inf)
-        if skipped and isinstance(self.inner, FlatAdamW) and self.inner.is_plain():
-            self.inner.take_back()
+        if skipped and isinstance(self.inner, FlatAdamW) and self.inner.uses_operator():
+            self.inner.undo_step_count()
         return skipped
 
     def _step_inner(
@@ -123,17 +121,17 @@ class ShardedUpdate:
         scale: Tensor | None,
         found_inf: Tensor | None,
     ) -> Mapping[Tensor, Tensor]:
-        """Step the tensors, by whichever way is fastest; returns the low-precision copies made.
+        """Step the tensors in the fastest way; returns the low-precision copies it has written.
 
-        [Note: scalars]
-        Poplar's own AdamW and torch's fused optimizers multiply a scale in and skip a step by
-        themselves, so neither costs a pass over the gradients or a wait for the device. (Torch's
-        divide by what `GradScaler` calls the scale: one rounding more than a product.) For others,
-        subclasses with a step of their own among them, the gradients are scaled and the host asks.
+        [Note: device scalars]
+        Poplar's AdamW and torch's fused optimizers apply a scale and skip a step on the device, so
+        neither needs a pass over the gradients or a synchronization. (torch divides by the scale,
+        which rounds once more than a product.) For other classes, including subclasses with their
+        own `step`, the gradients are scaled first and the host reads the scalars.
         """
         inner = self.inner
         factor = None if scale is None else scale.float()
-        if isinstance(inner, FlatAdamW) and inner.is_plain():
+        if isinstance(inner, FlatAdamW) and inner.uses_operator():
             written = {
                 tensor: low
                 for tensor, low in tensors.items()
@@ -142,7 +140,7 @@ class ShardedUpdate:
             inner.step_scaled(factor, found_inf, written)
             return written
         takes_scalars = _takes_scalars(inner)
-        if not takes_scalars or _makes_momentum(inner):
+        if not takes_scalars or _would_initialize_momentum(inner):
             if found_inf is not None and bool(found_inf):
                 return {}
             found_inf = None
@@ -157,20 +155,20 @@ class ShardedUpdate:
             inner.step()
         return {}
 
-    def refresh(self, flat: Flat) -> None:
-        """Take over new values of `flat.shard`, but keep masters that still round to them."""
+    def refresh(self, flat: FlatParameter) -> None:
+        """Copy changed values of `flat.shard` to the masters; unchanged masters stay exact."""
         if flat.master is flat.shard:
             return
         changed = flat.master.to(flat.dtype) != flat.shard
         flat.master[changed] = flat.shard[changed].float()
 
     def replace_runs(self, runs: Sequence[Run]) -> None:
-        """Forget all runs with their state; `rebind` gives the new ones theirs."""
+        """Replace all runs and drop their state; `rebind` adds the state of the new ones."""
         self.inner.state.clear()
         self.runs = list(runs)
 
-    def rebind(self, flat: Flat, states: Mapping[Run, dict[str, Any]]) -> None:
-        """After `flat` changed hands: new views for its runs, with the state that came along."""
+    def rebind(self, flat: FlatParameter, states: Mapping[Run, dict[str, Any]]) -> None:
+        """After a layout change: create new views for the runs of `flat`, with the given state."""
         for run in self.runs:
             if run.flat is not flat:
                 continue
@@ -179,13 +177,13 @@ class ShardedUpdate:
             run.tensor = _view(run)
             if run.tensor is not None and states.get(run):
                 self.inner.state[run.tensor] = states[run]
-        self._list_tensors()
+        self._update_param_groups()
 
     def state_of(self, run: Run) -> dict[str, Any]:
-        """State tensors of the owned part and scalars of a run; empty where there is none."""
+        """State tensors of the owned part and scalars of a run; empty if there are none."""
         return dict(self.inner.state.get(run.tensor, {})) if run.tensor is not None else {}
 
-    def _split_where_used_in_part(self, unused: Mapping[Flat, set[int]]) -> None:
+    def _split_partly_used_runs(self, unused: Mapping[FlatParameter, set[int]]) -> None:
         if not any(unused.values()):
             return
         whole, self.runs = self.runs, []
@@ -201,11 +199,11 @@ class ShardedUpdate:
             ]
             self.runs += [run] if len(parts) == 1 else parts
             if len(parts) > 1:
-                self._hand_over(run, parts)
+                self._split_state(run, parts)
         if len(self.runs) != len(whole):
-            self._list_tensors()
+            self._update_param_groups()
 
-    def _hand_over(self, run: Run, parts: Sequence[Run]) -> None:
+    def _split_state(self, run: Run, parts: Sequence[Run]) -> None:
         if run.tensor is None:
             return
         state = self.state_of(run)
@@ -221,22 +219,22 @@ class ShardedUpdate:
             if state:
                 local = slice(owned.start - base.start, owned.stop - base.start)
                 self.inner.state[part.tensor] = {
-                    key: _part_of(value, whole, local) for key, value in state.items()
+                    key: _slice_state(value, whole, local) for key, value in state.items()
                 }
 
-    def _list_tensors(self) -> None:
-        """Tell the inner optimizer which tensors there are now."""
+    def _update_param_groups(self) -> None:
+        """Set the tensors of the inner optimizer's param groups."""
         for index, group in enumerate(self.inner.param_groups):
-            group["params"] = [run.tensor for run in self.runs if _is_in(run, index)]
+            group["params"] = [run.tensor for run in self.runs if _in_group(run, index)]
 
 
 def is_elementwise(value: Any, like: Tensor | None) -> bool:
-    """Whether a value of an optimizer's state has one entry per element."""
+    """Whether a state value has one entry per element."""
     return isinstance(value, Tensor) and like is not None and value.shape == like.shape
 
 
 def fastest_options(factory: OptimizerFactory, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Add `fused=True` where the class has it and the user chose no other implementation."""
+    """Add `fused=True` if the class supports it and the user chose no implementation."""
     try:
         known = inspect.signature(factory).parameters
     except (TypeError, ValueError):
@@ -250,11 +248,12 @@ def fastest_options(factory: OptimizerFactory, options: Mapping[str, Any]) -> di
 def check_elementwise(
     factory: OptimizerFactory, options: Mapping[str, Any], device: torch.device
 ) -> str | None:
-    """Try whether cutting a parameter anywhere changes what the optimizer does to it.
+    """Test whether splitting a parameter anywhere changes its update.
+
+    It compares three steps on one matrix with three steps on its elements in two flat parts.
 
     Returns:
-        What is wrong with this class for flat shards, or None. Found by experiment, so that any
-        class works: three steps on one matrix, and on the same elements in two flat pieces.
+        Why the class cannot update flat shards, or None if it can.
     """
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(8, 32, generator=generator)
@@ -269,7 +268,7 @@ def check_elementwise(
             optimizer.step()
         return torch.cat([part.flatten() for part in parts]).cpu()
 
-    # Wrong options are the caller's to see as the class itself puts them.
+    # Wrong options raise here, with the message of the class itself.
     factory([{"params": [start.clone().to(device)]}], **options)
     try:
         whole = after(lambda values: [values])
@@ -281,7 +280,7 @@ def check_elementwise(
     return "its update of an element depends on the other elements of the parameter"
 
 
-def _first_runs(flat: Flat) -> list[Run]:
+def _first_runs(flat: FlatParameter) -> list[Run]:
     runs: list[Run] = []
     for position, group in enumerate(flat.groups):
         if runs and runs[-1].group == group:
@@ -294,15 +293,15 @@ def _first_runs(flat: Flat) -> list[Run]:
 
 
 def _takes_scalars(inner: torch.optim.Optimizer) -> bool:
-    """Whether `step` is torch's own and of the kind that knows `grad_scale` and `found_inf`."""
+    """Whether `step` is torch's own fused step, which accepts `grad_scale` and `found_inf`."""
     fused = all(group.get("fused") for group in inner.param_groups)
     return fused and inspect.unwrap(type(inner).step) in _FUSED_STEPS
 
 
-def _makes_momentum(inner: torch.optim.Optimizer) -> bool:
-    """Whether a step that is skipped would leave in `inner` what happened to lie in memory.
+def _would_initialize_momentum(inner: torch.optim.Optimizer) -> bool:
+    """Whether a skipped step would leave uninitialized memory in `inner`.
 
-    Torch's fused SGD takes memory for its momentum and leaves it to the step to write there.
+    torch's fused SGD allocates its momentum and relies on the step to write it.
     """
     return any(
         group.get("momentum") and not inner.state.get(tensor)
@@ -316,7 +315,7 @@ def _makes_momentum(inner: torch.optim.Optimizer) -> bool:
 def _amp_scalars(
     inner: torch.optim.Optimizer, factor: Tensor | None, found_inf: Tensor | None
 ) -> Iterator[None]:
-    """Hand scalars to one of torch's fused optimizers, as `torch.amp.GradScaler` does."""
+    """Pass the scalars to a fused optimizer of torch, as `torch.amp.GradScaler` does."""
     given = {"grad_scale": None if factor is None else factor.reciprocal(), "found_inf": found_inf}
     vars(inner).update(given)
     try:
@@ -326,8 +325,8 @@ def _amp_scalars(
             vars(inner).pop(name, None)
 
 
-def _has_low(flat: Flat) -> bool:
-    """Whether there are low-precision values beside the masters."""
+def _has_low_precision(flat: FlatParameter) -> bool:
+    """Whether low-precision values exist beside the masters."""
     return flat.shard is not flat.master
 
 
@@ -336,11 +335,11 @@ def _view(run: Run) -> Tensor | None:
     return None if owned is None else run.flat.master[owned]
 
 
-def _is_in(run: Run, group: int) -> bool:
+def _in_group(run: Run, group: int) -> bool:
     return run.group == group and run.tensor is not None
 
 
-def _part_of(value: Any, like: Tensor, part: slice) -> Any:
+def _slice_state(value: Any, like: Tensor, part: slice) -> Any:
     if is_elementwise(value, like):
         return value[part].clone()
     return value.clone() if isinstance(value, Tensor) else value

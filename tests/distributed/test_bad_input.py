@@ -1,8 +1,7 @@
-"""Mistakes: a clear error on every rank, never a hang, and nothing is lost.
+"""Wrong input raises a clear error on every rank, never hangs and changes nothing.
 
-A mistake in a step is made between two good steps. Afterwards the parameters are the bits that
-they were, the next good step works, and what it leaves is what the oracle gets from the good steps
-alone.
+A mistake in a step is made between two correct steps. It must not change the parameters, and the
+next step must give the result of the reference, which runs only the correct steps.
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ RECIPE = Recipe(batches=(12, 12))
 MICRO_BATCHES = ((1, 1), (0, 1), (1, 2), (3, 3))
 IDLE_RANK = ((2, 3), (0, 0), (1, 2), (2, 2))
 SHARES = (0.55, 0.25, 0.0, 0.2)
-BAD = 2
-"""The rank that makes the mistake, where only one does."""
+BAD_RANK = 2
+"""The rank that makes the mistake, if only one does."""
 
 Mistake = Callable[[Run, nn.Module, HeteroZeroOptimizer], None]
 
 
-class Boom(Exception):
-    """What a user's loss may raise."""
+class LossError(Exception):
+    """An exception in a user's loss function."""
 
 
 def plan_of(stage: int, micro_batches: tuple = MICRO_BATCHES) -> Plan:
@@ -45,7 +44,7 @@ def plan_of(stage: int, micro_batches: tuple = MICRO_BATCHES) -> Plan:
 
 
 def between_good_steps(run: Run, mistake: Mistake) -> tuple[Failure | None, list[str], dict]:
-    """A good step, the mistake, a good step: what was raised, what changed, what is left."""
+    """Run a correct step, the mistake and a correct step; returns failure, changes, parameters."""
     model, optimizer = training.prepare(run)
     training.take_step(run, model, optimizer, 0)
     before = training.whole_parameters(model, optimizer)
@@ -60,52 +59,52 @@ def between_good_steps(run: Run, mistake: Mistake) -> tuple[Failure | None, list
     return (caught or [None])[0], changed, training.whole_parameters(model, optimizer)
 
 
-def assert_nothing_lost(answers: list) -> list[Failure | None]:
+def assert_state_is_unchanged(results: list) -> list[Failure | None]:
     expected = reference.train(RECIPE).parameters
-    for rank, (failure, changed, left) in enumerate(answers):
+    for rank, (failure, changed, left) in enumerate(results):
         assert not changed, f"rank {rank}: the mistake changed {changed}"
         training.assert_close(left, expected, f"rank {rank}, after {failure}")
-    return [failure for failure, _, _ in answers]
+    return [failure for failure, _, _ in results]
 
 
 # Batches
 
 
 def resized(batch: dict, samples: int) -> dict:
-    """The batch with another number of samples: some left out, or the first again and again."""
+    """The batch with another number of samples: truncated, or with copies of the first one."""
     index = [i if i < len(batch["tokens"]) else 0 for i in range(samples)]
     return {key: value[index] for key, value in batch.items()}
 
 
 def one_sample_too_many(run: Run, model: nn.Module, optimizer: HeteroZeroOptimizer) -> None:
     batch = training.batch_of(run, 1)
-    if harness.rank() == BAD:
+    if harness.rank() == BAD_RANK:
         batch = resized(batch, len(batch["tokens"]) + 1)
     optimizer.train_step(training.loss_of(run.recipe), batch)
 
 
-def one_rank_short(run: Run, model: nn.Module, optimizer: HeteroZeroOptimizer) -> None:
+def one_sample_on_one_rank(run: Run, model: nn.Module, optimizer: HeteroZeroOptimizer) -> None:
     batch = training.batch_of(run, 1)
-    if harness.rank() == BAD:
-        batch = resized(batch, 1)  # no short global batch is cut like this
+    if harness.rank() == BAD_RANK:
+        batch = resized(batch, 1)  # no short global batch is split like this
     optimizer.train_step(training.loss_of(run.recipe), batch)
 
 
 def no_batch(run: Run, model: nn.Module, optimizer: HeteroZeroOptimizer) -> None:
-    batch = None if harness.rank() == BAD else training.batch_of(run, 1)
+    batch = None if harness.rank() == BAD_RANK else training.batch_of(run, 1)
     optimizer.train_step(training.loss_of(run.recipe), batch)
 
 
-def sizes_that_differ(run: Run, model: nn.Module, optimizer: HeteroZeroOptimizer) -> None:
+def inconsistent_batch_sizes(run: Run, model: nn.Module, optimizer: HeteroZeroOptimizer) -> None:
     batch = training.batch_of(run, 1)
-    if harness.rank() == BAD:
+    if harness.rank() == BAD_RANK:
         batch["targets"] = batch["targets"][:-1]
     optimizer.train_step(training.loss_of(run.recipe), batch)
 
 
-def too_many_in_the_open_form(run: Run, model: nn.Module, optimizer: HeteroZeroOptimizer) -> None:
+def extra_sample_in_the_loop(run: Run, model: nn.Module, optimizer: HeteroZeroOptimizer) -> None:
     batch = training.batch_of(run, 1)
-    if harness.rank() == BAD:
+    if harness.rank() == BAD_RANK:
         batch = resized(batch, len(batch["tokens"]) + 1)
     for micro_batch in optimizer.micro_batches(batch):
         training.loss_of(run.recipe)(model, micro_batch).backward()
@@ -116,38 +115,38 @@ def too_many_in_the_open_form(run: Run, model: nn.Module, optimizer: HeteroZeroO
     ("mistake", "expected"),
     [
         (one_sample_too_many, "4 samples"),
-        (one_rank_short, "1 sample"),
+        (one_sample_on_one_rank, "1 sample"),
         (no_batch, "no batch"),
-        (sizes_that_differ, "targets"),
-        (too_many_in_the_open_form, "4 samples"),
+        (inconsistent_batch_sizes, "targets"),
+        (extra_sample_in_the_loop, "4 samples"),
     ],
 )
-def test_a_batch_that_is_not_the_plans(
+def test_batch_that_does_not_match_the_plan_raises(
     ranks: Pool, mistake: Mistake, expected: str, stage: int
 ) -> None:
-    answers = ranks.run(between_good_steps, Run(RECIPE, plan_of(stage)), mistake)
-    failures = assert_nothing_lost(answers)
-    assert expected in failures[BAD].message
+    results = ranks.run(between_good_steps, Run(RECIPE, plan_of(stage)), mistake)
+    failures = assert_state_is_unchanged(results)
+    assert expected in failures[BAD_RANK].message
     for rank, failure in enumerate(failures):
         assert failure is not None, f"rank {rank} raised nothing"
-        assert rank == BAD or f"rank {BAD}" in failure.message, failure
-    assert failures[BAD].is_a(ValueError) or failures[BAD].is_a(PoplarError)
+        assert rank == BAD_RANK or f"rank {BAD_RANK}" in failure.message, failure
+    assert failures[BAD_RANK].is_a(ValueError) or failures[BAD_RANK].is_a(PoplarError)
 
 
-def a_batch_for_an_idle_rank(run: Run, model: nn.Module, optimizer: HeteroZeroOptimizer) -> None:
+def batch_for_idle_rank(run: Run, model: nn.Module, optimizer: HeteroZeroOptimizer) -> None:
     batch = training.batch_of(run, 1) or training.on_device(models.data(2, seed=0))
     optimizer.train_step(training.loss_of(run.recipe), batch)
 
 
-def test_samples_for_a_rank_that_the_plan_gives_none(ranks: Pool) -> None:
+def test_batch_on_rank_without_samples_raises(ranks: Pool) -> None:
     run = Run(RECIPE, plan_of(0, ((2, 3), (), (1, 2), (2, 2))))
-    failures = assert_nothing_lost(ranks.run(between_good_steps, run, a_batch_for_an_idle_rank))
+    failures = assert_state_is_unchanged(ranks.run(between_good_steps, run, batch_for_idle_rank))
     assert_raised(failures, "rank 1")
     assert "2 samples" in failures[1].message
 
 
 def train_with_placeholders(run: Run) -> dict[str, Tensor]:
-    """A rank without samples has one in its batch, as the sampler gives it; it does not count."""
+    """Train with a placeholder sample on the rank without samples, as the sampler draws it."""
     model, optimizer = training.prepare(run)
     for step in range(len(run.recipe.batches)):
         placeholder = training.on_device(models.data(1, seed=0))
@@ -157,7 +156,7 @@ def train_with_placeholders(run: Run) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_the_samplers_placeholder_is_dropped(ranks: Pool, stage: int) -> None:
+def test_placeholder_sample_is_dropped(ranks: Pool, stage: int) -> None:
     for parameters in ranks.run(train_with_placeholders, Run(RECIPE, plan_of(stage, IDLE_RANK))):
         training.assert_close(parameters, reference.train(RECIPE).parameters)
 
@@ -165,23 +164,23 @@ def test_the_samplers_placeholder_is_dropped(ranks: Pool, stage: int) -> None:
 # Exceptions
 
 
-def boom_when(where: str, run: Run) -> Callable[[nn.Module, dict], Tensor]:
-    """The recipe's loss, but for an exception on one rank."""
+def failing_loss(where: str, run: Run) -> Callable[[nn.Module, dict], Tensor]:
+    """The recipe's loss, which raises on one rank."""
     loss_fn, entered = training.loss_of(run.recipe), [0]
 
-    def boom(*_: object) -> None:
-        raise Boom(f"no more samples in {where}")
+    def fail(*_: object) -> None:
+        raise LossError(f"no more samples in {where}")
 
     def loss(model: nn.Module, micro_batch: dict) -> Tensor:
         entered[0] += 1
-        if harness.rank() != BAD:
+        if harness.rank() != BAD_RANK:
             return loss_fn(model, micro_batch)
         if where == "the first pass" or (where == "the second pass" and entered[0] == 2):
-            boom()
+            fail()
         if where != "the middle of backward":
             return loss_fn(model, micro_batch)
         handle = model.blocks[0].register_forward_hook(
-            lambda module, args, out: out.register_hook(boom) and None
+            lambda module, args, out: out.register_hook(fail) and None
         )
         try:
             return loss_fn(model, micro_batch)
@@ -191,24 +190,24 @@ def boom_when(where: str, run: Run) -> Callable[[nn.Module, dict], Tensor]:
     return loss
 
 
-def boom_in_the_first_pass(run: Run, model: nn.Module, optimizer: HeteroZeroOptimizer) -> None:
-    optimizer.train_step(boom_when("the first pass", run), training.batch_of(run, 1))
+def fail_in_first_pass(run: Run, model: nn.Module, optimizer: HeteroZeroOptimizer) -> None:
+    optimizer.train_step(failing_loss("the first pass", run), training.batch_of(run, 1))
 
 
-def boom_in_the_second_pass(run: Run, model: nn.Module, optimizer: HeteroZeroOptimizer) -> None:
-    optimizer.train_step(boom_when("the second pass", run), training.batch_of(run, 1))
+def fail_in_second_pass(run: Run, model: nn.Module, optimizer: HeteroZeroOptimizer) -> None:
+    optimizer.train_step(failing_loss("the second pass", run), training.batch_of(run, 1))
 
 
-def boom_in_backward(run: Run, model: nn.Module, optimizer: HeteroZeroOptimizer) -> None:
-    optimizer.train_step(boom_when("the middle of backward", run), training.batch_of(run, 1))
+def fail_in_backward(run: Run, model: nn.Module, optimizer: HeteroZeroOptimizer) -> None:
+    optimizer.train_step(failing_loss("the middle of backward", run), training.batch_of(run, 1))
 
 
-def boom_in_a_forward(run: Run, model: nn.Module, optimizer: HeteroZeroOptimizer) -> None:
-    def boom(*_: object) -> None:
-        raise Boom("no more samples in the middle of forward")
+def fail_in_forward(run: Run, model: nn.Module, optimizer: HeteroZeroOptimizer) -> None:
+    def fail(*_: object) -> None:
+        raise LossError("no more samples in the middle of forward")
 
     hook = model.blocks[1].up.register_forward_hook
-    handle = hook(boom) if harness.rank() == BAD else None
+    handle = hook(fail) if harness.rank() == BAD_RANK else None
     try:
         optimizer.train_step(training.loss_of(run.recipe), training.batch_of(run, 1))
     finally:
@@ -216,8 +215,8 @@ def boom_in_a_forward(run: Run, model: nn.Module, optimizer: HeteroZeroOptimizer
             handle.remove()
 
 
-def boom_in_the_open_form(run: Run, model: nn.Module, optimizer: HeteroZeroOptimizer) -> None:
-    loss = boom_when("the second pass", run)
+def fail_in_micro_batches_loop(run: Run, model: nn.Module, optimizer: HeteroZeroOptimizer) -> None:
+    loss = failing_loss("the second pass", run)
     for micro_batch in optimizer.micro_batches(training.batch_of(run, 1)):
         loss(model, micro_batch).backward()
     optimizer.step()
@@ -227,30 +226,30 @@ def boom_in_the_open_form(run: Run, model: nn.Module, optimizer: HeteroZeroOptim
 @pytest.mark.parametrize(
     "mistake",
     [
-        boom_in_the_first_pass,
-        boom_in_the_second_pass,
-        boom_in_a_forward,
-        boom_in_backward,
-        boom_in_the_open_form,
+        fail_in_first_pass,
+        fail_in_second_pass,
+        fail_in_forward,
+        fail_in_backward,
+        fail_in_micro_batches_loop,
     ],
 )
-def test_an_exception_in_one_ranks_loss(ranks: Pool, mistake: Mistake, stage: int) -> None:
-    answers = ranks.run(between_good_steps, Run(RECIPE, plan_of(stage)), mistake)
-    failures = assert_nothing_lost(answers)
+def test_exception_in_loss_of_one_rank(ranks: Pool, mistake: Mistake, stage: int) -> None:
+    results = ranks.run(between_good_steps, Run(RECIPE, plan_of(stage)), mistake)
+    failures = assert_state_is_unchanged(results)
     assert_raised(failures)
     for rank, failure in enumerate(failures):
-        if rank == BAD:
-            assert failure.is_a(Boom), failure
+        if rank == BAD_RANK:
+            assert failure.is_a(LossError), failure
         else:
             assert failure.is_a(RankFailed), failure
-            assert f"rank {BAD}" in failure.message, failure
-            if mistake is not boom_in_the_open_form:
+            assert f"rank {BAD_RANK}" in failure.message, failure
+            if mistake is not fail_in_micro_batches_loop:
                 assert "no more samples" in failure.message, failure
 
 
-def boom_everywhere(run: Run, model: nn.Module, optimizer: HeteroZeroOptimizer) -> None:
+def fail_on_every_rank(run: Run, model: nn.Module, optimizer: HeteroZeroOptimizer) -> None:
     def loss(model: nn.Module, micro_batch: dict) -> Tensor:
-        raise Boom("nobody can")
+        raise LossError("on every rank")
 
     optimizer.train_step(loss, training.batch_of(run, 1))
 
@@ -262,10 +261,10 @@ def loss_per_sample(run: Run, model: nn.Module, optimizer: HeteroZeroOptimizer) 
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("mistake", [boom_everywhere, loss_per_sample])
-def test_a_loss_that_fails_on_every_rank(ranks: Pool, mistake: Mistake, stage: int) -> None:
-    answers = ranks.run(between_good_steps, Run(RECIPE, plan_of(stage)), mistake)
-    assert_raised(assert_nothing_lost(answers))
+@pytest.mark.parametrize("mistake", [fail_on_every_rank, loss_per_sample])
+def test_exception_in_loss_of_every_rank(ranks: Pool, mistake: Mistake, stage: int) -> None:
+    results = ranks.run(between_good_steps, Run(RECIPE, plan_of(stage)), mistake)
+    assert_raised(assert_state_is_unchanged(results))
 
 
 def backward_in_the_loss(run: Run, model: nn.Module, optimizer: HeteroZeroOptimizer) -> None:
@@ -278,16 +277,16 @@ def backward_in_the_loss(run: Run, model: nn.Module, optimizer: HeteroZeroOptimi
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_loss_function_that_runs_the_backward_itself(ranks: Pool, stage: int) -> None:
-    answers = ranks.run(between_good_steps, Run(RECIPE, plan_of(stage)), backward_in_the_loss)
-    message = "backward inside of loss_fn" if stage < 3 else "backward"
-    assert_raised(assert_nothing_lost(answers), message, kind=RuntimeError)
+def test_backward_in_loss_function_raises(ranks: Pool, stage: int) -> None:
+    results = ranks.run(between_good_steps, Run(RECIPE, plan_of(stage)), backward_in_the_loss)
+    message = "loss_fn ran a backward" if stage < 3 else "backward"
+    assert_raised(assert_state_is_unchanged(results), message, kind=RuntimeError)
 
 
-# The open form
+# The loop over micro_batches
 
 
-def leave_after_one(run: Run, model: nn.Module, optimizer: HeteroZeroOptimizer) -> None:
+def leave_loop_after_one(run: Run, model: nn.Module, optimizer: HeteroZeroOptimizer) -> None:
     for micro_batch in optimizer.micro_batches(training.batch_of(run, 1)):
         training.loss_of(run.recipe)(model, micro_batch).backward()
         if len(run.plan.micro_batches[harness.rank()]) > 1:
@@ -295,30 +294,32 @@ def leave_after_one(run: Run, model: nn.Module, optimizer: HeteroZeroOptimizer) 
     optimizer.step()
 
 
-def one_leaves_after_one(run: Run, model: nn.Module, optimizer: HeteroZeroOptimizer) -> None:
+def one_rank_leaves_loop(run: Run, model: nn.Module, optimizer: HeteroZeroOptimizer) -> None:
     for micro_batch in optimizer.micro_batches(training.batch_of(run, 1)):
         training.loss_of(run.recipe)(model, micro_batch).backward()
-        if harness.rank() == BAD:
+        if harness.rank() == BAD_RANK:
             break
     optimizer.step()
 
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize(
-    ("mistake", "who"),
-    [(leave_after_one, ""), (one_leaves_after_one, f"rank {BAD}")],
+    ("mistake", "affected"),
+    [(leave_loop_after_one, ""), (one_rank_leaves_loop, f"rank {BAD_RANK}")],
 )
-def test_micro_batches_left_half_way(ranks: Pool, mistake: Mistake, who: str, stage: int) -> None:
-    answers = ranks.run(between_good_steps, Run(RECIPE, plan_of(stage)), mistake)
-    assert_raised(assert_nothing_lost(answers), who, kind=RuntimeError)
+def test_leaving_the_loop_early_abandons_the_step(
+    ranks: Pool, mistake: Mistake, affected: str, stage: int
+) -> None:
+    results = ranks.run(between_good_steps, Run(RECIPE, plan_of(stage)), mistake)
+    assert_raised(assert_state_is_unchanged(results), affected, kind=RuntimeError)
 
 
-def leave_the_first_step(run: Run, who: int) -> tuple[Failure | None, dict[str, Tensor]]:
-    """Before a backward, so before anybody knows in which order units are reduced."""
+def leave_first_step(run: Run, affected: int) -> tuple[Failure | None, dict[str, Tensor]]:
+    """Leave the loop before the first backward, when no order has been recorded yet."""
     model, optimizer = training.prepare(run)
     with harness.catching() as caught:
         for micro_batch in optimizer.micro_batches(training.batch_of(run, 0)):
-            if harness.rank() == who:
+            if harness.rank() == affected:
                 break
             training.loss_of(run.recipe)(model, micro_batch).backward()
         optimizer.step()
@@ -328,11 +329,11 @@ def leave_the_first_step(run: Run, who: int) -> tuple[Failure | None, dict[str, 
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("who", [0, 2])
-def test_the_very_first_step_left_by_one_rank(ranks: Pool, who: int, stage: int) -> None:
-    for failure, left in ranks.run(leave_the_first_step, Run(RECIPE, plan_of(stage)), who):
+@pytest.mark.parametrize("affected", [0, 2])
+def test_one_rank_leaves_the_first_step(ranks: Pool, affected: int, stage: int) -> None:
+    for failure, left in ranks.run(leave_first_step, Run(RECIPE, plan_of(stage)), affected):
         assert failure is not None
-        assert f"rank {who}" in failure.message
+        assert f"rank {affected}" in failure.message
         assert_close(left, reference.train(RECIPE).parameters)
 
 
@@ -341,24 +342,24 @@ def step_alone(run: Run, model: nn.Module, optimizer: HeteroZeroOptimizer) -> No
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_step_without_backward(ranks: Pool, stage: int) -> None:
-    answers = ranks.run(between_good_steps, Run(RECIPE, plan_of(stage)), step_alone)
-    assert_raised(assert_nothing_lost(answers), "backward", kind=RuntimeError)
+def test_step_without_backward_raises(ranks: Pool, stage: int) -> None:
+    results = ranks.run(between_good_steps, Run(RECIPE, plan_of(stage)), step_alone)
+    assert_raised(assert_state_is_unchanged(results), "backward", kind=RuntimeError)
 
 
-# What belongs together
+# Other optimizers and scalers
 
 
-def another_optimizer(run: Run, model: nn.Module, optimizer: HeteroZeroOptimizer) -> None:
+def second_optimizer(run: Run, model: nn.Module, optimizer: HeteroZeroOptimizer) -> None:
     HeteroZeroOptimizer(
         model, torch.optim.SGD, plan=run.plan, process_group=harness.group(), lr=0.1
     )
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_second_optimizer_on_the_same_model(ranks: Pool, stage: int) -> None:
-    answers = ranks.run(between_good_steps, Run(RECIPE, plan_of(stage)), another_optimizer)
-    failures = assert_nothing_lost(answers)
+def test_second_optimizer_on_the_same_model_raises(ranks: Pool, stage: int) -> None:
+    results = ranks.run(between_good_steps, Run(RECIPE, plan_of(stage)), second_optimizer)
+    failures = assert_state_is_unchanged(results)
     assert_raised(failures, "optimizer")
     assert all(f.is_a(ValueError) or f.is_a(RuntimeError) for f in failures)
 
@@ -375,16 +376,16 @@ def plain_grad_scaler(run: Run, model: nn.Module, optimizer: HeteroZeroOptimizer
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_plain_grad_scaler(ranks: Pool, stage: int) -> None:
-    answers = ranks.run(between_good_steps, Run(RECIPE, plan_of(stage)), plain_grad_scaler)
-    assert_raised(assert_nothing_lost(answers), "poplar.GradScaler")
+def test_plain_grad_scaler_raises(ranks: Pool, stage: int) -> None:
+    results = ranks.run(between_good_steps, Run(RECIPE, plan_of(stage)), plain_grad_scaler)
+    assert_raised(assert_state_is_unchanged(results), "poplar.GradScaler")
 
 
 # Construction
 
 
-def then_train_well(run: Run, construct: Callable[[Run, nn.Module], object]) -> tuple:
-    """Construct wrongly; then rightly, on the same model, and train."""
+def construct_then_train(run: Run, construct: Callable[[Run, nn.Module], object]) -> tuple:
+    """Construct with a mistake; then correctly, on the same model, and train."""
     model = models.build(run.recipe.spec).to(harness.device())
     with harness.catching() as caught:
         construct(run, model)
@@ -406,29 +407,29 @@ def construct_with(run: Run, model: nn.Module, **changes: object) -> HeteroZeroO
     return HeteroZeroOptimizer(model, optimizer_class, **arguments)
 
 
-def with_a_plan_for_two(run: Run, model: nn.Module) -> None:
+def with_plan_for_two_ranks(run: Run, model: nn.Module) -> None:
     construct_with(run, model, plan=Plan.even(2, 12, 3, run.plan.stage))
 
 
-def with_a_plan_of_ones_own(run: Run, model: nn.Module) -> None:
-    micro_batches = run.plan.micro_batches[::-1] if harness.rank() == BAD else None
+def with_different_plan(run: Run, model: nn.Module) -> None:
+    micro_batches = run.plan.micro_batches[::-1] if harness.rank() == BAD_RANK else None
     plan = replace(run.plan, micro_batches=micro_batches) if micro_batches else run.plan
     construct_with(run, model, plan=plan)
 
 
-def with_a_stage_of_ones_own(run: Run, model: nn.Module) -> None:
-    stage = 3 - run.plan.stage if harness.rank() == BAD else run.plan.stage
+def with_different_stage(run: Run, model: nn.Module) -> None:
+    stage = 3 - run.plan.stage if harness.rank() == BAD_RANK else run.plan.stage
     construct_with(run, model, plan=plan_of(stage))
 
 
-def with_a_model_of_ones_own(run: Run, model: nn.Module) -> None:
-    if harness.rank() == BAD:
+def with_different_model(run: Run, model: nn.Module) -> None:
+    if harness.rank() == BAD_RANK:
         model = models.build(ModelSpec(hidden=33))
     construct_with(run, model.to(harness.device()))
 
 
-def with_frozen_parameters_of_ones_own(run: Run, model: nn.Module) -> None:
-    if harness.rank() == BAD:
+def with_different_frozen_parameters(run: Run, model: nn.Module) -> None:
+    if harness.rank() == BAD_RANK:
         model = models.build(ModelSpec(frozen=True))
     construct_with(run, model.to(harness.device()))
 
@@ -437,26 +438,26 @@ def with_frozen_parameters_of_ones_own(run: Run, model: nn.Module) -> None:
 @pytest.mark.parametrize(
     ("construct", "pattern"),
     [
-        (with_a_plan_for_two, "2 ranks"),
-        (with_a_plan_of_ones_own, "plan"),
-        (with_a_stage_of_ones_own, "plan"),
-        (with_a_model_of_ones_own, "model"),
-        (with_frozen_parameters_of_ones_own, "model"),
+        (with_plan_for_two_ranks, "2 ranks"),
+        (with_different_plan, "plan"),
+        (with_different_stage, "plan"),
+        (with_different_model, "model"),
+        (with_different_frozen_parameters, "model"),
     ],
 )
-def test_plans_and_models_that_do_not_fit(
+def test_mismatched_plans_and_models_raise(
     ranks: Pool, construct: Callable, pattern: str, stage: int
 ) -> None:
-    answers = ranks.run(then_train_well, Run(RECIPE, plan_of(stage)), construct)
-    failures = assert_nothing_lost(answers)
+    results = ranks.run(construct_then_train, Run(RECIPE, plan_of(stage)), construct)
+    failures = assert_state_is_unchanged(results)
     assert_raised(failures, pattern)
     assert all(f.is_a(ValueError) or f.is_a(RuntimeError) for f in failures)
 
 
-def test_ranks_that_disagree_are_named(ranks: Pool) -> None:
-    for construct in (with_a_plan_of_ones_own, with_a_model_of_ones_own):
-        answers = ranks.run(then_train_well, Run(RECIPE, plan_of(0)), construct)
-        assert_raised([failure for failure, _, _ in answers], str(BAD))
+def test_ranks_with_different_arguments_are_named(ranks: Pool) -> None:
+    for construct in (with_different_plan, with_different_model):
+        results = ranks.run(construct_then_train, Run(RECIPE, plan_of(0)), construct)
+        assert_raised([failure for failure, _, _ in results], str(BAD_RANK))
 
 
 def with_lbfgs(run: Run, model: nn.Module) -> None:
@@ -485,15 +486,25 @@ def with_sparse_adam(run: Run, model: nn.Module) -> None:
     ],
 )
 @pytest.mark.parametrize("stage", [1])
-def test_optimizers_that_are_not_elementwise(
+def test_optimizers_that_are_not_elementwise_raise(
     ranks: Pool, construct: Callable, name: str, stage: int
 ) -> None:
     if not hasattr(torch.optim, name):
         pytest.skip(f"this torch has no {name}")
-    answers = ranks.run(then_train_well, Run(RECIPE, plan_of(stage)), construct)
-    failures = assert_nothing_lost(answers)
+    results = ranks.run(construct_then_train, Run(RECIPE, plan_of(stage)), construct)
+    failures = assert_state_is_unchanged(results)
     assert_raised(failures, name, "elementwise")
     assert all(f.is_a(ValueError) or f.is_a(TypeError) for f in failures)
+
+
+def with_an_instance(run: Run, model: nn.Module) -> None:
+    construct_with(run, model, optimizer_class=torch.optim.AdamW(model.parameters(), lr=1e-3))
+
+
+def test_optimizer_instance_instead_of_class_raises(ranks: Pool) -> None:
+    results = ranks.run(construct_then_train, Run(RECIPE, plan_of(1)), with_an_instance)
+    failures = assert_state_is_unchanged(results)
+    assert_raised(failures, "an instance of AdamW; pass the class", kind=TypeError)
 
 
 def with_ddp(run: Run, model: nn.Module) -> None:
@@ -524,17 +535,15 @@ def with_fsdp2(run: Run, model: nn.Module) -> None:
         (with_fsdp2, "FSDP"),
     ],
 )
-def test_models_that_somebody_else_averages(
-    ranks: Pool, construct: Callable, pattern: str, stage: int
-) -> None:
-    answers = ranks.run(then_train_well, Run(RECIPE, plan_of(stage)), construct)
-    failures = assert_nothing_lost(answers)
+def test_wrapped_models_raise(ranks: Pool, construct: Callable, pattern: str, stage: int) -> None:
+    results = ranks.run(construct_then_train, Run(RECIPE, plan_of(stage)), construct)
+    failures = assert_state_is_unchanged(results)
     assert_raised(failures, pattern)
     assert all(f.is_a(ValueError) or f.is_a(TypeError) for f in failures)
 
 
 def train_with_batch_norm(stage: int, engine: dict, mode: bool) -> bool:
-    """One step in training or evaluation mode; whether anything moved."""
+    """Run one step in training or evaluation mode; returns whether a parameter changed."""
     spec = ModelSpec(kind="batch_norm")
     run = Run(Recipe(spec=spec, batches=(12,)), plan_of(stage), engine=engine)
     model, optimizer = training.prepare(run)
@@ -546,14 +555,14 @@ def train_with_batch_norm(stage: int, engine: dict, mode: bool) -> bool:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_batch_norm_in_training_mode(ranks: Pool, stage: int) -> None:
+def test_batch_norm_in_training_mode_raises(ranks: Pool, stage: int) -> None:
     failures = ranks.run_expecting_errors(train_with_batch_norm, stage, {}, True)
     assert_raised(failures, "BatchNorm", "allow_batch_norm")
     assert all(f.is_a(ValueError) or f.is_a(RuntimeError) for f in failures)
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_batch_norm_that_is_allowed(ranks: Pool, stage: int) -> None:
+def test_batch_norm_can_be_allowed(ranks: Pool, stage: int) -> None:
     assert all(ranks.run(train_with_batch_norm, stage, {"allow_batch_norm": True}, True))
 
 
@@ -567,7 +576,7 @@ def full_state_dict(run: Run) -> tuple[dict | None, dict]:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_models_state_dict_is_full_or_an_error(ranks: Pool, stage: int) -> None:
+def test_model_state_dict_is_complete_or_raises(ranks: Pool, stage: int) -> None:
     recipe = replace(RECIPE, spec=ModelSpec(tied=True))
     for state, whole in ranks.run(full_state_dict, Run(recipe, plan_of(stage))):
         if state is None:
@@ -577,17 +586,17 @@ def test_a_models_state_dict_is_full_or_an_error(ranks: Pool, stage: int) -> Non
             assert torch.equal(state[name], value), name
 
 
-def test_shares_that_do_not_sum_to_one() -> None:
+def test_shares_that_do_not_sum_to_one_raise() -> None:
     with pytest.raises(ValueError, match=r"0\.9"):
         Plan(stage=1, global_batch=4, micro_batches=((2,), (2,)), shares=(0.5, 0.4))
 
 
-def test_without_a_process_group() -> None:
+def test_missing_process_group_raises() -> None:
     with pytest.raises(RuntimeError, match="init_process_group"):
         HeteroZeroOptimizer(models.build(ModelSpec()), torch.optim.AdamW, stage=0, lr=1e-3)
 
 
-def test_no_trainable_parameter(ranks: Pool) -> None:
+def test_model_without_trainable_parameters_raises(ranks: Pool) -> None:
     failures = ranks.run_expecting_errors(optimize_nothing)
     assert_raised(failures, "parameter", kind=ValueError)
 

@@ -1,4 +1,4 @@
-"""The direct algorithm against arithmetic in one process: any layout and dtype, empty slices."""
+"""The direct algorithm against arithmetic in one process: random layouts, dtypes, empty slices."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def sum_in_rank_order(parts: list[Tensor]) -> Tensor:
 
 
 def reduce_scatter_many(seed: int, times: int, depth: int) -> list[str]:
-    """Random buckets, several in flight; returns what differed."""
+    """Random buckets, several in flight; returns the wrong results."""
     group = Group.of(harness.group(), None)
     comm = connect(group, "auto")
     generator = random.Random(seed)
@@ -112,36 +112,40 @@ def reshard_many(seed: int, times: int) -> list[str]:
     return wrong
 
 
-def test_reshard_brings_every_element_to_its_new_owner(ranks: Pool) -> None:
+def test_reshard_moves_every_element_to_its_new_owner(ranks: Pool) -> None:
     for wrong in ranks.run(reshard_many, 9, 60):
         assert wrong == []
 
 
-def agree_on_many_things() -> tuple[list[object], list[list[float]], list[int]]:
+def exchange_values_objects_and_integers() -> tuple[list[object], list[list[float]], list[int]]:
     group = Group.of(harness.group(), None)
     control = Control(group)
     objects = control.exchange_objects({"rank": group.rank, "text": "x" * group.rank}, what="test")
     later = [control.exchange(torch.tensor([float(group.rank), k]), what="test") for k in range(3)]
     values = [[float(part[0]) for part in collect()] for collect in later]
-    heard = []
+    received = []
     for leader in range(group.size):
         if leader == group.rank:
-            control.announce(100 + leader)
+            control.broadcast_integer(100 + leader)
         else:
-            heard.append(control.hear(leader))
+            received.append(control.receive_integer(leader))
     control.flush()
-    return objects, values, heard
+    return objects, values, received
 
 
-def test_ranks_agree_on_values_objects_and_announcements(ranks: Pool) -> None:
-    for rank, (objects, values, heard) in enumerate(ranks.run(agree_on_many_things)):
+def test_control_exchanges_values_objects_and_integers(ranks: Pool) -> None:
+    for rank, (objects, values, received) in enumerate(
+        ranks.run(exchange_values_objects_and_integers)
+    ):
         assert objects == [{"rank": r, "text": "x" * r} for r in range(WORLD)]
         assert values == [[0.0, 1.0, 2.0, 3.0]] * 3
-        assert heard == [100 + leader for leader in range(WORLD) if leader != rank]
+        assert received == [100 + leader for leader in range(WORLD) if leader != rank]
 
 
 def wait_in_opposite_orders(choice: str) -> list[float]:
-    """Even ranks wait for the sum before they issue the gather, odd ones for the gather first."""
+    """Even ranks wait for the sum before they issue the gather; odd ranks wait for the gather
+    first.
+    """
     group = Group.of(harness.group(), timedelta(seconds=20))
     comm = connect(group, choice)
     layout = Layout.even(64 * WORLD, WORLD)

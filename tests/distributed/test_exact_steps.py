@@ -1,12 +1,11 @@
-"""However the batch is cut and whoever owns what: the ranks compute what one process computes.
+"""Training under any plan equals training in one process on the global batch.
 
-Tolerance. Gradients of fp32 sums taken in another order differ by some 1e-8 harness. AdamW divides
-by sqrt(v) + eps: where a gradient is nearly zero, its first steps are lr * g / (|g| + eps), so with
-eps at 1e-8 the rounding of g moves such an element by up to lr, in any implementation. With eps at
-1e-5, well below the typical gradient of 1e-3 and so still Adam, the same rounding moves it by
-1e-3 * lr, and one process that only sums in another order stays within 7e-7 of the largest element
-of each tensor. The bound is 1e-5. Adam does not see gradients that are wrong by a factor, so each
-case is also trained with SGD.
+Tolerance: fp32 gradients that are summed in another order differ by about 1e-8. AdamW divides by
+sqrt(v) + eps, so its first steps are lr * g / (|g| + eps) where a gradient is nearly zero. With eps
+1e-8 the rounding of g moves such an element by up to lr, in any implementation. With eps 1e-5, well
+below the typical gradient of 1e-3, the same rounding moves it by 1e-3 * lr, and one process that
+only sums in another order stays within 7e-7 of the largest element of each tensor. The bound is
+1e-5. Adam does not detect gradients that are wrong by a factor, so each case is also run with SGD.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ import training
 from models import ModelSpec
 from ranks import Pool
 from reference import Recipe
+from subset import choose
 from training import STAGES, Run, assert_exact, assert_same, train_many
 
 from poplar import HeteroZeroOptimizer, Plan, UnitPlan
@@ -96,7 +96,7 @@ CASES = {
 
 
 def with_sgd(recipe: Recipe) -> Recipe:
-    """The same for two steps (the last ones, which may be short) with an optimizer that scales."""
+    """The recipe with SGD, which detects scaled gradients, for its last two steps."""
     return replace(
         recipe,
         optimizer="SGD",
@@ -110,16 +110,16 @@ def with_sgd(recipe: Recipe) -> Recipe:
 def test_steps_equal_one_process_on_the_whole_batch(ranks: Pool, case: str, stage: int) -> None:
     micro_batches, shares, recipe, open_form = CASES[case]
     if stage >= 2 and micro_batches == OWN_NUMBERS_OF_PASSES:
-        micro_batches = SAME_NUMBER_OF_PASSES  # with empty passes where there were none
+        micro_batches = SAME_NUMBER_OF_PASSES  # with empty passes
     plan = Plan(stage=stage, global_batch=12, micro_batches=micro_batches, shares=shares)
     runs = [Run(r, plan, open_form) for r in (recipe, with_sgd(recipe))]
     trained = ranks.run(train_many, runs)
     for index, run in enumerate(runs):
-        assert_exact([of_rank[index] for of_rank in trained], run.recipe, run.recipe.optimizer)
+        assert_exact([by_run[index] for by_run in trained], run.recipe, run.recipe.optimizer)
 
 
 def random_run(stage: int, seed: int) -> Run:
-    """A plan nobody thought of: passes, zeros, shares, kept units, a model, a loss, all drawn."""
+    """A random plan with passes, empty passes, shares, persistent units, a model and a loss."""
     draw = random.Random(1000 * stage + seed)
     synchronizes_every_pass = stage >= 2
     passes = draw.randint(1, 3)
@@ -161,28 +161,28 @@ def random_run(stage: int, seed: int) -> Run:
         recipe = replace(recipe, optimizer="SGD", options=(("lr", 0.1), ("momentum", 0.9)))
     open_form = draw.random() < 0.4
     names = ["root", *(f"blocks.{index}" for index in range(recipe.spec.blocks))]
-    kept = [name for name in names if draw.random() < 0.3] if stage == 3 else []
+    persistent = [name for name in names if draw.random() < 0.3] if stage == 3 else []
     plan = Plan(
         stage=stage,
         global_batch=total,
         micro_batches=tuple(micro_batches),
         shares=shares,
-        units=tuple(UnitPlan(name, STRATEGIES[stage], keep_gathered=True) for name in kept),
+        units=tuple(UnitPlan(name, STRATEGIES[stage], keep_gathered=True) for name in persistent),
     )
     return Run(recipe, plan, open_form)
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_random_plans_equal_one_process_on_the_whole_batch(ranks: Pool, stage: int) -> None:
-    runs = [random_run(stage, seed) for seed in range(20)]
+    runs = [random_run(stage, seed) for seed in range(choose(quick=6, full=20))]
     trained = ranks.run(train_many, runs, timeout=120)
     for index, run in enumerate(runs):
-        assert_exact([of_rank[index] for of_rank in trained], run.recipe, f"{index}: {run}")
+        assert_exact([by_run[index] for by_run in trained], run.recipe, f"{index}: {run}")
 
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_any_number_of_ranks(ranks: Pool, stage: int, count: int) -> None:
+def test_steps_are_exact_on_any_number_of_ranks(ranks: Pool, stage: int, count: int) -> None:
     shares = {1: (1.0,), 2: (0.7, 0.3), 3: (0.2, 0.0, 0.8)}[count]
     micro_batches = {1: ((1, 3),), 2: ((1, 1), (0, 2)), 3: ((1, 1), (0, 1), (0, 1))}[count]
     plan = Plan(stage=stage, global_batch=4, micro_batches=micro_batches, shares=shares)
@@ -191,11 +191,11 @@ def test_any_number_of_ranks(ranks: Pool, stage: int, count: int) -> None:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_bf16_parameters_stay_within_their_rounding(ranks: Pool, stage: int) -> None:
-    """As near to the fp32 truth as one process with bf16 parameters and fp32 masters is.
+def test_bf16_parameters_are_within_their_rounding(ranks: Pool, stage: int) -> None:
+    """The error to fp32 is that of one process with bf16 parameters and fp32 masters.
 
-    Over all parameters together: AdamW turns a rounding that flips the sign of a small gradient
-    into a step of 2 * lr, so that single elements stray, in one process as on many ranks.
+    Measured over all parameters together: if a rounding flips the sign of a small gradient, AdamW
+    makes a step of 2 * lr, so single elements may differ, also in one process.
     """
     plan = Plan(stage=stage, global_batch=12, micro_batches=PASSES_WITH_A_REMAINDER, shares=UNEVEN)
     for truth in (Recipe(), with_sgd(Recipe())):
@@ -216,8 +216,8 @@ def flattened(parameters: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_steps_smaller_than_a_bf16_rounding_add_up(ranks: Pool, stage: int) -> None:
-    """A hundredth of an ulp per step would be lost without fp32 masters."""
+def test_updates_below_bf16_precision_accumulate(ranks: Pool, stage: int) -> None:
+    """Steps of a hundredth of an ulp would be lost without fp32 masters."""
     plan = Plan.manual("1,2,1,0", stage=stage, shares=UNEVEN)
     options = (("lr", 2e-5), ("eps", 1e-8), ("weight_decay", 0.0))
     spec = ModelSpec(dtype=torch.bfloat16, kind="mlp", blocks=2)
@@ -256,6 +256,6 @@ def train_without_a_plan(
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_without_a_plan_batches_may_differ_all_the_same(ranks: Pool, stage: int) -> None:
+def test_ranks_may_have_different_batches_without_a_plan(ranks: Pool, stage: int) -> None:
     recipe = Recipe(batches=(12,) * 3)
     assert_exact(ranks.run(train_without_a_plan, stage, (2, 1, 3, 6), recipe), recipe)

@@ -1,4 +1,4 @@
-"""Two hosts as network namespaces: what crosses between them, counted at their interfaces."""
+"""Two hosts as network namespaces: the bytes sent between them, counted at their interfaces."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ from poplar.comm.shard_layout import Layout
 from poplar.errors import CollectiveTimeout
 
 RANKS, NUMEL = 5, 1 << 20
-ON_THE_FIRST = 3
+RANKS_ON_FIRST_HOST = 3
 """Uneven: three ranks on one host, two on the other."""
 GIGABITS = 4.0
-FRAMES = 1.1
-"""What headers and acknowledgements may add; a second copy of anything would be far above."""
+OVERHEAD = 1.1
+"""The factor for headers and acknowledgements; sending anything twice would exceed it."""
 
 
 def enter(hosts: Hosts, rank: int) -> None:
-    host_topology.enter(int(rank >= ON_THE_FIRST))
+    hosts.enter(int(rank >= RANKS_ON_FIRST_HOST))
 
 
 def run_and_count(hosts: Hosts, choice: str, operation: str, folder: str) -> None:
-    """Rank 0 writes down the bytes that either host has sent in one collective."""
+    """Rank 0 stores the bytes that each host has sent in one collective."""
     group = Group.of(None, None)
     comm = connect(group, choice)
     layout = Layout.even(NUMEL, RANKS)
     bucket = Bucket(torch.full((NUMEL,), float(group.rank)), layout, Codec())
     low, high = layout.bounds(group.rank)
     dist.barrier()
-    before = [host_topology.sent_bytes(host) for host in (0, 1)]
+    before = [hosts.sent_bytes(host) for host in (0, 1)]
     dist.barrier()
     if operation == "reduce_scatter":
         out = torch.empty(high - low)
@@ -59,13 +59,13 @@ def run_and_count(hosts: Hosts, choice: str, operation: str, folder: str) -> Non
         assert (bucket.data == sum(range(RANKS))).all()
     dist.barrier()
     if group.rank == 0:
-        after = [host_topology.sent_bytes(host) for host in (0, 1)]
+        after = [hosts.sent_bytes(host) for host in (0, 1)]
         Path(folder, "sent").write_text(f"{after[0] - before[0]} {after[1] - before[1]}")
     dist.barrier()
 
 
-def sent(choice: str, operation: str, folder: Path) -> tuple[float, float]:
-    """By each host, as parts of the whole buffer."""
+def bytes_sent(choice: str, operation: str, folder: Path) -> tuple[float, float]:
+    """Bytes sent by each host, relative to the whole buffer."""
     try:
         with EmulatedNetwork(bits_per_second=1e9 * GIGABITS) as hosts:
             run_ranks(
@@ -86,27 +86,27 @@ def sent(choice: str, operation: str, folder: Path) -> tuple[float, float]:
 @pytest.mark.parametrize(
     ("operation", "first", "second"),
     [
-        ("reduce_scatter", 2 / 5, 3 / 5),  # sums of what the other host owns
-        ("all_gather", 3 / 5, 2 / 5),  # what this host owns
+        ("reduce_scatter", 2 / 5, 3 / 5),  # sums of slices of the other host
+        ("all_gather", 3 / 5, 2 / 5),  # slices of this host
         ("all_reduce", 1.0, 1.0),
     ],
 )
 @pytest.mark.parametrize("choice", ["auto", "hierarchical:process_group"])
-def test_what_belongs_to_the_other_host_crosses_once(operation, first, second, choice, tmp_path):
-    found = sent(choice, operation, tmp_path)
-    assert first <= found[0] <= FRAMES * first
-    assert second <= found[1] <= FRAMES * second
+def test_data_of_the_other_host_is_sent_once(operation, first, second, choice, tmp_path):
+    found = bytes_sent(choice, operation, tmp_path)
+    assert first <= found[0] <= OVERHEAD * first
+    assert second <= found[1] <= OVERHEAD * second
 
 
-def test_the_direct_algorithm_sends_it_once_for_each_rank(tmp_path):
-    first, second = sent("process_group", "reduce_scatter", tmp_path)
+def test_direct_algorithm_sends_it_once_per_rank(tmp_path):
+    first, second = bytes_sent("process_group", "reduce_scatter", tmp_path)
     assert first >= 3 * 2 / 5
     assert second >= 2 * 3 / 5
 
 
 def lose_a_rank(operation: str, how: int, seconds: float) -> str:
-    """Rank 3, of the second host, goes; what the others say."""
-    host_topology.place = lambda: ("aabb"[harness.rank()],)
+    """Rank 3, on the second host, is killed or stopped; the others return the error."""
+    host_topology.host_id = lambda: ("aabb"[harness.rank()],)
     group = Group.of(harness.group(), timedelta(seconds=seconds))
     comm = connect(group, "hierarchical")
     layout = Layout.even(64 * 4, 4)
@@ -134,10 +134,10 @@ LOST = [
 
 
 @pytest.mark.parametrize(("operation", "how"), LOST)
-def test_a_rank_of_another_host_that_is_gone_or_stopped_is_found_by_what_all_say(operation, how):
+def test_killed_or_stopped_rank_of_another_host_is_found(operation, how):
     answers = harness.one_off(4, lose_a_rank, operation, int(how), 2.0, lost=[3], timeout=55.0)
-    # Its neighbour knows, unless it had nothing to wait for. Who waits for that one names it, and
-    # so does that one's neighbour, though it has only waited for a rank that is well.
+    # Rank 2 shares a host with rank 3 and names it, unless it does not wait for it. The others may
+    # wait for rank 2 instead and name that one.
     assert "waiting for rank(s) 3" in answers[2] or operation == "broadcast"
     for rank in (0, 1):
         names = [f"waiting for rank(s) {lost}" for lost in ("2", "3", "2, 3")]

@@ -1,4 +1,4 @@
-"""A rank that dies or stops in the middle of a step: the others say so, and which one, in time."""
+"""If a rank is killed, stopped or absent, the others raise in time and name the cause."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from ranks import Failure, one_off
 from reference import Recipe
 from training import Run
 
-from poplar import Plan, PoplarError
+from poplar import CollectiveTimeout, Plan, PoplarError
 
 TIMEOUT = timedelta(seconds=4)
 LOST = 1
 
 
 def train_until(run: Run, how: signal.Signals) -> float:
-    """Train; in its second step one rank is lost in the middle of its loss."""
+    """Train; one rank is killed or stopped in its loss function in the second step."""
     model, optimizer = training.prepare(run)
     loss = training.loss_of(run.recipe)
     training.take_step(run, model, optimizer, 0)
 
-    def lose_one(model, micro_batch):
+    def kill_one(model, micro_batch):
         if harness.rank() == LOST:
             os.kill(os.getpid(), how)
         return loss(model, micro_batch)
 
     began = time.monotonic()
     with harness.catching() as caught:
-        optimizer.train_step(lose_one, training.batch_of(run, 1))
+        optimizer.train_step(kill_one, training.batch_of(run, 1))
     return time.monotonic() - began, (caught or [None])[0]
 
 
@@ -53,3 +53,23 @@ def test_survivors_raise_in_time_and_name_the_lost_rank(how: signal.Signals, sta
         assert failure.is_a(PoplarError), failure
         assert re.search(rf"rank(\(s\))? {LOST}\b", failure.message), failure
         assert seconds < 4 * TIMEOUT.total_seconds()
+
+
+def forward_on_one_rank(run: Run) -> Failure | None:
+    """Call the model on rank 0 only, outside a step."""
+    model, _optimizer = training.prepare(run)
+    with harness.catching() as caught:
+        if harness.rank() == 0:
+            model(training.batch_of(run, 0)["tokens"])
+        else:
+            time.sleep(2 * TIMEOUT.total_seconds())
+    return (caught or [None])[0]
+
+
+def test_forward_on_one_rank_at_stage_3_names_the_cause() -> None:
+    run = Run(Recipe(batches=(4,)), Plan.even(2, 4, 2, 3), engine={"timeout": TIMEOUT})
+    failure = one_off(2, forward_on_one_rank, run, timeout=45)[0]
+    assert failure is not None, "the forward returned"
+    assert failure.is_a(CollectiveTimeout), failure
+    assert "at stage 3 the parameters are sharded" in failure.message, failure
+    assert "full_parameters()" in failure.message, failure

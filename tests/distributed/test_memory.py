@@ -1,8 +1,8 @@
-"""What every rank holds of the training state, counted from outside, is what the formula says.
+"""Every rank holds the training state that the memory formula predicts.
 
-The count knows nothing of the engine: it walks every tensor that the garbage collector knows, and
-their gradients, and adds up distinct storages. Only what the engine calls buckets in flight is
-taken from its own report, and listed apart.
+The count is independent of the engine: it adds the distinct storages of all tensors that the
+garbage collector knows, and of their gradients. Only the buckets in flight are taken from the
+engine's own report, and are listed separately.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ BATCHES = ((1,), (1,), (1,), (1,))
 
 
 def large(dtype: torch.dtype) -> ModelSpec:
-    """More than 10M parameters, in blocks of 1.26M: alignment rounds little away."""
+    """More than 10M parameters in blocks of 1.26M, so that alignment is negligible."""
     return ModelSpec(kind="mlp", blocks=8, width=630, hidden=1000, dtype=dtype)
 
 
@@ -39,14 +39,14 @@ class Counted:
     """Bytes on one rank."""
 
     state: int
-    """Everything alive between backward and step, but for what was there before and the buckets."""
+    """Everything allocated between backward and step, without earlier memory and buckets."""
     buckets: int
     reported: dict[str, int]
-    """What the engine says of itself."""
+    """What the engine reports."""
 
 
 def live_bytes() -> int:
-    """Bytes of all distinct storages that tensors of this process hold."""
+    """Bytes of all distinct storages of tensors in this process."""
     gc.collect()
     storages: dict[int, int] = {}
 
@@ -80,7 +80,7 @@ def count_bytes(run: Run) -> Counted:
 
 
 def bytes_per_element(stage: int, share: float, parameter: int) -> float:
-    """The formula: P, D = 4 and O, each whole or by share; O has fp32 masters where P is less."""
+    """The formula: P, D = 4 and O, full or by share; O has fp32 masters if P is 2."""
     accumulator = 4
     optimizer = 8 + (4 if parameter < 4 else 0)
     whole, shared = {
@@ -96,7 +96,7 @@ def bytes_per_element(stage: int, share: float, parameter: int) -> float:
     ("stage", "dtype"),
     [*((stage, torch.float32) for stage in STAGES), (0, torch.bfloat16), (3, torch.bfloat16)],
 )
-def test_state_bytes_are_those_of_the_formula(ranks: Pool, stage: int, dtype: torch.dtype) -> None:
+def test_state_bytes_match_the_formula(ranks: Pool, stage: int, dtype: torch.dtype) -> None:
     spec = large(dtype)
     elements = sum(p.numel() for p in models.build(spec).parameters())
     assert elements >= 10_000_000
@@ -112,55 +112,55 @@ def test_state_bytes_are_those_of_the_formula(ranks: Pool, stage: int, dtype: to
         )
 
 
-def count_gathered(run: Run) -> tuple[int, int]:
-    """Most bytes alive at a block's forward or backward beyond what is held between steps."""
+def peak_of_unsharded_units(run: Run) -> tuple[int, int]:
+    """Peak bytes at a block's forward or backward, above what is held between steps."""
     model, optimizer = training.prepare(run)
     training.take_step(run, model, optimizer, 0)
     between = live_bytes()
     most = 0
 
-    def look(*_: object) -> None:
+    def measure(*_: object) -> None:
         nonlocal most
         most = max(most, live_bytes() - between)
 
-    handles = [model.blocks[-1].register_forward_hook(look)]
-    handles += [model.blocks[i].register_full_backward_hook(look) for i in (0, 1, 2, 4)]
+    handles = [model.blocks[-1].register_forward_hook(measure)]
+    handles += [model.blocks[i].register_full_backward_hook(measure) for i in (0, 1, 2, 4)]
     training.take_step(run, model, optimizer, 1)
     for handle in handles:
         handle.remove()
     return most, harness.rank()
 
 
-def test_stage_3_never_gathers_the_whole_model(ranks: Pool) -> None:
-    """Two gathered units and one unit's gradients and buckets, of nine units."""
+def test_stage_3_never_unshards_the_whole_model(ranks: Pool) -> None:
+    """Two unsharded units and one unit's gradients and buckets, of nine units."""
     spec = large(torch.float32)
     model = models.build(spec)
     elements = sum(p.numel() for p in model.parameters())
     unit = 4 * sum(p.numel() for p in model.blocks[0].parameters())
     plan = Plan(stage=3, global_batch=4, micro_batches=BATCHES, shares=SHARES)
     run = Run(Recipe(spec=spec, batches=(4, 4)), plan)
-    for most, rank in ranks.run(count_gathered, run, timeout=120):
-        # gathered: 2 units and the small root; gradients: 1; packed and received: 2 of (1 + 4 p)
+    for most, rank in ranks.run(peak_of_unsharded_units, run, timeout=120):
+        # unsharded: 2 units and the small root; gradients: 1; packed and received: 2 of (1 + 4 p)
         bound = (2 + 0.1 + 1 + 2 * (1 + 4 * SHARES[rank])) * unit
-        bound += 4 * elements * SHARES[rank]  # the accumulator may come and go with a step
+        bound += 4 * elements * SHARES[rank]  # the accumulator may be allocated in a step
         assert most <= bound, f"rank {rank}: {most / unit:.1f} units, bound {bound / unit:.1f}"
 
 
 @dataclass(frozen=True)
 class Planned:
-    """Bytes on one rank, activations aside."""
+    """Bytes on one rank, without activations."""
 
     needed: float
-    """By the planner, from a profile."""
+    """Predicted by the planner from a profile."""
     most: int
-    """Seen at any block's forward or backward, and when the step is about to be taken."""
+    """Peak at any block's forward or backward, and before the update."""
 
 
 def compare_with_the_plan(recipe: Recipe, engine: dict[str, object]) -> list[Planned]:
-    """At every stage. The batch is small, so activations hardly count.
+    """Compare at every stage, with a small batch, so that activations are negligible.
 
-    Memory is planned from what passes and parameters take, at all stages: one stage's steps are
-    measured, since a profile has to have some.
+    The profile measures the steps of one stage only; memory is predicted at all stages from the
+    passes and the parameters.
     """
     torch.manual_seed(0)
     rank = harness.rank()
@@ -181,24 +181,24 @@ def compare_with_the_plan(recipe: Recipe, engine: dict[str, object]) -> list[Pla
         plan = Plan(stage=stage, global_batch=4, micro_batches=BATCHES, shares=SHARES)
         needed = rank_memory(profile, stage, rank).needed(0, SHARES[rank])
         run = Run(recipe, plan, engine={**engine, "communicator": "process_group"})
-        found.append(Planned(needed, most_alive(run)))
+        found.append(Planned(needed, peak_bytes(run)))
     return found
 
 
-def most_alive(run: Run) -> int:
-    """Shared memory is no tensor's until somebody asks for it; what is received by messages is."""
+def peak_bytes(run: Run) -> int:
+    """Peak bytes; shared memory counts only where a tensor uses it."""
     before = live_bytes()
     model, optimizer = training.prepare(run)
     training.take_step(run, model, optimizer, 0)
     most = 0
 
-    def look(*_: object) -> None:
+    def measure(*_: object) -> None:
         nonlocal most
         most = max(most, live_bytes() - before)
 
-    handles = [block.register_forward_hook(look) for block in model.blocks]
-    handles += [block.register_full_backward_hook(look) for block in model.blocks]
-    handles += [optimizer.register_step_pre_hook(look)]
+    handles = [block.register_forward_hook(measure) for block in model.blocks]
+    handles += [block.register_full_backward_hook(measure) for block in model.blocks]
+    handles += [optimizer.register_step_pre_hook(measure)]
     training.take_step(run, model, optimizer, 1)
     for handle in handles:
         handle.remove()
@@ -218,16 +218,16 @@ SMALL = 3 << 20
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_ranks_never_hold_more_than_was_planned_nor_much_less(ranks: Pool, name: str) -> None:
+def test_peak_memory_is_close_below_the_prediction(ranks: Pool, name: str) -> None:
     spec, engine = MODELS[name]
-    everybody = ranks.run(
+    all_ranks = ranks.run(
         compare_with_the_plan, Recipe(spec=spec, batches=(4, 4)), engine, timeout=300
     )
-    for rank, found in enumerate(everybody):
+    for rank, found in enumerate(all_ranks):
         for stage, planned in zip(STAGES, found, strict=True):
-            said = (
+            message = (
                 f"stage {stage}, rank {rank} held {planned.most / 2**20:.1f} MiB, "
                 f"planned {planned.needed / 2**20:.1f}"
             )
-            assert planned.most <= planned.needed + SMALL, said
-            assert planned.most >= 0.5 * planned.needed - SMALL, said
+            assert planned.most <= planned.needed + SMALL, message
+            assert planned.most >= 0.5 * planned.needed - SMALL, message

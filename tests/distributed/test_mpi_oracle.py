@@ -1,4 +1,4 @@
-"""Open MPI as a second oracle: `Reduce_scatter` and `Allgatherv` take uneven shares too."""
+"""Open MPI as a second oracle: `Reduce_scatter` and `Allgatherv` also support uneven shares."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MPIRUN = shutil.which("mpirun")
 SEED, TIMES = 7, 100
 
 
-def differing(choice: str, folder: str) -> list[str]:
+def cases_that_differ_from_mpi(choice: str, folder: str) -> list[str]:
     group = Group.of(harness.group(), None)
     comm, draw = connect(group, choice), random.Random(SEED)
     theirs = np.load(Path(folder, f"{group.rank}.npz"))
@@ -44,7 +44,7 @@ def differing(choice: str, folder: str) -> list[str]:
 
 
 @pytest.mark.skipif(MPIRUN is None, reason="no mpirun: install Open MPI")
-def test_sums_and_gathers_are_those_of_mpi(ranks: Pool, tmp_path: Path) -> None:
+def test_sums_and_gathers_match_mpi(ranks: Pool, tmp_path: Path) -> None:
     assert MPIRUN is not None
     command = [MPIRUN, "--allow-run-as-root", "--oversubscribe", "-n", str(WORLD), sys.executable]
     script = str(Path(__file__).with_name("mpi_sums.py"))
@@ -55,5 +55,5 @@ def test_sums_and_gathers_are_those_of_mpi(ranks: Pool, tmp_path: Path) -> None:
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])},
     )
     for choice in ("shared_memory", "process_group"):
-        for wrong in ranks.run(differing, choice, str(tmp_path)):
+        for wrong in ranks.run(cases_that_differ_from_mpi, choice, str(tmp_path)):
             assert wrong == []

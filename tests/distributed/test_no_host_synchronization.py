@@ -1,8 +1,8 @@
-"""Between backward and update the host asks for nothing that a device computes.
+"""Between backward and update the host does not read values that the device computes.
 
-On a GPU each such question would wait for all that has been issued. Here every value that depends
-on the batch counts as the device's; norm, scale, clipping and whether to skip must stay among those
-until the update has been issued.
+On a GPU each read would wait for all issued work. Here every value that depends on the batch counts
+as a device value; norm, scale, clipping and the decision to skip must stay device values until the
+update has been issued.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ ANSWERS = {
     "aten::masked_select",
     "aten::_unique2",
 }
-"""Operators that are done on a GPU when the host has its answer."""
+"""Operators that synchronize with a GPU before the host has the result."""
 UPDATES = {"poplar::adamw_", "aten::_fused_sgd_"}
 SIZE = 64
 
 
 class DeviceValues(TorchDispatchMode):
-    """Follows values through operators, by the memory they lie in, and notes who asks for them."""
+    """Tracks values that depend on the batch, by their memory, and records reads by the host."""
 
     def __init__(self, root: Tensor) -> None:
         super().__init__()
         self.found: list[str] = []
         self.updated = False
-        self._kept: dict[int, Tensor] = {}  # alive, so that no memory comes twice
+        self._alive: dict[int, Tensor] = {}  # keeps them alive, so that no memory is reused
         self._add(root)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -67,7 +67,7 @@ class DeviceValues(TorchDispatchMode):
         return result
 
     def holds(self, value: Any) -> bool:
-        return isinstance(value, Tensor) and value.untyped_storage().data_ptr() in self._kept
+        return isinstance(value, Tensor) and value.untyped_storage().data_ptr() in self._alive
 
     def note(self, name: str) -> None:
         if not self.updated:
@@ -75,11 +75,11 @@ class DeviceValues(TorchDispatchMode):
 
     def _add(self, value: Any) -> None:
         if isinstance(value, Tensor) and value.numel():
-            self._kept[value.untyped_storage().data_ptr()] = value
+            self._alive[value.untyped_storage().data_ptr()] = value
 
 
 @contextmanager
-def watching(batch: Tensor) -> Iterator[DeviceValues]:
+def tracking(batch: Tensor) -> Iterator[DeviceValues]:
     mode = DeviceValues(batch)
 
     def noted(name: str) -> Any:
@@ -100,8 +100,8 @@ def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
     return model(batch).square().mean()
 
 
-def questions(stage: int, name: str, scaled: bool, own_loop: bool) -> tuple[list[str], bool]:
-    """What the host asked for in a step before its update, and whether there was an update."""
+def host_reads(stage: int, name: str, scaled: bool, own_loop: bool) -> tuple[list[str], bool]:
+    """What the host read in a step before its update, and whether there was an update."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE))
     plan = Plan.manual("1,2", stage=stage, passes=2)
@@ -113,7 +113,7 @@ def questions(stage: int, name: str, scaled: bool, own_loop: bool) -> tuple[list
     scaler = poplar.GradScaler("cpu", init_scale=8.0, enabled=scaled)
     batch = torch.randn(plan.samples(optimizer._group.rank), SIZE)
     optimizer.train_step(loss_of, batch, max_norm=1e-3)
-    with watching(batch) as mode:
+    with tracking(batch) as mode:
         if own_loop:
             for micro_batch in optimizer.micro_batches(batch):
                 scaler.scale(loss_of(model, micro_batch)).backward()
@@ -130,26 +130,27 @@ def questions(stage: int, name: str, scaled: bool, own_loop: bool) -> tuple[list
 @pytest.mark.parametrize("name", ["AdamW", "SGD", "SGD with momentum"])
 @pytest.mark.parametrize("scaled", [False, True], ids=["", "scaled"])
 @pytest.mark.parametrize("own_loop", [False, True], ids=["train_step", "own loop"])
-def test_the_update_is_issued_before_anybody_asks(
+def test_update_is_issued_before_the_host_reads_a_value(
     ranks: Pool, own_loop: bool, scaled: bool, name: str, stage: int
 ) -> None:
-    for found, updated in ranks.run(questions, stage, name, scaled, own_loop, ranks=2):
+    for found, updated in ranks.run(host_reads, stage, name, scaled, own_loop, ranks=2):
         assert updated
         assert found == []
 
 
 @pytest.fixture(scope="module")
-def alone() -> Iterator[Pool]:
-    """One rank, on gloo and NCCL whatever the other tests' ranks are on: one GPU is enough."""
+def one_rank() -> Iterator[Pool]:
+    """One rank on gloo or NCCL, whatever the other tests use: one GPU is enough."""
     pool = Pool(1, backend="nccl")
     yield pool
     pool.close()
 
 
 def clip_and_step(stage: int, name: str, scaled: bool) -> bool:
-    """With PyTorch raising where it waits for the device; whether the transport lets it be so.
+    """Run a step in which PyTorch raises if the host waits for the device.
 
-    Once all has been issued, the optimizer asks whether a scaled step was one.
+    After all work is issued, the optimizer may read whether a scaled step was skipped. Returns
+    whether the transport waits on streams.
     """
     device = harness.device()
     model = nn.Sequential(nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)).to(device)
@@ -161,8 +162,8 @@ def clip_and_step(stage: int, name: str, scaled: bool) -> bool:
     for step in range(3):
         for micro_batch in optimizer.micro_batches(batch):
             scaler.scale(loss_of(model, micro_batch)).backward()
-        # In the first step memory is taken, and libraries are loaded.
-        with raising_where_pytorch_waits() if step else nullcontext(), asking_at_the_end():
+        # The first step allocates memory and loads libraries.
+        with raise_on_synchronization() if step else nullcontext(), reading_after_the_update():
             scaler.unscale_(optimizer)
             optimizer.clip_grad_norm_(1e-3)
             scaler.step(optimizer)
@@ -172,7 +173,7 @@ def clip_and_step(stage: int, name: str, scaled: bool) -> bool:
 
 
 @contextmanager
-def raising_where_pytorch_waits() -> Iterator[None]:
+def raise_on_synchronization() -> Iterator[None]:
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield
@@ -181,8 +182,8 @@ def raising_where_pytorch_waits() -> Iterator[None]:
 
 
 @contextmanager
-def asking_at_the_end() -> Iterator[None]:
-    ask = ShardedUpdate.take_back_if
+def reading_after_the_update() -> Iterator[None]:
+    ask = ShardedUpdate.undo_if_skipped
 
     def may_wait(self: ShardedUpdate, found_inf: Tensor) -> bool:
         before = torch.cuda.get_sync_debug_mode()
@@ -192,7 +193,7 @@ def asking_at_the_end() -> Iterator[None]:
         finally:
             torch.cuda.set_sync_debug_mode(before)
 
-    with mock.patch.object(ShardedUpdate, "take_back_if", may_wait):
+    with mock.patch.object(ShardedUpdate, "undo_if_skipped", may_wait):
         yield
 
 
@@ -200,33 +201,31 @@ def asking_at_the_end() -> Iterator[None]:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("name", ["AdamW", "SGD"])
 @pytest.mark.parametrize("scaled", [False, True], ids=["", "scaled"])
-def test_pytorch_sees_nobody_wait_for_a_gpu(
-    alone: Pool, scaled: bool, name: str, stage: int
-) -> None:
-    # Within the deadline that `make gpu` has for all of them, so that a hang shows its stacks.
-    assert alone.run(clip_and_step, stage, name, scaled, timeout=30) == [True]
+def test_step_does_not_wait_for_a_gpu(one_rank: Pool, scaled: bool, name: str, stage: int) -> None:
+    # Shorter than the deadline of `make gpu`, so that a hang shows its stacks.
+    assert one_rank.run(clip_and_step, stage, name, scaled, timeout=30) == [True]
 
 
-def wait_for_a_gpu() -> None:
+def synchronize() -> None:
     value = torch.ones(1, device=harness.device())
-    with raising_where_pytorch_waits():
+    with raise_on_synchronization():
         value.item()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-def test_pytorch_would_see_somebody_wait_for_a_gpu(alone: Pool) -> None:
-    (failure,) = alone.run_expecting_errors(wait_for_a_gpu)
+def test_wait_for_a_gpu_is_detected(one_rank: Pool) -> None:
+    (failure,) = one_rank.run_expecting_errors(synchronize)
     assert "synchronizing" in failure.message
 
 
-def ask_for_the_loss() -> list[str]:
+def read_the_loss() -> list[str]:
     batch = torch.ones(1, 2)
-    with watching(batch) as mode:
+    with tracking(batch) as mode:
         loss = loss_of(nn.Linear(2, 2), batch)
         float(loss.detach())
         loss.tolist()
     return mode.found
 
 
-def test_a_question_would_be_noticed() -> None:
-    assert ask_for_the_loss() == ["aten::_local_scalar_dense", "tolist"]
+def test_read_of_a_device_value_is_detected() -> None:
+    assert read_the_loss() == ["aten::_local_scalar_dense", "tolist"]

@@ -1,4 +1,4 @@
-"""Between backward and step gradients are read and written by Poplar's operators alone."""
+"""Between backward and step only Poplar's operators read and write the gradients."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from torch.utils._pytree import tree_leaves
 from poplar import GradScaler, HeteroZeroOptimizer, Plan, ops
 
 WIDTH = 512
-"""One weight of 512 x 512 is enough for peers to help with its sum."""
+"""One weight of 512 x 512 is large enough for ranks to share its summation."""
 
 
 SHARES = (0.75, 0.25)
 LARGE = WIDTH * WIDTH // 4
-"""The smaller share: whatever takes fewer elements is no pass over gradients."""
+"""The smaller share: an operator on fewer elements is not a pass over the gradients."""
 
 
-class Passes(TorchDispatchMode):
-    """Notes the operators that take large tensors."""
+class LargeOperators(TorchDispatchMode):
+    """Records the operators on large tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,11 +41,13 @@ class Passes(TorchDispatchMode):
 MODEL = {"aten.mm", "aten.t"}
 NOT_READ = {"aten.slice", "aten.view", "aten.detach", "aten.unbind", "aten.new_empty"}
 MESSAGES = {"c10d.send", "c10d.recv_"}
-SUMS = {"poplar.rank_sum_", "poplar.rank_sum_claimed_"}
+SUMS = {"poplar.rank_sum_", "poplar.rank_sum_chunks_"}
 
 
-def passes(stage: int, communicator: str, scaled: bool, own_loop: bool) -> tuple[list[str], float]:
-    """What reads or writes large tensors in a step, but for the model, views and messages."""
+def large_operators(
+    stage: int, communicator: str, scaled: bool, own_loop: bool
+) -> tuple[list[str], float]:
+    """Operators on large tensors in a step, except the model, views and communication."""
     torch.manual_seed(0)
     model = nn.Linear(WIDTH, WIDTH, bias=False)
     optimizer = HeteroZeroOptimizer(
@@ -62,8 +64,8 @@ def passes(stage: int, communicator: str, scaled: bool, own_loop: bool) -> tuple
     def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
         return model(batch).square().mean()
 
-    optimizer.train_step(loss_of, batch)  # makes what stays: buffers, moments
-    with Passes() as mode:
+    optimizer.train_step(loss_of, batch)  # allocates buffers and moments
+    with LargeOperators() as mode:
         if own_loop:
             for micro_batch in optimizer.micro_batches(batch):
                 scaler.scale(loss_of(model, micro_batch)).backward()
@@ -82,32 +84,32 @@ def passes(stage: int, communicator: str, scaled: bool, own_loop: bool) -> tuple
 @pytest.mark.parametrize(
     ("stage", "own_loop"), [(0, False), *((s, own) for s in (1, 2, 3) for own in (False, True))]
 )
-def test_a_gradient_is_packed_once_summed_once_and_applied(
+def test_gradient_is_packed_once_reduced_once_and_applied(
     ranks: Pool, stage: int, own_loop: bool, communicator: str, scaled: bool
 ) -> None:
-    for found, norm in ranks.run(passes, stage, communicator, scaled, own_loop, ranks=2):
+    for found, norm in ranks.run(large_operators, stage, communicator, scaled, own_loop, ranks=2):
         assert norm > 1e-3, "clipping has something to do"
-        # Neighbours in shared memory help each other to add, and gathers are copies there.
+        # With shared memory, ranks share the summation, and all-gathers are copies.
         arithmetic = [name for name in found if name not in {"aten.copy_", "aten.empty"}]
         assert arithmetic[0] == "poplar.pack_"
         assert arithmetic[-1] == "poplar.adamw_"
         assert {*arithmetic[1:-1]} <= SUMS
         assert arithmetic[1:-1]
-        assert found.count("aten.copy_") <= 2, "a gather from two ranks"
+        assert found.count("aten.copy_") <= 2, "an all-gather from two ranks"
         if communicator == "process_group":
             assert len(arithmetic) == 3
-            copies = {3: 1}.get(stage, 0)  # a rank's own parameters among the gathered ones
+            copies = {3: 1}.get(stage, 0)  # a rank's own shard in the unsharded parameters
             assert found.count("aten.copy_") == copies
 
 
-def test_what_stage_0_shows_in_a_loop_of_the_users_own_is_scaled_there(ranks: Pool) -> None:
-    """`.grad` shows what the step will apply, so it is written for that."""
-    for found, _ in ranks.run(passes, 0, "process_group", True, True, ranks=2):
+def test_stage_0_scales_grad_in_the_users_loop(ranks: Pool) -> None:
+    """`.grad` shows what the step will apply, so the scale is applied to it."""
+    for found, _ in ranks.run(large_operators, 0, "process_group", True, True, ranks=2):
         extra = [name for name in found if name not in {"poplar.pack_", "poplar.adamw_", *SUMS}]
         assert sorted(extra) == ["aten.mul_", "aten.mul_", "poplar.block_sums_of_squares"]
 
 
-def clip_what_was_written_behind_autograds_back(stage: int) -> tuple[float, float]:
+def clip_after_writing_to_grad_data(stage: int) -> tuple[float, float]:
     torch.manual_seed(0)
     model = nn.Linear(8, 8, bias=False)
     plan = Plan.manual("1,2", stage=stage)
@@ -122,13 +124,13 @@ def clip_what_was_written_behind_autograds_back(stage: int) -> tuple[float, floa
     return optimizer.clip_grad_norm_(1e6).item(), expected
 
 
-def test_the_norm_is_of_what_grad_shows(ranks: Pool) -> None:
-    for norm, expected in ranks.run(clip_what_was_written_behind_autograds_back, 0, ranks=2):
+def test_norm_includes_user_changes_of_grad(ranks: Pool) -> None:
+    for norm, expected in ranks.run(clip_after_writing_to_grad_data, 0, ranks=2):
         assert norm == pytest.approx(expected, rel=1e-6)
 
 
-def a_hook_sees(max_norm: float) -> tuple[float, float]:
-    """The norms of `.grad` in a hook before the step, and after `train_step`."""
+def norms_in_hook(max_norm: float) -> tuple[float, float]:
+    """Norms of `.grad` in a hook before the step, and after `train_step`."""
     torch.manual_seed(0)
     model = nn.Linear(8, 8, bias=False)
     optimizer = HeteroZeroOptimizer(
@@ -152,8 +154,8 @@ def a_hook_sees(max_norm: float) -> tuple[float, float]:
     return seen[0], result.grad_norm
 
 
-def test_hooks_before_the_step_see_what_is_applied(ranks: Pool) -> None:
-    for seen, norm in ranks.run(a_hook_sees, 1e-2, ranks=2):
+def test_pre_step_hooks_see_the_applied_gradient(ranks: Pool) -> None:
+    for seen, norm in ranks.run(norms_in_hook, 1e-2, ranks=2):
         assert norm > 1e-2
         assert seen == pytest.approx(1e-2, rel=1e-3)
 
@@ -174,5 +176,5 @@ def step_in_inference_mode(stage: int) -> bool:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_gradients_set_by_hand_are_applied_in_inference_mode(ranks: Pool, stage: int) -> None:
+def test_user_gradients_are_applied_in_inference_mode(ranks: Pool, stage: int) -> None:
     assert all(ranks.run(step_in_inference_mode, stage, ranks=2))

@@ -1,7 +1,7 @@
-"""Units that stay gathered between passes: one gather a step, and nothing else changes.
+"""Persistent units are unsharded once per step, and nothing else changes.
 
-Every rank must issue the same collectives whatever happens to it, so ranks here have empty passes,
-own nothing, skip units and fail in the middle; afterwards the memory is as it was.
+Every rank must issue the same collectives. So some ranks here have empty passes, own nothing, skip
+units or fail in a pass; afterwards no memory may be left allocated.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import ranks as harness
 import reference
 import torch
 import training
+from communicators import RecordingCommunicator
 from models import ModelSpec
 from ranks import Failure, Pool
 from reference import Recipe, Steering
 from torch import Tensor, nn
 from training import Run, assert_close, assert_exact, assert_raised, assert_same, train_many
-from watched import Watched
 
 import poplar
 from poplar import HeteroZeroOptimizer, Plan, UnitPlan
@@ -43,25 +43,25 @@ UNEVEN = (0.55, 0.25, 0.0, 0.2)
 TWO_PASSES = ((1, 1), (0, 1), (1, 2), (3, 3))
 AN_IDLE_RANK = ((0, 1, 2), (0, 0, 0), (1, 1, 2), (2, 1, 2))
 BAD = 2
-"""The rank that fails, where only one does."""
+"""The rank that fails, if only one does."""
 RECIPE = Recipe(batches=(12, 12))
 
 
-def plan_of(*kept: str, micro_batches: tuple = TWO_PASSES, shares: tuple = UNEVEN) -> Plan:
-    return keeping(
-        Plan(stage=3, global_batch=12, micro_batches=micro_batches, shares=shares), *kept
+def plan_of(*persistent: str, micro_batches: tuple = TWO_PASSES, shares: tuple = UNEVEN) -> Plan:
+    return with_persistent(
+        Plan(stage=3, global_batch=12, micro_batches=micro_batches, shares=shares), *persistent
     )
 
 
-def keeping(plan: Plan, *names: str) -> Plan:
-    """The plan, with these units gathered once a step."""
+def with_persistent(plan: Plan, *names: str) -> Plan:
+    """The plan with these persistent units."""
     return replace(
         plan,
         units=tuple(UnitPlan(name, "sharded_parameters", keep_gathered=True) for name in names),
     )
 
 
-# Exact
+# Exactness
 
 
 CASES = {
@@ -112,30 +112,32 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_steps_equal_one_process_and_keeping_changes_no_bit(ranks: Pool, case: str) -> None:
-    kept, run = CASES[case]
-    trained = ranks.run(train_many, [run, replace(run, plan=keeping(run.plan, *kept))])
-    assert_exact([of_rank[1] for of_rank in trained], run.recipe, case)
-    released, stayed = trained[0]
-    assert_same(stayed.parameters, released.parameters)
-    assert stayed.losses == released.losses
-    assert stayed.norms == released.norms
+def test_steps_are_exact_and_persistent_units_change_no_bit(ranks: Pool, case: str) -> None:
+    persistent, run = CASES[case]
+    trained = ranks.run(
+        train_many, [run, replace(run, plan=with_persistent(run.plan, *persistent))]
+    )
+    assert_exact([by_run[1] for by_run in trained], run.recipe, case)
+    resharding, persisting = trained[0]
+    assert_same(persisting.parameters, resharding.parameters)
+    assert persisting.losses == resharding.losses
+    assert persisting.norms == resharding.norms
 
 
-def test_keeping_changes_no_bit_of_16_bit_parameters(ranks: Pool) -> None:
+def test_persistent_units_change_no_bit_of_16_bit_parameters(ranks: Pool) -> None:
     recipe = Recipe(spec=ModelSpec(dtype=torch.bfloat16), max_norm=0.1, batches=(12, 12))
     engine = {"compute_dtype": torch.bfloat16}
-    runs = [Run(recipe, plan_of(*kept), engine=engine) for kept in ((), ALL)]
-    for released, stayed in ranks.run(train_many, runs):
-        assert_same(stayed.parameters, released.parameters)
+    runs = [Run(recipe, plan_of(*persistent), engine=engine) for persistent in ((), ALL)]
+    for resharding, persisting in ranks.run(train_many, runs):
+        assert_same(persisting.parameters, resharding.parameters)
 
 
-def look_around_between_passes(run: Run, writeback: bool) -> tuple[list[float], dict[str, Tensor]]:
-    """Evaluation and whole parameters, in the middle of a step of the user's own loop and after."""
+def evaluate_between_passes(run: Run, writeback: bool) -> tuple[list[float], dict[str, Tensor]]:
+    """Evaluate and read the full parameters between passes of the user's loop and afterwards."""
     model, optimizer = training.prepare(run)
     loss, evaluated = training.loss_of(run.recipe), []
 
-    def look() -> None:
+    def evaluate_now() -> None:
         loader = [training.batch_of(run, 0)] * (1 + harness.rank())
         evaluated.append(optimizer.evaluate(loss, loader))
         with optimizer.full_parameters(writeback=writeback), torch.no_grad():
@@ -146,60 +148,58 @@ def look_around_between_passes(run: Run, writeback: bool) -> tuple[list[float], 
     for step in range(0, len(run.recipe.batches), 2):
         with optimizer.no_sync():
             loss(model, training.batch_of(run, step)).backward()
-        look()
+        evaluate_now()
         loss(model, training.batch_of(run, step + 1)).backward()
         optimizer.step()
-        look()
+        evaluate_now()
     return evaluated, training.whole_parameters(model, optimizer)
 
 
 @pytest.mark.parametrize("writeback", [False, True])
-def test_what_happens_between_passes_sees_and_leaves_what_it_would_without(
-    ranks: Pool, writeback: bool
-) -> None:
+def test_evaluation_between_passes_is_unaffected(ranks: Pool, writeback: bool) -> None:
     recipe = Recipe(batches=(12,) * 4)
     each_three = ((3,),) * 4
-    released, stayed = (
+    resharding, persisting = (
         ranks.run(
-            look_around_between_passes,
-            Run(recipe, plan_of(*kept, micro_batches=each_three)),
+            evaluate_between_passes,
+            Run(recipe, plan_of(*persistent, micro_batches=each_three)),
             writeback,
         )
-        for kept in ((), ALL)
+        for persistent in ((), ALL)
     )
-    for (expected, there), (found, here) in zip(released, stayed, strict=True):
+    for (expected, there), (found, here) in zip(resharding, persisting, strict=True):
         assert found == expected
         assert_same(here, there)
 
 
-# Gathers
+# Unshards
 
 
-def gathers_of_steps(
+def unshards_of_steps(
     run: Run, act: Callable[[Run, nn.Module, HeteroZeroOptimizer, int], None]
 ) -> list[list[str]]:
-    """Names of the units that were gathered in each step, in order."""
-    comm = Watched(Group.of(harness.group(), None))
+    """Names of the units that were unsharded in each step, in order."""
+    comm = RecordingCommunicator(Group.of(harness.group(), None))
     model, optimizer = training.prepare(replace(run, engine={"communicator": comm}))
     found = []
     for step in range(len(run.recipe.batches)):
         comm.events.clear()
         act(run, model, optimizer, step)
-        found.append(units_gathered(comm))
+        found.append(units_unsharded(comm))
     return found
 
 
-def units_gathered(comm: Watched) -> list[str]:
-    head = "the gather of unit "
+def units_unsharded(comm: RecordingCommunicator) -> list[str]:
+    head = "the unshard of unit "
     return [event.removeprefix(head) for event in comm.events if event.startswith(head)]
 
 
-def take_a_step(run: Run, model: nn.Module, optimizer: HeteroZeroOptimizer, step: int) -> None:
+def take_step(run: Run, model: nn.Module, optimizer: HeteroZeroOptimizer, step: int) -> None:
     training.take_step(run, model, optimizer, step)
 
 
 def accumulate(run: Run, model: nn.Module, optimizer: HeteroZeroOptimizer, step: int) -> None:
-    """Two backwards of the user's own in a step; every rank has samples."""
+    """Two backwards in a step of the user's loop; every rank has samples."""
     loss = training.loss_of(run.recipe)
     with optimizer.no_sync():
         loss(model, training.batch_of(run, step)).backward()
@@ -208,10 +208,10 @@ def accumulate(run: Run, model: nn.Module, optimizer: HeteroZeroOptimizer, step:
     optimizer.zero_grad()
 
 
-def accumulate_and_step_unsynced(
+def accumulate_without_sync(
     run: Run, model: nn.Module, optimizer: HeteroZeroOptimizer, step: int
 ) -> None:
-    """All backwards within `no_sync`: the step ends where it is applied."""
+    """All backwards run inside `no_sync`, so `step` reduces the gradients."""
     loss = training.loss_of(run.recipe)
     with optimizer.no_sync():
         for _ in range(2):
@@ -220,32 +220,34 @@ def accumulate_and_step_unsynced(
     optimizer.zero_grad()
 
 
-WAYS = {
-    "train_step": (take_a_step, TWO_PASSES, False),
-    "a rank without samples": (take_a_step, AN_IDLE_RANK, False),
-    "own loop": (take_a_step, TWO_PASSES, True),
+LOOPS = {
+    "train_step": (take_step, TWO_PASSES, False),
+    "a rank without samples": (take_step, AN_IDLE_RANK, False),
+    "own loop": (take_step, TWO_PASSES, True),
     "no_sync": (accumulate, ((3,),) * 4, False),
-    "no_sync to the end": (accumulate_and_step_unsynced, ((3,),) * 4, False),
+    "no_sync to the end": (accumulate_without_sync, ((3,),) * 4, False),
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("kept", [("blocks.1",), ("root", "blocks.0", "blocks.2"), ALL])
-def test_a_kept_unit_is_gathered_once_a_step_and_others_as_before(
-    ranks: Pool, way: str, kept: tuple[str, ...]
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("persistent", [("blocks.1",), ("root", "blocks.0", "blocks.2"), ALL])
+def test_persistent_unit_is_unsharded_once_per_step(
+    ranks: Pool, loop: str, persistent: tuple[str, ...]
 ) -> None:
-    act, micro_batches, open_form = WAYS[way]
-    recipe = Recipe(batches=(12,) * 3)  # in the first step the order is recorded
+    act, micro_batches, open_form = LOOPS[loop]
+    recipe = Recipe(batches=(12,) * 3)  # the first step records the order
     plan = plan_of(micro_batches=micro_batches)
-    before = ranks.run(gathers_of_steps, Run(recipe, plan, open_form), act)
-    after = ranks.run(gathers_of_steps, Run(recipe, keeping(plan, *kept), open_form), act)
-    assert all(of_rank == after[0] for of_rank in after)
-    for released, stayed in zip(before[0], after[0], strict=True):
-        passes = Counter(released)["root"]
+    before = ranks.run(unshards_of_steps, Run(recipe, plan, open_form), act)
+    after = ranks.run(
+        unshards_of_steps, Run(recipe, with_persistent(plan, *persistent), open_form), act
+    )
+    assert all(per_rank == after[0] for per_rank in after)
+    for resharding, persisting in zip(before[0], after[0], strict=True):
+        passes = Counter(resharding)["root"]
         assert passes == max(2, len(micro_batches[0]))
-        assert Counter(released)["blocks.0"] == 2 * passes
-        assert Counter(stayed) == {
-            name: 1 if name in kept else count for name, count in Counter(released).items()
+        assert Counter(resharding)["blocks.0"] == 2 * passes
+        assert Counter(persisting) == {
+            name: 1 if name in persistent else count for name, count in Counter(resharding).items()
         }
 
 
@@ -256,11 +258,11 @@ def evaluate_between_steps(
         optimizer.evaluate(training.loss_of(run.recipe), [training.batch_of(run, step)])
 
 
-def test_evaluation_between_steps_gathers_as_ever(ranks: Pool) -> None:
+def test_evaluation_between_steps_unshards_every_unit(ranks: Pool) -> None:
     run = Run(Recipe(batches=(12, 12)), plan_of(micro_batches=((3,),) * 4))
-    before = ranks.run(gathers_of_steps, run, evaluate_between_steps)
-    run = replace(run, plan=keeping(run.plan, *ALL))
-    assert ranks.run(gathers_of_steps, run, evaluate_between_steps) == before
+    before = ranks.run(unshards_of_steps, run, evaluate_between_steps)
+    run = replace(run, plan=with_persistent(run.plan, *ALL))
+    assert ranks.run(unshards_of_steps, run, evaluate_between_steps) == before
     assert Counter(before[0][0])["blocks.1"] == 2
 
 
@@ -268,13 +270,13 @@ def test_evaluation_between_steps_gathers_as_ever(ranks: Pool) -> None:
 
 
 def block_bytes() -> int:
-    """Of a block's flat buffer, in which every parameter takes a multiple of 64 elements."""
+    """Bytes of a block's flat parameter, in which each parameter is padded to 64 elements."""
     block = models.build(RECIPE.spec).blocks[1]
     return 4 * sum(-(-parameter.numel() // 64) * 64 for parameter in block.parameters())
 
 
 def bytes_of_parameters(run: Run) -> tuple[int, int, int, bool]:
-    """Between steps, between two passes, after the last one; and whether nothing is shown then."""
+    """Bytes between steps, between two passes, after the last; and whether all are resharded."""
     model, optimizer = training.prepare(run)
     loss = training.loss_of(run.recipe)
     held = [optimizer.memory()["parameters"]]
@@ -288,21 +290,21 @@ def bytes_of_parameters(run: Run) -> tuple[int, int, int, bool]:
     return *held, hidden
 
 
-@pytest.mark.parametrize("kept", [(), ("blocks.1",), BLOCKS[1:]])
-def test_only_kept_units_take_memory_between_passes_and_none_after(
-    ranks: Pool, kept: tuple[str, ...]
+@pytest.mark.parametrize("persistent", [(), ("blocks.1",), BLOCKS[1:]])
+def test_only_persistent_units_use_memory_between_passes(
+    ranks: Pool, persistent: tuple[str, ...]
 ) -> None:
-    run = Run(RECIPE, plan_of(*kept, micro_batches=((3,),) * 4))
+    run = Run(RECIPE, plan_of(*persistent, micro_batches=((3,),) * 4))
     for between_steps, between_passes, after, hidden in ranks.run(bytes_of_parameters, run):
-        assert between_passes - between_steps == len(kept) * block_bytes()
+        assert between_passes - between_steps == len(persistent) * block_bytes()
         assert after == between_steps
         assert hidden
 
 
-# Steps that nobody applies
+# Abandoned steps
 
 
-def fail_in_the_second_pass(run: Run, model: nn.Module, optimizer: HeteroZeroOptimizer) -> None:
+def fail_in_second_pass(run: Run, model: nn.Module, optimizer: HeteroZeroOptimizer) -> None:
     passes, loss_fn = iter((1, 2)), training.loss_of(run.recipe)
 
     def loss(model: nn.Module, micro_batch: dict) -> Tensor:
@@ -315,13 +317,13 @@ def fail_in_the_second_pass(run: Run, model: nn.Module, optimizer: HeteroZeroOpt
 
 
 @contextmanager
-def short_of_memory(bad: int) -> Iterator[None]:
-    """One rank has no room for what it is to gather, until its pass has failed and made some."""
-    real, gathers = torch.UntypedStorage.resize_, iter(range(100))
+def limited_memory(bad: int) -> Iterator[None]:
+    """One rank has no memory to unshard until its pass has failed and freed some."""
+    real, unshards = torch.UntypedStorage.resize_, iter(range(100))
 
     def resize(storage: torch.UntypedStorage, size: int) -> None:
-        if harness.rank() == bad and size and next(gathers) == 2:
-            raise torch.OutOfMemoryError("no room to gather")
+        if harness.rank() == bad and size and next(unshards) == 2:
+            raise torch.OutOfMemoryError("no memory to unshard")
         real(storage, size)
 
     torch.UntypedStorage.resize_ = resize
@@ -332,7 +334,7 @@ def short_of_memory(bad: int) -> Iterator[None]:
 
 
 def run_out_of_memory(run: Run, model: nn.Module, optimizer: HeteroZeroOptimizer) -> None:
-    with short_of_memory(BAD):
+    with limited_memory(BAD):
         training.take_step(run, model, optimizer, 1)
 
 
@@ -344,22 +346,22 @@ def leave_the_loop(run: Run, model: nn.Module, optimizer: HeteroZeroOptimizer) -
     optimizer.step()
 
 
-def forget_a_pass(run: Run, model: nn.Module, optimizer: HeteroZeroOptimizer) -> None:
+def skip_a_pass(run: Run, model: nn.Module, optimizer: HeteroZeroOptimizer) -> None:
     with optimizer.no_sync():
         training.loss_of(run.recipe)(model, training.batch_of(run, 1)).backward()
     optimizer.zero_grad()
 
 
-def fail_in_an_own_backward(run: Run, model: nn.Module, optimizer: HeteroZeroOptimizer) -> None:
-    def boom(_gradient: Tensor) -> None:
+def fail_in_implicit_pass(run: Run, model: nn.Module, optimizer: HeteroZeroOptimizer) -> None:
+    def fail(_gradient: Tensor) -> None:
         raise ZeroDivisionError("in the middle of a backward")
 
     def watch(_module: nn.Module, _inputs: object, output: Tensor) -> None:
-        output.register_hook(boom)
+        output.register_hook(fail)
 
     handle = model.blocks[1].register_forward_hook(watch)
     try:
-        forget_a_pass(run, model, optimizer)
+        skip_a_pass(run, model, optimizer)
     finally:
         handle.remove()
         optimizer.zero_grad()
@@ -369,61 +371,61 @@ Mistake = Callable[[Run, nn.Module, HeteroZeroOptimizer], None]
 
 
 def between_good_steps(run: Run, mistake: Mistake) -> tuple[Failure | None, int, dict]:
-    """A good step, the mistake, a good step: what was raised, bytes that stayed, what is left."""
+    """Run a correct step, a failing one, a correct one; returns failure, leaked bytes, weights."""
     model, optimizer = training.prepare(run)
     training.take_step(run, model, optimizer, 0)
     before = optimizer.memory()["parameters"]
     with harness.catching() as caught:
         mistake(run, model, optimizer)
-    stayed = optimizer.memory()["parameters"] - before
+    persisting = optimizer.memory()["parameters"] - before
     training.take_step(run, model, optimizer, 1)
-    return (caught or [None])[0], stayed, training.whole_parameters(model, optimizer)
+    return (caught or [None])[0], persisting, training.whole_parameters(model, optimizer)
 
 
 @pytest.mark.parametrize(
     ("mistake", "raises"),
     [
-        (fail_in_the_second_pass, True),
+        (fail_in_second_pass, True),
         (run_out_of_memory, True),
         (leave_the_loop, True),
-        (forget_a_pass, False),
-        (fail_in_an_own_backward, True),
+        (skip_a_pass, False),
+        (fail_in_implicit_pass, True),
     ],
 )
-def test_a_step_that_is_given_up_gives_the_memory_back_and_training_goes_on(
+def test_abandoned_step_frees_memory_and_training_continues(
     ranks: Pool, mistake: Mistake, raises: bool
 ) -> None:
-    answers = ranks.run(between_good_steps, Run(RECIPE, plan_of("root", "blocks.1")), mistake)
-    for rank, (failure, stayed, left) in enumerate(answers):
+    results = ranks.run(between_good_steps, Run(RECIPE, plan_of("root", "blocks.1")), mistake)
+    for rank, (failure, persisting, left) in enumerate(results):
         assert (failure is not None) == raises, f"rank {rank}: {failure}"
-        assert stayed == 0, f"rank {rank} holds {stayed} bytes"
+        assert persisting == 0, f"rank {rank} holds {persisting} bytes"
         assert_close(left, reference.train(RECIPE).parameters, f"rank {rank}")
 
 
 def out_of_memory_at_first(run: Run, bad: int) -> tuple[Failure | None, dict]:
-    """In the first step, while one rank still tells the others what comes next; then two steps."""
+    """Run out of memory in the first step, while the leader records the order; then two steps."""
     model, optimizer = training.prepare(run)
-    with harness.catching() as caught, short_of_memory(bad):
+    with harness.catching() as caught, limited_memory(bad):
         training.take_step(run, model, optimizer, 0)
     for step in range(2):
         training.take_step(run, model, optimizer, step)
     return (caught or [None])[0], training.whole_parameters(model, optimizer)
 
 
-@pytest.mark.parametrize("kept", [(), ("blocks.1",)])
+@pytest.mark.parametrize("persistent", [(), ("blocks.1",)])
 @pytest.mark.parametrize("bad", range(4))
 @pytest.mark.parametrize("own_loop", [False, True], ids=["train_step", "own loop"])
-def test_a_rank_without_room_in_the_very_first_pass_keeps_nobody_waiting(
-    ranks: Pool, own_loop: bool, bad: int, kept: tuple[str, ...]
+def test_out_of_memory_in_first_pass_blocks_no_rank(
+    ranks: Pool, own_loop: bool, bad: int, persistent: tuple[str, ...]
 ) -> None:
-    run = Run(RECIPE, plan_of(*kept, micro_batches=((3,),) * 4), open_form=own_loop)
+    run = Run(RECIPE, plan_of(*persistent, micro_batches=((3,),) * 4), open_form=own_loop)
     for rank, (failure, left) in enumerate(ranks.run(out_of_memory_at_first, run, bad)):
         assert failure is not None, f"rank {rank} took a step without rank {bad}"
         assert_close(left, reference.train(RECIPE).parameters, f"rank {rank}")
 
 
-class Short(ProcessGroupCommunicator):
-    """Has no room, once, for the second buffer of a unit that is reduced in several."""
+class FailingBuffer(ProcessGroupCommunicator):
+    """Fails to allocate, once, the second buffer of a unit with several flat parameters."""
 
     def __init__(self, group: Group, bad: int) -> None:
         super().__init__(group)
@@ -438,12 +440,12 @@ class Short(ProcessGroupCommunicator):
         return super().buffer(*arguments, **options)
 
 
-def no_room_for_a_bucket(
+def out_of_memory_for_a_bucket(
     run: Run, bad: int, good_steps: int
 ) -> tuple[Failure | None, dict[str, Tensor]]:
-    """In the step after so many good ones; then a good one."""
-    comm = Short(Group.of(harness.group(), None), bad)
-    units.MAX_FLAT_BYTES, before = 1, units.MAX_FLAT_BYTES  # units have many buffers
+    """Fail in the step after some correct ones; then run a correct step."""
+    comm = FailingBuffer(Group.of(harness.group(), None), bad)
+    units.MAX_FLAT_BYTES, before = 1, units.MAX_FLAT_BYTES  # one flat parameter per parameter
     try:
         model, optimizer = training.prepare(replace(run, engine={"communicator": comm}))
     finally:
@@ -464,7 +466,7 @@ def no_room_for_a_bucket(
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("micro_batches", [(3,), (2, 1)], ids=["one pass", "two passes"])
 @pytest.mark.parametrize("own_loop", [False, True], ids=["train_step", "own loop"])
-def test_what_is_on_its_way_is_not_sent_again_when_the_rest_of_a_unit_finds_no_room(
+def test_issued_reductions_are_not_repeated_after_out_of_memory(
     ranks: Pool,
     own_loop: bool,
     micro_batches: tuple[int, ...],
@@ -474,20 +476,20 @@ def test_what_is_on_its_way_is_not_sent_again_when_the_rest_of_a_unit_finds_no_r
 ) -> None:
     plan = replace(plan_of(micro_batches=(micro_batches,) * 4), stage=stage)
     run = Run(RECIPE, plan, open_form=own_loop)
-    answers = ranks.run(no_room_for_a_bucket, run, bad, good_steps)
-    for rank, (failure, left) in enumerate(answers):
+    results = ranks.run(out_of_memory_for_a_bucket, run, bad, good_steps)
+    for rank, (failure, left) in enumerate(results):
         assert failure is not None, f"rank {rank} took a step without rank {bad}"
         assert_close(left, reference.train(RECIPE).parameters, f"rank {rank}")
 
 
-def test_a_rank_without_memory_even_for_zeros_says_who_waits_for_it() -> None:
+def test_out_of_memory_for_zeros_names_the_rank() -> None:
     engine = object.__new__(Engine)
     full = mock.Mock(side_effect=torch.OutOfMemoryError("full"))
     engine.scheduler = mock.Mock(mode=Mode.TRAIN, active=True, finish=full)
     engine.comm = mock.Mock()
     engine.comm.group.rank = 3
-    with pytest.raises(PoplarError, match=r"rank 3 has no memory left.*the other ranks wait"):
-        engine.pass_end()
+    with pytest.raises(PoplarError, match=r"rank 3 is out of memory.*the other ranks wait"):
+        engine.end_pass()
     assert full.call_args_list == [mock.call(failed=False), mock.call(failed=True)]
     assert not engine.scheduler.active
 
@@ -496,8 +498,8 @@ def test_a_rank_without_memory_even_for_zeros_says_who_waits_for_it() -> None:
 
 
 def change_plans(run: Run, plans: Sequence[Plan]) -> tuple[list[list[str]], dict[str, Tensor]]:
-    """A step under the run's plan, and one more under each of the others."""
-    comm = Watched(Group.of(harness.group(), None))
+    """Run a step under the run's plan, and one under each other plan."""
+    comm = RecordingCommunicator(Group.of(harness.group(), None))
     model, optimizer = training.prepare(replace(run, engine={"communicator": comm}))
     found = []
     for step, plan in enumerate([run.plan, *plans]):
@@ -505,32 +507,32 @@ def change_plans(run: Run, plans: Sequence[Plan]) -> tuple[list[list[str]], dict
             optimizer.apply_plan(plan)
         comm.events.clear()
         training.take_step(replace(run, plan=plan), model, optimizer, step)
-        found.append(units_gathered(comm))
+        found.append(units_unsharded(comm))
     return found, training.whole_parameters(model, optimizer)
 
 
-def test_a_new_plan_may_keep_other_units(ranks: Pool) -> None:
+def test_new_plan_may_change_persistent_units(ranks: Pool) -> None:
     recipe = Recipe(batches=(12,) * 4)
-    kept = [(), ("blocks.0",), ("root", "blocks.1"), ()]
+    persistent = [(), ("blocks.0",), ("root", "blocks.1"), ()]
     first, *others = [
         plan_of(*names, shares=shares)
-        for names, shares in zip(kept, (UNEVEN, UNEVEN, EVEN, EVEN), strict=True)
+        for names, shares in zip(persistent, (UNEVEN, UNEVEN, EVEN, EVEN), strict=True)
     ]
-    for gathers, parameters in ranks.run(change_plans, Run(recipe, first), others):
-        for names, gathered in zip(kept, gathers, strict=True):
-            once = {name for name, count in Counter(gathered).items() if count == 1}
+    for unshards, parameters in ranks.run(change_plans, Run(recipe, first), others):
+        for names, unsharded in zip(persistent, unshards, strict=True):
+            once = {name for name, count in Counter(unsharded).items() if count == 1}
             assert once == set(names)
         assert_close(parameters, reference.train(recipe).parameters)
 
 
-def test_shares_of_a_units_own_stay_when_others_are_kept(ranks: Pool) -> None:
+def test_new_persistent_units_keep_unit_shares(ranks: Pool) -> None:
     recipe = Recipe(batches=(12, 12))
     own = UnitPlan("blocks.1", "sharded_parameters", shares=(0, 0, 0.9, 0.1))
     plan = replace(plan_of(), units=(own,))
     later = replace(plan_of("blocks.0", shares=EVEN))
     later = replace(later, units=(*later.units, own))
-    for gathers, parameters in ranks.run(change_plans, Run(recipe, plan), [later]):
-        assert [Counter(step)["blocks.0"] for step in gathers] == [4, 1]
+    for unshards, parameters in ranks.run(change_plans, Run(recipe, plan), [later]):
+        assert [Counter(step)["blocks.0"] for step in unshards] == [4, 1]
         assert_close(parameters, reference.train(recipe).parameters)
 
 
@@ -543,26 +545,26 @@ def apply(run: Run, plan: Plan) -> tuple[Failure | None, dict[str, Tensor]]:
     return (caught or [None])[0], training.whole_parameters(model, optimizer)
 
 
-SHARES_OF_ITS_OWN = UnitPlan("blocks.1", "sharded_parameters", shares=EVEN)
+OWN_SHARES = UnitPlan("blocks.1", "sharded_parameters", shares=EVEN)
 
 
 @pytest.mark.parametrize(
     ("plan", "patterns"),
     [
         (
-            replace(plan_of(), units=(SHARES_OF_ITS_OWN,)),
-            ("'blocks.1'", "shares of its own", "now it has none", "build a new optimizer"),
+            replace(plan_of(), units=(OWN_SHARES,)),
+            ("'blocks.1'", "its own shares", "now it has none", "build a new optimizer"),
         ),
         (plan_of("blocks.7"), ("['blocks.7']", "does not have", "'root', 'blocks.0'")),
         (Plan.even(4, 12, 3, stage=2), ("stage 3 for 4 ranks", "got stage 2")),
     ],
 )
-def test_a_plan_that_cannot_be_gone_on_under_is_refused_and_harms_nothing(
+def test_unsupported_plan_change_raises_and_changes_nothing(
     ranks: Pool, plan: Plan, patterns: tuple[str, ...]
 ) -> None:
-    answers = ranks.run(apply, Run(RECIPE, plan_of("blocks.0")), plan)
-    assert_raised([failure for failure, _ in answers], *patterns, kind=ValueError)
-    for _, parameters in answers:
+    results = ranks.run(apply, Run(RECIPE, plan_of("blocks.0")), plan)
+    assert_raised([failure for failure, _ in results], *patterns, kind=ValueError)
+    for _, parameters in results:
         assert_close(parameters, reference.train(RECIPE).parameters)
 
 
@@ -572,7 +574,7 @@ def build(plan: Plan) -> list[Failure]:
     return caught
 
 
-def test_a_unit_that_the_model_does_not_have_is_refused_with_those_that_it_has(ranks: Pool) -> None:
+def test_unknown_unit_raises_and_lists_units(ranks: Pool) -> None:
     failures = ranks.run(build, plan_of("blocks.0", "blocks.3"))
     assert_raised(
         [failure for (failure,) in failures],
@@ -582,8 +584,8 @@ def test_a_unit_that_the_model_does_not_have_is_refused_with_those_that_it_has(r
     )
 
 
-def test_a_kept_unit_under_a_plan_of_another_stage_is_refused(ranks: Pool) -> None:
-    plan = keeping(Plan.even(4, 12, 3, stage=2), "blocks.0")
+def test_persistent_unit_of_another_stage_raises(ranks: Pool) -> None:
+    plan = with_persistent(Plan.even(4, 12, 3, stage=2), "blocks.0")
     failures = [failure for (failure,) in ranks.run(build, plan)]
     assert_raised(failures, "'blocks.0'", "under a stage-2 plan", kind=ValueError)
 
@@ -592,8 +594,8 @@ def test_a_kept_unit_under_a_plan_of_another_stage_is_refused(ranks: Pool) -> No
 
 
 def train_with_names_of_a_profile(recipe: Recipe) -> tuple[tuple[str, ...], dict[str, Tensor]]:
-    """Small blocks travel together, in the profile and in training; all of them stay."""
-    units.GATHERED_TOGETHER_BYTES, before = 2 << 20, units.GATHERED_TOGETHER_BYTES
+    """Merge small blocks in the profile and in training; all units are persistent."""
+    units.MERGED_UNIT_BYTES, before = 2 << 20, units.MERGED_UNIT_BYTES
     try:
         profile = poplar.profile_cluster(
             models.build(recipe.spec),
@@ -608,11 +610,11 @@ def train_with_names_of_a_profile(recipe: Recipe) -> tuple[tuple[str, ...], dict
         names = profile.model.unit_names
         trajectory = training.train(Run(recipe, plan_of(*names)))
     finally:
-        units.GATHERED_TOGETHER_BYTES = before
+        units.MERGED_UNIT_BYTES = before
     return names, trajectory.parameters
 
 
-def test_a_profile_names_the_units_that_a_plan_may_keep(ranks: Pool) -> None:
+def test_profile_names_the_units_of_the_model(ranks: Pool) -> None:
     torch.manual_seed(0)
     for names, parameters in ranks.run(train_with_names_of_a_profile, RECIPE):
         assert names == ("root", "blocks.0..blocks.2")

@@ -1,6 +1,6 @@
-"""Random collectives against a sum in float64, and one transport against the other, bit by bit.
+"""Random collectives against a float64 sum, and all transports against each other, bit by bit.
 
-`POPLAR_COLLECTIVES=10000 pytest tests/distributed/test_random_collectives.py` draws as many.
+`POPLAR_COLLECTIVES=10000 pytest tests/distributed/test_random_collectives.py` runs that many.
 """
 
 from __future__ import annotations
@@ -16,25 +16,26 @@ import ranks as harness
 import torch
 import torch.distributed as dist
 from ranks import Pool
+from subset import choose
 from torch import Tensor
 
 from poplar import ops
-from poplar.comm import Bucket, Codec, Communicator, Group, Pending, connect, host_topology
+from poplar.comm import Bucket, Codec, Communicator, Group, Work, connect, host_topology
 from poplar.comm.shard_layout import Layout
 
 WORLD = 4
-TIMES = int(os.environ.get("POPLAR_COLLECTIVES", "400"))
-MOST_IN_FLIGHT = 4
-IN_RANK_ORDER = ("shared_memory", "process_group", "process_group:padded+grouped", "staged")
-ACROSS_HOSTS = ("hierarchical", "hierarchical:process_group")
-IN_ANOTHER_ORDER = ("process_group:library+padded", "process_group:grouped+direct")
+TIMES = int(os.environ.get("POPLAR_COLLECTIVES", choose(quick=120, full=400)))
+MAX_IN_FLIGHT = 4
+RANK_ORDER = ("shared_memory", "process_group", "process_group:padded+grouped", "staged")
+HOST_ORDER = ("hierarchical", "hierarchical:process_group")
+LIBRARY_ORDER = ("process_group:library+padded", "process_group:grouped+direct")
 CPU = torch.device("cpu")
 EPSILON = {torch.float32: 2**-23, torch.bfloat16: 2**-8, torch.float16: 2**-10}
 
 
 @dataclass(frozen=True)
 class Case:
-    """One collective; the same on all ranks."""
+    """One random collective, the same on all ranks."""
 
     number: int
     operation: str
@@ -43,7 +44,7 @@ class Case:
     weights: tuple[float, ...]
     accumulate: bool
     is_shared: bool
-    """Tensors lie where the transport sends from; else they are ordinary ones."""
+    """Tensors are in the transport's memory; otherwise they are ordinary tensors."""
 
     @classmethod
     def draw(cls, number: int, generator: random.Random) -> Case:
@@ -67,12 +68,12 @@ class Case:
         return torch.randn(self.layout.numel, generator=generator)
 
     def packed(self, rank: int) -> Tensor:
-        """As it travels: weighted and rounded once."""
+        """The values in the wire dtype: weighted and rounded once."""
         weight = torch.tensor(self.weights[rank], dtype=torch.float32)
         return (self.values(rank) * weight).to(self.dtype)
 
     def expected(self, rank: int) -> Tensor:
-        """In float64; a gather has no arithmetic."""
+        """The result in float64; gathers have no arithmetic."""
         if self.operation == "all_gather":
             bounds = map(self.layout.bounds, range(WORLD))
             return torch.cat(
@@ -84,8 +85,8 @@ class Case:
         return total[slice(*self.layout.bounds(rank))] + float(self.accumulate)
 
     def bound(self, rank: int, hosts: int) -> Tensor:
-        """What rounding may do: `WORLD` fp32 additions, one rounding to what comes out, and where
-        there are several hosts one of each host's sum to what travels.
+        """The rounding error: `WORLD` fp32 additions, one rounding to the result's dtype and, with
+        several hosts, one rounding of each host's sum to the wire dtype.
         """
         if self.operation == "all_gather":
             return torch.zeros(())
@@ -97,8 +98,8 @@ class Case:
         return bound[low:high] if self.operation == "reduce_scatter" else bound
 
 
-def issue(case: Case, comm: Communicator) -> tuple[Pending, Callable[[], Tensor]]:
-    """Start it; the second gives the result once the first is over."""
+def issue(case: Case, comm: Communicator) -> tuple[Work, Callable[[], Tensor]]:
+    """Start the collective; the second value returns the result once the first has finished."""
     rank, layout, what = comm.group.rank, case.layout, f"number {case.number}"
     low, high = layout.bounds(rank)
     if case.operation == "all_gather":
@@ -106,7 +107,7 @@ def issue(case: Case, comm: Communicator) -> tuple[Pending, Callable[[], Tensor]
         data = torch.zeros(layout.numel, dtype=case.dtype)
         if case.is_shared:
             return comm.all_gather(data, layout, what=what, own=comm.share(mine)), lambda: data
-        if case.accumulate:  # in place, in what peers read
+        if case.accumulate:  # in place, in shared memory
             data = comm.buffer(layout, case.dtype, CPU).data
             data[low:high] = mine
             return comm.all_gather(data, layout, what=what, own=data[low:high]), lambda: data
@@ -133,10 +134,8 @@ def issue(case: Case, comm: Communicator) -> tuple[Pending, Callable[[], Tensor]
     return pending, result
 
 
-def run(
-    seed: int, times: int, choices: tuple[str, ...] = IN_RANK_ORDER, hosts: int = 1
-) -> list[str]:
-    """Draw, issue and wait, in another order on every rank; returns what was wrong.
+def run(seed: int, times: int, choices: tuple[str, ...] = RANK_ORDER, hosts: int = 1) -> list[str]:
+    """Draw, issue and wait, in a different order on every rank; returns the wrong results.
 
     All transports must give the same bits.
     """
@@ -148,7 +147,7 @@ def run(
     for number in range(times):
         case = Case.draw(number, draw)
         in_flight.append((case, [issue(case, comm) for comm in transports]))
-        if len(in_flight) > draw.randint(0, MOST_IN_FLIGHT - 1) or number == times - 1:
+        if len(in_flight) > draw.randint(0, MAX_IN_FLIGHT - 1) or number == times - 1:
             own_order.shuffle(in_flight)
             for transport in range(len(transports)):
                 for _, started in in_flight:
@@ -163,14 +162,14 @@ def run(
     return wrong
 
 
-def test_results_are_right_and_the_same_by_every_transport(ranks: Pool) -> None:
+def test_all_transports_give_the_same_correct_bits(ranks: Pool) -> None:
     for seed in range(max(1, TIMES // 400)):  # each call has a deadline
         for wrong in ranks.run(run, 1 + 10 * seed, min(TIMES, 400)):
             assert wrong == []
 
 
-@pytest.mark.parametrize("choice", IN_ANOTHER_ORDER)
-def test_results_are_right_where_the_library_adds(ranks: Pool, choice: str) -> None:
+@pytest.mark.parametrize("choice", LIBRARY_ORDER)
+def test_library_reductions_are_correct(ranks: Pool, choice: str) -> None:
     for wrong in ranks.run(run, 4, TIMES // 4, (choice,)):
         assert wrong == []
 
@@ -183,36 +182,36 @@ def run_without_a_cache(seed: int, times: int) -> list[str]:
         del os.environ["POPLAR_MEMORY_CACHE"]
 
 
-def test_results_are_right_where_idle_memory_goes_back_at_once(ranks: Pool) -> None:
+def test_results_are_correct_without_a_memory_cache(ranks: Pool) -> None:
     for wrong in ranks.run(run_without_a_cache, 2, TIMES // 4):
         assert wrong == []
 
 
 def run_on_hosts(seed: int, times: int, names: str) -> list[str]:
-    """As `run`, by the hierarchical transport: each rank says that it runs on the host named."""
-    real = host_topology.place
-    host_topology.place = lambda: (names[harness.rank()],)
+    """As `run` with the hierarchical transports; each rank reports the host named for it."""
+    real = host_topology.host_id
+    host_topology.host_id = lambda: (names[harness.rank()],)
     try:
-        return run(seed, times, ACROSS_HOSTS, hosts=2)
+        return run(seed, times, HOST_ORDER, hosts=2)
     finally:
-        host_topology.place = real
+        host_topology.host_id = real
 
 
 @pytest.mark.parametrize("names", ["aabb", "abab", "abbb", "aaaa", "abcc", "abcd"])
-def test_results_are_right_and_the_same_across_hosts(ranks: Pool, names: str) -> None:
+def test_hierarchical_transports_give_the_same_correct_bits(ranks: Pool, names: str) -> None:
     for wrong in ranks.run(run_on_hosts, 3, TIMES // 4, names):
         assert wrong == []
 
 
-def gathered_after_other_groups(names: str) -> bool:
-    """On ranks that have not made the same number of process groups."""
+def gather_after_creating_other_groups(names: str) -> bool:
+    """Ranks that have created different numbers of process groups before."""
     mine = dist.new_group([harness.rank()], use_local_synchronization=True)
     more = [
         dist.new_group([harness.rank()], use_local_synchronization=True)
         for _ in range(harness.rank())
     ]
-    real = host_topology.place
-    host_topology.place = lambda: (names[harness.rank()],)
+    real = host_topology.host_id
+    host_topology.host_id = lambda: (names[harness.rank()],)
     try:
         comm = connect(Group.of(harness.group(), None), "hierarchical:process_group")
         layout = Layout.even(64 * WORLD, WORLD)
@@ -220,20 +219,20 @@ def gathered_after_other_groups(names: str) -> bool:
         comm.all_gather(data, layout, what="a gather").wait()
         return bool((data.view(WORLD, -1) == torch.arange(WORLD).view(-1, 1)).all())
     finally:
-        host_topology.place = real
+        host_topology.host_id = real
         for group in (mine, *more):
             dist.destroy_process_group(group)
 
 
 @pytest.mark.parametrize("names", ["aabb", "abba"])
-def test_parts_of_a_group_are_made_whatever_groups_ranks_have(ranks: Pool, names: str) -> None:
-    assert all(ranks.run(gathered_after_other_groups, names))
+def test_subgroups_do_not_depend_on_other_process_groups(ranks: Pool, names: str) -> None:
+    assert all(ranks.run(gather_after_creating_other_groups, names))
 
 
-def moved(choice: str, names: str) -> list[bool]:
-    """Broadcasts from every rank, and slices that are cut anew."""
-    real = host_topology.place
-    host_topology.place = lambda: (names[harness.rank()],)
+def broadcast_and_reshard(choice: str, names: str) -> list[bool]:
+    """Broadcasts from every rank, and reshards between several layouts."""
+    real = host_topology.host_id
+    host_topology.host_id = lambda: (names[harness.rank()],)
     try:
         group = Group.of(harness.group(), None)
         comm = connect(group, choice)
@@ -250,7 +249,7 @@ def moved(choice: str, names: str) -> list[bool]:
             right.append(torch.equal(own, whole[slice(*new.bounds(group.rank))]))
         return right
     finally:
-        host_topology.place = real
+        host_topology.host_id = real
 
 
 @pytest.mark.parametrize(
@@ -263,6 +262,6 @@ def moved(choice: str, names: str) -> list[bool]:
         ("hierarchical:process_group", "abba"),
     ],
 )
-def test_values_reach_everybody_and_slices_are_cut_anew(ranks, choice, names):
-    for right in ranks.run(moved, choice, names):
+def test_broadcast_and_reshard_are_correct(ranks, choice, names):
+    for right in ranks.run(broadcast_and_reshard, choice, names):
         assert all(right)

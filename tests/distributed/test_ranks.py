@@ -1,4 +1,6 @@
-"""The harness: errors come home, deadlines hold, a broken call leaves nothing to the next."""
+"""The test harness: errors are reported, deadlines hold, and a failed call does not affect the
+next.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,7 @@ def die_on(bad: int, how: signal.Signals) -> int:
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
-def test_every_rank_returns_its_value_and_the_group_is_the_ranks_of_the_call(
+def test_every_rank_returns_its_value_and_the_group_has_the_ranks_of_the_call(
     ranks: Pool, count: int
 ) -> None:
     total = sum(range(1, count + 1))
@@ -57,12 +59,12 @@ def test_every_rank_returns_its_value_and_the_group_is_the_ranks_of_the_call(
     ]
 
 
-def test_tensors_come_home(ranks: Pool) -> None:
+def test_tensors_are_returned(ranks: Pool) -> None:
     for tensor in ranks.run(torch.arange, 3):
         assert torch.equal(tensor, torch.arange(3))
 
 
-def test_an_error_comes_home_with_its_rank_and_traceback(ranks: Pool) -> None:
+def test_errors_are_raised_with_rank_and_traceback(ranks: Pool) -> None:
     with pytest.raises(RanksFailed, match="rank 2 will not") as caught:
         ranks.run(fail_on, 2)
     (failure,) = caught.value.failures
@@ -73,20 +75,20 @@ def test_an_error_comes_home_with_its_rank_and_traceback(ranks: Pool) -> None:
     assert "in fail_on" in failure.traceback
 
 
-def test_expected_errors_are_returned_and_missing_ones_are_named(ranks: Pool) -> None:
+def test_expected_errors_are_returned_and_missing_ones_raise(ranks: Pool) -> None:
     failures = ranks.run_expecting_errors(fail_everywhere)
     assert [failure.message for failure in failures] == ["0", "1", "2", "3"]
     with pytest.raises(AssertionError, match=r"ranks \[0, 2, 3\] raised nothing"):
         ranks.run_expecting_errors(fail_on, 1)
 
 
-def test_the_same_workers_serve_call_after_call(ranks: Pool) -> None:
+def test_workers_are_reused(ranks: Pool) -> None:
     first = ranks.run(sleep_on, 0, 0.0)
     ranks.run_expecting_errors(fail_everywhere)
     assert ranks.run(sleep_on, 0, 0.0) == first
 
 
-def test_a_deadline_kills_the_workers_and_shows_where_they_hung() -> None:
+def test_deadline_kills_the_workers_and_shows_their_stacks() -> None:
     pool = Pool(2)
     try:
         before = pool.pids()
@@ -101,7 +103,7 @@ def test_a_deadline_kills_the_workers_and_shows_where_they_hung() -> None:
         pool.close()
 
 
-def test_a_rank_that_fails_is_shown_together_with_those_that_wait_for_it(
+def test_failed_rank_is_shown_with_the_ranks_that_wait_for_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(harness, "GRACE_SECONDS", 0.5)
@@ -116,18 +118,18 @@ def test_a_rank_that_fails_is_shown_together_with_those_that_wait_for_it(
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_lost_ranks_are_reported_and_the_others_answer(how: signal.Signals) -> None:
+def test_lost_ranks_are_reported_with_the_answers_of_the_others(how: signal.Signals) -> None:
     answers = one_off(2, die_on, 1, how, lost=[1])
     assert answers[0] == 0
     assert isinstance(answers[1], Silent)
 
 
-def test_a_dead_rank_that_was_not_expected_fails_the_call() -> None:
+def test_unexpected_death_of_a_rank_raises() -> None:
     with pytest.raises(RanksFailed, match="exit code -9"):
         one_off(2, die_on, 1, signal.SIGKILL)
 
 
-def test_a_failure_on_a_one_off_rank_is_returned() -> None:
+def test_failure_on_a_one_off_rank_is_returned() -> None:
     answers = one_off(2, fail_on, 0)
     assert isinstance(answers[0], Failure)
     assert answers[1] == 1

@@ -1,4 +1,4 @@
-"""What lets others work on a model that an optimizer held: release, whole gradients, traces."""
+"""Releasing a model, full gradients and traces."""
 
 from __future__ import annotations
 
@@ -48,17 +48,17 @@ def step_and_release(run: Run, next_stage: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_released_model_is_whole_and_another_optimizer_may_take_it(ranks: Pool, stage):
+def test_released_model_is_complete_and_can_be_reused(ranks: Pool, stage):
     for seen in ranks.run(step_and_release, run_at(stage), 3 - stage):
         torch.testing.assert_close(seen["released"], seen["expected"], rtol=0, atol=0)
         torch.testing.assert_close(seen["after"], seen["expected"], rtol=0, atol=0)
         assert seen["own_memory"]
-        gathers, hooked, left = seen["hooks"]
-        assert hooked == gathers
+        shards_parameters, hooked, left = seen["hooks"]
+        assert hooked == shards_parameters
         assert left == 0
 
 
-def release_within_a_step(run: Run) -> None:
+def release_during_step(run: Run) -> None:
     model, optimizer = training.prepare(run)
     batch = training.batch_of(run, 0)
     for micro_batch in optimizer.micro_batches(batch):
@@ -66,9 +66,9 @@ def release_within_a_step(run: Run) -> None:
     optimizer.release()
 
 
-def test_release_in_the_middle_of_a_step_is_refused_on_all_ranks(ranks: Pool):
+def test_release_during_step_raises_on_all_ranks(ranks: Pool):
     with pytest.raises(RanksFailed, match="in the middle of a step"):
-        ranks.run(release_within_a_step, run_at(1))
+        ranks.run(release_during_step, run_at(1))
 
 
 def gradients_of_a_step(run: Run, max_norm: float | None) -> dict[str, Tensor]:
@@ -90,7 +90,7 @@ def expected_gradients(recipe: Recipe, max_norm: float | None) -> dict[str, Tens
 
 @pytest.mark.parametrize("max_norm", [None, 0.1])
 @pytest.mark.parametrize("stage", STAGES)
-def test_full_gradients_are_those_of_one_process(ranks: Pool, stage, max_norm):
+def test_full_gradients_equal_one_process(ranks: Pool, stage, max_norm):
     run = run_at(stage)
     expected = expected_gradients(run.recipe, max_norm)
     for gradients in ranks.run(gradients_of_a_step, run, max_norm):
@@ -112,7 +112,7 @@ def trace_of_a_step(run: Run) -> list[tuple[str, str, float, float]]:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_trace_has_the_same_waits_on_all_ranks(ranks: Pool, stage):
+def test_trace_has_the_same_waits_on_all_ranks(ranks: Pool, stage):
     traces = ranks.run(trace_of_a_step, run_at(stage))
     waits = [sorted(what for kind, what, *_ in trace if kind == "wait") for trace in traces]
     assert all(names == waits[0] for names in waits)

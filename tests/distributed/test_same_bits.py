@@ -1,4 +1,4 @@
-"""At one stage, the same batches give the same bits whatever the shares are; and run after run."""
+"""At one stage the same batches give the same bits, for any shares and in every run."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def plan_with(shares: tuple[float, ...], stage: int) -> Plan:
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("name", RECIPES)
-def test_other_shares_give_the_same_bits(ranks: Pool, name: str, stage: int) -> None:
+def test_shares_do_not_change_the_bits(ranks: Pool, name: str, stage: int) -> None:
     recipe = RECIPES[name]
     dtype = recipe.spec.dtype
     engine = {} if dtype == torch.float32 else {"compute_dtype": dtype}
@@ -61,7 +61,7 @@ def test_other_shares_give_the_same_bits(ranks: Pool, name: str, stage: int) -> 
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_train_step_and_the_open_form_give_the_same_bits(ranks: Pool, stage: int) -> None:
+def test_train_step_and_micro_batches_give_the_same_bits(ranks: Pool, stage: int) -> None:
     recipe = RECIPES["clipped, tied, two groups, tokens"]
     closed = Run(recipe, plan_with(SHARES[1], stage))
     trained = ranks.run(train_many, [closed, replace(closed, open_form=True)])

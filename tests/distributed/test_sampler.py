@@ -1,4 +1,4 @@
-"""Step k is the same global batch whatever the plan, and training goes on where it stopped."""
+"""Step k is the same global batch for every plan, and training resumes where it stopped."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset
 
-from poplar.data.sampler import HeteroBatchSampler, split_stream
+from poplar.data import HeteroBatchSampler, split_stream
 from poplar.plan import Plan
 
 PLANS = (
@@ -30,7 +30,8 @@ def samplers(length, plan, **options):
 
 
 def one_epoch(samplers):
-    """What all ranks draw, step by step; the one index of a rank without samples left out."""
+    """What all ranks draw in each step, without the placeholder of ranks without samples."""
+
     steps = zip(*samplers, strict=True)
     plan = samplers[0]._plan
     return [
@@ -52,7 +53,7 @@ class Squares(Dataset):
 
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize("drop_last", [True, False])
-def test_a_step_is_the_same_global_batch_whatever_the_plan(shuffle, drop_last):
+def test_step_is_the_same_global_batch_for_every_plan(shuffle, drop_last):
     epochs = [
         one_epoch(samplers(40, plan, seed=3, shuffle=shuffle, drop_last=drop_last))
         for plan in PLANS
@@ -62,7 +63,7 @@ def test_a_step_is_the_same_global_batch_whatever_the_plan(shuffle, drop_last):
 
 
 @given(sizes=batch_sizes, length=st.integers(1, 60), seed=st.integers(0, 5))
-def test_an_epoch_holds_every_sample_once(sizes, length, seed):
+def test_epoch_has_every_sample_once(sizes, length, seed):
     plan = Plan.manual(sizes, stage=2)
     working = sum(size > 0 for size in sizes)
     if 0 < length % plan.global_batch < working:
@@ -74,26 +75,26 @@ def test_an_epoch_holds_every_sample_once(sizes, length, seed):
     assert [len(step) for step in drawn[:-1]] == [plan.global_batch] * (len(drawn) - 1)
 
 
-def test_each_rank_draws_what_the_plan_gives_it():
+def test_each_rank_draws_its_planned_samples():
     plan = Plan.manual("1,2,3,6", stage=0)
     drawn = [list(sampler) for sampler in samplers(24, plan, shuffle=False)]
     assert drawn[1] == [[1, 2], [13, 14]]
     assert [[len(batch) for batch in rank] for rank in drawn] == [[1, 1], [2, 2], [3, 3], [6, 6]]
 
 
-def test_a_rank_without_samples_draws_one_of_the_same_global_batch():
+def test_rank_without_samples_draws_a_placeholder():
     sampler = HeteroBatchSampler(24, Plan.manual("0,12", stage=0), rank=0, shuffle=False)
     assert list(sampler) == [[0], [12]]
 
 
-def test_a_short_last_batch_is_cut_by_the_same_plan():
+def test_short_last_batch_is_split_by_the_same_plan():
     plan = Plan.manual("1,2,3,6", stage=0)
     last = [list(sampler)[-1] for sampler in samplers(18, plan, shuffle=False, drop_last=False)]
     assert [len(part) for part in last] == list(plan.cut(6))
     assert [index for part in last for index in part] == list(range(12, 18))
 
 
-def test_the_order_depends_on_seed_and_epoch_and_on_nothing_else():
+def test_order_depends_only_on_seed_and_epoch():
     def order(seed, epoch):
         sampler = HeteroBatchSampler(30, Plan.manual("30", stage=0), seed=seed)
         sampler.set_epoch(epoch)
@@ -107,7 +108,7 @@ def test_the_order_depends_on_seed_and_epoch_and_on_nothing_else():
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_the_length_is_the_number_of_steps():
+def test_length_is_the_number_of_steps():
     plan = Plan.manual("4,8", stage=0)
     assert len(HeteroBatchSampler(40, plan, rank=0)) == 3
     assert len(HeteroBatchSampler(40, plan, rank=0, drop_last=False)) == 4
@@ -116,7 +117,7 @@ def test_the_length_is_the_number_of_steps():
 # Epochs
 
 
-def test_an_iteration_after_a_finished_one_is_the_next_epoch():
+def test_iteration_after_finished_epoch_is_the_next_epoch():
     sampler = HeteroBatchSampler(24, Plan.manual("12", stage=0))
     first, second = list(sampler), list(sampler)
     assert first != second
@@ -126,14 +127,14 @@ def test_an_iteration_after_a_finished_one_is_the_next_epoch():
     assert list(sampler) == second
 
 
-def test_an_iteration_after_an_unfinished_one_is_the_same_epoch_again():
+def test_iteration_after_unfinished_epoch_repeats_it():
     sampler = HeteroBatchSampler(24, Plan.manual("12", stage=0))
     peeked = next(iter(sampler))
     assert next(iter(sampler)) == peeked
     assert sampler.epoch == 0
 
 
-def test_setting_the_epoch_of_a_finished_one_repeats_it():
+def test_set_epoch_repeats_a_finished_epoch():
     sampler = HeteroBatchSampler(24, Plan.manual("12", stage=0))
     first = list(sampler)
     sampler.set_epoch(0)
@@ -149,7 +150,7 @@ def through_json(state):
 
 @pytest.mark.parametrize("stop", [0, 1, 4, 5, 7, 10])
 @pytest.mark.parametrize("drop_last", [True, False])
-def test_training_goes_on_where_it_stopped(stop, drop_last):
+def test_training_resumes_where_it_stopped(stop, drop_last):
     plan, other_plan = Plan.manual("2,6", stage=0), Plan.manual("5,0,3", stage=0)
 
     def endless(sampler):
@@ -174,14 +175,14 @@ def test_training_goes_on_where_it_stopped(stop, drop_last):
     assert before + after == whole
 
 
-def test_after_the_last_step_the_state_is_the_start_of_the_next_epoch():
+def test_state_after_last_step_is_start_of_next_epoch():
     sampler = HeteroBatchSampler(24, Plan.manual("12", stage=0))
     list(sampler)
     state = sampler.state_dict()
     assert (state["epoch"], state["step"]) == (1, 0)
 
 
-def test_set_epoch_keeps_the_place_in_the_epoch_that_was_resumed():
+def test_set_epoch_keeps_the_resumed_position():
     plan = Plan.manual("12", stage=0)
     sampler = HeteroBatchSampler(48, plan)
     sampler.set_epoch(3)
@@ -194,7 +195,7 @@ def test_set_epoch_keeps_the_place_in_the_epoch_that_was_resumed():
     assert list(resumed) == whole
 
 
-def test_a_resumed_epoch_that_is_left_early_begins_where_it_was_resumed():
+def test_resumed_epoch_left_early_restarts_where_it_was_resumed():
     plan = Plan.manual("12", stage=0)
     sampler = HeteroBatchSampler(48, plan)
     whole = list(sampler)
@@ -205,7 +206,7 @@ def test_a_resumed_epoch_that_is_left_early_begins_where_it_was_resumed():
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_loader_that_reads_ahead_resumes_by_the_trainers_count(workers):
+def test_loader_with_workers_resumes_by_steps_done(workers):
     plan = Plan.manual("2,2", stage=0)
     sampler = HeteroBatchSampler(40, plan, rank=1)
     loader = DataLoader(Squares(), batch_sampler=sampler, num_workers=workers)
@@ -218,7 +219,7 @@ def test_a_loader_that_reads_ahead_resumes_by_the_trainers_count(workers):
     assert batches == [[index**2 for index in part] for part in expected]
 
 
-def test_a_state_counts_what_was_drawn():
+def test_state_counts_drawn_batches():
     sampler = HeteroBatchSampler(40, Plan.manual("4", stage=0))
     list(islice(sampler, 3))
     assert sampler.state_dict()["step"] == 3
@@ -228,7 +229,7 @@ def test_a_state_counts_what_was_drawn():
 
 
 @pytest.mark.parametrize(
-    ("options", "complaint"),
+    ("options", "message"),
     [
         ({"length": 41}, "saved with length=40, but here it is 41"),
         ({"seed": 1}, "saved with seed=0, but here it is 1"),
@@ -236,14 +237,14 @@ def test_a_state_counts_what_was_drawn():
         ({"plan": Plan.manual("8", stage=0)}, "saved with global_batch=4, but here it is 8"),
     ],
 )
-def test_a_state_of_other_data_is_refused(options, complaint):
+def test_state_of_other_data_raises(options, message):
     state = HeteroBatchSampler(40, Plan.manual("4", stage=0)).state_dict()
     options = {"length": 40, "plan": Plan.manual("4", stage=0), **options}
-    with pytest.raises(ValueError, match=complaint):
+    with pytest.raises(ValueError, match=message):
         HeteroBatchSampler(**options).load_state_dict(state)
 
 
-def test_a_state_of_something_else_is_refused():
+def test_state_of_another_class_raises():
     sampler = HeteroBatchSampler(40, Plan.manual("4", stage=0))
     with pytest.raises(ValueError, match="not a state of HeteroBatchSampler"):
         sampler.load_state_dict({"epoch": 1})
@@ -255,7 +256,7 @@ def test_a_state_of_something_else_is_refused():
         sampler.state_dict(steps_done=11)
 
 
-def test_a_tail_too_short_for_the_ranks_is_refused_at_construction_on_every_rank():
+def test_too_short_last_batch_raises_at_construction():
     plan = Plan.manual("2,2,0,2", stage=0)
     for rank in range(4):
         with pytest.raises(ValueError, match=r"14 samples, .* has 2 .* 3 ranks .* by 1 samples"):
@@ -264,37 +265,37 @@ def test_a_tail_too_short_for_the_ranks_is_refused_at_construction_on_every_rank
 
 
 @pytest.mark.parametrize("length", [0, 11])
-def test_a_dataset_without_a_single_step_is_refused(length):
+def test_dataset_smaller_than_a_global_batch_raises(length):
     with pytest.raises(ValueError, match=f"{length} samples gives no step: the global batch is 12"):
         HeteroBatchSampler(length, Plan.manual("12", stage=0))
 
 
-def test_a_rank_must_be_known_and_in_the_plan():
+def test_missing_or_unknown_rank_raises():
     plan = Plan.manual("2,2", stage=0)
-    for make in (lambda **rank: HeteroBatchSampler(8, plan, **rank), _stream_of(plan)):
+    for make in (lambda **rank: HeteroBatchSampler(8, plan, **rank), _first_samples(plan)):
         with pytest.raises(ValueError, match=r"2 ranks and torch\.distributed is not init"):
             make()
         with pytest.raises(ValueError, match="rank 2: the plan is for ranks 0 to 1"):
             make(rank=2)
 
 
-def _stream_of(plan):
+def _first_samples(plan):
     return lambda **rank: split_stream(range(8), plan, **rank)
 
 
-def test_the_rank_is_that_of_the_process(ranks):
-    drawn = ranks.run(_draw_without_naming_the_rank, Plan.manual("1,2,3,6", stage=0))
+def test_default_rank_is_that_of_the_process(ranks):
+    drawn = ranks.run(_draw_with_default_rank, Plan.manual("1,2,3,6", stage=0))
     assert drawn == [[[0]], [[1, 2]], [[3, 4, 5]], [[6, 7, 8, 9, 10, 11]]]
 
 
-def _draw_without_naming_the_rank(plan):
+def _draw_with_default_rank(plan):
     return list(HeteroBatchSampler(12, plan, shuffle=False))
 
 
-def test_a_plan_for_another_number_of_processes_is_refused(ranks):
-    complaints = ranks.run(_error_for, Plan.manual("1,2,3", stage=0))
-    for rank, complaint in enumerate(complaints):
-        assert f"rank {rank}: the plan is for 3 ranks, but torch.distributed runs 4" in complaint
+def test_plan_for_another_world_size_raises(ranks):
+    messages = ranks.run(_error_for, Plan.manual("1,2,3", stage=0))
+    for rank, message in enumerate(messages):
+        assert f"rank {rank}: the plan is for 3 ranks, but torch.distributed has 4" in message
 
 
 def _error_for(plan):
@@ -314,7 +315,7 @@ def streams(samples, plan, **options):
 
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("drop_last", [True, False])
-def test_a_step_of_a_stream_is_the_same_global_batch_whatever_the_plan(plan, drop_last):
+def test_step_of_a_stream_is_the_same_for_every_plan(plan, drop_last):
     drawn = [
         [s for rank, part in enumerate(parts) if plan.samples(rank) for s in part]
         for parts in zip(*streams(range(40), plan, drop_last=drop_last), strict=True)
@@ -323,12 +324,12 @@ def test_a_step_of_a_stream_is_the_same_global_batch_whatever_the_plan(plan, dro
     assert drawn == whole + [list(range(36, 40))] * (not drop_last)
 
 
-def test_a_rank_without_samples_reads_one_of_the_same_global_batch():
+def test_rank_without_samples_reads_a_placeholder():
     stream = split_stream(range(24), Plan.manual("0,12", stage=0), rank=0)
     assert list(stream) == [[0], [12]]
 
 
-def test_a_stream_that_ends_too_short_for_the_ranks_ends_in_an_error_on_every_rank():
+def test_too_short_end_of_stream_raises_on_every_rank():
     plan = Plan.manual("2,2,0,2", stage=0)
     for stream in streams(range(8), plan, drop_last=False):
         steps = iter(stream)
@@ -357,7 +358,7 @@ def test_workers_keep_the_order_of_a_stream(workers, length, persistent):
 
 
 @pytest.mark.parametrize("stop", [0, 1, 4, 10])
-def test_a_stream_goes_on_where_it_stopped_and_the_next_pass_is_whole(stop):
+def test_stream_resumes_and_the_next_iteration_is_complete(stop):
     plan = Plan.manual("1,3", stage=0)
     stream = split_stream(range(40), plan, rank=1)
     whole = list(stream)
@@ -370,7 +371,7 @@ def test_a_stream_goes_on_where_it_stopped_and_the_next_pass_is_whole(stop):
 
 
 @pytest.mark.parametrize("persistent", [True, False])
-def test_workers_go_on_where_training_stopped_and_the_next_pass_is_whole(persistent):
+def test_stream_with_workers_resumes_and_the_next_iteration_is_complete(persistent):
     plan = Plan.manual("1,3", stage=0)
     whole = list(split_stream(range(40), plan, rank=1))
     stream = split_stream(range(40), plan, rank=1)
@@ -383,7 +384,7 @@ def test_workers_go_on_where_training_stopped_and_the_next_pass_is_whole(persist
     assert list(stream) == whole
 
 
-def test_only_the_pass_after_resuming_skips_even_if_it_is_left_early():
+def test_only_the_first_iteration_after_resuming_skips():
     plan = Plan.manual("1,3", stage=0)
     whole = list(split_stream(range(40), plan, rank=1))
     stream = split_stream(range(40), plan, rank=1)
@@ -394,7 +395,7 @@ def test_only_the_pass_after_resuming_skips_even_if_it_is_left_early():
         assert list(reader) == whole
 
 
-def test_a_stream_read_by_workers_asks_for_the_trainers_count():
+def test_stream_with_workers_needs_steps_done():
     stream = split_stream(range(40), Plan.manual("4", stage=0))
     assert stream.state_dict()["step"] == 0
     list(loaded(stream, 1))
@@ -403,7 +404,7 @@ def test_a_stream_read_by_workers_asks_for_the_trainers_count():
     assert stream.state_dict(steps_done=3)["step"] == 3
 
 
-def test_resuming_a_stream_that_is_too_short_is_refused():
+def test_resuming_a_too_short_stream_raises():
     plan = Plan.manual("4", stage=0)
     state = split_stream(range(40), plan).state_dict(steps_done=7)
     other = split_stream(range(20), plan)
@@ -412,7 +413,7 @@ def test_resuming_a_stream_that_is_too_short_is_refused():
         list(other)
 
 
-def test_a_state_of_another_stream_is_refused():
+def test_state_of_another_stream_raises():
     stream = split_stream(range(40), Plan.manual("4", stage=0))
     with pytest.raises(ValueError, match="saved with global_batch=8, but here it is 4"):
         stream.load_state_dict({**stream.state_dict(), "global_batch": 8})

@@ -1,4 +1,4 @@
-"""Ranks of one host read each other's memory: the same bits as by sockets, and nobody is stuck."""
+"""Collectives in shared memory: the same bits as through sockets, and no deadlocks."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ import torch
 from ranks import Pool
 
 from poplar import HeteroZeroOptimizer, Plan, _core
-from poplar.comm import Bucket, Codec, Control, Group, connect, control_of, host_topology
-from poplar.comm.segment_pool import Pool as Segments
+from poplar.comm import Bucket, Codec, Control, Group, connect, connect_control, host_topology
+from poplar.comm.segment_pool import SegmentPool
 from poplar.comm.shard_layout import Layout
 from poplar.comm.shared_memory import SharedMemoryCommunicator
-from poplar.comm.shared_segment import PAGE, Segment, addresses, view
+from poplar.comm.shared_segment import PAGE, Segment, segment_bytes, view
 from poplar.errors import CollectiveTimeout
 from poplar.system import host_limits
 
@@ -30,44 +30,44 @@ WORLD = 4
 CPU = torch.device("cpu")
 
 
-# Boards
+# The rendezvous
 
 
-def boards(size: int = 2) -> list[_core.Rendezvous]:
-    """Of ranks that live in one process."""
+def rendezvous_of_threads(size: int = 2) -> list[_core.Rendezvous]:
+    """The rendezvous of several ranks in one process."""
     memories = [mmap.mmap(-1, _core.RENDEZVOUS_BYTES) for _ in range(size)]
     return [_core.Rendezvous(memories, rank) for rank in range(size)]
 
 
-def test_a_wait_is_over_as_soon_as_all_others_have_posted():
-    one, other = boards()
+def test_wait_returns_when_all_peers_have_posted():
+    one, other = rendezvous_of_threads()
     poster = threading.Timer(0.05, other.post, (64, 8, False))
     poster.start()
-    assert one.late(_core.Event.POSTED, 0, 30.0) == []
-    assert one.part_of(1, 0) == (64, 8, False)
+    assert one.wait(_core.Event.POSTED, 0, 30.0) == []
+    assert one.posted_range(1, 0) == (64, 8, False)
     poster.join()
 
 
-def test_a_wait_ends_without_an_answer_and_says_whose():
-    first, second, _ = boards(3)
+def test_wait_returns_the_missing_ranks_after_the_timeout():
+    first, second, _ = rendezvous_of_threads(3)
     second.post(0, 0, False)
-    assert first.late(_core.Event.POSTED, 0, 0.01) == [2]
-    assert first.late(_core.Event.POSTED, 1, -1.0) == [1, 2]
+    assert first.wait(_core.Event.POSTED, 0, 0.01) == [2]
+    assert first.wait(_core.Event.POSTED, 1, -1.0) == [1, 2]
 
 
-def test_marks_are_of_one_collective():
-    one, other = boards()
-    for _ in range(_core.PLACES + 2):
+def test_marks_belong_to_one_collective():
+    one, other = rendezvous_of_threads()
+    for _ in range(_core.SLOTS + 2):
         other.post(0, 0, False)
-    other.mark(1)
-    assert one.late(_core.Event.MARKED, 1, 0.0) == []
-    assert one.late(_core.Event.MARKED, _core.PLACES + 1, 0.0) == [1]
-    other.mark(_core.PLACES + 1)
-    assert one.late(_core.Event.MARKED, _core.PLACES + 1, 0.0) == []
+    other.mark_written(1)
+    assert one.wait(_core.Event.WRITTEN, 1, 0.0) == []
+    assert one.wait(_core.Event.WRITTEN, _core.SLOTS + 1, 0.0) == [1]
+    other.mark_written(_core.SLOTS + 1)
+    assert one.wait(_core.Event.WRITTEN, _core.SLOTS + 1, 0.0) == []
 
 
-def test_a_collective_is_over_when_all_before_it_are():
-    one, other = boards()
+def test_collective_is_over_when_all_earlier_ones_are():
+    one, other = rendezvous_of_threads()
     other.finish(1)
     assert not one.is_over(1)
     other.finish(0)
@@ -76,78 +76,78 @@ def test_a_collective_is_over_when_all_before_it_are():
 
 
 @pytest.mark.parametrize("nbytes", [mmap.PAGESIZE, 2 * mmap.PAGESIZE])
-def test_memory_without_room_for_a_board_is_refused(nbytes):
-    with pytest.raises(ValueError, match="a board needs"):
+def test_memory_too_small_for_a_rendezvous_is_refused(nbytes):
+    with pytest.raises(ValueError, match="a rendezvous needs"):
         _core.Rendezvous([mmap.mmap(-1, nbytes)], 0)
 
 
-def test_a_rank_that_there_is_not_is_refused():
-    (board,) = boards(1)
+def test_unknown_rank_is_refused():
+    (rendezvous,) = rendezvous_of_threads(1)
     with pytest.raises(ValueError, match="rank 2 of 1"):
         _core.Rendezvous([mmap.mmap(-1, _core.RENDEZVOUS_BYTES)], 2)
-    with pytest.raises(ValueError, match="no place of rank 1"):
-        board.part_of(1, 0)
+    with pytest.raises(ValueError, match="no slot of rank 1"):
+        rendezvous.posted_range(1, 0)
 
 
 # Memory
 
 
-def test_memory_that_is_still_read_is_not_handed_out():
+def test_memory_that_peers_still_read_is_not_reused():
     over: set[int] = set()
-    pool = Segments(4096, 1 << 20, over.__contains__)
-    first = pool.take(100)
-    first.read_in = 7
-    pool.give_back(first)
-    second = pool.take(100)
+    pool = SegmentPool(4096, 1 << 20, over.__contains__)
+    first = pool.allocate(100)
+    first.last_collective = 7
+    pool.free(first)
+    second = pool.allocate(100)
     assert second is not first
     over.add(7)
-    assert pool.take(100) is first
+    assert pool.allocate(100) is first
 
 
-def test_a_part_is_found_by_any_byte_of_it():
-    pool = Segments(4096, 1 << 20, lambda collective: True)
-    parts = [pool.take(size) for size in (1, 5000, 4097)]
+def test_block_is_found_by_any_of_its_offsets():
+    pool = SegmentPool(4096, 1 << 20, lambda collective: True)
+    parts = [pool.allocate(size) for size in (1, 5000, 4097)]
     for part in parts:
-        assert pool.holder_of(part.offset) is part
-        assert pool.holder_of(part.offset + part.nbytes - 1) is part
-    assert pool.holder_of(0) is None
+        assert pool.block_at(part.offset) is part
+        assert pool.block_at(part.offset + part.nbytes - 1) is part
+    assert pool.block_at(0) is None
 
 
-def test_memory_goes_back_once_it_is_idle_and_nobody_reads_it():
+def test_idle_memory_without_readers_is_released():
     over: set[int] = set()
-    pool = Segments(4096, 1 << 20, over.__contains__)
-    used, read, idle = (pool.take(100) for _ in range(3))
-    read.read_in = 7
-    pool.give_back(read)
-    pool.give_back(idle)
-    assert list(pool.blank()) == [idle]
+    pool = SegmentPool(4096, 1 << 20, over.__contains__)
+    used, read, idle = (pool.allocate(100) for _ in range(3))
+    read.last_collective = 7
+    pool.free(read)
+    pool.free(idle)
+    assert list(pool.release_idle()) == [idle]
     over.add(7)
-    assert list(pool.blank()) == [read]
-    assert list(pool.blank()) == []
-    again = pool.take(100)
+    assert list(pool.release_idle()) == [read]
+    assert list(pool.release_idle()) == []
+    again = pool.allocate(100)
     assert again in (read, idle)
-    pool.give_back(again)
-    pool.give_back(used)
-    assert set(pool.blank()) == {again, used}
+    pool.free(again)
+    pool.free(used)
+    assert set(pool.release_idle()) == {again, used}
 
 
-def test_memory_that_went_back_reads_as_zeros_and_can_be_written_again():
+def test_released_memory_reads_as_zeros_and_can_be_reused():
     segment = Segment(1 << 20)
     data = view(segment.memory, torch.float32, 4096, 3000)
     data.fill_(1.0)
-    segment.give_back(4096, 8192)
+    segment.release_memory(4096, 8192)
     assert data[:2048].tolist() == [0.0] * 2048
     assert data[2048:].tolist() == [1.0] * 952
     data.fill_(2.0)
     assert data.mean().item() == 2.0
-    segment.shut()
+    segment.close_descriptor()
 
 
-def test_a_segment_that_is_used_up_says_so():
-    pool = Segments(0, 8192, lambda collective: True)
-    pool.take(8192)
-    with pytest.raises(MemoryError, match="do not fit"):
-        pool.take(1)
+def test_full_segment_raises():
+    pool = SegmentPool(0, 8192, lambda collective: True)
+    pool.allocate(8192)
+    with pytest.raises(MemoryError, match=r"8192 of the segment.s 8192 bytes are in use"):
+        pool.allocate(1)
 
 
 # Collectives
@@ -160,7 +160,7 @@ def both(group: Group) -> tuple[SharedMemoryCommunicator, object]:
 
 
 def gather_from_shares(seed: int, times: int) -> list[str]:
-    """Shards that are gathered from where they lie, and written again; returns what was wrong."""
+    """Gather from shared shards and overwrite them; returns the wrong results."""
     group = Group.of(harness.group(), None)
     generator = random.Random(seed)
     wrong = []
@@ -178,35 +178,35 @@ def gather_from_shares(seed: int, times: int) -> list[str]:
             for add in range(generator.randint(1, 3)):
                 data = torch.full((numel,), -1.0, dtype=dtype)
                 comm.all_gather(data, layout, what=f"gather {turn}", own=shard).wait()
-                comm.guard(shard)
+                comm.wait_for_readers(shard)
                 shard += 1  # a peer that still read it would see this
                 if not torch.equal(data, whole + add):
                     wrong.append(f"{type(comm).__name__}, {turn}: {layout} {dtype}")
     return wrong
 
 
-def test_a_gather_takes_shards_from_where_they_lie(ranks: Pool) -> None:
+def test_all_gather_reads_shared_shards_in_place(ranks: Pool) -> None:
     for wrong in ranks.run(gather_from_shares, 5, 100):
         assert wrong == []
 
 
-def parts_taken_by_a_gather(shared: bool) -> int:
+def blocks_allocated_by_a_gather(shared: bool) -> int:
     group = Group.of(harness.group(), None)
     comm, _ = both(group)
     layout = Layout.even(64 * WORLD, WORLD)
     shard = comm.share(torch.ones(64)) if shared else torch.ones(64)
-    before = len(comm._board._pool._parts)
+    before = len(comm._rendezvous._pool._blocks)
     comm.all_gather(torch.zeros(layout.numel), layout, what="a gather", own=shard).wait()
-    return len(comm._board._pool._parts) - before
+    return len(comm._rendezvous._pool._blocks) - before
 
 
 @pytest.mark.parametrize(("shared", "copies"), [(True, 0), (False, 1)])
-def test_what_is_shared_is_gathered_without_a_copy(ranks: Pool, shared: bool, copies: int) -> None:
-    assert ranks.run(parts_taken_by_a_gather, shared) == [copies] * WORLD
+def test_shared_tensors_are_gathered_without_a_copy(ranks: Pool, shared: bool, copies: int) -> None:
+    assert ranks.run(blocks_allocated_by_a_gather, shared) == [copies] * WORLD
 
 
-def done_before_its_owner_comes() -> bool:
-    """Rank 0 owns all of a bucket and takes its time; returns whether the others did its work."""
+def reduce_slice_of_a_late_rank() -> bool:
+    """Rank 0 owns the whole bucket and is late; returns whether the others reduced its slice."""
     group = Group.of(harness.group(), None)
     comm, _ = both(group)
     numel = 64 * _core.CHUNK // 16
@@ -217,7 +217,7 @@ def done_before_its_owner_comes() -> bool:
     pending = comm.reduce_scatter(bucket, out, accumulate=False, what="a sum")
     if group.rank == 0:
         chunks = numel // _core.CHUNK
-        done = comm._board._counters.wait_for_chunks(0, 0, chunks, 30.0)
+        done = comm._rendezvous._counters.wait_for_chunks(0, 0, chunks, 30.0)
     else:
         pending.wait()
         done = True
@@ -226,12 +226,12 @@ def done_before_its_owner_comes() -> bool:
     return done and bool((out == 6.0).all())
 
 
-def test_whoever_has_time_helps_with_the_largest_slice(ranks: Pool) -> None:
-    assert ranks.run(done_before_its_owner_comes) == [True] * WORLD
+def test_idle_ranks_reduce_chunks_of_the_largest_slice(ranks: Pool) -> None:
+    assert ranks.run(reduce_slice_of_a_late_rank) == [True] * WORLD
 
 
-def killed_while_it_helps() -> str:
-    """Rank 2 claims a chunk of rank 0's slice, and is never heard of again."""
+def kill_rank_after_claiming_a_chunk() -> str:
+    """Rank 2 takes a chunk of rank 0's slice and is killed."""
     group = Group.of(harness.group(), timedelta(seconds=60))
     comm, _ = both(group)
     numel = 4 * _core.CHUNK
@@ -240,8 +240,8 @@ def killed_while_it_helps() -> str:
     out = bucket.data[slice(*layout.bounds(group.rank))]
     pending = comm.reduce_scatter(bucket, out, accumulate=False, what="a sum")
     if group.rank == 2:
-        comm._board.wait_until_posted(0, "a sum")
-        comm._board.claims(0, 0).view(torch.int32)[0] += 1
+        comm._rendezvous.wait_until_posted(0, "a sum")
+        comm._rendezvous.work_counters(0, 0).view(torch.int32)[0] += 1
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(0.5)
     try:
@@ -251,14 +251,14 @@ def killed_while_it_helps() -> str:
     return ""
 
 
-def test_a_rank_that_is_gone_with_what_it_claimed_is_named():
-    answers = harness.one_off(WORLD, killed_while_it_helps, lost=[2], timeout=50.0)
+def test_rank_killed_after_claiming_a_chunk_is_named():
+    answers = harness.one_off(WORLD, kill_rank_after_claiming_a_chunk, lost=[2], timeout=50.0)
     assert "a sum failed, waiting for rank(s) 2" in answers[0]
-    assert "its process has ended" in answers[0]
+    assert "its process has exited" in answers[0]
 
 
-def parts_kept_after_a_gather(setting: str) -> list[bool]:
-    """A rank that is done first can't give its part back at once: the others still read it."""
+def blocks_cached_after_a_gather(setting: str) -> list[bool]:
+    """The first rank to finish cannot free its block at once, because the others still read it."""
     os.environ["POPLAR_MEMORY_CACHE"] = setting
     try:
         group = Group.of(harness.group(), None)
@@ -267,21 +267,19 @@ def parts_kept_after_a_gather(setting: str) -> list[bool]:
         comm.all_gather(data, Layout.even(data.numel(), WORLD), what="a gather").wait()
         torch.distributed.barrier(group.process_group)
         comm.trim()
-        return [not part.is_blank for part in comm._board._pool._parts]
+        return [not block.is_released for block in comm._rendezvous._pool._blocks]
     finally:
         del os.environ["POPLAR_MEMORY_CACHE"]
 
 
 @pytest.mark.parametrize(("setting", "kept"), [("off", False), ("on", True)])
-def test_between_steps_no_memory_is_kept_where_none_shall_be(
-    ranks: Pool, setting: str, kept: bool
-) -> None:
-    for parts in ranks.run(parts_kept_after_a_gather, setting):
-        assert parts == [kept]
+def test_trim_releases_memory_when_caching_is_off(ranks: Pool, setting: str, cached: bool) -> None:
+    for parts in ranks.run(blocks_cached_after_a_gather, setting):
+        assert parts == [cached]
 
 
-def sums_written_again(steps: int) -> list[float]:
-    """A bucket that stays is packed as soon as this rank has its sum; peers may be slower."""
+def reuse_a_bucket(steps: int) -> list[float]:
+    """Pack a bucket again as soon as this rank has its sum; peers may be slower."""
     group = Group.of(harness.group(), None)
     comm, _ = both(group)
     layout = Layout.even(64 * 4 * 50, WORLD)
@@ -298,31 +296,31 @@ def sums_written_again(steps: int) -> list[float]:
     return seen
 
 
-def test_a_bucket_is_not_written_while_a_peer_reads_it(ranks: Pool) -> None:
+def test_bucket_is_not_overwritten_while_peers_read_it(ranks: Pool) -> None:
     expected = [float(4 * step + 6) for step in range(100) for _ in range(2)]
-    for seen in ranks.run(sums_written_again, 100):
+    for seen in ranks.run(reuse_a_bucket, 100):
         assert seen == expected
 
 
-def given_up_and_packed_again() -> list[float]:
+def pack_again_without_waiting() -> list[float]:
     group = Group.of(harness.group(), None)
     comm, _ = both(group)
     layout = Layout.even(64 * WORLD, WORLD)
     bucket, out = comm.buffer(layout, torch.float32, CPU), torch.empty(64)
     bucket.pack([torch.ones(layout.numel)], [0], 1.0)
-    comm.reduce_scatter(bucket, out, accumulate=False, what="nobody waits for this")
+    comm.reduce_scatter(bucket, out, accumulate=False, what="without a wait")
     bucket.pack([torch.ones(layout.numel)], [0], 2.0)
-    comm.reduce_scatter(bucket, out, accumulate=False, what="but for this").wait()
+    comm.reduce_scatter(bucket, out, accumulate=False, what="with a wait").wait()
     return out.unique().tolist()
 
 
-def test_a_collective_that_nobody_waited_for_holds_nobody_up(ranks: Pool) -> None:
-    assert ranks.run(given_up_and_packed_again) == [[8.0]] * WORLD
+def test_collective_without_a_wait_does_not_block_later_ones(ranks: Pool) -> None:
+    assert ranks.run(pack_again_without_waiting) == [[8.0]] * WORLD
 
 
-def many_agreements(times: int) -> bool:
+def exchange_many_values(times: int) -> bool:
     group = Group.of(harness.group(), None)
-    shared, sockets = control_of(group), Control(group)
+    shared, sockets = connect_control(group), Control(group)
     generator = random.Random(5)
     for turn in range(times):
         values = torch.full((generator.randint(1, 40),), group.rank + 10 * turn)
@@ -331,20 +329,20 @@ def many_agreements(times: int) -> bool:
         if turn % 7 == 0:
             continue  # never collected
         assert all(map(torch.equal, collect(), expected))
-        said = shared.exchange_objects("x" * turn * group.rank, what="objects")
-        assert said == ["x" * turn * rank for rank in range(WORLD)]
+        message = shared.exchange_objects("x" * turn * group.rank, what="objects")
+        assert message == ["x" * turn * rank for rank in range(WORLD)]
     return True
 
 
-def test_agreements_by_shared_memory_say_the_same(ranks: Pool) -> None:
-    assert all(ranks.run(many_agreements, 400))
+def test_control_exchanges_in_shared_memory_match_gloo(ranks: Pool) -> None:
+    assert all(ranks.run(exchange_many_values, 400))
 
 
-# Trouble
+# Failures
 
 
 def lose_a_rank(seconds: float, how: int) -> str | None:
-    """Rank 2 goes in the middle; the others say whom they waited for."""
+    """Rank 2 is killed or stopped; the others return the error."""
     group = Group.of(harness.group(), timedelta(seconds=seconds))
     comm, _ = both(group)
     layout = Layout.even(64 * WORLD, WORLD)
@@ -363,25 +361,25 @@ def lose_a_rank(seconds: float, how: int) -> str | None:
 @pytest.mark.parametrize(
     ("how", "seconds", "cause"),
     [
-        (signal.SIGKILL, 60.0, "its process has ended"),
+        (signal.SIGKILL, 60.0, "its process has exited"),
         (signal.SIGSTOP, 1.5, "no answer"),
     ],
 )
-def test_a_rank_that_is_gone_or_stopped_is_named(how, seconds, cause):
+def test_killed_or_stopped_rank_is_named(how, seconds, cause):
     answers = harness.one_off(WORLD, lose_a_rank, seconds, int(how), lost=[2], timeout=50.0)
     for rank in (0, 1, 3):
         assert f"rank {rank}: the second failed, waiting for rank(s) 2" in answers[rank]
         assert cause in answers[rank]
 
 
-def go_on_after_a_deadline(seconds: float) -> list[str]:
-    """Rank 1 comes too late, and then all of them go on as if nothing had been."""
+def continue_after_a_timeout(seconds: float) -> list[str]:
+    """Rank 1 is late for a collective, and then all ranks continue with the next one."""
     group = Group.of(harness.group(), timedelta(seconds=seconds))
-    control, comm = control_of(group), connect(group, "shared_memory")
+    control, comm = connect_control(group), connect(group, "shared_memory")
     layout = Layout.even(64 * WORLD, WORLD)
     data = torch.full((layout.numel,), float(group.rank))
     comm.all_gather(data, layout, what="the first").wait()
-    said = []
+    message = []
     for what in ("the second", "the third"):
         if group.rank == 1 and what == "the second":
             time.sleep(3 * seconds)
@@ -389,22 +387,22 @@ def go_on_after_a_deadline(seconds: float) -> list[str]:
             comm.all_gather(data, layout, what=what).wait()
             control.exchange_objects(what, what="an agreement")
         except CollectiveTimeout as error:
-            said.append(str(error))
-    return said
+            message.append(str(error))
+    return message
 
 
-def test_nothing_follows_a_collective_that_came_to_no_end():
-    answers = harness.one_off(WORLD, go_on_after_a_deadline, 1.0, timeout=50.0)
+def test_no_collective_runs_after_a_failed_one():
+    answers = harness.one_off(WORLD, continue_after_a_timeout, 1.0, timeout=50.0)
     for rank in (0, 2, 3):
         first, second = answers[rank]
         assert f"rank {rank}: the second failed, waiting for rank(s) 1" in first
-        assert "an earlier collective came to no end" in second
+        assert "an earlier collective did not finish" in second
         assert "the second failed" in second
-    assert len(answers[1]) == 2, "the others' old values are there, their agreement never comes"
+    assert len(answers[1]) == 2, "the second gather finds the others' data, but the exchange fails"
 
 
-def take_others_for_larger(operation: str) -> list[str]:
-    """Rank 3 believes in another cut than the others, and all of them go on."""
+def use_different_layouts(operation: str) -> list[str]:
+    """Rank 3 uses another layout than the others, and all continue with the next collective."""
     group = Group.of(harness.group(), timedelta(seconds=120))
     comm, _ = both(group)
     cuts = (0, 64, 128, 192, 256) if group.rank != 3 else (0, 128, 192, 256, 320)
@@ -414,81 +412,81 @@ def take_others_for_larger(operation: str) -> list[str]:
         "all_gather": lambda: comm.all_gather(bucket.data, layout, what="the first"),
         "all_reduce": lambda: comm.all_reduce(bucket, what="the first"),
     }
-    said = []
+    message = []
     for call in (calls[operation], lambda: comm.all_reduce(bucket, what="the second")):
         try:
             call().wait()
         except RuntimeError as error:
-            said.append(str(error))
-    return said
+            message.append(str(error))
+    return message
 
 
 @pytest.mark.parametrize("operation", ["all_gather", "all_reduce"])
-def test_ranks_whose_tensors_differ_in_size_all_hear_of_it_at_once(operation):
-    answers = harness.one_off(WORLD, take_others_for_larger, operation, timeout=50.0)
+def test_tensors_of_different_sizes_raise_on_all_ranks(operation):
+    answers = harness.one_off(WORLD, use_different_layouts, operation, timeout=50.0)
     assert "the two are at different collectives, or their tensors differ" in answers[3][0]
-    assert "an earlier collective came to no end" in answers[3][1]
+    assert "an earlier collective did not finish" in answers[3][1]
     for rank in (0, 1, 2):
         assert "their tensors differ" in " ".join(answers[rank])
 
 
-def test_more_than_the_host_has_is_refused_with_figures(monkeypatch):
+def test_more_memory_than_the_host_has_raises_with_sizes(monkeypatch):
     monkeypatch.setattr(host_limits, "free_memory", lambda: 1 << 20)
-    pool = Segments(0, 1 << 40, lambda _: True)
-    pool.take(1 << 20)
-    with pytest.raises(MemoryError, match=r"2097152 bytes.* of which 1048576 are free"):
-        pool.take(2 << 20)
+    pool = SegmentPool(0, 1 << 40, lambda _: True)
+    pool.allocate(1 << 20)
+    with pytest.raises(MemoryError, match=r"2097152 bytes.* only 1048576 bytes of free memory"):
+        pool.allocate(2 << 20)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 8, 64, 1024])
-def test_all_ranks_of_a_host_fit_into_the_addresses_of_each(ranks: int, monkeypatch) -> None:
+def test_segments_of_all_ranks_fit_into_the_address_space(ranks: int, monkeypatch) -> None:
     for memory in (1 << 31, 24 << 30, 2 << 40):
         monkeypatch.setattr(host_limits, "total_memory", lambda memory=memory: memory)
-        each = addresses(ranks)
+        each = segment_bytes(ranks)
         assert each % PAGE == 0
         assert ranks * each <= 4 * memory + ranks * (1 << 30)
         assert each >= min(memory, 1 << 30)
 
 
-def memory_comes_back() -> list[int]:
-    """Buckets go as their last tensor goes; a view is enough to keep the memory."""
+def reuse_freed_memory() -> list[int]:
+    """A bucket is freed with its last tensor; a view of it keeps the memory."""
     group = Group.of(harness.group(), None)
     comm, _ = both(group)
     layout = Layout.even(64 * WORLD, WORLD)
     bucket = comm.buffer(layout, torch.float32, CPU)
     seen = [bucket.data.data_ptr()]
-    kept = bucket.data[64:65]
+    cached = bucket.data[64:65]
     del bucket
     bucket = comm.buffer(layout, torch.float32, CPU)
     seen.append(bucket.data.data_ptr())
-    del kept
+    del cached
     third = comm.buffer(layout, torch.float32, CPU)
     seen.append(third.data.data_ptr())
     return seen
 
 
-def test_memory_is_lent_until_its_last_view_is_gone(ranks: Pool) -> None:
-    for first, second, third in ranks.run(memory_comes_back):
+def test_memory_is_freed_with_its_last_view(ranks: Pool) -> None:
+    for first, second, third in ranks.run(reuse_freed_memory):
         assert second != first
         assert third == first
 
 
-def chosen_differently() -> str:
+def choose_different_transports() -> str:
     group = Group.of(harness.group(), None)
     try:
-        control_of(group, "process_group" if group.rank == 2 else "auto")
+        connect_control(group, "process_group" if group.rank == 2 else "auto")
     except ValueError as error:
         return str(error)
     return ""
 
 
-def test_ranks_that_chose_differently_all_hear_of_it(ranks: Pool) -> None:
-    for said in ranks.run(chosen_differently):
-        assert "rank 1 says 'auto', rank 2 says 'process_group'" in said
+def test_different_transports_raise_on_all_ranks(ranks: Pool) -> None:
+    for message in ranks.run(choose_different_transports):
+        assert "rank 1 has 'auto', rank 2 has 'process_group'" in message
 
 
-def read_of_a_rank_that_has_ended() -> float:
-    """Rank 0 posts its part and ends at once; the others read it whenever they come to it."""
+def read_data_of_an_exited_rank() -> float:
+    """Rank 0 posts its data and exits; the others read it later."""
     group = Group.of(harness.group(), timedelta(seconds=30))
     comm, _ = both(group)
     layout = Layout((0, 64, 64, 64, 64))
@@ -501,30 +499,30 @@ def read_of_a_rank_that_has_ended() -> float:
     return data.mean().item()
 
 
-def test_what_a_rank_posted_can_be_read_after_it_has_ended():
-    answers = harness.one_off(WORLD, read_of_a_rank_that_has_ended, lost=[0], timeout=50.0)
+def test_data_of_an_exited_rank_can_be_read():
+    answers = harness.one_off(WORLD, read_data_of_an_exited_rank, lost=[0], timeout=50.0)
     assert answers[1:] == [1.0] * (WORLD - 1)
 
 
-def leave_something_behind() -> int:
+def count_files_in_dev_shm() -> int:
     group = Group.of(harness.group(), None)
     comm, _ = both(group)
     comm.buffer(Layout.even(64 * WORLD, WORLD), torch.float32, CPU)
     return len(list(Path("/dev/shm").glob("poplar*")))
 
 
-def test_nothing_is_left_in_the_file_system(ranks: Pool) -> None:
-    assert ranks.run(leave_something_behind) == [0] * WORLD
+def test_no_files_are_left_in_dev_shm(ranks: Pool) -> None:
+    assert ranks.run(count_files_in_dev_shm) == [0] * WORLD
 
 
-def in_a_room_of_its_own() -> tuple[str, str]:
-    """Rank 0 says that it runs elsewhere: nobody can share with it."""
+def connect_with_one_rank_elsewhere() -> tuple[str, str]:
+    """Rank 0 reports another host, so no rank can share memory with it."""
     from poplar.comm import host_topology, rendezvous
 
     group = Group.of(harness.group(), None)
-    real = host_topology.place
+    real = host_topology.host_id
     if group.rank == 0:
-        host_topology.place = lambda: ("another host",)
+        host_topology.host_id = lambda: ("another host",)
     try:
         automatic = type(connect(group, "auto")).__name__
         try:
@@ -533,17 +531,17 @@ def in_a_room_of_its_own() -> tuple[str, str]:
             return automatic, str(error)
         return automatic, ""
     finally:
-        host_topology.place = real
+        host_topology.host_id = real
 
 
-def test_ranks_of_two_hosts_go_the_hierarchical_way_or_are_told(ranks: Pool) -> None:
-    for automatic, said in ranks.run(in_a_room_of_its_own):
+def test_ranks_of_two_hosts_use_hierarchical_or_raise(ranks: Pool) -> None:
+    for automatic, message in ranks.run(connect_with_one_rank_elsewhere):
         assert automatic == "HierarchicalCommunicator"
-        assert "cannot read the memory of rank" in said
-        assert "another host" in said
+        assert "cannot read the memory of rank" in message
+        assert "another host" in message
 
 
-def an_unknown_transport(choice: str = "pigeons") -> str:
+def connect_to_unknown_transport(choice: str = "pigeons") -> str:
     try:
         connect(Group.of(harness.group(), None), choice)
     except ValueError as error:
@@ -552,21 +550,21 @@ def an_unknown_transport(choice: str = "pigeons") -> str:
 
 
 @pytest.mark.parametrize(
-    ("choice", "said"),
+    ("choice", "message"),
     [
-        ("process_group:fast+direct", "how to add (direct, padded, grouped, library)"),
+        ("process_group:fast+direct", "name a reduction (direct, padded, grouped, library)"),
         ("process_group:direct", "as in 'process_group:padded+grouped'"),
         ("shared_memory:direct+direct", "use one of 'auto', 'process_group'"),
     ],
 )
-def test_an_unknown_algorithm_is_refused_with_those_there_are(ranks: Pool, choice, said) -> None:
-    for answer in ranks.run(an_unknown_transport, choice):
-        assert said in answer
+def test_unknown_algorithm_raises_with_the_known_ones(ranks: Pool, choice, message) -> None:
+    for answer in ranks.run(connect_to_unknown_transport, choice):
+        assert message in answer
 
 
-def planned_elsewhere() -> str:
-    """The plan is from where all ranks were on one host."""
-    real, host_topology.place = host_topology.place, lambda: (f"host {harness.rank()}",)
+def use_a_plan_of_other_hosts() -> str:
+    """A plan for ranks on one host, used on ranks of several hosts."""
+    real, host_topology.host_id = host_topology.host_id, lambda: (f"host {harness.rank()}",)
     try:
         plan = replace(Plan.even(WORLD, WORLD, 1, stage=1), transport="shared_memory")
         model = torch.nn.Linear(4, 4)
@@ -576,16 +574,16 @@ def planned_elsewhere() -> str:
     except ValueError as error:
         return str(error)
     finally:
-        host_topology.place = real
+        host_topology.host_id = real
     return ""
 
 
-def test_a_plan_whose_transport_is_not_to_be_had_is_refused_with_what_to_do(ranks: Pool) -> None:
-    for said in ranks.run(planned_elsewhere):
-        assert "the plan's transport, 'shared_memory', can't be had here" in said
-        assert "communicator='process_group'" in said
+def test_unavailable_planned_transport_raises_with_a_fix(ranks: Pool) -> None:
+    for message in ranks.run(use_a_plan_of_other_hosts):
+        assert "the plan's transport 'shared_memory' is not available here" in message
+        assert "communicator='process_group'" in message
 
 
-def test_an_unknown_transport_is_refused_with_those_there_are(ranks: Pool) -> None:
-    for said in ranks.run(an_unknown_transport):
-        assert "'auto', 'process_group', 'shared_memory'" in said
+def test_unknown_transport_raises_with_the_known_ones(ranks: Pool) -> None:
+    for message in ranks.run(connect_to_unknown_transport):
+        assert "'auto', 'process_group', 'shared_memory'" in message

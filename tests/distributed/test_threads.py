@@ -1,7 +1,7 @@
-"""The CPU operators on several threads: the bits of plain PyTorch, wherever threads take over.
+"""The CPU operators on several threads give the bits of plain PyTorch.
 
-Other tests run on one, as the ranks do. Buffers here are large enough for sixteen, and for stores
-past the caches; sizes are odd, so that threads begin and end within blocks, tensors and tiles.
+Other tests use one thread, as the ranks do. The buffers here are large enough for sixteen threads
+and for streaming stores. Sizes are odd, so that threads begin and end within blocks and tensors.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from poplar.ops import plain
 NUMEL = (3 << 20) + 77
 OPERATORS = torch.ops.poplar
 
-pytestmark = pytest.mark.skipif(not ops.native, reason="plain PyTorch serves")
+pytestmark = pytest.mark.skipif(not ops.native, reason="the C++ library is not in use")
 
 
 @pytest.fixture(params=[2, 3, 16])
@@ -31,8 +31,8 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.set_num_threads(before)
 
 
-def assert_as_plain(name: str, outs: list[Tensor], call: Callable[[Any, list[Tensor]], None]):
-    """Both on copies of `outs`, which then are the same."""
+def assert_same_as_plain(name: str, outs: list[Tensor], call: Callable[[Any, list[Tensor]], None]):
+    """Run both on copies of `outs` and compare the results."""
     ours, theirs = ([out.clone() for out in outs] for _ in "ab")
     call(getattr(OPERATORS, name), ours)
     call(plain.FUNCTIONS[name], theirs)
@@ -40,7 +40,7 @@ def assert_as_plain(name: str, outs: list[Tensor], call: Callable[[Any, list[Ten
         assert_same_bits(one, other)
 
 
-def room_for_sums() -> Tensor:
+def new_sums() -> Tensor:
     return torch.full((-(-NUMEL // ops.ALIGNMENT),), -1.0)
 
 
@@ -50,9 +50,9 @@ def test_pack(threads: int, accumulate: bool, dtype: torch.dtype) -> None:
     draw = Draw(threads, "cpu")
     grads = [draw.values(size, DTYPES[size % 3]) for size in (1, 70_001, 0, 1_500_000, 63, 999)]
     offsets = [5, 6, 70_007, 70_100, 1_570_100, 1_600_000]
-    assert_as_plain(
+    assert_same_as_plain(
         "pack_",
-        [draw.values(NUMEL, dtype), room_for_sums()],
+        [draw.values(NUMEL, dtype), new_sums()],
         lambda pack_, out: pack_(out[0], grads, offsets, 0.37, accumulate, out[1]),
     )
 
@@ -61,21 +61,21 @@ def test_pack(threads: int, accumulate: bool, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("ranks", [1, 3, 9])
 def test_sums_over_ranks(threads: int, ranks: int, dtype: torch.dtype) -> None:
     received = list(Draw(threads, "cpu").values(ranks * NUMEL, dtype).view(ranks, NUMEL).unbind())
-    assert_as_plain(
+    assert_same_as_plain(
         "rank_sum_",
-        [torch.zeros(NUMEL), room_for_sums()],
+        [torch.zeros(NUMEL), new_sums()],
         lambda sum_, out: sum_(out[0], received, True, out[1]),
     )
-    assert_as_plain(
+    assert_same_as_plain(
         "rank_sum_each_",
         [torch.zeros(NUMEL, dtype=dtype) for _ in range(2)],
         lambda sum_, outs: sum_(outs, received),
     )
-    claims = torch.zeros(_core.CLAIMS_BYTES, dtype=torch.uint8)
-    assert_as_plain(
-        "rank_sum_claimed_",
-        [torch.zeros(NUMEL), room_for_sums()],
-        lambda sum_, out: sum_(out[:1], received, claims.clone(), out[1]),
+    work_counters = torch.zeros(_core.WORK_COUNTERS_BYTES, dtype=torch.uint8)
+    assert_same_as_plain(
+        "rank_sum_chunks_",
+        [torch.zeros(NUMEL), new_sums()],
+        lambda sum_, out: sum_(out[:1], received, work_counters.clone(), out[1]),
     )
 
 
@@ -84,8 +84,8 @@ def test_unpack_copy_and_block_sums(threads: int, dtype: torch.dtype) -> None:
     flat = Draw(threads, "cpu").values(NUMEL, dtype)
     outs = [torch.zeros(size, dtype=DTYPES[size % 3]) for size in (70_001, 1_500_000, 63)]
     offsets = [3, 70_100, 1_600_000]
-    assert_as_plain("unpack_", outs, lambda unpack_, out: unpack_(flat, out, offsets))
-    assert_as_plain("copy_", [torch.zeros_like(flat)], lambda copy_, out: copy_(out[0], flat))
+    assert_same_as_plain("unpack_", outs, lambda unpack_, out: unpack_(flat, out, offsets))
+    assert_same_as_plain("copy_", [torch.zeros_like(flat)], lambda copy_, out: copy_(out[0], flat))
     assert_same_bits(ops.block_sums_of_squares(flat), plain.block_sums_of_squares(flat))
 
 
@@ -102,7 +102,7 @@ def test_adamw(threads: int, rounded: torch.dtype | None) -> None:
     draw = Draw(threads, "cpu")
     gradient = draw.values(NUMEL, torch.float32)
     low = [] if rounded is None else [torch.zeros(NUMEL, dtype=rounded)]
-    assert_as_plain(
+    assert_same_as_plain(
         "adamw_",
         [*state(draw, NUMEL), *low],
         lambda adamw_, out: adamw_(out[0], gradient, *out[1:3], (*out, None)[3], *RULE),

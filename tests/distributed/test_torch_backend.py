@@ -1,4 +1,4 @@
-"""`cpu:poplar`, a torch backend: collectives give what gloo gives, and trainers run on it."""
+"""The `cpu:poplar` torch backend: collectives match gloo's, and DDP and FSDP2 run on it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ranks import Pool
 from torch import Tensor, nn
 
 import poplar
-import poplar.comm  # makes the backend known
+import poplar.comm  # registers the backend
 from poplar.comm import rendezvous, segment_pool
 
 WORLD = 4
@@ -43,18 +43,18 @@ def new_group(backend: str, seconds: float = 60.0) -> dist.ProcessGroup:
 
 
 def values(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Eighths, so that every order of adding gives the same bits."""
+    """Multiples of 1/8, so that every order of addition gives the same bits."""
     generator = torch.Generator().manual_seed(dist.get_rank())
     return (torch.randint(-64, 64, shape, generator=generator) / 8).to(dtype)
 
 
-def summed(group: dist.ProcessGroup, dtype: torch.dtype, op: dist.ReduceOp) -> Tensor:
+def all_reduced(group: dist.ProcessGroup, dtype: torch.dtype, op: dist.ReduceOp) -> Tensor:
     data = values(3, 37, dtype=dtype)
     dist.all_reduce(data, op, group=group)
     return data
 
 
-def summed_where_it_is_not_contiguous(group: dist.ProcessGroup) -> Tensor:
+def all_reduced_noncontiguous(group: dist.ProcessGroup) -> Tensor:
     data = values(8, 6).t()
     dist.all_reduce(data, group=group)
     return data
@@ -68,7 +68,7 @@ def coalesced(group: dist.ProcessGroup) -> Tensor:
     return torch.cat([counts, tokens])
 
 
-def summed_sparsely(group: dist.ProcessGroup) -> Tensor:
+def all_reduced_sparse(group: dist.ProcessGroup) -> Tensor:
     rank = dist.get_rank(group)
     data = torch.sparse_coo_tensor([[rank]], values(1, 4), (WORLD, 4), check_invariants=True)
     dist.all_reduce(data, group=group)
@@ -87,48 +87,48 @@ def gathered_in_a_list(group: dist.ProcessGroup) -> Tensor:
     return torch.stack(parts)
 
 
-def scattered(group: dist.ProcessGroup, dtype: torch.dtype) -> Tensor:
+def reduce_scattered(group: dist.ProcessGroup, dtype: torch.dtype) -> Tensor:
     own = torch.empty(5, 3, dtype=dtype)
     reduce_scatter(own, values(WORLD * 5, 3, dtype=dtype), group=group)
     return own
 
 
-def scattered_from_an_uneven_list(group: dist.ProcessGroup) -> Tensor:
+def reduce_scattered_from_an_uneven_list(group: dist.ProcessGroup) -> Tensor:
     own = torch.empty(dist.get_rank(group) + 1)
     parts = list(values(WORLD * (WORLD + 1) // 2).split([rank + 1 for rank in range(WORLD)]))
     dist.reduce_scatter(own, parts, group=group)
     return own
 
 
-def sent_from_one(group: dist.ProcessGroup) -> Tensor:
+def broadcast(group: dist.ProcessGroup) -> Tensor:
     data = values(3, 5).t()
     dist.broadcast(data, 2, group=group)
     return data
 
 
-def exchanged(group: dist.ProcessGroup) -> Tensor:
+def all_to_all(group: dist.ProcessGroup) -> Tensor:
     rank = dist.get_rank(group)
     leaving = [(rank + peer) % 3 for peer in range(WORLD)]
     received = torch.empty(sum(leaving), 2)
-    # What arrives from a peer is what leaves for it: (rank + peer) % 3 is symmetric.
+    # (rank + peer) % 3 is symmetric, so both ends expect the same number of rows.
     dist.all_to_all_single(received, values(sum(leaving), 2), leaving, leaving, group=group)
     return received
 
 
-def exchanged_evenly(group: dist.ProcessGroup) -> Tensor:
+def all_to_all_even(group: dist.ProcessGroup) -> Tensor:
     received = torch.empty(WORLD * 3, dtype=torch.int64)
     dist.all_to_all_single(received, values(WORLD * 3).long(), group=group)
     return received
 
 
-def objects(group: dist.ProcessGroup) -> Tensor:
+def all_gathered_objects(group: dist.ProcessGroup) -> Tensor:
     found: list[object] = [None] * WORLD
     dist.all_gather_object(found, {"rank": dist.get_rank(group)}, group=group)
     return torch.tensor([entry["rank"] for entry in found])  # type: ignore[index]
 
 
-def by_gloo(group: dist.ProcessGroup) -> Tensor:
-    """What shared memory doesn't carry."""
+def run_by_gloo(group: dist.ProcessGroup) -> Tensor:
+    """Collectives that shared memory does not support."""
     rank, seen = dist.get_rank(group), []
     data = values(4)
     dist.reduce(data, 1, group=group)
@@ -145,44 +145,44 @@ def by_gloo(group: dist.ProcessGroup) -> Tensor:
 CALLS: dict[str, Callable[[dist.ProcessGroup], Tensor]] = {
     function.__name__: function
     for function in (
-        summed_where_it_is_not_contiguous,
+        all_reduced_noncontiguous,
         coalesced,
-        summed_sparsely,
+        all_reduced_sparse,
         gathered_in_a_list,
-        scattered_from_an_uneven_list,
-        sent_from_one,
-        exchanged,
-        exchanged_evenly,
-        objects,
-        by_gloo,
+        reduce_scattered_from_an_uneven_list,
+        broadcast,
+        all_to_all,
+        all_to_all_even,
+        all_gathered_objects,
+        run_by_gloo,
     )
 }
 FLOATING = (torch.float32, torch.bfloat16, torch.float16)
 for dtype in FLOATING:
-    CALLS[f"sum {dtype}"] = lambda group, dtype=dtype: summed(group, dtype, dist.ReduceOp.SUM)
-    CALLS[f"scatter {dtype}"] = lambda group, dtype=dtype: scattered(group, dtype)
+    CALLS[f"sum {dtype}"] = lambda group, dtype=dtype: all_reduced(group, dtype, dist.ReduceOp.SUM)
+    CALLS[f"scatter {dtype}"] = lambda group, dtype=dtype: reduce_scattered(group, dtype)
 for dtype in (*FLOATING, torch.int64, torch.float64):
     CALLS[f"gather {dtype}"] = lambda group, dtype=dtype: gathered(group, dtype)
 for dtype, op in ((torch.float32, "MAX"), (torch.int64, "SUM"), (torch.float64, "SUM")):
-    CALLS[f"{op} {dtype}"] = lambda group, dtype=dtype, op=op: summed(
+    CALLS[f"{op} {dtype}"] = lambda group, dtype=dtype, op=op: all_reduced(
         group, dtype, getattr(dist.ReduceOp, op)
     )
 
 
-def differing() -> list[str]:
-    """Calls whose result is another than gloo's, all on one group, one after the other."""
+def calls_that_differ_from_gloo() -> list[str]:
+    """The calls whose results differ from gloo's; all run on one group, one after the other."""
     ours, gloo = new_group("cpu:poplar"), new_group("gloo")
     wrong = [name for name, call in CALLS.items() if not torch.equal(call(ours), call(gloo))]
     dist.barrier(ours)
     return wrong
 
 
-def test_every_collective_gives_what_gloo_gives(ranks: Pool) -> None:
-    assert ranks.run(differing) == [[]] * WORLD
+def test_all_collectives_match_gloo(ranks: Pool) -> None:
+    assert ranks.run(calls_that_differ_from_gloo) == [[]] * WORLD
 
 
-def gathered_unevenly() -> list[list[float]]:
-    """gloo has no such thing."""
+def gather_uneven_lists() -> list[list[float]]:
+    """gloo does not support this."""
     group = new_group("cpu:poplar")
     rank = dist.get_rank(group)
     parts = [torch.empty(peer) for peer in range(WORLD)]
@@ -190,12 +190,12 @@ def gathered_unevenly() -> list[list[float]]:
     return [part.tolist() for part in parts]
 
 
-def test_lists_of_different_sizes_are_gathered(ranks: Pool) -> None:
-    assert ranks.run(gathered_unevenly) == [[[], [1.0], [2.0] * 2, [3.0] * 3]] * WORLD
+def test_uneven_lists_are_gathered(ranks: Pool) -> None:
+    assert ranks.run(gather_uneven_lists) == [[[], [1.0], [2.0] * 2, [3.0] * 3]] * WORLD
 
 
-def in_strides(numel: int) -> list[bool]:
-    """Tensors with gaps between their elements have what contiguous ones have, and gaps stay."""
+def run_on_strided_tensors(numel: int) -> list[bool]:
+    """Strided tensors get the results of contiguous ones, and the gaps are unchanged."""
     group, right = new_group("cpu:poplar"), []
     calls = {
         "all_reduce": lambda data: dist.all_reduce(data, group=group),
@@ -214,23 +214,23 @@ def in_strides(numel: int) -> list[bool]:
 
 
 @pytest.mark.parametrize("numel", [WORLD * 3, WORLD << 20])
-def test_tensors_with_gaps_are_carried_too(ranks: Pool, numel: int) -> None:
-    assert ranks.run(in_strides, numel) == [[True] * 5] * WORLD
+def test_strided_tensors_match_contiguous_ones(ranks: Pool, numel: int) -> None:
+    assert ranks.run(run_on_strided_tensors, numel) == [[True] * 5] * WORLD
 
 
-def means() -> float:
+def average() -> float:
     group = new_group("cpu:poplar")
     data = torch.full((5,), float(dist.get_rank(group)))
     dist.all_reduce(data, dist.ReduceOp.AVG, group=group)
     return data.mean().item()
 
 
-def test_means_come_without_a_sum_first(ranks: Pool) -> None:
-    assert ranks.run(means) == [1.5] * WORLD
+def test_all_reduce_average(ranks: Pool) -> None:
+    assert ranks.run(average) == [1.5] * WORLD
 
 
-def in_flight() -> list[float]:
-    """Works are waited for late, and in another order on every rank."""
+def wait_in_different_orders() -> list[float]:
+    """Works are waited for late, and in a different order on every rank."""
     group = new_group("cpu:poplar")
     rank = dist.get_rank(group)
     tensors = [torch.full((1000,), float(number + rank)) for number in range(6)]
@@ -240,11 +240,13 @@ def in_flight() -> list[float]:
     return [tensor.mean().item() for tensor in tensors]
 
 
-def test_works_go_on_whoever_waits_for_them(ranks: Pool) -> None:
-    assert ranks.run(in_flight) == [[4.0 * number + 6.0 for number in range(6)]] * WORLD
+def test_works_progress_in_any_order_of_waits(ranks: Pool) -> None:
+    assert (
+        ranks.run(wait_in_different_orders) == [[4.0 * number + 6.0 for number in range(6)]] * WORLD
+    )
 
 
-def refused() -> str:
+def reduce_scatter_maximum() -> str:
     group = new_group("cpu:poplar")
     try:
         reduce_scatter(torch.empty(2), torch.ones(2 * WORLD), dist.ReduceOp.MAX, group=group)
@@ -253,33 +255,33 @@ def refused() -> str:
     return ""
 
 
-def test_reductions_that_nobody_scatters_are_refused(ranks: Pool) -> None:
-    for said in ranks.run(refused):
-        assert "sums or means of float32, bfloat16 and float16" in said
+def test_reduce_scatter_maximum_is_refused(ranks: Pool) -> None:
+    for message in ranks.run(reduce_scatter_maximum):
+        assert "sums and means of float32, bfloat16 and" in message
 
 
-def split_wrongly() -> list[str]:
-    group, said = new_group("cpu:poplar"), []
+def use_wrong_splits() -> list[str]:
+    group, message = new_group("cpu:poplar"), []
     for splits in ([1, 1, 1], [1, 1, 1, 2], None):
         try:
             data = torch.ones(WORLD + (splits is None))
             dist.all_to_all_single(torch.empty_like(data), data, splits, splits, group=group)
         except ValueError as error:
-            said.append(str(error))
+            message.append(str(error))
     dist.barrier(group)
-    return said
+    return message
 
 
-def test_splits_that_do_not_add_up_are_refused_and_the_group_goes_on(ranks: Pool) -> None:
-    for said in ranks.run(split_wrongly):
-        assert len(said) == 3
-        assert "one for each rank" in said[0]
-        assert "add up to 4 rows" in said[1]
-        assert "5 rows are not divisible by 4" in said[2]
+def test_wrong_splits_raise_and_the_group_stays_usable(ranks: Pool) -> None:
+    for message in ranks.run(use_wrong_splits):
+        assert len(message) == 3
+        assert "one for each rank" in message[0]
+        assert "add up to 4 rows" in message[1]
+        assert "5 rows are not divisible by 4" in message[2]
 
 
-def sizes_that_do_not_fit() -> list[str]:
-    group, said = new_group("cpu:poplar"), []
+def use_wrong_sizes() -> list[str]:
+    group, message = new_group("cpu:poplar"), []
     calls = (
         lambda: all_gather(torch.empty(7), torch.ones(2), group=group),
         lambda: reduce_scatter(torch.empty(2), torch.ones(7), group=group),
@@ -289,14 +291,14 @@ def sizes_that_do_not_fit() -> list[str]:
         try:
             call()
         except (ValueError, RuntimeError) as error:
-            said.append(str(error))
+            message.append(str(error))
     dist.barrier(group)
-    return said
+    return message
 
 
-def test_sizes_that_do_not_fit_are_refused_and_the_group_goes_on(ranks: Pool) -> None:
-    for said in ranks.run(sizes_that_do_not_fit):
-        assert len(said) == 3, said
+def test_wrong_sizes_raise_and_the_group_stays_usable(ranks: Pool) -> None:
+    for message in ranks.run(use_wrong_sizes):
+        assert len(message) == 3, message
 
 
 def mean_of_large_values() -> float:
@@ -306,12 +308,12 @@ def mean_of_large_values() -> float:
     return data.float().mean().item()
 
 
-def test_a_mean_is_there_where_the_sum_would_be_too_large(ranks: Pool) -> None:
+def test_average_does_not_overflow_float16(ranks: Pool) -> None:
     assert ranks.run(mean_of_large_values) == [40_000.0] * WORLD
 
 
 def callbacks_that_wait() -> list[float]:
-    """As DDP's PowerSGD hook: the callback of one collective waits for the next."""
+    """Like DDP's PowerSGD hook: the callback of one collective waits for the next."""
     group = new_group("cpu:poplar", seconds=20.0)
 
     def again(future: torch.futures.Future[list[Tensor]]) -> Tensor:
@@ -330,8 +332,8 @@ def test_callbacks_may_wait_for_collectives(ranks: Pool) -> None:
     assert ranks.run(callbacks_that_wait) == [[16.0] * 3] * WORLD
 
 
-def meet_in_opposite_orders() -> list[float]:
-    """The first collective waits for other ranks, and must not keep the store from this one."""
+def create_groups_in_opposite_orders() -> list[float]:
+    """The first collective connects the ranks and must not block the store for this rank."""
     first, data = new_group("cpu:poplar", seconds=20.0), torch.ones(4)
     if dist.get_rank() == 0:
         work = dist.all_reduce(data, group=first, async_op=True)
@@ -344,26 +346,26 @@ def meet_in_opposite_orders() -> list[float]:
     return data.tolist()
 
 
-def test_a_first_collective_leaves_the_store_to_others(ranks: Pool) -> None:
-    assert ranks.run(meet_in_opposite_orders) == [[16.0] * 4] * WORLD
+def test_first_collective_does_not_block_the_store(ranks: Pool) -> None:
+    assert ranks.run(create_groups_in_opposite_orders) == [[16.0] * 4] * WORLD
 
 
-def use_what_was_destroyed() -> str:
+def use_a_destroyed_group() -> str:
     group = new_group("cpu:poplar")
     dist.barrier(group)
-    kept = group  # torch forgets it, users may not
+    destroyed = group  # torch drops its reference, users may keep theirs
     dist.destroy_process_group(group)
     try:
-        kept.allreduce([torch.ones(1)])
+        destroyed.allreduce([torch.ones(1)])
     except RuntimeError as error:
         return str(error)
     return ""
 
 
-def test_a_group_that_was_destroyed_is_refused():
-    # On ranks of its own: torch gives the next group its name, and gloo finds old addresses there.
-    for said in harness.one_off(2, use_what_was_destroyed, timeout=50.0):
-        assert "was destroyed" in said
+def test_destroyed_group_is_refused():
+    # On separate ranks: torch reuses the group's name, and gloo would find old addresses.
+    for message in harness.one_off(2, use_a_destroyed_group, timeout=50.0):
+        assert "was destroyed" in message
 
 
 END_EARLY = """
@@ -373,12 +375,12 @@ rank = int(sys.argv[1])
 dist.init_process_group("cpu:poplar", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2)
 dist.barrier()
 if rank == 0:
-    work = dist.all_reduce(torch.ones(1 << 20), async_op=True)  # the other never comes
+    work = dist.all_reduce(torch.ones(1 << 20), async_op=True)  # the other rank never issues it
 print("the end")
 """
 
 
-def test_a_process_may_end_with_a_collective_in_flight(tmp_path):
+def test_process_exits_with_a_collective_in_flight(tmp_path):
     command = [sys.executable, "-c", END_EARLY]
     ranks = [
         subprocess.Popen(
@@ -390,9 +392,9 @@ def test_a_process_may_end_with_a_collective_in_flight(tmp_path):
         for rank in range(2)
     ]
     for process in ranks:
-        said, _ = process.communicate(timeout=50)
-        assert process.returncode == 0, said
-        assert "the end" in said
+        message, _ = process.communicate(timeout=50)
+        assert process.returncode == 0, message
+        assert "the end" in message
 
 
 def train_with_poplar(backend: str) -> tuple[str, list[float]]:
@@ -415,49 +417,49 @@ def train_with_poplar(backend: str) -> tuple[str, list[float]]:
     return type(optimizer._engine.comm).__name__, losses
 
 
-def test_poplar_itself_takes_the_fast_way_on_it(ranks: Pool) -> None:
+def test_poplar_uses_shared_memory_on_cpu_poplar(ranks: Pool) -> None:
     ours = ranks.run(train_with_poplar, "cpu:poplar")
     assert ours == ranks.run(train_with_poplar, "gloo")
     assert {name for name, _ in ours} == {"SharedMemoryCommunicator"}
 
 
-def fail_before_it_is_posted() -> list[str]:
-    """Rank 0 has no memory for its first sum, and both go on as if nothing had been."""
-    group, said = new_group("cpu:poplar", seconds=20.0), []
+def fail_before_posting() -> list[str]:
+    """Rank 0 has no memory for its first sum, and both ranks continue with the next."""
+    group, message = new_group("cpu:poplar", seconds=20.0), []
     dist.barrier(group)
-    real = segment_pool.Pool.take
+    real = segment_pool.SegmentPool.allocate
     if dist.get_rank() == 0:
-        segment_pool.Pool.take = no_memory
+        segment_pool.SegmentPool.allocate = raise_memory_error
     for _ in range(2):
         try:
             dist.all_reduce(torch.ones(1000), group=group)
         except (RuntimeError, MemoryError) as error:
-            said.append(str(error))
-        segment_pool.Pool.take = real
-    return said
+            message.append(str(error))
+        segment_pool.SegmentPool.allocate = real
+    return message
 
 
-def no_memory(*_: object) -> None:
+def raise_memory_error(*_: object) -> None:
     raise MemoryError("no memory")
 
 
-def test_a_collective_that_fails_before_it_is_posted_is_nobody_elses():
-    for said in harness.one_off(2, fail_before_it_is_posted, timeout=50.0):
-        assert len(said) == 2
-        assert all("no memory" in text for text in said)
+def test_collective_that_fails_before_posting_fails_on_all_ranks():
+    for message in harness.one_off(2, fail_before_posting, timeout=50.0):
+        assert len(message) == 2
+        assert all("no memory" in text for text in message)
 
 
 def interrupt_a_sum() -> str:
-    """A Ctrl-C in the middle of a sum in place; the sum must not be taken up again."""
+    """Ctrl-C during an in-place sum; the sum must not be resumed."""
     group = new_group("cpu:poplar", seconds=20.0)
     dist.barrier(group)
-    real = rendezvous.Rendezvous.mark
+    real = rendezvous.Rendezvous.mark_written
     if dist.get_rank() == 0:
-        rendezvous.Rendezvous.mark = interrupted
+        rendezvous.Rendezvous.mark_written = interrupted
     data = torch.ones(1000)
     with contextlib.suppress(RuntimeError, KeyboardInterrupt):
         dist.all_reduce(data, group=group)
-    rendezvous.Rendezvous.mark = real
+    rendezvous.Rendezvous.mark_written = real
     try:
         dist.all_reduce(torch.ones(1000), group=group)
     except RuntimeError as error:
@@ -469,46 +471,46 @@ def interrupted(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-def test_an_interrupted_sum_is_the_end_for_all():
-    for said in harness.one_off(2, interrupt_a_sum, timeout=50.0):
-        assert "KeyboardInterrupt" in said
+def test_interrupted_all_reduce_aborts_all_ranks():
+    for message in harness.one_off(2, interrupt_a_sum, timeout=50.0):
+        assert "KeyboardInterrupt" in message
 
 
-def two_threads() -> bool:
-    """A sum that another thread has put is not for the one that waits for its own."""
+def issue_from_two_threads() -> bool:
+    """A thread that waits for its own collective must not run a later one of another thread."""
     group, other = new_group("cpu:poplar", seconds=20.0), new_group("gloo", seconds=20.0)
     rank, data, late = dist.get_rank(), torch.ones(1 << 20), torch.ones(4)
     works = []
 
-    def put() -> None:
+    def issue() -> None:
         works.append(dist.all_reduce(late, group=group, async_op=True))
 
     dist.all_reduce(data, group=group)
     if rank == 0:
-        thread = threading.Thread(target=put)
+        thread = threading.Thread(target=issue)
         thread.start()
         thread.join()
-        dist.barrier(other)  # before it the others don't issue theirs
+        dist.barrier(other)  # the other ranks issue theirs after it
     else:
         dist.barrier(other)
-        put()
+        issue()
     works[0].wait()
     return bool((late == WORLD).all())
 
 
-def test_whoever_waits_runs_no_more_than_its_own(ranks: Pool) -> None:
-    assert all(ranks.run(two_threads))
+def test_wait_does_not_run_later_collectives_of_other_threads(ranks: Pool) -> None:
+    assert all(ranks.run(issue_from_two_threads))
 
 
-def a_signal_in_between() -> str:
-    """A handler that issues a collective while the main thread is inside one."""
-    group, said = new_group("cpu:poplar", seconds=20.0), []
+def issue_in_a_signal_handler() -> str:
+    """A signal handler issues a collective while the main thread is inside one."""
+    group, message = new_group("cpu:poplar", seconds=20.0), []
 
     def handle(*_: object) -> None:
         try:
             dist.all_reduce(torch.ones(4), group=group)
         except RuntimeError as error:
-            said.append(str(error))
+            message.append(str(error))
 
     dist.barrier(group)
     if dist.get_rank() == 0:
@@ -519,16 +521,16 @@ def a_signal_in_between() -> str:
     dist.barrier(group)
     if dist.get_rank() == 0:
         signal.signal(signal.SIGUSR2, old)
-    return said[0] if said else ""
+    return message[0] if message else ""
 
 
-def test_a_collective_inside_another_one_is_refused(ranks: Pool) -> None:
-    first, *others = ranks.run(a_signal_in_between)
+def test_nested_collective_is_refused(ranks: Pool) -> None:
+    first, *others = ranks.run(issue_in_a_signal_handler)
     assert "a signal handler must not issue any" in first
     assert others == [""] * (WORLD - 1)
 
 
-def under_another_default_dtype() -> list[float]:
+def run_with_another_default_dtype() -> list[float]:
     group = new_group("cpu:poplar")
     torch.set_default_dtype(torch.bfloat16)
     try:
@@ -541,15 +543,15 @@ def under_another_default_dtype() -> list[float]:
         torch.set_default_dtype(torch.float32)
 
 
-def test_the_default_dtype_is_the_users(ranks: Pool) -> None:
-    assert ranks.run(under_another_default_dtype) == [[4.0, 1.0]] * WORLD
+def test_default_dtype_does_not_change_results(ranks: Pool) -> None:
+    assert ranks.run(run_with_another_default_dtype) == [[4.0, 1.0]] * WORLD
 
 
 # Trainers
 
 
-def trained(kind: str, backend: str) -> list[float]:
-    """Losses of a few steps."""
+def train(kind: str, backend: str) -> list[float]:
+    """The losses of a few steps."""
     group = new_group(backend)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 1))
@@ -578,51 +580,51 @@ def trained(kind: str, backend: str) -> list[float]:
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
-def test_trainers_have_the_losses_that_they_have_on_gloo(ranks: Pool, kind: str) -> None:
-    ours, gloo = ranks.run(trained, kind, "cpu:poplar"), ranks.run(trained, kind, "gloo")
+def test_ddp_and_fsdp2_have_the_same_losses_as_on_gloo(ranks: Pool, kind: str) -> None:
+    ours, gloo = ranks.run(train, kind, "cpu:poplar"), ranks.run(train, kind, "gloo")
     for mine, theirs in zip(ours, gloo, strict=True):
         torch.testing.assert_close(torch.tensor(mine), torch.tensor(theirs), rtol=1e-5, atol=1e-6)
 
 
-# Trouble
+# Failures
 
 
 IN_SHARED_MEMORY = {
     "all_reduce": CALLS["sum torch.float32"],
     "all_gather": CALLS["gather torch.float32"],
     "reduce_scatter": CALLS["scatter torch.float32"],
-    "all_to_all": exchanged,
-    "broadcast": sent_from_one,
+    "all_to_all": all_to_all,
+    "broadcast": broadcast,
     "barrier": lambda group: dist.barrier(group) or torch.zeros(()),
 }
 
 
 def lose_a_rank(how: int, seconds: float) -> dict[str, str]:
-    """Rank 2 goes before any of these, each on its own group; the others say whom they waited for.
+    """Rank 2 is killed or stopped before these collectives, each on its own group.
 
-    The source of the broadcast is rank 2.
+    Rank 2 is also the source of the broadcast. Returns the errors.
     """
     groups = {name: new_group("cpu:poplar", seconds) for name in IN_SHARED_MEMORY}
     for group in groups.values():
         dist.barrier(group)
     if dist.get_rank() == 2:
         os.kill(os.getpid(), how)
-    said = {}
+    message = {}
     for name, call in IN_SHARED_MEMORY.items():
         try:
             call(groups[name])
         except RuntimeError as error:
-            said[name] = str(error)
-    return said
+            message[name] = str(error)
+    return message
 
 
 @pytest.mark.parametrize(("how", "seconds"), [(signal.SIGKILL, 60.0), (signal.SIGSTOP, 1.5)])
-def test_a_rank_that_is_gone_or_stopped_is_named(how, seconds):
+def test_killed_or_stopped_rank_is_named(how, seconds):
     answers = harness.one_off(WORLD, lose_a_rank, int(how), seconds, lost=[2], timeout=50.0)
     for rank in (0, 1, 3):
         assert answers[rank].keys() == IN_SHARED_MEMORY.keys()
-        for name, said in answers[rank].items():
-            assert f"rank {rank}: {name} failed, waiting for rank(s) 2" in said
+        for name, message in answers[rank].items():
+            assert f"rank {rank}: {name} failed, waiting for rank(s) 2" in message
 
 
 def lose_a_rank_of_ddp() -> str:
@@ -640,15 +642,15 @@ def lose_a_rank_of_ddp() -> str:
     return ""
 
 
-def test_ddp_names_a_rank_that_is_gone():
+def test_ddp_names_a_killed_rank():
     answers = harness.one_off(WORLD, lose_a_rank_of_ddp, lost=[2], timeout=50.0)
     for rank in (0, 1, 3):
         assert "waiting for rank(s) 2" in answers[rank]
-        assert "its process has ended" in answers[rank]
+        assert "its process has exited" in answers[rank]
 
 
-def killed_in_the_middle(name: str, delay: float) -> str:
-    """Rank 2 is killed while all of them are at it, wherever that is."""
+def kill_during_collectives(name: str, delay: float) -> str:
+    """Rank 2 is killed during a loop of collectives."""
     group = new_group("cpu:poplar")
     dist.barrier(group)
     if dist.get_rank() == 2:
@@ -667,9 +669,9 @@ def killed_in_the_middle(name: str, delay: float) -> str:
 
 
 @pytest.mark.parametrize("name", ["all_reduce", "all_gather", "reduce_scatter"])
-def test_survivors_of_a_rank_that_is_killed_in_the_middle_all_raise(name):
+def test_all_surviving_ranks_raise_when_one_is_killed(name):
     delay = 0.1 + 0.1 * random.random()
-    answers = harness.one_off(WORLD, killed_in_the_middle, name, delay, lost=[2], timeout=50.0)
+    answers = harness.one_off(WORLD, kill_during_collectives, name, delay, lost=[2], timeout=50.0)
     for rank in (0, 1, 3):
         assert "waiting for rank(s) 2 " in answers[rank], f"after {delay} s"
-        assert "its process has ended" in answers[rank], f"after {delay} s"
+        assert "its process has exited" in answers[rank], f"after {delay} s"

@@ -1,8 +1,9 @@
-"""The choice of a transport: measured once, kept in profile and plan, and taken by the next run."""
+"""Transport selection: measured once, stored in profile and plan, and used by the next run."""
 
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 
 import pytest
 import ranks as harness
@@ -28,12 +29,12 @@ CPU = torch.device("cpu")
         ([MOST_NUMEL, 3 * MOST_NUMEL], [MOST_NUMEL]),
     ],
 )
-def test_a_few_sizes_stand_for_a_model(numels: list[int], sample: list[int]) -> None:
+def test_few_sizes_represent_a_model(numels: list[int], sample: list[int]) -> None:
     assert sample_numels(numels) == sample
 
 
-def timed(choice: str) -> tuple[tuple[tuple[str, float], ...], list[str], float]:
-    """What was timed; the orders in which the transports found add; seconds that it took."""
+def time_all_transports(choice: str) -> tuple[tuple[tuple[str, float], ...], list[str], float]:
+    """The timed transports, their reduction orders, and the seconds that this took."""
     group = Group.of(harness.group(), None)
 
     def sample(comm: Communicator) -> Collectives:
@@ -46,17 +47,17 @@ def timed(choice: str) -> tuple[tuple[tuple[str, float], ...], list[str], float]
             device=CPU,
         )
 
-    began = time.monotonic()
+    start = time.monotonic()
     found = time_transports(group, connect(group, choice), sample)
-    seconds = time.monotonic() - began
+    seconds = time.monotonic() - start
     return found, [connect(group, name).reduction_order for name, _ in found], seconds
 
 
 @pytest.mark.parametrize("choice", ["shared_memory", "process_group"])
-def test_transports_of_one_order_compete_and_all_ranks_hear_the_same(
+def test_transports_of_equal_reduction_order_are_ranked_on_all_ranks(
     ranks: Pool, choice: str
 ) -> None:
-    answers = ranks.run(timed, choice)
+    answers = ranks.run(time_all_transports, choice)
     found, orders, _ = answers[0]
     assert all(other[0] == found for other in answers)
     assert [seconds for _, seconds in found] == sorted(seconds for _, seconds in found)
@@ -66,12 +67,38 @@ def test_transports_of_one_order_compete_and_all_ranks_hear_the_same(
     assert any(name.startswith("process_group:") for name in names)
 
 
-def test_where_no_other_adds_in_the_same_order_there_is_nothing_to_choose(ranks: Pool) -> None:
-    for found, _, _ in ranks.run(timed, "hierarchical"):
+def test_no_candidates_without_an_equal_reduction_order(ranks: Pool) -> None:
+    for found, _, _ in ranks.run(time_all_transports, "hierarchical"):
         assert found == ()
 
 
-def test_a_profile_names_the_fastest() -> None:
+def test_process_group_that_cannot_carry_the_tensors_is_not_timed() -> None:
+    """GPUs beside gloo: handing CUDA pointers to gloo would abort the process."""
+    group = SimpleNamespace(size=2, supports=lambda device: device.type == "cpu")
+    usual = SimpleNamespace(reduction_order="rank", name="staged")
+    sample = SimpleNamespace(device=torch.device("cuda"))
+    assert time_transports(group, usual, lambda comm: sample) == ()  # type: ignore[arg-type]
+
+
+def test_default_device_does_not_affect_timing() -> None:
+    """`torch.set_default_device("cuda")` must not move tensors of the control channel."""
+    collectives = Collectives(
+        comm=SimpleNamespace(group=SimpleNamespace(rank=0, size=2)),  # type: ignore[arg-type]
+        control=SimpleNamespace(exchange=lambda own, what: lambda: [own, own]),  # type: ignore[arg-type]
+        numels=[64],
+        wire_dtype=torch.float32,
+        value_dtype=torch.float32,
+        device=CPU,
+    )
+    torch.set_default_device("meta")  # reading a tensor on this device raises
+    try:
+        seconds = collectives.seconds(lambda shares: None, (0.5, 0.5), budget=0.0)
+    finally:
+        torch.set_default_device(None)
+    assert seconds >= 0.0
+
+
+def test_network_profile_names_the_fastest_transport() -> None:
     rates = {"send_seconds_per_byte": (0.0,), "receive_seconds_per_byte": (0.0,)}
     network = NetworkProfile(
         reduce_scatter_seconds=1.0,
@@ -83,18 +110,18 @@ def test_a_profile_names_the_fastest() -> None:
     assert hash(network)
 
 
-def test_memory_to_receive_in_is_kept_while_its_size_is_used() -> None:
-    spare, like = BufferPool(), torch.empty(0)
-    first = spare.take(100, like)
-    spare.give_back(first)
-    assert spare.take(100, like).data_ptr() == first.data_ptr()
-    spare.give_back(first)
-    spare.trim(keeps_memory=True)
-    assert spare.take(100, like).data_ptr() == first.data_ptr(), "it was used since the last time"
-    spare.give_back(first)
-    spare.trim(keeps_memory=True)
-    spare.trim(keeps_memory=True)
-    assert not spare._idle
-    spare.give_back(spare.take(100, like))
-    spare.trim(keeps_memory=False)
-    assert not spare._idle
+def test_receive_buffers_are_cached_while_their_size_is_used() -> None:
+    pool, like = BufferPool(), torch.empty(0)
+    first = pool.take(100, like)
+    pool.put_back(first)
+    assert pool.take(100, like).data_ptr() == first.data_ptr()
+    pool.put_back(first)
+    pool.trim(caches_memory=True)
+    assert pool.take(100, like).data_ptr() == first.data_ptr(), "it was used since the last trim"
+    pool.put_back(first)
+    pool.trim(caches_memory=True)
+    pool.trim(caches_memory=True)
+    assert not pool._idle
+    pool.put_back(pool.take(100, like))
+    pool.trim(caches_memory=False)
+    assert not pool._idle

@@ -1,4 +1,4 @@
-"""Units: which parameters travel together, and that they travel while others compute."""
+"""Units: how parameters are grouped, and that their communication overlaps with compute."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import ranks as harness
 import reference
 import torch
 import training
+from communicators import RecordingCommunicator
 from models import ModelSpec
 from ranks import Pool
 from reference import Recipe
 from torch import nn
 from training import STAGES, Run, assert_close
-from watched import Watched
 
 from poplar import Plan, UnitPlan
 from poplar.comm import Group
@@ -30,7 +30,9 @@ SPEC = ModelSpec(tied=True, frozen=True)
 EVEN = (0.25,) * 4
 
 
-def built(model: nn.Module, names: Sequence[str], *, merge: str = "none") -> dict[str, list[str]]:
+def parameters_by_unit(
+    model: nn.Module, names: Sequence[str], *, merge: str = "none"
+) -> dict[str, list[str]]:
     """Parameter names by unit."""
     return {
         unit.name: [name for flat in unit.flats for name in flat.names]
@@ -48,66 +50,74 @@ def units_of(
     return build_units(model, members, names, merge=merge)
 
 
-def test_repeated_blocks_are_found() -> None:
+def test_repeated_blocks_become_units() -> None:
     assert find_blocks(models.build(SPEC)) == BLOCKS
 
 
-def test_blocks_inside_blocks_are_not_units_of_their_own() -> None:
+def test_nested_blocks_belong_to_the_outer_unit() -> None:
     inner = [nn.ModuleList(nn.Linear(3, 3) for _ in range(2)) for _ in range(2)]
     model = nn.ModuleDict({"stages": nn.ModuleList(inner), "head": nn.Linear(3, 1)})
     assert find_blocks(model) == ["stages.0", "stages.1"]
 
 
-def test_a_model_without_repetition_is_one_unit() -> None:
+def test_model_without_repeated_blocks_is_one_unit() -> None:
     model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.LayerNorm(3))
-    assert list(built(model, find_blocks(model))) == ["root"]
+    assert list(parameters_by_unit(model, find_blocks(model))) == ["root"]
 
 
-def test_units_can_be_named_given_as_modules_or_as_classes() -> None:
+def test_units_can_be_names_modules_or_classes() -> None:
     model = models.build(SPEC)
     for given in (BLOCKS, list(model.blocks), [models.Block], [*BLOCKS[:2], model.blocks[2]]):
         assert resolve_units(model, given) == BLOCKS
 
 
 @pytest.mark.parametrize("given", [["blocks.7"], [nn.Linear(1, 1)], [nn.Conv2d]])
-def test_a_unit_that_the_model_does_not_have_is_refused(given: list[object]) -> None:
+def test_unknown_unit_raises(given: list[object]) -> None:
     with pytest.raises(ValueError, match="not in the model; give module names"):
         resolve_units(models.build(SPEC), given)
 
 
-def test_nested_units_are_refused() -> None:
+def test_nested_units_raise() -> None:
     with pytest.raises(ValueError, match=r"'blocks\.1' lies inside 'blocks'"):
         resolve_units(models.build(SPEC), ["blocks", "blocks.1"])
 
 
-def test_a_parameter_that_two_units_share_belongs_to_the_root() -> None:
+def test_tied_parameter_of_two_units_belongs_to_the_root() -> None:
     model = models.build(ModelSpec())
     model.blocks[2].up.weight = model.blocks[0].up.weight
-    found = built(model, BLOCKS)
+    found = parameters_by_unit(model, BLOCKS)
     assert "blocks.0.up.weight" in found["root"]
     assert not any("up.weight" in name for name in found["blocks.0"] + found["blocks.2"])
 
 
-def test_every_parameter_travels_exactly_once() -> None:
+def test_every_parameter_is_in_exactly_one_unit() -> None:
     model = models.build(SPEC)
     for merge in ("none", "blocks", "all"):
-        names = [name for inside in built(model, BLOCKS, merge=merge).values() for name in inside]
+        names = [
+            name
+            for inside in parameters_by_unit(model, BLOCKS, merge=merge).values()
+            for name in inside
+        ]
         assert sorted(names) == sorted(name for name, _ in model.named_parameters())
 
 
-def test_small_blocks_are_gathered_together_but_never_with_the_root() -> None:
-    found = built(models.build(SPEC), BLOCKS, merge="blocks")
+def test_small_blocks_are_merged_but_not_with_the_root() -> None:
+    found = parameters_by_unit(models.build(SPEC), BLOCKS, merge="blocks")
     assert list(found) == ["root", "blocks.0..blocks.2"]
 
 
-def test_blocks_are_gathered_together_up_to_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_are_merged_up_to_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
     model = models.build(ModelSpec())
     block = 4 * sum(p.numel() for p in model.blocks[0].parameters())
-    monkeypatch.setattr(units, "GATHERED_TOGETHER_BYTES", 2 * block)
-    assert list(built(model, BLOCKS, merge="blocks")) == ["root", "blocks.0..blocks.1", "blocks.2"]
+    monkeypatch.setattr(units, "MERGED_UNIT_BYTES", 2 * block)
+    assert list(parameters_by_unit(model, BLOCKS, merge="blocks")) == [
+        "root",
+        "blocks.0..blocks.1",
+        "blocks.2",
+    ]
 
 
-def test_large_units_are_cut_into_several_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_units_have_several_flat_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(units, "MAX_FLAT_BYTES", 8000)
     model = models.build(ModelSpec())
     members = [Member(name, p, 0, True, p.dtype) for name, p in model.named_parameters()]
@@ -117,8 +127,8 @@ def test_large_units_are_cut_into_several_buffers(monkeypatch: pytest.MonkeyPatc
             assert len(flat.parameters) == 1 or 4 * sum(p.numel() for p in flat.parameters) <= 8000
 
 
-def test_parameters_of_one_group_lie_side_by_side() -> None:
-    """So that a rank's part of a group is one stretch, which the inner optimizer takes as one."""
+def test_parameters_of_one_group_are_adjacent() -> None:
+    """A rank's part of a group is then one range, which the inner optimizer gets as one tensor."""
     model = models.build(ModelSpec())
     members = [
         Member(name, p, index % 3, True, p.dtype)
@@ -130,11 +140,11 @@ def test_parameters_of_one_group_lie_side_by_side() -> None:
             assert all(offset % 64 == 0 for offset in flat.offsets)
 
 
-# On ranks
+# On several ranks
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_unit_may_have_shares_of_its_own(ranks: Pool, stage: int) -> None:
+def test_unit_may_have_its_own_shares(ranks: Pool, stage: int) -> None:
     own = (
         UnitPlan("blocks.1", STRATEGIES[stage], shares=(0.0, 0.0, 0.9, 0.1)),
         UnitPlan("root", STRATEGIES[stage], shares=(1.0, 0.0, 0.0, 0.0)),
@@ -145,10 +155,10 @@ def test_a_unit_may_have_shares_of_its_own(ranks: Pool, stage: int) -> None:
         assert_close(trajectory.parameters, reference.train(recipe).parameters)
 
 
-def watch_a_step(run: Run) -> list[str]:
-    """Collectives as they are issued, between the blocks' forwards and backwards."""
-    comm = Watched(Group.of(harness.group(), None))
-    units.MAX_FLAT_BYTES, before = 1, units.MAX_FLAT_BYTES  # small blocks travel alone
+def record_step(run: Run) -> list[str]:
+    """The issued collectives, between the forwards and backwards of the blocks."""
+    comm = RecordingCommunicator(Group.of(harness.group(), None))
+    units.MAX_FLAT_BYTES, before = 1, units.MAX_FLAT_BYTES  # one flat parameter per parameter
     try:
         run.engine["communicator"] = comm  # type: ignore[index]
         model, optimizer = training.prepare(run)
@@ -173,8 +183,8 @@ def run_of(stage: int) -> Run:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_unit_is_reduced_while_the_next_is_in_its_backward(ranks: Pool, stage: int) -> None:
-    for events in ranks.run(watch_a_step, run_of(stage)):
+def test_reduction_overlaps_with_next_backward(ranks: Pool, stage: int) -> None:
+    for events in ranks.run(record_step, run_of(stage)):
         for block in (2, 1):
             reduced = min(
                 place
@@ -184,17 +194,17 @@ def test_a_unit_is_reduced_while_the_next_is_in_its_backward(ranks: Pool, stage:
             assert reduced < events.index(f"backward {block - 1} in the middle"), events
 
 
-def test_at_stage_0_what_is_reduced_is_gathered_under_the_next_reductions(ranks: Pool) -> None:
-    for events in ranks.run(watch_a_step, run_of(0)):
+def test_stage_0_all_gather_overlaps_with_next_reductions(ranks: Pool) -> None:
+    for events in ranks.run(record_step, run_of(0)):
         issued = [event for event in events if event.startswith("the ")]
         reduced = named(issued, "the reduction of unit ")
         assert named(issued, "the gradients of ") == reduced
         assert len(reduced) > 3
-        gathers, reductions = (
+        all_gathers, reductions = (
             [place for place, event in enumerate(issued) if event.startswith(head)]
             for head in ("the gradients of ", "the reduction of ")
         )
-        for number, place in enumerate(gathers):
+        for number, place in enumerate(all_gathers):
             assert reductions[min(number + 1, len(reductions) - 1)] < place
             assert number + 2 >= len(reductions) or place < reductions[number + 2]
 
@@ -204,46 +214,46 @@ def named(events: list[str], head: str) -> list[str]:
 
 
 @pytest.mark.parametrize("strategy", [ShardedGradients, ShardedParameters])
-def test_a_units_reductions_may_all_run_under_the_backward_of_the_next(
+def test_all_reductions_of_a_unit_may_be_in_flight(
     monkeypatch: pytest.MonkeyPatch, strategy: type[ShardedGradients]
 ) -> None:
     one = strategy(None, torch.float32)  # type: ignore[arg-type]
-    one.expect(units_of(models.build(ModelSpec())))
-    assert one.in_flight == 2
+    one.prepare(units_of(models.build(ModelSpec())))
+    assert one.max_in_flight == 2
     monkeypatch.setattr(units, "MAX_FLAT_BYTES", 8000)
     in_parts = units_of(models.build(ModelSpec()))
-    one.expect(in_parts)
-    assert one.in_flight == 1 + max(len(unit.trained) for unit in in_parts) > 2
+    one.prepare(in_parts)
+    assert one.max_in_flight == 1 + max(len(unit.trained) for unit in in_parts) > 2
 
 
-def test_a_unit_is_gathered_while_the_one_before_it_computes(ranks: Pool) -> None:
-    for events in ranks.run(watch_a_step, run_of(3)):
+def test_unshard_overlaps_with_previous_unit(ranks: Pool) -> None:
+    for events in ranks.run(record_step, run_of(3)):
         for block in (1, 2):
-            gathered = events.index(f"the gather of unit blocks.{block}")
-            assert gathered < events.index(f"forward {block - 1} ends"), events
+            unsharded = events.index(f"the unshard of unit blocks.{block}")
+            assert unsharded < events.index(f"forward {block - 1} ends"), events
         for block in (1, 0):
-            again = f"the gather of unit blocks.{block}"
+            again = f"the unshard of unit blocks.{block}"
             last = max(place for place, event in enumerate(events) if event == again)
             assert last < events.index(f"backward {block + 1} in the middle"), events
 
 
-def test_all_ranks_issue_the_same_collectives_in_the_same_order(ranks: Pool) -> None:
+def test_all_ranks_issue_the_same_collectives_in_order(ranks: Pool) -> None:
     for stage in STAGES:
         first, *others = (
             [event for event in events if event.startswith("the ")]
-            for events in ranks.run(watch_a_step, run_of(stage))
+            for events in ranks.run(record_step, run_of(stage))
         )
         assert all(other == first for other in others)
 
 
-def test_gathered_values_are_given_back(ranks: Pool) -> None:
-    """Between uses a parameter has its shape, and NaN for every value: loud, and no crash."""
-    for shapes, empty in ranks.run(look_between_steps, run_of(3)):
+def test_unsharded_values_are_freed(ranks: Pool) -> None:
+    """A resharded parameter has its shape, and NaN for every value."""
+    for shapes, empty in ranks.run(inspect_between_steps, run_of(3)):
         assert shapes
         assert empty
 
 
-def look_between_steps(run: Run) -> tuple[bool, bool]:
+def inspect_between_steps(run: Run) -> tuple[bool, bool]:
     model, optimizer = training.prepare(run)
     training.take_step(run, model, optimizer, 0)
     plain = models.build(run.recipe.spec)

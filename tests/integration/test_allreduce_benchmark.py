@@ -1,4 +1,4 @@
-"""`benchmarks/allreduce.py` as values: cases, their checks, rows and what they have to show."""
+"""`benchmarks/allreduce.py`: cases, result checks, rows and targets."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def rows(case: Case, **milliseconds: float) -> list[Row]:
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("shares", [EVEN, SKEWED, (0.5, 0.5, 0.0, 0.0)])
-def test_a_right_result_passes_and_a_wrong_one_does_not(operation, shares):
+def test_check_accepts_right_and_refuses_wrong_results(operation, shares):
     case = Case(operation, 40_000, "fp32", shares)
     inputs = [case.input_of(rank) for rank in range(4)]
     for rank in range(4):
@@ -81,19 +81,19 @@ def test_a_right_result_passes_and_a_wrong_one_does_not(operation, shares):
 
 @pytest.mark.parametrize("nbytes", [1, 4096, 40_000, 64 << 20])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_even_shares_are_equal_to_the_element(nbytes, dtype):
+def test_even_shares_are_exactly_equal(nbytes, dtype):
     sizes = Case("all_reduce", nbytes, dtype, EVEN).layout.sizes
     assert len(set(sizes)) == 1
     assert sum(sizes) >= nbytes // (4 if dtype == "fp32" else 2)
 
 
-def test_the_floor_counts_each_byte_that_has_to_be_read_or_written():
+def test_least_bytes_of_each_collective():
     whole = 64 << 20
     least = {op: Case(op, whole, "fp32", EVEN).least_bytes / whole for op in OPERATIONS}
     assert least == {"all_reduce": 8, "reduce_scatter": 5, "all_gather": 6}
 
 
-def test_sizes_and_shares_are_read_as_people_write_them():
+def test_sizes_and_shares_are_parsed():
     assert [allreduce.bytes_of(text) for text in ("4KiB", "64MiB", "1GiB", "100B", "7")] == [
         4096,
         64 << 20,
@@ -105,7 +105,7 @@ def test_sizes_and_shares_are_read_as_people_write_them():
     assert size_of(64 << 20) == "64 MiB"
     assert shares_of("70/10/10/10") == SKEWED
     for wrong in ("64 miles", "-3MiB", "0MiB", "MiB"):
-        with pytest.raises(argparse.ArgumentTypeError, match="a size as 4KiB"):
+        with pytest.raises(argparse.ArgumentTypeError, match="such as 4KiB"):
             allreduce.bytes_of(wrong)
     with pytest.raises(ValueError, match="add up to 100, got 90"):
         shares_of("50/40")
@@ -117,10 +117,10 @@ def test_sizes_and_shares_are_read_as_people_write_them():
         (["--ranks", "1"], "--ranks must be at least 2, got 1"),
         (["--rounds", "0"], "--rounds must be at least 1, got 0"),
         (["--shares", "50/40"], "add up to 100, got 90"),
-        (["--sizes", "big"], "a size as 4KiB"),
+        (["--sizes", "big"], "such as 4KiB"),
     ],
 )
-def test_a_command_line_that_makes_no_sense_is_refused(arguments, message, capsys):
+def test_invalid_command_line_is_refused(arguments, message, capsys):
     with pytest.raises(SystemExit):
         allreduce.parse_options(arguments)
     assert message in capsys.readouterr().err
@@ -129,7 +129,7 @@ def test_a_command_line_that_makes_no_sense_is_refused(arguments, message, capsy
 # Rows and verdicts
 
 
-def test_ratios_say_how_much_faster_than_gloo_and_how_far_from_the_floor():
+def test_ratios_to_gloo_and_to_the_floor():
     case = Case("reduce_scatter", HEADLINE, "fp32", EVEN)
     gloo, ours = rows(case, gloo=100.0, ours=20.0)
     assert (gloo.ratio_to_gloo, ours.ratio_to_gloo) == (1.0, 5.0)
@@ -139,20 +139,20 @@ def test_ratios_say_how_much_faster_than_gloo_and_how_far_from_the_floor():
     assert alone.ratio_to_gloo is None
 
 
-def test_quantiles_of_few_rounds_are_times_that_came():
+def test_quantiles_of_few_rounds_are_within_the_measured_range():
     case = Case("all_gather", 4096, "fp32", EVEN)
     (row,) = rows_of(case, {Named("gloo"): [0.001, 0.009]}, speeds=[35e9] * 2)
     assert 0.001 <= row.p20_seconds <= row.p50_seconds <= row.p80_seconds <= 0.009
 
 
-def judged(found: Sequence[Row]) -> dict[str, bool]:
+def met_targets(found: Sequence[Row]) -> dict[str, bool]:
     return {verdict.what: verdict.met for verdict in verdicts(found)}
 
 
-def test_thresholds_are_of_the_headline_size_against_whoever_took_part():
+def test_targets_apply_to_the_headline_size_and_the_measured_providers():
     case = Case("reduce_scatter", HEADLINE, "fp32", EVEN)
     found = rows(case, gloo=100.0, all_to_all=45.0, mpi=50.0, ours=19.0, zero_copy=12.0)
-    assert judged(found) == {
+    assert met_targets(found) == {
         "poplar shared_memory faster than gloo": True,
         "poplar shared_memory faster than gloo all-to-all + sum": True,
         "poplar shared_memory faster than Open MPI": False,
@@ -161,16 +161,16 @@ def test_thresholds_are_of_the_headline_size_against_whoever_took_part():
         "poplar shared_memory, zero-copy faster than Open MPI": False,
         "poplar shared_memory, zero-copy over the floor": True,
     }
-    assert judged(rows(replace(case, nbytes=1 << 20), gloo=100.0, ours=90.0)) == {}
-    assert judged(rows(replace(case, nbytes=4096), gloo=1.0, ours=0.5)) == {
+    assert met_targets(rows(replace(case, nbytes=1 << 20), gloo=100.0, ours=90.0)) == {}
+    assert met_targets(rows(replace(case, nbytes=4096), gloo=1.0, ours=0.5)) == {
         "poplar shared_memory faster than gloo": False
     }
 
 
-def test_skewed_shares_are_held_against_even_ones():
+def test_skewed_shares_are_compared_with_even_ones():
     even = Case("reduce_scatter", HEADLINE, "fp32", EVEN)
     found = rows(even, ours=20.0) + rows(replace(even, shares=SKEWED), ours=24.0)
-    assert judged(found) == {"poplar shared_memory, time over even's": False}
+    assert met_targets(found) == {"poplar shared_memory, time over even's": False}
 
 
 def test_tables_show_every_row():
@@ -184,7 +184,7 @@ def test_tables_show_every_row():
     assert "5.00" in text
 
 
-def test_rows_across_a_link_have_a_table_of_their_own_and_no_place_in_the_picture(tmp_path):
+def test_rows_across_a_link_have_their_own_table_and_are_not_plotted(tmp_path):
     case = Case("all_gather", HEADLINE, "fp32", EVEN)
     here = rows(case, gloo=100.0, ours=20.0) + rows(replace(case, nbytes=4096), gloo=1.0, ours=0.2)
     names = ("poplar process_group", "poplar hierarchical")
@@ -193,7 +193,7 @@ def test_rows_across_a_link_have_a_table_of_their_own_and_no_place_in_the_pictur
     assert len(tables_of(here + across)) == 2
     bound = 8 * HEADLINE / 2 / 1e9
     assert [row.ratio_to_link for row in across] == [0.6 / bound, 0.29 / bound]
-    assert judged(across) == {
+    assert met_targets(across) == {
         "poplar hierarchical over the link": True,
         "poplar hierarchical over poplar process_group": True,
     }
@@ -203,7 +203,7 @@ def test_rows_across_a_link_have_a_table_of_their_own_and_no_place_in_the_pictur
         draw(across, tmp_path / "picture.png")
 
 
-def test_rows_are_written_and_read_again(tmp_path):
+def test_rows_round_trip_through_a_file(tmp_path):
     path = tmp_path / "rows.jsonl"
     found = rows(Case("all_gather", 4096, "bf16", SKEWED), gloo=1.0, ours=0.1)
     write_rows(path, found)
@@ -229,7 +229,7 @@ def measured() -> list[tuple[str, str]]:
     return [(row.operation, row.provider) for row in measure(request, lambda text: None)]
 
 
-def test_every_provider_is_right_and_has_a_row(ranks: Pool) -> None:
+def test_every_provider_is_correct_and_has_a_row(ranks: Pool) -> None:
     if harness.device().type == "cuda":
         pytest.skip("the benchmark's tensors are on the CPU")
     found = ranks.run(measured)

@@ -1,4 +1,4 @@
-"""The command line answers people and programs, says what went wrong in a line, and exits so."""
+"""The command line: text and JSON output, one line per error, exit codes."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ import typer
 from torch import nn
 from typer.testing import CliRunner
 
-import poplar.cli
-from poplar.cli import parse
-from poplar.cli.answer import answering
+import poplar
 from poplar.cli.app import app
+from poplar.cli.options import of_rank, parse_sizes
+from poplar.cli.output import command_output, table
+from poplar.cli.process_group import joined
 from poplar.plan import Plan
 from poplar.planner.baselines import POLICIES
 from poplar.planner.explanation import Explanation
@@ -109,28 +110,28 @@ def launch(*arguments, ranks=1):
     )
 
 
-def test_doctor_answers_people_and_programs():
+def test_doctor_prints_text_or_json():
     shown = run("doctor", "--device", "cpu")
     assert shown.exit_code == 0, shown.output
     assert "torch" in shown.stdout
     assert "can train" in shown.stdout
-    said = run("doctor", "--device", "cpu", "--json")
-    document = json.loads(said.stdout)
+    printed = run("doctor", "--device", "cpu", "--json")
+    document = json.loads(printed.stdout)
     assert document["ok"]
     assert document["ranks"][0]["versions"]["torch"] == torch.__version__
 
 
-def test_doctor_exits_with_1_where_there_is_a_problem(monkeypatch):
+def test_doctor_exits_with_1_if_there_is_a_problem(monkeypatch):
     monkeypatch.setattr("poplar.doctor.facts._transport", lambda info: "none: not built")
     shown = run("doctor", "--device", "cpu")
     assert shown.exit_code == 1
     assert "problem: rank 0: no transport" in shown.stdout
-    said = run("doctor", "--device", "cpu", "--json")
-    assert said.exit_code == 1
-    assert json.loads(said.stdout)["findings"][0]["kind"] == "problem"
+    printed = run("doctor", "--device", "cpu", "--json")
+    assert printed.exit_code == 1
+    assert json.loads(printed.stdout)["findings"][0]["kind"] == "problem"
 
 
-def test_plan_shows_a_table_and_writes_a_plan(measured, tmp_path):
+def test_plan_prints_a_table_and_writes_the_plan(measured, tmp_path):
     path = tmp_path / "plan.json"
     shown = run("plan", measured, "--global-batch", 24, "--stage", "1", "-o", path)
     assert shown.exit_code == 0, shown.output
@@ -138,12 +139,13 @@ def test_plan_shows_a_table_and_writes_a_plan(measured, tmp_path):
     assert (chosen.stage, chosen.global_batch) == (1, 24)
     assert chosen.samples(0) > chosen.samples(1), "the first device is twice as fast"
     assert "stage 1" in shown.stdout
+    assert "note: rank 1 was throttled" in shown.stdout
     assert f"written to {path}" in shown.stdout
 
 
-def test_plan_prints_the_plan_itself_as_json(measured):
-    said = run("plan", measured, "--global-batch", 24, "--json")
-    chosen = Plan.from_dict(json.loads(said.stdout))
+def test_plan_prints_the_plan_as_json(measured):
+    printed = run("plan", measured, "--global-batch", 24, "--json")
+    chosen = Plan.from_dict(json.loads(printed.stdout))
     assert chosen.global_batch == 24
     assert chosen.prediction["step_seconds"] > 0
 
@@ -159,21 +161,21 @@ def test_plan_compares_stages_and_policies(measured):
     assert document["plan"] == document["policies"]["exact"]
 
 
-def test_plan_explains_what_bounds_helps_and_is_worth_it(measured):
+def test_plan_explains_bottleneck_changes_and_contributions(measured):
     shown = run("plan", measured, "--global-batch", 24, "--explain")
     assert shown.exit_code == 0, shown.output
-    for words in ("bound by rank", "give or take 4 %: worth it", "what would help", "without"):
+    for words in ("bound by rank", "error ±4 %: worth it", "what would help", "without"):
         assert words in shown.stdout
     assert "rank 0's device (NVIDIA A100)" in shown.stdout
-    said = run("plan", measured, "--global-batch", 24, "--explain", "--json")
-    document = json.loads(said.stdout)
-    told = Explanation.from_dict(document["explanation"])
-    assert told.step_seconds == document["plan"]["prediction"]["step_seconds"]
-    assert told.error == 0.04
-    assert {change.what for change in told.changes} >= {"device"}
+    printed = run("plan", measured, "--global-batch", 24, "--explain", "--json")
+    document = json.loads(printed.stdout)
+    explanation = Explanation.from_dict(document["explanation"])
+    assert explanation.step_seconds == document["plan"]["prediction"]["step_seconds"]
+    assert explanation.error == 0.04
+    assert {change.what for change in explanation.changes} >= {"device"}
 
 
-def test_explain_goes_with_compare_and_takes_an_error(measured):
+def test_explain_combines_with_compare_and_a_prediction_error(measured):
     arguments = ("--compare", "--explain", "--prediction-error", 60, "--json")
     document = json.loads(run("plan", measured, "--global-batch", 24, *arguments).stdout)
     assert set(document) == {"plan", "stages", "policies", "explanation"}
@@ -181,7 +183,7 @@ def test_explain_goes_with_compare_and_takes_an_error(measured):
     assert document["policies"]["even"]["prediction"]["optimality_gap"] is None
 
 
-def test_a_policy_without_a_plan_says_why_beside_the_others(tmp_path):
+def test_a_policy_without_a_plan_is_listed_with_its_reason(tmp_path):
     path = tmp_path / "cluster.json"
     cluster(peak_flops=None).to_json(path)
     shown = run("plan", path, "--global-batch", 24, "--compare")
@@ -189,7 +191,7 @@ def test_a_policy_without_a_plan_says_why_beside_the_others(tmp_path):
     assert "no peak_flops" in shown.stdout
 
 
-def test_a_plan_that_does_not_fit_is_one_line(tmp_path):
+def test_a_plan_that_does_not_fit_is_a_one_line_error(tmp_path):
     path = tmp_path / "cluster.json"
     cluster(memory_bytes=1 << 10).to_json(path)
     shown = run("plan", path, "--global-batch", 24)
@@ -198,9 +200,9 @@ def test_a_plan_that_does_not_fit_is_one_line(tmp_path):
     assert shown.stderr.startswith("poplar: ")
     assert "rank" in shown.stderr
     assert shown.stderr.count("\n") == 1
-    said = run("plan", path, "--global-batch", 24, "--json")
-    assert said.exit_code == 1
-    assert "rank" in json.loads(said.stdout)["error"]
+    printed = run("plan", path, "--global-batch", 24, "--json")
+    assert printed.exit_code == 1
+    assert "rank" in json.loads(printed.stdout)["error"]
 
 
 def test_a_damaged_profile_is_named(tmp_path):
@@ -224,19 +226,19 @@ def test_a_damaged_profile_is_named(tmp_path):
         [],
     ],
 )
-def test_commands_that_make_no_sense_exit_with_2(measured, arguments):
+def test_invalid_arguments_exit_with_2(measured, arguments):
     shown = run("plan", measured, *arguments)
     assert shown.exit_code == 2
     assert shown.stdout == ""
 
 
-def test_an_unknown_device_is_a_mistake_of_the_command():
+def test_an_unknown_device_type_exits_with_2():
     shown = run("doctor", "--device", "abacus")
     assert shown.exit_code == 2
     assert "auto, cuda, cpu" in shown.stderr
 
 
-def test_files_that_do_not_exist_are_a_mistake_of_the_command(tmp_path):
+def test_missing_files_exit_with_2(tmp_path):
     for command in (["plan", "--global-batch", "8"], ["report"]):
         assert run(command[0], tmp_path / "none.json", *command[1:]).exit_code == 2
     assert run("verify", "train.py:workload", "--plan", tmp_path / "none.json").exit_code == 2
@@ -251,64 +253,79 @@ def test_files_that_do_not_exist_are_a_mistake_of_the_command(tmp_path):
         ("2TiB", (2048 * GIB,)),
     ],
 )
-def test_sizes_are_read_as_people_write_them(text, expected):
-    assert parse.sizes(text) == expected
+def test_sizes_may_have_binary_or_decimal_units(text, expected):
+    assert parse_sizes(text) == expected
 
 
 @pytest.mark.parametrize("text", ["", "8 apples", "-1GiB", "0", "8GiB,", "GiB"])
-def test_sizes_that_are_none_are_refused(text):
+def test_invalid_sizes_are_refused(text):
     with pytest.raises(typer.BadParameter, match="8GiB"):
-        parse.sizes(text)
+        parse_sizes(text)
 
 
-def test_each_rank_has_its_own_memory_limit():
-    assert [parse.of_rank((5, 6), rank, 2) for rank in range(2)] == [5, 6]
-    assert parse.of_rank((5,), 1, 2) == 5
-    assert parse.of_rank(None, 1, 2) is None
+def test_memory_limits_are_one_for_all_or_one_per_rank():
+    assert [of_rank((5, 6), rank, 2) for rank in range(2)] == [5, 6]
+    assert of_rank((5,), 1, 2) == 5
+    assert of_rank(None, 1, 2) is None
     with pytest.raises(ValueError, match="2 memory limits for 3 ranks"):
-        parse.of_rank((5, 6), 0, 3)
+        of_rank((5, 6), 0, 3)
 
 
-def test_an_unexpected_error_is_one_line_and_debug_shows_where(capsys):
+def test_an_unexpected_error_is_one_line_unless_debug(capsys):
     for debug in (False, True):
-        with pytest.raises(typer.Exit), answering(as_json=False, debug=debug):
+        with pytest.raises(typer.Exit), command_output(as_json=False, debug=debug):
             raise KeyError("surprise\nmore")
-        said = capsys.readouterr().err
-        assert "poplar: KeyError: " in said
-        assert ("Traceback" in said) == debug
-        assert ("--debug" in said) != debug
+        printed = capsys.readouterr().err
+        assert "poplar: KeyError: " in printed
+        assert ("Traceback" in printed) == debug
+        assert ("--debug" in printed) != debug
 
 
-def test_json_knows_no_nan(capsys):
-    with answering(as_json=True, debug=False) as answer:
+def test_json_has_null_for_nan_and_infinity(capsys):
+    with command_output(as_json=True, debug=False) as output:
         print("chatter")
-        answer.document = {"error": float("nan"), "by_rank": (1.0, float("inf"))}
-    said = capsys.readouterr()
-    assert json.loads(said.out) == {"error": None, "by_rank": [1.0, None]}
-    assert "chatter" in said.err
+        output.document = {"error": float("nan"), "by_rank": (1.0, float("inf"))}
+    printed = capsys.readouterr()
+    assert json.loads(printed.out) == {"error": None, "by_rank": [1.0, None]}
+    assert "chatter" in printed.err
 
 
-def test_only_rank_0_answers(monkeypatch, capsys):
+def test_only_rank_0_prints_results(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "1")
-    with answering(as_json=False, debug=False) as answer:
-        answer.show("an answer")
-    with pytest.raises(typer.Exit), answering(as_json=False, debug=False):
-        raise ValueError("a mistake")
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert said.err == "poplar: rank 1: a mistake\n"
+    with command_output(as_json=False, debug=False) as output:
+        output.show("a result")
+    with pytest.raises(typer.Exit), command_output(as_json=False, debug=False):
+        raise ValueError("an error")
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err == "poplar: rank 1: an error\n"
 
 
-def test_a_missing_extra_is_said(monkeypatch):
-    monkeypatch.delitem(sys.modules, "poplar.cli.app")
-    monkeypatch.setitem(sys.modules, "typer", None)
-    monkeypatch.delitem(sys.modules, "poplar.cli.answer")
-    monkeypatch.delitem(sys.modules, "poplar.cli.parse")
-    with pytest.raises(SystemExit, match=r"needs typer.*pip install 'poplar-zero\[cli\]'"):
-        poplar.cli.main([])
+def test_the_command_line_needs_no_extra():
+    tomllib = pytest.importorskip("tomllib")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert {"rich", "typer"} <= {name.partition(">")[0] for name in project["dependencies"]}
+    assert project["optional-dependencies"]["cli"] == [], "old install commands still work"
 
 
-def test_a_workload_is_found_in_a_file(train):
+def test_tables_are_whole_where_stdout_is_no_terminal(capsys):
+    wide = table("one", "two")
+    wide.add_row("a" * 300, "b" * 300)
+    with command_output(as_json=False, debug=False) as output:
+        output.show(wide, "c" * 300)
+    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert any("a" * 300 in line and "b" * 300 in line for line in lines)
+    assert "c" * 300 in lines
+
+
+def test_a_rank_without_the_rest_of_the_launchers_environment_names_torchrun(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(ValueError, match=r"not WORLD_SIZE.*torchrun"), joined(torch.device("cpu")):
+        pass
+
+
+def test_a_workload_is_loaded_from_a_file(train):
     work = load(f"{train}:workload")
     assert isinstance(work, Workload)
     assert work.optimizer_class is torch.optim.AdamW
@@ -319,7 +336,7 @@ def test_a_workload_is_found_in_a_file(train):
     torch.testing.assert_close(batch["x"][8:], work.example_batch["x"][:2])
 
 
-def test_the_examples_workload_is_one():
+def test_the_workload_of_the_examples_loads():
     work = load(f"{ROOT}/examples/workload.py:tiny")
     assert work.loss_fn(work.model, work.batch_of(2)).requires_grad
 
@@ -327,21 +344,21 @@ def test_the_examples_workload_is_one():
 @pytest.mark.parametrize(
     ("address", "error", "words"),
     [
-        ("train.py", ValueError, "names no function"),
-        ("{}/none.py:workload", ValueError, "there is no file"),
+        ("train.py", ValueError, "expected a file, a colon and a function"),
+        ("{}/none.py:workload", ValueError, "does not exist"),
         ("{}/train.py:none", ValueError, "it has broken, coupled, loss_fn, nothing, workload"),
         ("{}/train.py:SIZE", ValueError, "no function 'SIZE'"),
         ("{}/train.py:nothing", ValueError, "got NoneType"),
-        ("no_such_module:workload", ValueError, "write its path with .py"),
+        ("no_such_module:workload", ValueError, "give its path with .py"),
         ("{}/train.py:broken", RuntimeError, "no data here"),
     ],
 )
-def test_a_workload_that_is_none_is_refused(train, address, error, words):
+def test_a_missing_or_invalid_workload_is_refused(train, address, error, words):
     with pytest.raises(error, match=words):
         load(address.format(train.parent))
 
 
-def test_a_workload_is_checked_where_it_is_made():
+def test_a_workload_is_checked_at_construction():
     with pytest.raises(TypeError, match=r"must be a torch\.nn\.Module"):
         Workload(print, print, torch.zeros(2))
     with pytest.raises(TypeError, match="must be a function"):
@@ -350,7 +367,7 @@ def test_a_workload_is_checked_where_it_is_made():
         Workload(nn.Linear(1, 1), print, (torch.zeros(2), torch.zeros(3)))
 
 
-def test_profile_plan_and_verify_alone(train, tmp_path):
+def test_profile_plan_and_verify_on_one_rank(train, tmp_path):
     path, plan = tmp_path / "c.json", tmp_path / "p.json"
     shown = launch(
         *("profile", f"{train}:workload", "-o", path, "--seconds", 1, "--max-batch", 4),
@@ -361,32 +378,32 @@ def test_profile_plan_and_verify_alone(train, tmp_path):
     (alone,) = ClusterProfile.from_json(path).devices
     assert alone.max_batch <= 4
     assert run("plan", path, "--global-batch", 8, "--stage", "3", "-o", plan).exit_code == 0
-    said = launch("verify", f"{train}:workload", "--plan", plan, "--json", "--device", "cpu")
-    assert said.returncode == 0, said.stderr
-    assert json.loads(said.stdout)["ok"], "and what the workload prints is not on stdout"
+    printed = launch("verify", f"{train}:workload", "--plan", plan, "--json", "--device", "cpu")
+    assert printed.returncode == 0, printed.stderr
+    assert json.loads(printed.stdout)["ok"], "and what the workload prints is not on stdout"
 
 
 def test_verify_on_two_ranks_finds_a_loss_that_couples_samples(train, tmp_path):
     plan = tmp_path / "p.json"
     Plan.manual("3,1", stage=1).to_json(plan)
     arguments = ("--plan", plan, "--json", "--device", "cpu")
-    said = launch("verify", f"{train}:coupled", *arguments, ranks=2)
-    assert said.returncode == 1
-    assert not json.loads(said.stdout)["ok"]
+    printed = launch("verify", f"{train}:coupled", *arguments, ranks=2)
+    assert printed.returncode == 1
+    assert not json.loads(printed.stdout)["ok"]
 
 
-def test_a_plan_for_other_ranks_is_refused_with_the_command_that_fits(train, tmp_path):
+def test_a_plan_for_other_ranks_names_the_torchrun_command(train, tmp_path):
     plan = tmp_path / "p.json"
     Plan.manual("3,1", stage=1).to_json(plan)
-    said = launch("verify", f"{train}:workload", "--plan", plan, "--device", "cpu")
-    assert said.returncode == 1
-    assert "torchrun --nproc-per-node 2 -m poplar verify" in said.stderr
-    assert "Traceback" not in said.stderr
+    printed = launch("verify", f"{train}:workload", "--plan", plan, "--device", "cpu")
+    assert printed.returncode == 1
+    assert "torchrun --nproc-per-node 2 -m poplar verify" in printed.stderr
+    assert "Traceback" not in printed.stderr
 
 
 def test_doctor_compares_launched_ranks():
-    said = launch("doctor", "--json", "--device", "cpu", ranks=2)
-    document = json.loads(said.stdout)
+    printed = launch("doctor", "--json", "--device", "cpu", ranks=2)
+    document = json.loads(printed.stdout)
     assert [rank["rank"] for rank in document["ranks"]] == [0, 1]
 
 
@@ -411,7 +428,7 @@ def test_a_recorded_run_becomes_a_report(tmp_path):
     )
     source, page = tmp_path / "run.json", tmp_path / "out" / "report.html"
     record.to_json(source)
-    said = run("report", source, "-o", page, "--json")
-    assert said.exit_code == 0, said.output
-    assert json.loads(said.stdout)["report"] == str(page)
+    printed = run("report", source, "-o", page, "--json")
+    assert printed.exit_code == 0, printed.output
+    assert json.loads(printed.stdout)["report"] == str(page)
     assert "a run" in page.read_text()

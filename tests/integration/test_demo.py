@@ -1,4 +1,4 @@
-"""The pieces of the demo that need no ranks: neighbours of a plan, the summary, the options."""
+"""The parts of the demo that need no ranks: similar plans, noise warnings, summary, options."""
 
 from __future__ import annotations
 
@@ -19,6 +19,9 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 import demo
 from neighbours import neighbours, own_part
+from noise import describe, warnings_of
+from speed import Speed
+from train_llama import progress
 
 PROFILE = cluster(SPEEDS, ["a device"] * len(SPEEDS))
 
@@ -29,7 +32,7 @@ def chosen(request):
 
 
 class TestNeighbours:
-    def test_they_are_legal_and_all_different(self, chosen):
+    def test_similar_plans_are_valid_and_distinct(self, chosen):
         near = neighbours(chosen, PROFILE, 20)
         assert len(near) == 20
         assert len({chosen, *near}) == 21
@@ -37,7 +40,7 @@ class TestNeighbours:
             assert (plan.stage, plan.global_batch) == (chosen.stage, 72)
             assert predict(PROFILE, plan).step_seconds > 0
 
-    def test_they_differ_in_samples_in_passes_and_where_sharded_in_shares(self, chosen):
+    def test_similar_plans_vary_samples_passes_and_shares(self, chosen):
         near = neighbours(chosen, PROFILE, 20)
         samples = [[plan.samples(rank) for rank in range(4)] for plan in (chosen, *near)]
         assert any(one != samples[0] for one in samples)
@@ -47,10 +50,10 @@ class TestNeighbours:
         )
         assert any(plan.shares != chosen.shares for plan in near) == (chosen.stage > 0)
 
-    def test_every_rank_finds_the_same(self, chosen):
+    def test_result_is_deterministic(self, chosen):
         assert neighbours(chosen, PROFILE, 9) == neighbours(chosen, PROFILE, 9)
 
-    def test_none_needs_more_than_there_is(self, chosen):
+    def test_similar_plans_fit_the_measured_batches(self, chosen):
         longest = max(max(sizes) for sizes in chosen.micro_batches)
         tight = dataclasses.replace(
             PROFILE,
@@ -65,24 +68,24 @@ class TestNeighbours:
             for device, sizes in zip(tight.devices, plan.micro_batches, strict=True):
                 assert max(sizes) <= device.max_batch
 
-    def test_fewer_come_back_where_there_are_no_more(self):
+    def test_returns_fewer_plans_if_there_are_no_more(self):
         profile = cluster((10.0,), ["a device"])
         plan = search(profile, global_batch=2, stages=(0,))
         assert len(neighbours(plan, profile, 20)) < 20
 
 
 class TestOwnPart:
-    def test_the_parts_of_all_ranks_are_one_global_batch(self, chosen):
+    def test_parts_of_all_ranks_are_one_global_batch(self, chosen):
         parts = [own_part(chosen, rank, list) for rank in range(4)]
         assert [index for part in parts for index in part] == list(range(72))
 
-    def test_a_rank_without_samples_gives_one_that_is_dropped(self):
+    def test_rank_without_samples_gets_one_sample(self):
         plan = demo.Plan(stage=0, global_batch=4, micro_batches=((4,), ()), shares=(0.5, 0.5))
         assert own_part(plan, 1, list) == [4]
 
 
 class TestSummary:
-    def test_the_last_line_is_for_programs(self, capsys):
+    def test_last_line_is_json(self, capsys):
         record = synthetic_record()
         shown = io.StringIO()
         demo.summarize(Console(file=shown, width=80), record)
@@ -99,12 +102,12 @@ class TestSummary:
         )
         assert "…" not in shown.getvalue(), "the table must fit 80 columns"
 
-    def test_without_neighbours_nothing_is_said_of_them(self, capsys):
+    def test_ratio_is_left_out_without_similar_plans(self, capsys):
         record = dataclasses.replace(synthetic_record(), neighbours=None)
         demo.summarize(Console(file=io.StringIO()), record)
         assert "best_neighbour_ratio" not in json.loads(capsys.readouterr().out)
 
-    def test_two_loss_curves_are_an_error(self, capsys):
+    def test_different_loss_curves_raise(self, capsys):
         record = synthetic_record()
         other = dataclasses.replace(
             record.chosen, losses=tuple(v + 1 for v in record.chosen.losses)
@@ -114,27 +117,70 @@ class TestSummary:
             demo.summarize(Console(file=io.StringIO()), record)
         assert json.loads(capsys.readouterr().out)["max_loss_difference"] == pytest.approx(1.0)
 
-    def test_everything_is_kept_in_one_folder(self, tmp_path):
+    def test_outputs_are_written_to_one_folder(self, tmp_path):
         record = synthetic_record()
-        demo.keep(Console(file=io.StringIO()), record, tmp_path / "demo")
+        demo.write_outputs(Console(file=io.StringIO()), record, tmp_path / "demo")
         assert RunRecord.from_json(tmp_path / "demo" / "run.json") == record
         kept = {path.name for path in (tmp_path / "demo").iterdir()}
         assert kept >= {"run.json", "report.html", "curves.png", "timeline.png", "losses.png"}
 
 
+class TestNoise:
+    SPEEDS = (Speed(samples_per_second=40.0, batch=8), Speed(samples_per_second=10.0, batch=8))
+
+    def test_quiet_machine_gives_no_warning(self):
+        assert warnings_of(0.04, self.SPEEDS, self.SPEEDS) == []
+        assert "passed" in describe([])
+
+    def test_unknown_load_gives_no_warning(self):
+        assert warnings_of(None, self.SPEEDS, self.SPEEDS) == []
+
+    def test_other_processes_are_reported_with_the_limit(self):
+        (warning,) = warnings_of(0.12, self.SPEEDS, self.SPEEDS)
+        assert "12 %" in warning
+        assert "limit: 5 %" in warning
+
+    def test_changed_speed_names_the_rank(self):
+        slower = (self.SPEEDS[0], Speed(samples_per_second=8.0, batch=8))
+        (warning,) = warnings_of(0.0, self.SPEEDS, slower)
+        assert "rank 1" in warning
+        assert "-20 %" in warning
+        assert "limit: 10 %" in warning
+
+    def test_summary_and_json_contain_the_warnings(self, capsys):
+        shown = io.StringIO()
+        demo.summarize(Console(file=shown), synthetic_record(), ["other processes"])
+        assert "too noisy" in shown.getvalue()
+        assert json.loads(capsys.readouterr().out)["noise"] == ["other processes"]
+
+
+class TestProgress:
+    def test_progress_prints_lines_without_a_terminal(self):
+        shown = io.StringIO()
+        with progress(Console(file=shown), 20, lines=4) as advance:
+            for step in range(20):
+                advance(f"loss {step}")
+        assert shown.getvalue().splitlines() == [
+            "5/20 loss 4",
+            "10/20 loss 9",
+            "15/20 loss 14",
+            "20/20 loss 19",
+        ]
+
+
 class TestOptions:
-    def test_the_stage_is_found_unless_given(self):
+    def test_stage_is_automatic_by_default(self):
         assert demo.parse_options([]).stage == "auto"
         assert demo.parse_options(["--stage", "2"]).stage == 2
 
-    def test_quick_takes_less(self):
+    def test_quick_runs_fewer_steps(self):
         quick, full = demo.parse_options(["--quick"]), demo.parse_options([])
         assert quick.steps < full.steps
         assert quick.profile_seconds < full.profile_seconds
         assert demo.parse_options(["--quick", "--steps", "5"]).steps == 5
 
     @pytest.mark.parametrize(
-        ("given", "complaint"),
+        ("arguments", "message"),
         [
             (["--steps", "2"], "at least 3"),
             (["--steps", "0"], "at least 3"),
@@ -142,7 +188,7 @@ class TestOptions:
             (["--stage", "4"], "invalid choice"),
         ],
     )
-    def test_what_makes_no_sense_is_said(self, given, complaint, capsys):
+    def test_invalid_option_is_reported(self, arguments, message, capsys):
         with pytest.raises(SystemExit):
-            demo.parse_options(given)
-        assert complaint in capsys.readouterr().err
+            demo.parse_options(arguments)
+        assert message in capsys.readouterr().err

@@ -37,11 +37,11 @@ def plan_of(stage: int, shares: tuple[float, ...] = SHARES) -> Plan:
     return Plan(stage=stage, global_batch=12, micro_batches=MICRO_BATCHES, shares=shares)
 
 
-# An optimizer like any other
+# The torch.optim.Optimizer interface
 
 
-def look_at(run: Run) -> list[str]:
-    """What is wrong with this optimizer, as an optimizer."""
+def interface_errors(run: Run) -> list[str]:
+    """Differences to what is expected of a `torch.optim.Optimizer`."""
     model, optimizer = training.prepare(run)
     wrong = []
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -63,9 +63,9 @@ def look_at(run: Run) -> list[str]:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_it_is_an_optimizer_of_the_users_parameters(ranks: Pool, stage: int) -> None:
+def test_optimizer_interface_with_the_users_parameters(ranks: Pool, stage: int) -> None:
     recipe = Recipe(spec=ModelSpec(two_groups=True), batches=(12,))
-    assert ranks.run(look_at, Run(recipe, plan_of(stage))) == [[]] * 4
+    assert ranks.run(interface_errors, Run(recipe, plan_of(stage))) == [[]] * 4
 
 
 OPTIMIZERS = {
@@ -88,7 +88,7 @@ def test_every_elementwise_optimizer_is_exact(ranks: Pool, stage: int) -> None:
     runs = [Run(recipe, plan_of(stage)) for recipe in recipes.values()]
     trained = ranks.run(training.train_many, runs)
     for index, (name, recipe) in enumerate(recipes.items()):
-        assert_exact([of_rank[index] for of_rank in trained], recipe, name)
+        assert_exact([by_run[index] for by_run in trained], recipe, name)
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -97,11 +97,11 @@ def test_schedulers_change_the_learning_rate(ranks: Pool, stage: int) -> None:
     runs = [Run(recipe, plan_of(stage), open_form) for open_form in (False, True)]
     trained = ranks.run(training.train_many, runs)
     for index in range(len(runs)):
-        assert_exact([of_rank[index] for of_rank in trained], recipe)
+        assert_exact([by_run[index] for by_run in trained], recipe)
 
 
-def train_in_the_world(run: Run) -> Trajectory:
-    """With no word on process groups."""
+def train_on_default_group(run: Run) -> Trajectory:
+    """Train without a process_group argument."""
     model = models.build(run.recipe.spec).to(harness.device())
     optimizer = HeteroZeroOptimizer(
         model, run.recipe.optimizer_class, plan=run.plan, **dict(run.recipe.options)
@@ -111,13 +111,13 @@ def train_in_the_world(run: Run) -> Trajectory:
     return training.whole_parameters(model, optimizer)
 
 
-def test_the_default_process_group_is_the_world(ranks: Pool) -> None:
-    for parameters in ranks.run(train_in_the_world, Run(RECIPE, plan_of(3))):
+def test_default_process_group_is_the_world(ranks: Pool) -> None:
+    for parameters in ranks.run(train_on_default_group, Run(RECIPE, plan_of(3))):
         assert_close(parameters, reference.train(RECIPE).parameters)
 
 
-def train_plainly(run: Run) -> dict[str, Tensor]:
-    """The loop of any PyTorch tutorial."""
+def train_in_plain_loop(run: Run) -> dict[str, Tensor]:
+    """The standard PyTorch training loop."""
     model, optimizer = training.prepare(run)
     for step in range(len(run.recipe.batches)):
         loss = training.loss_of(run.recipe)(model, training.batch_of(run, step))
@@ -130,15 +130,15 @@ def train_plainly(run: Run) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_plain_loop_averages_over_ranks(ranks: Pool, stage: int) -> None:
+def test_plain_loop_averages_over_ranks(ranks: Pool, stage: int) -> None:
     recipe = replace(RECIPE, max_norm=0.1)
     plan = Plan.manual("3,3,3,3", stage=stage, shares=SHARES)
-    for parameters in ranks.run(train_plainly, Run(recipe, plan)):
+    for parameters in ranks.run(train_in_plain_loop, Run(recipe, plan)):
         assert_close(parameters, reference.train(recipe).parameters)
 
 
 def accumulate_without_sync(run: Run) -> dict[str, Tensor]:
-    """Two backwards before each step, the first of them in `no_sync`."""
+    """Two backwards per step, the first in `no_sync`."""
     model, optimizer = training.prepare(run)
     loss = training.loss_of(run.recipe)
     for step in range(0, len(run.recipe.batches), 2):
@@ -176,7 +176,7 @@ def gradients_before_the_step(run: Run) -> dict[str, Tensor]:
     return {name: p.grad.cpu().clone() for name, p in model.named_parameters()}
 
 
-def test_at_stage_0_grad_is_the_mean_over_the_whole_batch(ranks: Pool) -> None:
+def test_stage_0_grad_is_the_mean_over_the_global_batch(ranks: Pool) -> None:
     model = models.build(RECIPE.spec)
     models.mean_over_samples(model, RECIPE.batch(0)).backward()
     expected = {name: p.grad for name, p in model.named_parameters()}
@@ -184,7 +184,7 @@ def test_at_stage_0_grad_is_the_mean_over_the_whole_batch(ranks: Pool) -> None:
         assert_close(gradients, expected)
 
 
-def norms_of_other_kinds(run: Run) -> list[float]:
+def norms_of_other_types(run: Run) -> list[float]:
     model, optimizer = training.prepare(run)
     norms = []
     for norm_type in (1.0, 2.0, 3.0, math.inf):
@@ -196,14 +196,14 @@ def norms_of_other_kinds(run: Run) -> list[float]:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_norms_of_other_kinds(ranks: Pool, stage: int) -> None:
+def test_norms_of_other_types(ranks: Pool, stage: int) -> None:
     model = models.build(RECIPE.spec)
     models.mean_over_samples(model, RECIPE.batch(0)).backward()
     expected = [
         float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9, norm_type))
         for norm_type in (1.0, 2.0, 3.0, math.inf)
     ]
-    for norms in ranks.run(norms_of_other_kinds, Run(RECIPE, plan_of(stage))):
+    for norms in ranks.run(norms_of_other_types, Run(RECIPE, plan_of(stage))):
         assert norms == pytest.approx(expected, rel=1e-5)
 
 
@@ -212,14 +212,14 @@ def test_norms_of_other_kinds(ranks: Pool, stage: int) -> None:
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_blocks_that_dynamo_traced(ranks: Pool, stage: int, checkpointing: bool) -> None:
+def test_blocks_traced_by_dynamo_are_exact(ranks: Pool, stage: int, checkpointing: bool) -> None:
     recipe = replace(RECIPE, spec=ModelSpec(compiled="aot_eager", checkpointing=checkpointing))
     plan = Plan.manual("3,3,3,3", stage=stage, shares=SHARES)
     assert_exact(ranks.run(training.train, Run(recipe, plan), timeout=150), recipe)
 
 
 @pytest.mark.slow
-def test_blocks_that_inductor_compiled(ranks: Pool) -> None:
+def test_blocks_compiled_by_inductor_are_exact(ranks: Pool) -> None:
     if shutil.which("c++") is None and shutil.which("g++") is None:
         pytest.skip("torch.compile needs a C++ compiler")
     recipe = Recipe(batches=(4, 4), spec=ModelSpec(compiled="inductor", blocks=2))
@@ -254,8 +254,8 @@ def train_with_scaler(run: Run) -> tuple[dict[str, Tensor], list[float]]:
 @pytest.mark.parametrize("open_form", [False, True], ids=["train_step", "own loop"])
 def test_scaled_gradients_are_exact(ranks: Pool, open_form: bool, stage: int) -> None:
     recipe = replace(RECIPE, max_norm=0.1)
-    answers = ranks.run(train_with_scaler, Run(recipe, plan_of(stage), open_form))
-    for parameters, scales in answers:
+    results = ranks.run(train_with_scaler, Run(recipe, plan_of(stage), open_form))
+    for parameters, scales in results:
         assert scales == [1024.0] * 3
         assert_close(parameters, reference.train(recipe).parameters)
 
@@ -263,7 +263,7 @@ def test_scaled_gradients_are_exact(ranks: Pool, open_form: bool, stage: int) ->
 def overflow_on_one_rank(
     run: Run, bad: int, good_steps: int
 ) -> tuple[bool, list[str], float, dict[str, Tensor]]:
-    """So many good steps, one with an infinite loss on one rank, the other good steps."""
+    """Some correct steps, one with an infinite loss on one rank, then the other correct steps."""
     model, optimizer = training.prepare(run)
     scaler = poplar.GradScaler(harness.device().type, init_scale=1024.0, growth_interval=1000)
     loss = training.loss_of(run.recipe)
@@ -294,11 +294,11 @@ def overflow_on_one_rank(
         ("Adam", (("lr", 1e-3), ("amsgrad", True))),
         ("SGD", (("lr", 0.1),)),
         ("SGD", (("lr", 0.1), ("momentum", 0.9))),
-        ("RMSprop", (("lr", 1e-3), ("eps", 1e-2))),  # which torch has no fused form of
+        ("RMSprop", (("lr", 1e-3), ("eps", 1e-2))),  # has no fused implementation in torch
     ],
     ids=["AdamW", "amsgrad", "SGD", "momentum", "RMSprop"],
 )
-def test_an_overflow_on_one_rank_skips_the_step_on_all(
+def test_overflow_on_one_rank_skips_the_step_on_all(
     ranks: Pool, optimizer: str, options: tuple, good_steps: int, stage: int
 ) -> None:
     recipe = replace(RECIPE, batches=(12, 12), optimizer=optimizer, options=options)
@@ -312,7 +312,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(
 
 
 class OwnStep(torch.optim.SGD):
-    """Fused, as its class has it, but what it does with gradients is its own."""
+    """Has a fused base class but its own `step`."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -322,7 +322,7 @@ class OwnStep(torch.optim.SGD):
                     parameter.add_(parameter.grad, alpha=-group["lr"])
 
 
-def step_in_its_own_way(run: Run) -> tuple[bool, dict[str, Tensor]]:
+def train_with_custom_step(run: Run) -> tuple[bool, dict[str, Tensor]]:
     model = models.build(run.recipe.spec)
     optimizer = HeteroZeroOptimizer(
         model, OwnStep, plan=run.plan, process_group=harness.group(), **dict(run.recipe.options)
@@ -339,11 +339,9 @@ def step_in_its_own_way(run: Run) -> tuple[bool, dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_an_optimizer_with_a_step_of_its_own_finds_the_gradient_scaled_and_clipped(
-    ranks: Pool, stage: int
-) -> None:
+def test_custom_step_gets_scaled_and_clipped_gradients(ranks: Pool, stage: int) -> None:
     recipe = replace(RECIPE, max_norm=0.1, optimizer="SGD", options=(("lr", 0.5),))
-    for skipped, parameters in ranks.run(step_in_its_own_way, Run(recipe, plan_of(stage))):
+    for skipped, parameters in ranks.run(train_with_custom_step, Run(recipe, plan_of(stage))):
         assert skipped
         assert_close(parameters, reference.train(recipe).parameters)
 
@@ -351,8 +349,8 @@ def test_an_optimizer_with_a_step_of_its_own_finds_the_gradient_scaled_and_clipp
 # Checkpoints
 
 
-def ask_one_rank_for_its_state(run: Run) -> tuple[bool, dict[str, Tensor]]:
-    """As trainers do: right after construction, on rank 0 alone, without a collective."""
+def read_state_on_one_rank(run: Run) -> tuple[bool, dict[str, Tensor]]:
+    """As trainers do: after construction, on rank 0 alone, without communication."""
     model, optimizer = training.prepare(run)
     good = True
     if harness.rank() == 0:
@@ -363,15 +361,15 @@ def ask_one_rank_for_its_state(run: Run) -> tuple[bool, dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_the_state_of_one_rank_alone(ranks: Pool, stage: int) -> None:
+def test_state_dict_on_one_rank_needs_no_other(ranks: Pool, stage: int) -> None:
     recipe = replace(RECIPE, batches=(12,))
-    for good, parameters in ranks.run(ask_one_rank_for_its_state, Run(recipe, plan_of(stage))):
+    for good, parameters in ranks.run(read_state_on_one_rank, Run(recipe, plan_of(stage))):
         assert good
         assert_close(parameters, reference.train(recipe).parameters)
 
 
-def save_and_go_on(run: Run, folder: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Train on, or stop half-way, load into a fresh process's objects, and train on."""
+def save_and_continue(run: Run, folder: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Continue training, or stop half-way, load into new objects, and continue."""
     model, optimizer = training.prepare(run)
     half = len(run.recipe.batches) // 2
     for step in range(half):
@@ -403,17 +401,15 @@ def save_and_go_on(run: Run, folder: str) -> tuple[dict[str, Tensor], dict[str, 
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_training_resumes_from_its_state_with_the_same_bits(
-    ranks: Pool, stage: int, tmp_path: Path
-) -> None:
+def test_training_resumes_with_the_same_bits(ranks: Pool, stage: int, tmp_path: Path) -> None:
     recipe = Recipe(batches=(12,) * 4, spec=ModelSpec(two_groups=True, unused=True))
     run = Run(recipe, plan_of(stage))
-    for straight, resumed in ranks.run(save_and_go_on, run, str(tmp_path)):
+    for straight, resumed in ranks.run(save_and_continue, run, str(tmp_path)):
         assert_close(straight, reference.train(recipe).parameters)
         assert_same(resumed, straight)
 
 
-def load_anothers_state(run: Run, what: str) -> None:
+def load_mismatched_state(run: Run, what: str) -> None:
     _, optimizer = training.prepare(run)
     state = optimizer.state_dict()
     if what == "rank":
@@ -428,14 +424,14 @@ def load_anothers_state(run: Run, what: str) -> None:
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("what", ["rank", "plan"])
-def test_a_state_that_does_not_fit_is_refused(ranks: Pool, what: str, stage: int) -> None:
-    failures = ranks.run_expecting_errors(load_anothers_state, Run(RECIPE, plan_of(stage)), what)
+def test_mismatched_state_raises(ranks: Pool, what: str, stage: int) -> None:
+    failures = ranks.run_expecting_errors(load_mismatched_state, Run(RECIPE, plan_of(stage)), what)
     assert_raised(failures, what)
     assert all(f.is_a(ValueError) or f.is_a(RuntimeError) for f in failures)
 
 
-def train_after_an_empty_step(run: Run) -> tuple[list[str], dict[str, Tensor]]:
-    """What torch.distributed.checkpoint does to an optimizer to make it build its state."""
+def train_after_empty_step(run: Run) -> tuple[list[str], dict[str, Tensor]]:
+    """What torch.distributed.checkpoint does to make an optimizer create its state."""
     model, optimizer = training.prepare(run)
     before = training.whole_parameters(model, optimizer)
     for parameter in model.parameters():
@@ -455,9 +451,9 @@ def train_after_an_empty_step(run: Run) -> tuple[list[str], dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_the_step_with_which_checkpointing_begins_changes_nothing(ranks: Pool, stage: int) -> None:
+def test_zero_step_of_checkpointing_changes_nothing(ranks: Pool, stage: int) -> None:
     recipe = replace(RECIPE, batches=(12,), optimizer="SGD", options=(("lr", 0.1),))
-    for changed, left in ranks.run(train_after_an_empty_step, Run(recipe, plan_of(stage))):
+    for changed, left in ranks.run(train_after_empty_step, Run(recipe, plan_of(stage))):
         assert not changed
         assert_close(left, reference.train(recipe).parameters)
 
@@ -474,13 +470,13 @@ def consolidate_half_way(run: Run, to: int) -> tuple[dict | None, dict[str, Tens
 @pytest.mark.parametrize(
     "spec", [ModelSpec(), ModelSpec(two_groups=True, tied=True, frozen=True, unused=True)]
 )
-def test_a_consolidated_state_goes_on_in_plain_pytorch(
+def test_consolidated_state_continues_in_plain_pytorch(
     ranks: Pool, spec: ModelSpec, stage: int
 ) -> None:
     recipe = Recipe(batches=(12,) * 4, spec=spec)
-    answers = ranks.run(consolidate_half_way, Run(recipe, plan_of(stage)), 1)
-    assert [state is not None for state, _ in answers] == [False, True, False, False]
-    state, parameters = answers[1]
+    results = ranks.run(consolidate_half_way, Run(recipe, plan_of(stage)), 1)
+    assert [state is not None for state, _ in results] == [False, True, False, False]
+    state, parameters = results[1]
     model = models.build(spec)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -495,7 +491,7 @@ def test_a_consolidated_state_goes_on_in_plain_pytorch(
     assert_close(dict(model.named_parameters()), reference.train(recipe).parameters)
 
 
-def save_after_a_step(run: Run, path: str) -> dict[str, Tensor]:
+def save_after_step(run: Run, path: str) -> dict[str, Tensor]:
     model, optimizer = training.prepare(run)
     training.take_step(run, model, optimizer, 0)
     optimizer.save_model(path)
@@ -504,11 +500,11 @@ def save_after_a_step(run: Run, path: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_saved_model_holds_full_weights(ranks: Pool, stage: int, tmp_path: Path) -> None:
+def test_saved_model_has_full_weights(ranks: Pool, stage: int, tmp_path: Path) -> None:
     safetensors = pytest.importorskip("safetensors.torch")
     path = tmp_path / "model.safetensors"
     recipe = replace(RECIPE, spec=ModelSpec(tied=True, frozen=True))
-    whole = ranks.run(save_after_a_step, Run(recipe, plan_of(stage)), str(path))[0]
+    whole = ranks.run(save_after_step, Run(recipe, plan_of(stage)), str(path))[0]
     saved = safetensors.load_file(path)
     assert saved.keys() <= models.build(recipe.spec).state_dict().keys()
     assert whole.keys() <= saved.keys() | {"embedding.weight", "head.weight"}
@@ -528,7 +524,7 @@ def change_plans(run: Run, later: Plan) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_new_plan_in_the_middle_of_training(ranks: Pool, stage: int) -> None:
+def test_plan_change_during_training_is_exact(ranks: Pool, stage: int) -> None:
     recipe = Recipe(batches=(12,) * 4, max_norm=0.2)
     later = Plan(
         stage=stage,
@@ -563,7 +559,7 @@ def evaluate_between_steps(
 @pytest.mark.parametrize(
     ("counts", "by_tokens"), [((3, 1, 2, 5), True), ((0, 4, 0, 1), True), ((0, 4, 0, 1), False)]
 )
-def test_evaluation_is_the_mean_over_everything(
+def test_evaluation_is_the_mean_over_all_batches(
     ranks: Pool, by_tokens: bool, counts: tuple[int, ...], stage: int
 ) -> None:
     recipe = replace(RECIPE, batches=(12, 12))
@@ -604,7 +600,7 @@ def double_a_parameter(run: Run, writeback: bool) -> tuple[dict[str, Tensor], Te
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_what_is_written_into_full_parameters_stays_if_asked(ranks: Pool, stage: int) -> None:
+def test_writeback_keeps_changes_of_full_parameters(ranks: Pool, stage: int) -> None:
     recipe = replace(RECIPE, batches=(12, 12))
     expected = dict(reference.train(replace(recipe, batches=(12,))).parameters)
     expected["blocks.1.up.weight"] = expected["blocks.1.up.weight"] * 2
@@ -618,7 +614,7 @@ def test_what_is_written_into_full_parameters_stays_if_asked(ranks: Pool, stage:
         torch.testing.assert_close(computed, logits, rtol=1e-4, atol=1e-5)
 
 
-def test_stage_3_forgets_what_was_written_without_writeback(ranks: Pool) -> None:
+def test_stage_3_drops_changes_without_writeback(ranks: Pool) -> None:
     recipe = replace(RECIPE, batches=(12,))
     for parameters, _ in ranks.run(
         double_a_parameter, Run(replace(RECIPE, batches=(12, 12)), plan_of(3)), False
@@ -626,7 +622,7 @@ def test_stage_3_forgets_what_was_written_without_writeback(ranks: Pool) -> None
         assert_close(parameters, reference.train(recipe).parameters)
 
 
-def result_of_a_step(run: Run) -> tuple[float, float | None, int, float, float, bool]:
+def result_of_step(run: Run) -> tuple[float, float | None, int, float, float, bool]:
     _, optimizer = training.prepare(run)
     made = optimizer.train_step(training.loss_of(run.recipe), training.batch_of(run, 0))
     return (
@@ -640,11 +636,11 @@ def result_of_a_step(run: Run) -> tuple[float, float | None, int, float, float, 
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_steps_result(ranks: Pool, stage: int) -> None:
+def test_step_result(ranks: Pool, stage: int) -> None:
     recipe = replace(RECIPE, batches=(12,))
     expected = reference.train(recipe)
     for loss, norm, samples, seconds, waiting, skipped in ranks.run(
-        result_of_a_step, Run(recipe, plan_of(stage))
+        result_of_step, Run(recipe, plan_of(stage))
     ):
         assert loss == pytest.approx(expected.losses[0], rel=1e-5)
         assert norm is None or math.isfinite(norm)
@@ -653,8 +649,8 @@ def test_a_steps_result(ranks: Pool, stage: int) -> None:
         assert not skipped
 
 
-def train_by_a_second_optimizer(run: Run) -> tuple[dict[str, Tensor] | None, str]:
-    """After the first one is gone; at stage 3 it took the parameters with it."""
+def train_with_second_optimizer(run: Run) -> tuple[dict[str, Tensor] | None, str]:
+    """Train after the first optimizer is deleted; at stage 3 the parameters are then gone."""
     model, first = training.prepare(run)
     del first
     gc.collect()
@@ -674,11 +670,9 @@ def train_by_a_second_optimizer(run: Run) -> tuple[dict[str, Tensor] | None, str
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_an_optimizer_that_is_gone_leaves_nothing_behind(ranks: Pool, stage: int) -> None:
-    for parameters, complaint in ranks.run(
-        train_by_a_second_optimizer, Run(RECIPE, plan_of(stage))
-    ):
+def test_deleted_optimizer_leaves_no_hooks(ranks: Pool, stage: int) -> None:
+    for parameters, message in ranks.run(train_with_second_optimizer, Run(RECIPE, plan_of(stage))):
         if stage == 3:
-            assert "sharded by an optimizer that is gone" in complaint
+            assert "sharded by an optimizer that no longer exists" in message
         else:
             assert_close(parameters, reference.train(RECIPE).parameters)

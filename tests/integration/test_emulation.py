@@ -1,4 +1,4 @@
-"""Unequal ranks by quota are really as slow as asked, and nothing is left behind."""
+"""Ranks have the requested speeds, and control groups are removed."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
-import awake
 import emulation
+import idle_states
 from emulation import EmulatedCluster, EmulationUnavailable, Ranks
 
 BENCHMARKS = Path(emulation.__file__).parent
@@ -35,7 +35,7 @@ needs_quotas = pytest.mark.skipif(not has_quotas(), reason="no writable cgroup w
 
 
 def enter_and_spin(ranks: Ranks, rank: int) -> float:
-    """The part of a core that was used."""
+    """The used fraction of a core."""
     ranks.enter(rank)
     time.sleep(0.05)  # into a fresh period
     wall, used = time.perf_counter(), time.process_time()
@@ -44,8 +44,8 @@ def enter_and_spin(ranks: Ranks, rank: int) -> float:
 
 
 @needs_quotas
-def test_a_rank_gets_its_part_of_a_core_and_no_more():
-    """No lower bound: other work on the machine may take from any rank, but gives it nothing."""
+def test_rank_gets_its_quota():
+    """No lower bound: other load on the machine may slow down any rank."""
     quotas = (0.4, 0.2)
     with (
         EmulatedCluster.quotas(quotas) as ranks,
@@ -56,10 +56,10 @@ def test_a_rank_gets_its_part_of_a_core_and_no_more():
             assert each.get(timeout=60) < quota * 1.06
 
 
-def test_cores_are_asked_to_stay_awake_until_the_end_of_the_block(tmp_path, monkeypatch):
+def test_idle_states_are_prevented_during_the_block(tmp_path, monkeypatch):
     requests = tmp_path / "cpu_dma_latency"
     requests.touch()
-    monkeypatch.setattr(awake, "REQUESTS", requests)
+    monkeypatch.setattr(idle_states, "REQUESTS", requests)
     core = min(os.sched_getaffinity(0))
     with EmulatedCluster.core_sharing((core, core)):
         assert requests.read_bytes() == struct.pack("i", 0)
@@ -71,30 +71,30 @@ def open_files() -> list[Path]:
     return [file for file in Path("/proc/self/fd").iterdir() if file.is_symlink()]
 
 
-def test_where_cores_may_sleep_the_ranks_run_all_the_same(tmp_path, monkeypatch):
-    monkeypatch.setattr(awake, "REQUESTS", tmp_path / "there is none")
+def test_ranks_run_where_idle_states_cannot_be_prevented(tmp_path, monkeypatch):
+    monkeypatch.setattr(idle_states, "REQUESTS", tmp_path / "there is none")
     core = min(os.sched_getaffinity(0))
     with EmulatedCluster.core_sharing((core, core)) as ranks:
-        assert len(ranks.seats) == 2
+        assert len(ranks.placements) == 2
 
 
 @needs_quotas
-def test_no_group_is_left_behind():
+def test_groups_are_removed_at_the_end():
     with EmulatedCluster.quotas((0.5, 0.5)) as ranks:
-        groups = [seat.group for seat in ranks.seats]
+        groups = [placement.group for placement in ranks.placements]
         assert all(group.is_dir() for group in groups)
     assert not any(group.exists() for group in groups)
 
 
 def fail_beside_a_process_in_its_group(process: subprocess.Popen) -> None:
     with EmulatedCluster.quotas((0.5,)) as ranks:
-        group = ranks.seats[0].group
+        group = ranks.placements[0].group
         (group / "cgroup.procs").write_text(str(process.pid))
         raise KeyError(str(group))
 
 
 @needs_quotas
-def test_no_group_is_left_behind_by_an_exception_and_its_processes_go_on():
+def test_groups_are_removed_after_an_exception_and_processes_continue():
     sleeper = subprocess.Popen(["sleep", "60"])
     try:
         with pytest.raises(KeyError) as raised:
@@ -108,11 +108,11 @@ def test_no_group_is_left_behind_by_an_exception_and_its_processes_go_on():
 
 @needs_quotas
 @pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
-def test_no_group_is_left_behind_by_a_run_that_is_killed(end):
+def test_groups_are_removed_when_the_run_is_killed(end):
     program = (
         "import sys, time; from emulation import EmulatedCluster\n"
         "with EmulatedCluster.quotas((0.5, 0.5)) as ranks:\n"
-        "    print(*(seat.group for seat in ranks.seats), flush=True)\n"
+        "    print(*(placement.group for placement in ranks.placements), flush=True)\n"
         "    ranks.enter(0)\n"
         "    time.sleep(60)\n"
     )
@@ -132,7 +132,7 @@ def test_no_group_is_left_behind_by_a_run_that_is_killed(end):
 
 
 @needs_quotas
-def test_the_next_run_removes_groups_whose_maker_is_gone_and_no_others():
+def test_next_run_removes_groups_of_ended_processes_only():
     hierarchy = emulation.find_hierarchy()
     gone = subprocess.Popen(["true"])
     gone.wait()
@@ -153,7 +153,7 @@ def test_the_next_run_removes_groups_whose_maker_is_gone_and_no_others():
 
 
 @needs_quotas
-def test_entering_after_the_end_says_so():
+def test_entering_after_the_block_is_an_error():
     with EmulatedCluster.quotas((0.5,)) as ranks:
         pass
     with pytest.raises(EmulationUnavailable, match=r"rank 0 could not enter.*must still be open"):
@@ -174,7 +174,7 @@ def bind_with_a_second_thread(core: int) -> set[frozenset[int]]:
     return found
 
 
-def test_sharing_a_core_binds_every_thread():
+def test_core_sharing_binds_every_thread():
     core = max(os.sched_getaffinity(0))
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         assert pool.apply(bind_with_a_second_thread, (core,)) == {frozenset({core})}
@@ -183,27 +183,27 @@ def test_sharing_a_core_binds_every_thread():
 @pytest.mark.parametrize(
     ("fractions", "complaint"),
     [
-        ((0.5, 0.05), "rank 1: 0.05 of a core is a quota of 500 us .* least is 1000 us"),
+        ((0.5, 0.05), "rank 1: 0.05 of a core is a quota of 500 us .* minimum is 1000 us"),
         ((-1.0,), "rank 0: -1.0 of a core"),
         ((float("nan"),), "rank 0: nan of a core"),
         ((1000.0, 1000.0), "sum to 2000 cores, and this process may use"),
         ((), "sum to 0 cores"),
     ],
 )
-def test_impossible_fractions_are_refused(fractions, complaint):
+def test_impossible_fractions_are_errors(fractions, complaint):
     with pytest.raises(ValueError, match=complaint):
         EmulatedCluster.quotas(fractions)
 
 
 @pytest.mark.parametrize("cores", [(), (0, 100_000)])
-def test_cores_that_are_not_ours_are_refused(cores):
-    with pytest.raises(ValueError, match="one per rank, each of"):
+def test_forbidden_cores_are_errors(cores):
+    with pytest.raises(ValueError, match="give one core per rank, out of"):
         EmulatedCluster.core_sharing(cores)
 
 
-def test_a_rank_that_does_not_exist_is_refused():
+def test_unknown_rank_is_an_error():
     with pytest.raises(ValueError, match="rank 2: this emulated cluster has ranks 0 to 1"):
-        Ranks((emulation.CoreSeat(0), emulation.CoreSeat(0))).enter(2)
+        Ranks((emulation.CorePlacement(0), emulation.CorePlacement(0))).enter(2)
 
 
 def fake_machine(folder: Path, mounts: str, groups: str) -> Path:
@@ -213,13 +213,13 @@ def fake_machine(folder: Path, mounts: str, groups: str) -> Path:
     return folder / "proc"
 
 
-def test_a_machine_without_quotas_is_told_what_would_help(tmp_path):
+def test_error_without_cgroups_names_alternatives(tmp_path):
     proc = fake_machine(tmp_path, "proc /proc proc rw 0 0\n", "0::/\n")
     with pytest.raises(EmulationUnavailable, match=r"no cgroup tree is mounted.*core_sharing"):
         emulation.find_hierarchy(tmp_path / "nothing", proc)
 
 
-def test_a_tree_that_may_not_be_written_is_named(tmp_path):
+def test_error_names_the_tree_that_is_not_writable(tmp_path):
     tree = tmp_path / "tree"
     tree.mkdir()
     (tree / "cgroup.controllers").write_text("cpu memory\n")
@@ -229,7 +229,7 @@ def test_a_tree_that_may_not_be_written_is_named(tmp_path):
         emulation.find_hierarchy(tree, proc)
 
 
-def test_both_versions_are_found_own_group_first(tmp_path):
+def test_both_cgroup_versions_are_found_own_group_first(tmp_path):
     v1, v2 = tmp_path / "cpu,cpuacct", tmp_path / "unified"
     (v1 / "docker/abc").mkdir(parents=True)
     (v2 / "user.slice").mkdir(parents=True)
@@ -250,7 +250,7 @@ def test_both_versions_are_found_own_group_first(tmp_path):
     ]
 
 
-def test_a_quota_is_written_as_each_version_wants_it(tmp_path):
+def test_quota_files_of_each_cgroup_version(tmp_path):
     (tmp_path / "cgroup.subtree_control").write_text("")
     first = emulation.Version1(tmp_path).make("first", 2500, 10_000)
     assert (first / "cpu.cfs_period_us").read_text() == "10000"

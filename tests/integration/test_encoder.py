@@ -1,6 +1,6 @@
-"""The example's encoder: what it hides, what its loss is a mean of, and that ranks train it alike.
+"""The encoder of the examples: its masks, its loss, and exact training on unequal ranks.
 
-Tolerances of parameters as in test_exact_steps.py, whose eps of 1e-5 is used here too.
+Tolerances of parameters are those of test_exact_steps.py, with the same eps of 1e-5.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ ADAM = {"lr": 1e-3, "eps": 1e-5, "weight_decay": 0.05}
 
 
 def windows(context: int, count: int = 64) -> ByteWindows:
-    """Windows of bytes in which none follows from another."""
+    """Windows of random bytes, which cannot be predicted from each other."""
     generator = torch.Generator().manual_seed(5)
     text = torch.randint(BYTES, (count * context + 1,), generator=generator, dtype=torch.uint8)
     return ByteWindows(text, context)
 
 
 def new_model(config: EncoderConfig = SMALL) -> Encoder:
-    """The same weights at every call, in every process, all so large that each one matters."""
+    """The same weights in every process, large enough that each of them matters."""
     torch.manual_seed(0)
     model = Encoder(config)
     for parameter in model.parameters():
@@ -61,7 +61,7 @@ def samples(start: int, stop: int, context: int = SMALL.context) -> Batch:
 
 class TestSizes:
     @pytest.mark.parametrize(
-        ("sizes", "said"),
+        ("sizes", "message"),
         [
             ({"width": 0}, "at least 1"),
             ({"layers": 0}, "at least 1"),
@@ -71,15 +71,15 @@ class TestSizes:
             ({"vocabulary": 256}, "vocabulary 256 must be at least 257"),
         ],
     )
-    def test_sizes_that_make_no_model_are_refused(self, sizes, said):
-        with pytest.raises(ValueError, match=said):
+    def test_invalid_sizes_raise(self, sizes, message):
+        with pytest.raises(ValueError, match=message):
             EncoderConfig(**sizes)
 
-    def test_the_feed_forward_layers_are_four_times_as_wide_unless_told(self):
+    def test_feed_forward_is_four_times_as_wide_by_default(self):
         assert EncoderConfig(width=64).feed_forward == 256
         assert EncoderConfig(width=64, hidden=100).feed_forward == 100
 
-    def test_each_is_about_as_large_as_the_llama_of_that_name(self):
+    def test_sizes_match_the_llama_of_the_same_name(self):
         assert list(SIZES) == list(llama.SIZES)
         for name, config in SIZES.items():
             with torch.device("meta"):
@@ -89,8 +89,8 @@ class TestSizes:
 
 
 class TestModel:
-    def test_attention_is_that_of_torch(self):
-        """torch's own module has a bias of keys; at zero it is as if there were none."""
+    def test_attention_equals_torch(self):
+        """torch's own module has a bias for keys; at zero it has no effect."""
         own = new_model().blocks[0].attention
         other = nn.MultiheadAttention(SMALL.width, SMALL.heads, batch_first=True)
         projections = (own.queries, own.keys, own.values)
@@ -101,14 +101,14 @@ class TestModel:
         x = torch.randn(3, 9, SMALL.width, generator=torch.Generator().manual_seed(0))
         torch.testing.assert_close(own(x), other(x, x, x)[0], rtol=1e-5, atol=1e-6)
 
-    def test_a_place_sees_what_comes_after_it(self):
+    def test_attention_is_bidirectional(self):
         model, batch = new_model(), samples(0, 1)
         changed = batch["input"].clone()
         changed[0, -1] = (changed[0, -1] + 1) % BYTES
         first = torch.zeros(1, 1, dtype=torch.long)
         assert not torch.equal(model(changed, first), model(batch["input"], first))
 
-    def test_places_are_rows_of_the_whole_answer(self):
+    def test_selected_positions_equal_the_full_output(self):
         model, batch = new_model(), samples(0, 3)
         everywhere = model(batch["input"])
         assert everywhere.shape == (3, SMALL.context, BYTES)
@@ -118,7 +118,7 @@ class TestModel:
         asked = model(batch["input"], batch["places"])
         torch.testing.assert_close(asked, rows, rtol=1e-5, atol=1e-6)
 
-    def test_shorter_input_fits_and_longer_is_refused(self):
+    def test_shorter_input_works_and_longer_raises(self):
         model = new_model()
         assert model(torch.zeros(1, 5, dtype=torch.long)).shape == (1, 5, BYTES)
         with pytest.raises(ValueError, match="33 bytes do not fit the context of 32"):
@@ -132,7 +132,7 @@ class TestModel:
 
 
 class TestMasks:
-    def test_depend_on_seed_and_index_alone(self):
+    def test_depend_only_on_seed_and_index(self):
         data, again = (MaskedBytes(windows(64), seed=1) for _ in range(2))
         backwards = [again[index] for index in reversed(range(len(again)))]
         torch.manual_seed(99)
@@ -140,7 +140,7 @@ class TestMasks:
             for name, tensor in data[index].items():
                 assert torch.equal(tensor, sample[name])
 
-    def test_leave_the_random_state_of_the_process_alone(self):
+    def test_do_not_change_the_global_random_state(self):
         before = torch.random.get_rng_state()
         MaskedBytes(windows(64))[0]
         assert torch.equal(torch.random.get_rng_state(), before)
@@ -154,7 +154,7 @@ class TestMasks:
         assert len(set(drawn)) == len(drawn)
 
     @pytest.mark.parametrize(("context", "number"), [(1, 1), (5, 1), (20, 3), (64, 10), (100, 15)])
-    def test_are_as_many_in_every_sample(self, context, number):
+    def test_have_the_same_number_in_every_sample(self, context, number):
         data = MaskedBytes(windows(context))
         for index in range(len(data)):
             sample = data[index]
@@ -162,7 +162,7 @@ class TestMasks:
             assert sample["places"].shape == sample["target"].shape == (number,)
             assert sample["places"].unique().numel() == number
 
-    def test_hide_the_bytes_that_are_asked_for_and_touch_no_others(self):
+    def test_change_only_masked_bytes(self):
         plain = windows(64)
         data = MaskedBytes(plain)
         for index in range(len(data)):
@@ -171,14 +171,14 @@ class TestMasks:
             filled_in = sample["input"].index_put((sample["places"],), sample["target"])
             assert torch.equal(filled_in, text)
 
-    def test_leave_the_text_as_it_was(self):
+    def test_do_not_change_the_text(self):
         plain = windows(64)
         before = plain.digest()
         MaskedBytes(plain)[0]
         assert plain.digest() == before
 
-    def test_show_a_mask_a_random_byte_or_the_byte_as_bert_does(self):
-        """Within four standard deviations of 80, 10 and 10 % of some 15,000 places."""
+    def test_replace_bytes_as_bert_does(self):
+        """Within four standard deviations of 80, 10 and 10 % of about 15,000 positions."""
         data = MaskedBytes(windows(100, count=1000))
         every = [data[index] for index in range(len(data))]
         shown = torch.cat([sample["input"][sample["places"]] for sample in every])
@@ -192,7 +192,7 @@ class TestMasks:
 
 
 class TestLoss:
-    def test_of_a_batch_is_the_mean_over_its_samples(self):
+    def test_is_the_mean_over_samples(self):
         model = new_model()
         together = masked_byte_loss(model, samples(0, 12))
         alone = [masked_byte_loss(model, samples(index, index + 1)) for index in range(12)]
@@ -210,13 +210,13 @@ class TestLoss:
         ).mean()
         torch.testing.assert_close(masked_byte_loss(model, batch), expected, rtol=1e-5, atol=0)
 
-    def test_of_a_new_model_is_that_of_guessing(self):
+    def test_of_a_new_model_is_that_of_random_guesses(self):
         torch.manual_seed(0)
         loss = masked_byte_loss(Encoder(SIZES["tiny"]), samples(0, 16, context=64))
         assert loss.item() == pytest.approx(math.log(BYTES), abs=0.2)
 
-    def test_falls_in_training(self):
-        """Bytes that go up by one: each follows from its neighbours, to the left and right."""
+    def test_decreases_in_training(self):
+        """Bytes increase by one, so each can be predicted from its neighbours."""
         text = torch.arange(64 * SMALL.context + 1).remainder(16).to(torch.uint8)
         data = MaskedBytes(ByteWindows(text, SMALL.context))
         batch = default_collate([data[index] for index in range(len(data))])
@@ -232,13 +232,13 @@ class TestLoss:
         assert losses[-1] < 0.5 * losses[0]
 
 
-def test_the_command_line_can_be_given_it():
+def test_command_line_accepts_the_encoder():
     work = load(f"{EXAMPLES}/workload.py:encoder")
     assert work.loss_fn(work.model, work.batch_of(2)).requires_grad
 
 
 BATCHES = ((0, 12), (12, 24), (24, 36))
-"""Where the samples of each step begin and end."""
+"""Start and end of the samples of each step."""
 
 CASES = {
     "uneven batches": ("2,1,3,6", None),
@@ -247,7 +247,7 @@ CASES = {
 
 
 def train_on_ranks(plan: Plan) -> tuple[dict[str, Tensor], list[float]]:
-    """Parameters and losses after a few steps of the engine, each rank on its part."""
+    """Parameters and losses after a few steps on ranks, each with its part of the batch."""
     model = new_model().to(harness.device())
     optimizer = HeteroZeroOptimizer(
         model, torch.optim.AdamW, plan=plan, process_group=harness.group(), **ADAM
@@ -265,7 +265,7 @@ def train_on_ranks(plan: Plan) -> tuple[dict[str, Tensor], list[float]]:
 
 
 def train_alone() -> tuple[dict[str, Tensor], list[float]]:
-    """The same in this process, on whole batches, with nothing but torch."""
+    """The same steps in this process with plain torch."""
     model = new_model()
     optimizer = torch.optim.AdamW(model.parameters(), **ADAM)
     losses = []
@@ -280,7 +280,7 @@ def train_alone() -> tuple[dict[str, Tensor], list[float]]:
 
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("case", CASES)
-def test_unequal_ranks_train_it_as_one_process_does(ranks: Pool, case: str, stage: int) -> None:
+def test_training_on_unequal_ranks_equals_one_process(ranks: Pool, case: str, stage: int) -> None:
     expected, expected_losses = train_alone()
     batches, shares = CASES[case]
     trained = ranks.run(train_on_ranks, Plan.manual(batches, stage=stage, shares=shares))

@@ -1,4 +1,4 @@
-"""What `make gpu` does beside a GPU's own work, on a CPU."""
+"""`make gpu` on a CPU: everything except the work on the GPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 import ranks as harness
 import torch
 
-from poplar.ops import through_triton
+from poplar.ops import triton_backend
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
@@ -24,7 +24,7 @@ import gpu_parts
 from gpu import Part
 
 TESTS = Path(__file__).parents[1]
-GPU_IS_HERE = "import torch\n\ntorch.cuda.is_available = lambda: True\n"
+FAKE_GPU = "import torch\n\ntorch.cuda.is_available = lambda: True\n"
 """For tests that are collected, and not run."""
 
 
@@ -47,15 +47,15 @@ def test_every_stage_agrees_with_one_process(tmp_path):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
-def test_without_a_gpu_it_says_so(tmp_path):
+def test_without_a_gpu_it_exits_with_a_message(tmp_path):
     done = run("--output", str(tmp_path))
     assert done.returncode == 1
     assert "sees no GPU here" in done.stderr
 
 
-# What becomes of a part
+# Outcomes of parts
 
-Said = Callable[..., tuple[int, str]]
+Run = Callable[..., tuple[int, str]]
 
 
 def part(name: str, program: str = "print('2 passed')", **others) -> Part:
@@ -64,8 +64,8 @@ def part(name: str, program: str = "print('2 passed')", **others) -> Part:
 
 
 @pytest.fixture
-def said_of(tmp_path, monkeypatch, capsys) -> Said:
-    """Exit status and console of a run of some parts."""
+def run_parts(tmp_path, monkeypatch, capsys) -> Run:
+    """Returns the exit status and the console output of a run of some parts."""
 
     def run_them(*parts: Part, seconds: float = 60.0) -> tuple[int, str]:
         monkeypatch.setattr(gpu, "parts", lambda output: list(parts))
@@ -75,68 +75,70 @@ def said_of(tmp_path, monkeypatch, capsys) -> Said:
     return run_them
 
 
-def test_a_part_that_is_well_shows_its_last_word(said_of):
-    status, said = said_of(part("good", "print('1 passed'); print('2 passed [/a]'); print('end')"))
+def test_passed_part_shows_its_last_matching_line(run_parts):
+    status, output = run_parts(
+        part("good", "print('1 passed'); print('2 passed [/a]'); print('end')")
+    )
     assert status == 0
-    assert "good: ok. 2 passed [/a]\n" in said
-    assert "end" not in said
+    assert "good: ok. 2 passed [/a]\n" in output
+    assert "end" not in output
 
 
-def test_the_end_of_the_log_of_a_part_that_fails_is_shown_and_the_next_one_runs(said_of, tmp_path):
+def test_failed_part_shows_its_log_and_the_next_part_runs(run_parts, tmp_path):
     lines = "print(*(f'[line] {i}' for i in range(100)), sep='\\n')"
-    status, said = said_of(part("bad one", f"{lines}; raise SystemExit(3)"), part("next"))
+    status, output = run_parts(part("bad one", f"{lines}; raise SystemExit(3)"), part("next"))
     assert status == 1
-    assert f"bad one: FAILED. exit status 3; see {tmp_path / 'bad-one.log'}\n" in said
-    shown = [int(number) for number in re.findall(r"\| \[line\] (\d+)\n", said)]
+    assert f"bad one: FAILED. exit status 3; see {tmp_path / 'bad-one.log'}\n" in output
+    shown = [int(number) for number in re.findall(r"\| \[line\] (\d+)\n", output)]
     assert shown == list(range(100 - gpu.LOG_LINES, 100))
-    assert "next: ok" in said
-    assert said.endswith("failed or left out: bad one\n")
+    assert "next: ok" in output
+    assert output.endswith("failed or left out: bad one\n")
 
 
-def test_a_part_that_takes_too_long_is_ended_and_has_failed(said_of):
-    status, said = said_of(part("slow", "import time; time.sleep(100)", seconds=1.0))
+def test_part_beyond_its_deadline_is_ended_and_fails(run_parts):
+    status, output = run_parts(part("slow", "import time; time.sleep(100)", seconds=1.0))
     assert status == 1
-    assert "slow: FAILED. not over after 1 s" in said
+    assert "slow: FAILED. not over after 1 s" in output
 
 
-def test_a_part_that_is_left_out_for_lack_of_time_is_not_taken_as_passed(said_of):
-    status, said = said_of(part("first"), part("second"), seconds=gpu.LEAST_SECONDS - 1)
+def test_part_left_out_for_lack_of_time_is_not_passed(run_parts):
+    status, output = run_parts(part("first"), part("second"), seconds=gpu.LEAST_SECONDS - 1)
     assert status == 1
-    assert "second: LEFT OUT. no time was left" in said
-    assert said.endswith("failed or left out: first; second\n")
+    assert "second: LEFT OUT. no time was left" in output
+    assert output.endswith("failed or left out: first; second\n")
 
 
-def test_a_part_that_can_not_be_run_here_is_said_and_harms_nothing(said_of):
-    status, said = said_of(part("elsewhere", needs=lambda: "no such tool"), part("here"))
+def test_part_that_cannot_run_here_is_reported_and_not_failed(run_parts):
+    status, output = run_parts(part("elsewhere", needs=lambda: "no such tool"), part("here"))
     assert status == 0
-    assert "elsewhere: not run. no such tool" in said
+    assert "elsewhere: not run. no such tool" in output
 
 
-def test_a_part_whose_tests_were_all_skipped_has_failed(said_of, tmp_path):
+def test_part_with_only_skipped_tests_fails(run_parts, tmp_path):
     skipping = tmp_path / "test_nothing.py"
     skipping.write_text("import pytest\n\ndef test_nothing():\n    pytest.skip('no reason')\n")
-    status, said = said_of(gpu_parts.of_tests("skipped", [str(skipping)], seconds=60.0))
+    status, output = run_parts(gpu_parts.of_tests("skipped", [str(skipping)], seconds=60.0))
     assert status == 1
-    assert "skipped: FAILED. exit status 0, but no line matches" in said
-    assert "1 skipped" in said
+    assert "skipped: FAILED. exit status 0, but no line matches" in output
+    assert "1 skipped" in output
 
 
-@pytest.mark.skipif(gpu_parts.CPP in gpu.ops.describe(), reason="it serves here")
-def test_a_part_about_the_cpp_library_fails_where_something_else_serves(said_of):
-    status, said = said_of(part("of C++", cpp=True))
+@pytest.mark.skipif(gpu.ops.providers()["cuda"] == gpu_parts.CPP, reason="it is built here")
+def test_cpp_part_fails_with_another_provider(run_parts):
+    status, output = run_parts(part("of C++", cpp=True))
     assert status == 1
-    assert "of C++: FAILED. it is about the C++ library, which does not serve" in said
+    assert "of C++: FAILED. it needs the C++ library, but the provider is another" in output
 
 
-# Which parts there are
+# The list of parts
 
 
-def named(name: str) -> Part:
+def part_named(name: str) -> Part:
     (found,) = (part for part in gpu_parts.parts(Path("out")) if part.name == name)
     return found
 
 
-def test_what_tells_most_gets_all_of_its_time(monkeypatch):
+def test_most_important_parts_get_all_of_their_time(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["gpu.py"])
     assert gpu.parse_options().seconds == gpu.SECONDS < 9 * 60
     deadlines = {part.name: part.seconds for part in gpu_parts.parts(Path("out"))}
@@ -144,35 +146,40 @@ def test_what_tells_most_gets_all_of_its_time(monkeypatch):
     first = list(deadlines)[:6]
     assert sum(deadlines[name] for name in first) <= gpu.SECONDS
     assert first[0] == "operators, C++"
-    assert {"engine, four ranks", "nobody waits", "kernels, C++", "operators, Triton"} < {*first}
+    assert {
+        "engine, four ranks",
+        "no host synchronization",
+        "kernels, C++",
+        "operators, Triton",
+    } < {*first}
 
 
-@pytest.mark.filterwarnings(gpu_parts.PLAIN_SERVES)
-def test_triton_parts_fail_where_plain_pytorch_would_take_its_place(monkeypatch):
+@pytest.mark.filterwarnings(gpu_parts.NO_FALLBACK)
+def test_triton_parts_fail_instead_of_using_plain_pytorch(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    monkeypatch.setattr(through_triton, "launch_test", lambda kernels, device: "no C compiler")
+    monkeypatch.setattr(triton_backend, "launch_test", lambda kernels, device: "no C compiler")
     with pytest.raises(UserWarning, match="no C compiler"):
-        through_triton._serving_on.__wrapped__(torch.device("cuda"))
+        triton_backend._provider_on.__wrapped__(torch.device("cuda"))
     for name in ("operators, Triton", "kernels, Triton"):
-        command = list(named(name).command)
-        assert command[command.index("-W") + 1] == gpu_parts.PLAIN_SERVES
-        assert named(name).environment == {"POPLAR_OPS": "triton"}
+        command = list(part_named(name).command)
+        assert command[command.index("-W") + 1] == gpu_parts.NO_FALLBACK
+        assert part_named(name).environment == {"POPLAR_OPS": "triton"}
 
 
 @pytest.fixture(scope="module")
-def gpu_is_here(tmp_path_factory) -> str:
-    """A folder with a plugin of pytest for which there is a GPU."""
+def fake_gpu(tmp_path_factory) -> str:
+    """A folder with a pytest plugin that pretends there is a GPU."""
     folder = tmp_path_factory.mktemp("plugin")
-    (folder / "gpu_is_here.py").write_text(GPU_IS_HERE)
+    (folder / "fake_gpu.py").write_text(FAKE_GPU)
     return str(folder)
 
 
-def collected(part: Part, folder: str) -> set[str]:
-    """Tests that it would run on a GPU, without their files."""
+def collected_tests(part: Part, folder: str) -> set[str]:
+    """The tests that a part would run on a GPU, without their files."""
     command = part.command[part.command.index("pytest") - 2 :]
     done = subprocess.run(
-        [*map(str, command), "--collect-only", "-p", "gpu_is_here"],
+        [*map(str, command), "--collect-only", "-p", "fake_gpu"],
         env={**os.environ, "PYTHONPATH": f"{folder}:{os.environ.get('PYTHONPATH', '')}"},
         cwd=TESTS,
         capture_output=True,
@@ -182,11 +189,11 @@ def collected(part: Part, folder: str) -> set[str]:
     return {line.partition("::")[2] for line in done.stdout.splitlines() if "::" in line}
 
 
-def test_all_operators_are_tested_but_what_only_asks_nvcc(gpu_is_here):
-    on_gpu = collected(named("operators, C++"), gpu_is_here)
-    assert {*gpu_parts.OPERATORS} < {*named("operators, Triton").command}
-    everything = collected(
-        gpu_parts.of_tests("all", ["unit/test_ops.py"], seconds=1.0), gpu_is_here
+def test_all_operator_tests_run_except_those_that_only_need_nvcc(fake_gpu):
+    on_gpu = collected_tests(part_named("operators, C++"), fake_gpu)
+    assert {*gpu_parts.OPERATORS} < {*part_named("operators, Triton").command}
+    everything = collected_tests(
+        gpu_parts.of_tests("all", ["unit/test_ops.py"], seconds=1.0), fake_gpu
     )
     assert {name for name in everything if name.endswith(("cuda]", "-cuda]"))} > on_gpu
     left_out = {name.partition("[")[0] for name in everything - on_gpu if "cuda]" in name}
@@ -201,23 +208,23 @@ def test_all_operators_are_tested_but_what_only_asks_nvcc(gpu_is_here):
     ],
     ids=["memory", "races"],
 )
-def test_a_handful_of_each_kernel_runs_under_the_sanitizer(gpu_is_here, name, words):
-    found = collected(named(name), gpu_is_here)
+def test_few_tests_of_each_kernel_run_under_the_sanitizer(fake_gpu, name, words):
+    found = collected_tests(part_named(name), fake_gpu)
     assert len(found) < 120
     assert all(name.endswith("cuda]") for name in found)
     for word in re.findall(r"\w+_\w+", words):
         assert any(word in name for name in found), f"no test is called {word!r}"
 
 
-def test_the_engine_is_tested_where_ranks_compute_on_the_gpu(gpu_is_here):
-    part = named("engine, four ranks")
-    found = collected(part, gpu_is_here)
+def test_engine_tests_run_with_ranks_on_the_gpu(fake_gpu):
+    part = part_named("engine, four ranks")
+    found = collected_tests(part, fake_gpu)
     assert all(any(name in one for one in found) for name in (f"{c}-3]" for c in gpu_parts.CASES))
     source = Path(harness.__file__).read_text()
     assert all(f'"{name}"' in source for name in part.environment)
 
 
-def test_the_tests_of_waiting_for_a_gpu_are_found(gpu_is_here):
-    found = collected(named("nobody waits"), gpu_is_here)
+def test_host_synchronization_tests_are_found(fake_gpu):
+    found = collected_tests(part_named("no host synchronization"), fake_gpu)
     assert len(found) == 17
     assert all("for_a_gpu" in name for name in found)

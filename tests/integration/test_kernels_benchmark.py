@@ -1,4 +1,4 @@
-"""`benchmarks/kernels.py` as values: lists, tasks whose ways agree, rows and thresholds."""
+"""`benchmarks/kernels.py`: tensor lists, tasks whose implementations agree, rows and targets."""
 
 from __future__ import annotations
 
@@ -31,18 +31,19 @@ from operators.tasks import DTYPES, FUSED, OPERATIONS, OURS, chain, tasks_of, up
 from rich.console import Console
 
 import kernels
+from poplar import ops
 
 BENCHMARKS = Path(kernels.__file__).parent
 
 
-def test_lists_have_the_sizes_of_their_models() -> None:
+def test_tensor_lists_have_the_sizes_of_their_models() -> None:
     assert LISTS["gpt-124m"].numel == 124_439_808
     assert LISTS["llama-1.1b"].numel == 1_100_048_384
     assert len(LISTS["gpt-124m"].shapes) == 148
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_all_ways_of_a_task_give_the_same(dtype: str) -> None:
+def test_all_implementations_of_a_task_agree(dtype: str) -> None:
     names = []
     for make in tasks_of(OPERATIONS, LISTS["small"], dtype):
         task = make()
@@ -70,14 +71,14 @@ class NamesDevices(TorchFunctionMode):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_every_tensor_is_made_where_its_task_is(dtype: str) -> None:
+def test_all_tensors_are_on_the_device_of_the_task(dtype: str) -> None:
     for make in tasks_of(OPERATIONS, LISTS["small"], dtype):
         with NamesDevices() as watched:
             check(make())
         assert watched.made
 
 
-def test_nothing_is_timed_within_a_default_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_default_device_while_timing(monkeypatch: pytest.MonkeyPatch) -> None:
     modes = []
     note = Way(lambda: modes.append(torch._C._len_torch_function_stack()), lambda: torch.ones(1))
     monkeypatch.setattr(
@@ -90,9 +91,7 @@ def test_nothing_is_timed_within_a_default_device(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_low_precision_goes_by_way_of_fp32_masters(
-    dtype: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_low_precision_uses_fp32_masters(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("operators.tasks.MAX_NORM", 0.01)  # a fifth of what the gradients have
     task = chain(LISTS["small"], DTYPES[dtype], "cpu")
     means = {}
@@ -101,14 +100,14 @@ def test_low_precision_goes_by_way_of_fp32_masters(
         way.run()
         means[name] = way.result().clone()
     assert {mean.dtype for mean in means.values()} == {torch.float32}
-    # A first moment is a tenth of the gradient, which is clipped (1e-6 is added to its norm).
+    # The first moment is a tenth of the clipped gradient (1e-6 is added to its norm).
     assert means[OURS].double().norm().item() == pytest.approx(0.1 * 0.01, rel=1e-4)
     for name in ("usual torch", "best torch"):
         torch.testing.assert_close(means[name], means[OURS], rtol=2e-3, atol=1e-9, msg=name)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_low_precision_parameters_are_their_masters_rounded(dtype: str) -> None:
+def test_low_precision_parameters_are_rounded_masters(dtype: str) -> None:
     grads = [torch.randn(100, 3).to(DTYPES[dtype]), torch.randn(7).to(DTYPES[dtype])]
     flat = Flat(torch.cat([g.reshape(-1) for g in grads]).float(), DTYPES[dtype])
     listed = Listed(grads, FUSED)
@@ -127,20 +126,22 @@ def test_low_precision_parameters_are_their_masters_rounded(dtype: str) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "update_bytes"), [("fp32", 28), ("bf16", 30), ("fp16", 30)])
-def test_bytes_count_masters_state_and_what_is_rounded(dtype: str, update_bytes: int) -> None:
+def test_least_bytes_include_masters_state_and_rounded_parameters(
+    dtype: str, update_bytes: int
+) -> None:
     task = update(LISTS["small"], DTYPES[dtype], "cpu")
     assert task.least_bytes == update_bytes * task.numel
     assert chain(LISTS["small"], DTYPES[dtype], "cpu").least_bytes == 36 * task.numel
 
 
-def test_the_usual_step_is_told_what_grad_scaler_tells() -> None:
-    """`unscale_`, clip and `step` of torch's own, held against what `usual torch` launches."""
-    told = []
+def test_usual_step_matches_grad_scaler() -> None:
+    """torch's own `unscale_`, clip and `step` against the calls of `usual torch`."""
+    recorded = []
 
     class Spy(torch.optim.AdamW):
         def step(self, closure=None):
             names = ("grad_scale", "found_inf")
-            told.append([getattr(self, name, "nothing") for name in names])
+            recorded.append([getattr(self, name, "nothing") for name in names])
             return super().step(closure)
 
     listed = Listed([torch.ones(3)], partial(Spy, fused=True, **RULE))
@@ -148,36 +149,36 @@ def test_the_usual_step_is_told_what_grad_scaler_tells() -> None:
     scaler.scale(torch.ones(()))  # so that it makes its scale
     scaler.unscale_(listed.optimizer)
     scaler.step(listed.optimizer)
-    listed.step_told(None, torch.full((), 0.0))
-    _, theirs, ours = told
+    listed.step_with_grad_scaler(None, torch.full((), 0.0))
+    _, theirs, ours = recorded
     assert theirs[0] is ours[0] is None
     assert torch.equal(theirs[1], ours[1])
     assert not hasattr(listed.optimizer, "grad_scale")
 
 
-def test_a_step_told_of_infinities_changes_nothing() -> None:
+def test_step_with_found_inf_changes_nothing() -> None:
     listed = Listed([torch.ones(3).bfloat16()], FUSED)
     listed.reset()
     listed.grads[0].fill_(math.inf)
-    listed.step_told(None, torch.ones(()))
+    listed.step_with_grad_scaler(None, torch.ones(()))
     assert not listed.mean().any()
     assert not listed.parameters[0].any()
 
 
-def stand_in(**how: bool) -> Peer:
-    """What a peer's optimizer does, by torch."""
+def fake_peer(**how: bool) -> Peer:
+    """An optimizer as a peer's, by torch."""
     return Peer("stand-in", partial(torch.optim.AdamW, foreach=True, **RULE), **how)
 
 
 @pytest.mark.parametrize("flat", [False, True])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_peers_take_part_in_the_update(dtype: str, flat: bool) -> None:
-    task = update(LISTS["small"], DTYPES[dtype], "cpu", [stand_in(flat=flat)])
+    task = update(LISTS["small"], DTYPES[dtype], "cpu", [fake_peer(flat=flat)])
     assert "stand-in" in task.ways
     check(task)
 
 
-def test_peers_that_are_not_here_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unavailable_peers_are_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     def absent() -> Peer:
         import a_package_that_nobody_has  # noqa: F401
 
@@ -186,14 +187,14 @@ def test_peers_that_are_not_here_are_left_out(monkeypatch: pytest.MonkeyPatch) -
     def broken() -> Peer:
         raise RuntimeError("no compiler")
 
-    monkeypatch.setattr(peers, "OPTIONAL", {"cpu": (absent, stand_in)})
+    monkeypatch.setattr(peers, "OPTIONAL", {"cpu": (absent, fake_peer)})
     assert [peer.name for peer in peers.installed("cpu")] == ["stand-in"]
     monkeypatch.setattr(peers, "OPTIONAL", {"cpu": (broken,)})
-    with pytest.warns(UserWarning, match="broken is left out: no compiler"):
+    with pytest.warns(UserWarning, match="measuring without broken: no compiler"):
         assert peers.installed("cpu") == []
 
 
-def test_another_result_is_told() -> None:
+def test_different_result_raises() -> None:
     right, wrong = torch.ones(3), torch.tensor([1.0, 2.0, 1.0])
     ways = {"a": Way(lambda: None, lambda: right), "b": Way(lambda: None, lambda: wrong)}
     with pytest.raises(Wrong, match="'b' is off by 1"):
@@ -211,7 +212,7 @@ def rows_with(device: dict[str, float] | None = None, **seconds: float):
     return rows_of(task, "gpt-124m", "fp32", measured, 2)
 
 
-def test_rows_say_how_much_of_a_copy_and_how_much_faster() -> None:
+def test_rows_have_copy_fraction_and_speedup() -> None:
     ours, usual, best = rows_with(**{OURS: 40e-6, "usual torch": 60e-6, "best torch": 50e-6})
     assert ours.bytes_per_second == pytest.approx(0.9e9)
     assert ours.of_copy == pytest.approx(0.9)
@@ -223,7 +224,7 @@ def test_rows_say_how_much_of_a_copy_and_how_much_faster() -> None:
     assert not next(v for v in verdicts([slow]) if v.what == "of its bandwidth bound").met
 
 
-def test_bandwidths_go_by_the_devices_seconds_and_ratios_by_the_hosts() -> None:
+def test_bandwidths_use_device_seconds_and_speedups_host_seconds() -> None:
     host = {OURS: 80e-6, "usual torch": 160e-6}
     ours, usual = rows_with(device={OURS: 40e-6, "usual torch": 45e-6}, **host)
     assert (ours.p50_seconds, ours.device_p50_seconds) == (80e-6, 40e-6)
@@ -236,45 +237,45 @@ def test_bandwidths_go_by_the_devices_seconds_and_ratios_by_the_hosts() -> None:
     assert "device ms" in console.export_text()
 
 
-def test_a_device_is_timed_behind_a_sleep_that_hides_launching(
+def test_device_time_excludes_launches(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By a stand-in for a GPU, which notes what is asked of it."""
-    happened: list[str] = []
+    """With a fake GPU that records the calls."""
+    calls: list[str] = []
 
     class Event:
         def __init__(self, enable_timing: bool) -> None:
             assert enable_timing
 
         def record(self) -> None:
-            happened.append("event")
+            calls.append("event")
 
         def elapsed_time(self, end: Event) -> float:
             return 2.0
 
     def sleep(cycles: int) -> None:
         assert cycles > 0
-        happened.append("sleep")
+        calls.append("sleep")
 
-    cuda = SimpleNamespace(Event=Event, _sleep=sleep, synchronize=lambda: happened.append("wait"))
+    cuda = SimpleNamespace(Event=Event, _sleep=sleep, synchronize=lambda: calls.append("wait"))
     monkeypatch.setattr("operators.measure.torch.cuda", cuda)
     monkeypatch.setattr(
         "operators.measure._Copies", lambda _: SimpleNamespace(bytes_per_second=lambda: 1e9)
     )
-    way = Way(lambda: happened.append("run"), lambda: torch.ones(1), lambda: happened.append("-"))
+    way = Way(lambda: calls.append("run"), lambda: torch.ones(1), lambda: calls.append("-"))
     measured = measure(Task("pack", 1, 8, {OURS: way}, OURS, device="cuda"), rounds=1)
     assert measured.device_seconds == {OURS: [pytest.approx(2e-3)]}
     by_host = ["-", "wait", "run", "wait"]
     by_device = ["-", "wait", "sleep", "event", "run", "event", "wait"]
-    assert happened == ["-", "run", *by_host, *by_device]
+    assert calls == ["-", "run", *by_host, *by_device]
 
 
-def test_rows_tell_who_served_the_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_have_the_provider_of_the_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     here, _ = rows_with(**{OURS: 1.0, "usual torch": 1.0})
     assert here.operators == stack.operators("cpu")
-    assert here.served in ("C++", "plain PyTorch")
-    said = "operators on CPU: C++ (libpoplar_ops.so); on CUDA: Triton (POPLAR_OPS=triton)"
-    monkeypatch.setattr("poplar.ops.describe", lambda: said)
+    assert here.provider in ("C++", "plain PyTorch")
+    found = {"cuda": ops.Provider("Triton", "POPLAR_OPS=triton")}
+    monkeypatch.setattr("poplar.ops.providers", lambda: found)
     assert stack.operators("cuda") == "Triton (POPLAR_OPS=triton)"
     triton = replace(here, operators=stack.operators("cuda"))
     assert next(verdicts([triton])).case == "chain, gpt-124m, fp32, Triton"
@@ -283,7 +284,7 @@ def test_rows_tell_who_served_the_operators(monkeypatch: pytest.MonkeyPatch) -> 
     assert "poplar, Triton" in console.export_text()
 
 
-def test_the_best_torch_is_that_of_the_same_run() -> None:
+def test_best_torch_is_from_the_same_run() -> None:
     seconds = {OURS: 1.0, "usual torch": 1.0, "best torch": 0.5}
     cpp = [replace(row, operators="C++ (x)") for row in rows_with(**seconds)]
     seconds["best torch"] = 2.0
@@ -292,7 +293,7 @@ def test_the_best_torch_is_that_of_the_same_run() -> None:
     assert over == [pytest.approx(0.5), pytest.approx(2.0)]
 
 
-def test_rows_that_were_stored_before_there_were_device_seconds_still_load(tmp_path: Path) -> None:
+def test_old_rows_without_device_seconds_load(tmp_path: Path) -> None:
     stored = read_rows(BENCHMARKS / "results/kernels.jsonl")
     assert stored
     write_rows(stored[:1], tmp_path / "old.jsonl")
@@ -300,7 +301,7 @@ def test_rows_that_were_stored_before_there_were_device_seconds_still_load(tmp_p
     del old["device_p50_seconds"], old["operators"]
     (tmp_path / "old.jsonl").write_text(json.dumps(old))
     (row,) = read_rows(tmp_path / "old.jsonl")
-    assert (row.device_p50_seconds, row.operators, row.served) == (None, "", "")
+    assert (row.device_p50_seconds, row.operators, row.provider) == (None, "", "")
     assert list(verdicts([*stored, row]))
     console = Console(record=True, width=200)
     console.print(table_of([row]))
@@ -318,7 +319,7 @@ def test_matplotlib_is_not_needed_without_a_plot() -> None:
     )
 
 
-def test_rows_are_written_read_shown_and_drawn(tmp_path: Path) -> None:
+def test_rows_are_written_read_and_plotted(tmp_path: Path) -> None:
     task = next(tasks_of(["pack"], LISTS["small"], "bf16"))()
     measured = measure(task, rounds=2)
     assert all(s > 0 and math.isfinite(s) for own in measured.seconds.values() for s in own)
@@ -334,7 +335,7 @@ def test_rows_are_written_read_shown_and_drawn(tmp_path: Path) -> None:
     assert "torch.cat, mul_" in console.export_text()
 
 
-def test_large_models_are_left_out_where_memory_would_not_do() -> None:
+def test_models_that_do_not_fit_are_skipped() -> None:
     assert kernels.fits("gpt-124m", "chain", "cpu")
     assert not kernels.fits("llama-1.1b", "chain", "cpu")
     assert kernels.fits("llama-1.1b", "pack", "cpu")

@@ -1,6 +1,4 @@
-"""`poplar.verify`: right on models that can be cut, and it says what is wrong with those that
-can't.
-"""
+"""`poplar.verify`: accepts correct plans, and names the cause where a loss depends on the split."""
 
 from __future__ import annotations
 
@@ -39,7 +37,7 @@ def whole_batch(masked: bool = False) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class State:
-    """Everything that must be as it was."""
+    """The state of a model and of the random generators that `verify` must restore."""
 
     parameters: dict[str, Tensor]
     dtypes: dict[str, torch.dtype]
@@ -87,7 +85,7 @@ class State:
 def verify_here(
     spec: ModelSpec, plan: Plan, *, masked: bool = False, loss: Any = None, **options: Any
 ) -> Verification:
-    """On this rank; the ranks' models differ before, and each is afterwards as it was."""
+    """Run `verify` with models that differ between ranks; check that each is restored."""
     model = models.build(spec, seed=ranks.rank()).to(ranks.device())
     for parameter in list(model.parameters())[::2]:
         parameter.grad = torch.full_like(parameter, 7.0)
@@ -104,16 +102,16 @@ def verify_here(
     return outcome
 
 
-def one_of(outcomes: list[Verification]) -> Verification:
-    """The outcome, after a look that all ranks have the same."""
+def common_outcome(outcomes: list[Verification]) -> Verification:
+    """The outcome, which must be equal on all ranks."""
     assert all(repr(other) == repr(outcomes[0]) for other in outcomes)
     return outcomes[0]
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_an_uneven_plan_is_found_exact_and_the_model_stays_as_it_was(ranks: Pool, stage):
+def test_uneven_plan_is_exact_and_model_is_restored(ranks: Pool, stage):
     spec = ModelSpec(frozen=True, unused=True, tied=True)
-    outcome = one_of(ranks.run(verify_here, spec, uneven(stage)))
+    outcome = common_outcome(ranks.run(verify_here, spec, uneven(stage)))
     assert outcome.ok, str(outcome)
     assert outcome.notes == ()
     assert outcome.reference_rank == 0
@@ -132,8 +130,8 @@ def test_an_uneven_plan_is_found_exact_and_the_model_stays_as_it_was(ranks: Pool
         (models.sum_over_samples, {"loss": "sum"}),
     ],
 )
-def test_losses_may_count_tokens_or_be_sums(ranks: Pool, loss, options):
-    outcome = one_of(ranks.run(verify_with, uneven(2), loss, options))
+def test_token_weights_and_summed_losses_are_exact(ranks: Pool, loss, options):
+    outcome = common_outcome(ranks.run(verify_with, uneven(2), loss, options))
     assert outcome.ok, str(outcome)
 
 
@@ -147,8 +145,17 @@ def verify_whole(plan: Plan, loss_fn: Any, *, masked: bool = False, **options: A
     return verify(model, loss_fn, whole_batch(masked), plan, process_group=ranks.group(), **options)
 
 
-def test_one_process_may_cut_the_batch_too(ranks: Pool):
-    outcome = one_of(
+@pytest.mark.parametrize("stage", [0, 3])
+def test_mean_over_tokens_without_weight_fails_and_suggests_weight(ranks: Pool, stage):
+    outcome = common_outcome(
+        ranks.run(verify_whole, uneven(stage), models.mean_over_tokens, masked=True)
+    )
+    assert not outcome.ok
+    assert "If it is a mean over tokens, pass weight=" in str(outcome)
+
+
+def test_one_process_may_split_the_batch(ranks: Pool):
+    outcome = common_outcome(
         ranks.run(verify_whole, uneven(1), models.mean_over_samples, max_micro_batch=5)
     )
     assert outcome.ok, str(outcome)
@@ -156,38 +163,38 @@ def test_one_process_may_cut_the_batch_too(ranks: Pool):
 
 
 @pytest.mark.parametrize(("stage", "dtype"), [(1, torch.float16), (3, torch.bfloat16)])
-def test_sixteen_bits_have_a_tolerance_of_their_own(ranks: Pool, stage, dtype):
-    outcome = one_of(ranks.run(verify_here, ModelSpec(), uneven(stage), compute_dtype=dtype))
+def test_16_bit_dtypes_have_their_own_tolerance(ranks: Pool, stage, dtype):
+    outcome = common_outcome(
+        ranks.run(verify_here, ModelSpec(), uneven(stage), compute_dtype=dtype)
+    )
     assert outcome.ok, str(outcome)
     assert outcome.parameters[0].relative_error > 1e-5
-    exact = one_of(
+    exact = common_outcome(
         ranks.run(verify_here, ModelSpec(), uneven(stage), compute_dtype=dtype, rtol=1e-7)
     )
     assert not exact.ok
 
 
 def coupled_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Like a contrastive loss: each sample is held against the others of its micro-batch."""
+    """Like a contrastive loss: each sample is compared with the others of its micro-batch."""
     logits = model(batch["tokens"]).flatten(1)
     return (logits - logits.mean(0)).square().mean()
 
 
-def test_a_loss_that_couples_samples_is_found_and_its_parameters_are_named(ranks: Pool):
-    outcome = one_of(ranks.run(verify_here, ModelSpec(), uneven(2), loss=coupled_loss))
+def test_loss_that_couples_samples_fails_and_names_parameters(ranks: Pool):
+    outcome = common_outcome(ranks.run(verify_here, ModelSpec(), uneven(2), loss=coupled_loss))
     assert not outcome.ok
     assert len(outcome.failures) > 3
     assert outcome.loss_error > 0.01
     shown = str(outcome)
     assert shown.startswith("NOT OK")
     assert outcome.failures[0].name in shown
-    assert "12 samples at once have a loss of" in shown
-    assert "the loss is no weighted mean over samples" in shown
+    assert "12 samples have a loss of" in shown
+    assert "the loss is not a weighted mean over samples" in shown
 
 
 class HalfDetached(nn.Module):
-    """A model that is wrong on purpose: in a micro-batch of one sample, one layer gets no
-    gradient.
-    """
+    """A wrong model: in a micro-batch of one sample, one layer gets no gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -208,15 +215,15 @@ def verify_half_detached(plan: Plan) -> Verification:
     return verify(model, models.mean_over_samples, batch, plan, process_group=group)
 
 
-def test_one_wrong_parameter_is_the_one_that_is_named(ranks: Pool):
-    outcome = one_of(ranks.run(verify_half_detached, uneven(0)))
+def test_wrong_parameter_is_named(ranks: Pool):
+    outcome = common_outcome(ranks.run(verify_half_detached, uneven(0)))
     assert [parameter.name for parameter in outcome.failures] == ["fickle.weight"]
     assert outcome.parameters[0].name == "fickle.weight"
     assert "1 of 5 parameters differ" in str(outcome)
 
 
 class Dropping(HalfDetached):
-    """Dropout in front of the head."""
+    """Dropout before the last layer."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.fickle(self.drop(self.honest(self.embedding(tokens))))
@@ -235,24 +242,24 @@ def verify_dropping(plan: Plan, training_mode: bool) -> Verification:
     return outcome
 
 
-def test_dropout_is_said_to_be_the_cause_and_eval_mode_cures_it(ranks: Pool):
-    dropped = one_of(ranks.run(verify_dropping, uneven(3), True))
+def test_dropout_is_named_and_eval_mode_passes(ranks: Pool):
+    dropped = common_outcome(ranks.run(verify_dropping, uneven(3), True))
     assert not dropped.ok
-    assert any("'drop': dropout draws anew" in note for note in dropped.notes)
+    assert any("'drop': dropout is random" in note for note in dropped.notes)
     assert any("the loss is random" in note for note in dropped.notes)
-    still = one_of(ranks.run(verify_dropping, uneven(3), False))
+    still = common_outcome(ranks.run(verify_dropping, uneven(3), False))
     assert still.ok, str(still)
     assert still.notes == ()
 
 
-def test_batch_norm_in_training_mode_is_said_to_be_the_cause(ranks: Pool):
-    outcome = one_of(ranks.run(verify_here, ModelSpec(kind="batch_norm"), uneven(1)))
+def test_batch_norm_in_training_mode_is_named(ranks: Pool):
+    outcome = common_outcome(ranks.run(verify_here, ModelSpec(kind="batch_norm"), uneven(1)))
     assert not outcome.ok
     assert any("'norm': BatchNorm in training mode" in note for note in outcome.notes)
-    assert any("no weighted mean over samples" in note for note in outcome.notes)
+    assert any("not a weighted mean over samples" in note for note in outcome.notes)
 
 
-# Bad input: an error on every rank, and the model as it was.
+# Bad input raises on every rank, and the model is restored.
 
 
 def verify_bad(case: str) -> Failure | None:
@@ -284,7 +291,7 @@ def verify_bad(case: str) -> Failure | None:
         verify(model, loss, batch, plan, process_group=ranks.group(), **options)
     if case != "another model":
         before.assert_same(State.of(model))
-    outcome = verify_whole(uneven(1), models.mean_over_samples)  # the ranks can go on
+    outcome = verify_whole(uneven(1), models.mean_over_samples)  # the ranks can continue
     assert outcome.ok, str(outcome)
     return caught[0] if caught else None
 
@@ -300,7 +307,7 @@ def failing_on_the_whole_batch(model: nn.Module, batch: Any) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("case", "complaints"),
+    ("case", "messages"),
     [
         ("another batch", ["rank(s) [2]", "another batch than rank 0"]),
         ("own part", ["the plan's global batch is 12", "the whole global batch"]),
@@ -314,12 +321,12 @@ def failing_on_the_whole_batch(model: nn.Module, batch: Any) -> Tensor:
         ("one process fails", ["on purpose, alone"]),
     ],
 )
-def test_bad_input_is_an_error_on_every_rank(ranks: Pool, case, complaints):
-    training.assert_raised(ranks.run_expecting_errors(verify_bad, case), *complaints)
+def test_bad_input_raises_on_every_rank(ranks: Pool, case, messages):
+    training.assert_raised(ranks.run_expecting_errors(verify_bad, case), *messages)
 
 
 def slow_alone(model: nn.Module, batch: Any) -> Tensor:
-    """Each of the one process's passes is shorter than the deadline, all of them are longer."""
+    """Each pass of the one process is shorter than the timeout, all together are longer."""
     if len(batch["tokens"]) == 1:
         time.sleep(0.2)
     return models.mean_over_samples(model, batch)
@@ -330,15 +337,15 @@ def verify_slowly() -> Verification:
     return verify_whole(plan, slow_alone, max_micro_batch=1, timeout=timedelta(seconds=2))
 
 
-def test_one_process_may_need_longer_than_ranks_wait_for_each_other(ranks: Pool):
-    outcome = one_of(ranks.run(verify_slowly))
+def test_one_process_may_need_longer_than_the_timeout(ranks: Pool):
+    outcome = common_outcome(ranks.run(verify_slowly))
     assert outcome.ok, str(outcome)
 
 
 # Values
 
 
-def test_a_gradient_that_is_rounding_alone_is_no_failure():
+def test_gradient_of_rounding_errors_alone_passes():
     expected = {"weight": torch.ones(100), "bias": torch.full((10,), 1e-9)}
     noisy = {"weight": torch.ones(100), "bias": torch.full((10,), -2e-9)}
     worst = compare(noisy, expected, Tolerance.of(torch.float32))[0]
@@ -347,48 +354,48 @@ def test_a_gradient_that_is_rounding_alone_is_no_failure():
     assert worst.max_error == pytest.approx(3e-9)
 
 
-def test_a_gradient_that_one_process_does_not_have_is_a_failure():
+def test_gradient_missing_in_one_process_fails():
     worst = compare({"never": torch.ones(3)}, {}, Tolerance.of(torch.float32))[0]
     assert worst.relative_error == float("inf")
     assert compare({"never": torch.zeros(3)}, {}, Tolerance.of(torch.float32))[0].max_error == 0
 
 
-def test_nan_is_a_failure_and_comes_first():
+def test_nan_fails_and_is_listed_first():
     gradients = {"fine": torch.ones(2), "lost": torch.tensor([1.0, float("nan")])}
     errors = compare(gradients, {name: torch.ones(2) for name in gradients}, Tolerance.of())
-    outcome = found(errors)
+    outcome = verification_of(errors)
     assert [parameter.name for parameter in outcome.failures] == ["lost"]
     assert not outcome.ok
 
 
-def found(parameters: tuple[ParameterError, ...], **changes: Any) -> Verification:
+def verification_of(parameters: tuple[ParameterError, ...], **changes: Any) -> Verification:
     values = {"stage": 1, "ranks": 2, "global_batch": 4, "tolerance": 1e-5, "loss": 1.0}
     return Verification(
         **{**values, "reference_loss": 1.0, "parameters": parameters, **changes}  # type: ignore
     )
 
 
-def test_a_wrong_loss_alone_is_not_ok():
-    outcome = found((), loss=1.1)
+def test_wrong_loss_alone_fails():
+    outcome = verification_of((), loss=1.1)
     assert not outcome.ok
     assert "NOT OK: the loss differ" in str(outcome)
-    assert not found((), loss=float("nan")).ok
-    assert found(()).ok
+    assert not verification_of((), loss=float("nan")).ok
+    assert verification_of(()).ok
 
 
-def test_json_has_the_verdict():
+def test_json_includes_the_verdict():
     errors = compare({"w": torch.ones(2)}, {"w": torch.ones(2)}, Tolerance.of())
-    content = found(errors, notes=("why",)).to_dict()
+    content = verification_of(errors, notes=("why",)).to_dict()
     assert content["ok"] is True
     assert content["loss_error"] == 0.0
     assert content["notes"] == ["why"]
     assert content["parameters"][0]["name"] == "w"
 
 
-def test_the_table_is_short_and_counts_the_rest():
+def test_table_lists_the_largest_errors_and_counts_the_rest():
     gradients = {f"layer{number}.weight": torch.full((4,), 1.0 + number) for number in range(25)}
     expected = {name: torch.ones(4) for name in gradients}
-    shown = str(found(compare(gradients, expected, Tolerance.of())))
+    shown = str(verification_of(compare(gradients, expected, Tolerance.of())))
     assert "layer24.weight" in shown
     assert "layer3.weight" not in shown
     assert "... and 15 more with smaller errors" in shown

@@ -1,7 +1,7 @@
-"""What steps that ran teach the cost model: the arithmetic, on clusters that are only numbers.
+"""Calibration recovers the residuals of the cost model from observed steps.
 
-A `true` cluster with residuals predicts steps; `fit` and `refine` see the same cluster without
-residuals and those steps, and must find out what was left out.
+A `true` cluster with residuals predicts steps. `fit` and `refine` get the same cluster without
+residuals and these steps, and must recover the residuals.
 """
 
 from __future__ import annotations
@@ -16,15 +16,23 @@ from hypothesis import strategies as st
 from records import cluster as measured_cluster
 
 from poplar import ClusterProfile, Plan
+from poplar.observation import Observation, Slowdown
+from poplar.planner.calibration import (
+    LARGEST_SLOWDOWN,
+    at_observed_speeds,
+    at_profiled_speed,
+    fit,
+    plans_to_observe,
+    refine,
+)
 from poplar.planner.cost_model import StageCosts
+from poplar.planner.memory_shortfall import NoPlanFits
 from poplar.planner.prediction import predict
 from poplar.planner.what_if import with_slower_devices
-from poplar.profiler.calibration import Slowness, as_profiled, at_observed_speeds, fit, refine
-from poplar.profiler.engine_steps import Observation
 
 STAGES = (0, 1, 2, 3)
 EACH_PASS = (2, 3)
-"""Stages where ranks meet at every pass."""
+"""Stages with a synchronization per pass."""
 SIZES = (16, 5, 6, 4)
 EXACT = 1e-9
 
@@ -64,7 +72,7 @@ def at_stage(stage: int, value: float) -> tuple[float, ...]:
 
 
 def observed(true: ClusterProfile, plan: Plan, step_seconds: float | None = None) -> Observation:
-    """The plan as it would run on the true cluster."""
+    """The observation of a plan on the true cluster."""
     costs = StageCosts(true, plan.stage)
     return Observation(
         plan=plan,
@@ -82,13 +90,9 @@ def two_plans(stage: int, sizes: tuple[int, ...] = SIZES) -> list[Plan]:
 
 
 def fitted(
-    cluster: ClusterProfile, observations: list[Observation], **options: Any
+    cluster: ClusterProfile, observations: list[Observation], *, asynchronous: bool = False
 ) -> ClusterProfile:
-    trials: dict[int, list[Observation]] = {}
-    for seen in observations:
-        trials.setdefault(seen.plan.stage, []).append(seen)
-    defaults = {"asynchronous": False, "fit_overlap": False}
-    return fit(cluster, trials, **{**defaults, **options})
+    return fit(cluster, [observations], asynchronous=asynchronous)
 
 
 def assert_predicts(cluster: ClusterProfile, observations: list[Observation]) -> None:
@@ -98,7 +102,7 @@ def assert_predicts(cluster: ClusterProfile, observations: list[Observation]) ->
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_what_an_engine_adds_is_found_out_and_predicts_other_plans_too(stage):
+def test_residuals_are_recovered_and_predict_other_plans(stage):
     true = with_residuals(
         plain(),
         stage,
@@ -122,21 +126,21 @@ def test_what_an_engine_adds_is_found_out_and_predicts_other_plans_too(stage):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_devices_that_were_slower_beside_the_steps_are_not_charged_to_the_engine(stage):
+def test_temporary_slowdown_of_a_device_is_not_engine_overhead(stage):
     slowness = (1.3, 0.9, 1.0, 1.1)
     now = with_slower_devices(plain(), slowness)
-    beside = [Slowness(times, 0.0) for times in slowness]
-    seen = [as_profiled(plain(), observed(now, plan), beside) for plan in two_plans(stage)]
+    slowdowns = tuple(Slowdown(factor, 0.0) for factor in slowness)
+    seen = [replace(observed(now, plan), slowdowns=slowdowns) for plan in two_plans(stage)]
     found = fitted(plain(), seen)
     assert_predicts(found, [observed(plain(), plan) for plan in two_plans(stage)])
     for device in found.devices:
         assert device.pass_overhead_seconds == pytest.approx((0.0,) * 4, abs=1e-12)
 
 
-def test_what_is_not_sure_of_the_plain_passes_is_not_sure_of_the_steps():
-    (plan, _), even = two_plans(2), [Slowness(1.0, 0.0)] * 3
-    seen = replace(observed(plain(), plan), spread_seconds=0.0)
-    unsure = as_profiled(plain(), seen, [*even, Slowness(1.0, 0.02)])
+def test_error_of_slowdown_adds_to_error_of_step_and_passes():
+    (plan, _), exact = two_plans(2), (Slowdown(1.0, 0.0),) * 3
+    seen = replace(observed(plain(), plan), slowdowns=(*exact, Slowdown(1.0, 0.02)))
+    unsure = at_profiled_speed(plain(), seen)
     assert unsure.spread_seconds == pytest.approx(0.02 * seen.step_seconds)
     passes = seen.pass_seconds[3][0]
     assert unsure.pass_errors == pytest.approx((0.0, 0.0, 0.0, 0.02 * passes))
@@ -144,7 +148,7 @@ def test_what_is_not_sure_of_the_plain_passes_is_not_sure_of_the_steps():
 
 @pytest.mark.parametrize("stage", EACH_PASS)
 @pytest.mark.parametrize("sign", [1.0, -1.0])
-def test_a_meeting_is_charged_with_what_is_beyond_noise(stage, sign):
+def test_synchronization_residual_excludes_one_standard_error(stage, sign):
     true = with_residuals(plain(), stage, synchronization=sign * 0.0016)
     one, three = (
         replace(observed(true, plan), spread_seconds=error)
@@ -153,13 +157,13 @@ def test_a_meeting_is_charged_with_what_is_beyond_noise(stage, sign):
     found = fitted(plain(), [one, three])
     charged = found.network.synchronization_seconds[stage]
     assert charged == pytest.approx(sign * (0.0016 - 0.0005)), (
-        "0.6, 0.8 and 1 ms, over two meetings"
+        "0.6, 0.8 and 1 ms, over two synchronizations"
     )
     missed = [predict(found, seen.plan).step_seconds - seen.step_seconds for seen in (one, three)]
-    assert sum(missed) == pytest.approx(0.0, abs=1e-12), "and the step with the rest"
+    assert sum(missed) == pytest.approx(0.0, abs=1e-12), "the step residual has the rest"
 
 
-def test_a_pass_is_charged_with_what_is_beyond_noise():
+def test_pass_overhead_excludes_one_standard_error():
     true = with_residuals(plain(), 1, passes=(0.004, 0.001, 0.002, 0.0))
     seen = [replace(observed(true, plan), pass_errors=(0.002,) * 4) for plan in two_plans(1)]
     charged = [device.pass_overhead_seconds[1] for device in fitted(plain(), seen).devices]
@@ -169,7 +173,7 @@ def test_a_pass_is_charged_with_what_is_beyond_noise():
 
 
 @pytest.mark.parametrize("slow", [0, 1, 2])
-def test_passes_that_are_the_same_at_two_stages_tell_of_neither_what_only_one_of_them_took(slow):
+def test_pass_overhead_is_shared_between_stages(slow):
     overheads, steps = (0.004, 0.11, 0.0, 0.07), {0: 0.013, 1: 0.021, 2: 0.002}
     true = {
         stage: with_residuals(plain(), stage, passes=overheads, step=steps[stage])
@@ -191,7 +195,7 @@ def test_passes_that_are_the_same_at_two_stages_tell_of_neither_what_only_one_of
 
 
 @pytest.mark.parametrize("stage", EACH_PASS)
-def test_a_meeting_is_told_from_a_step_by_the_number_of_passes(stage):
+def test_number_of_passes_separates_synchronization_from_step_residual(stage):
     true = with_residuals(plain(), stage, synchronization=0.006, step=0.013)
     found = fitted(plain(), [observed(true, plan) for plan in two_plans(stage)]).network
     assert found.synchronization_seconds == pytest.approx(at_stage(stage, 0.006), abs=1e-12)
@@ -199,7 +203,7 @@ def test_a_meeting_is_told_from_a_step_by_the_number_of_passes(stage):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_one_plan_alone_says_nothing_of_meetings(stage):
+def test_single_plan_gives_no_synchronization_residual(stage):
     true = with_residuals(plain(), stage, synchronization=0.006, step=0.013)
     seen = [observed(true, two_plans(stage)[1])]
     found = fitted(plain(), seen)
@@ -213,10 +217,9 @@ def test_one_plan_alone_says_nothing_of_meetings(stage):
     once=st.floats(0.0, 0.5),
     overlap=st.booleans(),
 )
-def test_two_observations_are_met_exactly_where_ranks_meet_at_every_pass(
+def test_two_observations_are_fitted_exactly_with_a_synchronization_per_pass(
     stage, beyond, once, overlap
 ):
-    """Whatever a meeting and a step take beyond the closed form."""
     plans = two_plans(stage)
     seen = [
         observed(
@@ -226,11 +229,11 @@ def test_two_observations_are_met_exactly_where_ranks_meet_at_every_pass(
         )
         for plan in plans
     ]
-    assert_predicts(fitted(plain(), seen, fit_overlap=overlap), seen)
+    assert_predicts(fitted(plain(), seen, asynchronous=overlap), seen)
 
 
 @pytest.mark.parametrize("stage", [0, 1])
-def test_where_ranks_meet_once_a_step_the_observations_are_met_on_average(stage):
+def test_observations_are_fitted_on_average_with_one_synchronization_per_step(stage):
     seen = [
         observed(plain(), plan, predict(plain(), plan).step_seconds + beyond)
         for plan, beyond in zip(two_plans(stage), (0.02, 0.08), strict=True)
@@ -242,7 +245,7 @@ def test_where_ranks_meet_once_a_step_the_observations_are_met_on_average(stage)
 
 
 @given(st.lists(st.floats(0.2, 3.0), min_size=4, max_size=4), st.sampled_from(STAGES))
-def test_passes_faster_than_measured_are_a_quieter_machine_not_a_negative_overhead(factors, stage):
+def test_faster_passes_give_zero_overhead_not_negative(factors, stage):
     seen = []
     for plan in two_plans(stage):
         observation = observed(plain(), plan)
@@ -260,7 +263,7 @@ def test_passes_faster_than_measured_are_a_quieter_machine_not_a_negative_overhe
             assert (device.pass_overhead_seconds[stage] > 0.0) == (factor > 1.0)
 
 
-def test_one_disturbed_pass_does_not_become_everybodys_overhead():
+def test_one_disturbed_pass_does_not_change_the_overhead():
     seen = [observed(plain(), plan) for plan in two_plans(2)]
     disturbed = ((*seen[1].pass_seconds[0][:2], 9.0), *seen[1].pass_seconds[1:])
     seen[1] = replace(seen[1], pass_seconds=disturbed)
@@ -268,7 +271,7 @@ def test_one_disturbed_pass_does_not_become_everybodys_overhead():
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_only_the_stage_that_ran_is_touched(stage):
+def test_only_the_observed_stage_changes(stage):
     before = with_residuals(
         plain(), (stage + 1) % 4, passes=(0.01,) * 4, synchronization=0.02, step=0.03
     )
@@ -282,7 +285,7 @@ def test_only_the_stage_that_ran_is_touched(stage):
         assert [d.points for d in found.devices] == [d.points for d in before.devices]
 
 
-def test_a_rank_without_samples_keeps_its_overhead_of_a_pass():
+def test_rank_without_samples_keeps_its_pass_overhead():
     before = with_residuals(plain(), 2, passes=(0.01, 0.02, 0.03, 0.04))
     seen = [observed(before, plan) for plan in two_plans(2, (16, 5, 6, 0))]
     for found in (fitted(before, seen), refine(before, 2, seen[1:2], asynchronous=False)):
@@ -290,7 +293,7 @@ def test_a_rank_without_samples_keeps_its_overhead_of_a_pass():
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_spans_of_an_asynchronous_device_say_nothing_but_its_steps_do(stage):
+def test_pass_times_of_asynchronous_devices_are_ignored(stage):
     true = with_residuals(plain(), stage, synchronization=0.004, step=0.01)
     seen = [
         replace(observed(true, plan), pass_seconds=((1e-6,) * plan.passes(0),) * 4)
@@ -306,38 +309,35 @@ def test_spans_of_an_asynchronous_device_say_nothing_but_its_steps_do(stage):
 
 @pytest.mark.parametrize("stage", EACH_PASS)
 @pytest.mark.parametrize("overlap", [0.0, 0.1, 0.6, 1.0])
-def test_collectives_under_compute_are_found_out_as_overlap(stage, overlap):
+def test_overlap_is_recovered(stage, overlap):
     true = plain(overlap=overlap)
     seen = [observed(true, plan) for plan in two_plans(stage)]
-    found = fitted(plain(), seen, fit_overlap=True)
+    found = fitted(plain(), seen, asynchronous=True)
     assert found.overlap == pytest.approx(overlap, abs=1e-9)
     assert_predicts(found, seen)
-    persistent = fitted(plain(), seen, fit_overlap=False)
-    assert persistent.overlap == 0.0
-    assert_predicts(persistent, seen)
+    synchronous = fitted(plain(), seen, asynchronous=False)
+    assert synchronous.overlap == 0.0
+    assert_predicts(synchronous, seen)
 
 
 @pytest.mark.parametrize("stage", EACH_PASS)
-def test_no_more_overlaps_than_everything(stage):
-    """Meetings that cost less than full overlap explains: the rest is a residual.
-
-    As far as it shows: no meeting costs less than its compute.
-    """
+def test_overlap_is_at_most_one(stage):
+    """What full overlap does not explain is a residual, limited by the compute time."""
     true = with_residuals(plain(overlap=1.0), stage, synchronization=-0.001)
     seen = [observed(true, plan) for plan in two_plans(stage)]
-    found = fitted(plain(), seen, fit_overlap=True)
+    found = fitted(plain(), seen, asynchronous=True)
     assert found.overlap == 1.0
     assert -0.001 <= found.network.synchronization_seconds[stage] <= 1e-12
     assert_predicts(found, seen)
 
 
-def test_where_nothing_can_overlap_nothing_is_said_to():
-    """One unit at stage 3: its collective begins when its pass is over, and so does the next."""
+def test_overlap_is_zero_with_a_single_unit():
+    """At stage 3 the collective of a single unit starts when its pass is over."""
     stage = 3
     cluster = plain(model=replace(plain().model, unit_numels=(1_000_000,)))
     true = with_residuals(cluster, stage, synchronization=-0.002)
     seen = [observed(true, plan) for plan in two_plans(stage)]
-    found = fitted(cluster, seen, fit_overlap=True)
+    found = fitted(cluster, seen, asynchronous=True)
     assert found.overlap == 0.0
     assert_predicts(found, seen)
 
@@ -347,12 +347,12 @@ def test_where_nothing_can_overlap_nothing_is_said_to():
     factor=st.floats(0.3, 3.0),
     later=st.floats(0.3, 3.0),
 )
-def test_overlap_is_a_fraction_whatever_was_observed(stage, factor, later):
+def test_overlap_is_between_zero_and_one(stage, factor, later):
     seen = [
         observed(plain(), plan, predict(plain(), plan).step_seconds * off)
         for plan, off in zip(two_plans(stage), (factor, later), strict=True)
     ]
-    assert 0.0 <= fitted(plain(), seen, fit_overlap=True).overlap <= 1.0
+    assert 0.0 <= fitted(plain(), seen, asynchronous=True).overlap <= 1.0
 
 
 residuals = st.floats(-0.05, 0.2)
@@ -366,10 +366,9 @@ residuals = st.floats(-0.05, 0.2)
     known_synchronization=residuals,
     known_step=residuals,
 )
-def test_a_refined_profile_predicts_its_plan_as_it_ran(
+def test_refined_profile_predicts_its_plan_exactly(
     stage, overheads, synchronization, step, known_synchronization, known_step
 ):
-    """Whatever was known before, and whatever is wrong with it."""
     true = with_residuals(
         plain(), stage, passes=overheads, synchronization=synchronization, step=step
     )
@@ -383,7 +382,7 @@ def test_a_refined_profile_predicts_its_plan_as_it_ran(
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_the_last_trial_of_a_stage_is_the_one_that_is_predicted_exactly(stage):
+def test_last_refinement_of_a_stage_is_predicted_exactly(stage):
     true = with_residuals(plain(), stage, passes=(0.01, 0.0, 0.02, 0.005), step=0.03)
     first = observed(true, Plan.manual((4, 4, 4, 4), stage=stage))
     last = observed(true, Plan.manual((16, 2, 3, 5), stage=stage), 2.5)
@@ -392,8 +391,8 @@ def test_the_last_trial_of_a_stage_is_the_one_that_is_predicted_exactly(stage):
     assert_predicts(refine(found, stage, [last], asynchronous=False), [last])
 
 
-def test_a_plan_that_ran_is_learnt_from_even_if_it_should_not_fit():
-    """A point measured after it ran may show that it needs more memory than a plan may use."""
+def test_refine_accepts_a_plan_that_is_predicted_not_to_fit():
+    """A point that is measured later may show that the plan needs too much memory."""
     tight = tuple(replace(device, memory_bytes=1000) for device in plain().devices)
     seen = observed(plain(), Plan.manual(SIZES, stage=0), 3.0)
     refined = refine(replace(plain(), devices=tight), 0, [seen], asynchronous=False)
@@ -401,7 +400,7 @@ def test_a_plan_that_ran_is_learnt_from_even_if_it_should_not_fit():
 
 
 @given(st.lists(st.floats(0.5, 2.0), min_size=4, max_size=4), st.sampled_from(STAGES))
-def test_a_rank_that_was_faster_or_slower_in_training_is_so_at_every_batch(factors, stage):
+def test_observed_speed_scales_the_whole_curve(factors, stage):
     before = with_residuals(plain(), stage, passes=(0.004, 0.0, 0.002, 0.0))
     seen = observed(before, two_plans(stage)[1])
     passes = tuple(
@@ -417,7 +416,7 @@ def test_a_rank_that_was_faster_or_slower_in_training_is_so_at_every_batch(facto
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_speeds_are_those_of_all_that_ran_whichever_stage_it_ran_at(stage):
+def test_observed_speed_pools_all_stages(stage):
     first = observed(plain(), Plan.manual((16, 2, 3, 5), stage=stage))
     second = observed(plain(), Plan.manual((4, 4, 4, 4), stage=0))
     slower = replace(second, pass_seconds=tuple((2 * own[0],) for own in second.pass_seconds))
@@ -429,7 +428,7 @@ def test_speeds_are_those_of_all_that_ran_whichever_stage_it_ran_at(stage):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_plans_of_a_stage_are_predicted_right_on_average(stage):
+def test_refined_profile_predicts_plans_of_a_stage_on_average(stage):
     true = with_residuals(plain(), stage, passes=(0.01, 0.0, 0.02, 0.005), step=0.03)
     seen = [
         observed(true, Plan.manual((4, 4, 4, 4), stage=stage)),
@@ -440,7 +439,85 @@ def test_plans_of_a_stage_are_predicted_right_on_average(stage):
     assert sum(predicted) == pytest.approx(sum(o.step_seconds for o in seen), rel=EXACT)
 
 
-def test_a_rank_that_had_no_samples_keeps_its_curve():
+def test_rank_without_samples_keeps_its_curve():
     seen = observed(plain(), Plan.manual((9, 0, 4, 2), stage=0))
     found = at_observed_speeds(plain(), [seen])
     assert found.devices[1] == plain().devices[1]
+
+
+noisy_seconds = st.one_of(
+    st.floats(0.0, 1e-3), st.floats(0.0, 10.0), st.floats(0.0, 1e6), st.just(0.0)
+)
+noisy_slowdowns = st.builds(Slowdown, st.floats(-10.0, 1e3), st.floats(0.0, 10.0))
+
+
+@st.composite
+def noisy_observations(draw: st.DrawFn, stage: int, with_slowdowns: bool) -> list[Observation]:
+    """Any times that a clock can give, for plans with idle ranks too."""
+    sizes = draw(st.sampled_from([SIZES, (16, 5, 6, 0), (1, 0, 0, 0)]))
+    found = []
+    for plan in two_plans(stage, sizes):
+        passes = tuple(
+            tuple(draw(noisy_seconds) for size in own if size) for own in plan.micro_batches
+        )
+        found.append(
+            Observation(
+                plan=plan,
+                step_seconds=draw(st.floats(1e-6, 1e4)),
+                spread_seconds=draw(noisy_seconds),
+                pass_seconds=passes,
+                other_seconds=tuple(draw(st.floats(-1.0, 10.0)) for _ in range(4)),
+                pass_errors=tuple(draw(noisy_seconds) for _ in range(4)),
+                slowdowns=tuple(draw(noisy_slowdowns) for _ in range(4)) if with_slowdowns else (),
+            )
+        )
+    return found
+
+
+@given(st.data(), st.booleans(), st.booleans())
+def test_any_noise_gives_a_valid_profile(data, asynchronous, with_slowdowns):
+    turns = [
+        [seen for stage in STAGES for seen in data.draw(noisy_observations(stage, with_slowdowns))]
+    ]
+    fitted_profile = fit(plain(), turns, asynchronous=asynchronous)
+    refined = at_observed_speeds(fitted_profile, turns[0])
+    for stage in STAGES:
+        seen = [each for each in turns[0] if each.plan.stage == stage]
+        refined = refine(refined, stage, seen, asynchronous=asynchronous)
+    for profile in (fitted_profile, refined):
+        for seen in turns[0]:
+            seconds = predict(profile, seen.plan).step_seconds
+            assert 0.0 <= seconds < math.inf
+
+
+def test_implausible_slowdown_is_limited_and_less_certain():
+    (plan, _) = two_plans(1)
+    slowdowns = (Slowdown(1.0, 0.0), Slowdown(-0.5, 0.01), Slowdown(1.0, 0.0), Slowdown(1.0, 0.0))
+    seen = at_profiled_speed(plain(), replace(observed(plain(), plan), slowdowns=slowdowns))
+    expected = LARGEST_SLOWDOWN * observed(plain(), plan).pass_seconds[1][0]
+    assert seen.pass_seconds[1][0] == pytest.approx(expected)
+    assert seen.pass_errors[1] > seen.pass_seconds[1][0]
+    assert seen.spread_seconds > seen.step_seconds
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_calibration_plans_have_passes_of_equal_length(stage):
+    cluster = plain()
+    one, three = plans_to_observe(cluster, stage)
+    assert [one.passes(0), three.passes(0)] == [1, 3]
+    seconds = [d.seconds(own[0]) for d, own in zip(cluster.devices, one.micro_batches, strict=True)]
+    assert max(seconds) < 2 * min(seconds)
+    assert one.shares == pytest.approx((0.25,) * 4)
+
+
+def test_calibration_plans_fit_in_memory():
+    first, *others = plain().devices
+    tight = replace(first, memory_bytes=first.memory_bytes // 4)
+    cluster = replace(plain(), devices=(tight, *others))
+    for stage in STAGES:
+        try:
+            plans = plans_to_observe(cluster, stage)
+        except NoPlanFits:
+            continue
+        for plan in plans:
+            predict(cluster, plan)

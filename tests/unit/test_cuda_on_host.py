@@ -1,8 +1,8 @@
-"""The CUDA kernels on the host, thread by thread, against plain PyTorch, bit for bit.
+"""The CUDA kernels on the host, thread by thread, against plain PyTorch, bit by bit.
 
-`csrc/emulated/cuda_runtime.h` takes the place of CUDA's header, so the very kernels run, with their
-tiles, vector accesses, shuffles and barriers; a misaligned access ends the process. What a GPU adds
-(speed, memory, streams) only a GPU can show: there `test_ops.py` runs the operators themselves.
+`csrc/emulated/cuda_runtime.h` replaces CUDA's header, so the real kernels run with their tiles,
+vector accesses, shuffles and barriers; a misaligned access ends the process. Speed, memory and
+streams need a GPU: there `test_ops.py` runs the operators themselves.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from poplar.ops import plain
 ROOT = Path(__file__).resolve().parents[2]
 CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 SEGMENTS = 640
-"""Tensors of one launch."""
+"""Maximum number of tensors in one launch."""
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,7 @@ def code(dtype: torch.dtype) -> ctypes.c_uint8:
 
 
 def tables(tensors: Sequence[Tensor], offsets: Sequence[int]) -> list[object]:
-    """As C takes many tensors: count, offsets, numels, addresses, dtypes."""
+    """Many tensors as C arguments: count, offsets, numels, addresses, dtypes."""
     return [
         ctypes.c_int64(len(tensors)),
         longs(offsets),
@@ -76,15 +76,15 @@ def tables(tensors: Sequence[Tensor], offsets: Sequence[int]) -> list[object]:
     ]
 
 
-def room_for_sums(numel: int) -> Tensor:
+def new_sums(numel: int) -> Tensor:
     return torch.full((-(-numel // 64),), -1.0)
 
 
 def shifted(values: Tensor, by: int) -> Tensor:
-    """The same values, `by` elements from where memory is aligned."""
-    room = torch.empty(values.numel() + by, dtype=values.dtype)
-    room[by:] = values
-    return room[by:]
+    """The same values, `by` elements after an aligned address."""
+    memory = torch.empty(values.numel() + by, dtype=values.dtype)
+    memory[by:] = values
+    return memory[by:]
 
 
 def assert_packs(
@@ -98,7 +98,7 @@ def assert_packs(
 ) -> None:
     actual, expected = shifted(before, shift), before.clone()
     grads = [grad.contiguous() for grad in grads]
-    for sums in (None, room_for_sums(before.numel())):
+    for sums in (None, new_sums(before.numel())):
         actual.copy_(before)
         cuda.pack(
             code(before.dtype),
@@ -138,7 +138,7 @@ def test_pack_of_tiles_within_one_tensor(cuda, dtype, accumulate, gradient, shif
 
 @pytest.mark.parametrize("sizes", [[0, 1, 2, 3], [9], [0] * 700 + [65], [1], [100, 0, 70]])
 @pytest.mark.parametrize("count", [SEGMENTS, SEGMENTS + 1, 3 * SEGMENTS])
-def test_pack_of_more_tensors_than_a_launch_takes(cuda, sizes, count):
+def test_pack_of_more_tensors_than_one_launch_holds(cuda, sizes, count):
     draw = Draw(count, "cpu")
     grads = [draw.values(sizes[i % len(sizes)], torch.float32) for i in range(count)]
     offsets, end = [], 0
@@ -163,10 +163,10 @@ def test_unpack(cuda, dtype, seed):
 
 
 def add_ranks(cuda: ctypes.CDLL, parts: Sequence[Tensor], out: Tensor, accumulate: bool) -> None:
-    """Both ways, with and without the block sums; the last is what stays."""
+    """Run with and without block sums; the last result stays."""
     before, numel = out.clone(), out.numel()
     begun = torch.full((numel,), -1.0)
-    for sums in (None, room_for_sums(numel)):
+    for sums in (None, new_sums(numel)):
         out.copy_(before)
         cuda.rank_sum(
             code(parts[0].dtype),
@@ -187,15 +187,15 @@ def add_ranks(cuda: ctypes.CDLL, parts: Sequence[Tensor], out: Tensor, accumulat
 
 @pytest.mark.parametrize("numel", [0, 1, 64, 1000, 4100])
 @pytest.mark.parametrize("ranks", [1, 2, 5])
-@pytest.mark.parametrize("between", [0, 1, 8])
+@pytest.mark.parametrize("alignment", [0, 1, 8])
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rank_sum(cuda, dtype, accumulate, between, ranks, numel):
+def test_rank_sum(cuda, dtype, accumulate, alignment, ranks, numel):
     draw = Draw(numel + ranks, "cpu")
-    received = draw.values(ranks * (numel + between), dtype).view(ranks, -1)
+    received = draw.values(ranks * (numel + alignment), dtype).view(ranks, -1)
     parts = [part[:numel] for part in received]
-    parts[ranks // 2] = parts[ranks // 2].clone()  # a rank's own slice lies elsewhere
-    out = shifted(draw.values(numel, torch.float32), between % 2)
+    parts[ranks // 2] = parts[ranks // 2].clone()  # a rank's own slice is in other memory
+    out = shifted(draw.values(numel, torch.float32), alignment % 2)
     add_ranks(cuda, parts, out, accumulate)
     if dtype is torch.float32:
         parts[ranks // 2] = out  # or is where the sum goes
@@ -204,7 +204,7 @@ def test_rank_sum(cuda, dtype, accumulate, between, ranks, numel):
 
 @pytest.mark.parametrize("ranks", [256, 257, 600])
 @pytest.mark.parametrize("accumulate", [False, True])
-def test_more_ranks_than_one_launch_takes_are_added_in_the_same_order(cuda, accumulate, ranks):
+def test_more_ranks_than_one_launch_holds_are_added_in_order(cuda, accumulate, ranks):
     draw = Draw(ranks, "cpu")
     parts = list(draw.values(ranks * 70, torch.bfloat16).view(ranks, 70).unbind())
     add_ranks(cuda, parts, draw.values(70, torch.float32), accumulate)
@@ -215,7 +215,7 @@ def test_more_ranks_than_one_launch_takes_are_added_in_the_same_order(cuda, accu
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_block_sums(cuda, dtype, shift, numel):
     flat = shifted(Draw(numel, "cpu").values(numel, dtype), shift)
-    sums = room_for_sums(numel)
+    sums = new_sums(numel)
     cuda.block_sums(code(dtype), address(sums), address(flat), ctypes.c_int64(numel))
     assert_same_bits(sums, plain.block_sums_of_squares(flat))
 

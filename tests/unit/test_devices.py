@@ -1,7 +1,8 @@
-"""What is known of a device before it is measured, also where NVML is missing, broken or hidden."""
+"""Device properties, also if NVML is missing, broken or restricted."""
 
 from __future__ import annotations
 
+import os
 import sys
 import types
 from types import SimpleNamespace
@@ -22,7 +23,7 @@ class NVMLError(Exception):
 
 
 class FakeNvml(types.ModuleType):
-    """A `pynvml` over a list of cards; whatever a card has no entry for raises, as NVML does."""
+    """A `pynvml` with a list of cards. A missing entry of a card raises, as in NVML."""
 
     NVML_CLOCK_SM = 1
 
@@ -57,7 +58,7 @@ class FakeNvml(types.ModuleType):
         return _known(card, "uuid")
 
     def nvmlSystemGetDriverVersion(self):
-        return b"570.86.15"  # bytes, as old versions of pynvml say it
+        return b"570.86.15"  # bytes, as in old versions of pynvml
 
     def nvmlDeviceGetClockInfo(self, card, kind):
         return _known(card, "clock")
@@ -99,7 +100,7 @@ def card(number, **more):
 
 @pytest.fixture
 def cards(monkeypatch):
-    """Installs a fake NVML; returns the list of its cards, to be filled."""
+    """Install a fake NVML; returns its list of cards, to be filled."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     found = []
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(found))
@@ -108,7 +109,7 @@ def cards(monkeypatch):
 
 @pytest.fixture
 def cuda(monkeypatch):
-    """A CUDA device as torch describes it: 24 GiB, of which 18 are free and torch holds 2."""
+    """A CUDA device with 24 GiB, of which 18 are free and torch holds 2."""
     properties = SimpleNamespace(
         name="NVIDIA GeForce RTX 4090",
         uuid="7",
@@ -130,7 +131,7 @@ def process(pid, gib):
     return SimpleNamespace(pid=pid, usedGpuMemory=None if gib is None else gib * GIB)
 
 
-def test_a_cuda_device_is_described_with_all_that_nvml_knows(cuda, cards, monkeypatch):
+def test_cuda_device_is_described_with_nvml(cuda, cards, monkeypatch):
     monkeypatch.setattr("os.getpid", lambda: 42)
     cards.append(
         card(
@@ -154,7 +155,7 @@ def test_a_cuda_device_is_described_with_all_that_nvml_knows(cuda, cards, monkey
     assert info.has_bf16
 
 
-def test_a_power_cap_is_how_a_device_trains_and_heat_is_not(cuda, cards):
+def test_throttle_reason_is_heat_but_not_a_power_cap(cuda, cards):
     cards.append(card(7, reasons=0x01 | 0x02 | 0x04))
     assert devices.throttle_reason(torch.device("cuda", 0)) == ""
     cards[0]["reasons"] = 0x20 | 0x80
@@ -163,15 +164,15 @@ def test_a_power_cap_is_how_a_device_trains_and_heat_is_not(cuda, cards):
     assert "power brake" in reason
 
 
-def test_memory_available_leaves_out_what_others_hold(cuda, cards, monkeypatch):
+def test_memory_available_excludes_other_processes(cuda, cards, monkeypatch):
     monkeypatch.setattr("os.getpid", lambda: 42)
     device = torch.device("cuda", 0)
     cards.append(card(7, processes=[process(42, 4), process(43, 2)]))
     assert devices.memory_available(device, ranks_on_host=8) == 22 * GIB
     cards[0]["processes"] = [process(90001, 5)]  # the host's number for this process
     assert devices.memory_available(device, 1) == 23 * GIB
-    cards[0]["processes"] = [process(42, None)]  # a driver that does not say how much
-    assert devices.memory_available(device, 1) == 20 * GIB, "what torch holds, and no context"
+    cards[0]["processes"] = [process(42, None)]  # a driver that does not report the memory
+    assert devices.memory_available(device, 1) == 20 * GIB, "only what torch holds"
 
 
 @pytest.mark.parametrize(
@@ -183,7 +184,7 @@ def test_memory_available_leaves_out_what_others_hold(cuda, cards, monkeypatch):
         (types.ModuleType("pynvml"), "does not start"),
     ],
 )
-def test_without_nvml_a_device_is_still_described(cuda, monkeypatch, library, reason):
+def test_device_is_described_without_nvml(cuda, monkeypatch, library, reason):
     monkeypatch.setitem(sys.modules, "pynvml", library)
     info = devices.describe(torch.device("cuda", 0))
     assert (info.name, info.uuid) == ("NVIDIA GeForce RTX 4090", "GPU-7")
@@ -193,13 +194,13 @@ def test_without_nvml_a_device_is_still_described(cuda, monkeypatch, library, re
     assert devices.throttle_reason(torch.device("cuda", 0)) == ""
 
 
-def test_devices_are_found_by_uuid_whatever_their_order(cards):
+def test_devices_are_found_by_uuid_in_any_order(cards):
     cards += [card(1), card(2), card(3)]
     assert nvml.find(0, uuid="GPU-3").uuid == "GPU-3"
     assert nvml.find(0, uuid="2").uuid == "GPU-2"
 
 
-def test_devices_are_found_by_their_bus_where_torch_says_no_uuid(cards):
+def test_devices_are_found_by_pci_address_without_uuid(cards):
     cards += [card(1), card(2)]
     assert nvml.find(0, bus="00000000:02:00.0").uuid == "GPU-2"
 
@@ -208,13 +209,13 @@ def test_devices_are_found_by_their_bus_where_torch_says_no_uuid(cards):
     ("visible", "index", "uuid"),
     [("2,0", 0, "GPU-3"), ("2,0", 1, "GPU-1"), ("GPU-2", 0, "GPU-2"), ("", 1, "GPU-2")],
 )
-def test_visible_devices_say_which_one_is_meant(cards, monkeypatch, visible, index, uuid):
+def test_cuda_visible_devices_selects_the_device(cards, monkeypatch, visible, index, uuid):
     cards += [card(1), card(2), card(3)]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert nvml.find(index).uuid == uuid
 
 
-def test_a_slice_has_its_own_memory_and_the_links_of_its_device(cards, monkeypatch):
+def test_mig_slice_has_its_memory_and_links_of_its_device(cards, monkeypatch):
     cards += [
         card(7, clock=1410, max_clock=1410, reasons=0x08, pcie=(4, 16, 16)),
         {"uuid": "MIG-aa", "cut_from": "GPU-7", "processes": [process(1, 3)]},
@@ -227,11 +228,11 @@ def test_a_slice_has_its_own_memory_and_the_links_of_its_device(cards, monkeypat
     assert found.slowdowns() == ("hardware slowdown (temperature or power)",)
 
 
-def test_a_device_out_of_reach_of_an_index_is_no_error(cards):
+def test_unknown_index_returns_a_message(cards):
     assert "does not know cuda:5" in nvml.find(5)
 
 
-def test_the_processor_is_described():
+def test_cpu_is_described():
     info = devices.describe(CPU)
     assert (info.kind, info.capability, info.throttled) == ("cpu", None, "")
     assert info.name
@@ -241,7 +242,7 @@ def test_the_processor_is_described():
     assert devices.throttle_reason(CPU) == ""
 
 
-def test_ranks_of_a_host_share_its_memory():
+def test_ranks_of_a_host_share_free_memory():
     alone, one_of_four = devices.memory_available(CPU, 1), devices.memory_available(CPU, 4)
     own = host_limits.resident_memory()
     assert own > 0
@@ -250,23 +251,23 @@ def test_ranks_of_a_host_share_its_memory():
         devices.memory_available(CPU, 0)
 
 
-def test_devices_that_poplar_does_not_train_on_are_refused():
+def test_other_device_types_raise():
     with pytest.raises(ValueError, match="not on meta"):
         devices.describe(torch.device("meta"))
 
 
-def test_memory_that_the_system_does_not_tell_must_be_given(tmp_path, monkeypatch):
+def test_unknown_memory_asks_for_memory_limit(tmp_path, monkeypatch):
     pretend(monkeypatch, tmp_path, {})
     with pytest.raises(RuntimeError, match="pass memory_limit="):
         devices.memory_available(CPU, 1)
-    assert "does not say how much memory" in devices.describe(CPU).notes[0]
+    assert "does not report its memory" in devices.describe(CPU).notes[0]
 
 
 MEMINFO = "MemTotal: 1000 kB\nMemFree: 1 kB\nMemAvailable: 800 kB\n"
 
 
 def pretend(monkeypatch, folder, files):
-    """Make `host` read these files instead of the kernel's."""
+    """Make `host_limits` read these files instead of those of the kernel."""
     for name, text in files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -312,7 +313,7 @@ def pretend(monkeypatch, folder, files):
         ),
     ],
 )
-def test_a_container_limits_the_memory(tmp_path, monkeypatch, files, total_kib, free_kib):
+def test_container_limits_memory(tmp_path, monkeypatch, files, total_kib, free_kib):
     pretend(monkeypatch, tmp_path, {"proc/meminfo": MEMINFO, **files})
     assert host_limits.total_memory() == total_kib * 1024
     assert host_limits.free_memory() == free_kib * 1024
@@ -335,11 +336,21 @@ def test_a_container_limits_the_memory(tmp_path, monkeypatch, files, total_kib, 
         ),
     ],
 )
-def test_a_quota_is_a_part_of_the_cores(tmp_path, monkeypatch, files, quota):
+def test_cpu_quota_is_read(tmp_path, monkeypatch, files, quota):
     pretend(monkeypatch, tmp_path, files)
     assert host_limits.processor_quota() == quota
     notes = " ".join(devices.describe(CPU).notes)
     assert ("CPU quota" in notes) == (quota is not None)
+
+
+def test_busy_time_of_cores_includes_steal_and_excludes_idle(tmp_path, monkeypatch):
+    allowed = min(os.sched_getaffinity(0))
+    stat = f"cpu  9 9 9 9\ncpu{allowed} 100 10 20 5000 300 3 4 50 7 0\ncpu4095 1 1 1 1 1 1 1 1\n"
+    pretend(monkeypatch, tmp_path, {"proc/stat": stat})
+    ticks = 100 + 10 + 20 + 3 + 4 + 50
+    assert host_limits.busy_seconds() == {allowed: ticks / os.sysconf("SC_CLK_TCK")}
+    (tmp_path / "proc/stat").unlink()
+    assert host_limits.busy_seconds() == {}
 
 
 @pytest.mark.parametrize(
@@ -362,33 +373,33 @@ def test_a_quota_is_a_part_of_the_cores(tmp_path, monkeypatch, files, quota):
         ("AMD EPYC", None),
     ],
 )
-def test_specifications_are_found_by_the_drivers_name(name, gpu):
+def test_specifications_are_found_by_driver_name(name, gpu):
     found = specification(name)
     assert (found and found.gpu) == gpu
 
 
-def test_every_specification_says_where_it_is_from():
+def test_every_specification_has_a_source():
     assert all(known.source and known.half_flops > 1e12 for known in SPECIFICATIONS)
 
 
-def test_peak_flops_are_printed_where_known_and_measured_elsewhere(cuda, monkeypatch):
+def test_peak_flops_come_from_specification_or_measurement(cuda, monkeypatch):
     monkeypatch.setattr(peak_flops, "measure_flops", lambda device, dtype: 1.0)
     device = torch.device("cuda", 0)
     assert peak_flops.peak_flops(device, torch.bfloat16) == 165.2e12
-    assert peak_flops.peak_flops(device, torch.float32) == 1.0, "the table is of half precision"
+    assert peak_flops.peak_flops(device, torch.float32) == 1.0, "specified for half precision"
     cuda.name = "Tesla V100-SXM2-16GB"
     assert peak_flops.peak_flops(device, torch.float16) == 125e12
-    assert peak_flops.peak_flops(device, torch.bfloat16) == 1.0, "emulated there"
+    assert peak_flops.peak_flops(device, torch.bfloat16) == 1.0, "emulated on this device"
     assert peak_flops.peak_flops(CPU, torch.float32) == 1.0
 
 
-def test_flops_are_measured_without_touching_random_state(monkeypatch):
-    monkeypatch.setitem(devices._MATRIX_SIDE, "cpu", 128)
+def test_measuring_flops_preserves_random_state(monkeypatch):
+    monkeypatch.setitem(peak_flops._MATRIX_SIDE, "cpu", 128)
     torch.manual_seed(3)
     before = torch.get_rng_state()
     assert peak_flops.measure_flops(CPU, torch.float32, seconds=0.01) > 1e6
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_what_cannot_be_multiplied_has_no_peak():
+def test_unsupported_dtype_has_no_peak_flops():
     assert peak_flops.peak_flops(CPU, torch.bool) is None

@@ -1,4 +1,4 @@
-"""Norms of sharded gradients: exact sums, whatever the cut."""
+"""Norms of sharded gradients: exact sums, for any shards."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 def spread(numel: int, seed: int) -> torch.Tensor:
-    """Values over 60 powers of two, so that adding them in floats would round."""
+    """Values over 60 powers of two, so that a floating-point sum rounds."""
     generator = torch.Generator().manual_seed(seed)
     exponents = torch.randint(-30, 30, (numel,), generator=generator)
     return torch.ldexp(torch.randn(numel, generator=generator), exponents)
@@ -38,16 +38,14 @@ def squares_of_blocks(values: torch.Tensor) -> list[float]:
 
 
 @given(st.integers(0, 2000), st.integers(0, 2**20))
-def test_the_norm_is_the_root_of_the_exact_sum_to_the_last_bits_of_a_float64(
-    numel: int, seed: int
-) -> None:
+def test_norm_is_the_root_of_the_exact_sum(numel: int, seed: int) -> None:
     values = spread(numel, seed)
     exact = math.sqrt(math.fsum(squares_of_blocks(values)))
     assert root_of(total_of([values])) == pytest.approx(exact, rel=2**-50)
 
 
 @given(st.lists(st.integers(0, 30), max_size=5), st.integers(0, 2**20))
-def test_cuts_at_block_boundaries_change_no_bit(cuts: list[int], seed: int) -> None:
+def test_shard_boundaries_change_no_bit(cuts: list[int], seed: int) -> None:
     values = spread(64 * 30 + 7, seed)
     places = [0, *sorted(64 * cut for cut in cuts), len(values)]
     parts = [values[low:high] for low, high in pairwise(places)]
@@ -55,32 +53,32 @@ def test_cuts_at_block_boundaries_change_no_bit(cuts: list[int], seed: int) -> N
     assert float(ops.exact_norm(shards)) == root_of(total_of([values]))
 
 
-def test_thousands_of_totals_may_be_added() -> None:
+def test_thousands_of_sums_can_be_added() -> None:
     values = torch.full((64 * 1000,), 1.9999999)
     one = total_of([values])
     assert root_of(one * 2**20) == root_of(one) * 2**10
 
 
-def test_the_norm_is_torchs_to_fp32_rounding() -> None:
+def test_norm_equals_torch_to_fp32_rounding() -> None:
     values = torch.randn(10_000, generator=torch.Generator().manual_seed(0))
     ours = root_of(total_of([values]))
     assert ours == pytest.approx(float(values.double().norm()), rel=1e-6)
 
 
 @pytest.mark.parametrize("tiny", [1e-19, 2.0**-70, 1e-21, 0.0])
-def test_squares_below_the_normal_range_are_counted(tiny: float) -> None:
+def test_subnormal_squares_are_counted(tiny: float) -> None:
     values = torch.full((64,), tiny)
     assert root_of(total_of([values])) == math.sqrt(squares_of_blocks(values)[0])
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e30])
-def test_a_value_that_is_not_finite_makes_the_norm_infinite(bad: float) -> None:
+def test_nonfinite_value_makes_the_norm_infinite(bad: float) -> None:
     values = torch.zeros(200)
     values[130] = bad
     assert root_of(total_of([torch.ones(64), values])) == math.inf
 
 
-def test_the_norm_of_nothing_is_zero() -> None:
+def test_norm_of_no_values_is_zero() -> None:
     empty = torch.zeros(0)
     assert root_of(total_of([])) == 0.0
     assert root_of(total_of([empty])) == 0.0

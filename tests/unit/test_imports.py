@@ -17,12 +17,12 @@ PACKAGE = Path(poplar.__file__).parent
 
 LAYERS = (
     {"errors", "formatting", "curve"},
-    {"ops", "kernels", "plan", "plan_table", "profile", "system", "data"},
+    {"ops", "kernels", "plan", "plan_table", "profile", "observation", "system", "data"},
     {"comm", "planner", "simulator", "hardware"},
     {"zero", "checkpoint"},
     {"optimizer"},
     {"profiler"},
-    {"tuning", "active_measurement", "trial_race", "verification", "report", "doctor", "workload"},
+    {"tuning", "profiling", "verification", "report", "doctor", "workload"},
     {"cli", "__main__"},
 )
 """Packages and top-level modules, from the bottom up. Imports point down or stay within a layer.
@@ -36,6 +36,7 @@ INDEPENDENT = {
     "simulator": {"comm", "hardware"},
     "hardware": {"comm"},
     "zero": {"planner", "simulator", "hardware", "checkpoint"},
+    "profiler": {"planner", "simulator"},
 }
 """What a package may not import although its layer allows it."""
 
@@ -45,6 +46,7 @@ WITHOUT_TORCH = {
     "plan",
     "plan_table",
     "profile",
+    "observation",
     "planner",
     "simulator",
     "hardware",

@@ -1,7 +1,7 @@
-"""The CPU operators as other processors run them: the loops that the loader does not pick here.
+"""The CPU operators for other instruction sets: the loops that the loader does not select here.
 
-Each is compiled from one source for several instruction sets. Those without AVX-512 and without AVX
-are built here alone, and the operators' own tests run on them.
+Each operator is compiled from one source for several instruction sets. The versions without AVX-512
+and without AVX are built separately here, and the operators' own tests run on them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TORCH = Path(torch.__file__).parent
 SECONDS = 300
 CHIPS = {"avx2": "-mavx2", "sse2": "-msse2"}
-"""What the processor has to have, and the compiler's word for it."""
+"""The feature that the processor needs, and the compiler's option for it."""
 FLAGS = ("-ffp-contract=off", "-fno-math-errno")
 PROGRAM = """
 import sys, pytest, torch
@@ -33,6 +33,7 @@ sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "-m", "not slow", *s
 """
 
 pytestmark = [
+    pytest.mark.full,
     pytest.mark.slow,
     pytest.mark.skipif(platform.machine() != "x86_64", reason="no x86 here"),
     pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ here"),
@@ -41,7 +42,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """One for each chip, built side by side."""
+    """One library for each chip, built in parallel."""
     folder = tmp_path_factory.mktemp("chips")
     built = {chip: folder / f"libpoplar_ops_{chip}.so" for chip in CHIPS}
     started = [subprocess.Popen(build(chip, path)) for chip, path in built.items()]
@@ -61,7 +62,7 @@ def build(chip: str, path: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("chip", CHIPS)
-def test_the_operators_have_the_same_bits_on_another_chip(
+def test_operators_give_the_same_bits_on_other_instruction_sets(
     libraries: dict[str, Path], chip: str
 ) -> None:
     recipe = (ROOT / "CMakeLists.txt").read_text()

@@ -1,6 +1,6 @@
-"""How a rank climbs to its largest batch, what it times there, and where its batches come from.
+"""Choosing batch sizes, timing passes, and building batches from the example.
 
-No model runs and no time passes: `Machine` says what a pass holds and takes, on a clock of its own.
+No model runs in most tests: `Machine` computes memory and time of a pass, on a simulated clock.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from poplar.curve import error_of_median
 from poplar.data import pytree
 from poplar.profiler import passes as measuring
-from poplar.profiler.passes import Passes, Rung, error_of_median, scout, time_rungs
+from poplar.profiler.passes import FirstPass, Passes, climb, time_sizes
 
 PLENTY = float("inf")
 
 
 class Clock:
-    """What `time` is to the code under test; `now` is moved by what runs."""
+    """Replaces the module `time`; passes advance `now`."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -43,13 +44,13 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 @dataclass
 class Machine:
-    """In the place of `Passes`: memory and time are functions of the batch."""
+    """Replaces `Passes`: memory and time are functions of the batch."""
 
     clock: Any = None
     held: Callable[[int], float] = lambda size: 100 * size
     takes: Callable[[int], float] = lambda size: 0.01 * size
     ends_at: float = PLENTY
-    """From this batch on the device raises out of memory."""
+    """Batch from which the device raises out of memory."""
     tried: list[int] = field(default_factory=list)
     timed: list[tuple[int, int]] = field(default_factory=list)
 
@@ -60,7 +61,7 @@ class Machine:
         self.tried.append(size)
         self._pass_time(size)
         if size >= self.ends_at:
-            raise torch.OutOfMemoryError("no room")
+            raise torch.OutOfMemoryError("out of memory")
         return int(self.held(size))
 
     def seconds(self, size: int, repeats: int = 1) -> float:
@@ -81,54 +82,54 @@ def climbed(
     machine: Machine,
     *,
     max_batch: int = 1024,
-    room_bytes: float = PLENTY,
+    activation_bytes: float = PLENTY,
     longest_seconds: float = PLENTY,
 ) -> list[int]:
-    rungs = scout(
+    sizes_run = climb(
         machine,  # type: ignore[arg-type]
         max_batch=max_batch,
-        room_bytes=room_bytes,
+        activation_bytes=activation_bytes,
         longest_seconds=longest_seconds,
     )
-    return [rung.batch for rung in rungs]
+    return [first_pass.batch for first_pass in sizes_run]
 
 
 @pytest.mark.parametrize(
     ("max_batch", "expected"),
     [(1, [1]), (2, [1, 2]), (8, [1, 2, 4, 8]), (11, [1, 2, 4, 8, 11])],
 )
-def test_the_climb_doubles_up_to_the_largest_batch_that_was_asked_for(max_batch, expected):
+def test_sizes_double_up_to_max_batch(max_batch, expected):
     machine = Machine()
     assert climbed(machine, max_batch=max_batch) == expected
     assert machine.tried == expected
 
 
-def test_a_rung_tells_what_its_pass_held_and_took(clock: Clock):
+def test_first_passes_have_memory_and_time(clock: Clock):
     machine = Machine(clock=clock, held=lambda size: 1000 + 10 * size)
-    rungs = scout(machine, max_batch=2, room_bytes=PLENTY, longest_seconds=PLENTY)
-    assert [rung.activation_bytes for rung in rungs] == [1010, 1020]
-    assert [rung.seconds for rung in rungs] == pytest.approx([0.01, 0.02])
+    sizes_run = climb(machine, max_batch=2, activation_bytes=PLENTY, longest_seconds=PLENTY)
+    assert [first_pass.activation_bytes for first_pass in sizes_run] == [1010, 1020]
+    assert [first_pass.seconds for first_pass in sizes_run] == pytest.approx([0.01, 0.02])
 
 
-def test_no_batch_is_tried_that_would_exceed_the_room():
+def test_no_batch_above_free_memory_is_tried():
     machine = Machine(held=lambda size: 50 + 100 * size)
-    sizes = climbed(machine, room_bytes=2000)
+    sizes = climbed(machine, activation_bytes=2000)
     assert sizes == [1, 2, 4, 8, 16, 18]
     assert max(machine.tried) == 18
 
 
-def test_one_sample_is_measured_even_without_room_so_that_a_planner_can_say_what_is_missing():
-    assert climbed(Machine(), room_bytes=1) == [1]
-    assert climbed(Machine(), room_bytes=-1e9) == [1]
+def test_one_sample_is_measured_without_free_memory():
+    assert climbed(Machine(), activation_bytes=1) == [1]
+    assert climbed(Machine(), activation_bytes=-1e9) == [1]
 
 
-def test_not_even_one_sample_is_an_error():
+def test_out_of_memory_with_one_sample_raises():
     with pytest.raises(torch.OutOfMemoryError, match="not even one sample fits"):
         climbed(Machine(ends_at=1))
 
 
 @pytest.mark.parametrize("ends_at", range(2, 40))
-def test_out_of_memory_ends_the_climb_close_below(ends_at):
+def test_largest_size_is_close_below_out_of_memory(ends_at):
     machine = Machine(ends_at=ends_at)
     sizes = climbed(machine)
     assert sizes == sorted(set(sizes))
@@ -137,7 +138,7 @@ def test_out_of_memory_ends_the_climb_close_below(ends_at):
     assert len(machine.tried) <= 2 * ends_at.bit_length() + 2
 
 
-def test_no_batch_is_tried_again_beyond_one_that_was_too_large():
+def test_no_size_above_a_failed_one_is_tried():
     machine = Machine(ends_at=21)
     climbed(machine)
     failed = [size for size in machine.tried if size >= 21]
@@ -145,23 +146,23 @@ def test_no_batch_is_tried_again_beyond_one_that_was_too_large():
     assert len(set(machine.tried)) == len(machine.tried)
 
 
-def test_memory_that_jumps_is_found_out_by_trying():
-    """A workspace that appears from 6 samples on: the line through smaller ones says nothing."""
+def test_jump_in_memory_is_found():
+    """A workspace that is allocated only from 6 samples on cannot be extrapolated."""
     machine = Machine(held=lambda size: 10 * size + (1000 if size >= 6 else 0))
-    sizes = climbed(machine, room_bytes=500)
+    sizes = climbed(machine, activation_bytes=500)
     assert sizes == [1, 2, 4, 5]
     assert 6 in machine.tried
 
 
-def test_memory_that_grows_ever_slower_is_climbed_on():
+def test_concave_memory_curve_reaches_the_limit():
     machine = Machine(held=lambda size: 1000 * size**0.5)
-    sizes = climbed(machine, room_bytes=5000)
+    sizes = climbed(machine, activation_bytes=5000)
     assert sizes[-1] <= 25
     assert sizes[-1] >= 21
 
 
-def test_memory_that_does_not_grow_never_ends_the_climb():
-    assert climbed(Machine(held=lambda size: 77), max_batch=64, room_bytes=80)[-1] == 64
+def test_constant_memory_reaches_max_batch():
+    assert climbed(Machine(held=lambda size: 77), max_batch=64, activation_bytes=80)[-1] == 64
 
 
 memory_curves = st.builds(
@@ -178,38 +179,40 @@ memory_curves = st.builds(
 
 @given(
     held=memory_curves,
-    room=st.integers(1, 5000),
+    free=st.integers(1, 5000),
     ends_at=st.integers(2, 200),
     max_batch=st.integers(1, 128),
 )
-def test_whatever_memory_does_every_rung_is_one_that_fits(held, room, ends_at, max_batch):
+def test_all_sizes_fit_for_any_memory_curve(held, free, ends_at, max_batch):
     machine = Machine(held=held, ends_at=ends_at)
-    sizes = climbed(machine, max_batch=max_batch, room_bytes=room)
+    sizes = climbed(machine, max_batch=max_batch, activation_bytes=free)
     assert sizes == sorted(set(sizes))
     assert sizes[0] == 1
     assert sizes[-1] <= max_batch
-    assert all(held(size) <= room + 1 for size in sizes[1:])
+    assert all(held(size) <= free + 1 for size in sizes[1:])
     assert len(machine.tried) <= 40
 
 
-def test_no_pass_is_tried_that_would_take_too_long(clock: Clock):
+def test_no_pass_above_the_longest_time_is_tried(clock: Clock):
     machine = Machine(clock=clock, takes=lambda size: 0.5 * size)
     assert climbed(machine, longest_seconds=4.0) == [1, 2, 4, 8]
 
 
-def test_two_rungs_are_measured_however_long_they_take(clock: Clock):
-    """One point says nothing of the slope."""
+def test_two_sizes_are_always_measured(clock: Clock):
+    """One point gives no slope."""
     machine = Machine(clock=clock, takes=lambda size: 100.0 * size)
     assert climbed(machine, longest_seconds=1.0) == [1, 2]
 
 
-def rung(batch: int, seconds: float) -> Rung:
-    return Rung(batch=batch, seconds=seconds, activation_bytes=10 * batch)
+def first_pass(batch: int, seconds: float) -> FirstPass:
+    return FirstPass(batch=batch, seconds=seconds, activation_bytes=10 * batch)
 
 
-def test_rungs_are_timed_in_turns_there_and_back(clock: Clock):
+def test_sizes_are_timed_in_alternating_order(clock: Clock):
     machine = Machine(clock=clock, takes=lambda size: float(size))
-    points = time_rungs(machine, [rung(1, 1.0), rung(2, 2.0), rung(4, 4.0)], seconds=21.0, least=1)
+    points = time_sizes(
+        machine, [first_pass(1, 1.0), first_pass(2, 2.0), first_pass(4, 4.0)], seconds=21.0, least=1
+    )
     assert [size for size, _ in machine.timed] == [1, 2, 4, 4, 2, 1, 1, 2, 4]
     assert [(p.batch, p.seconds, p.activation_bytes) for p in points] == [
         (1, 1.0, 10),
@@ -218,15 +221,20 @@ def test_rungs_are_timed_in_turns_there_and_back(clock: Clock):
     ]
 
 
-def test_every_rung_is_timed_so_many_times_even_if_the_time_is_over(clock: Clock):
+def test_every_size_is_timed_at_least_so_often(clock: Clock):
     machine = Machine(clock=clock, takes=lambda size: 1000.0)
-    time_rungs(machine, [rung(1, 1000.0), rung(2, 1000.0)], seconds=0.0, least=3)
+    time_sizes(machine, [first_pass(1, 1000.0), first_pass(2, 1000.0)], seconds=0.0, least=3)
     assert sorted(size for size, _ in machine.timed) == [1, 1, 1, 2, 2, 2]
 
 
-def test_short_passes_are_timed_many_at_a_time(clock: Clock):
+def test_short_passes_are_timed_in_batches(clock: Clock):
     machine = Machine(clock=clock, takes=lambda size: 0.004 * size)
-    time_rungs(machine, [rung(1, 0.004), rung(8, 0.032), rung(64, 0.256)], seconds=0.0, least=1)
+    time_sizes(
+        machine,
+        [first_pass(1, 0.004), first_pass(8, 0.032), first_pass(64, 0.256)],
+        seconds=0.0,
+        least=1,
+    )
     assert machine.timed == [(1, 25), (8, 4), (64, 1)]
 
 
@@ -234,7 +242,7 @@ def test_one_disturbed_pass_does_not_change_a_point(clock: Clock):
     machine = Machine(clock=clock)
     durations = iter([1.0, 1.1, 50.0, 0.9, 1.05])
     machine.seconds = lambda size, repeats: next(durations)  # type: ignore[method-assign]
-    (point,) = time_rungs(machine, [rung(1, 1.0)], seconds=0.0, least=5)
+    (point,) = time_sizes(machine, [first_pass(1, 1.0)], seconds=0.0, least=5)
     assert point.seconds == 1.05
 
 
@@ -244,18 +252,18 @@ def test_one_disturbed_pass_does_not_change_a_point(clock: Clock):
         ([1.0, 1.0, 1.0], 0.0),
         ([1.0], 0.0),
         ([0.9, 1.0, 1.1], 1.858 * 0.1 / 3**0.5),
-        ([0.9, 1.0, 1.1, 50.0, 0.95], 1.858 * 0.1 / 5**0.5),  # one disturbed pass says little
+        ([0.9, 1.0, 1.1, 50.0, 0.95], 1.858 * 0.1 / 5**0.5),  # robust to one disturbed pass
     ],
 )
-def test_a_point_says_how_unsure_its_median_is(clock: Clock, durations, spread):
+def test_points_have_the_standard_error_of_their_median(clock: Clock, durations, spread):
     machine, taken = Machine(clock=clock), iter(durations)
     machine.seconds = lambda size, repeats: next(taken)  # type: ignore[method-assign]
-    (point,) = time_rungs(machine, [rung(1, 1.0)], seconds=0.0, least=len(durations))
+    (point,) = time_sizes(machine, [first_pass(1, 1.0)], seconds=0.0, least=len(durations))
     assert point.spread_seconds == pytest.approx(spread, rel=1e-3)
 
 
-def test_of_noisy_passes_the_median_is_as_unsure_as_it_says():
-    """Off by more than twice that in 5 to 12 of 100 cases: few samples tell a deviation roughly."""
+def test_standard_error_of_median_matches_its_distribution():
+    """More than two standard errors off in 5 to 12 % of cases, because samples are few."""
     draw = random.Random(0)
     off = [
         abs(median(samples) - 1.0) > 2.0 * error_of_median(samples)
@@ -281,19 +289,19 @@ def plain_passes(
     )
 
 
-def test_a_larger_batch_repeats_the_samples_of_the_example():
+def test_larger_batch_repeats_samples():
     passes = plain_passes(example={"x": torch.tensor([5, 6, 7]), "scale": torch.tensor(2.0)})
     assert passes.batch(2)["x"].tolist() == [5, 6]
     assert passes.batch(7)["x"].tolist() == [5, 6, 7, 5, 6, 7, 5]
     assert passes.batch(7)["scale"] == 2.0
 
 
-def test_a_pass_leaves_no_gradient_and_a_pass_that_ran_out_of_memory_neither():
+def test_passes_leave_no_gradient_even_after_out_of_memory():
     def runs_out(model: nn.Module, batch: Tensor) -> Tensor:
         loss = model(batch).mean()
         if len(batch) > 2:
             model.weight.grad = torch.ones(1, 2)
-            raise torch.OutOfMemoryError("no room")
+            raise torch.OutOfMemoryError("out of memory")
         return loss
 
     passes = plain_passes(runs_out)
@@ -303,7 +311,7 @@ def test_a_pass_leaves_no_gradient_and_a_pass_that_ran_out_of_memory_neither():
     assert all(parameter.grad is None for parameter in passes.model.parameters())
 
 
-def test_the_backward_is_a_part_of_a_pass():
+def test_backward_fraction_is_between_zero_and_one():
     assert 0.0 < plain_passes().backward_fraction(3) < 1.0
 
 
@@ -322,14 +330,14 @@ def test_the_backward_is_a_part_of_a_pass():
         (lambda model, batch: model(batch).mean() * float("nan"), ValueError, "is nan"),
     ],
 )
-def test_a_loss_that_cannot_be_trained_on_is_refused_with_the_way_out(loss, kind, message):
+def test_invalid_loss_raises(loss, kind, message):
     passes = plain_passes(loss)
     passes.model = nn.Linear(2, 2)
     with pytest.raises(kind, match=message):
         passes.check()
 
 
-def test_samples_are_taken_from_every_tensor_of_a_nested_batch():
+def test_take_selects_samples_of_nested_batches():
     batch = {
         "pair": Sample(torch.tensor([[1, 1], [2, 2], [3, 3]]), torch.tensor([10, 20, 30])),
         "list": [torch.tensor([7, 8, 9])],
@@ -346,7 +354,7 @@ def test_samples_are_taken_from_every_tensor_of_a_nested_batch():
     assert batch["list"][0].tolist() == [7, 8, 9]
 
 
-def test_samples_are_taken_from_lists_tuples_and_arrays_with_a_value_each():
+def test_take_selects_samples_of_lists_tuples_and_arrays():
     numpy = pytest.importorskip("numpy")
     batch = {
         "x": torch.arange(3),
@@ -362,17 +370,17 @@ def test_samples_are_taken_from_lists_tuples_and_arrays_with_a_value_each():
     assert taken["other"] == [1, 2]
 
 
-def test_taken_samples_are_no_views_of_the_batch():
+def test_taken_samples_are_copies():
     batch = torch.arange(3)
     pytree.take(batch, [0, 1])[0] = 99
     assert batch.tolist() == [0, 1, 2]
 
 
-def test_a_batch_whose_tensors_disagree_gives_no_samples():
+def test_take_refuses_different_batch_dimensions():
     with pytest.raises(ValueError, match=r"\['b'\] has 2 samples .* has 3"):
         pytree.take({"a": torch.zeros(3), "b": torch.zeros(2)}, [0])
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=12))
-def test_any_samples_in_any_order(indices):
+def test_take_accepts_any_indices(indices):
     assert pytree.take({"x": torch.arange(5)}, indices)["x"].tolist() == indices

@@ -1,4 +1,4 @@
-"""Every operator: C++ against plain PyTorch bit for bit, and plain PyTorch against numpy loops."""
+"""Every operator: C++ against plain PyTorch bit by bit, and plain PyTorch against numpy loops."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 INTEGERS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 SPECIAL = [float("inf"), -float("inf"), float("nan"), -0.0, 0.0, 1e-45, -3e-39, 6e-8, 65520.0, 3e38]
 STREAMED = 4 << 20
-"""Bytes from which the C++ kernels write past the caches."""
+"""Bytes from which on the C++ kernels use streaming stores."""
 PLAIN = plain_ops.FUNCTIONS
 RULE = (1e-3, 0.9, 0.999, 1e-8, 0.1, 3.0)
-"""lr, betas, eps, weight decay and step, as the operator takes them."""
+"""lr, betas, eps, weight decay and step, in the operator's order."""
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """The bits, with one NaN for all: their payloads depend on the CPU in PyTorch itself."""
+    """The bits, with one value for all NaNs: PyTorch's own NaN payloads depend on the CPU."""
     one_nan = torch.where(tensor.isnan(), torch.full_like(tensor, float("nan")), tensor)
     return one_nan.view(INTEGERS[tensor.dtype])
 
@@ -49,7 +49,7 @@ def assert_same_bits(actual: Tensor, expected: Tensor) -> None:
 
 
 def assert_same_value(actual: Tensor, expected: Tensor) -> None:
-    """To the last bit, but any NaN is a NaN."""
+    """Equal to the last bit; all NaNs are equal."""
     torch.testing.assert_close(actual, expected, rtol=0.0, atol=0.0, equal_nan=True)
 
 
@@ -99,8 +99,8 @@ def naive_pack(
     return torch.from_numpy(result).to(bucket.dtype)
 
 
-def both(name: str, mutated: list[Tensor], call) -> tuple[list[Tensor], list[Tensor]]:
-    """Run the dispatched operator and the plain one on copies of what they change."""
+def run_both(name: str, mutated: list[Tensor], call) -> tuple[list[Tensor], list[Tensor]]:
+    """Run the dispatched operator and the plain one on copies of the tensors that they change."""
     dispatched = [tensor.clone() for tensor in mutated]
     plain = [tensor.clone() for tensor in mutated]
     call(getattr(ops, name), dispatched)
@@ -115,7 +115,7 @@ def free_bytes(device: str) -> int:
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
 
 
-def test_the_libraries_that_were_built_are_the_ones_that_serve(device):
+def test_built_libraries_are_used(device):
     built = (Path(_core.__file__).parent / "libpoplar_ops.so").exists()
     assert ops.native == (built and os.environ.get("POPLAR_OPS") != "off")
     assert "operators on CPU: " in ops.describe()
@@ -131,7 +131,7 @@ def test_pack_gives_the_same_bits_as_plain_pytorch(device, dtype, accumulate, se
     grads, offsets, numel = draw.tensors(draw.random.choice([0, 1, 3, 20]))
     weight = draw.random.choice([1.0, 1 / 3, 0.0, -2.5, 1e-8])
     before = draw.values(numel, dtype)
-    (actual,), (expected,) = both(
+    (actual,), (expected,) = run_both(
         "pack_", [before], lambda pack_, out: pack_(out[0], grads, offsets, weight, accumulate)
     )
     assert_same_bits(actual, expected)
@@ -141,7 +141,7 @@ def test_pack_gives_the_same_bits_as_plain_pytorch(device, dtype, accumulate, se
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_pack_is_a_rounded_product_and_a_rounded_sum(device, dtype, accumulate, seed):
+def test_pack_rounds_the_product_and_the_sum(device, dtype, accumulate, seed):
     draw = Draw(seed + 100, device)
     grads, offsets, numel = draw.tensors(6)
     before = draw.values(numel, dtype)
@@ -164,7 +164,7 @@ def test_pack_writes_every_element_unless_it_accumulates(device):
 
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("numel", [100, STREAMED])
-def test_what_lies_at_its_place_in_the_bucket_is_scaled_there(device, numel, accumulate):
+def test_pack_in_place(device, numel, accumulate):
     before = Draw(5, device).values(numel, torch.float32)
     buckets = [before.clone() for _ in "ab"]
     for pack_, bucket in zip((ops.pack_, PLAIN["pack_"]), buckets, strict=True):
@@ -176,14 +176,14 @@ def test_what_lies_at_its_place_in_the_bucket_is_scaled_there(device, numel, acc
 
 
 @pytest.mark.parametrize("accumulate", [False, True])
-def test_pack_takes_thousands_of_tensors_and_large_buckets(device, accumulate):
+def test_pack_of_thousands_of_tensors_and_large_buckets(device, accumulate):
     draw = Draw(7, device)
     grads = [draw.values(i % 97, DTYPES[i % 3]) for i in range(3000)]
     grads.append(draw.values(300_001, torch.float32))
     numels = [grad.numel() for grad in grads]
     offsets = [sum(numels[:i]) + i // 2 for i in range(len(numels))]
     before = draw.values(offsets[-1] + numels[-1] + 40_000, torch.float32)
-    (actual,), (expected,) = both(
+    (actual,), (expected,) = run_both(
         "pack_", [before], lambda pack_, out: pack_(out[0], grads, offsets, 0.37, accumulate)
     )
     assert_same_bits(actual, expected)
@@ -200,7 +200,7 @@ def test_rank_sum_gives_the_same_bits_as_plain_pytorch(device, dtype, accumulate
     )
     received = draw.values(ranks * numel, dtype).view(ranks, numel).unbind()
     before = draw.values(numel, torch.float32)
-    (actual,), (expected,) = both(
+    (actual,), (expected,) = run_both(
         "rank_sum_", [before], lambda sum_, out: sum_(out[0], list(received), accumulate)
     )
     assert_same_bits(actual, expected)
@@ -208,7 +208,7 @@ def test_rank_sum_gives_the_same_bits_as_plain_pytorch(device, dtype, accumulate
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shift", [0, 1])
-def test_a_large_sum_has_the_same_bits(device, dtype, shift):
+def test_large_rank_sum_gives_the_same_bits(device, dtype, shift):
     draw, numel = Draw(3, device), STREAMED // 4 + 77
     received = list(draw.values(3 * numel, dtype).view(3, numel).unbind())
     whole = torch.zeros(numel + shift, device=device)
@@ -221,7 +221,7 @@ def test_a_large_sum_has_the_same_bits(device, dtype, shift):
 @pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize("out_dtype", DTYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_sum_for_everybody_is_the_sum_rounded_once(device, dtype, out_dtype, seed):
+def test_rank_sum_each_rounds_once(device, dtype, out_dtype, seed):
     draw = Draw(seed, device)
     ranks = draw.random.choice([1, 2, 4, 5, 9])
     numel = draw.random.choice([0, 1, 64, 1025, STREAMED // 2 + 3 if seed == 0 else 40_000])
@@ -234,7 +234,7 @@ def test_a_sum_for_everybody_is_the_sum_rounded_once(device, dtype, out_dtype, s
         assert_same_bits(out, total.to(out_dtype))
 
 
-def test_a_sum_for_everybody_may_end_in_all_of_its_parts(device):
+def test_rank_sum_each_may_write_to_its_parts(device):
     draw = Draw(1, device)
     parts = draw.values(3 * 2050, torch.bfloat16).view(3, 2050)
     expected = torch.empty(2050, dtype=torch.bfloat16, device=device)
@@ -246,28 +246,28 @@ def test_a_sum_for_everybody_may_end_in_all_of_its_parts(device):
 
 @pytest.mark.parametrize("numel", [0, 5, _core.CHUNK, 3 * _core.CHUNK + 5])
 @pytest.mark.parametrize("plain", [False, True])
-def test_what_others_have_claimed_is_left_to_them(device, numel, plain):
+def test_rank_sum_chunks_skips_chunks_of_other_processes(device, numel, plain):
     draw = Draw(1, device)
     received = list(draw.values(3 * numel, torch.float32).view(3, numel).unbind())
     expected, out = torch.empty(numel, device=device), torch.zeros(numel, device=device)
     ops.rank_sum_(expected, received)
-    claims = torch.zeros(_core.CLAIMS_BYTES, dtype=torch.uint8, device=device)
-    claims.view(torch.int32)[0] = 1
-    claimed = PLAIN["rank_sum_claimed_"] if plain else ops.rank_sum_claimed_
-    claimed([out], received, claims)
+    work_counters = torch.zeros(_core.WORK_COUNTERS_BYTES, dtype=torch.uint8, device=device)
+    work_counters.view(torch.int32)[0] = 1
+    rank_sum_chunks = PLAIN["rank_sum_chunks_"] if plain else ops.rank_sum_chunks_
+    rank_sum_chunks([out], received, work_counters)
     assert not out[: _core.CHUNK].any()
     assert_same_bits(out[_core.CHUNK :], expected[_core.CHUNK :])
     chunks = -(-numel // _core.CHUNK)
-    assert claims.view(torch.int32)[2] == max(chunks - 1, 0), "done by this call"
+    assert work_counters.view(torch.int32)[2] == max(chunks - 1, 0), "done by this call"
     before = out.clone()
-    claimed([out], received, claims)
+    rank_sum_chunks([out], received, work_counters)
     assert_same_bits(out, before)
 
 
 @pytest.mark.parametrize("numel", [0, 1, 15, 64, 1025, STREAMED + 13])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8])
 @pytest.mark.parametrize("shift", [0, 1])
-def test_copies_are_complete_and_stay_in_their_bounds(device, dtype, numel, shift):
+def test_copy_writes_exactly_its_target(device, dtype, numel, shift):
     source = torch.randint(0, 100, (numel,), device=device).to(dtype)
     around = torch.full((numel + 2,), 101, device=device).to(dtype)
     target = around[shift : numel + shift]
@@ -278,7 +278,7 @@ def test_copies_are_complete_and_stay_in_their_bounds(device, dtype, numel, shif
 
 
 @pytest.mark.parametrize("accumulate", [False, True])
-def test_rank_sum_may_end_in_one_of_its_parts(device, accumulate):
+def test_rank_sum_may_write_to_one_of_its_parts(device, accumulate):
     draw = Draw(1, device)
     whole = draw.values(3 * 2050, torch.float32).view(3, 2050)
     for rank in range(3):
@@ -288,7 +288,7 @@ def test_rank_sum_may_end_in_one_of_its_parts(device, accumulate):
         assert_same_bits(parts[rank], expected)
 
 
-def test_rank_sum_takes_parts_from_anywhere(device):
+def test_rank_sum_of_unaligned_parts(device):
     draw = Draw(2, device)
     parts = [draw.values(size, torch.bfloat16)[:700] for size in (700, 900, 701, 800)]
     scattered, together = torch.empty(2, 700, device=device)
@@ -299,7 +299,7 @@ def test_rank_sum_takes_parts_from_anywhere(device):
 
 @pytest.mark.parametrize("place", [None, 0, 256, 599])
 @pytest.mark.parametrize("accumulate", [False, True])
-def test_more_ranks_than_one_launch_takes_are_added_in_the_same_order(device, accumulate, place):
+def test_more_ranks_than_one_launch_holds_are_added_in_order(device, accumulate, place):
     draw = Draw(4, device)
     parts = list(draw.values(600 * 70, torch.float32).view(600, 70).unbind())
     before = draw.values(70, torch.float32) if place is None else parts[place].clone()
@@ -313,7 +313,7 @@ def test_more_ranks_than_one_launch_takes_are_added_in_the_same_order(device, ac
     assert_same_bits(outs[0][1], outs[1][1])
 
 
-def test_rank_sum_adds_in_rank_order_and_adds_the_total_last(device):
+def test_rank_sum_adds_in_rank_order_and_accumulates_last(device):
     big = 2.0**24  # where fp32 can no longer count by ones
     out = torch.zeros(1, device=device)
     ops.rank_sum_(out, list(torch.tensor([big, 1.0, 1.0], device=device).split(1)))
@@ -333,15 +333,17 @@ def test_unpack_gives_the_same_bits_as_plain_pytorch(device, dtype, seed):
     outs, offsets, numel = draw.tensors(draw.random.choice([0, 1, 3, 20]))
     outs = [out.contiguous() for out in outs]
     flat = draw.values(numel, dtype)
-    actual, expected = both("unpack_", outs, lambda unpack_, out: unpack_(flat, out, offsets))
+    actual, expected = run_both("unpack_", outs, lambda unpack_, out: unpack_(flat, out, offsets))
     for one, other, offset in zip(actual, expected, offsets, strict=True):
         assert_same_bits(one, other)
         assert_same_bits(one.flatten(), flat[offset : offset + one.numel()].to(one.dtype))
 
 
 @pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16])
-def test_narrowing_rounds_to_nearest_even_everywhere(device, narrow):
-    """Every value of the narrow dtype, the midpoints between neighbours, and just beside them."""
+def test_narrowing_rounds_to_nearest_even(device, narrow):
+    """Every value of the narrow dtype, the midpoints between consecutive values, and just beside
+    them.
+    """
     every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(narrow).float()
     integers = every.view(torch.int32)
     unit = 1 << 16 if narrow == torch.bfloat16 else 1 << 13
@@ -369,7 +371,7 @@ def test_block_sums_give_the_same_bits_as_plain_pytorch(device, dtype, numel):
     assert actual.shape == (-(-numel // 64),)
 
 
-def test_block_sums_follow_the_halving_tree_and_ignore_where_shards_are_cut(device):
+def test_block_sums_use_the_halving_tree_in_any_shard(device):
     flat = Draw(3, device).values(64 * 9 + 5, torch.float32).nan_to_num(0, 1, 1).clamp(-1e4, 1e4)
     sums = ops.block_sums_of_squares(flat)
     for block, values in enumerate(flat.cpu().split(64)):
@@ -385,13 +387,13 @@ def test_block_sums_follow_the_halving_tree_and_ignore_where_shards_are_cut(devi
     assert_same_bits(cut, sums)
 
 
-# What operators leave behind for the norm.
+# Block sums of squares computed by other operators.
 
 
 @pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_pack_leaves_the_block_sums_of_what_it_wrote(device, dtype, accumulate, seed):
+def test_pack_computes_block_sums(device, dtype, accumulate, seed):
     draw = Draw(seed, device)
     grads, offsets, numel = draw.tensors(draw.random.choice([0, 1, 20, 300]))
     bucket = draw.values(numel, dtype)
@@ -400,9 +402,10 @@ def test_pack_leaves_the_block_sums_of_what_it_wrote(device, dtype, accumulate, 
     assert_same_bits(sums, plain_ops.block_sums_of_squares(bucket))
 
 
+@pytest.mark.full
 @pytest.mark.slow
-def test_pack_takes_more_than_2_to_the_31_elements(device):
-    """One gradient, many times over, so that the bucket alone is large."""
+def test_pack_of_more_than_2_to_the_31_elements(device):
+    """One gradient, many times, so that only the bucket is large."""
     numel, times = (1 << 26) + 64, 33
     if free_bytes(device) < 12 << 30:
         pytest.skip("12 GiB of memory are not free here")
@@ -421,14 +424,14 @@ def test_pack_takes_more_than_2_to_the_31_elements(device):
 
 @pytest.mark.parametrize("numel", [STREAMED // 4, STREAMED // 2 + 5, STREAMED + 70])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_large_pack_has_the_same_bits_and_sums(device, dtype, numel):
+def test_large_pack_gives_the_same_bits_and_sums(device, dtype, numel):
     draw = Draw(numel, device)
     sizes = [numel // 3, 1, numel // 2]
     grads = [draw.values(size, grad) for size, grad in zip(sizes, DTYPES, strict=True)]
     offsets = [3, 10 + numel // 3, 20 + numel // 3]
     expected = torch.empty(numel, dtype=dtype, device=device)
     plain_ops.pack_(expected, grads, offsets, 0.3)
-    for shift in (0, 8, 1):  # of which the last can't be streamed
+    for shift in (0, 8, 1):  # the last one is not aligned for streaming
         bucket = torch.full((numel + shift,), 5.0, dtype=dtype, device=device)[shift:]
         sums = torch.empty(-(-numel // 64), device=device)
         ops.pack_(bucket, grads, offsets, 0.3, False, sums)
@@ -439,7 +442,7 @@ def test_a_large_pack_has_the_same_bits_and_sums(device, dtype, numel):
 @pytest.mark.parametrize("numel", [0, 1, 64, 1000, 300_000, STREAMED // 4 + 3])
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rank_sum_leaves_the_block_sums_of_what_came_out(device, dtype, accumulate, numel):
+def test_rank_sum_computes_block_sums(device, dtype, accumulate, numel):
     draw = Draw(numel, device)
     parts = [draw.values(numel, dtype) for _ in range(3)]
     received = list(torch.stack(parts).unbind())
@@ -448,15 +451,15 @@ def test_rank_sum_leaves_the_block_sums_of_what_came_out(device, dtype, accumula
     assert_same_bits(sums, plain_ops.block_sums_of_squares(out))
 
 
-def test_whoever_claims_a_chunk_leaves_its_block_sums(device):
+def test_rank_sum_chunks_computes_block_sums(device):
     if device != "cpu":
-        pytest.skip("claims are of CPU ranks")
+        pytest.skip("work_counters are of CPU ranks")
     numel = 2 * _core.CHUNK + 100
     parts = [Draw(seed, device).values(numel, torch.float32) for seed in range(3)]
-    claims = torch.zeros(_core.CLAIMS_BYTES, dtype=torch.uint8)
-    claims.view(torch.int32)[0] = 1  # somebody else has the first chunk
+    work_counters = torch.zeros(_core.WORK_COUNTERS_BYTES, dtype=torch.uint8)
+    work_counters.view(torch.int32)[0] = 1  # another process has the first chunk
     sums, out = torch.zeros(-(-numel // 64)), torch.zeros(numel)
-    ops.rank_sum_claimed_([out], parts, claims, sums)
+    ops.rank_sum_chunks_([out], parts, work_counters, sums)
     blocks = _core.CHUNK // 64
     assert not sums[:blocks].any()
     assert_same_bits(sums[blocks:], plain_ops.block_sums_of_squares(out)[blocks:])
@@ -466,7 +469,7 @@ def test_whoever_claims_a_chunk_leaves_its_block_sums(device):
 
 
 def exact(total: Tensor) -> Fraction:
-    """What an exact sum stands for, by its definition."""
+    """The value of an exact sum, by its definition."""
     return sum(
         (
             word * Fraction(2) ** (28 * place - 149)
@@ -477,10 +480,10 @@ def exact(total: Tensor) -> Fraction:
 
 
 @pytest.mark.parametrize("numel", [0, 1, 64, 5000, 300_001])
-def test_exact_sums_are_exact_and_leave_out_what_is_not_finite(device, numel):
+def test_exact_sums_are_exact_and_skip_nonfinite_values(device, numel):
     values = Draw(numel, device).values(numel, torch.float32)
     before = torch.arange(ops.EXACT_WORDS, device=device)
-    (total,), (plain,) = both("exact_sum_", [before], lambda add_, out: add_(out[0], values))
+    (total,), (plain,) = run_both("exact_sum_", [before], lambda add_, out: add_(out[0], values))
     assert torch.equal(total, plain)
     finite = values[values.isfinite()].tolist()
     assert exact(total) - exact(before) == sum(map(Fraction, finite), Fraction(0))
@@ -491,7 +494,7 @@ def test_exact_sums_are_exact_and_leave_out_what_is_not_finite(device, numel):
     "value",
     [0.0, -0.0, 1e-45, -1e-45, 1.17e-38, 2.0**-126, 1.0, -1 / 3, 65504.0, 2.0**127 * 1.9999998],
 )
-def test_exact_sums_have_a_place_for_every_magnitude(device, value):
+def test_exact_sums_hold_every_magnitude(device, value):
     values = torch.full((3,), value, device=device)
     total = torch.zeros(ops.EXACT_WORDS, dtype=torch.int64, device=device)
     ops.exact_sum_(total, values)
@@ -500,7 +503,7 @@ def test_exact_sums_have_a_place_for_every_magnitude(device, value):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_exact_sums_are_the_same_in_any_order_however_cut(device, seed):
+def test_exact_sums_do_not_depend_on_order_or_division(device, seed):
     values = Draw(seed, device).values(70_000, torch.float32)
     whole = torch.zeros(ops.EXACT_WORDS, dtype=torch.int64, device=device)
     ops.exact_sum_(whole, values)
@@ -512,7 +515,7 @@ def test_exact_sums_are_the_same_in_any_order_however_cut(device, seed):
 
 
 def totals_of(draw: Draw, rows: int) -> Tensor:
-    """Exact sums of squares as ranks exchange them: a row each, with room beside the words."""
+    """Exact sums of squares as ranks exchange them: one row each, with columns after the words."""
     totals = torch.zeros(rows, 64, dtype=torch.int64, device=draw.device)
     totals[:, ops.EXACT_WORDS :] = -1
     for row in totals:
@@ -525,7 +528,7 @@ def totals_of(draw: Draw, rows: int) -> Tensor:
 
 
 @pytest.mark.parametrize("rows", [0, 1, 2, 7])
-def test_norms_are_roots_of_the_exact_sums(device, rows):
+def test_norm_is_the_root_of_the_exact_sum(device, rows):
     totals = totals_of(Draw(rows, device), rows)
     norm = ops.exact_norm(totals)
     assert norm.shape == ()
@@ -534,7 +537,7 @@ def test_norms_are_roots_of_the_exact_sums(device, rows):
     assert norm.item() == pytest.approx(math.sqrt(wanted), rel=2**-51)
 
 
-def test_a_norm_depends_on_the_sum_not_on_how_it_came_about(device):
+def test_norm_depends_on_the_value_of_the_sum_only(device):
     spread = torch.zeros(1, ops.EXACT_WORDS, dtype=torch.int64, device=device)
     spread[0, 4:7] = torch.tensor([-(2**61), 2**40 + 5, 2**62], device=device)
     carried = spread.clone()
@@ -544,7 +547,7 @@ def test_a_norm_depends_on_the_sum_not_on_how_it_came_about(device):
     assert torch.equal(ops.exact_norm(spread), ops.exact_norm(carried))
 
 
-def test_the_norm_is_infinite_where_a_value_was_not_finite(device):
+def test_norm_of_nonfinite_values_is_infinite(device):
     totals = totals_of(Draw(0, device), 3)
     totals[1, ops.EXACT_WORDS - 1] = 2
     assert ops.exact_norm(totals).item() == math.inf
@@ -556,7 +559,7 @@ NORMS = [0.0, 1e-300, 0.05, 0.1 - 1e-6, 0.1, 1 / 3, 1e30, math.inf, math.nan]
 @pytest.mark.parametrize("value", NORMS)
 @pytest.mark.parametrize("scale", [None, 1 / 1024, 3.7])
 @pytest.mark.parametrize("max_norm", [0.0, 0.1, math.inf])
-def test_clip_coefficients_are_torchs(device, max_norm, scale, value):
+def test_clip_coefficient_matches_torch(device, max_norm, scale, value):
     norm = torch.tensor([value], dtype=torch.float64, device=device)
     factor = None if scale is None else torch.tensor(scale, dtype=torch.float64, device=device)
     actual = ops.clip_coefficient(norm, max_norm, factor)
@@ -595,13 +598,13 @@ def test_adamw_gives_the_same_bits_as_plain_pytorch(device, numel, rounded, maxi
         else:
             adamw_(*arguments, *RULE, maximize, scale)
 
-    dispatched, plain = both("adamw_", [*state(draw, numel), *low], call)
+    dispatched, plain = run_both("adamw_", [*state(draw, numel), *low], call)
     for actual, expected in zip(dispatched, plain, strict=True):
         assert_same_bits(actual, expected)
 
 
 @pytest.mark.parametrize("beta1", [0.0, 0.3, 0.6])
-def test_adamw_keeps_small_gradients_whatever_its_decay(device, beta1):
+def test_adamw_keeps_small_gradients_at_any_decay(device, beta1):
     values, mean, square = torch.zeros(3, 100, device=device).unbind()
     theirs = torch.zeros(100, device=device, requires_grad=True)
     optimizer = torch.optim.AdamW([theirs], lr=0.01, betas=(beta1, 0.9))
@@ -625,7 +628,7 @@ def test_adamw_keeps_small_gradients_whatever_its_decay(device, beta1):
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-def test_adamw_is_torchs(device, weight_decay):
+def test_adamw_matches_torch(device, weight_decay):
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(1000, generator=generator)
     theirs = start.clone().to(device).requires_grad_()
@@ -655,7 +658,7 @@ def test_adamw_is_torchs(device, weight_decay):
 
 
 @pytest.mark.parametrize("plain", [False, True])
-def test_adamw_changes_nothing_where_infinities_were_found(device, plain):
+def test_adamw_changes_nothing_if_found_inf(device, plain):
     values, mean, square = state(Draw(0, device), 100)
     before = [tensor.clone() for tensor in (values, mean, square)]
     low = torch.ones(100, dtype=torch.bfloat16, device=device)
@@ -688,7 +691,7 @@ def test_adamw_changes_nothing_where_infinities_were_found(device, plain):
         (
             "pack_",
             lambda f: ((whole := f(20))[:12], [f(1), whole[10:14]], [0, 5], 1.0),
-            "tensor 1 lies in the buffer's memory, but not at its own place",
+            "tensor 1 is in the buffer's memory, but not at its own offset",
         ),
         ("copy_", lambda f: ((whole := f(9))[1:], whole[:-1]), "must not share memory in part"),
         (
@@ -716,7 +719,11 @@ def test_adamw_changes_nothing_where_infinities_were_found(device, plain):
         ("rank_sum_each_", lambda f: ([f(4)], []), "at least one rank's part, got none"),
         ("rank_sum_each_", lambda f: ([f(4), f(4).half()], [f(4)]), "outs must have one dtype"),
         ("rank_sum_each_", lambda f: ([f(4).int()], [f(4)]), "must be float32, bfloat16 or"),
-        ("rank_sum_claimed_", lambda f: ([f(4)], [f(4)], f(4).byte()), "claims must hold 16 bytes"),
+        (
+            "rank_sum_chunks_",
+            lambda f: ([f(4)], [f(4)], f(4).byte()),
+            "work_counters must hold 16 bytes",
+        ),
         ("copy_", lambda f: (f(4), f(5)), "target has 4 elements, source 5"),
         ("copy_", lambda f: (f(4), f(4).half()), "must have one dtype"),
         ("copy_", lambda f: (f(4), f(8)[::2]), "source must be 1-D and contiguous"),
@@ -741,7 +748,7 @@ def test_adamw_changes_nothing_where_infinities_were_found(device, plain):
     ],
 )
 @pytest.mark.parametrize("plain", [False, True])
-def test_bad_arguments_get_the_same_error_from_everyone(device, name, arguments, message, plain):
+def test_all_providers_raise_the_same_errors(device, name, arguments, message, plain):
     function = PLAIN[name] if plain else getattr(torch.ops.poplar, name)
     with pytest.raises(RuntimeError, match=message):
         function(*arguments(lambda numel: torch.zeros(numel, device=device)))
@@ -755,7 +762,7 @@ def test_bad_arguments_get_the_same_error_from_everyone(device, name, arguments,
         ("rank_sum_", lambda f: (f(64), list(f(4, 64).bfloat16().unbind()), True)),
         ("rank_sum_each_", lambda f: ([f(64).half(), f(64).half()], list(f(4, 64).unbind()))),
         (
-            "rank_sum_claimed_",
+            "rank_sum_chunks_",
             lambda f: ([f(64)], list(f(4, 64).unbind()), torch.zeros(16, dtype=torch.uint8)),
         ),
         ("copy_", lambda f: (f(64), f(64))),
@@ -771,12 +778,12 @@ def test_bad_arguments_get_the_same_error_from_everyone(device, name, arguments,
         ("adamw_", lambda f: (f(9), f(9), f(9), f(9).abs(), None, *RULE, True, f(1), f(1))),
     ],
 )
-def test_operators_keep_their_promises_to_pytorch(device, name, arguments):
+def test_opcheck(device, name, arguments):
     sample = arguments(lambda *shape: torch.randn(*shape, device=device))
     torch.library.opcheck(getattr(torch.ops.poplar, name).default, sample)
 
 
-def test_operators_write_leaves_that_require_gradients(device):
+def test_operators_write_to_leaves_that_require_gradients(device):
     parameter = torch.nn.Parameter(torch.zeros(4, device=device))
     ops.unpack_(torch.arange(4.0, device=device), [parameter], [0])
     assert parameter.tolist() == [0, 1, 2, 3]
@@ -784,7 +791,7 @@ def test_operators_write_leaves_that_require_gradients(device):
     assert parameter.is_leaf
 
 
-def test_autograd_notices_that_a_tensor_it_saved_was_overwritten(device):
+def test_autograd_detects_overwritten_saved_tensors(device):
     weight = torch.ones(4, device=device, requires_grad=True)
     saved = torch.ones(4, device=device)
     loss = (weight * saved).sum()
@@ -805,7 +812,7 @@ def test_operators_compile_into_one_graph_and_run_in_inference_mode(device):
         assert packed_norm(torch.empty(100, device=device), grads).tolist() == [0.75, 2.0]
 
 
-def test_plain_pytorch_serves_when_the_libraries_are_switched_off(device):
+def test_poplar_ops_off_selects_plain_pytorch(device):
     program = (
         "import torch; from poplar import ops; assert not ops.native; print(ops.describe());"
         f"b = torch.ones(5, device='{device}');"
@@ -823,7 +830,7 @@ CUDA_SOURCES = sorted(path.name for path in (ROOT / "csrc/ops/cuda").glob("*.cu"
 
 
 def nvcc(*arguments: str | Path) -> None:
-    """With the flags of the build, to which no GPU is needed."""
+    """Run nvcc with the flags of the build; needs no GPU."""
     program = shutil.which("nvcc")
     if program is None:
         pytest.skip("nvcc is not on the path: the CUDA operators were not compiled")
@@ -838,7 +845,7 @@ def nvcc(*arguments: str | Path) -> None:
 @pytest.mark.parametrize("architecture", ["75", "120"])
 @pytest.mark.parametrize("source", CUDA_SOURCES)
 def test_cuda_operators_compile_and_round_every_product(device, tmp_path, source, architecture):
-    """What nvcc made is searched for fused multiply-adds, which change bits."""
+    """The compiled code must not contain fused multiply-adds, which change bits."""
     ptx = tmp_path / "out.ptx"
     torch_headers = Path(torch.__file__).parent / "include"
     nvcc(
@@ -850,22 +857,23 @@ def test_cuda_operators_compile_and_round_every_product(device, tmp_path, source
     assert "fma.rn.f" not in code
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_cuda_kernels_compile_for_every_architecture_of_the_toolkit(device, tmp_path):
-    """All kernels in one file, without PyTorch's headers, which would be read once for each."""
+    """All kernels in one file, without PyTorch's headers, to read headers once per architecture."""
     if shutil.which("nvcc") is None:
         pytest.skip("nvcc is not on the path: the CUDA kernels were not compiled")
     kernels = ROOT / "tests/csrc/cuda_on_host.cpp"
     included = kernels.read_text()
     for source in CUDA_SOURCES:
         assert f'#include "{Path(source).stem}.cuh"' in included
-    said = subprocess.run(["nvcc", "--list-gpu-arch"], capture_output=True, text=True, check=True)
-    known = [name.removeprefix("compute_") for name in said.stdout.split()]
+    listed = subprocess.run(["nvcc", "--list-gpu-arch"], capture_output=True, text=True, check=True)
+    known = [name.removeprefix("compute_") for name in listed.stdout.split()]
     assert known
     chips = [
         word
         for chip in known
-        if int(chip) >= 70  # older ones have no room for so many parameters
+        if int(chip) >= 70  # older ones have a lower limit of kernel parameters
         for word in ("-gencode", f"arch=compute_{chip},code=sm_{chip}")
     ]
     nvcc(
@@ -876,7 +884,7 @@ def test_cuda_kernels_compile_for_every_architecture_of_the_toolkit(device, tmp_
 
 @pytest.mark.slow
 def test_cuda_launches_cover_every_element_once(device, tmp_path):
-    """The CUDA operators' cutting of tensors into launches and tiles, run on the host by nvcc."""
+    """The division of tensors into launches and tiles, run on the host by nvcc."""
     nvcc = shutil.which("nvcc")
     if nvcc is None:
         pytest.skip("nvcc is not on the path: the CUDA operators' host code was not run")

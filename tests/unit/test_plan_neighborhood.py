@@ -1,4 +1,4 @@
-"""A few samples from one rank to another."""
+"""Plans similar to a given one: samples moved between ranks, or another number of passes."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from poplar.planner.plan_neighborhood import moved, recut
 
 
 @pytest.mark.parametrize("stage", [0, 1])
-def test_samples_leave_the_longest_pass_for_the_shortest(stage):
+def test_samples_move_from_the_longest_to_the_shortest_pass(stage):
     plan = Plan(stage=stage, global_batch=20, micro_batches=((3, 5), (4, 2, 6)), shares=(0.5, 0.5))
     assert moved(plan, 0, 1).micro_batches == ((3, 4), (4, 3, 6))
     assert moved(plan, 1, 0, 2).micro_batches == ((5, 5), (4, 2, 4))
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_where_ranks_meet_at_every_pass_both_change_in_the_same(stage):
+def test_both_ranks_change_in_one_pass_at_stages_2_and_3(stage):
     plan = Plan(stage=stage, global_batch=20, micro_batches=((3, 5), (8, 4)), shares=(0.5, 0.5))
     assert moved(plan, 0, 1).micro_batches == ((3, 4), (8, 5))
     assert moved(plan, 1, 0, 2).micro_batches == ((5, 5), (6, 4))
 
 
-def test_nothing_else_changes_and_the_prediction_is_gone():
+def test_stage_and_shares_stay_and_the_prediction_is_dropped():
     plan = Plan(
         stage=1,
         global_batch=8,
@@ -41,13 +41,13 @@ def test_a_rank_may_give_its_last_sample_but_no_more():
     assert moved(plan, 0, 1, 2) is None
 
 
-def test_a_rank_without_passes_neither_gives_nor_takes():
+def test_a_rank_without_passes_neither_gives_nor_receives():
     plan = Plan(stage=0, global_batch=8, micro_batches=((8,), ()), shares=(0.5, 0.5))
     assert moved(plan, 0, 1) is None
     assert moved(plan, 1, 0) is None
 
 
-def test_the_samples_of_a_rank_are_cut_as_alike_as_they_can_be():
+def test_samples_are_split_into_passes_of_nearly_equal_size():
     plan = Plan(stage=0, global_batch=20, micro_batches=((3, 5), (4, 2, 6)), shares=(0.5, 0.5))
     assert recut(plan, [1], 5).micro_batches == ((3, 5), (2, 2, 2, 3, 3))
     assert recut(plan, [0, 1], 1).micro_batches == ((8,), (12,))

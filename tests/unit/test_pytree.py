@@ -1,4 +1,4 @@
-"""Any nest of tensors is counted, cut along dim 0 and put together again as what it was."""
+"""Any pytree of tensors is counted, split along dim 0 and rebuilt with the same types."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def batch(request):
 
 
 def shape(value):
-    """The containers of a pytree, without what is in them."""
+    """The container types of a pytree, without its leaves."""
     if isinstance(value, (list, tuple)):
         return type(value), [shape(child) for child in value]
     if hasattr(value, "keys"):
@@ -85,32 +85,32 @@ def shape(value):
     return type(value)
 
 
-def test_every_nest_is_counted(batch):
+def test_samples_are_counted(batch):
     assert pytree.samples_in(batch) == 4
 
 
-def test_every_nest_is_cut_into_nests_of_the_same_kind(batch):
-    parts = pytree.cut(batch, [1, 0, 3])
+def test_split_keeps_container_types(batch):
+    parts = pytree.split(batch, [1, 0, 3])
     assert [shape(part) for part in parts] == [shape(batch)] * 3
     for whole, *pieces in zip(pytree.tensors(batch), *map(pytree.tensors, parts), strict=True):
         assert [len(piece) for piece in pieces] == [1, 0, 3]
         assert torch.equal(torch.cat(pieces), whole)
 
 
-def test_cut_tensors_are_views_of_the_batch(batch):
-    (part,) = pytree.cut(batch, [4])
+def test_split_tensors_are_views(batch):
+    (part,) = pytree.split(batch, [4])
     for whole, piece in zip(pytree.tensors(batch), pytree.tensors(part), strict=True):
         assert piece.data_ptr() == whole.data_ptr()
 
 
-def test_cutting_leaves_the_batch_as_it_was(batch):
+def test_split_does_not_change_the_batch(batch):
     before = [tensor.clone() for tensor in pytree.tensors(batch)]
-    pytree.cut(batch, [2, 2])
+    pytree.split(batch, [2, 2])
     for now, then in zip(pytree.tensors(batch), before, strict=True):
         assert torch.equal(now, then)
 
 
-def test_map_gives_the_same_nest_of_other_tensors(batch):
+def test_map_keeps_container_types(batch):
     doubled = pytree.map_tensors(lambda tensor: tensor * 2, batch)
     assert shape(doubled) == shape(batch)
     for new, old in zip(pytree.tensors(doubled), pytree.tensors(batch), strict=True):
@@ -118,17 +118,17 @@ def test_map_gives_the_same_nest_of_other_tensors(batch):
 
 
 @given(sizes=st.lists(st.integers(0, 5), min_size=1, max_size=6).filter(any))
-def test_any_sizes_that_sum_to_the_batch_give_consecutive_parts(sizes):
+def test_split_gives_consecutive_parts(sizes):
     batch = {"x": torch.arange(sum(sizes))}
-    parts = [part["x"].tolist() for part in pytree.cut(batch, sizes)]
+    parts = [part["x"].tolist() for part in pytree.split(batch, sizes)]
     assert [len(part) for part in parts] == sizes
     assert [value for part in parts for value in part] == list(range(sum(sizes)))
 
 
-# What is no tensor
+# Values that are not tensors
 
 
-def test_what_is_no_tensor_is_passed_on():
+def test_other_values_are_passed_on():
     marker = object()
     batch = {
         "x": column(),
@@ -141,7 +141,7 @@ def test_what_is_no_tensor_is_passed_on():
         "three": [1, 2, 3],
         "class": Batch,
     }
-    first, second = pytree.cut(batch, [1, 3])
+    first, second = pytree.split(batch, [1, 3])
     for part in (first, second):
         assert {key: part[key] for key in batch if key != "x"} == {
             key: batch[key] for key in batch if key != "x"
@@ -149,7 +149,7 @@ def test_what_is_no_tensor_is_passed_on():
         assert part["marker"] is marker
 
 
-def test_lists_and_arrays_with_a_value_per_sample_are_cut_too():
+def test_lists_and_arrays_with_a_value_per_sample_are_split():
     numpy = pytest.importorskip("numpy")
     batch = {
         "x": column(),
@@ -157,27 +157,27 @@ def test_lists_and_arrays_with_a_value_per_sample_are_cut_too():
         "spans": ((0, 1), (1, 2), (2, 3), (3, 4)),
         "array": numpy.arange(4),
     }
-    first, second = pytree.cut(batch, [1, 3])
+    first, second = pytree.split(batch, [1, 3])
     assert first["texts"] == ["a"]
     assert second["texts"] == ["b", "c", "d"]
     assert second["spans"] == ((1, 2), (2, 3), (3, 4))
     assert second["array"].tolist() == [1, 2, 3]
 
 
-def test_a_list_with_tensors_in_it_is_structure_even_if_it_is_as_long_as_the_batch():
+def test_list_of_tensors_is_a_container_of_any_length():
     batch = [torch.arange(2), torch.arange(2)]
-    first, second = pytree.cut(batch, [1, 1])
+    first, second = pytree.split(batch, [1, 1])
     assert [tensor.tolist() for tensor in first] == [[0], [0]]
     assert [tensor.tolist() for tensor in second] == [[1], [1]]
 
 
-def test_a_record_of_texts_is_structure_even_if_it_is_as_long_as_the_batch():
+def test_named_tuple_of_strings_is_a_container_of_any_length():
     record = Pair("from", "to")
-    (first, _) = pytree.cut({"x": torch.arange(2), "record": record}, [1, 1])
+    (first, _) = pytree.split({"x": torch.arange(2), "record": record}, [1, 1])
     assert first["record"] == record
 
 
-def test_tensors_are_listed_in_the_order_of_their_containers():
+def test_tensors_are_listed_in_container_order():
     x, y, z = torch.tensor(1), torch.tensor([2]), torch.tensor([[3]])
     assert pytree.tensors({"b": [x, None], "a": Pair(y, {"c": z})}) == [x, y, z]
     assert pytree.tensors("nothing") == []
@@ -186,31 +186,31 @@ def test_tensors_are_listed_in_the_order_of_their_containers():
 # Hugging Face
 
 
-def test_a_batch_encoding_stays_one():
+def test_batch_encoding_keeps_its_type():
     transformers = pytest.importorskip("transformers")
     batch = transformers.BatchEncoding({"input_ids": matrix(), "attention_mask": matrix()})
     assert pytree.samples_in(batch) == 4
-    first, second = pytree.cut(batch, [1, 3])
+    first, second = pytree.split(batch, [1, 3])
     assert type(first) is type(second) is transformers.BatchEncoding
     assert second["input_ids"].tolist() == matrix()[1:].tolist()
     assert second.attention_mask.shape == (3, 2)
     assert batch["input_ids"].shape == (4, 2)
 
 
-def test_a_model_output_stays_one():
+def test_model_output_keeps_its_type():
     outputs = pytest.importorskip("transformers.modeling_outputs")
     batch = outputs.BaseModelOutput(last_hidden_state=matrix(), hidden_states=(matrix(), matrix()))
-    first, _ = pytree.cut(batch, [1, 3])
+    first, _ = pytree.split(batch, [1, 3])
     assert type(first) is outputs.BaseModelOutput
     assert first.last_hidden_state.shape == (1, 2)
     assert first["hidden_states"][1].shape == (1, 2)
     assert batch.last_hidden_state.shape == (4, 2)
 
 
-# Batches that cannot be
+# Invalid batches
 
 
-def test_tensors_that_disagree_are_named_by_where_they_are():
+def test_tensors_of_different_sizes_raise_and_are_named():
     batch = {"x": column(), "more": [Pair(column(), Batch(torch.ones(3, 5)))]}
     with pytest.raises(
         ValueError,
@@ -221,12 +221,12 @@ def test_tensors_that_disagree_are_named_by_where_they_are():
 
 
 @pytest.mark.parametrize("batch", [{}, "text", [1, 2], torch.tensor(1.0), {"x": None}])
-def test_a_batch_without_samples_to_count_is_refused(batch):
+def test_batch_without_tensors_raises(batch):
     with pytest.raises(ValueError, match="no tensor with a dim 0"):
         pytree.samples_in(batch)
 
 
 @pytest.mark.parametrize("sizes", [[1, 2], [5], [5, -1], []])
-def test_sizes_that_are_not_the_batch_are_refused(sizes):
-    with pytest.raises(ValueError, match="a batch of 4 samples cannot be cut into"):
-        pytree.cut(column(), sizes)
+def test_wrong_sizes_raise(sizes):
+    with pytest.raises(ValueError, match="a batch of 4 samples cannot be split into"):
+        pytree.split(column(), sizes)

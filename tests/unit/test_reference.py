@@ -1,4 +1,4 @@
-"""The oracle against a program nobody here wrote: DDP on equal ranks computes what it computes."""
+"""The reference of the tests agrees with DDP on equal ranks."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def train_with_ddp(recipe: Recipe) -> dict[str, torch.Tensor]:
     ],
     ids=["plain", "everyday model, clipped", "sgd"],
 )
-def test_the_oracle_agrees_with_ddp_on_equal_ranks(ranks: Pool, recipe: Recipe) -> None:
+def test_reference_agrees_with_ddp_on_equal_ranks(ranks: Pool, recipe: Recipe) -> None:
     expected = reference.train(recipe).parameters
     for parameters in ranks.run(train_with_ddp, recipe):
         for name, value in parameters.items():
@@ -52,13 +52,13 @@ def test_the_oracle_agrees_with_ddp_on_equal_ranks(ranks: Pool, recipe: Recipe) 
             torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-5 * largest, msg=name)
 
 
-def test_a_mean_over_tokens_is_not_a_mean_of_means() -> None:
+def test_mean_over_tokens_differs_from_mean_of_means() -> None:
     by_tokens = reference.train(Recipe(loss="tokens")).parameters
     by_samples = reference.train(Recipe(loss="samples")).parameters
     assert any(not torch.equal(by_tokens[name], by_samples[name]) for name in by_tokens)
 
 
-def test_unused_and_frozen_parameters_are_left_alone() -> None:
+def test_unused_and_frozen_parameters_do_not_change() -> None:
     spec = ModelSpec(unused=True, frozen=True)
     before = dict(models.build(spec).named_parameters())
     after = reference.train(Recipe(spec=spec)).parameters

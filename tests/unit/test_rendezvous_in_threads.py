@@ -27,7 +27,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.skipif(COMPILER is None, reason="there is no C++ compiler")
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_no_two_ranks_touch_the_same_memory_at_once(program: Path, ranks: int) -> None:
+def test_no_data_races_between_ranks(program: Path, ranks: int) -> None:
     command = [str(program), str(ranks), "3000"]
     ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert ran.returncode == 0, ran.stdout + ran.stderr

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning_oracle import STAGES, Oracle
+from subset import choose
 
 from poplar import _core
 from poplar.errors import PoplarError
@@ -22,8 +23,8 @@ from poplar.profile import BatchPoint, ClusterProfile, DeviceProfile, ModelProfi
 
 LARGEST_GLOBAL_BATCH = {1: 8, 2: 6, 3: 4}
 SHARE_STEPS = {1: 1, 2: 12, 3: 5}
-SEEDS_PER_TEST = 80
-LARGER_CLUSTERS = 250
+SEEDS_PER_TEST = choose(quick=25, full=80)
+LARGER_CLUSTERS = choose(quick=60, full=250)
 
 
 def best_found(cluster, **wanted):

@@ -1,4 +1,4 @@
-"""Layouts and transfers, held against the naive statement: who owns element i."""
+"""Layouts and transfers against the naive definition: the owner of every element."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def two_layouts_of_one_buffer(draw):
 
 
 @given(two_layouts_of_one_buffer())
-def test_transfers_say_for_every_element_where_it_was_and_where_it_goes(pair):
+def test_transfers_give_source_and_target_of_every_element(pair):
     old, new = pair
     before, after = owner_of_every_element(old), owner_of_every_element(new)
     moved = [
@@ -44,7 +44,7 @@ def test_transfers_say_for_every_element_where_it_was_and_where_it_goes(pair):
 
 
 @given(two_layouts_of_one_buffer())
-def test_transfers_are_as_few_as_can_be(pair):
+def test_transfers_are_minimal(pair):
     old, new = pair
     pairs = list(zip(owner_of_every_element(old), owner_of_every_element(new), strict=True))
     changes = sum(here != next_door for here, next_door in pairwise(pairs))
@@ -52,23 +52,23 @@ def test_transfers_are_as_few_as_can_be(pair):
 
 
 @given(two_layouts_of_one_buffer())
-def test_moving_a_buffer_there_and_back_gives_it_back(pair):
+def test_moving_a_buffer_back_restores_it(pair):
     old, new = pair
     there, back = transfers(old, new), transfers(new, old)
     assert back == tuple(Transfer(t.target, t.source, t.start, t.stop) for t in there)
 
 
-def test_transfers_between_numbers_of_ranks():
+def test_transfers_between_different_numbers_of_ranks():
     moved = transfers(Layout((0, 64, 128)), Layout((0, 0, 100, 128)))
     assert moved == (Transfer(0, 1, 0, 64), Transfer(1, 1, 64, 100), Transfer(1, 2, 100, 128))
 
 
-def test_transfers_of_another_buffer_are_refused():
+def test_transfers_between_buffers_of_different_size_are_refused():
     with pytest.raises(ValueError, match="128 elements into one of 64"):
         transfers(Layout((0, 128)), Layout((0, 64)))
 
 
-def test_a_layout_answers_whose_slice_is_where():
+def test_bounds_and_sizes_of_a_layout():
     layout = Layout((0, 64, 64, 192))
     assert layout.numel == 192
     assert layout.world_size == 3
@@ -82,7 +82,7 @@ def test_a_layout_answers_whose_slice_is_where():
     blocks=st.integers(0, 500),
     weights=st.lists(st.integers(0, 20), min_size=1, max_size=8).filter(any),
 )
-def test_shares_become_aligned_slices_within_one_block_of_the_share(blocks, weights):
+def test_slices_are_aligned_and_within_one_block_of_the_share(blocks, weights):
     shares = [weight / sum(weights) for weight in weights]
     layout = Layout.from_shares(blocks * ALIGNMENT, shares)
     assert layout.numel == blocks * ALIGNMENT
@@ -99,11 +99,15 @@ def test_even_layouts_differ_by_at_most_one_block():
 
 
 @pytest.mark.parametrize(
-    ("offsets", "complaint"),
-    [((0,), "one boundary more"), ((64, 128), "start at 0"), ((0, 128, 64), "rank 1 would own")],
+    ("offsets", "message"),
+    [
+        ((0,), "at least 2 boundaries"),
+        ((64, 128), "start at 0"),
+        ((0, 128, 64), "rank 1 would own"),
+    ],
 )
-def test_boundaries_that_are_no_layout_are_refused(offsets, complaint):
-    with pytest.raises(ValueError, match=complaint):
+def test_invalid_boundaries_are_refused(offsets, message):
+    with pytest.raises(ValueError, match=message):
         Layout(offsets)
 
 
@@ -113,6 +117,6 @@ def test_a_rank_outside_the_layout_is_refused(rank):
         Layout((0, 64, 128)).bounds(rank)
 
 
-def test_an_even_layout_for_nobody_is_refused():
+def test_even_layout_without_ranks_is_refused():
     with pytest.raises(ValueError, match="world_size must be at least 1, got 0"):
         Layout.even(64, 0)

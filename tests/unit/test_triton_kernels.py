@@ -1,8 +1,8 @@
 """Triton's kernels: in its interpreter against plain PyTorch, and compiled for real chips.
 
-No GPU is needed. The interpreter must be chosen before Triton is imported, so a process of its own
-runs them. It cuts fp32 off where it makes bf16 of it, so there a bf16 may be its neighbour; on GPUs
-`test_ops.py` compares every bit, and `POPLAR_OPS=triton` says with whom.
+No GPU is needed. The interpreter must be selected before Triton is imported, so a separate process
+runs it. It truncates fp32 to bf16 instead of rounding, so bf16 results may differ by one unit. On
+GPUs `test_ops.py` compares every bit; `POPLAR_OPS=triton` selects Triton there.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from test_ops import (
 from torch import Tensor
 
 from poplar import ops
-from poplar.ops import plain, through_triton
+from poplar.ops import plain, triton_backend
 
 triton = pytest.importorskip("triton", reason="Triton is not installed: its kernels were not run")
 
@@ -42,26 +42,26 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def interpreted() -> Iterator[Callable[..., Any]]:
-    """Calls a function of this module where Triton interprets."""
+    """Calls a function of this module with Triton's interpreter."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as executor:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("TRITON_INTERPRET", "1")
-            assert executor.submit(interprets).result(timeout=120)
+            assert executor.submit(interpreter_works).result(timeout=120)
         yield lambda function, *arguments: executor.submit(function, *arguments).result(120)
 
 
-def interprets() -> bool:
+def interpreter_works() -> bool:
     from triton import knobs
 
     return bool(knobs.runtime.interpret)
 
 
-def room_for_sums(numel: int) -> Tensor:
+def new_sums(numel: int) -> Tensor:
     return torch.full((-(-numel // 64),), -1.0)
 
 
 def assert_rounded(actual: Tensor, expected: Tensor) -> None:
-    """The same bits; of bf16, which the interpreter does not round, a neighbour will do."""
+    """The same bits; bf16 may differ by one unit, because the interpreter does not round it."""
     if actual.dtype is torch.bfloat16:
         torch.testing.assert_close(actual, expected, rtol=BF16_ULP, atol=1e-38, equal_nan=True)
     else:
@@ -76,7 +76,7 @@ def check_pack(seed: int, dtype: torch.dtype, accumulate: bool, wants_sums: bool
     weight = draw.random.choice([1.0, 1 / 3, 0.0, -2.5, 1e-8])
     before = draw.values(numel, dtype)
     actual, expected = before.clone(), before.clone()
-    sums = room_for_sums(numel) if wants_sums else None
+    sums = new_sums(numel) if wants_sums else None
     kernels.pack_(actual, grads, offsets, weight, accumulate, sums)
     plain.pack_(expected, grads, offsets, weight, accumulate)
     assert_rounded(actual, expected)
@@ -98,7 +98,7 @@ def check_long_pack(numel: int) -> None:
     draw = Draw(numel, "cpu")
     grads = [draw.values(numel - 5, torch.float32), draw.values(3, torch.float16)]
     actual, expected = torch.empty(numel), torch.empty(numel)
-    sums = room_for_sums(numel)
+    sums = new_sums(numel)
     kernels.pack_(actual, grads, [1, numel - 4], 1 / 3, False, sums)
     plain.pack_(expected, grads, [1, numel - 4], 1 / 3)
     assert_same_bits(actual, expected)
@@ -106,7 +106,7 @@ def check_long_pack(numel: int) -> None:
 
 
 @pytest.mark.parametrize("numel", [64, 1024, 1025, 4096, 10_000])
-def test_a_gradient_may_reach_over_many_tiles(interpreted, numel):
+def test_pack_of_a_gradient_over_many_tiles(interpreted, numel):
     interpreted(check_long_pack, numel)
 
 
@@ -115,10 +115,10 @@ def check_rank_sum(ranks: int, numel: int, dtype: torch.dtype, accumulate: bool)
 
     draw = Draw(ranks, "cpu")
     parts = list(draw.values(ranks * (numel + 7), dtype).view(ranks, -1)[:, :numel].unbind())
-    parts[ranks // 2] = parts[ranks // 2].clone()  # a rank's own slice lies elsewhere
+    parts[ranks // 2] = parts[ranks // 2].clone()  # a rank's own slice is in other memory
     before = draw.values(numel, torch.float32)
     actual, expected = before.clone(), before.clone()
-    sums = room_for_sums(numel)
+    sums = new_sums(numel)
     kernels.rank_sum_(actual, parts, accumulate, sums)
     plain.rank_sum_(expected, parts, accumulate)
     assert_same_bits(actual, expected)
@@ -129,7 +129,7 @@ def check_rank_sum(ranks: int, numel: int, dtype: torch.dtype, accumulate: bool)
 @pytest.mark.parametrize("ranks", [1, 2, 5])
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_ranks_are_added_in_their_order(interpreted, dtype, accumulate, ranks, numel):
+def test_rank_sum_adds_in_rank_order(interpreted, dtype, accumulate, ranks, numel):
     interpreted(check_rank_sum, ranks, numel, dtype, accumulate)
 
 
@@ -142,7 +142,7 @@ def check_block_sums(numel: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("numel", [0, 1, 63, 64, 65, 2048, 5000])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_squares_are_added_in_the_fixed_tree(interpreted, dtype, numel):
+def test_block_sums_use_the_fixed_tree(interpreted, dtype, numel):
     interpreted(check_block_sums, numel, dtype)
 
 
@@ -158,7 +158,7 @@ def check_exact_sum(numel: int) -> None:
 
 
 @pytest.mark.parametrize("numel", [0, 1, 64, 4096, 10_000])
-def test_exact_sums_are_the_plain_ones(interpreted, numel):
+def test_exact_sum_matches_plain_pytorch(interpreted, numel):
     interpreted(check_exact_sum, numel)
 
 
@@ -170,7 +170,7 @@ def check_exact_norm(rows: int) -> None:
 
 
 @pytest.mark.parametrize("rows", [0, 1, 2, 9])
-def test_norms_are_the_plain_ones(interpreted, rows):
+def test_exact_norm_matches_plain_pytorch(interpreted, rows):
     interpreted(check_exact_norm, rows)
 
 
@@ -185,7 +185,7 @@ def check_clip_coefficient(value: float, scale: float | None) -> None:
 
 @pytest.mark.parametrize("value", NORMS)
 @pytest.mark.parametrize("scale", [None, 1 / 1024])
-def test_clip_coefficients_are_the_plain_ones(interpreted, value, scale):
+def test_clip_coefficient_matches_plain_pytorch(interpreted, value, scale):
     interpreted(check_clip_coefficient, value, scale)
 
 
@@ -209,19 +209,19 @@ def check_adamw(numel: int, rounded: torch.dtype | None, maximize: bool, found: 
 @pytest.mark.parametrize("rounded", [None, *DTYPES])
 @pytest.mark.parametrize("maximize", [False, True])
 @pytest.mark.parametrize("found", [0.0, 1.0])
-def test_adamw_is_the_plain_one(interpreted, numel, rounded, maximize, found):
+def test_adamw_matches_plain_pytorch(interpreted, numel, rounded, maximize, found):
     interpreted(check_adamw, numel, rounded, maximize, found)
 
 
-def what_is_wrong() -> str:
+def self_test_result() -> str:
     from poplar import kernels
 
-    return through_triton.self_test(kernels, CPU)
+    return triton_backend.self_test(kernels, CPU)
 
 
-def test_a_device_that_rounds_otherwise_fails_the_self_test(interpreted):
-    assert through_triton.self_test(plain, CPU) == ""
-    assert "pack_" in interpreted(what_is_wrong)  # the interpreter cuts bf16 off
+def test_different_rounding_fails_the_self_test(interpreted):
+    assert triton_backend.self_test(plain, CPU) == ""
+    assert "pack_" in interpreted(self_test_result)  # the interpreter cuts bf16 off
 
 
 class Broken:
@@ -231,12 +231,12 @@ class Broken:
         raise RuntimeError("no such chip")
 
 
-def test_a_device_that_cannot_compile_fails_the_self_test():
-    assert "no such chip" in through_triton.self_test(Broken(), CPU)
+def test_compile_error_fails_the_self_test():
+    assert "no such chip" in triton_backend.self_test(Broken(), CPU)
 
 
-def launches() -> list[tuple[str, str, dict[str, str], dict[str, Any]]]:
-    """Module, kernel, types and compile-time arguments of every variant that is launched."""
+def launched_variants() -> list[tuple[str, str, dict[str, str], dict[str, Any]]]:
+    """Module, kernel, types and compile-time arguments of every launched variant."""
     found: list[tuple[str, str, dict[str, str], dict[str, Any]]] = []
     for dtype in NAMES.values():
         for flags in ({"ACCUMULATE": a, "SUMS": s} for a in (False, True) for s in (False, True)):
@@ -265,10 +265,10 @@ def launches() -> list[tuple[str, str, dict[str, str], dict[str, Any]]]:
     return found
 
 
-def compiled(
+def compile_kernel(
     chip: int, module_name: str, name: str, types: dict[str, str], flags: dict[str, Any]
 ) -> Any:
-    """For a chip, with arguments as aligned as PyTorch allocates."""
+    """Compile for a chip, with arguments aligned as PyTorch allocates them."""
     from importlib import import_module
 
     from triton.backends.compiler import GPUTarget
@@ -297,19 +297,21 @@ def compiled(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("chip", CHIPS)
-def test_every_variant_compiles_and_fuses_no_products_into_sums(chip):
-    for module_name, name, types, flags in launches():
-        made = compiled(chip, module_name, name, types, flags)
+def test_all_variants_compile_without_fused_multiply_add(chip):
+    for module_name, name, types, flags in launched_variants():
+        made = compile_kernel(chip, module_name, name, types, flags)
         assert made.asm["cubin"], (name, types, flags)
         assert "fma.rn.f" not in made.asm["ptx"], (name, types, flags)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("chip", CHIPS)
-def test_what_is_aligned_is_read_sixteen_bytes_at_a_time(chip):
-    for module, name, types, flags in launches():
+def test_aligned_loads_are_vectorised(chip):
+    for module, name, types, flags in launched_variants():
         reads = Counter(
-            re.findall(r"ld\.global[\w.]*", compiled(chip, module, name, types, flags).asm["ptx"])
+            re.findall(
+                r"ld\.global[\w.]*", compile_kernel(chip, module, name, types, flags).asm["ptx"]
+            )
         )
         if module == "pack":  # a tile inside one tensor: a thread's 8 elements of either width
             assert reads["ld.global.v4.b32"] >= 3, (types, flags)

@@ -1,9 +1,9 @@
-// One element of AdamW (Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019), for
+// AdamW (Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019) for one element, on
 // host and device.
 //
-// Every operation is rounded to fp32 before the next one (contraction off), as torch.optim.AdamW
-// puts them but for one: the root is multiplied by the inverse of its correction. Constants are
-// made in double and rounded once.
+// Every operation is rounded to fp32 before the next one (contraction off), in the order of
+// torch.optim.AdamW with one exception: the root is multiplied by the inverse of its correction.
+// Constants are computed in double and rounded once.
 #pragma once
 
 #include <cmath>
@@ -15,8 +15,8 @@ namespace poplar {
 struct AdamW {
   float scale;
   float keep;         // 1 - lr * weight_decay
-  bool keeps_mean;    // more than half of it; else the gradient is what is interpolated from
-  float mean_factor;  // 1 - beta1 of the change, or -beta1
+  bool keeps_mean;    // 1 - beta1 < 0.5: interpolate from the mean, otherwise from the gradient
+  float mean_factor;  // 1 - beta1, or -beta1 when interpolating from the gradient
   float old_square;   // beta2
   float new_square;   // 1 - beta2
   float root_factor;  // 1 / sqrt(1 - beta2^step)
@@ -35,15 +35,15 @@ struct AdamW {
         eps(static_cast<float>(eps)),
         step_size(static_cast<float>(lr / (1.0 - std::pow(beta1, step)))) {}
 
-  // The new value; `mean` and `square_mean` are brought up to date on the way.
+  // Returns the new value and updates `mean` and `square_mean`.
   POPLAR_HOST_DEVICE float update(float value, float gradient, float& mean,
                                   float& square_mean) const {
     const float scaled = gradient * scale;
     const float change = (scaled - mean) * mean_factor;
     mean = (keeps_mean ? mean : scaled) + change;
-    const float kept = square_mean * old_square;
+    const float decayed_square = square_mean * old_square;
     const float added = (scaled * scaled) * new_square;
-    square_mean = kept + added;
+    square_mean = decayed_square + added;
     const float root = std::sqrt(square_mean) * root_factor + eps;
     const float decayed = value * keep;
     const float moved = step_size * (mean / root);

@@ -1,7 +1,7 @@
-// What a gradient is multiplied by so that its norm is at most `max_norm`.
+// The factor that limits a gradient's norm to `max_norm`.
 //
-// Always holds: arithmetic is fp64, every operation is rounded once and their order is fixed, so
-// the same sums give the same bits on every device.
+// Arithmetic is fp64, every operation is rounded once and their order is fixed, so the same sums
+// give the same bits on every device.
 #pragma once
 
 #include <cmath>
@@ -20,8 +20,8 @@ POPLAR_HOST_DEVICE double exact_unit(int word) {
   return unit;
 }
 
-// The root of a sum of squares. Carries are brought home first, so that what counts is the sum, not
-// how it came about; then small words are added before large ones.
+// The root of a sum of squares. Carries are propagated first, so that equal sums give equal bits;
+// then the words are added, smallest first.
 POPLAR_HOST_DEVICE double root_of(const std::int64_t* words) {
   double sum = 0.0;
   std::int64_t carry = 0;
@@ -34,7 +34,7 @@ POPLAR_HOST_DEVICE double root_of(const std::int64_t* words) {
   return words[kExactNotFinite] == 0 ? std::sqrt(sum) : HUGE_VAL;
 }
 
-// A NaN stays one, as in PyTorch.
+// NaN stays NaN, as in PyTorch.
 POPLAR_HOST_DEVICE double clip_ratio(double norm, double scale, float max_norm) {
   const double ratio = static_cast<double>(max_norm) / (norm * scale + kClipEpsilon);
   return ratio >= 1.0 ? 1.0 : ratio;

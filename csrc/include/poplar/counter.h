@@ -1,9 +1,9 @@
-// Counters in memory that several processes share: one raises it, others sleep until it is there.
+// Counters in shared memory: one process raises a counter, others sleep until it has been reached.
 //
-// Always holds: whatever the raiser wrote before is seen by whoever has waited for it. A waiter
-// spins for a moment and then sleeps in the kernel, so it leaves its core to the process that it
-// waits for; a raiser asks the kernel to wake only if somebody sleeps. Counters wrap around; values
-// are compared by their distance, which stays below 2^31. All zeros is a counter at 0.
+// A process that has waited sees everything that was written before the counter was raised. A
+// waiter spins briefly and then sleeps on a futex, which leaves its core to the process that it
+// waits for. A raise calls the kernel only if a waiter sleeps. Counters wrap around; values are
+// compared by their distance, which stays below 2^31. Zeros are a counter at 0.
 #pragma once
 
 #include <linux/futex.h>
@@ -25,9 +25,9 @@ struct Counter {
 };
 static_assert(sizeof(Counter) == 8 && std::atomic<std::uint32_t>::is_always_lock_free);
 
-// A few microseconds: longer than a peer needs that is just about to raise, much shorter than a
-// time slice. Ranks may outnumber cores, and then a spinning rank holds the core that its peer
-// needs.
+// A few microseconds: longer than a peer needs that is about to raise the counter, much shorter
+// than a time slice. Ranks may outnumber cores, and a spinning rank may occupy the core that its
+// peer needs.
 constexpr int kSpins = 200;
 
 inline bool has_reached(const Counter& counter, std::uint32_t value) {
@@ -42,8 +42,8 @@ inline void relax() {
 #endif
 }
 
-// Wake everybody who sleeps, after the value was changed in sequential order: either the sleeper
-// sees the new value before it sleeps, or it is seen here.
+// Wake all sleepers after a sequentially consistent write of the value: either the sleeper sees the
+// new value before it sleeps, or this sees the sleeper.
 inline void wake(Counter& counter) {
   if (counter.sleepers.load(std::memory_order_seq_cst) != 0) {
     syscall(SYS_futex, &counter.value, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
@@ -85,7 +85,7 @@ inline bool wait_for(Counter& counter, std::uint32_t value, double seconds) {
     timespec timeout;
     timeout.tv_sec = static_cast<time_t>(left);
     timeout.tv_nsec = static_cast<long>((left - static_cast<double>(timeout.tv_sec)) * 1e9);
-    // Sleeps only if the value still is what was seen; may wake for nothing, so it is read again.
+    // Sleeps only if the value has not changed. It may wake spuriously, so the value is read again.
     syscall(SYS_futex, &counter.value, FUTEX_WAIT, seen, &timeout, nullptr, 0);
   }
   counter.sleepers.fetch_sub(1, std::memory_order_seq_cst);

@@ -1,8 +1,8 @@
-// A sum of fp32 values that rounds nothing, so that neither their order nor how they are cut
-// changes a bit of it: a fixed-point number wide enough for all of fp32 (Kulisch's accumulator).
+// An exact sum of fp32 values, independent of their order and of how they are divided: a
+// fixed-point number wide enough for all fp32 values (Kulisch's accumulator).
 //
-// Always holds: word i counts in units of 2^(28 i - 149). A value adds less than 2^28 to each of
-// two words of 64 bits, so 2^34 values fit. Nothing is carried: totals add up word by word, and the
+// Word i counts in units of 2^(28 i - 149). A value adds less than 2^28 to each of two 64-bit
+// words, so 2^34 values fit. Carries are not propagated: totals are added word by word, and the
 // same values give the same words.
 #pragma once
 
@@ -15,7 +15,7 @@ constexpr int kExactBits = 28;
 constexpr int kExactUsed = 10;       // the largest fp32 ends in word 9
 constexpr int kExactNotFinite = 15;  // counts the values that are not finite
 
-// What one value adds: `low` to `word`, `high` to the next.
+// The contribution of one value: `low` to `word`, `high` to the next word.
 struct ExactTerm {
   std::int64_t low;
   std::int64_t high;
@@ -27,7 +27,7 @@ POPLAR_HOST_DEVICE ExactTerm exact_term(float value) {
   const std::uint32_t bits = bits_of(value);
   const std::uint32_t exponent = bits >> 23 & 0xffu;
   const std::uint32_t fraction = bits & 0x7fffffu;
-  // Subnormals stand where the smallest normal numbers do, without their leading bit.
+  // Subnormals have the exponent of the smallest normal numbers, without their leading bit.
   const std::uint32_t place = exponent == 0 ? 0 : exponent - 1;
   const std::uint64_t mantissa = exponent == 0 ? fraction : fraction | 0x800000u;
   const std::uint64_t shifted = mantissa << place % kExactBits;

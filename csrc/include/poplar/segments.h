@@ -1,8 +1,8 @@
-// Where many tensors lie in one flat buffer, and how a range of the buffer walks over them.
+// Tensors in one flat buffer, and the walk over the tensors within a range of the buffer.
 //
-// The same walk serves a CPU thread's range and a CUDA block's tile, so work is cut by position in
-// the buffer, evenly, whatever the tensors' sizes. Always holds: segments ascend and don't overlap,
-// and a walk visits every element of its range exactly once, as part of a segment or of a gap.
+// A CPU thread's range and a CUDA block's tile use the same walk, so work is divided by position in
+// the buffer, evenly, whatever the sizes of the tensors. Segments ascend and don't overlap, and a
+// walk visits every element of its range exactly once, as part of a segment or of a gap.
 #pragma once
 
 #include <cstdint>
@@ -14,13 +14,13 @@ namespace poplar {
 enum class Dtype : std::uint8_t { kFloat, kBFloat16, kHalf };
 
 // Calls visitor.gap(begin, end) and visitor.piece(segment, start in the segment, begin, end) for
-// what [begin, end) of the buffer consists of, in order. `offsets` and `numels` hold `count`
-// segments, ascending.
+// the parts of [begin, end), in order. `offsets` and `numels` hold `count` ascending segments.
 template <typename Visitor>
 POPLAR_HOST_DEVICE void walk(const std::int64_t* offsets, const std::int64_t* numels,
                              std::int64_t count, std::int64_t begin, std::int64_t end,
                              const Visitor& visitor) {
-  // The first segment that ends after `begin`: empty ones before it are skipped on the way.
+  // Binary search for the first segment that ends after `begin`; this skips empty segments before
+  // it.
   std::int64_t low = 0;
   std::int64_t high = count;
   while (low < high) {

@@ -1,4 +1,4 @@
-// Sums of squares of aligned 64-element blocks: the leaves of the gradient norm's fixed tree.
+// Sums of squares of aligned 64-element blocks, the leaves of the gradient norm's fixed tree.
 #pragma once
 
 #include <algorithm>
@@ -11,9 +11,9 @@ namespace poplar {
 
 constexpr std::int64_t kBlock = 64;
 
-// The tree halves the block: x[:32] + x[32:], then 16 and 16, down to 1. In vectors of the
-// compiler's own, which serve every instruction set: of the plain loops GCC 12 makes code that
-// takes twice as long.
+// The tree halves the block: x[:32] + x[32:], then 16 and 16, down to 1. Uses the compiler's vector
+// types, which work with every instruction set: GCC 12 compiles the plain loops to code that takes
+// twice as long.
 inline __attribute__((always_inline)) float block_sum(const float* block) {
   typedef float Sixteen __attribute__((vector_size(64)));
   typedef float Eight __attribute__((vector_size(32)));
@@ -41,7 +41,7 @@ inline __attribute__((always_inline)) float block_sum(const Value* block) {
   return block_sum(static_cast<const float*>(wide));
 }
 
-// Of `count` elements from the beginning of a block on; a tail counts as if padded with zeros.
+// Block sums of `count` elements from the start of a block; the last block is padded with zeros.
 template <typename Value>
 inline __attribute__((always_inline)) void block_sums(float* sums, const Value* values,
                                                       std::int64_t count) {

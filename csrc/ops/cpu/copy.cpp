@@ -1,4 +1,4 @@
-// One flat tensor into another of its dtype, by the fastest stores for its size.
+// Copies a flat tensor into another of the same dtype, with the fastest stores for its size.
 #include <algorithm>
 #include <cstring>
 
@@ -15,7 +15,7 @@ void copy_(Tensor target, Tensor source) {
   char* to = static_cast<char*>(target.mutable_data_ptr());
   const char* from = static_cast<const char*>(source.const_data_ptr());
   const bool streams = can_stream(to, bytes);
-  // Threads share what is a multiple of a streaming store; the rest, if any, is copied after it.
+  // Threads copy multiples of a streaming store; the rest is copied afterwards.
   const std::int64_t pieces = bytes / kStreamWidth;
   parallel(pieces, kGrain / 4, [&](std::int64_t begin, std::int64_t end) {
     const std::int64_t start = begin * kStreamWidth;

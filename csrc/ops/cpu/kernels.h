@@ -1,4 +1,4 @@
-// The CPU operators, as library.cpp registers them. Schemas and contracts: poplar/ops.
+// The CPU operators that library.cpp registers. Schemas and contracts: poplar/ops.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -21,8 +21,8 @@ void rank_sum_(Tensor out, std::vector<Tensor> received, bool accumulate,
 
 void rank_sum_each_(std::vector<Tensor> outs, std::vector<Tensor> received);
 
-void rank_sum_claimed_(std::vector<Tensor> outs, std::vector<Tensor> received, Tensor claims,
-                       std::optional<Tensor> sums);
+void rank_sum_chunks_(std::vector<Tensor> outs, std::vector<Tensor> received, Tensor work_counters,
+                      std::optional<Tensor> sums);
 
 void unpack_(Tensor flat, std::vector<Tensor> outs, std::vector<std::int64_t> offsets);
 

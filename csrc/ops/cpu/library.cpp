@@ -8,7 +8,7 @@ STABLE_TORCH_LIBRARY_IMPL(poplar, CPU, library) {
   library.impl("pack_", TORCH_BOX(&poplar::cpu::pack_));
   library.impl("rank_sum_", TORCH_BOX(&poplar::cpu::rank_sum_));
   library.impl("rank_sum_each_", TORCH_BOX(&poplar::cpu::rank_sum_each_));
-  library.impl("rank_sum_claimed_", TORCH_BOX(&poplar::cpu::rank_sum_claimed_));
+  library.impl("rank_sum_chunks_", TORCH_BOX(&poplar::cpu::rank_sum_chunks_));
   library.impl("unpack_", TORCH_BOX(&poplar::cpu::unpack_));
   library.impl("adamw_", TORCH_BOX(&poplar::cpu::adamw_));
   library.impl("block_sums_of_squares", TORCH_BOX(&poplar::cpu::block_sums_of_squares));

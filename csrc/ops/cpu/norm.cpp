@@ -1,4 +1,4 @@
-// The leaves of a gradient norm, where no other operator has left them behind.
+// Block sums of squares, for gradients whose sums no other operator has computed.
 #include "../checks.h"
 #include "block_sums.h"
 #include "kernels.h"

@@ -1,4 +1,4 @@
-// Many gradients -> one bucket, times a weight: every byte is read and written once.
+// Packs many gradients into one bucket, times a weight; every byte is read and written once.
 #include <algorithm>
 #include <cstring>
 
@@ -12,8 +12,7 @@
 namespace poplar::cpu {
 namespace {
 
-// Elements packed at a time, so that what is done with them next finds them in the first-level
-// cache.
+// Elements packed at a time, so that the following step finds them in the L1 cache.
 constexpr std::int64_t kChunk = 4096;
 static_assert(kChunk / kBlock <= 64, "a chunk's blocks are the bits of a word");
 
@@ -39,56 +38,56 @@ POPLAR_CLONES void sum_chunk(float* sums, const Bucket* chunk, std::int64_t coun
 }
 
 template <typename Bucket, typename Gradient>
-inline __attribute__((always_inline)) void make_block(Bucket* made, const Gradient* gradient,
+inline __attribute__((always_inline)) void pack_block(Bucket* packed, const Gradient* gradient,
                                                       float weight) {
   for (std::int64_t i = 0; i < kBlock; ++i) {
-    made[i] = weighted<Bucket>(weight, gradient[i]);
+    packed[i] = weighted<Bucket>(weight, gradient[i]);
   }
 }
 
-// Whole blocks, past the caches: a block is made in registers, summed and stored before the next
-// one is read, so that reads and stores overlap (8 KiB at a time took twice as long).
+// Whole blocks, with streaming stores: a block is computed in registers, summed and stored before
+// the next one is read, so that reads and stores overlap (8 KiB at a time took twice as long).
 template <bool kSums, typename Bucket, typename Gradient>
 POPLAR_CLONES void stream_blocks(Bucket* bucket, const Gradient* gradient, std::int64_t blocks,
                                  float weight, float* sums) {
   for (std::int64_t block = 0; block < blocks; ++block) {
-    alignas(kLine) Bucket made[kBlock];
-    make_block(made, gradient + block * kBlock, weight);
+    alignas(kLine) Bucket packed[kBlock];
+    pack_block(packed, gradient + block * kBlock, weight);
     if constexpr (kSums) {
-      sums[block] = block_sum(static_cast<const Bucket*>(made));
+      sums[block] = block_sum(static_cast<const Bucket*>(packed));
     }
-    stream(bucket + block * kBlock, made, sizeof made);
+    stream(bucket + block * kBlock, packed, sizeof packed);
   }
 }
 
 #ifdef POPLAR_WIDE
-// With registers of 64 bytes, whose arithmetic and stores take half as long: 16-bit gradients need
-// more of both for a byte than fp32. Here they reach 96 % and more of a loop that only widens and
-// stores, which in turn reaches 81 % of a copy (two cores of an EPYC: writing is what takes long);
-// without, 93 % of it, and fp16 10 % less than that.
+// With 64-byte registers, which halve the time of arithmetic and stores; 16-bit gradients need more
+// of both per byte than fp32. On two cores of an EPYC this reaches at least 96 % of a loop that
+// only widens and stores, which in turn reaches 81 % of a copy (limited by writes). Without it, 93
+// %, and fp16 10 % less than that.
 template <bool kSums, typename Bucket, typename Gradient>
 POPLAR_WIDE void stream_wide_blocks(Bucket* bucket, const Gradient* gradient, std::int64_t blocks,
                                     float weight, float* sums) {
   for (std::int64_t block = 0; block < blocks; ++block) {
-    alignas(kLine) Bucket made[kBlock];
+    alignas(kLine) Bucket packed[kBlock];
     if constexpr (std::is_same_v<Gradient, Half>) {
       alignas(kLine) float wide[kBlock];
       widen_block(wide, gradient + block * kBlock);
-      make_block(made, wide, weight);
+      pack_block(packed, wide, weight);
     } else {
-      make_block(made, gradient + block * kBlock, weight);
+      pack_block(packed, gradient + block * kBlock, weight);
     }
     if constexpr (kSums) {
-      sums[block] = block_sum(static_cast<const Bucket*>(made));
+      sums[block] = block_sum(static_cast<const Bucket*>(packed));
     }
-    stream_lines(bucket + block * kBlock, made, sizeof made);
+    stream_lines(bucket + block * kBlock, packed, sizeof packed);
   }
 }
 #endif
 
-// Which of them can write to this bucket on this machine.
+// The streaming loop for this bucket on this machine.
 template <bool kSums, typename Bucket, typename Gradient>
-auto streaming_to(const Bucket* bucket) {
+auto select_stream_loop(const Bucket* bucket) {
 #ifdef POPLAR_WIDE
   if (has_wide_registers() && reinterpret_cast<std::uintptr_t>(bucket) % kLine == 0) {
     return stream_wide_blocks<kSums, Bucket, Gradient>;
@@ -99,9 +98,9 @@ auto streaming_to(const Bucket* bucket) {
   return stream_blocks<kSums, Bucket, Gradient>;
 }
 
-// Everything that one call packs.
+// The arguments of one call.
 template <typename Bucket>
-struct Packing {
+struct PackCall {
   Bucket* bucket;
   const Sources& sources;
   const std::vector<std::int64_t>& offsets;
@@ -111,7 +110,7 @@ struct Packing {
   bool streams;
   float* sums;  // may be null
 
-  // Calls function(gradient, typed) for elements of a segment from `start` on.
+  // Calls function(typed pointer) for elements of a segment from `start` on.
   template <typename Function>
   void with_gradient(std::int64_t segment, std::int64_t start, const Function& function) const {
     with_type(sources.dtypes[segment], [&](auto* type) {
@@ -128,34 +127,34 @@ struct Packing {
   void chunk(std::int64_t begin, std::int64_t end) const;
 };
 
-// Writes or adds through the caches, where the chunk is found again for its sums.
+// Writes or adds through the caches, which then hold the chunk for its sums.
 template <typename Bucket>
-struct Through {
-  const Packing<Bucket>& packing;
+struct CachedWriter {
+  const PackCall<Bucket>& call;
 
   void gap(std::int64_t begin, std::int64_t end) const {
-    if (!packing.accumulate) {
-      packing.zero(begin, end);
+    if (!call.accumulate) {
+      call.zero(begin, end);
     }
   }
 
   void piece(std::int64_t segment, std::int64_t start, std::int64_t begin, std::int64_t end) const {
-    packing.with_gradient(segment, start, [&](const auto* gradient) {
+    call.with_gradient(segment, start, [&](const auto* gradient) {
       using Gradient = std::remove_cv_t<std::remove_pointer_t<decltype(gradient)>>;
-      (packing.accumulate ? add_run<Bucket, Gradient>
-                          : write_run<Bucket, Gradient>)(packing.bucket + begin, gradient,
-                                                         end - begin, packing.weight);
+      (call.accumulate
+           ? add_run<Bucket, Gradient>
+           : write_run<Bucket, Gradient>)(call.bucket + begin, gradient, end - begin, call.weight);
     });
   }
 };
 
-// Streams the blocks that lie within one piece; others are written through the caches and summed
-// when the chunk is complete.
+// Streams the blocks that are within one piece. The others are written through the caches and
+// summed when the chunk is complete.
 template <typename Bucket>
-struct Past {
-  const Packing<Bucket>& packing;
+struct StreamingWriter {
+  const PackCall<Bucket>& call;
   std::int64_t first;     // of the chunk
-  std::uint64_t& shared;  // a bit for each block of the chunk that is in several pieces or gaps
+  std::uint64_t& shared;  // one bit for each block of the chunk that spans several pieces or gaps
 
   void share(std::int64_t begin, std::int64_t end) const {
     for (std::int64_t i = (begin - first) / kBlock; i * kBlock < end - first; ++i) {
@@ -164,27 +163,27 @@ struct Past {
   }
 
   void gap(std::int64_t begin, std::int64_t end) const {
-    packing.zero(begin, end);
+    call.zero(begin, end);
     share(begin, end);
   }
 
   void piece(std::int64_t segment, std::int64_t start, std::int64_t begin, std::int64_t end) const {
     const std::int64_t low = std::min(end, (begin + kBlock - 1) / kBlock * kBlock);
     const std::int64_t high = std::max(low, end / kBlock * kBlock);
-    packing.with_gradient(segment, start, [&](const auto* gradient) {
-      Bucket* bucket = packing.bucket;
+    call.with_gradient(segment, start, [&](const auto* gradient) {
+      Bucket* bucket = call.bucket;
       if (begin < low) {
-        write_run(bucket + begin, gradient, low - begin, packing.weight);
+        write_run(bucket + begin, gradient, low - begin, call.weight);
         share(begin, low);
       }
       using Gradient = std::remove_cv_t<std::remove_pointer_t<decltype(gradient)>>;
-      const bool wanted = packing.sums != nullptr;
-      (wanted ? streaming_to<true, Bucket, Gradient>(bucket)
-              : streaming_to<false, Bucket, Gradient>(bucket))(
-          bucket + low, gradient + (low - begin), (high - low) / kBlock, packing.weight,
-          wanted ? packing.sums + low / kBlock : nullptr);
+      const bool with_sums = call.sums != nullptr;
+      (with_sums ? select_stream_loop<true, Bucket, Gradient>(bucket)
+                 : select_stream_loop<false, Bucket, Gradient>(bucket))(
+          bucket + low, gradient + (low - begin), (high - low) / kBlock, call.weight,
+          with_sums ? call.sums + low / kBlock : nullptr);
       if (high < end) {
-        write_run(bucket + high, gradient + (high - begin), end - high, packing.weight);
+        write_run(bucket + high, gradient + (high - begin), end - high, call.weight);
         share(high, end);
       }
     });
@@ -192,17 +191,18 @@ struct Past {
 };
 
 template <typename Bucket>
-void Packing<Bucket>::chunk(std::int64_t begin, std::int64_t end) const {
+void PackCall<Bucket>::chunk(std::int64_t begin, std::int64_t end) const {
   const auto count = static_cast<std::int64_t>(numels.size());
   if (!streams) {
-    walk(offsets.data(), numels.data(), count, begin, end, Through<Bucket>{*this});
+    walk(offsets.data(), numels.data(), count, begin, end, CachedWriter<Bucket>{*this});
     if (sums != nullptr) {
       sum_chunk(sums + begin / kBlock, bucket + begin, end - begin);
     }
     return;
   }
   std::uint64_t shared = 0;
-  walk(offsets.data(), numels.data(), count, begin, end, Past<Bucket>{*this, begin, shared});
+  walk(offsets.data(), numels.data(), count, begin, end,
+       StreamingWriter<Bucket>{*this, begin, shared});
   if (sums == nullptr) {
     return;
   }
@@ -227,12 +227,12 @@ void pack_(Tensor bucket, std::vector<Tensor> grads, std::vector<std::int64_t> o
     Bucket* data = static_cast<Bucket*>(bucket.mutable_data_ptr());
     const bool streams =
         !accumulate && can_stream(data, numel * static_cast<std::int64_t>(sizeof(Bucket)));
-    const Packing<Bucket> packing{data,       sources, offsets, numels, static_cast<float>(weight),
-                                  accumulate, streams, blocks};
+    const PackCall<Bucket> call{data,       sources, offsets, numels, static_cast<float>(weight),
+                                accumulate, streams, blocks};
     parallel((numel + kChunk - 1) / kChunk, kGrain / kChunk,
              [&](std::int64_t first, std::int64_t last) {
                for (std::int64_t chunk = first; chunk < last; ++chunk) {
-                 packing.chunk(chunk * kChunk, std::min((chunk + 1) * kChunk, numel));
+                 call.chunk(chunk * kChunk, std::min((chunk + 1) * kChunk, numel));
                }
                end_streaming();
              });

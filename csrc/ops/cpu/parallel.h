@@ -1,17 +1,17 @@
-// How the CPU loops are spread over torch's own threads, and compiled for the CPU at hand.
+// Parallel CPU loops on torch's own threads, compiled for several instruction sets.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
 
 #include <cstdint>
 
-// One function, several instruction sets, picked when the library is loaded: portable wheels that
-// still use wide registers. CMake asks the compiler whether it can (GCC 12 and later with glibc on
-// x86-64). Contraction is off for all clones alike, so they give the same bits.
+// One function, several instruction sets; the best one is selected when the library is loaded. So
+// portable wheels still use wide registers. CMake checks that the compiler supports it (GCC 12 and
+// later with glibc on x86-64). Contraction is off for all clones, so they give the same bits.
 #ifdef POPLAR_TARGET_CLONES
 #define POPLAR_CLONES __attribute__((target_clones("arch=x86-64-v4", "avx2", "default")))
-// For a loop that has a version of its own in registers of 64 bytes, which compilers don't use by
-// themselves: that one, and clones of the other. `has_wide_registers` tells which one to call.
+// For a loop with a separate version in 64-byte registers, which compilers don't use by default.
+// `has_wide_registers` selects between that version and the clones.
 #define POPLAR_WIDE __attribute__((target("arch=x86-64-v4,prefer-vector-width=512")))
 #else
 #define POPLAR_CLONES
@@ -30,7 +30,7 @@ inline bool has_wide_registers() {
 #endif
 }
 
-// Elements below which a thread of its own costs more than it saves: 128 KiB of fp32.
+// Elements below which another thread costs more than it saves: 128 KiB of fp32.
 constexpr std::int64_t kGrain = 32768;
 
 template <typename Function>

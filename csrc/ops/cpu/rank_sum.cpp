@@ -1,4 +1,4 @@
-// What every rank sent, summed in rank order: the local half of a reduce-scatter or an all-reduce.
+// Sums the ranks' parts in rank order: the local half of a reduce-scatter or an all-reduce.
 #include <algorithm>
 #include <cstring>
 #include <vector>
@@ -7,19 +7,18 @@
 #include "block_sums.h"
 #include "kernels.h"
 #include "parallel.h"
-#include "poplar/claims.h"
+#include "poplar/work_sharing.h"
 #include "stream.h"
 #include "widen.h"
 
 namespace poplar::cpu {
 namespace {
 
-// A block is summed at a time: so few elements that totals stay in registers or nearly so, and that
-// all parts are read side by side. Tiles of 1024 took 1.1 to 1.5 times as long with four parts of
-// 64 MiB.
+// One block is summed at a time, so that its total stays in registers and all parts are read in
+// parallel. Tiles of 1024 elements took 1.1 to 1.5 times as long with four parts of 64 MiB.
 
-// One block of total = ((total + part 0) + part 1) + ...; kFirst: the total starts with part 0. Up
-// to four parts are added in one go.
+// For one block, total = ((total + part 0) + part 1) + ...; kFirst: the total starts with part 0.
+// Up to four parts are added at once.
 template <bool kFirst, int kParts, typename Received>
 inline __attribute__((always_inline)) void add_parts(float* total, const Received* const* parts,
                                                      std::int64_t begin, std::int64_t count) {
@@ -48,13 +47,13 @@ inline __attribute__((always_inline)) void add_up_to_four(float* total,
   }
 }
 
-// Where a sum goes: one or several outs of one dtype, which may be the very parts.
+// The outputs of a sum: one or several tensors of one dtype, which may be among the parts.
 template <typename Out>
 struct Targets {
   std::vector<Out*> outs;
   bool accumulate;
   bool streams;
-  float* sums;  // of the squares of what the first out holds then; may be null
+  float* sums;  // block sums of squares of the first output's result; may be null
 };
 
 template <typename Out>
@@ -87,7 +86,7 @@ inline __attribute__((always_inline)) void finish_with_sums(const Targets<Out>& 
   finish(targets, total, begin, count);
   if (targets.sums != nullptr) {
     float* sum = targets.sums + begin / kBlock;
-    // What streamed is not read again; it is the total then.
+    // Streamed values are not read again; they equal the total.
     const Out* out = targets.outs[0] + begin;
     if (targets.accumulate || !std::is_same_v<Out, float>) {
       block_sums(sum, out, count);
@@ -101,7 +100,7 @@ template <typename Received, typename Out>
 inline __attribute__((always_inline)) void sum_block(const Targets<Out>& targets,
                                                      const Received* const* parts, int size,
                                                      std::int64_t begin, std::int64_t count) {
-  // Apart from the outs, which may be among the parts.
+  // Separate from the outputs, which may be among the parts.
   alignas(kBlock) float total[kBlock];
   add_up_to_four<true>(total, parts, std::min(size, 4), begin, count);
   for (int part = 4; part < size; part += 4) {
@@ -114,7 +113,7 @@ template <typename Received, typename Out>
 POPLAR_CLONES void sum_range(const Targets<Out>& targets, const std::vector<const Received*>& parts,
                              std::int64_t begin, std::int64_t end) {
   const int size = static_cast<int>(parts.size());
-  // Whole blocks apart: loops of a known length need no code for what is left over.
+  // Whole blocks separately: loops of a known length need no remainder code.
   const std::int64_t whole = begin + (end - begin) / kBlock * kBlock;
   for (std::int64_t block = begin; block < whole; block += kBlock) {
     sum_block(targets, parts.data(), size, block, kBlock);
@@ -125,7 +124,7 @@ POPLAR_CLONES void sum_range(const Targets<Out>& targets, const std::vector<cons
 }
 
 #ifdef POPLAR_WIDE
-// Whole blocks of fp16 parts, each widened by the CPU's instruction before it is added.
+// Whole blocks of fp16 parts, widened by the CPU's instruction before they are added.
 template <typename Out>
 POPLAR_WIDE void sum_wide_blocks(const Targets<Out>& targets, const std::vector<const Half*>& parts,
                                  std::int64_t begin, std::int64_t end) {
@@ -144,7 +143,7 @@ POPLAR_WIDE void sum_wide_blocks(const Targets<Out>& targets, const std::vector<
 }
 #endif
 
-// By whichever loop is fastest on this machine.
+// By the fastest loop on this machine.
 template <typename Received, typename Out>
 void sum_fast(const Targets<Out>& targets, const std::vector<const Received*>& parts,
               std::int64_t begin, std::int64_t end) {
@@ -172,30 +171,30 @@ void sum(const Targets<Out>& targets, const std::vector<const Received*>& parts,
   });
 }
 
-// As `sum`, but other processes may do part of it: see poplar/claims.h.
+// As `sum`, but other processes may do part of the work: see poplar/work_sharing.h.
 template <typename Received, typename Out>
-void sum_claimed(const Targets<Out>& targets, const std::vector<const Received*>& parts,
-                 std::int64_t numel, Claims& claims) {
+void sum_shared_chunks(const Targets<Out>& targets, const std::vector<const Received*>& parts,
+                       std::int64_t numel, WorkCounters& work_counters) {
   parallel(chunks_of(numel), 1, [&](std::int64_t first, std::int64_t last) {
     const auto add = [&](std::int64_t begin, std::int64_t end) {
       sum_fast(targets, parts, begin, end);
       end_streaming();
     };
-    for (std::int64_t i = first; i < last && work_on_next(claims, numel, add); ++i) {
+    for (std::int64_t i = first; i < last && work_on_next(work_counters, numel, add); ++i) {
     }
   });
 }
 
 template <typename Out>
 void sum_into(std::vector<Tensor>& outs, const std::vector<Tensor>& received, bool accumulate,
-              Claims* claims, float* sums) {
-  // 16-bit outs whose sums are wanted are read again.
+              WorkCounters* work_counters, float* sums) {
+  // 16-bit outputs with sums are read again, so they are not streamed.
   Targets<Out> targets{
       {}, accumulate, !accumulate && (sums == nullptr || std::is_same_v<Out, float>), sums};
   const std::int64_t bytes = outs[0].numel() * static_cast<std::int64_t>(sizeof(Out));
   for (Tensor& out : outs) {
     targets.outs.push_back(static_cast<Out*>(out.mutable_data_ptr()));
-    // What has just been read is in the cache, and written there at no further cost.
+    // An output that was just read is in the cache, so a normal store is cheaper.
     const bool was_read = std::any_of(received.begin(), received.end(), [&](const Tensor& part) {
       return part.const_data_ptr() == out.const_data_ptr();
     });
@@ -207,22 +206,22 @@ void sum_into(std::vector<Tensor>& outs, const std::vector<Tensor>& received, bo
     for (const Tensor& part : received) {
       parts.push_back(static_cast<const Received*>(part.const_data_ptr()));
     }
-    if (claims == nullptr) {
+    if (work_counters == nullptr) {
       sum(targets, parts, outs[0].numel());
     } else {
-      sum_claimed(targets, parts, outs[0].numel(), *claims);
+      sum_shared_chunks(targets, parts, outs[0].numel(), *work_counters);
     }
   });
 }
 
-void sum_for_each(std::vector<Tensor>& outs, const std::vector<Tensor>& received, Claims* claims,
-                  float* sums) {
+void sum_for_each(std::vector<Tensor>& outs, const std::vector<Tensor>& received,
+                  WorkCounters* work_counters, float* sums) {
   if (outs.empty()) {
     return;
   }
   check_rank_sum_each(outs, received);
   with_type(dtype_of(outs[0], "rank_sum_each_: outs"), [&](auto* type) {
-    sum_into<std::remove_pointer_t<decltype(type)>>(outs, received, false, claims, sums);
+    sum_into<std::remove_pointer_t<decltype(type)>>(outs, received, false, work_counters, sums);
   });
 }
 
@@ -239,11 +238,12 @@ void rank_sum_each_(std::vector<Tensor> outs, std::vector<Tensor> received) {
   sum_for_each(outs, received, nullptr, nullptr);
 }
 
-void rank_sum_claimed_(std::vector<Tensor> outs, std::vector<Tensor> received, Tensor claims,
-                       std::optional<Tensor> sums) {
-  check_claims(claims, sizeof(Claims));
-  float* blocks = outs.empty() ? nullptr : sums_of("rank_sum_claimed_", outs[0], sums);
-  sum_for_each(outs, received, static_cast<Claims*>(claims.mutable_data_ptr()), blocks);
+void rank_sum_chunks_(std::vector<Tensor> outs, std::vector<Tensor> received, Tensor work_counters,
+                      std::optional<Tensor> sums) {
+  check_work_counters(work_counters, sizeof(WorkCounters));
+  float* blocks = outs.empty() ? nullptr : sums_of("rank_sum_chunks_", outs[0], sums);
+  sum_for_each(outs, received, static_cast<WorkCounters*>(work_counters.mutable_data_ptr()),
+               blocks);
 }
 
 }  // namespace poplar::cpu

@@ -1,8 +1,8 @@
-// Stores that go past the caches: what is written once and read much later costs no read first.
+// Non-temporal stores, which bypass the caches: for data that is written once and read much later.
 //
-// A store into a line that is not in the cache reads that line from memory before it writes it, so
-// a copy moves three bytes for two. On two cores of an EPYC copies of 64 MiB by streaming stores
-// reach 45 to 50 GB/s, by others 34. Below the threshold the reader finds the data in the cache
+// A normal store into a line that is not cached reads the line from memory first, so a copy moves
+// three bytes for every two. On two cores of an EPYC, copies of 64 MiB reach 45 to 50 GB/s with
+// streaming stores and 34 GB/s without. Below the threshold, the reader benefits from the cache
 // instead.
 #pragma once
 
@@ -17,14 +17,14 @@
 
 namespace poplar {
 
-// Bytes written from which streaming pays: what is smaller than this may be read again before the
-// last-level cache has lost it.
+// Bytes from which on streaming is faster: smaller data may be read again before the last-level
+// cache has evicted it.
 constexpr std::int64_t kStreamBytes = std::int64_t{4} << 20;
 
-// What a streaming store writes at once, and what its target has to be a multiple of.
+// The size of a streaming store, and the alignment of its target.
 constexpr std::int64_t kStreamWidth = 16;
 
-// What a line of the cache holds.
+// The size of a cache line.
 constexpr std::int64_t kLine = 64;
 
 inline bool can_stream(const void* target, std::int64_t bytes) {
@@ -37,7 +37,7 @@ inline bool can_stream(const void* target, std::int64_t bytes) {
 #endif
 }
 
-// `target` is a multiple of kStreamWidth, and so is `bytes`.
+// `target` and `bytes` must be multiples of kStreamWidth.
 inline __attribute__((always_inline)) void stream(void* target, const void* source,
                                                   std::int64_t bytes) {
 #ifdef __SSE2__
@@ -53,7 +53,7 @@ inline __attribute__((always_inline)) void stream(void* target, const void* sour
 }
 
 #ifdef POPLAR_WIDE
-// The same, a line of the cache at a time: of which `target` and `bytes` are multiples.
+// The same with whole cache lines: `target` and `bytes` must be multiples of kLine.
 POPLAR_WIDE inline __attribute__((always_inline)) void stream_lines(void* target,
                                                                     const void* source,
                                                                     std::int64_t bytes) {
@@ -65,7 +65,7 @@ POPLAR_WIDE inline __attribute__((always_inline)) void stream_lines(void* target
 }
 #endif
 
-// After streaming, on the thread that did: what it stores next is seen after what it streamed.
+// To call after streaming, on the same thread: later stores become visible after the streamed ones.
 inline void end_streaming() {
 #ifdef __SSE2__
   _mm_sfence();

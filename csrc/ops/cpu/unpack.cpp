@@ -1,4 +1,4 @@
-// One flat buffer -> many tensors, each in its own dtype.
+// Copies one flat buffer into many tensors, each in its own dtype.
 #include "../checks.h"
 #include "kernels.h"
 #include "parallel.h"

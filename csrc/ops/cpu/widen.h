@@ -1,4 +1,5 @@
-// fp16 to fp32 by the CPU's own instruction, which compilers don't find in the portable code.
+// fp16 to fp32 by the CPU's own instruction, which compilers do not generate from the portable
+// code.
 #pragma once
 
 #include "block_sums.h"
@@ -9,7 +10,7 @@
 
 namespace poplar {
 
-// A block; exact, as the portable code is. `wide` is a multiple of 64 bytes.
+// Widens a block; exact, like the portable code. `wide` must be aligned to 64 bytes.
 POPLAR_WIDE inline __attribute__((always_inline)) void widen_block(float* wide, const Half* block) {
   for (std::int64_t i = 0; i < kBlock; i += 16) {
     const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(block + i));

@@ -1,4 +1,4 @@
-// AdamW on a flat shard, everything read and written once. Contract: adamw_ in poplar/ops.
+// AdamW on a flat shard; everything is read and written once. Contract: adamw_ in poplar/ops.
 #pragma once
 
 #include "launch.cuh"
@@ -15,8 +15,8 @@ struct Shard {
   std::int64_t numel;
 };
 
-// `scale` and `found_inf` are scalars on the device, which nobody waits for; each may be null, and
-// so may `rounded`.
+// `scale` and `found_inf` are scalars on the device, so the host does not wait for them. Each may
+// be null, and so may `rounded`.
 template <typename Rounded>
 __global__ void __launch_bounds__(kThreads)
     adamw_kernel(Shard shard, Rounded* rounded, AdamW rule, const float* scale,

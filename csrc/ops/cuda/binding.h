@@ -1,7 +1,7 @@
-// What the thin bindings of this folder share: device, stream, and the check after a launch.
+// Shared by the bindings in this folder: device, stream, and the check after a launch.
 #pragma once
 
-// The stable ABI shows its CUDA functions only where this is defined, as it is by torch itself.
+// The stable ABI declares its CUDA functions only if this is defined, as torch does itself.
 #ifndef USE_CUDA
 #define USE_CUDA
 #endif
@@ -16,8 +16,9 @@
 
 namespace poplar::cuda {
 
-// PyTorch's current stream on the tensor's device, which is current while this lives. Temporaries
-// may be freed right after a launch: the caching allocator reuses memory in stream order.
+// Makes the tensor's device current for its lifetime and gives PyTorch's current stream on it.
+// Temporaries may be freed right after a launch: the caching allocator reuses memory in stream
+// order.
 class OnDevice {
  public:
   explicit OnDevice(const Tensor& tensor) : guard_(tensor.get_device_index()) {

@@ -11,10 +11,10 @@ namespace poplar::cuda {
 
 constexpr std::int64_t kBlock = 64;
 
-// Called by whole warps, whose threads hold `kCount` neighbouring values each, thread after thread;
-// this one's begin at `first`, which is a multiple of `kCount` and for the warp's first thread of
-// 64. Values past `numel` are zeros. Distances of 32 to `kCount` elements lie between threads, the
-// smaller ones within.
+// Called by whole warps. Each thread holds `kCount` consecutive values, which begin at `first`: a
+// multiple of `kCount` and, for the warp's first thread, of 64. Values past `numel` are zeros. Tree
+// levels with distances of 32 down to `kCount` elements are between threads, smaller ones within a
+// thread.
 template <int kCount>
 __device__ void store_block_sums(float* sums, const float (&values)[kCount], std::int64_t first,
                                  std::int64_t numel) {

@@ -1,5 +1,5 @@
-// Contract: exact_norm and clip_coefficient in poplar/ops. Some hundred bytes in, eight out: one
-// block each, so that what was more than twenty launches is two.
+// Contract: exact_norm and clip_coefficient in poplar/ops. About a hundred bytes in, eight out. One
+// block each, so two launches replace more than twenty.
 #pragma once
 
 #include "launch.cuh"
@@ -33,7 +33,7 @@ __global__ void clip_kernel(double* coefficient, const double* norm, const doubl
   }
 }
 
-// `totals`: `rows` of them, each `distance` elements after the one before.
+// `totals`: `rows` sums, `distance` elements apart.
 inline cudaError_t norm(double* norm, const std::int64_t* totals, std::int64_t rows,
                         std::int64_t distance, cudaStream_t stream) {
   return launch(norm_kernel<kExactWords>, 1, 1, stream, norm, totals, rows, distance);

@@ -6,7 +6,7 @@
 
 namespace poplar::cuda {
 
-// Words are named, not indexed, so that a thread's own stay in registers.
+// The words have constant indices, so that each thread's own words stay in registers.
 template <int kPerThread>  // a template, so that any number of sources may include it
 __global__ void __launch_bounds__(kThreads)
     exact_sum_kernel(unsigned long long* total, const float* values, std::int64_t numel) {

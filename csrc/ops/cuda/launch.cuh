@@ -1,5 +1,5 @@
-// How kernels are launched. Framework-free, as every header in this folder (raw pointers and a
-// stream), so that kernels compile for every architecture without a CUDA build of torch.
+// Kernel launches. Framework-free, like every header in this folder (raw pointers and a stream), so
+// kernels compile for every architecture without a CUDA build of torch.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -10,7 +10,7 @@ namespace poplar::cuda {
 
 constexpr int kThreads = 256;
 
-// Runs the kernel on as many blocks as cover `numel` elements, each of them `per_block`.
+// Runs the kernel on enough blocks of `per_block` elements to cover `numel`.
 template <typename... Parameters, typename... Arguments>
 cudaError_t launch(void (*kernel)(Parameters...), std::int64_t numel, std::int64_t per_block,
                    cudaStream_t stream, const Arguments&... arguments) {

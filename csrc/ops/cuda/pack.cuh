@@ -1,4 +1,4 @@
-// Many gradients -> one bucket, times a weight. Contract: pack_ in poplar/ops.
+// Packs many gradients into one bucket, times a weight. Contract: pack_ in poplar/ops.
 #pragma once
 
 #include "block_sums.cuh"
@@ -7,14 +7,14 @@
 
 namespace poplar::cuda {
 
-// A tile that several gradients meet in, or none: element by element, into shared memory.
+// A tile with several gradients, or none: element by element, into shared memory.
 template <typename Bucket, bool kAccumulate>
 struct MixedTile {
   const Bucket* bucket;
   const SegmentTable<const void*>& table;
   float weight;
   std::int64_t first;  // of the tile
-  float* staged;       // what the tile will hold
+  float* staged;       // the tile's new values
 
   __device__ void gap(std::int64_t begin, std::int64_t end) const {
     for (std::int64_t i = begin + threadIdx.x; i < end; i += kThreads) {
@@ -49,7 +49,7 @@ struct MixedTile {
   }
 };
 
-// Which gradient a tile lies in, if it lies in one.
+// Finds the gradient that covers the whole tile, if there is one.
 struct WholeTile {
   std::int64_t* segment;
   std::int64_t* start;
@@ -65,7 +65,7 @@ struct WholeTile {
   }
 };
 
-// A tile of one gradient, several elements at a time, straight from memory to memory.
+// A tile of one gradient, several elements at a time, from global memory to global memory.
 template <typename Bucket, typename Gradient, bool kAccumulate>
 __device__ void pack_whole(Bucket* bucket, float* sums, const Gradient* gradient, float weight,
                            const Tile& tile, bool aligned) {
@@ -84,7 +84,7 @@ __device__ void pack_whole(Bucket* bucket, float* sums, const Gradient* gradient
     for (int k = 0; k < kCount; ++k) {
       const float product = weight * values[k];
       values[k] = widen(narrow<Bucket>(kAccumulate ? old[k] + product : product));
-      values[k] = k < count ? values[k] : 0.0f;  // a weight that is not finite
+      values[k] = k < count ? values[k] : 0.0f;  // 0 * an infinite weight would be NaN
     }
     store(bucket + first, values, count, aligned);
     if (sums != nullptr) {

@@ -1,4 +1,4 @@
-// What every rank sent, summed in rank order. Contract: rank_sum_ in poplar/ops.
+// Sums the ranks' parts in rank order. Contract: rank_sum_ in poplar/ops.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 
 namespace poplar::cuda {
 
-// Ranks' parts of one launch: 2 KB of kernel parameters.
+// The maximum number of parts in one launch: 2 KB of kernel parameters.
 constexpr std::size_t kParts = 256;
 
 template <typename Received>
@@ -19,8 +19,8 @@ struct PartTable {
   int count;
 };
 
-// A thread takes neighbouring elements: the parts are read side by side, coalesced, and added in
-// order. `begun`, if not null: the sum of what earlier launches have added.
+// A thread processes consecutive elements; the parts are read in parallel, coalesced, and added in
+// order. `begun`, if not null, is the sum of earlier launches.
 template <typename Received, bool kAccumulate>
 __global__ void __launch_bounds__(kThreads)
     rank_sum_kernel(float* out, float* sums, const float* begun,
@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// `sums` may be null. `begun`: room for `numel` elements, where there are more parts than kParts.
+// `sums` may be null. `begun`: memory for `numel` elements, needed with more than kParts parts.
 template <typename Received>
 cudaError_t rank_sum(float* out, float* sums, const std::vector<const Received*>& parts,
                      float* begun, std::int64_t numel, bool accumulate, cudaStream_t stream) {

@@ -1,7 +1,7 @@
-// Hundreds of tensors in one launch: their places travel in the kernel's parameters.
+// Hundreds of tensors in one launch: their addresses are kernel parameters.
 //
-// Work is cut by position in the flat buffer, one tile per block of threads, so one huge tensor and
-// a hundred tiny ones are balanced alike.
+// Work is divided by position in the flat buffer, one tile per thread block, so one huge tensor and
+// a hundred tiny ones are balanced equally.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -18,8 +18,8 @@ namespace poplar::cuda {
 constexpr std::int64_t kTile = 4096;
 static_assert(kTile % kBlock == 0);
 
-// 640 x 25 bytes = 16 KB of the 32,764 that parameters may have (CUDA 12.1, compute
-// capability 7.0).
+// 640 x 25 bytes = 16 KB of the 32,764 bytes of kernel parameters (CUDA 12.1, compute capability
+// 7.0).
 constexpr int kSegments = 640;
 
 template <typename Pointer>
@@ -35,10 +35,9 @@ struct SegmentTable {
 
 static_assert(sizeof(SegmentTable<void*>) + 64 <= 32764, "kernel parameters are limited");
 
-// Calls launch(table), which returns its error, as often as the tensors need, so that [0, numel) is
-// covered exactly once, cut at multiples of kBlock: whoever takes such blocks has them whole. A
-// tensor that is cut appears in two tables. With none there is still one launch: a bucket without
-// tensors has a gap to fill.
+// Calls launch(table), which returns an error code, for consecutive parts of [0, numel) that are
+// cut at multiples of kBlock. A tensor that is cut appears in two tables. Without tensors there is
+// one launch, which fills the bucket with zeros.
 template <typename Pointer, typename Launch>
 cudaError_t for_each_table(std::int64_t numel, const std::vector<std::int64_t>& offsets,
                            const std::vector<std::int64_t>& numels,
@@ -57,7 +56,7 @@ cudaError_t for_each_table(std::int64_t numel, const std::vector<std::int64_t>& 
     std::size_t next = first;
     for (; next < segments && table.count < kSegments; ++next) {
       if (numels[next] == 0) {
-        continue;  // else a table could be full of them, and cover nothing
+        continue;  // a table full of empty tensors would cover nothing
       }
       table.offsets[table.count] = offsets[next];
       table.numels[table.count] = numels[next];
@@ -74,7 +73,7 @@ cudaError_t for_each_table(std::int64_t numel, const std::vector<std::int64_t>& 
   return cudaSuccess;
 }
 
-// The part of the buffer that a block of threads takes.
+// The part of the buffer that one thread block processes.
 struct Tile {
   std::int64_t begin;
   std::int64_t end;
@@ -86,7 +85,7 @@ POPLAR_HOST_DEVICE Tile tile_of(const SegmentTable<Pointer>& table, std::int64_t
   return Tile{begin, begin + kTile < table.end ? begin + kTile : table.end};
 }
 
-// Walks over what the tile consists of.
+// Walks over the segments and gaps of the tile.
 template <typename Pointer, typename Visitor>
 POPLAR_HOST_DEVICE void walk_tile(const SegmentTable<Pointer>& table, const Tile& tile,
                                   const Visitor& visitor) {

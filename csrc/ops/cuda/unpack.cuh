@@ -1,4 +1,4 @@
-// One flat buffer -> many tensors, each in its own dtype. Contract: unpack_ in poplar/ops.
+// Copies one flat buffer into many tensors, each in its own dtype. Contract: unpack_ in poplar/ops.
 #pragma once
 
 #include "segments.cuh"

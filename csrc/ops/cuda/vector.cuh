@@ -1,4 +1,4 @@
-// Several neighbouring elements at once, up to 16 bytes an access, wherever addresses allow it.
+// Access to several consecutive elements at once, up to 16 bytes, if addresses are aligned.
 #pragma once
 
 #include <cstdint>
@@ -7,11 +7,11 @@
 
 namespace poplar::cuda {
 
-// How many elements a thread takes at a time: 16 bytes of fp32, or of what is narrower.
+// Elements that a thread processes at once: 16 bytes.
 template <typename Element>
 constexpr int kVector = 16 / sizeof(Element);
 
-// As words: a struct of 16-bit elements would be moved one by one.
+// As words, because a struct of 16-bit elements would be moved element by element.
 template <typename Element, int kCount>
 struct alignas(kCount * sizeof(Element) < 16 ? kCount * sizeof(Element) : 16) Vector {
   std::uint32_t words[kCount * sizeof(Element) / 4];
@@ -37,14 +37,15 @@ POPLAR_HOST_DEVICE std::uint32_t word_of(const float* values, int word, Narrow) 
   return low | high << 16;
 }
 
-// Whether `kCount` elements can be read at once from here and from every multiple of `kCount` on.
+// Whether `kCount` elements can be accessed at once at this address and at multiples of `kCount`
+// from it.
 template <int kCount, typename Element>
 POPLAR_HOST_DEVICE bool is_aligned(const Element* address) {
   return reinterpret_cast<std::uintptr_t>(address) % alignof(Vector<Element, kCount>) == 0;
 }
 
-// `count` of `kCount` elements as fp32, zeros after them; all at once if they are there and the
-// address is aligned.
+// Loads `count` of `kCount` elements as fp32, followed by zeros; in one access if all are there and
+// the address is aligned.
 template <int kCount, typename Element>
 POPLAR_HOST_DEVICE void load(float (&values)[kCount], const Element* address, std::int64_t count,
                              bool aligned) {
@@ -62,7 +63,7 @@ POPLAR_HOST_DEVICE void load(float (&values)[kCount], const Element* address, st
   }
 }
 
-// The first `count` of `kCount` values, which are representable or to be rounded.
+// Stores the first `count` of `kCount` values, rounded to the element type.
 template <int kCount, typename Element>
 POPLAR_HOST_DEVICE void store(Element* address, const float (&values)[kCount], std::int64_t count,
                               bool aligned) {

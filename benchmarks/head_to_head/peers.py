@@ -1,0 +1,21 @@
+"""The engines that Poplar is compared with."""
+
+from __future__ import annotations
+
+PEERS = {
+    "DDP": ("ddp", 0),
+    "FSDP2": ("fsdp2", 3),
+    "FSDP2, kept gathered": ("fsdp2", 2),
+    "DeepSpeed ZeRO-0": ("deepspeed", 0),
+    "DeepSpeed ZeRO-1": ("deepspeed", 1),
+    "DeepSpeed ZeRO-2": ("deepspeed", 2),
+    "DeepSpeed ZeRO-3": ("deepspeed", 3),
+}
+"""Provider and ZeRO stage of each engine in its usual form (even batches), by name."""
+UNEVEN_PEERS = {
+    "DDP, uneven batches": ("ddp", 0),
+    "FSDP2, uneven batches": ("fsdp2", 3),
+    "FSDP2, kept gathered, uneven batches": ("fsdp2", 2),
+}
+"""The same with micro-batches in proportion to measured speeds and a weighted loss, as users write
+by hand. They do not count as peers in ratios and thresholds. DeepSpeed requires equal batches."""

@@ -1,0 +1,116 @@
+"""Options and arguments that several commands have, and the parsing of their values."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from poplar.plan import STRATEGIES
+from poplar.planner.baselines import POLICIES
+
+_STAGES = range(len(STRATEGIES))
+_UNITS = {
+    "": 1,
+    "b": 1,
+    **{letter + "ib": 1 << 10 * power for power, letter in enumerate("kmgt", start=1)},
+    **{letter + "b": 10 ** (3 * power) for power, letter in enumerate("kmgt", start=1)},
+}
+
+
+def one_of(choices: Iterable[str]) -> Callable[[str], str]:
+    """A parser that accepts one of several values."""
+    known = tuple(choices)
+
+    def parser(text: str) -> str:
+        if text not in known:
+            raise typer.BadParameter(f"expected one of {', '.join(known)}; got {text!r}")
+        return text
+
+    return parser
+
+
+def parse_sizes(text: str) -> tuple[int, ...]:
+    """Bytes: one size as in `8GiB`, or one per rank as in `8GiB,4GiB`."""
+    return tuple(_parse_size(part) for part in text.split(","))
+
+
+def _parse_size(text: str) -> int:
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text.lower())
+    if not found or found[2] not in _UNITS or not float(found[1]):
+        raise typer.BadParameter(
+            f"expected a size above 0, as in 8GiB or 500MB; got {text!r}",
+            param_hint="memory limit",
+        )
+    return int(float(found[1]) * _UNITS[found[2]])
+
+
+def of_rank(sizes: tuple[int, ...] | None, rank: int, world_size: int) -> int | None:
+    """The size for one rank.
+
+    Raises:
+        ValueError: neither one size nor one per rank.
+    """
+    if sizes is None:
+        return None
+    if len(sizes) not in (1, world_size):
+        raise ValueError(
+            f"{len(sizes)} memory limits for {world_size} ranks; give one for all, or one per rank"
+        )
+    return sizes[0] if len(sizes) == 1 else sizes[rank]
+
+
+def parse_stages(text: str) -> tuple[int, ...]:
+    """ZeRO stages: `auto` for all of them, or some as in `0,2`."""
+    if text.strip() == "auto":
+        return tuple(_STAGES)
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdigit() and int(part) in _STAGES for part in parts):
+        raise typer.BadParameter(
+            f"expected auto or stages from 0 to 3, as in 0,2; got {text!r}", param_hint="stage"
+        )
+    return tuple(sorted({int(part) for part in parts}))
+
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Print the traceback of an error.")]
+Device = Annotated[
+    str,
+    typer.Option(
+        "--device",
+        metavar="TYPE",
+        parser=one_of(("auto", "cuda", "cpu")),
+        help="cuda, cpu, or auto: CUDA if there is a device.",
+    ),
+]
+Function = Annotated[
+    str,
+    typer.Argument(
+        metavar="FILE.py:FUNCTION",
+        help="A function that returns a poplar.Workload, or (model, loss_fn, batch).",
+    ),
+]
+ProfileFile = Annotated[
+    Path, typer.Argument(metavar="CLUSTER.json", exists=True, dir_okay=False, help="A profile.")
+]
+PlanFile = Annotated[
+    Path, typer.Option("--plan", metavar="PLAN.json", exists=True, dir_okay=False, help="A plan.")
+]
+RunFile = Annotated[
+    Path, typer.Argument(metavar="RUN.json", exists=True, dir_okay=False, help="A recorded run.")
+]
+GlobalBatch = Annotated[int, typer.Option(min=1, help="Samples of one optimizer step.")]
+Stages = Annotated[str, typer.Option(help="ZeRO stages: auto, or as in 1 or 0,2.")]
+MaxMicroBatch = Annotated[int | None, typer.Option(min=1, help="Most samples of one pass.")]
+Policy = Annotated[
+    str,
+    typer.Option(
+        "--policy",
+        metavar="NAME",
+        parser=one_of(POLICIES),
+        help=f"How samples are assigned: {', '.join(POLICIES)}.",
+    ),
+]

@@ -1,0 +1,151 @@
+"""The output of a command: text or one JSON document, an exit code, and one line per error.
+
+Every rank of a job runs the command. Rank 0 prints the result; every rank prints its own errors to
+stderr, with its rank in front.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import sys
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import typer
+from rich import box
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from poplar.errors import PoplarError
+from poplar.profile import ClusterProfile
+
+_UNLIMITED_WIDTH = 10_000
+"""Columns where stdout is not a terminal: logs and pipes get every line and table whole."""
+
+_SELF_EXPLANATORY = (PoplarError, ValueError, TypeError, OSError, ImportError)
+"""Errors that are printed without their type."""
+
+
+@dataclass
+class Output:
+    """What a command has found so far."""
+
+    document: Any = None
+    """What `--json` prints: JSON types."""
+    shown: list[RenderableType] = field(default_factory=list)
+    """What is printed otherwise, in order."""
+    failed: bool = False
+    """Whether the exit code is 1."""
+
+    def show(self, *parts: RenderableType) -> None:
+        """Add something to print. A plain string is printed as it is, without markup."""
+        self.shown += [Text(part) if isinstance(part, str) else part for part in parts]
+
+
+def table(*header: str) -> Table:
+    """An empty table in the style of all commands."""
+    styled = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in header:
+        styled.add_column(name)
+    return styled
+
+
+def notes(cluster: ClusterProfile) -> list[Text]:
+    """The notes of a profile, for example that the machine was too noisy, as lines to print."""
+    return [Text(f"note: {note}", "yellow") for note in cluster.notes]
+
+
+@contextlib.contextmanager
+def command_output(*, as_json: bool, debug: bool) -> Iterator[Output]:
+    """Collect the output of a command, and print it when the command is done.
+
+    Args:
+        as_json: print exactly one JSON document on stdout, also after an error. Everything else
+            that is printed meanwhile, by a model or by NCCL, goes to stderr.
+        debug: print the traceback of an error.
+
+    Raises:
+        typer.Exit: code 1, if the command failed or found a problem.
+    """
+    output = Output()
+    with _stdout_to_stderr() if as_json else contextlib.nullcontext():
+        try:
+            yield output
+        except (typer.Exit, typer.Abort, typer.BadParameter):
+            raise
+        except Exception as error:
+            if debug:
+                traceback.print_exc()
+            output.failed = True
+            output.document, output.shown = {"error": _message(error)}, []
+            print(_error_line(error, debug), file=sys.stderr)
+    if _rank() == 0:
+        _print(output, as_json)
+    if output.failed:
+        raise typer.Exit(1)
+
+
+def _print(output: Output, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(_finite(output.document), indent=2))
+        return
+    # Names of devices and messages of errors may contain brackets, which are not markup.
+    width = None if sys.stdout.isatty() else _UNLIMITED_WIDTH
+    console = Console(highlight=False, markup=False, emoji=False, width=width)
+    for part in output.shown:
+        console.print(part)
+
+
+@contextlib.contextmanager
+def _stdout_to_stderr() -> Iterator[None]:
+    """Send everything that is printed to stderr, also by libraries that write to the descriptor."""
+    sys.stdout.flush()
+    saved = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(saved, 1)
+        os.close(saved)
+
+
+def _message(error: Exception) -> str:
+    """One line: our own errors without line breaks, of others the type or the first line."""
+    text = str(error).strip()
+    if isinstance(error, PoplarError):
+        return " ".join(text.split())
+    line = text.splitlines()[0] if text else ""
+    if line and isinstance(error, _SELF_EXPLANATORY):
+        return line
+    return f"{type(error).__name__}: {line}"
+
+
+def _error_line(error: Exception, debug: bool) -> str:
+    prefix = f"rank {_rank()}: " if "RANK" in os.environ else ""
+    text = _message(error)
+    if text.startswith(prefix):
+        prefix = ""
+    hint = "" if debug or isinstance(error, _SELF_EXPLANATORY) else " (--debug shows where)"
+    return f"poplar: {prefix}{text}{hint}"
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def _finite(value: Any) -> Any:
+    """The value with null for NaN and infinity, which JSON does not have."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _finite(entry) for key, entry in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_finite(entry) for entry in value]
+    return value

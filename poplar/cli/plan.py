@@ -1,0 +1,143 @@
+"""`poplar plan`: the fastest plan for a profile, compared and explained on request."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from poplar.cli.options import (
+    AsJson,
+    Debug,
+    GlobalBatch,
+    MaxMicroBatch,
+    Policy,
+    ProfileFile,
+    Stages,
+    parse_stages,
+)
+from poplar.cli.output import command_output, notes, table
+from poplar.formatting import (
+    format_bytes,
+    format_ranks,
+    format_rate,
+    format_seconds,
+    format_signed_percent,
+)
+from poplar.plan import Plan
+from poplar.planner.baselines import POLICIES
+from poplar.planner.explain import PREDICTION_ERROR, explain
+from poplar.planner.explanation import Explanation
+from poplar.planner.search import alternatives
+from poplar.planner.what_if import plan_or_reason
+from poplar.profile import ClusterProfile
+
+
+def plan(
+    cluster: ProfileFile,
+    global_batch: GlobalBatch,
+    stage: Stages = "auto",
+    policy: Policy = "exact",
+    max_micro_batch: MaxMicroBatch = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="The file to write the plan to.")
+    ] = None,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Also show the best plan of each stage and policy.")
+    ] = False,
+    explained: Annotated[
+        bool,
+        typer.Option(
+            "--explain", help="Show what bounds the plan, what would help, what each device adds."
+        ),
+    ] = False,
+    prediction_error: Annotated[
+        float, typer.Option(min=0, max=99, help="Percent; --explain ignores smaller gains.")
+    ] = 100 * PREDICTION_ERROR,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Find the fastest plan for a measured cluster."""
+    request: dict[str, Any] = {"stages": parse_stages(stage), "max_micro_batch": max_micro_batch}
+    with command_output(as_json=as_json, debug=debug) as result:
+        profile = ClusterProfile.from_json(cluster)
+        by_stage = alternatives(profile, global_batch=global_batch, policy=policy, **request)
+        chosen = by_stage[0]
+        document: dict[str, Any] = {"plan": chosen.to_dict()}
+        result.show(str(chosen), *notes(profile))
+        if compare:
+            by_policy = {
+                name: plan_or_reason(profile, global_batch=global_batch, policy=name, **request)
+                for name in POLICIES
+            }
+            document["stages"] = [best.to_dict() for best in by_stage]
+            document["policies"] = {
+                name: found if isinstance(found, str) else found.to_dict()
+                for name, found in by_policy.items()
+            }
+            result.show(*_compared({f"stage {best.stage}": best for best in by_stage}, "best of"))
+            result.show(*_compared(by_policy, "policy"))
+        if explained:
+            explanation = explain(profile, chosen, error=prediction_error / 100, **request)
+            document["explanation"] = explanation.to_dict()
+            result.show(*_explained(explanation))
+        result.document = document if len(document) > 1 else chosen.to_dict()
+        if output is not None:
+            chosen.to_json(output)
+            result.show(f"written to {output}")
+
+
+def _compared(found: Mapping[str, Plan | str], title: str) -> list[Table | Text]:
+    """A table of plans by name, then why the other names have no plan.
+
+    Args:
+        found: a plan or a reason by name.
+        title: what the names are.
+    """
+    plans = {name: plan for name, plan in found.items() if isinstance(plan, Plan)}
+    best = min(map(_step_seconds, plans.values()), default=0.0)
+    columns = ("stage", "step", "speed", "of the best", "most memory", "bound by")
+    compared = table(title, *columns)
+    for name, plan in plans.items():
+        prediction, seconds = plan.prediction or {}, _step_seconds(plan)
+        compared.add_row(
+            name,
+            str(plan.stage),
+            format_seconds(seconds),
+            format_rate(prediction["samples_per_second"]),
+            f"{best / seconds:.2f}x",
+            format_bytes(max(prediction["memory_bytes"])),
+            prediction["bound"],
+        )
+    reasons = [
+        Text(f"{title} {name}: {reason}", "yellow")
+        for name, reason in found.items()
+        if isinstance(reason, str)
+    ]
+    return [compared, *reasons]
+
+
+def _step_seconds(plan: Plan) -> float:
+    return float((plan.prediction or {})["step_seconds"])
+
+
+def _explained(explanation: Explanation) -> list[Table | Text]:
+    """What bounds the plan, what would help, and what each group of devices adds."""
+    changes = table("what would help", "how much", "gain", "then stage")
+    for change in explanation.changes:
+        what = f"{change.whose} ({change.device})" if change.device else change.whose
+        gain = format_signed_percent(change.gain)
+        changes.add_row(what, change.amount, gain, str(change.stage))
+    if not explanation.changes:
+        changes.add_row("nothing that was tried", "", "", "")
+    contributions = table("without", "device", "samples/s", "verdict")
+    for one in explanation.contributions:
+        difference = "" if one.without is None else format_signed_percent(one.without)
+        verdict = one.advice or one.verdict
+        contributions.add_row(format_ranks(one.ranks), one.device, difference, verdict)
+    sentences = [Text(sentence) for sentence in explanation.sentences()]
+    return [*sentences, changes, *([contributions] if explanation.contributions else [])]

@@ -1,0 +1,97 @@
+"""The process group of a command: one rank alone, or all ranks that torchrun started."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+
+from poplar.doctor import Report, examine
+from poplar.doctor.facts import own_device
+from poplar.errors import PoplarError
+
+_LAUNCHER_VARIABLES = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def chosen_device(choice: str) -> torch.device:
+    """This rank's device.
+
+    Args:
+        choice: `"cuda"`, `"cpu"`, or `"auto"`: CUDA if there is a device.
+
+    Raises:
+        ValueError: "cuda" without a CUDA device.
+    """
+    device = torch.device("cpu") if choice == "cpu" else own_device()
+    if choice == "cuda" and device.type != "cuda":
+        raise ValueError(
+            "--device cuda, but torch finds no CUDA device; check nvidia-smi and that "
+            "torch.version.cuda is set, or use --device cpu"
+        )
+    return device
+
+
+@dataclass(frozen=True)
+class World:
+    """This process's rank and the number of ranks of the command."""
+
+    rank: int
+    size: int
+
+
+@contextlib.contextmanager
+def joined(device: torch.device) -> Iterator[World]:
+    """The default process group, as long as the context lasts.
+
+    The ranks of a job are compared before their first collective.
+
+    Raises:
+        PoplarError: the ranks cannot work together; lists the doctor's problems.
+        ValueError: only a part of the launcher's environment variables is set.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if _is_launched():
+        _refuse_problems(examine(device))
+        dist.init_process_group(_backends(device))
+    else:
+        # A single rank uses the loopback interface, whatever the host name resolves to.
+        if Path("/sys/class/net/lo").exists():
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        dist.init_process_group(_backends(device), store=HashStore(), rank=0, world_size=1)
+    try:
+        yield World(dist.get_rank(), dist.get_world_size())
+    finally:
+        dist.destroy_process_group()
+
+
+def _is_launched() -> bool:
+    if "RANK" not in os.environ:
+        return False
+    missing = [name for name in _LAUNCHER_VARIABLES if name not in os.environ]
+    if missing:
+        raise ValueError(
+            f"the environment has RANK, but not {', '.join(missing)}; start several ranks with "
+            "torchrun --nproc-per-node N -m poplar ..., or unset RANK for a single one"
+        )
+    return True
+
+
+def _backends(device: torch.device) -> str:
+    """One backend per device type: control messages stay on the host."""
+    on_host = dist.get_default_backend_for_device("cpu")
+    if device.type == "cpu":
+        return on_host
+    return f"cpu:{on_host},{device.type}:{dist.get_default_backend_for_device(device.type)}"
+
+
+def _refuse_problems(report: Report) -> None:
+    problems = [finding for finding in report.findings if finding.kind == "problem"]
+    if problems:
+        raise PoplarError(". ".join(map(str, problems)))

@@ -1,0 +1,34 @@
+"""`poplar report`: a recorded run as an HTML page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from poplar.cli.options import AsJson, Debug, RunFile
+from poplar.cli.output import command_output
+
+
+def report(
+    run: RunFile,
+    output: Annotated[Path, typer.Option("--output", "-o", help="The HTML file to write.")] = Path(
+        "report.html"
+    ),
+    pictures: Annotated[
+        Path | None, typer.Option(help="A folder for the pictures as PNG files.")
+    ] = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Write the report of a run as one HTML file, which opens without a network."""
+    with command_output(as_json=as_json, debug=debug) as result:
+        from poplar.report import RunRecord, write_report
+
+        write_report(RunRecord.from_json(run), output, pictures)
+        result.document = {
+            "report": str(output),
+            "pictures": None if pictures is None else str(pictures),
+        }
+        result.show(f"written to {output}")

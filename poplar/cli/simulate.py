@@ -1,0 +1,207 @@
+"""`poplar simulate`: a plan for a described cluster; every figure is an interval."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from poplar.cli.options import (
+    AsJson,
+    Debug,
+    GlobalBatch,
+    MaxMicroBatch,
+    Policy,
+    Stages,
+    parse_stages,
+)
+from poplar.cli.output import command_output, table
+from poplar.formatting import format_bytes
+from poplar.hardware.cluster_file import ClusterFile, SimulatedCluster
+from poplar.hardware.device_catalog import find_device, spread
+from poplar.hardware.estimate import Estimate, Interval, estimate, gain
+from poplar.hardware.model_shapes import TrainingJob, architecture
+from poplar.plan import Plan
+from poplar.planner.search import search
+from poplar.planner.what_if import plan_or_reason
+from poplar.simulator.event_engine import simulate as simulate_step
+
+_OTHER_POLICIES = ("even", "flops")
+_ABOUT_INTERVALS = (
+    "intervals: all devices slower or faster, or one type of device slower and the others faster, "
+    "under this plan; after measuring, the best plan may differ"
+)
+
+
+def simulate(
+    cluster: Annotated[
+        Path,
+        typer.Argument(
+            metavar="CLUSTER.toml", exists=True, dir_okay=False, help="A description of a cluster."
+        ),
+    ],
+    model: Annotated[str, typer.Option(help="Name of a model, for example llama-1.1b.")],
+    global_batch: GlobalBatch,
+    sequence: Annotated[
+        int | None, typer.Option(min=1, help="Tokens per sample; default: that of the model.")
+    ] = None,
+    stage: Stages = "auto",
+    checkpointing: Annotated[
+        bool, typer.Option("--checkpointing", help="Recompute activations in the backward.")
+    ] = False,
+    policy: Policy = "exact",
+    max_micro_batch: MaxMicroBatch = None,
+    write_profile: Annotated[
+        Path | None, typer.Option(help="Where to write the simulated profile, for poplar plan.")
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Where to write a simulated step of the plan, for ui.perfetto.dev."
+        ),
+    ] = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Plan for devices that are not at hand, from published figures.
+
+    The plan is the best one for the expected speeds. Every figure has an interval, because devices
+    may be slower or faster than expected.
+    """
+    request: dict[str, Any] = {"stages": parse_stages(stage), "max_micro_batch": max_micro_batch}
+    with command_output(as_json=as_json, debug=debug) as output:
+        job = TrainingJob(
+            architecture=architecture(model), sequence=sequence or 0, checkpointing=checkpointing
+        )
+        described = ClusterFile.read(cluster)
+        simulated = described.simulated(job)
+        if write_profile is not None:
+            simulated.middle.to_json(write_profile)
+        request["global_batch"] = global_batch
+        plan = search(simulated.middle, policy=policy, **request)
+        gains = _gains(described, simulated, plan, policy, request)
+        figures = estimate(simulated, plan)
+        output.document = _document(described, simulated, plan, figures, gains)
+        output.show(*_shown(described, simulated, plan, figures, gains))
+        if write_profile is not None:
+            output.show(
+                f"written to {write_profile}; next: poplar plan {write_profile} --global-batch B"
+            )
+        if trace is not None:
+            simulate_step(simulated.middle, plan).to_perfetto(trace)
+            output.show(f"written to {trace}; open it in ui.perfetto.dev")
+
+
+def _gains(
+    described: ClusterFile,
+    simulated: SimulatedCluster,
+    plan: Plan,
+    policy: str,
+    request: Mapping[str, Any],
+) -> dict[str, Interval | str]:
+    """How many times as fast a plan is as other policies, and as each type of device alone.
+
+    A reason instead of an interval: the alternative has no plan. Below 1 is possible: one type of
+    device on fast links may be faster than all devices over a slow network.
+    """
+    others = {f"policy {name}": (simulated, name) for name in _OTHER_POLICIES if name != policy}
+    if len(described.kinds) > 1:
+        for kind in described.kinds:
+            part = described.alone(kind).simulated(simulated.job, kinds=described.kinds)
+            others[f"{kind.gpu} alone"] = (part, policy)
+    gains: dict[str, Interval | str] = {}
+    for name, (part, other_policy) in others.items():
+        found = plan_or_reason(part.middle, policy=other_policy, **request)
+        gains[name] = found if isinstance(found, str) else gain(simulated, plan, found, part)
+    return gains
+
+
+def _document(
+    described: ClusterFile,
+    simulated: SimulatedCluster,
+    plan: Plan,
+    figures: Estimate,
+    gains: Mapping[str, Interval | str],
+) -> dict[str, Any]:
+    job = simulated.job
+    return {
+        "simulated": True,
+        "cluster": described.name,
+        "model": job.architecture.name,
+        "sequence": job.sequence,
+        "checkpointing": job.checkpointing,
+        "devices": {
+            "roofline_only": list(simulated.calculated),
+            "measured_curve": list(simulated.measured),
+        },
+        "plan": plan.to_dict(),
+        "estimate": figures.to_dict(),
+        "gain_over": {
+            name: found if isinstance(found, str) else asdict(found)
+            for name, found in gains.items()
+        },
+        "price_per_hour": simulated.price_per_hour,
+        "currency": simulated.currency,
+    }
+
+
+def _shown(
+    described: ClusterFile,
+    simulated: SimulatedCluster,
+    plan: Plan,
+    figures: Estimate,
+    gains: Mapping[str, Interval | str],
+) -> list[Table | Text]:
+    job = simulated.job
+    recomputing = ", activations checkpointed" if job.checkpointing else ""
+    title = (
+        f"simulated: {described.name}, {job.architecture.name} ({job.architecture.numel:,} "
+        f"parameters), samples of {job.sequence} tokens{recomputing}; nothing was measured here"
+    )
+    shown: list[Table | Text] = [Text(title, "bold")]
+    if simulated.calculated:
+        errors = [
+            f"{gpu} (±{100 * spread(find_device(gpu)):.0f} %)" for gpu in simulated.calculated
+        ]
+        shown.append(Text(f"roofline only: {', '.join(errors)}", "yellow"))
+    if simulated.measured:
+        devices = ", ".join(simulated.measured)
+        shown.append(Text(f"published curves of this model, their ratios only: {devices}"))
+    shown += [Text(str(plan)), _figures(simulated, figures, gains), Text(_ABOUT_INTERVALS)]
+    if figures.may_not_fit:
+        warning = f"this plan may not fit if passes need more memory: {figures.may_not_fit}"
+        shown.append(Text(warning, "yellow"))
+    return shown
+
+
+def _figures(
+    simulated: SimulatedCluster, figures: Estimate, gains: Mapping[str, Interval | str]
+) -> Table:
+    shown = table("simulated", "expected", "from", "to")
+
+    def add(name: str, interval: Interval, form: str, unit: str = "") -> None:
+        values = (interval.middle, interval.low, interval.high)
+        shown.add_row(name, *(f"{value:{form}}{unit}" for value in values))
+
+    add("step", figures.step_seconds, ".3g", " s")
+    add("samples/s", figures.samples_per_second, ".4g")
+    add("TFLOP/s, whole cluster", figures.tflops, ".4g")
+    of_sum = figures.of_sum_of_speeds.map(lambda fraction: 100 * fraction)
+    add("of the sum of speeds", of_sum, ".0f", " %")
+    for name, found in gains.items():
+        if isinstance(found, str):
+            shown.add_row(f"over {name}", "no plan fits", "", "")
+        else:
+            add(f"over {name}", found, ".2f", "x")
+    if figures.samples_per_price is not None:
+        price_unit = simulated.currency or "unit of price"
+        add(f"samples per {price_unit}", figures.samples_per_price, ".4g")
+    fullest = max(figures.memory_bytes, key=lambda memory: memory.middle)
+    values = (fullest.middle, fullest.low, fullest.high)
+    shown.add_row("most memory of a rank", *(format_bytes(value) for value in values))
+    return shown

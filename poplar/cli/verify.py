@@ -1,0 +1,48 @@
+"""`poplar verify`: compare one step under a plan with one process."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from poplar.cli.options import AsJson, Debug, Device, Function, PlanFile
+from poplar.cli.output import command_output
+from poplar.plan import Plan
+
+
+def verify(
+    function: Function,
+    plan: PlanFile,
+    max_micro_batch: Annotated[
+        int | None, typer.Option(min=1, help="Most samples that the one process runs at once.")
+    ] = None,
+    device: Device = "auto",
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Compare every gradient of one step under a plan with the gradient of one process.
+
+    Start as many ranks as the plan has: torchrun --nproc-per-node 2 -m poplar verify ... The exit
+    code is 1 if a gradient differs from that of the whole batch.
+    """
+    with command_output(as_json=as_json, debug=debug) as output:
+        from poplar.cli.process_group import chosen_device, joined
+        from poplar.verification import verify as verify_step
+        from poplar.workload import load
+
+        checked, own_device = Plan.from_json(plan), chosen_device(device)
+        with joined(own_device) as world:
+            if checked.world_size != world.size:
+                raise ValueError(
+                    f"{plan} is for {checked.world_size} ranks, but this job has {world.size}; "
+                    f"start it with torchrun --nproc-per-node {checked.world_size} -m poplar "
+                    f"verify {function} --plan {plan}"
+                )
+            work = load(function).to(own_device)
+            batch = work.batch_of(checked.global_batch)
+            verification = verify_step(
+                work.model, work.loss_fn, batch, checked, max_micro_batch=max_micro_batch
+            )
+        output.document, output.failed = verification.to_dict(), not verification.ok
+        output.show(str(verification))

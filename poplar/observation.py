@@ -1,0 +1,111 @@
+"""Measured steps of plans, as values.
+
+An `Observation` is what one plan took on the engine. `Trials` collects the observations of several
+plans over turns and compares two plans only over the turns that both took part in, because a device
+is often a few percent faster or slower from one minute to the next.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+from typing import NamedTuple
+
+from poplar.curve import error_of_median
+from poplar.plan import Plan
+
+
+class Slowdown(NamedTuple):
+    """Time of a plain pass relative to the profiled curve of its rank."""
+
+    factor: float
+    error: float
+    """Relative standard error of `factor`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observation:
+    """Measured steps of one plan: medians over the steps, the same value on every rank."""
+
+    plan: Plan
+    step_seconds: float
+    """Wall time of a step, averaged over ranks."""
+    spread_seconds: float = 0.0
+    """Standard error of `step_seconds`; 0 if unknown."""
+    pass_seconds: tuple[tuple[float, ...], ...]
+    """`[rank][pass]`, passes with samples only, without the time spent waiting for other ranks."""
+    other_seconds: tuple[float, ...]
+    """By rank, time outside passes and optimizer update, without waiting."""
+    pass_errors: tuple[float, ...] = ()
+    """By rank, standard error of the time of a pass; empty if unknown."""
+    slowdowns: tuple[Slowdown, ...] = ()
+    """By rank, measured with plain passes right before and after the steps; empty if unknown."""
+
+
+class Trials:
+    """Observations of any number of plans, one dictionary per turn."""
+
+    def __init__(self, turns: Iterable[Sequence[Observation]] = ()) -> None:
+        self._turns: list[dict[Plan, Observation]] = []
+        for turn in turns:
+            self.add(turn)
+
+    def add(self, turn: Sequence[Observation]) -> None:
+        """Add one turn, in which each plan ran at most once."""
+        self._turns.append({observation.plan: observation for observation in turn})
+
+    def turns(self, plan: Plan) -> int:
+        """Number of turns in which the plan ran."""
+        return sum(plan in turn for turn in self._turns)
+
+    def observations(self) -> tuple[Observation, ...]:
+        """One observation per plan, in order of first appearance: medians over its turns."""
+        plans = dict.fromkeys(plan for turn in self._turns for plan in turn)
+        return tuple(
+            _pooled([turn[plan] for turn in self._turns if plan in turn]) for plan in plans
+        )
+
+    def ratio(self, plan: Plan, other: Plan) -> float:
+        """Step time of `plan` over that of `other`: the median of the turns that both ran in."""
+        return median(
+            turn[plan].step_seconds / turn[other].step_seconds
+            for turn in self._turns
+            if plan in turn and other in turn
+        )
+
+    def ranking(self, plans: Sequence[Plan]) -> list[Plan]:
+        """The plans, fastest first. Any two of them must have shared a turn."""
+        fastest = plans[0]
+        for plan in plans[1:]:
+            if self.ratio(plan, fastest) < 1.0:
+                fastest = plan
+        return sorted(plans, key=lambda plan: (plan != fastest, self.ratio(plan, fastest)))
+
+
+def _pooled(observations: Sequence[Observation]) -> Observation:
+    """The median over the turns of one plan."""
+    turns = [seen.step_seconds for seen in observations]
+    errors = zip(*(seen.pass_errors for seen in observations), strict=True)
+    return Observation(
+        plan=observations[0].plan,
+        step_seconds=median(turns),
+        spread_seconds=_larger_error([seen.spread_seconds for seen in observations], turns),
+        pass_seconds=tuple(
+            tuple(median(times) for times in zip(*own, strict=True))
+            for own in zip(*(seen.pass_seconds for seen in observations), strict=True)
+        ),
+        other_seconds=tuple(
+            median(own) for own in zip(*(seen.other_seconds for seen in observations), strict=True)
+        ),
+        pass_errors=tuple(
+            _larger_error(own, [fmean(seen.pass_seconds[rank] or [0.0]) for seen in observations])
+            for rank, own in enumerate(errors)
+        ),
+    )
+
+
+def _larger_error(errors: Sequence[float], turns: Sequence[float]) -> float:
+    """Standard error of the median over turns: from their own errors or from their spread."""
+    return max(median(errors) / math.sqrt(len(turns)), error_of_median(turns))

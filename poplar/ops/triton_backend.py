@@ -1,0 +1,220 @@
+"""The CUDA operators in Triton, used where the C++ library was not built; they need no nvcc.
+
+They give the bits of plain PyTorch. Triton supports only capability 8.0 and higher, so on older
+devices a self-test on small tensors decides. If it fails, or if no kernel can be launched (Triton
+needs a C compiler and Python's headers once), plain PyTorch is used, with a warning.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from poplar.ops import plain
+
+SUPPORTED_CAPABILITY = (8, 0)
+"""The lowest compute capability that Triton supports."""
+
+
+def is_available() -> bool:
+    """Whether Triton is installed."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def pack_(
+    bucket: Tensor,
+    grads: list[Tensor],
+    offsets: list[int],
+    weight: float,
+    accumulate: bool = False,
+    sums: Tensor | None = None,
+) -> None:
+    """See `poplar.ops.pack_`."""
+    plain.check_pack(bucket, grads, offsets, sums)
+    _provider_for(bucket).pack_(bucket, grads, offsets, weight, accumulate, sums)
+
+
+def rank_sum_(
+    out: Tensor, received: list[Tensor], accumulate: bool = False, sums: Tensor | None = None
+) -> None:
+    """See `poplar.ops.rank_sum_`."""
+    plain.check_rank_sum(out, received, sums)
+    _provider_for(out).rank_sum_(out, received, accumulate, sums)
+
+
+def block_sums_of_squares(flat: Tensor) -> Tensor:
+    """See `poplar.ops.block_sums_of_squares`."""
+    plain.check_flat(flat, "block_sums_of_squares: flat")
+    sums: Tensor = _provider_for(flat).block_sums_of_squares(flat)
+    return sums
+
+
+def exact_sum_(total: Tensor, values: Tensor) -> None:
+    """See `poplar.ops.exact_sum_`."""
+    plain.check_exact_sum(total, values)
+    _provider_for(total).exact_sum_(total, values)
+
+
+def exact_norm(totals: Tensor) -> Tensor:
+    """See `poplar.ops.exact_norm`."""
+    plain.check_exact_norm(totals)
+    norm: Tensor = _provider_for(totals).exact_norm(totals)
+    return norm
+
+
+def clip_coefficient(norm: Tensor, max_norm: float, scale: Tensor | None = None) -> Tensor:
+    """See `poplar.ops.clip_coefficient`."""
+    plain.check_clip_coefficient(norm, scale)
+    coefficient: Tensor = _provider_for(norm).clip_coefficient(norm, max_norm, scale)
+    return coefficient
+
+
+def adamw_(
+    values: Tensor,
+    gradient: Tensor,
+    mean: Tensor,
+    square_mean: Tensor,
+    rounded: Tensor | None,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: float,
+    maximize: bool = False,
+    scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> None:
+    """See `poplar.ops.adamw_`."""
+    plain.check_adamw(values, gradient, mean, square_mean, rounded, step, scale, found_inf)
+    rule = (lr, beta1, beta2, eps, weight_decay, step, maximize, scale, found_inf)
+    _provider_for(values).adamw_(values, gradient, mean, square_mean, rounded, *rule)
+
+
+FUNCTIONS: dict[str, Callable[..., Tensor | None]] = {
+    "pack_": pack_,
+    "rank_sum_": rank_sum_,
+    "block_sums_of_squares": block_sums_of_squares,
+    "exact_sum_": exact_sum_,
+    "exact_norm": exact_norm,
+    "clip_coefficient": clip_coefficient,
+    "adamw_": adamw_,
+}
+
+
+class _KernelsOnDevice:
+    """Launches the kernels on one device, whichever device is current."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def launch(*arguments: Any) -> Any:
+            from poplar import kernels  # imported late, because importing Triton is slow
+
+            with torch.cuda.device(self._device):
+                return getattr(kernels, name)(*arguments)
+
+        return launch
+
+
+def _provider_for(tensor: Tensor) -> Any:
+    """The provider for a tensor's device: the kernels, or plain PyTorch."""
+    return _provider_on(tensor.device)
+
+
+@functools.cache
+def _provider_on(device: torch.device) -> Any:
+    kernels = _KernelsOnDevice(device)
+    supported = torch.cuda.get_device_capability(device) >= SUPPORTED_CAPABILITY
+    reason = launch_test(kernels, device) if supported else self_test(kernels, device)
+    if not reason:
+        return kernels
+    warnings.warn(
+        f"Triton's kernels do not run on {torch.cuda.get_device_name(device)} ({reason}); using "
+        "plain PyTorch, which is slower. Build Poplar with nvcc to get the C++ operators",
+        stacklevel=4,
+    )
+    return plain
+
+
+def launch_test(kernels: Any, device: torch.device) -> str:
+    """Why no kernel can be launched; empty if one can."""
+    try:
+        kernels.block_sums_of_squares(torch.zeros(64, device=device))
+    except Exception as error:  # a missing compiler raises many types of errors
+        return f"launch failed: {type(error).__name__}: {error}"
+    return ""
+
+
+def self_test(kernels: Any, device: torch.device) -> str:
+    """Which kernels are wrong on small tensors, or why they fail; empty if all are right."""
+    try:
+        wrong = [name for name, same in _compare_all(kernels, device) if not same]
+    except Exception as error:  # an unsupported chip raises many types of errors
+        return f"launch failed: {type(error).__name__}: {error}"
+    return f"wrong results of {', '.join(wrong)}" if wrong else ""
+
+
+def _compare_all(kernels: Any, device: torch.device) -> list[tuple[str, bool]]:
+    generator = torch.Generator("cpu").manual_seed(0)
+
+    def values(numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.randn(numel, generator=generator, device="cpu").to(dtype).to(device)
+
+    found = []
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        grads = [values(1500), values(70, torch.bfloat16), values(999, torch.float16)]
+        bucket, parts = values(3000, dtype), values(3 * 3000, dtype).view(3, 3000).unbind()
+        for accumulate in (False, True):
+            pack = (grads, [3, 1600, 1700], 1 / 3, accumulate)
+            found.append(("pack_", _same_bits(kernels.pack_, plain.pack_, bucket, pack)))
+            add = (parts, accumulate)
+            found.append(
+                ("rank_sum_", _same_bits(kernels.rank_sum_, plain.rank_sum_, values(3000), add))
+            )
+        state = [values(3000), values(3000), values(3000).abs(), bucket]
+        rule = (1e-3, 0.9, 0.999, 1e-8, 0.1, 3.0, False, values(1), None)
+        step = (*state, *rule)
+        found.append(
+            ("adamw_", _same_bits(kernels.adamw_, plain.adamw_, values(3000), step, sums=False))
+        )
+    total = torch.zeros(plain.EXACT_WORDS, dtype=torch.int64, device=device)
+    sums = (values(3000),)
+    found.append(
+        ("exact_sum_", _same_bits(kernels.exact_sum_, plain.exact_sum_, total, sums, sums=False))
+    )
+    plain.exact_sum_(total, values(3000).square())
+    norm = plain.exact_norm(total.view(1, -1))
+    found.append(("exact_norm", torch.equal(kernels.exact_norm(total.view(1, -1)), norm)))
+    for scale in (None, norm.reciprocal()):
+        ours, theirs = (o.clip_coefficient(norm, 0.1, scale) for o in (kernels, plain))
+        found.append(("clip_coefficient", torch.equal(ours, theirs)))
+    return found
+
+
+def _same_bits(
+    one: Callable[..., None],
+    other: Callable[..., None],
+    out: Tensor,
+    arguments: Sequence[Any],
+    sums: bool = True,
+) -> bool:
+    """Whether two functions write the same bits to their outputs."""
+    results = []
+    for function in (one, other):
+        fresh = [
+            argument.clone() if isinstance(argument, Tensor) else argument
+            for argument in (out, *arguments)
+        ]
+        if sums:
+            fresh.append(torch.empty(-(-out.numel() // plain.ALIGNMENT), device=out.device))
+        function(*fresh)
+        results.append([argument for argument in fresh if isinstance(argument, Tensor)])
+    return all(torch.equal(a, b) for a, b in zip(*results, strict=True))

@@ -1,0 +1,366 @@
+"""Fits the residuals of the cost model to measured steps, by stage and rank.
+
+Values in, values out. Plain passes do not include hooks, packing, or communication threads on the
+same cores; engine steps do. The extra time of a rank's passes becomes its overhead, the remaining
+extra time of a step becomes a residual of its synchronizations and of the step. Noise makes the fit
+less accurate, but never makes it fail.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from statistics import fmean, mean, median
+
+from poplar.observation import Observation, Slowdown, Trials
+from poplar.plan import FIRST_STAGE_SYNCHRONIZING_EVERY_PASS, GATHERS, Plan
+from poplar.planner.cost_model import costs_of
+from poplar.planner.prediction import fits
+from poplar.planner.search import search
+from poplar.planner.what_if import with_slower_devices
+from poplar.profile import ClusterProfile, DeviceProfile
+
+PASSES_OBSERVED = (1, 3)
+"""Pass counts of the calibration plans. Their difference gives the cost of a synchronization."""
+LARGEST_SLOWDOWN = 8.0
+"""A device is not this much slower or faster from one minute to the next: beyond, it is noise."""
+_BISECTIONS = 40
+
+
+def plans_to_observe(cluster: ClusterProfile, stage: int) -> list[Plan]:
+    """One plan with few and one with more passes, with passes of equal length on all ranks.
+
+    Shares are even where memory allows, else those that a search finds.
+
+    Raises:
+        NoPlanFits: not even a few samples fit at this stage.
+    """
+    target = max(device.seconds(min(2, device.max_batch)) for device in cluster.devices)
+    sizes = [
+        max([1, *(b for b in range(1, device.max_batch + 1) if device.seconds(b) <= target)])
+        for device in cluster.devices
+    ]
+    shares = (1.0 / len(sizes),) * len(sizes)
+    if not fits(cluster, Plan.manual(sizes, stage=stage, shares=shares)):
+        found = search(cluster, global_batch=sum(sizes), stages=(stage,))
+        shares = found.shares
+        if not fits(cluster, Plan.manual(sizes, stage=stage, shares=shares)):
+            sizes = [max(passes, default=0) for passes in found.micro_batches]
+    plans = [
+        Plan.manual(sizes, stage=stage, passes=passes, shares=shares) for passes in PASSES_OBSERVED
+    ]
+    return [replace(plan, transport=cluster.network.transport) for plan in plans]
+
+
+def fit(
+    cluster: ClusterProfile, turns: Iterable[Sequence[Observation]], *, asynchronous: bool
+) -> ClusterProfile:
+    """The profile with the residuals of the stages that ran.
+
+    Args:
+        cluster: measured, without residuals of these stages.
+        turns: observations of the plans of `plans_to_observe`. Plans with different numbers of
+            passes separate the residual of a synchronization from that of a step.
+        asynchronous: the device computes while the host goes on. Then host timings of passes are
+            not used, and synchronizations that cost less than their collectives are explained by
+            overlap. On a CPU collectives use the cores that compute, so apparent overlap is noise.
+    """
+    trials = Trials([at_profiled_speed(cluster, seen) for seen in turn] for turn in turns)
+    by_stage: dict[int, list[Observation]] = {}
+    for seen in trials.observations():
+        by_stage.setdefault(seen.plan.stage, []).append(seen)
+    if not asynchronous:
+        for stage, observations in by_stage.items():
+            cluster = _with_overheads(cluster, stage, observations)
+        cluster, by_stage = _with_equal_overheads(cluster, by_stage)
+    for stage, observations in by_stage.items():
+        cluster = _with_step_residuals(cluster, stage, observations)
+        may_overlap = asynchronous and stage >= FIRST_STAGE_SYNCHRONIZING_EVERY_PASS
+        unexplained = cluster.network.synchronization_seconds[stage] < 0.0
+        if may_overlap and unexplained and cluster.overlap == 0.0:
+            overlap = _least_overlap(cluster, stage, observations)
+            cluster = _with_step_residuals(replace(cluster, overlap=overlap), stage, observations)
+    return cluster
+
+
+def refine(
+    cluster: ClusterProfile,
+    stage: int,
+    observations: Sequence[Observation],
+    *,
+    asynchronous: bool,
+) -> ClusterProfile:
+    """The profile whose predictions match these observations of one stage, on average.
+
+    Pass times go into the ranks' overheads, the rest into the residual of the step. A single plan
+    is predicted exactly.
+    """
+    if not asynchronous:
+        cluster = _with_overheads(cluster, stage, observations)
+    missing = mean(_unexplained_seconds(cluster, seen) for seen in observations)
+    steps = _replaced(cluster.network.step_seconds, stage, missing)
+    return replace(cluster, network=replace(cluster.network, step_seconds=steps))
+
+
+def at_profiled_speed(cluster: ClusterProfile, observation: Observation) -> Observation:
+    """The observation that devices as fast as their profiled curves would have given.
+
+    Without this, a device that is slower for a few seconds would be charged for it as engine
+    overhead in every pass of every plan of that stage. Unchanged if it has no slowdowns.
+    """
+    slowdowns = tuple(map(_plausible, observation.slowdowns))
+    if not slowdowns:
+        return observation
+    plan = observation.plan
+    slower = with_slower_devices(cluster, [slowdown.factor for slowdown in slowdowns])
+    profiled, present = (
+        costs_of(each, plan).step_seconds(plan.micro_batches, plan.shares)
+        for each in (cluster, slower)
+    )
+    step_seconds = observation.step_seconds * profiled / present
+    speed_error = max(
+        slowdown.error
+        for slowdown, passes in zip(slowdowns, plan.micro_batches, strict=True)
+        if any(passes)
+    )
+    pass_seconds = tuple(
+        tuple(seconds / slowdown.factor for seconds in passes)
+        for passes, slowdown in zip(observation.pass_seconds, slowdowns, strict=True)
+    )
+    known = observation.pass_errors or (0.0,) * len(slowdowns)
+    return replace(
+        observation,
+        step_seconds=step_seconds,
+        spread_seconds=math.hypot(
+            observation.spread_seconds * profiled / present, step_seconds * speed_error
+        ),
+        pass_seconds=pass_seconds,
+        pass_errors=tuple(
+            math.hypot(error / slowdown.factor, fmean(passes or [0.0]) * slowdown.error)
+            for error, slowdown, passes in zip(known, slowdowns, pass_seconds, strict=True)
+        ),
+        slowdowns=(),
+    )
+
+
+def at_observed_speeds(
+    cluster: ClusterProfile, observations: Sequence[Observation]
+) -> ClusterProfile:
+    """The profile with each rank's curve scaled to the speed that it had in these steps.
+
+    A curve is measured once, but a device is a few percent faster or slower a minute later. Steps
+    in which all ranks run together show their present speeds relative to each other.
+    """
+    stages = {observation.plan.stage for observation in observations}
+
+    def scaled(rank: int, device: DeviceProfile) -> DeviceProfile:
+        expected = sum(
+            device.seconds(size) + device.pass_overhead_seconds[observation.plan.stage]
+            for observation in observations
+            for size in observation.plan.micro_batches[rank]
+            if size
+        )
+        if not expected:
+            return device
+        seconds = sum(sum(observation.pass_seconds[rank]) for observation in observations)
+        factor = _plausible(Slowdown(seconds / expected, 0.0)).factor
+        overheads = (
+            factor * overhead if stage in stages else overhead
+            for stage, overhead in enumerate(device.pass_overhead_seconds)
+        )
+        return replace(
+            device,
+            points=tuple(point.times(factor) for point in device.points),
+            pass_overhead_seconds=tuple(overheads),
+        )
+
+    devices = tuple(scaled(rank, device) for rank, device in enumerate(cluster.devices))
+    return replace(cluster, devices=devices)
+
+
+def _plausible(slowdown: Slowdown) -> Slowdown:
+    """The slowdown within `LARGEST_SLOWDOWN`; what was cut off is added to its error."""
+    factor = min(max(slowdown.factor, 1.0 / LARGEST_SLOWDOWN), LARGEST_SLOWDOWN)
+    return Slowdown(factor, slowdown.error + abs(slowdown.factor - factor) / factor)
+
+
+def _with_overheads(
+    cluster: ClusterProfile, stage: int, observations: Sequence[Observation]
+) -> ClusterProfile:
+    devices = (
+        _with_overhead(device, rank, stage, observations)
+        for rank, device in enumerate(cluster.devices)
+    )
+    return replace(cluster, devices=tuple(devices))
+
+
+def _with_overhead(
+    device: DeviceProfile, rank: int, stage: int, observations: Sequence[Observation]
+) -> DeviceProfile:
+    extra: list[float] = []
+    other: list[float] = []
+    errors: list[float] = []
+    for observation in observations:
+        batches = [size for size in observation.plan.micro_batches[rank] if size]
+        own = observation.pass_seconds[rank]
+        extra += [taken - device.seconds(size) for taken, size in zip(own, batches, strict=True)]
+        other.append(observation.other_seconds[rank])
+        errors += observation.pass_errors[rank : rank + 1]
+    overhead = device.pass_overhead_seconds[stage]
+    if extra:
+        # Time within the noise is left to the residual of the step: as an overhead it would be
+        # counted once for each of many passes.
+        noise = math.hypot(*errors) / max(1, len(errors))
+        overhead = max(0.0, median(extra) - noise)
+    return replace(
+        device,
+        pass_overhead_seconds=_replaced(device.pass_overhead_seconds, stage, overhead),
+        step_overhead_seconds=_replaced(device.step_overhead_seconds, stage, median(other)),
+    )
+
+
+def _with_equal_overheads(
+    cluster: ClusterProfile, by_stage: Mapping[int, Sequence[Observation]]
+) -> tuple[ClusterProfile, dict[int, list[Observation]]]:
+    """Give each rank one pass overhead for all stages that do not shard parameters.
+
+    Passes of these stages differ only in where gradients are packed to. So the smallest overhead is
+    used, the excess of the other stages counts as a slow moment, and their steps are shortened.
+    """
+    devices = []
+    for rank, device in enumerate(cluster.devices):
+        overheads = device.pass_overhead_seconds
+        stages = [
+            stage
+            for stage, observations in by_stage.items()
+            if stage < GATHERS and any(seen.pass_seconds[rank] for seen in observations)
+        ]
+        least = min((overheads[stage] for stage in stages), default=0.0)
+        for stage in stages:
+            overheads = _replaced(overheads, stage, least)
+        devices.append(replace(device, pass_overhead_seconds=overheads))
+    equalized = replace(cluster, devices=tuple(devices))
+
+    def slowdown(rank: int, seen: Observation) -> Slowdown:
+        device, stage = equalized.devices[rank], seen.plan.stage
+        overhead = device.pass_overhead_seconds[stage]
+        sizes = [size for size in seen.plan.micro_batches[rank] if size]
+        if not sizes or cluster.devices[rank].pass_overhead_seconds[stage] <= overhead:
+            return Slowdown(1.0, 0.0)
+        computed = sum(seen.pass_seconds[rank]) - len(sizes) * overhead
+        return Slowdown(computed / sum(map(device.seconds, sizes)), 0.0)
+
+    def shortened(seen: Observation) -> Observation:
+        slowdowns = tuple(slowdown(rank, seen) for rank in range(len(devices)))
+        return at_profiled_speed(equalized, replace(seen, slowdowns=slowdowns))
+
+    return equalized, {stage: list(map(shortened, seen)) for stage, seen in by_stage.items()}
+
+
+def _with_step_residuals(
+    cluster: ClusterProfile, stage: int, observations: Sequence[Observation]
+) -> ClusterProfile:
+    """Set the residuals of a stage so that the closed form matches the observations on average.
+
+    A synchronization is charged only with what exceeds one standard error, because a plan may have
+    many synchronizations.
+    """
+    each = _seconds_beyond_collectives(cluster, stage, observations)
+    error = _error_of_slope(observations)
+    each = max(each - error, 0.0) + min(each + error, 0.0)
+    bare = _without_synchronization_residual(cluster, stage)
+    once = mean(
+        _unexplained_seconds(bare, seen) - each * _synchronizations(seen) for seen in observations
+    )
+    network = replace(
+        cluster.network,
+        synchronization_seconds=_replaced(cluster.network.synchronization_seconds, stage, each),
+        step_seconds=_replaced(cluster.network.step_seconds, stage, once),
+    )
+    return replace(cluster, network=network)
+
+
+def _seconds_beyond_collectives(
+    cluster: ClusterProfile, stage: int, observations: Sequence[Observation]
+) -> float:
+    """Time per synchronization beyond the closed form without residuals."""
+    bare = _without_synchronization_residual(cluster, stage)
+    missing = [_unexplained_seconds(bare, observation) for observation in observations]
+    return _slope([_synchronizations(observation) for observation in observations], missing)
+
+
+def _unexplained_seconds(cluster: ClusterProfile, observation: Observation) -> float:
+    """Observed step time minus the closed form without the residual of the step.
+
+    A difference of predictions would not do: these never fall below the compute time, and they
+    reject plans that do not fit.
+    """
+    plan = observation.plan
+    costs = costs_of(cluster, plan)
+    synchronized = costs.step_seconds(plan.micro_batches, plan.shares)
+    synchronized -= costs.tail_seconds(plan.shares)
+    updates = [costs.optimizer_seconds(rank, share) for rank, share in enumerate(plan.shares)]
+    gather = costs.gather_after_step_seconds(plan.shares)
+    return observation.step_seconds - synchronized - max(updates) - gather
+
+
+def _without_synchronization_residual(cluster: ClusterProfile, stage: int) -> ClusterProfile:
+    residuals = _replaced(cluster.network.synchronization_seconds, stage, 0.0)
+    return replace(cluster, network=replace(cluster.network, synchronization_seconds=residuals))
+
+
+def _least_overlap(
+    cluster: ClusterProfile, stage: int, observations: Sequence[Observation]
+) -> float:
+    """The least overlap, at most 1, at which a synchronization costs no less than its collectives.
+
+    One standard error of the synchronization cost is allowed for.
+    """
+    error = _error_of_slope(observations)
+
+    def missing(overlap: float) -> float:
+        without = replace(cluster, overlap=overlap)
+        return _seconds_beyond_collectives(without, stage, observations) + error
+
+    at_none, at_full = missing(0.0), missing(1.0)
+    if at_full <= at_none:
+        return 0.0  # overlap makes no difference
+    if at_full <= 0.0:
+        return 1.0
+    low, high = 0.0, 1.0
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if missing(middle) >= 0.0 else (middle, high)
+    return high
+
+
+def _synchronizations(observation: Observation) -> int:
+    if observation.plan.stage < FIRST_STAGE_SYNCHRONIZING_EVERY_PASS:
+        return 1
+    return max(observation.plan.passes(rank) for rank in range(observation.plan.world_size))
+
+
+def _slope(at: Sequence[int], values: Sequence[float]) -> float:
+    """Slope of the least-squares line; 0 if all points have the same abscissa."""
+    middle, spread = mean(at), sum((place - mean(at)) ** 2 for place in at)
+    if not spread:
+        return 0.0
+    height = mean(values)
+    pairs = zip(at, values, strict=True)
+    return sum((place - middle) * (value - height) for place, value in pairs) / spread
+
+
+def _error_of_slope(observations: Sequence[Observation]) -> float:
+    """Standard error of the cost of a synchronization, from those of the steps."""
+    at = [_synchronizations(observation) for observation in observations]
+    away = [place - mean(at) for place in at]
+    spread = math.fsum(a * a for a in away)
+    if not spread:
+        return 0.0
+    errors = (observation.spread_seconds for observation in observations)
+    return math.hypot(*(a * error for a, error in zip(away, errors, strict=True))) / spread
+
+
+def _replaced(values: Sequence[float], at: int, value: float) -> tuple[float, ...]:
+    return (*values[:at], value, *values[at + 1 :])

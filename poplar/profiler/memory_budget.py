@@ -1,0 +1,59 @@
+"""How much memory this rank may use."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from poplar.formatting import format_bytes
+from poplar.profiler.session import Session
+from poplar.system import devices, host_limits
+
+MEMORY_RESERVE = 0.05
+"""Part of a rank's memory that plans leave free."""
+
+
+@dataclass(frozen=True)
+class MemoryBudget:
+    """Bytes of one rank."""
+
+    memory_bytes: int
+    """What the rank may use."""
+    held_bytes: int
+    """What of it is held by other things than tensors, such as a CUDA context."""
+
+    @property
+    def activation_bytes(self) -> float:
+        """What activations may take."""
+        return self.memory_bytes * (1 - MEMORY_RESERVE) - self.held_bytes
+
+
+def memory_budgets(session: Session) -> list[MemoryBudget]:
+    """The budget of every rank. Collective.
+
+    Raises:
+        ValueError: the `memory_limit` of this rank is larger than its memory.
+        RankFailed: the same on another rank.
+    """
+    return session.on_all_ranks(lambda: _own_budget(session), "reading free memory")
+
+
+def _own_budget(session: Session) -> MemoryBudget:
+    device, limit = session.device, session.request.memory_limit
+    held, total = 0, host_limits.total_memory()
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        others = devices.describe(device).others_bytes
+        held = total - free - others - torch.cuda.memory_reserved(device)
+    elif limit is None:
+        parameters = session.request.model.parameters()
+        weights = sum(p.numel() * p.element_size() for p in parameters)
+        held = host_limits.resident_memory() - weights
+    if limit is not None and total is not None and limit > total:
+        raise ValueError(
+            f"rank {session.group.rank}: a memory_limit of {format_bytes(limit)}, but {device} has "
+            f"{format_bytes(total)}; lower it, or leave it out to use what is free"
+        )
+    available = limit or devices.memory_available(device, session.agreed.ranks_on_this_host)
+    return MemoryBudget(available, max(0, held))

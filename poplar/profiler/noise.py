@@ -1,0 +1,87 @@
+"""Whether the machine was too busy or too unsteady for its times to be trusted."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from poplar.profile import BatchPoint
+from poplar.system import host_limits
+
+MOST_SPREAD = 0.03
+"""Relative standard error of a median pass time above which a profile says that it is uncertain:
+about as much as good plans differ by."""
+MOST_OTHER_USE = 0.1
+"""Part of the ranks' cores that other processes may use before a profile says so."""
+
+
+@dataclass(frozen=True)
+class CpuUse:
+    """Seconds of processor time, in all or between two moments."""
+
+    seconds: float
+    """Wall time."""
+    own: float
+    """Processor time of this process."""
+    busy: Mapping[int, float]
+    """By core that this process may use, time in which it was busy or taken by another guest."""
+
+    @classmethod
+    def now(cls) -> CpuUse:
+        """Since the start of the process and of the host."""
+        return cls(time.perf_counter(), time.process_time(), host_limits.busy_seconds())
+
+    def since(self, before: CpuUse) -> CpuUse:
+        """What was used since an earlier moment."""
+        busy = {core: used - before.busy.get(core, used) for core, used in self.busy.items()}
+        return CpuUse(self.seconds - before.seconds, self.own - before.own, busy)
+
+
+def other_use(uses: Sequence[CpuUse]) -> float:
+    """Part of their cores that processes other than these ranks used, 0 to 1; 0 if unknown.
+
+    Args:
+        uses: of the ranks of one host, over about the same time.
+    """
+    cores: dict[int, float] = {}
+    for use in uses:
+        cores.update(use.busy)
+    available = len(cores) * max(use.seconds for use in uses)
+    if available <= 0.0:
+        return 0.0
+    others = sum(cores.values()) - sum(use.own for use in uses)
+    return min(max(others / available, 0.0), 1.0)
+
+
+def noise_notes(
+    hosts: Sequence[str],
+    curves: Sequence[Sequence[BatchPoint]],
+    uses: Sequence[CpuUse | None],
+) -> Iterable[str]:
+    """Sentences for `ClusterProfile.notes` where a threshold of this module is exceeded.
+
+    Args:
+        hosts: by rank.
+        curves: by rank, measured points.
+        uses: by rank, processor time while these were measured; None if not looked at.
+    """
+    for host in dict.fromkeys(hosts):
+        known = [use for use, at in zip(uses, hosts, strict=True) if at == host and use is not None]
+        others = other_use(known) if known else 0.0
+        if others > MOST_OTHER_USE:
+            yield (
+                f"the machine {host} was busy: other processes used {others:.0%} of the ranks' "
+                f"processor cores during the measurement (more than {MOST_OTHER_USE:.0%}), so the "
+                "measured times are too long; stop them and profile again"
+            )
+    for rank, points in enumerate(curves):
+        worst = max(points, key=lambda point: point.spread_seconds / point.seconds)
+        spread = worst.spread_seconds / worst.seconds
+        if spread > MOST_SPREAD:
+            yield (
+                f"the times of rank {rank} are noisy: the median time of {worst.batch} samples has "
+                f"a standard error of {spread:.1%} (more than {MOST_SPREAD:.0%}), so predictions "
+                "may be off by as much; profile again on a quieter machine or with a larger "
+                "seconds="
+            )

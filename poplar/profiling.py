@@ -1,0 +1,163 @@
+"""`profile_cluster`: measure every rank, run calibration steps, fit the cost model to them.
+
+Every rank gets the same profile or an error. A profile of the same job that is in the cache is
+used instead, with the memory that is available now.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from poplar.comm import Group
+from poplar.plan import Plan
+from poplar.planner import calibration
+from poplar.planner.memory_shortfall import NoPlanFits
+from poplar.profile import ClusterProfile
+from poplar.profiler.cache import Cache, default_folder
+from poplar.profiler.cluster_profiler import Profiler
+from poplar.profiler.preserved_state import model_preserved
+from poplar.profiler.progress import Tell
+from poplar.profiler.progress import progress as shown
+from poplar.profiler.request import Request
+from poplar.zero.micro_batch_loss import LossFunction
+from poplar.zero.update import OptimizerFactory
+
+
+def profile_cluster(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    example_batch: Any,
+    *,
+    optimizer_class: OptimizerFactory = torch.optim.AdamW,
+    max_batch: int | None = None,
+    memory_limit: int | None = None,
+    stages: Sequence[int] = (0, 1, 2, 3),
+    seconds: float = 60.0,
+    max_norm: float | None = 1.0,
+    process_group: dist.ProcessGroup | None = None,
+    units: Sequence[str | nn.Module | type[nn.Module]] | None = None,
+    compute_dtype: torch.dtype | str = "auto",
+    reduce_dtype: torch.dtype = torch.float32,
+    timeout: timedelta | None = None,
+    allow_batch_norm: bool = False,
+    cache: bool | str | Path = True,
+    progress: bool = True,
+    **optimizer_kwargs: Any,
+) -> ClusterProfile:
+    """Measure every rank, and the network between them. Collective: every rank calls it.
+
+    Args:
+        model: on this rank's device, not wrapped. It is unchanged afterwards, bit by bit.
+        loss_fn: as for `train_step`: `loss_fn(model, micro_batch)` -> mean loss.
+        example_batch: a batch as in training; its samples are repeated for larger batches, so a
+            few are enough. Use typical sequence lengths: they determine the time of a pass.
+        optimizer_class: with `optimizer_kwargs`, as training will use it.
+        max_batch: largest micro-batch to try on this rank; default: what memory and time allow.
+        memory_limit: bytes that this rank may use; default: the memory of its device, less what
+            other processes use.
+        stages: ZeRO stages to run steps at; other stages are predicted less accurately.
+        seconds: time budget. Exceeded only if a few passes of each kind take longer.
+        max_norm: gradient clipping in the measured steps, as in training; None for none.
+        process_group, units, compute_dtype, reduce_dtype, timeout, allow_batch_norm: as for
+            `HeteroZeroOptimizer`.
+        cache: True to use and store profiles in the default folder, a folder, or False. A cached
+            profile is used if model, dtype, devices and versions are the same.
+        progress: show on stderr of rank 0 what is being measured.
+        optimizer_kwargs: for `optimizer_class`.
+
+    Returns:
+        The same `ClusterProfile` on every rank. Its `notes` say if the machine was too noisy.
+
+    Raises:
+        ValueError, TypeError, RuntimeError: an argument of this rank is wrong, or ranks differ.
+        RankFailed: an argument of another rank is wrong, or that rank could not be measured.
+        CollectiveTimeout: a rank did not answer in time.
+    """
+    request = Request(
+        model=model,
+        loss_fn=loss_fn,
+        example=example_batch,
+        optimizer_class=optimizer_class,
+        optimizer_options=optimizer_kwargs,
+        max_batch=max_batch,
+        memory_limit=memory_limit,
+        stages=stages,
+        seconds=seconds,
+        max_norm=max_norm,
+        units=units,
+        compute_dtype=compute_dtype,
+        reduce_dtype=reduce_dtype,
+        allow_batch_norm=allow_batch_norm,
+    )
+    profiler = Profiler(request, Group.of(process_group, timeout))
+    return CachedProfile(profiler, cache_of(cache), show=progress).profile()
+
+
+def cache_of(choice: bool | str | Path) -> Cache | None:
+    """The cache that the argument `cache` of the public functions selects."""
+    if choice is False:
+        return None
+    return Cache(default_folder() if choice is True else Path(choice))
+
+
+class CachedProfile:
+    """The profile of one job, from the cache or measured; its methods are collective."""
+
+    def __init__(self, profiler: Profiler, cache: Cache | None, *, show: bool) -> None:
+        self.profiler = profiler
+        self.show = show and profiler.session.group.rank == 0
+        self._cache = cache
+        self._plans: dict[str, Plan] = {}
+
+    def profile(self) -> ClusterProfile:
+        """Look into the cache, else measure, calibrate and save."""
+        session = self.profiler.session
+
+        def load() -> tuple[ClusterProfile, dict[str, Plan]] | None:
+            return None if self._cache is None else self._cache.load(session.agreed.identity)
+
+        found = session.on_first_rank(load, "looking into the cache")
+        if found is not None:
+            profile, self._plans = found
+            return self.profiler.with_present_memory(profile)
+        with shown(self.show) as tell, model_preserved(session.request.model, session.device):
+            profile = _calibrated(self.profiler, self.profiler.measure(tell), tell)
+        self.save(profile)
+        return profile
+
+    def plan(self, key: str) -> Plan | None:
+        """The verified plan that the cache has with this profile under a key."""
+        return self._plans.get(key)
+
+    def save(self, profile: ClusterProfile, plans: Mapping[str, Plan] | None = None) -> None:
+        """Write the profile, and more verified plans, into the cache, on rank 0."""
+        self._plans.update(plans or {})
+        if self._cache is None or self.profiler.session.group.rank != 0:
+            return
+        try:
+            self._cache.save(profile, self._plans)
+        except OSError as error:
+            text = f"the profile could not be saved in the cache: {error}"
+            warnings.warn(text, stacklevel=2)
+
+
+def _calibrated(profiler: Profiler, profile: ClusterProfile, tell: Tell) -> ClusterProfile:
+    """Run calibration plans of every stage on the engine and fit the residuals."""
+    groups, notes = [], list(profile.notes)
+    for stage in profiler.session.request.stages:
+        try:
+            groups.append(calibration.plans_to_observe(profile, stage))
+        except NoPlanFits as error:
+            notes.append(f"stage {stage} was not run: {error}")
+    profile = replace(profile, notes=tuple(notes))
+    turns = profiler.observe(profile, groups, tell)
+    return calibration.fit(profile, turns, asynchronous=profiler.session.asynchronous)

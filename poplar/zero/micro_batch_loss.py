@@ -1,0 +1,60 @@
+"""The losses of a step's micro-batches; the first may be computed before all ranks are ready."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+LossFunction = Callable[[nn.Module, Any], Tensor]
+
+
+class MicroBatchLoss:
+    """Runs `loss_fn` on the micro-batches of one step."""
+
+    def __init__(self, loss_fn: LossFunction, model: nn.Module, rank: int) -> None:
+        self._loss_fn, self._model, self._rank = loss_fn, model, rank
+        self._early: Tensor | Exception | None = None
+        self.began: float | None = None
+        """Start time of the early forward, until its pass has used the loss; else None."""
+
+    def compute_early(self, batch: Any) -> None:
+        """Run the first forward now and store its loss or exception for its pass."""
+        self.began = time.perf_counter()
+        try:
+            self._early = self(batch)
+        except Exception as caught:
+            self._early = caught
+
+    def __call__(self, batch: Any) -> Tensor:
+        """The loss of a micro-batch.
+
+        Raises:
+            TypeError: `loss_fn` did not return a scalar tensor.
+        """
+        if self._early is not None:
+            outcome, self._early, self.began = self._early, None, None
+            if not isinstance(outcome, Exception):
+                return outcome
+            try:
+                raise outcome
+            finally:
+                del outcome  # break the reference cycle through its frames, which hold activations
+        return check_scalar(self._loss_fn(self._model, batch), prefix=f"rank {self._rank}: ")
+
+
+def check_scalar(value: Any, *, prefix: str = "") -> Tensor:
+    """The loss if it is a tensor with one element.
+
+    Raises:
+        TypeError: it is not; `prefix` starts the message.
+    """
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        raise TypeError(
+            f"{prefix}loss_fn(model, micro_batch) must return a scalar tensor, got {shape}; return "
+            "the mean over the micro-batch"
+        )
+    return value
