@@ -26,8 +26,8 @@ from poplar.profile import ClusterProfile
 from poplar.simulator.action_durations import (
     ActionDurations,
     Collective,
-    Senders,
     RankLoad,
+    Senders,
     rank_loads,
 )
 from poplar.simulator.timeline import Span, Timeline

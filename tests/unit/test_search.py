@@ -444,7 +444,7 @@ def test_cheapest_cover_matches_a_naive_dynamic_program(parts, total, more):
     ],
 )
 def test_cheapest_cover_refuses_invalid_parts(sizes, costs, dearest, total):
-    with pytest.raises(ValueError, match="cheapest_cover: parts of 1 or more"):
+    with pytest.raises(ValueError, match="cheapest_cover"):
         _core.cheapest_cover(sizes, costs, dearest, total)
 
 
