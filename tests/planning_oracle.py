@@ -1,8 +1,7 @@
-"""What a step costs and which step is best, restated naively: DESIGN section 4, unit by unit.
+"""A naive reference for the cost model and the search: DESIGN section 4, unit by unit.
 
-Imports values only. `Oracle` evaluates one plan by the formulas as a person would write them, stage
-by stage; `every_plan` lists all ways to run a tiny global batch, so that the best of them can be
-compared with what `search` found.
+Imports values only. `Oracle` evaluates one plan by the formulas, stage by stage. `every_batches`
+lists all ways to run a small global batch, so that `search` can be compared with the best of them.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ STAGES = (0, 1, 2, 3)
 BUFFER = 32 * 2**20 // 4
 """Elements that are reduced at once."""
 SCALE = 512
-"""So many times the size of a toy are the models of random clusters: units of up to two buffers."""
+"""Factor on the sizes of random models, so that units have up to two buffers."""
 Batches = tuple[tuple[int, ...], ...]
 
 
@@ -29,7 +28,7 @@ class Oracle:
     def __init__(
         self, cluster: ClusterProfile, stage: int, persistent: frozenset[int] = frozenset()
     ) -> None:
-        """`kept`: units that are gathered once a step, at stage 3."""
+        """`persistent`: units that are unsharded once a step, at stage 3."""
         self.cluster, self.stage, self.persistent = cluster, stage, persistent
         self.n = cluster.world_size
         numels = cluster.model.unit_numels
@@ -39,7 +38,7 @@ class Oracle:
         self.buffers = [-(-numel // BUFFER) for numel in numels]
 
     def _in_buffers(self, numels: tuple[int, ...]) -> list[int]:
-        """Neighbours that fit into one buffer share it."""
+        """Consecutive units that fit into one buffer share it."""
         shared = [0]
         for numel in numels:
             if shared[-1] and shared[-1] + numel > BUFFER:
@@ -84,14 +83,14 @@ class Oracle:
         return measured * bound(shares) / even
 
     def seconds(self, batches: Batches, shares: tuple[float, ...]) -> float:
-        reduce, gather = self._traffic(shares)
+        reduce, gather = self._communication(shares)
         if self.stage < 2:
             passes = [[self.x(r, b) for b in own if b] for r, own in enumerate(batches)]
             ends, lasts = [sum(p) for p in passes], [p[-1] if p else 0.0 for p in passes]
-            return self._meet_once(ends, lasts, reduce, gather) + self._after(shares)
+            return self._synchronize_once(ends, lasts, reduce, gather) + self._after(shares)
         columns = [[self.x(r, b) for r, b in enumerate(c)] for c in zip(*batches, strict=True)]
         total = sum(
-            self._meet_each_pass(
+            self._synchronize_every_pass(
                 column,
                 reduce,
                 gather,
@@ -102,13 +101,13 @@ class Oracle:
         )
         return total + self._after(shares)
 
-    def _traffic(self, shares: tuple[float, ...]) -> tuple[float, float]:
+    def _communication(self, shares: tuple[float, ...]) -> tuple[float, float]:
         if self.stage == 0:
             shares = (1 / self.n,) * self.n
         return self.reduce(shares), self.gather(shares)
 
     def _after(self, shares: tuple[float, ...]) -> float:
-        """What follows the last meeting."""
+        """Seconds after the last synchronization."""
         stage, network = self.stage, self.cluster.network
         optimizer = max(
             device.optimizer_step_seconds(share if stage else 1.0)
@@ -118,71 +117,73 @@ class Oracle:
         gather = self.gather(shares) if stage in (1, 2) else 0.0
         return max(0.0, optimizer + gather + network.step_seconds[stage])
 
-    def _meet_once(self, ends, lasts, reduce: float, gather: float) -> float:
+    def _synchronize_once(self, ends, lasts, reduce: float, gather: float) -> float:
         if self.stage == 0:
-            return self._meet_and_gather(ends, lasts, reduce, gather)
-        return self._meet(ends, lasts, reduce)
+            return self._synchronize_and_gather(ends, lasts, reduce, gather)
+        return self._synchronize(ends, lasts, reduce)
 
-    def _meet_each_pass(self, column, reduce, gather, *, is_first: bool, is_last: bool) -> float:
+    def _synchronize_every_pass(
+        self, column, reduce, gather, *, is_first: bool, is_last: bool
+    ) -> float:
         if self.stage == 3:
-            return self._meet_gathered(max(column), reduce, gather, is_first=is_first)
+            return self._synchronize_unsharded(max(column), reduce, gather, is_first=is_first)
         if is_last:
-            return self._meet(column, column, reduce)
-        return self._meet_and_go_on(column, reduce)
+            return self._synchronize(column, column, reduce)
+        return self._synchronize_and_continue(column, reduce)
 
-    def _offered(self, ends, lasts) -> float:
-        """When every rank is through with its last unit's backward."""
+    def _reducible(self, ends, lasts) -> float:
+        """When every rank has finished the backward of its last unit."""
         left = self.cluster.backward_fraction * sum(self.parts[:-1])
         return max(end - left * last for end, last in zip(ends, lasts, strict=True))
 
-    def _meet(self, ends, lasts, reduce: float) -> float:
-        latest, window = max(ends), max(ends) - self._offered(ends, lasts)
+    def _synchronize(self, ends, lasts, reduce: float) -> float:
+        latest, window = max(ends), max(ends) - self._reducible(ends, lasts)
         extra = self.cluster.network.synchronization_seconds[self.stage]
-        hidden = min(self.cluster.overlap * reduce * sum(self.parts[1:]), window)
-        return max(latest, latest + reduce + extra - hidden)
+        overlapped = min(self.cluster.overlap * reduce * sum(self.parts[1:]), window)
+        return max(latest, latest + reduce + extra - overlapped)
 
-    def _meet_and_gather(self, ends, lasts, reduce: float, gather: float) -> float:
-        """What is reduced last and gathered last but one runs under nothing."""
-        latest, window = max(ends), max(ends) - self._offered(ends, lasts)
+    def _synchronize_and_gather(self, ends, lasts, reduce: float, gather: float) -> float:
+        """The last unit's reduction and the last two units' gathers overlap with nothing."""
+        latest, window = max(ends), max(ends) - self._reducible(ends, lasts)
         extra = self.cluster.network.synchronization_seconds[self.stage]
-        may_hide = reduce * sum(self.parts[1:]) + gather * sum(self.parts[2:])
-        hidden = min(self.cluster.overlap * may_hide, window)
-        return max(latest, latest + reduce + gather + extra - hidden)
+        can_overlap = reduce * sum(self.parts[1:]) + gather * sum(self.parts[2:])
+        overlapped = min(self.cluster.overlap * can_overlap, window)
+        return max(latest, latest + reduce + gather + extra - overlapped)
 
-    def _meet_and_go_on(self, column, reduce: float) -> float:
-        """What is under way when the pass is over may run under the next one's forward.
+    def _synchronize_and_continue(self, column, reduce: float) -> float:
+        """Reductions in flight at the end of a pass may overlap with the next forward.
 
-        That is the last unit's reduction, or, where reductions are longer than the backward, as
-        many buffers as may be under way.
+        These are the last unit's reduction or, if reductions take longer than the backward, as many
+        buffers as may be in flight.
         """
         overlap, latest = self.cluster.overlap, max(column)
-        offered = self._offered(column, column)
+        reducible = self._reducible(column, column)
         extra = self.cluster.network.synchronization_seconds[self.stage]
         in_flight = max(2, 1 + -(-max(self.cluster.model.unit_numels) // BUFFER))
         buffers = [p / n for p, n in zip(self.parts, self.buffers, strict=True) for _ in range(n)]
-        hidden = 0.0
+        overlapped = 0.0
         if overlap:
-            hidden = min(
+            overlapped = min(
                 overlap * reduce,
-                overlap * reduce * sum(self.parts[1:]) + offered,
-                latest - offered + overlap * reduce * sum(buffers[:in_flight]),
-                latest - offered + offered,
+                overlap * reduce * sum(self.parts[1:]) + reducible,
+                latest - reducible + overlap * reduce * sum(buffers[:in_flight]),
+                latest,
             )
-        return max(latest, latest + reduce + extra - hidden)
+        return max(latest, latest + reduce + extra - overlapped)
 
-    def _meet_gathered(
+    def _synchronize_unsharded(
         self, latest: float, reduce: float, gather: float, *, is_first: bool
     ) -> float:
-        """Unit by unit: who is gathered and reduced under whose compute."""
+        """Unit by unit: which compute each unshard and reduction overlaps with."""
         overlap, beta = self.cluster.overlap, self.cluster.backward_fraction
         extra = self.cluster.network.synchronization_seconds[self.stage]
         parts, units = self.parts, range(len(self.parts))
         comes_back = [unit for unit in units if unit not in self.cluster.model.resident_units]
         again = [unit for unit in comes_back[:-1] if unit not in self.persistent]
         arrives = [unit for unit in units if is_first or unit not in self.persistent]
-        travels = gather * sum(parts[unit] for unit in arrives + again) + reduce
+        communication = gather * sum(parts[unit] for unit in arrives + again) + reduce
         forward = (1 - beta) * latest
-        hidden = sum(
+        overlapped = sum(
             min(overlap * gather * parts[unit], forward * parts[unit - 1])
             for unit in arrives
             if unit
@@ -191,26 +192,26 @@ class Oracle:
         if others and others[-1] == comes_back[-2]:
             unit = others.pop()
             window = forward * parts[-1] + beta * latest * sum(parts[unit + 1 :])
-            hidden += min(overlap * gather * parts[unit], window)
+            overlapped += min(overlap * gather * parts[unit], window)
         if comes_back:
-            # In the backward: gathers of all others, and the reductions of all but the last to be
-            # computed and but the residents, which follow.
+            # In the backward: unshards of all other units, and the reductions of all units but the
+            # last one that is computed and the residents.
             gathered = gather * sum(parts[unit] for unit in others)
             reduced = sum(parts[unit] for unit in comes_back if unit > 0) * reduce
             window = beta * latest * sum(parts[: comes_back[-1]])
-            may_hide = [overlap * (gathered + reduced), window]
-            # The backward of a gathered unit does not begin before the gather is complete.
+            can_overlap = [overlap * (gathered + reduced), window]
+            # The backward of a unit does not begin before its unshard is complete.
             for unit in again:
                 after = comes_back[comes_back.index(unit) + 1]
                 late = gather * sum(parts[one] for one in others if one < unit)
                 late += reduce * sum(parts[one] for one in comes_back if 0 < one <= after)
-                may_hide.append(window - beta * latest * sum(parts[: unit + 1]) + overlap * late)
-            hidden += min(may_hide)
-        # What is left runs under the next forward, as far as that waits for no gather.
+                can_overlap.append(window - beta * latest * sum(parts[: unit + 1]) + overlap * late)
+            overlapped += min(can_overlap)
+        # The rest overlaps with the next forward, up to the first unit that is unsharded.
         reduced = reduce * sum(parts[unit] for unit in comes_back if unit > 0)
-        stays = min(arrives, default=len(parts))
-        hidden += min(overlap * (reduce - reduced), forward * sum(parts[:stays]))
-        return max(latest, latest + travels + extra - hidden)
+        first_arrival = min(arrives, default=len(parts))
+        overlapped += min(overlap * (reduce - reduced), forward * sum(parts[:first_arrival]))
+        return max(latest, latest + communication + extra - overlapped)
 
     # Bytes
 
@@ -234,9 +235,9 @@ class Oracle:
         frozen = model.unit_frozen_numels or (0,) * len(model.unit_numels)
         sizes = [trained + other for trained, other in zip(model.unit_numels, frozen, strict=True)]
         staying = set(model.resident_units) | self.persistent
-        stays = [sizes[unit] for unit in staying]
+        unsharded = [sizes[unit] for unit in staying]
         moves = [size for unit, size in enumerate(sizes) if unit not in staying]
-        gathered = param * (sum(stays) + sum(sorted(moves)[-2:])) if stage == 3 else 0.0
+        gathered = param * (sum(unsharded) + sum(sorted(moves)[-2:])) if stage == 3 else 0.0
         gathered += param * sum(frozen) * (share if stage == 3 else 1.0)
         device = self.cluster.devices[rank]
         return (
@@ -258,10 +259,10 @@ class Oracle:
             for r, own in enumerate(batches)
         )
 
-    # Everything there is
+    # The best of all plans
 
     def best(self, global_batch: int, shares: list[tuple[float, ...]]) -> float:
-        """The least seconds of any plan with any of these shares; infinite: none fits."""
+        """The least seconds of any plan with any of these shares; infinite if none fits."""
         best = math.inf
         plans = list(self.every_batches(global_batch))
         largest = [[max(own, default=0) for own in batches] for batches in plans]
@@ -281,8 +282,8 @@ class Oracle:
                 held = batch
         return held
 
-    def best_by_programme(self, global_batch: int, shares: list[tuple[float, ...]]) -> float:
-        """As `best`, for global batches that are too large to list all plans."""
+    def best_by_dynamic_program(self, global_batch: int, shares: list[tuple[float, ...]]) -> float:
+        """As `best`, for global batches with too many plans to list."""
         best, splits = math.inf, {}
         for p in shares:
             holds = tuple(
@@ -294,12 +295,12 @@ class Oracle:
             if self.stage < 2:
                 if holds not in splits:
                     splits[holds] = self._splits(global_batch, holds)
-                communication = self._traffic(p)
+                communication = self._communication(p)
                 least = min(
-                    self._meet_once([latest], [0.0], *communication)
+                    self._synchronize_once([latest], [0.0], *communication)
                     if self._is_free_of_windows
-                    else self._met_at(latest, offered, *communication)
-                    for latest, offered in splits[holds]
+                    else self._synchronize_at(latest, reducible, *communication)
+                    for latest, reducible in splits[holds]
                 )
             else:
                 least = self._cheapest_synchronizations(global_batch, holds, p)
@@ -310,20 +311,22 @@ class Oracle:
     def _is_free_of_windows(self) -> bool:
         return self.cluster.overlap == 0.0
 
-    def _met_at(self, latest: float, offered: float, reduce: float, gather: float) -> float:
-        """A meeting of two ranks: the last one, and the one whose gradients come latest."""
+    def _synchronize_at(
+        self, latest: float, reducible: float, reduce: float, gather: float
+    ) -> float:
+        """Two ranks: the one that ends last, and the one whose gradients are ready last."""
         left = self.cluster.backward_fraction * sum(self.parts[:-1])
-        last = (latest - offered) / left if left else 0.0
-        return self._meet_once([latest], [last], reduce, gather)
+        last = (latest - reducible) / left if left else 0.0
+        return self._synchronize_once([latest], [last], reduce, gather)
 
     def _cheapest_synchronizations(self, global_batch: int, holds, shares) -> float:
-        """Sums of meetings, each as long as the least time in which its samples are computed."""
-        reduce, gather = self._traffic(shares)
+        """Sums of passes, each as long as the least time in which its samples are computed."""
+        reduce, gather = self._communication(shares)
         times = sorted(self.x(r, b) for r, most in enumerate(holds) for b in range(1, most + 1))
         times = times[:global_batch]
 
         def cost(samples: int, **place) -> float:
-            return self._meet_each_pass([times[samples - 1]], reduce, gather, **place)
+            return self._synchronize_every_pass([times[samples - 1]], reduce, gather, **place)
 
         sizes = range(1, len(times) + 1)
         usual = {m: cost(m, is_first=False, is_last=False) for m in sizes}
@@ -334,16 +337,16 @@ class Oracle:
         return min(least[global_batch - m] + last[m] for m in sizes if m <= global_batch)
 
     def _splits(self, global_batch: int, holds) -> list[tuple[float, float]]:
-        """When the last rank's compute ends, and then the earliest that all offer gradients: of
-        the ways to deal out the samples those that may be the best."""
+        """Pairs of the end of compute and the earliest time at which all ranks have gradients, for
+        the distributions of samples that may be the best."""
         options = [self._options(r, global_batch, most) for r, most in enumerate(holds)]
 
-        def can_be(latest: float, offered: float) -> bool:
+        def can_be(latest: float, reducible: float) -> bool:
             reached = 1  # bit n: the ranks so far can have n samples together
             for own in options:
                 together = 0
                 for samples, ways in enumerate(own):
-                    if any(end <= latest and start <= offered for end, start in ways):
+                    if any(end <= latest and start <= reducible for end, start in ways):
                         together |= reached << samples
                 reached = together
             return bool(reached >> global_batch & 1)
@@ -361,8 +364,8 @@ class Oracle:
         return found
 
     def _options(self, rank: int, global_batch: int, most: int) -> list[list[tuple[float, float]]]:
-        """By samples: when they are computed and when the last pass offers gradients, however they
-        are cut; without those that others beat in both."""
+        """By samples: the end of compute and the time of the last pass's gradients, for every
+        division into passes that no other improves in both."""
         left = self.cluster.backward_fraction * sum(self.parts[:-1])
         least, options = [0.0], [[(0.0, 0.0)]]
         for samples in range(1, global_batch + 1):
@@ -378,7 +381,7 @@ class Oracle:
         return options
 
     def every_batches(self, global_batch: int) -> Iterator[Batches]:
-        """All batches, but for the order of what changes no formula."""
+        """All batches, except orders that do not change the formulas."""
         most = [min(global_batch, device.max_batch) for device in self.cluster.devices]
         if self.stage < 2:
             for samples in compositions(global_batch, self.n):
@@ -394,7 +397,7 @@ class Oracle:
             yield tuple(zip(*chosen, strict=True))
 
     def _cuts(self, samples: int, most: int) -> Iterator[tuple[int, ...]]:
-        """Every way to cut samples into passes: which pass is the last one matters."""
+        """Every division of samples into passes; which pass is the last one matters."""
         for parts in partitions(samples, most):
             for last in sorted(set(parts)) or [None]:
                 rest = list(parts)
@@ -437,8 +440,8 @@ def share_grid(ranks: int, steps: int) -> list[tuple[float, ...]]:
 
 
 def critical_shares(oracle: Oracle, global_batch: int) -> list[tuple[float, ...]]:
-    """Shares at which some rank just holds some batch, the others dividing the rest evenly or, one
-    after the other, taking all of it."""
+    """Shares at which a rank just holds some batch. The rest is divided evenly among the other
+    ranks, or given to one of them."""
     found = set()
     for rank in range(oracle.n):
         others = [other for other in range(oracle.n) if other != rank]
@@ -456,7 +459,7 @@ def critical_shares(oracle: Oracle, global_batch: int) -> list[tuple[float, ...]
 
 
 def _just_holds(oracle: Oracle, rank: int, batch: int) -> float | None:
-    """The largest share with which this rank holds a batch, by halving; None: with none."""
+    """The largest share beside which this rank holds a batch, by bisection; or None."""
     if oracle.needed(rank, batch, 0.0) > oracle.limit(rank):
         return None
     if oracle.needed(rank, batch, 1.0) <= oracle.limit(rank):
@@ -472,7 +475,7 @@ def _just_holds(oracle: Oracle, rank: int, batch: int) -> float | None:
 
 
 def random_cluster(draw: random.Random, ranks: int, stage: int) -> ClusterProfile:
-    """Any small cluster: equal or unequal ranks, memory that binds or not, or holds nothing."""
+    """A small cluster: equal or unequal ranks, with ample, tight or insufficient memory."""
     units = tuple(draw.randint(1, 400) * 64 * SCALE for _ in range(draw.randint(1, 4)))
     residents = [unit for unit in range(len(units)) if draw.random() < 0.2]
     model = ModelProfile(
@@ -538,7 +541,7 @@ def _random_device(draw: random.Random) -> DeviceProfile:
 
 
 def _with_memory(draw: random.Random, cluster: ClusterProfile, stage: int) -> ClusterProfile:
-    """Memory between what the least and what everything needs, or far from both."""
+    """Memory between the least that a plan needs and the most, or far outside."""
     oracle = Oracle(cluster, stage)
     kinds: dict[DeviceProfile, int] = {}
     tight = draw.random() < 0.7

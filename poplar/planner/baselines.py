@@ -1,12 +1,13 @@
-"""How others decide, beside how we do: one function per policy, from a stage's costs to a plan.
+"""Policies: one function each, from the costs of a stage to a plan.
 
-`exact` is ours. `even` is what DDP, FSDP and DeepSpeed do. `flops` follows Whale, and `paper` is
-our reconstruction of Poplar as published (arXiv 2408.12596). All of them keep within each rank's
-memory, or raise `NoPlanFits`; those that are not ours know even shares only.
+`exact` is the search. `even` is what DDP, FSDP and DeepSpeed do, `flops` follows Whale, and `paper`
+is our reconstruction of Poplar as published (arXiv 2408.12596); these three use even shares. Plans
+of every policy fit in memory, otherwise `NoPlanFits` is raised.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from poplar import _core
@@ -24,13 +25,13 @@ from poplar.planner.memory_shortfall import (
 from poplar.planner.persistent_units import fastest_plan_with_persistent_units
 
 Policy = Callable[[StageCosts, Request], Decision]
-"""From the costs of a stage and what is wanted of it."""
+"""From the costs of a stage and a request to a plan."""
 
 
 def even(costs: StageCosts, request: Request) -> Decision:
-    """The same for every rank: the largest micro-batch that fits the smallest, fewest passes.
+    """The same for every rank: the largest micro-batch that fits on all of them, fewest passes.
 
-    Where there are fewer samples than ranks, the first ranks get one each and the others none.
+    If there are fewer samples than ranks, the first ranks get one each.
     """
     working = _evenly_working(costs, request.global_batch)
     caps = _caps(costs, request, working)
@@ -44,14 +45,14 @@ def flops(costs: StageCosts, request: Request) -> Decision:
     """Samples in proportion to peak FLOP/s, as Whale does.
 
     Raises:
-        ValueError: a device whose peak is not known.
+        ValueError: the profile lacks the peak FLOP/s of a device.
     """
     peaks = []
     for rank, device in enumerate(costs.cluster.devices):
         if device.peak_flops is None:
             raise ValueError(
                 f"rank {rank} ({device.name}): the profile has no peak_flops, which policy 'flops' "
-                "goes by; add it to the profile, or choose another policy"
+                "needs; add it to the profile, or choose another policy"
             )
         peaks.append(device.peak_flops)
     caps = _caps(costs, request)
@@ -61,14 +62,13 @@ def flops(costs: StageCosts, request: Request) -> Decision:
 def paper(costs: StageCosts, request: Request) -> Decision:
     """Poplar as published, reconstructed.
 
-    Where ranks meet once a step, each gets samples in proportion to its best speed, in passes of
-    its best batch and one remainder. Where they meet at every pass, a limit on the time of a pass
-    is swept: each rank takes its largest batch within it, and the limit with the cheapest step is
-    kept.
+    At stages 0 and 1, each rank gets samples in proportion to its best speed, in passes of its best
+    batch and one remainder. At stages 2 and 3, a limit on the time of a pass is swept: each rank
+    takes its largest batch within the limit, and the limit with the fastest step is used.
     """
     caps = _caps(costs, request)
     if costs.synchronizes_every_pass:
-        return Decision(_swept(costs, request.global_batch, caps))
+        return Decision(_sweep(costs, request.global_batch, caps))
     best = [_best_batch(costs, rank, cap) for rank, cap in enumerate(caps)]
     speeds = [
         batch / max(costs.pass_seconds(rank, batch), _SHORTEST_PASS) if batch else 0.0
@@ -85,11 +85,11 @@ POLICIES: Mapping[str, Policy] = {
 }
 
 _SHORTEST_PASS = 1e-9
-"""Seconds: a residual may take all of a pass away, and a speed has to stay finite."""
+"""Seconds. Measured residuals can reduce a pass to 0, and speeds must stay finite."""
 
 
 def shortfall_rule(policy: str, global_batch: int) -> ShortfallRule:
-    """What is missing where this policy finds no plan."""
+    """The rule that says what is missing if this policy finds no plan."""
     if policy == "exact":
         return memory_shortfall
 
@@ -101,20 +101,20 @@ def shortfall_rule(policy: str, global_batch: int) -> ShortfallRule:
 
 
 def _evenly_working(costs: StageCosts, global_batch: int) -> range:
-    """Ranks that get samples where all get equally many."""
+    """Ranks that get samples under policy `even`."""
     return range(min(costs.cluster.world_size, global_batch))
 
 
 def _caps(costs: StageCosts, request: Request, working: Collection[int] = ()) -> list[int]:
-    """By rank, the largest micro-batch that even shares leave room for.
+    """By rank, the largest micro-batch that fits beside an even share.
 
     Args:
         costs: of the stage.
-        request: what is wanted.
-        working: ranks that have to hold a sample; empty: any one of them has to.
+        request: of the plan.
+        working: ranks that must hold a sample; empty: at least one rank must.
 
     Raises:
-        NoPlanFits: a rank cannot hold its share of the state, or a sample where it has to.
+        NoPlanFits: a rank cannot hold its share of the state, or a sample that it must hold.
     """
     shares = _even_shares(costs)
     missing = shortfall_at_shares(costs, shares, working=working)
@@ -132,12 +132,12 @@ def _even_shares(costs: StageCosts) -> tuple[float, ...]:
 
 
 def _best_batch(costs: StageCosts, rank: int, cap: int) -> int:
-    """The micro-batch at which this rank does most samples a second; 0 if it cannot hold one."""
+    """The micro-batch with the most samples per second; 0 if the rank cannot hold a sample."""
     rates = {batch: costs.pass_seconds(rank, batch) / batch for batch in range(1, cap + 1)}
     return min(rates, key=lambda batch: (rates[batch], -batch), default=0)
 
 
-def _swept(costs: StageCosts, global_batch: int, caps: Sequence[int]) -> Plan:
+def _sweep(costs: StageCosts, global_batch: int, caps: Sequence[int]) -> Plan:
     shares = _even_shares(costs)
     communication = costs.communication(shares)
     limits = {
@@ -154,22 +154,18 @@ def _swept(costs: StageCosts, global_batch: int, caps: Sequence[int]) -> Plan:
         )
         if seconds < cheapest:
             cheapest, chosen, passes = seconds, batches, count
-    rest = global_batch - (passes - 1) * sum(chosen)
-    first = _core.apportion(rest, chosen)
+    remainder = _core.apportion(global_batch - (passes - 1) * sum(chosen), chosen)
     return Plan(
         stage=costs.stage,
         global_batch=global_batch,
         micro_batches=tuple(
-            (some, *(batch,) * (passes - 1)) for some, batch in zip(first, chosen, strict=True)
+            (first, *(batch,) * (passes - 1))
+            for first, batch in zip(remainder, chosen, strict=True)
         ),
         shares=shares,
     )
 
 
 def _largest_within(costs: StageCosts, rank: int, cap: int, limit: float) -> int:
-    low, high = 0, cap
-    while low < high:
-        middle = (low + high + 1) // 2
-        fits = costs.pass_seconds(rank, middle) <= limit
-        low, high = (middle, high) if fits else (low, middle - 1)
-    return low
+    """The largest micro-batch whose pass takes at most `limit` seconds."""
+    return bisect_right(range(1, cap + 1), limit, key=lambda batch: costs.pass_seconds(rank, batch))

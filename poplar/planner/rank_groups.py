@@ -1,7 +1,6 @@
-"""Which ranks are equal: thousands of them are a handful of kinds, and searches count kinds.
+"""Groups of equal ranks: large clusters have few different devices, so searches count groups.
 
-Equal ranks may change places without changing what a plan costs, so whatever is computed of one
-holds for all of its kind.
+Exchanging equal ranks does not change the cost of a plan.
 """
 
 from __future__ import annotations
@@ -14,18 +13,18 @@ _Value = TypeVar("_Value")
 _Key = TypeVar("_Key", bound=Hashable)
 
 
-def members(kinds: Iterable[Hashable]) -> list[list[int]]:
-    """The positions of each kind, ascending; kinds by first appearance."""
+def members(values: Iterable[Hashable]) -> list[list[int]]:
+    """The positions of each distinct value, ascending; values by first appearance."""
     found: dict[Hashable, list[int]] = {}
     position = 0
-    for kind, run in groupby(kinds):  # neighbours are mostly equal
+    for value, run in groupby(values):  # consecutive ranks are mostly equal
         stop = position + len(list(run))
-        found.setdefault(kind, []).extend(range(position, stop))
+        found.setdefault(value, []).extend(range(position, stop))
         position = stop
     return list(found.values())
 
 
 def each(function: Callable[[_Key], _Value], keys: Sequence[_Key]) -> list[_Value]:
-    """`function(key)` for each key, computed once for equal ones."""
+    """`function(key)` for each key, computed once for equal keys."""
     known = {key: function(key) for key in dict.fromkeys(keys)}
     return list(map(known.__getitem__, keys))

@@ -91,7 +91,7 @@ def test_no_plan_is_faster_with_more_ranks_and_samples(stage):
             shares.append(plan.shares)
             own = oracle.seconds(plan.micro_batches, plan.shares)
             assert seconds_of(plan) == pytest.approx(own, rel=1e-9), seed
-        least = oracle.best_by_programme(global_batch, shares)
+        least = oracle.best_by_dynamic_program(global_batch, shares)
         gap = 0.0 if plan is None else plan.prediction["optimality_gap"]
         assert seconds_of(plan) * (1 - gap) <= least * (1 + 1e-9), f"seed {seed}: {ranks} ranks"
         if plan is not None and oracle.fits(plan.micro_batches, plan.shares):  # to the last byte
@@ -444,7 +444,7 @@ def test_cheapest_cover_matches_a_naive_dynamic_program(parts, total, more):
     ],
 )
 def test_cheapest_cover_refuses_invalid_parts(sizes, costs, dearest, total):
-    with pytest.raises(ValueError, match="cheapest_cover: parts of 1 or more"):
+    with pytest.raises(ValueError, match="cheapest_cover"):
         _core.cheapest_cover(sizes, costs, dearest, total)
 
 
