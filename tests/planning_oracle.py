@@ -189,7 +189,9 @@ class Oracle:
         )
         others = list(again)
         if others and others[-1] == comes_back[-2]:
-            hidden += min(overlap * gather * parts[others.pop()], latest * parts[-1])
+            unit = others.pop()
+            window = forward * parts[-1] + beta * latest * sum(parts[unit + 1 :])
+            hidden += min(overlap * gather * parts[unit], window)
         if comes_back:
             # In the backward: gathers of all others, and the reductions of all but the last to be
             # computed and but the residents, which follow.
@@ -197,16 +199,17 @@ class Oracle:
             reduced = sum(parts[unit] for unit in comes_back if unit > 0) * reduce
             window = beta * latest * sum(parts[: comes_back[-1]])
             may_hide = [overlap * (gathered + reduced), window]
-            # The backward of the unit after a gathered one is not over before the gather is.
+            # The backward of a gathered unit does not begin before the gather is complete.
             for unit in again:
                 after = comes_back[comes_back.index(unit) + 1]
                 late = gather * sum(parts[one] for one in others if one < unit)
                 late += reduce * sum(parts[one] for one in comes_back if 0 < one <= after)
-                may_hide.append(window - beta * latest * sum(parts[:after]) + overlap * late)
+                may_hide.append(window - beta * latest * sum(parts[: unit + 1]) + overlap * late)
             hidden += min(may_hide)
-            # What is left runs under the next forward, as far as that waits for no gather.
-            stays = min(arrives, default=len(parts))
-            hidden += min(overlap * (reduce - reduced), forward * sum(parts[:stays]))
+        # What is left runs under the next forward, as far as that waits for no gather.
+        reduced = reduce * sum(parts[unit] for unit in comes_back if unit > 0)
+        stays = min(arrives, default=len(parts))
+        hidden += min(overlap * (reduce - reduced), forward * sum(parts[:stays]))
         return max(latest, latest + travels + extra - hidden)
 
     # Bytes

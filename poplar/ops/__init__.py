@@ -457,8 +457,8 @@ def _warn_if_not_built(provider: Provider) -> None:
         warnings.warn(
             "Poplar was installed without its C++ operators for CPU, because the build did not "
             "find torch >= 2.10. Slower PyTorch code computes the same results. To build the "
-            "operators, install torch first and then Poplar again: pip install --force-reinstall --no-deps . "
-            "(POPLAR_OPS=off silences this warning)",
+            "operators, install torch first and then Poplar again: "
+            "pip install --force-reinstall --no-deps . (POPLAR_OPS=off silences this warning)",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -56,7 +56,7 @@ class BatchAllocator:
 
     def _rank_passes_of(self, group: int, cap: int) -> RankPasses:
         passes = self._pass_seconds(group)[: cap + 1]
-        return RankPasses(passes, self._global_batch, self._costs.late)
+        return RankPasses(passes, self._global_batch, self._costs.reducible_fraction)
 
 
 class Tangent(NamedTuple):
@@ -99,7 +99,9 @@ class SynchronizedPasses:
             self._order.append(group)
             self._totals.append(total)
             if not self.synchronizations or latest > self.synchronizations[-1].latest:
-                self.synchronizations.append(Synchronization(latest, latest - costs.late * latest))
+                self.synchronizations.append(
+                    Synchronization(latest, latest - costs.reducible_fraction * latest)
+                )
                 self.sizes.append(0)
             self.sizes[-1] = min(total, global_batch)
             if total >= global_batch:
@@ -113,7 +115,7 @@ class SynchronizedPasses:
         """The sizes of the passes of the fastest step with this communication, in order."""
         usual, dearest = self._seconds(communication)
         (*others, last) = self._cover(usual, dearest)[1]
-        return self._costs.joined(others, last)
+        return self._costs.join_dearest(others, last)
 
     def lower_bounds(
         self, least: CommunicationSeconds, most: CommunicationSeconds
@@ -252,7 +254,7 @@ class IndependentPasses:
             communication: the least communication of the steps that are compared.
             below: None is returned if no later split can synchronize in less than these seconds.
         """
-        if not self._costs.hides:
+        if not self._costs.overlaps:
             return None
         seconds_of = partial(self._costs.synchronization_seconds, communication=communication)
         latest, reducible = split.synchronization
@@ -270,7 +272,7 @@ class IndependentPasses:
     def _split(self, latest: float, reducible: float) -> Split:
         """The global batch with this `latest` and the least `reducible`, which is at most this."""
         limits = [passes.most(latest) for _, passes in self._groups]
-        if self._costs.hides:
+        if self._costs.overlaps:
             starts = [partial(passes.least_reducible, end=latest) for _, passes in self._groups]
             reducible = smallest(starts, limits, self._counts, self._global_batch)
             limits = [
@@ -304,7 +306,9 @@ class Cut(NamedTuple):
 class RankPasses:
     """How one rank runs any number of samples in passes of limited size."""
 
-    def __init__(self, pass_seconds: Sequence[float], global_batch: int, late: float) -> None:
+    def __init__(
+        self, pass_seconds: Sequence[float], global_batch: int, reducible_fraction: float
+    ) -> None:
         """Tables for up to `global_batch` samples.
 
         Args:
@@ -312,7 +316,7 @@ class RankPasses:
             global_batch: most samples of this rank.
             late: the fraction of a pass, at its end, in which it has gradients to reduce.
         """
-        self._late = late
+        self._late = reducible_fraction
         self._pass_seconds = pass_seconds
         self.seconds, self._last = _core.cheapest_passes(pass_seconds, global_batch)
         """`seconds[n]`: the least time for `n` samples; non-decreasing. Ends at 0 if none fits."""

@@ -1,13 +1,12 @@
-"""What a collective over the whole model costs under any shares, as values.
+"""The cost of a collective over the whole model under any shares.
 
-The direct algorithm (all-to-all, then a local sum) is bound by the busiest direction of the busiest
-rank. Profiles measure it at even shares; how the time changes under other shares follows from each
-rank's rates, of which only the proportions count:
+The direct algorithm (all-to-all, then a local sum) is bound by the busiest link. Profiles measure
+it at even shares; under other shares its time follows from the ratios of the ranks' rates:
 
     reduce-scatter: rank r sends (1 - p[r]) and receives (n - 1) p[r] of the model
     all-gather:     rank r sends (n - 1) p[r] and receives (1 - p[r])
 
-Both are maxima of straight lines in one share each, so what minimises them is a linear programme.
+Both are maxima of lines in one share each, so a linear program minimizes them.
 """
 
 from __future__ import annotations
@@ -30,26 +29,26 @@ class Line(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CollectiveCost:
-    """Seconds of one collective as a function of the shares: never less than any of its lines."""
+    """Seconds of one collective as a function of the shares: the maximum of its lines."""
 
     least: float
-    """Seconds whatever the shares: all of them where rates were not measured."""
+    """Seconds if there are no lines, because rates were not measured."""
     lines: tuple[Line, ...]
-    """Empty, or one of each rank's outgoing link, and then one of each rank's incoming link."""
+    """Empty, or one per rank for its outgoing link, then one per rank for its incoming link."""
 
     def seconds(self, shares: Sequence[float], ranks: Iterable[int] | None = None) -> float:
-        """How long it takes when rank `r` owns `shares[r]` of every buffer.
+        """Seconds when rank `r` owns `shares[r]` of every buffer.
 
         Args:
             shares: by rank.
-            ranks: that have to be looked at, where others are equal to them; None: all.
+            ranks: one rank of each group of equal ranks; None: all ranks.
         """
         lines = self.lines if ranks is None else self.lines_of(ranks)
         bounds = (constant + slope * shares[rank] for rank, constant, slope in lines)
         return max(bounds, default=self.least)
 
     def lines_of(self, ranks: Iterable[int]) -> Iterator[Line]:
-        """The lines of some ranks."""
+        """The lines of these ranks."""
         half = len(self.lines) // 2
         if half:
             for rank in ranks:
@@ -59,15 +58,15 @@ class CollectiveCost:
 
 @dataclass(frozen=True, slots=True)
 class CollectiveCosts:
-    """`R(p)` and `G(p)`: the two collectives that training is made of, for the whole model."""
+    """`R(p)` and `G(p)`: the reduce-scatter and the all-gather of the whole model."""
 
     reduce_scatter: CollectiveCost
     all_gather: CollectiveCost
 
     @classmethod
-    @lru_cache(maxsize=8)  # a search asks for every stage and number of kept units
+    @lru_cache(maxsize=8)  # a search asks for every stage and number of persistent units
     def of(cls, network: NetworkProfile) -> CollectiveCosts:
-        """What a measured network costs under any shares."""
+        """The costs of a measured network."""
         leaving, arriving = network.send_seconds_per_byte, network.receive_seconds_per_byte
         return cls(
             reduce_scatter=_scaled(network.reduce_scatter_seconds, leaving, arriving),
@@ -76,12 +75,12 @@ class CollectiveCosts:
 
 
 def _scaled(measured: float, others: Sequence[float], own: Sequence[float]) -> CollectiveCost:
-    """A collective that took `measured` seconds at even shares.
+    """Scale lines to a measurement.
 
     Args:
         measured: seconds at even shares.
-        others: by rank, what a byte of the others' shares costs: all but its own pass this link.
-        own: by rank, what a byte of its own share costs: it passes this link once per other rank.
+        others: by rank, rate of the link that carries everything but the rank's own share.
+        own: by rank, rate of the link that carries the rank's own share once per other rank.
     """
     n = len(others)
     lines = [Line(rank, rate, -rate) for rank, rate in enumerate(others)]

@@ -1,226 +1,301 @@
-"""What travels at a meeting, and which part of it can run under which compute: by stage.
+"""What one synchronization communicates, and under which compute: derived from the rank's actions.
 
-Units are reduced in the reverse of their order, each once its backward is over, so the last of them
-has no backward left to run under, and none can travel before the first. Parts are fractions of the
-model's elements: of its compute, and of a whole gather or reduction, alike.
+The closed form needs sums over a pass, not its order: how much is gathered and reduced, and the
+windows of compute under which that can run. Parts are fractions of the model's elements, which
+measure compute and collectives alike.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby, pairwise
+from functools import lru_cache
+from itertools import chain, groupby, pairwise
 from typing import NamedTuple
 
-from poplar.planner.memory_model import BUCKET_ELEMENTS, buffers_in_flight
+from poplar.planner.step_actions import RANK_ACTIONS, Issue, UnitLayout, Wait
 from poplar.profile import ModelProfile
 
-_MOST_WINDOWS = 3
-"""Of a forward; each is a row more of every linear programme."""
-_MOST_CUTS = 3
+_MAX_WINDOWS = 3
+"""Of a forward; each adds a row to every linear program."""
+_MAX_CUTS = 3
 """Of a backward."""
 _ROUNDING = 1e-12
 
 
 class Window(NamedTuple):
-    """Compute under which nothing but its own part of the gathers travels."""
+    """Compute that overlaps only its own part of the gathers."""
 
     gathers: float
-    """In whole gathers."""
+    """Fraction of a whole gather."""
     forward: float
-    """In whole forwards."""
-    backward: float
-    """In whole backwards."""
+    """Fraction of a whole forward."""
+    backward: float = 0.0
+    """Fraction of a whole backward."""
 
 
 class Cut(NamedTuple):
-    """What is left when a unit's backward is over under which a gather travels."""
+    """A point of the backward that waits for a gather: what is left after it, as fractions."""
 
     gathers: float
-    """In whole gathers."""
     reductions: float
-    """In whole reductions."""
     backward: float
-    """In whole backwards."""
+
+
+class OverlapLine(NamedTuple):
+    """An upper bound on overlapped seconds: linear in the communication and in the compute."""
+
+    gather: float = 0.0
+    reduce: float = 0.0
+    latest: float = 0.0
+    reducible: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class CommunicationSchedule:
-    """Of one meeting, in whole gathers and whole reductions of the model; one reduction travels."""
+    """One synchronization, in whole gathers of the model; it reduces the whole model once."""
 
-    gathers: float = 0.0
-    """That travel."""
+    gathers: float
+    turn: float
+    """Fraction of the backward before the first reduction."""
+    gathers_under_backward: float
+    """Gathers issued during the backward."""
+    reductions_under_backward: float
+    """Fraction of the reductions issued before the backward ends."""
     windows: tuple[Window, ...] = ()
-    """What of the gathers can run under compute up to the last unit's backward."""
-    gathers_under_backward: float = 0.0
-    """Of the gathers: what can run under the rest of the backward."""
-    reductions_under_backward: float = 0.0
-    """Of the reduction: what can run under that."""
+    """Gathers issued during the forward, and the compute between their issue and their use."""
     cuts: tuple[Cut, ...] = ()
-    """Moments of the backward that cannot come before what was gathered for them."""
-    reductions_left: float = 0.0
-    """Of the reduction: what has no backward left to run under, but a forward."""
     forward_after: float = 0.0
-    """The part of that forward, from its beginning, which waits for no gather."""
-    reductions_behind: float = 0.0
-    """Of the reduction: what may be left when a backward ends that was shorter than it, and can run
-    under the next pass's forward; 0: there is none, or ranks meet before they go on."""
-    turn: float = 1.0
-    """The part of the model, at its end, whose backward is over before gradients travel."""
+    """Fraction of the next pass's forward that needs no gather."""
+    reductions_in_flight: float = 0.0
+    """Fraction of the reductions that can still run under the next pass's forward, where a rank may
+    start it before they are complete; else 0."""
+
+    def overlap_bounds(
+        self, overlap: float, backward_fraction: float
+    ) -> tuple[tuple[OverlapLine, ...], ...]:
+        """What runs under compute: the least line of each group, summed over the groups."""
+        if not overlap:
+            return ()
+        forward_fraction = 1.0 - backward_fraction
+        behind = overlap * self.reductions_under_backward
+        groups = [self._window_lines(overlap, backward_fraction)] if self.windows else []
+        if self.reductions_in_flight:
+            groups.append(
+                (
+                    OverlapLine(reduce=overlap),
+                    OverlapLine(reduce=behind, reducible=1.0),
+                    OverlapLine(
+                        reduce=overlap * self.reductions_in_flight, latest=1.0, reducible=-1.0
+                    ),
+                    OverlapLine(latest=1.0),
+                )
+            )
+            return tuple(groups)
+        cuts = (
+            OverlapLine(
+                overlap * cut.gathers,
+                overlap * cut.reductions,
+                1.0 - backward_fraction * cut.backward,
+                -1.0,
+            )
+            for cut in (Cut(0.0, 0.0, 0.0), *self.cuts)
+        )
+        groups.append((OverlapLine(overlap * self.gathers_under_backward, behind), *cuts))
+        if self.forward_after:
+            left = overlap * (1.0 - self.reductions_under_backward)
+            following = OverlapLine(latest=forward_fraction * self.forward_after)
+            groups.append((OverlapLine(reduce=left), following))
+        return tuple(groups)
+
+    def _window_lines(self, overlap: float, backward_fraction: float) -> tuple[OverlapLine, ...]:
+        """With more communication windows fill one after the other, the narrowest first."""
+        seconds = sorted(
+            (
+                (
+                    window.gathers,
+                    window.forward * (1.0 - backward_fraction)
+                    + window.backward * backward_fraction,
+                )
+                for window in self.windows
+            ),
+            key=lambda window: window[1] / window[0],
+        )
+        return tuple(
+            OverlapLine(
+                gather=overlap * sum(gathers for gathers, _ in seconds[filled:]),
+                latest=sum(length for _, length in seconds[:filled]),
+            )
+            for filled in range(len(seconds) + 1)
+        )
 
 
+@lru_cache(maxsize=256)  # a search asks for the same stages and persistent units many times
 def schedules(
     model: ModelProfile, stage: int, persistent: frozenset[int] = frozenset()
 ) -> tuple[CommunicationSchedule, CommunicationSchedule]:
-    """What travels at a step's meetings: at all but one, and at the dearest.
+    """The schedules of a usual synchronization of a step and of the most expensive one.
 
-    Where every pass reduces and nothing is gathered, that is the last one, with no forward after
-    it; where units are gathered it is the first, to which those come that stay gathered (`kept`).
+    At stage 2 the most expensive one is the last: no forward follows it. At stage 3 it is the
+    first, which also gathers the persistent units.
     """
+    layout = UnitLayout.of(model, stage, persistent)
+    first = _collectives(layout, stage, pass_index=0)
     if stage == 3:
-        first = frozenset(range(len(model.unit_numels)))
-        return _of_gathered_units(model, first - persistent, persistent), _of_gathered_units(
-            model, first, persistent
+        later = _collectives(layout, stage, pass_index=1)
+        return _unsharding_schedule(layout, first, later), _unsharding_schedule(
+            layout, first, first
         )
-    numels = units_of(model, stage)
-    parts = [numel / model.numel for numel in numels]
-    dearest = CommunicationSchedule(
-        gathers=1.0 if stage == 0 else 0.0,
-        # A buffer's sum is gathered while the next buffer is reduced.
-        gathers_under_backward=sum(parts[2:]) if stage == 0 else 0.0,
-        reductions_under_backward=sum(parts[1:]),
-        turn=parts[-1],
-    )
+    only = _schedule(layout, first)
     if stage < 2:
-        return dearest, dearest
-    last_first = [
-        part / buffers_of(numel)
-        for numel, part in zip(numels, parts, strict=True)
-        for _ in range(buffers_of(numel))
+        return only, only
+    buffers = [
+        layout.numels[unit] / layout.buffers(unit)
+        for unit in range(len(layout.numels))
+        for _ in range(layout.buffers(unit))
     ]
-    behind = sum(last_first[: buffers_in_flight(model, stage)])
-    return replace(dearest, reductions_behind=behind), dearest
+    in_flight = sum(buffers[: layout.reductions_in_flight]) / layout.numel
+    return replace(only, reductions_in_flight=in_flight), only
 
 
-def _of_gathered_units(
-    model: ModelProfile, gathered: frozenset[int], persistent: frozenset[int]
+class _Collective(NamedTuple):
+    """A collective of a pass. Positions count the elements computed before, `numel` of the model
+    per forward and per backward.
+    """
+
+    is_gather: bool
+    unit: int
+    numel: float
+    issued: int
+    """Position at which it is issued."""
+    needed: int
+    """Position at which the rank waits for it; -1: not in this pass."""
+
+
+def _collectives(layout: UnitLayout, stage: int, pass_index: int) -> list[_Collective]:
+    """The collectives of one pass of a rank with samples, in order."""
+    rank = RANK_ACTIONS[stage](layout, (True, True))
+    position = 0
+    issued: list[tuple[str, int, int]] = []
+    needed: dict[int, int] = {}
+    for action in chain(rank.one_pass(pass_index), rank.finish_reductions()):
+        if isinstance(action, Wait):
+            needed[action.position] = position
+        elif action.unit is not None:
+            if isinstance(action, Issue):
+                issued.append((action.what, action.unit, position))
+            else:
+                position += layout.numels[action.unit]
+    return [
+        _Collective(
+            is_gather=what == "gather",
+            unit=unit,
+            numel=layout.numels[unit] / (1 if what == "gather" else layout.buffers(unit)),
+            issued=start,
+            needed=needed.get(number, -1),
+        )
+        for number, (what, unit, start) in enumerate(issued)
+    ]
+
+
+def _schedule(layout: UnitLayout, collectives: Sequence[_Collective]) -> CommunicationSchedule:
+    numel = layout.numel
+    under_backward = [one for one in collectives if numel <= one.issued < 2 * numel]
+    first_reduction = min(one.issued for one in collectives if not one.is_gather)
+    return CommunicationSchedule(
+        gathers=_sum(one for one in collectives if one.is_gather) / numel,
+        turn=first_reduction / numel - 1.0,
+        gathers_under_backward=_sum(one for one in under_backward if one.is_gather) / numel,
+        reductions_under_backward=_sum(one for one in under_backward if not one.is_gather) / numel,
+    )
+
+
+def _sum(collectives: Iterable[_Collective]) -> float:
+    return sum(one.numel for one in collectives)
+
+
+def _unsharding_schedule(
+    layout: UnitLayout, first: Sequence[_Collective], collectives: Sequence[_Collective]
 ) -> CommunicationSchedule:
-    """Stage 3: a unit is gathered while the one before it runs, and again in the backward.
-
-    The last unit is still there then, and residents stay until the pass is over, when they are
-    reduced; so these are gathered once. The first unit that comes back travels under the last
-    one's forward and backward.
+    """The schedule of a pass that waits for its gathers.
 
     Args:
-        model: whose units.
-        gathered: units that are gathered in the forward.
-        kept: units that are not gathered in the backward.
+        layout: the units.
+        first: collectives of the first pass of a step, which gathers every unit.
+        collectives: of the pass that is described.
     """
-    parts = [numel / model.numel for numel in model.unit_numels]
-    resident = frozenset(model.resident_units)
-    returning = [unit for unit in range(len(parts)) if unit not in resident]
-    forward = sum(parts[unit] for unit in gathered)
-    windows = list(_forward_windows(parts, gathered))
-    if not returning:
-        return CommunicationSchedule(gathers=forward, windows=tuple(windows))
-    again = [unit for unit in returning[:-1] if unit not in persistent]
-    early = parts[again[-1]] if again[-1:] == returning[-2:-1] and again else 0.0
-    if early:
-        windows.append(Window(early, parts[-1], parts[-1]))
-    # When the first unit that returns is reduced, residents may be left to compute, or nothing.
-    exposed = parts[returning[0]] if returning[0] == 0 else 0.0
-    comes_back = sum(parts[unit] for unit in again)
-    found = CommunicationSchedule(
-        gathers=forward + comes_back,
+    numel = layout.numel
+    gathers = [one for one in collectives if one.is_gather]
+    windows = list(_forward_windows(numel, first, gathers))
+    for one in gathers:
+        if one.issued < numel < one.needed:
+            forward, backward = numel - one.issued, one.needed - numel
+            windows.append(Window(one.numel / numel, forward / numel, backward / numel))
+    return replace(
+        _schedule(layout, collectives),
         windows=tuple(windows),
-        gathers_under_backward=comes_back - early,
-        reductions_under_backward=1.0 - sum(parts[unit] for unit in resident) - exposed,
-        turn=sum(parts[returning[-1] :]),
-    )
-    free = min(gathered, default=len(parts))  # units that stay: ranks go on into the next pass
-    if free:
-        left = 1.0 - found.reductions_under_backward
-        found = replace(found, reductions_left=left, forward_after=sum(parts[:free]))
-    return replace(found, cuts=tuple(_cuts(parts, returning, again)))
-
-
-def _cuts(parts: Sequence[float], returning: list[int], again: list[int]) -> list[Cut]:
-    """One for each gather under the backward, but for those that lie on a line between others.
-
-    Where these are many, that of the last gather alone.
-    """
-    under_turn = returning[-2:-1]
-    cuts = []
-    for place, unit in enumerate(again):
-        after = returning[returning.index(unit) + 1]  # its backward hides the gather
-        cuts.append(
-            Cut(
-                gathers=sum(parts[one] for one in again[:place] if one not in under_turn),
-                reductions=sum(parts[one] for one in returning if 0 < one <= after),
-                backward=sum(parts[:after]),
-            )
-        )
-    distinct = []
-    for place, cut in enumerate(cuts):
-        inner = 0 < place < len(cuts) - 1
-        if not (inner and _between(cuts[place - 1], cut, cuts[place + 1])):
-            distinct.append(cut)
-    return distinct if len(distinct) <= _MOST_CUTS else distinct[:1]
-
-
-def _between(one: Cut, cut: Cut, other: Cut) -> bool:
-    """Whether a cut lies on the straight line from one to the other."""
-    part = (cut.backward - one.backward) / (other.backward - one.backward)
-    return all(
-        abs(first + part * (last - first) - value) < _ROUNDING
-        for first, value, last in zip(one, cut, other, strict=True)
+        cuts=tuple(_cuts(numel, collectives)),
+        forward_after=min([numel, *(one.needed for one in gathers)]) / numel,
     )
 
 
-def _forward_windows(parts: Sequence[float], gathered: Container[int]) -> Iterator[Window]:
-    """Each unit's forward hides the gather of the next; windows of one proportion are one.
+def _forward_windows(
+    numel: int, first: Sequence[_Collective], gathers: Sequence[_Collective]
+) -> Iterator[Window]:
+    """Each unit's forward overlaps the gather of the next unit; equal ratios share a window.
 
-    Where proportions are many, those that are most alike are taken together, whatever is gathered,
-    so that to gather more never costs less.
+    If there are many ratios, the most similar ones are merged, whatever is gathered, so that
+    gathering more never costs less.
     """
-    pairs = sorted(enumerate(pairwise(parts), start=1), key=lambda pair: _proportion(pair[1]))
-    groups = [list(group) for _, group in groupby(pairs, key=lambda pair: _proportion(pair[1]))]
-    alike = len(groups) <= _MOST_WINDOWS
-    while len(groups) > _MOST_WINDOWS:
-        proportions = [_proportion(group[0][1]) for group in groups]
-        apart = [after / before for before, after in pairwise(proportions)]
-        at = apart.index(min(apart))
+
+    def ratio(one: _Collective) -> float:
+        return one.numel / (one.needed - one.issued)
+
+    candidates = (one for one in first if one.is_gather and one.issued < one.needed <= numel)
+    groups = [list(group) for _, group in groupby(sorted(candidates, key=ratio), key=ratio)]
+    is_merged = len(groups) > _MAX_WINDOWS
+    while len(groups) > _MAX_WINDOWS:
+        steps = [ratio(after[0]) / ratio(before[0]) for before, after in pairwise(groups)]
+        at = steps.index(min(steps))
         groups[at : at + 2] = [groups[at] + groups[at + 1]]
+    gathered = {one.unit for one in gathers}
     for group in groups:
-        arriving = [pair for unit, pair in group if unit in gathered]
-        hiding = arriving if alike else [pair for _, pair in group]
+        arriving = [one for one in group if one.unit in gathered]
         if arriving:
-            gathers = sum(after for _, after in arriving)
-            yield Window(gathers, sum(before for before, _ in hiding), 0.0)
+            lengths = (one.needed - one.issued for one in (group if is_merged else arriving))
+            yield Window(_sum(arriving) / numel, sum(lengths) / numel)
 
 
-def _proportion(pair: tuple[float, float]) -> float:
-    """Of what travels to what is computed."""
-    before, after = pair
-    return after / before
+def _cuts(numel: int, collectives: Sequence[_Collective]) -> list[Cut]:
+    """One for each gather of the backward, the last first, without those on a line between others.
 
-
-def units_of(model: ModelProfile, stage: int) -> tuple[int, ...]:
-    """Elements of what travels at once: units, where these are gathered.
-
-    Elsewhere small neighbours are one, up to the size of a buffer.
+    If many remain, only that of the last gather.
     """
-    if stage == 3:
-        return model.unit_numels
-    shared: list[int] = []
-    for numel in model.unit_numels:
-        if shared and shared[-1] + numel <= BUCKET_ELEMENTS:
-            shared[-1] += numel
-        else:
-            shared.append(numel)
-    return tuple(shared)
+    cuts = []
+    for number, one in enumerate(collectives):
+        if one.is_gather and one.needed > numel:
+            later = [other for other in collectives[number + 1 :] if other.issued < 2 * numel]
+            gathers = _sum(other for other in later if other.is_gather)
+            cuts.append(
+                Cut(
+                    gathers=gathers / numel,
+                    reductions=(_sum(later) - gathers) / numel,
+                    backward=2.0 - one.needed / numel,
+                )
+            )
+    cuts.reverse()
+    distinct = [
+        cut
+        for number, cut in enumerate(cuts)
+        if not 0 < number < len(cuts) - 1 or not _is_between(*cuts[number - 1 : number + 2])
+    ]
+    return distinct if len(distinct) <= _MAX_CUTS else distinct[:1]
 
 
-def buffers_of(numel: int) -> int:
-    """As how many buffers a unit of this size is reduced."""
-    return -(-numel // BUCKET_ELEMENTS)
+def _is_between(before: Cut, cut: Cut, after: Cut) -> bool:
+    """Whether a cut lies on the straight line between its neighbours, which then imply it."""
+    fraction = (cut.backward - before.backward) / (after.backward - before.backward)
+    return all(
+        abs(first + fraction * (last - first) - value) < _ROUNDING
+        for first, value, last in zip(before, cut, after, strict=True)
+    )

@@ -1,20 +1,18 @@
-"""The closed form of a step: what its parts cost on a measured cluster.
+"""The closed form of a step: the cost of its parts on a measured cluster.
 
-In the words of a step: ranks compute until they *meet*, in a collective that the last of them
-opens. With `T` the end of the last rank's compute since the previous meeting, `F` the earliest
-moment at which all ranks have gradients of a unit to offer, and `k` the part of a collective that
-does not belong to the unit that comes last,
+Ranks compute until the next synchronization, which the last rank starts. Let `T` be the end of the
+last rank's compute since the previous synchronization, `F` the earliest time at which every rank
+has gradients of a unit, and `k` the part of the communication that does not belong to the last
+unit. Then
 
-    meet(c) = T + c - min(overlap * c k, T - F)
+    sync(c) = T + c - min(overlap * c k, T - F)
 
-since compute advances at `overlap` of its speed while something travels: either all that could
-hide does, or all the compute there was has run meanwhile. A collective of the forward (stage 3
-gathers there) hides under the forward alone. Where every pass reduces and nothing is gathered,
-what is left when a pass is over runs under the next one's forward. `itinerary` says what travels
-when. Where ranks meet once a step, `T` is the largest sum of passes; where they meet at every
-pass, the largest pass. What verification measured beyond that (residuals, by stage) is added; no
-meeting costs less than the compute before it. `search` minimises what `predict` says, so both take
-it from here.
+because compute runs at `overlap` of its speed during communication: either all communication that
+can overlap does, or all the compute that was left has run. Gathers of the forward (stage 3) overlap
+only the forward. At stage 2 reductions that are incomplete at the end of a pass overlap the next
+pass's forward. `communication_schedule` has the windows. Measured residuals by stage are added; no
+synchronization takes less time than the compute before it. `search` minimizes what `predict` says,
+so both use this module.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ from typing import NamedTuple, TypeVar
 
 from poplar.plan import FIRST_STAGE_SYNCHRONIZING_EVERY_PASS, STRATEGIES, Plan
 from poplar.planner.collective_costs import CollectiveCosts
-from poplar.planner.communication_schedule import CommunicationSchedule, schedules
+from poplar.planner.communication_schedule import CommunicationSchedule, OverlapLine, schedules
 from poplar.planner.memory_model import RankMemory, rank_memory
 from poplar.planner.rank_groups import members
 from poplar.profile import ClusterProfile
@@ -37,53 +35,48 @@ T = TypeVar("T")
 
 
 class Synchronization(NamedTuple):
-    """When the ranks' compute before a meeting ends, in seconds since the meeting before."""
+    """When the compute before a synchronization ends, in seconds since the previous one."""
 
     latest: float
-    """`T`: the last rank's compute is over."""
+    """`T`: the last rank's compute ends."""
     reducible: float
-    """`F`: every rank's last backward has begun to leave gradients."""
+    """`F`: every rank's last backward has begun to produce gradients."""
 
 
 class CommunicationSeconds(NamedTuple):
-    """Seconds of the collectives over the whole model, under some shares; how often each of them
-    is issued at a meeting is the stage's `Itinerary`.
-    """
+    """Seconds of one gather and one reduction of the whole model under some shares."""
 
     gather: float
-    """0 where meetings gather nothing."""
+    """0 where synchronizations gather nothing."""
     reduce: float
 
 
 class Exposure(NamedTuple):
-    """A straight line in the traffic, which bounds what a meeting adds to its compute or hides."""
+    """A lower bound on exposed communication, linear in the seconds of the collectives."""
 
     gather: float
     reduce: float
     seconds: float
 
     def at(self, communication: CommunicationSeconds) -> float:
-        """The line's value."""
+        """The bound's value."""
         return (
             self.gather * communication.gather + self.reduce * communication.reduce + self.seconds
         )
 
 
-_NOTHING = Exposure(0.0, 0.0, 0.0)
-
-
 @dataclass(frozen=True)
 class StageCosts:
-    """The cost model of one cluster at one stage: what `predict` adds up and `search` minimises."""
+    """The cost model of one cluster at one stage."""
 
     cluster: ClusterProfile
     stage: int
     persistent: frozenset[int] = frozenset()
-    """Units that stay gathered between the passes of a step, where units are gathered."""
+    """Units that stay unsharded between the passes of a step, at stage 3."""
 
     @property
     def synchronizes_every_pass(self) -> bool:
-        """Whether a pass ends in a meeting; otherwise ranks meet once a step."""
+        """Whether ranks synchronize at every pass; otherwise once per step."""
         return self.stage >= FIRST_STAGE_SYNCHRONIZING_EVERY_PASS
 
     @property
@@ -93,69 +86,48 @@ class StageCosts:
 
     @property
     def gathers_after_step(self) -> bool:
-        """Whether new parameters travel once the optimizer is done (or with the next pass)."""
+        """Whether updated parameters are gathered after the optimizer."""
         return self.stage in (1, 2)
 
     @cached_property
     def schedules(self) -> tuple[CommunicationSchedule, CommunicationSchedule]:
-        """What travels at a usual meeting of a step, and at its dearest."""
+        """The communication of a usual synchronization and of the dearest one of a step."""
         return schedules(self.cluster.model, self.stage, self.persistent)
 
     @property
     def schedule(self) -> CommunicationSchedule:
-        """What travels at the dearest meeting: the only one, if there is one."""
+        """The communication of the dearest synchronization."""
         return self.schedules[True]
 
     @cached_property
-    def windows(self) -> tuple[list[tuple[float, float]], ...]:
-        """For each itinerary: lines of which the least hides before gradients travel.
-
-        Each a part of the gathers, whose windows they do not fill, and of the pass: of the windows
-        that others do. Those that are filled first come first.
-        """
-        forward, backward = 1.0 - self.cluster.backward_fraction, self.cluster.backward_fraction
-        found = []
-        for way in self.schedules:
-            windows = [
-                (one.gathers, one.forward * forward + one.backward * backward)
-                for one in way.windows
-            ]
-            windows.sort(key=lambda window: window[1] / window[0])
-            found.append(
-                [
-                    (
-                        sum(gathers for gathers, _ in windows[filled:]),
-                        sum(length for _, length in windows[:filled]),
-                    )
-                    for filled in range(len(windows) + 1)
-                ]
-            )
-        return tuple(found)
+    def _overlap_bounds(self) -> tuple[tuple[tuple[OverlapLine, ...], ...], ...]:
+        overlap, backward_fraction = self.cluster.overlap, self.cluster.backward_fraction
+        return tuple(way.overlap_bounds(overlap, backward_fraction) for way in self.schedules)
 
     @property
-    def late(self) -> float:
-        """The part of a pass, from its end, in which it has gradients to offer."""
+    def reducible_fraction(self) -> float:
+        """The part of a pass, up to its end, in which gradients can be reduced."""
         return self.cluster.backward_fraction * (1.0 - self.schedule.turn)
 
     @property
-    def hides(self) -> bool:
+    def overlaps(self) -> bool:
         """Whether any communication runs under compute."""
-        return min(self.late, self.cluster.overlap) > 0.0
+        return min(self.reducible_fraction, self.cluster.overlap) > 0.0
 
     @property
     def synchronizations_differ(self) -> bool:
-        """Whether one meeting of a step is dearer than the others."""
+        """Whether one synchronization of a step costs more than the others."""
         usual, dearest = self.schedules
         return usual.gathers < dearest.gathers or (
-            self.cluster.overlap > 0.0 and usual.reductions_behind > 0.0
+            self.cluster.overlap > 0.0 and usual.reductions_in_flight > 0.0
         )
 
-    def parted(self, items: Sequence[T]) -> tuple[Sequence[T], T]:
-        """The usual meetings of a step, and the dearest: `joined` the other way."""
+    def split_dearest(self, items: Sequence[T]) -> tuple[Sequence[T], T]:
+        """The items of the usual synchronizations of a step, and that of the dearest one."""
         return (items[1:], items[0]) if self._dearest_comes_first else (items[:-1], items[-1])
 
-    def joined(self, usual: Sequence[T], dearest: T) -> tuple[T, ...]:
-        """A step's meetings in order."""
+    def join_dearest(self, usual: Sequence[T], dearest: T) -> tuple[T, ...]:
+        """The inverse of `split_dearest`."""
         return (dearest, *usual) if self._dearest_comes_first else (*usual, dearest)
 
     @property
@@ -177,24 +149,24 @@ class StageCosts:
 
     @property
     def synchronization_residual(self) -> float:
-        """What was measured of a meeting beyond its collectives."""
+        """Measured seconds of a synchronization beyond its collectives."""
         return self.cluster.network.synchronization_seconds[self.stage]
 
     def pass_seconds(self, rank: int, batch: int) -> float:
-        """`x(batch)`: one pass of this rank in the engine; 0 without samples."""
+        """One pass of this rank in the engine; 0 without samples."""
         if batch == 0:
             return 0.0
         device = self.cluster.devices[rank]
         return max(0.0, device.seconds(batch) + device.pass_overhead_seconds[self.stage])
 
     def optimizer_seconds(self, rank: int, share: float) -> float:
-        """The optimizer on a share, and what else this rank does once a step; may be negative."""
+        """The optimizer on a share, with this rank's overhead per step; may be negative."""
         device = self.cluster.devices[rank]
         owned = share if self.shares_matter else 1.0
         return device.optimizer_step_seconds(owned) + device.step_overhead_seconds[self.stage]
 
     def communication(self, shares: Sequence[float]) -> CommunicationSeconds:
-        """What travels at every meeting."""
+        """The collectives of a synchronization."""
         cut = shares if self.shares_matter else (1.0 / len(shares),) * len(shares)
         gathered = self._gather_seconds(cut) if self.schedule.gathers else 0.0
         return CommunicationSeconds(gathered, self._reduce_seconds(cut))
@@ -206,59 +178,33 @@ class StageCosts:
         *,
         dearest: bool = True,
     ) -> float:
-        """From the meeting before to the end of this one.
+        """Seconds from the previous synchronization to the end of this one.
 
         Args:
-            meeting: when compute ends.
-            traffic: what travels.
-            dearest: of the step's meetings, as `itineraries` says.
+            synchronization: when compute ends.
+            communication: seconds of its collectives.
+            dearest: whether it is the dearest of the step, see `schedules`.
         """
         latest, reducible = synchronization
         gather, reduce = communication
-        way, overlap = self.schedules[dearest], self.cluster.overlap
-        shown = way.gathers * gather + reduce + self.synchronization_residual
-        if overlap:
-            if gather:
-                shown -= min(
-                    overlap * part * gather + length * latest
-                    for part, length in self.windows[dearest]
-                )
-            backward = latest - reducible
-            behind = way.gathers_under_backward * gather + way.reductions_under_backward * reduce
-            if not way.reductions_behind:
-                hidden = min(overlap * behind, backward)
-                for gathers, reductions, after in way.cuts:
-                    left = overlap * (gathers * gather + reductions * reduce)
-                    hidden = min(
-                        hidden, left + backward - self.cluster.backward_fraction * after * latest
-                    )
-                shown -= hidden
-                if way.forward_after:
-                    forward = (1.0 - self.cluster.backward_fraction) * way.forward_after * latest
-                    shown -= min(overlap * way.reductions_left * reduce, forward)
-            else:
-                shown -= min(
-                    overlap * reduce,
-                    overlap * behind + reducible,
-                    overlap * way.reductions_behind * reduce + backward,
-                    latest,
-                )
-        return latest + max(0.0, shown)
+        exposed = self.schedules[dearest].gathers * gather + reduce + self.synchronization_residual
+        for lines in self._overlap_bounds[dearest]:
+            exposed -= min(
+                by_gather * gather
+                + by_reduce * reduce
+                + by_latest * latest
+                + by_reducible * reducible
+                for by_gather, by_reduce, by_latest, by_reducible in lines
+            )
+        return latest + max(0.0, exposed)
 
     def exposures(
         self, synchronization: Synchronization, *, dearest: bool = True
     ) -> list[Exposure]:
-        """The lines whose largest, where it is positive, `meeting_seconds` adds to `latest`."""
-        gathers, residual = self.schedules[dearest].gathers, self.synchronization_residual
-        forwards, backwards = self._hidden(synchronization, dearest)
+        """The exposed seconds of `synchronization_seconds` are the largest of these, at least 0."""
         return [
-            Exposure(
-                gathers - forward.gather - backward.gather,
-                1.0 - forward.reduce - backward.reduce,
-                residual - forward.seconds - backward.seconds,
-            )
-            for forward in forwards
-            for backward in backwards
+            self._exposure(lines, synchronization, dearest)
+            for lines in product(*self._overlap_bounds[dearest])
         ]
 
     def slopes(
@@ -268,160 +214,136 @@ class StageCosts:
         *,
         dearest: bool = True,
     ) -> CommunicationSeconds:
-        """By how much a meeting grows with each part of the traffic, as it grows from here."""
-        forward, backward = (
-            min(lines, key=lambda line: line.at(communication))
-            for lines in self._hidden(synchronization, dearest)
-        )
-        gather = self.schedules[dearest].gathers - forward.gather - backward.gather
-        reduce = 1.0 - forward.reduce - backward.reduce
-        seconds = self.synchronization_residual - forward.seconds - backward.seconds
-        if Exposure(gather, reduce, seconds).at(communication) <= 0.0:
-            return CommunicationSeconds(0.0, 0.0)
-        return CommunicationSeconds(gather, reduce)
-
-    def _hidden(
-        self, synchronization: Synchronization, dearest: bool
-    ) -> tuple[list[Exposure], list[Exposure]]:
-        """Under the forward, and under the backward and what follows: the least of these lines."""
-        way, overlap = self.schedules[dearest], self.cluster.overlap
+        """Growth of `synchronization_seconds` per second of each collective, as they grow."""
         latest, reducible = synchronization
-        if not overlap:
-            return [_NOTHING], [_NOTHING]
-        forwards = [
-            Exposure(overlap * gathers, 0.0, length * latest)
-            for gathers, length in self.windows[dearest]
-        ]
-        backward, part = latest - reducible, overlap * way.reductions_under_backward
-        if way.reductions_behind:
-            return forwards, [
-                Exposure(0.0, overlap, 0.0),
-                Exposure(0.0, part, reducible),
-                Exposure(0.0, overlap * way.reductions_behind, backward),
-                Exposure(0.0, 0.0, latest),
-            ]
-        backwards = [
-            Exposure(overlap * way.gathers_under_backward, part, 0.0),
-            Exposure(0.0, 0.0, backward),
-        ]
-        for gathers, reductions, after in way.cuts:
-            over = backward - self.cluster.backward_fraction * after * latest
-            backwards.append(Exposure(overlap * gathers, overlap * reductions, over))
-        if way.forward_after:
-            forward = (1.0 - self.cluster.backward_fraction) * way.forward_after * latest
-            following = (
-                Exposure(0.0, overlap * way.reductions_left, 0.0),
-                Exposure(0.0, 0.0, forward),
+        gather, reduce = communication
+        lines = [
+            min(
+                group,
+                key=lambda line: (
+                    line.gather * gather
+                    + line.reduce * reduce
+                    + line.latest * latest
+                    + line.reducible * reducible
+                ),
             )
-            backwards = [
-                Exposure(*map(sum, zip(*pair, strict=True)))
-                for pair in product(backwards, following)
-            ]
-        return forwards, backwards
+            for group in self._overlap_bounds[dearest]
+        ]
+        exposure = self._exposure(lines, synchronization, dearest)
+        if exposure.at(communication) <= 0.0:
+            return CommunicationSeconds(0.0, 0.0)
+        return CommunicationSeconds(exposure.gather, exposure.reduce)
 
-    def met_seconds(
+    def _exposure(
+        self, lines: Iterable[OverlapLine], synchronization: Synchronization, dearest: bool
+    ) -> Exposure:
+        latest, reducible = synchronization
+        gather, reduce = self.schedules[dearest].gathers, 1.0
+        seconds = self.synchronization_residual
+        for line in lines:
+            gather -= line.gather
+            reduce -= line.reduce
+            seconds -= line.latest * latest + line.reducible * reducible
+        return Exposure(gather, reduce, seconds)
+
+    def synchronizations_seconds(
         self, synchronizations: Sequence[Synchronization], communication: CommunicationSeconds
     ) -> list[float]:
-        """Of each of a step's meetings, in order."""
-        usual, dearest = self.parted(synchronizations)
+        """Seconds of each synchronization of a step, in order."""
+        usual, dearest = self.split_dearest(synchronizations)
+        seconds = [self.synchronization_seconds(s, communication, dearest=False) for s in usual]
         return list(
-            self.joined(
-                [
-                    self.synchronization_seconds(synchronization, communication, dearest=False)
-                    for synchronization in usual
-                ],
-                self.synchronization_seconds(dearest, communication),
-            )
+            self.join_dearest(seconds, self.synchronization_seconds(dearest, communication))
         )
 
     def tail_seconds(self, shares: Sequence[float]) -> float:
-        """What follows the last meeting: the optimizer, and the gather of what it changed."""
-        ranks = self._different(shares)
-        slowest = max(self.optimizer_seconds(rank, shares[rank]) for rank in ranks)
+        """Seconds after the last synchronization: the optimizer, and the gather of its result."""
+        slowest = max(self.optimizer_seconds(rank, shares[rank]) for rank in self._distinct(shares))
         residual = self.cluster.network.step_seconds[self.stage]
         return max(0.0, slowest + self.gather_after_step_seconds(shares) + residual)
 
     def gather_after_step_seconds(self, shares: Sequence[float]) -> float:
-        """The gather after the optimizer, where there is one."""
+        """The gather after the optimizer; 0 at stages without one."""
         return self._gather_seconds(shares) if self.gathers_after_step else 0.0
 
     def _reduce_seconds(self, shares: Sequence[float]) -> float:
-        return self.collectives.reduce_scatter.seconds(shares, self._different(shares))
+        return self.collectives.reduce_scatter.seconds(shares, self._distinct(shares))
 
     def _gather_seconds(self, shares: Sequence[float]) -> float:
-        return self.collectives.all_gather.seconds(shares, self._different(shares))
+        return self.collectives.all_gather.seconds(shares, self._distinct(shares))
 
-    def _different(self, shares: Sequence[float]) -> list[int]:
-        """Of ranks that are equal and own as much, one."""
-        asked = tuple(shares)
-        if asked not in self._last_different:
-            kinds = zip(self.cluster.rank_kinds, asked, strict=True)
-            self._last_different.clear()
-            self._last_different[asked] = list(dict(zip(kinds, count(), strict=False)).values())
-        return self._last_different[asked]
+    def _distinct(self, shares: Sequence[float]) -> list[int]:
+        """One rank for each combination of device, links and share."""
+        key = tuple(shares)
+        if key not in self._last_distinct:
+            kinds = zip(self.cluster.rank_kinds, key, strict=True)
+            self._last_distinct.clear()
+            self._last_distinct[key] = list(dict(zip(kinds, count(), strict=False)).values())
+        return self._last_distinct[key]
 
     @cached_property
-    def _last_different(self) -> dict[tuple[float, ...], list[int]]:
-        """For the shares that were asked for last: every collective asks, and the optimizer."""
+    def _last_distinct(self) -> dict[tuple[float, ...], list[int]]:
+        """For the last shares only: both collectives and the optimizer ask for the same shares."""
         return {}
 
     def synchronizations(self, micro_batches: Sequence[Sequence[int]]) -> list[Synchronization]:
-        """Every meeting of a step."""
+        """Every synchronization of a step."""
         kinds = zip(self.cluster.device_kinds, micro_batches, strict=True)
-        alike = {kind: rank for rank, kind in enumerate(kinds)}
-        ranks, rows = list(alike.values()), [passes for _, passes in alike]
-        if self.synchronizes_every_pass:
-            columns = zip(*rows, strict=True)
-            return [
-                self.synchronization(
-                    (rank, (batch,)) for rank, batch in zip(ranks, column, strict=True)
-                )
-                for column in columns
-            ]
-        return [self.synchronization(zip(ranks, rows, strict=True))]
+        distinct = {kind: rank for rank, kind in enumerate(kinds)}
+        ranks, rows = list(distinct.values()), [passes for _, passes in distinct]
+        if not self.synchronizes_every_pass:
+            return [self.synchronization(zip(ranks, rows, strict=True))]
+        return [
+            self.synchronization(
+                (rank, (batch,)) for rank, batch in zip(ranks, column, strict=True)
+            )
+            for column in zip(*rows, strict=True)
+        ]
 
     def step_seconds(
         self, micro_batches: Sequence[Sequence[int]], shares: Sequence[float]
     ) -> float:
         """A whole step."""
-        met = self.met_seconds(self.synchronizations(micro_batches), self.communication(shares))
-        return math.fsum(met) + self.tail_seconds(shares)
+        synchronizations = self.synchronizations(micro_batches)
+        seconds = self.synchronizations_seconds(synchronizations, self.communication(shares))
+        return math.fsum(seconds) + self.tail_seconds(shares)
 
     def synchronization(self, passes_of: Iterable[tuple[int, Sequence[int]]]) -> Synchronization:
-        """The meeting after these ranks have run these passes; of equal ones, one will do."""
+        """The synchronization after these ranks have run these passes; equal ranks count once."""
         latest = reducible = 0.0
         for rank, own in passes_of:
             passes = [self.pass_seconds(rank, batch) for batch in own if batch]
             end = math.fsum(passes)
             latest = max(latest, end)
-            reducible = max(reducible, end - self.late * passes[-1] if passes else 0.0)
+            if passes:
+                reducible = max(reducible, end - self.reducible_fraction * passes[-1])
         return Synchronization(latest, reducible)
 
 
 def costs_of(cluster: ClusterProfile, plan: Plan) -> StageCosts:
-    """The costs that this plan has.
+    """The cost model of a plan's stage and persistent units.
 
     Raises:
-        ValueError: a plan for another number of ranks, or with units of their own strategy, or that
-            keeps units which the profile does not know.
+        ValueError: the plan is for another number of ranks, gives units their own strategy, shares
+            or transport, or names units that the profile does not have.
     """
     if plan.world_size != cluster.world_size:
         raise ValueError(
-            f"a plan for {plan.world_size} ranks, but the profile is of {cluster.world_size}; "
-            "measure the ranks that will train"
+            f"the plan is for {plan.world_size} ranks, but the profile has {cluster.world_size}; "
+            "profile the ranks that will train"
         )
     known = {name: unit for unit, name in enumerate(cluster.model.unit_names)}
     for unit in plan.units:
         uniform = unit.strategy == STRATEGIES[plan.stage] and unit.shares in (None, plan.shares)
         if not uniform or unit.transport is not None:
             raise ValueError(
-                f"unit {unit.name!r} has a plan of its own; the cost model knows plans whose units "
-                "all follow the stage: leave Plan.units empty, or let it say keep_gathered alone"
+                f"unit {unit.name!r} has its own strategy, shares or transport, but the cost model "
+                "needs units that follow the plan; set only keep_gathered in Plan.units"
             )
         if unit.name not in known and (known or unit.keep_gathered):
             raise ValueError(
-                f"the plan names unit {unit.name!r}, which the profile does not know; known are "
-                f"{', '.join(known) or 'none: profile again'}"
+                f"the plan names unit {unit.name!r}, which the profile does not have; it has "
+                f"{', '.join(known) or 'no unit names: profile again'}"
             )
     persistent = frozenset(known[unit.name] for unit in plan.units if unit.keep_gathered)
     return StageCosts(cluster, plan.stage, persistent)

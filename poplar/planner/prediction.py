@@ -1,6 +1,6 @@
-"""What a plan will cost on a measured cluster: seconds, and bytes on every rank.
+"""What a plan costs on a measured cluster: seconds, bytes on every rank, and what bounds the step.
 
-And what bounds it. The arithmetic is in `stage_costs`.
+The arithmetic is in `cost_model` and `memory_model`.
 """
 
 from __future__ import annotations
@@ -19,15 +19,14 @@ from poplar.planner.rank_groups import each
 from poplar.profile import ClusterProfile
 
 _SLOWER_LINK = 1.1
-"""Of two links, how many times slower one has to be to be called slower: rates are measured."""
-
-
-_MUCH_LATER = 2.0
-"""A rank that would hold everybody up for so many times as long is not short of memory."""
+"""How many times slower than all others a measured link must be to be reported as the slowest."""
+_MAX_SLOWDOWN = 2.0
+"""Memory bounds a step only if one more sample keeps the rank's pass below this many times the
+longest pass."""
 
 
 class DoesNotFit(ValueError):
-    """A plan that needs more memory than a rank has, or a batch that was never measured."""
+    """A plan that needs more memory than a rank has, or a micro-batch that was not measured."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,49 +36,44 @@ class Prediction:
     step_seconds: float
     samples_per_second: float
     compute_seconds: tuple[float, ...]
-    """By rank: the sum of its passes, what the engine adds to each included."""
+    """By rank: the sum of its passes, with the engine's overhead."""
     optimizer_seconds: tuple[float, ...]
     """By rank."""
     communication_seconds: float
-    """Of a step, what does not run under compute; never more than the step."""
+    """Exposed communication of a step; at most the step."""
     memory_bytes: tuple[int, ...]
-    """By rank: what the plan needs, everything that the framework holds included."""
+    """By rank: what the plan needs, with what the framework holds."""
     busy_fraction: tuple[float, ...]
     """By rank: compute and optimizer over the step."""
     bound: str
-    """What bounds the step, in a sentence for a person."""
+    """What bounds the step, as a sentence."""
     optimality_gap: float | None = None
-    """How much faster, as a fraction of this step, any other plan of its stage can be: 0.0 where
-    it is proven that none is, None where nobody searched. Of units that stay gathered their number
-    is searched, not which of them."""
+    """Upper bound on how much shorter the step of another plan at this stage can be, as a fraction
+    of this step. 0.0: proven optimal; None: no search. The search covers the number of persistent
+    units, not which units."""
 
     def to_dict(self) -> dict[str, Any]:
-        """This prediction in JSON's types."""
-        return {
-            key: list(value) if isinstance(value, tuple) else value
-            for key, value in (
-                (member.name, getattr(self, member.name)) for member in dataclasses.fields(self)
-            )
-        }
+        """This prediction as JSON types."""
+        values = dataclasses.asdict(self)
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
 
 
 class Bound(NamedTuple):
-    """What would have to be better for a step to be shorter."""
+    """What limits the step."""
 
     what: str
     """`"compute"`, `"network"` or `"memory"`."""
     rank: int | None
-    """Whose; None: all ranks' alike."""
+    """The rank that is the bound; None: all ranks."""
     sentence: str
-    """For a person."""
 
 
 def memory_needed(cluster: ClusterProfile, plan: Plan) -> tuple[int, ...]:
-    """Bytes that each rank needs under a plan, whether it has them or not.
+    """Bytes that each rank needs under a plan, even if it has fewer.
 
     Raises:
-        ValueError: a plan for another number of ranks, or with units of their own strategy.
-        DoesNotFit: a micro-batch beyond what was measured, so that nobody knows what it needs.
+        ValueError: see `costs_of`.
+        DoesNotFit: a micro-batch larger than the largest that was measured.
     """
     return _memory_needed(costs_of(cluster, plan), plan)
 
@@ -93,12 +87,12 @@ def _memory_needed(costs: StageCosts, plan: Plan) -> tuple[int, ...]:
 
 
 def predict(cluster: ClusterProfile, plan: Plan) -> Prediction:
-    """What one step of a plan will cost.
+    """Predict one step of a plan.
 
     Raises:
-        DoesNotFit: it needs more memory than a rank has, or a micro-batch that was not measured;
-            names the rank, what is needed and what there is.
-        ValueError: a plan for another number of ranks, or with units of their own strategy.
+        DoesNotFit: the plan needs more memory than a rank has, or a micro-batch that was not
+            measured.
+        ValueError: see `costs_of`.
     """
     return predict_at(costs_of(cluster, plan), plan)
 
@@ -113,37 +107,20 @@ def fits(cluster: ClusterProfile, plan: Plan) -> bool:
 
 
 def predict_at(costs: StageCosts, plan: Plan) -> Prediction:
-    """As `predict`, with the costs of the plan's stage."""
-    cluster = costs.cluster
+    """Predict one step of a plan, with the cost model of its stage."""
     memory = _memory_needed(costs, plan)
     for rank, (needed, own) in enumerate(zip(memory, costs.memories, strict=True)):
         if needed > own.limit:
             _check_fits(costs, plan, rank)
     synchronizations = costs.synchronizations(plan.micro_batches)
-    communication = costs.communication(plan.shares)
-    met = costs.met_seconds(synchronizations, communication)
+    seconds = costs.synchronizations_seconds(synchronizations, costs.communication(plan.shares))
     tail = costs.tail_seconds(plan.shares)
-    step = math.fsum(met) + tail
-    first = dict(zip(cluster.device_kinds, count(), strict=False))
-
-    def computed(key: tuple[int, tuple[int, ...]]) -> float:
-        kind, passes = key
-        return math.fsum(costs.pass_seconds(first[kind], batch) for batch in passes)
-
-    def updated(key: tuple[int, float]) -> float:
-        kind, share = key
-        return max(0.0, costs.optimizer_seconds(first[kind], share))
-
-    kinds = cluster.device_kinds
-    compute = tuple(each(computed, list(zip(kinds, plan.micro_batches, strict=True))))
-    optimizer = tuple(each(updated, list(zip(kinds, plan.shares, strict=True))))
-    at_synchronizations = [
-        seconds - synchronization.latest
-        for seconds, synchronization in zip(met, synchronizations, strict=True)
-    ]
-    # Residuals may be negative: what follows the last meeting can be shorter than its gather.
-    after = min(costs.gather_after_step_seconds(plan.shares), tail)
-    communication = min(step, math.fsum([*at_synchronizations, after]))
+    step = math.fsum(seconds) + tail
+    # Negative residuals can make the tail shorter than its gather.
+    exposed = [min(costs.gather_after_step_seconds(plan.shares), tail)]
+    exposed += [end - one.latest for end, one in zip(seconds, synchronizations, strict=True)]
+    communication = min(step, math.fsum(exposed))
+    compute, optimizer = _rank_seconds(costs, plan)
     busy = tuple(
         min(1.0, (passes + update) / step) if step else 1.0
         for passes, update in zip(compute, optimizer, strict=True)
@@ -160,10 +137,27 @@ def predict_at(costs: StageCosts, plan: Plan) -> Prediction:
     )
 
 
-def describe(cluster: ClusterProfile, plan: Plan, prediction: Prediction, policy: str) -> Plan:
-    """The plan with its prediction in JSON's types, and what a table needs beside it.
+def _rank_seconds(costs: StageCosts, plan: Plan) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """By rank: seconds of its passes, and of its optimizer."""
+    kinds = costs.cluster.device_kinds
+    first = dict(zip(kinds, count(), strict=False))
 
-    It names the transport that was measured, unless it names one already.
+    def computed(key: tuple[int, tuple[int, ...]]) -> float:
+        kind, passes = key
+        return math.fsum(costs.pass_seconds(first[kind], batch) for batch in passes)
+
+    def updated(key: tuple[int, float]) -> float:
+        kind, share = key
+        return max(0.0, costs.optimizer_seconds(first[kind], share))
+
+    compute = each(computed, list(zip(kinds, plan.micro_batches, strict=True)))
+    return tuple(compute), tuple(each(updated, list(zip(kinds, plan.shares, strict=True))))
+
+
+def describe(cluster: ClusterProfile, plan: Plan, prediction: Prediction, policy: str) -> Plan:
+    """Attach a prediction to a plan, as JSON types, with the device columns of the plan's table.
+
+    A plan without a transport gets the one that was measured.
     """
     return dataclasses.replace(
         plan,
@@ -187,8 +181,8 @@ def _check_measured(cluster: ClusterProfile, rank: int, batch: int) -> None:
     if batch > device.max_batch:
         raise DoesNotFit(
             f"rank {rank} ({device.name}): a micro-batch of {batch} samples, but the largest that "
-            f"was measured is {device.max_batch}; plan smaller passes, or profile with a larger "
-            "max_batch"
+            f"was measured is {device.max_batch}; use smaller micro-batches, or profile with a "
+            "larger max_batch"
         )
 
 
@@ -201,19 +195,19 @@ def _check_fits(costs: StageCosts, plan: Plan, rank: int) -> None:
         raise DoesNotFit(
             f"rank {rank} ({device.name}) needs {format_bytes(needed)} for {largest} samples and "
             f"{100 * share:.1f} % of the state at stage {plan.stage}, but may use "
-            f"{format_bytes(limit)} of {format_bytes(device.memory_bytes)}; give it smaller "
-            "micro-batches, a smaller share, or choose a higher stage"
+            f"{format_bytes(limit)} of {format_bytes(device.memory_bytes)}; use smaller "
+            "micro-batches, a smaller share or a higher stage"
         )
 
 
 def bound_of(costs: StageCosts, plan: Plan, busy: Sequence[float], communication: float) -> Bound:
-    """What bounds a step, from what was predicted of it.
+    """What bounds a step: compute, the network, or the memory of a rank.
 
     Args:
-        costs: of the plan's stage.
-        plan: whose step.
-        busy: by rank, compute and optimizer over the step.
-        communication: what does not run under compute, over the step.
+        costs: the cost model of the plan's stage.
+        plan: the plan.
+        busy: by rank, compute and optimizer as a fraction of the step.
+        communication: exposed communication as a fraction of the step.
     """
     busiest = max(range(plan.world_size), key=lambda rank: busy[rank])
     if communication <= busy[busiest]:
@@ -228,12 +222,12 @@ def bound_of(costs: StageCosts, plan: Plan, busy: Sequence[float], communication
             largest = max(plan.micro_batches[rank])
             more = largest + 1
             measured = more <= memory.device.max_batch
-            useful = measured and costs.pass_seconds(rank, more) <= _MUCH_LATER * latest
+            useful = measured and costs.pass_seconds(rank, more) <= _MAX_SLOWDOWN * latest
             if useful and not memory.fits(more, plan.shares[rank]):
                 sentence = (
                     f"rank {rank}'s memory: it holds no more than {largest} samples at a time, so "
-                    f"ranks meet {passes} times a step ({100 * communication:.0f} % of it is "
-                    "communication)"
+                    f"ranks synchronize {passes} times a step ({100 * communication:.0f} % of it "
+                    "is communication)"
                 )
                 return Bound("memory", rank, sentence)
     slowest = _slowest_link(costs)
@@ -244,7 +238,7 @@ def bound_of(costs: StageCosts, plan: Plan, busy: Sequence[float], communication
 
 
 def _slowest_link(costs: StageCosts) -> int | None:
-    """The rank that every collective waits for, if its link is slower than all others'."""
+    """The rank whose link is slower than all others, if there is one."""
     network = costs.cluster.network
     rates = [
         max(there, back)

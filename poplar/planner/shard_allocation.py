@@ -71,7 +71,7 @@ class ShareProblem:
 
     def cheapest(self, synchronizations: Sequence[Synchronization]) -> Shared:
         """The least seconds of a step with these synchronizations, and the best shares."""
-        usual, dearest = self._costs.parted(synchronizations)
+        usual, dearest = self._costs.split_dearest(synchronizations)
         counts = Counter((synchronization, False) for synchronization in usual)
         counts[dearest, True] += 1
         costs = {self._free + number: float(times) for number, times in enumerate(counts.values())}

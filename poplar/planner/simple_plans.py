@@ -102,7 +102,7 @@ def _with_fewer_passes_per_rank(
             fewer = spread(sum(batches[rank]), passes)
             own = costs.synchronization([(rank, fewer)])
             is_late = own.latest > min(longest * (1.0 + _ROUNDING), latest + slack)
-            if not is_late and (own.reducible <= reducible + slack or not costs.hides):
+            if not is_late and (own.reducible <= reducible + slack or not costs.overlaps):
                 for equal in ranks:
                     batches[equal] = fewer
                 break

@@ -1,1 +1,1 @@
-"""Simulates one step of a plan event by event: the reference for the planner's closed form."""
+"""Event-driven simulation of a step, unit by unit: the reference of the cost model."""

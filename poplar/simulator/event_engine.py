@@ -1,18 +1,14 @@
-"""A step of a plan, event by event: the reference of the closed form in `stage_costs`.
+"""Event-driven simulation of one step: the reference of the closed form in `planner.cost_model`.
 
-Every rank has a compute stream, which follows its programme (`programme.py`), and a communication
-stream, which carries the collectives that it has issued, one after the other, in the order that all
-ranks share. A collective begins on a rank when whoever it needs data from has issued it too (so the
-last of them opens it) and the one before is over there; it takes what `CollectiveCosts` says, its
-unit's part of it. While it lasts, compute on that rank advances by `overlap` seconds a second: that
-part of the communication runs under compute, the rest stops compute.
+Every rank has a compute stream, which follows its actions (`planner.step_actions`), and a
+communication stream, which runs its collectives one after the other. A collective starts on a rank
+when the ranks that it needs data from have issued it and the previous collective is complete there.
+During a collective, compute on that rank advances by `overlap` seconds per second.
 
 [Note: what the closed form leaves out]
-Units of very unequal size in the middle of a model. From stage 2 on, that a rank which is early to
-one meeting may go ahead to the next, so that ranks which take turns in being the last wait less: up
-to 16 % on random clusters. `tests/unit/test_simulator.py` has that by hand, and holds both to
-within 3 %
-of each other elsewhere, on clusters and plans at random.
+Units of very unequal size in the middle of a model. From stage 2 on, a rank that is early at one
+synchronization may start the next pass, so ranks that are last in turn wait less: up to 16 % on
+random clusters. `tests/unit/test_simulator.py` holds both to within 3 % of each other elsewhere.
 """
 
 from __future__ import annotations
@@ -20,71 +16,58 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 
 from poplar.plan import Plan
-from poplar.planner.cost_model import StageCosts, costs_of
+from poplar.planner.cost_model import costs_of
 from poplar.planner.prediction import predict
+from poplar.planner.step_actions import Action, Compute, Issue
 from poplar.profile import ClusterProfile
-from poplar.simulator.rank_program import (
-    PROGRAMMES,
-    Action,
+from poplar.simulator.action_durations import (
+    ActionDurations,
     Collective,
-    Compute,
-    Issue,
-    Load,
     Senders,
-    Work,
+    Workload,
+    workloads,
 )
 from poplar.simulator.timeline import Span, Timeline
 
 
 def simulate(cluster: ClusterProfile, plan: Plan) -> Timeline:
-    """One step of a plan on a measured cluster, unit by unit.
+    """Simulate one step of a plan on a measured cluster, unit by unit.
 
-    Ranks whose passes and optimizer take the same time, and that all own something or all nothing,
-    do the same at the same moment: they are simulated once, so thousands of ranks of a few kinds
-    cost what these kinds cost.
+    Ranks with equal workloads are simulated once, so the cost depends on the number of different
+    ranks.
 
     Raises:
-        DoesNotFit: it needs more memory than a rank has, or a micro-batch that was not measured.
+        DoesNotFit: the plan needs more memory than a rank has, or a micro-batch that was not
+            measured.
         ValueError: a plan for another number of ranks, or with units of their own strategy.
     """
-    predict(cluster, plan)  # refuses what no rank could run
+    predict(cluster, plan)  # raises if the plan cannot run
     costs = costs_of(cluster, plan)
-    programme = PROGRAMMES[plan.stage]
-    work = Work.of(costs, plan.shares)
-    loads = _loads(costs, plan)
+    durations = ActionDurations(costs, plan.shares)
+    work = workloads(costs, plan.micro_batches, plan.shares)
     simulated = {
-        load: _Rank(programme(work, load).actions(), load.owns) for load in dict.fromkeys(loads)
+        workload: _Rank(workload, durations.actions(workload).step())
+        for workload in dict.fromkeys(work)
     }
-    _Simulation(simulated.values(), cluster.overlap).run()
+    _Simulation(simulated.values(), durations, cluster.overlap).run()
     step = max(rank.ended for rank in simulated.values())
-    spans = {load: tuple(rank.spans) for load, rank in simulated.items()}
-    waiting = {load: step - _covered(spans[load]) for load in simulated}
+    spans = {workload: tuple(rank.spans) for workload, rank in simulated.items()}
+    waiting = {workload: max(0.0, step - _covered(spans[workload])) for workload in simulated}
     return Timeline(
         stage=plan.stage,
         devices=tuple(device.name for device in cluster.devices),
         step_seconds=step,
-        spans=tuple(spans[load] for load in loads),
-        busy_seconds=tuple(simulated[load].computed for load in loads),
-        waiting_seconds=tuple(max(0.0, waiting[load]) for load in loads),
+        spans=tuple(spans[workload] for workload in work),
+        busy_seconds=tuple(simulated[workload].computed for workload in work),
+        waiting_seconds=tuple(waiting[workload] for workload in work),
     )
 
 
-def _loads(costs: StageCosts, plan: Plan) -> list[Load]:
-    """What each rank has to do."""
-    return [
-        Load(
-            passes=tuple(costs.pass_seconds(rank, batch) for batch in batches),
-            optimizer=costs.optimizer_seconds(rank, share),
-            owns=share > 0.0 or not costs.shares_matter,
-        )
-        for rank, (batches, share) in enumerate(zip(plan.micro_batches, plan.shares, strict=True))
-    ]
-
-
 def _covered(spans: Iterable[Span]) -> float:
-    """Seconds in which at least one stream runs something."""
+    """Seconds during which at least one stream is busy."""
     total = end = 0.0
     for span in sorted(spans, key=lambda span: span.begin):
         if span.end > end:
@@ -93,51 +76,36 @@ def _covered(spans: Iterable[Span]) -> float:
     return total
 
 
+@dataclass(eq=False, slots=True)
 class _Rank:
-    """The two streams of one rank (of all that have the same load)."""
+    """The two streams of one rank, which stands for all ranks with its workload."""
 
-    __slots__ = (
-        "actions",
-        "began",
-        "carried",
-        "carrying",
-        "compute",
-        "computed",
-        "ended",
-        "issued",
-        "left",
-        "owns",
-        "rate",
-        "since",
-        "spans",
-        "version",
-        "waits_for",
-    )
-
-    def __init__(self, actions: Iterator[Action], owns: bool) -> None:
-        self.actions = actions
-        self.owns = owns
-        self.issued: list[int | None] = []
-        """Of each collective, the pass that it belongs to here."""
-        self.carried = 0
-        """Collectives that are over."""
-        self.carrying = False
-        self.waits_for = -1
-        """The compute stream stands still until this collective is over; -1: it does not."""
-        self.compute: Compute | None = None
-        """What the compute stream is doing: began then, `left` seconds of it at `since`."""
-        self.began = self.left = self.since = 0.0
-        self.rate = 1.0
-        """Seconds of compute a second, whether anything is computed or not."""
-        self.version = 0
-        """Of the moment at which compute was expected to end: earlier ones are void."""
-        self.computed = 0.0
-        self.ended = 0.0
-        self.spans: list[Span] = []
+    workload: Workload
+    actions: Iterator[Action]
+    issued: list[int | None] = field(default_factory=list)
+    """By collective: the pass that issued it."""
+    completed: int = 0
+    """Collectives that are complete."""
+    is_communicating: bool = False
+    waits_for: int = -1
+    """The collective that blocks the compute stream; -1: none."""
+    compute: Compute | None = None
+    compute_seconds: float = 0.0
+    began: float = 0.0
+    remaining: float = 0.0
+    """Seconds of compute that remained at `updated`."""
+    updated: float = 0.0
+    rate: float = 1.0
+    """Seconds of compute per second."""
+    version: int = 0
+    """Of the expected end of compute: events with an earlier version are void."""
+    computed: float = 0.0
+    ended: float = 0.0
+    spans: list[Span] = field(default_factory=list)
 
 
 class _Gate:
-    """Who has yet to issue a collective before it can begin."""
+    """A collective, and how many ranks have not issued it yet."""
 
     __slots__ = ("collective", "missing", "missing_owners")
 
@@ -149,128 +117,125 @@ class _Gate:
         senders = self.collective.senders
         if senders is Senders.OWNERS:
             return self.missing_owners == 0
-        return self.missing == 0 or (senders is Senders.EVERYONE_TO_OWNERS and not rank.owns)
+        needs_none = senders is Senders.ALL_TO_OWNERS and not rank.workload.owns
+        return self.missing == 0 or needs_none
 
 
 class _Simulation:
-    """A queue of moments: compute that ends on a rank, a collective that ends on some ranks.
+    """A queue of events: the end of a rank's compute, or of a collective on some ranks.
 
-    Simultaneous moments are played in the order in which they were foreseen, so a simulation is
-    the same every time.
+    Simultaneous events run in the order in which they were queued, so results are reproducible.
     """
 
-    def __init__(self, ranks: Iterable[_Rank], overlap: float) -> None:
+    def __init__(self, ranks: Iterable[_Rank], durations: ActionDurations, overlap: float) -> None:
         self._ranks = list(ranks)
-        self._owners = sum(rank.owns for rank in self._ranks)
+        self._owners = sum(rank.workload.owns for rank in self._ranks)
+        self._durations = durations
         self._overlap = overlap
         self._gates: list[_Gate] = []
         self._order = itertools.count()
-        self._moments: list[tuple[float, int, list[_Rank], int]] = []
-        """When, a tie-breaker, who, and which version of a compute; -1: a collective is over."""
+        self._events: list[tuple[float, int, list[_Rank], int]] = []
+        """Time, tie-breaker, ranks, and the version of a compute; version -1: a collective."""
 
     def run(self) -> None:
-        """From the beginning of a step to its end."""
+        """Run a whole step."""
         for rank in self._ranks:
-            self._go_on(rank, 0.0)
-        while self._moments:
-            now, _, ranks, version = heapq.heappop(self._moments)
+            self._advance(rank, 0.0)
+        while self._events:
+            now, _, ranks, version = heapq.heappop(self._events)
             if version < 0:
                 self._end_collective(ranks, now)
             elif ranks[0].version == version:
                 self._end_compute(ranks[0], now)
         assert not any(rank.waits_for >= 0 or rank.compute for rank in self._ranks)
 
-    def _at(self, when: float, ranks: list[_Rank], version: int) -> None:
-        heapq.heappush(self._moments, (when, next(self._order), ranks, version))
+    def _schedule(self, when: float, ranks: list[_Rank], version: int) -> None:
+        heapq.heappush(self._events, (when, next(self._order), ranks, version))
 
-    # The compute stream
-
-    def _go_on(self, rank: _Rank, now: float) -> None:
-        """Follow the programme until it takes time."""
+    def _advance(self, rank: _Rank, now: float) -> None:
+        """Execute actions up to the next one that takes time."""
         for action in rank.actions:
             if isinstance(action, Issue):
                 self._issue(rank, action, now)
             elif isinstance(action, Compute):
-                if action.seconds > 0.0:
-                    rank.compute, rank.left = action, action.seconds
-                    rank.began = rank.since = now
-                    self._expect_end(rank)
+                seconds = self._durations.compute_seconds(action, rank.workload)
+                if seconds > 0.0:
+                    rank.compute, rank.compute_seconds, rank.remaining = action, seconds, seconds
+                    rank.began = rank.updated = now
+                    self._schedule_end(rank)
                     return
-            elif action.number >= rank.carried:
-                rank.waits_for = action.number
+            elif action.position >= rank.completed:
+                rank.waits_for = action.position
                 return
         rank.ended = now
 
-    def _expect_end(self, rank: _Rank) -> None:
+    def _schedule_end(self, rank: _Rank) -> None:
         rank.version += 1
         if rank.rate > 0.0:
-            self._at(rank.since + rank.left / rank.rate, [rank], rank.version)
+            self._schedule(rank.updated + rank.remaining / rank.rate, [rank], rank.version)
 
     def _end_compute(self, rank: _Rank, now: float) -> None:
         done = rank.compute
         assert done is not None
         rank.compute = None
-        rank.computed += done.seconds
-        rank.spans.append(Span("compute", done.what, done.unit, done.pass_index, rank.began, now))
-        self._go_on(rank, now)
+        rank.computed += rank.compute_seconds
+        rank.spans.append(Span("compute", *done, rank.began, now))
+        self._advance(rank, now)
 
     def _set_rate(self, rank: _Rank, rate: float, now: float) -> None:
-        """From now on compute advances at another rate."""
         if rate == rank.rate:
             return
         if rank.compute is not None:
-            rank.left = max(0.0, rank.left - (now - rank.since) * rank.rate)
-            rank.since = now
+            rank.remaining = max(0.0, rank.remaining - (now - rank.updated) * rank.rate)
+            rank.updated = now
         rank.rate = rate
         if rank.compute is not None:
-            self._expect_end(rank)
-
-    # The communication stream
+            self._schedule_end(rank)
 
     def _issue(self, rank: _Rank, action: Issue, now: float) -> None:
-        number = len(rank.issued)
+        position = len(rank.issued)
         rank.issued.append(action.pass_index)
-        if number == len(self._gates):
-            self._gates.append(_Gate(action.collective, len(self._ranks), self._owners))
-        gate = self._gates[number]
+        if position == len(self._gates):
+            collective = self._durations.collective(action)
+            self._gates.append(_Gate(collective, len(self._ranks), self._owners))
+        gate = self._gates[position]
         gate.missing -= 1
-        gate.missing_owners -= rank.owns
-        opens = gate.missing == 0 or (rank.owns and gate.missing_owners == 0)
+        gate.missing_owners -= rank.workload.owns
+        opens = gate.missing == 0 or (rank.workload.owns and gate.missing_owners == 0)
         self._begin_collectives(self._ranks if opens else [rank], now)
 
     def _begin_collectives(self, ranks: Iterable[_Rank], now: float) -> None:
-        """Whatever can begin on these ranks begins."""
+        """Start the next collective on each of these ranks where it can start."""
         begun: dict[int, list[_Rank]] = {}
         for rank in ranks:
-            number = rank.carried
-            if rank.carrying or number >= len(rank.issued):
+            position = rank.completed
+            if rank.is_communicating or position >= len(rank.issued):
                 continue
-            gate = self._gates[number]
+            gate = self._gates[position]
             if gate.is_open_for(rank):
-                rank.carrying = True
-                begun.setdefault(number, []).append(rank)
+                rank.is_communicating = True
+                begun.setdefault(position, []).append(rank)
                 if gate.collective.seconds > 0.0:
-                    self._set_rate(rank, 0.0 if gate.collective.stops else self._overlap, now)
-        for number, together in begun.items():
-            self._at(now + self._gates[number].collective.seconds, together, -1)
+                    blocks = gate.collective.blocks_compute
+                    self._set_rate(rank, 0.0 if blocks else self._overlap, now)
+        for position, together in begun.items():
+            self._schedule(now + self._gates[position].collective.seconds, together, -1)
 
     def _end_collective(self, ranks: list[_Rank], now: float) -> None:
-        gate = self._gates[ranks[0].carried]
-        what, unit, seconds = gate.collective[:3]
-        spans: dict[int | None, Span] = {}  # one value for all ranks that call the pass the same
+        what, unit, seconds = self._gates[ranks[0].completed].collective[:3]
+        spans: dict[int | None, Span] = {}  # ranks share equal spans
         for rank in ranks:
-            index = rank.issued[rank.carried]
+            index = rank.issued[rank.completed]
             if index not in spans:
-                begin = now - seconds
-                spans[index] = Span("communication", what, unit, index, begin, now)
+                spans[index] = Span("communication", what, unit, index, now - seconds, now)
             if seconds > 0.0:
                 rank.spans.append(spans[index])
-            rank.carrying = False
-            rank.carried += 1
+            rank.is_communicating = False
+            rank.completed += 1
         self._begin_collectives(ranks, now)
         for rank in ranks:
-            if not rank.carrying:
+            if not rank.is_communicating:
                 self._set_rate(rank, 1.0, now)
-            if 0 <= rank.waits_for < rank.carried:
+            if 0 <= rank.waits_for < rank.completed:
                 rank.waits_for = -1
-                self._go_on(rank, now)
+                self._advance(rank, now)

@@ -1,6 +1,6 @@
-"""A step as it would run, span by span: what `simulate` returns, for a table, a trace or a picture.
+"""The simulated step that `simulate` returns, as spans per rank; prints a table, writes a trace.
 
-Times are seconds since the step began, on a clock that all ranks share.
+Times are seconds since the step began.
 """
 
 from __future__ import annotations
@@ -17,28 +17,26 @@ from poplar.formatting import format_seconds
 Stream = Literal["compute", "communication"]
 
 STREAMS: tuple[Stream, ...] = ("compute", "communication")
-"""What a rank does at once: one thing on each."""
+"""Streams of a rank; each runs one span at a time."""
 
 
 class Span(NamedTuple):
-    """One stretch of time on one stream of one rank."""
+    """One operation on one stream of one rank."""
 
     stream: Stream
     what: str
-    """`forward`, `backward`, `optimizer`; or `gather`, `reduce`, `publish` (the gather of what the
-    optimizer changed), `meeting` and `agreement` (what was measured beyond the collectives)."""
+    """`forward`, `backward`, `optimizer`; or `gather`, `reduce`, `publish` (the all-gather of
+    updated parameters), `synchronization`, `agreement` (measured seconds beyond collectives)."""
     unit: int | None
-    """None: of the whole model. Where nothing is gathered, small neighbours travel as one unit."""
+    """None: the whole model. Before stage 3, small neighbouring units count as one."""
     pass_index: int | None
-    """Which of this rank's passes; None: once a step."""
+    """The rank's pass; None: once per step."""
     begin: float
-    """Compute can run. A collective: what this rank needs has been issued, and its links are free.
-    """
     end: float
 
     @property
     def seconds(self) -> float:
-        """How long it took; of compute, with the time for which communication stopped it."""
+        """Duration; of compute, with the time for which communication stopped it."""
         return self.end - self.begin
 
 
@@ -48,15 +46,15 @@ class Timeline:
 
     stage: int
     devices: tuple[str, ...]
-    """By rank, what a person calls it."""
+    """Names, by rank."""
     step_seconds: float
-    """Until the last rank is done."""
+    """Until the last rank ends."""
     spans: tuple[tuple[Span, ...], ...]
-    """By rank, in the order in which they end."""
+    """By rank, ordered by end."""
     busy_seconds: tuple[float, ...]
     """By rank: passes and optimizer, without the time for which communication stopped them."""
     waiting_seconds: tuple[float, ...]
-    """By rank: neither of its streams runs anything, because other ranks are not there yet."""
+    """By rank: both streams are idle, waiting for other ranks."""
 
     @property
     def world_size(self) -> int:
@@ -65,22 +63,20 @@ class Timeline:
 
     @property
     def busy_fraction(self) -> tuple[float, ...]:
-        """By rank: compute and optimizer over the step."""
+        """By rank: `busy_seconds` over the step."""
         step = self.step_seconds
         return tuple(busy / step if step else 1.0 for busy in self.busy_seconds)
 
     @property
     def communication_seconds(self) -> tuple[float, ...]:
-        """By rank: communication that does not run under its compute."""
+        """By rank: exposed communication."""
         return tuple(
             max(0.0, self.step_seconds - busy - waiting)
             for busy, waiting in zip(self.busy_seconds, self.waiting_seconds, strict=True)
         )
 
     def to_perfetto(self, path: str | Path) -> None:
-        """Write a trace for ui.perfetto.dev or chrome://tracing: a process per rank, a thread per
-        stream.
-        """
+        """Write a trace for ui.perfetto.dev: a process per rank, a thread per stream."""
         with Path(path).open("w", encoding="utf-8") as file:
             file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
             separator = ""
@@ -129,5 +125,5 @@ class Timeline:
 
 
 def _name(rank: int, name: str | int, what: str, key: str = "name", tid: int = 0) -> dict[str, Any]:
-    """An event that names or places a process or a thread."""
+    """A metadata event for a process or a thread."""
     return {"ph": "M", "pid": rank, "tid": tid, "name": what, "args": {key: name}}

@@ -356,10 +356,10 @@ def test_a_batch_beyond_what_was_measured_is_refused():
 
 
 def test_plans_for_others_are_refused():
-    with pytest.raises(ValueError, match="a plan for 1 ranks, but the profile is of 2"):
+    with pytest.raises(ValueError, match="the plan is for 1 ranks, but the profile has 2"):
         predict(a_cluster(), Plan.manual("4", stage=0))
     own = UnitPlan("layers.0", STRATEGIES[0])
-    with pytest.raises(ValueError, match=r"unit 'layers.0' has a plan of its own"):
+    with pytest.raises(ValueError, match=r"unit 'layers.0' has its own strategy"):
         predict(a_cluster(), a_plan(2, units=(own,)))
     same = UnitPlan("layers.0", STRATEGIES[2], shares=(0.5, 0.5))
     assert predict(a_cluster(), a_plan(2, units=(same,))) == predict(a_cluster(), a_plan(2))

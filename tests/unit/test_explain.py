@@ -260,7 +260,7 @@ def test_invalid_stages_and_plans_for_other_clusters_are_refused():
     plan = search(cluster, global_batch=8)
     with pytest.raises(ValueError, match="stages must be some of"):
         explain(cluster, plan, stages=())
-    with pytest.raises(ValueError, match="a plan for 1 ranks, but the profile is of 2"):
+    with pytest.raises(ValueError, match="the plan is for 1 ranks, but the profile has 2"):
         explain(cluster_of(device(), device()), plan)
 
 

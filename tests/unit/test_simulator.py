@@ -23,8 +23,8 @@ from poplar import Plan, Timeline, predict, simulate
 from poplar.plan import FIRST_STAGE_SYNCHRONIZING_EVERY_PASS, UnitPlan
 from poplar.planner.cost_model import StageCosts
 from poplar.planner.prediction import DoesNotFit
+from poplar.planner.step_actions import RANK_ACTIONS
 from poplar.profile import BatchPoint, ClusterProfile, DeviceProfile, ModelProfile, NetworkProfile
-from poplar.simulator.rank_program import PROGRAMMES
 
 FULL = 2**23
 """Elements that fill a buffer: such a unit travels alone, at every stage."""
@@ -561,10 +561,10 @@ def test_a_thousand_ranks_with_a_hundred_units_are_simulated(stage):
 
 def test_as_many_reductions_are_under_way_as_in_the_engine():
     engine = pytest.importorskip("poplar.zero.engine")
-    assert [programme.holds_up for programme in PROGRAMMES] == [
+    assert [actions.limits_reductions for actions in RANK_ACTIONS] == [
         strategy.reduces_every_pass for strategy in engine.STRATEGIES
     ]
-    assert [programme.__name__ for programme in PROGRAMMES] == [
+    assert [actions.__name__ for actions in RANK_ACTIONS] == [
         strategy.__name__ for strategy in engine.STRATEGIES
     ]
 
@@ -573,7 +573,7 @@ def test_as_many_reductions_are_under_way_as_in_the_engine():
 
 
 def test_what_cannot_run_is_not_simulated():
-    with pytest.raises(ValueError, match="a plan for 1 ranks, but the profile is of 2"):
+    with pytest.raises(ValueError, match="the plan is for 1 ranks, but the profile has 2"):
         simulate(a_cluster(), a_plan(0, (4,)))
     with pytest.raises(DoesNotFit, match="17 samples, but the largest that was measured is 16"):
         simulate(a_cluster(), a_plan(0, (17,), (1,)))

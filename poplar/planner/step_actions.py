@@ -1,0 +1,285 @@
+"""What a rank does in one step, in order: compute, issue a collective, wait for a collective.
+
+One class per ZeRO stage, with the name and the order of the engine's strategy. All ranks issue the
+same collectives in the same order, so a collective is identified by its position in that order.
+Actions have no durations: the simulator adds them, and the closed form derives from the order which
+communication can overlap which compute.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+from poplar.planner.memory_model import BUCKET_ELEMENTS, reductions_in_flight
+from poplar.profile import ModelProfile
+
+_NO_COLLECTIVE = -1
+"""The position that stands for a collective that is not issued: waiting for it takes no time."""
+
+
+class Compute(NamedTuple):
+    """Work on the compute stream: `forward` or `backward` of a unit, or the `optimizer`."""
+
+    what: str
+    unit: int | None
+    pass_index: int | None
+
+
+class Issue(NamedTuple):
+    """Queue the next collective on the communication stream, without waiting for it.
+
+    `what` is `gather` (parameters at stage 3, reduced gradients at stage 0), `reduce`, `publish`
+    (the all-gather of updated parameters), `synchronization` or `agreement`.
+    """
+
+    what: str
+    unit: int | None
+    pass_index: int | None
+
+
+class Wait(NamedTuple):
+    """Block the compute stream until a collective is complete on this rank."""
+
+    position: int
+
+
+Action = Compute | Issue | Wait
+
+
+@dataclass(frozen=True)
+class UnitLayout:
+    """The units of a model as one stage communicates them."""
+
+    numels: tuple[int, ...]
+    reductions_in_flight: int
+    """Reductions (buffers) that may be in flight at a time."""
+    resident: frozenset[int] = frozenset()
+    """Units that stay unsharded until the end of a pass and are reduced last."""
+    persistent: frozenset[int] = frozenset()
+    """Units that stay unsharded between the passes of a step."""
+
+    @classmethod
+    def of(
+        cls, model: ModelProfile, stage: int, persistent: frozenset[int] = frozenset()
+    ) -> UnitLayout:
+        """Stage 3 communicates unit by unit. Other stages merge small neighbouring units into
+        buffers.
+        """
+        in_flight = reductions_in_flight(model, stage)
+        if stage == 3:
+            resident = frozenset(model.resident_units)
+            return cls(model.unit_numels, in_flight, resident, persistent)
+        merged: list[int] = []
+        for numel in model.unit_numels:
+            if merged and merged[-1] + numel <= BUCKET_ELEMENTS:
+                merged[-1] += numel
+            else:
+                merged.append(numel)
+        return cls(tuple(merged), in_flight)
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole model."""
+        return sum(self.numels)
+
+    def buffers(self, unit: int) -> int:
+        """Number of buffers in which a unit is reduced."""
+        return -(-self.numels[unit] // BUCKET_ELEMENTS)
+
+
+class RankActions(ABC):
+    """The actions of one rank in one step."""
+
+    limits_reductions: ClassVar[bool] = True
+    """Whether the backward waits while `reductions_in_flight` reductions are incomplete."""
+
+    def __init__(
+        self, layout: UnitLayout, has_samples: Sequence[bool], *, synchronization: bool = False
+    ) -> None:
+        """Create the actions.
+
+        Args:
+            layout: the units.
+            has_samples: by pass, whether this rank has samples in it.
+            synchronization: whether to issue an extra collective at each synchronization, for the
+                measured seconds beyond its gathers and reductions.
+        """
+        self.layout = layout
+        self.has_samples = has_samples
+        self.units = range(len(layout.numels))
+        self._synchronization = synchronization
+        self._issued = 0
+        self._reductions: deque[int] = deque()
+
+    def step(self) -> Iterator[Action]:
+        """All actions of a step."""
+        yield from self.passes()
+        yield from self.finish_reductions()
+        yield self._issue("agreement")
+        yield self._wait_for_last()
+        yield Compute("optimizer", None, None)
+        yield from self.publish()
+
+    def passes(self) -> Iterator[Action]:
+        """All passes, with their reductions."""
+        for index in range(len(self.has_samples)):
+            yield from self.one_pass(index)
+
+    @abstractmethod
+    def one_pass(self, index: int) -> Iterator[Action]:
+        """One forward and backward, and the collectives that belong to them."""
+
+    def finish_reductions(self) -> Iterator[Action]:
+        """Wait until the optimizer can read the reduced gradients."""
+        yield from self._wait_for_reductions(0)
+        yield self._wait_for_last()
+
+    def publish(self) -> Iterator[Action]:
+        """All-gather the updated parameters."""
+        for unit in self.units:
+            yield self._issue("publish", unit)
+        yield self._wait_for_last()
+
+    def forward(self, index: int | None) -> Iterator[Action]:
+        if index is not None:
+            yield from (Compute("forward", unit, index) for unit in self.units)
+
+    def backward(self, index: int | None) -> Iterator[Action]:
+        """Reduce each unit after its backward; None: a rank that only takes part in reductions."""
+        for unit in reversed(self.units):
+            if index is not None:
+                yield Compute("backward", unit, index)
+            yield from self.reduce(unit, index)
+        yield from self._synchronize(index)
+
+    def reduce(self, unit: int, index: int | None) -> Iterator[Action]:
+        for _ in range(self.layout.buffers(unit)):
+            if self.limits_reductions:
+                yield from self._wait_for_reductions(self.layout.reductions_in_flight - 1)
+            yield self._issue("reduce", unit, index)
+            self._reductions.append(self._issued - 1)
+
+    def _issue(self, what: str, unit: int | None = None, index: int | None = None) -> Issue:
+        self._issued += 1
+        return Issue(what, unit, index)
+
+    def _wait_for_last(self) -> Wait:
+        return Wait(self._issued - 1)
+
+    def _wait_for_reductions(self, remaining: int) -> Iterator[Action]:
+        while len(self._reductions) > remaining:
+            yield Wait(self._reductions.popleft())
+
+    def _synchronize(self, index: int | None) -> Iterator[Action]:
+        if self._synchronization:
+            yield self._issue("synchronization", None, index)
+
+
+class ShardedOptimizer(RankActions):
+    """Gradients accumulate over the passes; the last pass with samples reduces them.
+
+    Backward does not wait for reductions: gradients that are not sent yet stay in the accumulator.
+    """
+
+    limits_reductions = False
+
+    def passes(self) -> Iterator[Action]:
+        own = [index for index, has_samples in enumerate(self.has_samples) if has_samples]
+        for index in own[:-1]:
+            yield from self.forward(index)
+            yield from (Compute("backward", unit, index) for unit in reversed(self.units))
+        last = own[-1] if own else None
+        yield from self.forward(last)
+        yield from self.backward(last)
+
+    def one_pass(self, index: int) -> Iterator[Action]:
+        yield from self.forward(index)
+        yield from self.backward(index)
+
+
+class Replicated(ShardedOptimizer):
+    """As stage 1, but each reduced slice is gathered during the next unit's reduction."""
+
+    def reduce(self, unit: int, index: int | None) -> Iterator[Action]:
+        yield from super().reduce(unit, index)
+        if unit + 1 in self.units:
+            yield self._issue("gather", unit + 1, index)
+
+    def finish_reductions(self) -> Iterator[Action]:
+        yield self._issue("gather", 0)
+        yield from super().finish_reductions()
+
+    def publish(self) -> Iterator[Action]:
+        yield from ()
+
+
+class ShardedGradients(RankActions):
+    """Every pass reduces. A rank starts its next pass as soon as its reductions allow."""
+
+    def one_pass(self, index: int) -> Iterator[Action]:
+        own = index if self.has_samples[index] else None
+        yield from self.forward(own)
+        yield from self.backward(own)
+
+
+class ShardedParameters(RankActions):
+    """Each unit is gathered while the previous unit computes, in the forward and in the backward.
+
+    The last unit and resident units are still unsharded when their backward begins, so a pass
+    gathers them once.
+    """
+
+    def one_pass(self, index: int) -> Iterator[Action]:
+        resident, persistent = self.layout.resident, self.layout.persistent
+        resharded = [unit for unit in self.units if unit not in resident]
+        again = resharded[:-1]
+        slots = deque((unit, index == 0 or unit not in persistent) for unit in self.units)
+        slots += [(unit, unit not in persistent) for unit in reversed(again)]
+        positions: deque[int] = deque()
+        computes = self.has_samples[index]
+
+        def prefetch() -> Iterator[Action]:
+            if slots:
+                unit, is_gathered = slots.popleft()
+                if is_gathered:
+                    yield self._issue("gather", unit, index)
+                    if not computes:  # the engine completes each gather of such a pass at once
+                        yield self._wait_for_last()
+                positions.append(self._issued - 1 if is_gathered else _NO_COLLECTIVE)
+
+        def unshard() -> Iterator[Action]:
+            yield from prefetch()
+            yield Wait(positions.popleft())
+
+        yield from prefetch()
+        for unit in self.units:
+            yield from unshard()
+            if computes:
+                yield Compute("forward", unit, index)
+        for unit in reversed(self.units):
+            if unit in again:
+                yield from unshard()
+            if computes:
+                yield Compute("backward", unit, index)
+            if unit not in resident:
+                yield from self.reduce(unit, index)
+        for unit in sorted(resident):
+            yield from self.reduce(unit, index)
+        yield from self._synchronize(index)
+
+    def publish(self) -> Iterator[Action]:
+        """Nothing: the next step's gathers send the updated shards."""
+        yield from ()
+
+
+RANK_ACTIONS: tuple[type[RankActions], ...] = (
+    Replicated,
+    ShardedOptimizer,
+    ShardedGradients,
+    ShardedParameters,
+)
+"""By ZeRO stage."""
