@@ -56,7 +56,7 @@ class Outcome:
     name: str
     verdict: str
     """`ok`, `FAILED`, `not run` (not possible here) or `LEFT OUT` (no time left)."""
-    said: str
+    message: str
     """The last line of interest, or the reason for another verdict."""
     seconds: float | None = None
     log: Sequence[str] = ()
@@ -86,7 +86,7 @@ def run_parts(options: argparse.Namespace) -> int:
         if options.only and not any(word in part.name for word in options.only):
             continue
         outcome = attempt(part, options.output, deadline - time.monotonic())
-        console.print(f"{part.name}: {outcome.verdict}. {outcome.said}", **plainly)
+        console.print(f"{part.name}: {outcome.verdict}. {outcome.message}", **plainly)
         for line in outcome.log:
             console.print(f"  | {line}", **plainly)
         outcomes.append(outcome)
@@ -102,7 +102,7 @@ def table_of(outcomes: Sequence[Outcome]) -> Table:
     table = Table("part", "seconds", "", "last word")
     for one in outcomes:
         seconds = "" if one.seconds is None else f"{one.seconds:.0f}"
-        table.add_row(one.name, seconds, one.verdict, escape(one.said))
+        table.add_row(one.name, seconds, one.verdict, escape(one.message))
     return table
 
 
@@ -110,13 +110,13 @@ def attempt(part: Part, output: Path, left: float) -> Outcome:
     """Run a part if it can run here."""
     why_not = part.needs()
     if why_not:
-        return Outcome(name=part.name, verdict="not run", said=why_not)
+        return Outcome(name=part.name, verdict="not run", message=why_not)
     if part.cpp and ops.providers()["cuda"] != CPP:
-        said = f"it needs the C++ library, but the provider is another: {ops.describe()}"
-        return Outcome(name=part.name, verdict="FAILED", said=said)
+        message = f"it needs the C++ library, but the provider is another: {ops.describe()}"
+        return Outcome(name=part.name, verdict="FAILED", message=message)
     if left < LEAST_SECONDS:
-        said = "no time was left: name it with --only, or give more --seconds"
-        return Outcome(name=part.name, verdict="LEFT OUT", said=said)
+        message = "no time was left: select it with --only, or raise --seconds"
+        return Outcome(name=part.name, verdict="LEFT OUT", message=message)
     return run(part, output, min(part.seconds, left))
 
 
@@ -142,7 +142,7 @@ def run(part: Part, output: Path, seconds: float) -> Outcome:
             with contextlib.suppress(ProcessLookupError):  # ends its ranks too
                 os.killpg(started.pid, signal.SIGKILL)
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    said = [line.strip() for line in lines if re.search(part.verdict, line)]
+    message = [line.strip() for line in lines if re.search(part.verdict, line)]
     for pattern in (part.verdict, part.besides):
         if status == "exit status 0" and not any(re.search(pattern, line) for line in lines):
             status += f", but no line matches {pattern!r}"
@@ -150,7 +150,7 @@ def run(part: Part, output: Path, seconds: float) -> Outcome:
     return Outcome(
         name=part.name,
         verdict="ok" if ok else "FAILED",
-        said=said[-1] if ok else f"{status}; see {log}",
+        message=message[-1] if ok else f"{status}; see {log}",
         seconds=time.monotonic() - began,
         log=() if ok else lines[-LOG_LINES:],
     )

@@ -67,7 +67,7 @@ class Hosts:
             namespace = os.open(f"/var/run/netns/{self.names[host]}", os.O_RDONLY)
         except OSError as error:
             raise EmulationUnavailable(
-                f"host {host} is gone ({error}); its EmulatedNetwork must still be open"
+                f"host {host} does not exist ({error}); its EmulatedNetwork must still be open"
             ) from error
         library = ctypes.CDLL(None, use_errno=True)
         failed = library.setns(namespace, CLONE_NEWNET)

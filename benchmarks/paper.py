@@ -1,26 +1,24 @@
-"""The evaluation of the Poplar paper (arXiv 2408.12596), simulated: its clusters, without a GPU.
+"""The evaluation of the Poplar paper (arXiv 2408.12596), simulated.
 
-Three clusters of two kinds of device in several proportions, models of the Llama and BERT families,
-a global batch of two million tokens, every ZeRO stage; planned by each policy on profiles
-calculated from printed figures and published measurements (`poplar.hardware.roofline`), and told by
-the cost model. Nothing here was measured: every line says "simulated".
+Three clusters of two kinds of device, models of the Llama and BERT families, a global batch of two
+million tokens, every ZeRO stage. Each policy plans on estimated profiles (`poplar.hardware`), and
+the cost model predicts the plan. Nothing is measured: every line says "simulated".
 
     python benchmarks/paper.py --output rows.jsonl
     python benchmarks/paper.py --quick
 
-What is compared:
+Policies:
 
 - `weak` and `strong`: only one of the two kinds of device, evenly;
-- `even`: the same for every rank, largest micro-batch that fits the smallest (DeepSpeed);
+- `even`: equal work, the largest micro-batch that fits the smallest device (DeepSpeed);
 - `flops`: in proportion to peak FLOP/s (Whale);
-- `paper`: *our reconstruction* of Poplar as published, whose full text and code were not at hand;
+- `paper`: *our reconstruction* of the published policy, without its full text and code;
 - `exact`: ours.
 
-All policies run on the same simulated engine and links, so this shows what balance is worth, and
-nothing of any implementation. We could not read how the paper's devices are linked, how many of
-each there are, or how long its samples are: links are varied (`--links`), counts are taken
-literally, samples have the models' own lengths, and the shapes of its 0.5B model are ours. The
-A800 is printed with an A100's peak, so it is simulated as one with slower links.
+All policies use the same simulated engine and links, so results show only the effect of balance.
+The paper's links, device counts and sample lengths are not known to us: links are varied
+(`--links`), counts are taken literally, samples have the models' default lengths, and the 0.5B
+shape is ours. The A800 has the peak of an A100 and slower links.
 """
 
 from __future__ import annotations
@@ -43,19 +41,19 @@ from poplar.hardware.cluster_file import ClusterFile, SimulatedCluster
 from poplar.hardware.estimate import estimate, gain
 from poplar.hardware.model_shapes import TrainingJob, architecture
 from poplar.plan import Plan
-from poplar.planner import search
 from poplar.planner.memory_shortfall import NoPlanFits
+from poplar.planner.search import search
 
 TOKENS = 2 * 2**20
-"""Of a global batch."""
+"""Per global batch."""
 CLUSTERS = {
     "A": ("A100-SXM-80", "A100-SXM-40"),
     "B": ("V100-SXM2-16", "T4"),
     "C": ("A800-80", "V100S-PCIe-32"),
 }
-"""Strong and weak kind."""
+"""Strong and weak device."""
 COUNTS = ((1, 1), (1, 3), (3, 1), (4, 1))
-"""Strong and weak devices."""
+"""Numbers of strong and weak devices."""
 MODELS = ("llama-0.5b", "llama-1.1b", "bert-large")
 STAGES = (0, 1, 2, 3)
 LINKS = {
@@ -63,11 +61,10 @@ LINKS = {
     "100g": {"network_gbit_per_s": 100.0},
     "10g": {"network_gbit_per_s": 10.0},
 }
-"""All devices in one host on PCIe 3; or each kind in a host of its own, with this network between
-the two."""
+"""All devices in one host on PCIe 3, or one host per kind of device with this network between."""
 POLICIES = ("even", "flops", "paper", "exact")
 PUBLISHED = (1.02, 3.92)
-"""What the paper reports over its baselines, smallest and largest."""
+"""Smallest and largest speed-up over baselines that the paper reports."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,16 +82,16 @@ class Case:
 
     @property
     def job(self) -> TrainingJob:
-        """What is trained."""
+        """The training job."""
         return TrainingJob(architecture=architecture(self.model))
 
     @property
     def global_batch(self) -> int:
-        """Samples."""
+        """Samples per step."""
         return TOKENS // self.job.sequence
 
     def simulated(self, *, strong: bool = True, weak: bool = True) -> SimulatedCluster:
-        """The cluster, or one kind of it only."""
+        """The cluster, or only one kind of device."""
         kinds = [(self.strong, self.strong_count)] * strong + [(self.weak, self.weak_count)] * weak
         devices = [{"gpu": gpu, "count": count} for gpu, count in kinds]
         content: dict[str, Any] = {"name": f"{self.cluster} {self.strong_count}:{self.weak_count}"}
@@ -108,7 +105,7 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """What one policy makes of one case. Speed-ups are over the same stage."""
+    """One policy on one case. Speed-ups compare plans at the same stage."""
 
     simulated: bool
     cluster: str
@@ -131,9 +128,9 @@ class Row:
     over_even_high: float | None
     over_flops: float | None
     passes: int | None
-    """Of the rank that has most."""
+    """Largest number of passes of a rank."""
     why_not: str
-    """Why there is no plan; empty if there is one."""
+    """Why no plan fits; else empty."""
     day: str
     commit: str
 
@@ -145,7 +142,7 @@ def cases(
     links: Sequence[str],
     counts: Sequence[tuple[int, int]] = COUNTS,
 ) -> Iterator[Case]:
-    """All that were asked for."""
+    """The product of the options."""
     clusters, models = list(clusters), list(models)
     for between in links:
         for name in clusters:
@@ -166,7 +163,7 @@ def cases(
 
 
 def rows_of(case: Case) -> Iterator[Row]:
-    """Every policy on one case."""
+    """The rows of every policy on one case."""
     whole = case.simulated()
     found = {policy: _plan(whole, case, policy) for policy in POLICIES}
     for policy, kinds in (("weak", {"strong": False}), ("strong", {"weak": False})):
@@ -225,7 +222,7 @@ def _row(
 
 
 def table(rows: Sequence[Row]) -> Table:
-    """For people, one line per policy."""
+    """The printed table, one line per policy."""
     shown = Table(title="simulated", show_header=True)
     for name in ("", "cluster", "links", "model", "stage", "policy", "TFLOP/s", "of the sum"):
         shown.add_column(name)
@@ -249,40 +246,40 @@ def table(rows: Sequence[Row]) -> Table:
 
 
 def findings(rows: Sequence[Row]) -> Iterator[str]:
-    """What the rows say, and what they cannot say, line by line."""
-    yield "simulated: no device of these clusters was measured here."
+    """Summary lines of the rows, with their limits."""
+    yield "simulated: no device of these clusters was measured."
     errors = sorted(roofline.errors(), key=lambda one: abs(one.error))
     yield (
-        f"Calibration: the {len(errors)} published measurements that the speeds were fitted to are "
-        f"met within {100 * abs(errors[len(errors) // 2].error):.0f} % (median) and "
-        f"{100 * abs(errors[-1].error):.0f} % (worst). The T4 was fitted to nothing."
+        f"Calibration: the error on its {len(errors)} published measurements is "
+        f"{100 * abs(errors[len(errors) // 2].error):.0f} % (median) and "
+        f"{100 * abs(errors[-1].error):.0f} % (worst). The T4 has no measurement."
     )
     held_out = [one.error for one in roofline.held_out_errors()]
     yield (
-        f"Held out: {len(held_out)} figures of BERT-large on the software of 2020 are missed by "
-        f"{100 * min(held_out):+.0f} % to {100 * max(held_out):+.0f} % (above 0: too fast); ratios "
-        "between kinds of device hang on software, and speed-ups on these ratios."
+        f"Held out: the error on {len(held_out)} results of BERT-large with software of 2020 is "
+        f"{100 * min(held_out):+.0f} % to {100 * max(held_out):+.0f} % (above 0: too fast). "
+        "Speed-ups depend on the ratios between devices, and these depend on software."
     )
-    for policy, called in (
+    for policy, label in (
         ("paper", "our reconstruction of the published policy"),
         ("exact", "our exact policy"),
     ):
-        yield _span(rows, policy, called)
+        yield _span(rows, policy, label)
     ours = _by_case(rows, "exact")
     ratios = [ours[key] / theirs for key, theirs in _by_case(rows, "paper").items() if key in ours]
     if ratios:
         yield (
             f"simulated: exact over our reconstruction of the published policy: {min(ratios):.2f} "
-            f"to {max(ratios):.2f}x. That says nothing of its authors' code."
+            f"to {max(ratios):.2f}x. This does not measure the authors' code."
         )
     yield from _over_one_kind(rows)
     yield from _only_exact(rows)
-    yield from _hanging_on_links(rows)
+    yield from _link_effects(rows)
     yield from _largest_gain(rows)
 
 
 def _largest_gain(rows: Sequence[Row]) -> Iterator[str]:
-    """Whether the reconstruction reaches the published largest gain, and if not, what would."""
+    """Whether the reconstruction reaches the published largest gain, or which ratio would."""
     known = [row for row in rows if row.policy == "paper" and row.over_even is not None]
     if not known:
         return
@@ -294,32 +291,32 @@ def _largest_gain(rows: Sequence[Row]) -> Iterator[str]:
     needed = ((strong + weak) * PUBLISHED[1] - weak) / strong
     yield (
         f"simulated: the published largest gain over a baseline, {PUBLISHED[1]}x, is not reached "
-        f"over even ({most.over_even:.2f}x). Where a device is k times as fast as another, a of "
-        "one and b of the other gain (a k + b) / (a + b) by balance alone: with "
-        f"{strong} and {weak} that needs k = {needed:.1f}, and {_called(most)} is simulated with "
-        f"k = {_ratio(rows, most)}. A slower weak device than ours (an older attention, another "
-        "precision), links, or another baseline may be what is missing; we cannot tell."
+        f"over even ({most.over_even:.2f}x). If a device is k times as fast as another, a of the "
+        "first and b of the second gain (a k + b) / (a + b) by balance alone: "
+        f"{strong} and {weak} need k = {needed:.1f}, and {_name(most)} is simulated with "
+        f"k = {_ratio(rows, most)}. A slower weak device, other links or another baseline could "
+        "explain the difference."
     )
 
 
 def _ratio(rows: Sequence[Row], of: Row) -> str:
-    """How many times as fast a strong device is as a weak one, each kind alone."""
+    """Speed of a strong device over a weak one, each kind alone."""
     strong = _by_case(rows, "strong").get(_key(of))
     weak = _by_case(rows, "weak").get(_key(of))
     if strong is None or weak is None:
-        return "unknown, for one kind alone does not fit"
+        return "unknown (one kind alone does not fit)"
     return f"{strong / of.strong_count / (weak / of.weak_count):.1f}"
 
 
-def _span(rows: Sequence[Row], policy: str, called: str) -> str:
+def _span(rows: Sequence[Row], policy: str, label: str) -> str:
     known = [row for row in rows if row.policy == policy and row.over_even is not None]
     if not known:
-        return f"simulated: {called} has no case in which it and even both fit."
+        return f"simulated: {label} has no case in which it and even both fit."
     least = min(known, key=lambda row: row.over_even or 0.0)
     most = max(known, key=lambda row: row.over_even or 0.0)
     return (
-        f"simulated: {called} over even: {least.over_even:.2f}x ({_called(least)}) to "
-        f"{most.over_even:.2f}x ({_called(most)}); published {PUBLISHED[0]} to {PUBLISHED[1]}x "
+        f"simulated: {label} over even: {least.over_even:.2f}x ({_name(least)}) to "
+        f"{most.over_even:.2f}x ({_name(most)}); published {PUBLISHED[0]} to {PUBLISHED[1]}x "
         "over its baselines."
     )
 
@@ -332,7 +329,7 @@ def _over_one_kind(rows: Sequence[Row]) -> Iterator[str]:
         if ratios:
             yield (
                 f"simulated: our reconstruction over the {kind} devices alone: {min(ratios):.2f} "
-                f"to {max(ratios):.2f}x. The published range is over all baselines together."
+                f"to {max(ratios):.2f}x. The published range covers all baselines."
             )
     mixed, strong = _by_case(rows, "exact"), _by_case(rows, "strong")
     for links in dict.fromkeys(row.links for row in rows):
@@ -340,7 +337,7 @@ def _over_one_kind(rows: Sequence[Row]) -> Iterator[str]:
         lost = [key for key in places if strong[key] > mixed[key]]
         yield (
             f"simulated: links {links}: in {len(lost)} of {len(places)} cases the strong devices "
-            "alone, on their own links, are faster than any plan for both kinds at the same stage."
+            "alone are faster than any plan for both kinds at the same stage."
         )
 
 
@@ -350,15 +347,15 @@ def _only_exact(rows: Sequence[Row]) -> Iterator[str]:
     if more:
         yield (
             f"simulated: in {len(more)} cases the exact policy has a plan and even has none "
-            "(uneven shares); they are in no speed-up above."
+            "(uneven shares); the speed-ups above do not include them."
         )
 
 
-def _hanging_on_links(rows: Sequence[Row]) -> Iterator[str]:
-    """By stage, how many gains change by more than a tenth with the links, which nobody knows."""
+def _link_effects(rows: Sequence[Row]) -> Iterator[str]:
+    """By stage, the number of cases whose gain depends on the links by more than 10 %."""
     links = list(dict.fromkeys(row.links for row in rows))
     if len(links) < 2:
-        yield f"Links: {', '.join(links)} only; how gains hang on them was not looked at."
+        yield f"Links: {', '.join(links)} only; the effect of links on gains was not evaluated."
         return
     gains: dict[tuple[Any, ...], list[float]] = {}
     for row in rows:
@@ -371,11 +368,11 @@ def _hanging_on_links(rows: Sequence[Row]) -> Iterator[str]:
             for place, values in gains.items()
             if place[-1] == stage and len(values) > 1
         ]
-        hanging = sum(change > 0.1 for change in changes)
+        affected = sum(change > 0.1 for change in changes)
         if changes:
             yield (
                 f"simulated: stage {stage}: the exact policy's gain over even changes by more than "
-                f"10 % with the links ({', '.join(links)}) in {hanging} of {len(changes)} cases, "
+                f"10 % with the links ({', '.join(links)}) in {affected} of {len(changes)} cases, "
                 f"at most by {100 * max(changes):.0f} %."
             )
 
@@ -392,13 +389,13 @@ def _key(row: Row) -> tuple[Any, ...]:
 
 
 def _by_case(rows: Sequence[Row], policy: str) -> dict[tuple[Any, ...], float]:
-    """TFLOP/s of one policy."""
+    """TFLOP/s of one policy by case."""
     return {
         _key(row): row.tflops for row in rows if row.policy == policy and row.tflops is not None
     }
 
 
-def _called(row: Row) -> str:
+def _name(row: Row) -> str:
     return (
         f"{row.strong_count} {row.strong} + {row.weak_count} {row.weak}, {row.model}, "
         f"stage {row.stage}, {row.links}"
@@ -412,14 +409,16 @@ def _interval(middle: float | None, low: float | None, high: float | None, form:
 
 
 def main() -> None:
-    """All cases, a table, and what follows from it."""
+    """Run all cases and print the table and the findings."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--output", type=Path, help="append rows as JSON lines")
     parser.add_argument("--clusters", nargs="+", choices=CLUSTERS, default=list(CLUSTERS))
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
     parser.add_argument("--stages", nargs="+", type=int, choices=STAGES, default=STAGES)
     parser.add_argument("--links", nargs="+", choices=LINKS, default=list(LINKS))
-    parser.add_argument("--quick", action="store_true", help="one count, one kind of links")
+    parser.add_argument(
+        "--quick", action="store_true", help="one device count and one kind of links"
+    )
     arguments = parser.parse_args()
     links, counts = arguments.links, COUNTS
     if arguments.quick:

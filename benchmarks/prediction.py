@@ -1,18 +1,16 @@
-"""Does a profile say how long a step takes, and which plan is best? On ranks of unequal speed.
+"""Compare predicted and measured step times on ranks of unequal speed.
 
-For each cluster of CPU ranks under quotas (so that a rank's speed is its own, whatever the others
-do) and each model: measure a profile and save it. From the saved file, for each stage, choose a
-plan, make others of the same global batch (even and proportional ones, in one pass and in several,
-with even and uneven shares, with a rank that has no samples and one that owns nothing) and predict
-all of them, by the closed form and by the simulator. Then run them in turns. About half of their
-micro-batches have sizes that the profile has no point for. How many cores other programs use
-meanwhile is told: ranks get their quota before them, but share caches and the memory bus.
+For each cluster of CPU ranks under quotas and each model: measure a profile and save it. From the
+saved file, for each stage, search a plan, create other plans of the same global batch (even and
+proportional, in one and in several passes, with even and uneven shares, with a rank without samples
+and a rank without a shard), and predict all of them with the closed form and with the simulator.
+Then run them in turns. About half of the micro-batches have sizes without a point in the profile.
+The cores that other programs use meanwhile are reported: they share caches and the memory bus.
 
-Steps are told twice: as timed, and as they would have been had the machine been as fast as when it
-was profiled (`prediction_yardstick.py`).
+Step times are reported as measured, and corrected for changes of the ranks' speed since profiling
+(`prediction_yardstick.py`).
 
-Regret is what was lost by running the chosen plan: its seconds a sample over those of the fastest
-other plan, less 1.
+Regret is the seconds per sample of the chosen plan over those of the fastest other plan, minus 1.
 
     python benchmarks/prediction.py --output rows.jsonl
     python benchmarks/prediction.py --clusters 2:1 --models encoder --stages 0 3
@@ -50,35 +48,34 @@ from poplar.profile import ClusterProfile
 LEARNING_RATE = 1e-4
 CLUSTERS = ("2:1", "4:2:1", "3:3:1:1")
 FASTEST = 0.8
-"""Of a core, for the fastest rank. Less than all of it: the programs that every machine runs
-beside us then take from what nobody was promised."""
+"""Quota of the fastest rank, in cores. The rest is for other programs of the machine."""
 FIRST_STEPS = 2
-"""Before the first turn, not counted: allocations, the recording of the schedule."""
+"""Steps before the first turn that are not timed: allocations, recording of the order."""
 WARMUP_STEPS = 1
-"""Of each turn, not counted: shards have just moved."""
+"""Steps of each turn that are not timed, because shards have just moved."""
 MAX_NORM = 1.0
-"""Steps are profiled and run with the gradient clipped, as most training is."""
+"""Gradient clipping in the profile and in the timed steps."""
 
 
-class Bystanders:
-    """Watches what programs other than the ranks do, from when it is made. Linux only."""
+class OtherPrograms:
+    """Processor time of programs other than the ranks, since its creation. Linux only."""
 
     def __init__(self) -> None:
         self.start = time.perf_counter()
         self.machine, self.own = machine_seconds(), time.process_time()
 
     def cores(self) -> float:
-        """How many cores they have used on average. Every rank must call it, within a moment."""
+        """Average number of cores that they used. Ranks must call it at the same time."""
         elapsed = time.perf_counter() - self.start
         machine = machine_seconds() - self.machine
         used = torch.tensor([time.process_time() - self.own, elapsed, machine])
         dist.all_reduce(used)
-        ours, elapsed, machine = used.tolist()  # sums over ranks, each of which saw the machine
+        ours, elapsed, machine = used.tolist()  # sums over ranks
         return max(0.0, (machine - ours * dist.get_world_size()) / elapsed)
 
 
 def machine_seconds() -> float:
-    """Seconds of all cores together that were not idle since boot; 0 where nobody counts them."""
+    """Busy seconds of all cores since boot; 0 if the kernel does not report them."""
     try:
         first = Path("/proc/stat").read_text().partition("\n")[0]
     except OSError:
@@ -88,13 +85,12 @@ def machine_seconds() -> float:
 
 
 def main() -> None:
-    """Run cluster by cluster and model by model, in fresh processes each, and sum up."""
+    """Run every pair of cluster and model in new processes, and print a summary."""
     options = parse_options()
-    # Memory that is freed and given back has to be faulted in again at every step; keeping it makes
-    # timings steadier.
+    # Freed memory that is returned to the system causes page faults in every step.
     os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(2**30))
     os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(2**31 - 1))
-    # A table that is wider than its terminal may wrap; in a file it must not.
+    # Tables may wrap on a terminal, but not in a file.
     console = Console(width=None if sys.stdout.isatty() else 160, soft_wrap=True, highlight=False)
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -105,7 +101,7 @@ def main() -> None:
                 print(failure, file=sys.stderr)
                 raise SystemExit(1) from None
             console.print(table_of(found))
-            if options.output:  # at once: a later pair may fail, and each takes minutes
+            if options.output:  # now, because a later pair may fail after minutes
                 with Path(options.output).open("a", encoding="utf-8") as output:
                     output.writelines(json.dumps(asdict(row)) + "\n" for row in found)
             rows += found
@@ -114,7 +110,7 @@ def main() -> None:
 
 
 def pairs(clusters: Sequence[str], models: Sequence[str], *, quick: bool) -> list[tuple[str, str]]:
-    """Which cluster trains which model: each of them each; if quick, none twice if that can be."""
+    """All pairs of cluster and model; if quick, each of them about once."""
     if not quick:
         return list(itertools.product(clusters, models))
     count = max(len(clusters), len(models))
@@ -126,7 +122,7 @@ def pairs(clusters: Sequence[str], models: Sequence[str], *, quick: bool) -> lis
 
 
 def run_pair(cluster: str, model: str, options: argparse.Namespace, folder: Path) -> list[Row]:
-    """Start the ranks of one cluster under their quotas and bring its rows home."""
+    """Start the ranks of one cluster under their quotas and return the rows."""
     fractions = quotas_of(cluster)
     result = folder / f"{model}-{cluster.replace(':', '-')}.jsonl"
     with EmulatedCluster.quotas(fractions) as ranks:
@@ -135,17 +131,17 @@ def run_pair(cluster: str, model: str, options: argparse.Namespace, folder: Path
 
 
 def quotas_of(cluster: str) -> tuple[float, ...]:
-    """Fractions of a core for speeds like `4:2:1`; less for all where there are not enough cores.
+    """Fractions of a core for speeds like `4:2:1`, scaled down if there are not enough cores.
 
     Raises:
-        ValueError: not numbers above 0, with colons in between.
+        ValueError: not numbers above 0, separated by colons.
     """
     try:
         speeds = [float(speed) for speed in cluster.split(":")]
     except ValueError:
         speeds = []
     if not speeds or not all(0 < speed < float("inf") for speed in speeds):
-        raise ValueError(f"a cluster is speeds with colons in between, as 4:2:1, got {cluster!r}")
+        raise ValueError(f"a cluster must be speeds and colons, such as 4:2:1, got {cluster!r}")
     relative = [speed / max(speeds) for speed in speeds]
     cores = len(os.sched_getaffinity(0))
     scale = min(FASTEST, FASTEST * cores / sum(relative))
@@ -155,7 +151,7 @@ def quotas_of(cluster: str) -> tuple[float, ...]:
 def measure_pair(
     ranks: Ranks, cluster: str, model: str, options: argparse.Namespace, result: str
 ) -> None:
-    """Profile, save, choose and predict, then run; every rank runs this."""
+    """Profile, save, search and predict, then run the plans. Collective."""
     rank = dist.get_rank()
     ranks.enter(rank)
     console = Console(quiet=rank != 0, soft_wrap=True, highlight=False)
@@ -164,7 +160,7 @@ def measure_pair(
         f"\n{cluster}, {model}: quotas {' '.join(f'{quota:.2f}' for quota in quotas_of(cluster))}, "
         f"measured {' : '.join(f'{speed / min(speeds):.2f}' for speed in speeds)}"
     )
-    start, watch = time.perf_counter(), Bystanders()
+    start, watch = time.perf_counter(), OtherPrograms()
     profile = saved_profile(cluster, model, options)
     console.print(
         f"profiled in {time.perf_counter() - start:.0f} s (others used {watch.cores():.1f} cores)"
@@ -173,7 +169,7 @@ def measure_pair(
     for stage in options.stages:
         start = time.perf_counter()
         plans = plans_for(profile, stage, options.global_batch)
-        # From the saved profile alone, before any of them has run.
+        # From the saved profile only, before any plan has run.
         predicted = {kind: predict(profile, plan) for kind, plan in plans.items()}
         simulated = {kind: simulate(profile, plan).step_seconds for kind, plan in plans.items()}
         measured = run_in_turns(SUBJECTS[model], profile, plans, options.rounds, options.steps)
@@ -197,12 +193,12 @@ def measure_pair(
 
 
 def expected_seconds(profile: ClusterProfile, plan: Plan, slowness: Sequence[float]) -> float:
-    """Of a step with ranks that are so many times as slow as the profile has them."""
+    """Predicted step time if each rank is slower than in the profile by its factor."""
     return predict(with_slower_devices(profile, slowness), plan).step_seconds
 
 
 def saved_profile(cluster: str, model: str, options: argparse.Namespace) -> ClusterProfile:
-    """Measure the cluster, save what was measured, and go on with what the file says."""
+    """Measure and save a profile; return what was read back from the file."""
     subject = SUBJECTS[model]
     profile = profile_cluster(
         subject.model(),
@@ -231,10 +227,9 @@ def run_in_turns(
     rounds: int,
     steps: int,
 ) -> dict[str, Measurement]:
-    """Run plans of one stage on one model, `steps` steps of each in every round.
+    """Run plans of one stage in turns, `steps` steps of each in every round. Collective.
 
-    In turns, not one after the other: a machine drifts by as much as good plans differ. Every rank
-    must call it.
+    In turns, because the speed of a machine drifts by as much as good plans differ.
     """
     optimizer = HeteroZeroOptimizer(
         subject.model(), torch.optim.AdamW, plan=next(iter(plans.values())), lr=LEARNING_RATE
@@ -252,7 +247,7 @@ def run_in_turns(
             optimizer.apply_plan(plan)
             for _ in range(WARMUP_STEPS):
                 optimizer.train_step(subject.loss, batches[kind], max_norm=MAX_NORM)
-            watch = Bystanders()
+            watch = OtherPrograms()
             turns[kind].append(take_turn(optimizer, subject, batches[kind], yardstick, steps))
             others[kind].append(watch.cores())
     optimizer.release()
@@ -266,11 +261,11 @@ def take_turn(
     yardstick: Yardstick,
     steps: int,
 ) -> Turn:
-    """Steps as training takes them, between two looks at the yardstick. Every rank must call it."""
+    """Time steps between two measurements of the yardstick. Collective."""
     dist.barrier()
     before = yardstick.slowness()
     dist.barrier()
-    began = time.perf_counter()  # one clock for all processes of a machine
+    began = time.perf_counter()  # all processes of a machine share this clock
     for _ in range(steps):
         optimizer.train_step(subject.loss, batch, max_norm=MAX_NORM)
     ended = time.perf_counter()
@@ -285,7 +280,7 @@ def take_turn(
 
 
 def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line; ends with an error that says what was expected."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description="Choose and predict plans from a saved profile, run them under CPU quotas, and "
         "compare.",
@@ -295,16 +290,19 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", choices=SUBJECTS, default=list(SUBJECTS), help=" ")
     parser.add_argument("--stages", nargs="+", type=int, choices=range(4), default=[0, 1, 2, 3])
     parser.add_argument(
-        "--global-batch", type=int, default=32, help="at most; configurations differ"
+        "--global-batch",
+        type=int,
+        default=32,
+        help="largest global batch of a configuration",
     )
-    parser.add_argument("--max-batch", type=int, default=16, help="largest that is profiled")
-    parser.add_argument("--seconds", type=float, help="for each profile (40, quick: 20)")
+    parser.add_argument("--max-batch", type=int, default=16, help="largest batch that is profiled")
+    parser.add_argument("--seconds", type=float, help="time budget of a profile (40, quick: 20)")
     parser.add_argument("--rounds", type=int, help="turns of each plan (3, quick: 2)")
-    parser.add_argument("--steps", type=int, help="that count, of each turn (3, quick: 2)")
+    parser.add_argument("--steps", type=int, help="timed steps of a turn (3, quick: 2)")
     parser.add_argument("--profiles", default="build/profiles", metavar="FOLDER", help=" ")
     parser.add_argument("--output", metavar="FILE", help="append one JSON row per plan")
     parser.add_argument(
-        "--quick", action="store_true", help="fewer steps, and not every model on every cluster"
+        "--quick", action="store_true", help="fewer steps and fewer pairs of model and cluster"
     )
     options = parser.parse_args(arguments)
     defaults = {"seconds": (40.0, 20.0), "rounds": (3, 2), "steps": (3, 2)}

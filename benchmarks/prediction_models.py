@@ -1,9 +1,8 @@
-"""What `prediction.py` trains: three models that have little in common but their size.
+"""The models of `prediction.py`: three different models of similar size.
 
-A Llama (causal, equal units, a loss at every place), an encoder (wide, shallow, biases, a loss at a
-few places) and a convolutional net (units of very unequal size, most parameters in one of them). A
-sample takes each 20 to 40 ms of a core, so that a pass is much longer than the 10 ms in which
-quotas are given out.
+A Llama (causal, equal units, a loss at every position), an encoder (wide, shallow, with biases, a
+loss at a few positions) and a convolutional net (units of very unequal size). A sample takes 20 to
+40 ms of a core, much longer than the quota period of 10 ms.
 """
 
 from __future__ import annotations
@@ -24,34 +23,34 @@ import llama
 
 SEED = 0
 CONTEXT = 192
-"""Bytes of a sample."""
+"""Bytes per sample."""
 MASKED = 10
-"""Places of a sample that the encoder fills in."""
+"""Masked positions per sample of the encoder."""
 SIDE, CLASSES = 56, 10
-"""Pixels of a picture's side, and what it may show."""
+"""Image size in pixels, and number of classes."""
 WIDTHS = (40, 80, 160, 320)
-"""Channels of the convolutional net: behind its stem, then behind each block."""
+"""Channels of the convolutional net after its stem and after each block."""
 
 Batch = dict[str, Tensor]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Subject:
-    """A model to predict steps of."""
+    """A model with its loss and data."""
 
     new: Callable[[], nn.Module]
     loss: Callable[[nn.Module, Batch], Tensor]
-    """Mean over samples of equal weight."""
+    """Mean over samples."""
     draw: Callable[[int, torch.Generator], Batch]
-    """So many samples."""
+    """A batch of so many samples."""
 
     def model(self) -> nn.Module:
-        """The same weights at every call, on every rank."""
+        """A new model with the same weights on every rank."""
         torch.manual_seed(SEED)
         return self.new()
 
     def batch(self, samples: int) -> Batch:
-        """Any data: what it says changes nothing in how long it takes."""
+        """Random data."""
         return self.draw(samples, torch.Generator().manual_seed(SEED))
 
 
@@ -77,22 +76,22 @@ def _masked_text(samples: int, generator: torch.Generator) -> Batch:
 
 
 class ConvolutionalBlock(nn.Module):
-    """Two convolutions beside a shorter way; halves the picture's sides."""
+    """Two convolutions with a shortcut; halves height and width."""
 
     def __init__(self, before: int, after: int) -> None:
         super().__init__()
         self.first = nn.Conv2d(before, after, 3, stride=2, padding=1, bias=False)
         self.norm = nn.GroupNorm(8, after)
         self.second = nn.Conv2d(after, after, 3, padding=1)
-        self.shorter = nn.Conv2d(before, after, 1, stride=2, bias=False)
+        self.shortcut = nn.Conv2d(before, after, 1, stride=2, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """[batch, before, side, side] in, [batch, after, side / 2, side / 2] out."""
-        return F.relu(self.shorter(x) + self.second(F.relu(self.norm(self.first(x)))))
+        return F.relu(self.shortcut(x) + self.second(F.relu(self.norm(self.first(x)))))
 
 
 class ConvolutionalNet(nn.Module):
-    """Pictures [batch, 3, 32, 32] in, logits of what they show [batch, 10] out."""
+    """Images [batch, 3, 56, 56] in, logits [batch, 10] out."""
 
     def __init__(self, widths: Sequence[int] = WIDTHS) -> None:
         super().__init__()
@@ -104,27 +103,27 @@ class ConvolutionalNet(nn.Module):
         self.hidden = nn.Linear(widths[-1] * side * side, 512)
         self.head = nn.Linear(512, CLASSES)
 
-    def forward(self, pictures: Tensor) -> Tensor:
+    def forward(self, images: Tensor) -> Tensor:
         """Logits."""
-        x = F.relu(self.stem(pictures))
+        x = F.relu(self.stem(images))
         for block in self.blocks:
             x = block(x)
         return self.head(F.relu(self.hidden(x.flatten(1))))
 
 
-def _pictures(samples: int, generator: torch.Generator) -> Batch:
+def _images(samples: int, generator: torch.Generator) -> Batch:
     return {
         "input": torch.randn(samples, 3, SIDE, SIDE, generator=generator),
         "target": torch.randint(CLASSES, (samples,), generator=generator),
     }
 
 
-def _picture_loss(model: nn.Module, batch: Batch) -> Tensor:
+def _image_loss(model: nn.Module, batch: Batch) -> Tensor:
     return F.cross_entropy(model(batch["input"]), batch["target"])
 
 
 SUBJECTS = {
     "llama": Subject(new=_llama, loss=llama.next_byte_loss, draw=_text),
     "encoder": Subject(new=_encoder, loss=encoder.masked_byte_loss, draw=_masked_text),
-    "convolutional": Subject(new=ConvolutionalNet, loss=_picture_loss, draw=_pictures),
+    "convolutional": Subject(new=ConvolutionalNet, loss=_image_loss, draw=_images),
 }

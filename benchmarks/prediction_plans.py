@@ -1,7 +1,6 @@
-"""What `prediction.py` runs: the plan that the search chooses, and others to hold it against.
+"""The plans of `prediction.py`: the result of the search, and other plans to compare it with.
 
-All plans of one configuration (a cluster, a model, a stage) have the same global batch, so that
-their steps do the same and the fastest is the best. Values to values; no clock, no processes.
+All plans of one configuration (cluster, model, stage) have the same global batch.
 """
 
 from __future__ import annotations
@@ -20,31 +19,31 @@ Maker = Callable[[int, Speeds, Sequence[int], int], Plan]
 
 
 def even(batch: int, speeds: Speeds, caps: Sequence[int], stage: int) -> Plan:
-    """As DDP and FSDP do it."""
+    """Equal batches, as in DDP and FSDP."""
     return Plan.even(len(speeds), batch, min(caps), stage)
 
 
 def proportional(batch: int, speeds: Speeds, caps: Sequence[int], stage: int) -> Plan:
-    """All ranks finish together."""
+    """Samples proportional to speed."""
     return Plan.proportional(speeds, batch, stage, caps)
 
 
 def proportional_in_small_passes(
     batch: int, speeds: Speeds, caps: Sequence[int], stage: int
 ) -> Plan:
-    """All ranks finish together, in several passes."""
+    """Samples proportional to speed, in several passes."""
     return Plan.proportional(speeds, batch, stage, [min(5, cap) for cap in caps])
 
 
 def all_owned_by_the_fastest(batch: int, speeds: Speeds, caps: Sequence[int], stage: int) -> Plan:
-    """The other ranks own nothing."""
+    """The fastest rank owns the whole sharded state."""
     fastest = speeds.index(max(speeds))
     shares = [float(rank == fastest) for rank in range(len(speeds))]
     return Plan.proportional(speeds, batch, stage, caps, shares=shares)
 
 
 def slowest_without_samples(batch: int, speeds: Speeds, caps: Sequence[int], stage: int) -> Plan:
-    """The slowest rank only owns its share."""
+    """The slowest rank has a share of the state but no samples."""
     slowest = len(speeds) - 1 - speeds[::-1].index(min(speeds))
     working = [speed * (rank != slowest) for rank, speed in enumerate(speeds)]
     return Plan.proportional(working, batch, stage, caps)
@@ -60,21 +59,19 @@ MAKERS: tuple[Maker, ...] = (
 
 
 def plans_for(profile: ClusterProfile, stage: int, most: int) -> dict[str, Plan]:
-    """The plan that the search chooses and one of each other kind, at one global batch.
+    """The plan that the search chooses and the other plans, at one global batch.
 
     Args:
-        profile: what was measured.
-        stage: of all of them.
-        most: the largest global batch. From there down to three quarters of it, the one is taken at
-            which the part of the other kinds' micro-batches that have no measured size is nearest
-            to a half.
+        profile: of the cluster.
+        stage: of all plans.
+        most: the largest global batch. Between three quarters of it and it, the batch is used for
+            which the part of the other plans' micro-batches without a point is nearest to a half.
 
     Returns:
-        By kind, the chosen one first. No plan twice: a kind whose plan is there already is left
-        out.
+        Different plans by name, the chosen one first.
 
     Raises:
-        NoPlanFits: at this stage no plan does.
+        NoPlanFits: no plan fits at this stage.
     """
     batches = range(most, 3 * most // 4 - 1, -1)
     offered = {batch: _others(profile, stage, batch) for batch in batches}
@@ -96,12 +93,12 @@ def _others(profile: ClusterProfile, stage: int, batch: int) -> dict[str, Plan]:
 
 
 def mean_unprofiled(plans: Iterable[Plan], profile: ClusterProfile) -> float:
-    """Part of the micro-batches without a point, over several plans that count the same."""
+    """Mean of `part_unprofiled` over several plans."""
     return statistics.mean(part_unprofiled(plan, profile) for plan in plans)
 
 
 def part_unprofiled(plan: Plan, profile: ClusterProfile) -> float:
-    """Part of the passes with samples whose size is not among their rank's measured points."""
+    """Part of the passes with samples whose size is not a point of the rank's curve."""
     measured = [{point.batch for point in device.points} for device in profile.devices]
     known = [
         size in points

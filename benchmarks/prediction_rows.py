@@ -1,4 +1,4 @@
-"""What `prediction.py` found: a row per plan, and what they say together."""
+"""Results of `prediction.py`: a row per plan, and summaries."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from poplar import Plan
 from poplar.planner.prediction import Prediction
 
 ACCEPTED_REGRET = 0.02
-"""Configurations with more are counted."""
+"""The summary counts configurations with a larger regret."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,16 +25,16 @@ class Measurement:
 
     turns: tuple[Turn, ...]
     bystanders: float
-    """Cores that other programs used meanwhile."""
+    """Cores that other programs used during the turns."""
 
     @property
     def seconds(self) -> float:
-        """Of a step, the median over turns: one turn in a bad moment weighs little."""
+        """Seconds of a step, the median over turns."""
         return statistics.median(turn.seconds for turn in self.turns)
 
     @property
     def spread(self) -> tuple[float, float]:
-        """Between which seconds three of five turns lie: p20 and p80."""
+        """p20 and p80 of the seconds of a step over turns."""
         seconds = [turn.seconds for turn in self.turns]
         low, *_, high = statistics.quantiles(seconds, n=5, method="inclusive")
         return low, high
@@ -42,35 +42,35 @@ class Measurement:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One plan's result, as it is appended to `--output`."""
+    """The result of one plan, as appended to `--output`."""
 
     benchmark: str
     cluster: str
     model: str
     stage: int
     plan: str
-    """Which kind of plan, in words."""
+    """Name of the plan."""
     micro_batches: list[list[int]]
     shares: list[float]
     unprofiled: float
-    """Part of the micro-batches whose size the profile has no point for."""
+    """Part of the micro-batches without a point in the profile."""
     predicted_seconds: float
-    """By the closed form."""
+    """From the closed form."""
     simulated_seconds: float
     p20_seconds: float
     p50_seconds: float
     """Seconds of a step, the median over turns."""
     p80_seconds: float
     steady_seconds: float
-    """Like p50, on a machine as fast as it was profiled: `prediction_yardstick.steadied`."""
+    """p50 at the speeds of the profile: see `prediction_yardstick.steadied`."""
     timed_error: float
-    """Predicted over p50, less 1."""
+    """Predicted over p50, minus 1."""
     error: float
-    """Predicted over steady, less 1."""
+    """Predicted over steady, minus 1."""
     simulated_error: float
-    """The same of what was simulated."""
+    """Simulated over steady, minus 1."""
     bound: str
-    """What bounds the step, as predicted."""
+    """What bounds the step, from the prediction."""
     bystanders: float
     """Cores that other programs used during the measurement."""
     device: str
@@ -91,9 +91,9 @@ class Row:
         kind: str,
         unprofiled: float,
     ) -> Row:
-        """What was predicted of a plan beside what was measured of it.
+        """A row from prediction and measurement.
 
-        `expected` are seconds of a step by the slowness of each rank.
+        `expected` gives the seconds of a step for slowdowns of the ranks.
         """
         low, high = measured.spread
         steady = steadied(measured.turns, expected)
@@ -124,7 +124,7 @@ class Row:
 
     @property
     def configuration(self) -> tuple[str, str, int]:
-        """Rows that have it in common are of plans between which a user would choose."""
+        """Rows of the same configuration are alternatives for a user."""
         return self.cluster, self.model, self.stage
 
     @property
@@ -134,32 +134,32 @@ class Row:
 
     @property
     def seconds_per_sample(self) -> float:
-        """Measured, with the machine as fast as when it was profiled."""
+        """Measured, at the speeds of the profile."""
         return self.steady_seconds / self.global_batch
 
     @property
     def timed_seconds_per_sample(self) -> float:
-        """As timed."""
+        """Measured."""
         return self.p50_seconds / self.global_batch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Regret:
-    """What was lost in one configuration by running the plan that the search chose."""
+    """Regret of the chosen plan in one configuration."""
 
     cluster: str
     model: str
     stage: int
     best: str
-    """The kind of the fastest other plan that was measured."""
+    """Name of the fastest other plan."""
     regret: float
-    """Seconds a sample of the chosen plan over that one's, less 1; below 0: nothing was lost."""
+    """Seconds per sample of the chosen plan over those of the fastest other plan, minus 1."""
 
 
 def regrets(
     rows: Sequence[Row], seconds: Callable[[Row], float] = lambda row: row.seconds_per_sample
 ) -> list[Regret]:
-    """One for each configuration that has a chosen plan and another one."""
+    """The regret of each configuration that has a chosen plan and another plan."""
     found = []
     for configuration in dict.fromkeys(row.configuration for row in rows):
         own = [row for row in rows if row.configuration == configuration]
@@ -181,7 +181,7 @@ def regrets(
 
 
 def summary(rows: Sequence[Row]) -> dict[str, Any]:
-    """How far both predictions are off, over all plans and part by part, and what choosing cost."""
+    """Errors of both predictions, in total and by stage, cluster and model; and regrets."""
     return {
         "plans": len(rows),
         "unprofiled": round(statistics.mean(row.unprofiled for row in rows), 3),
@@ -211,7 +211,7 @@ def _by_part(rows: Sequence[Row], error: Callable[[Row], float]) -> dict[str, An
 
 
 def errors(signed: Sequence[float]) -> dict[str, float]:
-    """Median, 90th percentile and largest of the errors' sizes, as parts of what was measured."""
+    """Median, 90th percentile and maximum of the absolute relative errors."""
     sizes = [abs(error) for error in signed]
     return {
         "median": round(statistics.median(sizes), 4),
@@ -221,7 +221,7 @@ def errors(signed: Sequence[float]) -> dict[str, float]:
 
 
 def of_regrets(found: Sequence[Regret]) -> dict[str, Any]:
-    """Median, 90th percentile and largest regret with their signs, and how many are not small."""
+    """Median, 90th percentile and maximum of the regrets, and how many are above 2 %."""
     values = [one.regret for one in found]
     if not values:
         return {"configurations": 0}
@@ -240,7 +240,7 @@ def _p90(values: Sequence[float]) -> float:
     return statistics.quantiles(values, n=10, method="inclusive")[8]
 
 
-# For people
+# Tables
 
 
 def table_of(rows: Sequence[Row]) -> Table:
@@ -277,7 +277,7 @@ def table_of(rows: Sequence[Row]) -> Table:
 
 
 def regrets_table(found: Sequence[Regret]) -> Table:
-    """What choosing cost, configuration by configuration."""
+    """A table of the regrets by configuration."""
     table = Table(title="chosen plan over the best other one", title_justify="left")
     for heading in ("cluster", "model", "stage", "regret", "best other"):
         table.add_column(heading, justify="right" if heading in ("stage", "regret") else "left")

@@ -1,11 +1,8 @@
-"""How slow each rank is at the moment, beside how it was when it was profiled.
+"""Measures how much slower each rank is now than when it was profiled.
 
-A core of a shared machine is a tenth faster or slower from one second to the next, as the other
-thread of its core, which may be somebody else's, has something to do or not. Then one step, timed
-twice, differs by more than a prediction may be off. So before and after some steps each rank times
-plain passes of a model that nobody trains, and what a step took is also told as it would have been
-on ranks as fast as the profile has them: times the step's prediction from the profile, over its
-prediction from the profile with each rank's speed of that moment.
+A core of a shared machine may be 10 % faster or slower from one second to the next. So before and
+after some steps each rank times plain passes of a separate model. The measured step time is scaled
+by the ratio of two predictions: at the speeds of the profile, and at the present speeds.
 """
 
 from __future__ import annotations
@@ -21,14 +18,14 @@ from poplar.profile import DeviceProfile
 from poplar.profiler.passes import Passes
 
 SECONDS = 0.5
-"""Of one measurement: dozens of the periods in which quotas are given out."""
+"""Length of one measurement: dozens of quota periods."""
 
 
 class Yardstick:
-    """Plain passes of a model of its own, as the profiler times them."""
+    """Plain passes of a separate model, timed as in the profiler."""
 
     def __init__(self, subject: Subject, device: DeviceProfile) -> None:
-        """One per rank: `device` is what the profile has about the rank that is here."""
+        """`device` is the profile of this rank."""
         short = [point for point in device.points if point.seconds <= SECONDS]
         self._point = max(short, key=lambda point: point.batch, default=device.points[0])
         self._repeats = max(1, round(SECONDS / self._point.seconds))
@@ -37,28 +34,27 @@ class Yardstick:
         )
 
     def slowness(self) -> float:
-        """Seconds of a pass now, over those in the profile. All ranks at once, as they train."""
-        self._passes.run(self._point.batch)  # the model that is trained has taken the caches
+        """Seconds of a pass now, over those in the profile. Call it on all ranks at once."""
+        self._passes.run(self._point.batch)  # fill the caches, which the trained model has used
         return self._passes.seconds(self._point.batch, self._repeats) / self._point.seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Some steps of one plan, one after the other."""
+    """Consecutive steps of one plan."""
 
     seconds: float
-    """Of a step: from when all ranks began the first to when the slowest was done with the last,
-    over their number."""
+    """Seconds of a step: from the common start to the end of the slowest rank, over the steps."""
     slowness: tuple[float, ...]
-    """Of each rank, the mean of just before and just after."""
+    """By rank, the mean of the measurements before and after."""
 
 
 def steadied(turns: Sequence[Turn], expected: Callable[[Sequence[float]], float]) -> float:
-    """What a step would have taken on ranks as fast as the profile has them.
+    """Step time at the speeds of the profile.
 
     Args:
-        turns: what was measured of one plan.
-        expected: seconds of the plan's step by the slowness of each rank.
+        turns: of one plan.
+        expected: seconds of the plan's step for slowdowns of the ranks.
 
     Returns:
         Seconds, the median over turns.

@@ -50,6 +50,12 @@ def format_seconds(seconds: float) -> str:
     return f"{1e3 * seconds:.3g} ms" if size >= 1e-4 or not size else f"{1e6 * seconds:.3g} µs"
 
 
+def format_rate(samples_per_second: float) -> str:
+    """`1234 samples/s`, `27.6 samples/s`."""
+    digits = ".0f" if samples_per_second >= 100 else ".3g"
+    return f"{samples_per_second:{digits}} samples/s"
+
+
 def format_percent(fraction: float) -> str:
     """`95 %`."""
     return f"{100 * fraction:.0f} %"

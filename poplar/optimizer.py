@@ -78,7 +78,7 @@ class _StepState:
     """This rank's part of the weighted loss."""
     open_micro_batch: MicroBatch | None = None
     pass_began: float = 0.0
-    closing: StepSummary | None = None
+    summary: StepSummary | None = None
     scale: Tensor | None = None
     """Product of the factors for the reduced gradient (loss scale, clipping): one float64 on the
     device, so that the host does not synchronize; None for 1."""
@@ -262,7 +262,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         error = self._run_passes(self._start_step(opened), forward, scaler)
         self._engine.wait_for_reductions()
         now = self._step_state
-        closing = self._close(None if max_norm is None and scaler is None else 2.0, error)
+        summary = self._close(None if max_norm is None and scaler is None else 2.0, error)
         self._engine.finish_gradients()
         now.in_train_step = not (self._optimizer_step_pre_hooks or _global_optimizer_pre_hooks)
         if scaler is not None:
@@ -275,12 +275,12 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             scaler.step(self)
             scaler.update()
         return StepResult(
-            loss=sum(closing.losses.tolist()),
+            loss=sum(summary.losses.tolist()),
             grad_norm=None if norm is None else float(norm),
             samples=now.samples,
             seconds=time.perf_counter() - began,
             waiting_seconds=waited,
-            waiting_on=min(range(self._group.size), key=closing.waited.__getitem__),
+            waiting_on=min(range(self._group.size), key=summary.waited.__getitem__),
             skipped=now.skipped,
         )
 
@@ -298,19 +298,19 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             loss: as for `train_step`.
         """
         micro_batches = self._start_step(self._open_step(batch, weight, loss))
-        played = 0
+        finished = 0
         try:
             for micro_batch in micro_batches:
                 if self._begin_pass(micro_batch):
                     if micro_batch.samples:
                         yield micro_batch.batch
-                    self._end_user_pass(micro_batches[played + 1 :])
-                played += 1
+                    self._end_user_pass(micro_batches[finished + 1 :])
+                finished += 1
             if self._engine.has_gradients:  # not if step() came inside the loop
                 self._engine.finish_gradients()
         except GeneratorExit:
-            if self._step_state.open_micro_batch is not None or played < len(micro_batches) - 1:
-                self._abandon(micro_batches[played + 1 :], PoplarError(_LOOP_LEFT_EARLY))
+            if self._step_state.open_micro_batch is not None or finished < len(micro_batches) - 1:
+                self._abandon(micro_batches[finished + 1 :], PoplarError(_LOOP_LEFT_EARLY))
             raise
 
     @torch.no_grad()
@@ -336,8 +336,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             return result
         self._finish_passes()
         now = self._step_state
-        closing = now.closing or self._close(None)
-        unused = closing.unused
+        summary = now.summary or self._close(None)
+        unused = summary.unused
         for flat in self._engine.trained:
             unused[flat] = unused[flat].union(self._engine.strategy.read_back_gradients(flat))
             self._engine.strategy.wait_for_readers(flat)
@@ -607,9 +607,9 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
 
     def _start_step(self, opened: OpenedStep) -> list[MicroBatch]:
         """Wait for the sizes of all ranks; returns this rank's micro-batches. Collective."""
-        micro_batches, opening, waited = opened.wait()
+        micro_batches, sizes, waited = opened.wait()
         self._reset_step()
-        self._step_state.samples, self._step_state.waited = sum(opening.samples), waited
+        self._step_state.samples, self._step_state.waited = sum(sizes.samples), waited
         return micro_batches
 
     def _check_before_step(self) -> None:
@@ -740,7 +740,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
     def _close(self, norm_type: float | None, error: Exception | None = None) -> StepSummary:
         """Agree that the step may be applied; raise on all ranks if one failed. Collective."""
         try:
-            closing = close_step(
+            summary = close_step(
                 self._engine.comm,
                 self._control,
                 self._engine.trained,
@@ -752,14 +752,14 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         except BaseException:
             self._reset_step()
             raise
-        self._step_state.closing = closing
-        return closing
+        self._step_state.summary = summary
+        return summary
 
     def _norm(self, norm_type: float) -> Tensor:
         """Norm of the reduced gradient before `scale` is applied. Collective."""
-        closing = self._step_state.closing or self._close(norm_type)
-        if closing.norm_type == norm_type:
-            return closing.norm
+        summary = self._step_state.summary or self._close(norm_type)
+        if summary.norm_type == norm_type:
+            return summary.norm
         comm, flats = self._engine.comm, self._engine.trained
         rows = norm_rows(comm, flats)
         fill_norm_row(rows, flats, self._group.rank, norm_type)

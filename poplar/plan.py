@@ -1,9 +1,7 @@
-"""What was decided: each rank's samples, its passes, and what it owns of the training state.
+"""Plans: each rank's micro-batches and its share of the training state.
 
-A `Plan` is a value: frozen, comparable, hashable, JSON both ways. It is checked where it is made,
-so whoever holds one may rely on it: its micro-batches sum to the global batch, its shares to 1, and
-where ranks meet at every pass they all have the same number of passes. No plan changes the global
-batch, so learning rate and schedule stay.
+A `Plan` is frozen, hashable and checked on creation: its micro-batches sum to the global batch, its
+shares to 1, and at stages 2 and 3 all ranks have the same number of passes.
 """
 
 from __future__ import annotations
@@ -25,18 +23,18 @@ STRATEGIES = ("replicated", "sharded_optimizer", "sharded_gradients", "sharded_p
 """What is sharded, by stage: nothing, + optimizer state, + gradients, + parameters."""
 
 FIRST_STAGE_SYNCHRONIZING_EVERY_PASS = STRATEGIES.index("sharded_gradients")
-"""From this stage on ranks reduce at every pass, before it once a step."""
-_MEET_EVERY_PASS = frozenset(STRATEGIES[FIRST_STAGE_SYNCHRONIZING_EVERY_PASS:])
+"""From this stage on ranks synchronize at every pass, before it once per step."""
+_SYNCHRONIZING_EVERY_PASS = frozenset(STRATEGIES[FIRST_STAGE_SYNCHRONIZING_EVERY_PASS:])
 _GATHERS = "sharded_parameters"
 GATHERS = STRATEGIES.index(_GATHERS)
-"""The first stage at which parameters have to be gathered before they are used."""
+"""The first stage at which parameters are sharded."""
 _SCHEMA_VERSION = 1
 _SHARE_TOLERANCE = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
 class UnitPlan:
-    """What one unit (parameters that are gathered and reduced together) does in its own way."""
+    """The settings of one unit: parameters that are unsharded and reduced together."""
 
     name: str
     strategy: str
@@ -44,17 +42,17 @@ class UnitPlan:
     shares: tuple[float, ...] | None = field(default=None, kw_only=True)
     """Fraction of this unit owned by each rank; None: the plan's shares."""
     keep_gathered: bool = field(default=False, kw_only=True)
-    """At stage 3: gather the parameters once a step, where they first run, and keep them whole
-    until its last pass is over, instead of twice at every pass. Costs their memory meanwhile."""
+    """At stage 3: unshard the parameters once per step, in the first pass, instead of twice per
+    pass. Costs their memory between passes."""
     transport: str | None = field(default=None, kw_only=True)
-    """Which transport carries this unit; None: whichever was measured to be fastest."""
+    """Transport of this unit; None: the fastest one that was measured."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
             raise TypeError(f"UnitPlan.name must be a string, got {self.name!r}")
         if self.strategy not in STRATEGIES:
             raise ValueError(
-                f"unit {self.name!r}: unknown strategy {self.strategy!r}; known are "
+                f"unit {self.name!r}: unknown strategy {self.strategy!r}; use one of "
                 f"{', '.join(STRATEGIES)}"
             )
         if not isinstance(self.keep_gathered, bool):
@@ -64,8 +62,8 @@ class UnitPlan:
             )
         if self.keep_gathered and self.strategy != _GATHERS:
             raise ValueError(
-                f"unit {self.name!r}: keep_gathered under strategy {self.strategy!r}, where "
-                f"parameters are whole all the time; it is for {_GATHERS!r} (stage 3): leave it out"
+                f"unit {self.name!r}: keep_gathered with strategy {self.strategy!r}, which does "
+                f"not shard parameters; use it only with {_GATHERS!r} (stage 3)"
             )
         if self.transport is not None and not isinstance(self.transport, str):
             raise TypeError(
@@ -77,9 +75,9 @@ class UnitPlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """One way to run a training step on unequal ranks.
+    """How to run a training step on unequal ranks.
 
-    Build one with `even`, `manual` or `proportional`, or spell it out:
+    Create one with `even`, `manual` or `proportional`, or directly:
 
         Plan(stage=2, global_batch=12, micro_batches=((1, 4), (1, 4), (0, 2)), shares=(0.5, 0.5, 0))
     """
@@ -87,23 +85,20 @@ class Plan:
     stage: int
     """ZeRO stage: 0 replicated, 1 optimizer state sharded, 2 + gradients, 3 + parameters."""
     global_batch: int
-    """Samples behind one optimizer step, over all ranks."""
+    """Samples per optimizer step, over all ranks."""
     micro_batches: tuple[tuple[int, ...], ...]
-    """`micro_batches[r][s]`: samples of pass `s` on rank `r`; 0 is allowed. At stages 2 and 3 every
-    rank has the same number of passes; at 0 and 1 they may differ, and `()` is a rank without
-    work."""
+    """`micro_batches[r][s]`: samples of pass `s` on rank `r`, 0 allowed. At stages 0 and 1 ranks
+    may have different numbers of passes; `()` is a rank without samples."""
     shares: tuple[float, ...]
-    """Fraction of every sharded buffer that each rank owns; sums to 1, zeros allowed."""
+    """Fraction of every sharded buffer that each rank owns, 0 allowed; sums to 1."""
     units: tuple[UnitPlan, ...] = ()
-    """Units that differ, by name; all others follow the plan. `ModelProfile.unit_names` has the
-    names at stage 3; where a unit has shares of its own, each block is a unit by itself."""
+    """Units with their own settings; others follow the plan. `ModelProfile.unit_names` has the
+    names at stage 3. If a unit has its own shares, each block is a separate unit."""
     transport: str | None = None
-    """What carries the tensors, as `communicator` of `HeteroZeroOptimizer` names it; the planner
-    stores here what was measured to be fastest, so that the next run does the same. None: by where
-    the ranks are."""
+    """Transport, as `communicator` of `HeteroZeroOptimizer` names it. The planner stores the
+    fastest one that was measured, so that later runs use it. None: chosen by the ranks' hosts."""
     prediction: Mapping[str, Any] | None = field(default=None, compare=False)
-    """What the planner expects of this plan (JSON values); takes no part in equality, hash and
-    digest."""
+    """The planner's prediction, as JSON values; ignored by equality, hash and digest."""
 
     def __post_init__(self) -> None:
         freeze = object.__setattr__
@@ -117,7 +112,7 @@ class Plan:
         if self.prediction is not None:
             if not isinstance(self.prediction, Mapping):
                 raise TypeError(
-                    "prediction must be an object with names and values, or None, got "
+                    "prediction must be a mapping with JSON values, or None, got "
                     f"{self.prediction!r}"
                 )
             freeze(self, "prediction", dict(self.prediction))
@@ -129,12 +124,12 @@ class Plan:
         if total != self.global_batch:
             raise ValueError(
                 f"the micro-batches sum to {total} samples, but global_batch is "
-                f"{self.global_batch}; change one of the two"
+                f"{self.global_batch}; change one of them"
             )
         if len(self.shares) != self.world_size:
             raise ValueError(
                 f"{len(self.shares)} shares for {self.world_size} ranks; give one share per rank, "
-                "0 for a rank that owns nothing"
+                "0 for a rank without state"
             )
 
     def _check_units(self) -> None:
@@ -153,29 +148,26 @@ class Plan:
             names.add(unit.name)
             strategies.add(unit.strategy)
         counts = [len(passes) for passes in self.micro_batches]
-        if strategies & _MEET_EVERY_PASS and len(set(counts)) > 1:
+        if strategies & _SYNCHRONIZING_EVERY_PASS and len(set(counts)) > 1:
             odd = next(rank for rank, count in enumerate(counts) if count != counts[0])
             raise ValueError(
                 f"rank {odd} has {counts[odd]} passes and rank 0 has {counts[0]}, but at stage "
-                f"{self.stage} ranks meet at every pass, so all need the same number; fill up with "
-                "passes of 0 samples, in front"
+                f"{self.stage} ranks synchronize at every pass and need the same number; add "
+                "passes of 0 samples in front"
             )
-
-    # How a plan is made
 
     @classmethod
     def even(cls, world_size: int, global_batch: int, micro_batch: int, stage: int) -> Plan:
-        """The same for every rank, as DDP, FSDP and DeepSpeed do.
+        """Equal work for every rank, as DDP, FSDP and DeepSpeed do.
 
         Args:
             world_size: number of ranks.
-            global_batch: samples of one optimizer step over all ranks; if it does not divide, the
-                first ranks take one more.
+            global_batch: samples per optimizer step; a remainder goes to the first ranks.
             micro_batch: most samples of one pass on one rank.
             stage: ZeRO stage, 0 to 3.
 
         Returns:
-            A plan with equal shares and the fewest passes; the pass with the remainder comes first.
+            A plan with equal shares and the fewest passes, the pass with the remainder first.
         """
         stage = _checked_stage(stage)
         world_size = _checked_count(world_size, "world_size", minimum=1)
@@ -183,7 +175,7 @@ class Plan:
         micro_batch = _checked_count(micro_batch, "micro_batch", minimum=1)
         samples = _core.apportion(global_batch, (1.0,) * world_size)
         passes = [_fewest_passes(count, micro_batch) for count in samples]
-        if STRATEGIES[stage] in _MEET_EVERY_PASS:
+        if STRATEGIES[stage] in _SYNCHRONIZING_EVERY_PASS:
             synchronizations = max(map(len, passes))
             passes = [(0,) * (synchronizations - len(own)) + own for own in passes]
         return cls(
@@ -202,20 +194,20 @@ class Plan:
         passes: int = 1,
         shares: Sequence[float] | None = None,
     ) -> Plan:
-        """A micro-batch per rank, by hand.
+        """Explicit micro-batches per rank.
 
         Args:
-            micro_batches: samples of one pass on each rank, as `"2,2,2,15"` or a sequence; 0 for a
-                rank without work.
+            micro_batches: samples per pass of each rank, as `"2,2,2,15"` or a sequence; 0 for a
+                rank without samples.
             stage: ZeRO stage, 0 to 3.
-            passes: how often each rank runs its micro-batch in one optimizer step.
-            shares: fraction of the sharded state owned by each rank; None: even.
+            passes: passes per optimizer step.
+            shares: fraction of the sharded state of each rank; None: even.
 
         Returns:
             A plan whose global batch is `passes * sum(micro_batches)`.
 
         Raises:
-            ValueError: text that is not a list of whole numbers, or what the plan itself refuses.
+            ValueError: text that is not a list of whole numbers, or an invalid plan.
         """
         stage = _checked_stage(stage)
         passes = _checked_count(passes, "passes", minimum=1)
@@ -224,7 +216,7 @@ class Plan:
             _checked_count(size, f"the micro-batch of rank {rank}")
             for rank, size in enumerate(sizes)
         ]
-        idle = (0,) * passes if STRATEGIES[stage] in _MEET_EVERY_PASS else ()
+        idle = (0,) * passes if STRATEGIES[stage] in _SYNCHRONIZING_EVERY_PASS else ()
         return cls(
             stage=stage,
             global_batch=passes * sum(sizes),
@@ -242,32 +234,29 @@ class Plan:
         *,
         shares: Sequence[float] | None = None,
     ) -> Plan:
-        """Samples in proportion to measured speed, so that all ranks finish together.
+        """Samples in proportion to speed, so that all ranks finish together.
 
         Args:
-            speeds: samples per second of each rank, or anything proportional to it; 0 for a rank
-                that gets no work.
-            global_batch: samples of one optimizer step over all ranks.
+            speeds: samples per second of each rank, or a multiple; 0: a rank without samples.
+            global_batch: samples per optimizer step, over all ranks.
             stage: ZeRO stage, 0 to 3.
-            max_micro_batch: most samples of one pass; one number for all or one per rank (0: this
-                rank gets no work).
-            shares: fraction of the sharded state owned by each rank; None: even.
+            max_micro_batch: most samples of one pass, for all ranks or per rank (0: a rank without
+                samples).
+            shares: fraction of the sharded state of each rank; None: even.
 
         Returns:
-            Stages 0 and 1: each rank cuts its samples into the fewest passes, the one with the
-            remainder first. Stages 2 and 3: all ranks run the same number of passes, and each rank
-            spreads its samples evenly over them, so every pass is in proportion to within a sample;
-            the smaller passes come first, on all ranks alike.
+            Stages 0 and 1: each rank has the fewest passes, the one with the remainder first.
+            Stages 2 and 3: all ranks have the same number of passes, and each rank spreads its
+            samples evenly over them, smaller passes first.
 
         Raises:
-            ValueError: speeds that are negative, not finite or all 0; a number of limits that is
-                not the number of speeds.
+            ValueError: speeds that are negative, not finite or all 0, or a wrong number of limits.
         """
         stage = _checked_stage(stage)
         global_batch = _checked_count(global_batch, "global_batch", minimum=1)
         limits = _checked_limits(max_micro_batch, len(speeds))
         samples = _core.apportion(global_batch, _checked_speeds(speeds, limits))
-        if STRATEGIES[stage] in _MEET_EVERY_PASS:
+        if STRATEGIES[stage] in _SYNCHRONIZING_EVERY_PASS:
             synchronizations = max(
                 -(-count // limit) for count, limit in zip(samples, limits, strict=True) if count
             )
@@ -283,11 +272,9 @@ class Plan:
             shares=_even_shares(len(samples)) if shares is None else tuple(shares),
         )
 
-    # What a plan says
-
     @property
     def world_size(self) -> int:
-        """Number of ranks this plan is for."""
+        """Number of ranks."""
         return len(self.micro_batches)
 
     def samples(self, rank: int) -> int:
@@ -295,27 +282,25 @@ class Plan:
         return sum(self.micro_batches[self._checked_rank(rank)])
 
     def passes(self, rank: int) -> int:
-        """Passes of `rank` in one step, those without samples included."""
+        """Passes of `rank` in one step, with those of 0 samples."""
         return len(self.micro_batches[self._checked_rank(rank)])
 
     def offset(self, rank: int) -> int:
-        """Position of the first sample of `rank` inside a global batch."""
+        """Position of the first sample of `rank` in a global batch."""
         return sum(map(sum, self.micro_batches[: self._checked_rank(rank)]))
 
     def cut(self, samples: int) -> tuple[int, ...]:
-        """Samples per rank of a global batch that may be short, as the last one of an epoch is.
+        """Samples per rank of a global batch that may be short, as the last one of an epoch.
 
         Args:
             samples: samples in this global batch, at most `global_batch`.
 
         Returns:
-            What the plan says if the batch is whole. Otherwise in the same proportion (largest
-            remainder), at least 1 for every rank that has samples in the plan, and never more than
-            the plan gives: it fits in memory.
+            The plan's samples for a whole batch. Otherwise the same proportions, with at least 1
+            and at most the planned samples for every rank that has samples in the plan.
 
         Raises:
-            ValueError: more samples than the global batch, or fewer than there are ranks with
-                samples.
+            ValueError: more samples than the global batch, or fewer than ranks with samples.
         """
         samples = _checked_count(samples, "samples")
         planned = [sum(passes) for passes in self.micro_batches]
@@ -324,18 +309,17 @@ class Plan:
         working = sum(count > 0 for count in planned)
         if samples > self.global_batch:
             raise ValueError(
-                f"a global batch of {samples} samples, but the plan's is {self.global_batch}; plan "
-                "for the larger batch"
+                f"a global batch of {samples} samples, but the plan's is {self.global_batch}; "
+                "create a plan for the larger batch"
             )
         if samples < working:
             raise ValueError(
                 f"a short global batch of {samples} samples cannot give one to each of the "
-                f"{working} ranks that have samples in the plan; pass drop_last=True, or leave "
-                "some ranks without samples in the plan"
+                f"{working} ranks that have samples in the plan; pass drop_last=True, or use a "
+                "plan with fewer working ranks"
             )
         # A rank whose quota rounds to 0 gets 1, and the others divide the rest. Their mean quota
-        # stays at 1 or more, so at least one of them keeps its place in every round, and the loop
-        # ends.
+        # stays at least 1, so not all of them round to 0 and the loop ends.
         at_least_one: set[int] = set()
         while True:
             weights = [0 if rank in at_least_one else count for rank, count in enumerate(planned)]
@@ -348,14 +332,14 @@ class Plan:
             at_least_one |= empty
 
     def micro_batch_sizes(self, rank: int, samples: int) -> tuple[int, ...]:
-        """Samples of each pass of `rank` when it has `samples` in all.
+        """Samples of each pass of `rank` when it has `samples` in total.
 
         Args:
-            rank: whose passes.
-            samples: at most what the plan gives this rank; fewer in a short global batch.
+            rank: the rank.
+            samples: at most the planned samples of this rank; fewer in a short global batch.
 
         Returns:
-            As many sizes as the plan has passes, none above the plan's: filled pass by pass, the
+            One size per planned pass, at most the planned one. Passes are filled in order, so the
             last ones may be 0.
 
         Raises:
@@ -375,17 +359,15 @@ class Plan:
         return tuple(sizes)
 
     def digest(self) -> str:
-        """SHA-256 of everything but the prediction, as hex: equal for equal plans."""
+        """SHA-256 of everything but the prediction, as hex."""
         content = self.to_dict()
         del content["prediction"]
         return hashlib.sha256(
             json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
         ).hexdigest()
 
-    # How a plan is kept and shown
-
     def to_dict(self) -> dict[str, Any]:
-        """This plan in JSON's types; `from_dict` gives it back."""
+        """This plan as JSON types, for `from_dict`."""
         return {
             "version": _SCHEMA_VERSION,
             "stage": self.stage,
@@ -402,18 +384,16 @@ class Plan:
         """The plan that `to_dict` wrote.
 
         Raises:
-            ValueError: another schema version, unknown or missing fields, or values that no plan
-                has.
+            ValueError: another schema version, unknown or missing fields, or invalid values.
         """
         if not isinstance(content, Mapping):
-            raise ValueError(f"a plan is a JSON object, got {type(content).__name__}")
+            raise ValueError(f"a plan must be a JSON object, got {type(content).__name__}")
         if "version" not in content:
-            raise ValueError("no field 'version': this is not a plan that Plan.to_json wrote")
+            raise ValueError("no field 'version'; expected a plan that Plan.to_json wrote")
         if content["version"] != _SCHEMA_VERSION:
             raise ValueError(
                 f"plan format {content['version']!r}, but this version of Poplar reads format "
-                f"{_SCHEMA_VERSION}; write the plan again with the version of Poplar that shall "
-                "read it"
+                f"{_SCHEMA_VERSION}; write the plan again with this version"
             )
         fields = {key: value for key, value in content.items() if key != "version"}
         _check_fields(
@@ -440,14 +420,13 @@ class Plan:
         """Read a plan that `to_json` wrote.
 
         Raises:
-            ValueError: the file is damaged, or not a plan; the message names the file and what is
-                wrong.
+            ValueError: the file is not JSON or not a plan.
         """
         try:
             content = json.loads(Path(path).read_text(encoding="utf-8"))
         except ValueError as error:  # JSONDecodeError and UnicodeDecodeError are both
             raise ValueError(
-                f"{path} is damaged or no JSON ({error}); write it again with Plan.to_json"
+                f"{path} is not valid JSON ({error}); write it again with Plan.to_json"
             ) from error
         try:
             return cls.from_dict(content)
@@ -471,17 +450,17 @@ class Plan:
         ]
         if self.transport:
             lines.append(f"transport {self.transport}")
-        kept = sum(unit.keep_gathered for unit in self.units)
-        if kept:
-            units = "unit" if kept == 1 else "units"
-            lines.append(f"keeps {kept} {units} gathered between passes")
-        if kept < len(self.units):
-            lines.append(f"units with a plan of their own: {len(self.units) - kept}")
+        persistent = sum(unit.keep_gathered for unit in self.units)
+        if persistent:
+            units = "unit" if persistent == 1 else "units"
+            lines.append(f"{persistent} persistent {units}")
+        if persistent < len(self.units):
+            lines.append(f"units with their own settings: {len(self.units) - persistent}")
         return "\n".join([*lines, *plan_table.summary(prediction)])
 
     def _checked_rank(self, rank: int) -> int:
         if not 0 <= rank < self.world_size:
-            raise ValueError(f"rank {rank}: this plan is for ranks 0 to {self.world_size - 1}")
+            raise ValueError(f"rank {rank}: this plan has ranks 0 to {self.world_size - 1}")
         return rank
 
 
@@ -494,7 +473,7 @@ def _fewest_passes(samples: int, most: int) -> tuple[int, ...]:
 
 
 def _spread(samples: int, passes: int) -> tuple[int, ...]:
-    """Cut `samples` into exactly `passes` that differ by at most 1, the smaller first."""
+    """Cut `samples` into `passes` sizes that differ by at most 1, smaller ones first."""
     size, larger = divmod(samples, passes)
     return (size,) * (passes - larger) + (size + 1,) * larger
 
@@ -513,7 +492,7 @@ def _parse_sizes(text: str) -> list[int]:
 
 
 def _checked_count(value: Any, what: str, minimum: int = 0) -> int:
-    """`value` as an int; a bool, or a float that happens to be whole, is a mistake upstream."""
+    """`value` as an int; bools and floats are errors."""
     try:
         if isinstance(value, bool):
             raise TypeError
@@ -543,7 +522,7 @@ def _checked_micro_batches(micro_batches: Any) -> tuple[tuple[int, ...], ...]:
     if not per_rank:
         raise ValueError("micro_batches is empty: a plan needs at least one rank")
     if set(map(type, chain(*per_rank))) <= {int} and min(chain(*per_rank), default=0) >= 0:
-        return tuple(per_rank)  # as nearly always: thousands of ranks are checked at once
+        return tuple(per_rank)  # fast path for thousands of ranks
     return tuple(
         tuple(
             _checked_count(size, f"rank {rank}: the micro-batch of pass {number}")
@@ -576,7 +555,7 @@ def _checked_shares(shares: Any, whose: str) -> tuple[float, ...]:
 
 
 def _checked_speeds(speeds: Sequence[float], limits: Sequence[int]) -> list[float]:
-    """The weight of each rank: its speed, or 0 if it may not hold a single sample."""
+    """The weight of each rank: its speed, or 0 if its limit is 0."""
     for rank, speed in enumerate(speeds):
         if not (math.isfinite(speed) and speed >= 0):
             raise ValueError(f"rank {rank}: a speed must be finite and 0 or more, got {speed}")
@@ -611,10 +590,10 @@ def _check_fields(
     missing = sorted(required - fields.keys())
     unknown = sorted(fields.keys() - required - optional)
     if missing or unknown:
-        complaints = [f"missing {missing}"] * bool(missing) + [f"unknown {unknown}"] * bool(unknown)
+        problems = [f"missing {missing}"] * bool(missing) + [f"unknown {unknown}"] * bool(unknown)
         raise ValueError(
-            f"the fields of this {what} are not those of format {_SCHEMA_VERSION}: "
-            f"{', '.join(complaints)}; expected {sorted(required)}, optional {sorted(optional)}"
+            f"the fields of this {what} do not match format {_SCHEMA_VERSION}: "
+            f"{', '.join(problems)}; expected {sorted(required)}, optional {sorted(optional)}"
         )
 
 
@@ -627,7 +606,7 @@ def _unit_to_dict(unit: UnitPlan) -> dict[str, Any]:
 
 def _unit_from_dict(content: Any) -> UnitPlan:
     if not isinstance(content, Mapping):
-        raise ValueError(f"a unit of a plan is a JSON object, got {content!r}")
+        raise ValueError(f"a unit of a plan must be a JSON object, got {content!r}")
     _check_fields(
         content,
         required={"name", "strategy"},

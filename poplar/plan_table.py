@@ -1,4 +1,4 @@
-"""A plan as a table that a person reads: who does what, and if it was predicted, at what cost."""
+"""The readable table of a plan, with its prediction if there is one."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from poplar.formatting import (
     format_bytes,
     format_passes,
     format_percent,
+    format_rate,
     format_seconds,
     format_usage,
 )
@@ -22,26 +23,26 @@ class Column(NamedTuple):
 
     title: str
     cells: tuple[str, ...]
-    to_the_left: bool = False
+    left_aligned: bool = False
 
 
 def planned(micro_batches: Sequence[Sequence[int]], shares: Sequence[float]) -> list[Column]:
-    """What every plan says: samples, passes and share of each rank."""
+    """Samples, passes and share of each rank."""
     return [
         Column("samples", tuple(str(sum(passes)) for passes in micro_batches)),
-        Column("passes", tuple(map(format_passes, micro_batches)), to_the_left=True),
+        Column("passes", tuple(map(format_passes, micro_batches)), left_aligned=True),
         Column("share", tuple(f"{100 * share:.1f} %" for share in shares)),
     ]
 
 
 def devices(prediction: Mapping[str, Any], ranks: int) -> list[Column]:
-    """The devices that a prediction was made for, where it names them."""
+    """The device names of a prediction, if it has them."""
     names = _by_rank(prediction, "devices", ranks)
-    return [Column("device", tuple(map(str, names)), to_the_left=True)] if names else []
+    return [Column("device", tuple(map(str, names)), left_aligned=True)] if names else []
 
 
 def predicted(prediction: Mapping[str, Any], ranks: int) -> list[Column]:
-    """What a prediction says of each rank; whatever it does not say is left out."""
+    """The columns of a prediction, without those that it does not have."""
     columns: list[Column] = []
     for title, what, show in (
         ("compute", "compute_seconds", format_seconds),
@@ -58,13 +59,13 @@ def predicted(prediction: Mapping[str, Any], ranks: int) -> list[Column]:
 
 
 def summary(prediction: Mapping[str, Any]) -> list[str]:
-    """The last line: the step and what bounds it; none if the prediction has no step."""
+    """The predicted step and what bounds it; empty if the prediction has no step."""
     step = prediction.get("step_seconds")
     if not isinstance(step, (int, float)):
         return []
     line = f"predicted {format_seconds(step)} a step"
     if isinstance(rate := prediction.get("samples_per_second"), (int, float)):
-        line += f", {rate:.0f} samples/s" if rate >= 100 else f", {rate:.3g} samples/s"
+        line += f", {format_rate(rate)}"
     if bound := prediction.get("bound"):
         line += f"; bound by {bound}"
     if gap := prediction.get("optimality_gap"):
@@ -73,15 +74,15 @@ def summary(prediction: Mapping[str, Any]) -> list[str]:
 
 
 def lines(columns: Sequence[Column]) -> list[str]:
-    """The table, one line per rank; equal neighbours share one where there are many ranks."""
+    """The lines of a table, one per rank; with many ranks, equal neighbours share a line."""
     rows = list(zip(*(column.cells for column in columns), strict=True))
     numbered = [("rank", *(column.title for column in columns)), *_numbered(rows)]
     widths = [max(map(len, cells)) for cells in zip(*numbered, strict=True)]
-    to_the_left = [False, *(column.to_the_left for column in columns)]
+    left_aligned = [False, *(column.left_aligned for column in columns)]
     return [
         "  ".join(
             f"{cell:<{width}}" if left else f"{cell:>{width}}"
-            for cell, width, left in zip(row, widths, to_the_left, strict=True)
+            for cell, width, left in zip(row, widths, left_aligned, strict=True)
         )
         for row in numbered
     ]
@@ -104,8 +105,8 @@ def _numbered(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
     if len(rows) <= _ROWS_BEFORE_COLLAPSING:
         return [(str(rank), *row) for rank, row in enumerate(rows)]
     collapsed, first = [], 0
-    for row, alike in groupby(rows):
-        last = first + len(list(alike)) - 1
+    for row, equal in groupby(rows):
+        last = first + len(list(equal)) - 1
         collapsed.append((str(first) if first == last else f"{first}-{last}", *row))
         first = last + 1
     return collapsed

@@ -24,11 +24,11 @@ from poplar.planner.memory_shortfall import NoPlanFits
 from poplar.profile import ClusterProfile
 from poplar.profiler.cache import Cache, default_folder
 from poplar.profiler.cluster_profiler import Profiler
-from poplar.profiler.passes import LossFunction
 from poplar.profiler.preserved_state import model_preserved
 from poplar.profiler.progress import Tell
 from poplar.profiler.progress import progress as shown
 from poplar.profiler.request import Request
+from poplar.zero.micro_batch_loss import LossFunction
 from poplar.zero.update import OptimizerFactory
 
 
@@ -71,7 +71,7 @@ def profile_cluster(
             `HeteroZeroOptimizer`.
         cache: True to use and store profiles in the default folder, a folder, or False. A cached
             profile is used if model, dtype, devices and versions are the same.
-        progress: show on rank 0 what is being measured, if stderr is a terminal.
+        progress: show on stderr of rank 0 what is being measured.
         optimizer_kwargs: for `optimizer_class`.
 
     Returns:

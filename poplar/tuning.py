@@ -29,11 +29,11 @@ from poplar.plan import STRATEGIES, Plan
 from poplar.planner.baselines import POLICIES
 from poplar.planner.calibration import at_observed_speeds, refine
 from poplar.planner.prediction import describe, fits, predict
-from poplar.planner.search import alternatives, search
+from poplar.planner.search import alternatives
+from poplar.planner.simple_plans import simplified
 from poplar.planner.uncertainty import at_worst, unmeasured_batches
 from poplar.profile import BatchPoint, ClusterProfile, DeviceProfile
 from poplar.profiler.cluster_profiler import Profiler
-from poplar.profiler.passes import LossFunction
 from poplar.profiler.points import with_measured
 from poplar.profiler.preserved_state import model_preserved
 from poplar.profiler.progress import Tell
@@ -41,6 +41,7 @@ from poplar.profiler.progress import progress as shown
 from poplar.profiler.request import Request
 from poplar.profiling import CachedProfile, cache_of
 from poplar.zero.agreement import raise_on_any_error
+from poplar.zero.micro_batch_loss import LossFunction
 from poplar.zero.update import OptimizerFactory
 
 _P = ParamSpec("_P")
@@ -233,18 +234,14 @@ class Tuner:
         """
 
         def best() -> tuple[Plan, ...]:
-            wanted = {"global_batch": self.global_batch, "policy": self.policy}
-            stages = self.session.request.stages
-            plans = alternatives(profile, stages=stages, **wanted)[:CANDIDATES]  # type: ignore[arg-type]
-            if not self._is_exact:
-                return plans
-            simpler = search(
+            plans = alternatives(
                 profile,
                 global_batch=self.global_batch,
-                stages=(plans[0].stage,),
-                preference=SIMPLER,
-            )
-            return tuple(dict.fromkeys([*plans, simpler]))
+                stages=self.session.request.stages,
+                policy=self.policy,
+            )[:CANDIDATES]
+            simpler = [simplified(profile, plans[0], SIMPLER)] if self._is_exact else []
+            return tuple(dict.fromkeys([*plans, *simpler]))
 
         return self.session.on_first_rank(best, "the search")
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def why_absent() -> str:
     """Why MPI is not available; empty if it is."""
     if importlib.util.find_spec("mpi4py") is None:
-        return "mpi4py is not installed (pip install mpi4py, beside an MPI with its headers)"
+        return "mpi4py is not installed (pip install mpi4py; needs MPI and its headers)"
     if shutil.which("mpirun") is None:
         return "there is no mpirun (on Debian: apt install openmpi-bin)"
     return ""

@@ -1,1 +1,1 @@
-"""The rooms of `benchmarks/kernels.py`: lists of tensors, what is done with them, rows, tables."""
+"""The parts of `kernels.py`: tensor lists, tasks, timing, rows and tables."""

@@ -54,7 +54,7 @@ class Row:
     """The provider of Poplar's operators in this run, from `poplar.ops.providers`."""
 
     @property
-    def served(self) -> str:
+    def provider(self) -> str:
         """`operators` without the detail: `C++`, `Triton` or `plain PyTorch`."""
         return self.operators.partition(" (")[0]
 

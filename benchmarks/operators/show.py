@@ -48,7 +48,7 @@ def table_of(rows: Sequence[Row]) -> Table:
 
 def _label(row: Row) -> str:
     """The implementation; for Poplar's, with its provider if the row has one."""
-    return f"{row.way}, {row.served}" if row.way == OURS and row.served else row.way
+    return f"{row.way}, {row.provider}" if row.way == OURS and row.provider else row.way
 
 
 def _milliseconds(seconds: float | None) -> str:

@@ -22,8 +22,8 @@ def versions(device: str) -> str:
     """Versions of torch, the peers and Python; for a GPU also of Triton, CUDA and the driver."""
     if device != "cuda":
         return provenance.versions("torch", "deepspeed")
-    said = provenance.versions("torch", "triton", "apex", "deepspeed")
-    return f"{said}, CUDA {torch.version.cuda}, driver {_driver()}"
+    found = provenance.versions("torch", "triton", "apex", "deepspeed")
+    return f"{found}, CUDA {torch.version.cuda}, driver {_driver()}"
 
 
 def _driver() -> str:

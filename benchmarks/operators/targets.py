@@ -46,7 +46,7 @@ def verdicts(rows: Sequence[Row]) -> Iterator[Verdict]:
     for row in rows:
         if row.tensors != HEADLINE or row.way != OURS:
             continue
-        case = ", ".join(filter(None, (row.operation, row.tensors, row.dtype, row.served)))
+        case = ", ".join(filter(None, (row.operation, row.tensors, row.dtype, row.provider)))
         usual, best_wanted = (2.0, 1.2) if row.device.startswith("cuda") else (1.3, 1.0)
         if row.operation == "pack":
             yield Verdict(case, "of the copy's bandwidth", row.of_copy, 0.9)

@@ -209,13 +209,13 @@ Returns:
 
   module.def(
       "cheapest_cover", &poplar::cheapest_cover, py::arg("sizes"), py::arg("costs"),
-      py::arg("dearest"), py::arg("total"),
+      py::arg("expensive"), py::arg("total"),
       R"(The cheapest parts that add up to `total`, where one part has higher costs than the others.
 
 Args:
     sizes: sizes of parts, ascending, at least 1, none above `total`.
     costs: cost of a part up to each size, non-negative and ascending.
-    dearest: cost of the one expensive part, ascending. Each must be at least the usual cost, or
+    expensive: cost of the one expensive part, ascending. Each must be at least the usual cost, or
         the result may not be the cheapest; this is not checked.
     total: at least 1.
 

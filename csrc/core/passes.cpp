@@ -10,11 +10,11 @@ namespace {
 constexpr double kNever = std::numeric_limits<double>::infinity();
 constexpr double kRounding = 1e-12;
 
-// The parts of a cover: each holds up to `sizes[i]` and costs `costs[i]` or `dearest[i]`.
+// The parts of a cover: each holds up to `sizes[i]` and costs `costs[i]` or `expensive[i]`.
 struct Parts {
   const std::vector<std::int64_t>& sizes;
   const std::vector<double>& costs;
-  const std::vector<double>& dearest;
+  const std::vector<double>& expensive;
 
   // The smallest part that holds this many.
   std::size_t holding(std::int64_t many) const {
@@ -29,7 +29,7 @@ struct Parts {
       if (held > 0 && count > 0) {
         const std::size_t part = holding(held);
         sum += static_cast<double>(count) * costs[part];
-        more = std::min(more, dearest[part] - costs[part]);
+        more = std::min(more, expensive[part] - costs[part]);
       }
     }
     return sum + more;
@@ -53,9 +53,9 @@ double cheapest_even_cover(const Parts& parts, std::int64_t total) {
 
 // Parts that waste at most `most_waste`, in the order of their waste. A part of size m costs at
 // least m times the best rate; the cost beyond that is its waste.
-std::vector<std::pair<double, std::int64_t>> thrifty(const std::vector<std::int64_t>& sizes,
-                                                     const std::vector<double>& costs, double rate,
-                                                     double most_waste) {
+std::vector<std::pair<double, std::int64_t>> economical(const std::vector<std::int64_t>& sizes,
+                                                        const std::vector<double>& costs,
+                                                        double rate, double most_waste) {
   std::vector<std::pair<double, std::int64_t>> found;
   for (std::size_t part = 0; part < sizes.size(); ++part) {
     const double waste = costs[part] - rate * static_cast<double>(sizes[part]);
@@ -97,14 +97,14 @@ std::pair<std::vector<double>, std::vector<std::int64_t>> cheapest_passes(
 
 std::pair<double, std::vector<std::int64_t>> cheapest_cover(const std::vector<std::int64_t>& sizes,
                                                             const std::vector<double>& costs,
-                                                            const std::vector<double>& dearest,
+                                                            const std::vector<double>& expensive,
                                                             std::int64_t total) {
-  if (sizes.empty() || costs.size() != sizes.size() || dearest.size() != sizes.size() ||
+  if (sizes.empty() || costs.size() != sizes.size() || expensive.size() != sizes.size() ||
       sizes.front() < 1 || total < 1) {
     throw std::invalid_argument(
         "cheapest_cover needs sizes of at least 1, two costs for each, and a total of at least 1");
   }
-  const Parts parts{sizes, costs, dearest};
+  const Parts parts{sizes, costs, expensive};
   double rate = kNever;
   for (std::size_t part = 0; part < sizes.size(); ++part) {
     rate = std::min(rate, costs[part] / static_cast<double>(sizes[part]));
@@ -130,8 +130,8 @@ std::pair<double, std::vector<std::int64_t>> cheapest_cover(const std::vector<st
       }
     }
   };
-  add_one_of(thrifty(sizes, dearest, rate, most_waste), 0, 0.0);
-  const auto usual = thrifty(sizes, costs, rate, most_waste);
+  add_one_of(economical(sizes, expensive, rate, most_waste), 0, 0.0);
+  const auto usual = economical(sizes, costs, rate, most_waste);
   for (std::int64_t held = 1; held < total; ++held) {
     if (wasted[held] <= most_waste) {
       add_one_of(usual, held, wasted[held]);
@@ -145,7 +145,7 @@ std::pair<double, std::vector<std::int64_t>> cheapest_cover(const std::vector<st
     found.push_back(added[held]);
   }
   std::sort(found.begin(), found.end() - 1);  // the last is the expensive part
-  double seconds = dearest[parts.holding(found.back())];
+  double seconds = expensive[parts.holding(found.back())];
   for (std::size_t place = 0; place + 1 < found.size(); ++place) {
     seconds += costs[parts.holding(found[place])];
   }

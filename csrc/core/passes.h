@@ -14,11 +14,11 @@ std::pair<std::vector<double>, std::vector<std::int64_t>> cheapest_passes(
     const std::vector<double>& passes, std::int64_t most);
 
 // The cheapest parts that add up to `total`, one of which is more expensive: a part of up to
-// `sizes[i]` costs `costs[i]`, the expensive one `dearest[i]`; all three ascend. Returns the cost
+// `sizes[i]` costs `costs[i]`, the expensive one `expensive[i]`; all three ascend. Returns the cost
 // and the sizes of the parts, ascending, the expensive one last.
 std::pair<double, std::vector<std::int64_t>> cheapest_cover(const std::vector<std::int64_t>& sizes,
                                                             const std::vector<double>& costs,
-                                                            const std::vector<double>& dearest,
+                                                            const std::vector<double>& expensive,
                                                             std::int64_t total);
 
 }  // namespace poplar

@@ -122,7 +122,7 @@ inline Sources sources_of(const char* name, const Tensor& buffer,
         tensor.const_data_ptr() == first + offsets[i] * buffer.element_size() &&
         tensor.is_contiguous() && tensor.scalar_type() == buffer.scalar_type();
     check(is_its_place || !overlap(tensor, buffer), name, ": tensor ", i,
-          " lies in the buffer's memory, but not at its own place");
+          " is in the buffer's memory, but not at its own offset");
     sources.dtypes.push_back(dtype_of(tensor, name));
     sources.keep_alive.push_back(tensor.is_contiguous() ? tensor
                                                         : torch::stable::contiguous(tensor));

@@ -23,6 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from poplar.errors import PoplarError
+from poplar.profile import ClusterProfile
 
 _UNLIMITED_WIDTH = 10_000
 """Columns where stdout is not a terminal: logs and pipes get every line and table whole."""
@@ -53,6 +54,11 @@ def table(*header: str) -> Table:
     for name in header:
         styled.add_column(name)
     return styled
+
+
+def notes(cluster: ClusterProfile) -> list[Text]:
+    """The notes of a profile, for example that the machine was too noisy, as lines to print."""
+    return [Text(f"note: {note}", "yellow") for note in cluster.notes]
 
 
 @contextlib.contextmanager

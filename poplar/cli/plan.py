@@ -20,8 +20,14 @@ from poplar.cli.options import (
     Stages,
     parse_stages,
 )
-from poplar.cli.output import command_output, table
-from poplar.formatting import format_bytes, format_ranks, format_seconds, format_signed_percent
+from poplar.cli.output import command_output, notes, table
+from poplar.formatting import (
+    format_bytes,
+    format_ranks,
+    format_rate,
+    format_seconds,
+    format_signed_percent,
+)
 from poplar.plan import Plan
 from poplar.planner.baselines import POLICIES
 from poplar.planner.explain import PREDICTION_ERROR, explain
@@ -62,7 +68,7 @@ def plan(
         by_stage = alternatives(profile, global_batch=global_batch, policy=policy, **request)
         chosen = by_stage[0]
         document: dict[str, Any] = {"plan": chosen.to_dict()}
-        result.show(str(chosen))
+        result.show(str(chosen), *notes(profile))
         if compare:
             by_policy = {
                 name: plan_or_reason(profile, global_batch=global_batch, policy=name, **request)
@@ -94,7 +100,7 @@ def _compared(found: Mapping[str, Plan | str], title: str) -> list[Table | Text]
     """
     plans = {name: plan for name, plan in found.items() if isinstance(plan, Plan)}
     best = min(map(_step_seconds, plans.values()), default=0.0)
-    columns = ("stage", "step", "samples/s", "of the best", "most memory", "bound by")
+    columns = ("stage", "step", "speed", "of the best", "most memory", "bound by")
     compared = table(title, *columns)
     for name, plan in plans.items():
         prediction, seconds = plan.prediction or {}, _step_seconds(plan)
@@ -102,7 +108,7 @@ def _compared(found: Mapping[str, Plan | str], title: str) -> list[Table | Text]
             name,
             str(plan.stage),
             format_seconds(seconds),
-            f"{prediction['samples_per_second']:.1f}",
+            format_rate(prediction["samples_per_second"]),
             f"{best / seconds:.2f}x",
             format_bytes(max(prediction["memory_bytes"])),
             prediction["bound"],

@@ -10,8 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from poplar.cli.options import AsJson, Debug, Device, Function, of_rank, parse_sizes, parse_stages
-from poplar.cli.output import command_output, table
-from poplar.formatting import format_bytes, format_seconds
+from poplar.cli.output import command_output, notes, table
+from poplar.formatting import format_bytes, format_rate, format_seconds
 from poplar.profile import ClusterProfile, DeviceProfile
 
 
@@ -71,7 +71,7 @@ def profile(
 
 
 def _shown(cluster: ClusterProfile) -> list[Table | Text]:
-    """A table of the ranks, the collectives, and the notes, for example that there was noise."""
+    """A table of the ranks, the collectives, and the notes."""
     ranks = table("rank", "device", "memory", "batches", "best speed", "optimizer step")
     for rank, device in enumerate(cluster.devices):
         ranks.add_row(
@@ -88,9 +88,9 @@ def _shown(cluster: ClusterProfile) -> list[Table | Text]:
         f"reduce-scatter of all gradients {format_seconds(network.reduce_scatter_seconds)}, "
         f"all-gather of all parameters {format_seconds(network.all_gather_seconds)}"
     )
-    return [ranks, summary, *(Text(f"note: {note}", "yellow") for note in cluster.notes)]
+    return [ranks, summary, *notes(cluster)]
 
 
 def _best_speed(device: DeviceProfile) -> str:
     best = max(device.points, key=lambda point: point.batch / point.seconds)
-    return f"{best.batch / best.seconds:.4g} samples/s at {best.batch}"
+    return f"{format_rate(best.batch / best.seconds)} at {best.batch}"

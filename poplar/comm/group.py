@@ -151,9 +151,9 @@ def collective_timeout(
     names = ", ".join(str(peer) for peer in peers)
     return CollectiveTimeout(
         f"rank {rank}: {what} failed, waiting for rank(s) {names} (deadline "
-        f"{timeout.total_seconds():g} s). Look at the log of rank(s) {names} first: stopped, "
-        "killed or far behind? A longer deadline: timeout=timedelta(...), of HeteroZeroOptimizer "
-        f"or of init_process_group. Cause: {cause}"
+        f"{timeout.total_seconds():g} s). Check the log of rank(s) {names}: the process may have "
+        "been stopped or killed, or be slow. To wait longer, pass timeout=timedelta(...) to "
+        f"HeteroZeroOptimizer or init_process_group. Cause: {cause}"
     )
 
 

@@ -134,7 +134,7 @@ class QueuedWork(_TorchWork):  # type: ignore[misc]
         return self._error
 
     def get_future(self) -> Any:
-        """A future whose callbacks run in a thread of their own.
+        """A future whose callbacks run in a separate thread.
 
         Callbacks may wait for collectives. If several threads issue collectives at the same time,
         ranks may issue them in different orders, as with any backend.

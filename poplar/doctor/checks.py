@@ -134,12 +134,12 @@ def _hosts_can_be_reached(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
             )
     if len({rank.node for rank in ranks}) == 1:
         return
-    hidden = [rank for rank in ranks if _is_loopback(rank.address) and not rank.interface]
-    if hidden:
-        names = ", ".join(sorted({rank.device.host for rank in hidden}))
+    unreachable = [rank for rank in ranks if _is_loopback(rank.address) and not rank.interface]
+    if unreachable:
+        names = ", ".join(sorted({rank.device.host for rank in unreachable}))
         yield Finding(
             kind="problem",
-            ranks=_numbers(hidden),
+            ranks=_numbers(unreachable),
             what=f"the host name ({names}) resolves to a loopback address or not at all, so other "
             "hosts cannot connect",
             remedy="set GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) to the network interface "

@@ -1,10 +1,8 @@
-"""Devices by name, and what is known of how fast each trains: `DeviceProfile`s nobody measured.
+"""Devices by name, and their estimated `DeviceProfile`s.
 
-A device that somebody measured with the very model is given that curve (see `measurements`), scaled
-so that its ratios to other devices are the measured ones and its level is the roofline's: the
-curves' precision is not known. Every other device is given the `roofline`. Neither is a
-measurement of the device that will be rented: so a profile comes in three `Outlook`s, and what is
-planned on the middle one is told as an interval.
+A device with a published curve of the model uses that curve, scaled to the level of the roofline
+because its precision is unknown. Other devices use the `roofline`. Both are estimates, so a profile
+exists for several `Outlook`s, and results are reported as intervals.
 """
 
 from __future__ import annotations
@@ -20,12 +18,11 @@ from poplar.hardware.published_measurements import Curve, curve
 from poplar.profile import BatchPoint, DeviceProfile
 
 SPREAD = 0.3
-"""What is calculated rather than measured may be off by this part, either way: activation memory,
-links, and the speed of a chip that the roofline was calibrated on."""
+"""Assumed relative error of activation memory, links, and the speed of a calibrated chip."""
 UNCALIBRATED_SPREAD = 0.5
-"""The same, of the speed of any other chip."""
+"""Assumed relative error of the speed of other chips."""
 MEASURED_SPREAD = 0.1
-"""The same, of one device beside another, where both have a measured curve of the model."""
+"""Assumed relative error of the ratio of two devices that both have a published curve."""
 HELD_BYTES = 1 << 30
 """CUDA context, kernels and NCCL's buffers; assumed."""
 _UPDATE_LATENCY_SECONDS = 1e-3
@@ -34,13 +31,13 @@ _UPDATE_LATENCY_SECONDS = 1e-3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outlook:
-    """How reality may differ from what was calculated, in spreads: 0 is as expected."""
+    """How reality may differ from the estimate, in multiples of the spread; 0: as estimated."""
 
     name: str
     speed: float = 0.0
     """Above 0: passes and optimizer are faster."""
     activations: float = 0.0
-    """Above 0: a pass keeps more."""
+    """Above 0: a pass needs more activation memory."""
     links: float = 0.0
     """Above 0: links are faster."""
 
@@ -51,18 +48,17 @@ PESSIMISTIC = Outlook(name="pessimistic", speed=-1, activations=1, links=-1)
 
 
 def spread(of: Specification) -> float:
-    """By which part the speed of this device may differ from the roofline, either way."""
+    """Assumed relative error of the roofline for this device."""
     return SPREAD if of.gpu in roofline.CALIBRATED else UNCALIBRATED_SPREAD
 
 
 def find_device(name: str) -> Specification:
-    """The device that is meant: as the table calls it, as a driver does, or in between.
+    """The device with this name: a name of the table, a driver's name, or an unambiguous part.
 
-    `A100-SXM-80`, `NVIDIA A100-SXM4-80GB` and `a800-80gb` are all found; `A100-40` is not, because
-    two kinds are called so.
+    `A100-SXM-80`, `NVIDIA A100-SXM4-80GB` and `a800-80gb` are found; `A100-40` is ambiguous.
 
     Raises:
-        ValueError: no such device, or several; lists those it can be.
+        ValueError: no such device, or several; the message lists the candidates.
     """
     for known in SPECIFICATIONS:
         if known.gpu.lower() == name.strip().lower():
@@ -71,20 +67,20 @@ def find_device(name: str) -> Specification:
     if by_driver is not None:
         return by_driver
     words = _words(name)
-    fitting = [
+    matches = [
         known
         for known in SPECIFICATIONS
         if words and words <= _words(known.gpu) | {str(known.memory_gib)}
     ]
-    if len(fitting) == 1:
-        return fitting[0]
-    choice = [one.gpu for one in fitting or SPECIFICATIONS]
-    problem = "may be several devices" if fitting else "is no device in the catalogue"
-    raise ValueError(f"{name!r} {problem}; write one of {', '.join(choice)}")
+    if len(matches) == 1:
+        return matches[0]
+    names = ", ".join(one.gpu for one in matches or SPECIFICATIONS)
+    problem = "matches several devices" if matches else "is not a known device"
+    raise ValueError(f"{name!r} {problem}; use one of {names}")
 
 
 def measured_curve(of: Specification, job: TrainingJob) -> Curve | None:
-    """The curve of this device with this very job, if anybody measured it."""
+    """The published curve of this device with this job, if there is one."""
     shape = job.architecture
     if job.checkpointing or not job.fused_attention or job.sequence != shape.sequence:
         return None
@@ -99,22 +95,22 @@ def device_profile(
     memory_gib: float | None = None,
     host: str = "",
 ) -> DeviceProfile:
-    """What a device is expected to do, as if it had been measured.
+    """The estimated profile of a device.
 
     Args:
         of: the device.
         job: the model, and how it is trained.
-        outlook: how reality differs from what was calculated.
-        memory_gib: what there is of memory; None: what is printed.
-        host: where it is.
+        outlook: how reality differs from the estimate.
+        memory_gib: memory of the device; None: as specified.
+        host: name of its host.
 
     Returns:
-        A profile up to the largest micro-batch that could fit under the best outlook, so that all
-        outlooks know the same batches; measured devices end where their curve does.
+        A profile up to the largest micro-batch that fits under the best outlook, so that all
+        outlooks have the same batches; a published curve ends at its last point.
     """
     memory_bytes = int((memory_gib or of.memory_gib) * 2**30)
     activations = job.activation_bytes_per_sample
-    kept = 1 + SPREAD * outlook.activations
+    memory_factor = 1 + SPREAD * outlook.activations
     speed = 1 + spread(of) * outlook.speed
     largest = max(1, int(memory_bytes / ((1 - SPREAD) * activations)))
     measured = measured_curve(of, job)
@@ -130,7 +126,7 @@ def device_profile(
             BatchPoint(
                 batch=batch,
                 seconds=value / speed,
-                activation_bytes=math.ceil(kept * activations * batch),
+                activation_bytes=math.ceil(memory_factor * activations * batch),
             )
             for batch, value in seconds.items()
         ),
@@ -143,12 +139,12 @@ def device_profile(
 
 
 def _batches(largest: int) -> list[int]:
-    """1, 2, 4, ... and the largest: the roofline is a straight line, so few points say it all."""
+    """1, 2, 4, ... and the largest: the roofline is linear, so a few points are enough."""
     powers = [1 << power for power in range(largest.bit_length()) if 1 << power < largest]
     return [*powers, largest]
 
 
 def _words(name: str) -> set[str]:
-    """A100-80GB is {a100, 80}."""
+    """`A100-80GB` gives {a100, 80}."""
     parts = re.split(r"[^a-z0-9.]+", name.lower())
     return {re.sub(r"(?<=\d)(gb|gib)$", "", part) for part in parts} - {"", "nvidia", "geforce"}

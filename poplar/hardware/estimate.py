@@ -1,9 +1,8 @@
-"""What a plan is worth on a cluster that nobody measured: every figure an interval.
+"""Estimates of a plan on a cluster that was not measured, as intervals.
 
-The plan is searched on the middle profile and then stays as it is, while the cluster turns out
-faster, slower, or faster in one kind of device and slower in another. An interval spans all of
-these. It is no confidence interval: it says what follows from being wrong by the spreads of
-`catalogue`.
+The plan is searched on the middle profile. An interval spans the same plan on all profiles of the
+cluster: faster, slower, and one kind of device slower than the others. It is not a confidence
+interval: it follows from the assumed spreads of `device_catalog`.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from poplar.profile import ClusterProfile
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Interval:
-    """A figure that was calculated, and between what it may lie."""
+    """An estimate with its range."""
 
     middle: float
     low: float
@@ -31,11 +30,11 @@ class Interval:
 
     @classmethod
     def spanning(cls, values: Sequence[float]) -> Interval:
-        """All of these, the first in the middle."""
+        """The interval of these values, the first as the middle."""
         return cls(middle=values[0], low=min(values), high=max(values))
 
     def map(self, change: Callable[[float], float]) -> Interval:
-        """The interval of a monotone function of this figure."""
+        """The interval of a monotone function of this value."""
         return Interval.spanning([change(v) for v in (self.middle, self.low, self.high)])
 
 
@@ -46,30 +45,30 @@ class Estimate:
     step_seconds: Interval
     samples_per_second: Interval
     tflops: Interval
-    """TFLOP/s of the whole cluster, the model's own: what is recomputed does not count."""
+    """Model TFLOP/s of the whole cluster, without recomputation."""
     of_sum_of_speeds: Interval
-    """A part of 1."""
+    """Samples per second over the sum of speeds."""
     memory_bytes: tuple[Interval, ...]
     """By rank."""
     may_not_fit: str
-    """Why the plan would fail if passes kept more than expected; empty if it would not."""
+    """The error of the pessimistic profile, if the plan does not fit there; else empty."""
     samples_per_price: Interval | None
-    """Samples for one unit of the currency, if prices are known."""
+    """Samples per unit of the currency, if prices are known."""
 
     def to_dict(self) -> dict[str, Any]:
-        """This estimate in JSON's types."""
+        """This estimate as JSON types."""
         return dataclasses.asdict(self)
 
 
 def estimate(simulated: SimulatedCluster, plan: Plan) -> Estimate:
-    """What a plan is worth.
+    """Estimate a plan.
 
     Args:
         simulated: the cluster.
-        plan: one that was searched on its middle profile.
+        plan: a plan that was searched on its middle profile.
 
     Raises:
-        DoesNotFit: the plan does not even fit the middle profile.
+        DoesNotFit: the plan does not fit the middle profile.
         ValueError: a plan for another number of ranks.
     """
     predict(simulated.middle, plan)  # raises
@@ -91,7 +90,7 @@ def estimate(simulated: SimulatedCluster, plan: Plan) -> Estimate:
             [rate / speed for rate, speed in zip(rates, speeds, strict=True)]
         ),
         memory_bytes=tuple(Interval.spanning(rank) for rank in zip(*memory, strict=True)),
-        may_not_fit=_misfit(simulated.pessimistic, plan),
+        may_not_fit=_fit_error(simulated.pessimistic, plan),
         samples_per_price=rate.map(lambda samples: 3600 * samples / price) if price else None,
     )
 
@@ -102,10 +101,9 @@ def gain(
     other: Plan,
     elsewhere: SimulatedCluster | None = None,
 ) -> Interval:
-    """How many times as fast as `other` a plan is, both fixed, whatever the cluster is like.
+    """Speed-up of `plan` over `other`, which may be for `elsewhere`, a part of the cluster.
 
-    Above 1: faster. What is common to both plans cancels, so this is narrower than the step. The
-    other plan may be for `elsewhere`, a part of this cluster, under the same outlooks.
+    Both plans are evaluated on the same profiles, so the interval is narrower than that of a step.
     """
     others = _step_seconds(elsewhere or simulated, other)
     pairs = zip(others, _step_seconds(simulated, plan), strict=True)
@@ -113,7 +111,7 @@ def gain(
 
 
 def sum_of_speeds(cluster: ClusterProfile, batches: Sequence[int]) -> float:
-    """Samples per second of all ranks, each alone: no communication, its best batch up to this."""
+    """Samples per second over all ranks, each alone at its best batch up to `batches[rank]`."""
     speeds = []
     for device, most in zip(cluster.devices, batches, strict=True):
         sizes = [point.batch for point in device.points if point.batch <= most]
@@ -124,21 +122,21 @@ def sum_of_speeds(cluster: ClusterProfile, batches: Sequence[int]) -> float:
 
 
 def _sums_of_speeds(simulated: SimulatedCluster, stage: int) -> list[float]:
-    """By outlook. The batches are those that fit beside a share of 0 on the middle profile."""
+    """By profile, with the batches that fit beside a share of 0 on the middle profile."""
     memories = StageCosts(simulated.middle, stage).memories
     batches = [memory.largest_batch(0.0, memory.device.max_batch) for memory in memories]
     return [sum_of_speeds(cluster, batches) for cluster in simulated.outlooks]
 
 
 def _step_seconds(simulated: SimulatedCluster, plan: Plan) -> list[float]:
-    """By outlook, whether the plan still fits or not."""
+    """By profile, even where the plan does not fit."""
     return [
         costs_of(cluster, plan).step_seconds(plan.micro_batches, plan.shares)
         for cluster in simulated.outlooks
     ]
 
 
-def _misfit(pessimistic: ClusterProfile, plan: Plan) -> str:
+def _fit_error(pessimistic: ClusterProfile, plan: Plan) -> str:
     try:
         predict(pessimistic, plan)
     except DoesNotFit as error:

@@ -1,14 +1,13 @@
-"""What collectives cost between hosts that nobody has: from printed links to a `NetworkProfile`.
+"""Estimated collectives of a described cluster: from link bandwidths to a `NetworkProfile`.
 
-The transport is the hierarchical one, as training across hosts uses it: ranks of a host reduce
-between themselves first, so that what leaves a host is one copy of the gradients, whatever the
-number of its ranks. With `M` bytes, `g` ranks on a host and `n` in all,
+The transport is the hierarchical one: the ranks of a host reduce first, so each host sends one copy
+of the gradients. With `M` bytes, `g` ranks on a host and `n` ranks on `H` hosts,
 
     within a host     M (g - 1) / g, by each rank's link
     between hosts     leaving M (1 - g / n), arriving (H - 1) M g / n, by each host's network
 
-and the busiest host counts. Shares other than even ones change that as `collectives` says, by each
-rank's links in series: near enough where shares are moderate, untested where they are extreme.
+and the busiest host counts. `collective_costs` models uneven shares with each rank's links in
+series, which is not tested for extreme shares.
 """
 
 from __future__ import annotations
@@ -19,26 +18,26 @@ from dataclasses import dataclass
 from poplar.profile import ModelProfile, NetworkProfile
 
 LINK_EFFICIENCY = 0.75
-"""What collectives reach of a printed bandwidth; assumed."""
+"""Fraction of the specified bandwidth that collectives reach; assumed."""
 _UNIT_SECONDS = 50e-6
-"""Launch and latency of one unit's collective, on each of the two levels; assumed."""
+"""Launch and latency of one unit's collective, per level; assumed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostLinks:
-    """How the ranks of one host reach each other, and the host its peers."""
+    """The links of one host, as specified."""
 
     ranks: int
     link_bytes_per_second: float
-    """Of one rank to the others of its host, each way, as printed."""
+    """Between a rank and the other ranks of the host, each way."""
     network_bytes_per_second: float
-    """Of the host to other hosts, each way, as printed; of no meaning where there is one host."""
+    """Between the host and other hosts, each way; unused with one host."""
 
 
 def network_profile(
     hosts: Sequence[HostLinks], model: ModelProfile, *, faster: float = 1.0
 ) -> NetworkProfile:
-    """What the collectives of training this model cost, `faster` times as fast as expected."""
+    """The collectives of a model; `faster` scales the bandwidth."""
     efficiency = LINK_EFFICIENCY * faster
     rates = tuple(
         _seconds_per_byte(host, len(hosts)) / efficiency

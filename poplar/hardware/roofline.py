@@ -1,36 +1,26 @@
-"""How long a pass takes on a device nobody measured: what is computed, and what is moved.
+"""Estimated pass times of devices that were not measured: compute plus memory access.
 
     seconds(b) = 0.1 ms * layers + 6 bytes * parameters / bandwidth
                + b * (FLOPs / (efficiency * peak) + 5.2 * bytes produced / bandwidth)
 
-A transformer alternates between matrix products, bound by the peak, and everything else, bound by
-memory, and neither runs under the other: so the two bounds add up. Matrix products reach a part of
-the peak that hangs on the kind of chip; everything else reads and writes what the forward produces
-for the backward, five times over. What does not grow with the batch, launches and one pass over the
-weights and their gradients, makes small batches less efficient.
+Matrix products are bound by the peak, all other operations by memory. The two do not overlap, so
+their times add up. Launches and one pass over weights and gradients do not grow with the batch.
 
-Calibrated on `measurements`; `errors` says row by row how well it fits, and
-`tests/unit/test_device_catalog.py` holds it to this:
+Calibrated on `published_measurements` (`errors`; `tests/unit/test_device_catalog.py` checks it):
 
-- traffic and the A100's efficiency, on 8 training runs of 125M to 7B parameters: within 4 %;
-- the H100's on 3 runs, within 15 %: they contradict each other by as much;
-- the V100's on its speed beside an A100, one curve of one model, within 2 %. The T4 (Turing) and
-  the L4, which have 70 W for what others do with 300 W, are given the same: nobody measured;
-- the RTX 3090's likewise, but no efficiency below 1 meets its curve: beside an A100 it comes out
-  17 % slower than measured. The RTX 4090 is given the same;
-- launches on where the curves meet the axis, to a factor of two;
-- all others are given the A100's.
+- memory traffic and the efficiency of A100: 8 training runs of 125M to 7B parameters, within 4 %;
+- H100: 3 runs, within 15 %, as much as they contradict each other;
+- V100: one curve of one model relative to an A100, within 2 %. T4 and L4 (70 W instead of 300 W)
+  get the same efficiency without a measurement;
+- RTX 3090: likewise, but with the largest sensible efficiency still 17 % slower than measured
+  relative to an A100. RTX 4090 gets the same efficiency;
+- launches: where the curves meet the axis, to a factor of two;
+- all other devices get the efficiency of A100.
 
-Rows that were fitted say little of devices that were not. With the A100's efficiency, as a chip
-nobody measured is given, the V100 would have come out 47 % too fast and the RTX 3090 39 % too slow:
-that is how wrong the others may be (`CALIBRATED` has the chips they are not), and `catalogue` gives
-intervals.
-
-Nor do they say much of other software. Held out were six figures of BERT-large that NVIDIA
-published with the TensorFlow of 2020 (`held_out_errors`): the roofline, which was fitted to stacks
-with fused attention, is 2 % too slow to 33 % too fast on V100s, and 56 % and 89 % too fast on the
-A100, which those stacks used badly. There an A100 was 2.1 to 2.3 times a V100, here it is 3.4
-times: whatever hangs on such a ratio should be measured before it is believed.
+Errors of devices that were not measured can be larger: with the efficiency of A100, V100 would be
+47 % too fast and RTX 3090 39 % too slow. Other software also changes the ratios: on six BERT-large
+results of NVIDIA with TensorFlow of 2020 (`held_out_errors`) the roofline is 2 % too slow to 33 %
+too fast on V100, and 56 % and 89 % too fast on A100. So `device_catalog` gives intervals.
 """
 
 from __future__ import annotations
@@ -45,9 +35,9 @@ from poplar.hardware.published_measurements import CURVES, HELD_OUT, THROUGHPUTS
 LAYER_SECONDS = 1e-4
 """Launches of one layer's forward and backward."""
 TRAFFIC = 5.2
-"""How often what the forward produces is read or written."""
+"""How often each byte that the forward produces is read or written."""
 EFFICIENCY = 0.67
-"""Part of the peak that matrix products reach, on an A100 and where nothing better is known."""
+"""Fraction of the peak that matrix products reach, on A100 and by default."""
 _EFFICIENCIES = {
     "H100-SXM-80": 0.42,
     "H100-PCIe-80": 0.42,
@@ -68,17 +58,16 @@ CALIBRATED = frozenset(
         *("V100-SXM2-16", "V100-SXM2-32", "V100-PCIe-16", "V100S-PCIe-32", "RTX-3090"),
     }
 )
-"""Devices with a chip that somebody measured."""
+"""Devices whose chip has a published measurement."""
 _UPDATE_BYTES = 30
-"""AdamW of one element: fp32 master and two moments read and written, a gradient read, 16 bit
-written."""
+"""AdamW per element: master and moments read and written, gradient read, parameter written."""
 _REFERENCE = "A100-SXM-40"
-"""Curves say how fast others are beside this device."""
+"""Curves are scaled relative to this device."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CalibrationError:
-    """One published measurement beside what the roofline says of it."""
+    """A published measurement and the roofline's estimate of it."""
 
     what: str
     measured: float
@@ -86,17 +75,17 @@ class CalibrationError:
 
     @property
     def error(self) -> float:
-        """Relative; above 0: the roofline is too fast."""
+        """Relative error; above 0: the roofline is too fast."""
         return self.modelled / self.measured - 1.0
 
 
 def device(gpu: str) -> Specification:
-    """The specification with exactly this name."""
+    """The specification with this name."""
     return next(known for known in SPECIFICATIONS if known.gpu == gpu)
 
 
 def efficiency(gpu: str) -> float:
-    """Part of its peak that matrix products reach."""
+    """Fraction of its peak that matrix products reach."""
     return _EFFICIENCIES.get(gpu, EFFICIENCY)
 
 
@@ -116,10 +105,9 @@ def optimizer_seconds(of: Specification, job: TrainingJob) -> float:
 
 
 def curve_scale(model: str) -> float:
-    """What this model's curves are multiplied by, on all devices alike.
+    """The factor for all curves of a model, so that the reference device equals the roofline.
 
-    They then say what the roofline says of the reference device, so that a measured device and one
-    that was not can stand side by side.
+    Measured and estimated devices are comparable then.
     """
     measured = curve(model, _REFERENCE)
     if measured is None:
@@ -130,10 +118,10 @@ def curve_scale(model: str) -> float:
 
 
 def errors() -> Iterator[CalibrationError]:
-    """Every measurement that the roofline was calibrated on, beside what it says.
+    """The errors of all measurements that the roofline was calibrated on.
 
-    Of throughputs the samples per second; of curves the speed beside the reference device, at the
-    largest batch that both ran.
+    For throughputs: samples per second. For curves: the speed relative to the reference device, at
+    the largest batch of both.
     """
     yield from map(_error, THROUGHPUTS)
     for other in CURVES:
@@ -151,7 +139,7 @@ def errors() -> Iterator[CalibrationError]:
 
 
 def held_out_errors() -> Iterator[CalibrationError]:
-    """The same of measurements that nothing was fitted to."""
+    """The errors of measurements that were not used for calibration."""
     yield from map(_error, HELD_OUT)
 
 

@@ -398,8 +398,8 @@ def _fake_block_sums(flat: Tensor) -> Tensor:
     return flat.new_empty((flat.numel() + ALIGNMENT - 1) // ALIGNMENT, dtype=torch.float32)
 
 
-def _fake_scalar(beside: Tensor, *_: object, **__: object) -> Tensor:
-    return beside.new_empty((), dtype=torch.float64)
+def _fake_scalar(like: Tensor, *_: object, **__: object) -> Tensor:
+    return like.new_empty((), dtype=torch.float64)
 
 
 def _fake_write(*_: object, **__: object) -> None:
@@ -416,7 +416,7 @@ for _name, _function in plain.FUNCTIONS.items():
     torch.library.register_fake(f"poplar::{_name}", _FAKES.get(_name, _fake_write), lib=_library)
 
 
-# The libraries are beside `_core` (in an editable install, that is not beside this file).
+# The libraries are in the folder of `_core` (in an editable install, not in that of this file).
 
 _CHOICE = os.environ.get("POPLAR_OPS", "").lower()
 _CPP, _TRITON, _PYTORCH, _NONE = "C++", "Triton", "plain PyTorch", "none"
@@ -453,7 +453,7 @@ def _load_cuda(file_name: str) -> Provider:
 
 def _warn_if_not_built(provider: Provider) -> None:
     """Warn once per job if the slower PyTorch versions replace operators that were not built."""
-    if "was not built" in provider.detail and os.environ.get("RANK", "0") == "0":
+    if provider.name == _PYTORCH and _CHOICE != "off" and os.environ.get("RANK", "0") == "0":
         warnings.warn(
             "Poplar was installed without its C++ operators for CPU, because the build did not "
             "find torch >= 2.10. Slower PyTorch code computes the same results. To build the "

@@ -170,7 +170,7 @@ def rank_sum_chunks_(
     )
     if outs:
         _check_sums("rank_sum_chunks_", outs[0], sums)
-    counters = work_counters.view(torch.int32)  # claimed, nothing, done, sleepers
+    counters = work_counters.view(torch.int32)  # started, padding, done, sleepers
     first = int(counters[0]) * _core.CHUNK
     rest = [out[first:] for out in outs]
     rank_sum_each_(rest, [part[first:] for part in received])
@@ -316,7 +316,7 @@ def check_pack(
         )
         _check(
             is_its_place or not _overlap(grad, bucket),
-            f"pack_: tensor {i} lies in the buffer's memory, but not at its own place",
+            f"pack_: tensor {i} is in the buffer's memory, but not at its own offset",
         )
     _check_sums("pack_", bucket, sums)
 

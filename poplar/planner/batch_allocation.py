@@ -314,9 +314,9 @@ class RankPasses:
         Args:
             pass_seconds: of passes of 0, 1, ... samples, up to the largest allowed pass.
             global_batch: most samples of this rank.
-            late: the fraction of a pass, at its end, in which it has gradients to reduce.
+            reducible_fraction: the part of a pass, up to its end, in which gradients are reduced.
         """
-        self._late = reducible_fraction
+        self._reducible_fraction = reducible_fraction
         self._pass_seconds = pass_seconds
         self.seconds, self._last = _core.cheapest_passes(pass_seconds, global_batch)
         """`seconds[n]`: the least time for `n` samples; non-decreasing. Ends at 0 if none fits."""
@@ -353,7 +353,7 @@ class RankPasses:
         cuts = []
         for last in range(1, min(len(self._pass_seconds) - 1, samples) + 1):
             end = self._pass_seconds[last] + self.seconds[samples - last]
-            cuts.append(Cut(end, end - self._late * self._pass_seconds[last], last))
+            cuts.append(Cut(end, end - self._reducible_fraction * self._pass_seconds[last], last))
         best, efficient = math.inf, []
         for cut in sorted(cuts):
             if cut.reducible < best:

@@ -37,6 +37,8 @@ _MOST_WORK = 1200
 _NODES_BEFORE_SETTLING = 40
 _SETTLED = 1e-3
 """After so many nodes, a plan that is proven to be this close to the fastest is good enough."""
+_NODES_BETWEEN_ALTERNATIONS = 8
+"""After `_NODES_BEFORE_SETTLING`, when most alternations find nothing new."""
 
 
 class Decision(NamedTuple):
@@ -149,8 +151,11 @@ class _Search:
         if relaxed is None or relaxed.bound >= self._limit():
             return
         self._keep(self._solvers.best_shares(relaxed.micro_batches))
+        number = next(self._number)
+        if number < _NODES_BEFORE_SETTLING or number % _NODES_BETWEEN_ALTERNATIONS == 0:
+            self._keep(self._solvers.alternate(relaxed.shares))
         if relaxed.bound < self._limit():
-            heapq.heappush(self._nodes, (relaxed.bound, next(self._number), node, relaxed))
+            heapq.heappush(self._nodes, (relaxed.bound, number, node, relaxed))
 
     def _tightened(self, node: _Node) -> tuple[_Node, list[float]] | None:
         """The node without caps that its shares rule out, and the largest shares; None: empty."""

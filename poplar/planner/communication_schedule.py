@@ -1,14 +1,13 @@
-"""What one synchronization communicates, and under which compute: derived from the rank's actions.
+"""What one synchronization communicates, and how much of it overlaps compute.
 
-The closed form needs sums over a pass, not its order: how much is gathered and reduced, and the
-windows of compute under which that can run. Parts are fractions of the model's elements, which
-measure compute and collectives alike.
+The closed form needs sums over a pass instead of its order. They are derived from the actions of a
+rank (`step_actions`). Elements of the model measure compute and collectives in the same way.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain, groupby, pairwise
 from typing import NamedTuple
@@ -23,27 +22,8 @@ _MAX_CUTS = 3
 _ROUNDING = 1e-12
 
 
-class Window(NamedTuple):
-    """Compute that overlaps only its own part of the gathers."""
-
-    gathers: float
-    """Fraction of a whole gather."""
-    forward: float
-    """Fraction of a whole forward."""
-    backward: float = 0.0
-    """Fraction of a whole backward."""
-
-
-class Cut(NamedTuple):
-    """A point of the backward that waits for a gather: what is left after it, as fractions."""
-
-    gathers: float
-    reductions: float
-    backward: float
-
-
 class OverlapLine(NamedTuple):
-    """An upper bound on overlapped seconds: linear in the communication and in the compute."""
+    """An upper bound on overlapped seconds, linear in the communication and in the compute."""
 
     gather: float = 0.0
     reduce: float = 0.0
@@ -62,105 +42,38 @@ class CommunicationSchedule:
     """Gathers issued during the backward."""
     reductions_under_backward: float
     """Fraction of the reductions issued before the backward ends."""
-    windows: tuple[Window, ...] = ()
-    """Gathers issued during the forward, and the compute between their issue and their use."""
-    cuts: tuple[Cut, ...] = ()
-    forward_after: float = 0.0
-    """Fraction of the next pass's forward that needs no gather."""
-    reductions_in_flight: float = 0.0
-    """Fraction of the reductions that can still run under the next pass's forward, where a rank may
-    start it before they are complete; else 0."""
-
-    def overlap_bounds(
-        self, overlap: float, backward_fraction: float
-    ) -> tuple[tuple[OverlapLine, ...], ...]:
-        """What runs under compute: the least line of each group, summed over the groups."""
-        if not overlap:
-            return ()
-        forward_fraction = 1.0 - backward_fraction
-        behind = overlap * self.reductions_under_backward
-        groups = [self._window_lines(overlap, backward_fraction)] if self.windows else []
-        if self.reductions_in_flight:
-            groups.append(
-                (
-                    OverlapLine(reduce=overlap),
-                    OverlapLine(reduce=behind, reducible=1.0),
-                    OverlapLine(
-                        reduce=overlap * self.reductions_in_flight, latest=1.0, reducible=-1.0
-                    ),
-                    OverlapLine(latest=1.0),
-                )
-            )
-            return tuple(groups)
-        cuts = (
-            OverlapLine(
-                overlap * cut.gathers,
-                overlap * cut.reductions,
-                1.0 - backward_fraction * cut.backward,
-                -1.0,
-            )
-            for cut in (Cut(0.0, 0.0, 0.0), *self.cuts)
-        )
-        groups.append((OverlapLine(overlap * self.gathers_under_backward, behind), *cuts))
-        if self.forward_after:
-            left = overlap * (1.0 - self.reductions_under_backward)
-            following = OverlapLine(latest=forward_fraction * self.forward_after)
-            groups.append((OverlapLine(reduce=left), following))
-        return tuple(groups)
-
-    def _window_lines(self, overlap: float, backward_fraction: float) -> tuple[OverlapLine, ...]:
-        """With more communication windows fill one after the other, the narrowest first."""
-        seconds = sorted(
-            (
-                (
-                    window.gathers,
-                    window.forward * (1.0 - backward_fraction)
-                    + window.backward * backward_fraction,
-                )
-                for window in self.windows
-            ),
-            key=lambda window: window[1] / window[0],
-        )
-        return tuple(
-            OverlapLine(
-                gather=overlap * sum(gathers for gathers, _ in seconds[filled:]),
-                latest=sum(length for _, length in seconds[:filled]),
-            )
-            for filled in range(len(seconds) + 1)
-        )
+    overlap_bounds: tuple[tuple[OverlapLine, ...], ...]
+    """The overlapped seconds are the least line of each group, summed over the groups."""
 
 
 @lru_cache(maxsize=256)  # a search asks for the same stages and persistent units many times
 def schedules(
-    model: ModelProfile, stage: int, persistent: frozenset[int] = frozenset()
+    model: ModelProfile,
+    stage: int,
+    persistent: frozenset[int],
+    overlap: float,
+    backward_fraction: float,
 ) -> tuple[CommunicationSchedule, CommunicationSchedule]:
-    """The schedules of a usual synchronization of a step and of the most expensive one.
+    """The schedules of a usual synchronization of a step and of the dearest one.
 
-    At stage 2 the most expensive one is the last: no forward follows it. At stage 3 it is the
-    first, which also gathers the persistent units.
+    At stage 2 the dearest one is the last: no forward follows it. At stage 3 it is the first, which
+    also gathers the persistent units.
     """
     layout = UnitLayout.of(model, stage, persistent)
-    first = _collectives(layout, stage, pass_index=0)
+    first = _Pass(layout, stage, 0, overlap, backward_fraction)
     if stage == 3:
-        later = _collectives(layout, stage, pass_index=1)
-        return _unsharding_schedule(layout, first, later), _unsharding_schedule(
-            layout, first, first
+        later = _Pass(layout, stage, 1, overlap, backward_fraction)
+        return (
+            later.schedule(later.unsharding_bounds(first)),
+            first.schedule(first.unsharding_bounds(first)),
         )
-    only = _schedule(layout, first)
-    if stage < 2:
-        return only, only
-    buffers = [
-        layout.numels[unit] / layout.buffers(unit)
-        for unit in range(len(layout.numels))
-        for _ in range(layout.buffers(unit))
-    ]
-    in_flight = sum(buffers[: layout.reductions_in_flight]) / layout.numel
-    return replace(only, reductions_in_flight=in_flight), only
+    dearest = first.schedule([first.backward_lines()])
+    return (first.schedule([first.continued_lines()]) if stage == 2 else dearest), dearest
 
 
 class _Collective(NamedTuple):
-    """A collective of a pass. Positions count the elements computed before, `numel` of the model
-    per forward and per backward.
+    """A collective of a pass. Positions count the elements computed before it, the whole model once
+    in the forward and once in the backward.
     """
 
     is_gather: bool
@@ -172,130 +85,176 @@ class _Collective(NamedTuple):
     """Position at which the rank waits for it; -1: not in this pass."""
 
 
-def _collectives(layout: UnitLayout, stage: int, pass_index: int) -> list[_Collective]:
-    """The collectives of one pass of a rank with samples, in order."""
-    rank = RANK_ACTIONS[stage](layout, (True, True))
-    position = 0
-    issued: list[tuple[str, int, int]] = []
-    needed: dict[int, int] = {}
-    for action in chain(rank.one_pass(pass_index), rank.finish_reductions()):
-        if isinstance(action, Wait):
-            needed[action.position] = position
-        elif action.unit is not None:
-            if isinstance(action, Issue):
-                issued.append((action.what, action.unit, position))
-            else:
-                position += layout.numels[action.unit]
-    return [
-        _Collective(
-            is_gather=what == "gather",
-            unit=unit,
-            numel=layout.numels[unit] / (1 if what == "gather" else layout.buffers(unit)),
-            issued=start,
-            needed=needed.get(number, -1),
+class _Pass:
+    """A pass of a rank with samples."""
+
+    def __init__(
+        self,
+        layout: UnitLayout,
+        stage: int,
+        pass_index: int,
+        overlap: float,
+        backward_fraction: float,
+    ) -> None:
+        self._layout = layout
+        self._numel = layout.numel
+        self._overlap, self._backward_fraction = overlap, backward_fraction
+        rank = RANK_ACTIONS[stage](layout, (True, True))
+        position = 0
+        issued: list[tuple[str, int, int]] = []
+        needed: dict[int, int] = {}
+        for action in chain(rank.one_pass(pass_index), rank.finish_reductions()):
+            if isinstance(action, Wait):
+                needed[action.position] = position
+            elif action.unit is not None:
+                if isinstance(action, Issue):
+                    issued.append((action.what, action.unit, position))
+                else:
+                    position += layout.numels[action.unit]
+        self._collectives = [
+            _Collective(
+                is_gather=what == "gather",
+                unit=unit,
+                numel=layout.numels[unit] / (1 if what == "gather" else layout.buffers(unit)),
+                issued=start,
+                needed=needed.get(number, -1),
+            )
+            for number, (what, unit, start) in enumerate(issued)
+        ]
+        self._gathers = [one for one in self._collectives if one.is_gather]
+        self._reductions = [one for one in self._collectives if not one.is_gather]
+        self._under_backward = self._line(
+            self._in_backward(self._gathers), self._in_backward(self._reductions)
         )
-        for number, (what, unit, start) in enumerate(issued)
-    ]
 
+    def schedule(self, groups: Iterable[Sequence[OverlapLine]]) -> CommunicationSchedule:
+        """The schedule of this pass with these overlap bounds."""
+        return CommunicationSchedule(
+            gathers=_sum(self._gathers) / self._numel,
+            turn=self._reductions[0].issued / self._numel - 1.0,
+            gathers_under_backward=_sum(self._in_backward(self._gathers)) / self._numel,
+            reductions_under_backward=_sum(self._in_backward(self._reductions)) / self._numel,
+            overlap_bounds=tuple(map(tuple, groups)) if self._overlap else (),
+        )
 
-def _schedule(layout: UnitLayout, collectives: Sequence[_Collective]) -> CommunicationSchedule:
-    numel = layout.numel
-    under_backward = [one for one in collectives if numel <= one.issued < 2 * numel]
-    first_reduction = min(one.issued for one in collectives if not one.is_gather)
-    return CommunicationSchedule(
-        gathers=_sum(one for one in collectives if one.is_gather) / numel,
-        turn=first_reduction / numel - 1.0,
-        gathers_under_backward=_sum(one for one in under_backward if one.is_gather) / numel,
-        reductions_under_backward=_sum(one for one in under_backward if not one.is_gather) / numel,
-    )
+    def _in_backward(self, collectives: Iterable[_Collective]) -> list[_Collective]:
+        return [one for one in collectives if self._numel <= one.issued < 2 * self._numel]
+
+    def _line(
+        self, gathers: Iterable[_Collective] = (), reductions: Iterable[_Collective] = ()
+    ) -> OverlapLine:
+        """Communication that can overlap."""
+        scale = self._overlap / self._numel
+        return OverlapLine(gather=scale * _sum(gathers), reduce=scale * _sum(reductions))
+
+    def _seconds(self, begin: int, end: int) -> float:
+        """Compute between two positions, as a fraction of a pass."""
+        forward = min(end, self._numel) - min(begin, self._numel)
+        backward = end - begin - forward
+        weighted = (1.0 - self._backward_fraction) * forward + self._backward_fraction * backward
+        return weighted / self._numel
+
+    def backward_lines(self) -> list[OverlapLine]:
+        """Communication during the backward overlaps at most the rest of the backward."""
+        return [self._under_backward, OverlapLine(latest=1.0, reducible=-1.0)]
+
+    def continued_lines(self) -> list[OverlapLine]:
+        """Reductions in flight at the end of this pass can run under the next one's forward."""
+        layout = self._layout
+        last = self._reductions[::-1][: layout.reductions_in_flight]
+        return [
+            self._line(reductions=self._reductions),
+            self._under_backward._replace(reducible=1.0),
+            self._line(reductions=last)._replace(latest=1.0, reducible=-1.0),
+            OverlapLine(latest=1.0),
+        ]
+
+    def unsharding_bounds(self, first: _Pass) -> list[list[OverlapLine]]:
+        """The groups of a pass that waits for its gathers; `first` gathers every unit."""
+        groups = [self._window_lines(first), [*self.backward_lines(), *self._cut_lines()]]
+        free = min([self._numel, *(one.needed for one in self._gathers)])
+        if free:  # the next pass's forward begins without a gather
+            left = [one for one in self._reductions if one.issued >= 2 * self._numel]
+            groups.append([self._line(reductions=left), OverlapLine(latest=self._seconds(0, free))])
+        return groups
+
+    def _window_lines(self, first: _Pass) -> list[OverlapLine]:
+        """Gathers that are issued in the forward overlap only the compute before their use.
+
+        As communication grows, these windows fill one after the other, the narrowest first.
+        """
+        windows = list(self._forward_windows(first))
+        for one in self._gathers:
+            if one.issued < self._numel < one.needed:
+                windows.append(([one], self._seconds(one.issued, one.needed)))
+        windows.sort(key=lambda window: window[1] / _sum(window[0]))
+        return [
+            self._line(one for gathers, _ in windows[filled:] for one in gathers)._replace(
+                latest=sum(seconds for _, seconds in windows[:filled])
+            )
+            for filled in range(len(windows) + 1)
+        ]
+
+    def _forward_windows(self, first: _Pass) -> Iterator[tuple[list[_Collective], float]]:
+        """Each unit's forward overlaps the gather of the next unit; equal ratios share a window.
+
+        If there are many ratios, the most similar ones are merged independently of what is
+        gathered, so that gathering more never costs less.
+        """
+
+        def ratio(one: _Collective) -> float:
+            return one.numel / (one.needed - one.issued)
+
+        candidates = (one for one in first._gathers if one.issued < one.needed <= self._numel)
+        groups = [list(group) for _, group in groupby(sorted(candidates, key=ratio), key=ratio)]
+        is_merged = len(groups) > _MAX_WINDOWS
+        while len(groups) > _MAX_WINDOWS:
+            steps = [ratio(after[0]) / ratio(before[0]) for before, after in pairwise(groups)]
+            at = steps.index(min(steps))
+            groups[at : at + 2] = [groups[at] + groups[at + 1]]
+        gathered = {one.unit for one in self._gathers}
+        for group in groups:
+            arriving = [one for one in group if one.unit in gathered]
+            if arriving:
+                overlapping = group if is_merged else arriving
+                yield arriving, sum(self._seconds(one.issued, one.needed) for one in overlapping)
+
+    def _cut_lines(self) -> list[OverlapLine]:
+        """The backward waits for its gathers: at each, communication issued later remains.
+
+        Lines that follow from their neighbours are left out. If many remain, only that of the last
+        gather is used.
+        """
+        lines = []
+        for number, one in enumerate(self._collectives):
+            if one.is_gather and one.needed > self._numel:
+                later = [
+                    other
+                    for other in self._collectives[number + 1 :]
+                    if other.issued < 2 * self._numel
+                ]
+                line = self._line(
+                    (other for other in later if other.is_gather),
+                    (other for other in later if not other.is_gather),
+                )
+                done = 1.0 - self._seconds(one.needed, 2 * self._numel)
+                lines.append(line._replace(latest=done, reducible=-1.0))
+        distinct = [
+            line
+            for number, line in enumerate(lines)
+            if not 0 < number < len(lines) - 1 or not _is_between(*lines[number - 1 : number + 2])
+        ]
+        return distinct if len(distinct) <= _MAX_CUTS else distinct[-1:]
 
 
 def _sum(collectives: Iterable[_Collective]) -> float:
     return sum(one.numel for one in collectives)
 
 
-def _unsharding_schedule(
-    layout: UnitLayout, first: Sequence[_Collective], collectives: Sequence[_Collective]
-) -> CommunicationSchedule:
-    """The schedule of a pass that waits for its gathers.
-
-    Args:
-        layout: the units.
-        first: collectives of the first pass of a step, which gathers every unit.
-        collectives: of the pass that is described.
-    """
-    numel = layout.numel
-    gathers = [one for one in collectives if one.is_gather]
-    windows = list(_forward_windows(numel, first, gathers))
-    for one in gathers:
-        if one.issued < numel < one.needed:
-            forward, backward = numel - one.issued, one.needed - numel
-            windows.append(Window(one.numel / numel, forward / numel, backward / numel))
-    return replace(
-        _schedule(layout, collectives),
-        windows=tuple(windows),
-        cuts=tuple(_cuts(numel, collectives)),
-        forward_after=min([numel, *(one.needed for one in gathers)]) / numel,
-    )
-
-
-def _forward_windows(
-    numel: int, first: Sequence[_Collective], gathers: Sequence[_Collective]
-) -> Iterator[Window]:
-    """Each unit's forward overlaps the gather of the next unit; equal ratios share a window.
-
-    If there are many ratios, the most similar ones are merged, whatever is gathered, so that
-    gathering more never costs less.
-    """
-
-    def ratio(one: _Collective) -> float:
-        return one.numel / (one.needed - one.issued)
-
-    candidates = (one for one in first if one.is_gather and one.issued < one.needed <= numel)
-    groups = [list(group) for _, group in groupby(sorted(candidates, key=ratio), key=ratio)]
-    is_merged = len(groups) > _MAX_WINDOWS
-    while len(groups) > _MAX_WINDOWS:
-        steps = [ratio(after[0]) / ratio(before[0]) for before, after in pairwise(groups)]
-        at = steps.index(min(steps))
-        groups[at : at + 2] = [groups[at] + groups[at + 1]]
-    gathered = {one.unit for one in gathers}
-    for group in groups:
-        arriving = [one for one in group if one.unit in gathered]
-        if arriving:
-            lengths = (one.needed - one.issued for one in (group if is_merged else arriving))
-            yield Window(_sum(arriving) / numel, sum(lengths) / numel)
-
-
-def _cuts(numel: int, collectives: Sequence[_Collective]) -> list[Cut]:
-    """One for each gather of the backward, the last first, without those on a line between others.
-
-    If many remain, only that of the last gather.
-    """
-    cuts = []
-    for number, one in enumerate(collectives):
-        if one.is_gather and one.needed > numel:
-            later = [other for other in collectives[number + 1 :] if other.issued < 2 * numel]
-            gathers = _sum(other for other in later if other.is_gather)
-            cuts.append(
-                Cut(
-                    gathers=gathers / numel,
-                    reductions=(_sum(later) - gathers) / numel,
-                    backward=2.0 - one.needed / numel,
-                )
-            )
-    cuts.reverse()
-    distinct = [
-        cut
-        for number, cut in enumerate(cuts)
-        if not 0 < number < len(cuts) - 1 or not _is_between(*cuts[number - 1 : number + 2])
-    ]
-    return distinct if len(distinct) <= _MAX_CUTS else distinct[:1]
-
-
-def _is_between(before: Cut, cut: Cut, after: Cut) -> bool:
-    """Whether a cut lies on the straight line between its neighbours, which then imply it."""
-    fraction = (cut.backward - before.backward) / (after.backward - before.backward)
+def _is_between(before: OverlapLine, line: OverlapLine, after: OverlapLine) -> bool:
+    """Whether a bound is a mean of its neighbours, which then imply it."""
+    fraction = (line.latest - before.latest) / ((after.latest - before.latest) or 1.0)
     return all(
         abs(first + fraction * (last - first) - value) < _ROUNDING
-        for first, value, last in zip(before, cut, after, strict=True)
+        for first, value, last in zip(before, line, after, strict=True)
     )

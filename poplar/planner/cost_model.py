@@ -18,6 +18,7 @@ so both use this module.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -92,17 +93,14 @@ class StageCosts:
     @cached_property
     def schedules(self) -> tuple[CommunicationSchedule, CommunicationSchedule]:
         """The communication of a usual synchronization and of the dearest one of a step."""
-        return schedules(self.cluster.model, self.stage, self.persistent)
+        overlap, backward_fraction = self.cluster.overlap, self.cluster.backward_fraction
+        model = self.cluster.model
+        return schedules(model, self.stage, self.persistent, overlap, backward_fraction)
 
     @property
     def schedule(self) -> CommunicationSchedule:
         """The communication of the dearest synchronization."""
         return self.schedules[True]
-
-    @cached_property
-    def _overlap_bounds(self) -> tuple[tuple[tuple[OverlapLine, ...], ...], ...]:
-        overlap, backward_fraction = self.cluster.overlap, self.cluster.backward_fraction
-        return tuple(way.overlap_bounds(overlap, backward_fraction) for way in self.schedules)
 
     @property
     def reducible_fraction(self) -> float:
@@ -118,9 +116,7 @@ class StageCosts:
     def synchronizations_differ(self) -> bool:
         """Whether one synchronization of a step costs more than the others."""
         usual, dearest = self.schedules
-        return usual.gathers < dearest.gathers or (
-            self.cluster.overlap > 0.0 and usual.reductions_in_flight > 0.0
-        )
+        return usual != dearest
 
     def split_dearest(self, items: Sequence[T]) -> tuple[Sequence[T], T]:
         """The items of the usual synchronizations of a step, and that of the dearest one."""
@@ -187,8 +183,9 @@ class StageCosts:
         """
         latest, reducible = synchronization
         gather, reduce = communication
-        exposed = self.schedules[dearest].gathers * gather + reduce + self.synchronization_residual
-        for lines in self._overlap_bounds[dearest]:
+        schedule = self.schedules[dearest]
+        exposed = schedule.gathers * gather + reduce + self.synchronization_residual
+        for lines in schedule.overlap_bounds:
             exposed -= min(
                 by_gather * gather
                 + by_reduce * reduce
@@ -204,7 +201,7 @@ class StageCosts:
         """The exposed seconds of `synchronization_seconds` are the largest of these, at least 0."""
         return [
             self._exposure(lines, synchronization, dearest)
-            for lines in product(*self._overlap_bounds[dearest])
+            for lines in product(*self.schedules[dearest].overlap_bounds)
         ]
 
     def slopes(
@@ -215,19 +212,10 @@ class StageCosts:
         dearest: bool = True,
     ) -> CommunicationSeconds:
         """Growth of `synchronization_seconds` per second of each collective, as they grow."""
-        latest, reducible = synchronization
-        gather, reduce = communication
+        point = (*communication, *synchronization)
         lines = [
-            min(
-                group,
-                key=lambda line: (
-                    line.gather * gather
-                    + line.reduce * reduce
-                    + line.latest * latest
-                    + line.reducible * reducible
-                ),
-            )
-            for group in self._overlap_bounds[dearest]
+            min(group, key=lambda line: sum(map(operator.mul, line, point)))
+            for group in self.schedules[dearest].overlap_bounds
         ]
         exposure = self._exposure(lines, synchronization, dearest)
         if exposure.at(communication) <= 0.0:

@@ -29,12 +29,13 @@ from poplar.planner.explanation import (
 from poplar.planner.memory_shortfall import NoPlanFits
 from poplar.planner.prediction import DoesNotFit, bound_of, predict
 from poplar.planner.search import ALL_STAGES, search
+from poplar.planner.simple_plans import PREFERENCE
 from poplar.profile import ClusterProfile
 
 PREDICTION_ERROR = 0.04
 """Default error of a predicted step, as a fraction; see the benchmark of predictions."""
-NOISE = 0.01
-"""Smaller gains are not reported: measured curves are no more exact."""
+NOISE = PREFERENCE
+"""Smaller gains are not reported: a search may return a plan that is slower by as much."""
 
 _MORE_MEMORY = 0.25
 _FASTER_DEVICE = 1.25

@@ -66,7 +66,7 @@ class NoPlanFits(PoplarError, ValueError):
 
     @cached_property
     def suggestions(self) -> tuple[str, ...]:
-        """Changes, each of which on its own makes a plan fit."""
+        """Changes that make a plan fit, each on its own."""
         if self._cluster is None or self._rule is None:
             return ()
         # Imported here because it builds on this module, and only failures need it.

@@ -1,4 +1,4 @@
-"""Where no plan fits: the smallest changes, each of which on its own makes a plan fit.
+"""Suggestions where no plan fits: the smallest changes that make one fit, each on its own.
 
 A change is checked with the rule that found the shortfall, on a changed cluster (`what_if`). A plan
 that fits holds at least one sample; its speed is not considered.
@@ -30,7 +30,7 @@ _MAX_ROUNDS = 16
 def suggested_changes(
     cluster: ClusterProfile, shortfalls: Sequence[Shortfall], rule: ShortfallRule
 ) -> tuple[str, ...]:
-    """The smallest changes, each of which on its own makes a plan fit.
+    """Find the smallest changes that make a plan fit, each on its own.
 
     Args:
         cluster: on which no plan fits.

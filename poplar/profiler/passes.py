@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -17,8 +17,7 @@ from poplar.data import pytree
 from poplar.profile import BatchPoint
 from poplar.profiler.memory import peak_bytes
 from poplar.system.devices import synchronize
-
-LossFunction = Callable[[nn.Module, Any], Tensor]
+from poplar.zero.micro_batch_loss import LossFunction
 
 SHORTEST_SAMPLE_SECONDS = 0.1
 """Shorter passes are timed several at a time: a CPU quota is enforced every 10 to 100 ms."""

@@ -16,10 +16,10 @@ import poplar
 from poplar.comm import Control
 from poplar.data import pytree
 from poplar.plan import STRATEGIES
-from poplar.profiler.passes import LossFunction
 from poplar.system import devices, host_limits
 from poplar.zero import setup
 from poplar.zero.agreement import raise_on_any_error
+from poplar.zero.micro_batch_loss import LossFunction
 from poplar.zero.unit import Member, build_units
 from poplar.zero.update import OptimizerFactory
 

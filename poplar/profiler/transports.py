@@ -92,6 +92,6 @@ class _Clock:
         return sum(own.seconds(run, shares, self._seconds_each / 2) for shares in (even, skewed))
 
     def _is_over(self, own: Collectives) -> bool:
-        """Whether time is up on any rank, so that all ranks decide alike."""
+        """Whether time is up on any rank, so that all ranks agree."""
         over = torch.tensor([float(time.monotonic() > self._deadline)], device="cpu")
         return any(map(bool, own.control.exchange(over, what="the time that is left")()))

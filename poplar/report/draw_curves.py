@@ -105,32 +105,7 @@ def _panel(
         ends = []
         for rank in one.ranks:
             device = profile.devices[rank]
-            line = [value.curve(device, batch) for batch in _batches(device)]
-            axes.plot(_batches(device), line, color=one.colour, zorder=2)
-            axes.plot(
-                [point.batch for point in device.points],
-                value.points(device),
-                linestyle="none",
-                marker="o",
-                markersize=5,
-                color=one.colour,
-                markeredgecolor=theme.PAPER,
-                markeredgewidth=0.8,
-                zorder=3,
-            )
-            used = sorted({size for size in plan.micro_batches[rank] if size})
-            axes.plot(
-                used,
-                [value.curve(device, size) for size in used],
-                linestyle="none",
-                color=one.colour,
-                marker="o",
-                markersize=11,
-                markerfacecolor="none",
-                markeredgewidth=1.5,
-                zorder=4,
-            )
-            ends.append(line[-1])
+            ends.append(_draw_device(axes, device, plan.micro_batches[rank], one.colour, value))
         highest = max(highest, *ends)
         if coincide:
             continue
@@ -145,6 +120,38 @@ def _panel(
     axes.set_ylim(bottom=0)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
     return texts
+
+
+def _draw_device(
+    axes: Axes, device: DeviceProfile, sizes: Sequence[int], colour: str, value: _Value
+) -> float:
+    """Draw the curve, the measured points and the batches of the plan; return the last value."""
+    line = [value.curve(device, batch) for batch in _batches(device)]
+    axes.plot(_batches(device), line, color=colour, zorder=2)
+    axes.plot(
+        [point.batch for point in device.points],
+        value.points(device),
+        linestyle="none",
+        marker="o",
+        markersize=5,
+        color=colour,
+        markeredgecolor=theme.PAPER,
+        markeredgewidth=0.8,
+        zorder=3,
+    )
+    used = sorted({size for size in sizes if size})
+    axes.plot(
+        used,
+        [value.curve(device, size) for size in used],
+        linestyle="none",
+        color=colour,
+        marker="o",
+        markersize=11,
+        markerfacecolor="none",
+        markeredgewidth=1.5,
+        zorder=4,
+    )
+    return line[-1]
 
 
 def _end_label(axes: Axes, height: float, label: str, colour: str) -> Text:

@@ -105,6 +105,35 @@ def _head(record: RunRecord) -> str:
 
 
 def _what_was_measured(profile: ClusterProfile, drawn: Mapping[str, str]) -> str:
+    notes = [
+        f"Rank {rank} ran below its clock rate during the measurement: {device.throttled}."
+        for rank, device in enumerate(profile.devices)
+        if device.throttled
+    ]
+    notes += profile.notes
+    return markup.section(
+        "What was measured",
+        markup.figure(
+            drawn["curves"],
+            "All ranks were measured at once. The planner interpolates between measured points, "
+            "and plans no larger batch than the largest measured one.",
+        ),
+        _measured_devices(profile),
+        markup.definitions(_measured_figures(profile)),
+        markup.bullets(notes) if notes else "",
+    )
+
+
+def _measured_devices(profile: ClusterProfile) -> str:
+    headings = (
+        "rank",
+        "device",
+        "memory limit",
+        "best samples/s",
+        "at a batch of",
+        "largest batch measured",
+        "optimizer step, whole state",
+    )
     rows = []
     for rank, device in enumerate(profile.devices):
         best = max(device.points, key=lambda point: point.batch / point.seconds)
@@ -119,47 +148,20 @@ def _what_was_measured(profile: ClusterProfile, drawn: Mapping[str, str]) -> str
                 format_seconds(device.optimizer_seconds),
             ]
         )
-    network = profile.network
-    facts = [
-        (
-            "model",
-            f"{format_count(profile.model.numel)} trained parameters in "
-            f"{len(profile.model.unit_numels)} units",
-        ),
+    return markup.table(headings, rows, left=(0, 1))
+
+
+def _measured_figures(profile: ClusterProfile) -> list[tuple[str, str]]:
+    model, network = profile.model, profile.network
+    parameters = f"{format_count(model.numel)} trained parameters"
+    return [
+        ("model", f"{parameters} in {len(model.unit_numels)} units"),
         ("reduce-scatter of all gradients", format_seconds(network.reduce_scatter_seconds)),
         ("all-gather of all parameters", format_seconds(network.all_gather_seconds)),
         ("communication overlapped with compute", format_percent(profile.overlap)),
         ("backward as a fraction of a pass", format_percent(profile.backward_fraction)),
         ("memory that plans leave free", format_percent(profile.memory_reserve)),
     ]
-    throttled = [
-        f"Rank {rank} ran below its clock rate during the measurement: {device.throttled}."
-        for rank, device in enumerate(profile.devices)
-        if device.throttled
-    ]
-    return markup.section(
-        "What was measured",
-        markup.figure(
-            drawn["curves"],
-            "All ranks were measured at once. The planner interpolates between measured points, "
-            "and plans no larger batch than the largest measured one.",
-        ),
-        markup.table(
-            [
-                "rank",
-                "device",
-                "memory limit",
-                "best samples/s",
-                "at a batch of",
-                "largest batch measured",
-                "optimizer step, whole state",
-            ],
-            rows,
-            left=(0, 1),
-        ),
-        markup.definitions(facts),
-        markup.bullets([*throttled, *profile.notes]) if throttled or profile.notes else "",
-    )
 
 
 def _the_plan(record: RunRecord, prediction: Prediction | None) -> str:

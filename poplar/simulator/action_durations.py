@@ -33,8 +33,8 @@ class Collective(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Workload:
-    """The work of one rank. Ranks with equal workloads do the same at the same time."""
+class RankLoad:
+    """The work of one rank. Ranks with equal loads do the same at the same time."""
 
     passes: tuple[float, ...]
     """Seconds of each pass; 0 without samples."""
@@ -44,12 +44,12 @@ class Workload:
     """Whether it has a share of what is sharded."""
 
 
-def workloads(
+def rank_loads(
     costs: StageCosts, micro_batches: Sequence[Sequence[int]], shares: Sequence[float]
-) -> list[Workload]:
-    """The workload of each rank."""
+) -> list[RankLoad]:
+    """The load of each rank."""
     return [
-        Workload(
+        RankLoad(
             passes=tuple(costs.pass_seconds(rank, batch) for batch in batches),
             optimizer=costs.optimizer_seconds(rank, share),
             owns=share > 0.0 or not costs.shares_matter,
@@ -90,20 +90,20 @@ class ActionDurations:
             "agreement": max(0.0, step_residual),
         }
 
-    def actions(self, workload: Workload) -> RankActions:
-        """The actions of a rank with this workload."""
+    def actions(self, load: RankLoad) -> RankActions:
+        """The actions of a rank with this load."""
         return RANK_ACTIONS[self._stage](
             self._layout,
-            [seconds > 0.0 for seconds in workload.passes],
+            [seconds > 0.0 for seconds in load.passes],
             synchronization=self._seconds["synchronization"] > 0.0,
         )
 
-    def compute_seconds(self, action: Compute, workload: Workload) -> float:
+    def compute_seconds(self, action: Compute, load: RankLoad) -> float:
         """Seconds of compute that no communication slows down."""
         if action.unit is None or action.pass_index is None:
-            return max(0.0, workload.optimizer + self._optimizer_change)
+            return max(0.0, load.optimizer + self._optimizer_change)
         part = self._parts[action.unit]
-        return workload.passes[action.pass_index] * self._fractions[action.what] * part
+        return load.passes[action.pass_index] * self._fractions[action.what] * part
 
     def collective(self, action: Issue) -> Collective:
         """The collective that ranks issue with this action."""

@@ -26,9 +26,9 @@ from poplar.profile import ClusterProfile
 from poplar.simulator.action_durations import (
     ActionDurations,
     Collective,
+    RankLoad,
     Senders,
-    Workload,
-    workloads,
+    rank_loads,
 )
 from poplar.simulator.timeline import Span, Timeline
 
@@ -36,7 +36,7 @@ from poplar.simulator.timeline import Span, Timeline
 def simulate(cluster: ClusterProfile, plan: Plan) -> Timeline:
     """Simulate one step of a plan on a measured cluster, unit by unit.
 
-    Ranks with equal workloads are simulated once, so the cost depends on the number of different
+    Ranks with equal loads are simulated once, so the cost depends on the number of different
     ranks.
 
     Raises:
@@ -47,22 +47,19 @@ def simulate(cluster: ClusterProfile, plan: Plan) -> Timeline:
     predict(cluster, plan)  # raises if the plan cannot run
     costs = costs_of(cluster, plan)
     durations = ActionDurations(costs, plan.shares)
-    work = workloads(costs, plan.micro_batches, plan.shares)
-    simulated = {
-        workload: _Rank(workload, durations.actions(workload).step())
-        for workload in dict.fromkeys(work)
-    }
+    work = rank_loads(costs, plan.micro_batches, plan.shares)
+    simulated = {load: _Rank(load, durations.actions(load).step()) for load in dict.fromkeys(work)}
     _Simulation(simulated.values(), durations, cluster.overlap).run()
     step = max(rank.ended for rank in simulated.values())
-    spans = {workload: tuple(rank.spans) for workload, rank in simulated.items()}
-    waiting = {workload: max(0.0, step - _covered(spans[workload])) for workload in simulated}
+    spans = {load: tuple(rank.spans) for load, rank in simulated.items()}
+    waiting = {load: max(0.0, step - _covered(spans[load])) for load in simulated}
     return Timeline(
         stage=plan.stage,
         devices=tuple(device.name for device in cluster.devices),
         step_seconds=step,
-        spans=tuple(spans[workload] for workload in work),
-        busy_seconds=tuple(simulated[workload].computed for workload in work),
-        waiting_seconds=tuple(waiting[workload] for workload in work),
+        spans=tuple(spans[load] for load in work),
+        busy_seconds=tuple(simulated[load].computed for load in work),
+        waiting_seconds=tuple(waiting[load] for load in work),
     )
 
 
@@ -78,9 +75,9 @@ def _covered(spans: Iterable[Span]) -> float:
 
 @dataclass(eq=False, slots=True)
 class _Rank:
-    """The two streams of one rank, which stands for all ranks with its workload."""
+    """The two streams of one rank, which stands for all ranks with its load."""
 
-    workload: Workload
+    load: RankLoad
     actions: Iterator[Action]
     issued: list[int | None] = field(default_factory=list)
     """By collective: the pass that issued it."""
@@ -117,7 +114,7 @@ class _Gate:
         senders = self.collective.senders
         if senders is Senders.OWNERS:
             return self.missing_owners == 0
-        needs_none = senders is Senders.ALL_TO_OWNERS and not rank.workload.owns
+        needs_none = senders is Senders.ALL_TO_OWNERS and not rank.load.owns
         return self.missing == 0 or needs_none
 
 
@@ -129,7 +126,7 @@ class _Simulation:
 
     def __init__(self, ranks: Iterable[_Rank], durations: ActionDurations, overlap: float) -> None:
         self._ranks = list(ranks)
-        self._owners = sum(rank.workload.owns for rank in self._ranks)
+        self._owners = sum(rank.load.owns for rank in self._ranks)
         self._durations = durations
         self._overlap = overlap
         self._gates: list[_Gate] = []
@@ -158,7 +155,7 @@ class _Simulation:
             if isinstance(action, Issue):
                 self._issue(rank, action, now)
             elif isinstance(action, Compute):
-                seconds = self._durations.compute_seconds(action, rank.workload)
+                seconds = self._durations.compute_seconds(action, rank.load)
                 if seconds > 0.0:
                     rank.compute, rank.compute_seconds, rank.remaining = action, seconds, seconds
                     rank.began = rank.updated = now
@@ -200,8 +197,8 @@ class _Simulation:
             self._gates.append(_Gate(collective, len(self._ranks), self._owners))
         gate = self._gates[position]
         gate.missing -= 1
-        gate.missing_owners -= rank.workload.owns
-        opens = gate.missing == 0 or (rank.workload.owns and gate.missing_owners == 0)
+        gate.missing_owners -= rank.load.owns
+        opens = gate.missing == 0 or (rank.load.owns and gate.missing_owners == 0)
         self._begin_collectives(self._ranks if opens else [rank], now)
 
     def _begin_collectives(self, ranks: Iterable[_Rank], now: float) -> None:

@@ -112,7 +112,7 @@ class Timeline:
         ranks = "rank" if self.world_size == 1 else "ranks"
         step = format_seconds(self.step_seconds)
         columns = [
-            plan_table.Column("device", self.devices, to_the_left=True),
+            plan_table.Column("device", self.devices, left_aligned=True),
             plan_table.Column("compute", tuple(map(format_seconds, self.busy_seconds))),
             plan_table.Column(
                 "communication", tuple(map(format_seconds, self.communication_seconds))

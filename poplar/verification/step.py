@@ -89,17 +89,7 @@ def verify(
     """
     group = Group.of(process_group, timeout)
     control = connect_control(group)
-    error: Exception | None = None
-    digest, device = "", torch.device("cpu")
-    try:
-        _check_arguments(batch, plan, group, rtol, max_micro_batch)
-        device = next(model.parameters(), torch.empty(0)).device
-        digest = _digest(batch)
-    except Exception as caught:
-        error = caught
-    raise_on_any_error(control, error, doing=_DOING)
-    _check_same_batch(control.exchange_objects(digest, what=_DOING), plan)
-
+    device = _agree_on_arguments(control, model, batch, plan, rtol, max_micro_batch)
     with (
         _preserve_frozen(model),
         model_preserved(model, device),
@@ -241,12 +231,12 @@ class _Comparison:
 @contextmanager
 def _preserve_frozen(model: nn.Module) -> Iterator[None]:
     """A context that restores frozen parameters, which the optimizer overwrites in place."""
-    kept = [(p, p.detach().clone()) for p in model.parameters() if not p.requires_grad]
+    values = [(p, p.detach().clone()) for p in model.parameters() if not p.requires_grad]
     try:
         yield
     finally:
         with torch.no_grad():
-            for parameter, value in kept:
+            for parameter, value in values:
                 parameter.copy_(value)
 
 
@@ -266,6 +256,28 @@ def _cast(batch: Any, dtypes: set[torch.dtype]) -> Any:
         return batch
     dtype = halves.pop()
     return pytree.map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, batch)
+
+
+def _agree_on_arguments(
+    control: Control,
+    model: nn.Module,
+    batch: Any,
+    plan: Plan,
+    rtol: float | None,
+    max_micro_batch: int | None,
+) -> torch.device:
+    """Check the arguments, and the batch on all ranks; returns the model's device. Collective."""
+    error: Exception | None = None
+    digest, device = "", torch.device("cpu")
+    try:
+        _check_arguments(batch, plan, control.group, rtol, max_micro_batch)
+        device = next(model.parameters(), torch.empty(0)).device
+        digest = _digest(batch)
+    except Exception as caught:
+        error = caught
+    raise_on_any_error(control, error, doing=_DOING)
+    _check_same_batch(control.exchange_objects(digest, what=_DOING), plan)
+    return device
 
 
 def _check_arguments(

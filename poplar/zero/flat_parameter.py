@@ -118,8 +118,8 @@ class FlatParameter:
             if parameter.numel() == 0 or parameter.data_ptr() == expected:
                 continue
             part = self.values[offset : offset + parameter.numel()] if not hidden else None
-            same_kind = parameter.dtype is self.dtype and parameter.device == self.device
-            if part is None or not same_kind or parameter.numel() != part.numel():
+            compatible = parameter.dtype is self.dtype and parameter.device == self.device
+            if part is None or not compatible or parameter.numel() != part.numel():
                 raise RuntimeError(
                     f"the data of parameter {self.names[position]!r} was replaced by a tensor of "
                     f"shape {tuple(parameter.shape)}, {parameter.dtype} on {parameter.device}; "
@@ -135,7 +135,7 @@ class FlatParameter:
         """Give the user's parameters their shape and NaN for every value.
 
         Reading freed memory could crash the process; NaN is safe and visible. The version counters
-        change, so autograd refuses a backward that reads saved parameters before they are attached
+        change, so autograd rejects a backward that reads saved parameters before they are attached
         again.
         """
         if not self._versions:

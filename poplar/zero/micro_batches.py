@@ -102,10 +102,11 @@ class BatchSplitter:
         collect = open_step(control, samples=sum(sizes), weight=sum(counts), error=error)
 
         def wait() -> tuple[list[MicroBatch], StepSizes, float]:
-            opening, waited = collect()
-            self._check_sizes(opening)
-            weights = _weights(loss, counts, opening.total_weight)
-            return self._micro_batches(batches, sizes, weights, opening), opening, waited
+            step_sizes, waited = collect()
+            self._check_sizes(step_sizes)
+            weights = _weights(loss, counts, step_sizes.total_weight)
+            micro_batches = self._micro_batches(batches, sizes, weights, step_sizes)
+            return micro_batches, step_sizes, waited
 
         first = next((part for part, size in zip(batches, sizes, strict=True) if size), None)
         return OpenedStep(first, wait)
@@ -118,20 +119,24 @@ class BatchSplitter:
         return pytree.map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, batch)
 
     def _micro_batches(
-        self, batches: list[Any], sizes: Sequence[int], weights: Sequence[float], opening: StepSizes
+        self,
+        batches: list[Any],
+        sizes: Sequence[int],
+        weights: Sequence[float],
+        step_sizes: StepSizes,
     ) -> list[MicroBatch]:
         if self.synchronizes_every_pass:
-            by_rank = [self._sizes(rank, count) for rank, count in enumerate(opening.samples)]
+            by_rank = [self._sizes(rank, count) for rank, count in enumerate(step_sizes.samples)]
             places = list(range(len(sizes)))
             leaders = [leader_of([sizes[place] for sizes in by_rank]) for place in places]
         else:
             places = [place for place, size in enumerate(sizes) if size]
-            leaders = [leader_of(opening.samples)] * len(sizes)
+            leaders = [leader_of(step_sizes.samples)] * len(sizes)
         micro_batches = [
             MicroBatch(batches[at], sizes[at], weights[at], leaders[at], last=at == places[-1])
             for at in places
         ]
-        return micro_batches or [MicroBatch(None, 0, 0.0, leader_of(opening.samples), last=True)]
+        return micro_batches or [MicroBatch(None, 0, 0.0, leader_of(step_sizes.samples), last=True)]
 
     def _samples_in(self, rank: int, batch: Any) -> int:
         if self.plan is None:
@@ -153,22 +158,22 @@ class BatchSplitter:
     def _sizes(self, rank: int, samples: int) -> tuple[int, ...]:
         return (samples,) if self.plan is None else self.plan.micro_batch_sizes(rank, samples)
 
-    def _check_sizes(self, opening: StepSizes) -> None:
+    def _check_sizes(self, step_sizes: StepSizes) -> None:
         """Check all sizes against the plan, so that all ranks raise the same error."""
-        total = sum(opening.samples)
+        total = sum(step_sizes.samples)
         if self.plan is not None and total != self.plan.global_batch:
             planned = tuple(self.plan.samples(rank) for rank in range(self.plan.world_size))
             try:
                 expected = self.plan.cut(total)
             except ValueError:
                 expected = planned
-            for rank, size in enumerate(opening.samples):
+            for rank, size in enumerate(step_sizes.samples):
                 if size != expected[rank]:
                     raise ValueError(_size_message(rank, size, planned[rank]))
-        if not opening.total_weight > 0.0:
+        if not step_sizes.total_weight > 0.0:
             raise ValueError(
                 f"the weights of this global batch of {total} samples sum to "
-                f"{opening.total_weight}; at least one sample or token must count"
+                f"{step_sizes.total_weight}; at least one sample or token must count"
             )
 
 

@@ -23,8 +23,8 @@ def reject_wrapped(model: nn.Module) -> None:
         TypeError: the model, or a module in it, is wrapped.
     """
     for name, module in model.named_modules():
-        kinds = {kind.__name__ for kind in type(module).__mro__}
-        wrapper = kinds & {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
+        classes = {cls.__name__ for cls in type(module).__mro__}
+        wrapper = classes & {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
         if wrapper:
             where = f"its module {name!r}" if name else "the model"
             raise TypeError(

@@ -309,11 +309,11 @@ def _param_groups(model: nn.Module, params: Iterable[Any] | None) -> Groups:
 
 def _comparable(values: Mapping[str, Any]) -> dict[str, str]:
     """The values whose text is the same in every process."""
-    kinds = (bool, int, float, str, tuple, list, type(None))
+    types = (bool, int, float, str, tuple, list, type(None))
     return {
         key: repr(value)
         for key, value in values.items()
-        if key != "params" and isinstance(value, kinds)
+        if key != "params" and isinstance(value, types)
     }
 
 

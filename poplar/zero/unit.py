@@ -73,10 +73,10 @@ def find_blocks(model: nn.Module) -> list[str]:
 
     def search(module: nn.Module, prefix: str) -> None:
         children = [(name, child) for name, child in module.named_children()]
-        kinds = Counter(
+        classes = Counter(
             type(child) for _, child in children if next(child.parameters(), None) is not None
         )
-        repeated = {kind for kind, count in kinds.items() if count > 1}
+        repeated = {cls for cls, count in classes.items() if count > 1}
         is_container = isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
         for name, child in children:
             if is_container and type(child) in repeated:
@@ -225,11 +225,11 @@ def _merge_small(
 
 def _flats(unit: str, inside: Sequence[Member]) -> Iterator[FlatParameter]:
     """One flat parameter per dtype and trained or frozen, split at `MAX_FLAT_BYTES`."""
-    kinds: dict[tuple[torch.dtype, bool], list[Member]] = {}
+    groups: dict[tuple[torch.dtype, bool], list[Member]] = {}
     for member in inside:
         if member.dtype in PACKABLE:
-            kinds.setdefault((member.dtype, member.trained), []).append(member)
-    for (dtype, trained), members in kinds.items():
+            groups.setdefault((member.dtype, member.trained), []).append(member)
+    for (dtype, trained), members in groups.items():
         members.sort(key=lambda member: member.group)
         for part in _cut_by_size(members):
             yield FlatParameter(

@@ -1,5 +1,5 @@
-// The CUDA kernels behind C functions, for tests/test_cuda_on_host.py: compiled for the host, with
-// emulated/cuda_runtime.h in the place of CUDA's.
+// The CUDA kernels as C functions, for tests/unit/test_cuda_on_host.py: compiled for the host with
+// emulated/cuda_runtime.h instead of CUDA's header.
 #include <type_traits>
 
 #include "adamw.cuh"

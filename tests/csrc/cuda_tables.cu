@@ -1,5 +1,6 @@
-// Runs on the host, without a GPU: cuts many tensors into launches and tiles as the CUDA operators
-// do, and counts that every element of the buffer is visited exactly once, by the right tensor.
+// Runs on the host, without a GPU: divides many tensors into launches and tiles as the CUDA
+// operators do, and checks that every element of the buffer is visited exactly once, by the right
+// tensor.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -31,7 +32,7 @@ struct Count {
 #ifndef __CUDA_ARCH__
     for (std::int64_t i = begin; i < end; ++i) {
       ++(*visits)[i];
-      // The tensor's number travels as its address; a wrong start gives a wrong owner.
+      // The tensor's number is stored as its address; a wrong start gives a wrong owner.
       const auto number = reinterpret_cast<std::intptr_t>(table->data[segment]);
       (*owners)[i] = start + (i - begin) == i - table->offsets[segment] ? number : -2;
     }
@@ -77,7 +78,7 @@ void check(std::int64_t segments, std::int64_t tail) {
   expect(std::all_of(visits.begin(), visits.end(), [](int count) { return count == 1; }),
          "an element was missed or visited twice", segments);
   expect(owners == expected, "an element went to the wrong tensor", segments);
-  // Cut at multiples of 64, so some of a table's last tensors come again in the next.
+  // Cut at multiples of 64, so some of a table's last tensors are repeated in the next table.
   expect(launches <= 1 + segments / (kSegments - 64), "too many launches", segments);
 }
 

@@ -1,8 +1,8 @@
-// Ranks as threads, each with its rendezvous, for ThreadSanitizer: it can't see across processes.
+// The rendezvous with ranks as threads, for ThreadSanitizer, which cannot check across processes.
 //
-// Every rank writes its buffer, posts it, and takes part in reductions that others may help with,
-// in gathers, and in sums that are written into everybody's buffer; what comes out is checked.
-// Usage: rendezvous_threads RANKS COLLECTIVES
+// Every rank writes its buffer, posts it, and takes part in reductions with work sharing, in
+// gathers, and in sums that are written into all ranks' buffers. All results are checked. Usage:
+// rendezvous_threads RANKS COLLECTIVES
 #include <cstdio>
 #include <cstdlib>
 #include <thread>
@@ -15,8 +15,8 @@ namespace {
 using poplar::Event;
 using poplar::Rendezvous;
 
-// Elements of a slice, each of which stands for a chunk; buffers, so that one is read while the
-// next is written.
+// Elements of a slice, each of which represents a chunk. Several buffers, so that one is read while
+// the next is written.
 constexpr std::int64_t kSlice = 5;
 constexpr std::int64_t kBuffers = 3;
 constexpr double kSeconds = 60.0;
@@ -90,13 +90,13 @@ class Rank {
   }
 
   void wait(Event event, std::int64_t c) {
-    require(rendezvous_.wait(event, c, kSeconds).empty(), "somebody is late", rank_, c);
+    require(rendezvous_.wait(event, c, kSeconds).empty(), "a rank is missing", rank_, c);
   }
 
   void reduce_scatter(std::int64_t c) {
-    help(rank_, c);
+    reduce_chunks(rank_, c);
     for (int step = 1; step < size_; ++step) {
-      help((rank_ + step) % size_, c);
+      reduce_chunks((rank_ + step) % size_, c);
     }
     poplar::Counter& done = rendezvous_.slot_of(rank_, c).work_counters.done;
     require(poplar::wait_for(done, kSlice, kSeconds), "the slice is not done", rank_, c);
@@ -105,7 +105,7 @@ class Rank {
     }
   }
 
-  void help(int owner, std::int64_t c) {
+  void reduce_chunks(int owner, std::int64_t c) {
     poplar::WorkCounters& work_counters = rendezvous_.slot_of(owner, c).work_counters;
     const auto add = [&](std::int64_t begin, std::int64_t) {
       const std::int64_t i = owner * kSlice + begin / poplar::kChunk;

@@ -59,12 +59,12 @@ def between_good_steps(run: Run, mistake: Mistake) -> tuple[Failure | None, list
     return (caught or [None])[0], changed, training.whole_parameters(model, optimizer)
 
 
-def assert_state_is_unchanged(answers: list) -> list[Failure | None]:
+def assert_state_is_unchanged(results: list) -> list[Failure | None]:
     expected = reference.train(RECIPE).parameters
-    for rank, (failure, changed, left) in enumerate(answers):
+    for rank, (failure, changed, left) in enumerate(results):
         assert not changed, f"rank {rank}: the mistake changed {changed}"
         training.assert_close(left, expected, f"rank {rank}, after {failure}")
-    return [failure for failure, _, _ in answers]
+    return [failure for failure, _, _ in results]
 
 
 # Batches
@@ -124,8 +124,8 @@ def extra_sample_in_the_loop(run: Run, model: nn.Module, optimizer: HeteroZeroOp
 def test_batch_that_does_not_match_the_plan_raises(
     ranks: Pool, mistake: Mistake, expected: str, stage: int
 ) -> None:
-    answers = ranks.run(between_good_steps, Run(RECIPE, plan_of(stage)), mistake)
-    failures = assert_state_is_unchanged(answers)
+    results = ranks.run(between_good_steps, Run(RECIPE, plan_of(stage)), mistake)
+    failures = assert_state_is_unchanged(results)
     assert expected in failures[BAD_RANK].message
     for rank, failure in enumerate(failures):
         assert failure is not None, f"rank {rank} raised nothing"
@@ -234,8 +234,8 @@ def fail_in_micro_batches_loop(run: Run, model: nn.Module, optimizer: HeteroZero
     ],
 )
 def test_exception_in_loss_of_one_rank(ranks: Pool, mistake: Mistake, stage: int) -> None:
-    answers = ranks.run(between_good_steps, Run(RECIPE, plan_of(stage)), mistake)
-    failures = assert_state_is_unchanged(answers)
+    results = ranks.run(between_good_steps, Run(RECIPE, plan_of(stage)), mistake)
+    failures = assert_state_is_unchanged(results)
     assert_raised(failures)
     for rank, failure in enumerate(failures):
         if rank == BAD_RANK:
@@ -263,8 +263,8 @@ def loss_per_sample(run: Run, model: nn.Module, optimizer: HeteroZeroOptimizer) 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("mistake", [fail_on_every_rank, loss_per_sample])
 def test_exception_in_loss_of_every_rank(ranks: Pool, mistake: Mistake, stage: int) -> None:
-    answers = ranks.run(between_good_steps, Run(RECIPE, plan_of(stage)), mistake)
-    assert_raised(assert_state_is_unchanged(answers))
+    results = ranks.run(between_good_steps, Run(RECIPE, plan_of(stage)), mistake)
+    assert_raised(assert_state_is_unchanged(results))
 
 
 def backward_in_the_loss(run: Run, model: nn.Module, optimizer: HeteroZeroOptimizer) -> None:
@@ -278,9 +278,9 @@ def backward_in_the_loss(run: Run, model: nn.Module, optimizer: HeteroZeroOptimi
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_backward_in_loss_function_raises(ranks: Pool, stage: int) -> None:
-    answers = ranks.run(between_good_steps, Run(RECIPE, plan_of(stage)), backward_in_the_loss)
+    results = ranks.run(between_good_steps, Run(RECIPE, plan_of(stage)), backward_in_the_loss)
     message = "loss_fn ran a backward" if stage < 3 else "backward"
-    assert_raised(assert_state_is_unchanged(answers), message, kind=RuntimeError)
+    assert_raised(assert_state_is_unchanged(results), message, kind=RuntimeError)
 
 
 # The loop over micro_batches
@@ -304,22 +304,22 @@ def one_rank_leaves_loop(run: Run, model: nn.Module, optimizer: HeteroZeroOptimi
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize(
-    ("mistake", "who"),
+    ("mistake", "affected"),
     [(leave_loop_after_one, ""), (one_rank_leaves_loop, f"rank {BAD_RANK}")],
 )
 def test_leaving_the_loop_early_abandons_the_step(
-    ranks: Pool, mistake: Mistake, who: str, stage: int
+    ranks: Pool, mistake: Mistake, affected: str, stage: int
 ) -> None:
-    answers = ranks.run(between_good_steps, Run(RECIPE, plan_of(stage)), mistake)
-    assert_raised(assert_state_is_unchanged(answers), who, kind=RuntimeError)
+    results = ranks.run(between_good_steps, Run(RECIPE, plan_of(stage)), mistake)
+    assert_raised(assert_state_is_unchanged(results), affected, kind=RuntimeError)
 
 
-def leave_first_step(run: Run, who: int) -> tuple[Failure | None, dict[str, Tensor]]:
+def leave_first_step(run: Run, affected: int) -> tuple[Failure | None, dict[str, Tensor]]:
     """Leave the loop before the first backward, when no order has been recorded yet."""
     model, optimizer = training.prepare(run)
     with harness.catching() as caught:
         for micro_batch in optimizer.micro_batches(training.batch_of(run, 0)):
-            if harness.rank() == who:
+            if harness.rank() == affected:
                 break
             training.loss_of(run.recipe)(model, micro_batch).backward()
         optimizer.step()
@@ -329,11 +329,11 @@ def leave_first_step(run: Run, who: int) -> tuple[Failure | None, dict[str, Tens
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("who", [0, 2])
-def test_one_rank_leaves_the_first_step(ranks: Pool, who: int, stage: int) -> None:
-    for failure, left in ranks.run(leave_first_step, Run(RECIPE, plan_of(stage)), who):
+@pytest.mark.parametrize("affected", [0, 2])
+def test_one_rank_leaves_the_first_step(ranks: Pool, affected: int, stage: int) -> None:
+    for failure, left in ranks.run(leave_first_step, Run(RECIPE, plan_of(stage)), affected):
         assert failure is not None
-        assert f"rank {who}" in failure.message
+        assert f"rank {affected}" in failure.message
         assert_close(left, reference.train(RECIPE).parameters)
 
 
@@ -343,8 +343,8 @@ def step_alone(run: Run, model: nn.Module, optimizer: HeteroZeroOptimizer) -> No
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_step_without_backward_raises(ranks: Pool, stage: int) -> None:
-    answers = ranks.run(between_good_steps, Run(RECIPE, plan_of(stage)), step_alone)
-    assert_raised(assert_state_is_unchanged(answers), "backward", kind=RuntimeError)
+    results = ranks.run(between_good_steps, Run(RECIPE, plan_of(stage)), step_alone)
+    assert_raised(assert_state_is_unchanged(results), "backward", kind=RuntimeError)
 
 
 # Other optimizers and scalers
@@ -358,8 +358,8 @@ def second_optimizer(run: Run, model: nn.Module, optimizer: HeteroZeroOptimizer)
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_second_optimizer_on_the_same_model_raises(ranks: Pool, stage: int) -> None:
-    answers = ranks.run(between_good_steps, Run(RECIPE, plan_of(stage)), second_optimizer)
-    failures = assert_state_is_unchanged(answers)
+    results = ranks.run(between_good_steps, Run(RECIPE, plan_of(stage)), second_optimizer)
+    failures = assert_state_is_unchanged(results)
     assert_raised(failures, "optimizer")
     assert all(f.is_a(ValueError) or f.is_a(RuntimeError) for f in failures)
 
@@ -377,8 +377,8 @@ def plain_grad_scaler(run: Run, model: nn.Module, optimizer: HeteroZeroOptimizer
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_plain_grad_scaler_raises(ranks: Pool, stage: int) -> None:
-    answers = ranks.run(between_good_steps, Run(RECIPE, plan_of(stage)), plain_grad_scaler)
-    assert_raised(assert_state_is_unchanged(answers), "poplar.GradScaler")
+    results = ranks.run(between_good_steps, Run(RECIPE, plan_of(stage)), plain_grad_scaler)
+    assert_raised(assert_state_is_unchanged(results), "poplar.GradScaler")
 
 
 # Construction
@@ -448,16 +448,16 @@ def with_different_frozen_parameters(run: Run, model: nn.Module) -> None:
 def test_mismatched_plans_and_models_raise(
     ranks: Pool, construct: Callable, pattern: str, stage: int
 ) -> None:
-    answers = ranks.run(construct_then_train, Run(RECIPE, plan_of(stage)), construct)
-    failures = assert_state_is_unchanged(answers)
+    results = ranks.run(construct_then_train, Run(RECIPE, plan_of(stage)), construct)
+    failures = assert_state_is_unchanged(results)
     assert_raised(failures, pattern)
     assert all(f.is_a(ValueError) or f.is_a(RuntimeError) for f in failures)
 
 
 def test_ranks_with_different_arguments_are_named(ranks: Pool) -> None:
     for construct in (with_different_plan, with_different_model):
-        answers = ranks.run(construct_then_train, Run(RECIPE, plan_of(0)), construct)
-        assert_raised([failure for failure, _, _ in answers], str(BAD_RANK))
+        results = ranks.run(construct_then_train, Run(RECIPE, plan_of(0)), construct)
+        assert_raised([failure for failure, _, _ in results], str(BAD_RANK))
 
 
 def with_lbfgs(run: Run, model: nn.Module) -> None:
@@ -491,10 +491,20 @@ def test_optimizers_that_are_not_elementwise_raise(
 ) -> None:
     if not hasattr(torch.optim, name):
         pytest.skip(f"this torch has no {name}")
-    answers = ranks.run(construct_then_train, Run(RECIPE, plan_of(stage)), construct)
-    failures = assert_state_is_unchanged(answers)
+    results = ranks.run(construct_then_train, Run(RECIPE, plan_of(stage)), construct)
+    failures = assert_state_is_unchanged(results)
     assert_raised(failures, name, "elementwise")
     assert all(f.is_a(ValueError) or f.is_a(TypeError) for f in failures)
+
+
+def with_an_instance(run: Run, model: nn.Module) -> None:
+    construct_with(run, model, optimizer_class=torch.optim.AdamW(model.parameters(), lr=1e-3))
+
+
+def test_optimizer_instance_instead_of_class_raises(ranks: Pool) -> None:
+    results = ranks.run(construct_then_train, Run(RECIPE, plan_of(1)), with_an_instance)
+    failures = assert_state_is_unchanged(results)
+    assert_raised(failures, "an instance of AdamW; pass the class", kind=TypeError)
 
 
 def with_ddp(run: Run, model: nn.Module) -> None:
@@ -526,8 +536,8 @@ def with_fsdp2(run: Run, model: nn.Module) -> None:
     ],
 )
 def test_wrapped_models_raise(ranks: Pool, construct: Callable, pattern: str, stage: int) -> None:
-    answers = ranks.run(construct_then_train, Run(RECIPE, plan_of(stage)), construct)
-    failures = assert_state_is_unchanged(answers)
+    results = ranks.run(construct_then_train, Run(RECIPE, plan_of(stage)), construct)
+    failures = assert_state_is_unchanged(results)
     assert_raised(failures, pattern)
     assert all(f.is_a(ValueError) or f.is_a(TypeError) for f in failures)
 

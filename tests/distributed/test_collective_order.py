@@ -61,14 +61,14 @@ def test_ranks_may_skip_units(ranks: Pool, stage: int, case: str) -> None:
     assert_exact(ranks.run(training.train, run), recipe)
 
 
-def use_another_order(run: Run, me: int, first: int) -> tuple[Failure | None, bool, dict]:
+def use_another_order(run: Run, rank: int, first: int) -> tuple[Failure | None, bool, dict]:
     """From step `first` on, one rank runs its blocks in reverse order; then a correct step."""
     model, optimizer = training.prepare(run)
     for step in range(first):
         training.take_step(run, model, optimizer, step)
     before = training.whole_parameters(model, optimizer)
     batch = training.batch_of(run, first)
-    if harness.rank() == me:
+    if harness.rank() == rank:
         batch["order"] = "reversed"
     with harness.catching() as caught:
         optimizer.train_step(training.loss_of(run.recipe), batch)
@@ -79,16 +79,16 @@ def use_another_order(run: Run, me: int, first: int) -> tuple[Failure | None, bo
     return (caught or [None])[0], same, training.whole_parameters(model, optimizer)
 
 
-@pytest.mark.parametrize("me", [0, 1])
-def test_different_order_raises_and_names_the_unit(ranks: Pool, me: int) -> None:
+@pytest.mark.parametrize("rank", [0, 1])
+def test_different_order_raises_and_names_the_unit(ranks: Pool, rank: int) -> None:
     """Where parameters are sharded, all ranks raise and no state is lost."""
     recipe = Recipe(batches=(12,) * 3)
     run = Run(recipe, plan_of(3, 4, 3, 3, 2))
-    answers = ranks.run(use_another_order, run, me, 2)
-    training.assert_raised([failure for failure, _, _ in answers], "blocks.", f"rank {me}")
-    for failure, same, parameters in answers:
+    results = ranks.run(use_another_order, run, rank, 2)
+    training.assert_raised([failure for failure, _, _ in results], "blocks.", f"rank {rank}")
+    for failure, same, parameters in results:
         assert failure.is_a(OutOfOrder) or failure.is_a(PoplarError), failure
-        assert same, "the step in which a rank went another way changed parameters"
+        assert same, "the failed step changed parameters"
         training.assert_close(parameters, reference.train(recipe).parameters)
 
 
@@ -104,11 +104,11 @@ def test_order_is_free_or_raises_where_parameters_are_replicated(ranks: Pool, st
             Steering(7, 12, "order", "forward"),
         ),
     )
-    answers = ranks.run(use_another_order, Run(recipe, plan_of(stage, 4, 3, 3, 2)), 1, 2)
-    failures = [failure for failure, _, _ in answers if failure is not None]
+    results = ranks.run(use_another_order, Run(recipe, plan_of(stage, 4, 3, 3, 2)), 1, 2)
+    failures = [failure for failure, _, _ in results if failure is not None]
     expected = reference.train(recipe if failures else steered).parameters
-    assert len(failures) in (0, len(answers)), failures
-    for failure, same, parameters in answers:
+    assert len(failures) in (0, len(results)), failures
+    for failure, same, parameters in results:
         assert same == (failure is not None)
         training.assert_close(parameters, expected)
 

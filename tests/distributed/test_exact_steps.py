@@ -115,7 +115,7 @@ def test_steps_equal_one_process_on_the_whole_batch(ranks: Pool, case: str, stag
     runs = [Run(r, plan, open_form) for r in (recipe, with_sgd(recipe))]
     trained = ranks.run(train_many, runs)
     for index, run in enumerate(runs):
-        assert_exact([of_rank[index] for of_rank in trained], run.recipe, run.recipe.optimizer)
+        assert_exact([by_run[index] for by_run in trained], run.recipe, run.recipe.optimizer)
 
 
 def random_run(stage: int, seed: int) -> Run:
@@ -161,13 +161,13 @@ def random_run(stage: int, seed: int) -> Run:
         recipe = replace(recipe, optimizer="SGD", options=(("lr", 0.1), ("momentum", 0.9)))
     open_form = draw.random() < 0.4
     names = ["root", *(f"blocks.{index}" for index in range(recipe.spec.blocks))]
-    kept = [name for name in names if draw.random() < 0.3] if stage == 3 else []
+    persistent = [name for name in names if draw.random() < 0.3] if stage == 3 else []
     plan = Plan(
         stage=stage,
         global_batch=total,
         micro_batches=tuple(micro_batches),
         shares=shares,
-        units=tuple(UnitPlan(name, STRATEGIES[stage], keep_gathered=True) for name in kept),
+        units=tuple(UnitPlan(name, STRATEGIES[stage], keep_gathered=True) for name in persistent),
     )
     return Run(recipe, plan, open_form)
 
@@ -177,7 +177,7 @@ def test_random_plans_equal_one_process_on_the_whole_batch(ranks: Pool, stage: i
     runs = [random_run(stage, seed) for seed in range(choose(quick=6, full=20))]
     trained = ranks.run(train_many, runs, timeout=120)
     for index, run in enumerate(runs):
-        assert_exact([of_rank[index] for of_rank in trained], run.recipe, f"{index}: {run}")
+        assert_exact([by_run[index] for by_run in trained], run.recipe, f"{index}: {run}")
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -1,4 +1,4 @@
-"""If a rank is killed or stopped in a step, the others raise in time and name it."""
+"""If a rank is killed, stopped or absent, the others raise in time and name the cause."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ranks import Failure, one_off
 from reference import Recipe
 from training import Run
 
-from poplar import Plan, PoplarError
+from poplar import CollectiveTimeout, Plan, PoplarError
 
 TIMEOUT = timedelta(seconds=4)
 LOST = 1
@@ -53,3 +53,23 @@ def test_survivors_raise_in_time_and_name_the_lost_rank(how: signal.Signals, sta
         assert failure.is_a(PoplarError), failure
         assert re.search(rf"rank(\(s\))? {LOST}\b", failure.message), failure
         assert seconds < 4 * TIMEOUT.total_seconds()
+
+
+def forward_on_one_rank(run: Run) -> Failure | None:
+    """Call the model on rank 0 only, outside a step."""
+    model, _optimizer = training.prepare(run)
+    with harness.catching() as caught:
+        if harness.rank() == 0:
+            model(training.batch_of(run, 0)["tokens"])
+        else:
+            time.sleep(2 * TIMEOUT.total_seconds())
+    return (caught or [None])[0]
+
+
+def test_forward_on_one_rank_at_stage_3_names_the_cause() -> None:
+    run = Run(Recipe(batches=(4,)), Plan.even(2, 4, 2, 3), engine={"timeout": TIMEOUT})
+    failure = one_off(2, forward_on_one_rank, run, timeout=45)[0]
+    assert failure is not None, "the forward returned"
+    assert failure.is_a(CollectiveTimeout), failure
+    assert "at stage 3 the parameters are sharded" in failure.message, failure
+    assert "full_parameters()" in failure.message, failure

@@ -220,14 +220,14 @@ SMALL = 3 << 20
 @pytest.mark.parametrize("name", MODELS)
 def test_peak_memory_is_close_below_the_prediction(ranks: Pool, name: str) -> None:
     spec, engine = MODELS[name]
-    everybody = ranks.run(
+    all_ranks = ranks.run(
         compare_with_the_plan, Recipe(spec=spec, batches=(4, 4)), engine, timeout=300
     )
-    for rank, found in enumerate(everybody):
+    for rank, found in enumerate(all_ranks):
         for stage, planned in zip(STAGES, found, strict=True):
-            said = (
+            message = (
                 f"stage {stage}, rank {rank} held {planned.most / 2**20:.1f} MiB, "
                 f"planned {planned.needed / 2**20:.1f}"
             )
-            assert planned.most <= planned.needed + SMALL, said
-            assert planned.most >= 0.5 * planned.needed - SMALL, said
+            assert planned.most <= planned.needed + SMALL, message
+            assert planned.most >= 0.5 * planned.needed - SMALL, message

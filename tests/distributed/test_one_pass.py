@@ -95,7 +95,7 @@ def test_gradient_is_packed_once_reduced_once_and_applied(
         assert arithmetic[-1] == "poplar.adamw_"
         assert {*arithmetic[1:-1]} <= SUMS
         assert arithmetic[1:-1]
-        assert found.count("aten.copy_") <= 2, "a gather from two ranks"
+        assert found.count("aten.copy_") <= 2, "an all-gather from two ranks"
         if communicator == "process_group":
             assert len(arithmetic) == 3
             copies = {3: 1}.get(stage, 0)  # a rank's own shard in the unsharded parameters

@@ -117,7 +117,7 @@ def test_steps_are_exact_and_persistent_units_change_no_bit(ranks: Pool, case: s
     trained = ranks.run(
         train_many, [run, replace(run, plan=with_persistent(run.plan, *persistent))]
     )
-    assert_exact([of_rank[1] for of_rank in trained], run.recipe, case)
+    assert_exact([by_run[1] for by_run in trained], run.recipe, case)
     resharding, persisting = trained[0]
     assert_same(persisting.parameters, resharding.parameters)
     assert persisting.losses == resharding.losses
@@ -137,7 +137,7 @@ def evaluate_between_passes(run: Run, writeback: bool) -> tuple[list[float], dic
     model, optimizer = training.prepare(run)
     loss, evaluated = training.loss_of(run.recipe), []
 
-    def look() -> None:
+    def evaluate_now() -> None:
         loader = [training.batch_of(run, 0)] * (1 + harness.rank())
         evaluated.append(optimizer.evaluate(loss, loader))
         with optimizer.full_parameters(writeback=writeback), torch.no_grad():
@@ -148,10 +148,10 @@ def evaluate_between_passes(run: Run, writeback: bool) -> tuple[list[float], dic
     for step in range(0, len(run.recipe.batches), 2):
         with optimizer.no_sync():
             loss(model, training.batch_of(run, step)).backward()
-        look()
+        evaluate_now()
         loss(model, training.batch_of(run, step + 1)).backward()
         optimizer.step()
-        look()
+        evaluate_now()
     return evaluated, training.whole_parameters(model, optimizer)
 
 
@@ -220,7 +220,7 @@ def accumulate_without_sync(
     optimizer.zero_grad()
 
 
-WAYS = {
+LOOPS = {
     "train_step": (take_step, TWO_PASSES, False),
     "a rank without samples": (take_step, AN_IDLE_RANK, False),
     "own loop": (take_step, TWO_PASSES, True),
@@ -229,19 +229,19 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("persistent", [("blocks.1",), ("root", "blocks.0", "blocks.2"), ALL])
 def test_persistent_unit_is_unsharded_once_per_step(
-    ranks: Pool, way: str, persistent: tuple[str, ...]
+    ranks: Pool, loop: str, persistent: tuple[str, ...]
 ) -> None:
-    act, micro_batches, open_form = WAYS[way]
+    act, micro_batches, open_form = LOOPS[loop]
     recipe = Recipe(batches=(12,) * 3)  # the first step records the order
     plan = plan_of(micro_batches=micro_batches)
     before = ranks.run(unshards_of_steps, Run(recipe, plan, open_form), act)
     after = ranks.run(
         unshards_of_steps, Run(recipe, with_persistent(plan, *persistent), open_form), act
     )
-    assert all(of_rank == after[0] for of_rank in after)
+    assert all(per_rank == after[0] for per_rank in after)
     for resharding, persisting in zip(before[0], after[0], strict=True):
         passes = Counter(resharding)["root"]
         assert passes == max(2, len(micro_batches[0]))
@@ -323,7 +323,7 @@ def limited_memory(bad: int) -> Iterator[None]:
 
     def resize(storage: torch.UntypedStorage, size: int) -> None:
         if harness.rank() == bad and size and next(unshards) == 2:
-            raise torch.OutOfMemoryError("no room to gather")
+            raise torch.OutOfMemoryError("no memory to unshard")
         real(storage, size)
 
     torch.UntypedStorage.resize_ = resize
@@ -395,8 +395,8 @@ def between_good_steps(run: Run, mistake: Mistake) -> tuple[Failure | None, int,
 def test_abandoned_step_frees_memory_and_training_continues(
     ranks: Pool, mistake: Mistake, raises: bool
 ) -> None:
-    answers = ranks.run(between_good_steps, Run(RECIPE, plan_of("root", "blocks.1")), mistake)
-    for rank, (failure, persisting, left) in enumerate(answers):
+    results = ranks.run(between_good_steps, Run(RECIPE, plan_of("root", "blocks.1")), mistake)
+    for rank, (failure, persisting, left) in enumerate(results):
         assert (failure is not None) == raises, f"rank {rank}: {failure}"
         assert persisting == 0, f"rank {rank} holds {persisting} bytes"
         assert_close(left, reference.train(RECIPE).parameters, f"rank {rank}")
@@ -476,8 +476,8 @@ def test_issued_reductions_are_not_repeated_after_out_of_memory(
 ) -> None:
     plan = replace(plan_of(micro_batches=(micro_batches,) * 4), stage=stage)
     run = Run(RECIPE, plan, open_form=own_loop)
-    answers = ranks.run(out_of_memory_for_a_bucket, run, bad, good_steps)
-    for rank, (failure, left) in enumerate(answers):
+    results = ranks.run(out_of_memory_for_a_bucket, run, bad, good_steps)
+    for rank, (failure, left) in enumerate(results):
         assert failure is not None, f"rank {rank} took a step without rank {bad}"
         assert_close(left, reference.train(RECIPE).parameters, f"rank {rank}")
 
@@ -562,9 +562,9 @@ OWN_SHARES = UnitPlan("blocks.1", "sharded_parameters", shares=EVEN)
 def test_unsupported_plan_change_raises_and_changes_nothing(
     ranks: Pool, plan: Plan, patterns: tuple[str, ...]
 ) -> None:
-    answers = ranks.run(apply, Run(RECIPE, plan_of("blocks.0")), plan)
-    assert_raised([failure for failure, _ in answers], *patterns, kind=ValueError)
-    for _, parameters in answers:
+    results = ranks.run(apply, Run(RECIPE, plan_of("blocks.0")), plan)
+    assert_raised([failure for failure, _ in results], *patterns, kind=ValueError)
+    for _, parameters in results:
         assert_close(parameters, reference.train(RECIPE).parameters)
 
 

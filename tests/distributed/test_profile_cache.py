@@ -1,7 +1,7 @@
-"""What was measured once is not measured again, and nothing else is ever taken for it.
+"""The cache returns profiles of the same identity only, and never damaged ones.
 
-Most tests put a profile of their own into the cache and ask for it with a loss that refuses to run:
-a rank answers "from the cache", or says that it would have measured.
+Most tests save a profile and ask for it with a loss function that raises: a rank answers
+"from the cache", or that it would have measured.
 """
 
 from __future__ import annotations
@@ -25,11 +25,10 @@ from records import cluster as measured_cluster
 from torch import Tensor, nn
 
 import poplar
-from poplar import ClusterProfile, Plan
+from poplar import ClusterProfile, Plan, tuning
 from poplar.comm import Group
 from poplar.planner.search import search
 from poplar.profiler import cache as caching
-from poplar.profiler import cluster_profiler
 from poplar.profiler.cache import Cache
 from poplar.profiler.cluster_profiler import Profiler
 from poplar.profiler.request import Request
@@ -42,7 +41,7 @@ CACHED, MEASURED = "from the cache", "measured"
 
 
 class WouldMeasure(Exception):
-    """The model was about to run."""
+    """Raised instead of running the model."""
 
 
 def refuses_to_run(model: nn.Module, batch: Any) -> Tensor:
@@ -54,7 +53,7 @@ def another_loss(model: nn.Module, batch: Any) -> Tensor:
 
 
 def asked_for(folder: str, spec: ModelSpec = SMALL, **changes: Any) -> dict[str, Any]:
-    """All arguments of `profile_cluster` on this rank; they differ from the usual by `changes`."""
+    """The usual arguments of `profile_cluster` on this rank, with `changes`."""
     return {
         "model": models.build(spec),
         "loss_fn": refuses_to_run,
@@ -72,7 +71,7 @@ def asked_for(folder: str, spec: ModelSpec = SMALL, **changes: Any) -> dict[str,
 
 
 def identity() -> dict[str, str]:
-    """Of the usual request, as this rank knows it."""
+    """The identity of the usual request."""
     usual = asked_for("")
     request = Request(
         example=usual["example_batch"],
@@ -86,14 +85,14 @@ def identity() -> dict[str, str]:
         **{key: usual[key] for key in ("model", "loss_fn", "stages", "seconds")},
         **{key: usual[key] for key in ("max_batch", "memory_limit")},
     )
-    profiler = Profiler(request, Group.of(harness.group(), None), None, show=False)
-    return dict(profiler.agreed.identity)
+    profiler = Profiler(request, Group.of(harness.group(), None))
+    return dict(profiler.session.agreed.identity)
 
 
 def where_from(
     folder: str, prepare: Callable[[], dict[str, Any]] | None = None
 ) -> tuple[str, list[str]]:
-    """Where the profile would come from on this rank, and the warnings on the way."""
+    """Whether the profile comes from the cache on this rank, and the warnings."""
     changes = prepare() if prepare is not None else {}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -123,8 +122,8 @@ def a_plan(profile: ClusterProfile) -> Plan:
 
 
 @pytest.fixture
-def kept(usual_identity: dict[str, str], tmp_path: Path) -> Path:
-    """The cache's file of the usual request."""
+def saved_file(usual_identity: dict[str, str], tmp_path: Path) -> Path:
+    """The file of the usual request."""
     profile = a_profile(usual_identity)
     return Cache(tmp_path).save(profile, {KEY: a_plan(profile)})
 
@@ -133,7 +132,7 @@ def sources(answers: list[tuple[str, list[str]]]) -> list[str]:
     return [source for source, _ in answers]
 
 
-# What is found
+# Found
 
 
 class Counting:
@@ -157,7 +156,7 @@ def profiled_twice(folder: str) -> tuple[bool, list[int]]:
     return profiles[0] == profiles[1], calls
 
 
-def test_the_second_profile_is_the_first_one_and_no_model_runs_for_it(ranks: Pool, tmp_path: Path):
+def test_second_profile_comes_from_the_cache(ranks: Pool, tmp_path: Path):
     for same, (measuring, cached) in ranks.run(profiled_twice, str(tmp_path)):
         assert same
         assert measuring > 0
@@ -176,9 +175,7 @@ def tuned_twice(folder: str) -> tuple[list[Plan], list[int]]:
     return plans, calls
 
 
-def test_a_verified_plan_is_found_with_its_profile_and_nothing_is_tried(
-    ranks: Pool, tmp_path: Path
-):
+def test_verified_plan_comes_from_the_cache(ranks: Pool, tmp_path: Path):
     answers = ranks.run(tuned_twice, str(tmp_path))
     for (tuned, found), (measuring, cached) in answers:
         assert found == tuned == answers[0][0][0]
@@ -187,11 +184,11 @@ def test_a_verified_plan_is_found_with_its_profile_and_nothing_is_tried(
         assert cached == 0
 
 
-def test_a_cached_profile_reaches_all_ranks_without_a_word(ranks: Pool, kept: Path):
-    assert ranks.run(where_from, str(kept.parents[1])) == [(CACHED, [])] * 4
+def test_cached_profile_gives_no_warning(ranks: Pool, saved_file: Path):
+    assert ranks.run(where_from, str(saved_file.parents[1])) == [(CACHED, [])] * 4
 
 
-def test_an_empty_cache_measures_without_a_word(ranks: Pool, tmp_path: Path):
+def test_empty_cache_gives_no_warning(ranks: Pool, tmp_path: Path):
     assert ranks.run(where_from, str(tmp_path)) == [(MEASURED, [])] * 4
 
 
@@ -199,8 +196,8 @@ def with_other_values_in_the_update() -> dict[str, Any]:
     return {"lr": 0.5, "betas": (0.8, 0.9), "eps": 1e-5}
 
 
-def test_a_new_learning_rate_takes_no_longer_and_measures_nothing(ranks: Pool, kept: Path):
-    folder = str(kept.parents[1])
+def test_learning_rate_does_not_change_the_identity(ranks: Pool, saved_file: Path):
+    folder = str(saved_file.parents[1])
     assert ranks.run(where_from, folder, with_other_values_in_the_update) == [(CACHED, [])] * 4
 
 
@@ -208,13 +205,13 @@ def by_the_same_loss_with_arguments_bound() -> dict[str, Any]:
     return {"loss_fn": functools.partial(refuses_to_run)}
 
 
-def test_a_loss_with_arguments_bound_goes_by_its_function(ranks: Pool, kept: Path):
-    folder, change = str(kept.parents[1]), by_the_same_loss_with_arguments_bound
+def test_partial_loss_function_has_the_identity_of_its_function(ranks: Pool, saved_file: Path):
+    folder, change = str(saved_file.parents[1]), by_the_same_loss_with_arguments_bound
     assert ranks.run(where_from, folder, change) == [(CACHED, [])] * 4
 
 
-def profiled_while_others_hold_memory(folder: str) -> tuple[list[int], int]:
-    """Rank 1's memory before, meanwhile and afterwards; and how often the loss was computed."""
+def profiled_with_less_memory(folder: str) -> tuple[list[int], int]:
+    """Memory of rank 1 before, during and after a limit; and the number of loss computations."""
     loss = Counting()
     request = {"loss_fn": loss, "max_batch": 1, "stages": (0,), "memory_limit": None}
     profiles = [poplar.profile_cluster(**asked_for(folder, **request))]
@@ -229,21 +226,21 @@ def profiled_while_others_hold_memory(folder: str) -> tuple[list[int], int]:
     return [profile.devices[1].memory_bytes for profile in profiles], loss.calls
 
 
-def test_a_cached_profile_has_the_memory_that_is_there_now(ranks: Pool, tmp_path: Path):
-    for memory, calls in ranks.run(profiled_while_others_hold_memory, str(tmp_path)):
+def test_cached_profile_has_the_present_memory(ranks: Pool, tmp_path: Path):
+    for memory, calls in ranks.run(profiled_with_less_memory, str(tmp_path)):
         before, meanwhile, afterwards = memory
         assert meanwhile == 1000
         assert min(before, afterwards) > 1000
         assert calls == 0
 
 
-def plans_kept_beside_a_new_one(folder: str) -> list[str]:
-    """What the cache has after a plan was verified while an older one did not fit."""
+def plans_in_the_cache(folder: str) -> list[str]:
+    """Keys in the cache after a plan was verified while an older one did not fit."""
     arguments = asked_for(folder, loss_fn=Counting(), max_batch=2)
     del arguments["stages"]
     for batch in (GLOBAL_BATCH, GLOBAL_BATCH + 1):
         if batch != GLOBAL_BATCH:
-            _patch(cluster_profiler, "fits", lambda profile, plan: False)
+            _patch(tuning, "fits", lambda profile, plan: False)
         try:
             poplar.autotune(**arguments, global_batch=batch, stage=2)
         finally:
@@ -252,20 +249,20 @@ def plans_kept_beside_a_new_one(folder: str) -> list[str]:
     return sorted(json.loads(path.read_text())["content"]["plans"])
 
 
-def test_a_plan_that_does_not_fit_today_stays_in_the_cache(ranks: Pool, tmp_path: Path):
+def test_plan_that_does_not_fit_stays_in_the_cache(ranks: Pool, tmp_path: Path):
     expected = [json.dumps([batch, "exact"]) for batch in (GLOBAL_BATCH, GLOBAL_BATCH + 1)]
-    assert ranks.run(plans_kept_beside_a_new_one, str(tmp_path))[0] == sorted(expected)
+    assert ranks.run(plans_in_the_cache, str(tmp_path))[0] == sorted(expected)
 
 
 def no_cache() -> dict[str, Any]:
     return {"cache": False}
 
 
-def test_without_a_cache_nothing_is_looked_up(ranks: Pool, kept: Path):
-    assert sources(ranks.run(where_from, str(kept.parents[1]), no_cache)) == [MEASURED] * 4
+def test_cache_can_be_disabled(ranks: Pool, saved_file: Path):
+    assert sources(ranks.run(where_from, str(saved_file.parents[1]), no_cache)) == [MEASURED] * 4
 
 
-# What is refused because something else is asked for
+# Not used: another request
 
 
 def wider() -> dict[str, Any]:
@@ -422,19 +419,19 @@ def where_all_from(folder: str) -> dict[str, tuple[str, list[str]]]:
     return answers
 
 
-def test_another_request_is_measured_and_the_cached_one_stays(ranks: Pool, kept: Path):
-    before = kept.read_bytes()
+def test_changed_requests_are_measured(ranks: Pool, saved_file: Path):
+    before = saved_file.read_bytes()
     expected = {change.__name__: (MEASURED, []) for change in CHANGES}
-    for answers in ranks.run(where_all_from, str(kept.parents[1])):
+    for answers in ranks.run(where_all_from, str(saved_file.parents[1])):
         assert answers == {**expected, "no change": (CACHED, [])}
-    assert kept.read_bytes() == before
+    assert saved_file.read_bytes() == before
 
 
-def test_fewer_ranks_are_another_cluster(ranks: Pool, kept: Path):
-    assert ranks.run(where_from, str(kept.parents[1]), ranks=3) == [(MEASURED, [])] * 3
+def test_other_world_size_is_measured(ranks: Pool, saved_file: Path):
+    assert ranks.run(where_from, str(saved_file.parents[1]), ranks=3) == [(MEASURED, [])] * 3
 
 
-# What is refused because it is damaged
+# Not used: damaged
 
 
 def truncated(path: Path) -> None:
@@ -469,7 +466,7 @@ def a_folder(path: Path) -> None:
 
 
 def edited(path: Path, edit: Callable[[dict[str, Any]], None]) -> None:
-    """Change the content and put the right checksum beside it."""
+    """Change the content and its checksum."""
     content = json.loads(path.read_text())["content"]
     edit(content)
     path.write_text(json.dumps({"sha256": caching._checksum(content), "content": content}))
@@ -479,7 +476,7 @@ def of_another_format(path: Path) -> None:
     edited(path, lambda content: content["profile"].update(version=99))
 
 
-def of_somebody_else(path: Path) -> None:
+def of_another_job(path: Path) -> None:
     edited(path, lambda content: content["profile"]["identity"].update(device="Another 9000"))
 
 
@@ -506,34 +503,34 @@ def with_a_damaged_plan(path: Path) -> None:
         (a_changed_number, "its checksum is wrong"),
         (a_folder, "Is a directory"),
         (of_another_format, "profile format 99"),
-        (of_somebody_else, "it is another profile's"),
+        (of_another_job, "its identity is that of another profile"),
         (without_a_field, "all_gather_seconds"),
         (impossible, "above 0"),
         (with_a_damaged_plan, "global_batch is 9"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_a_damaged_file_is_said_to_be_so_and_not_used(usual_identity, kept: Path, damage, why):
-    damage(kept)
+def test_damaged_file_gives_a_warning(usual_identity, saved_file: Path, damage, why):
+    damage(saved_file)
     with pytest.warns(UserWarning, match="measuring again") as caught:
-        assert Cache(kept.parents[1]).load(usual_identity) is None
+        assert Cache(saved_file.parents[1]).load(usual_identity) is None
     (warning,) = caught
-    assert str(kept) in str(warning.message)
+    assert str(saved_file) in str(warning.message)
     assert why in str(warning.message)
 
 
-def test_what_a_damaged_file_holds_is_measured_anew_and_one_rank_says_so(ranks: Pool, kept: Path):
-    truncated(kept)
-    first, *others = ranks.run(where_from, str(kept.parents[1]))
+def test_damaged_file_is_measured_again_with_one_warning(ranks: Pool, saved_file: Path):
+    truncated(saved_file)
+    first, *others = ranks.run(where_from, str(saved_file.parents[1]))
     assert others == [(MEASURED, [])] * 3
     assert first[0] == MEASURED
     assert len(first[1]) == 1
 
 
-# How it is kept
+# Saving
 
 
-def test_what_is_kept_is_found_by_what_was_measured(tmp_path: Path):
+def test_profiles_are_found_by_identity(tmp_path: Path):
     cache, profile = Cache(tmp_path / "new" / "folder"), a_profile({"model": "A"})
     plan = a_plan(profile)
     assert cache.load({"model": "A"}) is None
@@ -544,14 +541,14 @@ def test_what_is_kept_is_found_by_what_was_measured(tmp_path: Path):
     assert cache.load({"model": "B"}) is None
 
 
-def test_what_is_kept_later_replaces_what_was_there(tmp_path: Path):
+def test_saving_replaces_the_file(tmp_path: Path):
     cache = Cache(tmp_path)
     older, newer = a_profile({"model": "A"}), a_profile({"model": "A"}, (1, 2, 3, 4))
     assert cache.save(older, {}) == cache.save(newer, {})
     assert cache.load({"model": "A"}) == (newer, {})
 
 
-def test_readers_never_see_half_a_file(tmp_path: Path):
+def test_files_are_written_atomically(tmp_path: Path):
     cache = Cache(tmp_path)
     versions = [a_profile({"model": "A"}, speeds) for speeds in ((4, 3, 2, 1), (1, 2, 3, 4))]
     cache.save(versions[0], {})
@@ -577,7 +574,7 @@ def test_readers_never_see_half_a_file(tmp_path: Path):
     assert len(list(tmp_path.rglob("*.*"))) == 1
 
 
-def test_the_folder_is_the_users_own_choice(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_default_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("POPLAR_CACHE", raising=False)
     assert caching.default_folder() == tmp_path / "poplar"
@@ -598,9 +595,7 @@ def profiled_into(folder: str) -> tuple[int, list[str]]:
     return profile.world_size, [str(w.message) for w in caught if "cache" in str(w.message)]
 
 
-def test_a_profile_that_cannot_be_kept_is_a_warning_and_still_a_profile(
-    ranks: Pool, tmp_path: Path
-):
+def test_failing_to_save_is_a_warning(ranks: Pool, tmp_path: Path):
     folder = tmp_path / "a file"
     folder.write_text("in the way")
     first, *others = ranks.run(profiled_into, str(folder))

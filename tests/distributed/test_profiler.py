@@ -1,4 +1,4 @@
-"""Profiling leaves everything as it was, gives all ranks one profile, and says what is wrong."""
+"""Profiling preserves the model, gives all ranks the same profile, and checks its arguments."""
 
 from __future__ import annotations
 
@@ -22,11 +22,14 @@ import poplar
 from poplar import ClusterProfile, Plan
 from poplar.comm import Group
 from poplar.errors import RankFailed
-from poplar.profiler.cluster_profiler import FEWEST_STEPS, PLAIN, STEPS, TIMES_EACH, Profiler
-from poplar.profiler.engine_steps import Observation
+from poplar.observation import Observation
+from poplar.profiler import trial_runs
+from poplar.profiler.batch_curves import TIMES_EACH, measure_points
 from poplar.profiler.memory import peak_bytes
 from poplar.profiler.passes import SHORTEST_SAMPLE_SECONDS
 from poplar.profiler.request import Request
+from poplar.profiler.session import Session
+from poplar.profiler.trial_runs import FEWEST_STEPS, MOST_STEPS, PLAIN_PASSES, measure_slowdowns
 from poplar.zero import model_checks
 
 QUICK = {"seconds": 20.0, "max_batch": 8, "progress": False}
@@ -48,8 +51,8 @@ def profiled(
     )
 
 
-class Remembering(nn.Module):
-    """Draws random numbers, keeps count in buffers, and changes nothing else."""
+class Stateful(nn.Module):
+    """Uses random numbers and changes its buffers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,10 +68,10 @@ class Remembering(nn.Module):
         return self.inner(tokens) + 0.0 * torch.rand(1)
 
 
-def traces_left(stages: tuple[int, ...]) -> list[str]:
-    model = Remembering()
-    kept_gradient = torch.full_like(model.inner.embedding.weight, 3.0)
-    model.inner.embedding.weight.grad = kept_gradient
+def changes_left(stages: tuple[int, ...]) -> list[str]:
+    model = Stateful()
+    gradient = torch.full_like(model.inner.embedding.weight, 3.0)
+    model.inner.embedding.weight.grad = gradient
     values = {name: value.clone() for name, value in model.state_dict().items()}
     data = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()
@@ -76,7 +79,7 @@ def traces_left(stages: tuple[int, ...]) -> list[str]:
     left = []
     left += [name for name, value in model.state_dict().items() if not value.equal(values[name])]
     left += [f"memory of {n}" for n, p in model.named_parameters() if p.data_ptr() != data[n]]
-    if model.inner.embedding.weight.grad is not kept_gradient:
+    if model.inner.embedding.weight.grad is not gradient:
         left.append("gradient")
     if any(p.grad is not None for n, p in model.named_parameters() if "embedding" not in n):
         left.append("new gradients")
@@ -91,15 +94,15 @@ def traces_left(stages: tuple[int, ...]) -> list[str]:
     return left
 
 
-def test_a_profile_leaves_no_trace(ranks: Pool):
-    assert ranks.run(traces_left, (0, 1, 2, 3)) == [[]] * 4
+def test_profiling_preserves_the_model(ranks: Pool):
+    assert ranks.run(changes_left, (0, 1, 2, 3)) == [[]] * 4
 
 
 def profile_as_dict() -> dict[str, Any]:
     return profiled().to_dict()
 
 
-def test_all_ranks_get_the_same_profile_and_it_survives_json(ranks: Pool, tmp_path: Path):
+def test_all_ranks_get_the_same_profile(ranks: Pool, tmp_path: Path):
     first, *others = ranks.run(profile_as_dict)
     assert others == [first] * 3
     profile = ClusterProfile.from_dict(first)
@@ -111,8 +114,8 @@ def test_all_ranks_get_the_same_profile_and_it_survives_json(ranks: Pool, tmp_pa
     assert ClusterProfile.from_json(tmp_path / "profile.json") == profile
 
 
-def watched_profiler() -> tuple[Profiler, list[int]]:
-    """A profiler, and the batches that its passes on this rank will have had."""
+def watched_session() -> tuple[Session, list[int]]:
+    """A session, and a list of the batches that passes on this rank run with."""
     ran: list[int] = []
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
@@ -135,86 +138,92 @@ def watched_profiler() -> tuple[Profiler, list[int]]:
         reduce_dtype=torch.float32,
         allow_batch_norm=False,
     )
-    return Profiler(request, Group.of(harness.group(), None), None, show=False), ran
+    return Session(request, Group.of(harness.group(), None)), ran
 
 
-def points_beside(batches: list[int | None], known: ClusterProfile) -> tuple[Any, list[int]]:
-    """What is measured, and the batches that this rank ran."""
-    profiler, ran = watched_profiler()
-    return profiler.points_at(batches, [device.points[1] for device in known.devices]), ran
+def new_points(batches: list[tuple[int, ...]], known: ClusterProfile) -> tuple[Any, list[int]]:
+    """The measured points, and the batches that this rank ran."""
+    session, ran = watched_session()
+    return measure_points(session, batches, [device.points[1] for device in known.devices]), ran
 
 
-def slowness_beside(plan: Plan, known: ClusterProfile, seconds: float) -> tuple[Any, list[int]]:
-    """How slow the ranks are said to be, and the batches that this rank ran."""
-    profiler, ran = watched_profiler()
-    return profiler._slowness(known, plan, seconds), ran
+def slowdowns_now(plan: Plan, known: ClusterProfile, seconds: float) -> tuple[Any, list[int]]:
+    """The slowdowns of the ranks, and the batches that this rank ran."""
+    session, ran = watched_session()
+    return measure_slowdowns(session, known, plan, seconds), ran
 
 
-def test_a_point_is_measured_while_all_other_ranks_compute(ranks: Pool):
+def test_all_ranks_compute_while_new_batches_are_measured(ranks: Pool):
     known = cluster((10.0,) * 4, ["cpu"] * 4)  # its second points are of 2 samples
-    answers = ranks.run(points_beside, [3, None, 5, None], known)
+    answers = ranks.run(new_points, [(3,), (), (5, 6), ()], known)
     first = answers[0][0]
     assert [points for points, _ in answers] == [first] * 4
-    assert [point and point.batch for point in first] == [3, None, 5, None]
-    for (_, ran), own in zip(answers, ({2, 3}, {2}, {2, 5}, {2}), strict=True):
+    assert [[point.batch for point in own] for own in first] == [[3], [], [5, 6], []]
+    for (_, ran), own in zip(answers, ({2, 3}, {2}, {2, 5, 6}, {2}), strict=True):
         assert set(ran) == own
         assert all(ran.count(size) > TIMES_EACH for size in own)
 
 
-def test_all_ranks_time_plain_passes_of_a_measured_size_beside_steps(ranks: Pool):
+def test_slowdowns_are_measured_with_a_profiled_batch(ranks: Pool):
     known = cluster((10.0,) * 4, ["cpu"] * 4)
     measured = [point.batch for point in known.devices[0].points]
     plan = Plan.manual((measured[-1], measured[1] + 1, 1, 0), stage=2)
-    answers = ranks.run(slowness_beside, plan, known, 0.2)
+    answers = ranks.run(slowdowns_now, plan, known, 0.2)
     first = answers[0][0]
-    assert [slowness for slowness, _ in answers] == [first] * 4
-    assert all(own.times > 0.0 for own in first)
+    assert [slowdowns for slowdowns, _ in answers] == [first] * 4
+    assert all(own.factor > 0.0 for own in first)
     for (_, ran), size in zip(answers, (measured[-1], measured[1], 1, 1), strict=True):
-        assert set(ran) == {size}, "one that the curve has a point for"
+        assert set(ran) == {size}
 
 
-def test_without_time_for_plain_passes_ranks_count_as_unchanged(ranks: Pool):
+def test_slowdowns_are_one_without_time_for_plain_passes(ranks: Pool):
     known = cluster((10.0,) * 4, ["cpu"] * 4)
-    for slowness, ran in ranks.run(slowness_beside, Plan.even(4, 8, 2, stage=2), known, 0.01):
-        assert slowness == [(1.0, 0.0)] * 4
+    for slowdowns, ran in ranks.run(slowdowns_now, Plan.even(4, 8, 2, stage=2), known, 0.01):
+        assert slowdowns == [(1.0, 0.0)] * 4
         assert ran == []
 
 
 @pytest.mark.parametrize(
     ("noise", "seconds", "turns", "steps"),
     [
-        (1.0, 100.0, 1, TIMES_EACH),  # quiet: once
-        (9.0, 100.0, 9, FEWEST_STEPS),  # as often as noise asks for
-        (9.0, 10.0, 3, FEWEST_STEPS),  # as long as there is time
+        (1.0, 100.0, 1, MOST_STEPS),  # a quiet machine
+        (9.0, 100.0, 9, FEWEST_STEPS),  # as many turns as the noise requires
+        (9.0, 10.0, 3, FEWEST_STEPS),  # as many turns as there is time for
         (9.0, 0.5, 1, FEWEST_STEPS),
     ],
 )
-def test_stages_are_observed_in_turns_where_passes_differ(noise, seconds, turns, steps):
+def test_noise_leads_to_more_turns(noise, seconds, turns, steps):
     known, clock = cluster((10.0,) * 4, ["cpu"] * 4), [0.0]
-    took: list[tuple[int, int, float]] = []
+    groups = [[Plan.manual("2,2,2,2", stage=s, passes=n) for n in (1, 3)] for s in (2, 0)]
+    ran: list[tuple[int, int, float]] = []
 
-    def turn(profile: ClusterProfile, plans: list[Plan], **options: Any) -> list[Observation]:
-        took.append((plans[0].stage, options["steps"], options["plain"]))
+    def run(session: Any, profile: Any, plans: Any, steps: int, plain: float, tell: Any) -> Any:
+        ran.append((plans[0].stage, steps, plain))
         clock[0] += 3.0
         return [
             Observation(
-                plan=plan,
-                step_seconds=poplar.predict(profile, plan).step_seconds,
-                pass_seconds=((),) * 4,
-                other_seconds=(0.0,) * 4,
+                plan=plan, step_seconds=1.0, pass_seconds=((),) * 4, other_seconds=(0.0,) * 4
             )
             for plan in plans
         ]
 
-    profiler = object.__new__(Profiler)
-    profiler._noise, profiler.asynchronous = noise, True
-    profiler.request = SimpleNamespace(stages=(2, 0), seconds=2 * seconds / STEPS)
-    profiler._agreed_seconds, profiler._turn = lambda seconds: seconds, turn
-    with mock.patch("time.perf_counter", side_effect=lambda: clock[0]):
-        profiler._with_residuals(known, lambda text: None)
-    assert [(stage, count) for stage, count, _ in took] == [(2, steps), (0, steps)] * turns
-    for _, _, plain in took:
-        assert 3 * plain <= PLAIN * seconds * (1 + 1e-9)
+    session = SimpleNamespace(from_first_rank=lambda value: value)
+    with (
+        mock.patch("time.perf_counter", side_effect=lambda: clock[0]),
+        mock.patch.object(trial_runs, "_run_beside_plain_passes", run),
+    ):
+        seen = trial_runs.run_in_turns(
+            session,  # type: ignore[arg-type]
+            known,
+            groups,
+            seconds=2 * seconds,
+            noise=noise,
+            tell=lambda text: None,
+        )
+    assert [len(turn) for turn in seen] == [4] * turns
+    assert [(stage, count) for stage, count, _ in ran] == [(2, steps), (0, steps)] * turns
+    for _, _, plain in ran:
+        assert 3 * plain <= PLAIN_PASSES * seconds * (1 + 1e-9)
         assert plain >= SHORTEST_SAMPLE_SECONDS or seconds == 0.5
 
 
@@ -229,7 +238,7 @@ def test_each_rank_has_its_own_limits(ranks: Pool):
     assert ranks.run(limits, [1, 3, 8, 5], [plenty] * 4)[0] == [1, 3, 8, 5]
 
 
-def test_memory_ends_the_climb_where_the_next_batch_would_not_fit(ranks: Pool):
+def test_largest_batch_fits_in_memory(ranks: Pool):
     held = [
         point["activation_bytes"] for point in ranks.run(profile_as_dict)[0]["devices"][0]["points"]
     ]
@@ -239,7 +248,7 @@ def test_memory_ends_the_climb_where_the_next_batch_would_not_fit(ranks: Pool):
     assert measured == [8, 6, 8, 8]
 
 
-def test_peak_memory_counts_what_is_alive_at_once():
+def test_peak_memory_counts_live_tensors():
     def run() -> None:
         first = torch.ones(1000)
         second = first * 2
@@ -266,6 +275,8 @@ def raising(case: str) -> None:
         options["stages"] = (0, 7)
     if case == "stages differ":
         options["stages"] = (0, 1) if on_one else (0,)
+    if case == "optimizer":
+        options["optimizer_class"] = torch.optim.AdamW(model.parameters())
     if case == "nan" and on_one:
         options["loss"] = nan_loss
     if case == "no gradient" and on_one:
@@ -315,9 +326,9 @@ def loss_that_fails_in_the_engine(model: nn.Module, batch: Any) -> Tensor:
 def model_after_a_failed_step(stage: int) -> list[str]:
     model = models.build(ModelSpec(blocks=1))
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    with pytest.raises((MemoryError, RankFailed)) as kept:
+    with pytest.raises((MemoryError, RankFailed)) as error:
         profiled(model, loss=loss_that_fails_in_the_engine, stages=(stage,), max_batch=4)
-    assert kept.value.__traceback__ is not None  # and with it all that its frames hold
+    assert error.value.__traceback__ is not None  # whose frames still hold references
     left = [name for name, p in model.named_parameters() if not p.equal(before[name])]
     poplar.HeteroZeroOptimizer(
         model, torch.optim.SGD, stage=stage, process_group=harness.group(), lr=0.1
@@ -326,24 +337,23 @@ def model_after_a_failed_step(stage: int) -> list[str]:
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_a_step_that_fails_under_measurement_leaves_the_model_to_the_next_attempt(
-    ranks: Pool, stage
-):
+def test_model_is_usable_after_a_failed_step(ranks: Pool, stage):
     assert ranks.run(model_after_a_failed_step, stage) == [[]] * 4
 
 
 @pytest.mark.parametrize(
     ("case", "message"),
     [
-        ("max_batch", "max_batch must be a whole number, at least 1, got 0"),
-        ("memory_limit", "memory_limit must be a whole number of bytes, got -5"),
+        ("max_batch", "max_batch must be an integer above 0, got 0"),
+        ("memory_limit", "memory_limit must be a number of bytes, an integer above 0, got -5"),
         (
             "memory_limit above the device",
             r"rank 1: a memory_limit of 1073741824\.00 GiB, but cpu has .* GiB; lower it",
         ),
-        ("stages", "stages must name ZeRO stages 0 to 3"),
+        ("stages", "stages must be ZeRO stages from 0 to 3"),
         ("stages differ", "the ranks disagree on stages"),
         ("models", "the ranks disagree on the model"),
+        ("optimizer", "optimizer_class must be a class, got an instance of AdamW; pass optimizer_"),
         ("nan", "the loss of the first sample of example_batch is nan"),
         ("no gradient", "the loss does not require a gradient"),
         ("no scalar", "must return a scalar tensor, got \\(2,\\)"),
@@ -351,7 +361,7 @@ def test_a_step_that_fails_under_measurement_leaves_the_model_to_the_next_attemp
         ("loss raises", "labels"),
     ],
 )
-def test_a_mistake_on_one_rank_is_a_clear_error_on_all(ranks: Pool, case, message):
+def test_invalid_request_on_one_rank_raises_on_all_ranks(ranks: Pool, case, message):
     with pytest.raises(RanksFailed, match=f"(?s){message}") as caught:
         ranks.run(raising, case)
     assert len(caught.value.failures) == 4

@@ -53,8 +53,8 @@ def test_released_model_is_complete_and_can_be_reused(ranks: Pool, stage):
         torch.testing.assert_close(seen["released"], seen["expected"], rtol=0, atol=0)
         torch.testing.assert_close(seen["after"], seen["expected"], rtol=0, atol=0)
         assert seen["own_memory"]
-        gathers, hooked, left = seen["hooks"]
-        assert hooked == gathers
+        shards_parameters, hooked, left = seen["hooks"]
+        assert hooked == shards_parameters
         assert left == 0
 
 

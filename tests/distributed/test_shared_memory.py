@@ -273,9 +273,9 @@ def blocks_cached_after_a_gather(setting: str) -> list[bool]:
 
 
 @pytest.mark.parametrize(("setting", "kept"), [("off", False), ("on", True)])
-def test_trim_releases_memory_when_caching_is_off(ranks: Pool, setting: str, kept: bool) -> None:
+def test_trim_releases_memory_when_caching_is_off(ranks: Pool, setting: str, cached: bool) -> None:
     for parts in ranks.run(blocks_cached_after_a_gather, setting):
-        assert parts == [kept]
+        assert parts == [cached]
 
 
 def reuse_a_bucket(steps: int) -> list[float]:
@@ -455,11 +455,11 @@ def reuse_freed_memory() -> list[int]:
     layout = Layout.even(64 * WORLD, WORLD)
     bucket = comm.buffer(layout, torch.float32, CPU)
     seen = [bucket.data.data_ptr()]
-    kept = bucket.data[64:65]
+    cached = bucket.data[64:65]
     del bucket
     bucket = comm.buffer(layout, torch.float32, CPU)
     seen.append(bucket.data.data_ptr())
-    del kept
+    del cached
     third = comm.buffer(layout, torch.float32, CPU)
     seen.append(third.data.data_ptr())
     return seen

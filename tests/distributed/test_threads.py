@@ -20,7 +20,7 @@ from poplar.ops import plain
 NUMEL = (3 << 20) + 77
 OPERATORS = torch.ops.poplar
 
-pytestmark = pytest.mark.skipif(not ops.native, reason="plain PyTorch serves")
+pytestmark = pytest.mark.skipif(not ops.native, reason="the C++ library is not in use")
 
 
 @pytest.fixture(params=[2, 3, 16])

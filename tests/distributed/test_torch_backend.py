@@ -353,10 +353,10 @@ def test_first_collective_does_not_block_the_store(ranks: Pool) -> None:
 def use_a_destroyed_group() -> str:
     group = new_group("cpu:poplar")
     dist.barrier(group)
-    kept = group  # torch drops its reference, users may keep theirs
+    destroyed = group  # torch drops its reference, users may keep theirs
     dist.destroy_process_group(group)
     try:
-        kept.allreduce([torch.ones(1)])
+        destroyed.allreduce([torch.ones(1)])
     except RuntimeError as error:
         return str(error)
     return ""

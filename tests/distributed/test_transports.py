@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 
 import pytest
 import ranks as harness
@@ -69,6 +70,32 @@ def test_transports_of_equal_reduction_order_are_ranked_on_all_ranks(
 def test_no_candidates_without_an_equal_reduction_order(ranks: Pool) -> None:
     for found, _, _ in ranks.run(time_all_transports, "hierarchical"):
         assert found == ()
+
+
+def test_process_group_that_cannot_carry_the_tensors_is_not_timed() -> None:
+    """GPUs beside gloo: handing CUDA pointers to gloo would abort the process."""
+    group = SimpleNamespace(size=2, supports=lambda device: device.type == "cpu")
+    usual = SimpleNamespace(reduction_order="rank", name="staged")
+    sample = SimpleNamespace(device=torch.device("cuda"))
+    assert time_transports(group, usual, lambda comm: sample) == ()  # type: ignore[arg-type]
+
+
+def test_default_device_does_not_affect_timing() -> None:
+    """`torch.set_default_device("cuda")` must not move tensors of the control channel."""
+    collectives = Collectives(
+        comm=SimpleNamespace(group=SimpleNamespace(rank=0, size=2)),  # type: ignore[arg-type]
+        control=SimpleNamespace(exchange=lambda own, what: lambda: [own, own]),  # type: ignore[arg-type]
+        numels=[64],
+        wire_dtype=torch.float32,
+        value_dtype=torch.float32,
+        device=CPU,
+    )
+    torch.set_default_device("meta")  # reading a tensor on this device raises
+    try:
+        seconds = collectives.seconds(lambda shares: None, (0.5, 0.5), budget=0.0)
+    finally:
+        torch.set_default_device(None)
+    assert seconds >= 0.0
 
 
 def test_network_profile_names_the_fastest_transport() -> None:

@@ -200,11 +200,11 @@ def test_stage_0_all_gather_overlaps_with_next_reductions(ranks: Pool) -> None:
         reduced = named(issued, "the reduction of unit ")
         assert named(issued, "the gradients of ") == reduced
         assert len(reduced) > 3
-        gathers, reductions = (
+        all_gathers, reductions = (
             [place for place, event in enumerate(issued) if event.startswith(head)]
             for head in ("the gradients of ", "the reduction of ")
         )
-        for number, place in enumerate(gathers):
+        for number, place in enumerate(all_gathers):
             assert reductions[min(number + 1, len(reductions) - 1)] < place
             assert number + 2 >= len(reductions) or place < reductions[number + 2]
 

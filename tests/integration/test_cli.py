@@ -139,6 +139,7 @@ def test_plan_prints_a_table_and_writes_the_plan(measured, tmp_path):
     assert (chosen.stage, chosen.global_batch) == (1, 24)
     assert chosen.samples(0) > chosen.samples(1), "the first device is twice as fast"
     assert "stage 1" in shown.stdout
+    assert "note: rank 1 was throttled" in shown.stdout
     assert f"written to {path}" in shown.stdout
 
 
@@ -168,10 +169,10 @@ def test_plan_explains_bottleneck_changes_and_contributions(measured):
     assert "rank 0's device (NVIDIA A100)" in shown.stdout
     printed = run("plan", measured, "--global-batch", 24, "--explain", "--json")
     document = json.loads(printed.stdout)
-    told = Explanation.from_dict(document["explanation"])
-    assert told.step_seconds == document["plan"]["prediction"]["step_seconds"]
-    assert told.error == 0.04
-    assert {change.what for change in told.changes} >= {"device"}
+    explanation = Explanation.from_dict(document["explanation"])
+    assert explanation.step_seconds == document["plan"]["prediction"]["step_seconds"]
+    assert explanation.error == 0.04
+    assert {change.what for change in explanation.changes} >= {"device"}
 
 
 def test_explain_combines_with_compare_and_a_prediction_error(measured):
@@ -298,6 +299,13 @@ def test_only_rank_0_prints_results(monkeypatch, capsys):
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err == "poplar: rank 1: an error\n"
+
+
+def test_the_command_line_needs_no_extra():
+    tomllib = pytest.importorskip("tomllib")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert {"rich", "typer"} <= {name.partition(">")[0] for name in project["dependencies"]}
+    assert project["optional-dependencies"]["cli"] == [], "old install commands still work"
 
 
 def test_tables_are_whole_where_stdout_is_no_terminal(capsys):

@@ -88,7 +88,7 @@ def test_every_elementwise_optimizer_is_exact(ranks: Pool, stage: int) -> None:
     runs = [Run(recipe, plan_of(stage)) for recipe in recipes.values()]
     trained = ranks.run(training.train_many, runs)
     for index, (name, recipe) in enumerate(recipes.items()):
-        assert_exact([of_rank[index] for of_rank in trained], recipe, name)
+        assert_exact([by_run[index] for by_run in trained], recipe, name)
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -97,7 +97,7 @@ def test_schedulers_change_the_learning_rate(ranks: Pool, stage: int) -> None:
     runs = [Run(recipe, plan_of(stage), open_form) for open_form in (False, True)]
     trained = ranks.run(training.train_many, runs)
     for index in range(len(runs)):
-        assert_exact([of_rank[index] for of_rank in trained], recipe)
+        assert_exact([by_run[index] for by_run in trained], recipe)
 
 
 def train_on_default_group(run: Run) -> Trajectory:
@@ -254,8 +254,8 @@ def train_with_scaler(run: Run) -> tuple[dict[str, Tensor], list[float]]:
 @pytest.mark.parametrize("open_form", [False, True], ids=["train_step", "own loop"])
 def test_scaled_gradients_are_exact(ranks: Pool, open_form: bool, stage: int) -> None:
     recipe = replace(RECIPE, max_norm=0.1)
-    answers = ranks.run(train_with_scaler, Run(recipe, plan_of(stage), open_form))
-    for parameters, scales in answers:
+    results = ranks.run(train_with_scaler, Run(recipe, plan_of(stage), open_form))
+    for parameters, scales in results:
         assert scales == [1024.0] * 3
         assert_close(parameters, reference.train(recipe).parameters)
 
@@ -474,9 +474,9 @@ def test_consolidated_state_continues_in_plain_pytorch(
     ranks: Pool, spec: ModelSpec, stage: int
 ) -> None:
     recipe = Recipe(batches=(12,) * 4, spec=spec)
-    answers = ranks.run(consolidate_half_way, Run(recipe, plan_of(stage)), 1)
-    assert [state is not None for state, _ in answers] == [False, True, False, False]
-    state, parameters = answers[1]
+    results = ranks.run(consolidate_half_way, Run(recipe, plan_of(stage)), 1)
+    assert [state is not None for state, _ in results] == [False, True, False, False]
+    state, parameters = results[1]
     model = models.build(spec)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

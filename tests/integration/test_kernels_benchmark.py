@@ -100,7 +100,7 @@ def test_low_precision_uses_fp32_masters(dtype: str, monkeypatch: pytest.MonkeyP
         way.run()
         means[name] = way.result().clone()
     assert {mean.dtype for mean in means.values()} == {torch.float32}
-    # A first moment is a tenth of the gradient, which is clipped (1e-6 is added to its norm).
+    # The first moment is a tenth of the clipped gradient (1e-6 is added to its norm).
     assert means[OURS].double().norm().item() == pytest.approx(0.1 * 0.01, rel=1e-4)
     for name in ("usual torch", "best torch"):
         torch.testing.assert_close(means[name], means[OURS], rtol=2e-3, atol=1e-9, msg=name)
@@ -136,12 +136,12 @@ def test_least_bytes_include_masters_state_and_rounded_parameters(
 
 def test_usual_step_matches_grad_scaler() -> None:
     """torch's own `unscale_`, clip and `step` against the calls of `usual torch`."""
-    told = []
+    recorded = []
 
     class Spy(torch.optim.AdamW):
         def step(self, closure=None):
             names = ("grad_scale", "found_inf")
-            told.append([getattr(self, name, "nothing") for name in names])
+            recorded.append([getattr(self, name, "nothing") for name in names])
             return super().step(closure)
 
     listed = Listed([torch.ones(3)], partial(Spy, fused=True, **RULE))
@@ -150,7 +150,7 @@ def test_usual_step_matches_grad_scaler() -> None:
     scaler.unscale_(listed.optimizer)
     scaler.step(listed.optimizer)
     listed.step_with_grad_scaler(None, torch.full((), 0.0))
-    _, theirs, ours = told
+    _, theirs, ours = recorded
     assert theirs[0] is ours[0] is None
     assert torch.equal(theirs[1], ours[1])
     assert not hasattr(listed.optimizer, "grad_scale")
@@ -273,7 +273,7 @@ def test_device_time_excludes_launches(
 def test_rows_have_the_provider_of_the_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     here, _ = rows_with(**{OURS: 1.0, "usual torch": 1.0})
     assert here.operators == stack.operators("cpu")
-    assert here.served in ("C++", "plain PyTorch")
+    assert here.provider in ("C++", "plain PyTorch")
     found = {"cuda": ops.Provider("Triton", "POPLAR_OPS=triton")}
     monkeypatch.setattr("poplar.ops.providers", lambda: found)
     assert stack.operators("cuda") == "Triton (POPLAR_OPS=triton)"
@@ -301,7 +301,7 @@ def test_old_rows_without_device_seconds_load(tmp_path: Path) -> None:
     del old["device_p50_seconds"], old["operators"]
     (tmp_path / "old.jsonl").write_text(json.dumps(old))
     (row,) = read_rows(tmp_path / "old.jsonl")
-    assert (row.device_p50_seconds, row.operators, row.served) == (None, "", "")
+    assert (row.device_p50_seconds, row.operators, row.provider) == (None, "", "")
     assert list(verdicts([*stored, row]))
     console = Console(record=True, width=200)
     console.print(table_of([row]))

@@ -1,4 +1,4 @@
-"""`benchmarks/paper.py` as values: its cases, rows that say "simulated", findings that say less."""
+"""`benchmarks/paper.py`: its cases, rows marked as simulated, and findings."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def rows():
     return [row for stage in (1, 3) for row in paper.rows_of(replace(CASE, stage=stage))]
 
 
-def test_cases_are_all_that_were_asked_for():
+def test_cases_are_the_product_of_the_options():
     everything = list(paper.cases(paper.CLUSTERS, paper.MODELS, paper.STAGES, list(paper.LINKS)))
     assert len(everything) == len(set(everything)) == 3 * 4 * 3 * 4 * 3
     for case in everything:
@@ -52,12 +52,12 @@ def test_links_are_between_devices_of_one_host_or_between_hosts():
     assert seconds[0] < seconds[1] / 5
 
 
-def test_one_kind_alone_has_only_its_devices():
+def test_one_kind_of_device_alone():
     alone = replace(CASE, strong_count=3).simulated(weak=False)
     assert [device.name for device in alone.middle.devices] == ["A800-80"] * 3
 
 
-def test_every_row_says_simulated_and_has_an_interval(rows):
+def test_rows_are_marked_as_simulated_and_have_an_interval(rows):
     assert {row.policy for row in rows} == {"weak", "strong", *paper.POLICIES}
     for row in rows:
         assert row.simulated is True
@@ -66,14 +66,14 @@ def test_every_row_says_simulated_and_has_an_interval(rows):
         assert json.loads(json.dumps(asdict(row)))["policy"] == row.policy
 
 
-def test_the_exact_policy_is_beaten_by_none(rows):
+def test_the_exact_policy_is_the_fastest(rows):
     for stage in (1, 3):
         by_policy = {row.policy: row.tflops for row in rows if row.stage == stage}
         assert max(by_policy.values()) <= by_policy["exact"] * 1.01
         assert by_policy["even"] < by_policy["exact"]
 
 
-def test_speed_ups_are_over_the_same_stage(rows):
+def test_speedups_compare_the_same_stage(rows):
     for row in rows:
         if row.over_even is not None:
             even = next(r for r in rows if (r.policy, r.stage) == ("even", row.stage))
@@ -81,7 +81,7 @@ def test_speed_ups_are_over_the_same_stage(rows):
             assert row.over_even_low <= row.over_even <= row.over_even_high
 
 
-def test_a_case_that_does_not_fit_says_why():
+def test_a_case_that_does_not_fit_has_a_reason():
     case = replace(CASE, strong="V100-SXM2-16", weak="T4", model="llama-1.1b", stage=0)
     for row in paper.rows_of(case):
         assert row.tflops is None
@@ -90,18 +90,18 @@ def test_a_case_that_does_not_fit_says_why():
 
 
 def test_findings_name_the_reconstruction_and_the_calibration(rows):
-    said = list(paper.findings(rows))
-    text = "\n".join(said)
-    assert said[0].startswith("simulated")
+    lines = list(paper.findings(rows))
+    text = "\n".join(lines)
+    assert lines[0].startswith("simulated")
     assert "Calibration" in text
     assert "17 % (worst)" in text
     assert "our reconstruction" in text
     assert "faster than Poplar" not in text
-    assert "how gains hang on them was not looked at" in text
+    assert "the effect of links on gains was not evaluated" in text
     assert "3.92x, is not reached" in text
 
 
-def test_findings_tell_how_gains_hang_on_links(rows):
+def test_findings_report_the_effect_of_links(rows):
     slower = [
         replace(row, links="10g", over_even=row.over_even and row.over_even / 2) for row in rows
     ]
@@ -110,7 +110,7 @@ def test_findings_tell_how_gains_hang_on_links(rows):
     assert "in 1 of 1 cases, at most by 100 %" in text
 
 
-def test_it_runs_as_people_start_it(tmp_path):
+def test_runs_as_a_script(tmp_path):
     output = tmp_path / "rows.jsonl"
     command = [sys.executable, paper.__file__, "--quick", "--stages", "1"]
     more = ["--clusters", "A", "--models", "bert-large", "--output", str(output)]

@@ -1,4 +1,4 @@
-"""`benchmarks/prediction.py` as values: its clusters, its plans, and what its rows say together."""
+"""`benchmarks/prediction.py`: its clusters, plans, rows and summaries."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ MOST = prediction.parse_options([]).global_batch
 
 
 def profile(*speeds: float) -> ClusterProfile:
-    """Ranks that take 1 ms of a pass and 10 ms a sample, over their speed."""
+    """Ranks whose passes take 1 ms plus 10 ms per sample, divided by their speed."""
     devices = tuple(
         DeviceProfile(
             name=f"rank of speed {speed:g}",
@@ -98,7 +98,7 @@ ROW = Row(
 # Clusters
 
 
-def test_quotas_have_the_speeds_proportions_and_leave_something_to_others(monkeypatch):
+def test_quotas_are_proportional_to_speeds(monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})
     assert prediction.quotas_of("2:1") == (0.8, 0.4)
     assert prediction.quotas_of("4:2:1") == pytest.approx((0.8, 0.4, 0.2))
@@ -107,12 +107,12 @@ def test_quotas_have_the_speeds_proportions_and_leave_something_to_others(monkey
 
 
 @pytest.mark.parametrize("cluster", ["", "2:", "fast:slow", "2:0", "2:-1", "1:inf", "1:nan"])
-def test_a_cluster_that_is_not_speeds_is_refused(cluster):
-    with pytest.raises(ValueError, match="speeds with colons in between, as 4:2:1, got"):
+def test_invalid_cluster_raises(cluster):
+    with pytest.raises(ValueError, match="speeds and colons, such as 4:2:1, got"):
         prediction.quotas_of(cluster)
 
 
-def test_every_cluster_trains_every_model_unless_it_has_to_be_quick():
+def test_quick_runs_fewer_pairs():
     clusters, models = ["2:1", "4:2:1", "3:3:1:1"], ["llama", "encoder", "convolutional"]
     assert len(set(prediction.pairs(clusters, models, quick=False))) == 9
     quick = prediction.pairs(clusters, models, quick=True)
@@ -127,7 +127,7 @@ def test_every_cluster_trains_every_model_unless_it_has_to_be_quick():
 
 
 @pytest.mark.parametrize("name", SUBJECTS)
-def test_a_model_learns_from_any_number_of_samples(name):
+def test_models_train_with_any_batch(name):
     subject = SUBJECTS[name]
     model = subject.model()
     for samples in (1, 3):
@@ -145,7 +145,7 @@ def test_a_model_learns_from_any_number_of_samples(name):
 
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("cluster", CLUSTERS)
-def test_plans_of_a_configuration_do_the_same_in_other_ways(cluster, stage):
+def test_plans_of_a_configuration_have_the_same_global_batch(cluster, stage):
     plans = plans_for(CLUSTERS[cluster], stage, most=MOST)
     assert next(iter(plans)) == CHOSEN
     assert len(plans) >= 5
@@ -158,20 +158,20 @@ def test_plans_of_a_configuration_do_the_same_in_other_ways(cluster, stage):
 
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("cluster", CLUSTERS)
-def test_about_half_of_the_micro_batches_have_no_point(cluster, stage):
+def test_about_half_of_the_micro_batches_are_unprofiled(cluster, stage):
     plans = plans_for(CLUSTERS[cluster], stage, most=MOST)
     assert mean_unprofiled(plans.values(), CLUSTERS[cluster]) == pytest.approx(0.5, abs=0.15)
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_every_plan_can_be_predicted_both_ways(stage):
+def test_every_plan_can_be_predicted_and_simulated(stage):
     cluster = CLUSTERS["4:2:1"]
     for plan in plans_for(cluster, stage, most=MOST).values():
         step = predict(cluster, plan).step_seconds
         assert simulate(cluster, plan).step_seconds == pytest.approx(step, rel=0.1)
 
 
-def test_a_micro_batch_without_samples_needs_no_point():
+def test_empty_micro_batch_is_not_unprofiled():
     plan = Plan(stage=2, global_batch=11, micro_batches=((0, 3), (4, 4)), shares=(0.5, 0.5))
     assert part_unprofiled(plan, CLUSTERS["2:1"]) == pytest.approx(1 / 3)
 
@@ -179,7 +179,7 @@ def test_a_micro_batch_without_samples_needs_no_point():
 # What rows say
 
 
-def test_a_median_over_turns_is_not_moved_by_one_bad_turn():
+def test_median_ignores_one_slow_turn():
     measured = Measurement(tuple(map(turn, (1.1, 9.0, 1.3))), 0.0)
     assert measured.seconds == 1.3
     low, high = measured.spread
@@ -191,9 +191,7 @@ def turn(seconds: float, *slowness: float) -> Turn:
 
 
 @given(first=st.floats(0.5, 2.0), second=st.floats(0.5, 2.0), stage=st.integers(0, 3))
-def test_a_step_that_took_longer_because_ranks_were_slower_is_told_as_if_they_were_not(
-    first, second, stage
-):
+def test_steadied_time_corrects_for_slower_ranks(first, second, stage):
     cluster, plan = CLUSTERS["2:1"], Plan.even(2, 24, 16, stage)
 
     def expected(slowness: Sequence[float]) -> float:
@@ -203,7 +201,7 @@ def test_a_step_that_took_longer_because_ranks_were_slower_is_told_as_if_they_we
     assert steadied([turn(taken, first, second)], expected) == pytest.approx(expected((1.0, 1.0)))
 
 
-def test_ranks_that_are_slower_alike_take_longer_by_as_much_but_for_the_network():
+def test_equal_slowdown_scales_compute_but_not_communication():
     cluster, plan = CLUSTERS["2:1"], Plan.even(2, 24, 16, stage=0)
     step_seconds = predict(cluster, plan).step_seconds
     network = cluster.network.reduce_scatter_seconds + cluster.network.all_gather_seconds
@@ -211,7 +209,7 @@ def test_ranks_that_are_slower_alike_take_longer_by_as_much_but_for_the_network(
     assert twice == pytest.approx(2 * (step_seconds - network) + network)
 
 
-def test_a_yardstick_is_a_point_of_the_profile_again():
+def test_yardstick_measures_a_profiled_batch():
     (device, _) = profile(0.25, 1.0).devices
     model = torch.nn.Linear(1, 1)
     subject = Subject(
@@ -231,7 +229,7 @@ def test_a_yardstick_is_a_point_of_the_profile_again():
     first.assert_called_once_with(8)
 
 
-def test_errors_are_of_what_was_measured():
+def test_errors_are_relative_to_measurements():
     plan = Plan.even(2, 24, 16, stage=0)
     expected = predict(CLUSTERS["2:1"], plan)
     measured = Measurement((turn(4 * expected.step_seconds, 2.0, 2.0),) * 3, 0.0)
@@ -254,7 +252,7 @@ def test_errors_are_of_what_was_measured():
     assert Row(**json.loads(json.dumps(asdict(row)))) == row
 
 
-def test_errors_count_by_their_size():
+def test_errors_are_absolute():
     assert errors([-0.04, 0.01, 0.02]) == {"median": 0.02, "p90": 0.036, "worst": 0.04}
     assert errors([-0.04]) == {"median": 0.04, "p90": 0.04, "worst": 0.04}
 
@@ -266,7 +264,7 @@ def rows(seconds: Mapping[str, float], **more: object) -> list[Row]:
     ]
 
 
-def test_regret_is_over_the_fastest_other_plan_of_the_configuration():
+def test_regret_is_relative_to_the_fastest_other_plan():
     found = regrets(
         rows({CHOSEN: 0.36, "even": 0.5, "proportional": 0.3})
         + rows({CHOSEN: 0.1, "even": 0.2}, stage=3)
@@ -275,46 +273,46 @@ def test_regret_is_over_the_fastest_other_plan_of_the_configuration():
     assert [one.regret for one in found] == [pytest.approx(0.2), pytest.approx(-0.5)]
 
 
-def test_regret_is_by_the_sample():
+def test_regret_is_per_sample():
     chosen, *_ = rows({CHOSEN: 0.36})
     half = replace(chosen, plan="even", micro_batches=[[8], [10]], steady_seconds=0.18)
     assert regrets([chosen, half])[0].regret == pytest.approx(0.0)
 
 
-def test_without_a_chosen_plan_or_another_one_there_is_no_regret():
+def test_regret_needs_a_chosen_and_another_plan():
     assert regrets(rows({"even": 0.3, "proportional": 0.2})) == []
     assert regrets(rows({CHOSEN: 0.3})) == []
     assert of_regrets([]) == {"configurations": 0}
 
 
-def test_a_summary_has_both_predictions_by_every_part_and_the_regrets():
+def test_summary_has_errors_and_regrets():
     found = rows({CHOSEN: 0.309, "even": 0.3}) + rows(
         {CHOSEN: 0.2, "even": 0.4}, stage=3, model="encoder", error=-0.1, simulated_error=0.0
     )
-    said = summary(found)
-    assert said["plans"] == 4
-    assert said["unprofiled"] == pytest.approx(0.333)
-    assert said["closed_form"]["worst"] == 0.1
-    assert said["closed_form"]["by_stage"]["3"]["median"] == 0.1
-    assert said["closed_form"]["by_model"]["llama"]["worst"] == 0.0
-    assert said["simulated"]["by_model"] == {
+    found_summary = summary(found)
+    assert found_summary["plans"] == 4
+    assert found_summary["unprofiled"] == pytest.approx(0.333)
+    assert found_summary["closed_form"]["worst"] == 0.1
+    assert found_summary["closed_form"]["by_stage"]["3"]["median"] == 0.1
+    assert found_summary["closed_form"]["by_model"]["llama"]["worst"] == 0.0
+    assert found_summary["simulated"]["by_model"] == {
         "llama": {"median": 0.02, "p90": 0.02, "worst": 0.02},
         "encoder": {"median": 0.0, "p90": 0.0, "worst": 0.0},
     }
-    assert set(said["simulated"]["by_cluster"]) == {"2:1"}
-    assert said["regret"] == {
+    assert set(found_summary["simulated"]["by_cluster"]) == {"2:1"}
+    assert found_summary["regret"] == {
         "configurations": 2,
         "median": -0.235,
         "p90": -0.023,
         "worst": 0.03,
         "above_2_percent": 1,
     }
-    assert said["as_timed"]["closed_form"]["worst"] == 0.0
-    assert said["as_timed"]["regret"]["worst"] == 0.0, "timed, all took the same"
-    json.dumps(said)
+    assert found_summary["as_timed"]["closed_form"]["worst"] == 0.0
+    assert found_summary["as_timed"]["regret"]["worst"] == 0.0, "timed, all took the same"
+    json.dumps(found_summary)
 
 
-def test_tables_have_a_line_for_every_row_and_configuration():
+def test_tables_have_a_line_per_row():
     found = rows({CHOSEN: 0.306, "even": 0.3})
     assert table_of(found).row_count == 2
     assert regrets_table(regrets(found)).row_count == 1
@@ -324,7 +322,7 @@ def test_tables_have_a_line_for_every_row_and_configuration():
 
 
 def measured_turns() -> tuple[dict[str, tuple[Turn, ...]], list[str]]:
-    """Each plan's turns, and which plan ran in which turn."""
+    """The turns of each plan, and the order in which plans ran."""
     plans = {
         "even": Plan.even(4, 8, 2, stage=1),
         "nothing for the last": Plan.manual("4,2,2,0", stage=1, shares=(0.5, 0.3, 0.2, 0.0)),
@@ -342,7 +340,7 @@ def measured_turns() -> tuple[dict[str, tuple[Turn, ...]], list[str]]:
     return {kind: one.turns for kind, one in measured.items()}, ran
 
 
-def test_plans_run_in_turns_and_all_ranks_agree_how_long_steps_took(ranks: Pool) -> None:
+def test_plans_run_in_turns(ranks: Pool) -> None:
     found = ranks.run(measured_turns)
     assert all(rank == found[0] for rank in found)
     turns, ran = found[0]
@@ -355,7 +353,7 @@ def test_plans_run_in_turns_and_all_ranks_agree_how_long_steps_took(ranks: Pool)
 # The command line
 
 
-def test_quick_means_less_of_everything_that_was_not_asked_for():
+def test_quick_changes_defaults_only():
     full, quick = prediction.parse_options([]), prediction.parse_options(["--quick"])
     assert (quick.rounds, quick.steps) < (full.rounds, full.steps)
     assert quick.seconds < full.seconds
@@ -367,7 +365,7 @@ def test_quick_means_less_of_everything_that_was_not_asked_for():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--clusters", "2:fast"], "--clusters: a cluster is speeds with colons in between"),
+        (["--clusters", "2:fast"], "--clusters: a cluster must be speeds and colons"),
         (["--models", "bert"], "invalid choice: 'bert'"),
         (["--stages", "4"], "invalid choice: 4"),
         (["--global-batch", "11"], "--global-batch must be at least 12, got 11"),
@@ -377,7 +375,7 @@ def test_quick_means_less_of_everything_that_was_not_asked_for():
         (["--max-batch", "0"], "--max-batch must be at least 1, got 0"),
     ],
 )
-def test_a_command_line_that_makes_no_sense_is_refused(arguments, message, capsys):
+def test_invalid_command_line_raises(arguments, message, capsys):
     with pytest.raises(SystemExit):
         prediction.parse_options(arguments)
     assert message in capsys.readouterr().err

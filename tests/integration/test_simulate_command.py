@@ -145,7 +145,7 @@ def test_a_model_that_does_not_fit_is_a_one_line_error(tmp_path):
 def test_invalid_input_is_a_one_line_error(described, tmp_path):
     unknown = run(described, model="llama-9000b")
     assert unknown.exit_code == 1
-    assert "known are llama-0.5b" in unknown.stderr
+    assert "use one of llama-0.5b" in unknown.stderr
     bad = tmp_path / "bad.toml"
     bad.write_text(CLUSTER.replace("count = 2", "count = 0"))
     shown = run(bad, "--json")

@@ -102,12 +102,12 @@ class StoresLoss(models.Block):
 
     def forward(self, x: Tensor) -> Tensor:
         out = super().forward(x)
-        self.kept = (self.norm1.weight * out).square().mean()
+        self.stored_loss = (self.norm1.weight * out).square().mean()
         return out
 
 
 def add_stored_losses(
-    run: Run, who: tuple[int, ...]
+    run: Run, affected: tuple[int, ...]
 ) -> tuple[Failure | None, list[str], Parameters]:
     model = models.build(run.recipe.spec).to(harness.device())
     for block in model.blocks:
@@ -116,8 +116,8 @@ def add_stored_losses(
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
         value = models.mean_over_samples(model, batch)
-        if harness.rank() in who:
-            value = value + sum(block.kept for block in model.blocks)
+        if harness.rank() in affected:
+            value = value + sum(block.stored_loss for block in model.blocks)
         return value
 
     def act() -> None:
@@ -126,12 +126,16 @@ def add_stored_losses(
     return between_good_steps(run, model, optimizer, act)
 
 
-@pytest.mark.parametrize("who", [(0, 1, 2, 3), (BAD,)], ids=["all ranks", "one rank"])
-def test_stage_3_stored_loss_raises_before_the_update(ranks: Pool, who: tuple[int, ...]) -> None:
-    failures = assert_state_is_unchanged(ranks.run(add_stored_losses, Run(RECIPE, plan_of(3)), who))
+@pytest.mark.parametrize("affected", [(0, 1, 2, 3), (BAD,)], ids=["all ranks", "one rank"])
+def test_stage_3_stored_loss_raises_before_the_update(
+    ranks: Pool, affected: tuple[int, ...]
+) -> None:
+    failures = assert_state_is_unchanged(
+        ranks.run(add_stored_losses, Run(RECIPE, plan_of(3)), affected)
+    )
     assert_raised(failures, kind=RuntimeError)
     for rank, failure in enumerate(failures):
-        assert failure.is_a(RankFailed) == (rank not in who), failure
+        assert failure.is_a(RankFailed) == (rank not in affected), failure
 
 
 class Biased(nn.Module):
@@ -586,16 +590,16 @@ def keep_gradients(run: Run, cache: str) -> list[str]:
     """`zero_grad` must not change tensors that the user keeps. Returns what changed."""
     with memory_cache(cache):
         model, optimizer = training.prepare(run)
-        kept: dict[str, Tensor] = {}
+        stored: dict[str, Tensor] = {}
         for step in range(len(run.recipe.batches)):
             for micro_batch in optimizer.micro_batches(training.batch_of(run, step)):
                 models.mean_over_samples(model, micro_batch).backward()
-            kept |= {f"{step} {name}": p.grad for name, p in model.named_parameters()}
+            stored |= {f"{step} {name}": p.grad for name, p in model.named_parameters()}
             if step == 0:
-                copies = {name: gradient.clone() for name, gradient in kept.items()}
+                copies = {name: gradient.clone() for name, gradient in stored.items()}
             optimizer.step()
             optimizer.zero_grad()
-        return [name for name, copy in copies.items() if not torch.equal(kept[name], copy)]
+        return [name for name, copy in copies.items() if not torch.equal(stored[name], copy)]
 
 
 @pytest.mark.parametrize("cache", ["on", "off"])
@@ -710,13 +714,13 @@ def call_block_between_backwards(run: Run) -> Parameters:
     return training.whole_parameters(model, optimizer)
 
 
-@pytest.mark.parametrize("kept", [(), ("blocks.0", "blocks.2")])
+@pytest.mark.parametrize("persistent", [(), ("blocks.0", "blocks.2")])
 def test_calling_a_block_between_backwards_keeps_gradients(
-    ranks: Pool, kept: tuple[str, ...]
+    ranks: Pool, persistent: tuple[str, ...]
 ) -> None:
     """At stage 3 that call unshards the block, which must be resharded again."""
     recipe = Recipe(batches=(12,) * 4, optimizer="SGD", options=(("lr", 0.1), ("momentum", 0.9)))
-    units = [UnitPlan(name, "sharded_parameters", keep_gathered=True) for name in kept]
+    units = [UnitPlan(name, "sharded_parameters", keep_gathered=True) for name in persistent]
     plan = replace(one_pass_each(3), units=tuple(units))
     model = models.build(recipe.spec)
     alone = recipe.optimizer_class(model.parameters(), **dict(recipe.options))

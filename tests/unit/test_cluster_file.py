@@ -1,4 +1,4 @@
-"""A `cluster.toml` becomes profiles to plan on; what is wrong with it is said by file and key."""
+"""A `cluster.toml` gives profiles to plan on; errors name the file and the key."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def read(tmp_path, text):
     return ClusterFile.read(path)
 
 
-def test_ranks_are_numbered_as_the_file_lists_them(tmp_path):
+def test_ranks_are_numbered_in_file_order(tmp_path):
     described = read(tmp_path, TWO_HOSTS)
     simulated = described.simulated(JOB)
     assert [device.name for device in simulated.middle.devices] == [
@@ -64,7 +64,7 @@ def test_ranks_are_numbered_as_the_file_lists_them(tmp_path):
     assert "simulated" in simulated.middle.notes[0]
 
 
-def test_links_are_the_slowest_printed_ones_unless_told(tmp_path):
+def test_the_default_link_is_the_slowest_device_link(tmp_path):
     big, small = read(tmp_path, TWO_HOSTS).hosts
     assert (big.link_gb_per_s, big.network_gbit_per_s) == (300, 100)
     assert (small.link_gb_per_s, small.network_gbit_per_s) == (12, 25)
@@ -72,43 +72,41 @@ def test_links_are_the_slowest_printed_ones_unless_told(tmp_path):
     assert mixed.link_gb_per_s == 16
 
 
-def test_prices_of_hosts_and_devices_add_up(tmp_path):
+def test_prices_of_hosts_and_devices_are_added(tmp_path):
     assert read(tmp_path, TWO_HOSTS).price_per_hour == 12.5
     one_missing = re.sub(r"price_per_hour = 10\n", "", TWO_HOSTS)
     assert read(tmp_path, one_missing).price_per_hour is None
 
 
-def test_a_host_with_a_price_of_its_own_needs_none_of_its_devices(tmp_path):
+def test_a_host_with_a_price_needs_no_device_prices(tmp_path):
     text = TWO_HOSTS.replace("network_gbit_per_s = 25", "price_per_hour = 3")
     assert read(tmp_path, text).price_per_hour == 15.5
     assert read(tmp_path, text.replace("  price_per_hour = 0.5\n", "")).price_per_hour == 15.0
 
 
-def test_prices_of_only_some_devices_are_refused_and_the_others_named(tmp_path):
+def test_missing_device_prices_raise_with_the_devices(tmp_path):
     third = '\n  [[host.device]]\n  gpu = "P100-PCIe-16"\n'
     text = TWO_HOSTS.replace("  price_per_hour = 0.5\n", "") + third
-    with pytest.raises(ValueError, match="or of each of its devices, or none") as raised:
+    with pytest.raises(ValueError, match="of each of its devices, or none") as raised:
         read(tmp_path, text)
-    assert str(raised.value).endswith(
-        "got one for some, but not for device[0] (T4), device[2] (P100)"
-    )
+    assert str(raised.value).endswith("got no price for device[0] (T4), device[2] (P100)")
     assert "cluster.toml: host[1].price_per_hour: expected" in str(raised.value)
     none = read(tmp_path, text.replace("  price_per_hour = 2.0\n", ""))
     assert none.price_per_hour is None
 
 
-def test_a_host_is_worth_what_its_devices_are_only_if_all_have_a_price(tmp_path):
+def test_a_host_price_needs_all_device_prices(tmp_path):
     small = read(tmp_path, TWO_HOSTS).hosts[1]
     assert small.whole_price_per_hour == 2.5
     known, unknown = small.devices[0], dataclasses.replace(small.devices[1], price_per_hour=None)
     assert dataclasses.replace(small, devices=(known, unknown)).whole_price_per_hour is None
 
 
-def test_a_file_may_have_tens_of_thousands_of_hosts(tmp_path):
+def test_a_file_with_tens_of_thousands_of_hosts(tmp_path):
     text = '[[host]]\nname = "node"\ncount = 65536\n[[host.device]]\ngpu = "T4"\n'
     described = read(tmp_path, f"network_gbit_per_s = 10\n{text}")
     assert len(described.hosts) == 65536
-    with pytest.raises(ValueError, match="two hosts are called 'node-0'"):
+    with pytest.raises(ValueError, match="two hosts have the name 'node-0'"):
         read(tmp_path, f"network_gbit_per_s = 10\n{text}{text}")
 
 
@@ -123,7 +121,7 @@ def test_a_count_makes_several_hosts(tmp_path):
     assert described.name == "cluster", "the file's name, if it has no other"
 
 
-def test_outlooks_are_faster_slower_and_tilted_by_kind(tmp_path):
+def test_outlooks_are_faster_slower_and_tilted_by_device(tmp_path):
     simulated = read(tmp_path, TWO_HOSTS).simulated(JOB)
     middle, best, worst = simulated.middle, simulated.optimistic, simulated.pessimistic
     for rank in range(6):
@@ -141,24 +139,24 @@ def test_outlooks_are_faster_slower_and_tilted_by_kind(tmp_path):
     assert first.devices[4].seconds(1) < middle.devices[4].seconds(1)
 
 
-def test_an_overlap_that_is_given_is_taken_at_its_word(tmp_path):
+def test_a_given_overlap_is_the_same_in_all_outlooks(tmp_path):
     simulated = read(tmp_path, f"overlap = 0.8\n{TWO_HOSTS}").simulated(JOB)
     assert {cluster.overlap for cluster in simulated.outlooks} == {0.8}
 
 
-def test_one_kind_of_device_has_no_ratio_to_be_wrong_about(tmp_path):
+def test_one_kind_of_device_has_no_tilted_profiles(tmp_path):
     described = read(tmp_path, '[[host]]\n[[host.device]]\ngpu = "T4"\ncount = 2\n')
     assert described.simulated(JOB).tilted == ()
 
 
-def test_measured_devices_are_told_from_calculated_ones(tmp_path):
+def test_devices_with_published_curves_are_listed_separately(tmp_path):
     described = read(tmp_path, TWO_HOSTS)
     simulated = described.simulated(TrainingJob(architecture=architecture("opt-350m")))
     assert simulated.measured == ("A100-SXM-80",)
     assert simulated.calculated == ("T4", "V100-PCIe-16")
 
 
-def test_profiles_of_a_described_cluster_are_profiles_like_others(tmp_path):
+def test_profiles_of_a_described_cluster_can_be_saved(tmp_path):
     simulated = read(tmp_path, TWO_HOSTS).simulated(JOB)
     path = tmp_path / "cluster.json"
     simulated.middle.to_json(path)
@@ -168,14 +166,14 @@ def test_profiles_of_a_described_cluster_are_profiles_like_others(tmp_path):
 @pytest.mark.parametrize(
     ("old", "new", "key", "words"),
     [
-        ('"T4"', '"T5"', "host[1].device[0].gpu", "'T5' is no device"),
-        ('"T4"', "4", "host[1].device[0].gpu", "expected a text in quotes"),
+        ('"T4"', '"T5"', "host[1].device[0].gpu", "'T5' is not a known device"),
+        ('"T4"', "4", "host[1].device[0].gpu", "expected a quoted string"),
         ("count = 4", "count = 0", "host[0].device[0].count", "from 1 to 65536; got 0"),
         ("count = 4", "count = 2.5", "host[0].device[0].count", "got 2.5"),
         ("count = 4", "cuont = 4", "host[0].device[0].cuont", "unknown key"),
         ("memory_gib = 14.5", "memory_gib = -1", "host[1].device[0].memory_gib", "above 0; got -1"),
         ("link_gb_per_s = 12", 'link_gb_per_s = "fast"', "host[1].link_gb_per_s", "got 'fast'"),
-        ("price_per_hour = 10", "price_per_hour = -1", "host[0].price_per_hour", "0 or more"),
+        ("price_per_hour = 10", "price_per_hour = -1", "host[0].price_per_hour", "at least 0"),
         ("network_gbit_per_s = 100", "", "network_gbit_per_s", "nothing for host 'big'"),
         ("network_gbit_per_s = 100", "network_gbit_per_s = inf", "network_gbit_per_s", "got inf"),
         ('name = "two kinds"', "overlap = 2", "overlap", "from 0 to 1; got 2"),
@@ -183,26 +181,26 @@ def test_profiles_of_a_described_cluster_are_profiles_like_others(tmp_path):
         ('name = "big"', 'name = "host1"', "two hosts", "'host1'"),
     ],
 )
-def test_what_is_wrong_is_said_by_file_and_key(tmp_path, old, new, key, words):
+def test_invalid_values_raise_with_file_and_key(tmp_path, old, new, key, words):
     text = TWO_HOSTS.replace(old, new, 1)
     with pytest.raises(ValueError, match=re.escape(words)) as raised:
         read(tmp_path, text)
     assert f"cluster.toml: {key}" in str(raised.value)
 
 
-def test_a_file_without_hosts_or_devices_is_refused(tmp_path):
+def test_a_file_without_hosts_or_devices_raises(tmp_path):
     with pytest.raises(ValueError, match=r"host: expected at least one table \[\[host\]\]"):
         read(tmp_path, 'name = "empty"')
     with pytest.raises(ValueError, match=r"host\[0\]\.device: .* \[\[host\.device\]\]"):
         read(tmp_path, '[[host]]\nname = "empty"')
 
 
-def test_a_damaged_file_is_named(tmp_path):
-    with pytest.raises(ValueError, match=r"cluster\.toml is no TOML"):
+def test_a_file_that_is_not_toml_raises_with_its_name(tmp_path):
+    with pytest.raises(ValueError, match=r"cluster\.toml is not valid TOML"):
         read(tmp_path, "[[host")
 
 
-# What collectives cost between described hosts.
+# Collectives between described hosts
 
 MODEL = ModelProfile(unit_numels=(10**9,), param_bytes=2, wire_bytes=4)
 
@@ -211,26 +209,26 @@ def links(ranks, network=1e9, link=1e10):
     return HostLinks(ranks=ranks, link_bytes_per_second=link, network_bytes_per_second=network)
 
 
-def test_one_device_talks_to_nobody():
+def test_one_device_does_not_communicate():
     network = network_profile([links(1)], MODEL)
     assert network.reduce_scatter_seconds == network.all_gather_seconds == 0.0
 
 
-def test_one_host_takes_its_links_time():
+def test_one_host_is_bound_by_its_links():
     network = network_profile([links(4)], MODEL)
     expected = 4e9 * 3 / 4 / 1e10 / LINK_EFFICIENCY
     assert network.reduce_scatter_seconds == pytest.approx(expected, rel=1e-3)
     assert network.all_gather_seconds == pytest.approx(expected / 2, rel=1e-3)
 
 
-def test_hosts_send_one_copy_whatever_the_number_of_their_ranks():
+def test_hosts_send_one_copy_for_any_number_of_ranks():
     few = network_profile([links(1), links(1)], MODEL)
     many = network_profile([links(8, link=math.inf), links(8, link=math.inf)], MODEL)
     assert few.reduce_scatter_seconds == pytest.approx(4e9 / 2 / 1e9 / LINK_EFFICIENCY, rel=1e-3)
     assert many.reduce_scatter_seconds == pytest.approx(few.reduce_scatter_seconds, rel=1e-3)
 
 
-def test_the_slowest_network_counts():
+def test_the_slowest_network_bounds_all_hosts():
     fast = network_profile([links(2), links(2)], MODEL)
     slow = network_profile([links(2), links(2, network=1e8)], MODEL)
     assert slow.all_gather_seconds > 5 * fast.all_gather_seconds

@@ -1,4 +1,4 @@
-"""`predict` adds up what DESIGN section 4 says: seconds, bytes, and what bounds a step."""
+"""`predict` follows DESIGN section 4: seconds, bytes, and what bounds a step."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def changed(cluster: ClusterProfile, rank: int, **changes) -> ClusterProfile:
         (0, 0.6 + 0.06 + 0.04 + 0.08),
         (1, 0.6 + 0.06 + 0.04 + 0.04),
         (2, (0.2 + 0.06) + (0.4 + 0.06) + 0.04 + 0.04),
-        # The last of five parts is still there when the backward begins.
+        # The last of five parts is still unsharded when the backward begins.
         (3, (0.2 + 0.132) + (0.4 + 0.132) + 0.04),
     ],
 )
@@ -95,33 +95,33 @@ def test_without_overlap_a_step_is_the_sum_of_its_parts(stage, seconds):
 
 
 FOUR_BUFFERS = ModelProfile(unit_numels=(8 * MIB,) * 4)
-"""Units that travel one by one at every stage."""
+"""Units that are communicated one by one at every stage."""
 
 
 @pytest.mark.parametrize(
     ("stage", "seconds"),
     [
-        # Three quarters of a reduction may hide, and two quarters of the gather that follows it.
+        # Three quarters of a reduction may overlap, and two quarters of the gather after it.
         (0, 0.6 + (0.06 - 0.045) + (0.04 - 0.02) + 0.08),
         (1, 0.6 + (0.06 - 0.045) + 0.04 + 0.04),
-        # What is left of the first reduction runs under the second pass's forward.
+        # The rest of the first reduction runs under the second pass's forward.
         (2, 0.6 + (0.06 - 0.045) + 0.04 + 0.04),
         # The first unit's gather and its reduction.
         (3, 0.6 + 2 * (0.01 + 0.015) + 0.04),
     ],
 )
-def test_with_overlap_all_but_one_unit_hides(stage, seconds):
+def test_with_overlap_only_one_unit_is_exposed(stage, seconds):
     cluster = a_cluster(overlap=1.0, model=FOUR_BUFFERS)
     assert predict(cluster, a_plan(stage)).step_seconds == pytest.approx(seconds)
 
 
-def test_where_communication_is_short_half_an_overlap_hides_half_of_it():
+def test_an_overlap_of_one_half_overlaps_half_of_short_communication():
     cluster = a_cluster(overlap=0.5, model=FOUR_BUFFERS)
     seconds = predict(cluster, a_plan(1)).step_seconds
     assert seconds == pytest.approx(0.6 + (0.06 - 0.0225) + 0.04 + 0.04)
 
 
-def test_no_more_hides_than_the_last_backward_lasts():
+def test_overlapped_communication_is_at_most_the_last_backward():
     cluster = a_cluster(overlap=1.0, backward_fraction=0.1, model=FOUR_BUFFERS)
     # 0.1 of a last pass of 0.4 s, three quarters of it
     assert predict(cluster, a_plan(0)).step_seconds == pytest.approx(0.6 + 0.1 - 0.03 + 0.08)
@@ -131,7 +131,7 @@ def test_no_more_hides_than_the_last_backward_lasts():
 
 @given(seed=st.integers(0, 2**32))
 @settings(max_examples=60, deadline=None)
-def test_units_that_stay_gathered_cost_what_the_oracle_says(seed):
+def test_persistent_units_cost_the_same_as_in_the_oracle(seed):
     draw = random.Random(seed)
     cluster = planning_oracle.random_cluster(draw, draw.choice((1, 2, 3)), 3)
     units = len(cluster.model.unit_numels)
@@ -157,7 +157,7 @@ def test_units_that_stay_gathered_cost_what_the_oracle_says(seed):
         assert needed == pytest.approx(oracle.needed(rank, 1, plan.shares[rank]), abs=1.0)
 
 
-def test_a_rank_without_samples_waits_for_the_others():
+def test_ranks_without_passes_or_without_samples_are_accepted():
     for micro_batches in (((9,), ()), ((9,), (0,))):
         with pytest.raises(DoesNotFit, match="9 samples, but the largest that was measured is 8"):
             predict(a_cluster(), a_plan(0, micro_batches=micro_batches))
@@ -167,7 +167,7 @@ def test_a_rank_without_samples_waits_for_the_others():
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_residuals_are_added_where_they_belong(stage):
+def test_residuals_are_added_to_passes_synchronizations_and_the_step(stage):
     def only(value):
         return tuple(value if s == stage else 100.0 for s in STAGES)
 
@@ -190,7 +190,7 @@ def test_residuals_are_added_where_they_belong(stage):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_negative_residuals_take_no_more_than_there_is(stage):
+def test_negative_residuals_leave_at_least_the_compute(stage):
     cluster = a_cluster()
     network = dataclasses.replace(
         cluster.network, synchronization_seconds=(-9.0,) * 4, step_seconds=(-9.0,) * 4
@@ -205,12 +205,12 @@ def test_negative_residuals_take_no_more_than_there_is(stage):
     assert prediction.samples_per_second == math.inf
 
 
-def test_the_optimizer_takes_its_share_and_a_latency():
+def test_the_optimizer_has_a_latency_and_a_part_per_share():
     cluster = a_cluster()
     for rank in range(2):
         cluster = changed(cluster, rank, optimizer_latency_seconds=0.02)
     prediction = predict(cluster, a_plan(2, shares=(1.0, 0.0)))
-    assert prediction.optimizer_seconds == pytest.approx((0.08, 0.0))
+    assert prediction.optimizer_seconds == pytest.approx((0.08, 0.02))
     prediction = predict(cluster, a_plan(2))
     assert prediction.optimizer_seconds == pytest.approx((0.05, 0.05))
 
@@ -239,7 +239,7 @@ def test_collectives_follow_the_busiest_link():
 
 @given(seed=st.integers(0, 2**32))
 @settings(deadline=None)
-def test_any_plan_costs_what_the_oracle_says(seed):
+def test_random_plans_cost_the_same_as_in_the_oracle(seed):
     plan = random_plan(seed)
     draw = random.Random(seed)
     assume(max(max(own, default=0) for own in plan.micro_batches) <= 20)
@@ -283,7 +283,7 @@ def test_memory_is_state_gradients_buckets_and_activations(stage, state):
     assert memory_needed(frozen, plan)[0] == expected * MIB + 12
 
 
-def test_large_units_travel_in_buckets():
+def test_large_units_are_reduced_in_several_buckets():
     model = ModelProfile(unit_numels=(64 * MIB,))
     cluster = a_cluster(model=model)
     flying = 8 * 4 * 8 * (1 + 2 * 0.5)  # a unit's eight, under the backward of the next
@@ -291,7 +291,7 @@ def test_large_units_travel_in_buckets():
     assert memory_needed(cluster, a_plan(2))[0] == expected * MIB
 
 
-def test_a_large_parameter_travels_whole():
+def test_a_large_parameter_is_one_bucket():
     model = ModelProfile(unit_numels=(64 * MIB,), largest_flat_numels=(1, 1, 40 * MIB, 1))
     flying = 4 * 80 * (1 + 2 * 0.5)
     expected = 64 * (4 + 12 * 0.5) + 4 * 64 + flying + 40
@@ -299,7 +299,7 @@ def test_a_large_parameter_travels_whole():
 
 
 @pytest.mark.parametrize(("stage", "flying"), [(0, 2 * 2), (1, 2 * (1 + 2 * 0.5))])
-def test_narrow_gradients_need_buckets_beside_the_sums(stage, flying):
+def test_16_bit_gradients_need_packed_buckets(stage, flying):
     model = dataclasses.replace(a_cluster().model, wire_bytes=2)
     plan = a_plan(stage)
     state = 5 * (8 + 8 * (1.0 if stage == 0 else 0.5))
@@ -307,7 +307,7 @@ def test_narrow_gradients_need_buckets_beside_the_sums(stage, flying):
     assert memory_needed(a_cluster(model=model), plan)[0] == expected * MIB
 
 
-def test_what_is_not_trained_is_sharded_and_gathered_with_the_rest():
+def test_frozen_parameters_are_sharded_and_unsharded_with_the_trained_ones():
     model = ModelProfile(
         unit_numels=(MIB, MIB, MIB, MIB),
         unit_frozen_numels=(8 * MIB, 3 * MIB, 5 * MIB, 4 * MIB),
@@ -326,17 +326,17 @@ def test_what_is_not_trained_is_sharded_and_gathered_with_the_rest():
     ("fields", "message"),
     [
         ({"unit_frozen_numels": (1,)}, "one entry for each of the 2 units, got 1"),
-        ({"resident_units": (2,)}, "numbers of the 2 units"),
+        ({"resident_units": (2,)}, "different numbers from 0 to 1"),
         ({"largest_flat_numels": (1, 1, 0, 1)}, "largest_flat_numels must be at least 1"),
         ({"largest_flat_numels": (1, 1)}, "one entry per stage"),
     ],
 )
-def test_a_model_that_cannot_be_is_refused(fields, message):
+def test_an_invalid_model_raises(fields, message):
     with pytest.raises(ValueError, match=message):
         ModelProfile(unit_numels=(5, 6), **fields)
 
 
-def test_a_plan_that_does_not_fit_names_the_rank_and_the_bytes():
+def test_does_not_fit_names_the_rank_and_the_bytes():
     cluster = changed(a_cluster(), 1, memory_bytes=100 * MIB)
     assert memory_needed(cluster, a_plan(0))[1] > 100 * MIB
     with pytest.raises(DoesNotFit, match=r"rank 1 \(slow\) needs 124.0 MiB for 2 samples") as error:
@@ -347,7 +347,7 @@ def test_a_plan_that_does_not_fit_names_the_rank_and_the_bytes():
         predict(reserved, a_plan(0))
 
 
-def test_a_batch_beyond_what_was_measured_is_refused():
+def test_a_batch_larger_than_measured_raises():
     plan = Plan.manual("9,1", stage=0)
     for ask in (predict, memory_needed):
         with pytest.raises(DoesNotFit, match=r"rank 0 \(fast\): a micro-batch of 9 samples"):
@@ -355,7 +355,7 @@ def test_a_batch_beyond_what_was_measured_is_refused():
     assert issubclass(DoesNotFit, ValueError)
 
 
-def test_plans_for_others_are_refused():
+def test_plans_for_other_ranks_or_with_unit_settings_raise():
     with pytest.raises(ValueError, match="the plan is for 1 ranks, but the profile has 2"):
         predict(a_cluster(), Plan.manual("4", stage=0))
     own = UnitPlan("layers.0", STRATEGIES[0])
@@ -367,7 +367,7 @@ def test_plans_for_others_are_refused():
 
 @given(seed=st.integers(0, 2**32), stage=st.sampled_from(STAGES))
 @settings(max_examples=200, deadline=None)
-def test_communication_is_never_more_than_the_step(seed, stage):
+def test_communication_is_at_most_the_step(seed, stage):
     draw = random.Random(seed)
     cluster = planning_oracle.random_cluster(draw, draw.choice((1, 2, 3)), stage)
     roomy = tuple(dataclasses.replace(d, memory_bytes=10**12) for d in cluster.devices)
@@ -383,17 +383,17 @@ def test_communication_is_never_more_than_the_step(seed, stage):
             assert exposed <= prediction.step_seconds * (1 + 1e-9)
 
 
-def test_a_gather_that_a_residual_takes_away_is_no_communication():
+def test_a_negative_residual_shortens_the_reported_communication():
     network = dataclasses.replace(a_cluster().network, step_seconds=(0.0, -1.0, 0.0, 0.0))
     prediction = predict(a_cluster(network=network), a_plan(1))
     assert prediction.step_seconds == pytest.approx(0.6 + 0.06)
     assert prediction.communication_seconds == pytest.approx(0.06)
 
 
-# What is said of it
+# The prediction as a value
 
 
-def test_where_nobody_searched_no_gap_is_known():
+def test_without_a_search_there_is_no_optimality_gap():
     prediction = predict(a_cluster(), a_plan(1))
     assert prediction.optimality_gap is None
     assert json.loads(json.dumps(prediction.to_dict()))["optimality_gap"] is None
@@ -401,7 +401,7 @@ def test_where_nobody_searched_no_gap_is_known():
     assert "from the fastest plan" not in said
 
 
-def test_what_bounds_a_step_is_said_in_words():
+def test_bound_is_a_sentence():
     def bound(cluster, plan):
         return predict(cluster, plan).bound
 

@@ -82,9 +82,9 @@ def new_sums(numel: int) -> Tensor:
 
 def shifted(values: Tensor, by: int) -> Tensor:
     """The same values, `by` elements after an aligned address."""
-    room = torch.empty(values.numel() + by, dtype=values.dtype)
-    room[by:] = values
-    return room[by:]
+    memory = torch.empty(values.numel() + by, dtype=values.dtype)
+    memory[by:] = values
+    return memory[by:]
 
 
 def assert_packs(
@@ -194,7 +194,7 @@ def test_rank_sum(cuda, dtype, accumulate, alignment, ranks, numel):
     draw = Draw(numel + ranks, "cpu")
     received = draw.values(ranks * (numel + alignment), dtype).view(ranks, -1)
     parts = [part[:numel] for part in received]
-    parts[ranks // 2] = parts[ranks // 2].clone()  # a rank's own slice lies elsewhere
+    parts[ranks // 2] = parts[ranks // 2].clone()  # a rank's own slice is in other memory
     out = shifted(draw.values(numel, torch.float32), alignment % 2)
     add_ranks(cuda, parts, out, accumulate)
     if dtype is torch.float32:

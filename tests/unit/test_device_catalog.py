@@ -1,4 +1,4 @@
-"""Devices by name: measured ratios where there are any, a calibrated roofline where not."""
+"""Devices by name: published ratios where there are any, else a calibrated roofline."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ KINDS = [known.gpu for known in SPECIFICATIONS]
         ("NVIDIA GeForce RTX 3090", "RTX-3090"),
     ],
 )
-def test_devices_are_found_as_people_call_them(name, gpu):
+def test_devices_are_found_by_common_names(name, gpu):
     assert find_device(name).gpu == gpu
 
 
-def test_a_name_that_two_devices_have_is_refused_with_both():
-    with pytest.raises(ValueError, match=r"'A100-40' may be several.*A100-PCIe-40, A100-SXM-40"):
+def test_an_ambiguous_name_raises_with_all_candidates():
+    with pytest.raises(ValueError, match=r"'A100-40' matches several.*A100-PCIe-40, A100-SXM-40"):
         find_device("A100-40")
 
 
 @pytest.mark.parametrize("name", ["A1000", "", "  ", "RTX 4090 Laptop", "40"])
-def test_a_device_nobody_knows_is_refused_with_those_there_are(name):
-    with pytest.raises(ValueError, match=r"(no device|several).*A100"):
+def test_an_unknown_device_raises_with_the_known_names(name):
+    with pytest.raises(ValueError, match=r"(not a known device|several).*A100"):
         find_device(name)
 
 
@@ -57,7 +57,7 @@ def errors_of(*words):
     return [one.error for one in roofline.errors() if all(word in one.what for word in words)]
 
 
-def test_the_roofline_meets_what_it_was_calibrated_on_as_its_docstring_says():
+def test_calibration_errors_match_the_docstring():
     assert len(list(roofline.errors())) == len(THROUGHPUTS) + 4
     on_a100 = [
         one.error for one in roofline.errors() if " over " not in one.what and "on A100" in one.what
@@ -71,7 +71,7 @@ def test_the_roofline_meets_what_it_was_calibrated_on_as_its_docstring_says():
     assert geforce == pytest.approx(-0.17, abs=0.01), "the roofline is too slow"
 
 
-def test_measurements_that_nothing_was_fitted_to_are_missed_as_the_docstring_says():
+def test_held_out_errors_match_the_docstring():
     held_out = {one.what.partition(":")[0]: one.error for one in roofline.held_out_errors()}
     assert held_out == {
         "bert-large (512 tokens) on V100-SXM2-16": pytest.approx(0.33, abs=0.01),
@@ -83,7 +83,7 @@ def test_measurements_that_nothing_was_fitted_to_are_missed_as_the_docstring_say
     }
 
 
-def test_the_ratio_of_two_devices_lies_within_what_is_told_even_then():
+def test_held_out_ratios_are_within_the_tilted_interval():
     # The A100 over the V100, by the spreads that a tilted cluster has.
     measured = [70.856 / 31.23, 356.845 / 168.63]
     for sequence, ratio in zip((512, 128), measured, strict=True):
@@ -95,24 +95,24 @@ def test_the_ratio_of_two_devices_lies_within_what_is_told_even_then():
         assert a100 / v100 * 0.7 / 1.3 < ratio < a100 / v100 * 1.3 / 0.7
 
 
-def test_a_chip_nobody_measured_may_be_as_wrong_as_the_docstring_says(monkeypatch):
+def test_errors_of_unmeasured_chips_match_the_docstring(monkeypatch):
     monkeypatch.setattr(roofline, "_EFFICIENCIES", {})
     assert errors_of("on V100", " over ") == [pytest.approx(0.47, abs=0.02)]
     assert errors_of("RTX-3090") == [pytest.approx(-0.39, abs=0.02)]
 
 
-def test_chips_that_were_measured_have_the_narrower_interval():
+def test_calibrated_chips_have_the_narrower_interval():
     curves, runs = {one.gpu for one in CURVES}, {one.gpu for one in THROUGHPUTS}
     assert curves | runs <= roofline.CALIBRATED <= set(KINDS)
     assert spread(find_device("A800-80")) == 0.3 < spread(find_device("T4")) == 0.5
 
 
-def test_every_error_lies_within_the_interval_that_is_told():
+def test_every_calibration_error_is_within_the_interval():
     assert all(0.7 < 1 / (1 + one.error) < 1.3 for one in roofline.errors())
 
 
 @pytest.mark.parametrize("gpu", KINDS)
-def test_a_device_without_a_curve_has_a_straight_line_that_pays_less_per_sample(gpu):
+def test_without_a_curve_larger_batches_are_faster_per_sample(gpu):
     profile = device_profile(find_device(gpu), LLAMA)
     assert measured_curve(find_device(gpu), LLAMA) is None
     rates = [point.batch / point.seconds for point in profile.points]
@@ -122,7 +122,7 @@ def test_a_device_without_a_curve_has_a_straight_line_that_pays_less_per_sample(
     assert profile.peak_flops == find_device(gpu).half_flops
 
 
-def test_a_measured_device_keeps_its_measured_ratios():
+def test_published_curves_keep_their_ratios():
     for curve in CURVES:
         job = TrainingJob(architecture=architecture(curve.model))
         profile = device_profile(find_device(curve.gpu), job)
@@ -137,20 +137,20 @@ def test_a_measured_device_keeps_its_measured_ratios():
                 assert ratio == pytest.approx(curve.seconds[point.batch] / published[point.batch])
 
 
-def test_a_measured_device_stands_at_the_rooflines_level():
+def test_published_curves_are_scaled_to_the_roofline():
     reference = find_device("A100-SXM-40")
     last = device_profile(reference, OPT).points[-1]
     assert last.seconds == pytest.approx(roofline.pass_seconds(reference, OPT, last.batch))
 
 
 @pytest.mark.parametrize("more", [{"checkpointing": True}, {"sequence": 1024}])
-def test_a_curve_of_another_job_is_no_curve_of_this_one(more):
+def test_a_curve_is_only_used_for_its_own_job(more):
     a100 = find_device("A100-SXM-80")
     assert measured_curve(a100, OPT) is not None
     assert measured_curve(a100, TrainingJob(architecture=OPT.architecture, **more)) is None
 
 
-def test_outlooks_know_the_same_batches_and_differ_by_the_spread():
+def test_outlooks_have_equal_batches_and_differ_by_the_spread():
     t4 = find_device("T4")
     middle, best, worst = (
         device_profile(t4, LLAMA, outlook) for outlook in (MIDDLE, OPTIMISTIC, PESSIMISTIC)
@@ -161,7 +161,7 @@ def test_outlooks_know_the_same_batches_and_differ_by_the_spread():
     assert worst.activation_bytes(1) == pytest.approx(1.3 * middle.activation_bytes(1), abs=1)
 
 
-def test_checkpointing_makes_passes_a_third_longer_and_larger_ones_possible():
+def test_checkpointing_lengthens_passes_by_a_third_and_allows_larger_ones():
     t4 = find_device("T4")
     job = TrainingJob(architecture=LLAMA.architecture, checkpointing=True)
     plain, less = device_profile(t4, LLAMA), device_profile(t4, job)
@@ -169,7 +169,7 @@ def test_checkpointing_makes_passes_a_third_longer_and_larger_ones_possible():
     assert less.max_batch > 2 * plain.max_batch
 
 
-def test_memory_is_what_is_printed_unless_told():
+def test_memory_is_as_specified_unless_given():
     t4 = find_device("T4")
     assert device_profile(t4, LLAMA).memory_bytes == 16 << 30
     assert device_profile(t4, LLAMA, memory_gib=14.5).memory_bytes == 29 << 29

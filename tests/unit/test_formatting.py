@@ -10,6 +10,7 @@ from poplar.formatting import (
     format_passes,
     format_percent,
     format_ranks,
+    format_rate,
     format_seconds,
     format_signed_percent,
     format_usage,
@@ -71,6 +72,14 @@ def test_seconds_have_three_digits(seconds, text):
 )
 def test_signed_percents_have_two_digits_and_no_negative_zero(fraction, text):
     assert format_signed_percent(fraction) == text
+
+
+@pytest.mark.parametrize(
+    ("rate", "text"),
+    [(1234.5, "1234 samples/s"), (27.64, "27.6 samples/s"), (0.5, "0.5 samples/s")],
+)
+def test_rates_have_three_digits_or_are_whole(rate, text):
+    assert format_rate(rate) == text
 
 
 def test_percents_are_whole():

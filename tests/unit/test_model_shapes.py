@@ -1,4 +1,4 @@
-"""Shapes by name: parameters to the last one, FLOPs and activations by the published formulas."""
+"""Model shapes: exact parameter counts, FLOPs and activations by the published formulas."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize(("name", "parameters"), PUBLISHED.items())
-def test_parameters_are_the_published_ones(name, parameters):
+def test_parameter_counts_equal_the_published_ones(name, parameters):
     assert architecture(name).numel == parameters
 
 
 @pytest.mark.parametrize(
     ("name", "parameters"), [("llama-0.5b", 0.5e9), ("mpt-125m", 125e6), ("mpt-1b", 1.3e9)]
 )
-def test_parameters_are_near_what_the_name_says(name, parameters):
+def test_parameter_counts_are_near_the_name(name, parameters):
     assert architecture(name).numel == pytest.approx(parameters, rel=0.05)
 
 
-def test_parameters_are_those_of_the_library_that_everybody_uses():
+def test_parameter_counts_equal_transformers():
     transformers = pytest.importorskip("transformers")
     torch = pytest.importorskip("torch")
     with torch.device("meta"):
@@ -75,16 +75,16 @@ def test_units_are_embeddings_blocks_and_head(shape):
     assert all(numel > 0 for numel in units)
 
 
-def test_names_are_found_in_any_case():
+def test_names_are_case_insensitive():
     assert architecture(" Llama-1.1B ") is ARCHITECTURES["llama-1.1b"]
 
 
-def test_an_unknown_model_is_refused_with_those_there_are():
-    with pytest.raises(ValueError, match=r"unknown model 'llama-9000b'; known are llama-0.5b, "):
+def test_an_unknown_model_raises_with_the_known_names():
+    with pytest.raises(ValueError, match=r"unknown model 'llama-9000b'; use one of llama-0.5b, "):
         architecture("llama-9000b")
 
 
-def test_an_architecture_is_checked_where_it_is_made():
+def test_an_invalid_architecture_raises():
     shape = ARCHITECTURES["gpt2-124m"]
     with pytest.raises(ValueError, match="unknown family 'rnn'"):
         dataclasses.replace(shape, family="rnn")
@@ -100,7 +100,7 @@ def test_flops_are_six_per_parameter_and_token_plus_attention():
     assert job.flops_per_sample == 6 * 6_649_286_656 * 2048 + attention
 
 
-def test_tables_that_tokens_are_looked_up_in_cost_no_flops():
+def test_lookup_tables_have_no_flops():
     tied = Architecture(
         name="tiny", family="gpt", hidden=8, layers=1, heads=1, mlp=32, vocabulary=100, sequence=16
     )
@@ -109,7 +109,7 @@ def test_tables_that_tokens_are_looked_up_in_cost_no_flops():
     assert own_head.multiplied_numel == tied.multiplied_numel
 
 
-def test_a_gpt_layer_keeps_what_korthikanti_et_al_say():
+def test_activation_bytes_of_gpt_equal_korthikanti_et_al():
     job = TrainingJob(architecture=architecture("gpt2-124m"), sequence=1024, fused_attention=False)
     s, h, a = 1024, 768, 12
     assert job.layer_bytes_per_sample == s * h * (34 + 5 * a * s / h)
@@ -117,13 +117,13 @@ def test_a_gpt_layer_keeps_what_korthikanti_et_al_say():
     assert fused.layer_bytes_per_sample == s * h * 34
 
 
-def test_a_llama_layer_keeps_fewer_keys_no_masks_and_a_gated_mlp():
+def test_activation_bytes_of_llama():
     job = TrainingJob(architecture=architecture("llama-1.1b"))
     assert job.layer_bytes_per_sample == 2048 * 2048 * (12 + 4 * 4 / 32 + 8 * 5632 / 2048)
 
 
 @pytest.mark.parametrize(("family", "more"), [("llama", 1.23), ("bert", 1.06)])
-def test_pytorch_keeps_of_a_block_what_the_docstring_says(family, more):
+def test_activation_bytes_in_pytorch_match_the_docstring(family, more):
     transformers = pytest.importorskip("transformers")
     tokens, sizes = 256, {"num_attention_heads": 8, "vocab_size": 128, "hidden_size": 512}
     if family == "llama":
@@ -132,7 +132,7 @@ def test_pytorch_keeps_of_a_block_what_the_docstring_says(family, more):
     else:
         sizes |= {"intermediate_size": 2048, "attention_probs_dropout_prob": 0.0}
         config, model = transformers.BertConfig, transformers.BertForMaskedLM
-    persistent = [
+    saved = [
         bytes_saved(model(config(num_hidden_layers=layers, **sizes)), tokens) for layers in (1, 2)
     ]
     shape = Architecture(
@@ -148,21 +148,21 @@ def test_pytorch_keeps_of_a_block_what_the_docstring_says(family, more):
         dropout=family == "bert",
     )
     expected = TrainingJob(architecture=shape).layer_bytes_per_sample
-    assert (persistent[1] - persistent[0]) / expected == pytest.approx(more, abs=0.05)
+    assert (saved[1] - saved[0]) / expected == pytest.approx(more, abs=0.05)
 
 
 def bytes_saved(model, tokens):
-    """Of a forward in 16 bit, what autograd keeps besides parameters."""
+    """Bytes that autograd saves in a 16-bit forward, without parameters."""
     import torch
 
     model = model.to(torch.bfloat16).train()
     own = {p.untyped_storage().data_ptr() for p in (*model.parameters(), *model.buffers())}
-    persistent = {}
+    saved = {}
 
     def pack(tensor):
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in own:
-            persistent[storage.data_ptr()] = (
+            saved[storage.data_ptr()] = (
                 tensor,
                 storage.nbytes(),
             )  # alive, so no address comes twice
@@ -171,10 +171,10 @@ def bytes_saved(model, tokens):
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         logits = model(torch.zeros(1, tokens, dtype=torch.long)).logits
     assert logits.requires_grad
-    return sum(size for _, size in persistent.values())
+    return sum(size for _, size in saved.values())
 
 
-def test_checkpointing_trades_memory_for_a_third_of_the_time():
+def test_checkpointing_saves_memory_and_adds_a_third_of_the_time():
     job = TrainingJob(architecture=architecture("llama-1.1b"))
     less = dataclasses.replace(job, checkpointing=True)
     assert less.activation_bytes_per_sample < job.activation_bytes_per_sample / 3
@@ -183,7 +183,7 @@ def test_checkpointing_trades_memory_for_a_third_of_the_time():
     assert less.produced_bytes_per_sample == job.activation_bytes_per_sample
 
 
-def test_samples_have_the_models_own_length_unless_told():
+def test_the_default_sequence_is_the_models_own():
     shape = architecture("bert-large")
     assert TrainingJob(architecture=shape).sequence == 512
     assert TrainingJob(architecture=shape, sequence=128).sequence == 128

@@ -1,4 +1,4 @@
-"""Plans that ran in turns: compared over the turns they shared, known by their medians."""
+"""Trials compare plans over shared turns and pool their observations."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def ran(plan: Plan, seconds: float) -> Observation:
 
 
 @given(st.lists(st.floats(0.5, 2.0), min_size=1, max_size=6), st.permutations(PLANS))
-def test_a_machine_that_changes_its_speed_between_turns_changes_no_verdict(luck, plans):
+def test_ranking_ignores_speed_changes_between_turns(luck, plans):
     trials = Trials()
     for factor in luck:
         trials.add([ran(plan, factor * SECONDS[plan]) for plan in plans])
@@ -36,7 +36,7 @@ def test_a_machine_that_changes_its_speed_between_turns_changes_no_verdict(luck,
     assert trials.ratio(SLOW, FAST) == pytest.approx(1.05)
 
 
-def test_a_plan_that_joined_late_is_compared_over_the_turns_that_it_shared():
+def test_plans_are_compared_over_shared_turns():
     trials = Trials()
     trials.add([ran(FAST, 1.0), ran(SLOW, 1.05)])
     for _ in range(3):  # the machine has become slower meanwhile
@@ -46,7 +46,7 @@ def test_a_plan_that_joined_late_is_compared_over_the_turns_that_it_shared():
     assert [trials.turns(plan) for plan in PLANS] == [4, 3, 1]
 
 
-def test_one_lucky_turn_does_not_decide():
+def test_one_fast_turn_does_not_change_the_ranking():
     trials = Trials()
     trials.add([ran(FAST, 1.0), ran(SLOW, 0.5)])
     for _ in range(2):
@@ -54,25 +54,25 @@ def test_one_lucky_turn_does_not_decide():
     assert trials.ranking([SLOW, FAST]) == [FAST, SLOW]
 
 
-def test_how_sure_a_median_over_turns_is_says_whichever_tells_of_more_noise():
-    def unsure(seconds: float, error: float) -> Observation:
+def test_standard_error_over_turns_is_the_larger_estimate():
+    def with_error(seconds: float, error: float) -> Observation:
         return replace(ran(FAST, seconds), spread_seconds=error, pass_errors=(error, 0.0))
 
-    alike, different = Trials(), Trials()
+    equal, different = Trials(), Trials()
     for seconds in (1.0, 1.0, 1.0, 1.0):
-        alike.add([unsure(seconds, 0.1)])
-    (seen,) = alike.observations()
+        equal.add([with_error(seconds, 0.1)])
+    (seen,) = equal.observations()
     assert seen.spread_seconds == pytest.approx(0.05)
     assert seen.pass_errors == pytest.approx((0.05, 0.0))
     for seconds in (1.0, 1.2, 1.4, 1.6):
-        different.add([unsure(seconds, 0.1)])
+        different.add([with_error(seconds, 0.1)])
     (seen,) = different.observations()
     assert seen.spread_seconds == error_of_median([1.0, 1.2, 1.4, 1.6]) > 0.05
     assert seen.pass_errors[1] == pytest.approx(0.6 * seen.spread_seconds)
 
 
 @given(st.lists(st.floats(0.5, 2.0), min_size=1, max_size=6))
-def test_a_plan_is_known_by_the_medians_of_its_turns_in_the_order_of_the_first(seconds):
+def test_observations_are_medians_in_order_of_first_appearance(seconds):
     trials = Trials()
     trials.add([ran(SLOW, 3.0)])
     for each in seconds:
@@ -88,7 +88,7 @@ def test_a_plan_is_known_by_the_medians_of_its_turns_in_the_order_of_the_first(s
     assert fast.other_seconds == pytest.approx((0.1 * middle, 0.2 * middle))
 
 
-def test_a_rank_without_samples_has_no_passes_to_pool():
+def test_rank_without_samples_has_no_passes():
     plan = Plan.manual((8, 0), stage=0)
     seen = Observation(
         plan=plan, step_seconds=1.0, pass_seconds=((0.9,), ()), other_seconds=(0.0, 0.0)

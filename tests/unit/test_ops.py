@@ -253,14 +253,14 @@ def test_rank_sum_chunks_skips_chunks_of_other_processes(device, numel, plain):
     ops.rank_sum_(expected, received)
     work_counters = torch.zeros(_core.WORK_COUNTERS_BYTES, dtype=torch.uint8, device=device)
     work_counters.view(torch.int32)[0] = 1
-    claimed = PLAIN["rank_sum_chunks_"] if plain else ops.rank_sum_chunks_
-    claimed([out], received, work_counters)
+    rank_sum_chunks = PLAIN["rank_sum_chunks_"] if plain else ops.rank_sum_chunks_
+    rank_sum_chunks([out], received, work_counters)
     assert not out[: _core.CHUNK].any()
     assert_same_bits(out[_core.CHUNK :], expected[_core.CHUNK :])
     chunks = -(-numel // _core.CHUNK)
     assert work_counters.view(torch.int32)[2] == max(chunks - 1, 0), "done by this call"
     before = out.clone()
-    claimed([out], received, work_counters)
+    rank_sum_chunks([out], received, work_counters)
     assert_same_bits(out, before)
 
 
@@ -431,7 +431,7 @@ def test_large_pack_gives_the_same_bits_and_sums(device, dtype, numel):
     offsets = [3, 10 + numel // 3, 20 + numel // 3]
     expected = torch.empty(numel, dtype=dtype, device=device)
     plain_ops.pack_(expected, grads, offsets, 0.3)
-    for shift in (0, 8, 1):  # of which the last can't be streamed
+    for shift in (0, 8, 1):  # the last one is not aligned for streaming
         bucket = torch.full((numel + shift,), 5.0, dtype=dtype, device=device)[shift:]
         sums = torch.empty(-(-numel // 64), device=device)
         ops.pack_(bucket, grads, offsets, 0.3, False, sums)
@@ -457,7 +457,7 @@ def test_rank_sum_chunks_computes_block_sums(device):
     numel = 2 * _core.CHUNK + 100
     parts = [Draw(seed, device).values(numel, torch.float32) for seed in range(3)]
     work_counters = torch.zeros(_core.WORK_COUNTERS_BYTES, dtype=torch.uint8)
-    work_counters.view(torch.int32)[0] = 1  # somebody else has the first chunk
+    work_counters.view(torch.int32)[0] = 1  # another process has the first chunk
     sums, out = torch.zeros(-(-numel // 64)), torch.zeros(numel)
     ops.rank_sum_chunks_([out], parts, work_counters, sums)
     blocks = _core.CHUNK // 64
@@ -691,7 +691,7 @@ def test_adamw_changes_nothing_if_found_inf(device, plain):
         (
             "pack_",
             lambda f: ((whole := f(20))[:12], [f(1), whole[10:14]], [0, 5], 1.0),
-            "tensor 1 lies in the buffer's memory, but not at its own place",
+            "tensor 1 is in the buffer's memory, but not at its own offset",
         ),
         ("copy_", lambda f: ((whole := f(9))[1:], whole[:-1]), "must not share memory in part"),
         (
@@ -867,13 +867,13 @@ def test_cuda_kernels_compile_for_every_architecture_of_the_toolkit(device, tmp_
     included = kernels.read_text()
     for source in CUDA_SOURCES:
         assert f'#include "{Path(source).stem}.cuh"' in included
-    said = subprocess.run(["nvcc", "--list-gpu-arch"], capture_output=True, text=True, check=True)
-    known = [name.removeprefix("compute_") for name in said.stdout.split()]
+    listed = subprocess.run(["nvcc", "--list-gpu-arch"], capture_output=True, text=True, check=True)
+    known = [name.removeprefix("compute_") for name in listed.stdout.split()]
     assert known
     chips = [
         word
         for chip in known
-        if int(chip) >= 70  # older ones have no room for so many parameters
+        if int(chip) >= 70  # older ones have a lower limit of kernel parameters
         for word in ("-gencode", f"arch=compute_{chip},code=sm_{chip}")
     ]
     nvcc(

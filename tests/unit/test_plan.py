@@ -1,4 +1,4 @@
-"""A plan says who computes what, keeps its promises when a batch is short, and survives a file."""
+"""Plans: validation, constructors, short batches, JSON and the printed table."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STAGES = (0, 1, 2, 3)
 
 
 def random_plan(seed: int) -> Plan:
-    """Any plan that is legal: idle ranks, empty passes, ranks that own nothing."""
+    """A random valid plan: ranks without samples, empty passes, ranks without a share."""
     draw = random.Random(seed)
     stage, world_size = draw.choice(STAGES), draw.randint(1, 6)
     synchronizations = draw.randint(1, 4)
@@ -54,10 +54,10 @@ def spelled_out(**changes) -> Plan:
     return Plan(**{**fields, **changes})
 
 
-# What a plan says
+# Accessors
 
 
-def test_a_plan_says_what_each_rank_does():
+def test_a_plan_has_samples_passes_and_offset_of_each_rank():
     plan = spelled_out()
     assert plan.world_size == 3
     assert [plan.samples(rank) for rank in range(3)] == [5, 5, 2]
@@ -66,13 +66,13 @@ def test_a_plan_says_what_each_rank_does():
 
 
 @pytest.mark.parametrize("rank", [-1, 3])
-def test_a_rank_outside_the_plan_is_refused(rank):
+def test_an_unknown_rank_raises(rank):
     for ask in (spelled_out().samples, spelled_out().passes, spelled_out().offset):
-        with pytest.raises(ValueError, match=f"rank {rank}: this plan is for ranks 0 to 2"):
+        with pytest.raises(ValueError, match=f"rank {rank}: this plan has ranks 0 to 2"):
             ask(rank)
 
 
-def test_a_plan_is_a_value_that_cannot_be_changed():
+def test_a_plan_is_immutable_hashable_and_picklable():
     plan = spelled_out(micro_batches=[[1, 4], [2, 3], [0, 2]], shares=[0.5, 0.5, 0])
     assert plan == spelled_out()
     assert hash(plan) == hash(spelled_out())
@@ -81,14 +81,14 @@ def test_a_plan_is_a_value_that_cannot_be_changed():
         plan.stage = 3
 
 
-def test_the_prediction_takes_no_part_in_equality_hash_and_digest():
+def test_the_prediction_is_ignored_by_equality_hash_and_digest():
     plan = spelled_out(prediction={"step_seconds": 1.5})
     assert plan == spelled_out()
     assert hash(plan) == hash(spelled_out())
     assert plan.digest() == spelled_out().digest()
 
 
-def test_plans_that_differ_have_digests_that_differ():
+def test_different_plans_have_different_digests():
     different = [
         spelled_out(),
         spelled_out(stage=3),
@@ -100,7 +100,7 @@ def test_plans_that_differ_have_digests_that_differ():
     assert spelled_out(shares=(0.5, 0.5, -0.0)).digest() == spelled_out().digest()
 
 
-# Plans that cannot be
+# Invalid plans
 
 
 @pytest.mark.parametrize(
@@ -126,24 +126,24 @@ def test_plans_that_differ_have_digests_that_differ():
         ({"units": ("layers.0",)}, TypeError, "must hold UnitPlan values, got 'layers.0'"),
     ],
 )
-def test_a_plan_that_cannot_be_says_what_is_wrong(changes, error, complaint):
+def test_an_invalid_plan_raises(changes, error, complaint):
     with pytest.raises(error, match=complaint):
         spelled_out(**changes)
 
 
 @pytest.mark.parametrize("stage", [0, 1])
-def test_ranks_that_meet_once_a_step_may_have_their_own_number_of_passes(stage):
+def test_before_stage_2_ranks_may_have_different_numbers_of_passes(stage):
     plan = spelled_out(stage=stage, micro_batches=((1, 4, 4), (3,), ()))
     assert [plan.passes(rank) for rank in range(3)] == [3, 1, 0]
 
 
-def test_a_unit_may_have_a_strategy_and_shares_of_its_own():
+def test_a_unit_may_have_its_own_strategy_and_shares():
     unit = UnitPlan("layers.0", "sharded_parameters", shares=[0, 0.5, 0.5], keep_gathered=True)
     assert spelled_out(units=[unit]).units == (unit,)
     assert unit.shares == (0, 0.5, 0.5)
 
 
-def test_units_that_meet_at_every_pass_need_equal_passes_at_any_stage():
+def test_units_that_synchronize_every_pass_need_equal_passes_at_any_stage():
     micro_batches = ((1, 4, 4), (3,), ())
     with pytest.raises(ValueError, match="rank 1 has 1 passes"):
         spelled_out(
@@ -154,14 +154,18 @@ def test_units_that_meet_at_every_pass_need_equal_passes_at_any_stage():
 @pytest.mark.parametrize(
     ("make", "error", "complaint"),
     [
-        (lambda: UnitPlan("a", "sharded"), ValueError, "unknown strategy 'sharded'; known are rep"),
+        (
+            lambda: UnitPlan("a", "sharded"),
+            ValueError,
+            "unknown strategy 'sharded'; use one of rep",
+        ),
         (lambda: UnitPlan(3, "replicated"), TypeError, "must be a string, got 3"),
         (lambda: UnitPlan("a", "replicated", shares=(1, 1)), ValueError, "'a' must sum to 1"),
         (lambda: UnitPlan("a", "replicated", keep_gathered=1), TypeError, "True or False, got 1"),
         (
             lambda: UnitPlan("a", "sharded_gradients", keep_gathered=True),
             ValueError,
-            r"keep_gathered under strategy 'sharded_gradients'.*'sharded_parameters' \(stage 3\)",
+            r"keep_gathered with strategy 'sharded_gradients'.*'sharded_parameters' \(stage 3\)",
         ),
         (lambda: UnitPlan("a", "replicated", transport=1), TypeError, "a name or None, got 1"),
         (
@@ -176,23 +180,23 @@ def test_units_that_meet_at_every_pass_need_equal_passes_at_any_stage():
         ),
     ],
 )
-def test_a_unit_that_cannot_be_says_what_is_wrong(make, error, complaint):
+def test_an_invalid_unit_raises(make, error, complaint):
     with pytest.raises(error, match=complaint):
         make()
 
 
-# Plans made by rule
+# Constructors
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_even_is_the_same_for_all_with_the_remainder_first(stage):
+def test_even_gives_all_ranks_the_same_passes_with_the_remainder_first(stage):
     plan = Plan.even(world_size=3, global_batch=30, micro_batch=4, stage=stage)
     assert plan.micro_batches == ((2, 4, 4),) * 3
     assert plan.shares == pytest.approx((1 / 3,) * 3)
     assert plan.stage == stage
 
 
-def test_even_is_as_even_as_possible_when_the_batch_does_not_divide():
+def test_even_with_a_batch_that_does_not_divide():
     assert Plan.even(2, 9, 4, stage=0).micro_batches == ((1, 4), (4,))
     assert Plan.even(2, 9, 4, stage=3).micro_batches == ((1, 4), (0, 4))
     assert Plan.even(3, 2, 4, stage=0).micro_batches == ((1,), (1,), ())
@@ -206,19 +210,19 @@ def test_manual_gives_each_rank_its_micro_batch():
     assert Plan.manual([2, 2, 2, 15], stage=1, passes=2) == plan
 
 
-def test_manual_takes_idle_ranks_and_shares():
+def test_manual_accepts_ranks_without_samples_and_shares():
     assert Plan.manual("4, 0", stage=0, passes=2).micro_batches == ((4, 4), ())
     assert Plan.manual("4,0", stage=2, passes=2).micro_batches == ((4, 4), (0, 0))
     assert Plan.manual("4,0", stage=2, shares=(0.25, 0.75)).shares == (0.25, 0.75)
 
 
 @pytest.mark.parametrize("text", ["", "2,x", "2;3", "2,,3", "1.5,2"])
-def test_manual_says_what_it_cannot_read(text):
+def test_manual_raises_for_invalid_text(text):
     with pytest.raises(ValueError, match="as in '2,2,2,15', got"):
         Plan.manual(text, stage=0)
 
 
-def test_manual_refuses_a_plan_without_samples():
+def test_manual_raises_without_samples():
     with pytest.raises(ValueError, match="the micro-batch of rank 1 must be at least 0, got -1"):
         Plan.manual("2,-1", stage=0)
     with pytest.raises(ValueError, match="global_batch must be at least 1, got 0"):
@@ -226,13 +230,13 @@ def test_manual_refuses_a_plan_without_samples():
 
 
 @pytest.mark.parametrize("stage", [0, 1])
-def test_proportional_gives_each_rank_the_fewest_passes_where_ranks_meet_once(stage):
+def test_proportional_gives_each_rank_the_fewest_passes_before_stage_2(stage):
     plan = Plan.proportional([3, 1, 0], 24, stage, max_micro_batch=8)
     assert plan.micro_batches == ((2, 8, 8), (6,), ())
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_proportional_keeps_every_pass_in_proportion_where_ranks_meet_at_every_pass(stage):
+def test_proportional_spreads_samples_over_equal_passes_from_stage_2(stage):
     plan = Plan.proportional([3, 1, 0], 24, stage, max_micro_batch=8)
     assert plan.micro_batches == ((6, 6, 6), (2, 2, 2), (0, 0, 0))
     plan = Plan.proportional([3, 1], 26, stage, max_micro_batch=10)
@@ -247,7 +251,7 @@ def test_proportional_keeps_every_pass_in_proportion_where_ranks_meet_at_every_p
     stage=st.sampled_from(STAGES),
     most=st.integers(1, 40),
 )
-def test_proportional_is_within_a_sample_of_the_speeds_and_within_the_limit(
+def test_proportional_is_within_one_sample_of_the_speeds_and_within_the_limit(
     speeds, global_batch, stage, most
 ):
     plan = Plan.proportional(speeds, global_batch, stage, most)
@@ -265,7 +269,7 @@ def test_proportional_is_within_a_sample_of_the_speeds_and_within_the_limit(
             assert passes[-1] - passes[0] <= 1
 
 
-def test_proportional_takes_shares_and_a_limit_per_rank():
+def test_proportional_accepts_shares_and_a_limit_per_rank():
     plan = Plan.proportional([1, 1], 8, 0, [4, 0], shares=(0.75, 0.25))
     assert plan.micro_batches == ((4, 4), ())
     assert plan.shares == (0.75, 0.25)
@@ -283,7 +287,7 @@ def test_proportional_takes_shares_and_a_limit_per_rank():
         ([], 4, "no rank can take a sample"),
     ],
 )
-def test_proportional_says_what_it_cannot_plan_for(speeds, most, complaint):
+def test_proportional_raises_for_invalid_arguments(speeds, most, complaint):
     with pytest.raises(ValueError, match=complaint):
         Plan.proportional(speeds, 8, 0, most)
 
@@ -292,7 +296,7 @@ def test_proportional_says_what_it_cannot_plan_for(speeds, most, complaint):
 
 
 @given(plan=plans, data=st.data())
-def test_a_short_batch_is_cut_like_a_whole_one(plan, data):
+def test_a_short_batch_is_cut_in_the_planned_proportions(plan, data):
     planned = [plan.samples(rank) for rank in range(plan.world_size)]
     working = sum(count > 0 for count in planned)
     samples = data.draw(st.integers(working, plan.global_batch))
@@ -300,20 +304,20 @@ def test_a_short_batch_is_cut_like_a_whole_one(plan, data):
     assert sum(cut) == samples
     assert samples < plan.global_batch or list(cut) == planned
     quotas = [count * samples / plan.global_batch for count in planned]
-    nobody_falls_below_one = all(quota >= 1 for quota in quotas if quota)
+    all_quotas_at_least_one = all(quota >= 1 for quota in quotas if quota)
     for count, whole, quota in zip(cut, planned, quotas, strict=True):
         assert min(whole, 1) <= count <= whole
-        assert abs(count - quota) < 1 or not nobody_falls_below_one
+        assert abs(count - quota) < 1 or not all_quotas_at_least_one
 
 
-def test_a_short_batch_keeps_one_sample_for_every_rank_that_works():
+def test_a_short_batch_keeps_one_sample_for_every_working_rank():
     plan = Plan.manual("1,0,1,98", stage=0)
     assert plan.cut(100) == (1, 0, 1, 98)
     assert plan.cut(50) == (1, 0, 1, 48)
     assert plan.cut(3) == (1, 0, 1, 1)
 
 
-def test_a_batch_that_cannot_be_cut_is_refused():
+def test_a_batch_that_cannot_be_cut_raises():
     plan = Plan.manual("1,0,1,98", stage=0)
     with pytest.raises(ValueError, match="2 samples cannot give one to each of the 3 ranks"):
         plan.cut(2)
@@ -321,7 +325,7 @@ def test_a_batch_that_cannot_be_cut_is_refused():
         plan.cut(101)
 
 
-def test_a_ranks_samples_fill_its_passes_one_by_one():
+def test_samples_fill_passes_in_order():
     plan = Plan(stage=2, global_batch=13, micro_batches=((1, 4, 4), (0, 2, 2)), shares=(0.5, 0.5))
     assert plan.micro_batch_sizes(0, 9) == (1, 4, 4)
     assert plan.micro_batch_sizes(0, 4) == (1, 3, 0)
@@ -345,13 +349,13 @@ def test_no_pass_of_a_short_batch_is_larger_than_planned(plan, data):
 
 
 @given(plan=plans)
-def test_a_plan_is_the_same_after_json(plan):
+def test_json_round_trip(plan):
     again = Plan.from_dict(json.loads(json.dumps(plan.to_dict())))
     assert again == plan
     assert again.digest() == plan.digest()
 
 
-def test_a_plan_is_the_same_after_a_file(tmp_path):
+def test_file_round_trip(tmp_path):
     units = (
         UnitPlan("layers.0", STRATEGIES[3], keep_gathered=True),
         UnitPlan("layers.1", STRATEGIES[3], shares=(0.5, 0.25, 0.25), transport="direct"),
@@ -366,19 +370,19 @@ def test_a_plan_is_the_same_after_a_file(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"version": None}, "no field 'version': this is not a plan"),
+        ({"version": None}, "no field 'version'; expected a plan"),
         ({"version": 7}, "plan format 7, but this version of Poplar reads format 1"),
         ({"shares": None, "stage": None}, r"missing \['shares', 'stage'\]"),
         ({"sharess": [1]}, r"unknown \['sharess'\]"),
         ({"micro_batches": 3}, "one tuple of passes per rank"),
         ({"global_batch": "12"}, "global_batch must be a whole number, got '12'"),
         ({"units": [{"name": "a"}]}, r"this unit .* missing \['strategy'\]"),
-        ({"units": ["a"]}, "a unit of a plan is a JSON object, got 'a'"),
+        ({"units": ["a"]}, "a unit of a plan must be a JSON object, got 'a'"),
         ({"units": 3}, "units must be a list of units, got 3"),
-        ({"prediction": 3}, "prediction must be an object with names and values, or None, got 3"),
+        ({"prediction": 3}, "prediction must be a mapping with JSON values, or None, got 3"),
     ],
 )
-def test_a_file_with_wrong_fields_names_itself_and_what_is_wrong(tmp_path, changes, complaint):
+def test_wrong_fields_raise_with_the_file_and_the_field(tmp_path, changes, complaint):
     content = {**spelled_out().to_dict(), **changes}
     path = tmp_path / "plan.json"
     path.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
@@ -387,21 +391,21 @@ def test_a_file_with_wrong_fields_names_itself_and_what_is_wrong(tmp_path, chang
 
 
 @pytest.mark.parametrize("content", [b"", b'{"version": 1, "sta', b"\xff\xfe\x00"])
-def test_a_damaged_file_is_called_damaged(tmp_path, content):
+def test_a_file_that_is_not_json_raises(tmp_path, content):
     path = tmp_path / "plan.json"
     path.write_bytes(content)
-    with pytest.raises(ValueError, match=r"plan\.json is damaged"):
+    with pytest.raises(ValueError, match=r"plan\.json is not valid JSON"):
         Plan.from_json(path)
 
 
-def test_a_file_with_other_json_is_no_plan(tmp_path):
+def test_a_file_with_other_json_raises(tmp_path):
     path = tmp_path / "plan.json"
     path.write_text("[1, 2]")
-    with pytest.raises(ValueError, match=r"plan\.json: a plan is a JSON object, got list"):
+    with pytest.raises(ValueError, match=r"plan\.json: a plan must be a JSON object, got list"):
         Plan.from_json(path)
 
 
-# What a person reads
+# The printed table
 
 
 def test_a_plan_prints_as_a_table():
@@ -417,7 +421,7 @@ def test_a_plan_prints_as_a_table():
     ]
 
 
-def test_a_plan_for_many_ranks_prints_equal_neighbours_as_one_line():
+def test_a_table_of_many_ranks_prints_equal_neighbours_as_one_line():
     plan = Plan.proportional([2.0] * 999 + [1.0], 1999, 2, 8)
     lines = str(plan).splitlines()
     assert len(lines) == 4
@@ -440,7 +444,7 @@ def predicted(**changes) -> dict:
     }
 
 
-def test_a_predicted_plan_prints_what_it_costs_each_rank_and_what_bounds_it():
+def test_a_predicted_plan_prints_costs_per_rank_and_the_bound():
     plan = Plan(
         stage=0,
         global_batch=29,
@@ -458,7 +462,7 @@ def test_a_predicted_plan_prints_what_it_costs_each_rank_and_what_bounds_it():
     ]
 
 
-def test_a_prediction_from_elsewhere_is_shown_as_far_as_it_goes():
+def test_a_partial_prediction_prints_the_columns_that_it_has():
     plan = spelled_out(prediction={"step_seconds": 0.02, "memory_bytes": [1], "note": "mine"})
     lines = str(plan).splitlines()
     assert lines[:-1] == str(spelled_out()).splitlines()

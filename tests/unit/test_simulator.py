@@ -1,7 +1,7 @@
-"""`simulate` plays a step event by event, as the engine does; the closed form agrees where it can.
+"""`simulate` runs a step event by event, as the engine does, and agrees with the closed form.
 
-The hand-computed cases use two units of equal size, a backward that is half of a pass, and 0.1 s a
-sample: a pass of 4 samples is forwards of 0.1 s and 0.1 s, then backwards of 0.1 s and 0.1 s.
+The hand-computed cases use two units of equal size, a backward of half a pass, and 0.1 s per
+sample: a pass of 4 samples is two forwards of 0.1 s, then two backwards of 0.1 s.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from poplar.planner.step_actions import RANK_ACTIONS
 from poplar.profile import BatchPoint, ClusterProfile, DeviceProfile, ModelProfile, NetworkProfile
 
 FULL = 2**23
-"""Elements that fill a buffer: such a unit travels alone, at every stage."""
+"""Elements of a full buffer: such a unit is communicated alone at every stage."""
 
 
 def a_device(name="device", *, sample=0.1, optimizer=0.08, latency=0.0) -> DeviceProfile:
@@ -71,9 +71,8 @@ def a_plan(stage, *micro_batches, shares=None) -> Plan:
     )
 
 
-def told(timeline: Timeline, rank=0) -> list[tuple]:
-    """The spans of a rank as `(name, begin, end)`, in the order in which they begin, and compute
-    before communication."""
+def spans_of(timeline: Timeline, rank=0) -> list[tuple]:
+    """The spans of a rank as `(name, begin, end)`, by begin, compute before communication."""
     return [
         (
             span.what if span.unit is None else f"{span.what} {span.unit}",
@@ -91,9 +90,9 @@ def _place(span):
 # By hand
 
 
-def test_at_stage_0_what_is_reduced_is_gathered_after_the_next_reduction():
+def test_stage_0_gathers_each_unit_after_the_next_reduction():
     timeline = simulate(a_cluster(), a_plan(0, (4,), (4,)))
-    assert told(timeline) == [
+    assert spans_of(timeline) == [
         ("forward 0", 0.0, 0.1),
         ("forward 1", 0.1, 0.2),
         ("backward 1", 0.2, 0.3),
@@ -107,9 +106,9 @@ def test_at_stage_0_what_is_reduced_is_gathered_after_the_next_reduction():
     assert timeline.step_seconds == pytest.approx(0.58)
 
 
-def test_at_stage_1_new_values_travel_after_the_optimizer():
+def test_stage_1_publishes_parameters_after_the_optimizer():
     timeline = simulate(a_cluster(), a_plan(1, (2, 4), (2, 4)))
-    assert told(timeline)[4:] == [
+    assert spans_of(timeline)[4:] == [
         ("forward 0", 0.2, 0.3),
         ("forward 1", 0.3, 0.4),
         ("backward 1", 0.4, 0.5),
@@ -123,9 +122,9 @@ def test_at_stage_1_new_values_travel_after_the_optimizer():
     assert {span.pass_index for span in timeline.spans[0] if span.what == "reduce"} == {1}
 
 
-def test_at_stage_2_the_next_forward_runs_over_the_last_reduction():
+def test_stage_2_overlaps_the_last_reduction_with_the_next_forward():
     timeline = simulate(a_cluster(), a_plan(2, (4, 4), (4, 4)))
-    assert told(timeline)[3:12] == [
+    assert spans_of(timeline)[3:12] == [
         ("backward 0", 0.3, 0.4),
         ("reduce 1", 0.3, 0.36),
         ("forward 0", 0.4, 0.5),
@@ -139,9 +138,9 @@ def test_at_stage_2_the_next_forward_runs_over_the_last_reduction():
     assert timeline.step_seconds == pytest.approx(0.86 + 0.04 + 0.04)
 
 
-def test_at_stage_3_each_unit_is_gathered_while_the_one_before_it_runs():
+def test_stage_3_gathers_each_unit_during_the_previous_one():
     timeline = simulate(a_cluster(), a_plan(3, (4,), (4,)))
-    assert told(timeline) == [
+    assert spans_of(timeline) == [
         ("gather 0", 0.0, 0.02),
         ("forward 0", 0.02, 0.12),
         ("gather 1", 0.02, 0.04),
@@ -155,7 +154,7 @@ def test_at_stage_3_each_unit_is_gathered_while_the_one_before_it_runs():
     ]
 
 
-def test_at_stage_3_a_unit_that_stays_gathered_is_reduced_last():
+def test_stage_3_reduces_resident_units_last():
     cluster = a_cluster(units=(FULL,) * 4, gather=0.08, reduce=0.0)
     model = dataclasses.replace(cluster.model, resident_units=(0, 2))
     for micro_batches in (((4,), (4,)), ((4,), (0,))):
@@ -172,7 +171,7 @@ def test_at_stage_3_a_unit_that_stays_gathered_is_reduced_last():
         assert [span.unit for span in carried] == [3, 1, 0, 2]
 
 
-def test_at_stage_3_a_unit_that_is_kept_is_gathered_once_a_step():
+def test_stage_3_gathers_persistent_units_once_per_step():
     cluster = a_cluster(units=(FULL,) * 4, gather=0.08, reduce=0.0, overlap=0.0)
     model = dataclasses.replace(cluster.model, unit_names=("a", "b", "c", "d"))
     cluster = dataclasses.replace(cluster, model=model)
@@ -203,9 +202,9 @@ def test_without_overlap_communication_stops_compute(stage, seconds):
     assert timeline.busy_seconds == pytest.approx((0.68 if stage == 0 else 0.64,) * 2)
 
 
-def test_half_an_overlap_lets_compute_advance_at_half_its_speed():
+def test_an_overlap_of_one_half_runs_compute_at_half_speed():
     timeline = simulate(a_cluster(overlap=0.5), a_plan(1, (4,), (4,)))
-    assert told(timeline)[3:6] == [
+    assert spans_of(timeline)[3:6] == [
         ("backward 0", 0.3, 0.43),
         ("reduce 1", 0.3, 0.36),
         ("reduce 0", 0.43, 0.49),
@@ -214,27 +213,27 @@ def test_half_an_overlap_lets_compute_advance_at_half_its_speed():
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_the_last_rank_opens_a_collective_and_the_others_wait(stage):
+def test_the_last_rank_starts_a_collective_and_the_others_wait(stage):
     timeline = simulate(a_cluster(), a_plan(stage, (2,), (4,)))
-    assert ("reduce 1", 0.3, 0.36) in told(timeline, 0)
+    assert ("reduce 1", 0.3, 0.36) in spans_of(timeline, 0)
     # From 0.2 to 0.3 for the first reduction, from 0.36 to 0.4 for the second.
     assert timeline.waiting_seconds == pytest.approx((0.14, 0.0))
 
 
-def test_units_take_their_part_of_a_pass_and_of_a_collective():
+def test_units_take_their_fraction_of_passes_and_collectives():
     timeline = simulate(a_cluster(units=(3 * FULL // 2, FULL // 2)), a_plan(1, (4,), (4,)))
-    assert told(timeline)[:5] == [
+    assert spans_of(timeline)[:5] == [
         ("forward 0", 0.0, 0.15),
         ("forward 1", 0.15, 0.2),
         ("backward 1", 0.2, 0.25),
         ("backward 0", 0.25, 0.4),
         ("reduce 1", 0.25, 0.28),
     ]
-    assert told(timeline)[6][2] == pytest.approx(0.4 + 0.09)
+    assert spans_of(timeline)[6][2] == pytest.approx(0.4 + 0.09)
 
 
 @pytest.mark.parametrize(("stage", "reductions"), [(0, 2), (1, 2), (2, 2), (3, 5)])
-def test_small_neighbours_share_a_buffer_where_nothing_is_gathered(stage, reductions):
+def test_small_units_share_a_buffer_before_stage_3(stage, reductions):
     cluster = a_cluster(units=(FULL, FULL // 4, FULL // 4, FULL // 4, FULL // 4))
     timeline = simulate(cluster, a_plan(stage, (4,), (4,)))
     assert sum(span.what == "reduce" for span in timeline.spans[0]) == reductions
@@ -248,16 +247,16 @@ def test_a_large_unit_is_reduced_in_several_buffers(stage):
     assert [span.seconds for span in reduced] == pytest.approx([0.03] * 4)
 
 
-def test_shares_change_what_a_collective_costs():
+def test_shares_change_the_cost_of_collectives():
     timeline = simulate(a_cluster(overlap=0.0), a_plan(1, (4,), (4,), shares=(0.75, 0.25)))
     assert timeline.step_seconds == pytest.approx(0.4 + 1.5 * 0.12 + 0.06 + 1.5 * 0.04)
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-def test_a_rank_without_a_share_waits_for_nobodys_gradients(stage):
+def test_a_rank_without_a_share_does_not_wait_for_gradients(stage):
     timeline = simulate(a_cluster(gather=0.0), a_plan(stage, (4,), (2,), shares=(1.0, 0.0)))
-    assert [begin for what, begin, _ in told(timeline, 1) if what == "reduce 1"] == [0.15]
-    assert [begin for what, begin, _ in told(timeline, 0) if what == "reduce 1"] == [0.3]
+    assert [begin for what, begin, _ in spans_of(timeline, 1) if what == "reduce 1"] == [0.15]
+    assert [begin for what, begin, _ in spans_of(timeline, 0) if what == "reduce 1"] == [0.3]
     assert timeline.busy_seconds == pytest.approx((0.48, 0.2))
 
 
@@ -265,7 +264,7 @@ def test_a_rank_without_a_share_waits_for_nobodys_gradients(stage):
 def test_a_rank_without_samples_takes_part_in_every_collective(stage):
     timeline = simulate(a_cluster(), a_plan(stage, (4,), (0,)))
     carried = [
-        [what for what, *_ in told(timeline, rank) if not what.startswith(("for", "back"))]
+        [what for what, *_ in spans_of(timeline, rank) if not what.startswith(("for", "back"))]
         for rank in range(2)
     ]
     assert carried[0] == carried[1]
@@ -273,7 +272,7 @@ def test_a_rank_without_samples_takes_part_in_every_collective(stage):
     assert timeline.waiting_seconds[1] > 0.0
 
 
-def test_one_rank_alone_waits_for_nobody():
+def test_a_single_rank_does_not_wait():
     timeline = simulate(a_cluster(a_device(), reduce=0.0, gather=0.0), a_plan(3, (4, 4)))
     assert timeline.step_seconds == pytest.approx(0.88)
     assert timeline.busy_fraction == pytest.approx((1.0,))
@@ -299,7 +298,7 @@ def with_residuals(cluster, *, of_pass=0.0, of_rank=0.0, of_synchronization=0.0,
 
 @pytest.mark.parametrize("overlap", [0.0, 1.0])
 @pytest.mark.parametrize("stage", STAGES)
-def test_residuals_are_added_where_they_belong(stage, overlap):
+def test_residuals_are_added_to_passes_synchronizations_and_the_step(stage, overlap):
     plan, cluster = a_plan(stage, (2, 4), (2, 4)), a_cluster(overlap=overlap)
     plain = simulate(cluster, plan).step_seconds
     synchronizations = 2 if stage >= FIRST_STAGE_SYNCHRONIZING_EVERY_PASS else 1
@@ -332,26 +331,26 @@ def test_negative_residuals_shrink_communication_and_then_the_optimizer(stage):
 # What the closed form leaves out
 
 
-def test_at_stage_2_ranks_run_ahead_into_the_next_pass():
+def test_stage_2_ranks_start_the_next_pass_early():
     cluster = a_cluster(reduce=0.0, gather=0.0)
     plan = a_plan(2, (1, 4), (4, 1))
     assert simulate(cluster, plan).step_seconds == pytest.approx(0.5 + 0.04)
     assert predict(cluster, plan).step_seconds == pytest.approx(0.8 + 0.04)
 
 
-def test_at_stage_3_they_cannot():
+def test_stage_3_ranks_cannot_start_the_next_pass_early():
     cluster = a_cluster(reduce=0.0, gather=0.0)
     plan = a_plan(3, (1, 4), (4, 1))
     assert simulate(cluster, plan).step_seconds == pytest.approx(0.8 + 0.04)
 
 
-# Held against the closed form
+# Comparison with the closed form
 
 BLOCKS = (2 * FULL,)
 
 
 def a_random_model(draw: random.Random) -> ModelProfile:
-    """Equal units, few or many; or blocks under an embedding that stays gathered."""
+    """Equal units, few or many; or blocks and a resident embedding."""
     if draw.random() < 0.5:
         return ModelProfile(unit_numels=(FULL,) * draw.choice((12, 32)))
     embedding = draw.choice((1, 3, 6)) * FULL
@@ -361,9 +360,9 @@ def a_random_model(draw: random.Random) -> ModelProfile:
 
 
 def a_random_case(seed: int) -> tuple[ClusterProfile, Plan]:
-    """A random cluster and model, and the plan that one of the policies makes of them.
+    """A random cluster and model, and a plan of one of the policies.
 
-    What meetings cost less than their collectives is overlap, as long as there is none measured.
+    Negative synchronization residuals stand for overlap, so they are used only without overlap.
     """
     draw = random.Random(seed)
     stage = seed % 4
@@ -388,10 +387,10 @@ def a_random_case(seed: int) -> tuple[ClusterProfile, Plan]:
     return cluster, plan
 
 
-def take_turns(cluster: ClusterProfile, plan: Plan) -> bool:
-    """Whether no rank is the last at every meeting of a plan whose ranks may go ahead.
+def alternate(cluster: ClusterProfile, plan: Plan) -> bool:
+    """Whether no rank is the last at every synchronization of a plan whose ranks may run ahead.
 
-    At stage 3 those may that own nothing: nobody waits for them but the owners.
+    At stage 3 ranks without a share may run ahead.
     """
     costs = StageCosts(cluster, plan.stage)
     columns = [
@@ -400,20 +399,20 @@ def take_turns(cluster: ClusterProfile, plan: Plan) -> bool:
             *plan.micro_batches, strict=plan.stage >= FIRST_STAGE_SYNCHRONIZING_EVERY_PASS
         )
     ]
-    may_go_ahead = plan.stage == 2 or (plan.stage == 3 and 0.0 in plan.shares)
-    return may_go_ahead and not any(
+    may_run_ahead = plan.stage == 2 or (plan.stage == 3 and 0.0 in plan.shares)
+    return may_run_ahead and not any(
         all(column[rank] == max(column) for column in columns) for rank in range(plan.world_size)
     )
 
 
-def test_the_closed_form_is_within_three_percent():
-    """And where ranks take turns in being the last, it is too slow, if anything."""
+def test_closed_form_is_within_three_percent_of_the_simulation():
+    """If ranks are last in turn, the closed form is an upper estimate."""
     compared, turns = dict.fromkeys(STAGES, 0), 0
     for seed in range(800):
         cluster, plan = a_random_case(seed)
         simulated = simulate(cluster, plan).step_seconds
         predicted = predict(cluster, plan).step_seconds
-        if take_turns(cluster, plan):
+        if alternate(cluster, plan):
             turns += 1
             assert predicted >= simulated * 0.93, f"seed {seed}"
         else:
@@ -430,7 +429,7 @@ few = settings(max_examples=60, deadline=None)
 
 
 def any_case(seed: int, *, overlap: float | None = None) -> tuple[ClusterProfile, Plan]:
-    """Any cluster with room, and any plan, sensible or not."""
+    """A random cluster with enough memory, and a random plan."""
     draw = random.Random(seed)
     stage, ranks = draw.choice(STAGES), draw.choice((1, 2, 3, 5))
     cluster = planning_oracle.random_cluster(draw, ranks, stage)
@@ -445,17 +444,19 @@ def any_case(seed: int, *, overlap: float | None = None) -> tuple[ClusterProfile
     cluster = dataclasses.replace(
         cluster, devices=devices, overlap=cluster.overlap if overlap is None else overlap
     )
-    meets = draw.randint(1, 3)
+    synchronizations = draw.randint(1, 3)
     micro_batches = [
         tuple(
             draw.randint(0, 9)
             for _ in range(
-                meets if stage >= FIRST_STAGE_SYNCHRONIZING_EVERY_PASS else draw.randint(0, 3)
+                synchronizations
+                if stage >= FIRST_STAGE_SYNCHRONIZING_EVERY_PASS
+                else draw.randint(0, 3)
             )
         )
         for _ in range(ranks)
     ]
-    micro_batches[0] = (1,) * meets
+    micro_batches[0] = (1,) * synchronizations
     parts = [draw.choice((0.0, 1.0, draw.random())) for _ in range(ranks)]
     parts[draw.randrange(ranks)] += 0.1
     return cluster, a_plan(stage, *micro_batches, shares=tuple(p / sum(parts) for p in parts))
@@ -463,7 +464,7 @@ def any_case(seed: int, *, overlap: float | None = None) -> tuple[ClusterProfile
 
 @given(seed=seeds)
 @few
-def test_every_second_of_a_rank_is_told_once(seed):
+def test_spans_of_a_stream_do_not_overlap_and_times_add_up(seed):
     cluster, plan = any_case(seed)
     timeline = simulate(cluster, plan)
     assert timeline == simulate(cluster, plan)
@@ -477,19 +478,19 @@ def test_every_second_of_a_rank_is_told_once(seed):
             tuple((span.what, span.unit) for span in spans if span.stream == "communication")
         )
         assert max((span.end for span in spans), default=0.0) <= timeline.step_seconds
-        told_of = (
+        accounted = (
             timeline.busy_seconds[rank]
             + timeline.communication_seconds[rank]
             + timeline.waiting_seconds[rank]
         )
-        assert told_of == pytest.approx(timeline.step_seconds)
+        assert accounted == pytest.approx(timeline.step_seconds)
         assert 0.0 <= timeline.busy_fraction[rank] <= 1.0 + 1e-9
     assert len(carried) == 1, "all ranks issue the same collectives in the same order"
 
 
 @given(seed=seeds, factor=st.floats(0.1, 1.0), overlap=st.sampled_from((0.0, 1.0)))
 @few
-def test_a_faster_device_never_makes_the_step_longer(seed, factor, overlap):
+def test_a_faster_device_does_not_lengthen_the_step(seed, factor, overlap):
     cluster, plan = any_case(seed, overlap=overlap)
     cluster = with_residuals(cluster)
     rank = random.Random(seed).randrange(cluster.world_size)
@@ -506,7 +507,7 @@ def test_a_faster_device_never_makes_the_step_longer(seed, factor, overlap):
 
 @given(seed=seeds)
 @few
-def test_the_order_of_the_ranks_changes_nothing(seed):
+def test_the_order_of_ranks_does_not_matter(seed):
     cluster, plan = any_case(seed)
     order = list(range(cluster.world_size))
     random.Random(seed).shuffle(order)
@@ -533,8 +534,8 @@ def test_the_order_of_the_ranks_changes_nothing(seed):
 
 @given(copies=st.integers(2, 5), seed=seeds)
 @few
-def test_equal_ranks_do_the_same_however_many_they_are(copies, seed):
-    """They are simulated once; the network is told to cost the same."""
+def test_equal_ranks_have_equal_spans(copies, seed):
+    """Equal ranks are simulated once; the network costs the same."""
     draw = random.Random(seed)
     devices = [a_device(sample=draw.choice((0.1, 0.2))) for _ in range(2)]
     sizes, stage = [(draw.randint(1, 8),) for _ in range(2)], draw.choice(STAGES)
@@ -546,7 +547,7 @@ def test_equal_ranks_do_the_same_however_many_they_are(copies, seed):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_thousand_ranks_with_a_hundred_units_are_simulated(stage):
+def test_a_thousand_ranks_with_a_hundred_units(stage):
     kinds = [a_device(f"kind {k}", sample=0.1 + 0.01 * k) for k in range(8)]
     cluster = a_cluster(*(kinds[r % 8] for r in range(1000)), units=(FULL,) * 100, overlap=0.8)
     timeline = simulate(cluster, a_plan(stage, *((4, 8) for _ in range(1000))))
@@ -556,10 +557,10 @@ def test_a_thousand_ranks_with_a_hundred_units_are_simulated(stage):
     assert len(str(timeline).splitlines()) == 2 + 1000
 
 
-# What it has in common with the engine
+# Agreement with the engine
 
 
-def test_as_many_reductions_are_under_way_as_in_the_engine():
+def test_stages_match_the_strategies_of_the_engine():
     engine = pytest.importorskip("poplar.zero.engine")
     assert [actions.limits_reductions for actions in RANK_ACTIONS] == [
         strategy.reduces_every_pass for strategy in engine.STRATEGIES
@@ -569,10 +570,10 @@ def test_as_many_reductions_are_under_way_as_in_the_engine():
     ]
 
 
-# What is refused, and what is shown
+# Errors and output
 
 
-def test_what_cannot_run_is_not_simulated():
+def test_plans_that_cannot_run_raise():
     with pytest.raises(ValueError, match="the plan is for 1 ranks, but the profile has 2"):
         simulate(a_cluster(), a_plan(0, (4,)))
     with pytest.raises(DoesNotFit, match="17 samples, but the largest that was measured is 16"):
@@ -582,7 +583,7 @@ def test_what_cannot_run_is_not_simulated():
         simulate(a_cluster(small, small), a_plan(0, (1,), (1,)))
 
 
-def test_a_timeline_reads_as_a_table_that_says_it_is_simulated():
+def test_a_timeline_prints_as_a_table_marked_as_simulated():
     cluster = a_cluster(a_device("fast"), a_device("slow", sample=0.2))
     text = str(simulate(cluster, a_plan(1, (4,), (4,))))
     assert text.splitlines() == [
@@ -593,7 +594,7 @@ def test_a_timeline_reads_as_a_table_that_says_it_is_simulated():
     ]
 
 
-def test_a_trace_for_perfetto_has_a_process_per_rank_and_a_thread_per_stream(tmp_path):
+def test_a_perfetto_trace_has_a_process_per_rank_and_a_thread_per_stream(tmp_path):
     timeline = simulate(a_cluster(), a_plan(3, (4,), (2,)))
     timeline.to_perfetto(tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text(encoding="utf-8"))["traceEvents"]
@@ -615,7 +616,7 @@ def test_a_trace_for_perfetto_has_a_process_per_rank_and_a_thread_per_stream(tmp
     assert {"unit": 1, "pass": 0} in [event["args"] for event in drawn]
 
 
-def test_a_picture_shows_every_rank():
+def test_a_drawing_shows_every_rank():
     pytest.importorskip("matplotlib")
     from poplar.report.draw_timeline import draw_timeline
 

@@ -115,7 +115,7 @@ def check_rank_sum(ranks: int, numel: int, dtype: torch.dtype, accumulate: bool)
 
     draw = Draw(ranks, "cpu")
     parts = list(draw.values(ranks * (numel + 7), dtype).view(ranks, -1)[:, :numel].unbind())
-    parts[ranks // 2] = parts[ranks // 2].clone()  # a rank's own slice lies elsewhere
+    parts[ranks // 2] = parts[ranks // 2].clone()  # a rank's own slice is in other memory
     before = draw.values(numel, torch.float32)
     actual, expected = before.clone(), before.clone()
     sums = new_sums(numel)

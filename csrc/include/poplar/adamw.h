@@ -41,9 +41,9 @@ struct AdamW {
     const float scaled = gradient * scale;
     const float change = (scaled - mean) * mean_factor;
     mean = (keeps_mean ? mean : scaled) + change;
-    const float kept = square_mean * old_square;
+    const float decayed_square = square_mean * old_square;
     const float added = (scaled * scaled) * new_square;
-    square_mean = kept + added;
+    square_mean = decayed_square + added;
     const float root = std::sqrt(square_mean) * root_factor + eps;
     const float decayed = value * keep;
     const float moved = step_size * (mean / root);

@@ -38,10 +38,10 @@ POPLAR_CLONES void sum_chunk(float* sums, const Bucket* chunk, std::int64_t coun
 }
 
 template <typename Bucket, typename Gradient>
-inline __attribute__((always_inline)) void make_block(Bucket* made, const Gradient* gradient,
+inline __attribute__((always_inline)) void pack_block(Bucket* packed, const Gradient* gradient,
                                                       float weight) {
   for (std::int64_t i = 0; i < kBlock; ++i) {
-    made[i] = weighted<Bucket>(weight, gradient[i]);
+    packed[i] = weighted<Bucket>(weight, gradient[i]);
   }
 }
 
@@ -51,12 +51,12 @@ template <bool kSums, typename Bucket, typename Gradient>
 POPLAR_CLONES void stream_blocks(Bucket* bucket, const Gradient* gradient, std::int64_t blocks,
                                  float weight, float* sums) {
   for (std::int64_t block = 0; block < blocks; ++block) {
-    alignas(kLine) Bucket made[kBlock];
-    make_block(made, gradient + block * kBlock, weight);
+    alignas(kLine) Bucket packed[kBlock];
+    pack_block(packed, gradient + block * kBlock, weight);
     if constexpr (kSums) {
-      sums[block] = block_sum(static_cast<const Bucket*>(made));
+      sums[block] = block_sum(static_cast<const Bucket*>(packed));
     }
-    stream(bucket + block * kBlock, made, sizeof made);
+    stream(bucket + block * kBlock, packed, sizeof packed);
   }
 }
 
@@ -69,25 +69,25 @@ template <bool kSums, typename Bucket, typename Gradient>
 POPLAR_WIDE void stream_wide_blocks(Bucket* bucket, const Gradient* gradient, std::int64_t blocks,
                                     float weight, float* sums) {
   for (std::int64_t block = 0; block < blocks; ++block) {
-    alignas(kLine) Bucket made[kBlock];
+    alignas(kLine) Bucket packed[kBlock];
     if constexpr (std::is_same_v<Gradient, Half>) {
       alignas(kLine) float wide[kBlock];
       widen_block(wide, gradient + block * kBlock);
-      make_block(made, wide, weight);
+      pack_block(packed, wide, weight);
     } else {
-      make_block(made, gradient + block * kBlock, weight);
+      pack_block(packed, gradient + block * kBlock, weight);
     }
     if constexpr (kSums) {
-      sums[block] = block_sum(static_cast<const Bucket*>(made));
+      sums[block] = block_sum(static_cast<const Bucket*>(packed));
     }
-    stream_lines(bucket + block * kBlock, made, sizeof made);
+    stream_lines(bucket + block * kBlock, packed, sizeof packed);
   }
 }
 #endif
 
 // The streaming loop for this bucket on this machine.
 template <bool kSums, typename Bucket, typename Gradient>
-auto streaming_to(const Bucket* bucket) {
+auto select_stream_loop(const Bucket* bucket) {
 #ifdef POPLAR_WIDE
   if (has_wide_registers() && reinterpret_cast<std::uintptr_t>(bucket) % kLine == 0) {
     return stream_wide_blocks<kSums, Bucket, Gradient>;
@@ -100,7 +100,7 @@ auto streaming_to(const Bucket* bucket) {
 
 // The arguments of one call.
 template <typename Bucket>
-struct Packing {
+struct PackCall {
   Bucket* bucket;
   const Sources& sources;
   const std::vector<std::int64_t>& offsets;
@@ -129,21 +129,21 @@ struct Packing {
 
 // Writes or adds through the caches, which then hold the chunk for its sums.
 template <typename Bucket>
-struct Through {
-  const Packing<Bucket>& packing;
+struct CachedWriter {
+  const PackCall<Bucket>& call;
 
   void gap(std::int64_t begin, std::int64_t end) const {
-    if (!packing.accumulate) {
-      packing.zero(begin, end);
+    if (!call.accumulate) {
+      call.zero(begin, end);
     }
   }
 
   void piece(std::int64_t segment, std::int64_t start, std::int64_t begin, std::int64_t end) const {
-    packing.with_gradient(segment, start, [&](const auto* gradient) {
+    call.with_gradient(segment, start, [&](const auto* gradient) {
       using Gradient = std::remove_cv_t<std::remove_pointer_t<decltype(gradient)>>;
-      (packing.accumulate ? add_run<Bucket, Gradient>
-                          : write_run<Bucket, Gradient>)(packing.bucket + begin, gradient,
-                                                         end - begin, packing.weight);
+      (call.accumulate
+           ? add_run<Bucket, Gradient>
+           : write_run<Bucket, Gradient>)(call.bucket + begin, gradient, end - begin, call.weight);
     });
   }
 };
@@ -151,8 +151,8 @@ struct Through {
 // Streams the blocks that are within one piece. The others are written through the caches and
 // summed when the chunk is complete.
 template <typename Bucket>
-struct Past {
-  const Packing<Bucket>& packing;
+struct StreamingWriter {
+  const PackCall<Bucket>& call;
   std::int64_t first;     // of the chunk
   std::uint64_t& shared;  // one bit for each block of the chunk that spans several pieces or gaps
 
@@ -163,27 +163,27 @@ struct Past {
   }
 
   void gap(std::int64_t begin, std::int64_t end) const {
-    packing.zero(begin, end);
+    call.zero(begin, end);
     share(begin, end);
   }
 
   void piece(std::int64_t segment, std::int64_t start, std::int64_t begin, std::int64_t end) const {
     const std::int64_t low = std::min(end, (begin + kBlock - 1) / kBlock * kBlock);
     const std::int64_t high = std::max(low, end / kBlock * kBlock);
-    packing.with_gradient(segment, start, [&](const auto* gradient) {
-      Bucket* bucket = packing.bucket;
+    call.with_gradient(segment, start, [&](const auto* gradient) {
+      Bucket* bucket = call.bucket;
       if (begin < low) {
-        write_run(bucket + begin, gradient, low - begin, packing.weight);
+        write_run(bucket + begin, gradient, low - begin, call.weight);
         share(begin, low);
       }
       using Gradient = std::remove_cv_t<std::remove_pointer_t<decltype(gradient)>>;
-      const bool wanted = packing.sums != nullptr;
-      (wanted ? streaming_to<true, Bucket, Gradient>(bucket)
-              : streaming_to<false, Bucket, Gradient>(bucket))(
-          bucket + low, gradient + (low - begin), (high - low) / kBlock, packing.weight,
-          wanted ? packing.sums + low / kBlock : nullptr);
+      const bool with_sums = call.sums != nullptr;
+      (with_sums ? select_stream_loop<true, Bucket, Gradient>(bucket)
+                 : select_stream_loop<false, Bucket, Gradient>(bucket))(
+          bucket + low, gradient + (low - begin), (high - low) / kBlock, call.weight,
+          with_sums ? call.sums + low / kBlock : nullptr);
       if (high < end) {
-        write_run(bucket + high, gradient + (high - begin), end - high, packing.weight);
+        write_run(bucket + high, gradient + (high - begin), end - high, call.weight);
         share(high, end);
       }
     });
@@ -191,17 +191,18 @@ struct Past {
 };
 
 template <typename Bucket>
-void Packing<Bucket>::chunk(std::int64_t begin, std::int64_t end) const {
+void PackCall<Bucket>::chunk(std::int64_t begin, std::int64_t end) const {
   const auto count = static_cast<std::int64_t>(numels.size());
   if (!streams) {
-    walk(offsets.data(), numels.data(), count, begin, end, Through<Bucket>{*this});
+    walk(offsets.data(), numels.data(), count, begin, end, CachedWriter<Bucket>{*this});
     if (sums != nullptr) {
       sum_chunk(sums + begin / kBlock, bucket + begin, end - begin);
     }
     return;
   }
   std::uint64_t shared = 0;
-  walk(offsets.data(), numels.data(), count, begin, end, Past<Bucket>{*this, begin, shared});
+  walk(offsets.data(), numels.data(), count, begin, end,
+       StreamingWriter<Bucket>{*this, begin, shared});
   if (sums == nullptr) {
     return;
   }
@@ -226,12 +227,12 @@ void pack_(Tensor bucket, std::vector<Tensor> grads, std::vector<std::int64_t> o
     Bucket* data = static_cast<Bucket*>(bucket.mutable_data_ptr());
     const bool streams =
         !accumulate && can_stream(data, numel * static_cast<std::int64_t>(sizeof(Bucket)));
-    const Packing<Bucket> packing{data,       sources, offsets, numels, static_cast<float>(weight),
-                                  accumulate, streams, blocks};
+    const PackCall<Bucket> call{data,       sources, offsets, numels, static_cast<float>(weight),
+                                accumulate, streams, blocks};
     parallel((numel + kChunk - 1) / kChunk, kGrain / kChunk,
              [&](std::int64_t first, std::int64_t last) {
                for (std::int64_t chunk = first; chunk < last; ++chunk) {
-                 packing.chunk(chunk * kChunk, std::min((chunk + 1) * kChunk, numel));
+                 call.chunk(chunk * kChunk, std::min((chunk + 1) * kChunk, numel));
                }
                end_streaming();
              });

@@ -10,8 +10,8 @@
 // later with glibc on x86-64). Contraction is off for all clones, so they give the same bits.
 #ifdef POPLAR_TARGET_CLONES
 #define POPLAR_CLONES __attribute__((target_clones("arch=x86-64-v4", "avx2", "default")))
-// For a loop that has its own version with 64-byte registers, which compilers don't use by default,
-// beside the clones. `has_wide_registers` selects between the two.
+// For a loop with a separate version in 64-byte registers, which compilers don't use by default.
+// `has_wide_registers` selects between that version and the clones.
 #define POPLAR_WIDE __attribute__((target("arch=x86-64-v4,prefer-vector-width=512")))
 #else
 #define POPLAR_CLONES

@@ -1,9 +1,8 @@
-// Just enough of CUDA to run this project's kernels on the host, one block of threads after
-// another.
+// The parts of CUDA that this project's kernels need, on the host, one thread block after another.
 //
-// A thread is a fiber; the one that waits (in a barrier, in a shuffle) lets the others go on, in
-// order, so runs are repeatable. Stricter than a GPU: threads that wait for one that has returned,
-// or for ever, end the process with a word.
+// A thread is a fiber. A fiber that waits (in a barrier, in a shuffle) yields to the next one, in
+// order, so runs are repeatable. Stricter than a GPU: threads that wait for a thread that has
+// returned, or that all wait, end the process with a message.
 #pragma once
 
 #include <ucontext.h>
@@ -44,7 +43,7 @@ namespace emulated {
 constexpr unsigned kWarp = 32;
 constexpr std::size_t kStack = 128 << 10;
 
-// Threads of a block that wait for each other.
+// Threads of a block that synchronize with each other.
 struct Barrier {
   unsigned arrived = 0;
   unsigned generation = 0;
@@ -64,7 +63,7 @@ struct Block {
 
 inline Block* block;
 
-[[noreturn]] inline void give_up(const char* why) {
+[[noreturn]] inline void fail(const char* why) {
   std::fprintf(stderr, "emulated CUDA: block %u, thread %u: %s\n", blockIdx.x, threadIdx.x, why);
   std::abort();
 }
@@ -72,7 +71,7 @@ inline Block* block;
 inline void wait(Barrier& barrier, unsigned first, unsigned count) {
   for (unsigned thread = first; thread < first + count; ++thread) {
     if (block->over[thread]) {
-      give_up("waits for a thread that has returned");
+      fail("waits for a thread that has returned");
     }
   }
   const unsigned generation = barrier.generation;
@@ -120,7 +119,7 @@ inline void run_block(unsigned threads, std::function<void()> kernel) {
       }
     }
     if (!here.moved) {
-      give_up("all threads wait");
+      fail("all threads wait");
     }
   }
 }
@@ -136,7 +135,7 @@ Value __shfl_xor_sync(unsigned mask, Value value, int distance) {
   using namespace emulated;
   static_assert(sizeof(Value) <= sizeof(block->shown[0]));
   if (mask != 0xffffffffu) {
-    give_up("only whole warps are emulated");
+    fail("only whole warps are emulated");
   }
   const unsigned me = threadIdx.x;
   Barrier& warp = block->warps[me / kWarp];
