@@ -53,7 +53,7 @@ $(VENV)/.poplar-built: $(VENV)/.poplar-dependencies pyproject.toml $(NATIVE_SOUR
 	@touch $@
 
 .PHONY: test
-test: setup ## Run the tests that every change has to pass (8 minutes on 2 cores)
+test: setup ## Run the tests that every change has to pass: a representative subset
 	$(BIN)/python -m pytest -q $(TEST_FLAGS)
 
 .PHONY: test-all

@@ -516,7 +516,7 @@ def test_quick_settings_can_be_overridden():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "texts"),
     [
         (["--clusters", "slow"], "relative speeds with colons"),
         (["--size", "huge"], "huge"),

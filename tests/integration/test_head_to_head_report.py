@@ -347,7 +347,7 @@ def test_missing_measurement_misses_its_threshold():
 
 
 @pytest.mark.parametrize(
-    ("value", "wanted", "at_most", "said"),
+    ("value", "wanted", "at_most", "texts"),
     [
         (0.9496, 0.95, False, "0.9496 (>= 0.95, short)"),
         (0.9501, 0.95, False, "0.9501 (>= 0.95)"),

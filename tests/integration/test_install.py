@@ -12,11 +12,14 @@ import subprocess
 import sys
 import venv
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 from readme import save_quickstart
+
+from poplar import ops
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -148,27 +151,31 @@ def test_doctor_needs_only_declared_packages(installed, tmp_path):
     assert "torch" in run(installed, "-m", "poplar", "doctor", folder=tmp_path)
 
 
-def test_missing_operators_are_warned_about_once_per_job(monkeypatch):
-    from poplar import ops
-
+@pytest.fixture
+def not_built(monkeypatch) -> ops.Provider:
+    """What runs the operators if their library was not built, on rank 0."""
     monkeypatch.delenv("RANK", raising=False)
-    state = ops._load("libpoplar_ops_that_was_not_built.so")
+    monkeypatch.setattr(ops, "_CHOICE", "")
+    return ops._load("libpoplar_ops_that_was_not_built.so")
+
+
+def test_missing_operators_cause_a_warning(not_built):
     with pytest.warns(RuntimeWarning, match="without its C\\+\\+ operators.*install torch first"):
-        ops._warn_if_not_built(state)
+        ops._warn_if_not_built(not_built)
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("state", ["C++ (libpoplar_ops.so)", "plain PyTorch (POPLAR_OPS=off)"])
-def test_operators_that_were_built_or_switched_off_cause_no_warning(state, monkeypatch):
-    from poplar import ops
-
-    monkeypatch.delenv("RANK", raising=False)
-    ops._warn_if_not_built(state)
+def test_operators_that_were_built_cause_no_warning(not_built):
+    ops._warn_if_not_built(replace(not_built, name="C++"))
 
 
 @pytest.mark.filterwarnings("error")
-def test_only_rank_0_warns(monkeypatch):
-    from poplar import ops
+def test_operators_that_were_switched_off_cause_no_warning(not_built, monkeypatch):
+    monkeypatch.setattr(ops, "_CHOICE", "off")
+    ops._warn_if_not_built(not_built)
 
+
+@pytest.mark.filterwarnings("error")
+def test_only_rank_0_warns(not_built, monkeypatch):
     monkeypatch.setenv("RANK", "1")
-    ops._warn_if_not_built("plain PyTorch (libpoplar_ops.so was not built)")
+    ops._warn_if_not_built(not_built)
