@@ -6,18 +6,27 @@ shares to 1, and at stages 2 and 3 all ranks have the same number of passes.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import math
-import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from poplar import _core, plan_table
+from poplar.schema import (
+    Count,
+    NonNegative,
+    PositiveCount,
+    Rule,
+    check_fields,
+    checked,
+    from_fields,
+    read_json,
+    to_json_types,
+    write_json,
+)
 
 STRATEGIES = ("replicated", "sharded_optimizer", "sharded_gradients", "sharded_parameters")
 """What is sharded, by stage: nothing, + optimizer state, + gradients, + parameters."""
@@ -25,11 +34,19 @@ STRATEGIES = ("replicated", "sharded_optimizer", "sharded_gradients", "sharded_p
 FIRST_STAGE_SYNCHRONIZING_EVERY_PASS = STRATEGIES.index("sharded_gradients")
 """From this stage on ranks synchronize at every pass, before it once per step."""
 _SYNCHRONIZING_EVERY_PASS = frozenset(STRATEGIES[FIRST_STAGE_SYNCHRONIZING_EVERY_PASS:])
-_GATHERS = "sharded_parameters"
-GATHERS = STRATEGIES.index(_GATHERS)
+_SHARDS_PARAMETERS = "sharded_parameters"
+GATHERS = STRATEGIES.index(_SHARDS_PARAMETERS)
 """The first stage at which parameters are sharded."""
 _SCHEMA_VERSION = 1
-_SHARE_TOLERANCE = 1e-6
+
+Stage = Annotated[int, Rule("0, 1, 2 or 3", lambda stage: 0 <= stage < len(STRATEGIES))]
+_Shares = Annotated[
+    tuple[NonNegative, ...],
+    Rule(
+        "numbers that sum to 1 (divide each by their sum)",
+        lambda shares: abs(math.fsum(shares) - 1.0) <= 1e-6,
+    ),
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +54,8 @@ class UnitPlan:
     """The settings of one unit: parameters that are unsharded and reduced together."""
 
     name: str
-    strategy: str
-    """One of `STRATEGIES`."""
-    shares: tuple[float, ...] | None = field(default=None, kw_only=True)
+    strategy: Annotated[str, Rule(f"one of {', '.join(STRATEGIES)}", STRATEGIES.__contains__)]
+    shares: _Shares | None = field(default=None, kw_only=True)
     """Fraction of this unit owned by each rank; None: the plan's shares."""
     keep_gathered: bool = field(default=False, kw_only=True)
     """At stage 3: unshard the parameters once per step, in the first pass, instead of twice per
@@ -48,29 +64,12 @@ class UnitPlan:
     """Transport of this unit; None: the fastest one that was measured."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str):
-            raise TypeError(f"UnitPlan.name must be a string, got {self.name!r}")
-        if self.strategy not in STRATEGIES:
-            raise ValueError(
-                f"unit {self.name!r}: unknown strategy {self.strategy!r}; use one of "
-                f"{', '.join(STRATEGIES)}"
-            )
-        if not isinstance(self.keep_gathered, bool):
-            raise TypeError(
-                f"unit {self.name!r}: keep_gathered must be True or False, got "
-                f"{self.keep_gathered!r}"
-            )
-        if self.keep_gathered and self.strategy != _GATHERS:
+        check_fields(self)
+        if self.keep_gathered and self.strategy != _SHARDS_PARAMETERS:
             raise ValueError(
                 f"unit {self.name!r}: keep_gathered with strategy {self.strategy!r}, which does "
-                f"not shard parameters; use it only with {_GATHERS!r} (stage 3)"
+                f"not shard parameters; use it only with {_SHARDS_PARAMETERS!r} (stage 3)"
             )
-        if self.transport is not None and not isinstance(self.transport, str):
-            raise TypeError(
-                f"unit {self.name!r}: transport must be a name or None, got {self.transport!r}"
-            )
-        if self.shares is not None:
-            object.__setattr__(self, "shares", _checked_shares(self.shares, f"unit {self.name!r}"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,14 +81,14 @@ class Plan:
         Plan(stage=2, global_batch=12, micro_batches=((1, 4), (1, 4), (0, 2)), shares=(0.5, 0.5, 0))
     """
 
-    stage: int
+    stage: Stage
     """ZeRO stage: 0 replicated, 1 optimizer state sharded, 2 + gradients, 3 + parameters."""
-    global_batch: int
+    global_batch: PositiveCount
     """Samples per optimizer step, over all ranks."""
-    micro_batches: tuple[tuple[int, ...], ...]
+    micro_batches: Annotated[tuple[tuple[Count, ...], ...], Rule("one tuple per rank", bool)]
     """`micro_batches[r][s]`: samples of pass `s` on rank `r`, 0 allowed. At stages 0 and 1 ranks
     may have different numbers of passes; `()` is a rank without samples."""
-    shares: tuple[float, ...]
+    shares: _Shares
     """Fraction of every sharded buffer that each rank owns, 0 allowed; sums to 1."""
     units: tuple[UnitPlan, ...] = ()
     """Units with their own settings; others follow the plan. `ModelProfile.unit_names` has the
@@ -101,25 +100,7 @@ class Plan:
     """The planner's prediction, as JSON values; ignored by equality, hash and digest."""
 
     def __post_init__(self) -> None:
-        freeze = object.__setattr__
-        freeze(self, "stage", _checked_stage(self.stage))
-        freeze(self, "global_batch", _checked_count(self.global_batch, "global_batch", minimum=1))
-        freeze(self, "micro_batches", _checked_micro_batches(self.micro_batches))
-        freeze(self, "shares", _checked_shares(self.shares, "this plan"))
-        freeze(self, "units", tuple(self.units))
-        if self.transport is not None and not isinstance(self.transport, str):
-            raise TypeError(f"transport must be a name or None, got {self.transport!r}")
-        if self.prediction is not None:
-            if not isinstance(self.prediction, Mapping):
-                raise TypeError(
-                    "prediction must be a mapping with JSON values, or None, got "
-                    f"{self.prediction!r}"
-                )
-            freeze(self, "prediction", dict(self.prediction))
-        self._check_batches_and_ranks_agree()
-        self._check_units()
-
-    def _check_batches_and_ranks_agree(self) -> None:
+        check_fields(self)
         total = sum(map(sum, self.micro_batches))
         if total != self.global_batch:
             raise ValueError(
@@ -131,27 +112,28 @@ class Plan:
                 f"{len(self.shares)} shares for {self.world_size} ranks; give one share per rank, "
                 "0 for a rank without state"
             )
+        self._check_units()
+        self._check_passes()
 
     def _check_units(self) -> None:
-        strategies = {STRATEGIES[self.stage]}
         names = set()
         for unit in self.units:
-            if not isinstance(unit, UnitPlan):
-                raise TypeError(f"Plan.units must hold UnitPlan values, got {unit!r}")
             if unit.name in names:
                 raise ValueError(f"unit {unit.name!r} has two entries in Plan.units; keep one")
+            names.add(unit.name)
             if unit.shares is not None and len(unit.shares) != self.world_size:
                 raise ValueError(
                     f"unit {unit.name!r} has {len(unit.shares)} shares for {self.world_size} "
                     "ranks; give one per rank"
                 )
-            names.add(unit.name)
-            strategies.add(unit.strategy)
+
+    def _check_passes(self) -> None:
+        strategies = {STRATEGIES[self.stage], *(unit.strategy for unit in self.units)}
         counts = [len(passes) for passes in self.micro_batches]
         if strategies & _SYNCHRONIZING_EVERY_PASS and len(set(counts)) > 1:
-            odd = next(rank for rank, count in enumerate(counts) if count != counts[0])
+            other = next(rank for rank, count in enumerate(counts) if count != counts[0])
             raise ValueError(
-                f"rank {odd} has {counts[odd]} passes and rank 0 has {counts[0]}, but at stage "
+                f"rank {other} has {counts[other]} passes and rank 0 has {counts[0]}, but at stage "
                 f"{self.stage} ranks synchronize at every pass and need the same number; add "
                 "passes of 0 samples in front"
             )
@@ -169,20 +151,20 @@ class Plan:
         Returns:
             A plan with equal shares and the fewest passes, the pass with the remainder first.
         """
-        stage = _checked_stage(stage)
-        world_size = _checked_count(world_size, "world_size", minimum=1)
-        global_batch = _checked_count(global_batch, "global_batch", minimum=1)
-        micro_batch = _checked_count(micro_batch, "micro_batch", minimum=1)
-        samples = _core.apportion(global_batch, (1.0,) * world_size)
+        stage = checked(Stage, stage, "stage")
+        global_batch = checked(PositiveCount, global_batch, "global_batch")
+        micro_batch = checked(PositiveCount, micro_batch, "micro_batch")
+        shares = _even_shares(checked(PositiveCount, world_size, "world_size"))
+        samples = _core.apportion(global_batch, shares)
         passes = [_fewest_passes(count, micro_batch) for count in samples]
-        if STRATEGIES[stage] in _SYNCHRONIZING_EVERY_PASS:
+        if stage >= FIRST_STAGE_SYNCHRONIZING_EVERY_PASS:
             synchronizations = max(map(len, passes))
             passes = [(0,) * (synchronizations - len(own)) + own for own in passes]
         return cls(
             stage=stage,
             global_batch=global_batch,
             micro_batches=tuple(passes),
-            shares=_even_shares(world_size),
+            shares=shares,
         )
 
     @classmethod
@@ -209,14 +191,11 @@ class Plan:
         Raises:
             ValueError: text that is not a list of whole numbers, or an invalid plan.
         """
-        stage = _checked_stage(stage)
-        passes = _checked_count(passes, "passes", minimum=1)
+        stage = checked(Stage, stage, "stage")
+        passes = checked(PositiveCount, passes, "passes")
         sizes = _parse_sizes(micro_batches) if isinstance(micro_batches, str) else micro_batches
-        sizes = [
-            _checked_count(size, f"the micro-batch of rank {rank}")
-            for rank, size in enumerate(sizes)
-        ]
-        idle = (0,) * passes if STRATEGIES[stage] in _SYNCHRONIZING_EVERY_PASS else ()
+        sizes = checked(tuple[Count, ...], sizes, "micro_batches")
+        idle = (0,) * passes if stage >= FIRST_STAGE_SYNCHRONIZING_EVERY_PASS else ()
         return cls(
             stage=stage,
             global_batch=passes * sum(sizes),
@@ -252,11 +231,11 @@ class Plan:
         Raises:
             ValueError: speeds that are negative, not finite or all 0, or a wrong number of limits.
         """
-        stage = _checked_stage(stage)
-        global_batch = _checked_count(global_batch, "global_batch", minimum=1)
+        stage = checked(Stage, stage, "stage")
+        global_batch = checked(PositiveCount, global_batch, "global_batch")
         limits = _checked_limits(max_micro_batch, len(speeds))
         samples = _core.apportion(global_batch, _checked_speeds(speeds, limits))
-        if STRATEGIES[stage] in _SYNCHRONIZING_EVERY_PASS:
+        if stage >= FIRST_STAGE_SYNCHRONIZING_EVERY_PASS:
             synchronizations = max(
                 -(-count // limit) for count, limit in zip(samples, limits, strict=True) if count
             )
@@ -302,7 +281,7 @@ class Plan:
         Raises:
             ValueError: more samples than the global batch, or fewer than ranks with samples.
         """
-        samples = _checked_count(samples, "samples")
+        samples = checked(Count, samples, "samples")
         planned = [sum(passes) for passes in self.micro_batches]
         if samples == self.global_batch:
             return tuple(planned)
@@ -346,7 +325,7 @@ class Plan:
             ValueError: more samples than the plan gives this rank.
         """
         planned = self.micro_batches[self._checked_rank(rank)]
-        samples = _checked_count(samples, "samples")
+        samples = checked(Count, samples, "samples")
         if samples > sum(planned):
             raise ValueError(
                 f"rank {rank}: a batch of {samples} samples, but the plan gives this rank "
@@ -360,24 +339,13 @@ class Plan:
 
     def digest(self) -> str:
         """SHA-256 of everything but the prediction, as hex."""
-        content = self.to_dict()
-        del content["prediction"]
-        return hashlib.sha256(
-            json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
-        ).hexdigest()
+        content = {key: value for key, value in self.to_dict().items() if key != "prediction"}
+        text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
 
     def to_dict(self) -> dict[str, Any]:
         """This plan as JSON types, for `from_dict`."""
-        return {
-            "version": _SCHEMA_VERSION,
-            "stage": self.stage,
-            "global_batch": self.global_batch,
-            "micro_batches": [list(passes) for passes in self.micro_batches],
-            "shares": list(self.shares),
-            "units": [_unit_to_dict(unit) for unit in self.units],
-            "transport": self.transport,
-            "prediction": None if self.prediction is None else dict(self.prediction),
-        }
+        return {"version": _SCHEMA_VERSION, **to_json_types(self)}
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> Plan:
@@ -395,25 +363,11 @@ class Plan:
                 f"plan format {content['version']!r}, but this version of Poplar reads format "
                 f"{_SCHEMA_VERSION}; write the plan again with this version"
             )
-        fields = {key: value for key, value in content.items() if key != "version"}
-        _check_fields(
-            fields,
-            required={"stage", "global_batch", "micro_batches", "shares"},
-            optional={"units", "transport", "prediction"},
-            what="plan",
-        )
-        units = fields.get("units", [])
-        if not isinstance(units, list):
-            raise ValueError(f"units must be a list of units, got {units!r}")
-        try:
-            fields["units"] = tuple(_unit_from_dict(unit) for unit in units)
-            return cls(**fields)
-        except TypeError as error:
-            raise ValueError(str(error)) from error
+        return from_fields(cls, {key: content[key] for key in content if key != "version"})
 
     def to_json(self, path: str | Path) -> None:
         """Write this plan to a file that `from_json` reads."""
-        Path(path).write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
+        write_json(path, self.to_dict())
 
     @classmethod
     def from_json(cls, path: str | Path) -> Plan:
@@ -422,16 +376,7 @@ class Plan:
         Raises:
             ValueError: the file is not JSON or not a plan.
         """
-        try:
-            content = json.loads(Path(path).read_text(encoding="utf-8"))
-        except ValueError as error:  # JSONDecodeError and UnicodeDecodeError are both
-            raise ValueError(
-                f"{path} is not valid JSON ({error}); write it again with Plan.to_json"
-            ) from error
-        try:
-            return cls.from_dict(content)
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from error
+        return read_json(path, cls.from_dict, "write it again with Plan.to_json")
 
     def __str__(self) -> str:
         ranks = "rank" if self.world_size == 1 else "ranks"
@@ -491,75 +436,10 @@ def _parse_sizes(text: str) -> list[int]:
         ) from None
 
 
-def _checked_count(value: Any, what: str, minimum: int = 0) -> int:
-    """`value` as an int; bools and floats are errors."""
-    try:
-        if isinstance(value, bool):
-            raise TypeError
-        count = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{what} must be a whole number, got {value!r}") from None
-    if count < minimum:
-        raise ValueError(f"{what} must be at least {minimum}, got {count}")
-    return count
-
-
-def _checked_stage(stage: Any) -> int:
-    number = _checked_count(stage, "stage")
-    if number >= len(STRATEGIES):
-        raise ValueError(f"stage must be 0, 1, 2 or 3, got {number}")
-    return number
-
-
-def _checked_micro_batches(micro_batches: Any) -> tuple[tuple[int, ...], ...]:
-    try:
-        per_rank = [tuple(passes) for passes in micro_batches]
-    except TypeError:
-        raise TypeError(
-            f"micro_batches must hold one tuple of passes per rank, as in ((3, 3), (2, 2)), got "
-            f"{micro_batches!r}"
-        ) from None
-    if not per_rank:
-        raise ValueError("micro_batches is empty: a plan needs at least one rank")
-    if set(map(type, chain(*per_rank))) <= {int} and min(chain(*per_rank), default=0) >= 0:
-        return tuple(per_rank)  # fast path for thousands of ranks
-    return tuple(
-        tuple(
-            _checked_count(size, f"rank {rank}: the micro-batch of pass {number}")
-            for number, size in enumerate(passes)
-        )
-        for rank, passes in enumerate(per_rank)
-    )
-
-
-def _checked_shares(shares: Any, whose: str) -> tuple[float, ...]:
-    try:
-        # + 0.0 turns -0.0 into 0.0: equal plans must have equal digests.
-        checked = tuple(float(share) + 0.0 for share in shares)
-    except (TypeError, ValueError):
-        raise TypeError(
-            f"the shares of {whose} must be one number per rank, got {shares!r}"
-        ) from None
-    refused = [rank for rank, share in enumerate(checked) if not 0.0 <= share < math.inf]
-    if refused:
-        raise ValueError(
-            f"rank {refused[0]}: the share of {whose} must be finite and 0 or more, got "
-            f"{checked[refused[0]]}"
-        )
-    if abs(math.fsum(checked) - 1) > _SHARE_TOLERANCE:
-        raise ValueError(
-            f"the shares of {whose} must sum to 1, got {math.fsum(checked):.9g}; divide each by "
-            "their sum"
-        )
-    return checked
-
-
 def _checked_speeds(speeds: Sequence[float], limits: Sequence[int]) -> list[float]:
     """The weight of each rank: its speed, or 0 if its limit is 0."""
-    for rank, speed in enumerate(speeds):
-        if not (math.isfinite(speed) and speed >= 0):
-            raise ValueError(f"rank {rank}: a speed must be finite and 0 or more, got {speed}")
-    weights = [float(speed) if limit else 0.0 for speed, limit in zip(speeds, limits, strict=True)]
+    speeds = checked(tuple[NonNegative, ...], speeds, "speeds")
+    weights = [speed if limit else 0.0 for speed, limit in zip(speeds, limits, strict=True)]
     if not any(weights):
         raise ValueError(
             f"no rank can take a sample: speeds {list(speeds)}, max_micro_batch {list(limits)}; at "
@@ -568,49 +448,13 @@ def _checked_speeds(speeds: Sequence[float], limits: Sequence[int]) -> list[floa
     return weights
 
 
-def _checked_limits(max_micro_batch: int | Sequence[int], world_size: int) -> list[int]:
-    if isinstance(max_micro_batch, Sequence):
-        limits = [
-            _checked_count(limit, f"rank {rank}: max_micro_batch")
-            for rank, limit in enumerate(max_micro_batch)
-        ]
-    else:
-        limits = [_checked_count(max_micro_batch, "max_micro_batch", minimum=1)] * world_size
+def _checked_limits(max_micro_batch: int | Sequence[int], world_size: int) -> Sequence[int]:
+    if not isinstance(max_micro_batch, Sequence):
+        return [checked(PositiveCount, max_micro_batch, "max_micro_batch")] * world_size
+    limits: tuple[int, ...] = checked(tuple[Count, ...], max_micro_batch, "max_micro_batch")
     if len(limits) != world_size:
         raise ValueError(
             f"{len(limits)} values of max_micro_batch for {world_size} speeds; give one number, or "
             "one per rank"
         )
     return limits
-
-
-def _check_fields(
-    fields: Mapping[str, Any], *, required: set[str], optional: set[str], what: str
-) -> None:
-    missing = sorted(required - fields.keys())
-    unknown = sorted(fields.keys() - required - optional)
-    if missing or unknown:
-        problems = [f"missing {missing}"] * bool(missing) + [f"unknown {unknown}"] * bool(unknown)
-        raise ValueError(
-            f"the fields of this {what} do not match format {_SCHEMA_VERSION}: "
-            f"{', '.join(problems)}; expected {sorted(required)}, optional {sorted(optional)}"
-        )
-
-
-def _unit_to_dict(unit: UnitPlan) -> dict[str, Any]:
-    return {
-        **dataclasses.asdict(unit),
-        "shares": None if unit.shares is None else list(unit.shares),
-    }
-
-
-def _unit_from_dict(content: Any) -> UnitPlan:
-    if not isinstance(content, Mapping):
-        raise ValueError(f"a unit of a plan must be a JSON object, got {content!r}")
-    _check_fields(
-        content,
-        required={"name", "strategy"},
-        optional={"shares", "keep_gathered", "transport"},
-        what="unit",
-    )
-    return UnitPlan(**content)

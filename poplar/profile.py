@@ -8,43 +8,55 @@ have one entry per ZeRO stage, 0 to 3.
 from __future__ import annotations
 
 import dataclasses
-import json
-import math
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from poplar.curve import MonotoneCurve, pooled
 from poplar.plan import STRATEGIES
+from poplar.schema import (
+    Count,
+    Finite,
+    Fraction,
+    NonNegative,
+    Positive,
+    PositiveCount,
+    Rule,
+    check_fields,
+    from_fields,
+    read_json,
+    to_json_types,
+    write_json,
+)
 
 _SCHEMA_VERSION = 2
 _RENAMED_SINCE = {1: {"meeting_seconds": "synchronization_seconds"}}
 """By older schema version that can still be read: fields of `NetworkProfile` renamed since."""
 _NO_RESIDUALS = (0.0,) * len(STRATEGIES)
+_ByStage = Annotated[
+    tuple[Finite, ...],
+    Rule("one finite number per stage", lambda values: len(values) == len(STRATEGIES)),
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchPoint:
     """One measurement of one device: a pass (forward and backward) of `batch` samples."""
 
-    batch: int
-    seconds: float
+    batch: PositiveCount
+    seconds: Positive
     """Median over repetitions, without waiting for other ranks. If noise explains the distance of a
     curve's points to a straight line, the value on that line."""
-    activation_bytes: int
+    activation_bytes: Count
     """Peak memory above the model state."""
-    spread_seconds: float = 0.0
+    spread_seconds: NonNegative = 0.0
     """Standard error of `seconds`; 0 if unknown."""
 
     def __post_init__(self) -> None:
-        _check_at_least(1, batch=self.batch)
-        _check_at_least(0, activation_bytes=self.activation_bytes)
-        if not (math.isfinite(self.seconds) and self.seconds > 0):
-            raise ValueError(f"BatchPoint.seconds must be finite and above 0, got {self.seconds}")
-        _check_seconds("BatchPoint.spread_seconds", self.spread_seconds)
+        check_fields(self)
 
     def times(self, factor: float) -> BatchPoint:
         """The same point on a device that takes `factor` times as long."""
@@ -59,21 +71,21 @@ class DeviceProfile:
 
     name: str
     """Product name, such as "NVIDIA GeForce RTX 4090"."""
-    memory_bytes: int
+    memory_bytes: Count
     """What this rank may use: without what other processes hold."""
-    points: tuple[BatchPoint, ...]
+    points: Annotated[tuple[BatchPoint, ...], Rule("at least one measurement", bool)]
     """By ascending batch. The last one is the largest micro-batch that a plan may use."""
-    optimizer_seconds: float
+    optimizer_seconds: NonNegative
     """One optimizer step over the state of the whole model."""
-    optimizer_latency_seconds: float = 0.0
+    optimizer_latency_seconds: NonNegative = 0.0
     """The part of it that does not depend on the share (kernel launches, Python)."""
-    held_bytes: int = 0
+    held_bytes: Count = 0
     """Memory besides model state and activations, such as a CUDA context."""
-    peak_flops: float | None = None
+    peak_flops: Positive | None = None
     """FLOP/s by specification or by a matrix product; used by the `flops` policy."""
-    pass_overhead_seconds: tuple[float, ...] = _NO_RESIDUALS
+    pass_overhead_seconds: _ByStage = _NO_RESIDUALS
     """By stage: extra time of a pass in the engine over a plain pass."""
-    step_overhead_seconds: tuple[float, ...] = _NO_RESIDUALS
+    step_overhead_seconds: _ByStage = _NO_RESIDUALS
     """By stage: time of a step outside passes and optimizer update."""
     uuid: str = ""
     host: str = ""
@@ -81,23 +93,12 @@ class DeviceProfile:
     """Why the device ran below its clock rate while it was measured; empty if it did not."""
 
     def __post_init__(self) -> None:
-        if not self.points:
-            raise ValueError(f"the profile of {self.name!r} has no points; measure at least one")
-        freeze = object.__setattr__
-        freeze(self, "points", tuple(self.points))
+        check_fields(self)
         batches = [point.batch for point in self.points]
         if batches != sorted(set(batches)):
             raise ValueError(
                 f"the points of {self.name!r} must have ascending batches, got {batches}"
             )
-        _check_at_least(0, memory_bytes=self.memory_bytes, held_bytes=self.held_bytes)
-        for what in ("optimizer_seconds", "optimizer_latency_seconds"):
-            _check_seconds(what, getattr(self, what))
-        peak = self.peak_flops
-        if peak is not None and not (math.isfinite(peak) and peak > 0):
-            raise ValueError(f"peak_flops must be finite and above 0, or None, got {peak}")
-        for what in ("pass_overhead_seconds", "step_overhead_seconds"):
-            freeze(self, what, _checked_by_stage(what, getattr(self, what)))
 
     @property
     def costs(self) -> Hashable:
@@ -155,81 +156,48 @@ class DeviceProfile:
 class ModelProfile:
     """The trained model, in elements and bytes per element."""
 
-    unit_numels: tuple[int, ...]
+    unit_numels: Annotated[tuple[PositiveCount, ...], Rule("at least one unit", bool)]
     """Trained elements of each unit, which is unsharded and reduced as one buffer."""
     unit_names: tuple[str, ...] = ()
     """Names of the units at stage 3, for `UnitPlan.name`. Empty: unknown."""
-    param_bytes: float = 4.0
+    param_bytes: NonNegative = 4.0
     """Bytes of a parameter in the compute dtype."""
-    grad_bytes: float = 4.0
+    grad_bytes: NonNegative = 4.0
     """Bytes of a gradient as the backward returns it."""
-    optimizer_bytes: float = 8.0
+    optimizer_bytes: NonNegative = 8.0
     """Bytes of optimizer state, an fp32 master included."""
-    wire_bytes: float = 4.0
+    wire_bytes: NonNegative = 4.0
     """Bytes of a gradient in a reduce-scatter."""
-    frozen_bytes: int = 0
+    frozen_bytes: Count = 0
     """Memory that is never sharded, such as buffers."""
-    unit_frozen_numels: tuple[int, ...] = ()
+    unit_frozen_numels: tuple[Count, ...] = ()
     """Frozen elements of each unit, sharded and unsharded with its parameters. Empty: none."""
-    resident_units: tuple[int, ...] = ()
+    resident_units: tuple[Count, ...] = ()
     """Units that stay unsharded until a pass is over, usually those outside of all blocks."""
-    largest_flat_numels: tuple[int, ...] = ()
+    largest_flat_numels: tuple[PositiveCount, ...] = ()
     """By stage, elements of the largest buffer that is reduced at once. At stages 0 to 2
     small units share a buffer of up to 32 MiB; a larger parameter has its own. Empty: units are
     reduced in buffers of 32 MiB."""
 
     def __post_init__(self) -> None:
-        for what in (
-            "unit_numels",
-            "unit_names",
-            "unit_frozen_numels",
-            "resident_units",
-            "largest_flat_numels",
-        ):
-            object.__setattr__(self, what, tuple(getattr(self, what)))
-        if not self.unit_numels:
-            raise ValueError("unit_numels must have at least one entry, got none")
-        for numel in self.unit_numels:
-            _check_at_least(1, unit_numels=numel)
-        for what in ("param_bytes", "grad_bytes", "optimizer_bytes", "wire_bytes", "frozen_bytes"):
-            _check_at_least(0, **{what: getattr(self, what)})
-        for numel in self.largest_flat_numels:
-            _check_at_least(1, largest_flat_numels=numel)
-        for numel in self.unit_frozen_numels:
-            _check_at_least(0, unit_frozen_numels=numel)
-        if len(self.largest_flat_numels) not in (0, len(STRATEGIES)):
-            raise ValueError(
-                f"largest_flat_numels must have one entry per stage, got {self.largest_flat_numels}"
-            )
+        check_fields(self)
         units = len(self.unit_numels)
-        if self.unit_frozen_numels and len(self.unit_frozen_numels) != units:
-            raise ValueError(
-                f"unit_frozen_numels must have one entry for each of the {units} units, got "
-                f"{len(self.unit_frozen_numels)}"
-            )
-        self._check_unit_names()
-        known = set(range(units))
-        if not set(self.resident_units) <= known or len(set(self.resident_units)) < len(
-            self.resident_units
+        for what, entries in (
+            ("unit_names", units),
+            ("unit_frozen_numels", units),
+            ("largest_flat_numels", len(STRATEGIES)),
         ):
-            raise ValueError(
-                f"resident_units must be different numbers from 0 to {units - 1}, got "
-                f"{self.resident_units}"
-            )
-
-    def _check_unit_names(self) -> None:
-        names = self.unit_names
-        wrong = [name for name in names if not isinstance(name, str)]
-        if wrong:
-            raise ValueError(f"unit_names must be strings, got {wrong[0]!r}")
-        if names and len(names) != len(self.unit_numels):
-            raise ValueError(
-                f"unit_names must have one entry for each of the {len(self.unit_numels)} units, or "
-                f"none, got {len(names)}"
-            )
-        repeated = sorted({name for name in names if names.count(name) > 1})
+            found = len(getattr(self, what))
+            if found not in (0, entries):
+                raise ValueError(f"{what} must have {entries} entries or none, got {found}")
+        repeated = sorted({name for name in self.unit_names if self.unit_names.count(name) > 1})
         if repeated:
             raise ValueError(f"unit_names must be unique, but {repeated} are repeated")
+        resident = self.resident_units
+        if len(set(resident)) < len(resident) or max(resident, default=0) >= units:
+            raise ValueError(
+                f"resident_units must be different numbers from 0 to {units - 1}, got {resident}"
+            )
 
     @property
     def numel(self) -> int:
@@ -246,17 +214,17 @@ class ModelProfile:
 class NetworkProfile:
     """Times of the collectives, measured with the transport that training will use."""
 
-    reduce_scatter_seconds: float
+    reduce_scatter_seconds: NonNegative
     """Gradients of the whole model, unit by unit, even shares, packing and summation included."""
-    all_gather_seconds: float
+    all_gather_seconds: NonNegative
     """Parameters of the whole model, unit by unit, even shares."""
-    send_seconds_per_byte: tuple[float, ...]
+    send_seconds_per_byte: tuple[NonNegative, ...]
     """By rank. Only ratios matter: they determine times under uneven shares."""
-    receive_seconds_per_byte: tuple[float, ...]
+    receive_seconds_per_byte: tuple[NonNegative, ...]
     """By rank."""
-    synchronization_seconds: tuple[float, ...] = _NO_RESIDUALS
+    synchronization_seconds: _ByStage = _NO_RESIDUALS
     """By stage: time of a synchronization beyond its collectives. May be negative."""
-    step_seconds: tuple[float, ...] = _NO_RESIDUALS
+    step_seconds: _ByStage = _NO_RESIDUALS
     """By stage: time of a step that nothing else explains. May be negative."""
     transports: tuple[tuple[str, float], ...] = ()
     """Transports to choose from, by name and seconds of sample collectives, fastest first. The
@@ -268,34 +236,24 @@ class NetworkProfile:
         return self.transports[0][0] if self.transports else None
 
     def __post_init__(self) -> None:
-        freeze = object.__setattr__
-        for what in ("reduce_scatter_seconds", "all_gather_seconds"):
-            _check_seconds(what, getattr(self, what))
-        for what in ("send_seconds_per_byte", "receive_seconds_per_byte"):
-            rates = tuple(getattr(self, what))
-            for rate in rates:
-                _check_seconds(what, rate)
-            freeze(self, what, rates)
+        check_fields(self)
         if len(self.send_seconds_per_byte) != len(self.receive_seconds_per_byte):
             raise ValueError("send_ and receive_seconds_per_byte must have one entry per rank")
-        freeze(self, "transports", tuple((str(name), float(s)) for name, s in self.transports))
-        for what in ("synchronization_seconds", "step_seconds"):
-            freeze(self, what, _checked_by_stage(what, getattr(self, what)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterProfile:
     """The input of the plan search."""
 
-    devices: tuple[DeviceProfile, ...]
+    devices: Annotated[tuple[DeviceProfile, ...], Rule("at least one device", bool)]
     """One per rank."""
     model: ModelProfile
     network: NetworkProfile
-    overlap: float = 0.0
+    overlap: Fraction = 0.0
     """Part of communication that runs under compute, 0 to 1; about 0 if both use the same cores."""
-    backward_fraction: float = 2 / 3
+    backward_fraction: Fraction = 2 / 3
     """Part of a pass that the backward takes."""
-    memory_reserve: float = 0.05
+    memory_reserve: Fraction = 0.05
     """Part of each rank's memory that a plan leaves free, for fragmentation."""
     identity: Mapping[str, str] = field(default_factory=dict, hash=False)
     """What was measured: model, dtype, versions, devices. A cached profile is used only if all
@@ -304,21 +262,12 @@ class ClusterProfile:
     """Warnings about the measurement, such as a throttled rank or a noisy machine."""
 
     def __post_init__(self) -> None:
-        freeze = object.__setattr__
-        freeze(self, "devices", tuple(self.devices))
-        freeze(self, "identity", dict(self.identity))
-        freeze(self, "notes", tuple(self.notes))
-        if not self.devices:
-            raise ValueError("a cluster needs at least one device")
-        if len(self.network.send_seconds_per_byte) != self.world_size:
+        check_fields(self)
+        links = len(self.network.send_seconds_per_byte)
+        if links != self.world_size:
             raise ValueError(
-                f"the network profile is for {len(self.network.send_seconds_per_byte)} ranks, but "
-                f"there are {self.world_size} devices"
+                f"the network profile is for {links} ranks, but there are {self.world_size} devices"
             )
-        for what in ("overlap", "backward_fraction", "memory_reserve"):
-            value = getattr(self, what)
-            if not 0.0 <= value <= 1.0:
-                raise ValueError(f"{what} must lie between 0 and 1, got {value}")
 
     @property
     def world_size(self) -> int:
@@ -338,7 +287,7 @@ class ClusterProfile:
 
     def to_dict(self) -> dict[str, Any]:
         """This profile in JSON types, for `from_dict`."""
-        return {"version": _SCHEMA_VERSION, **dataclasses.asdict(self)}
+        return {"version": _SCHEMA_VERSION, **to_json_types(self)}
 
     @classmethod
     def from_dict(cls, content: Any) -> ClusterProfile:
@@ -358,27 +307,21 @@ class ClusterProfile:
                 f"profile format {version!r}, but this version of Poplar reads formats "
                 f"1 to {_SCHEMA_VERSION}; measure again"
             )
-        fields = {key: value for key, value in content.items() if key != "version"}
+        fields = {key: content[key] for key in content if key != "version"}
+        renamed = _RENAMED_SINCE.get(version, {})
+        network = fields.get("network")
+        if renamed and isinstance(network, Mapping):
+            fields["network"] = {renamed.get(key, key): value for key, value in network.items()}
         try:
-            devices = []
-            for device in fields["devices"]:
-                points = tuple(_build(BatchPoint, point) for point in device["points"])
-                devices.append(_build(DeviceProfile, {**device, "points": points}))
-            fields["devices"] = tuple(devices)
-            fields["model"] = _build(ModelProfile, fields["model"])
-            renamed = _RENAMED_SINCE.get(version, {})
-            network = {renamed.get(key, key): value for key, value in fields["network"].items()}
-            fields["network"] = _build(NetworkProfile, network)
-            profile: ClusterProfile = _build(cls, fields)
-        except (TypeError, KeyError, AttributeError) as error:
+            return from_fields(cls, fields)
+        except ValueError as error:
             raise ValueError(
                 f"not a profile of format {version}: {error}; measure again"
             ) from error
-        return profile
 
     def to_json(self, path: str | Path) -> None:
         """Write this profile to a file that `from_json` reads."""
-        Path(path).write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
+        write_json(path, self.to_dict())
 
     @classmethod
     def from_json(cls, path: str | Path) -> ClusterProfile:
@@ -387,48 +330,7 @@ class ClusterProfile:
         Raises:
             ValueError: the file is damaged or not a profile; names the file and the problem.
         """
-        try:
-            content = json.loads(Path(path).read_text(encoding="utf-8"))
-        except ValueError as error:  # JSONDecodeError and UnicodeDecodeError are both
-            raise ValueError(f"{path} is damaged or not JSON ({error}); measure again") from error
-        try:
-            return cls.from_dict(content)
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from error
-
-
-def _build(kind: type[Any], content: Mapping[str, Any]) -> Any:
-    """Create a value from JSON types: lists become tuples, unknown fields are errors."""
-    values = {k: tuple(v) if isinstance(v, list) else v for k, v in content.items()}
-    hints = {member.name: str(member.type) for member in dataclasses.fields(kind)}
-    unknown = sorted(set(values) - set(hints))
-    if unknown:
-        raise ValueError(f"{kind.__name__} has no fields {unknown}")
-    expected = {"int": (int,), "str": (str,), "float": (int, float)}
-    for name, value in values.items():
-        allowed = expected.get(hints[name])
-        if allowed and (isinstance(value, bool) or not isinstance(value, allowed)):
-            raise ValueError(f"{kind.__name__}.{name} must be {hints[name]}, got {value!r}")
-    return kind(**values)
-
-
-def _check_at_least(minimum: int, **values: float) -> None:
-    for what, value in values.items():
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not is_number or not math.isfinite(value) or value < minimum:
-            raise ValueError(f"{what} must be at least {minimum}, got {value!r}")
-
-
-def _check_seconds(what: str, value: float) -> None:
-    if not (math.isfinite(value) and value >= 0):
-        raise ValueError(f"{what} must be finite and 0 or more, got {value}")
-
-
-def _checked_by_stage(what: str, values: Iterable[float]) -> tuple[float, ...]:
-    checked = tuple(float(value) for value in values)
-    if len(checked) != len(STRATEGIES) or not all(map(math.isfinite, checked)):
-        raise ValueError(f"{what} must have one finite number per stage, got {checked}")
-    return checked
+        return read_json(path, cls.from_dict, "measure again")
 
 
 def _numbered(keys: Iterable[Hashable]) -> list[int]:

@@ -325,10 +325,10 @@ def test_frozen_parameters_are_sharded_and_unsharded_with_the_trained_ones():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"unit_frozen_numels": (1,)}, "one entry for each of the 2 units, got 1"),
+        ({"unit_frozen_numels": (1,)}, "unit_frozen_numels must have 2 entries or none, got 1"),
         ({"resident_units": (2,)}, "different numbers from 0 to 1"),
-        ({"largest_flat_numels": (1, 1, 0, 1)}, "largest_flat_numels must be at least 1"),
-        ({"largest_flat_numels": (1, 1)}, "one entry per stage"),
+        ({"largest_flat_numels": (1, 1, 0, 1)}, r"largest_flat_numels\[2\] must be at least 1"),
+        ({"largest_flat_numels": (1, 1)}, "largest_flat_numels must have 4 entries or none, got 2"),
     ],
 )
 def test_an_invalid_model_raises(fields, message):

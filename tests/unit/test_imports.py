@@ -16,7 +16,7 @@ import poplar
 PACKAGE = Path(poplar.__file__).parent
 
 LAYERS = (
-    {"errors", "formatting", "curve"},
+    {"errors", "formatting", "curve", "schema"},
     {"ops", "kernels", "plan", "plan_table", "profile", "observation", "system", "data"},
     {"comm", "planner", "simulator", "hardware"},
     {"zero", "checkpoint"},
@@ -43,6 +43,7 @@ INDEPENDENT = {
 WITHOUT_TORCH = {
     "formatting",
     "curve",
+    "schema",
     "plan",
     "plan_table",
     "profile",

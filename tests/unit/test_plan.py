@@ -110,20 +110,28 @@ def test_different_plans_have_different_digests():
         ({"stage": True}, TypeError, "stage must be a whole number, got True"),
         ({"global_batch": 13}, ValueError, "sum to 12 samples, but global_batch is 13"),
         ({"global_batch": 12.0}, TypeError, r"global_batch must be a whole number, got 12\.0"),
-        ({"micro_batches": ()}, ValueError, "at least one rank"),
-        ({"micro_batches": (5, 5, 2)}, TypeError, "one tuple of passes per rank"),
+        ({"micro_batches": ()}, ValueError, "micro_batches must be one tuple per rank"),
+        ({"micro_batches": (5, 5, 2)}, TypeError, r"micro_batches\[0\] must be a sequence, got 5"),
         (
             {"micro_batches": ((1, 4), (2, -1), (0, 2))},
             ValueError,
-            "rank 1: the micro-batch of pass 1 must be at least 0, got -1",
+            r"Plan\.micro_batches\[1\]\[1\] must be at least 0, got -1",
         ),
         ({"micro_batches": ((1, 4), (5,), (0, 2))}, ValueError, "rank 1 has 1 passes and rank 0"),
         ({"shares": (0.5, 0.5)}, ValueError, "2 shares for 3 ranks"),
-        ({"shares": (0.5, 0.4, 0)}, ValueError, r"must sum to 1, got 0\.9; divide each"),
-        ({"shares": (1.5, -0.5, 0)}, ValueError, r"rank 1: .* 0 or more, got -0\.5"),
-        ({"shares": (math.nan, 1, 0)}, ValueError, "rank 0: .* finite .* got nan"),
-        ({"shares": "even"}, TypeError, "one number per rank, got 'even'"),
-        ({"units": ("layers.0",)}, TypeError, "must hold UnitPlan values, got 'layers.0'"),
+        (
+            {"shares": (0.5, 0.4, 0)},
+            ValueError,
+            r"sum to 1 \(divide each by their sum\), got \(0\.5, 0\.4, 0\.0\)",
+        ),
+        (
+            {"shares": (1.5, -0.5, 0)},
+            ValueError,
+            r"shares\[1\] must be finite and at least 0, got -0\.5",
+        ),
+        ({"shares": (math.nan, 1, 0)}, ValueError, r"shares\[0\] must be finite .* got nan"),
+        ({"shares": "even"}, TypeError, "shares must be a sequence, got 'even'"),
+        ({"units": ("layers.0",)}, TypeError, r"units\[0\] must be a UnitPlan .* got 'layers.0'"),
     ],
 )
 def test_an_invalid_plan_raises(changes, error, complaint):
@@ -157,17 +165,25 @@ def test_units_that_synchronize_every_pass_need_equal_passes_at_any_stage():
         (
             lambda: UnitPlan("a", "sharded"),
             ValueError,
-            "unknown strategy 'sharded'; use one of rep",
+            "strategy must be one of rep.*, got 'sharded'",
         ),
         (lambda: UnitPlan(3, "replicated"), TypeError, "must be a string, got 3"),
-        (lambda: UnitPlan("a", "replicated", shares=(1, 1)), ValueError, "'a' must sum to 1"),
+        (
+            lambda: UnitPlan("a", "replicated", shares=(1, 1)),
+            ValueError,
+            "UnitPlan.shares must be numbers that sum to 1",
+        ),
         (lambda: UnitPlan("a", "replicated", keep_gathered=1), TypeError, "True or False, got 1"),
         (
             lambda: UnitPlan("a", "sharded_gradients", keep_gathered=True),
             ValueError,
             r"keep_gathered with strategy 'sharded_gradients'.*'sharded_parameters' \(stage 3\)",
         ),
-        (lambda: UnitPlan("a", "replicated", transport=1), TypeError, "a name or None, got 1"),
+        (
+            lambda: UnitPlan("a", "replicated", transport=1),
+            TypeError,
+            "transport must be a string, got 1",
+        ),
         (
             lambda: spelled_out(units=(UnitPlan("a", "replicated", shares=(1,)),)),
             ValueError,
@@ -223,7 +239,7 @@ def test_manual_raises_for_invalid_text(text):
 
 
 def test_manual_raises_without_samples():
-    with pytest.raises(ValueError, match="the micro-batch of rank 1 must be at least 0, got -1"):
+    with pytest.raises(ValueError, match=r"micro_batches\[1\] must be at least 0, got -1"):
         Plan.manual("2,-1", stage=0)
     with pytest.raises(ValueError, match="global_batch must be at least 1, got 0"):
         Plan.manual("0,0", stage=0)
@@ -278,8 +294,8 @@ def test_proportional_accepts_shares_and_a_limit_per_rank():
 @pytest.mark.parametrize(
     ("speeds", "most", "complaint"),
     [
-        ([1, -1], 4, "rank 1: a speed must be finite and 0 or more, got -1"),
-        ([math.inf, 1], 4, "rank 0: a speed must be finite"),
+        ([1, -1], 4, r"speeds\[1\] must be finite and at least 0, got -1"),
+        ([math.inf, 1], 4, r"speeds\[0\] must be finite"),
         ([0, 0], 4, "no rank can take a sample"),
         ([1, 0], [0, 4], "no rank can take a sample"),
         ([1, 1], [4], "1 values of max_micro_batch for 2 speeds"),
@@ -372,14 +388,14 @@ def test_file_round_trip(tmp_path):
     [
         ({"version": None}, "no field 'version'; expected a plan"),
         ({"version": 7}, "plan format 7, but this version of Poplar reads format 1"),
-        ({"shares": None, "stage": None}, r"missing \['shares', 'stage'\]"),
-        ({"sharess": [1]}, r"unknown \['sharess'\]"),
-        ({"micro_batches": 3}, "one tuple of passes per rank"),
+        ({"shares": None, "stage": None}, "stage is missing"),
+        ({"sharess": [1]}, "sharess is unknown; expected stage, global_batch"),
+        ({"micro_batches": 3}, "micro_batches must be a sequence, got 3"),
         ({"global_batch": "12"}, "global_batch must be a whole number, got '12'"),
-        ({"units": [{"name": "a"}]}, r"this unit .* missing \['strategy'\]"),
-        ({"units": ["a"]}, "a unit of a plan must be a JSON object, got 'a'"),
-        ({"units": 3}, "units must be a list of units, got 3"),
-        ({"prediction": 3}, "prediction must be a mapping with JSON values, or None, got 3"),
+        ({"units": [{"name": "a"}]}, r"units\[0\]\.strategy is missing"),
+        ({"units": ["a"]}, r"units\[0\] must be a UnitPlan or a table of its fields, got 'a'"),
+        ({"units": 3}, "units must be a sequence, got 3"),
+        ({"prediction": 3}, "prediction must be a mapping, got 3"),
     ],
 )
 def test_wrong_fields_raise_with_the_file_and_the_field(tmp_path, changes, complaint):
@@ -394,7 +410,7 @@ def test_wrong_fields_raise_with_the_file_and_the_field(tmp_path, changes, compl
 def test_a_file_that_is_not_json_raises(tmp_path, content):
     path = tmp_path / "plan.json"
     path.write_bytes(content)
-    with pytest.raises(ValueError, match=r"plan\.json is not valid JSON"):
+    with pytest.raises(ValueError, match=r"plan\.json is damaged or not JSON .*; write it again"):
         Plan.from_json(path)
 
 

@@ -116,50 +116,59 @@ def test_optimizer_time_is_linear_in_the_share():
         (lambda: BatchPoint(batch=1, seconds=-1.0, activation_bytes=0), "above 0, got -1.0"),
         (
             lambda: with_error(-0.1),
-            "spread_seconds must be finite and 0 or more, got -0.1",
+            "spread_seconds must be finite and at least 0, got -0.1",
         ),
         (
             lambda: with_error(math.nan),
-            "spread_seconds must be finite and 0 or more, got nan",
+            "spread_seconds must be finite and at least 0, got nan",
         ),
-        (lambda: profile_of(three_points(1, 2, 3), optimizer_seconds=-1.0), "0 or more, got -1.0"),
+        (
+            lambda: profile_of(three_points(1, 2, 3), optimizer_seconds=-1.0),
+            "finite and at least 0, got -1.0",
+        ),
         (lambda: profile_of(three_points(1, 2, 3), peak_flops=0.0), "peak_flops must be finite"),
         (lambda: profile_of(three_points(1, 2, 3), peak_flops=math.nan), "peak_flops must be"),
-        (lambda: profile_of(()), "'a device' has no points"),
+        (lambda: profile_of(()), "points must be at least one measurement"),
         (lambda: profile_of(three_points(1, 2, 3)[::-1]), "ascending batches, got .8, 4, 2."),
         (lambda: profile_of(three_points(1, 2, 3), memory_bytes=-1), "memory_bytes must be"),
         (lambda: profile_of(three_points(1, 2, 3), optimizer_seconds=math.inf), "must be finite"),
         (
             lambda: profile_of(three_points(1, 2, 3), pass_overhead_seconds=(0.0,)),
-            "pass_overhead_seconds must have one finite number per stage",
+            "pass_overhead_seconds must be one finite number per stage",
         ),
-        (lambda: ModelProfile(unit_numels=()), "unit_numels must have at least one entry"),
-        (lambda: ModelProfile(unit_numels=(0,)), "unit_numels must be at least 1"),
-        (lambda: ModelProfile(unit_numels=(1,), grad_bytes=-1.0), "grad_bytes must be at least 0"),
+        (lambda: ModelProfile(unit_numels=()), "unit_numels must be at least one unit"),
+        (lambda: ModelProfile(unit_numels=(0,)), r"unit_numels\[0\] must be at least 1"),
+        (
+            lambda: ModelProfile(unit_numels=(1,), grad_bytes=-1.0),
+            "grad_bytes must be finite and at least 0",
+        ),
         (lambda: ModelProfile(unit_numels=(1,), param_bytes=math.nan), "at least 0, got nan"),
         (
             lambda: ModelProfile(unit_numels=(1, 2), unit_names=("a",)),
-            "unit_names must have one entry for each of the 2 units, or none, got 1",
+            "unit_names must have 2 entries or none, got 1",
         ),
         (
             lambda: ModelProfile(unit_numels=(1, 2), unit_names=("a", "a")),
             r"unit_names must be unique, but \['a'\] are repeated",
-        ),
-        (
-            lambda: ModelProfile(unit_numels=(1,), unit_names=(1,)),
-            "unit_names must be strings, got 1",
         ),
         (lambda: dataclasses.replace(a_cluster(), devices=()), "at least one device"),
         (
             lambda: dataclasses.replace(a_cluster(), devices=a_cluster().devices[:2]),
             "the network profile is for 3 ranks, but there are 2 devices",
         ),
-        (lambda: dataclasses.replace(a_cluster(), overlap=1.5), "overlap must lie between 0 and 1"),
+        (lambda: dataclasses.replace(a_cluster(), overlap=1.5), "overlap must be from 0 to 1"),
     ],
 )
 def test_invalid_values_raise(make, complaint):
     with pytest.raises(ValueError, match=complaint):
         make()
+
+
+def test_values_of_the_wrong_type_raise():
+    with pytest.raises(TypeError, match=r"ModelProfile\.unit_names\[0\] must be a string, got 1"):
+        ModelProfile(unit_numels=(1,), unit_names=(1,))
+    with pytest.raises(TypeError, match=r"BatchPoint\.batch must be a whole number, got True"):
+        BatchPoint(batch=True, seconds=1.0, activation_bytes=0)
 
 
 def test_network_needs_both_rates_of_every_rank():
@@ -238,7 +247,7 @@ def test_profile_of_format_1_is_read():
     network["meeting_seconds"] = network.pop("synchronization_seconds")
     assert ClusterProfile.from_dict(content) == a_cluster()
     content["version"] = 2
-    with pytest.raises(ValueError, match=r"NetworkProfile has no fields \['meeting_seconds'\]"):
+    with pytest.raises(ValueError, match=r"network\.meeting_seconds is unknown"):
         ClusterProfile.from_dict(content)
 
 
@@ -265,14 +274,30 @@ def test_damaged_file_raises_with_its_name(tmp_path, content, complaint):
 @pytest.mark.parametrize(
     ("where", "value", "complaint"),
     [
-        (("overlap",), "much", "overlap must be float, got 'much'"),
-        (("surprise",), 1, r"ClusterProfile has no fields \['surprise'\]"),
-        (("model", "surprise"), 1, r"ModelProfile has no fields \['surprise'\]"),
-        (("devices", 0, "memory_bytes"), 1.5, "memory_bytes must be int, got 1.5"),
-        (("devices", 0, "points", 0, "seconds"), "1", "seconds must be float, got '1'"),
+        (("overlap",), "much", "overlap must be a number, got 'much'"),
+        (("surprise",), 1, "format 2: surprise is unknown; expected devices, model"),
+        (("model", "surprise"), 1, r"model\.surprise is unknown"),
+        (
+            ("devices", 0, "memory_bytes"),
+            1.5,
+            r"devices\[0\]\.memory_bytes must be a whole number, got 1.5",
+        ),
+        (
+            ("devices", 0, "points", 0, "seconds"),
+            "1",
+            r"devices\[0\]\.points\[0\]\.seconds must be a number, got '1'",
+        ),
         (("devices", 0, "points", 0, "seconds"), math.nan, "seconds must be finite and above 0"),
-        (("devices", 0, "optimizer_seconds"), -0.1, "optimizer_seconds must be finite and 0"),
-        (("network", "all_gather_seconds"), -1.0, "all_gather_seconds must be finite and 0"),
+        (
+            ("devices", 0, "optimizer_seconds"),
+            -0.1,
+            "optimizer_seconds must be finite and at least 0",
+        ),
+        (
+            ("network", "all_gather_seconds"),
+            -1.0,
+            "all_gather_seconds must be finite and at least 0",
+        ),
     ],
 )
 def test_invalid_values_in_a_file_raise(where, value, complaint):
