@@ -35,7 +35,7 @@ FIRST_STAGE_SYNCHRONIZING_EVERY_PASS = STRATEGIES.index("sharded_gradients")
 """From this stage on ranks synchronize at every pass, before it once per step."""
 _SYNCHRONIZING_EVERY_PASS = frozenset(STRATEGIES[FIRST_STAGE_SYNCHRONIZING_EVERY_PASS:])
 _SHARDS_PARAMETERS = "sharded_parameters"
-GATHERS = STRATEGIES.index(_SHARDS_PARAMETERS)
+FIRST_STAGE_SHARDING_PARAMETERS = STRATEGIES.index(_SHARDS_PARAMETERS)
 """The first stage at which parameters are sharded."""
 _SCHEMA_VERSION = 1
 

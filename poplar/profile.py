@@ -275,15 +275,15 @@ class ClusterProfile:
         return len(self.devices)
 
     @cached_property
-    def device_kinds(self) -> list[int]:
+    def device_group_indices(self) -> list[int]:
         """By rank, a number: equal for ranks whose devices have equal costs."""
         return _numbered(device.costs for device in self.devices)
 
     @cached_property
-    def rank_kinds(self) -> list[int]:
+    def rank_group_indices(self) -> list[int]:
         """By rank, a number: equal for ranks with equal devices and equal links."""
         rates = (self.network.send_seconds_per_byte, self.network.receive_seconds_per_byte)
-        return _numbered(zip(self.device_kinds, *rates, strict=True))
+        return _numbered(zip(self.device_group_indices, *rates, strict=True))
 
     def to_dict(self) -> dict[str, Any]:
         """This profile in JSON types, for `from_dict`."""

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from poplar import _core
 from poplar.planner.cost_model import CommunicationSeconds, StageCosts, Synchronization
-from poplar.planner.rank_groups import members
+from poplar.planner.rank_groups import group_equal
 
 MicroBatches = tuple[tuple[int, ...], ...]
 _ROUNDING = 1e-12
@@ -30,8 +30,8 @@ class BatchAllocator:
     def __init__(self, costs: StageCosts, global_batch: int) -> None:
         self._costs = costs
         self._global_batch = global_batch
-        self._groups = costs.cluster.device_kinds
-        self._first_rank = {self._groups[ranks[0]]: ranks[0] for ranks in members(self._groups)}
+        self._groups = costs.cluster.device_group_indices
+        self._first_rank = {self._groups[ranks[0]]: ranks[0] for ranks in group_equal(self._groups)}
         self._pass_seconds = cache(self._pass_seconds_of)
         self._rank_passes = cache(self._rank_passes_of)
         self.under = cache(self._under)
@@ -40,7 +40,7 @@ class BatchAllocator:
     def _under(self, caps: tuple[int, ...]) -> SynchronizedPasses | IndependentPasses:
         groups = [
             (ranks, self._groups[ranks[0]], caps[ranks[0]])
-            for ranks in members(zip(self._groups, caps, strict=True))
+            for ranks in group_equal(zip(self._groups, caps, strict=True))
         ]
         if self._costs.synchronizes_every_pass:
             passes = [(ranks, self._pass_seconds(group)[: cap + 1]) for ranks, group, cap in groups]
@@ -113,9 +113,9 @@ class SynchronizedPasses:
 
     def cheapest_sizes(self, communication: CommunicationSeconds) -> tuple[int, ...]:
         """The sizes of the passes of the fastest step with this communication, in order."""
-        usual, dearest = self._seconds(communication)
-        (*others, last) = self._cover(usual, dearest)[1]
-        return self._costs.join_dearest(others, last)
+        usual, costliest = self._seconds(communication)
+        (*others, last) = self._cover(usual, costliest)[1]
+        return self._costs.join_costliest(others, last)
 
     def lower_bounds(
         self, least: CommunicationSeconds, most: CommunicationSeconds
@@ -125,10 +125,10 @@ class SynchronizedPasses:
         They are the values of a function that is concave within the box: every synchronization is
         bounded by its tangent at `least`, and the minimum of linear functions is concave.
         """
-        dearest = self._tangents(least, dearest=True)
-        usual = dearest
+        costliest = self._tangents(least, costliest=True)
+        usual = costliest
         if self._costs.synchronizations_differ:
-            usual = self._tangents(least, dearest=False)
+            usual = self._tangents(least, costliest=False)
         corners = sorted(
             {
                 CommunicationSeconds(gather, reduce)
@@ -137,31 +137,31 @@ class SynchronizedPasses:
             }
         )
         return [
-            (corner, self._cover(_along(usual, least, corner), _along(dearest, least, corner))[0])
+            (corner, self._cover(_along(usual, least, corner), _along(costliest, least, corner))[0])
             for corner in corners
         ]
 
     def _cover(
-        self, usual: Sequence[float], dearest: Sequence[float]
+        self, usual: Sequence[float], costliest: Sequence[float]
     ) -> tuple[float, Sequence[int]]:
         """The cheapest passes that hold the global batch, the most expensive one last."""
-        return _core.cheapest_cover(self.sizes, usual, dearest, self._global_batch)
+        return _core.cheapest_cover(self.sizes, usual, costliest, self._global_batch)
 
     def _seconds(self, communication: CommunicationSeconds) -> tuple[list[float], list[float]]:
         """Seconds of each of `synchronizations`: as a usual one, and as the most expensive one."""
         seconds_of = partial(self._costs.synchronization_seconds, communication=communication)
-        dearest = [seconds_of(one) for one in self.synchronizations]
+        costliest = [seconds_of(one) for one in self.synchronizations]
         if not self._costs.synchronizations_differ:
-            return dearest, dearest
-        return [seconds_of(one, dearest=False) for one in self.synchronizations], dearest
+            return costliest, costliest
+        return [seconds_of(one, costliest=False) for one in self.synchronizations], costliest
 
-    def _tangents(self, least: CommunicationSeconds, *, dearest: bool) -> list[Tangent]:
+    def _tangents(self, least: CommunicationSeconds, *, costliest: bool) -> list[Tangent]:
         """Of each of `synchronizations`, where this is communicated."""
         costs = self._costs
         return [
             Tangent(
-                costs.synchronization_seconds(one, least, dearest=dearest),
-                costs.slopes(one, least, dearest=dearest),
+                costs.synchronization_seconds(one, least, costliest=costliest),
+                costs.slopes(one, least, costliest=costliest),
             )
             for one in self.synchronizations
         ]

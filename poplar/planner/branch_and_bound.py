@@ -27,7 +27,7 @@ from poplar.planner.batch_allocation import (
 from poplar.planner.cost_model import StageCosts
 from poplar.planner.heuristic import Alternation, Candidate, Request, largest_batches_of
 from poplar.planner.memory_shortfall import NoPlanFits, memory_shortfall, suffice
-from poplar.planner.rank_groups import each, members
+from poplar.planner.rank_groups import map_distinct, group_equal
 from poplar.planner.shard_allocation import ShareProblem
 
 TOLERANCE = 1e-10
@@ -106,7 +106,9 @@ class _Search:
         """A heap by bound."""
         self._number = count()
         self._equal_ranks = {
-            rank: ranks for ranks in members(self._costs.cluster.rank_kinds) for rank in ranks
+            rank: ranks
+            for ranks in group_equal(self._costs.cluster.rank_group_indices)
+            for rank in ranks
         }
         """Exchanging equal ranks changes no step, so only descending caps are searched."""
 
@@ -168,7 +170,7 @@ class _Search:
             group, own, high = key
             return self._memory_of[group].largest_batch(max(0.0, 1.0 - (total - own)), high)
 
-        high = each(largest_batch, list(zip(self._groups, upper, node.high, strict=True)))
+        high = map_distinct(largest_batch, list(zip(self._groups, upper, node.high, strict=True)))
         if max(high) < 1 or any(h < low for h, low in zip(high, node.low, strict=True)):
             return None
         return replace(node, high=tuple(high)), upper
@@ -232,7 +234,7 @@ class _Search:
             memory = self._memory_of[group]
             return 0.0 if memory.fits(used, share) else memory.needed(used, share) / memory.limit
 
-        excesses = each(excess, keys)
+        excesses = map_distinct(excess, keys)
         rank = max(range(len(keys)), key=lambda r: (excesses[r], -r))
         if not excesses[rank]:
             return []

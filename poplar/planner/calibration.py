@@ -14,7 +14,7 @@ from dataclasses import replace
 from statistics import fmean, mean, median
 
 from poplar.observation import Observation, Slowdown, Trials
-from poplar.plan import FIRST_STAGE_SYNCHRONIZING_EVERY_PASS, GATHERS, Plan
+from poplar.plan import FIRST_STAGE_SYNCHRONIZING_EVERY_PASS, FIRST_STAGE_SHARDING_PARAMETERS, Plan
 from poplar.planner.cost_model import costs_of
 from poplar.planner.prediction import fits
 from poplar.planner.search import search
@@ -234,7 +234,8 @@ def _with_equal_overheads(
         stages = [
             stage
             for stage, observations in by_stage.items()
-            if stage < GATHERS and any(seen.pass_seconds[rank] for seen in observations)
+            if stage < FIRST_STAGE_SHARDING_PARAMETERS
+            and any(seen.pass_seconds[rank] for seen in observations)
         ]
         least = min((overheads[stage] for stage in stages), default=0.0)
         for stage in stages:

@@ -54,9 +54,9 @@ def schedules(
     overlap: float,
     backward_fraction: float,
 ) -> tuple[CommunicationSchedule, CommunicationSchedule]:
-    """The schedules of a usual synchronization of a step and of the dearest one.
+    """The schedules of a usual synchronization of a step and of the costliest one.
 
-    At stage 2 the dearest one is the last: no forward follows it. At stage 3 it is the first, which
+    At stage 2 the costliest one is the last: no forward follows it. At stage 3 it is the first, which
     also gathers the persistent units.
     """
     layout = UnitLayout.of(model, stage, persistent)
@@ -67,8 +67,8 @@ def schedules(
             later.schedule(later.unsharding_bounds(first)),
             first.schedule(first.unsharding_bounds(first)),
         )
-    dearest = first.schedule([first.backward_lines()])
-    return (first.schedule([first.continued_lines()]) if stage == 2 else dearest), dearest
+    costliest = first.schedule([first.backward_lines()])
+    return (first.schedule([first.continued_lines()]) if stage == 2 else costliest), costliest
 
 
 class _Collective(NamedTuple):

@@ -29,7 +29,7 @@ from poplar.plan import FIRST_STAGE_SYNCHRONIZING_EVERY_PASS, STRATEGIES, Plan
 from poplar.planner.collective_costs import CollectiveCosts
 from poplar.planner.communication_schedule import CommunicationSchedule, OverlapLine, schedules
 from poplar.planner.memory_model import RankMemory, rank_memory
-from poplar.planner.rank_groups import members
+from poplar.planner.rank_groups import group_equal
 from poplar.profile import ClusterProfile
 
 T = TypeVar("T")
@@ -92,14 +92,14 @@ class StageCosts:
 
     @cached_property
     def schedules(self) -> tuple[CommunicationSchedule, CommunicationSchedule]:
-        """The communication of a usual synchronization and of the dearest one of a step."""
+        """The communication of a usual synchronization and of the costliest one of a step."""
         overlap, backward_fraction = self.cluster.overlap, self.cluster.backward_fraction
         model = self.cluster.model
         return schedules(model, self.stage, self.persistent, overlap, backward_fraction)
 
     @property
     def schedule(self) -> CommunicationSchedule:
-        """The communication of the dearest synchronization."""
+        """The communication of the costliest synchronization."""
         return self.schedules[True]
 
     @property
@@ -115,19 +115,19 @@ class StageCosts:
     @property
     def synchronizations_differ(self) -> bool:
         """Whether one synchronization of a step costs more than the others."""
-        usual, dearest = self.schedules
-        return usual != dearest
+        usual, costliest = self.schedules
+        return usual != costliest
 
-    def split_dearest(self, items: Sequence[T]) -> tuple[Sequence[T], T]:
-        """The items of the usual synchronizations of a step, and that of the dearest one."""
-        return (items[1:], items[0]) if self._dearest_comes_first else (items[:-1], items[-1])
+    def split_costliest(self, items: Sequence[T]) -> tuple[Sequence[T], T]:
+        """The items of the usual synchronizations of a step, and that of the costliest one."""
+        return (items[1:], items[0]) if self._costliest_comes_first else (items[:-1], items[-1])
 
-    def join_dearest(self, usual: Sequence[T], dearest: T) -> tuple[T, ...]:
-        """The inverse of `split_dearest`."""
-        return (dearest, *usual) if self._dearest_comes_first else (*usual, dearest)
+    def join_costliest(self, usual: Sequence[T], costliest: T) -> tuple[T, ...]:
+        """The inverse of `split_costliest`."""
+        return (costliest, *usual) if self._costliest_comes_first else (*usual, costliest)
 
     @property
-    def _dearest_comes_first(self) -> bool:
+    def _costliest_comes_first(self) -> bool:
         return bool(self.persistent)
 
     @cached_property
@@ -138,10 +138,10 @@ class StageCosts:
     @cached_property
     def memories(self) -> tuple[RankMemory, ...]:
         """By rank."""
-        kinds = self.cluster.device_kinds
-        first = [ranks[0] for ranks in members(kinds)]
+        groups = self.cluster.device_group_indices
+        first = [ranks[0] for ranks in group_equal(groups)]
         memories = [rank_memory(self.cluster, self.stage, rank, self.persistent) for rank in first]
-        return tuple(memories[kind] for kind in kinds)
+        return tuple(memories[group] for group in groups)
 
     @property
     def synchronization_residual(self) -> float:
@@ -172,18 +172,18 @@ class StageCosts:
         synchronization: Synchronization,
         communication: CommunicationSeconds,
         *,
-        dearest: bool = True,
+        costliest: bool = True,
     ) -> float:
         """Seconds from the previous synchronization to the end of this one.
 
         Args:
             synchronization: when compute ends.
             communication: seconds of its collectives.
-            dearest: whether it is the dearest of the step, see `schedules`.
+            costliest: whether it is the costliest of the step, see `schedules`.
         """
         latest, reducible = synchronization
         gather, reduce = communication
-        schedule = self.schedules[dearest]
+        schedule = self.schedules[costliest]
         exposed = schedule.gathers * gather + reduce + self.synchronization_residual
         for lines in schedule.overlap_bounds:
             exposed -= min(
@@ -196,12 +196,12 @@ class StageCosts:
         return latest + max(0.0, exposed)
 
     def exposures(
-        self, synchronization: Synchronization, *, dearest: bool = True
+        self, synchronization: Synchronization, *, costliest: bool = True
     ) -> list[Exposure]:
         """The exposed seconds of `synchronization_seconds` are the largest of these, at least 0."""
         return [
-            self._exposure(lines, synchronization, dearest)
-            for lines in product(*self.schedules[dearest].overlap_bounds)
+            self._exposure(lines, synchronization, costliest)
+            for lines in product(*self.schedules[costliest].overlap_bounds)
         ]
 
     def slopes(
@@ -209,24 +209,24 @@ class StageCosts:
         synchronization: Synchronization,
         communication: CommunicationSeconds,
         *,
-        dearest: bool = True,
+        costliest: bool = True,
     ) -> CommunicationSeconds:
         """Growth of `synchronization_seconds` per second of each collective, as they grow."""
         point = (*communication, *synchronization)
         lines = [
             min(group, key=lambda line: sum(map(operator.mul, line, point)))
-            for group in self.schedules[dearest].overlap_bounds
+            for group in self.schedules[costliest].overlap_bounds
         ]
-        exposure = self._exposure(lines, synchronization, dearest)
+        exposure = self._exposure(lines, synchronization, costliest)
         if exposure.at(communication) <= 0.0:
             return CommunicationSeconds(0.0, 0.0)
         return CommunicationSeconds(exposure.gather, exposure.reduce)
 
     def _exposure(
-        self, lines: Iterable[OverlapLine], synchronization: Synchronization, dearest: bool
+        self, lines: Iterable[OverlapLine], synchronization: Synchronization, costliest: bool
     ) -> Exposure:
         latest, reducible = synchronization
-        gather, reduce = self.schedules[dearest].gathers, 1.0
+        gather, reduce = self.schedules[costliest].gathers, 1.0
         seconds = self.synchronization_residual
         for line in lines:
             gather -= line.gather
@@ -238,10 +238,10 @@ class StageCosts:
         self, synchronizations: Sequence[Synchronization], communication: CommunicationSeconds
     ) -> list[float]:
         """Seconds of each synchronization of a step, in order."""
-        usual, dearest = self.split_dearest(synchronizations)
-        seconds = [self.synchronization_seconds(s, communication, dearest=False) for s in usual]
+        usual, costliest = self.split_costliest(synchronizations)
+        seconds = [self.synchronization_seconds(s, communication, costliest=False) for s in usual]
         return list(
-            self.join_dearest(seconds, self.synchronization_seconds(dearest, communication))
+            self.join_costliest(seconds, self.synchronization_seconds(costliest, communication))
         )
 
     def tail_seconds(self, shares: Sequence[float]) -> float:
@@ -264,9 +264,9 @@ class StageCosts:
         """One rank for each combination of device, links and share."""
         key = tuple(shares)
         if key not in self._last_distinct:
-            kinds = zip(self.cluster.rank_kinds, key, strict=True)
+            groups = zip(self.cluster.rank_group_indices, key, strict=True)
             self._last_distinct.clear()
-            self._last_distinct[key] = list(dict(zip(kinds, count(), strict=False)).values())
+            self._last_distinct[key] = list(dict(zip(groups, count(), strict=False)).values())
         return self._last_distinct[key]
 
     @cached_property
@@ -276,8 +276,8 @@ class StageCosts:
 
     def synchronizations(self, micro_batches: Sequence[Sequence[int]]) -> list[Synchronization]:
         """Every synchronization of a step."""
-        kinds = zip(self.cluster.device_kinds, micro_batches, strict=True)
-        distinct = {kind: rank for rank, kind in enumerate(kinds)}
+        groups = zip(self.cluster.device_group_indices, micro_batches, strict=True)
+        distinct = {group: rank for rank, group in enumerate(groups)}
         ranks, rows = list(distinct.values()), [passes for _, passes in distinct]
         if not self.synchronizes_every_pass:
             return [self.synchronization(zip(ranks, rows, strict=True))]

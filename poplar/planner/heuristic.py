@@ -14,7 +14,7 @@ from typing import NamedTuple
 from poplar.planner.batch_allocation import BatchAllocator, MicroBatches
 from poplar.planner.cost_model import StageCosts
 from poplar.planner.memory_shortfall import smallest_shares, suffice
-from poplar.planner.rank_groups import each
+from poplar.planner.rank_groups import map_distinct
 from poplar.planner.shard_allocation import ShareProblem
 
 _ROUNDS = 3
@@ -44,7 +44,7 @@ class Alternation:
         self.costs = costs
         self.request = request
         self.batches = BatchAllocator(costs, request.global_batch)
-        self.groups = costs.cluster.device_kinds
+        self.groups = costs.cluster.device_group_indices
         """By rank, a number that ranks with equal devices share."""
         self.memory_of_group = dict(zip(self.groups, costs.memories, strict=True))
 
@@ -95,7 +95,7 @@ class Alternation:
             group, batch = group_and_batch
             return self.memory_of_group[group].largest_share(batch)
 
-        return each(largest, list(zip(self.groups, batches, strict=True)))
+        return map_distinct(largest, list(zip(self.groups, batches, strict=True)))
 
     def largest_batches(self, shares: Sequence[float]) -> tuple[int, ...]:
         """By rank, the largest micro-batch that fits beside its share; -1: not even none does."""
@@ -104,7 +104,7 @@ class Alternation:
             group, share = group_and_share
             return self.memory_of_group[group].largest_batch(share, self.request.max_micro_batch)
 
-        return tuple(each(largest, list(zip(self.groups, shares, strict=True))))
+        return tuple(map_distinct(largest, list(zip(self.groups, shares, strict=True))))
 
     def _candidate(self, micro_batches: MicroBatches, shares: Sequence[float]) -> Candidate:
         seconds = self.costs.step_seconds(micro_batches, shares)
@@ -115,7 +115,7 @@ class Alternation:
 
         If a rank cannot hold a sample: the shares of the plan that needs the least memory.
         """
-        free = each(lambda group: self.memory_of_group[group].largest_share(1), self.groups)
+        free = map_distinct(lambda group: self.memory_of_group[group].largest_share(1), self.groups)
         if min(free) < 0.0 or not suffice(free):
             return smallest_shares(self.costs)[0]
         total = math.fsum(free)
@@ -124,4 +124,4 @@ class Alternation:
 
 def largest_batches_of(micro_batches: MicroBatches) -> list[int]:
     """By rank, its largest micro-batch; 0 if it has none."""
-    return each(lambda passes: max(passes, default=0), micro_batches)
+    return map_distinct(lambda passes: max(passes, default=0), micro_batches)

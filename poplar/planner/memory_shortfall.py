@@ -15,7 +15,7 @@ from poplar.errors import PoplarError
 from poplar.formatting import format_bytes
 from poplar.planner.cost_model import StageCosts
 from poplar.planner.memory_model import RankMemory
-from poplar.planner.rank_groups import each
+from poplar.planner.rank_groups import map_distinct
 from poplar.profile import ClusterProfile
 
 _Value = TypeVar("_Value")
@@ -148,9 +148,9 @@ def smallest_shares(costs: StageCosts) -> tuple[tuple[float, ...], int]:
 
 def _by_rank(costs: StageCosts, function: Callable[[RankMemory], _Value]) -> list[_Value]:
     """`function` of each rank's memory, computed once for equal ranks."""
-    kinds = costs.cluster.device_kinds
+    kinds = costs.cluster.device_group_indices
     memories = dict(zip(kinds, costs.memories, strict=True))
-    return each(lambda kind: function(memories[kind]), kinds)
+    return map_distinct(lambda kind: function(memories[kind]), kinds)
 
 
 def _missing(costs: StageCosts, shares: Sequence[float], micro_batch: int) -> list[float]:

@@ -140,7 +140,7 @@ class _Search:
         return StageCosts(self._cluster, self._stage, frozenset(self._order[:number]))
 
     def _fits(self, number: int, plan: Plan) -> bool:
-        groups = self._cluster.device_kinds
+        groups = self._cluster.device_group_indices
         memories = dict(zip(groups, self._costs(number).memories, strict=True))
         keys = set(zip(groups, largest_batches_of(plan.micro_batches), plan.shares, strict=True))
         return all(memories[group].fits(largest, share) for group, largest, share in keys)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from poplar.formatting import format_bytes
 from poplar.plan import Plan
 from poplar.planner.cost_model import StageCosts, costs_of
-from poplar.planner.rank_groups import each
+from poplar.planner.rank_groups import map_distinct
 from poplar.profile import ClusterProfile
 
 _SLOWER_LINK = 1.1
@@ -81,9 +81,11 @@ def memory_needed(cluster: ClusterProfile, plan: Plan) -> tuple[int, ...]:
 def _memory_needed(costs: StageCosts, plan: Plan) -> tuple[int, ...]:
     for rank, passes in enumerate(plan.micro_batches):
         _check_measured(costs.cluster, rank, max(passes, default=0))
-    keys = list(zip(costs.cluster.device_kinds, plan.micro_batches, plan.shares, strict=True))
+    keys = list(
+        zip(costs.cluster.device_group_indices, plan.micro_batches, plan.shares, strict=True)
+    )
     first = dict(zip(keys, count(), strict=False))
-    return tuple(each(lambda key: math.ceil(_needed(costs, plan, first[key])), keys))
+    return tuple(map_distinct(lambda key: math.ceil(_needed(costs, plan, first[key])), keys))
 
 
 def predict(cluster: ClusterProfile, plan: Plan) -> Prediction:
@@ -139,19 +141,19 @@ def predict_at(costs: StageCosts, plan: Plan) -> Prediction:
 
 def _rank_seconds(costs: StageCosts, plan: Plan) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """By rank: seconds of its passes, and of its optimizer."""
-    kinds = costs.cluster.device_kinds
-    first = dict(zip(kinds, count(), strict=False))
+    groups = costs.cluster.device_group_indices
+    first = dict(zip(groups, count(), strict=False))
 
     def computed(key: tuple[int, tuple[int, ...]]) -> float:
-        kind, passes = key
-        return math.fsum(costs.pass_seconds(first[kind], batch) for batch in passes)
+        group, passes = key
+        return math.fsum(costs.pass_seconds(first[group], batch) for batch in passes)
 
     def updated(key: tuple[int, float]) -> float:
-        kind, share = key
-        return max(0.0, costs.optimizer_seconds(first[kind], share))
+        group, share = key
+        return max(0.0, costs.optimizer_seconds(first[group], share))
 
-    compute = each(computed, list(zip(kinds, plan.micro_batches, strict=True)))
-    return tuple(compute), tuple(each(updated, list(zip(kinds, plan.shares, strict=True))))
+    compute = map_distinct(computed, list(zip(groups, plan.micro_batches, strict=True)))
+    return tuple(compute), tuple(map_distinct(updated, list(zip(groups, plan.shares, strict=True))))
 
 
 def describe(cluster: ClusterProfile, plan: Plan, prediction: Prediction, policy: str) -> Plan:

@@ -13,7 +13,7 @@ _Value = TypeVar("_Value")
 _Key = TypeVar("_Key", bound=Hashable)
 
 
-def members(values: Iterable[Hashable]) -> list[list[int]]:
+def group_equal(values: Iterable[Hashable]) -> list[list[int]]:
     """The positions of each distinct value, ascending; values by first appearance."""
     found: dict[Hashable, list[int]] = {}
     position = 0
@@ -24,7 +24,7 @@ def members(values: Iterable[Hashable]) -> list[list[int]]:
     return list(found.values())
 
 
-def each(function: Callable[[_Key], _Value], keys: Sequence[_Key]) -> list[_Value]:
+def map_distinct(function: Callable[[_Key], _Value], keys: Sequence[_Key]) -> list[_Value]:
     """`function(key)` for each key, computed once for equal keys."""
     known = {key: function(key) for key in dict.fromkeys(keys)}
     return list(map(known.__getitem__, keys))

@@ -15,7 +15,7 @@ from poplar.planner.collective_costs import CollectiveCost
 from poplar.planner.cost_model import CommunicationSeconds, StageCosts, Synchronization
 from poplar.planner.linear_program import LinearProgram
 from poplar.planner.memory_shortfall import suffice
-from poplar.planner.rank_groups import members
+from poplar.planner.rank_groups import group_equal
 
 _SMALLEST_SHARE = 1e-9
 """Smaller shares are rounding errors and become 0."""
@@ -34,7 +34,7 @@ class ShareProblem:
     def __init__(self, costs: StageCosts, upper: Sequence[float]) -> None:
         self._costs = costs
         self._upper = [min(1.0, bound) for bound in upper]
-        self._groups = members(zip(costs.cluster.rank_kinds, self._upper, strict=True))
+        self._groups = group_equal(zip(costs.cluster.rank_group_indices, self._upper, strict=True))
         """Ranks with equal costs and bounds; their shares are equal in the best plan."""
         first = len(self._groups)
         self._reduce, self._gather, self._optimizer, self._tail = range(first, first + 4)
@@ -71,13 +71,13 @@ class ShareProblem:
 
     def cheapest(self, synchronizations: Sequence[Synchronization]) -> Shared:
         """The least seconds of a step with these synchronizations, and the best shares."""
-        usual, dearest = self._costs.split_dearest(synchronizations)
+        usual, costliest = self._costs.split_costliest(synchronizations)
         counts = Counter((synchronization, False) for synchronization in usual)
-        counts[dearest, True] += 1
+        counts[costliest, True] += 1
         costs = {self._free + number: float(times) for number, times in enumerate(counts.values())}
         program = self._program({self._tail: 1.0} | costs, self._free + len(counts))
-        for number, (synchronization, is_dearest) in enumerate(counts):
-            for exposure in self._costs.exposures(synchronization, dearest=is_dearest):
+        for number, (synchronization, is_costliest) in enumerate(counts):
+            for exposure in self._costs.exposures(synchronization, costliest=is_costliest):
                 row = {self._gather: exposure.gather, self._reduce: exposure.reduce}
                 row[self._free + number] = -1.0
                 program.at_most(-exposure.seconds / self._unit, row)
@@ -170,7 +170,7 @@ class ShareProblem:
         for ranks, share in zip(self._groups, found.variables, strict=False):
             for rank in ranks:
                 shares[rank] = min(share, self._upper[rank]) if share >= _SMALLEST_SHARE else 0.0
-        return Shared(found.value * self._unit, settle(shares, self._upper))
+        return Shared(found.value * self._unit, normalized(shares, self._upper))
 
     def _most(self, cost: CollectiveCost) -> float:
         """An upper bound on a collective under any shares within the bounds."""
@@ -182,7 +182,7 @@ class ShareProblem:
         return most
 
 
-def settle(shares: Sequence[float], upper: Sequence[float]) -> tuple[float, ...]:
+def normalized(shares: Sequence[float], upper: Sequence[float]) -> tuple[float, ...]:
     """Shares that sum to 1 within `upper`: rounding errors are moved to the largest shares."""
     settled = list(shares)
     missing = 1.0 - math.fsum(settled)

@@ -13,7 +13,7 @@ from poplar.plan import Plan
 from poplar.planner.cost_model import StageCosts, costs_of
 from poplar.planner.heuristic import Alternation, Candidate, Request
 from poplar.planner.persistent_units import persistence_order, unit_plans
-from poplar.planner.rank_groups import members
+from poplar.planner.rank_groups import group_equal
 from poplar.profile import ClusterProfile
 
 PREFERENCE = 0.02
@@ -95,7 +95,7 @@ def _with_fewer_passes_per_rank(
     slack = limit - candidate.seconds
     ((latest, reducible),) = costs.synchronizations(candidate.micro_batches)
     batches = list(candidate.micro_batches)
-    for ranks in members(zip(solvers.groups, batches, caps, strict=True)):
+    for ranks in group_equal(zip(solvers.groups, batches, caps, strict=True)):
         rank = ranks[0]
         longest = costs.synchronization([(rank, batches[rank])]).latest * (1.0 + preference)
         for passes in range(-(-sum(batches[rank]) // max(1, caps[rank])), len(batches[rank])):

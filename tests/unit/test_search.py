@@ -18,7 +18,7 @@ from poplar.errors import PoplarError
 from poplar.planner.batch_allocation import smallest
 from poplar.planner.prediction import predict
 from poplar.planner.search import NoPlanFits, alternatives, search
-from poplar.planner.shard_allocation import settle
+from poplar.planner.shard_allocation import normalized
 from poplar.profile import BatchPoint, ClusterProfile, DeviceProfile, ModelProfile, NetworkProfile
 
 LARGEST_GLOBAL_BATCH = {1: 8, 2: 6, 3: 4}
@@ -434,7 +434,7 @@ def test_cheapest_cover_matches_a_naive_dynamic_program(parts, total, more):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "costs", "dearest", "total"),
+    ("sizes", "costs", "costliest", "total"),
     [
         ([], [], [], 1),
         ([1, 2], [1.0], [1.0, 2.0], 2),
@@ -443,9 +443,9 @@ def test_cheapest_cover_matches_a_naive_dynamic_program(parts, total, more):
         ([1, 2], [1.0, 2.0], [1.0, 2.0], 0),
     ],
 )
-def test_cheapest_cover_refuses_invalid_parts(sizes, costs, dearest, total):
+def test_cheapest_cover_refuses_invalid_parts(sizes, costs, costliest, total):
     with pytest.raises(ValueError, match="cheapest_cover"):
-        _core.cheapest_cover(sizes, costs, dearest, total)
+        _core.cheapest_cover(sizes, costs, costliest, total)
 
 
 @given(
@@ -456,7 +456,7 @@ def test_settled_shares_sum_to_1_within_their_bounds(parts, off):
     total = math.fsum(part for part, _ in parts)
     shares = [part / total * (1.0 + off) for part, _ in parts]
     upper = [share + room for share, (_, room) in zip(shares, parts, strict=True)]
-    settled = settle(shares, upper)
+    settled = normalized(shares, upper)
     assert all(0.0 <= share <= bound for share, bound in zip(settled, upper, strict=True))
     if math.fsum(upper) >= 1.0 + 1e-9:
         assert math.fsum(settled) == pytest.approx(1.0, abs=1e-15)
