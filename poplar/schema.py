@@ -55,8 +55,8 @@ def checked(annotation: Any, value: Any, path: str) -> Any:
 def check_fields(instance: Any) -> None:
     """Check and convert every field of a frozen dataclass, in its `__post_init__`."""
     kind = type(instance)
-    for name, annotation in _annotations(kind).items():
-        value = checked(annotation, getattr(instance, name), f"{kind.__name__}.{name}")
+    for name, convert in _converters(kind).items():
+        value = convert(getattr(instance, name), f"{kind.__name__}.{name}")
         object.__setattr__(instance, name, value)
 
 
@@ -68,28 +68,30 @@ def from_fields(kind: type[T], content: Any, path: str = "") -> T:
     """
     if not isinstance(content, Mapping):
         raise ValueError(f"{path or kind.__name__} must be a table of fields, got {content!r}")
-    annotations = _annotations(kind)
+    converters = _converters(kind)
     inside = f"{path}." if path else ""
     for name in content:
-        if name not in annotations:
-            raise ValueError(f"{inside}{name} is unknown; expected {', '.join(annotations)}")
+        if name not in converters:
+            raise ValueError(f"{inside}{name} is unknown; expected {', '.join(converters)}")
     for field in dataclasses.fields(kind):  # type: ignore[arg-type]
         if _is_required(field) and field.name not in content:
             raise ValueError(f"{inside}{field.name} is missing")
     try:
         values = {
-            name: checked(annotations[name], value, f"{inside}{name}")
-            for name, value in content.items()
+            name: converters[name](value, f"{inside}{name}") for name, value in content.items()
         }
-        return kind(**values)
     except TypeError as error:
         raise ValueError(str(error)) from error
+    try:
+        return kind(**values)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path}: {error}" if path else str(error)) from error
 
 
 def to_json_types(value: Any) -> Any:
     """Dataclasses and mappings as dictionaries, tuples as lists."""
     if dataclasses.is_dataclass(value):
-        names = _annotations(type(value))
+        names = _converters(type(value))
         return {name: to_json_types(getattr(value, name)) for name in names}
     if isinstance(value, Mapping):
         return {key: to_json_types(item) for key, item in value.items()}
@@ -117,12 +119,12 @@ def read_json(path: str | Path, parse: Callable[[Any], T], remedy: str) -> T:
         raise ValueError(f"{path}: {error}") from error
 
 
-def _annotations_of(kind: Any) -> dict[str, Any]:
+def _field_converters(kind: Any) -> dict[str, _Convert]:
     hints = get_type_hints(kind, include_extras=True)
-    return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
+    return {field.name: _converter(hints[field.name]) for field in dataclasses.fields(kind)}
 
 
-_annotations: Callable[[Any], dict[str, Any]] = cache(_annotations_of)
+_converters: Callable[[Any], dict[str, _Convert]] = cache(_field_converters)
 
 
 def _is_required(field: dataclasses.Field[Any]) -> bool:

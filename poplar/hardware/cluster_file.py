@@ -30,14 +30,12 @@ faster. All have the same batches, so a plan of the middle profile can be estima
 from __future__ import annotations
 
 import dataclasses
-import math
-import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Annotated, Any
 
 from poplar.hardware.device_catalog import (
     MEASURED_SPREAD,
@@ -54,54 +52,102 @@ from poplar.hardware.gpu_specifications import Specification
 from poplar.hardware.interconnect import HostLinks, network_profile
 from poplar.hardware.model_shapes import TrainingJob
 from poplar.profile import ClusterProfile, ModelProfile
+from poplar.schema import Fraction, NonNegative, Positive, Rule, check_fields, from_fields
 
 OVERLAP = 0.6
 """Default overlap; assumed."""
 
 
+_Multiple = Annotated[int, Rule("from 1 to 65536", lambda count: 1 <= count <= 65536)]
+_ONE_TABLE = Rule("at least one table", bool)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceEntry:
-    """Equal devices in one host."""
+    """A table `[[host.device]]`: equal devices in one host."""
 
-    specification: Specification
-    count: int = 1
-    memory_gib: float | None = None
-    price_per_hour: float | None = None
+    gpu: str
+    count: _Multiple = 1
+    memory_gib: Positive | None = None
+    price_per_hour: NonNegative | None = None
     """Of each device."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        find_device(self.gpu)  # raises if it is unknown
+
+    @property
+    def specification(self) -> Specification:
+        """Figures of the device."""
+        return find_device(self.gpu)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostEntry:
-    """One host."""
+    """A table `[[host]]`. The hosts of a `ClusterFile` have a name, links and a count of 1."""
 
-    name: str
-    devices: tuple[DeviceEntry, ...]
-    link_gb_per_s: float
-    network_gbit_per_s: float
-    price_per_hour: float | None = None
+    device: Annotated[tuple[DeviceEntry, ...], _ONE_TABLE]
+    name: str = ""
+    count: _Multiple = 1
+    link_gb_per_s: Positive | None = None
+    network_gbit_per_s: Positive | None = None
+    price_per_hour: NonNegative | None = None
+    """Without devices that have their own price."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        unpriced = [
+            f"device[{index}] ({entry.specification.gpu})"
+            for index, entry in enumerate(self.device)
+            if entry.price_per_hour is None
+        ]
+        if self.price_per_hour is None and 0 < len(unpriced) < len(self.device):
+            raise ValueError(
+                f"no price for {', '.join(unpriced)}; give a price_per_hour of the whole host, of "
+                "each of its devices, or none at all"
+            )
 
     @property
     def ranks(self) -> int:
         """Number of devices."""
-        return sum(entry.count for entry in self.devices)
+        return sum(entry.count for entry in self.device)
 
     @property
     def whole_price_per_hour(self) -> float | None:
-        """Price with its devices; None unless the host or each device has a price."""
-        if self.price_per_hour is None and self.unpriced:
-            return None
-        return (self.price_per_hour or 0.0) + sum(
+        """Price with its devices; None if there is none."""
+        prices = [
             entry.price_per_hour * entry.count
-            for entry in self.devices
+            for entry in self.device
             if entry.price_per_hour is not None
-        )
+        ]
+        if self.price_per_hour is not None:
+            prices.append(self.price_per_hour)
+        return sum(prices) if prices else None
 
-    @property
-    def unpriced(self) -> tuple[int, ...]:
-        """Indices of devices without a price."""
-        return tuple(
-            index for index, entry in enumerate(self.devices) if entry.price_per_hour is None
+    def copies(self, index: int, network_gbit_per_s: float | None) -> list[HostEntry]:
+        """The hosts that this table describes, with defaults filled in."""
+        links = (entry.specification.link_gb_per_s_one_way for entry in self.device)
+        host = dataclasses.replace(
+            self,
+            name=self.name or f"host{index}",
+            count=1,
+            link_gb_per_s=self.link_gb_per_s or min(links),
+            network_gbit_per_s=self.network_gbit_per_s or network_gbit_per_s,
         )
+        if self.count == 1:
+            return [host]
+        return [dataclasses.replace(host, name=f"{host.name}-{i}") for i in range(self.count)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Description:
+    """The top level of the file."""
+
+    host: Annotated[tuple[HostEntry, ...], _ONE_TABLE]
+    name: str = ""
+    currency: str = ""
+    network_gbit_per_s: Positive | None = None
+    overlap: Fraction | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -155,27 +201,31 @@ class ClusterFile:
     @classmethod
     def from_dict(cls, content: Mapping[str, Any], *, source: str = "cluster") -> ClusterFile:
         """Create a description from TOML types; `source` is its name in errors."""
-        table = _Table(content, source, "")
-        network = table.positive("network_gbit_per_s")
-        name, currency = table.text("name", Path(source).stem), table.text("currency", "")
-        overlap = table.number("overlap", _fraction, "a number from 0 to 1")
-        described = table.tables("host")
-        table.check_no_keys_left()
-        copies = [_host(one, f"host{index}", network) for index, one in enumerate(described)]
-        hosts = [host for several in copies for host in several]
+        try:
+            table = from_fields(_Description, content)
+        except ValueError as error:
+            raise ValueError(f"{source}: {error}") from error
+        hosts = [
+            host
+            for index, entry in enumerate(table.host)
+            for host in entry.copies(index, table.network_gbit_per_s)
+        ]
         names = Counter(host.name for host in hosts)
         repeated = next((name for name, count in names.items() if count > 1), None)
         if repeated is not None:
             raise ValueError(f"{source}: two hosts have the name {repeated!r}; use unique names")
-        if len(hosts) > 1:
-            for host in hosts:
-                if not host.network_gbit_per_s:
-                    table.fail(
-                        "network_gbit_per_s",
-                        f"nothing for host {host.name!r}",
-                        f"Gbit/s between the {len(hosts)} hosts, as in network_gbit_per_s = 100",
-                    )
-        return cls(name=name, hosts=tuple(hosts), overlap=overlap, currency=currency)
+        isolated = next((host.name for host in hosts if host.network_gbit_per_s is None), None)
+        if len(hosts) > 1 and isolated is not None:
+            raise ValueError(
+                f"{source}: network_gbit_per_s is missing for host {isolated!r}; give the Gbit/s "
+                f"between the {len(hosts)} hosts, as in network_gbit_per_s = 100"
+            )
+        return cls(
+            name=table.name or Path(source).stem,
+            hosts=tuple(hosts),
+            overlap=table.overlap,
+            currency=table.currency,
+        )
 
     @property
     def devices(self) -> tuple[tuple[HostEntry, DeviceEntry], ...]:
@@ -183,7 +233,7 @@ class ClusterFile:
         return tuple(
             (host, entry)
             for host in self.hosts
-            for entry in host.devices
+            for entry in host.device
             for _ in range(entry.count)
         )
 
@@ -203,11 +253,11 @@ class ClusterFile:
         """The part of the cluster with the devices of one kind, with the same links."""
         hosts = [
             dataclasses.replace(
-                host, devices=tuple(e for e in host.devices if e.specification == kind)
+                host, device=tuple(e for e in host.device if e.specification == kind)
             )
             for host in self.hosts
         ]
-        return dataclasses.replace(self, hosts=tuple(host for host in hosts if host.devices))
+        return dataclasses.replace(self, hosts=tuple(host for host in hosts if host.device))
 
     def simulated(
         self, job: TrainingJob, *, kinds: Sequence[Specification] = ()
@@ -253,8 +303,8 @@ class ClusterFile:
         links = [
             HostLinks(
                 ranks=host.ranks,
-                link_bytes_per_second=host.link_gb_per_s * 1e9,
-                network_bytes_per_second=host.network_gbit_per_s * 1e9 / 8,
+                link_bytes_per_second=(host.link_gb_per_s or 0.0) * 1e9,
+                network_bytes_per_second=(host.network_gbit_per_s or 0.0) * 1e9 / 8,
             )
             for host in self.hosts
         ]
@@ -286,125 +336,6 @@ def _tilt(slower: str, measured: Sequence[str]) -> Callable[[str], Outlook]:
         return Outlook(name=f"{slower} slower", speed=-spreads if gpu == slower else spreads)
 
     return outlook
-
-
-def _host(table: _Table, default_name: str, network: float | None) -> list[HostEntry]:
-    """The hosts of one `[[host]]` table."""
-    name = table.text("name", default_name)
-    count = table.count("count")
-    devices = tuple(_device(one) for one in table.tables("device"))
-    link = table.positive("link_gb_per_s")
-    if link is None:
-        link = min(entry.specification.link_gb_per_s_one_way for entry in devices)
-    host = HostEntry(
-        name=name,
-        devices=devices,
-        link_gb_per_s=link,
-        network_gbit_per_s=table.positive("network_gbit_per_s") or network or 0.0,
-        price_per_hour=table.price("price_per_hour"),
-    )
-    table.check_no_keys_left()
-    if host.price_per_hour is None and 0 < len(host.unpriced) < len(devices):
-        without = ", ".join(f"device[{i}] ({devices[i].specification.gpu})" for i in host.unpriced)
-        table.fail(
-            "price_per_hour",
-            f"no price for {without}",
-            "a price of the whole host, of each of its devices, or none at all",
-        )
-    if count == 1:
-        return [host]
-    return [dataclasses.replace(host, name=f"{name}-{number}") for number in range(count)]
-
-
-def _device(table: _Table) -> DeviceEntry:
-    gpu = table.text("gpu")
-    try:
-        known = find_device(gpu)
-    except ValueError as error:
-        raise ValueError(f"{table.location('gpu')}: {error}") from error
-    entry = DeviceEntry(
-        specification=known,
-        count=table.count("count"),
-        memory_gib=table.positive("memory_gib"),
-        price_per_hour=table.price("price_per_hour"),
-    )
-    table.check_no_keys_left()
-    return entry
-
-
-class _Table:
-    """One TOML table: each known key is read once, and remaining keys are errors."""
-
-    def __init__(self, content: Mapping[str, Any], source: str, path: str) -> None:
-        self._rest = dict(content)
-        self._known: list[str] = []
-        self._source, self._path = source, path
-
-    def location(self, key: str) -> str:
-        """`cluster.toml: host[0].device[1].gpu`."""
-        return f"{self._source}: {self._path}{key}"
-
-    def fail(self, key: str, given: object, expected: str) -> NoReturn:
-        raise ValueError(f"{self.location(key)}: expected {expected}; got {given}")
-
-    def text(self, key: str, default: str | None = None) -> str:
-        value = self._take(key)
-        if value is None and default is not None:
-            return default
-        if not isinstance(value, str) or not value.strip():
-            self.fail(key, _given(value), 'a quoted string, as in gpu = "A100-SXM-80"')
-        return value
-
-    def count(self, key: str) -> int:
-        value = self._take(key)
-        if value is None:
-            return 1
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 65536:
-            self.fail(key, _given(value), "a whole number from 1 to 65536")
-        return value
-
-    def number(self, key: str, is_valid: Callable[[float], bool], expected: str) -> float | None:
-        value = self._take(key)
-        if value is None:
-            return None
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not is_number or not math.isfinite(value) or not is_valid(value):
-            self.fail(key, _given(value), expected)
-        return float(value)
-
-    def positive(self, key: str) -> float | None:
-        return self.number(key, lambda value: value > 0, "a number above 0")
-
-    def price(self, key: str) -> float | None:
-        return self.number(key, lambda value: value >= 0, "a number of at least 0")
-
-    def tables(self, key: str) -> list[_Table]:
-        value = self._take(key)
-        header = "[[" + re.sub(r"\[\d+\]", "", f"{self._path}{key}") + "]]"
-        is_list = isinstance(value, list) and value
-        if not is_list or not all(isinstance(entry, dict) for entry in value):
-            self.fail(key, _given(value), f"at least one table {header}")
-        return [
-            _Table(entry, self._source, f"{self._path}{key}[{index}].")
-            for index, entry in enumerate(value)
-        ]
-
-    def check_no_keys_left(self) -> None:
-        """Raise for the first unknown key."""
-        for key in self._rest:
-            self.fail(key, "an unknown key", f"one of {', '.join(self._known)}")
-
-    def _take(self, key: str) -> Any:
-        self._known.append(key)
-        return self._rest.pop(key, None)
-
-
-def _fraction(value: float) -> bool:
-    return 0 <= value <= 1
-
-
-def _given(value: object) -> str:
-    return "nothing" if value is None else repr(value)
 
 
 def _toml(text: str) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
+from functools import cache
 
 from poplar.hardware import roofline
 from poplar.hardware.gpu_specifications import SPECIFICATIONS, Specification, specification
@@ -52,6 +53,7 @@ def spread(of: Specification) -> float:
     return SPREAD if of.gpu in roofline.CALIBRATED else UNCALIBRATED_SPREAD
 
 
+@cache
 def find_device(name: str) -> Specification:
     """The device with this name: a name of the table, a driver's name, or an unambiguous part.
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
-FAMILIES = ("llama", "gpt", "bert")
+from poplar.schema import Count, PositiveCount, Rule, check_fields
+
 HALF_BYTES = 2
 _LOGIT_BYTES = 10
 """Per logit at the peak: 4 in fp32 for the loss, and the gradient in fp32 and 16 bit.
@@ -23,16 +24,16 @@ class Architecture:
     """The shape of one transformer with its language modelling head."""
 
     name: str
-    family: str
+    family: Annotated[str, Rule("llama, gpt or bert", ("llama", "gpt", "bert").__contains__)]
     """llama: RMS norms and a gated MLP of three matrices; gpt and bert: layer norms and an MLP of
     two matrices."""
-    hidden: int
-    layers: int
-    heads: int
-    mlp: int
+    hidden: PositiveCount
+    layers: PositiveCount
+    heads: PositiveCount
+    mlp: PositiveCount
     """Inner width of the MLP."""
-    vocabulary: int
-    sequence: int
+    vocabulary: PositiveCount
+    sequence: PositiveCount
     """Default tokens per sample."""
     key_value_heads: int = 0
     """For grouped-query attention; 0: as many as `heads`."""
@@ -55,13 +56,7 @@ class Architecture:
         freeze = object.__setattr__
         freeze(self, "key_value_heads", self.key_value_heads or self.heads)
         freeze(self, "embedding_width", self.embedding_width or self.hidden)
-        if self.family not in FAMILIES:
-            raise ValueError(
-                f"{self.name}: unknown family {self.family!r}; use one of {', '.join(FAMILIES)}"
-            )
-        for what in ("hidden", "layers", "heads", "mlp", "vocabulary", "sequence"):
-            if getattr(self, what) < 1:
-                raise ValueError(f"{self.name}: {what} must be at least 1")
+        check_fields(self)
         if self.hidden % self.heads or self.heads % self.key_value_heads:
             raise ValueError(
                 f"{self.name}: {self.heads} heads must divide {self.hidden} and be a multiple of "
@@ -143,7 +138,7 @@ class TrainingJob:
     """A model and how it is trained: 16-bit parameters and activations, fp32 masters, AdamW."""
 
     architecture: Architecture
-    sequence: int = 0
+    sequence: Count = 0
     """Tokens per sample; 0: the architecture's default."""
     checkpointing: bool = False
     """Whether the backward recomputes each block from its input."""
@@ -151,8 +146,7 @@ class TrainingJob:
     """Attention that does not store its scores (FlashAttention, memory-efficient attention)."""
 
     def __post_init__(self) -> None:
-        if self.sequence < 0:
-            raise ValueError(f"sequence must be at least 1, got {self.sequence}")
+        check_fields(self)
         object.__setattr__(self, "sequence", self.sequence or self.architecture.sequence)
         if 0 < self.architecture.positions < self.sequence:
             raise ValueError(

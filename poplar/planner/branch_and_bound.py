@@ -27,7 +27,7 @@ from poplar.planner.batch_allocation import (
 from poplar.planner.cost_model import StageCosts
 from poplar.planner.heuristic import Alternation, Candidate, Request, largest_batches_of
 from poplar.planner.memory_shortfall import NoPlanFits, memory_shortfall, suffice
-from poplar.planner.rank_groups import map_distinct, group_equal
+from poplar.planner.rank_groups import group_equal, map_distinct
 from poplar.planner.shard_allocation import ShareProblem
 
 TOLERANCE = 1e-10

@@ -14,7 +14,7 @@ from dataclasses import replace
 from statistics import fmean, mean, median
 
 from poplar.observation import Observation, Slowdown, Trials
-from poplar.plan import FIRST_STAGE_SYNCHRONIZING_EVERY_PASS, FIRST_STAGE_SHARDING_PARAMETERS, Plan
+from poplar.plan import FIRST_STAGE_SHARDING_PARAMETERS, FIRST_STAGE_SYNCHRONIZING_EVERY_PASS, Plan
 from poplar.planner.cost_model import costs_of
 from poplar.planner.prediction import fits
 from poplar.planner.search import search

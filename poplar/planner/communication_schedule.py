@@ -56,8 +56,8 @@ def schedules(
 ) -> tuple[CommunicationSchedule, CommunicationSchedule]:
     """The schedules of a usual synchronization of a step and of the costliest one.
 
-    At stage 2 the costliest one is the last: no forward follows it. At stage 3 it is the first, which
-    also gathers the persistent units.
+    At stage 2 the costliest one is the last: no forward follows it. At stage 3 it is the first,
+    which also unshards the persistent units.
     """
     layout = UnitLayout.of(model, stage, persistent)
     first = _Pass(layout, stage, 0, overlap, backward_fraction)

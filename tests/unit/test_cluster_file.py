@@ -89,8 +89,8 @@ def test_missing_device_prices_raise_with_the_devices(tmp_path):
     text = TWO_HOSTS.replace("  price_per_hour = 0.5\n", "") + third
     with pytest.raises(ValueError, match="of each of its devices, or none") as raised:
         read(tmp_path, text)
-    assert str(raised.value).endswith("got no price for device[0] (T4), device[2] (P100)")
-    assert "cluster.toml: host[1].price_per_hour: expected" in str(raised.value)
+    problem = "host[1]: no price for device[0] (T4), device[2] (P100); give"
+    assert f"cluster.toml: {problem}" in str(raised.value)
     none = read(tmp_path, text.replace("  price_per_hour = 2.0\n", ""))
     assert none.price_per_hour is None
 
@@ -98,8 +98,9 @@ def test_missing_device_prices_raise_with_the_devices(tmp_path):
 def test_a_host_price_needs_all_device_prices(tmp_path):
     small = read(tmp_path, TWO_HOSTS).hosts[1]
     assert small.whole_price_per_hour == 2.5
-    known, unknown = small.devices[0], dataclasses.replace(small.devices[1], price_per_hour=None)
-    assert dataclasses.replace(small, devices=(known, unknown)).whole_price_per_hour is None
+    known, unknown = small.device[0], dataclasses.replace(small.device[1], price_per_hour=None)
+    with pytest.raises(ValueError, match=r"no price for device\[1\] \(V100-PCIe-16\)"):
+        dataclasses.replace(small, device=(known, unknown))
 
 
 def test_a_file_with_tens_of_thousands_of_hosts(tmp_path):
@@ -166,18 +167,18 @@ def test_profiles_of_a_described_cluster_can_be_saved(tmp_path):
 @pytest.mark.parametrize(
     ("old", "new", "key", "words"),
     [
-        ('"T4"', '"T5"', "host[1].device[0].gpu", "'T5' is not a known device"),
-        ('"T4"', "4", "host[1].device[0].gpu", "expected a quoted string"),
-        ("count = 4", "count = 0", "host[0].device[0].count", "from 1 to 65536; got 0"),
+        ('"T4"', '"T5"', "host[1].device[0]", "'T5' is not a known device"),
+        ('"T4"', "4", "host[1].device[0].gpu", "must be a string, got 4"),
+        ("count = 4", "count = 0", "host[0].device[0].count", "from 1 to 65536, got 0"),
         ("count = 4", "count = 2.5", "host[0].device[0].count", "got 2.5"),
-        ("count = 4", "cuont = 4", "host[0].device[0].cuont", "unknown key"),
-        ("memory_gib = 14.5", "memory_gib = -1", "host[1].device[0].memory_gib", "above 0; got -1"),
+        ("count = 4", "cuont = 4", "host[0].device[0].cuont", "is unknown; expected gpu, count"),
+        ("memory_gib = 14.5", "memory_gib = -1", "host[1].device[0].memory_gib", "above 0, got -1"),
         ("link_gb_per_s = 12", 'link_gb_per_s = "fast"', "host[1].link_gb_per_s", "got 'fast'"),
         ("price_per_hour = 10", "price_per_hour = -1", "host[0].price_per_hour", "at least 0"),
-        ("network_gbit_per_s = 100", "", "network_gbit_per_s", "nothing for host 'big'"),
+        ("network_gbit_per_s = 100", "", "network_gbit_per_s", "is missing for host 'big'"),
         ("network_gbit_per_s = 100", "network_gbit_per_s = inf", "network_gbit_per_s", "got inf"),
-        ('name = "two kinds"', "overlap = 2", "overlap", "from 0 to 1; got 2"),
-        ('name = "two kinds"', "speed = 2", "speed", "one of network_gbit_per_s, name"),
+        ('name = "two kinds"', "overlap = 2", "overlap", "from 0 to 1, got 2"),
+        ('name = "two kinds"', "speed = 2", "speed", "is unknown; expected host, name"),
         ('name = "big"', 'name = "host1"', "two hosts", "'host1'"),
     ],
 )
@@ -189,9 +190,9 @@ def test_invalid_values_raise_with_file_and_key(tmp_path, old, new, key, words):
 
 
 def test_a_file_without_hosts_or_devices_raises(tmp_path):
-    with pytest.raises(ValueError, match=r"host: expected at least one table \[\[host\]\]"):
+    with pytest.raises(ValueError, match="host is missing"):
         read(tmp_path, 'name = "empty"')
-    with pytest.raises(ValueError, match=r"host\[0\]\.device: .* \[\[host\.device\]\]"):
+    with pytest.raises(ValueError, match=r"host\[0\]\.device is missing"):
         read(tmp_path, '[[host]]\nname = "empty"')
 
 
