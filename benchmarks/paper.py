@@ -37,9 +37,10 @@ from rich.console import Console
 from rich.table import Table
 
 from poplar.hardware import roofline
-from poplar.hardware.cluster_file import ClusterFile, SimulatedCluster
+from poplar.hardware.cluster_file import ClusterFile
 from poplar.hardware.estimate import estimate, gain
 from poplar.hardware.model_shapes import TrainingJob, architecture
+from poplar.hardware.simulated_cluster import SimulatedCluster, simulated_cluster
 from poplar.plan import Plan
 from poplar.planner.memory_shortfall import NoPlanFits
 from poplar.planner.search import search
@@ -100,7 +101,7 @@ class Case:
         else:
             content["host"] = [{"name": device["gpu"], "device": [device]} for device in devices]
             content.update(LINKS[self.links])
-        return ClusterFile.from_dict(content).simulated(self.job)
+        return simulated_cluster(ClusterFile.from_dict(content), self.job)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -22,10 +22,11 @@ from poplar.cli.options import (
 )
 from poplar.cli.output import command_output, table
 from poplar.formatting import format_bytes
-from poplar.hardware.cluster_file import ClusterFile, SimulatedCluster
+from poplar.hardware.cluster_file import ClusterFile
 from poplar.hardware.device_catalog import find_device, spread
 from poplar.hardware.estimate import Estimate, Interval, estimate, gain
 from poplar.hardware.model_shapes import TrainingJob, architecture
+from poplar.hardware.simulated_cluster import SimulatedCluster, simulated_cluster
 from poplar.plan import Plan
 from poplar.planner.search import search
 from poplar.planner.what_if import plan_or_reason
@@ -79,7 +80,7 @@ def simulate(
             architecture=architecture(model), sequence=sequence or 0, checkpointing=checkpointing
         )
         described = ClusterFile.read(cluster)
-        simulated = described.simulated(job)
+        simulated = simulated_cluster(described, job)
         if write_profile is not None:
             simulated.middle.to_json(write_profile)
         request["global_batch"] = global_batch
@@ -110,10 +111,11 @@ def _gains(
     device on fast links may be faster than all devices over a slow network.
     """
     others = {f"policy {name}": (simulated, name) for name in _OTHER_POLICIES if name != policy}
-    if len(described.kinds) > 1:
-        for kind in described.kinds:
-            part = described.alone(kind).simulated(simulated.job, kinds=described.kinds)
-            others[f"{kind.gpu} alone"] = (part, policy)
+    types = described.device_types
+    if len(types) > 1:
+        for one in types:
+            part = simulated_cluster(described.only(one), simulated.job, vary=types)
+            others[f"{one.gpu} alone"] = (part, policy)
     gains: dict[str, Interval | str] = {}
     for name, (part, other_policy) in others.items():
         found = plan_or_reason(part.middle, policy=other_policy, **request)

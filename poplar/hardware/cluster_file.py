@@ -21,10 +21,6 @@
 Ranks are numbered in file order. The default link of a host is the slowest one of its devices. A
 host without a price needs one for all of its devices or for none. Estimates include prices only if
 every host has one.
-
-A file and a model give a `SimulatedCluster`: a middle, an optimistic and a pessimistic
-`ClusterProfile`, and for each kind of device a profile in which it is slower and the others are
-faster. All have the same batches, so a plan of the middle profile can be estimated as an interval.
 """
 
 from __future__ import annotations
@@ -32,31 +28,14 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from poplar.hardware.device_catalog import (
-    MEASURED_SPREAD,
-    MIDDLE,
-    OPTIMISTIC,
-    PESSIMISTIC,
-    SPREAD,
-    Outlook,
-    device_profile,
-    find_device,
-    measured_curve,
-)
+from poplar.hardware.device_catalog import find_device
 from poplar.hardware.gpu_specifications import Specification
-from poplar.hardware.interconnect import HostLinks, network_profile
-from poplar.hardware.model_shapes import TrainingJob
-from poplar.profile import ClusterProfile, ModelProfile
 from poplar.schema import Fraction, NonNegative, Positive, Rule, check_fields, from_fields
-
-OVERLAP = 0.6
-"""Default overlap; assumed."""
-
 
 _Multiple = Annotated[int, Rule("from 1 to 65536", lambda count: 1 <= count <= 65536)]
 _ONE_TABLE = Rule("at least one table", bool)
@@ -113,6 +92,18 @@ class HostEntry:
         return sum(entry.count for entry in self.device)
 
     @property
+    def link_bytes_per_s(self) -> float:
+        """Between a rank and the other ranks of the host, each way."""
+        assert self.link_gb_per_s is not None, "filled in by `copies`"
+        return self.link_gb_per_s * 1e9
+
+    @property
+    def network_bytes_per_s(self) -> float:
+        """Between the host and other hosts, each way."""
+        assert self.network_gbit_per_s is not None, "checked for clusters of several hosts"
+        return self.network_gbit_per_s * 1e9 / 8
+
+    @property
     def whole_price_per_hour(self) -> float | None:
         """Price with its devices; None if there is none."""
         prices = [
@@ -151,37 +142,13 @@ class _Description:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SimulatedCluster:
-    """Profiles of a described cluster and their uncertainty. Nothing was measured."""
-
-    middle: ClusterProfile
-    """The profile for the search."""
-    optimistic: ClusterProfile
-    pessimistic: ClusterProfile
-    tilted: tuple[ClusterProfile, ...]
-    """For each kind of device: this kind slower, the others faster. Empty with one kind."""
-    job: TrainingJob
-    calculated: tuple[str, ...]
-    """Kinds of device estimated by the roofline alone."""
-    measured: tuple[str, ...]
-    """Kinds of device with a published curve of this model."""
-    price_per_hour: float | None
-    currency: str
-
-    @property
-    def outlooks(self) -> tuple[ClusterProfile, ...]:
-        """All profiles that intervals span."""
-        return (self.middle, self.optimistic, self.pessimistic, *self.tilted)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class ClusterFile:
     """A described cluster."""
 
     name: str
     hosts: tuple[HostEntry, ...]
     overlap: float | None = None
-    """None: `OVERLAP`, varied with the outlook."""
+    """None: the default, varied with the outlook."""
     currency: str = ""
 
     @classmethod
@@ -245,97 +212,18 @@ class ClusterFile:
         return sum(known) if len(known) == len(prices) else None
 
     @property
-    def kinds(self) -> tuple[Specification, ...]:
-        """Each kind of device once, in file order."""
+    def device_types(self) -> tuple[Specification, ...]:
+        """Each type of device once, in file order."""
         return tuple(dict.fromkeys(entry.specification for _, entry in self.devices))
 
-    def alone(self, kind: Specification) -> ClusterFile:
-        """The part of the cluster with the devices of one kind, with the same links."""
-        hosts = [
-            dataclasses.replace(
-                host, device=tuple(e for e in host.device if e.specification == kind)
-            )
-            for host in self.hosts
-        ]
-        return dataclasses.replace(self, hosts=tuple(host for host in hosts if host.device))
-
-    def simulated(
-        self, job: TrainingJob, *, kinds: Sequence[Specification] = ()
-    ) -> SimulatedCluster:
-        """The profiles of this cluster.
-
-        Args:
-            job: the model, and how it is trained.
-            kinds: kinds of device to vary; empty: those of this cluster. For a part of a cluster
-                pass the kinds of the whole, so that both have the same outlooks.
-        """
-        kinds = kinds or self.kinds
-        measured = tuple(kind.gpu for kind in kinds if measured_curve(kind, job) is not None)
-        calculated = tuple(kind.gpu for kind in kinds if kind.gpu not in measured)
-        return SimulatedCluster(
-            middle=self._profile(job, lambda gpu: MIDDLE, MIDDLE),
-            optimistic=self._profile(job, lambda gpu: OPTIMISTIC, OPTIMISTIC),
-            pessimistic=self._profile(job, lambda gpu: PESSIMISTIC, PESSIMISTIC),
-            tilted=tuple(
-                self._profile(job, _tilt(kind.gpu, measured), MIDDLE)
-                for kind in kinds
-                if len(kinds) > 1
-            ),
-            job=job,
-            calculated=calculated,
-            measured=measured,
-            price_per_hour=self.price_per_hour,
-            currency=self.currency,
-        )
-
-    def _profile(
-        self, job: TrainingJob, outlook_of: Callable[[str], Outlook], between: Outlook
-    ) -> ClusterProfile:
-        shape = job.architecture
-        # 16-bit training with AdamW: fp32 master weights, moments and reductions.
-        model = ModelProfile(
-            unit_numels=shape.unit_numels,
-            unit_names=shape.unit_names,
-            param_bytes=2,
-            grad_bytes=2,
-            optimizer_bytes=12,
-        )
-        links = [
-            HostLinks(
-                ranks=host.ranks,
-                link_bytes_per_second=(host.link_gb_per_s or 0.0) * 1e9,
-                network_bytes_per_second=(host.network_gbit_per_s or 0.0) * 1e9 / 8,
-            )
-            for host in self.hosts
-        ]
-        return ClusterProfile(
-            devices=tuple(
-                device_profile(
-                    entry.specification,
-                    job,
-                    outlook_of(entry.specification.gpu),
-                    memory_gib=entry.memory_gib,
-                    host=host.name,
-                )
-                for host, entry in self.devices
-            ),
-            model=model,
-            network=network_profile(links, model, faster=1 + SPREAD * between.links),
-            overlap=self.overlap if self.overlap is not None else OVERLAP + SPREAD * between.links,
-            backward_fraction=3 / 4 if job.checkpointing else 2 / 3,
-            identity={"simulated": between.name, "cluster": self.name, "model": shape.name},
-            notes=("simulated: no device of this cluster was measured",),
-        )
-
-
-def _tilt(slower: str, measured: Sequence[str]) -> Callable[[str], Outlook]:
-    """One kind slower and the others faster, each by the spread of its ratio to other devices."""
-
-    def outlook(gpu: str) -> Outlook:
-        spreads = MEASURED_SPREAD / SPREAD if gpu in measured else 1.0
-        return Outlook(name=f"{slower} slower", speed=-spreads if gpu == slower else spreads)
-
-    return outlook
+    def only(self, device_type: Specification) -> ClusterFile:
+        """The part of the cluster with the devices of one type, with the same links."""
+        hosts = []
+        for host in self.hosts:
+            left = tuple(entry for entry in host.device if entry.specification == device_type)
+            if left:
+                hosts.append(dataclasses.replace(host, device=left))
+        return dataclasses.replace(self, hosts=tuple(hosts))
 
 
 def _toml(text: str) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Estimates of a plan on a cluster that was not measured, as intervals.
 
 The plan is searched on the middle profile. An interval spans the same plan on all profiles of the
-cluster: faster, slower, and one kind of device slower than the others. It is not a confidence
+cluster: faster, slower, and one type of device slower than the others. It is not a confidence
 interval: it follows from the assumed spreads of `device_catalog`.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from poplar.hardware.cluster_file import SimulatedCluster
+from poplar.hardware.simulated_cluster import SimulatedCluster
 from poplar.plan import Plan
 from poplar.planner.cost_model import StageCosts, costs_of
 from poplar.planner.prediction import DoesNotFit, memory_needed, predict

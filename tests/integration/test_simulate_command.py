@@ -12,6 +12,7 @@ from poplar.cli.app import app
 from poplar.hardware.cluster_file import ClusterFile
 from poplar.hardware.estimate import Interval, estimate, gain, sum_of_speeds
 from poplar.hardware.model_shapes import TrainingJob, architecture
+from poplar.hardware.simulated_cluster import simulated_cluster
 from poplar.plan import Plan
 from poplar.planner.prediction import predict
 from poplar.planner.search import search
@@ -48,7 +49,8 @@ def run(path, *arguments, model="opt-350m", batch=256):
 
 
 def simulated(path, model="opt-350m", **more):
-    return ClusterFile.read(path).simulated(TrainingJob(architecture=architecture(model), **more))
+    job = TrainingJob(architecture=architecture(model), **more)
+    return simulated_cluster(ClusterFile.read(path), job)
 
 
 def test_output_is_labelled_simulated_and_lists_roofline_devices(described):
@@ -229,10 +231,10 @@ def test_an_alternative_that_does_not_fit_is_listed(described):
 def test_one_device_type_alone_has_the_outlooks_of_the_cluster(described):
     whole = ClusterFile.read(described)
     job = TrainingJob(architecture=architecture("opt-350m"))
-    kind = whole.kinds[1]
-    part = whole.alone(kind).simulated(job, kinds=whole.kinds)
+    types = whole.device_types
+    part = simulated_cluster(whole.only(types[1]), job, vary=types)
     assert [device.name for device in part.middle.devices] == ["V100-SXM2-16"] * 2
-    for ours, theirs in zip(part.outlooks, whole.simulated(job).outlooks, strict=True):
+    for ours, theirs in zip(part.outlooks, simulated_cluster(whole, job).outlooks, strict=True):
         assert ours.devices == theirs.devices[2:]
 
 

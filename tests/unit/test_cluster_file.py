@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 
 import pytest
 
-from poplar.hardware.cluster_file import OVERLAP, ClusterFile
-from poplar.hardware.interconnect import LINK_EFFICIENCY, HostLinks, network_profile
+from poplar.hardware.cluster_file import ClusterFile, DeviceEntry, HostEntry
 from poplar.hardware.model_shapes import TrainingJob, architecture
+from poplar.hardware.simulated_cluster import (
+    LINK_EFFICIENCY,
+    OVERLAP,
+    network_profile,
+    simulated_cluster,
+)
 from poplar.profile import ModelProfile
 
 JOB = TrainingJob(architecture=architecture("llama-1.1b"))
@@ -50,7 +54,7 @@ def read(tmp_path, text):
 
 def test_ranks_are_numbered_in_file_order(tmp_path):
     described = read(tmp_path, TWO_HOSTS)
-    simulated = described.simulated(JOB)
+    simulated = simulated_cluster(described, JOB)
     assert [device.name for device in simulated.middle.devices] == [
         *["A100-SXM-80"] * 4,
         "T4",
@@ -123,7 +127,7 @@ def test_a_count_makes_several_hosts(tmp_path):
 
 
 def test_outlooks_are_faster_slower_and_tilted_by_device(tmp_path):
-    simulated = read(tmp_path, TWO_HOSTS).simulated(JOB)
+    simulated = simulated_cluster(read(tmp_path, TWO_HOSTS), JOB)
     middle, best, worst = simulated.middle, simulated.optimistic, simulated.pessimistic
     for rank in range(6):
         seconds = [cluster.devices[rank].seconds(1) for cluster in (best, middle, worst)]
@@ -141,24 +145,24 @@ def test_outlooks_are_faster_slower_and_tilted_by_device(tmp_path):
 
 
 def test_a_given_overlap_is_the_same_in_all_outlooks(tmp_path):
-    simulated = read(tmp_path, f"overlap = 0.8\n{TWO_HOSTS}").simulated(JOB)
+    simulated = simulated_cluster(read(tmp_path, f"overlap = 0.8\n{TWO_HOSTS}"), JOB)
     assert {cluster.overlap for cluster in simulated.outlooks} == {0.8}
 
 
-def test_one_kind_of_device_has_no_tilted_profiles(tmp_path):
+def test_one_type_of_device_has_no_tilted_profiles(tmp_path):
     described = read(tmp_path, '[[host]]\n[[host.device]]\ngpu = "T4"\ncount = 2\n')
-    assert described.simulated(JOB).tilted == ()
+    assert simulated_cluster(described, JOB).tilted == ()
 
 
 def test_devices_with_published_curves_are_listed_separately(tmp_path):
     described = read(tmp_path, TWO_HOSTS)
-    simulated = described.simulated(TrainingJob(architecture=architecture("opt-350m")))
+    simulated = simulated_cluster(described, TrainingJob(architecture=architecture("opt-350m")))
     assert simulated.measured == ("A100-SXM-80",)
     assert simulated.calculated == ("T4", "V100-PCIe-16")
 
 
 def test_profiles_of_a_described_cluster_can_be_saved(tmp_path):
-    simulated = read(tmp_path, TWO_HOSTS).simulated(JOB)
+    simulated = simulated_cluster(read(tmp_path, TWO_HOSTS), JOB)
     path = tmp_path / "cluster.json"
     simulated.middle.to_json(path)
     assert type(simulated.middle).from_json(path) == simulated.middle
@@ -207,7 +211,11 @@ MODEL = ModelProfile(unit_numels=(10**9,), param_bytes=2, wire_bytes=4)
 
 
 def links(ranks, network=1e9, link=1e10):
-    return HostLinks(ranks=ranks, link_bytes_per_second=link, network_bytes_per_second=network)
+    return HostEntry(
+        device=(DeviceEntry(gpu="T4", count=ranks),),
+        link_gb_per_s=link / 1e9,
+        network_gbit_per_s=network * 8 / 1e9,
+    )
 
 
 def test_one_device_does_not_communicate():
@@ -224,7 +232,7 @@ def test_one_host_is_bound_by_its_links():
 
 def test_hosts_send_one_copy_for_any_number_of_ranks():
     few = network_profile([links(1), links(1)], MODEL)
-    many = network_profile([links(8, link=math.inf), links(8, link=math.inf)], MODEL)
+    many = network_profile([links(8, link=1e20), links(8, link=1e20)], MODEL)
     assert few.reduce_scatter_seconds == pytest.approx(4e9 / 2 / 1e9 / LINK_EFFICIENCY, rel=1e-3)
     assert many.reduce_scatter_seconds == pytest.approx(few.reduce_scatter_seconds, rel=1e-3)
 
