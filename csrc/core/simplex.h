@@ -1,5 +1,5 @@
 // A small dense linear program by the dual simplex method. Contract and reasons:
-// poplar/planner/linear_program.py.
+// poplar/planner/shard_allocation.py.
 #pragma once
 
 #include <cstddef>

@@ -23,8 +23,9 @@ from poplar.cli.options import (
 from poplar.cli.output import command_output, table
 from poplar.formatting import format_bytes
 from poplar.hardware.cluster_file import ClusterFile
-from poplar.hardware.device_catalog import find_device, spread
+from poplar.hardware.device_catalog import spread
 from poplar.hardware.estimate import Estimate, Interval, estimate, gain
+from poplar.hardware.gpu_specifications import find_device
 from poplar.hardware.model_shapes import TrainingJob, architecture
 from poplar.hardware.simulated_cluster import SimulatedCluster, simulated_cluster
 from poplar.plan import Plan

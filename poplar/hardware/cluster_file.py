@@ -13,7 +13,7 @@
     price_per_hour = 12.5                 # optional: of the whole host
 
       [[host.device]]
-      gpu = "A100-SXM-80"                 # see `device_catalog.find_device`
+      gpu = "A100-SXM-80"                 # see `gpu_specifications.find_device`
       count = 4                           # optional: 1
       memory_gib = 79                     # optional: default as specified
       price_per_hour = 2.5                # optional: of each device; added to the host's
@@ -33,8 +33,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from poplar.hardware.device_catalog import find_device
-from poplar.hardware.gpu_specifications import Specification
+from poplar.hardware.gpu_specifications import Specification, find_device
 from poplar.schema import Fraction, NonNegative, Positive, Rule, check_fields, from_fields
 
 _Multiple = Annotated[int, Rule("from 1 to 65536", lambda count: 1 <= count <= 65536)]

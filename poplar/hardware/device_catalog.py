@@ -1,4 +1,4 @@
-"""Devices by name, and their estimated `DeviceProfile`s.
+"""Estimated `DeviceProfile`s of devices that were not measured.
 
 A device with a published curve of the model uses that curve, scaled to the level of the roofline
 because its precision is unknown. Other devices use the `roofline`. Both are estimates, so a profile
@@ -8,12 +8,10 @@ exists for several `Outlook`s, and results are reported as intervals.
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass
-from functools import cache
 
 from poplar.hardware import roofline
-from poplar.hardware.gpu_specifications import SPECIFICATIONS, Specification, specification
+from poplar.hardware.gpu_specifications import Specification
 from poplar.hardware.model_shapes import TrainingJob
 from poplar.hardware.published_measurements import Curve, curve
 from poplar.profile import BatchPoint, DeviceProfile
@@ -51,34 +49,6 @@ PESSIMISTIC = Outlook(name="pessimistic", speed=-1, activations=1, links=-1)
 def spread(of: Specification) -> float:
     """Assumed relative error of the roofline for this device."""
     return SPREAD if of.gpu in roofline.CALIBRATED else UNCALIBRATED_SPREAD
-
-
-@cache
-def find_device(name: str) -> Specification:
-    """The device with this name: a name of the table, a driver's name, or an unambiguous part.
-
-    `A100-SXM-80`, `NVIDIA A100-SXM4-80GB` and `a800-80gb` are found; `A100-40` is ambiguous.
-
-    Raises:
-        ValueError: no such device, or several; the message lists the candidates.
-    """
-    for known in SPECIFICATIONS:
-        if known.gpu.lower() == name.strip().lower():
-            return known
-    by_driver = specification(name)
-    if by_driver is not None:
-        return by_driver
-    words = _words(name)
-    matches = [
-        known
-        for known in SPECIFICATIONS
-        if words and words <= _words(known.gpu) | {str(known.memory_gib)}
-    ]
-    if len(matches) == 1:
-        return matches[0]
-    names = ", ".join(one.gpu for one in matches or SPECIFICATIONS)
-    problem = "matches several devices" if matches else "is not a known device"
-    raise ValueError(f"{name!r} {problem}; use one of {names}")
 
 
 def measured_curve(of: Specification, job: TrainingJob) -> Curve | None:
@@ -144,9 +114,3 @@ def _batches(largest: int) -> list[int]:
     """1, 2, 4, ... and the largest: the roofline is linear, so a few points are enough."""
     powers = [1 << power for power in range(largest.bit_length()) if 1 << power < largest]
     return [*powers, largest]
-
-
-def _words(name: str) -> set[str]:
-    """`A100-80GB` gives {a100, 80}."""
-    parts = re.split(r"[^a-z0-9.]+", name.lower())
-    return {re.sub(r"(?<=\d)(gb|gib)$", "", part) for part in parts} - {"", "nvidia", "geforce"}

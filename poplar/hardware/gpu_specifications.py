@@ -8,10 +8,11 @@ figure comes from; "recalled" marks figures that were not looked up.
 from __future__ import annotations
 
 import re
+from functools import cache
 from typing import NamedTuple
 
 _LISTS = "public spec lists"
-_LISTS_LINK_RECALLED = "public spec lists; link recalled"
+_MOSTLY_LISTS = "public spec lists; link recalled"
 
 
 class Specification(NamedTuple):
@@ -37,55 +38,29 @@ class Specification(NamedTuple):
         return self.half_tflops * 1e12
 
 
+# fmt: off
 SPECIFICATIONS = (
-    Specification("P100", "p100", 16, 21.2, 732, False, "PCIe3", 16, _LISTS_LINK_RECALLED),
+    Specification("P100", "p100", 16, 21.2, 732, False, "PCIe3", 16, _MOSTLY_LISTS),
     Specification("V100-SXM2-16", "v100 sxm2 16gb", 16, 125, 900, False, "NVLink2", 150, _LISTS),
     Specification("V100-SXM2-32", "v100 sxm2 32gb", 32, 125, 900, False, "NVLink2", 150, _LISTS),
-    Specification(
-        "V100-PCIe-16", "v100 pcie 16gb", 16, 112, 900, False, "PCIe3", 16, _LISTS_LINK_RECALLED
-    ),
-    Specification(
-        "V100S-PCIe-32", "v100s", 32, 130, 1134, False, "PCIe3", 16, _LISTS_LINK_RECALLED
-    ),
-    Specification("T4", "t4", 16, 65, 320, False, "PCIe3", 16, _LISTS_LINK_RECALLED),
-    Specification(
-        "A100-PCIe-40", "a100 pcie 40gb", 40, 312, 1555, True, "PCIe4", 32, _LISTS_LINK_RECALLED
-    ),
+    Specification("V100-PCIe-16", "v100 pcie 16gb", 16, 112, 900, False, "PCIe3", 16, _MOSTLY_LISTS),
+    Specification("V100S-PCIe-32", "v100s", 32, 130, 1134, False, "PCIe3", 16, _MOSTLY_LISTS),
+    Specification("T4", "t4", 16, 65, 320, False, "PCIe3", 16, _MOSTLY_LISTS),
+    Specification("A100-PCIe-40", "a100 pcie 40gb", 40, 312, 1555, True, "PCIe4", 32, _MOSTLY_LISTS),
     Specification("A100-SXM-40", "a100 sxm4 40gb", 40, 312, 1555, True, "NVLink3", 300, _LISTS),
     Specification("A100-SXM-80", "a100 sxm4 80gb", 80, 312, 2039, True, "NVLink3", 300, _LISTS),
     Specification("A800-80", "a800 80gb", 80, 312, 2039, True, "NVLink", 200, "recalled"),
-    Specification("L4", "l4", 24, 121, 300, True, "PCIe4", 32, _LISTS_LINK_RECALLED),
-    Specification(
-        "RTX-3090",
-        "rtx 3090",
-        24,
-        71,
-        936,
-        True,
-        "PCIe4",
-        32,
-        "recalled (fp32 accumulate); bandwidth from spec lists",
-    ),
-    Specification(
-        "RTX-4090",
-        "rtx 4090",
-        24,
-        165.2,
-        1008,
-        True,
-        "PCIe4",
-        32,
-        "public spec lists; no peer-to-peer (recalled)",
-    ),
-    Specification(
-        "RTX-A6000", "rtx a6000", 48, 154.8, 768, True, "PCIe4", 32, _LISTS_LINK_RECALLED
-    ),
-    Specification(
-        "H100-PCIe-80", "h100 pcie", 80, 756, 2000, True, "PCIe5", 64, _LISTS_LINK_RECALLED
-    ),
+    Specification("L4", "l4", 24, 121, 300, True, "PCIe4", 32, _MOSTLY_LISTS),
+    Specification("RTX-3090", "rtx 3090", 24, 71, 936, True, "PCIe4", 32,
+                  "recalled (fp32 accumulate); bandwidth from spec lists"),
+    Specification("RTX-4090", "rtx 4090", 24, 165.2, 1008, True, "PCIe4", 32,
+                  "public spec lists; no peer-to-peer (recalled)"),
+    Specification("RTX-A6000", "rtx a6000", 48, 154.8, 768, True, "PCIe4", 32, _MOSTLY_LISTS),
+    Specification("H100-PCIe-80", "h100 pcie", 80, 756, 2000, True, "PCIe5", 64, _MOSTLY_LISTS),
     Specification("H100-SXM-80", "h100 80gb hbm3", 80, 989, 3350, True, "NVLink4", 450, _LISTS),
     Specification("H200-SXM-141", "h200", 141, 989, 4800, True, "NVLink4", 450, _LISTS),
 )
+# fmt: on
 
 _VARIANTS = frozenset({"ti", "super", "laptop", "mobile", "max", "nvl", "mig", "d", "ada"})
 """Words of variants that have other figures than the device in the table."""
@@ -101,3 +76,37 @@ def specification(name: str) -> Specification | None:
         return None
     matches = [known for known in SPECIFICATIONS if words.issuperset(known.driver_words.split())]
     return max(matches, key=lambda known: len(known.driver_words.split()), default=None)
+
+
+@cache
+def find_device(name: str) -> Specification:
+    """The device with this name: a name of the table, a driver's name, or an unambiguous part.
+
+    `A100-SXM-80`, `NVIDIA A100-SXM4-80GB` and `a800-80gb` are found; `A100-40` is ambiguous.
+
+    Raises:
+        ValueError: no such device, or several; the message lists the candidates.
+    """
+    for known in SPECIFICATIONS:
+        if known.gpu.lower() == name.strip().lower():
+            return known
+    by_driver = specification(name)
+    if by_driver is not None:
+        return by_driver
+    words = _words(name)
+    matches = [
+        known
+        for known in SPECIFICATIONS
+        if words and words <= _words(known.gpu) | {str(known.memory_gib)}
+    ]
+    if len(matches) == 1:
+        return matches[0]
+    names = ", ".join(one.gpu for one in matches or SPECIFICATIONS)
+    problem = "matches several devices" if matches else "is not a known device"
+    raise ValueError(f"{name!r} {problem}; use one of {names}")
+
+
+def _words(name: str) -> set[str]:
+    """`A100-80GB` gives {a100, 80}."""
+    parts = re.split(r"[^a-z0-9.]+", name.lower())
+    return {re.sub(r"(?<=\d)(gb|gib)$", "", part) for part in parts} - {"", "nvidia", "geforce"}

@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from poplar.hardware.gpu_specifications import SPECIFICATIONS, Specification
+from poplar.hardware.gpu_specifications import Specification, find_device
 from poplar.hardware.model_shapes import HALF_BYTES, TrainingJob, architecture
 from poplar.hardware.published_measurements import CURVES, HELD_OUT, THROUGHPUTS, Throughput, curve
 
@@ -79,11 +79,6 @@ class CalibrationError:
         return self.modelled / self.measured - 1.0
 
 
-def device(gpu: str) -> Specification:
-    """The specification with this name."""
-    return next(known for known in SPECIFICATIONS if known.gpu == gpu)
-
-
 def efficiency(gpu: str) -> float:
     """Fraction of its peak that matrix products reach."""
     return _EFFICIENCIES.get(gpu, EFFICIENCY)
@@ -114,7 +109,7 @@ def curve_scale(model: str) -> float:
         return 1.0
     batch = max(measured.seconds)
     job = TrainingJob(architecture=architecture(model))
-    return pass_seconds(device(_REFERENCE), job, batch) / measured.seconds[batch]
+    return pass_seconds(find_device(_REFERENCE), job, batch) / measured.seconds[batch]
 
 
 def errors() -> Iterator[CalibrationError]:
@@ -133,8 +128,8 @@ def errors() -> Iterator[CalibrationError]:
         yield CalibrationError(
             what=f"{other.model} on {other.gpu} over {_REFERENCE}: {other.source}",
             measured=reference.seconds[batch] / other.seconds[batch],
-            modelled=pass_seconds(device(_REFERENCE), job, batch)
-            / pass_seconds(device(other.gpu), job, batch),
+            modelled=pass_seconds(find_device(_REFERENCE), job, batch)
+            / pass_seconds(find_device(other.gpu), job, batch),
         )
 
 
@@ -145,7 +140,7 @@ def held_out_errors() -> Iterator[CalibrationError]:
 
 def _error(run: Throughput) -> CalibrationError:
     job = TrainingJob(architecture=architecture(run.model), sequence=run.sequence)
-    printed = device(run.gpu)
+    printed = find_device(run.gpu)
     if run.mfu is not None:
         measured = run.mfu * printed.half_flops / job.flops_per_sample
     else:

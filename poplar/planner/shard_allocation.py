@@ -11,14 +11,45 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from poplar import _core
 from poplar.planner.collective_costs import CollectiveCost
 from poplar.planner.cost_model import CommunicationSeconds, StageCosts, Synchronization
-from poplar.planner.linear_program import LinearProgram
 from poplar.planner.memory_shortfall import suffice
 from poplar.planner.rank_groups import group_equal
 
 _SMALLEST_SHARE = 1e-9
 """Smaller shares are rounding errors and become 0."""
+
+
+class LinearProgram:
+    """Minimize `costs . x` over `x >= 0`, subject to rows that are added one by one.
+
+    Solved by the dual simplex method: no cost is negative, so the first basis is dual feasible and
+    there is no first phase. The result is deterministic: ties go to the lowest index, and Bland's
+    rule ends degenerate programs.
+    """
+
+    def __init__(self, costs: Mapping[int, float], variables: int) -> None:
+        """`costs[i]` is the cost of one unit of variable `i`: not negative, 0 if left out."""
+        if any(cost < 0.0 for cost in costs.values()):
+            raise ValueError(f"costs must not be negative, got {dict(costs)}")
+        self._costs = [costs.get(variable, 0.0) for variable in range(variables)]
+        self._rows: list[Mapping[int, float]] = []
+        self._bounds: list[float] = []
+
+    def at_most(self, bound: float, row: Mapping[int, float]) -> None:
+        """Require `sum of row[i] * x[i] <= bound`."""
+        self._rows.append(dict(row))
+        self._bounds.append(bound)
+
+    def equal(self, value: float, row: Mapping[int, float]) -> None:
+        """Require `sum of row[i] * x[i] == value`."""
+        self.at_most(value, row)
+        self.at_most(-value, {variable: -factor for variable, factor in row.items()})
+
+    def solve(self) -> tuple[float, list[float]] | None:
+        """The minimum and the `x` that reaches it, or None if no `x` satisfies all rows."""
+        return _core.minimise(self._costs, self._rows, self._bounds)
 
 
 class Shared(NamedTuple):
@@ -166,11 +197,12 @@ class ShareProblem:
         found = program.solve()
         if found is None:
             return None
+        value, variables = found
         shares = [0.0] * len(self._upper)
-        for ranks, share in zip(self._groups, found.variables, strict=False):
+        for ranks, share in zip(self._groups, variables, strict=False):
             for rank in ranks:
                 shares[rank] = min(share, self._upper[rank]) if share >= _SMALLEST_SHARE else 0.0
-        return Shared(found.value * self._unit, normalized(shares, self._upper))
+        return Shared(value * self._unit, normalized(shares, self._upper))
 
     def _most(self, cost: CollectiveCost) -> float:
         """An upper bound on a collective under any shares within the bounds."""

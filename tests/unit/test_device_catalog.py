@@ -10,11 +10,10 @@ from poplar.hardware.device_catalog import (
     OPTIMISTIC,
     PESSIMISTIC,
     device_profile,
-    find_device,
     measured_curve,
     spread,
 )
-from poplar.hardware.gpu_specifications import SPECIFICATIONS
+from poplar.hardware.gpu_specifications import SPECIFICATIONS, find_device
 from poplar.hardware.model_shapes import TrainingJob, architecture
 from poplar.hardware.published_measurements import CURVES, THROUGHPUTS
 
