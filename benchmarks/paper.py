@@ -33,10 +33,10 @@ from pathlib import Path
 from typing import Any
 
 import provenance
+import roofline_errors
 from rich.console import Console
 from rich.table import Table
 
-from poplar.hardware import roofline
 from poplar.hardware.cluster_file import ClusterFile
 from poplar.hardware.estimate import estimate, gain
 from poplar.hardware.model_shapes import TrainingJob, architecture
@@ -249,13 +249,13 @@ def table(rows: Sequence[Row]) -> Table:
 def findings(rows: Sequence[Row]) -> Iterator[str]:
     """Summary lines of the rows, with their limits."""
     yield "simulated: no device of these clusters was measured."
-    errors = sorted(roofline.errors(), key=lambda one: abs(one.error))
+    errors = sorted(roofline_errors.errors(), key=lambda one: abs(one.error))
     yield (
         f"Calibration: the error on its {len(errors)} published measurements is "
         f"{100 * abs(errors[len(errors) // 2].error):.0f} % (median) and "
         f"{100 * abs(errors[-1].error):.0f} % (worst). The T4 has no measurement."
     )
-    held_out = [one.error for one in roofline.held_out_errors()]
+    held_out = [one.error for one in roofline_errors.held_out_errors()]
     yield (
         f"Held out: the error on {len(held_out)} results of BERT-large with software of 2020 is "
         f"{100 * min(held_out):+.0f} % to {100 * max(held_out):+.0f} % (above 0: too fast). "

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from poplar.hardware import roofline
 from poplar.hardware.gpu_specifications import Specification
 from poplar.hardware.model_shapes import TrainingJob
-from poplar.hardware.published_measurements import Curve, curve
+from poplar.hardware.published_curves import Curve, curve
 from poplar.profile import BatchPoint, DeviceProfile
 
 SPREAD = 0.3

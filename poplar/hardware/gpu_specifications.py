@@ -12,7 +12,7 @@ from functools import cache
 from typing import NamedTuple
 
 _LISTS = "public spec lists"
-_MOSTLY_LISTS = "public spec lists; link recalled"
+_RECALLED = "public spec lists; link recalled"
 
 
 class Specification(NamedTuple):
@@ -40,23 +40,23 @@ class Specification(NamedTuple):
 
 # fmt: off
 SPECIFICATIONS = (
-    Specification("P100", "p100", 16, 21.2, 732, False, "PCIe3", 16, _MOSTLY_LISTS),
+    Specification("P100", "p100", 16, 21.2, 732, False, "PCIe3", 16, _RECALLED),
     Specification("V100-SXM2-16", "v100 sxm2 16gb", 16, 125, 900, False, "NVLink2", 150, _LISTS),
     Specification("V100-SXM2-32", "v100 sxm2 32gb", 32, 125, 900, False, "NVLink2", 150, _LISTS),
-    Specification("V100-PCIe-16", "v100 pcie 16gb", 16, 112, 900, False, "PCIe3", 16, _MOSTLY_LISTS),
-    Specification("V100S-PCIe-32", "v100s", 32, 130, 1134, False, "PCIe3", 16, _MOSTLY_LISTS),
-    Specification("T4", "t4", 16, 65, 320, False, "PCIe3", 16, _MOSTLY_LISTS),
-    Specification("A100-PCIe-40", "a100 pcie 40gb", 40, 312, 1555, True, "PCIe4", 32, _MOSTLY_LISTS),
+    Specification("V100-PCIe-16", "v100 pcie 16gb", 16, 112, 900, False, "PCIe3", 16, _RECALLED),
+    Specification("V100S-PCIe-32", "v100s", 32, 130, 1134, False, "PCIe3", 16, _RECALLED),
+    Specification("T4", "t4", 16, 65, 320, False, "PCIe3", 16, _RECALLED),
+    Specification("A100-PCIe-40", "a100 pcie 40gb", 40, 312, 1555, True, "PCIe4", 32, _RECALLED),
     Specification("A100-SXM-40", "a100 sxm4 40gb", 40, 312, 1555, True, "NVLink3", 300, _LISTS),
     Specification("A100-SXM-80", "a100 sxm4 80gb", 80, 312, 2039, True, "NVLink3", 300, _LISTS),
     Specification("A800-80", "a800 80gb", 80, 312, 2039, True, "NVLink", 200, "recalled"),
-    Specification("L4", "l4", 24, 121, 300, True, "PCIe4", 32, _MOSTLY_LISTS),
+    Specification("L4", "l4", 24, 121, 300, True, "PCIe4", 32, _RECALLED),
     Specification("RTX-3090", "rtx 3090", 24, 71, 936, True, "PCIe4", 32,
                   "recalled (fp32 accumulate); bandwidth from spec lists"),
     Specification("RTX-4090", "rtx 4090", 24, 165.2, 1008, True, "PCIe4", 32,
                   "public spec lists; no peer-to-peer (recalled)"),
-    Specification("RTX-A6000", "rtx a6000", 48, 154.8, 768, True, "PCIe4", 32, _MOSTLY_LISTS),
-    Specification("H100-PCIe-80", "h100 pcie", 80, 756, 2000, True, "PCIe5", 64, _MOSTLY_LISTS),
+    Specification("RTX-A6000", "rtx a6000", 48, 154.8, 768, True, "PCIe4", 32, _RECALLED),
+    Specification("H100-PCIe-80", "h100 pcie", 80, 756, 2000, True, "PCIe5", 64, _RECALLED),
     Specification("H100-SXM-80", "h100 80gb hbm3", 80, 989, 3350, True, "NVLink4", 450, _LISTS),
     Specification("H200-SXM-141", "h200", 141, 989, 4800, True, "NVLink4", 450, _LISTS),
 )

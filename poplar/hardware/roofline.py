@@ -6,9 +6,9 @@
 Matrix products are bound by the peak, all other operations by memory. The two do not overlap, so
 their times add up. Launches and one pass over weights and gradients do not grow with the batch.
 
-Calibrated on `published_measurements` (`errors`; `tests/unit/test_device_catalog.py` checks it):
+Calibrated on published measurements (`benchmarks/roofline_errors.py` prints the errors):
 
-- memory traffic and the efficiency of A100: 8 training runs of 125M to 7B parameters, within 4 %;
+- memory accesses and the efficiency of A100: 8 training runs of 125M to 7B parameters, within 4 %;
 - H100: 3 runs, within 15 %, as much as they contradict each other;
 - V100: one curve of one model relative to an A100, within 2 %. T4 and L4 (70 W instead of 300 W)
   get the same efficiency without a measurement;
@@ -19,18 +19,15 @@ Calibrated on `published_measurements` (`errors`; `tests/unit/test_device_catalo
 
 Errors of devices that were not measured can be larger: with the efficiency of A100, V100 would be
 47 % too fast and RTX 3090 39 % too slow. Other software also changes the ratios: on six BERT-large
-results of NVIDIA with TensorFlow of 2020 (`held_out_errors`) the roofline is 2 % too slow to 33 %
+results of NVIDIA with TensorFlow of 2020 the roofline is 2 % too slow to 33 %
 too fast on V100, and 56 % and 89 % too fast on A100. So `device_catalog` gives intervals.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-
 from poplar.hardware.gpu_specifications import Specification, find_device
 from poplar.hardware.model_shapes import HALF_BYTES, TrainingJob, architecture
-from poplar.hardware.published_measurements import CURVES, HELD_OUT, THROUGHPUTS, Throughput, curve
+from poplar.hardware.published_curves import curve
 
 LAYER_SECONDS = 1e-4
 """Launches of one layer's forward and backward."""
@@ -61,22 +58,8 @@ CALIBRATED = frozenset(
 """Devices whose chip has a published measurement."""
 _UPDATE_BYTES = 30
 """AdamW per element: master and moments read and written, gradient read, parameter written."""
-_REFERENCE = "A100-SXM-40"
+REFERENCE = "A100-SXM-40"
 """Curves are scaled relative to this device."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CalibrationError:
-    """A published measurement and the roofline's estimate of it."""
-
-    what: str
-    measured: float
-    modelled: float
-
-    @property
-    def error(self) -> float:
-        """Relative error; above 0: the roofline is too fast."""
-        return self.modelled / self.measured - 1.0
 
 
 def efficiency(gpu: str) -> float:
@@ -104,50 +87,9 @@ def curve_scale(model: str) -> float:
 
     Measured and estimated devices are comparable then.
     """
-    measured = curve(model, _REFERENCE)
+    measured = curve(model, REFERENCE)
     if measured is None:
         return 1.0
     batch = max(measured.seconds)
     job = TrainingJob(architecture=architecture(model))
-    return pass_seconds(find_device(_REFERENCE), job, batch) / measured.seconds[batch]
-
-
-def errors() -> Iterator[CalibrationError]:
-    """The errors of all measurements that the roofline was calibrated on.
-
-    For throughputs: samples per second. For curves: the speed relative to the reference device, at
-    the largest batch of both.
-    """
-    yield from map(_error, THROUGHPUTS)
-    for other in CURVES:
-        reference = curve(other.model, _REFERENCE)
-        if reference is None or other is reference:
-            continue
-        batch = max(set(other.seconds) & set(reference.seconds))
-        job = TrainingJob(architecture=architecture(other.model))
-        yield CalibrationError(
-            what=f"{other.model} on {other.gpu} over {_REFERENCE}: {other.source}",
-            measured=reference.seconds[batch] / other.seconds[batch],
-            modelled=pass_seconds(find_device(_REFERENCE), job, batch)
-            / pass_seconds(find_device(other.gpu), job, batch),
-        )
-
-
-def held_out_errors() -> Iterator[CalibrationError]:
-    """The errors of measurements that were not used for calibration."""
-    yield from map(_error, HELD_OUT)
-
-
-def _error(run: Throughput) -> CalibrationError:
-    job = TrainingJob(architecture=architecture(run.model), sequence=run.sequence)
-    printed = find_device(run.gpu)
-    if run.mfu is not None:
-        measured = run.mfu * printed.half_flops / job.flops_per_sample
-    else:
-        assert run.tokens_per_second is not None
-        measured = run.tokens_per_second / run.sequence
-    return CalibrationError(
-        what=f"{run.model} ({run.sequence} tokens) on {run.gpu}: {run.source}",
-        measured=measured,
-        modelled=run.micro_batch / pass_seconds(printed, job, run.micro_batch),
-    )
+    return pass_seconds(find_device(REFERENCE), job, batch) / measured.seconds[batch]

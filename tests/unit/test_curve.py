@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from poplar.curve import MonotoneCurve, pooled, straightened
-from poplar.hardware.published_measurements import CURVES
+from poplar.hardware.published_curves import CURVES
 
 DEVICES = 80
 

@@ -1,9 +1,9 @@
-"""Published measurements of real devices, which calibrate the roofline.
+"""Published pass times of real devices, used instead of the roofline for their models.
 
 Curves are seconds of a pass of a whole model against the micro-batch, on one device, from the
 profiles that eth-easl/sailor publishes (MIT licence, Copyright ETH Zurich; "Sailor", SOSP 2025).
 They state neither precision nor sequence length, so only their ratios are used: `device_catalog`
-scales them. Throughputs are of training runs on devices of one kind.
+scales them.
 """
 
 from __future__ import annotations
@@ -29,20 +29,6 @@ class Curve(NamedTuple):
     def seconds(self) -> dict[int, float]:
         """Seconds of a pass by micro-batch."""
         return {batch: forward + backward for batch, forward, backward in self.passes}
-
-
-class Throughput(NamedTuple):
-    """One device's throughput in a training run."""
-
-    model: str
-    gpu: str
-    micro_batch: int
-    """8 where the source does not say."""
-    sequence: int
-    source: str
-    mfu: float | None = None
-    """Model FLOPs over peak FLOPs."""
-    tokens_per_second: float | None = None
 
 
 # fmt: off
@@ -72,49 +58,7 @@ CURVES = (
     )),
 )
 """Without the source's GH-96 (Grace Hopper), which `gpu_specifications` does not have."""
-
-_FOUNDRY = "llm-foundry's table of training throughput"
-THROUGHPUTS = (
-    Throughput("mpt-125m", "A100-SXM-80", 8, 2048, _FOUNDRY, mfu=0.448),
-    Throughput("mpt-760m", "A100-SXM-80", 8, 2048, _FOUNDRY, mfu=0.569),
-    Throughput("mpt-1b", "A100-SXM-80", 14, 2048, _FOUNDRY, mfu=0.599),
-    Throughput("mpt-7b", "A100-SXM-80", 8, 2048, _FOUNDRY, mfu=0.642),
-    Throughput("mpt-125m", "A100-SXM-40", 8, 2048, _FOUNDRY, mfu=0.428),
-    Throughput("mpt-760m", "A100-SXM-40", 8, 2048, _FOUNDRY, mfu=0.529),
-    Throughput("mpt-1b", "A100-SXM-40", 8, 2048, _FOUNDRY, mfu=0.562),
-    Throughput("mpt-1b", "H100-SXM-80", 8, 2048, _FOUNDRY, mfu=0.418),
-    Throughput(
-        "llama-1.1b", "A100-SXM-40", 8, 2048, "TinyLlama, 16 devices, 2 million tokens a batch",
-        tokens_per_second=24000,
-    ),
-    Throughput(
-        "llama-3-8b", "H100-SXM-80", 1, 8192, "torchtitan, 8 devices, FSDP, no compile",
-        tokens_per_second=5762,
-    ),
-    Throughput(
-        "llama-3-8b", "H100-SXM-80", 1, 8192, "torchtitan, 8 devices, FSDP, compile",
-        tokens_per_second=6667,
-    ),
-)
-"""With their communication, on NVLink: slightly below the throughput of one device alone."""
 # fmt: on
-
-
-def _bert(gpu: str, sequence: int, micro_batch: int, samples_per_second: float) -> Throughput:
-    source = "NVIDIA DeepLearningExamples, TensorFlow 20.06, pre-training, one device"
-    tokens = samples_per_second * sequence
-    return Throughput("bert-large", gpu, micro_batch, sequence, source, tokens_per_second=tokens)
-
-
-HELD_OUT = (
-    _bert("V100-SXM2-16", 512, 4, 28.72),
-    _bert("V100-SXM2-16", 128, 16, 134.34),
-    _bert("V100-SXM2-32", 512, 8, 31.23),
-    _bert("V100-SXM2-32", 128, 64, 168.63),
-    _bert("A100-SXM-40", 512, 16, 70.856),
-    _bert("A100-SXM-40", 128, 64, 356.845),
-)
-"""Not used for calibration. Software of 2020, with dropout and without fused attention."""
 
 
 def curve(model: str, gpu: str) -> Curve | None:
