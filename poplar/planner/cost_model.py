@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import count, product
@@ -29,7 +29,7 @@ from poplar.plan import FIRST_STAGE_SYNCHRONIZING_EVERY_PASS, STRATEGIES, Plan
 from poplar.planner.collective_costs import CollectiveCosts
 from poplar.planner.communication_schedule import CommunicationSchedule, OverlapLine, schedules
 from poplar.planner.memory_model import RankMemory, rank_memory
-from poplar.planner.rank_groups import group_equal
+from poplar.planner.rank_groups import map_distinct
 from poplar.profile import ClusterProfile
 
 T = TypeVar("T")
@@ -138,10 +138,20 @@ class StageCosts:
     @cached_property
     def memories(self) -> tuple[RankMemory, ...]:
         """By rank."""
-        groups = self.cluster.device_group_indices
-        first = [ranks[0] for ranks in group_equal(groups)]
-        memories = [rank_memory(self.cluster, self.stage, rank, self.persistent) for rank in first]
-        return tuple(memories[group] for group in groups)
+        return tuple(
+            self.by_rank(lambda rank: rank_memory(self.cluster, self.stage, rank, self.persistent))
+        )
+
+    def by_rank(self, function: Callable[..., T], *columns: Sequence[Hashable]) -> list[T]:
+        """`function(rank, *values)` of each rank, computed once for equal devices and values.
+
+        Args:
+            function: depends on the rank only by its device.
+            columns: sequences of one value per rank.
+        """
+        keys = list(zip(self.cluster.device_group_indices, *columns, strict=True))
+        first = dict(zip(reversed(keys), reversed(range(len(keys))), strict=True))
+        return map_distinct(lambda key: function(first[key], *key[1:]), keys)
 
     @property
     def synchronization_residual(self) -> float:

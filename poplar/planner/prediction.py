@@ -9,14 +9,13 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import count
 from typing import Any, NamedTuple
 
 from poplar.formatting import format_bytes
 from poplar.plan import Plan
 from poplar.planner.cost_model import StageCosts, costs_of
-from poplar.planner.rank_groups import map_distinct
 from poplar.profile import ClusterProfile
+from poplar.schema import to_json_types
 
 _SLOWER_LINK = 1.1
 """How many times slower than all others a measured link must be to be reported as the slowest."""
@@ -54,8 +53,8 @@ class Prediction:
 
     def to_dict(self) -> dict[str, Any]:
         """This prediction as JSON types."""
-        values = dataclasses.asdict(self)
-        return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
+        content: dict[str, Any] = to_json_types(self)
+        return content
 
 
 class Bound(NamedTuple):
@@ -79,13 +78,17 @@ def memory_needed(cluster: ClusterProfile, plan: Plan) -> tuple[int, ...]:
 
 
 def _memory_needed(costs: StageCosts, plan: Plan) -> tuple[int, ...]:
-    for rank, passes in enumerate(plan.micro_batches):
-        _check_measured(costs.cluster, rank, max(passes, default=0))
-    keys = list(
-        zip(costs.cluster.device_group_indices, plan.micro_batches, plan.shares, strict=True)
-    )
-    first = dict(zip(keys, count(), strict=False))
-    return tuple(map_distinct(lambda key: math.ceil(_needed(costs, plan, first[key])), keys))
+    def needed(rank: int, passes: Sequence[int], share: float) -> int:
+        device, largest = costs.cluster.devices[rank], max(passes, default=0)
+        if largest > device.max_batch:
+            raise DoesNotFit(
+                f"rank {rank} ({device.name}): a micro-batch of {largest} samples, but the largest "
+                f"that was measured is {device.max_batch}; use smaller micro-batches, or profile "
+                "with a larger max_batch"
+            )
+        return math.ceil(costs.memories[rank].needed(largest, share))
+
+    return tuple(costs.by_rank(needed, plan.micro_batches, plan.shares))
 
 
 def predict(cluster: ClusterProfile, plan: Plan) -> Prediction:
@@ -122,7 +125,13 @@ def predict_at(costs: StageCosts, plan: Plan) -> Prediction:
     exposed = [min(costs.gather_after_step_seconds(plan.shares), tail)]
     exposed += [end - one.latest for end, one in zip(seconds, synchronizations, strict=True)]
     communication = min(step, math.fsum(exposed))
-    compute, optimizer = _rank_seconds(costs, plan)
+    compute = costs.by_rank(
+        lambda rank, passes: math.fsum(costs.pass_seconds(rank, batch) for batch in passes),
+        plan.micro_batches,
+    )
+    optimizer = costs.by_rank(
+        lambda rank, share: max(0.0, costs.optimizer_seconds(rank, share)), plan.shares
+    )
     busy = tuple(
         min(1.0, (passes + update) / step) if step else 1.0
         for passes, update in zip(compute, optimizer, strict=True)
@@ -130,30 +139,13 @@ def predict_at(costs: StageCosts, plan: Plan) -> Prediction:
     return Prediction(
         step_seconds=step,
         samples_per_second=plan.global_batch / step if step else math.inf,
-        compute_seconds=compute,
-        optimizer_seconds=optimizer,
+        compute_seconds=tuple(compute),
+        optimizer_seconds=tuple(optimizer),
         communication_seconds=communication,
         memory_bytes=memory,
         busy_fraction=busy,
         bound=bound_of(costs, plan, busy, communication / step if step else 0.0).sentence,
     )
-
-
-def _rank_seconds(costs: StageCosts, plan: Plan) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """By rank: seconds of its passes, and of its optimizer."""
-    groups = costs.cluster.device_group_indices
-    first = dict(zip(groups, count(), strict=False))
-
-    def computed(key: tuple[int, tuple[int, ...]]) -> float:
-        group, passes = key
-        return math.fsum(costs.pass_seconds(first[group], batch) for batch in passes)
-
-    def updated(key: tuple[int, float]) -> float:
-        group, share = key
-        return max(0.0, costs.optimizer_seconds(first[group], share))
-
-    compute = map_distinct(computed, list(zip(groups, plan.micro_batches, strict=True)))
-    return tuple(compute), tuple(map_distinct(updated, list(zip(groups, plan.shares, strict=True))))
 
 
 def describe(cluster: ClusterProfile, plan: Plan, prediction: Prediction, policy: str) -> Plan:
@@ -171,21 +163,6 @@ def describe(cluster: ClusterProfile, plan: Plan, prediction: Prediction, policy
             "policy": policy,
         },
     )
-
-
-def _needed(costs: StageCosts, plan: Plan, rank: int) -> float:
-    largest = max(plan.micro_batches[rank], default=0)
-    return costs.memories[rank].needed(largest, plan.shares[rank])
-
-
-def _check_measured(cluster: ClusterProfile, rank: int, batch: int) -> None:
-    device = cluster.devices[rank]
-    if batch > device.max_batch:
-        raise DoesNotFit(
-            f"rank {rank} ({device.name}): a micro-batch of {batch} samples, but the largest that "
-            f"was measured is {device.max_batch}; use smaller micro-batches, or profile with a "
-            "larger max_batch"
-        )
 
 
 def _check_fits(costs: StageCosts, plan: Plan, rank: int) -> None:
@@ -217,9 +194,7 @@ def bound_of(costs: StageCosts, plan: Plan, busy: Sequence[float], communication
         return Bound("compute", busiest, sentence)
     passes = max(map(len, plan.micro_batches))
     if costs.synchronizes_every_pass and passes > 1:
-        latest = max(
-            synchronization.latest for synchronization in costs.synchronizations(plan.micro_batches)
-        )
+        latest = max(one.latest for one in costs.synchronizations(plan.micro_batches))
         for rank, memory in enumerate(costs.memories):
             largest = max(plan.micro_batches[rank])
             more = largest + 1
@@ -242,11 +217,6 @@ def bound_of(costs: StageCosts, plan: Plan, busy: Sequence[float], communication
 def _slowest_link(costs: StageCosts) -> int | None:
     """The rank whose link is slower than all others, if there is one."""
     network = costs.cluster.network
-    rates = [
-        max(there, back)
-        for there, back in zip(
-            network.send_seconds_per_byte, network.receive_seconds_per_byte, strict=True
-        )
-    ]
+    rates = list(map(max, network.send_seconds_per_byte, network.receive_seconds_per_byte))
     *_, second, first = [0.0, *sorted(rates)]
     return rates.index(first) if len(rates) > 1 and first > _SLOWER_LINK * second else None

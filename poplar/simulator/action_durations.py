@@ -45,17 +45,18 @@ class RankLoad:
 
 
 def rank_loads(
-    costs: StageCosts, micro_batches: Sequence[Sequence[int]], shares: Sequence[float]
+    costs: StageCosts, micro_batches: Sequence[tuple[int, ...]], shares: Sequence[float]
 ) -> list[RankLoad]:
     """The load of each rank."""
-    return [
-        RankLoad(
+
+    def load(rank: int, batches: Sequence[int], share: float) -> RankLoad:
+        return RankLoad(
             passes=tuple(costs.pass_seconds(rank, batch) for batch in batches),
             optimizer=costs.optimizer_seconds(rank, share),
             owns=share > 0.0 or not costs.shares_matter,
         )
-        for rank, (batches, share) in enumerate(zip(micro_batches, shares, strict=True))
-    ]
+
+    return costs.by_rank(load, micro_batches, shares)
 
 
 class ActionDurations:
