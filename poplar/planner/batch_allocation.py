@@ -137,7 +137,7 @@ class SynchronizedPasses:
             }
         )
         return [
-            (corner, self._cover(_along(usual, least, corner), _along(costliest, least, corner))[0])
+            (corner, self._cover(*(_tangents_at(t, least, corner) for t in (usual, costliest)))[0])
             for corner in corners
         ]
 
@@ -188,7 +188,7 @@ class SynchronizedPasses:
         return column
 
 
-def _along(
+def _tangents_at(
     tangents: Sequence[Tangent], least: CommunicationSeconds, corner: CommunicationSeconds
 ) -> list[float]:
     """The tangents of synchronizations at `least`, evaluated at `corner`; non-decreasing."""
@@ -241,7 +241,7 @@ class IndependentPasses:
         """The split with the least `latest`, and of those the one with the least `reducible`."""
         limits = [passes.most_samples for _, passes in self._groups]
         ends = [passes.seconds.__getitem__ for _, passes in self._groups]
-        latest = smallest(ends, limits, self._counts, self._global_batch)
+        latest = kth_smallest(ends, limits, self._counts, self._global_batch)
         return self._split(latest, latest)
 
     def following(
@@ -263,18 +263,18 @@ class IndependentPasses:
         if target <= 0.0:
             return None
         limits = [passes.most_samples for _, passes in self._groups]
-        ends = [partial(passes.least_end, reducible=target) for _, passes in self._groups]
-        latest = smallest(ends, limits, self._counts, self._global_batch)
+        ends = [partial(passes.earliest_end, reducible=target) for _, passes in self._groups]
+        latest = kth_smallest(ends, limits, self._counts, self._global_batch)
         if math.isinf(latest) or seconds_of(Synchronization(latest, 0.0)) >= below:
             return None
         return self._split(latest, target)
 
     def _split(self, latest: float, reducible: float) -> Split:
         """The global batch with this `latest` and the least `reducible`, which is at most this."""
-        limits = [passes.most(latest) for _, passes in self._groups]
+        limits = [passes.samples_by(latest) for _, passes in self._groups]
         if self._costs.overlaps:
-            starts = [partial(passes.least_reducible, end=latest) for _, passes in self._groups]
-            reducible = smallest(starts, limits, self._counts, self._global_batch)
+            starts = [partial(passes.earliest_reducible, end=latest) for _, passes in self._groups]
+            reducible = kth_smallest(starts, limits, self._counts, self._global_batch)
             limits = [
                 bisect_right(range(1, limit + 1), reducible, key=start)
                 for start, limit in zip(starts, limits, strict=True)
@@ -327,16 +327,16 @@ class RankPasses:
         """The global batch, or 0 if no pass fits."""
         return len(self.seconds) - 1
 
-    def most(self, latest: float) -> int:
+    def samples_by(self, latest: float) -> int:
         """The most samples that are computed by `latest`."""
         return bisect_right(self.seconds, latest) - 1
 
-    def least_end(self, samples: int, reducible: float) -> float:
+    def earliest_end(self, samples: int, reducible: float) -> float:
         """The least time for these samples if the last pass has gradients by `reducible`."""
         cuts = self._cuts(samples)
         return next((cut.end for cut in cuts if cut.reducible <= reducible), math.inf)
 
-    def least_reducible(self, samples: int, end: float) -> float:
+    def earliest_reducible(self, samples: int, end: float) -> float:
         """The earliest gradients of the last pass if these samples are computed by `end`."""
         fitting = (cut.reducible for cut in self._cuts(samples) if cut.end <= end)
         return min(fitting, default=math.inf)
@@ -367,7 +367,7 @@ class RankPasses:
             samples -= self._last[samples]
 
 
-def smallest(
+def kth_smallest(
     values: Sequence[Callable[[int], float]],
     lengths: Sequence[int],
     copies: Sequence[int],

@@ -36,12 +36,8 @@ class CommunicationSchedule:
     """One synchronization, in whole gathers of the model; it reduces the whole model once."""
 
     gathers: float
-    turn: float
+    reduction_start: float
     """Fraction of the backward before the first reduction."""
-    gathers_under_backward: float
-    """Gathers issued during the backward."""
-    reductions_under_backward: float
-    """Fraction of the reductions issued before the backward ends."""
     overlap_bounds: tuple[tuple[OverlapLine, ...], ...]
     """The overlapped seconds are the least line of each group, summed over the groups."""
 
@@ -123,22 +119,14 @@ class _Pass:
         ]
         self._gathers = [one for one in self._collectives if one.is_gather]
         self._reductions = [one for one in self._collectives if not one.is_gather]
-        self._under_backward = self._line(
-            self._in_backward(self._gathers), self._in_backward(self._reductions)
-        )
 
     def schedule(self, groups: Iterable[Sequence[OverlapLine]]) -> CommunicationSchedule:
         """The schedule of this pass with these overlap bounds."""
         return CommunicationSchedule(
             gathers=_sum(self._gathers) / self._numel,
-            turn=self._reductions[0].issued / self._numel - 1.0,
-            gathers_under_backward=_sum(self._in_backward(self._gathers)) / self._numel,
-            reductions_under_backward=_sum(self._in_backward(self._reductions)) / self._numel,
+            reduction_start=self._reductions[0].issued / self._numel - 1.0,
             overlap_bounds=tuple(map(tuple, groups)) if self._overlap else (),
         )
-
-    def _in_backward(self, collectives: Iterable[_Collective]) -> list[_Collective]:
-        return [one for one in collectives if self._numel <= one.issued < 2 * self._numel]
 
     def _line(
         self, gathers: Iterable[_Collective] = (), reductions: Iterable[_Collective] = ()
@@ -156,7 +144,11 @@ class _Pass:
 
     def backward_lines(self) -> list[OverlapLine]:
         """Communication during the backward overlaps at most the rest of the backward."""
-        return [self._under_backward, OverlapLine(latest=1.0, reducible=-1.0)]
+        gathers, reductions = (
+            [one for one in collectives if self._numel <= one.issued < 2 * self._numel]
+            for collectives in (self._gathers, self._reductions)
+        )
+        return [self._line(gathers, reductions), OverlapLine(latest=1.0, reducible=-1.0)]
 
     def continued_lines(self) -> list[OverlapLine]:
         """Reductions in flight at the end of this pass can run under the next one's forward."""
@@ -164,7 +156,7 @@ class _Pass:
         last = self._reductions[::-1][: layout.reductions_in_flight]
         return [
             self._line(reductions=self._reductions),
-            self._under_backward._replace(reducible=1.0),
+            self.backward_lines()[0]._replace(reducible=1.0),
             self._line(reductions=last)._replace(latest=1.0, reducible=-1.0),
             OverlapLine(latest=1.0),
         ]

@@ -105,7 +105,7 @@ class StageCosts:
     @property
     def reducible_fraction(self) -> float:
         """The part of a pass, up to its end, in which gradients can be reduced."""
-        return self.cluster.backward_fraction * (1.0 - self.schedule.turn)
+        return self.cluster.backward_fraction * (1.0 - self.schedule.reduction_start)
 
     @property
     def overlaps(self) -> bool:

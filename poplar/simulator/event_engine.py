@@ -101,7 +101,7 @@ class _Rank:
     spans: list[Span] = field(default_factory=list)
 
 
-class _Gate:
+class _PendingCollective:
     """A collective, and how many ranks have not issued it yet."""
 
     __slots__ = ("collective", "missing", "missing_owners")
@@ -110,7 +110,7 @@ class _Gate:
         self.collective = collective
         self.missing, self.missing_owners = ranks, owners
 
-    def is_open_for(self, rank: _Rank) -> bool:
+    def can_start_on(self, rank: _Rank) -> bool:
         senders = self.collective.senders
         if senders is Senders.OWNERS:
             return self.missing_owners == 0
@@ -129,7 +129,7 @@ class _Simulation:
         self._owners = sum(rank.load.owns for rank in self._ranks)
         self._durations = durations
         self._overlap = overlap
-        self._gates: list[_Gate] = []
+        self._collectives: list[_PendingCollective] = []
         self._order = itertools.count()
         self._events: list[tuple[float, int, list[_Rank], int]] = []
         """Time, tie-breaker, ranks, and the version of a compute; version -1: a collective."""
@@ -192,13 +192,13 @@ class _Simulation:
     def _issue(self, rank: _Rank, action: Issue, now: float) -> None:
         position = len(rank.issued)
         rank.issued.append(action.pass_index)
-        if position == len(self._gates):
+        if position == len(self._collectives):
             collective = self._durations.collective(action)
-            self._gates.append(_Gate(collective, len(self._ranks), self._owners))
-        gate = self._gates[position]
-        gate.missing -= 1
-        gate.missing_owners -= rank.load.owns
-        opens = gate.missing == 0 or (rank.load.owns and gate.missing_owners == 0)
+            self._collectives.append(_PendingCollective(collective, len(self._ranks), self._owners))
+        pending = self._collectives[position]
+        pending.missing -= 1
+        pending.missing_owners -= rank.load.owns
+        opens = pending.missing == 0 or (rank.load.owns and pending.missing_owners == 0)
         self._begin_collectives(self._ranks if opens else [rank], now)
 
     def _begin_collectives(self, ranks: Iterable[_Rank], now: float) -> None:
@@ -208,18 +208,18 @@ class _Simulation:
             position = rank.completed
             if rank.is_communicating or position >= len(rank.issued):
                 continue
-            gate = self._gates[position]
-            if gate.is_open_for(rank):
+            pending = self._collectives[position]
+            if pending.can_start_on(rank):
                 rank.is_communicating = True
                 begun.setdefault(position, []).append(rank)
-                if gate.collective.seconds > 0.0:
-                    blocks = gate.collective.blocks_compute
+                if pending.collective.seconds > 0.0:
+                    blocks = pending.collective.blocks_compute
                     self._set_rate(rank, 0.0 if blocks else self._overlap, now)
         for position, together in begun.items():
-            self._schedule(now + self._gates[position].collective.seconds, together, -1)
+            self._schedule(now + self._collectives[position].collective.seconds, together, -1)
 
     def _end_collective(self, ranks: list[_Rank], now: float) -> None:
-        what, unit, seconds = self._gates[ranks[0].completed].collective[:3]
+        what, unit, seconds = self._collectives[ranks[0].completed].collective[:3]
         spans: dict[int | None, Span] = {}  # ranks share equal spans
         for rank in ranks:
             index = rank.issued[rank.completed]

@@ -15,7 +15,7 @@ from subset import choose
 
 from poplar import _core
 from poplar.errors import PoplarError
-from poplar.planner.batch_allocation import smallest
+from poplar.planner.batch_allocation import kth_smallest
 from poplar.planner.prediction import predict
 from poplar.planner.search import NoPlanFits, alternatives, search
 from poplar.planner.shard_allocation import normalized
@@ -476,7 +476,7 @@ def test_smallest_matches_the_sorted_union(sequences, count):
     expected = union[count - 1] if count <= len(union) else math.inf
     values = [lambda i, s=sequence: s[i - 1] for sequence, _ in sequences]
     tops = [len(sequence) for sequence, _ in sequences]
-    assert smallest(values, tops, [copies for _, copies in sequences], count) == expected
+    assert kth_smallest(values, tops, [copies for _, copies in sequences], count) == expected
 
 
 def test_a_hundred_slightly_different_ranks_are_planned():
