@@ -33,9 +33,10 @@ class OverlapLine(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CommunicationSchedule:
-    """One synchronization, in whole gathers of the model; it reduces the whole model once."""
+    """One synchronization. It reduces the whole model once."""
 
     gathers: float
+    """All-gathers, in whole models: parameters at stage 3, reduced gradients at stage 0."""
     reduction_start: float
     """Fraction of the backward before the first reduction."""
     overlap_bounds: tuple[tuple[OverlapLine, ...], ...]
@@ -109,9 +110,9 @@ class _Pass:
                     position += layout.numels[action.unit]
         self._collectives = [
             _Collective(
-                is_gather=what == "gather",
+                is_gather=what != "reduce",
                 unit=unit,
-                numel=layout.numels[unit] / (1 if what == "gather" else layout.buffers(unit)),
+                numel=layout.numels[unit] / (layout.buffers(unit) if what == "reduce" else 1),
                 issued=start,
                 needed=needed.get(number, -1),
             )
@@ -162,16 +163,16 @@ class _Pass:
         ]
 
     def unsharding_bounds(self, first: _Pass) -> list[list[OverlapLine]]:
-        """The groups of a pass that waits for its gathers; `first` gathers every unit."""
+        """The groups of a pass that waits for its unshards; `first` unshards every unit."""
         groups = [self._window_lines(first), [*self.backward_lines(), *self._cut_lines()]]
         free = min([self._numel, *(one.needed for one in self._gathers)])
-        if free:  # the next pass's forward begins without a gather
+        if free:  # the next pass's forward begins without an unshard
             left = [one for one in self._reductions if one.issued >= 2 * self._numel]
             groups.append([self._line(reductions=left), OverlapLine(latest=self._seconds(0, free))])
         return groups
 
     def _window_lines(self, first: _Pass) -> list[OverlapLine]:
-        """Gathers that are issued in the forward overlap only the compute before their use.
+        """Unshards that are issued in the forward overlap only the compute before their use.
 
         As communication grows, these windows fill one after the other, the narrowest first.
         """
@@ -188,10 +189,10 @@ class _Pass:
         ]
 
     def _forward_windows(self, first: _Pass) -> Iterator[tuple[list[_Collective], float]]:
-        """Each unit's forward overlaps the gather of the next unit; equal ratios share a window.
+        """Each unit's forward overlaps the unshard of the next unit; equal ratios share a window.
 
         If there are many ratios, the most similar ones are merged independently of what is
-        gathered, so that gathering more never costs less.
+        unsharded, so that unsharding more never costs less.
         """
 
         def ratio(one: _Collective) -> float:
@@ -212,10 +213,10 @@ class _Pass:
                 yield arriving, sum(self._seconds(one.issued, one.needed) for one in overlapping)
 
     def _cut_lines(self) -> list[OverlapLine]:
-        """The backward waits for its gathers: at each, communication issued later remains.
+        """The backward waits for its unshards: at each, communication issued later remains.
 
         Lines that follow from their neighbours are left out. If many remain, only that of the last
-        gather is used.
+        unshard is used.
         """
         lines = []
         for number, one in enumerate(self._collectives):

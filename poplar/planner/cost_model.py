@@ -8,8 +8,8 @@ unit. Then
     sync(c) = T + c - min(overlap * c k, T - F)
 
 because compute runs at `overlap` of its speed during communication: either all communication that
-can overlap does, or all the compute that was left has run. Gathers of the forward (stage 3) overlap
-only the forward. At stage 2 reductions that are incomplete at the end of a pass overlap the next
+can overlap does, or all remaining compute has run. Unshards in the forward (stage 3) overlap only
+the forward. At stage 2 reductions that are incomplete at the end of a pass overlap the next
 pass's forward. `communication_schedule` has the windows. Measured residuals by stage are added; no
 synchronization takes less time than the compute before it. `search` minimizes what `predict` says,
 so both use this module.
@@ -45,10 +45,10 @@ class Synchronization(NamedTuple):
 
 
 class CommunicationSeconds(NamedTuple):
-    """Seconds of one gather and one reduction of the whole model under some shares."""
+    """Seconds of one all-gather and one reduction of the whole model under some shares."""
 
     gather: float
-    """0 where synchronizations gather nothing."""
+    """0 at stages whose synchronizations all-gather nothing."""
     reduce: float
 
 
@@ -87,7 +87,7 @@ class StageCosts:
 
     @property
     def gathers_after_step(self) -> bool:
-        """Whether updated parameters are gathered after the optimizer."""
+        """Whether updated parameters are all-gathered after the optimizer."""
         return self.stage in (1, 2)
 
     @cached_property
@@ -255,13 +255,13 @@ class StageCosts:
         )
 
     def tail_seconds(self, shares: Sequence[float]) -> float:
-        """Seconds after the last synchronization: the optimizer, and the gather of its result."""
+        """Seconds after the last synchronization: the optimizer, and its all-gather."""
         slowest = max(self.optimizer_seconds(rank, shares[rank]) for rank in self._distinct(shares))
         residual = self.cluster.network.step_seconds[self.stage]
         return max(0.0, slowest + self.gather_after_step_seconds(shares) + residual)
 
     def gather_after_step_seconds(self, shares: Sequence[float]) -> float:
-        """The gather after the optimizer; 0 at stages without one."""
+        """The all-gather after the optimizer; 0 at stages without one."""
         return self._gather_seconds(shares) if self.gathers_after_step else 0.0
 
     def _reduce_seconds(self, shares: Sequence[float]) -> float:

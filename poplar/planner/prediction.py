@@ -121,7 +121,7 @@ def predict_at(costs: StageCosts, plan: Plan) -> Prediction:
     seconds = costs.synchronizations_seconds(synchronizations, costs.communication(plan.shares))
     tail = costs.tail_seconds(plan.shares)
     step = math.fsum(seconds) + tail
-    # Negative residuals can make the tail shorter than its gather.
+    # Negative residuals can make the tail shorter than its all-gather.
     exposed = [min(costs.gather_after_step_seconds(plan.shares), tail)]
     exposed += [end - one.latest for end, one in zip(seconds, synchronizations, strict=True)]
     communication = min(step, math.fsum(exposed))
@@ -208,9 +208,9 @@ def bound_of(costs: StageCosts, plan: Plan, busy: Sequence[float], communication
                 )
                 return Bound("memory", rank, sentence)
     slowest = _slowest_link(costs)
-    whose = "" if slowest is None else f", rank {slowest}'s link is the slowest"
+    which = "" if slowest is None else f", rank {slowest}'s link is the slowest"
     return Bound(
-        "network", slowest, f"communication ({100 * communication:.0f} % of the step{whose})"
+        "network", slowest, f"communication ({100 * communication:.0f} % of the step{which})"
     )
 
 

@@ -32,8 +32,8 @@ class Compute(NamedTuple):
 class Issue(NamedTuple):
     """Queue the next collective on the communication stream, without waiting for it.
 
-    `what` is `gather` (parameters at stage 3, reduced gradients at stage 0), `reduce`, `publish`
-    (the all-gather of updated parameters), `synchronization` or `agreement`.
+    `what` is `reduce`, `unshard` (stage 3), `all_gather_gradients` (stage 0),
+    `all_gather_parameters` (after the optimizer), `synchronization` or `agreement`.
     """
 
     what: str
@@ -106,7 +106,7 @@ class RankActions(ABC):
             layout: the units.
             has_samples: by pass, whether this rank has samples in it.
             synchronization: whether to issue an extra collective at each synchronization, for the
-                measured seconds beyond its gathers and reductions.
+                measured seconds beyond its collectives.
         """
         self.layout = layout
         self.has_samples = has_samples
@@ -122,7 +122,7 @@ class RankActions(ABC):
         yield self._issue("agreement")
         yield self._wait_for_last()
         yield Compute("optimizer", None, None)
-        yield from self.publish()
+        yield from self.all_gather_parameters()
 
     def passes(self) -> Iterator[Action]:
         """All passes, with their reductions."""
@@ -138,10 +138,10 @@ class RankActions(ABC):
         yield from self._wait_for_reductions(0)
         yield self._wait_for_last()
 
-    def publish(self) -> Iterator[Action]:
+    def all_gather_parameters(self) -> Iterator[Action]:
         """All-gather the updated parameters."""
         for unit in self.units:
-            yield self._issue("publish", unit)
+            yield self._issue("all_gather_parameters", unit)
         yield self._wait_for_last()
 
     def forward(self, index: int | None) -> Iterator[Action]:
@@ -207,13 +207,13 @@ class Replicated(ShardedOptimizer):
     def reduce(self, unit: int, index: int | None) -> Iterator[Action]:
         yield from super().reduce(unit, index)
         if unit + 1 in self.units:
-            yield self._issue("gather", unit + 1, index)
+            yield self._issue("all_gather_gradients", unit + 1, index)
 
     def finish_reductions(self) -> Iterator[Action]:
-        yield self._issue("gather", 0)
+        yield self._issue("all_gather_gradients", 0)
         yield from super().finish_reductions()
 
-    def publish(self) -> Iterator[Action]:
+    def all_gather_parameters(self) -> Iterator[Action]:
         yield from ()
 
 
@@ -227,10 +227,10 @@ class ShardedGradients(RankActions):
 
 
 class ShardedParameters(RankActions):
-    """Each unit is gathered while the previous unit computes, in the forward and in the backward.
+    """Each unit is unsharded while the previous unit computes, in forward and backward.
 
     The last unit and resident units are still unsharded when their backward begins, so a pass
-    gathers them once.
+    unshards them once.
     """
 
     def one_pass(self, index: int) -> Iterator[Action]:
@@ -244,12 +244,12 @@ class ShardedParameters(RankActions):
 
         def prefetch() -> Iterator[Action]:
             if slots:
-                unit, is_gathered = slots.popleft()
-                if is_gathered:
-                    yield self._issue("gather", unit, index)
-                    if not computes:  # the engine completes each gather of such a pass at once
+                unit, is_unsharded = slots.popleft()
+                if is_unsharded:
+                    yield self._issue("unshard", unit, index)
+                    if not computes:  # the engine completes each unshard of such a pass at once
                         yield self._wait_for_last()
-                positions.append(self._issued - 1 if is_gathered else _NO_COLLECTIVE)
+                positions.append(self._issued - 1 if is_unsharded else _NO_COLLECTIVE)
 
         def unshard() -> Iterator[Action]:
             yield from prefetch()
@@ -271,8 +271,8 @@ class ShardedParameters(RankActions):
             yield from self.reduce(unit, index)
         yield from self._synchronize(index)
 
-    def publish(self) -> Iterator[Action]:
-        """Nothing: the next step's gathers send the updated shards."""
+    def all_gather_parameters(self) -> Iterator[Action]:
+        """Nothing: the next step unshards the updated parameters."""
         yield from ()
 
 

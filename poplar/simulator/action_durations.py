@@ -16,7 +16,7 @@ class Senders(Enum):
 
     ALL = 0
     OWNERS = 1
-    """All ranks with a share: a gather."""
+    """All ranks with a share: an all-gather."""
     ALL_TO_OWNERS = 2
     """A reduction: a rank with a share needs all gradients, a rank without a share needs none."""
 
@@ -64,7 +64,7 @@ class ActionDurations:
 
     [Note: negative residuals]
     If a synchronization measured less than its collectives, all its collectives shrink. If a step
-    measured less than its parts, the gather of updated parameters shrinks, and then the optimizer.
+    measured less than its parts, the all-gather of parameters shrinks, and then the optimizer.
     """
 
     def __init__(self, costs: StageCosts, shares: Sequence[float]) -> None:
@@ -81,12 +81,13 @@ class ActionDurations:
         scale = max(0.0, 1.0 + min(0.0, residual) / total) if total else 1.0
         slowest = max(costs.optimizer_seconds(rank, share) for rank, share in enumerate(shares))
         step_residual = costs.cluster.network.step_seconds[costs.stage] + min(0.0, slowest)
-        publish = costs.gather_after_step_seconds(shares) + min(0.0, step_residual)
-        self._optimizer_change = min(0.0, publish)
+        all_gather = costs.gather_after_step_seconds(shares) + min(0.0, step_residual)
+        self._optimizer_change = min(0.0, all_gather)
         self._seconds = {
-            "gather": scale * gather,
+            "unshard": scale * gather,
+            "all_gather_gradients": scale * gather,
             "reduce": scale * reduce,
-            "publish": max(0.0, publish),
+            "all_gather_parameters": max(0.0, all_gather),
             "synchronization": max(0.0, residual),
             "agreement": max(0.0, step_residual),
         }

@@ -25,8 +25,8 @@ class Span(NamedTuple):
 
     stream: Stream
     what: str
-    """`forward`, `backward`, `optimizer`; or `gather`, `reduce`, `publish` (the all-gather of
-    updated parameters), `synchronization`, `agreement` (measured seconds beyond collectives)."""
+    """`forward`, `backward`, `optimizer`, or a collective (`step_actions.Issue`); `synchronization`
+    and `agreement` are measured seconds beyond collectives."""
     unit: int | None
     """None: the whole model. Before stage 3, small neighbouring units count as one."""
     pass_index: int | None

@@ -99,14 +99,14 @@ def test_stage_0_gathers_each_unit_after_the_next_reduction():
         ("backward 0", 0.3, 0.4),
         ("reduce 1", 0.3, 0.36),
         ("reduce 0", 0.4, 0.46),
-        ("gather 1", 0.46, 0.48),
-        ("gather 0", 0.48, 0.5),
+        ("all_gather_gradients 1", 0.46, 0.48),
+        ("all_gather_gradients 0", 0.48, 0.5),
         ("optimizer", 0.5, 0.58),
     ]
     assert timeline.step_seconds == pytest.approx(0.58)
 
 
-def test_stage_1_publishes_parameters_after_the_optimizer():
+def test_stage_1_all_gathers_parameters_after_the_optimizer():
     timeline = simulate(a_cluster(), a_plan(1, (2, 4), (2, 4)))
     assert spans_of(timeline)[4:] == [
         ("forward 0", 0.2, 0.3),
@@ -116,8 +116,8 @@ def test_stage_1_publishes_parameters_after_the_optimizer():
         ("reduce 1", 0.5, 0.56),
         ("reduce 0", 0.6, 0.66),
         ("optimizer", 0.66, 0.7),
-        ("publish 0", 0.7, 0.72),
-        ("publish 1", 0.72, 0.74),
+        ("all_gather_parameters 0", 0.7, 0.72),
+        ("all_gather_parameters 1", 0.72, 0.74),
     ]
     assert {span.pass_index for span in timeline.spans[0] if span.what == "reduce"} == {1}
 
@@ -141,11 +141,11 @@ def test_stage_2_overlaps_the_last_reduction_with_the_next_forward():
 def test_stage_3_gathers_each_unit_during_the_previous_one():
     timeline = simulate(a_cluster(), a_plan(3, (4,), (4,)))
     assert spans_of(timeline) == [
-        ("gather 0", 0.0, 0.02),
+        ("unshard 0", 0.0, 0.02),
         ("forward 0", 0.02, 0.12),
-        ("gather 1", 0.02, 0.04),
+        ("unshard 1", 0.02, 0.04),
         ("forward 1", 0.12, 0.22),
-        ("gather 0", 0.12, 0.14),
+        ("unshard 0", 0.12, 0.14),
         ("backward 1", 0.22, 0.32),
         ("backward 0", 0.32, 0.42),
         ("reduce 1", 0.32, 0.38),
