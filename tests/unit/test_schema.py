@@ -1,0 +1,75 @@
+"""Fields are checked and converted by their annotations; errors name the path of a value."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import pytest
+
+from poplar.schema import Fraction, PositiveCount, Rule, check_fields, from_fields, to_json_types
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    count: PositiveCount
+    fraction: Fraction = 0.0
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.count == 13:
+            raise ValueError("unlucky")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Whole:
+    parts: Annotated[tuple[Part, ...], Rule("at least one part", bool)]
+    name: str | None = None
+    named: tuple[tuple[str, float], ...] = ()
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+def test_values_are_converted():
+    whole = Whole(parts=[Part(count=2, fraction=1)], named=[["a", 1]])
+    assert whole.parts == (Part(count=2, fraction=1.0),)
+    assert isinstance(whole.parts[0].fraction, float)
+    assert whole.named == (("a", 1.0),)
+
+
+def test_json_round_trip():
+    whole = Whole(parts=(Part(count=1), Part(count=2)), extra={"a": (1, 2)}, named=(("b", 2.0),))
+    content = to_json_types(whole)
+    assert content["parts"][1] == {"count": 2, "fraction": 0.0}
+    assert content["extra"] == {"a": [1, 2]}
+    assert from_fields(Whole, content).parts == whole.parts
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        ([], "Whole must be a table of fields, got"),
+        ({}, "parts is missing"),
+        ({"parts": []}, "parts must be at least one part"),
+        ({"parts": [{"count": 1}], "part": 1}, "part is unknown; expected parts, name"),
+        ({"parts": [{"count": 1}, {"count": 0}]}, r"parts\[1\]\.count must be at least 1, got 0"),
+        ({"parts": [{"count": 1.0}]}, r"parts\[0\]\.count must be a whole number, got 1\.0"),
+        ({"parts": [{"count": 1, "fraction": 2}]}, r"parts\[0\]\.fraction must be from 0 to 1"),
+        ({"parts": [{"count": 13}]}, r"parts\[0\]: unlucky"),
+        ({"parts": [{"count": 1}], "name": 3}, "name must be a string, got 3"),
+        ({"parts": [{"count": 1}], "named": [["a"]]}, r"named\[0\] must have 2 entries"),
+        ({"parts": [{"count": 1}], "extra": 3}, "extra must be a mapping, got 3"),
+    ],
+)
+def test_invalid_content_raises_with_the_path(content, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        from_fields(Whole, content)
+
+
+def test_a_long_value_is_shortened_in_errors():
+    with pytest.raises(TypeError) as raised:
+        Whole(parts="x" * 10_000)
+    assert len(str(raised.value)) < 200
