@@ -1,183 +1,130 @@
-"""Suggestions where no plan fits: the smallest changes that make one fit, each on its own.
+"""The smallest changes (`what_if`) with which a plan fits, for a search that found none.
 
-A change is checked with the rule that found the shortfall, on a changed cluster (`what_if`). A plan
-that fits holds at least one sample; its speed is not considered.
+A plan fits if its ranks hold at least one sample; its speed is not considered.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
-from poplar.formatting import format_bytes, format_ranks
 from poplar.plan import STRATEGIES
 from poplar.planner import what_if
-from poplar.planner.cost_model import StageCosts
-from poplar.planner.device_groups import device_groups
-from poplar.planner.memory_shortfall import Shortfall, ShortfallRule, memory_shortfall
-from poplar.profile import ClusterProfile
+from poplar.planner.device_groups import DeviceGroup, device_groups
+from poplar.planner.memory_shortfall import Shortfall
+from poplar.planner.what_if import Change, Changed, Scenario
 
 _MIB = 2**20
+_MAX_MEMORY = 2**24
+"""MiB that are added to a rank."""
 _MAX_COPIES = 1024
-_MAX_GROUPS_TRIED = 3
-_MAX_RANKS_NAMED = 4
-"""If more ranks lack memory, the suggestion is the same amount for every rank."""
-_MAX_ROUNDS = 16
-"""Each round adds what ranks lack; three are usual."""
 
 
-def suggested_changes(
-    cluster: ClusterProfile, shortfalls: Sequence[Shortfall], rule: ShortfallRule
-) -> tuple[str, ...]:
-    """Find the smallest changes that make a plan fit, each on its own.
+def suggested_changes(shortfalls: Sequence[Shortfall], **request: Any) -> tuple[str, ...]:
+    """The smallest changes that make a plan fit, each on its own.
 
     Args:
-        cluster: on which no plan fits.
-        shortfalls: what is missing at each stage that was requested.
-        rule: what is missing at a stage of any cluster.
+        shortfalls: what is missing at each requested stage.
+        request: the arguments of the search that found no plan.
     """
-    finder = _Finder(cluster, tuple(sorted(one.stage for one in shortfalls)), rule)
-    return (
-        *finder.another_stage(),
-        *finder.uneven_shares(),
-        *finder.without_the_smallest(shortfalls),
+    finder = _Finder(Scenario(**request))
+    changes = (
+        *finder.other_requests(),
+        *finder.fewer_ranks(shortfalls),
         *finder.more_memory(),
         *finder.more_devices(),
         *finder.smaller_activations(),
     )
+    return tuple(map(_sentence, changes))
+
+
+def _sentence(change: Change) -> str:
+    stage = "" if change.stage is None else f" at stage {change.stage}"
+    return f"{change.whose} {change.amount}{stage}"
 
 
 @dataclass(frozen=True)
 class _Finder:
-    cluster: ClusterProfile
-    stages: tuple[int, ...]
-    """Requested, ascending."""
-    rule: ShortfallRule
+    scenario: Scenario
 
-    def another_stage(self) -> Iterator[str]:
-        """The next higher stage that fits, which shards more; else a lower one."""
-        highest = self.stages[-1]
+    def other_requests(self) -> Iterator[Change]:
+        """The next higher stage that fits, else the next lower one; and policy "exact"."""
+        highest = max(self.scenario.stages)
         for stage in (*range(highest + 1, len(STRATEGIES)), *range(highest - 1, -1, -1)):
-            if stage not in self.stages and self._fits(self.cluster, stage):
-                yield f"stage {stage}"
-                return
-
-    def uneven_shares(self) -> Iterator[str]:
-        """Policy 'exact' also considers uneven shares and ranks without samples."""
-        if any(memory_shortfall(StageCosts(self.cluster, stage)) is None for stage in self.stages):
-            yield "policy 'exact', which gives each rank as much of the state as it can hold"
-
-    def without_the_smallest(self, shortfalls: Sequence[Shortfall]) -> Iterator[str]:
-        """The cluster without the ranks that lack memory."""
-        options = []
-        for shortfall in shortfalls:
-            ranks = tuple(shortfall.bytes_by_rank)
-            if len(ranks) < self.cluster.world_size:
-                left = what_if.without(self.cluster, ranks)
-                if self._fits(left, shortfall.stage):
-                    options.append((len(ranks), shortfall.stage, ranks))
-        if options:
-            _, stage, ranks = min(options)
-            yield f"the others without {format_ranks(ranks)} at stage {stage}"
-
-    def more_memory(self) -> Iterator[str]:
-        """The least memory to add, at the stage that needs the least."""
-        if self.cluster.memory_reserve >= 1.0:
-            return
-        options = [(self._memory_to_add(stage), stage) for stage in self.stages]
-        possible = [(sum(added.values()), stage, added) for added, stage in options if added]
-        if possible:
-            _, stage, added = min(possible, key=lambda option: option[:2])
-            yield f"{_format_added(added, self.cluster.world_size)} at stage {stage}"
-
-    def _memory_to_add(self, stage: int) -> dict[int, int]:
-        """By rank, the bytes to add; empty: none found."""
-        usable = 1.0 - self.cluster.memory_reserve
-        added: dict[int, int] = {}
-        lacking: tuple[int, ...] = ()
-        for _ in range(_MAX_ROUNDS):
-            shortfall = self.rule(StageCosts(what_if.with_memory(self.cluster, added), stage))
-            if shortfall is None:
+            if replace(self.scenario, stages=(stage,)).fitting_stage() is not None:
+                yield Change(what="stage", amount=str(stage))
                 break
-            lacking = tuple(shortfall.bytes_by_rank)
-            for rank, missing in shortfall.bytes_by_rank.items():
-                more = max(1, math.ceil(missing / usable / _MIB)) * _MIB
-                added[rank] = added.get(rank, 0) + more
-        else:
-            return {}
-        if len(added) > _MAX_RANKS_NAMED:
-            lacking = tuple(range(self.cluster.world_size))
-        elif len(lacking) != 1:
-            return added
+        exact = replace(self.scenario, policy="exact").fitting_stage()
+        if exact is not None:
+            yield Change(what="policy", amount="exact", stage=exact)
 
-        # The sum of the rounds is enough, but with free shares less may be.
-        def with_each(count: int) -> dict[int, int]:
-            return {**added, **dict.fromkeys(lacking, count * _MIB)}
+    def fewer_ranks(self, shortfalls: Sequence[Shortfall]) -> Iterator[Change]:
+        """The cluster without the ranks that lack memory at some stage: the fewest ranks."""
+        cluster = self.scenario.cluster
+        for ranks in sorted({tuple(one.bytes_by_rank) for one in shortfalls}, key=len):
+            if len(ranks) < cluster.world_size:
+                changed = what_if.without(cluster, ranks)
+                stage = self._stage(changed)
+                if stage is not None:
+                    yield replace(changed.change, stage=stage)
+                    return
 
-        enough = max(added.get(rank, 0) for rank in lacking) // _MIB
-        return with_each(
-            _least(
-                lambda count: self._fits(
-                    what_if.with_memory(self.cluster, with_each(count)), stage
-                ),
-                enough,
-            )
+    def more_memory(self) -> Iterator[Change]:
+        """More memory on one group of devices, or on all ranks: the least in total."""
+        cluster = self.scenario.cluster
+        groups = {*device_groups(cluster), DeviceGroup("", tuple(range(cluster.world_size)))}
+
+        def added(group: DeviceGroup, mebibytes: int) -> Changed:
+            return what_if.more_memory(cluster, group, mebibytes * _MIB)
+
+        yield from self._smallest([partial(added, group) for group in groups], _MAX_MEMORY)
+
+    def more_devices(self) -> Iterator[Change]:
+        """More devices of one group: the fewest."""
+        cluster = self.scenario.cluster
+        added = [partial(what_if.more_devices, cluster, group) for group in device_groups(cluster)]
+        yield from self._smallest(added, _MAX_COPIES)
+
+    def smaller_activations(self) -> Iterator[Change]:
+        """Activations that are smaller by the fewest percent."""
+        yield from self._smallest(
+            [partial(what_if.smaller_activations, self.scenario.cluster)], 100
         )
 
-    def more_devices(self) -> Iterator[str]:
-        """The fewest more devices of one group, at the highest stage."""
-        stage = self.stages[-1]
+    def _smallest(
+        self, questions: Sequence[Callable[[int], Changed]], largest: int
+    ) -> Iterator[Change]:
+        """Of changes by size, at their smallest sizes that fit, the one that is smallest in total.
+
+        Args:
+            questions: the changed cluster by the size of the change, for each rank that changes.
+            largest: size to try.
+        """
         options = []
-        for group in device_groups(self.cluster)[:_MAX_GROUPS_TRIED]:
-
-            def fits(copies: int, rank: int = group.ranks[0]) -> bool:
-                return self._fits(what_if.with_copies(self.cluster, rank, copies), stage)
-
-            enough = 1
-            while enough < _MAX_COPIES and not fits(enough):
-                enough *= 2
-            if fits(enough):
-                options.append((_least(fits, enough), group.device))
+        for changed in questions:
+            size = self._least(changed, largest)
+            if size is not None:
+                option = changed(size)
+                change = replace(option.change, stage=self._stage(option))
+                options.append((size * max(1, len(change.ranks)), change))
         if options:
-            copies, device = min(options, key=lambda option: option[0])
-            yield f"{copies} more {device} at stage {stage}"
+            yield min(options, key=lambda option: option[0])[1]
 
-    def smaller_activations(self) -> Iterator[str]:
-        """The largest part of the activations with which a plan fits at the highest stage."""
+    def _least(self, changed: Callable[[int], Changed], largest: int) -> int | None:
+        """The least size from 1 to `largest` that fits; None: not even the largest does."""
 
-        def fits(percent_less: int) -> bool:
-            smaller = what_if.with_activations(self.cluster, 1.0 - percent_less / 100)
-            return self._fits(smaller, self.stages[-1])
+        def fits(size: int) -> bool:
+            return self._stage(changed(size)) is not None
 
-        if fits(100):
-            yield (
-                "activation checkpointing or shorter sequences that leave at most "
-                f"{100 - _least(fits, 100)} % of a sample's activations"
-            )
+        size = 1
+        while not fits(size):
+            if size == largest:
+                return None
+            size = min(2 * size, largest)
+        return 1 + bisect_left(range(1, size), True, key=fits)
 
-    def _fits(self, cluster: ClusterProfile, stage: int) -> bool:
-        return self.rule(StageCosts(cluster, stage)) is None
-
-
-def _format_added(added: Mapping[int, int], world_size: int) -> str:
-    """`1.00 GiB more on rank 0 and 20.0 MiB more on each of ranks 1-3`."""
-    if len(added) == world_size > 1 and len(set(added.values())) == 1:
-        return f"{format_bytes(added[0], round_up=True)} more on each of all {world_size} ranks"
-    by_size: dict[int, list[int]] = {}
-    for rank, size in sorted(added.items()):
-        by_size.setdefault(size, []).append(rank)
-    return " and ".join(
-        f"{format_bytes(size, round_up=True)} more on {'each of ' if len(ranks) > 1 else ''}"
-        f"{format_ranks(ranks)}"
-        for size, ranks in by_size.items()
-    )
-
-
-def _least(fits: Callable[[int], bool], enough: int) -> int:
-    """The least count from 1 that fits, where `enough` is known to fit."""
-    low, high = 0, enough
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if fits(middle) else (middle, high)
-    return high
+    def _stage(self, changed: Changed) -> int | None:
+        return replace(self.scenario, cluster=changed.cluster).fitting_stage()

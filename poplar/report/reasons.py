@@ -1,20 +1,16 @@
-"""Why this plan: the predictions of the alternatives, as values that the page shows.
-
-Everything follows from the profile, by the functions that chose the plan; nothing is measured.
-"""
+"""Why this plan: predictions of the plans of other stages and policies, from the profile alone."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 from poplar.formatting import format_bytes, format_percent, format_ranks, format_seconds
 from poplar.plan import STRATEGIES, Plan
 from poplar.planner.baselines import POLICIES
 from poplar.planner.prediction import Prediction, predict
-from poplar.planner.what_if import plan_or_reason
+from poplar.planner.what_if import Scenario, evaluate
 from poplar.profile import ClusterProfile
 
 _NOISE = 0.005
@@ -35,8 +31,8 @@ class Alternative:
 
     name: str
     description: str
-    plan: Plan | None
-    prediction: Prediction | None
+    plan: Plan | None = None
+    prediction: Prediction | None = None
     obstacle: str = ""
     """Why there is no plan."""
     is_chosen: bool = False
@@ -57,78 +53,57 @@ class Reasons:
 
 def reasons(profile: ClusterProfile, chosen: Plan) -> Reasons:
     """Compare the chosen plan with the other stages and the other policies."""
-    policy = str((chosen.prediction or {}).get("policy", "exact"))
-    policy = policy if policy in POLICIES else "exact"
-    prediction = _stored_prediction(chosen) or _predicted(profile, chosen)
+    policy = str((chosen.prediction or {}).get("policy"))
+    scenario = Scenario(
+        cluster=profile,
+        global_batch=chosen.global_batch,
+        stages=(chosen.stage,),
+        policy=policy if policy in POLICIES else "exact",
+    )
+
+    def alternative(name: str, description: str, other: Scenario) -> Alternative:
+        is_chosen = other == scenario
+        found = chosen if is_chosen else evaluate(other)
+        if isinstance(found, ValueError):
+            return Alternative(name=name, description=description, obstacle=str(found))
+        # Predicted on the profile, so that plans compare: trial runs may have changed the
+        # prediction in the chosen plan.
+        prediction = _predicted(profile, found)
+        return Alternative(
+            name=name,
+            description=description,
+            plan=found,
+            prediction=prediction,
+            is_chosen=is_chosen,
+        )
+
     stages = tuple(
-        _alternative(profile, chosen, f"stage {stage}", description, (stage, policy), policy)
-        for stage, description in enumerate(name.replace("_", " ") for name in STRATEGIES)
+        alternative(f"stage {stage}", name.replace("_", " "), replace(scenario, stages=(stage,)))
+        for stage, name in enumerate(STRATEGIES)
     )
     policies = tuple(
-        _alternative(
-            profile, chosen, name, POLICY_DESCRIPTIONS.get(name, ""), (chosen.stage, name), policy
-        )
+        alternative(name, POLICY_DESCRIPTIONS[name], replace(scenario, policy=name))
         for name in POLICIES
     )
-    return Reasons(
-        prediction=prediction,
-        sentences=tuple(_sentences(profile, chosen, prediction, stages)),
-        stages=stages,
-        policies=policies,
-    )
-
-
-def _alternative(
-    profile: ClusterProfile,
-    chosen: Plan,
-    name: str,
-    description: str,
-    choice: tuple[int, str],
-    chosen_policy: str,
-) -> Alternative:
-    """The best plan of a choice of stage and policy; for the choice that was made, the chosen plan.
-
-    All plans are predicted on the profile, so that they compare: trial runs may have changed the
-    chosen plan's own prediction.
-    """
-    stage, policy = choice
-    is_chosen = choice == (chosen.stage, chosen_policy)
-    found = (
-        chosen
-        if is_chosen
-        else plan_or_reason(
-            profile, global_batch=chosen.global_batch, stages=(stage,), policy=policy
-        )
-    )
-    plan = found if isinstance(found, Plan) else None
-    return Alternative(
-        name=name,
-        description=description,
-        plan=plan,
-        prediction=None if plan is None else _predicted(profile, plan),
-        obstacle=found if isinstance(found, str) else "",
-        is_chosen=is_chosen,
-    )
+    prediction = _stored_prediction(chosen) or _predicted(profile, chosen)
+    sentences = tuple(_sentences(profile, chosen, prediction, stages))
+    return Reasons(prediction=prediction, sentences=sentences, stages=stages, policies=policies)
 
 
 def _stored_prediction(plan: Plan) -> Prediction | None:
     """The prediction in the plan, which trial runs may have refined; None if it is incomplete."""
-    stored = plan.prediction or {}
+    stored = {k: tuple(v) if isinstance(v, list) else v for k, v in (plan.prediction or {}).items()}
     names = [member.name for member in dataclasses.fields(Prediction)]
     if not all(name in stored for name in names):
         return None
-    values: dict[str, Any] = {
-        name: tuple(stored[name]) if isinstance(stored[name], list) else stored[name]
-        for name in names
-    }
-    return Prediction(**values)
+    return Prediction(**{name: stored[name] for name in names})
 
 
 def _predicted(profile: ClusterProfile, plan: Plan) -> Prediction | None:
     try:
         return predict(profile, plan)
     except ValueError:
-        return None  # a plan made by hand, with batches that were not measured
+        return None  # a manual plan with batches that were not measured
 
 
 def _sentences(
@@ -144,7 +119,7 @@ def _sentences(
         f"A step is predicted to take {format_seconds(prediction.step_seconds)}, bound by "
         f"{prediction.bound}."
     )
-    yield from _about_batches(profile, chosen, prediction)
+    yield from _about_batches(profile, chosen)
     yield from _about_stage(chosen, stages)
     yield _about_shares(profile, chosen)
     if prediction.optimality_gap:
@@ -154,7 +129,7 @@ def _sentences(
         )
 
 
-def _about_batches(profile: ClusterProfile, chosen: Plan, prediction: Prediction) -> Iterator[str]:
+def _about_batches(profile: ClusterProfile, chosen: Plan) -> Iterator[str]:
     samples = [chosen.samples(rank) for rank in range(chosen.world_size)]
     if max(samples) == min(samples):
         yield "Every rank gets the same number of samples."
@@ -162,27 +137,19 @@ def _about_batches(profile: ClusterProfile, chosen: Plan, prediction: Prediction
     working = [rank for rank, count in enumerate(samples) if count]
     idle = [rank for rank, count in enumerate(samples) if not count]
     if idle:
-        verb = "gets" if len(idle) == 1 else "get"
-        yield (
-            f"{format_ranks(idle).capitalize()} {verb} no samples: the step is shorter without "
-            "their help."
-        )
+        ranks, verb = format_ranks(idle).capitalize(), "gets" if len(idle) == 1 else "get"
+        yield f"{ranks} {verb} no samples: the step is shorter without."
     most = max(working, key=samples.__getitem__)
     least = min(working, key=samples.__getitem__)
-    if most != least:
-        speeds = [_best_speed(profile, rank) for rank in (most, least)]
-        compute = [prediction.compute_seconds[rank] for rank in working]
-        shortest, longest = format_seconds(min(compute)), format_seconds(max(compute))
-        compute_range = shortest if shortest == longest else f"{shortest} to {longest}"
+    if samples[most] != samples[least]:
+        speeds = [
+            max(point.batch / point.seconds for point in profile.devices[rank].points)
+            for rank in (most, least)
+        ]
         yield (
             f"Rank {most} gets {samples[most]} samples and rank {least} gets {samples[least]}: "
             f"alone, at their best batches, they run {speeds[0]:.1f} and {speeds[1]:.1f} samples/s."
-            f" Ranks with samples compute for {compute_range}."
         )
-
-
-def _best_speed(profile: ClusterProfile, rank: int) -> float:
-    return max(point.batch / point.seconds for point in profile.devices[rank].points)
 
 
 def _about_stage(chosen: Plan, stages: Sequence[Alternative]) -> Iterator[str]:
