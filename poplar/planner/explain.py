@@ -33,7 +33,7 @@ NOISE = PREFERENCE
 WORTH_IT, NOT_WORTH_IT, NEEDED = "worth it", "not worth it", "needed"
 
 _SCHEMA_VERSION = 1
-_MORE_MEMORY = 0.25
+_MORE_MEMORY, _FASTER_DEVICE = 0.25, 1.25
 _MAX_UNEQUAL_RANKS = 32
 """With more ranks, devices of one group are planned as equal."""
 _SHORTEST_STEP = 1e-12
@@ -54,16 +54,14 @@ class Contribution:
     `"needed"`: without them no plan fits."""
 
     def __str__(self) -> str:
-        if self.without is None:
-            return f"without {format_ranks(self.ranks)}: no plan fits"
-        advice = f": {self.advice}" if self.advice else ""
-        return f"without {format_ranks(self.ranks)}: {format_signed_percent(self.without)}{advice}"
+        gain = "" if self.without is None else format_signed_percent(self.without)
+        return ": ".join(filter(None, (f"without {format_ranks(self.ranks)}", gain, self.advice)))
 
     @property
     def advice(self) -> str:
         """What to do; empty: nothing."""
         if self.without is None:
-            return "needed: no plan fits without"
+            return "no plan fits"
         if self.verdict == WORTH_IT:
             return ""
         if self.without > 0.0:
@@ -189,22 +187,23 @@ class _Searches:
 
     def changes(self) -> Iterator[Change]:
         """Changes with gains above the noise."""
-        cluster, global_batch = self._scenario.cluster, self._scenario.global_batch
-        fastest = self._fastest
-        changes = [
-            self._evaluated(one, fastest) for one in what_if.improvements(cluster, self._groups)
-        ]
-        limit = min(self._scenario.max_micro_batch or global_batch, global_batch)
+        scenario, step = self._scenario, self._fastest
+        cluster, network = scenario.cluster, scenario.cluster.network
+        tried = [what_if.faster_devices(scenario, one, _FASTER_DEVICE) for one in self._groups]
+        if network.reduce_scatter_seconds + network.all_gather_seconds > 0.0:
+            tried += [what_if.faster_network(scenario), what_if.full_overlap(scenario)]
+        gains = [_with_gain(changed, step) for changed in tried]
+        limit = min(scenario.max_micro_batch or scenario.global_batch, scenario.global_batch)
         if any(device.max_batch < limit for device in cluster.devices):
             # More memory helps where larger batches than measured ones may fit.
-            changed = what_if.larger_batches(cluster)
-            changes.append(self._evaluated(changed, fastest))
-            cluster, fastest = changed.cluster, fastest / (1.0 + max(0.0, changes[-1].gain))
+            larger = what_if.larger_batches(scenario)
+            gains.append(_with_gain(larger, step))
+            scenario, step = larger.scenario, step / (1.0 + max(0.0, gains[-1].gain))
         for group in self._groups:
-            added = round(_MORE_MEMORY * cluster.devices[group.ranks[0]].memory_bytes)
-            changed = what_if.more_memory(cluster, group, added)
-            changes.append(self._evaluated(changed, fastest))
-        yield from (change for change in changes if change.gain > self._noise)
+            memory = cluster.devices[group.ranks[0]].memory_bytes
+            added = max(1, round(_MORE_MEMORY * memory / 2**20))
+            gains.append(_with_gain(what_if.more_memory(scenario, group, added), step))
+        return (change for change in gains if change.gain > self._noise)
 
     def contributions(self, error: float) -> Iterator[Contribution]:
         """What each group adds; if all ranks are in one group, what one rank adds."""
@@ -212,17 +211,17 @@ class _Searches:
             return
         for group in self._groups:
             ranks = group.ranks if len(self._groups) > 1 else group.ranks[-1:]
-            others = what_if.without(self._scenario.cluster, ranks).cluster
-            plan = _fastest_plan(replace(self._scenario, cluster=others))
+            plan = _fastest_plan(what_if.without(self._scenario, ranks).scenario)
             gain = None if plan is None else _gain(self._fastest, _step_seconds(plan))
             verdict = NEEDED if gain is None else _verdict(-gain, error)
             yield Contribution(ranks=ranks, device=group.device, without=gain, verdict=verdict)
 
-    def _evaluated(self, changed: Changed, before: float) -> Change:
-        plan = _fastest_plan(replace(self._scenario, cluster=changed.cluster))
-        if plan is None:
-            return changed.change
-        return replace(changed.change, gain=_gain(before, _step_seconds(plan)), stage=plan.stage)
+
+def _with_gain(changed: Changed, before: float) -> Change:
+    plan = _fastest_plan(changed.scenario)
+    if plan is None:
+        return changed.change
+    return replace(changed.change, gain=_gain(before, _step_seconds(plan)), stage=plan.stage)
 
 
 def _fastest_plan(scenario: Scenario) -> Plan | None:

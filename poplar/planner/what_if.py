@@ -1,19 +1,17 @@
 """What-if questions: a search that differs in one respect, for `explain`, `NoPlanFits` and reports.
 
-Each change is one function: it returns the changed cluster and a description of the change. What is
-measured and not changed stays the same.
+Each change is one function: it returns the changed scenario and a description of the change. What
+is measured and not changed stays the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from poplar.formatting import format_bytes, format_ranks, format_signed_percent
 from poplar.plan import STRATEGIES, Plan
-from poplar.planner.baselines import shortfall_rule
-from poplar.planner.cost_model import StageCosts
 from poplar.planner.device_groups import DeviceGroup
 from poplar.planner.search import ALL_STAGES, search
 from poplar.profile import BatchPoint, ClusterProfile, DeviceProfile, NetworkProfile
@@ -23,19 +21,13 @@ _NO_RESIDUALS = (0.0,) * len(STRATEGIES)
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """A cluster, and the other arguments of `search`."""
+    """The arguments of a search."""
 
     cluster: ClusterProfile
     global_batch: int
     stages: Sequence[int] = ALL_STAGES
     policy: str = "exact"
     max_micro_batch: int | None = None
-
-    def fitting_stage(self) -> int | None:
-        """The highest requested stage at which a plan fits, without a search."""
-        rule = shortfall_rule(self.policy, self.global_batch)
-        stages = sorted(self.stages, reverse=True)
-        return next((s for s in stages if rule(StageCosts(self.cluster, s)) is None), None)
 
 
 def evaluate(scenario: Scenario) -> Plan | ValueError:
@@ -52,18 +44,18 @@ def evaluate(scenario: Scenario) -> Plan | ValueError:
         return error
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Change:
     """One change of a scenario, and what the fastest plan gains from it."""
 
     what: str
     """For example `"memory"`, `"device"`, `"network"`, `"overlap"` or `"batches"`."""
-    ranks: tuple[int, ...] = ()
-    """The ranks whose device changes; empty: something that all ranks share."""
-    device: str = ""
-    """The name of their devices; empty: something that all ranks share."""
     amount: str
     """As text: "+8.00 GiB each"."""
+    device: str = ""
+    """The name of the devices that change; empty: something that all ranks share."""
+    ranks: tuple[int, ...] = ()
+    """The ranks whose device changes; empty: something that all ranks share."""
     gain: float = 0.0
     """Fraction by which samples per second grow: 0.12 is 12 % more."""
     stage: int | None = None
@@ -83,120 +75,92 @@ class Change:
 
 
 class Changed(NamedTuple):
-    """A cluster after a change."""
+    """A scenario after a change."""
 
-    cluster: ClusterProfile
+    scenario: Scenario
     change: Change
 
 
-def improvements(cluster: ClusterProfile, groups: Sequence[DeviceGroup]) -> Iterator[Changed]:
-    """Changes of speed that `explain` tries: each group of devices, and the network."""
-    for group in groups:
-        yield faster_devices(cluster, group, 1.25)
-    network = cluster.network
-    if cluster.world_size > 1 and network.reduce_scatter_seconds + network.all_gather_seconds > 0:
-        yield faster_network(cluster, 2)
-        if cluster.overlap < 1.0:
-            yield full_overlap(cluster)
+def other_stage(scenario: Scenario, stage: int) -> Changed:
+    """Only this stage is requested."""
+    return Changed(replace(scenario, stages=(stage,)), Change("stage", str(stage)))
 
 
-def more_memory(cluster: ClusterProfile, group: DeviceGroup, added_bytes: int) -> Changed:
+def other_policy(scenario: Scenario, policy: str) -> Changed:
+    """Another policy is requested."""
+    return Changed(replace(scenario, policy=policy), Change("policy", policy))
+
+
+def more_memory(scenario: Scenario, group: DeviceGroup, mebibytes: int) -> Changed:
     """More memory on each rank of a group."""
+    added = mebibytes * 2**20
     each = " each" if len(group.ranks) > 1 else ""
-    return Changed(
-        _with_devices(
-            cluster,
-            lambda device: replace(device, memory_bytes=device.memory_bytes + added_bytes),
-            group.ranks,
-        ),
-        Change(
-            what="memory",
-            ranks=group.ranks,
-            device=group.device,
-            amount=f"+{format_bytes(added_bytes, round_up=True)}{each}",
-        ),
-    )
+
+    def larger(device: DeviceProfile) -> DeviceProfile:
+        return replace(device, memory_bytes=device.memory_bytes + added)
+
+    change = Change("memory", f"+{format_bytes(added, round_up=True)}{each}", *group)
+    return Changed(_with_devices(scenario, larger, group.ranks), change)
 
 
-def faster_devices(cluster: ClusterProfile, group: DeviceGroup, factor: float) -> Changed:
+def faster_devices(scenario: Scenario, group: DeviceGroup, factor: float) -> Changed:
     """Passes and optimizer steps of a group `factor` times as fast."""
-    amount = f"{100 * factor - 100:.0f} % faster"
-    return Changed(
-        _with_devices(cluster, lambda device: _slower(device, 1.0 / factor), group.ranks),
-        Change(what="device", ranks=group.ranks, device=group.device, amount=amount),
+    change = Change("device", f"{100 * factor - 100:.0f} % faster", *group)
+    faster = _with_devices(scenario, lambda device: _slower(device, 1.0 / factor), group.ranks)
+    return Changed(faster, change)
+
+
+def faster_network(scenario: Scenario) -> Changed:
+    """Collectives in half the time."""
+    network = scenario.cluster.network
+    faster = replace(
+        network,
+        reduce_scatter_seconds=network.reduce_scatter_seconds / 2,
+        all_gather_seconds=network.all_gather_seconds / 2,
     )
+    return Changed(_with(scenario, network=faster), Change("network", "twice as fast"))
 
 
-def faster_network(cluster: ClusterProfile, factor: int) -> Changed:
-    """Collectives `factor` times as fast."""
-    network = replace(
-        cluster.network,
-        reduce_scatter_seconds=cluster.network.reduce_scatter_seconds / factor,
-        all_gather_seconds=cluster.network.all_gather_seconds / factor,
-    )
-    amount = "twice as fast" if factor == 2 else f"{factor} times as fast"
-    return Changed(replace(cluster, network=network), Change(what="network", amount=amount))
-
-
-def full_overlap(cluster: ClusterProfile) -> Changed:
+def full_overlap(scenario: Scenario) -> Changed:
     """All communication overlapped with compute, as far as there is compute."""
-    amount = f"{cluster.overlap:.2f} to 1"
-    return Changed(replace(cluster, overlap=1.0), Change(what="overlap", amount=amount))
+    change = Change("overlap", f"{scenario.cluster.overlap:.2f} to 1")
+    return Changed(_with(scenario, overlap=1.0), change)
 
 
-def larger_batches(cluster: ClusterProfile) -> Changed:
+def larger_batches(scenario: Scenario) -> Changed:
     """Measured curves extended in straight lines to twice the largest batch of each rank."""
     amount = "twice the largest measured (profile with a larger max_batch)"
-    return Changed(_with_devices(cluster, _extended), Change(what="batches", amount=amount))
+    return Changed(_with_devices(scenario, _extended), Change("batches", amount))
 
 
-def smaller_activations(cluster: ClusterProfile, percent_less: int) -> Changed:
+def smaller_activations(scenario: Scenario, percent_less: int) -> Changed:
     """Activations that take less memory than measured."""
+    left = 100 - percent_less
 
     def smaller(device: DeviceProfile) -> DeviceProfile:
         points = (
-            replace(point, activation_bytes=point.activation_bytes * (100 - percent_less) // 100)
+            replace(point, activation_bytes=point.activation_bytes * left // 100)
             for point in device.points
         )
         return replace(device, points=tuple(points))
 
-    left = f"at most {100 - percent_less} % (activation checkpointing or shorter sequences)"
-    return Changed(_with_devices(cluster, smaller), Change(what="activations", amount=left))
+    amount = f"at most {left} % (activation checkpointing or shorter sequences)"
+    return Changed(_with_devices(scenario, smaller), Change("activations", amount))
 
 
-def more_devices(cluster: ClusterProfile, group: DeviceGroup, copies: int) -> Changed:
-    """More ranks like the first one of a group, as the last ranks.
-
-    For questions of memory: collectives keep their measured seconds.
-    """
-    rank, network = group.ranks[0], cluster.network
-    send, receive = network.send_seconds_per_byte, network.receive_seconds_per_byte
-    larger = replace(
-        cluster,
-        devices=cluster.devices + (cluster.devices[rank],) * copies,
-        network=replace(
-            network,
-            send_seconds_per_byte=send + (send[rank],) * copies,
-            receive_seconds_per_byte=receive + (receive[rank],) * copies,
-        ),
-    )
-    amount = f"+{copies} {group.device}"
-    return Changed(larger, Change(what="devices", device=group.device, amount=amount))
+def more_devices(scenario: Scenario, group: DeviceGroup, copies: int) -> Changed:
+    """More ranks like the first one of a group. Collectives keep their measured seconds."""
+    ranks = [*range(scenario.cluster.world_size), *group.ranks[:1] * copies]
+    change = Change("devices", f"+{copies} {group.device}", group.device)
+    return Changed(_with_ranks(scenario, ranks), change)
 
 
-def without(cluster: ClusterProfile, ranks: Collection[int]) -> Changed:
-    """The cluster without some ranks; at least one must be left.
-
-    The time of collectives among the others follows from the links: the slowest one bounds it, and
-    each of `n` ranks moves `(n - 1) / n` of the buffer. A single rank has no collectives.
-    """
-    left = [rank for rank in range(cluster.world_size) if rank not in ranks]
-    smaller = replace(
-        cluster,
-        devices=tuple(cluster.devices[rank] for rank in left),
-        network=_network_among(cluster.network, left),
-    )
-    return Changed(smaller, Change(what="without", amount=format_ranks(tuple(ranks))))
+def without(scenario: Scenario, ranks: Collection[int]) -> Changed:
+    """The cluster without some ranks; at least one must be left."""
+    left = [rank for rank in range(scenario.cluster.world_size) if rank not in ranks]
+    smaller = _with_ranks(scenario, left)
+    network = _scaled(smaller.cluster.network, scenario.cluster.network)
+    return Changed(_with(smaller, network=network), Change("without", format_ranks(tuple(ranks))))
 
 
 def with_slower_devices(cluster: ClusterProfile, factors: Sequence[float]) -> ClusterProfile:
@@ -205,18 +169,32 @@ def with_slower_devices(cluster: ClusterProfile, factors: Sequence[float]) -> Cl
     return replace(cluster, devices=tuple(_slower(device, factor) for device, factor in slower))
 
 
+def _with(scenario: Scenario, **changes: Any) -> Scenario:
+    return replace(scenario, cluster=replace(scenario.cluster, **changes))
+
+
 def _with_devices(
-    cluster: ClusterProfile,
+    scenario: Scenario,
     function: Callable[[DeviceProfile], DeviceProfile],
     ranks: Collection[int] | None = None,
-) -> ClusterProfile:
-    """The cluster with `function` applied to the devices of `ranks`; None: to all."""
-    changed = frozenset(range(cluster.world_size) if ranks is None else ranks)
-    devices = (
-        function(device) if rank in changed else device
-        for rank, device in enumerate(cluster.devices)
+) -> Scenario:
+    """The scenario with `function` applied to the devices of `ranks`; None: to all."""
+    devices = list(scenario.cluster.devices)
+    for rank in range(len(devices)) if ranks is None else ranks:
+        devices[rank] = function(devices[rank])
+    return _with(scenario, devices=tuple(devices))
+
+
+def _with_ranks(scenario: Scenario, ranks: Sequence[int]) -> Scenario:
+    """The scenario with the devices and links of these ranks, in this order."""
+    network = scenario.cluster.network
+    links = replace(
+        network,
+        send_seconds_per_byte=tuple(network.send_seconds_per_byte[rank] for rank in ranks),
+        receive_seconds_per_byte=tuple(network.receive_seconds_per_byte[rank] for rank in ranks),
     )
-    return replace(cluster, devices=tuple(devices))
+    devices = tuple(scenario.cluster.devices[rank] for rank in ranks)
+    return _with(scenario, devices=devices, network=links)
 
 
 def _slower(device: DeviceProfile, factor: float) -> DeviceProfile:
@@ -248,21 +226,25 @@ def _extended(device: DeviceProfile) -> DeviceProfile:
     return replace(device, points=(*device.points, point))
 
 
-def _network_among(network: NetworkProfile, left: Sequence[int]) -> NetworkProfile:
-    before, after = len(network.send_seconds_per_byte), len(left)
-    send = tuple(network.send_seconds_per_byte[rank] for rank in left)
-    receive = tuple(network.receive_seconds_per_byte[rank] for rank in left)
-    slowest_before = max(*network.send_seconds_per_byte, *network.receive_seconds_per_byte)
-    slowest = max(*send, *receive) / slowest_before if slowest_before else 1.0
-    scale = slowest * (after - 1) / after * before / (before - 1) if before > 1 else 1.0
-    if after == 1:
+def _scaled(network: NetworkProfile, measured: NetworkProfile) -> NetworkProfile:
+    """The network with the time of collectives among fewer ranks than `measured`.
+
+    The slowest link bounds it, and each of `n` ranks moves `(n - 1) / n` of the buffer. A single
+    rank has no collectives.
+    """
+    ranks, ranks_before = (len(of.send_seconds_per_byte) for of in (network, measured))
+    slowest, slowest_before = (
+        max(*one.send_seconds_per_byte, *one.receive_seconds_per_byte)
+        for one in (network, measured)
+    )
+    scale = slowest / slowest_before if slowest_before else 1.0
+    scale *= (ranks - 1) / ranks * ranks_before / max(1, ranks_before - 1)
+    if ranks == 1:
         network = replace(
             network, synchronization_seconds=_NO_RESIDUALS, step_seconds=_NO_RESIDUALS
         )
     return replace(
         network,
-        reduce_scatter_seconds=scale * network.reduce_scatter_seconds,
-        all_gather_seconds=scale * network.all_gather_seconds,
-        send_seconds_per_byte=send,
-        receive_seconds_per_byte=receive,
+        reduce_scatter_seconds=scale * measured.reduce_scatter_seconds,
+        all_gather_seconds=scale * measured.all_gather_seconds,
     )

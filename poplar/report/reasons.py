@@ -1,21 +1,22 @@
-"""Why this plan: predictions of the plans of other stages and policies, from the profile alone."""
+"""Why this plan: predictions of other stages and policies, and what would make a step shorter."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
 
-from poplar.formatting import format_bytes, format_percent, format_ranks, format_seconds
+from poplar.formatting import format_ranks, format_seconds
 from poplar.plan import STRATEGIES, Plan
 from poplar.planner.baselines import POLICIES
-from poplar.planner.prediction import Prediction, predict
-from poplar.planner.what_if import Scenario, evaluate
+from poplar.planner.explain import explain
+from poplar.planner.prediction import DoesNotFit, Prediction, predict
+from poplar.planner.what_if import Scenario, evaluate, other_policy, other_stage
 from poplar.profile import ClusterProfile
 
-_NOISE = 0.005
-"""Predictions that differ by less count as equal."""
-_EVEN_SHARES = 0.001
+_MAX_CHANGES = 3
 
 POLICY_DESCRIPTIONS = {
     "exact": "the fastest predicted plan",
@@ -66,37 +67,39 @@ def reasons(profile: ClusterProfile, chosen: Plan) -> Reasons:
         found = chosen if is_chosen else evaluate(other)
         if isinstance(found, ValueError):
             return Alternative(name=name, description=description, obstacle=str(found))
-        # Predicted on the profile, so that plans compare: trial runs may have changed the
-        # prediction in the chosen plan.
-        prediction = _predicted(profile, found)
         return Alternative(
             name=name,
             description=description,
             plan=found,
-            prediction=prediction,
+            # Not the plan's own prediction, which trial runs may have changed.
+            prediction=_predicted(profile, found),
             is_chosen=is_chosen,
         )
 
     stages = tuple(
-        alternative(f"stage {stage}", name.replace("_", " "), replace(scenario, stages=(stage,)))
+        alternative(f"stage {stage}", name.replace("_", " "), other_stage(scenario, stage).scenario)
         for stage, name in enumerate(STRATEGIES)
     )
     policies = tuple(
-        alternative(name, POLICY_DESCRIPTIONS[name], replace(scenario, policy=name))
+        alternative(name, POLICY_DESCRIPTIONS[name], other_policy(scenario, name).scenario)
         for name in POLICIES
     )
     prediction = _stored_prediction(chosen) or _predicted(profile, chosen)
-    sentences = tuple(_sentences(profile, chosen, prediction, stages))
+    sentences = tuple(_sentences(profile, chosen, prediction))
     return Reasons(prediction=prediction, sentences=sentences, stages=stages, policies=policies)
 
 
 def _stored_prediction(plan: Plan) -> Prediction | None:
     """The prediction in the plan, which trial runs may have refined; None if it is incomplete."""
-    stored = {k: tuple(v) if isinstance(v, list) else v for k, v in (plan.prediction or {}).items()}
-    names = [member.name for member in dataclasses.fields(Prediction)]
-    if not all(name in stored for name in names):
+    stored: dict[str, Any] = dict(plan.prediction or {})
+    names = {member.name for member in dataclasses.fields(Prediction)}
+    if not names <= stored.keys():
         return None
-    return Prediction(**{name: stored[name] for name in names})
+    values: dict[str, Any] = {
+        name: tuple(stored[name]) if isinstance(stored[name], list) else stored[name]
+        for name in names
+    }
+    return Prediction(**values)
 
 
 def _predicted(profile: ClusterProfile, plan: Plan) -> Prediction | None:
@@ -107,10 +110,7 @@ def _predicted(profile: ClusterProfile, plan: Plan) -> Prediction | None:
 
 
 def _sentences(
-    profile: ClusterProfile,
-    chosen: Plan,
-    prediction: Prediction | None,
-    stages: Sequence[Alternative],
+    profile: ClusterProfile, chosen: Plan, prediction: Prediction | None
 ) -> Iterator[str]:
     if prediction is None:
         yield "This plan cannot be predicted: it goes beyond what was measured."
@@ -120,13 +120,17 @@ def _sentences(
         f"{prediction.bound}."
     )
     yield from _about_batches(profile, chosen)
-    yield from _about_stage(chosen, stages)
-    yield _about_shares(profile, chosen)
     if prediction.optimality_gap:
         yield (
             "On the measured curves, no other plan of this stage is faster by more than "
             f"{100 * prediction.optimality_gap:.1f} % of the step."
         )
+    with suppress(DoesNotFit):
+        explanation = explain(profile, chosen)
+        for sentence in explanation.sentences()[1:]:
+            yield f"{sentence[0].upper()}{sentence[1:]}."
+        for change in explanation.changes[:_MAX_CHANGES]:
+            yield f"What would help: {change}."
 
 
 def _about_batches(profile: ClusterProfile, chosen: Plan) -> Iterator[str]:
@@ -150,39 +154,3 @@ def _about_batches(profile: ClusterProfile, chosen: Plan) -> Iterator[str]:
             f"Rank {most} gets {samples[most]} samples and rank {least} gets {samples[least]}: "
             f"alone, at their best batches, they run {speeds[0]:.1f} and {speeds[1]:.1f} samples/s."
         )
-
-
-def _about_stage(chosen: Plan, stages: Sequence[Alternative]) -> Iterator[str]:
-    seconds = {one.name: one.prediction.step_seconds for one in stages if one.prediction}
-    own = seconds.pop(f"stage {chosen.stage}", None)
-    if own is not None and seconds:
-        best = min(seconds, key=seconds.__getitem__)
-        ratio = seconds[best] / own - 1
-        if ratio < -_NOISE:
-            yield (
-                f"{best.capitalize()} is predicted to be {format_percent(-ratio)} faster; "
-                f"stage {chosen.stage} was requested, or was faster in trial runs."
-            )
-        elif ratio <= _NOISE:
-            yield f"Stage {chosen.stage} is predicted to be as fast as {best}."
-        else:
-            yield (
-                f"Stage {chosen.stage} is predicted to be the fastest; a step of the next, {best}, "
-                f"takes {100 * ratio:.1f} % longer."
-            )
-    missing = [one.name for one in stages if one.plan is None]
-    if missing:
-        yield f"{', '.join(missing).capitalize()}: no plan fits into memory."
-
-
-def _about_shares(profile: ClusterProfile, chosen: Plan) -> str:
-    if chosen.stage == 0:
-        return "Nothing is sharded at stage 0: every rank holds the whole training state."
-    if max(chosen.shares) - min(chosen.shares) < _EVEN_SHARES:
-        return "Every rank owns the same share of the training state."
-    most = max(range(chosen.world_size), key=chosen.shares.__getitem__)
-    share, memory = chosen.shares[most], profile.devices[most].memory_bytes
-    return (
-        f"Shares of the training state are uneven: rank {most} has the largest, "
-        f"{format_percent(share)}, and {format_bytes(memory)} of memory."
-    )
