@@ -15,6 +15,7 @@ from poplar.profile import ClusterProfile
 
 MAX_GROUPS = 12
 """What fits a table. With more groups, the tolerance is doubled until there are no more."""
+_MAX_UNEQUAL_RANKS = 32
 _TOLERANCES = [0.05 * 2**doublings for doublings in range(11)]
 """Largest relative difference within a group. Medians of one card differ by the first."""
 
@@ -51,10 +52,12 @@ def device_groups(cluster: ClusterProfile) -> tuple[DeviceGroup, ...]:
 
 
 def with_equal_devices(cluster: ClusterProfile, groups: Sequence[DeviceGroup]) -> ClusterProfile:
-    """The cluster with exactly equal devices within each group, so that searches are fast.
+    """Large clusters with exactly equal devices within each group, so that searches are fast.
 
     Each group gets the device and links of median speed, with the least memory of any of its ranks.
     """
+    if cluster.world_size <= _MAX_UNEQUAL_RANKS:
+        return cluster
     median = list(range(cluster.world_size))
     devices, network = list(cluster.devices), cluster.network
     for group in groups:

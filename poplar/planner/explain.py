@@ -34,8 +34,6 @@ WORTH_IT, NOT_WORTH_IT, NEEDED = "worth it", "not worth it", "needed"
 
 _SCHEMA_VERSION = 1
 _MORE_MEMORY, _FASTER_DEVICE = 0.25, 1.25
-_MAX_UNEQUAL_RANKS = 32
-"""With more ranks, devices of one group are planned as equal."""
 _SHORTEST_STEP = 1e-12
 _GAP = 4
 """Measured batches more than this factor apart leave a gap in the profile; twice is usual."""
@@ -171,12 +169,10 @@ class _Searches:
 
     def __init__(self, scenario: Scenario, plan: Plan, step: float) -> None:
         self._groups = device_groups(scenario.cluster)
-        if scenario.cluster.world_size > _MAX_UNEQUAL_RANKS:
-            equal = with_equal_devices(scenario.cluster, self._groups)
-            scenario = replace(scenario, cluster=equal)
-            with suppress(DoesNotFit):
-                step = predict(equal, plan).step_seconds
-        self._scenario = scenario
+        equal = with_equal_devices(scenario.cluster, self._groups)
+        with suppress(DoesNotFit):
+            step = predict(equal, plan).step_seconds
+        self._scenario = scenario = replace(scenario, cluster=equal)
         self._fastest, self._noise = step, NOISE
         best = _fastest_plan(scenario)
         if best is not None:

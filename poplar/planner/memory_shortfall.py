@@ -151,10 +151,16 @@ def _by_rank(costs: StageCosts, function: Callable[[RankMemory], _Value]) -> lis
 
 def _missing(costs: StageCosts, shares: Sequence[float], micro_batch: int) -> list[float]:
     """By rank, the bytes that it lacks; 0 if it has enough."""
-    return [
-        0.0 if memory.fits(micro_batch, share) else memory.needed(micro_batch, share) - memory.limit
-        for memory, share in zip(costs.memories, shares, strict=True)
-    ]
+    kinds = costs.cluster.device_kinds
+    memories = dict(zip(kinds, costs.memories, strict=True))
+
+    def missing(kind_and_share: tuple[int, float]) -> float:
+        memory, share = memories[kind_and_share[0]], kind_and_share[1]
+        if memory.fits(micro_batch, share):
+            return 0.0
+        return memory.needed(micro_batch, share) - memory.limit
+
+    return each(missing, list(zip(kinds, shares, strict=True)))
 
 
 def _shortfall(

@@ -15,12 +15,12 @@ from poplar.plan import STRATEGIES
 from poplar.planner import what_if
 from poplar.planner.baselines import shortfall_rule
 from poplar.planner.cost_model import StageCosts
-from poplar.planner.device_groups import DeviceGroup, device_groups
+from poplar.planner.device_groups import DeviceGroup, device_groups, with_equal_devices
 from poplar.planner.memory_shortfall import Shortfall
 from poplar.planner.what_if import Change, Changed, Scenario
 
 _MAX_MEBIBYTES = 2**24
-_MAX_DEVICES = 1024
+_MAX_DEVICES = 256
 
 
 def suggested_changes(shortfalls: Sequence[Shortfall], **request: Any) -> tuple[str, ...]:
@@ -32,6 +32,7 @@ def suggested_changes(shortfalls: Sequence[Shortfall], **request: Any) -> tuple[
     """
     scenario = Scenario(**request)
     groups = device_groups(scenario.cluster)
+    scenario = replace(scenario, cluster=with_equal_devices(scenario.cluster, groups))
     all_ranks = DeviceGroup("", tuple(range(scenario.cluster.world_size)))
     highest = max(scenario.stages)
     stages = (*range(highest + 1, len(STRATEGIES)), *range(highest - 1, -1, -1))

@@ -180,8 +180,12 @@ def _with_devices(
 ) -> Scenario:
     """The scenario with `function` applied to the devices of `ranks`; None: to all."""
     devices = list(scenario.cluster.devices)
+    changed: dict[int, DeviceProfile] = {}
     for rank in range(len(devices)) if ranks is None else ranks:
-        devices[rank] = function(devices[rank])
+        device = devices[rank]
+        if id(device) not in changed:  # large clusters repeat few devices
+            changed[id(device)] = function(device)
+        devices[rank] = changed[id(device)]
     return _with(scenario, devices=tuple(devices))
 
 
