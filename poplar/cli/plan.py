@@ -130,7 +130,7 @@ def _explained(explanation: Explanation) -> list[Table | Text]:
     """What bounds the plan, what would help, and what each group of devices adds."""
     changes = table("what would help", "how much", "gain", "then stage")
     for change in explanation.changes:
-        what = f"{change.whose} ({change.device})" if change.device else change.whose
+        what = f"{change.subject} ({change.device})" if change.device else change.subject
         gain = format_signed_percent(change.gain)
         changes.add_row(what, change.amount, gain, str(change.stage))
     if not explanation.changes:

@@ -142,25 +142,24 @@ def smallest_shares(costs: StageCosts) -> tuple[tuple[float, ...], int]:
     return tuple(shares), rank
 
 
-def _by_rank(costs: StageCosts, function: Callable[[RankMemory], _Value]) -> list[_Value]:
-    """`function` of each rank's memory, computed once for equal ranks."""
-    kinds = costs.cluster.device_kinds
-    memories = dict(zip(kinds, costs.memories, strict=True))
-    return each(lambda kind: function(memories[kind]), kinds)
-
-
 def _missing(costs: StageCosts, shares: Sequence[float], micro_batch: int) -> list[float]:
     """By rank, the bytes that it lacks; 0 if it has enough."""
+
+    def missing(memory: RankMemory, share: float) -> float:
+        fits = memory.fits(micro_batch, share)
+        return 0.0 if fits else memory.needed(micro_batch, share) - memory.limit
+
+    return _by_rank(costs, missing, shares)
+
+
+def _by_rank(
+    costs: StageCosts, function: Callable[..., _Value], *arguments: Sequence[float]
+) -> list[_Value]:
+    """`function` of each rank's memory and arguments, computed once for equal ranks."""
     kinds = costs.cluster.device_kinds
     memories = dict(zip(kinds, costs.memories, strict=True))
-
-    def missing(kind_and_share: tuple[int, float]) -> float:
-        memory, share = memories[kind_and_share[0]], kind_and_share[1]
-        if memory.fits(micro_batch, share):
-            return 0.0
-        return memory.needed(micro_batch, share) - memory.limit
-
-    return each(missing, list(zip(kinds, shares, strict=True)))
+    keys = list(zip(kinds, *arguments, strict=True))
+    return each(lambda key: function(memories[key[0]], *key[1:]), keys)
 
 
 def _shortfall(

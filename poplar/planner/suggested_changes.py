@@ -34,17 +34,23 @@ def suggested_changes(shortfalls: Sequence[Shortfall], **request: Any) -> tuple[
     groups = device_groups(scenario.cluster)
     scenario = replace(scenario, cluster=with_equal_devices(scenario.cluster, groups))
     all_ranks = DeviceGroup("", tuple(range(scenario.cluster.world_size)))
+    memory_groups = [*groups, all_ranks] if len(groups) > 1 else groups
     highest = max(scenario.stages)
     stages = (*range(highest + 1, len(STRATEGIES)), *range(highest - 1, -1, -1))
-    too_small = {tuple(one.bytes_by_rank) for one in shortfalls} - {all_ranks.ranks}
-    in_memory = [partial(what_if.more_memory, scenario, one) for one in {*groups, all_ranks}]
-    in_devices = [partial(what_if.more_devices, scenario, one) for one in groups]
+    too_small = sorted(
+        {tuple(one.bytes_by_rank) for one in shortfalls} - {all_ranks.ranks}, key=len
+    )
     changes = (
         *_first(what_if.other_stage(scenario, stage) for stage in stages),
         *_first([what_if.other_policy(scenario, "exact")]),
         *_first(what_if.without(scenario, ranks) for ranks in sorted(too_small, key=len)),
-        *_smallest(in_memory, _MAX_MEBIBYTES),
-        *_smallest(in_devices, _MAX_DEVICES),
+        *_smallest(
+            [partial(what_if.more_memory, scenario, group) for group in memory_groups],
+            _MAX_MEBIBYTES,
+        ),
+        *_smallest(
+            [partial(what_if.more_devices, scenario, group) for group in groups], _MAX_DEVICES
+        ),
         *_smallest([partial(what_if.smaller_activations, scenario)], 100),
     )
     return tuple(map(_sentence, changes))
@@ -52,7 +58,7 @@ def suggested_changes(shortfalls: Sequence[Shortfall], **request: Any) -> tuple[
 
 def _sentence(change: Change) -> str:
     stage = "" if change.what == "stage" else f" at stage {change.stage}"
-    return f"{change.whose} {change.amount}{stage}"
+    return f"{change.subject} {change.amount}{stage}"
 
 
 def _first(options: Iterable[Changed]) -> list[Change]:

@@ -62,10 +62,10 @@ class Change:
     """Of the plan after the change."""
 
     def __str__(self) -> str:
-        return f"{self.whose}: {self.amount} gives {format_signed_percent(self.gain)}"
+        return f"{self.subject}: {self.amount} gives {format_signed_percent(self.gain)}"
 
     @property
-    def whose(self) -> str:
+    def subject(self) -> str:
         """What changes: `network`, `rank 3's memory` or `device of ranks 0-3`."""
         if not self.ranks:
             return self.what
