@@ -358,11 +358,10 @@ class Tuner:
         asynchronous, observations = self.session.asynchronous, trials.observations()
         if not asynchronous:
             profile = at_observed_speeds(profile, observations)
-        for stage in {seen.plan.stage for seen in observations}:
-            own = [seen for seen in observations if seen.plan.stage == stage]
-            exact = [seen for seen in own if seen.plan == exactly]
-            profile = refine(profile, stage, exact or own, asynchronous=asynchronous)
-        return profile
+        if exactly is not None:
+            others = (seen for seen in observations if seen.plan.stage != exactly.stage)
+            observations = (*others, *(seen for seen in observations if seen.plan == exactly))
+        return refine(profile, observations, asynchronous=asynchronous)
 
     def _seconds_left(self, ends: float) -> float:
         """By the clock of rank 0."""
