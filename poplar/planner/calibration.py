@@ -12,7 +12,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from statistics import fmean, mean, median
+from statistics import mean, median
 
 from poplar.observation import Observation, Slowdown, Trials
 from poplar.plan import FIRST_STAGE_SYNCHRONIZING_EVERY_PASS, GATHERS, Plan
@@ -121,21 +121,15 @@ def at_profiled_speed(cluster: ClusterProfile, observation: Observation) -> Obse
         for slowdown, passes in zip(slowdowns, plan.micro_batches, strict=True)
         if any(passes)
     )
-    pass_seconds = tuple(
-        tuple(seconds / slowdown.factor for seconds in passes)
-        for passes, slowdown in zip(observation.pass_seconds, slowdowns, strict=True)
-    )
-    known = observation.pass_errors or (0.0,) * len(slowdowns)
     return replace(
         observation,
         step_seconds=step_seconds,
         spread_seconds=math.hypot(
             observation.spread_seconds * profiled / present, step_seconds * speed_error
         ),
-        pass_seconds=pass_seconds,
-        pass_errors=tuple(
-            math.hypot(error / slowdown.factor, fmean(passes or [0.0]) * slowdown.error)
-            for error, slowdown, passes in zip(known, slowdowns, pass_seconds, strict=True)
+        pass_seconds=tuple(
+            tuple(seconds / slowdown.factor for seconds in passes)
+            for passes, slowdown in zip(observation.pass_seconds, slowdowns, strict=True)
         ),
         slowdowns=(),
     )
@@ -192,25 +186,19 @@ def _with_overheads(cluster: ClusterProfile, observations: Sequence[Observation]
 def _with_overhead(
     device: DeviceProfile, rank: int, stage: int, observations: Sequence[Observation]
 ) -> DeviceProfile:
-    extra: list[float] = []
-    other: list[float] = []
-    errors: list[float] = []
-    for observation in observations:
-        batches = [size for size in observation.plan.micro_batches[rank] if size]
-        own = observation.pass_seconds[rank]
-        extra += [taken - device.seconds(size) for taken, size in zip(own, batches, strict=True)]
-        other.append(observation.other_seconds[rank])
-        errors += observation.pass_errors[rank : rank + 1]
-    overhead = device.pass_overhead_seconds[stage]
-    if extra:
-        # Time within the noise is left to the residual of the step: as an overhead it would be
-        # counted once for each of many passes.
-        noise = math.hypot(*errors) / max(1, len(errors))
-        overhead = max(0.0, median(extra) - noise)
+    extra = [
+        taken - device.seconds(size)
+        for seen in observations
+        for taken, size in zip(
+            seen.pass_seconds[rank], filter(None, seen.plan.micro_batches[rank]), strict=True
+        )
+    ]
+    overhead = max(0.0, median(extra)) if extra else device.pass_overhead_seconds[stage]
+    other = median(seen.other_seconds[rank] for seen in observations)
     return replace(
         device,
         pass_overhead_seconds=_replaced(device.pass_overhead_seconds, stage, overhead),
-        step_overhead_seconds=_replaced(device.step_overhead_seconds, stage, median(other)),
+        step_overhead_seconds=_replaced(device.step_overhead_seconds, stage, other),
     )
 
 

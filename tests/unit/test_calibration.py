@@ -137,13 +137,11 @@ def test_temporary_slowdown_of_a_device_is_not_engine_overhead(stage):
         assert device.pass_overhead_seconds == pytest.approx((0.0,) * 4, abs=1e-12)
 
 
-def test_error_of_slowdown_adds_to_error_of_step_and_passes():
+def test_error_of_slowdown_adds_to_error_of_step():
     (plan, _), exact = two_plans(2), (Slowdown(1.0, 0.0),) * 3
     seen = replace(observed(plain(), plan), slowdowns=(*exact, Slowdown(1.0, 0.02)))
     unsure = at_profiled_speed(plain(), seen)
     assert unsure.spread_seconds == pytest.approx(0.02 * seen.step_seconds)
-    passes = seen.pass_seconds[3][0]
-    assert unsure.pass_errors == pytest.approx((0.0, 0.0, 0.0, 0.02 * passes))
 
 
 @pytest.mark.parametrize("stage", EACH_PASS)
@@ -161,15 +159,6 @@ def test_synchronization_residual_excludes_one_standard_error(stage, sign):
     )
     missed = [predict(found, seen.plan).step_seconds - seen.step_seconds for seen in (one, three)]
     assert sum(missed) == pytest.approx(0.0, abs=1e-12), "the step residual has the rest"
-
-
-def test_pass_overhead_excludes_one_standard_error():
-    true = with_residuals(plain(), 1, passes=(0.004, 0.001, 0.002, 0.0))
-    seen = [replace(observed(true, plan), pass_errors=(0.002,) * 4) for plan in two_plans(1)]
-    charged = [device.pass_overhead_seconds[1] for device in fitted(plain(), seen).devices]
-    noise = 0.002 / math.sqrt(2)
-    expected = [max(0.0, extra - noise) for extra in (0.004, 0.001, 0.002, 0.0)]
-    assert charged == pytest.approx(expected, abs=1e-12)
 
 
 @pytest.mark.parametrize("slow", [0, 1, 2])
@@ -467,7 +456,6 @@ def noisy_observations(draw: st.DrawFn, stage: int, with_slowdowns: bool) -> lis
                 spread_seconds=draw(noisy_seconds),
                 pass_seconds=passes,
                 other_seconds=tuple(draw(st.floats(-1.0, 10.0)) for _ in range(4)),
-                pass_errors=tuple(draw(noisy_seconds) for _ in range(4)),
                 slowdowns=tuple(draw(noisy_slowdowns) for _ in range(4)) if with_slowdowns else (),
             )
         )
@@ -494,7 +482,6 @@ def test_implausible_slowdown_is_limited_and_less_certain():
     seen = at_profiled_speed(plain(), replace(observed(plain(), plan), slowdowns=slowdowns))
     expected = LARGEST_SLOWDOWN * observed(plain(), plan).pass_seconds[1][0]
     assert seen.pass_seconds[1][0] == pytest.approx(expected)
-    assert seen.pass_errors[1] > seen.pass_seconds[1][0]
     assert seen.spread_seconds > seen.step_seconds
 
 
