@@ -96,10 +96,14 @@ class Agreed:
     setup: setup.Request
     dtype: torch.dtype | None
     """Compute dtype; None: the dtype of the parameters."""
-    device: torch.device
     hosts: tuple[str, ...]
     """By rank."""
     identity: Mapping[str, str]
+
+    @property
+    def device(self) -> torch.device:
+        """Of this rank."""
+        return self.setup.device
 
     @property
     def ranks_on_this_host(self) -> int:
@@ -115,7 +119,7 @@ def agree_on(request: Request, control: Control) -> Agreed:
         RankFailed: an argument of another rank is wrong.
     """
 
-    def check() -> tuple[setup.Request, dict[str, Any]]:
+    def check() -> tuple[setup.Request, dict[str, Any], dict[str, Any]]:
         request.check()
         checked = setup.check_request(
             request.model,
@@ -130,13 +134,11 @@ def agree_on(request: Request, control: Control) -> Agreed:
             world_size=control.group.size,
             allow_batch_norm=request.allow_batch_norm,
         )
-        return checked, _of_this_rank(request, checked)
+        return checked, request.must_be_equal(), _of_this_rank(request, checked)
 
-    checked, own = run_on_all_ranks(control, check, doing="profiling")
+    checked, *own = run_on_all_ranks(control, check, doing="profiling")
     dtype = setup.agree_on_request(control, checked)
-    everyones, equal = zip(
-        *control.exchange_objects((own, request.must_be_equal()), what="profiling"), strict=True
-    )
+    equal, by_rank = zip(*control.exchange_objects(own, what="profiling"), strict=True)
     for key in equal[0]:
         values = [other[key] for other in equal]
         if len(set(map(str, values))) > 1:
@@ -147,9 +149,8 @@ def agree_on(request: Request, control: Control) -> Agreed:
     return Agreed(
         setup=checked,
         dtype=dtype,
-        device=checked.device,
-        hosts=tuple(other["host"] for other in everyones),
-        identity=_identity(checked, request, dtype, everyones),
+        hosts=tuple(other["host"] for other in by_rank),
+        identity=_identity(checked, dtype, equal[0], by_rank),
     )
 
 
@@ -173,12 +174,12 @@ def _of_this_rank(request: Request, checked: setup.Request) -> dict[str, Any]:
 
 def _identity(
     checked: setup.Request,
-    request: Request,
     dtype: torch.dtype | None,
-    everyones: Sequence[Mapping[str, Any]],
+    equal: Mapping[str, Any],
+    by_rank: Sequence[Mapping[str, Any]],
 ) -> dict[str, str]:
     """What a profile is valid for. The time budget and the values of an update do not matter."""
-    shared, equal = checked.identity(), request.must_be_equal()
+    shared = checked.identity()
     options = shared["optimizer options"].items()
     timed_options = {key: value for key, value in options if key not in _ONLY_VALUES}
     return {
@@ -187,10 +188,10 @@ def _identity(
         "units": digest(shared["units"]),
         "optimizer": f"{shared['optimizer']} {timed_options}",
         "compute_dtype": str(dtype if dtype is not None else "as the model is"),
-        "reduce_dtype": str(request.reduce_dtype),
-        "world_size": str(len(everyones)),
+        "reduce_dtype": str(checked.reduce_dtype),
+        "world_size": str(len(by_rank)),
         **{key: str(equal[key]) for key in ("stages", "max_norm", "loss_fn", "versions")},
-        **{key: _by_rank([own[key] for own in everyones]) for key in everyones[0]},
+        **{key: _one_or_list([own[key] for own in by_rank]) for key in by_rank[0]},
     }
 
 
@@ -212,7 +213,7 @@ def digest(content: Any) -> str:
     return hashlib.sha256(json.dumps(content, default=str).encode()).hexdigest()[:16]
 
 
-def _by_rank(values: Sequence[Any]) -> str:
+def _one_or_list(values: Sequence[Any]) -> str:
     return str(values[0]) if len(set(values)) == 1 else str(list(values))
 
 

@@ -35,8 +35,7 @@ from poplar.profile import BatchPoint, ClusterProfile, DeviceProfile
 from poplar.profiler.cluster_profiler import Profiler
 from poplar.profiler.points import with_measured
 from poplar.profiler.preserved_state import model_preserved
-from poplar.profiler.progress import Tell
-from poplar.profiler.progress import progress as shown
+from poplar.profiler.progress import Tell, show_progress
 from poplar.profiler.request import Request, digest, is_count
 from poplar.tuning.profile_cluster import CachedProfile, cache_of
 from poplar.zero.micro_batch_loss import LossFunction
@@ -237,7 +236,7 @@ class Tuner:
         if not verify:
             return self._checked_equal(Tuned(plans[0], profile, ()))
         model, device = self.session.request.model, self.session.device
-        with shown(self.cached.show) as tell, model_preserved(model, device):
+        with show_progress(self.cached.show) as tell, model_preserved(model, device):
             if self._is_exact:
                 until = time.perf_counter() + POINTS_PART * self._seconds_left(ends)
                 profile, plans = self._measure_planned_batches(profile, plans, until, tell)
