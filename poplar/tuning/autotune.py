@@ -37,7 +37,7 @@ from poplar.profiler.points import with_measured
 from poplar.profiler.preserved_state import model_preserved
 from poplar.profiler.progress import Tell, show_progress
 from poplar.profiler.request import Request, digest, is_count
-from poplar.tuning.profile_cluster import CachedProfile, cache_of
+from poplar.tuning.profile_cluster import CachedProfile
 from poplar.zero.micro_batch_loss import LossFunction
 from poplar.zero.update import OptimizerFactory
 
@@ -160,7 +160,7 @@ def tune(
         given=profile,
     )
     profiler = Profiler(request, Group.of(process_group, timeout))
-    cached = CachedProfile(profiler, cache_of(cache), show=progress)
+    cached = CachedProfile(profiler, cache, show=progress)
     tuner = Tuner(cached, global_batch=global_batch, policy=policy)
     return tuner.tune(profile, verify=verify)
 

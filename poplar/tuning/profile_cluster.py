@@ -98,23 +98,17 @@ def profile_cluster(
         allow_batch_norm=allow_batch_norm,
     )
     profiler = Profiler(request, Group.of(process_group, timeout))
-    return CachedProfile(profiler, cache_of(cache), show=progress).profile()
-
-
-def cache_of(choice: bool | str | Path) -> Cache | None:
-    """The cache that the argument `cache` of the public functions selects."""
-    if choice is False:
-        return None
-    return Cache(default_folder() if choice is True else Path(choice))
+    return CachedProfile(profiler, cache, show=progress).profile()
 
 
 class CachedProfile:
     """The profile of one job, from the cache or measured; its methods are collective."""
 
-    def __init__(self, profiler: Profiler, cache: Cache | None, *, show: bool) -> None:
+    def __init__(self, profiler: Profiler, cache: bool | str | Path, *, show: bool) -> None:
         self.profiler = profiler
         self.show = show and profiler.session.group.rank == 0
-        self._cache = cache
+        folder = default_folder() if isinstance(cache, bool) else Path(cache)
+        self._cache = None if cache is False else Cache(folder)
         self._plans: dict[str, Plan] = {}
 
     def profile(self) -> ClusterProfile:
