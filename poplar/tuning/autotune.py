@@ -74,7 +74,6 @@ _MUST_MATCH = (
     "compute_dtype",
     "reduce_dtype",
     "example",
-    "world_size",
     "device",
 )
 """Entries of a profile's identity that must be those of this job."""
@@ -227,7 +226,7 @@ class Tuner:
     def tune(self, given: ClusterProfile | None = None, *, verify: bool = True) -> Tuned:
         """The best plan on `given`, or on a profile from the cache or measured now."""
         ends = time.perf_counter() + self.session.request.seconds / PROFILE_PART
-        profile = self.cached.profile() if given is None else self._usable(given)
+        profile = self.cached.profile() if given is None else self._checked_profile(given)
         key = json.dumps([self.global_batch, self.policy])
         known = self.cached.plan(key) if given is None else None
         if known is not None and fits(profile, known):
@@ -366,7 +365,7 @@ class Tuner:
         """By the clock of rank 0."""
         return self.session.from_first_rank(ends - time.perf_counter())
 
-    def _usable(self, given: ClusterProfile) -> ClusterProfile:
+    def _checked_profile(self, given: ClusterProfile) -> ClusterProfile:
         """A given profile, cut to `max_batch` and `memory_limit` of each rank.
 
         Raises:
@@ -388,7 +387,9 @@ class Tuner:
                 )
         request = self.session.request
         limits = self.session.exchange((request.max_batch, request.memory_limit))
-        cut = [_limited(device, *own) for device, own in zip(given.devices, limits, strict=True)]
+        cut = (
+            _limited(device, *limit) for device, limit in zip(given.devices, limits, strict=True)
+        )
         return replace(given, devices=tuple(cut))
 
     def _checked_equal(self, tuned: Tuned) -> Tuned:
