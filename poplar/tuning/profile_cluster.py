@@ -25,7 +25,7 @@ from poplar.profile import ClusterProfile
 from poplar.profiler.cache import Cache, default_folder
 from poplar.profiler.cluster_profiler import Profiler
 from poplar.profiler.preserved_state import model_preserved
-from poplar.profiler.progress import Tell, show_progress
+from poplar.profiler.progress import Report, show_progress
 from poplar.profiler.request import Request
 from poplar.zero.micro_batch_loss import LossFunction
 from poplar.zero.update import OptimizerFactory
@@ -123,8 +123,8 @@ class CachedProfile:
             profile, self._plans = found
             return self.profiler.with_present_memory(profile)
         model, device = session.request.model, session.device
-        with show_progress(self.show) as tell, model_preserved(model, device):
-            profile = _calibrated(self.profiler, self.profiler.measure(tell), tell)
+        with show_progress(self.show) as report, model_preserved(model, device):
+            profile = _calibrated(self.profiler, self.profiler.measure(report), report)
         self.save(profile)
         return profile
 
@@ -144,7 +144,7 @@ class CachedProfile:
             warnings.warn(text, stacklevel=2)
 
 
-def _calibrated(profiler: Profiler, profile: ClusterProfile, tell: Tell) -> ClusterProfile:
+def _calibrated(profiler: Profiler, profile: ClusterProfile, report: Report) -> ClusterProfile:
     """Run calibration plans of every stage on the engine and fit the residuals."""
     groups, notes = [], list(profile.notes)
     for stage in profiler.session.request.stages:
@@ -153,5 +153,5 @@ def _calibrated(profiler: Profiler, profile: ClusterProfile, tell: Tell) -> Clus
         except NoPlanFits as error:
             notes.append(f"stage {stage} was not run: {error}")
     profile = replace(profile, notes=tuple(notes))
-    turns = profiler.observe(profile, groups, tell)
+    turns = profiler.observe(profile, groups, report)
     return calibration.fit(profile, turns, asynchronous=profiler.session.asynchronous)
