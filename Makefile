@@ -77,8 +77,6 @@ demo: setup ## Train a Llama on four CPU ranks of unequal speed: an even plan ag
 
 .PHONY: docs
 docs: setup ## Build the documentation site into build/site; fails on any warning
-	@$(BIN)/python -c 'import material, mkdocs, mkdocstrings_handlers.python' 2>/dev/null \
-	  || $(PIP) --no-build-isolation -e '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 .PHONY: peers

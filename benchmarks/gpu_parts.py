@@ -22,7 +22,7 @@ NO_FALLBACK = "error:Triton's kernels do not run on"
 PYTEST = [sys.executable, "-m", "pytest", "-q", "--maxfail=10", "-p", "no:cacheprovider"]
 PASSED = r"\b[1-9]\d* passed"
 # Tests that only need nvcc need no GPU.
-OPERATORS = ["unit/test_ops.py", "-k", "cuda and not test_cuda_"]
+OPERATORS = ["--full", "unit/test_ops.py", "-k", "cuda and not test_cuda_"]
 CASES = (
     "uneven shares",
     "passes with a remainder",
@@ -54,7 +54,7 @@ ENGINE = [
     ),
     "integration/test_unusual_uses.py::test_fp16_on_rank_without_samples",
 ]
-NO_HOST_SYNC = ["distributed/test_no_host_synchronization.py", "-k", "for_a_gpu"]
+NO_HOST_SYNC = ["--full", "distributed/test_no_host_synchronization.py", "-k", "for_a_gpu"]
 # A few tests of each kernel: every launch is many times slower under the sanitizer.
 MEMORY = (
     "pack_of_thousands or large_pack or pack_in_place or block_sums_give or more_ranks "
@@ -181,7 +181,7 @@ def of_tests(
 
 def operators_with(words: str) -> list[str]:
     """Arguments of pytest: the operators' tests on the GPU whose names match."""
-    return ["unit/test_ops.py", "-k", f"cuda and not test_cuda_ and ({words})"]
+    return ["--full", "unit/test_ops.py", "-k", f"cuda and not test_cuda_ and ({words})"]
 
 
 def sanitizer(

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 
+import encoder
+import llama
 import torch
+from text import load_text
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from poplar import HeteroBatchSampler, Plan
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
-import encoder
-import llama
-from text import load_text
 
 Batch = dict[str, Tensor]
 LossFunction = Callable[[nn.Module, Batch], Tensor]

@@ -9,7 +9,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from poplar.formatting import format_bytes
 from poplar.plan import Plan
@@ -57,7 +57,8 @@ class Prediction:
         return content
 
 
-class Bound(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Bound:
     """What limits the step."""
 
     what: str

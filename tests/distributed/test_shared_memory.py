@@ -272,7 +272,7 @@ def blocks_cached_after_a_gather(setting: str) -> list[bool]:
         del os.environ["POPLAR_MEMORY_CACHE"]
 
 
-@pytest.mark.parametrize(("setting", "kept"), [("off", False), ("on", True)])
+@pytest.mark.parametrize(("setting", "cached"), [("off", False), ("on", True)])
 def test_trim_releases_memory_when_caching_is_off(ranks: Pool, setting: str, cached: bool) -> None:
     for parts in ranks.run(blocks_cached_after_a_gather, setting):
         assert parts == [cached]

@@ -193,7 +193,7 @@ def test_all_operator_tests_run_except_those_that_only_need_nvcc(fake_gpu):
     on_gpu = collected_tests(part_named("operators, C++"), fake_gpu)
     assert {*gpu_parts.OPERATORS} < {*part_named("operators, Triton").command}
     everything = collected_tests(
-        gpu_parts.of_tests("all", ["unit/test_ops.py"], seconds=1.0), fake_gpu
+        gpu_parts.of_tests("all", ["--full", "unit/test_ops.py"], seconds=1.0), fake_gpu
     )
     assert {name for name in everything if name.endswith(("cuda]", "-cuda]"))} > on_gpu
     left_out = {name.partition("[")[0] for name in everything - on_gpu if "cuda]" in name}
