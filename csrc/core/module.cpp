@@ -227,8 +227,8 @@ Raises:
         that add up to it at a finite cost.)");
 
   module.def(
-      "minimise", &poplar::minimise, py::arg("costs"), py::arg("rows"), py::arg("bounds"),
-      R"(Minimise `costs . x` over `x >= 0` with `rows . x <= bounds`, by the dual simplex method.
+      "minimize", &poplar::minimize, py::arg("costs"), py::arg("rows"), py::arg("bounds"),
+      R"(Minimize `costs . x` over `x >= 0` with `rows . x <= bounds`, by the dual simplex method.
 
 Args:
     costs: one per variable, none negative.

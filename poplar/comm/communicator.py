@@ -49,7 +49,7 @@ class Communicator(ABC):
     def buffer(
         self, layout: Layout, dtype: torch.dtype, device: torch.device, codec: Codec | None = None
     ) -> Bucket:
-        """An uninitialised bucket in memory that this transport sends from most cheaply."""
+        """An uninitialized bucket in memory that this transport sends from most cheaply."""
         codec = codec if codec is not None else Codec(dtype)
         data = torch.empty(layout.numel, dtype=codec.wire_dtype, device=device)
         return Bucket(data=data, layout=layout, codec=codec)

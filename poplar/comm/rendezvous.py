@@ -88,7 +88,7 @@ class Rendezvous:
     # Shared memory.
 
     def allocate(self, dtype: torch.dtype, numel: int) -> tuple[Tensor, Block]:
-        """Uninitialised shared memory that no peer reads, and the block to free afterwards."""
+        """Uninitialized shared memory that no peer reads, and the block to free afterwards."""
         block = self._pool.allocate(numel * dtype.itemsize + self._shift)
         return view(self._own.memory, dtype, block.offset + self._shift, numel), block
 

@@ -26,11 +26,11 @@ _LOOKS = {
     "communication": (COMMUNICATION, 1.0),
     "waiting for other ranks": (WAITING, 1.0),
 }
-"""The activity, which gives the colour, and the opacity."""
+"""The activity, which gives the color, and the opacity."""
 
 
 def draw_timeline(timeline: Timeline) -> Figure:
-    """Draw two lanes per rank, compute above communication; grey is waiting for other ranks."""
+    """Draw two lanes per rank, compute above communication; gray is waiting for other ranks."""
     ranks = timeline.world_size
     with theme.style():
         figure = theme.new_figure(height=min(_TALLEST_PANEL, _INCHES_OF_A_RANK * ranks + 0.6) + 1.0)

@@ -18,7 +18,7 @@ from records import synthetic_record
 
 from poplar.plan import Plan
 from poplar.planner.search import search
-from poplar.report import Neighbour, Run, RunRecord, Span, write_report
+from poplar.report import SimilarPlan, Run, RunRecord, Span, write_report
 from poplar.report.activity import (
     COMMUNICATION,
     COMPUTE,
@@ -65,7 +65,7 @@ class TestRecords:
         bare = dataclasses.replace(
             record,
             sum_of_speeds=None,
-            neighbours=None,
+            similar_plans=None,
             runs=(Run(name="planned", plan=record.chosen.plan, step_seconds=(1.0,)),),
         )
         assert RunRecord.from_dict(json.loads(json.dumps(bare.to_dict()))) == bare
@@ -75,7 +75,7 @@ class TestRecords:
         [
             (lambda c: c.update(version=7), "run format 7"),
             (lambda c: c.pop("profile"), "profile"),
-            (lambda c: c.update(colour="red"), "colour"),
+            (lambda c: c.update(color="red"), "color"),
             (lambda c: c.update(runs=[]), "at least one run"),
             (lambda c: c["runs"].append(c["runs"][0]), "different names"),
             (lambda c: c["runs"][0].update(step_seconds=[]), "no step_seconds"),
@@ -84,7 +84,7 @@ class TestRecords:
             (lambda c: c["runs"][0]["spans"].pop(), "spans of 3 ranks"),
             (lambda c: c["runs"][0]["spans"][0][0].update(kind="sleep"), "one of pass, wait"),
             (lambda c: c["runs"][0]["spans"][0][0].update(stop=0.0), "start before it stops"),
-            (lambda c: c["neighbours"][0].update(step_seconds=-1), "Neighbour.step_seconds"),
+            (lambda c: c["similar_plans"][0].update(step_seconds=-1), "SimilarPlan.step_seconds"),
             (lambda c: c["profile"]["devices"].pop(), "ranks"),
         ],
     )
@@ -269,10 +269,10 @@ class TestPages:
         used = re.findall(r'(?:href="#|url\(#)([^")]+)', text)
         assert set(used) <= set(ids)
         assert text.count("<svg") == 5
-        for name in ("curves", "timeline", "losses", "predictions", "neighbours"):
+        for name in ("curves", "timeline", "losses", "predictions", "similar_plans"):
             assert any(identifier.startswith(f"{name}-") for identifier in ids)
 
-    def test_every_colour_of_a_picture_is_a_css_variable(self, text):
+    def test_every_color_of_a_picture_is_a_css_variable(self, text):
         style, body = text.split("</style>", 1)
         assert set(re.findall("#[0-9a-f]{6}", body)) == set()
         light, dark = style.split("@media screen")
@@ -299,7 +299,7 @@ class TestPages:
         assert found == [
             "curves.png",
             "losses.png",
-            "neighbours.png",
+            "similar_plans.png",
             "predictions.png",
             "timeline.png",
         ]
@@ -381,7 +381,7 @@ class TestUnusualRuns:
         bare = dataclasses.replace(
             record,
             sum_of_speeds=None,
-            neighbours=None,
+            similar_plans=None,
             runs=(Run(name="only", plan=record.chosen.plan, step_seconds=(1.0,)),),
         )
         write_report(bare, tmp_path / "report.html", tmp_path)
@@ -391,7 +391,7 @@ class TestUnusualRuns:
     def test_one_rank(self, tmp_path):
         write_report(synthetic_record(speeds=(20.0,)), tmp_path / "report.html")
 
-    def test_more_ranks_than_colours(self, tmp_path):
+    def test_more_ranks_than_colors(self, tmp_path):
         names = ["NVIDIA A100-SXM4-80GB"] * 6 + ["Tesla V100-SXM2-16GB"] * 6
         speeds = [30.0 + r for r in range(6)] + [12.0 + r / 2 for r in range(6)]
         write_report(synthetic_record(speeds, names=names, stage=1), tmp_path / "report.html")
@@ -405,7 +405,7 @@ class TestUnusualRuns:
         )
         run = Run(name="planned", plan=plan, step_seconds=(1.0, 1.1), losses=(2.0, 1.0))
         write_report(
-            dataclasses.replace(record, runs=(run,), neighbours=None), tmp_path / "report.html"
+            dataclasses.replace(record, runs=(run,), similar_plans=None), tmp_path / "report.html"
         )
         content = (tmp_path / "report.html").read_text(encoding="utf-8")
         assert "Ranks 1, 3 get no samples" in content
@@ -413,9 +413,9 @@ class TestUnusualRuns:
     def test_a_plan_beyond_the_profile_is_shown_without_a_prediction(self, record, tmp_path):
         plan = Plan.even(4, 400, 100, 0)
         run = Run(name="by hand", plan=plan, step_seconds=(9.0,))
-        neighbours = (Neighbour(plan=plan, step_seconds=9.0),)
+        similar_plans = (SimilarPlan(plan=plan, step_seconds=9.0),)
         write_report(
-            dataclasses.replace(record, runs=(run,), neighbours=neighbours),
+            dataclasses.replace(record, runs=(run,), similar_plans=similar_plans),
             tmp_path / "report.html",
         )
         content = (tmp_path / "report.html").read_text(encoding="utf-8")
