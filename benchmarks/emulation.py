@@ -43,7 +43,7 @@ shorter periods are smoother; the kernel's minimum is 1 ms."""
 LEAST_QUOTA_US = 1_000
 """The kernel's minimum."""
 REMOVAL_SECONDS = 5.0
-"""How long a group may stay busy after its last process has left."""
+"""How long a group may stay busy after its last process has exited."""
 
 _SERIAL = itertools.count()
 _NAME = re.compile(r"poplar-emulation-(?P<space>\d+)-(?P<pid>\d+)-(?P<start>\d+)-\d+-rank\d+")

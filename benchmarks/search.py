@@ -35,7 +35,7 @@ from poplar.profile import BatchPoint, ClusterProfile, DeviceProfile, ModelProfi
 RANKS, GROUPS, BATCHES = (8, 64, 256, 1024, 10_000), (1, 4, 8, 16), (64, 512, 8192, 65_536)
 USUAL_RANKS, USUAL_GROUPS = 1024, 8
 DIFFERENT = (96, 256)
-"""Ranks of which no two are equal, as in measured profiles."""
+"""Ranks that are all different, as in measured profiles."""
 TARGETS = {(1024, 8, 8192): 0.2, (10_000, 8, 65_536): 2.0}
 """Seconds, by ranks, device groups and global batch."""
 UNITS = 22

@@ -3,8 +3,8 @@
 Ranks are processes slowed down by CPU quotas or shared cores (`head_to_head/clusters.py`). Every
 engine has the same model, data, global batch, optimizer, dtype and learning rate, and its best
 permitted settings; engines take turns of a few steps. DDP and FSDP2 also run with uneven batches
-set by hand. Results are compared with the sum of speeds: plain PyTorch passes on all ranks at once,
-without communication.
+set manually. Results are compared with the sum of speeds: plain PyTorch passes on all ranks at the
+same time, without communication.
 
     make peers                                             # DeepSpeed, once
     python benchmarks/train.py --quick                     # two minutes

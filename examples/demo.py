@@ -23,11 +23,11 @@ import torch
 import torch.distributed as dist
 from launch import LaunchError, run_ranks
 from llama import SIZES, Llama, next_byte_loss
-from similar_plans import measure_in_turns, own_part, similar_plans
 from noise import OtherLoad, describe, warnings_of
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
+from similar_plans import measure_in_turns, own_part, similar_plans
 from speed import Speed, measure_speeds, sum_of_speeds
 from text import ByteWindows, load_text
 from torch.utils.data import DataLoader, default_collate

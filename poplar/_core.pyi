@@ -33,7 +33,7 @@ def cheapest_passes(passes: Sequence[float], most: int) -> tuple[list[float], li
 def cheapest_cover(
     sizes: Sequence[int], costs: Sequence[float], expensive: Sequence[float], total: int
 ) -> tuple[float, list[int]]: ...
-def minimize(
+def minimise(
     costs: Sequence[float], rows: Sequence[Mapping[int, float]], bounds: Sequence[float]
 ) -> tuple[float, list[float]] | None: ...
 def parameter_slices(

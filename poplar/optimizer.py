@@ -1,7 +1,7 @@
 """`HeteroZeroOptimizer`: the public API of the engine, a `torch.optim.Optimizer`.
 
-A step is: split the batch, open, run the passes, close, update. `poplar.zero` implements what a
-ZeRO stage does in each of these, `poplar.comm` how tensors are sent.
+`train_step` splits the batch, agrees on the weights, runs the passes, agrees on the result, and
+updates. The ZeRO stages are in `poplar.zero`, the transports in `poplar.comm`.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         optimizer_class: an elementwise optimizer class such as AdamW, Adam or SGD. Others are
             detected by a test step and rejected.
         plan: batches, passes and shares of each rank, and its persistent units. None: even shares
-            at `stage`; each rank's batch is one pass, whatever its size.
+            at `stage`; each rank's batch is one pass, of any size.
         stage: ZeRO stage 0, 1, 2 or 3; only without a plan.
         params: parameters or param groups of the model, as for `torch.optim`; default: all that
             require a gradient.
@@ -343,7 +343,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             self._engine.strategy.wait_for_readers(flat)
         with self._group.trace.span("optimizer", "the update"):
             self._update.step(self.param_groups, unused, now.factor, now.found_inf)
-        self._engine.strategy.publish_update(self._engine.units)
+        self._engine.strategy.all_gather_updated_parameters(self._engine.units)
         if now.found_inf is not None:  # synchronize only after all work has been issued
             now.skipped = self._update.undo_if_skipped(now.found_inf)
         self._reset_step()

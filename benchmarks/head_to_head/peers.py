@@ -17,5 +17,6 @@ UNEVEN_PEERS = {
     "FSDP2, uneven batches": ("fsdp2", 3),
     "FSDP2, kept gathered, uneven batches": ("fsdp2", 2),
 }
-"""The same with micro-batches in proportion to measured speeds and a weighted loss, as users write
-by hand. They do not count as peers in ratios and thresholds. DeepSpeed requires equal batches."""
+"""The same with micro-batches in proportion to measured speeds and a weighted loss, set
+manually. They do not count as peers in ratios and thresholds. DeepSpeed's configuration has one
+micro-batch size."""

@@ -46,7 +46,7 @@ class Row:
     """The equivalent ZeRO stage."""
     policy: str
     """Poplar: `exact`, `paper`, `flops` or `even`. Peers: `even`, or `uneven` with batches
-    set by hand in proportion to measured speeds."""
+    set manually in proportion to measured speeds."""
     over_gloo: bool
     """Poplar on gloo, as its peers, instead of shared memory."""
     model: str
@@ -162,7 +162,7 @@ class Row:
 
     @property
     def over_uneven(self) -> float | None:
-        """Speed over the faster of the peers with uneven batches set by hand at this stage."""
+        """Speed over the faster of the peers with uneven batches set manually at this stage."""
         ratios = [
             self.over[name]
             for name, (_, stage) in UNEVEN_PEERS.items()

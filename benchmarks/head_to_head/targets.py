@@ -47,7 +47,7 @@ class Verdict:
 
     @property
     def shown(self) -> str:
-        """The result as text, with enough digits to tell it from its threshold."""
+        """The result as text, with enough digits to distinguish it from its threshold."""
         return "not measured" if self.value is None else f"{self.value:.5g}"
 
     @property

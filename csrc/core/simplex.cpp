@@ -145,18 +145,18 @@ class Tableau {
 
 }  // namespace
 
-std::optional<std::pair<double, std::vector<double>>> minimize(std::vector<double> costs,
+std::optional<std::pair<double, std::vector<double>>> minimise(std::vector<double> costs,
                                                                const std::vector<Row>& rows,
                                                                std::vector<double> bounds) {
   if (rows.size() != bounds.size()) {
-    throw std::invalid_argument("minimize: " + std::to_string(rows.size()) + " rows and " +
+    throw std::invalid_argument("minimise: " + std::to_string(rows.size()) + " rows and " +
                                 std::to_string(bounds.size()) + " bounds");
   }
   std::vector<std::vector<double>> dense(rows.size(), std::vector<double>(costs.size(), 0.0));
   for (std::size_t row = 0; row < rows.size(); ++row) {
     for (const auto& [variable, factor] : rows[row]) {
       if (variable >= costs.size()) {
-        throw std::invalid_argument("minimize: variable " + std::to_string(variable) + " of " +
+        throw std::invalid_argument("minimise: variable " + std::to_string(variable) + " of " +
                                     std::to_string(costs.size()));
       }
       dense[row][variable] = factor;

@@ -40,7 +40,7 @@ def draw_losses(runs: Sequence[Run]) -> Figure | None:
 
 
 def _panel(axes: Axes, runs: Sequence[Run], places: Sequence[Sequence[float]]) -> list[Text]:
-    """Draw the runs, later ones thinner, so that coinciding curves are visible as two."""
+    """Draw the runs, later ones thinner, so that overlapping curves can both be seen."""
     texts = []
     for number, (run, xs) in enumerate(zip(runs, places, strict=True)):
         chosen = number == len(runs) - 1

@@ -15,7 +15,7 @@ from poplar.planner.prediction import predict
 from poplar.profile import ClusterProfile
 from poplar.report import theme
 from poplar.report.differences import difference
-from poplar.report.record import SimilarPlan, Run
+from poplar.report.record import Run, SimilarPlan
 
 
 def draw_predictions(runs: Sequence[Run]) -> Figure:

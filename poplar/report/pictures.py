@@ -6,7 +6,7 @@ from matplotlib.figure import Figure
 
 from poplar.report.draw_curves import draw_curves
 from poplar.report.draw_losses import draw_losses
-from poplar.report.draw_predictions import draw_similar_plans, draw_predictions
+from poplar.report.draw_predictions import draw_predictions, draw_similar_plans
 from poplar.report.draw_steps import draw_steps
 from poplar.report.record import RunRecord
 from poplar.report.theme import to_svg, write_png

@@ -128,7 +128,7 @@ def _predicted(profile: ClusterProfile, plan: Plan) -> Prediction | None:
     try:
         return predict(profile, plan)
     except ValueError:
-        return None  # a plan made by hand, with batches that were not measured
+        return None  # a manual plan, with batches that were not measured
 
 
 def _sentences(

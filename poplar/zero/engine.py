@@ -71,7 +71,7 @@ class Engine:
         self._forward_depth = 0
         self._visits: dict[Unit, int] = {}
         self.hooks: list[RemovableHandle] = list(self._register_hooks())
-        """They keep the engine alive until the owner removes them."""
+        """They hold a reference to the engine until the owner removes them."""
 
     @property
     def flats(self) -> list[FlatParameter]:
@@ -275,7 +275,7 @@ class Engine:
 
     @property
     def values_are_writable(self) -> bool:
-        """Whether values written into the parameters now are kept."""
+        """Whether values written into the parameters now take effect."""
         return self._writeback or not self.strategy.shards_parameters
 
     # Hooks.

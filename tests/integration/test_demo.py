@@ -18,8 +18,8 @@ from poplar.report import RunRecord
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 import demo
-from similar_plans import own_part, similar_plans
 from noise import describe, warnings_of
+from similar_plans import own_part, similar_plans
 from speed import Speed
 from train_llama import progress
 

@@ -76,7 +76,7 @@ def test_equal_ranks_have_no_findings():
 
 
 @pytest.mark.parametrize(
-    ("versions", "kind", "words"),
+    ("versions", "kind", "text"),
     [
         ({"NCCL": "2.21.5"}, "problem", "NCCL differs: 2.29.2 (ranks 0, 2), 2.21.5 (rank 1)"),
         ({"poplar": "0.2.0"}, "problem", "poplar differs"),
@@ -85,10 +85,10 @@ def test_equal_ranks_have_no_findings():
         ({"python": "3.11.2"}, "advice", "python differs"),
     ],
 )
-def test_different_versions_are_listed_with_their_ranks(versions, kind, words):
+def test_different_versions_are_listed_with_their_ranks(versions, kind, text):
     finding = only_finding(facts(0), facts(1, versions=versions), facts(2))
     assert finding.kind == kind
-    assert words in finding.what
+    assert text in finding.what
     assert finding.fix
 
 
@@ -192,10 +192,10 @@ def test_throttling_other_processes_and_narrow_links_are_reported():
     hot = gpu(
         uuid="GPU-0", throttled="too hot", others_bytes=20 * GIB, links=("PCIe 4 x4 (of x16)",)
     )
-    words = " ".join(map(str, all_findings(facts(0, hot), facts(1))))
-    assert "too hot" in words
-    assert "other processes hold 20.00 GiB of the 80.00 GiB" in words
-    assert "PCIe 4 x4 (of x16)" in words
+    shown = " ".join(map(str, all_findings(facts(0, hot), facts(1))))
+    assert "too hot" in shown
+    assert "other processes hold 20.00 GiB of the 80.00 GiB" in shown
+    assert "PCIe 4 x4 (of x16)" in shown
 
 
 def test_slow_operators_are_advice_and_missing_transports_a_problem():

@@ -216,7 +216,7 @@ class TestLoss:
         assert loss.item() == pytest.approx(math.log(BYTES), abs=0.2)
 
     def test_decreases_in_training(self):
-        """Bytes increase by one, so each can be predicted from its neighbours."""
+        """Bytes increase by one, so each can be predicted from the adjacent bytes."""
         text = torch.arange(64 * SMALL.context + 1).remainder(16).to(torch.uint8)
         data = MaskedBytes(ByteWindows(text, SMALL.context))
         batch = default_collate([data[index] for index in range(len(data))])

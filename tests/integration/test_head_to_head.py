@@ -285,13 +285,13 @@ def test_rounds_alternate_order_and_skip_failed_trials():
     ]
     trials[1].absent = "failed"
     rounds = runner.rounds(trials, 12)
-    played = [
+    turns_run = [
         (trial.configuration.name, round_.steps) for round_ in rounds for trial in round_.trials
     ]
-    assert played == [("a", 5), ("c", 5), ("c", 5), ("a", 5), ("a", 2), ("c", 2)]
+    assert turns_run == [("a", 5), ("c", 5), ("c", 5), ("a", 5), ("a", 2), ("c", 2)]
 
 
-# Contests, by hand
+# Comparisons from given values
 
 
 @pytest.fixture(autouse=True)
@@ -331,7 +331,7 @@ def comparison(**changes: object) -> Comparison:
     fields = {
         "began": "2026-01-01T00:00:00",
         "cluster": "3:1",
-        "described": "by hand",
+        "described": "given values",
         "unequal": True,
         "task": TINY,
         "flops_per_sample": 1e7,

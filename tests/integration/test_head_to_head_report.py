@@ -337,13 +337,13 @@ def test_missing_measurement_misses_its_threshold():
     assert not missing.met
     assert str(missing) == "not measured (>= 1.4, short)"
     failed = found(
-        rows_of(comparison(outcomes=but("poplar exact, stage 3", absent="it fell over")))
+        rows_of(comparison(outcomes=but("poplar exact, stage 3", absent="out of memory")))
     )
     assert failed["2:1:1", 3, "balance over its ideal"].value is None
     many = found(rows_of(comparison(outcomes=but("DDP", absent="gone"))))
     assert many["2:1:1", 0, "fastest plan over the best peer"].value is None
-    nobody = found(rows_of(comparison(unequal=False, outcomes=OUTCOMES[:3])))
-    assert nobody["2:1:1", 0, "even over the best peer"].value is None
+    without_peers = found(rows_of(comparison(unequal=False, outcomes=OUTCOMES[:3])))
+    assert without_peers["2:1:1", 0, "even over the best peer"].value is None
 
 
 @pytest.mark.parametrize(

@@ -180,7 +180,7 @@ def test_peers_take_part_in_the_update(dtype: str, flat: bool) -> None:
 
 def test_unavailable_peers_are_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     def absent() -> Peer:
-        import a_package_that_nobody_has  # noqa: F401
+        import a_package_that_does_not_exist  # noqa: F401
 
         raise AssertionError
 

@@ -18,7 +18,7 @@ from records import synthetic_record
 
 from poplar.plan import Plan
 from poplar.planner.search import search
-from poplar.report import SimilarPlan, Run, RunRecord, Span, write_report
+from poplar.report import Run, RunRecord, SimilarPlan, Span, write_report
 from poplar.report.activity import (
     COMMUNICATION,
     COMPUTE,
@@ -299,8 +299,8 @@ class TestPages:
         assert found == [
             "curves.png",
             "losses.png",
-            "similar_plans.png",
             "predictions.png",
+            "similar_plans.png",
             "timeline.png",
         ]
         for name in found:
@@ -350,8 +350,8 @@ class TestReasons:
         assert why.prediction is not None
         assert why.prediction.optimality_gap == 0.0, "as the search proved"
         assert dataclasses.replace(why.prediction, optimality_gap=None) == own
-        rivals = [one.prediction for one in why.policies]
-        assert all(rival is not None and rival.step_seconds >= own.step_seconds for rival in rivals)
+        others = [one.prediction for one in why.policies]
+        assert all(other is not None and other.step_seconds >= own.step_seconds for other in others)
 
     def test_the_stored_prediction_of_the_chosen_plan_is_used(self, record):
         chosen = search(record.profile, global_batch=72, stages=(0,))
@@ -412,7 +412,7 @@ class TestUnusualRuns:
 
     def test_a_plan_beyond_the_profile_is_shown_without_a_prediction(self, record, tmp_path):
         plan = Plan.even(4, 400, 100, 0)
-        run = Run(name="by hand", plan=plan, step_seconds=(9.0,))
+        run = Run(name="manual", plan=plan, step_seconds=(9.0,))
         similar_plans = (SimilarPlan(plan=plan, step_seconds=9.0),)
         write_report(
             dataclasses.replace(record, runs=(run,), similar_plans=similar_plans),
