@@ -96,7 +96,7 @@ def measure(open_cluster: OpenCluster, task: Task, provider: str, stage: int, ro
     """One engine, on both backends in turns.
 
     Raises:
-        CrewFailed: it is not installed, or does not run.
+        WorkersFailed: it is not installed, or does not run.
     """
     size = open_cluster.cluster.size
     plan = Plan.even(size, task.global_batch, task.global_batch // size, stage)
@@ -131,7 +131,7 @@ def measure(open_cluster: OpenCluster, task: Task, provider: str, stage: int, ro
                 pairs = zip([begin, *ends[:-1]], ends, strict=True)
                 seconds[backend] += [end - start for start, end in pairs]
                 losses[backend] += [loss for turn in turns for loss in turn.losses]
-    gloo, poplar_configurations = (statistics.median(seconds[backend]) for backend in BACKENDS)
+    on_gloo, on_poplar = (statistics.median(seconds[backend]) for backend in BACKENDS)
     differences = (abs(a - b) for a, b in zip(*losses.values(), strict=True))
     return Row(
         benchmark="backends",
@@ -139,9 +139,9 @@ def measure(open_cluster: OpenCluster, task: Task, provider: str, stage: int, ro
         stage=stage,
         ranks=size,
         global_batch=task.global_batch,
-        gloo_seconds=gloo,
-        poplar_seconds=poplar_configurations,
-        faster=gloo / poplar_configurations,
+        gloo_seconds=on_gloo,
+        poplar_seconds=on_poplar,
+        faster=on_gloo / on_poplar,
         loss_difference=max(differences),
         steps=rounds * STEPS_A_TURN,
         device=provenance.device(),

@@ -38,7 +38,7 @@ class Row:
     """The cluster in one sentence."""
     unequal: bool
     """Ranks differ in speed or memory."""
-    entrant: str
+    configuration: str
     """Name of the configuration in tables."""
     provider: str
     """`poplar`, `deepspeed`, `fsdp2` or `ddp`."""
@@ -243,7 +243,7 @@ def _row(comparison: Comparison, outcome: Outcome) -> Row:
         cluster=comparison.cluster,
         described=comparison.described,
         unequal=comparison.unequal,
-        entrant=configuration.name,
+        configuration=configuration.name,
         provider=configuration.provider,
         stage=configuration.stage,
         policy=configuration.policy,
@@ -366,9 +366,9 @@ def _interval(one: Outcome, other: Outcome) -> tuple[float, float, float]:
 
     def ratio() -> float:
         drawn = draw.choices(rounds, k=len(rounds))
-        poplar_configurations = statistics.median(seconds for turn, _ in drawn for seconds in turn)
-        theirs = statistics.median(seconds for _, turn in drawn for seconds in turn)
-        return theirs / poplar_configurations
+        first = statistics.median(seconds for turn, _ in drawn for seconds in turn)
+        second = statistics.median(seconds for _, turn in drawn for seconds in turn)
+        return second / first
 
     ratios = sorted(ratio() for _ in range(RESAMPLES))
     ends = ratios[int(0.05 * RESAMPLES)], ratios[int(0.95 * RESAMPLES)]
@@ -376,9 +376,9 @@ def _interval(one: Outcome, other: Outcome) -> tuple[float, float, float]:
 
 
 def _loss_difference(outcome: Outcome, reference: Outcome | None) -> float | None:
-    theirs = reference.losses if reference else ()
-    pairs = list(zip(outcome.losses, theirs, strict=False))[:LOSSES_COMPARED]
-    differences = [abs(poplar_configurations - other) for poplar_configurations, other in pairs]
+    expected = reference.losses if reference else ()
+    pairs = list(zip(outcome.losses, expected, strict=False))[:LOSSES_COMPARED]
+    differences = [abs(loss - other) for loss, other in pairs]
     # max() would ignore NaN.
     return max((math.inf if math.isnan(d) else d for d in differences), default=None)
 

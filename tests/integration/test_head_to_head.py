@@ -356,7 +356,7 @@ def comparison(**changes: object) -> Comparison:
 
 
 def row(name: str, **changes: object):
-    return next(row for row in rows_of(comparison(**changes)) if row.entrant == name)
+    return next(row for row in rows_of(comparison(**changes)) if row.configuration == name)
 
 
 def test_speed_up_is_the_product_of_balance_transport_and_engine():
@@ -408,7 +408,7 @@ def test_absent_engines_give_a_reason_and_are_not_peers():
 
 def test_rows_are_read_back_and_the_later_run_counts(tmp_path):
     rows = rows_of(comparison())
-    earlier = [replace(row, run="the day before", entrant=row.entrant + "!") for row in rows]
+    earlier = [replace(row, run="the day before", configuration=row.configuration + "!") for row in rows]
     write_rows(tmp_path / "rows.jsonl", earlier)
     write_rows(tmp_path / "rows.jsonl", rows)
     assert read_rows(tmp_path / "rows.jsonl") == rows

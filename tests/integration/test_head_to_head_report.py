@@ -126,7 +126,7 @@ def comparison(**changes: object) -> Comparison:
 
 
 def row(name: str, **changes: object) -> Row:
-    return next(row for row in rows_of(comparison(**changes)) if row.entrant == name)
+    return next(row for row in rows_of(comparison(**changes)) if row.configuration == name)
 
 
 def but(name: str, **changes: object) -> tuple[Outcome, ...]:
@@ -407,7 +407,7 @@ def test_table_is_not_cut_in_narrow_terminals(width):
     assert not any("…" in line for line in lines)
     assert all(heading in lines[2] for heading in HEADINGS)
     for one in rows:
-        assert any(one.entrant in line for line in lines)
+        assert any(one.configuration in line for line in lines)
     ddp = next(line for line in lines if " DDP " in line)
     for cell in ("213.3", "66.7 %", "1.000", "32"):
         assert cell in ddp
@@ -525,4 +525,4 @@ def test_results_page_has_provenance_and_missed_thresholds():
         assert texts in text
     short = text[text.index("## Missed thresholds") : text.index("## Thresholds")]
     assert "2:1:1, stage 3: over DeepSpeed not measured (>= 1.4, short)" in short
-    assert all(one.entrant in text for one in rows)
+    assert all(one.configuration in text for one in rows)
