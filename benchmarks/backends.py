@@ -10,12 +10,11 @@ must agree.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import sys
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 
@@ -30,6 +29,7 @@ from head_to_head.workers import Workers, WorkersFailed, last_lines
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
+from rows import write_rows
 
 from poplar import Plan
 
@@ -79,9 +79,7 @@ def main() -> None:
     except EmulationUnavailable as failure:
         raise SystemExit(str(failure)) from None
     if options.output:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        with options.output.open("a", encoding="utf-8") as output:
-            output.writelines(json.dumps(asdict(row)) + "\n" for row in rows)
+        write_rows(options.output, rows)
     table = Table(
         *("engine", "ms on gloo", "on cpu:poplar", "faster", "loss difference"), box=SIMPLE_HEAD
     )

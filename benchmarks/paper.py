@@ -24,7 +24,6 @@ shape is ours. The A800 has the peak of an A100 and slower links.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -35,6 +34,7 @@ from typing import Any
 import provenance
 from rich.console import Console
 from rich.table import Table
+from rows import write_rows
 
 from poplar.hardware import roofline
 from poplar.hardware.cluster_file import ClusterFile, SimulatedCluster
@@ -434,8 +434,7 @@ def main() -> None:
     for line in findings(rows):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     if arguments.output is not None:
-        with arguments.output.open("a", encoding="utf-8") as output:
-            output.writelines(json.dumps(asdict(row)) + "\n" for row in rows)
+        write_rows(arguments.output, rows)
 
 
 if __name__ == "__main__":

@@ -12,19 +12,19 @@ plan of the heuristic alone is, at the stage where it is slowest.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import random
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 
 import provenance
 from rich.console import Console
 from rich.table import Table
+from rows import write_rows
 
 from poplar.planner.branch_and_bound import fastest_plan
 from poplar.planner.cost_model import StageCosts
@@ -79,8 +79,7 @@ def main() -> None:
     for case in cases(options.quick):
         rows.append(measure(*case, options.rounds))
         if options.output:
-            with options.output.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(asdict(rows[-1])) + "\n")
+            write_rows(options.output, rows[-1:])
     console.print(table_of(rows))
 
 

@@ -1,4 +1,4 @@
-"""Errors that concern several ranks.
+"""Errors that all ranks raise together.
 
 Invalid arguments raise `ValueError`, `TypeError` or `RuntimeError`, as in torch. The errors here
 are raised on every surviving rank and name the rank at fault, so that the log of one rank is enough

@@ -6,8 +6,8 @@ import json
 import math
 import random
 import statistics
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from datetime import date
 from pathlib import Path
 
@@ -174,13 +174,6 @@ class Row:
 def rows_of(comparison: Comparison) -> list[Row]:
     """One row per configuration, absent ones included."""
     return [_row(comparison, outcome) for outcome in comparison.outcomes]
-
-
-def write_rows(path: Path, rows: Iterable[Row]) -> None:
-    """Append, one JSON object per line."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as output:
-        output.writelines(json.dumps(asdict(row)) + "\n" for row in rows)
 
 
 def read_rows(path: Path) -> list[Row]:

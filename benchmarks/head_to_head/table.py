@@ -88,7 +88,12 @@ def cells_of(rows: Sequence[Row]) -> Iterator[tuple[str, ...]]:
     for row in in_order(rows):
         if row.absent:
             reason = " ".join(row.absent.split())
-            yield (str(row.stage), row.configuration, f"absent: {reason}", *[""] * (len(HEADINGS) - 3))
+            yield (
+                str(row.stage),
+                row.configuration,
+                f"absent: {reason}",
+                *[""] * (len(HEADINGS) - 3),
+            )
             continue
         memory = f"{max(row.peak_memory) / 2**20:.0f}" if row.peak_memory else NOTHING
         peer = row.over_best_peer_of_stage

@@ -175,9 +175,7 @@ def accumulate_alone(recipe: Recipe) -> dict[str, Tensor]:
     return dict(model.named_parameters())
 
 
-@pytest.mark.parametrize(
-    "accumulate", [accumulate_without_sync, accumulate_with_sync_switched_off]
-)
+@pytest.mark.parametrize("accumulate", [accumulate_without_sync, accumulate_with_sync_switched_off])
 @pytest.mark.parametrize("stage", STAGES)
 def test_backward_without_gradient_sync_accumulates(
     ranks: Pool, stage: int, accumulate: Callable[[Run], dict[str, Tensor]]

@@ -24,13 +24,14 @@ from head_to_head.ideal import ideals
 from head_to_head.notes import notes
 from head_to_head.outcome import Calibration, Comparison, Outcome
 from head_to_head.page import write_page
-from head_to_head.row import read_rows, rows_of, write_rows
+from head_to_head.row import read_rows, rows_of
 from head_to_head.table import HEADINGS, cells_of, summary_of, table_of
 from head_to_head.targets import Verdict, verdicts
 from head_to_head.task import Task
 from head_to_head.worker_calls import Turn
 from head_to_head.workers import WorkerContext, Workers, WorkersFailed
 from results import markdown
+from rows import write_rows
 
 from poplar import Plan
 from poplar.system.trace import Span
@@ -408,7 +409,9 @@ def test_absent_engines_give_a_reason_and_are_not_peers():
 
 def test_rows_are_read_back_and_the_later_run_counts(tmp_path):
     rows = rows_of(comparison())
-    earlier = [replace(row, run="the day before", configuration=row.configuration + "!") for row in rows]
+    earlier = [
+        replace(row, run="the day before", configuration=row.configuration + "!") for row in rows
+    ]
     write_rows(tmp_path / "rows.jsonl", earlier)
     write_rows(tmp_path / "rows.jsonl", rows)
     assert read_rows(tmp_path / "rows.jsonl") == rows

@@ -22,11 +22,12 @@ from head_to_head import targets
 from head_to_head.engine import Configuration
 from head_to_head.outcome import Calibration, Comparison, Outcome
 from head_to_head.page import write_page
-from head_to_head.row import Row, read_rows, rows_of, write_rows
+from head_to_head.row import Row, read_rows, rows_of
 from head_to_head.table import HEADINGS, cells_of, ideals_of, reasons_of, summary_of, table_of
 from head_to_head.targets import Verdict, verdicts
 from head_to_head.task import Task
 from results import markdown
+from rows import write_rows
 
 from poplar import Plan
 from poplar.system.trace import Span
