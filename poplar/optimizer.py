@@ -35,12 +35,12 @@ from poplar.zero.agreement import (
     norm_rows,
     raise_on_any_error,
 )
-from poplar.zero.engine import STRATEGIES, Engine
+from poplar.zero.engine import Engine
 from poplar.zero.evaluation import Evaluation
 from poplar.zero.grad_scaler import GradScaler
 from poplar.zero.micro_batch_loss import LossFunction, MicroBatchLoss
 from poplar.zero.micro_batches import BatchSplitter, Loss, MicroBatch, OpenedStep, Weight
-from poplar.zero.setup import agree_on_request, build_engine, check_request
+from poplar.zero.setup import STRATEGY_CLASSES, agree_on_request, build_engine, check_request
 from poplar.zero.state_dict_guard import guard_model_state
 from poplar.zero.unit_plans import check_plan_change, persistent_units, shares_by_unit
 from poplar.zero.update import OptimizerFactory
@@ -205,7 +205,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         self._plan = plan
         self._stage = request.stage
         self._batch_norms = [] if allow_batch_norm else model_checks.batch_norms(model)
-        every_pass = STRATEGIES[request.stage].reduces_every_pass
+        every_pass = STRATEGY_CLASSES[request.stage].reduces_every_pass
         self._splitter = BatchSplitter(plan, every_pass, dtype)
         self._default_scaler = GradScaler(request.device.type) if dtype is torch.float16 else None
         self._engine, self._update = build_engine(request, comm, self._control, dtype)

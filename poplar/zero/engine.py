@@ -21,20 +21,8 @@ from poplar.data import pytree
 from poplar.errors import CollectiveTimeout, PoplarError
 from poplar.zero.collective_scheduler import CollectiveScheduler, Mode
 from poplar.zero.flat_parameter import FlatParameter
-from poplar.zero.replicated import Replicated
-from poplar.zero.sharded_gradients import ShardedGradients
-from poplar.zero.sharded_optimizer import ShardedOptimizer
-from poplar.zero.sharded_parameters import ShardedParameters
 from poplar.zero.strategy import Strategy
 from poplar.zero.unit import Unit
-
-STRATEGIES: tuple[type[Strategy], ...] = (
-    Replicated,
-    ShardedOptimizer,
-    ShardedGradients,
-    ShardedParameters,
-)
-"""By ZeRO stage."""
 
 
 class Engine:

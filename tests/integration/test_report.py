@@ -388,10 +388,10 @@ class TestUnusualRuns:
         assert not Page((tmp_path / "report.html").read_text(encoding="utf-8")).open
         assert {p.stem for p in tmp_path.glob("*.png")} == {"curves", "predictions"}
 
-    def test_one_rank(self, tmp_path):
+    def test_report_of_one_rank_is_written(self, tmp_path):
         write_report(synthetic_record(speeds=(20.0,)), tmp_path / "report.html")
 
-    def test_more_ranks_than_colors(self, tmp_path):
+    def test_more_ranks_than_colors_are_drawn_by_device_name(self, tmp_path):
         names = ["NVIDIA A100-SXM4-80GB"] * 6 + ["Tesla V100-SXM2-16GB"] * 6
         speeds = [30.0 + r for r in range(6)] + [12.0 + r / 2 for r in range(6)]
         write_report(synthetic_record(speeds, names=names, stage=1), tmp_path / "report.html")
