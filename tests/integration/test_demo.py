@@ -121,8 +121,8 @@ class TestSummary:
         record = synthetic_record()
         demo.write_outputs(Console(file=io.StringIO()), record, tmp_path / "demo")
         assert RunRecord.from_json(tmp_path / "demo" / "run.json") == record
-        kept = {path.name for path in (tmp_path / "demo").iterdir()}
-        assert kept >= {"run.json", "report.html", "curves.png", "timeline.png", "losses.png"}
+        written = {path.name for path in (tmp_path / "demo").iterdir()}
+        assert written >= {"run.json", "report.html", "curves.png", "timeline.png", "losses.png"}
 
 
 class TestNoise:

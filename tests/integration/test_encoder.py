@@ -183,10 +183,10 @@ class TestMasks:
         every = [data[index] for index in range(len(data))]
         shown = torch.cat([sample["input"][sample["places"]] for sample in every])
         target = torch.cat([sample["target"] for sample in every])
-        masks, kept = (float(what.float().mean()) for what in (shown == MASK, shown == target))
+        masks, unchanged = (float(what.float().mean()) for what in (shown == MASK, shown == target))
         deviation = (0.8 * 0.2 / shown.numel()) ** 0.5
         assert abs(masks - 0.8) < 4 * deviation
-        assert abs(kept - (0.1 + 0.1 / BYTES)) < 4 * deviation
+        assert abs(unchanged - (0.1 + 0.1 / BYTES)) < 4 * deviation
         swapped = shown[(shown != MASK) & (shown != target)]
         assert swapped.unique().numel() == BYTES
 
