@@ -64,7 +64,7 @@ test-all: setup ## Run all tests: full parameter products, long random runs, a f
 COMPAT := build/compat/$(subst /,_,$(TORCH))
 
 .PHONY: compat
-compat: ## Run the tests in an environment of its own with another PyTorch: make compat TORCH=torch==2.10.0
+compat: ## Run the tests in an environment of its own with another PyTorch: make compat TORCH=torch==2.10.0 (oldest) or TORCH=torch==2.14.1 (newest)
 	$(PYTHON) -m venv $(COMPAT)
 	$(COMPAT)/bin/python -m pip --disable-pip-version-check -q install $(PIP_FLAGS) '$(TORCH)'
 	$(COMPAT)/bin/python -m pip --disable-pip-version-check -q install $(PIP_FLAGS) -C build-dir=$(COMPAT)/cmake -e '.[dev]' '$(TORCH)'

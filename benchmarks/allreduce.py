@@ -29,12 +29,13 @@ import torch.distributed as dist
 from collectives import mpi_provider
 from collectives.case import DTYPES, OPERATIONS
 from collectives.measure import ALGORITHMS, PROVIDERS, Request, measure, shares_of
-from collectives.row import Row, read_rows, write_rows
+from collectives.row import Row, read_rows
 from collectives.table import tables_of, verdicts_table
 from collectives.targets import HEADLINE, verdicts
 from launch import LaunchError, run_ranks
 from network import EmulatedNetwork, EmulationUnavailable, Hosts
 from rich.console import Console
+from rows import write_rows
 
 SIZES = ("4KiB", "64KiB", "1MiB", "16MiB", "64MiB", "256MiB")
 SHARES = ("70/10/10/10", "50/50/0/0", "90/10")

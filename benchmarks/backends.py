@@ -10,12 +10,11 @@ must agree.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import sys
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 
@@ -30,6 +29,7 @@ from head_to_head.workers import Workers, WorkersFailed, last_lines
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
+from rows import write_rows
 
 from poplar import Plan
 
@@ -79,9 +79,7 @@ def main() -> None:
     except EmulationUnavailable as failure:
         raise SystemExit(str(failure)) from None
     if options.output:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        with options.output.open("a", encoding="utf-8") as output:
-            output.writelines(json.dumps(asdict(row)) + "\n" for row in rows)
+        write_rows(options.output, rows)
     table = Table(
         *("engine", "ms on gloo", "on cpu:poplar", "faster", "loss difference"), box=SIMPLE_HEAD
     )
@@ -96,7 +94,7 @@ def measure(open_cluster: OpenCluster, task: Task, provider: str, stage: int, ro
     """One engine, on both backends in turns.
 
     Raises:
-        CrewFailed: it is not installed, or does not run.
+        WorkersFailed: it is not installed, or does not run.
     """
     size = open_cluster.cluster.size
     plan = Plan.even(size, task.global_batch, task.global_batch // size, stage)
@@ -131,7 +129,7 @@ def measure(open_cluster: OpenCluster, task: Task, provider: str, stage: int, ro
                 pairs = zip([begin, *ends[:-1]], ends, strict=True)
                 seconds[backend] += [end - start for start, end in pairs]
                 losses[backend] += [loss for turn in turns for loss in turn.losses]
-    gloo, poplar_configurations = (statistics.median(seconds[backend]) for backend in BACKENDS)
+    on_gloo, on_poplar = (statistics.median(seconds[backend]) for backend in BACKENDS)
     differences = (abs(a - b) for a, b in zip(*losses.values(), strict=True))
     return Row(
         benchmark="backends",
@@ -139,9 +137,9 @@ def measure(open_cluster: OpenCluster, task: Task, provider: str, stage: int, ro
         stage=stage,
         ranks=size,
         global_batch=task.global_batch,
-        gloo_seconds=gloo,
-        poplar_seconds=poplar_configurations,
-        faster=gloo / poplar_configurations,
+        gloo_seconds=on_gloo,
+        poplar_seconds=on_poplar,
+        faster=on_gloo / on_poplar,
         loss_difference=max(differences),
         steps=rounds * STEPS_A_TURN,
         device=provenance.device(),

@@ -11,13 +11,12 @@ rank's time counts.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -33,6 +32,7 @@ from launch import LaunchError, run_ranks
 from llama import SIZES, Llama, next_byte_loss
 from rich.console import Console
 from rich.table import Table
+from rows import write_rows
 from text import ByteWindows, load_text
 from train_llama import Batch, epochs, start_process_group, to_device
 
@@ -112,8 +112,7 @@ def compare(options: argparse.Namespace) -> None:
     if dist.get_rank() == 0:
         console.print(table_of(rows))
         if options.output:
-            with Path(options.output).open("a") as output:
-                output.writelines(json.dumps(asdict(row)) + "\n" for row in rows)
+            write_rows(options.output, rows)
 
 
 def new_model(options: argparse.Namespace, device: torch.device) -> Llama:

@@ -179,9 +179,9 @@ def of_tests(
     )
 
 
-def operators_with(words: str) -> list[str]:
+def operators_with(names: str) -> list[str]:
     """Arguments of pytest: the operators' tests on the GPU whose names match."""
-    return ["--full", "unit/test_ops.py", "-k", f"cuda and not test_cuda_ and ({words})"]
+    return ["--full", "unit/test_ops.py", "-k", f"cuda and not test_cuda_ and ({names})"]
 
 
 def sanitizer(

@@ -11,13 +11,14 @@ from __future__ import annotations
 import json
 import statistics
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 
 import provenance
 import torch
 import torch.distributed as dist
+from rows import write_rows
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
@@ -68,8 +69,7 @@ def train_on_one_gpu(
     for stage in stages:
         row = train(stage, backend, size, target)
         if rank == 0:
-            with Path(output).open("a", encoding="utf-8") as file:
-                file.write(json.dumps(asdict(row)) + "\n")
+            write_rows(output, [row])
 
 
 def train(stage: int, backend: str, size: str, device: torch.device) -> Row:

@@ -1,10 +1,10 @@
 """Keep CPU cores out of idle states while ranks wait.
 
-A core without work enters an idle state, on a virtual machine through the host, and leaves it late.
-Ranks under CPU quotas stop a hundred times a second: on the machine of the published results, idle
-states cost plain passes 6 to 9 % of their speed, unevenly between ranks. While a process holds
-`/dev/cpu_dma_latency` open with 0 microseconds in it, the kernel polls instead (PM QoS,
-`Documentation/power/pm_qos_interface.rst`).
+A core without work enters an idle state, on a virtual machine through the host, and needs time to
+leave it. Ranks under CPU quotas stop a hundred times a second. On the machine of the published
+results, idle states cost plain passes 6 to 9 % of their speed, unevenly between ranks. While a
+process holds `/dev/cpu_dma_latency` open with 0 microseconds in it, the kernel polls instead (PM
+QoS, `Documentation/power/pm_qos_interface.rst`).
 """
 
 from __future__ import annotations

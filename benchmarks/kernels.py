@@ -25,11 +25,12 @@ import torch
 from operators.lists import LISTS
 from operators.measure import measure
 from operators.peers import installed
-from operators.row import Row, read_rows, rows_of, write_rows
+from operators.row import Row, read_rows, rows_of
 from operators.show import draw, table_of, verdicts_table
 from operators.targets import verdicts
 from operators.tasks import DTYPES, OPERATIONS, tasks_of
 from rich.console import Console
+from rows import write_rows
 
 from poplar import ops
 
@@ -73,7 +74,7 @@ def run(options: argparse.Namespace, console: Console) -> list[Row]:
             made = rows_of(task, name, dtype, measure(task, options.rounds), options.threads)
             rows += made
             if options.output:
-                write_rows(made, options.output)
+                write_rows(options.output, made)
             del task
             gc.collect()
             if options.device == "cuda":

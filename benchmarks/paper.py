@@ -1,6 +1,6 @@
 """The evaluation of the Poplar paper (arXiv 2408.12596), simulated.
 
-Three clusters of two kinds of device, models of the Llama and BERT families, a global batch of two
+Three clusters of two device types, models of the Llama and BERT families, a global batch of two
 million tokens, every ZeRO stage. Each policy plans on estimated profiles (`poplar.hardware`), and
 the cost model predicts the plan. Nothing is measured: every line says "simulated".
 
@@ -9,7 +9,7 @@ the cost model predicts the plan. Nothing is measured: every line says "simulate
 
 Policies:
 
-- `weak` and `strong`: only one of the two kinds of device, evenly;
+- `weak` and `strong`: only one of the two device types, evenly;
 - `even`: equal work, the largest micro-batch that fits the smallest device (DeepSpeed);
 - `flops`: in proportion to peak FLOP/s (Whale);
 - `paper`: *our reconstruction* of the published policy, without its full text and code;
@@ -24,7 +24,6 @@ shape is ours. The A800 has the peak of an A100 and slower links.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -36,6 +35,7 @@ import provenance
 import roofline_errors
 from rich.console import Console
 from rich.table import Table
+from rows import write_rows
 
 from poplar.hardware.cluster_file import ClusterFile
 from poplar.hardware.estimate import estimate, gain
@@ -62,7 +62,7 @@ LINKS = {
     "100g": {"network_gbit_per_s": 100.0},
     "10g": {"network_gbit_per_s": 10.0},
 }
-"""All devices in one host on PCIe 3, or one host per kind of device with this network between."""
+"""All devices in one host on PCIe 3, or one host per device type with this network between."""
 POLICIES = ("even", "flops", "paper", "exact")
 PUBLISHED = (1.02, 3.92)
 """Smallest and largest speed-up over baselines that the paper reports."""
@@ -92,9 +92,9 @@ class Case:
         return TOKENS // self.job.sequence
 
     def simulated(self, *, strong: bool = True, weak: bool = True) -> SimulatedCluster:
-        """The cluster, or only one kind of device."""
-        kinds = [(self.strong, self.strong_count)] * strong + [(self.weak, self.weak_count)] * weak
-        devices = [{"gpu": gpu, "count": count} for gpu, count in kinds]
+        """The cluster, or only one device type."""
+        types = [(self.strong, self.strong_count)] * strong + [(self.weak, self.weak_count)] * weak
+        devices = [{"gpu": gpu, "count": count} for gpu, count in types]
         content: dict[str, Any] = {"name": f"{self.cluster} {self.strong_count}:{self.weak_count}"}
         if self.links == "pcie":
             content["host"] = [{"device": devices, **LINKS[self.links]}]
@@ -167,8 +167,8 @@ def rows_of(case: Case) -> Iterator[Row]:
     """The rows of every policy on one case."""
     whole = case.simulated()
     found = {policy: _plan(whole, case, policy) for policy in POLICIES}
-    for policy, kinds in (("weak", {"strong": False}), ("strong", {"weak": False})):
-        alone = case.simulated(**kinds)
+    for policy, selection in (("weak", {"strong": False}), ("strong", {"weak": False})):
+        alone = case.simulated(**selection)
         yield _row(case, policy, alone, _plan(alone, case, "even"), {})
     for policy, plan in found.items():
         yield _row(case, policy, whole, plan, found)
@@ -301,11 +301,11 @@ def _largest_gain(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _ratio(rows: Sequence[Row], of: Row) -> str:
-    """Speed of a strong device over a weak one, each kind alone."""
+    """Speed of a strong device over a weak one, each device type alone."""
     strong = _by_case(rows, "strong").get(_key(of))
     weak = _by_case(rows, "weak").get(_key(of))
     if strong is None or weak is None:
-        return "unknown (one kind alone does not fit)"
+        return "unknown (one device type alone does not fit)"
     return f"{strong / of.strong_count / (weak / of.weak_count):.1f}"
 
 
@@ -338,7 +338,7 @@ def _over_one_kind(rows: Sequence[Row]) -> Iterator[str]:
         lost = [key for key in places if strong[key] > mixed[key]]
         yield (
             f"simulated: links {links}: in {len(lost)} of {len(places)} cases the strong devices "
-            "alone are faster than any plan for both kinds at the same stage."
+            "alone are faster than any plan for both device types at the same stage."
         )
 
 
@@ -418,7 +418,7 @@ def main() -> None:
     parser.add_argument("--stages", nargs="+", type=int, choices=STAGES, default=STAGES)
     parser.add_argument("--links", nargs="+", choices=LINKS, default=list(LINKS))
     parser.add_argument(
-        "--quick", action="store_true", help="one device count and one kind of links"
+        "--quick", action="store_true", help="one device count and one type of links"
     )
     arguments = parser.parse_args()
     links, counts = arguments.links, COUNTS
@@ -435,8 +435,7 @@ def main() -> None:
     for line in findings(rows):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     if arguments.output is not None:
-        with arguments.output.open("a", encoding="utf-8") as output:
-            output.writelines(json.dumps(asdict(row)) + "\n" for row in rows)
+        write_rows(arguments.output, rows)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -37,6 +36,7 @@ from prediction_plans import part_unprofiled, plans_for
 from prediction_rows import Measurement, Row, regrets, regrets_table, summary, table_of
 from prediction_yardstick import Turn, Yardstick
 from rich.console import Console
+from rows import write_rows
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 from launch import LaunchError, run_ranks
@@ -102,8 +102,7 @@ def main() -> None:
                 raise SystemExit(1) from None
             console.print(table_of(found))
             if options.output:  # now, because a later pair may fail after minutes
-                with Path(options.output).open("a", encoding="utf-8") as output:
-                    output.writelines(json.dumps(asdict(row)) + "\n" for row in found)
+                write_rows(options.output, found)
             rows += found
     console.print(regrets_table(regrets(rows)))
     print(json.dumps(summary(rows)), flush=True)
@@ -189,7 +188,7 @@ def measure_pair(
         ]
         console.print(f"stage {stage}: {len(plans)} plans in {time.perf_counter() - start:.0f} s")
     if rank == 0:
-        Path(result).write_text("".join(json.dumps(asdict(row)) + "\n" for row in rows))
+        write_rows(result, rows)
 
 
 def expected_seconds(profile: ClusterProfile, plan: Plan, slowness: Sequence[float]) -> float:

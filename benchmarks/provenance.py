@@ -31,7 +31,7 @@ def versions(*names: str) -> str:
             found.append(f"{name} {importlib.metadata.version(name)}")
         except importlib.metadata.PackageNotFoundError:
             found.append(f"no {name}")
-    return f"{', '.join(found)}, python {platform.python_version()}"
+    return ", ".join([*found, f"python {platform.python_version()}"])
 
 
 @cache

@@ -12,19 +12,19 @@ plan of the heuristic alone is, at the stage where it is slowest.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import random
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 
 import provenance
 from rich.console import Console
 from rich.table import Table
+from rows import write_rows
 
 from poplar.planner.branch_and_bound import fastest_plan
 from poplar.planner.cost_model import StageCosts
@@ -35,7 +35,7 @@ from poplar.profile import BatchPoint, ClusterProfile, DeviceProfile, ModelProfi
 RANKS, GROUPS, BATCHES = (8, 64, 256, 1024, 10_000), (1, 4, 8, 16), (64, 512, 8192, 65_536)
 USUAL_RANKS, USUAL_GROUPS = 1024, 8
 DIFFERENT = (96, 256)
-"""Ranks of which no two are equal, as in measured profiles."""
+"""Ranks that are all different, as in measured profiles."""
 TARGETS = {(1024, 8, 8192): 0.2, (10_000, 8, 65_536): 2.0}
 """Seconds, by ranks, device groups and global batch."""
 UNITS = 22
@@ -79,8 +79,7 @@ def main() -> None:
     for case in cases(options.quick):
         rows.append(measure(*case, options.rounds))
         if options.output:
-            with options.output.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(asdict(rows[-1])) + "\n")
+            write_rows(options.output, rows[-1:])
     console.print(table_of(rows))
 
 

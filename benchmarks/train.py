@@ -3,8 +3,8 @@
 Ranks are processes slowed down by CPU quotas or shared cores (`head_to_head/clusters.py`). Every
 engine has the same model, data, global batch, optimizer, dtype and learning rate, and its best
 permitted settings; engines take turns of a few steps. DDP and FSDP2 also run with uneven batches
-set by hand. Results are compared with the sum of speeds: plain PyTorch passes on all ranks at once,
-without communication.
+set manually. Results are compared with the sum of speeds: plain PyTorch passes on all ranks at the
+same time, without communication.
 
     make peers                                             # DeepSpeed, once
     python benchmarks/train.py --quick                     # two minutes
@@ -25,12 +25,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 from emulation import EmulationUnavailable
 from head_to_head.clusters import CLUSTERS, Cluster, find_cluster
 from head_to_head.outcome import Comparison
-from head_to_head.row import Row, rows_of, write_rows
+from head_to_head.row import Row, rows_of
 from head_to_head.runner import Settings, compare
 from head_to_head.table import summary_of, table_of
 from head_to_head.task import MODELS, Task
 from head_to_head.workers import WorkersFailed
 from rich.console import Console
+from rows import write_rows
 
 QUICK = Settings(
     policies=("even", "exact"),

@@ -23,11 +23,11 @@ import torch
 import torch.distributed as dist
 from launch import LaunchError, run_ranks
 from llama import SIZES, Llama, next_byte_loss
-from neighbours import measure_in_turns, neighbours, own_part
 from noise import OtherLoad, describe, warnings_of
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
+from similar_plans import measure_in_turns, own_part, similar_plans
 from speed import Speed, measure_speeds, sum_of_speeds
 from text import ByteWindows, load_text
 from torch.utils.data import DataLoader, default_collate
@@ -49,7 +49,7 @@ LARGEST_MEASURED_BATCH = 16
 """On a CPU, larger batches hardly change the samples per second."""
 ROUND_STEPS = 5
 """Steps of one plan before the other plan's turn."""
-NEIGHBOUR_ROUNDS = 5
+SIMILAR_PLAN_ROUNDS = 5
 """Turns of each plan near the chosen one."""
 MAX_LOSS_DIFFERENCE = 1e-2
 """In nats. A larger difference means that the two plans did not train the same model."""
@@ -97,7 +97,7 @@ def compare(options: argparse.Namespace) -> None:
         profile=profile,
         runs=tuple(run.to_report() for run in runs),
         sum_of_speeds=sum_of_speeds(before, after),
-        neighbours=measure_neighbours(runs[-1], profile, options.neighbours, console),
+        similar_plans=measure_similar_plans(runs[-1], profile, options.similar_plans, console),
     )
     if dist.get_rank() == 0:
         write_outputs(console, record, options.output)
@@ -205,24 +205,24 @@ def samples_of(text: ByteWindows, indices: range) -> Batch:
     return default_collate([text[index] for index in indices])
 
 
-def measure_neighbours(
+def measure_similar_plans(
     run: Run, profile: ClusterProfile, count: int, console: Console
-) -> tuple[report.Neighbour, ...] | None:
+) -> tuple[report.SimilarPlan, ...] | None:
     """Time the chosen plan and up to `count` similar ones in turns. Every rank must call it."""
     if not count:
         return None
-    plans = [run.plan, *neighbours(run.plan, profile, count)]
+    plans = [run.plan, *similar_plans(run.plan, profile, count)]
 
     def one_step(plan: Plan) -> None:
         batch = own_part(plan, dist.get_rank(), lambda indices: samples_of(run.text, indices))
         run.optimizer.train_step(next_byte_loss, batch, max_norm=1.0)
 
-    with progress(console, NEIGHBOUR_ROUNDS * len(plans)) as advance:
+    with progress(console, SIMILAR_PLAN_ROUNDS * len(plans)) as advance:
         seconds = measure_in_turns(
-            run.optimizer, plans, one_step, rounds=NEIGHBOUR_ROUNDS, after_turn=advance
+            run.optimizer, plans, one_step, rounds=SIMILAR_PLAN_ROUNDS, after_turn=advance
         )
     return tuple(
-        report.Neighbour(plan=plan, step_seconds=each)
+        report.SimilarPlan(plan=plan, step_seconds=each)
         for plan, each in zip(plans, seconds, strict=True)
     )
 
@@ -276,11 +276,11 @@ def summarize(
     console.print(
         f"the loss curves differ by at most {max(differences):.2g} over {len(differences)} steps"
     )
-    ratio = best_neighbour_ratio(record)
+    ratio = best_similar_plan_ratio(record)
     if ratio is not None:
         console.print(
             f"the chosen plan reaches {100 * ratio:.1f} % of the speed of the best of "
-            f"{len(record.neighbours or ()) - 1} similar plans"
+            f"{len(record.similar_plans or ()) - 1} similar plans"
         )
     outcome = outcome_of(record, max(differences), noise_warnings)
     console.print(
@@ -313,8 +313,8 @@ def outcome_of(
         "max_loss_difference": max_loss_difference,
         "noise": list(noise_warnings),
     }
-    ratio = best_neighbour_ratio(record)
-    return outcome if ratio is None else outcome | {"best_neighbour_ratio": rounded(ratio)}
+    ratio = best_similar_plan_ratio(record)
+    return outcome if ratio is None else outcome | {"best_similar_plan_ratio": rounded(ratio)}
 
 
 def table_of(record: report.RunRecord) -> Table:
@@ -346,11 +346,11 @@ def table_of(record: report.RunRecord) -> Table:
     return table
 
 
-def best_neighbour_ratio(record: report.RunRecord) -> float | None:
+def best_similar_plan_ratio(record: report.RunRecord) -> float | None:
     """Speed of the chosen plan over the fastest similar plan; above 1 it is the fastest."""
-    if record.neighbours is None or len(record.neighbours) < 2:
+    if record.similar_plans is None or len(record.similar_plans) < 2:
         return None
-    chosen, *others = record.neighbours
+    chosen, *others = record.similar_plans
     return min(near.step_seconds for near in others) / chosen.step_seconds
 
 
@@ -403,7 +403,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--quick", action="store_true", help="fewer steps and shorter measurements")
     parser.add_argument(
-        "--neighbours",
+        "--similar-plans",
         type=int,
         default=0,
         metavar="N",
@@ -421,8 +421,8 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     options.steps = (8 if options.quick else 30) if options.steps is None else options.steps
     if options.steps < 3:
         parser.error(f"--steps must be at least 3 to give a median, got {options.steps}")
-    if options.neighbours < 0:
-        parser.error(f"--neighbours must be 0 or more, got {options.neighbours}")
+    if options.similar_plans < 0:
+        parser.error(f"--similar-plans must be 0 or more, got {options.similar_plans}")
     options.measure_seconds = 4.0 if options.quick else 10.0
     options.profile_seconds = 15.0 if options.quick else 45.0
     return options

@@ -152,9 +152,9 @@ class Encoder(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.width, eps=config.epsilon)
         self.head = Head(config)
-        self.apply(self._initialise)
+        self.apply(self._initialize)
 
-    def _initialise(self, module: nn.Module) -> None:
+    def _initialize(self, module: nn.Module) -> None:
         if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.normal_(module.weight, std=0.02)
         if isinstance(module, nn.Linear) and module.bias is not None:

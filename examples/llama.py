@@ -143,9 +143,9 @@ class Llama(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.width, eps=config.epsilon)
         self.head = nn.Linear(config.width, config.vocabulary, bias=False)
-        self.apply(self._initialise)
+        self.apply(self._initialize)
 
-    def _initialise(self, module: nn.Module) -> None:
+    def _initialize(self, module: nn.Module) -> None:
         if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.normal_(module.weight, std=0.02)
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 Batch = Any
-"""Whatever the loss function takes."""
+"""A batch in the form that the loss function accepts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

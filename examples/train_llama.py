@@ -152,10 +152,10 @@ def check_same_text(text: ByteWindows) -> None:
         )
 
 
-def compute_dtype(asked: str, device: torch.device) -> torch.dtype:
+def compute_dtype(choice: str, device: torch.device) -> torch.dtype:
     """The requested dtype; `auto` is resolved as the optimizer does, but before it exists."""
-    if asked != "auto":
-        return DTYPES[asked]
+    if choice != "auto":
+        return DTYPES[choice]
     if device.type == "cpu":
         return torch.float32
     # Emulated bf16 is slow, so it does not count.

@@ -25,7 +25,7 @@ _PAST = 2**62
 def _load(address, offset, mask, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
     """Load values as fp32; masked elements are undefined.
 
-    `ALIGNED`: the address is a multiple of 16 bytes, so loads are vectorised. The compiler cannot
+    `ALIGNED`: the address is a multiple of 16 bytes, so loads are vectorized. The compiler cannot
     derive that for an address from a table.
     """
     place = address.to(tl.pointer_type(TYPE)) + offset

@@ -1,4 +1,4 @@
-"""Errors that concern several ranks.
+"""Poplar's own errors, which all ranks raise together.
 
 Invalid arguments raise `ValueError`, `TypeError` or `RuntimeError`, as in torch. The errors here
 are raised on every surviving rank and name the rank at fault, so that the log of one rank is enough
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 
 class PoplarError(RuntimeError):
-    """Base class of the errors that concern several ranks."""
+    """Base class of Poplar's own errors."""
 
 
 class RankFailed(PoplarError):

@@ -1,7 +1,7 @@
 """`HeteroZeroOptimizer`: the public API of the engine, a `torch.optim.Optimizer`.
 
-A step is: split the batch, open, run the passes, close, update. `poplar.zero` implements what a
-ZeRO stage does in each of these, `poplar.comm` how tensors are sent.
+`train_step` splits the batch, agrees on the weights, runs the passes, agrees on the result, and
+updates. The ZeRO stages are in `poplar.zero`, the transports in `poplar.comm`.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from poplar.zero.agreement import (
     norm_rows,
     raise_on_any_error,
 )
-from poplar.zero.engine import STRATEGIES, Engine
+from poplar.zero.engine import Engine
 from poplar.zero.evaluation import Evaluation
 from poplar.zero.grad_scaler import GradScaler
 from poplar.zero.micro_batch_loss import LossFunction, MicroBatchLoss
 from poplar.zero.micro_batches import BatchSplitter, Loss, MicroBatch, OpenedStep, Weight
-from poplar.zero.setup import agree_on_request, build_engine, check_request
+from poplar.zero.setup import STRATEGY_CLASSES, agree_on_request, build_engine, check_request
 from poplar.zero.state_dict_guard import guard_model_state
 from poplar.zero.unit_plans import check_plan_change, persistent_units, shares_by_unit
 from poplar.zero.update import OptimizerFactory
@@ -134,7 +134,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         optimizer_class: an elementwise optimizer class such as AdamW, Adam or SGD. Others are
             detected by a test step and rejected.
         plan: batches, passes and shares of each rank, and its persistent units. None: even shares
-            at `stage`; each rank's batch is one pass, whatever its size.
+            at `stage`; each rank's batch is one pass, of any size.
         stage: ZeRO stage 0, 1, 2 or 3; only without a plan.
         params: parameters or param groups of the model, as for `torch.optim`; default: all that
             require a gradient.
@@ -205,7 +205,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         self._plan = plan
         self._stage = request.stage
         self._batch_norms = [] if allow_batch_norm else model_checks.batch_norms(model)
-        every_pass = STRATEGIES[request.stage].reduces_every_pass
+        every_pass = STRATEGY_CLASSES[request.stage].reduces_every_pass
         self._splitter = BatchSplitter(plan, every_pass, dtype)
         self._default_scaler = GradScaler(request.device.type) if dtype is torch.float16 else None
         self._engine, self._update = build_engine(request, comm, self._control, dtype)
@@ -343,7 +343,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             self._engine.strategy.wait_for_readers(flat)
         with self._group.trace.span("optimizer", "the update"):
             self._update.step(self.param_groups, unused, now.factor, now.found_inf)
-        self._engine.strategy.publish_update(self._engine.units)
+        self._engine.strategy.all_gather_updated_parameters(self._engine.units)
         if now.found_inf is not None:  # synchronize only after all work has been issued
             now.skipped = self._update.undo_if_skipped(now.found_inf)
         self._reset_step()

@@ -59,8 +59,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for combinations in by_test.values():
         # The same object in every combination, so its identity says which value it is.
         cases = [{k: id(v) for k, v in item.callspec.params.items()} for item in combinations]
-        kept = covering_subset(cases)
-        selected -= {id(item) for number, item in enumerate(combinations) if number not in kept}
+        chosen = covering_subset(cases)
+        selected -= {id(item) for number, item in enumerate(combinations) if number not in chosen}
     left_out = [item for item in items if id(item) not in selected]
     items[:] = [item for item in items if id(item) in selected]
     config.hook.pytest_deselected(items=left_out)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from poplar.plan import Plan
 from poplar.profile import BatchPoint, ClusterProfile, DeviceProfile, ModelProfile, NetworkProfile
-from poplar.report import Neighbour, Run, RunRecord, Span
+from poplar.report import Run, RunRecord, SimilarPlan, Span
 
 SPEEDS = (33.0, 11.6, 11.2, 10.6)
 """Samples per second of four ranks: one has a core of its own, three share another."""
@@ -28,19 +28,19 @@ def synthetic_record(
     runs = tuple(
         run(name, plan, speeds, noise) for name, plan in (("even", even), ("planned", chosen))
     )
-    near = [Neighbour(plan=chosen, step_seconds=runs[-1].measured_step_seconds)]
+    near = [SimilarPlan(plan=chosen, step_seconds=runs[-1].measured_step_seconds)]
     for source, target in ((0, 1), (0, 2), (3, 0), (1, 3)):
         plan = move(chosen, source % len(speeds), target % len(speeds))
         if plan is not None:
             near.append(
-                Neighbour(plan=plan, step_seconds=slowest(plan, speeds) * noise.gauss(1, 0.01))
+                SimilarPlan(plan=plan, step_seconds=slowest(plan, speeds) * noise.gauss(1, 0.01))
             )
     return RunRecord(
         title="A byte-level Llama on four unequal CPU ranks",
         profile=profile,
         runs=runs,
         sum_of_speeds=sum(speeds),
-        neighbours=tuple(near),
+        similar_plans=tuple(near),
     )
 
 

@@ -26,25 +26,26 @@ def covering_subset(cases: Sequence[Mapping[str, int]]) -> set[int]:
         cases: a number for each parameter's value, by the parameter's name.
 
     With three parameters or more, every pair of values that occurs in `cases` occurs in the subset;
-    with two, every value; with one, all cases are kept. Greedy: the case that adds most comes next;
-    among several, the one whose values were used least, so that two parameters are paired evenly.
+    with two, every value; with one, all cases are selected. Greedy: the case that adds most comes
+    next; among several, the one whose values were used least, so that two parameters are paired
+    evenly.
     """
     cases = _without_duplicates(cases)
     strength = min(2, max(1, len(cases[0]) - 1))
     parts = [set(combinations(sorted(case.items()), strength)) for case in cases]
     missing = set().union(*parts)
     used: Counter[tuple[str, int]] = Counter()
-    kept: set[int] = set()
+    selected: set[int] = set()
     while missing:
         added = [len(part & missing) for part in parts]
         best = max(
             range(len(cases)),
             key=lambda number: (added[number], -sum(used[v] for v in cases[number].items())),
         )
-        kept.add(best)
+        selected.add(best)
         missing -= parts[best]
         used.update(cases[best].items())
-    return kept
+    return selected
 
 
 def _without_duplicates(cases: Sequence[Mapping[str, int]]) -> list[dict[str, int]]:

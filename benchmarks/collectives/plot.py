@@ -29,7 +29,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     operations = [name for name in OPERATIONS if any(row.operation == name for row in shown)]
     ranks = sorted({row.ranks for row in shown})
     providers = list(dict.fromkeys(row.provider for row in shown))
-    colours = dict(zip(providers, theme.SERIES * len(providers), strict=False))
+    colors = dict(zip(providers, theme.SERIES * len(providers), strict=False))
     with theme.style():
         height = _INCHES_OF_A_PANEL * len(operations) + 1.0
         figure = theme.new_figure(height=height)
@@ -38,7 +38,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
             for panel, size in zip(axes, ranks, strict=True):
                 own = [r for r in shown if (r.operation, r.ranks) == (operation, size)]
                 panel.set_title(f"{operation}, {size} ranks")
-                _lines(panel, own, colours)
+                _lines(panel, own, colors)
         seen: dict[str, object] = {}
         for panel in grid.flat:
             handles, labels = panel.get_legend_handles_labels()
@@ -48,7 +48,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         theme.write_png(figure, path)
 
 
-def _lines(axes: Axes, rows: Sequence[Row], colours: dict[str, str]) -> None:
+def _lines(axes: Axes, rows: Sequence[Row], colors: dict[str, str]) -> None:
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     sizes = sorted({row.bytes for row in rows})
@@ -57,7 +57,7 @@ def _lines(axes: Axes, rows: Sequence[Row], colours: dict[str, str]) -> None:
         axes.plot(
             [row.bytes for row in own],
             [1e3 * row.p50_seconds for row in own],
-            color=colours[provider],
+            color=colors[provider],
             linestyle="--" if own[0].zero_copy else "-",
             marker="o",
             markersize=3,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 
@@ -108,13 +108,6 @@ def rows_of(
             )
         )
     return rows
-
-
-def write_rows(path: Path, rows: Iterable[Row]) -> None:
-    """Append the rows, one JSON object per line."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as output:
-        output.writelines(json.dumps(asdict(row)) + "\n" for row in rows)
 
 
 def read_rows(path: Path) -> list[Row]:

@@ -39,7 +39,7 @@ def propose(
     """Profile the ranks and plan by each policy at each stage. Collective; the same on all ranks.
 
     Args:
-        here: this rank.
+        context: this rank.
         task: what will be trained.
         stages: ZeRO stages.
         policies: of `poplar.search`.
@@ -126,7 +126,7 @@ def peers(cluster: Cluster, task: Task, stages: Sequence[int]) -> Iterator[Confi
 def uneven_peers(
     cluster: Cluster, task: Task, stages: Sequence[int], speeds: Sequence[float]
 ) -> Iterator[Configuration]:
-    """DDP and FSDP2 with batches in proportion to measured speeds, as users write by hand."""
+    """DDP and FSDP2 with batches in proportion to measured speeds, set manually."""
     caps = [
         cluster.cap(rank, task.global_batch) or task.global_batch for rank in range(cluster.size)
     ]

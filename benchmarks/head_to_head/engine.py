@@ -23,7 +23,7 @@ class Configuration:
     stage: int
     """The equivalent ZeRO stage."""
     policy: str
-    """Poplar: `exact`, `paper`, `flops` or `even`. Peers: `even` or `uneven` (set by hand)."""
+    """Poplar: `exact`, `paper`, `flops` or `even`. Peers: `even` or `uneven` (set manually)."""
     plan: Plan
     """Micro-batches and shares of the ranks that take part; peers use only the micro-batches."""
     ranks: tuple[int, ...]

@@ -41,8 +41,8 @@ def notes(cluster: Cluster, comparison: Comparison) -> Iterator[str]:
         )
     if cluster.cores:
         yield (
-            "core sharing: a rank that waits leaves its core to its neighbours, so predictions "
-            "are judged under quotas only"
+            "core sharing: a rank that waits leaves its core to the other ranks of that core, so "
+            "predictions are judged under quotas only"
         )
     if cluster.hosts:
         yield (

@@ -143,6 +143,6 @@ def _pictures(comparison: Comparison) -> Iterator[str]:
         if timeline is not None:
             yield markup.figure(
                 to_svg(timeline, f"{name}-steps-{stage}"),
-                f"One step of every entrant at stage {stage}. Peers do not tell what they wait "
-                "for: what they compute and update has communication and waiting in it.",
+                f"One step of every configuration at stage {stage}. Waits of peers are not "
+                "recorded; their passes and updates include waiting and communication.",
             )

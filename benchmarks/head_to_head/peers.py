@@ -5,7 +5,7 @@ from __future__ import annotations
 PEERS = {
     "DDP": ("ddp", 0),
     "FSDP2": ("fsdp2", 3),
-    "FSDP2, kept gathered": ("fsdp2", 2),
+    "FSDP2, reshard_after_forward=False": ("fsdp2", 2),
     "DeepSpeed ZeRO-0": ("deepspeed", 0),
     "DeepSpeed ZeRO-1": ("deepspeed", 1),
     "DeepSpeed ZeRO-2": ("deepspeed", 2),
@@ -15,7 +15,8 @@ PEERS = {
 UNEVEN_PEERS = {
     "DDP, uneven batches": ("ddp", 0),
     "FSDP2, uneven batches": ("fsdp2", 3),
-    "FSDP2, kept gathered, uneven batches": ("fsdp2", 2),
+    "FSDP2, reshard_after_forward=False, uneven batches": ("fsdp2", 2),
 }
-"""The same with micro-batches in proportion to measured speeds and a weighted loss, as users write
-by hand. They do not count as peers in ratios and thresholds. DeepSpeed requires equal batches."""
+"""The same with micro-batches in proportion to measured speeds and a weighted loss, set
+manually. They do not count as peers in ratios and thresholds. DeepSpeed's configuration has one
+micro-batch size."""

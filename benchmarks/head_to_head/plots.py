@@ -111,8 +111,8 @@ def _bars(axes: Axes, comparison: Comparison, outcomes: Sequence[Outcome]) -> No
     """One panel, from top to bottom, with a column of figures to the right of the bars."""
     places = range(len(outcomes))
     speeds = [_speeds(outcome) for outcome in outcomes]
-    colours = [_colour(comparison, outcome) for outcome in outcomes]
-    axes.barh(places, [median for _, median, _ in speeds], color=colours, height=0.7)
+    colors = [_color(comparison, outcome) for outcome in outcomes]
+    axes.barh(places, [median for _, median, _ in speeds], color=colors, height=0.7)
     slow, _, fast = zip(*speeds, strict=True)
     axes.hlines(places, slow, fast, color=theme.INK, linewidth=1.0)
     axes.axvline(comparison.sum_of_speeds, color=theme.INK, linewidth=1.2, linestyle=_SUM_LINE)
@@ -153,17 +153,17 @@ def _speeds(outcome: Outcome) -> tuple[float, float, float]:
     return fifths[0], outcome.samples_per_second, fifths[-1]
 
 
-def _colour(comparison: Comparison, outcome: Outcome) -> str:
+def _color(comparison: Comparison, outcome: Outcome) -> str:
     if not _takes_all_ranks(comparison, outcome):
         return _PART
     return theme.CHOSEN if outcome.configuration.provider == "poplar" else theme.EVEN
 
 
 def _legend(comparison: Comparison) -> list[Patch | Line2D]:
-    colours = {_colour(comparison, outcome) for outcome in comparison.outcomes}
+    colors = {_color(comparison, outcome) for outcome in comparison.outcomes}
     names = {theme.CHOSEN: "Poplar", theme.EVEN: "peers", _PART: "Poplar on a part of the ranks"}
     handles: list[Patch | Line2D] = [
-        Patch(color=colour, label=name) for colour, name in names.items() if colour in colours
+        Patch(color=color, label=name) for color, name in names.items() if color in colors
     ]
     label = f"sum of speeds: {comparison.sum_of_speeds:.1f} samples a second"
     return [*handles, Line2D([], [], color=theme.INK, linestyle=_SUM_LINE, label=label)]

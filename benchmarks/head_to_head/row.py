@@ -6,8 +6,8 @@ import json
 import math
 import random
 import statistics
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from datetime import date
 from pathlib import Path
 
@@ -38,7 +38,7 @@ class Row:
     """The cluster in one sentence."""
     unequal: bool
     """Ranks differ in speed or memory."""
-    entrant: str
+    configuration: str
     """Name of the configuration in tables."""
     provider: str
     """`poplar`, `deepspeed`, `fsdp2` or `ddp`."""
@@ -46,7 +46,7 @@ class Row:
     """The equivalent ZeRO stage."""
     policy: str
     """Poplar: `exact`, `paper`, `flops` or `even`. Peers: `even`, or `uneven` with batches
-    set by hand in proportion to measured speeds."""
+    set manually in proportion to measured speeds."""
     over_gloo: bool
     """Poplar on gloo, as its peers, instead of shared memory."""
     model: str
@@ -162,7 +162,7 @@ class Row:
 
     @property
     def over_uneven(self) -> float | None:
-        """Speed over the faster of the peers with uneven batches set by hand at this stage."""
+        """Speed over the faster of the peers with uneven batches set manually at this stage."""
         ratios = [
             self.over[name]
             for name, (_, stage) in UNEVEN_PEERS.items()
@@ -174,13 +174,6 @@ class Row:
 def rows_of(comparison: Comparison) -> list[Row]:
     """One row per configuration, absent ones included."""
     return [_row(comparison, outcome) for outcome in comparison.outcomes]
-
-
-def write_rows(path: Path, rows: Iterable[Row]) -> None:
-    """Append, one JSON object per line."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as output:
-        output.writelines(json.dumps(asdict(row)) + "\n" for row in rows)
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -243,7 +236,7 @@ def _row(comparison: Comparison, outcome: Outcome) -> Row:
         cluster=comparison.cluster,
         described=comparison.described,
         unequal=comparison.unequal,
-        entrant=configuration.name,
+        configuration=configuration.name,
         provider=configuration.provider,
         stage=configuration.stage,
         policy=configuration.policy,
@@ -366,9 +359,9 @@ def _interval(one: Outcome, other: Outcome) -> tuple[float, float, float]:
 
     def ratio() -> float:
         drawn = draw.choices(rounds, k=len(rounds))
-        poplar_configurations = statistics.median(seconds for turn, _ in drawn for seconds in turn)
-        theirs = statistics.median(seconds for _, turn in drawn for seconds in turn)
-        return theirs / poplar_configurations
+        first = statistics.median(seconds for turn, _ in drawn for seconds in turn)
+        second = statistics.median(seconds for _, turn in drawn for seconds in turn)
+        return second / first
 
     ratios = sorted(ratio() for _ in range(RESAMPLES))
     ends = ratios[int(0.05 * RESAMPLES)], ratios[int(0.95 * RESAMPLES)]
@@ -376,9 +369,9 @@ def _interval(one: Outcome, other: Outcome) -> tuple[float, float, float]:
 
 
 def _loss_difference(outcome: Outcome, reference: Outcome | None) -> float | None:
-    theirs = reference.losses if reference else ()
-    pairs = list(zip(outcome.losses, theirs, strict=False))[:LOSSES_COMPARED]
-    differences = [abs(poplar_configurations - other) for poplar_configurations, other in pairs]
+    expected = reference.losses if reference else ()
+    pairs = list(zip(outcome.losses, expected, strict=False))[:LOSSES_COMPARED]
+    differences = [abs(loss - other) for loss, other in pairs]
     # max() would ignore NaN.
     return max((math.inf if math.isnan(d) else d for d in differences), default=None)
 

@@ -1,6 +1,6 @@
 """Run one comparison: calibrate, plan, run all configurations in turns, calibrate again.
 
-Engines take turns of a few steps, so that other load on the machine affects all of them alike.
+Engines take turns of a few steps, so that other load on the machine affects all of them equally.
 """
 
 from __future__ import annotations

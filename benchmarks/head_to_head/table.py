@@ -71,7 +71,7 @@ def reasons_of(rows: Sequence[Row]) -> Iterator[str]:
     """One line for each absent result."""
     for row in rows:
         if row.absent:
-            yield f"{row.entrant} is absent: {' '.join(row.absent.split())}"
+            yield f"{row.configuration} is absent: {' '.join(row.absent.split())}"
 
 
 def in_order(rows: Sequence[Row]) -> list[Row]:
@@ -88,13 +88,18 @@ def cells_of(rows: Sequence[Row]) -> Iterator[tuple[str, ...]]:
     for row in in_order(rows):
         if row.absent:
             reason = " ".join(row.absent.split())
-            yield (str(row.stage), row.entrant, f"absent: {reason}", *[""] * (len(HEADINGS) - 3))
+            yield (
+                str(row.stage),
+                row.configuration,
+                f"absent: {reason}",
+                *[""] * (len(HEADINGS) - 3),
+            )
             continue
         memory = f"{max(row.peak_memory) / 2**20:.0f}" if row.peak_memory else NOTHING
         peer = row.over_best_peer_of_stage
         yield (
             str(row.stage),
-            row.entrant,
+            row.configuration,
             f"{row.p50_speed:.1f}",
             f"{row.p20_speed:.1f}–{row.p80_speed:.1f}",
             _percent(row.of_sum_of_speeds),

@@ -47,7 +47,7 @@ class Verdict:
 
     @property
     def shown(self) -> str:
-        """The result as text, with enough digits to tell it from its threshold."""
+        """The result as text, with enough digits to distinguish it from its threshold."""
         return "not measured" if self.value is None else f"{self.value:.5g}"
 
     @property
@@ -107,7 +107,7 @@ def _of_plan(name: str, row: Row, own: Sequence[Row]) -> Iterator[Verdict]:
     if not row.unequal:
         return
     yield from verdict("balance over its ideal", row.balance_of_ideal, BALANCE_OF_IDEAL)
-    deepspeed = [row.over.get(peer.entrant) for peer in own if _is_deepspeed(peer, row.stage)]
+    deepspeed = [row.over.get(peer.configuration) for peer in own if _is_deepspeed(peer, row.stage)]
     wanted = OVER_DEEPSPEED.get(row.cluster, {}).get(row.stage)
     yield from verdict("over DeepSpeed", deepspeed[0] if deepspeed else None, wanted)
     if row is _fastest(own):
@@ -129,7 +129,7 @@ def _of_equal_ranks(name: str, row: Row, own: Sequence[Row]) -> Iterator[Verdict
     if row.policy != "even":  # its passes differ, and so does its memory
         return
     peers = [r for r in own if r.is_peer and r.stage == row.stage and r.peak_memory]
-    measured = expected == {peer.entrant for peer in peers}
+    measured = expected == {peer.configuration for peer in peers}
     least = min(max(peer.peak_memory) for peer in peers) if measured else None
     yield Verdict(
         cluster=name,

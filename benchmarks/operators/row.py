@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 
@@ -103,13 +103,6 @@ def quantile(values: Sequence[float], part: float) -> float:
     """One of the values."""
     ranked = sorted(values)
     return ranked[min(len(ranked) - 1, int(part * len(ranked)))]
-
-
-def write_rows(rows: Sequence[Row], path: Path) -> None:
-    """Append the rows to the file."""
-    with path.open("a", encoding="utf-8") as file:
-        for row in rows:
-            file.write(json.dumps(asdict(row)) + "\n")
 
 
 def read_rows(path: Path) -> list[Row]:

@@ -81,8 +81,8 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         place, ticks, names = 0.0, [], []
         for case in cases:
             for row in (r for r in rows if (r.operation, r.tensors, r.dtype) == case):
-                colour = theme.SERIES[0] if row.way == OURS else theme.MUTED
-                axes.barh(place, 100 * row.of_copy, color=colour)
+                color = theme.SERIES[0] if row.way == OURS else theme.MUTED
+                axes.barh(place, 100 * row.of_copy, color=color)
                 ticks.append(place)
                 names.append(f"{', '.join(case)}: {_label(row)}")
                 place += 1

@@ -16,7 +16,7 @@ namespace py = pybind11;
 
 namespace {
 
-// A rendezvous that keeps the buffers of all ranks (for example mmaps) alive.
+// A rendezvous that holds references to the buffers of all ranks (for example mmaps).
 class BufferRendezvous {
  public:
   BufferRendezvous(const std::vector<py::buffer>& memories, int rank)
@@ -73,8 +73,9 @@ Its counters are at the start of each rank's shared memory. All ranks post the s
 from 0, in the same order. Not thread-safe.)")
       .def(py::init<const std::vector<py::buffer>&, int>(), py::arg("memories"), py::arg("rank"),
            R"(Args:
-    memories: of each rank, in rank order: writable buffers (for example mmaps) of which the first
-        `RENDEZVOUS_BYTES` are used, all zero before the first rank starts. They are kept alive.
+    memories: of each rank, in rank order: writable buffers (for example mmaps). The first
+        `RENDEZVOUS_BYTES` of each are used, all zero before the first rank starts. The rendezvous
+        holds references to them.
     rank: this rank.
 
 Raises:
@@ -228,7 +229,7 @@ Raises:
 
   module.def(
       "minimise", &poplar::minimise, py::arg("costs"), py::arg("rows"), py::arg("bounds"),
-      R"(Minimise `costs . x` over `x >= 0` with `rows . x <= bounds`, by the dual simplex method.
+      R"(Minimize `costs . x` over `x >= 0` with `rows . x <= bounds`, by the dual simplex method.
 
 Args:
     costs: one per variable, none negative.

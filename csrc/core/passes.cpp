@@ -21,7 +21,7 @@ struct Parts {
     return std::lower_bound(sizes.begin(), sizes.end(), many) - sizes.begin();
   }
 
-  // The cost of `many` parts of `size` and `others` parts of `other`, one of which is expensive.
+  // The cost of `many` parts of `size` and `others` parts of `other`, where one part is expensive.
   double cost(std::int64_t size, std::int64_t many, std::int64_t other, std::int64_t others) const {
     double sum = 0.0;
     double more = kNever;

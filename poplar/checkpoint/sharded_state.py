@@ -18,7 +18,7 @@ from poplar.comm.shard_layout import Layout
 from poplar.zero.agreement import raise_on_any_error
 from poplar.zero.engine import Engine
 from poplar.zero.flat_parameter import FlatParameter, layout_on_rank
-from poplar.zero.update import Run, ShardedUpdate, is_elementwise
+from poplar.zero.update import ParameterRun, ShardedUpdate, is_elementwise
 
 
 def state_bytes(engine: Engine, update: ShardedUpdate) -> dict[str, int]:
@@ -87,7 +87,9 @@ def load_local_state(engine: Engine, update: ShardedUpdate, saved: Mapping[str, 
         for position in range(run.first, run.last)
     }
     runs = [
-        Run(flats[r["flat"]], groups[flats[r["flat"]], r["first"]], r["first"], r["last"], None)
+        ParameterRun(
+            flats[r["flat"]], groups[flats[r["flat"]], r["first"]], r["first"], r["last"], None
+        )
         for r in saved["runs"]
     ]
     states = {
@@ -173,7 +175,7 @@ def consolidated_state(
     return {"state": state, "param_groups": packed_groups} if here else None
 
 
-def _value_of(value: Any, run: Run, position: int) -> Any:
+def _value_of(value: Any, run: ParameterRun, position: int) -> Any:
     """The part of a run's state value that belongs to one parameter, in its shape."""
     elementwise = isinstance(value, Tensor) and value.dim() == 1
     if not elementwise or value.numel() != run.stop - run.start:
@@ -262,7 +264,7 @@ def _reshard_state(  # type: ignore[no-untyped-def]
     new_low, new_high = new.bounds(rank)
     table = dict(runs)
 
-    def local(run: Run) -> dict[str, Any]:
+    def local(run: ParameterRun) -> dict[str, Any]:
         start, stop = max(run.start, new_low), min(run.stop, new_high)
         if start >= stop:
             return {}

@@ -13,7 +13,7 @@ from poplar.cli.output import command_output, table
 if TYPE_CHECKING:
     from poplar.doctor import Report
 
-_COLOURS = {"problem": "bold red", "advice": "yellow"}
+_COLORS = {"problem": "bold red", "advice": "yellow"}
 
 
 def doctor(device: Device = "auto", as_json: AsJson = False, debug: Debug = False) -> None:
@@ -41,7 +41,7 @@ def _shown(report: Report) -> list[Table | Text]:
     for name, value in report.shared():
         facts.add_row(Text(name, style="bold"), Text(value))
     findings = [
-        Text.assemble((finding.kind, _COLOURS[finding.kind]), str(finding)[len(finding.kind) :])
+        Text.assemble((finding.kind, _COLORS[finding.kind]), str(finding)[len(finding.kind) :])
         for finding in report.findings
     ]
     return [

@@ -132,7 +132,11 @@ def _error_line(error: Exception, debug: bool) -> str:
     text = _message(error)
     if text.startswith(prefix):
         prefix = ""
-    hint = "" if debug or isinstance(error, _SELF_EXPLANATORY) else " (--debug shows where)"
+    hint = (
+        ""
+        if debug or isinstance(error, _SELF_EXPLANATORY)
+        else " (run again with --debug for the traceback)"
+    )
     return f"poplar: {prefix}{text}{hint}"
 
 

@@ -61,7 +61,8 @@ def joined(device: torch.device) -> Iterator[World]:
         _refuse_problems(examine(device))
         dist.init_process_group(_backends(device))
     else:
-        # A single rank uses the loopback interface, whatever the host name resolves to.
+        # A single rank uses the loopback interface, even if the host name resolves to another
+        # address.
         if Path("/sys/class/net/lo").exists():
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         dist.init_process_group(_backends(device), store=HashStore(), rank=0, world_size=1)

@@ -6,9 +6,9 @@ sends the same bytes as a ring.
 It uses the library's knowledge of the topology (rings, trees, in-network reduction).
 *grouped*: one broadcast from, or one reduction to, each owner. No padding, one operation per owner.
 
-All gathers give the same bits. Reductions add in rank order, or in the library's own order
-(`"library"`). 16-bit values always take a rank-order algorithm, because the library would round
-after every addition.
+All all-gather algorithms give the same bits. Reductions add in rank order, or in the library's own
+order (`"library"`). 16-bit values always take a rank-order algorithm, because the library would
+round after every addition.
 """
 
 from __future__ import annotations

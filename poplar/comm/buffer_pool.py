@@ -18,7 +18,7 @@ class BufferPool:
         self._used: set[tuple[torch.dtype, int]] = set()
 
     def take(self, numel: int, like: Tensor) -> Tensor:
-        """A 1-D uninitialised tensor with the dtype and device of `like`."""
+        """A 1-D uninitialized tensor with the dtype and device of `like`."""
         size = (like.dtype, numel)
         self._used.add(size)
         idle = self._idle.get(size)

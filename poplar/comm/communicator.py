@@ -49,13 +49,13 @@ class Communicator(ABC):
     def buffer(
         self, layout: Layout, dtype: torch.dtype, device: torch.device, codec: Codec | None = None
     ) -> Bucket:
-        """An uninitialised bucket in memory that this transport sends from most cheaply."""
+        """An uninitialized bucket in memory from which this transport sends without a copy."""
         codec = codec if codec is not None else Codec(dtype)
         data = torch.empty(layout.numel, dtype=codec.wire_dtype, device=device)
         return Bucket(data=data, layout=layout, codec=codec)
 
     def share(self, data: Tensor) -> Tensor:
-        """A copy of `data` in memory that this transport sends from most cheaply. Local."""
+        """A copy of `data` in memory from which this transport sends without a copy. Local."""
         return data.clone()
 
     def wait_for_readers(self, data: Tensor) -> None:

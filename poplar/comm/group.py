@@ -129,7 +129,7 @@ class Group:
         """
         if not dist.is_available() or not dist.is_initialized():
             raise RuntimeError(
-                "torch.distributed is not initialised; call torch.distributed.init_process_group() "
+                "torch.distributed is not initialized; call torch.distributed.init_process_group() "
                 "before building the optimizer and start the script with torchrun"
             )
         chosen = process_group if process_group is not None else dist.group.WORLD
@@ -191,9 +191,9 @@ def _subgroup(
     """The process group of this rank's part of the partition. Collective over `process_group`.
 
     `dist.new_group` cannot be used. It needs every rank of the job, or it names the group after the
-    number of groups that a rank has: ranks with different numbers wait for each other forever, and
-    a name comes back after `destroy_process_group`, with old addresses in the store. Here the ranks
-    agree on a unique name.
+    number of groups that a rank has. Ranks with different numbers then wait for each other forever,
+    and the name is reused after `destroy_process_group`, with old addresses in the store. This
+    function makes the ranks agree on a unique name.
     """
     known = _SUBGROUPS.setdefault(process_group, {})
     if (backend, partition) in known:

@@ -1,7 +1,7 @@
 """The transport across hosts: shared memory on each host, and each byte sent between hosts once.
 
-The ranks of a host add their values before anything leaves the host, and share what arrives. So
-each slice crosses the network once per host instead of once per rank. The relaying between hosts
+The ranks of a host add their values on the host first, and share received values. So each slice
+crosses the network once per host instead of once per rank. The relaying between hosts
 is split evenly over the ranks of a host (`Hosts.relay_assignments`).
 """
 
@@ -49,7 +49,7 @@ class HostGroup:
 
     @property
     def timeout(self) -> timedelta:
-        # A rank that waits for another host must time out first, and tell the ranks of its host.
+        # A rank that waits for another host must time out first, and notify the ranks of its host.
         return self.group.timeout + _EXTRA_TIMEOUT
 
     @property
@@ -202,7 +202,7 @@ class HierarchicalCommunicator(Communicator):
     # Between hosts.
 
     def _exchange(self, messages: list[Message], what: str, position: int) -> Exchange:
-        """Start an exchange; if it cannot be started, abort, so that the host's ranks are told.
+        """Start an exchange; if it cannot be started, abort, so that the host's ranks raise.
 
         Its wait runs within a `SharedMemoryWork`, which aborts on errors in the same way.
         """

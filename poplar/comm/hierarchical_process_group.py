@@ -1,9 +1,9 @@
 """The hierarchical transport for ranks that share no memory, such as GPUs: a process group on each
 host, and messages between hosts.
 
-As in `hierarchical`, the ranks of a host add their values before anything leaves the host, and pass
-on to each other what arrives. Sums are taken on each host in rank order, rounded to the wire dtype,
-and added in host order, which gives the same bits as `hierarchical`.
+As in `hierarchical`, the ranks of a host add their values on the host first, and share received
+values. Sums are taken on each host in rank order, rounded to the wire dtype, and added in host
+order, which gives the same bits as `hierarchical`.
 
 On CUDA the current stream waits for the host's own sum before the next step is issued, so that all
 ranks issue in one order. A reduction therefore overlaps less of the backward than a flat one.

@@ -49,8 +49,8 @@ class Hosts:
     def relay_assignments(self, layout: Layout, host: int) -> list[list[Piece]]:
         """For each rank of a host, the pieces of other hosts' slices that it relays, evenly split.
 
-        Each piece is relayed by one rank: what the host has reduced for another host leaves it
-        once, and what the host gathers from another host enters it once.
+        Each piece is relayed by one rank, so each byte crosses the network between two hosts once
+        per direction.
         """
         ranks = self.members[host]
         remote = [

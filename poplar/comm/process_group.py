@@ -46,8 +46,8 @@ class ProcessGroupCommunicator(Communicator):
     def all_reduce(self, bucket: Bucket, *, what: str) -> Work:
         """A reduce-scatter and an all-gather of its result.
 
-        The gather is always direct: each rank issues it when its sum is ready, which is at
-        different times, and the library's own collectives do not allow that.
+        The all-gather is always direct. Each rank issues it when its sum is ready, so ranks issue
+        it at different times. The library's own collectives do not allow that.
         """
         data, layout = bucket.data, bucket.layout
         own = own_slice(data, layout, self.group.rank)

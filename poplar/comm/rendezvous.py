@@ -37,9 +37,11 @@ _POLL_SECONDS = 0.1
 """Interval at which a wait checks whether the peers' processes are alive."""
 _PAGE_SHIFT = 17 * 64
 """Bytes by which each rank's blocks are shifted within a page, relative to the rank before it.
-Equal elements of all ranks' data are read together; at equal page offsets they would evict each
-other from the L1 cache (reduce-scatter of 64 MiB on an EPYC: 8 ms without and 5 ms with the shift
-at 2 ranks, 15 and 10 ms at 4; other odd multiples of a cache line did as well).
+Equal elements of all ranks' data are read together. At equal page offsets they would evict each
+other from the L1 cache.
+
+Measured on an EPYC, reduce-scatter of 64 MiB: 8 ms without and 5 ms with the shift at 2 ranks, 15
+and 10 ms at 4. Other odd multiples of a cache line were equally fast.
 """
 
 
@@ -88,7 +90,7 @@ class Rendezvous:
     # Shared memory.
 
     def allocate(self, dtype: torch.dtype, numel: int) -> tuple[Tensor, Block]:
-        """Uninitialised shared memory that no peer reads, and the block to free afterwards."""
+        """Uninitialized shared memory that no peer reads, and the block to free afterwards."""
         block = self._pool.allocate(numel * dtype.itemsize + self._shift)
         return view(self._own.memory, dtype, block.offset + self._shift, numel), block
 
@@ -102,7 +104,7 @@ class Rendezvous:
         """As `allocate`; the block is freed when the last tensor over this memory is deleted."""
         block = self._pool.allocate(numel * dtype.itemsize + self._shift)
         holder = memoryview(self._own.memory)[block.offset : block.offset + block.nbytes]
-        # A weak reference: tensors must not keep the rendezvous alive.
+        # A weak reference: tensors must not extend the rendezvous's lifetime.
         weakref.finalize(holder, _free_if_alive, weakref.ref(self), block).atexit = False
         return view(holder, dtype, self._shift, numel)
 
@@ -305,7 +307,7 @@ class Rendezvous:
 
     @contextmanager
     def abort_on_error(self, what: str) -> Iterator[None]:
-        """Abort this rendezvous on any exception, and tell the peers.
+        """Abort this rendezvous on any exception, and notify the peers.
 
         If only some ranks finish a collective, the ranks no longer agree on what comes next; see
         `RankGroup.failures`.
@@ -320,7 +322,7 @@ class Rendezvous:
             raise
 
     def abort(self, reason: str) -> None:
-        """Refuse all later collectives, for this reason, and tell the peers."""
+        """Refuse all later collectives, for this reason, and notify the peers."""
         self.unfinished.clear()
         if not self.group.failures:
             self.group.failures.append(CollectiveTimeout(reason))
@@ -387,7 +389,7 @@ class Rendezvous:
     def _timeout_error(
         self, what: str, missing: Sequence[int], exited: Sequence[int], aborted: Sequence[int]
     ) -> CollectiveTimeout:
-        """The error of a wait for missing ranks, some of which may have exited or aborted."""
+        """The error of a wait for missing ranks; some of them may have exited or aborted."""
         exited = [peer for peer in missing if peer in exited]
         aborted = [peer for peer in missing if peer in aborted]
         if exited:

@@ -18,7 +18,7 @@ a cache does; its next use then has to fault it in again."""
 
 
 def caches_memory() -> bool:
-    """Whether unused memory is kept for the next use."""
+    """Whether unused memory is cached for the next use."""
     return os.environ.get(_CACHE_SETTING) != "off"
 
 

@@ -23,8 +23,8 @@ class SharedMemoryWork:
         if self._read is None:
             return 0.0
         rendezvous, collective = self._rendezvous, self._collective
-        # In the order of issue, whatever the order of waits: peers may be in an earlier collective
-        # that only progresses while all ranks wait for it.
+        # In the order of issue, independent of the order of waits: peers may be in an earlier
+        # collective that only progresses while all ranks wait for it.
         waited = rendezvous.finish_earlier(collective)
         with rendezvous.abort_on_error(self._what):
             waited += rendezvous.wait_until_posted(collective, self._what)

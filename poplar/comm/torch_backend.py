@@ -61,7 +61,7 @@ class PoplarProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self._name = name
 
     def _get_backend(self, device: torch.device) -> Any:
-        """The backend that sends and receives; PyTorch 2.14's `batch_isend_irecv` asks for it."""
+        """The backend that sends and receives; PyTorch 2.14's `batch_isend_irecv` calls it."""
         return self._gloo
 
     def shutdown(self) -> None:

@@ -69,7 +69,7 @@ def resolve_rank(plan: Plan, rank: int | None) -> int:
         if plan.world_size == 1:
             return 0
         raise ValueError(
-            f"the plan is for {plan.world_size} ranks and torch.distributed is not initialised, so "
+            f"the plan is for {plan.world_size} ranks and torch.distributed is not initialized, so "
             "this process has no rank; call init_process_group first, or pass rank="
         )
     if not 0 <= rank < plan.world_size:

@@ -33,19 +33,19 @@ def findings(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
 
 def _versions_are_equal(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
     for kind, versions in (("problem", _MUST_BE_EQUAL), ("advice", _SHOULD_BE_EQUAL)):
-        for name, remedy in versions.items():
+        for name, fix in versions.items():
             # "2.13.0+cu126" and "2.13.0+cu130" are two builds of one version.
             values = [rank.versions.get(name, "none").partition("+")[0] for rank in ranks]
-            yield from _differences(ranks, values, kind, name, remedy)
+            yield from _differences(ranks, values, kind, name, fix)
 
 
 def _device_types_are_equal(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
     types = [rank.device.kind for rank in ranks]
-    remedy = "give every rank a CPU, or every rank a CUDA device"
-    yield from _differences(ranks, types, "problem", "device type", remedy)
+    fix = "give every rank a CPU, or every rank a CUDA device"
+    yield from _differences(ranks, types, "problem", "device type", fix)
     machines = [rank.machine for rank in ranks]
-    remedy = "works; results may differ in the last bits from a run on one architecture"
-    yield from _differences(ranks, machines, "advice", "architecture", remedy)
+    fix = "works; results may differ in the last bits from a run on one architecture"
+    yield from _differences(ranks, machines, "advice", "architecture", fix)
 
 
 def _all_support_bf16(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
@@ -56,7 +56,7 @@ def _all_support_bf16(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
             kind="advice",
             ranks=_numbers(without),
             what=f"no bfloat16 ({names})",
-            remedy='compute_dtype="auto" uses float16 with one loss scale for all ranks; '
+            fix='compute_dtype="auto" uses float16 with one loss scale for all ranks; '
             "compute_dtype=torch.bfloat16 is an error",
         )
 
@@ -72,7 +72,7 @@ def _torch_has_kernels_for_each_device(ranks: Sequence[RankFacts]) -> Iterator[F
                 ranks=(rank.rank,),
                 what=f"torch {rank.versions['torch']} has no kernels for {rank.device.name} "
                 f"(sm_{major}{minor}; only {', '.join(rank.architectures)})",
-                remedy="install a build of torch for another CUDA version",
+                fix="install a build of torch for another CUDA version",
             )
 
 
@@ -103,7 +103,7 @@ def _devices_are_not_shared(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
                 kind="advice" if allowed else "problem",
                 ranks=_numbers(sharers),
                 what=f"share one device, {sharers[0].device.name}",
-                remedy="pass each rank its part of the memory as memory_limit="
+                fix="pass each rank its part of the memory as memory_limit="
                 if allowed
                 else "start one rank per device of the host, and check CUDA_VISIBLE_DEVICES",
             )
@@ -116,7 +116,7 @@ def _a_transport_exists(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
             kind="problem",
             ranks=_numbers(without),
             what=f"no transport ({without[0].transport})",
-            remedy="install a build of torch with torch.distributed",
+            fix="install a build of torch with torch.distributed",
         )
 
 
@@ -130,7 +130,7 @@ def _hosts_can_be_reached(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
                 kind="problem",
                 ranks=_numbers(rank for rank in ranks if rank.device.host == name),
                 what=f"{len(several)} nodes have the same host name {name!r}",
-                remedy="give each host a unique name; ranks with one host name count as one host",
+                fix="give each host a unique name; ranks with one host name count as one host",
             )
     if len({rank.node for rank in ranks}) == 1:
         return
@@ -142,7 +142,7 @@ def _hosts_can_be_reached(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
             ranks=_numbers(unreachable),
             what=f"the host name ({names}) resolves to a loopback address or not at all, so other "
             "hosts cannot connect",
-            remedy="set GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) to the network interface "
+            fix="set GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) to the network interface "
             "between the hosts, or correct /etc/hosts",
         )
 
@@ -168,14 +168,14 @@ def _cores_suffice(on_host: Sequence[RankFacts]) -> Iterator[Finding]:
             kind="advice",
             ranks=_numbers(on_host),
             what=f"{len(on_host)} ranks on {cores} cores",
-            remedy="start fewer ranks; ranks that share a core slow each other down",
+            fix="start fewer ranks; ranks that share a core slow each other down",
         )
     elif threads > cores and len(on_host) > 1:
         yield Finding(
             kind="advice",
             ranks=_numbers(on_host),
             what=f"{threads} threads of torch on {cores} cores",
-            remedy="they slow each other down considerably; set OMP_NUM_THREADS="
+            fix="they slow each other down considerably; set OMP_NUM_THREADS="
             f"{cores // len(on_host)}",
         )
 
@@ -189,7 +189,7 @@ def _shared_memory_suffices(on_host: Sequence[RankFacts]) -> Iterator[Finding]:
             kind="advice",
             ranks=_numbers(on_host),
             what=f"{there}, {format_bytes(needed)} expected for {len(on_host)} ranks",
-            remedy="DataLoader workers and the shared-memory transport need it; start the "
+            fix="DataLoader workers and the shared-memory transport need it; start the "
             "container with --shm-size=8g or --ipc=host",
         )
 
@@ -202,7 +202,7 @@ def _devices_run_at_full_speed(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
                 kind="advice",
                 ranks=(rank.rank,),
                 what=f"{device.name} runs below its clock rate: {device.throttled}",
-                remedy="check cooling and power limits before profiling",
+                fix="check cooling and power limits before profiling",
             )
         if device.kind == "cuda" and device.others_bytes > device.total_bytes // 10:
             yield Finding(
@@ -210,7 +210,7 @@ def _devices_run_at_full_speed(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
                 ranks=(rank.rank,),
                 what=f"other processes hold {format_bytes(device.others_bytes)} of the "
                 f"{format_bytes(device.total_bytes)} of {device.name}",
-                remedy="nvidia-smi lists them; plans use only the rest",
+                fix="nvidia-smi lists them; plans use only the rest",
             )
         narrowed = [link for link in device.links if "(of x" in link]
         if narrowed:
@@ -218,7 +218,7 @@ def _devices_run_at_full_speed(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
                 kind="advice",
                 ranks=(rank.rank,),
                 what=f"{device.name} is connected by {narrowed[0]}",
-                remedy="another slot may provide all lanes",
+                fix="another slot may provide all lanes",
             )
 
 
@@ -229,7 +229,7 @@ def _fast_operators_are_available(ranks: Sequence[RankFacts]) -> Iterator[Findin
             kind="advice",
             ranks=_numbers(without),
             what=without[0].operators,
-            remedy="plain PyTorch computes the same values more slowly; build the operators (see "
+            fix="plain PyTorch computes the same values more slowly; build the operators (see "
             "CONTRIBUTING.md)",
         )
 
@@ -249,7 +249,7 @@ _CHECKS: tuple[Callable[[Sequence[RankFacts]], Iterator[Finding]], ...] = (
 
 
 def _differences(
-    ranks: Sequence[RankFacts], values: Sequence[str], kind: str, what: str, remedy: str
+    ranks: Sequence[RankFacts], values: Sequence[str], kind: str, what: str, fix: str
 ) -> Iterator[Finding]:
     """One finding that lists the ranks of each value, if the values differ."""
     if len(set(values)) > 1:
@@ -257,7 +257,7 @@ def _differences(
             kind=kind,
             ranks=_numbers(ranks),
             what=f"{what} differs: {describe_values(ranks, values)}",
-            remedy=remedy,
+            fix=fix,
         )
 
 

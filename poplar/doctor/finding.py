@@ -1,4 +1,4 @@
-"""One finding of the doctor: a problem or advice, the ranks, and the remedy."""
+"""One finding of the doctor: a problem or advice, the ranks, and the fix."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Finding:
     """`"problem"` or `"advice"`."""
     ranks: tuple[int, ...]
     what: str
-    remedy: str
+    fix: str
 
     def __str__(self) -> str:
-        return f"{self.kind}: {format_ranks(self.ranks)}: {self.what}; {self.remedy}"
+        return f"{self.kind}: {format_ranks(self.ranks)}: {self.what}; {self.fix}"

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from poplar.report.record import Neighbour, Run, RunRecord
+from poplar.report.record import Run, RunRecord, SimilarPlan
 from poplar.system.trace import Span
 
-__all__ = ["Neighbour", "Run", "RunRecord", "Span", "write_report"]
+__all__ = ["Run", "RunRecord", "SimilarPlan", "Span", "write_report"]
 
 
 def write_report(

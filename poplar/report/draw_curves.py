@@ -25,10 +25,10 @@ _EQUAL_WITHIN = 0.02
 
 @dataclass(frozen=True, slots=True)
 class _Series:
-    """Curves that share a colour and a label."""
+    """Curves that share a color and a label."""
 
     label: str
-    colour: str
+    color: str
     ranks: tuple[int, ...]
 
 
@@ -72,7 +72,7 @@ class _Value:
 
 
 def _series(profile: ClusterProfile) -> list[_Series]:
-    """One per rank; one per device name if there are more ranks than colours."""
+    """One per rank; one per device name if there are more ranks than colors."""
     names = [device.name for device in profile.devices]
     if len(names) <= len(theme.SERIES):
         labels = [f"rank {rank}" for rank in range(len(names))]
@@ -105,14 +105,14 @@ def _panel(
         ends = []
         for rank in one.ranks:
             device = profile.devices[rank]
-            ends.append(_draw_device(axes, device, plan.micro_batches[rank], one.colour, value))
+            ends.append(_draw_device(axes, device, plan.micro_batches[rank], one.color, value))
         highest = max(highest, *ends)
         if coincide:
             continue
         end = sorted(ends)[len(ends) // 2]
         last = max(profile.devices[rank].max_batch for rank in one.ranks)
-        axes.plot([last, longest], [end, end], color=one.colour, linewidth=0.8, linestyle=":")
-        texts.append(_end_label(axes, end, one.label, one.colour))
+        axes.plot([last, longest], [end, end], color=one.color, linewidth=0.8, linestyle=":")
+        texts.append(_end_label(axes, end, one.label, one.color))
     if coincide:
         texts.append(_end_label(axes, highest, "all ranks", theme.INK))
     axes.set_xlabel("samples in the pass")
@@ -123,18 +123,18 @@ def _panel(
 
 
 def _draw_device(
-    axes: Axes, device: DeviceProfile, sizes: Sequence[int], colour: str, value: _Value
+    axes: Axes, device: DeviceProfile, sizes: Sequence[int], color: str, value: _Value
 ) -> float:
     """Draw the curve, the measured points and the batches of the plan; return the last value."""
     line = [value.curve(device, batch) for batch in _batches(device)]
-    axes.plot(_batches(device), line, color=colour, zorder=2)
+    axes.plot(_batches(device), line, color=color, zorder=2)
     axes.plot(
         [point.batch for point in device.points],
         value.points(device),
         linestyle="none",
         marker="o",
         markersize=5,
-        color=colour,
+        color=color,
         markeredgecolor=theme.PAPER,
         markeredgewidth=0.8,
         zorder=3,
@@ -144,7 +144,7 @@ def _draw_device(
         used,
         [value.curve(device, size) for size in used],
         linestyle="none",
-        color=colour,
+        color=color,
         marker="o",
         markersize=11,
         markerfacecolor="none",
@@ -154,12 +154,12 @@ def _draw_device(
     return line[-1]
 
 
-def _end_label(axes: Axes, height: float, label: str, colour: str) -> Text:
+def _end_label(axes: Axes, height: float, label: str, color: str) -> Text:
     return axes.text(
         1.02,
         height,
         label,
-        color=colour,
+        color=color,
         transform=axes.get_yaxis_transform(),
         verticalalignment="center",
         fontweight="bold",

@@ -40,13 +40,13 @@ def draw_losses(runs: Sequence[Run]) -> Figure | None:
 
 
 def _panel(axes: Axes, runs: Sequence[Run], places: Sequence[Sequence[float]]) -> list[Text]:
-    """Draw the runs, later ones thinner, so that coinciding curves are visible as two."""
+    """Draw the runs, later ones thinner, so that overlapping curves can both be seen."""
     texts = []
     for number, (run, xs) in enumerate(zip(runs, places, strict=True)):
         chosen = number == len(runs) - 1
-        colour = theme.CHOSEN if chosen else theme.EVEN
-        axes.plot(xs, run.losses, color=colour, linewidth=1.6 if chosen else 4.5, zorder=2 + number)
-        axes.plot(xs[-1:], run.losses[-1:], color=colour, marker="o", zorder=2 + number)
+        color = theme.CHOSEN if chosen else theme.EVEN
+        axes.plot(xs, run.losses, color=color, linewidth=1.6 if chosen else 4.5, zorder=2 + number)
+        axes.plot(xs[-1:], run.losses[-1:], color=color, marker="o", zorder=2 + number)
         texts.append(
             axes.annotate(
                 run.name,
@@ -54,7 +54,7 @@ def _panel(axes: Axes, runs: Sequence[Run], places: Sequence[Sequence[float]]) -
                 xytext=(9, 0),
                 textcoords="offset points",
                 verticalalignment="center",
-                color=colour,
+                color=color,
                 fontweight="bold",
                 annotation_clip=False,
             )

@@ -15,7 +15,7 @@ from poplar.planner.prediction import predict
 from poplar.profile import ClusterProfile
 from poplar.report import theme
 from poplar.report.differences import difference
-from poplar.report.record import Neighbour, Run
+from poplar.report.record import Run, SimilarPlan
 
 
 def draw_predictions(runs: Sequence[Run]) -> Figure:
@@ -26,19 +26,19 @@ def draw_predictions(runs: Sequence[Run]) -> Figure:
         axes.set_title("Seconds of a step, predicted and measured")
         _legend(figure, single_steps=True)
         for row, run in enumerate(runs):
-            colour = theme.CHOSEN if row == len(runs) - 1 else theme.EVEN
+            color = theme.CHOSEN if row == len(runs) - 1 else theme.EVEN
             axes.plot(
                 run.step_seconds,
                 _jittered(row, len(run.step_seconds)),
                 linestyle="none",
                 marker="o",
                 markersize=4,
-                color=colour,
+                color=color,
                 alpha=0.45,
                 markeredgewidth=0,
             )
             _median_and_prediction(
-                axes, row, run.measured_step_seconds, run.predicted_step_seconds, colour
+                axes, row, run.measured_step_seconds, run.predicted_step_seconds, color
             )
             axes.text(
                 1.012,
@@ -52,20 +52,20 @@ def draw_predictions(runs: Sequence[Run]) -> Figure:
     return figure
 
 
-def draw_neighbours(
-    neighbours: Sequence[Neighbour], chosen: Plan, profile: ClusterProfile
+def draw_similar_plans(
+    similar_plans: Sequence[SimilarPlan], chosen: Plan, profile: ClusterProfile
 ) -> Figure:
     """Draw the chosen plan among similar plans, fastest first."""
-    ordered = sorted(neighbours, key=lambda near: near.step_seconds)
+    ordered = sorted(similar_plans, key=lambda near: near.step_seconds)
     with theme.style():
         figure = theme.new_figure(height=0.25 * len(ordered) + 1.35)
         axes = figure.subplots()
         axes.set_title("Plans similar to the chosen one: median seconds of a step, fastest first")
         _legend(figure, single_steps=False)
         for row, near in enumerate(ordered):
-            colour = theme.CHOSEN if near.plan == chosen else theme.EVEN
+            color = theme.CHOSEN if near.plan == chosen else theme.EVEN
             _median_and_prediction(
-                axes, row, near.step_seconds, _predicted(profile, near.plan), colour
+                axes, row, near.step_seconds, _predicted(profile, near.plan), color
             )
         _rows(axes, [difference(near.plan, chosen) for near in ordered])
         for label, near in zip(axes.get_yticklabels(), ordered, strict=True):
@@ -82,7 +82,7 @@ def _predicted(profile: ClusterProfile, plan: Plan) -> float | None:
 
 
 def _median_and_prediction(
-    axes: Axes, row: int, measured: float, predicted: float | None, colour: str
+    axes: Axes, row: int, measured: float, predicted: float | None, color: str
 ) -> None:
     if predicted is not None:
         axes.plot([measured, predicted], [row, row], color=theme.GRID, linewidth=3, zorder=1)
@@ -96,7 +96,7 @@ def _median_and_prediction(
             markeredgewidth=1.4,
             zorder=4,
         )
-    axes.plot(measured, row, marker="|", markersize=15, markeredgewidth=3, color=colour, zorder=3)
+    axes.plot(measured, row, marker="|", markersize=15, markeredgewidth=3, color=color, zorder=3)
 
 
 def _rows(axes: Axes, names: Sequence[str]) -> None:

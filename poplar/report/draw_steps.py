@@ -24,7 +24,7 @@ _MOST_LABELLED_RANKS = 16
 _INCHES_OF_A_RANK = 0.34
 _TALLEST_PANEL = 6.0
 _TITLE_PAD = 20.0
-"""Points: leaves room for the label of the prediction."""
+"""Points: leaves space for the label of the prediction."""
 _SEAM_POINTS = 0.25
 """Wide enough to hide the seam between adjacent stretches."""
 

@@ -51,7 +51,7 @@ def render_page(record: RunRecord, pictures: Mapping[str, Figure]) -> str:
             _one_step(record, drawn),
             _losses(record, drawn),
             _predicted_and_measured(record, drawn),
-            _neighbours(record, drawn),
+            _similar_plans(record, drawn),
             _hardware(record.profile),
             f"<footer>Written by Poplar {escape(poplar.__version__)}.</footer>",
         ]
@@ -319,10 +319,10 @@ def _measured_row(run: Run, total: float | None) -> list[str]:
     ]
 
 
-def _neighbours(record: RunRecord, drawn: Mapping[str, str]) -> str:
-    if "neighbours" not in drawn or not record.neighbours:
+def _similar_plans(record: RunRecord, drawn: Mapping[str, str]) -> str:
+    if "similar_plans" not in drawn or not record.similar_plans:
         return ""
-    ordered = sorted(record.neighbours, key=lambda near: near.step_seconds)
+    ordered = sorted(record.similar_plans, key=lambda near: near.step_seconds)
     chosen = next((near for near in ordered if near.plan == record.chosen.plan), None)
     others = [near for near in ordered if near is not chosen]
     verdict = ""
@@ -337,7 +337,7 @@ def _neighbours(record: RunRecord, drawn: Mapping[str, str]) -> str:
         "Similar plans",
         markup.paragraph(verdict) if verdict else "",
         markup.figure(
-            drawn["neighbours"],
+            drawn["similar_plans"],
             "Plans that differ slightly from the chosen one, measured in turns with it. The "
             "fastest of many noisy measurements is partly chance.",
         ),

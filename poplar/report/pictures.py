@@ -6,7 +6,7 @@ from matplotlib.figure import Figure
 
 from poplar.report.draw_curves import draw_curves
 from poplar.report.draw_losses import draw_losses
-from poplar.report.draw_predictions import draw_neighbours, draw_predictions
+from poplar.report.draw_predictions import draw_predictions, draw_similar_plans
 from poplar.report.draw_steps import draw_steps
 from poplar.report.record import RunRecord
 from poplar.report.theme import to_svg, write_png
@@ -22,8 +22,8 @@ def draw_pictures(record: RunRecord) -> dict[str, Figure]:
         "timeline": draw_steps(record.runs),
         "losses": draw_losses(record.runs),
         "predictions": draw_predictions(record.runs),
-        "neighbours": draw_neighbours(record.neighbours, chosen, record.profile)
-        if record.neighbours
+        "similar_plans": draw_similar_plans(record.similar_plans, chosen, record.profile)
+        if record.similar_plans
         else None,
     }
     return {name: figure for name, figure in drawn.items() if figure is not None}

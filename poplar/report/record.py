@@ -19,7 +19,7 @@ from poplar.plan import Plan
 from poplar.profile import ClusterProfile
 from poplar.system.trace import Span
 
-_SCHEMA_VERSION = 1
+_SCHEMA_VERSION = 2
 _SPAN_KINDS = ("pass", "wait", "optimizer")
 
 
@@ -74,7 +74,7 @@ class Run:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Neighbour:
+class SimilarPlan:
     """A plan similar to the chosen one, measured in turns with it."""
 
     plan: Plan
@@ -82,7 +82,7 @@ class Neighbour:
     """The median step, of the slowest rank."""
 
     def __post_init__(self) -> None:
-        _check_seconds("Neighbour.step_seconds", self.step_seconds)
+        _check_seconds("SimilarPlan.step_seconds", self.step_seconds)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,14 +95,14 @@ class RunRecord:
     """In the order they are shown. The last one ran the chosen plan."""
     sum_of_speeds: float | None = None
     """Samples per second of plain passes without communication, all ranks at once, added up."""
-    neighbours: tuple[Neighbour, ...] | None = None
+    similar_plans: tuple[SimilarPlan, ...] | None = None
     """Plans measured in turns with the chosen one, which is included; None: not measured."""
 
     def __post_init__(self) -> None:
         freeze = object.__setattr__
         freeze(self, "runs", tuple(self.runs))
-        if self.neighbours is not None:
-            freeze(self, "neighbours", tuple(self.neighbours))
+        if self.similar_plans is not None:
+            freeze(self, "similar_plans", tuple(self.similar_plans))
         if not self.runs:
             raise ValueError("a RunRecord needs at least one run")
         names = [run.name for run in self.runs]
@@ -111,7 +111,7 @@ class RunRecord:
         if self.sum_of_speeds is not None:
             _check_seconds("sum_of_speeds", self.sum_of_speeds)
         plans = [(f"run {run.name!r}", run.plan) for run in self.runs]
-        plans += [(f"neighbour {i}", n.plan) for i, n in enumerate(self.neighbours or ())]
+        plans += [(f"similar plan {i}", n.plan) for i, n in enumerate(self.similar_plans or ())]
         for whose, plan in plans:
             if plan.world_size != self.profile.world_size:
                 raise ValueError(
@@ -132,11 +132,11 @@ class RunRecord:
             "profile": self.profile.to_dict(),
             "sum_of_speeds": self.sum_of_speeds,
             "runs": [_run_to_dict(run) for run in self.runs],
-            "neighbours": None
-            if self.neighbours is None
+            "similar_plans": None
+            if self.similar_plans is None
             else [
                 {"plan": near.plan.to_dict(), "step_seconds": near.step_seconds}
-                for near in self.neighbours
+                for near in self.similar_plans
             ],
         }
 
@@ -161,10 +161,10 @@ class RunRecord:
         try:
             fields["profile"] = ClusterProfile.from_dict(fields["profile"])
             fields["runs"] = tuple(_run_from_dict(run) for run in fields["runs"])
-            if fields.get("neighbours") is not None:
-                fields["neighbours"] = tuple(
-                    Neighbour(**{**near, "plan": Plan.from_dict(near["plan"])})
-                    for near in fields["neighbours"]
+            if fields.get("similar_plans") is not None:
+                fields["similar_plans"] = tuple(
+                    SimilarPlan(**{**near, "plan": Plan.from_dict(near["plan"])})
+                    for near in fields["similar_plans"]
                 )
             return cls(**fields)
         except (TypeError, KeyError, AttributeError) as error:

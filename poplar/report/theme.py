@@ -1,6 +1,6 @@
-"""The style of all pictures: colours that are safe for colour-blind readers, and plain axes.
+"""The style of all pictures: colors that are safe for color-blind readers, and plain axes.
 
-In the page, pictures are SVG whose colours are CSS variables, for the light, dark and print styles.
+In the page, pictures are SVG whose colors are CSS variables, for the light, dark and print styles.
 As files, they are PNG on white.
 """
 
@@ -38,7 +38,7 @@ ACTIVITY = {
     WAITING: "#c9cdd2",
 }
 EVEN, CHOSEN = "#8a9099", "#0d71b4"
-"""Earlier runs are grey; the last one, with the chosen plan, stands out."""
+"""Earlier runs are gray; the last one, with the chosen plan, stands out."""
 
 CSS_VARIABLES = {
     INK: "ink",
@@ -47,10 +47,10 @@ CSS_VARIABLES = {
     PAPER: "paper",
     EVEN: "even",
     CHOSEN: "chosen",
-    **{colour: f"series-{number}" for number, colour in enumerate(SERIES)},
-    **{colour: f"activity-{name}" for name, colour in ACTIVITY.items()},
+    **{color: f"series-{number}" for number, color in enumerate(SERIES)},
+    **{color: f"activity-{name}" for name, color in ACTIVITY.items()},
 }
-"""The CSS variable of each colour; all colours are different."""
+"""The CSS variable of each color; all colors are different."""
 
 _STYLE: Any = {
     "font.family": "DejaVu Sans",
@@ -127,7 +127,7 @@ def write_png(figure: Figure, path: Path) -> None:
 
 
 def to_svg(figure: Figure, name: str) -> str:
-    """An `<svg>` element whose colours are CSS variables and whose ids begin with `name`."""
+    """An `<svg>` element whose colors are CSS variables and whose ids begin with `name`."""
     buffer = io.StringIO()
     with style():
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})

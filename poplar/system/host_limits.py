@@ -121,7 +121,7 @@ def _quota_of(folder: Path) -> float | None:
 def _groups(controller: str) -> Iterator[Path]:
     """Folders of the control groups of this process, innermost first, cgroup version 1 or 2.
 
-    In a container the path may be that of the host, of which only the root is mounted, so some of
+    In a container the path may be that of the host. Only the host's root may be mounted, so some of
     the folders may not exist.
     """
     for line in (_read(_PROC / "self/cgroup") or "").splitlines():

@@ -15,7 +15,7 @@ _SLOWDOWNS = {
     0x08: "hardware slowdown (temperature or power)",
     0x20: "too hot (software thermal slowdown)",
     0x40: "too hot (hardware thermal slowdown)",
-    0x80: "power brake (the power supply asks for less)",
+    0x80: "power brake (the power supply requests less)",
 }
 """Temporary reasons: a curve that is measured under them is not valid later."""
 
@@ -93,7 +93,7 @@ class NvmlDevice:
         return (f"NVLink{'' if version is None else f' {version}'} x{len(active)}",)
 
     def _pcie(self) -> tuple[str, ...]:
-        # An idle device lowers its generation but not its width: ask for the maximum generation.
+        # An idle device lowers its generation but not its width: query the maximum generation.
         generation = self._ask("nvmlDeviceGetMaxPcieLinkGeneration", self.whole)
         width = self._ask("nvmlDeviceGetCurrPcieLinkWidth", self.whole)
         widest = self._ask("nvmlDeviceGetMaxPcieLinkWidth", self.whole)

@@ -110,7 +110,7 @@ def verify(
         )
         dtypes = {parameter.dtype for parameter in model.parameters()}
         leader = max(range(group.size), key=plan.samples)
-        both = _Comparison(
+        comparison = _Comparison(
             control=control,
             leader=leader,
             plan=plan,
@@ -125,10 +125,12 @@ def verify(
             tolerance=Tolerance.of(*dtypes, reduce_dtype, relative=rtol),
         )
         with model_preserved(model, device):
-            planned = both.run_plan(optimizer, batch)
+            planned = comparison.run_plan(optimizer, batch)
         casts = compute_dtype != "auto" or dtypes != before
         alone = _cast(batch, dtypes) if casts else batch
-        return both.compare_with_one_process(planned, alone, max_micro_batch or plan.global_batch)
+        return comparison.compare_with_one_process(
+            planned, alone, max_micro_batch or plan.global_batch
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -73,7 +73,8 @@ class CollectiveScheduler:
         self._entered = -1
         self._recorded: list[Slot] = []
         self._pending: Slot | None = None
-        """Received or broadcast but not issued yet. Other ranks wait in it even after an error."""
+        """Received or broadcast but not issued yet. Other ranks have issued it and wait for this
+        rank, even after an error."""
         self._flats_issued = 0
         """Flat parameters of the current reduction that were already issued. If the next one runs
         out of memory, they are not issued again."""

@@ -21,20 +21,8 @@ from poplar.data import pytree
 from poplar.errors import CollectiveTimeout, PoplarError
 from poplar.zero.collective_scheduler import CollectiveScheduler, Mode
 from poplar.zero.flat_parameter import FlatParameter
-from poplar.zero.replicated import Replicated
-from poplar.zero.sharded_gradients import ShardedGradients
-from poplar.zero.sharded_optimizer import ShardedOptimizer
-from poplar.zero.sharded_parameters import ShardedParameters
 from poplar.zero.strategy import Strategy
 from poplar.zero.unit import Unit
-
-STRATEGIES: tuple[type[Strategy], ...] = (
-    Replicated,
-    ShardedOptimizer,
-    ShardedGradients,
-    ShardedParameters,
-)
-"""By ZeRO stage."""
 
 
 class Engine:
@@ -71,7 +59,7 @@ class Engine:
         self._forward_depth = 0
         self._visits: dict[Unit, int] = {}
         self.hooks: list[RemovableHandle] = list(self._register_hooks())
-        """They keep the engine alive until the owner removes them."""
+        """They hold a reference to the engine until the owner removes them."""
 
     @property
     def flats(self) -> list[FlatParameter]:
@@ -275,7 +263,7 @@ class Engine:
 
     @property
     def values_are_writable(self) -> bool:
-        """Whether values written into the parameters now are kept."""
+        """Whether values written into the parameters now take effect."""
         return self._writeback or not self.strategy.shards_parameters
 
     # Hooks.

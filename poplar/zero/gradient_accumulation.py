@@ -44,9 +44,9 @@ class LocalAccumulation(Strategy):
     def accumulate(self, flat: FlatParameter, weight: float) -> None:
         gradients, offsets = flat.take_gradients(weight)
         self._ensure_gradient(flat)
-        again = flat in self._started
-        if gradients or not again:
-            self._sums[flat].pack(gradients, offsets, weight, accumulate=again)
+        has_started = flat in self._started
+        if gradients or not has_started:
+            self._sums[flat].pack(gradients, offsets, weight, accumulate=has_started)
         self._started.add(flat)
 
     def reduce(self, flat: FlatParameter, weight: float) -> None:

@@ -57,7 +57,7 @@ class BatchSplitter:
     """Splits the batches of this rank by the plan."""
 
     plan: Plan | None
-    """None: a batch is one pass, whatever its size."""
+    """None: a batch is one pass, of any size."""
     synchronizes_every_pass: bool
     """All ranks run the same number of passes, including passes without samples."""
     input_dtype: torch.dtype | None

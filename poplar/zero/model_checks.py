@@ -1,4 +1,4 @@
-"""Checks of a model before the optimizer takes over its parameters, and who owns which."""
+"""Checks of a model before the optimizer takes over its parameters, and a registry of owners."""
 
 from __future__ import annotations
 

@@ -26,6 +26,10 @@ class Replicated(LocalAccumulation):
     view of it.
     """
 
+    def __init__(self, comm: Communicator, reduce_dtype: torch.dtype) -> None:
+        super().__init__(comm, reduce_dtype)
+        self._pending_all_gathers: list[Work] = []
+
     def layout_for(self, flat: FlatParameter, shares: Sequence[float]) -> Layout:
         """Even for any shares: nothing is owned, the layout only divides the reduction."""
         return Layout.even(flat.numel, self.comm.group.size)
@@ -42,34 +46,34 @@ class Replicated(LocalAccumulation):
     def _allocate_gradient(self, flat: FlatParameter) -> None:
         flat.gradient = self._allocate_sums(flat).data
 
-    def __init__(self, comm: Communicator, reduce_dtype: torch.dtype) -> None:
-        super().__init__(comm, reduce_dtype)
-        self._gathering: list[Work] = []
-
     def begin_step(self) -> None:
         super().begin_step()
-        self._wait_for_gathers()  # left over if the previous step failed
+        self._wait_for_all_gathers()  # left over if the previous step failed
 
     def _reduction(self, flat: FlatParameter, *, narrow: bool) -> Work:
         """Starts the all-gather when it ends, overlapping with the next reductions."""
-        return CallbackWork(super()._reduction(flat, narrow=narrow), partial(self._gather, flat))
+        return CallbackWork(
+            super()._reduction(flat, narrow=narrow), partial(self._all_gather, flat)
+        )
 
-    def _gather(self, flat: FlatParameter) -> None:
+    def _all_gather(self, flat: FlatParameter) -> None:
         what = f"the gradients of {flat.name}"
-        self._gathering.append(self.comm.all_gather(flat.gradient, flat.layout, what=what))
+        self._pending_all_gathers.append(
+            self.comm.all_gather(flat.gradient, flat.layout, what=what)
+        )
 
     def finish_gradients(self, units: Sequence[Unit]) -> None:
-        self._wait_for_gathers()
+        self._wait_for_all_gathers()
         for unit in units:
             for flat in unit.trained:
                 if flat in self._allocated:  # not if the step was abandoned before this unit
                     _expose_gradients(flat)
                 flat.invalidate_squares()
 
-    def _wait_for_gathers(self) -> None:
-        pending, self._gathering = self._gathering, []
-        for unshard in pending:
-            self.wait(unshard)
+    def _wait_for_all_gathers(self) -> None:
+        pending, self._pending_all_gathers = self._pending_all_gathers, []
+        for gather in pending:
+            self.wait(gather)
 
     def scale_gradients(self, units: Sequence[Unit], factor: Tensor) -> bool:
         """Scale at once: `.grad` shows what the update applies."""
@@ -91,7 +95,7 @@ class Replicated(LocalAccumulation):
                 flat.gradient[offset : offset + parameter.numel()].copy_(gradient.reshape(-1))
         return removed
 
-    def publish_update(self, units: Sequence[Unit]) -> None:
+    def all_gather_updated_parameters(self, units: Sequence[Unit]) -> None:
         """Nothing to send: every rank has updated all parameters, with the same bits."""
 
 

@@ -17,8 +17,13 @@ from poplar.comm import Communicator, Control
 from poplar.plan import Plan
 from poplar.zero import model_checks
 from poplar.zero.agreement import raise_on_any_error
-from poplar.zero.engine import STRATEGIES, Engine
+from poplar.zero.engine import Engine
 from poplar.zero.flat_adamw import flat_class
+from poplar.zero.replicated import Replicated
+from poplar.zero.sharded_gradients import ShardedGradients
+from poplar.zero.sharded_optimizer import ShardedOptimizer
+from poplar.zero.sharded_parameters import ShardedParameters
+from poplar.zero.strategy import Strategy
 from poplar.zero.unit import Member, Merge, Unit, build_units, resolve_units
 from poplar.zero.unit_plans import (
     check_unit_names,
@@ -29,6 +34,14 @@ from poplar.zero.unit_plans import (
 from poplar.zero.update import OptimizerFactory, ShardedUpdate, check_elementwise, fastest_options
 
 Groups = list[dict[str, Any]]
+
+STRATEGY_CLASSES: tuple[type[Strategy], ...] = (
+    Replicated,
+    ShardedOptimizer,
+    ShardedGradients,
+    ShardedParameters,
+)
+"""By ZeRO stage."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,7 +221,7 @@ def build_engine(
 ) -> tuple[Engine, ShardedUpdate]:
     """Build engine and update; the first rank's values and buffers are broadcast. Collective."""
     plan, world = request.plan, comm.group.size
-    strategy = STRATEGIES[request.stage](comm, request.reduce_dtype)
+    strategy = STRATEGY_CLASSES[request.stage](comm, request.reduce_dtype)
     shares = plan.shares if plan is not None else (1.0 / world,) * world
     members, recast = [], []
     for name, parameter in request.model.named_parameters():
@@ -277,7 +290,7 @@ def _stage_of(plan: Plan | None, stage: int | None, world_size: int) -> int:
                 "neither plan nor stage was given; pass a plan, or stage=0, 1, 2 or 3 for even "
                 "batches and shares"
             )
-        if stage not in range(len(STRATEGIES)):
+        if stage not in range(len(STRATEGY_CLASSES)):
             raise ValueError(f"stage={stage!r} is not a ZeRO stage; use 0, 1, 2 or 3")
         return stage
     if stage is not None and stage != plan.stage:

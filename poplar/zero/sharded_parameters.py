@@ -34,7 +34,7 @@ class ShardedParameters(ShardedGradients):
 
     def __init__(self, comm: Communicator, reduce_dtype: torch.dtype) -> None:
         super().__init__(comm, reduce_dtype)
-        self._gathering: dict[Unit, list[Work]] = {}
+        self._pending_unshards: dict[Unit, list[Work]] = {}
         self._unsharded_persistent: dict[Unit, None] = {}
         """Persistent units that are unsharded in this step, in that order."""
 
@@ -75,18 +75,18 @@ class ShardedParameters(ShardedGradients):
             pending.append(
                 self.comm.all_gather(flat.values, flat.layout, what=what, own=flat.shard)
             )
-        self._gathering[unit] = pending
+        self._pending_unshards[unit] = pending
         if in_step and unit in self.persistent:
             self._unsharded_persistent[unit] = None
 
     def wait_for_unshard(self, unit: Unit) -> None:
-        for pending in self._gathering.pop(unit, ()):
+        for pending in self._pending_unshards.pop(unit, ()):
             self.wait(pending)
         for flat in unit.flats:
             flat.attach_parameters()
 
     def reshard(self, unit: Unit) -> None:
-        for pending in self._gathering.pop(unit, ()):
+        for pending in self._pending_unshards.pop(unit, ()):
             self.wait(pending)
         if unit in self._unsharded_persistent:
             return
@@ -102,5 +102,5 @@ class ShardedParameters(ShardedGradients):
     def wait_for_readers(self, flat: FlatParameter) -> None:
         self.comm.wait_for_readers(flat.shard)
 
-    def publish_update(self, units: Sequence[Unit]) -> None:
+    def all_gather_updated_parameters(self, units: Sequence[Unit]) -> None:
         """Nothing to send: the next unshard sends the new shards."""

@@ -1,4 +1,5 @@
-"""The interface of a ZeRO stage: where values, gradients and state are stored and when they move.
+"""The interface of a ZeRO stage: where values, gradients and state are stored, and when they
+are communicated.
 
 The engine calls these methods in the same order on every rank. A strategy knows no stage number.
 """
@@ -117,7 +118,7 @@ class Strategy(ABC):
         self.waited = 0.0
         self.comm.trim()
 
-    def publish_update(self, units: Sequence[Unit]) -> None:
+    def all_gather_updated_parameters(self, units: Sequence[Unit]) -> None:
         """Send the updated shards to the ranks that read them. Collective."""
         pending = [
             self.comm.all_gather(flat.values, flat.layout, what=f"the new values of {unit.name}")

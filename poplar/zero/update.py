@@ -27,7 +27,7 @@ _FUSED_STEPS = {inspect.unwrap(cls.step) for cls in _FUSED}  # torch wraps `step
 
 
 @dataclass(eq=False)
-class Run:
+class ParameterRun:
     """Parameters `[first, last)` of a flat parameter, updated as one tensor."""
 
     flat: FlatParameter
@@ -162,12 +162,12 @@ class ShardedUpdate:
         changed = flat.master.to(flat.dtype) != flat.shard
         flat.master[changed] = flat.shard[changed].float()
 
-    def replace_runs(self, runs: Sequence[Run]) -> None:
+    def replace_runs(self, runs: Sequence[ParameterRun]) -> None:
         """Replace all runs and drop their state; `rebind` adds the state of the new ones."""
         self.inner.state.clear()
         self.runs = list(runs)
 
-    def rebind(self, flat: FlatParameter, states: Mapping[Run, dict[str, Any]]) -> None:
+    def rebind(self, flat: FlatParameter, states: Mapping[ParameterRun, dict[str, Any]]) -> None:
         """After a layout change: create new views for the runs of `flat`, with the given state."""
         for run in self.runs:
             if run.flat is not flat:
@@ -179,7 +179,7 @@ class ShardedUpdate:
                 self.inner.state[run.tensor] = states[run]
         self._update_param_groups()
 
-    def state_of(self, run: Run) -> dict[str, Any]:
+    def state_of(self, run: ParameterRun) -> dict[str, Any]:
         """State tensors of the owned part and scalars of a run; empty if there are none."""
         return dict(self.inner.state.get(run.tensor, {})) if run.tensor is not None else {}
 
@@ -194,7 +194,7 @@ class ShardedUpdate:
                 if (position in idle) != (position - 1 in idle):
                     cuts.append(position)
             parts = [
-                Run(run.flat, run.group, first, last, None)
+                ParameterRun(run.flat, run.group, first, last, None)
                 for first, last in zip(cuts, [*cuts[1:], run.last], strict=True)
             ]
             self.runs += [run] if len(parts) == 1 else parts
@@ -203,7 +203,7 @@ class ShardedUpdate:
         if len(self.runs) != len(whole):
             self._update_param_groups()
 
-    def _split_state(self, run: Run, parts: Sequence[Run]) -> None:
+    def _split_state(self, run: ParameterRun, parts: Sequence[ParameterRun]) -> None:
         if run.tensor is None:
             return
         state = self.state_of(run)
@@ -280,13 +280,13 @@ def check_elementwise(
     return "its update of an element depends on the other elements of the parameter"
 
 
-def _first_runs(flat: FlatParameter) -> list[Run]:
-    runs: list[Run] = []
+def _first_runs(flat: FlatParameter) -> list[ParameterRun]:
+    runs: list[ParameterRun] = []
     for position, group in enumerate(flat.groups):
         if runs and runs[-1].group == group:
             runs[-1].last = position + 1
         else:
-            runs.append(Run(flat, group, position, position + 1, None))
+            runs.append(ParameterRun(flat, group, position, position + 1, None))
     for run in runs:
         run.tensor = _view(run)
     return runs
@@ -330,12 +330,12 @@ def _has_low_precision(flat: FlatParameter) -> bool:
     return flat.shard is not flat.master
 
 
-def _view(run: Run) -> Tensor | None:
+def _view(run: ParameterRun) -> Tensor | None:
     owned = run.owned
     return None if owned is None else run.flat.master[owned]
 
 
-def _in_group(run: Run, group: int) -> bool:
+def _in_group(run: ParameterRun, group: int) -> bool:
     return run.group == group and run.tensor is not None
 
 

@@ -15,7 +15,7 @@ namespace {
 using poplar::Event;
 using poplar::Rendezvous;
 
-// Elements of a slice, each of which represents a chunk. Several buffers, so that one is read while
+// Elements of a slice; each represents a chunk. Several buffers, so that one is read while
 // the next is written.
 constexpr std::int64_t kSlice = 5;
 constexpr std::int64_t kBuffers = 3;

@@ -29,7 +29,7 @@ RANKS_ON_FIRST_HOST = 3
 """Uneven: three ranks on one host, two on the other."""
 GIGABITS = 4.0
 OVERHEAD = 1.1
-"""The factor for headers and acknowledgements; sending anything twice would exceed it."""
+"""The factor for headers and acknowledgments; sending anything twice would exceed it."""
 
 
 def enter(hosts: Hosts, rank: int) -> None:

@@ -140,7 +140,7 @@ def test_update_is_issued_before_the_host_reads_a_value(
 
 @pytest.fixture(scope="module")
 def one_rank() -> Iterator[Pool]:
-    """One rank on gloo or NCCL, whatever the other tests use: one GPU is enough."""
+    """One rank on gloo or NCCL, independent of other tests: one GPU is enough."""
     pool = Pool(1, backend="nccl")
     yield pool
     pool.close()

@@ -436,7 +436,7 @@ class FailingBuffer(ProcessGroupCommunicator):
     def buffer(self, *arguments: Any, **options: Any) -> Bucket:
         self.buffers += self.refuses
         if self.refuses and self.buffers == 2 and harness.rank() == self.bad:
-            raise torch.OutOfMemoryError("no room for a bucket")
+            raise torch.OutOfMemoryError("no memory for a bucket")
         return super().buffer(*arguments, **options)
 
 

@@ -118,7 +118,7 @@ def test_failed_rank_is_shown_with_the_ranks_that_wait_for_it(
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_lost_ranks_are_reported_with_the_answers_of_the_others(how: signal.Signals) -> None:
+def test_lost_ranks_are_reported_with_the_results_of_the_other_ranks(how: signal.Signals) -> None:
     answers = one_off(2, die_on, 1, how, lost=[1])
     assert answers[0] == 0
     assert isinstance(answers[1], Silent)

@@ -46,7 +46,9 @@ def new_sums() -> Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("accumulate", [False, True])
-def test_pack(threads: int, accumulate: bool, dtype: torch.dtype) -> None:
+def test_pack_equals_plain_for_any_threads(
+    threads: int, accumulate: bool, dtype: torch.dtype
+) -> None:
     draw = Draw(threads, "cpu")
     grads = [draw.values(size, DTYPES[size % 3]) for size in (1, 70_001, 0, 1_500_000, 63, 999)]
     offsets = [5, 6, 70_007, 70_100, 1_570_100, 1_600_000]
@@ -59,7 +61,9 @@ def test_pack(threads: int, accumulate: bool, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("ranks", [1, 3, 9])
-def test_sums_over_ranks(threads: int, ranks: int, dtype: torch.dtype) -> None:
+def test_sums_over_ranks_equal_plain_for_any_threads(
+    threads: int, ranks: int, dtype: torch.dtype
+) -> None:
     received = list(Draw(threads, "cpu").values(ranks * NUMEL, dtype).view(ranks, NUMEL).unbind())
     assert_same_as_plain(
         "rank_sum_",
@@ -80,7 +84,9 @@ def test_sums_over_ranks(threads: int, ranks: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_unpack_copy_and_block_sums(threads: int, dtype: torch.dtype) -> None:
+def test_unpack_copy_and_block_sums_equal_plain_for_any_threads(
+    threads: int, dtype: torch.dtype
+) -> None:
     flat = Draw(threads, "cpu").values(NUMEL, dtype)
     outs = [torch.zeros(size, dtype=DTYPES[size % 3]) for size in (70_001, 1_500_000, 63)]
     offsets = [3, 70_100, 1_600_000]
@@ -89,7 +95,7 @@ def test_unpack_copy_and_block_sums(threads: int, dtype: torch.dtype) -> None:
     assert_same_bits(ops.block_sums_of_squares(flat), plain.block_sums_of_squares(flat))
 
 
-def test_exact_sums(threads: int) -> None:
+def test_exact_sums_equal_plain_for_any_threads(threads: int) -> None:
     values = Draw(threads, "cpu").values(NUMEL, torch.float32)
     totals = [torch.arange(ops.EXACT_WORDS) for _ in "ab"]
     OPERATORS.exact_sum_(totals[0], values)
@@ -98,7 +104,7 @@ def test_exact_sums(threads: int) -> None:
 
 
 @pytest.mark.parametrize("rounded", [None, *DTYPES])
-def test_adamw(threads: int, rounded: torch.dtype | None) -> None:
+def test_adamw_equals_plain_for_any_threads(threads: int, rounded: torch.dtype | None) -> None:
     draw = Draw(threads, "cpu")
     gradient = draw.values(NUMEL, torch.float32)
     low = [] if rounded is None else [torch.zeros(NUMEL, dtype=rounded)]

@@ -24,9 +24,10 @@ from collectives.case import OPERATIONS, Case, size_of
 from collectives.measure import Request, measure, shares_of
 from collectives.plot import draw
 from collectives.provider import Prepared, Provider
-from collectives.row import Row, read_rows, rows_of, write_rows
+from collectives.row import Row, read_rows, rows_of
 from collectives.table import tables_of, verdicts_table
 from collectives.targets import HEADLINE, SKEWED, verdicts
+from rows import write_rows
 
 EVEN = (0.25,) * 4
 

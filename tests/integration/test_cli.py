@@ -163,8 +163,8 @@ def test_plan_compares_stages_and_policies(measured):
 def test_plan_explains_bottleneck_changes_and_contributions(measured):
     shown = run("plan", measured, "--global-batch", 24, "--explain")
     assert shown.exit_code == 0, shown.output
-    for words in ("bound by rank", "error ±4 %: worth it", "what would help", "without"):
-        assert words in shown.stdout
+    for text in ("bound by rank", "error ±4 %: worth it", "what would help", "without"):
+        assert text in shown.stdout
     assert "rank 0's device (NVIDIA A100)" in shown.stdout
     printed = run("plan", measured, "--global-batch", 24, "--explain", "--json")
     document = json.loads(printed.stdout)
@@ -341,7 +341,7 @@ def test_the_workload_of_the_examples_loads():
 
 
 @pytest.mark.parametrize(
-    ("address", "error", "words"),
+    ("address", "error", "pattern"),
     [
         ("train.py", ValueError, "expected a file, a colon and a function"),
         ("{}/none.py:workload", ValueError, "does not exist"),
@@ -352,8 +352,8 @@ def test_the_workload_of_the_examples_loads():
         ("{}/train.py:broken", RuntimeError, "no data here"),
     ],
 )
-def test_a_missing_or_invalid_workload_is_refused(train, address, error, words):
-    with pytest.raises(error, match=words):
+def test_a_missing_or_invalid_workload_is_refused(train, address, error, pattern):
+    with pytest.raises(error, match=pattern):
         load(address.format(train.parent))
 
 

@@ -18,8 +18,8 @@ from poplar.report import RunRecord
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 import demo
-from neighbours import neighbours, own_part
 from noise import describe, warnings_of
+from similar_plans import own_part, similar_plans
 from speed import Speed
 from train_llama import progress
 
@@ -31,9 +31,9 @@ def chosen(request):
     return search(PROFILE, global_batch=72, stages=(request.param,))
 
 
-class TestNeighbours:
+class TestSimilarPlans:
     def test_similar_plans_are_valid_and_distinct(self, chosen):
-        near = neighbours(chosen, PROFILE, 20)
+        near = similar_plans(chosen, PROFILE, 20)
         assert len(near) == 20
         assert len({chosen, *near}) == 21
         for plan in near:
@@ -41,7 +41,7 @@ class TestNeighbours:
             assert predict(PROFILE, plan).step_seconds > 0
 
     def test_similar_plans_vary_samples_passes_and_shares(self, chosen):
-        near = neighbours(chosen, PROFILE, 20)
+        near = similar_plans(chosen, PROFILE, 20)
         samples = [[plan.samples(rank) for rank in range(4)] for plan in (chosen, *near)]
         assert any(one != samples[0] for one in samples)
         assert any(
@@ -51,7 +51,7 @@ class TestNeighbours:
         assert any(plan.shares != chosen.shares for plan in near) == (chosen.stage > 0)
 
     def test_result_is_deterministic(self, chosen):
-        assert neighbours(chosen, PROFILE, 9) == neighbours(chosen, PROFILE, 9)
+        assert similar_plans(chosen, PROFILE, 9) == similar_plans(chosen, PROFILE, 9)
 
     def test_similar_plans_fit_the_measured_batches(self, chosen):
         longest = max(max(sizes) for sizes in chosen.micro_batches)
@@ -64,14 +64,14 @@ class TestNeighbours:
                 for device in PROFILE.devices
             ),
         )
-        for plan in neighbours(chosen, tight, 20):
+        for plan in similar_plans(chosen, tight, 20):
             for device, sizes in zip(tight.devices, plan.micro_batches, strict=True):
                 assert max(sizes) <= device.max_batch
 
     def test_returns_fewer_plans_if_there_are_no_more(self):
         profile = cluster((10.0,), ["a device"])
         plan = search(profile, global_batch=2, stages=(0,))
-        assert len(neighbours(plan, profile, 20)) < 20
+        assert len(similar_plans(plan, profile, 20)) < 20
 
 
 class TestOwnPart:
@@ -96,16 +96,16 @@ class TestSummary:
         assert outcome["measured_step_seconds"] == round(planned.measured_step_seconds, 4)
         assert outcome["speedup"] > 1.25
         assert outcome["max_loss_difference"] == 0.0
-        best = min(near.step_seconds for near in record.neighbours[1:])
-        assert outcome["best_neighbour_ratio"] == pytest.approx(
-            best / record.neighbours[0].step_seconds, abs=1e-4
+        best = min(near.step_seconds for near in record.similar_plans[1:])
+        assert outcome["best_similar_plan_ratio"] == pytest.approx(
+            best / record.similar_plans[0].step_seconds, abs=1e-4
         )
         assert "…" not in shown.getvalue(), "the table must fit 80 columns"
 
     def test_ratio_is_left_out_without_similar_plans(self, capsys):
-        record = dataclasses.replace(synthetic_record(), neighbours=None)
+        record = dataclasses.replace(synthetic_record(), similar_plans=None)
         demo.summarize(Console(file=io.StringIO()), record)
-        assert "best_neighbour_ratio" not in json.loads(capsys.readouterr().out)
+        assert "best_similar_plan_ratio" not in json.loads(capsys.readouterr().out)
 
     def test_different_loss_curves_raise(self, capsys):
         record = synthetic_record()
@@ -121,8 +121,8 @@ class TestSummary:
         record = synthetic_record()
         demo.write_outputs(Console(file=io.StringIO()), record, tmp_path / "demo")
         assert RunRecord.from_json(tmp_path / "demo" / "run.json") == record
-        kept = {path.name for path in (tmp_path / "demo").iterdir()}
-        assert kept >= {"run.json", "report.html", "curves.png", "timeline.png", "losses.png"}
+        written = {path.name for path in (tmp_path / "demo").iterdir()}
+        assert written >= {"run.json", "report.html", "curves.png", "timeline.png", "losses.png"}
 
 
 class TestNoise:
@@ -184,7 +184,7 @@ class TestOptions:
         [
             (["--steps", "2"], "at least 3"),
             (["--steps", "0"], "at least 3"),
-            (["--neighbours", "-1"], "0 or more"),
+            (["--similar-plans", "-1"], "0 or more"),
             (["--stage", "4"], "invalid choice"),
         ],
     )

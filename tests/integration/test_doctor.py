@@ -76,7 +76,7 @@ def test_equal_ranks_have_no_findings():
 
 
 @pytest.mark.parametrize(
-    ("versions", "kind", "words"),
+    ("versions", "kind", "text"),
     [
         ({"NCCL": "2.21.5"}, "problem", "NCCL differs: 2.29.2 (ranks 0, 2), 2.21.5 (rank 1)"),
         ({"poplar": "0.2.0"}, "problem", "poplar differs"),
@@ -85,11 +85,11 @@ def test_equal_ranks_have_no_findings():
         ({"python": "3.11.2"}, "advice", "python differs"),
     ],
 )
-def test_different_versions_are_listed_with_their_ranks(versions, kind, words):
+def test_different_versions_are_listed_with_their_ranks(versions, kind, text):
     finding = only_finding(facts(0), facts(1, versions=versions), facts(2))
     assert finding.kind == kind
-    assert words in finding.what
-    assert finding.remedy
+    assert text in finding.what
+    assert finding.fix
 
 
 def test_another_build_of_the_same_torch_is_advice():
@@ -108,7 +108,7 @@ def test_a_device_without_bf16_is_advice_that_explains_auto():
     finding = only_finding(facts(0), old)
     assert (finding.kind, finding.ranks) == ("advice", (1,))
     assert "Tesla V100-SXM2-16GB" in finding.what
-    assert "float16" in finding.remedy
+    assert "float16" in finding.fix
 
 
 @pytest.mark.parametrize(
@@ -145,14 +145,14 @@ def test_two_ranks_on_one_device_are_a_problem_unless_allowed():
     shared = {"device": gpu(uuid="GPU-7"), "may_share_device": True}
     finding = only_finding(facts(0, **shared), facts(1, **shared))
     assert finding.kind == "advice"
-    assert "memory_limit=" in finding.remedy
+    assert "memory_limit=" in finding.fix
 
 
 def test_a_host_name_that_resolves_to_loopback_is_a_problem():
     there = facts(1, gpu(uuid="GPU-1", host="two"), node="1", address="127.0.1.1")
     finding = only_finding(facts(0), there)
     assert (finding.kind, finding.ranks) == ("problem", (1,))
-    assert "GLOO_SOCKET_IFNAME" in finding.remedy
+    assert "GLOO_SOCKET_IFNAME" in finding.fix
     assert all_findings(facts(0), dataclasses.replace(there, interface="eth0")) == []
     alone = facts(0, address="")
     assert all_findings(alone) == [], "a single host needs no address"
@@ -168,7 +168,7 @@ def test_small_shared_memory_of_a_container_is_advice():
     small = {"shared_memory_bytes": (64 << 20, 64 << 20)}
     finding = only_finding(facts(0, **small), facts(1, **small))
     assert "64.0 MiB free in /dev/shm" in finding.what
-    assert "--shm-size" in finding.remedy
+    assert "--shm-size" in finding.fix
     assert "no /dev/shm" in only_finding(facts(0, shared_memory_bytes=None)).what
 
 
@@ -183,7 +183,7 @@ def test_more_threads_than_cores_name_the_number_that_fits():
     )
     finding = only_finding(*(facts(rank, processor, threads=16) for rank in range(4)))
     assert finding.what == "64 threads of torch on 16 cores"
-    assert "OMP_NUM_THREADS=4" in finding.remedy
+    assert "OMP_NUM_THREADS=4" in finding.fix
     assert all_findings(facts(0, processor)) == []
     assert all_findings(*(facts(rank, processor, threads=4) for rank in range(4))) == []
 
@@ -192,10 +192,10 @@ def test_throttling_other_processes_and_narrow_links_are_reported():
     hot = gpu(
         uuid="GPU-0", throttled="too hot", others_bytes=20 * GIB, links=("PCIe 4 x4 (of x16)",)
     )
-    words = " ".join(map(str, all_findings(facts(0, hot), facts(1))))
-    assert "too hot" in words
-    assert "other processes hold 20.00 GiB of the 80.00 GiB" in words
-    assert "PCIe 4 x4 (of x16)" in words
+    shown = " ".join(map(str, all_findings(facts(0, hot), facts(1))))
+    assert "too hot" in shown
+    assert "other processes hold 20.00 GiB of the 80.00 GiB" in shown
+    assert "PCIe 4 x4 (of x16)" in shown
 
 
 def test_slow_operators_are_advice_and_missing_transports_a_problem():

@@ -150,6 +150,20 @@ def accumulate_without_sync(run: Run) -> dict[str, Tensor]:
     return training.whole_parameters(model, optimizer)
 
 
+def accumulate_with_sync_switched_off(run: Run) -> dict[str, Tensor]:
+    """The same with `set_requires_gradient_sync`."""
+    model, optimizer = training.prepare(run)
+    loss = training.loss_of(run.recipe)
+    for step in range(len(run.recipe.batches)):
+        last = step % 2 == 1
+        optimizer.set_requires_gradient_sync(last)
+        loss(model, training.batch_of(run, step)).backward()
+        if last:
+            optimizer.step()
+            optimizer.zero_grad()
+    return training.whole_parameters(model, optimizer)
+
+
 def accumulate_alone(recipe: Recipe) -> dict[str, Tensor]:
     model = models.build(recipe.spec)
     optimizer = recipe.optimizer_class(model.parameters(), **dict(recipe.options))
@@ -161,11 +175,14 @@ def accumulate_alone(recipe: Recipe) -> dict[str, Tensor]:
     return dict(model.named_parameters())
 
 
+@pytest.mark.parametrize("accumulate", [accumulate_without_sync, accumulate_with_sync_switched_off])
 @pytest.mark.parametrize("stage", STAGES)
-def test_no_sync_accumulates(ranks: Pool, stage: int) -> None:
+def test_backward_without_gradient_sync_accumulates(
+    ranks: Pool, stage: int, accumulate: Callable[[Run], dict[str, Tensor]]
+) -> None:
     recipe = Recipe(batches=(12,) * 4, optimizer="SGD", options=(("lr", 0.1), ("momentum", 0.9)))
     plan = Plan.manual("3,3,3,3", stage=stage, shares=SHARES)
-    for parameters in ranks.run(accumulate_without_sync, Run(recipe, plan)):
+    for parameters in ranks.run(accumulate, Run(recipe, plan)):
         assert_close(parameters, accumulate_alone(recipe))
 
 

@@ -132,7 +132,7 @@ class TestModel:
 
 
 class TestMasks:
-    def test_depend_only_on_seed_and_index(self):
+    def test_masks_depend_only_on_seed_and_index(self):
         data, again = (MaskedBytes(windows(64), seed=1) for _ in range(2))
         backwards = [again[index] for index in reversed(range(len(again)))]
         torch.manual_seed(99)
@@ -140,12 +140,12 @@ class TestMasks:
             for name, tensor in data[index].items():
                 assert torch.equal(tensor, sample[name])
 
-    def test_do_not_change_the_global_random_state(self):
+    def test_masks_do_not_change_the_global_random_state(self):
         before = torch.random.get_rng_state()
         MaskedBytes(windows(64))[0]
         assert torch.equal(torch.random.get_rng_state(), before)
 
-    def test_differ_between_samples_and_between_seeds(self):
+    def test_masks_differ_between_samples_and_between_seeds(self):
         drawn = [
             tuple(MaskedBytes(windows(64), seed)[index]["places"].tolist())
             for seed in range(3)
@@ -154,7 +154,7 @@ class TestMasks:
         assert len(set(drawn)) == len(drawn)
 
     @pytest.mark.parametrize(("context", "number"), [(1, 1), (5, 1), (20, 3), (64, 10), (100, 15)])
-    def test_have_the_same_number_in_every_sample(self, context, number):
+    def test_masks_have_the_same_number_in_every_sample(self, context, number):
         data = MaskedBytes(windows(context))
         for index in range(len(data)):
             sample = data[index]
@@ -162,7 +162,7 @@ class TestMasks:
             assert sample["places"].shape == sample["target"].shape == (number,)
             assert sample["places"].unique().numel() == number
 
-    def test_change_only_masked_bytes(self):
+    def test_masks_change_only_masked_bytes(self):
         plain = windows(64)
         data = MaskedBytes(plain)
         for index in range(len(data)):
@@ -171,34 +171,34 @@ class TestMasks:
             filled_in = sample["input"].index_put((sample["places"],), sample["target"])
             assert torch.equal(filled_in, text)
 
-    def test_do_not_change_the_text(self):
+    def test_masks_do_not_change_the_text(self):
         plain = windows(64)
         before = plain.digest()
         MaskedBytes(plain)[0]
         assert plain.digest() == before
 
-    def test_replace_bytes_as_bert_does(self):
+    def test_masks_replace_bytes_as_bert_does(self):
         """Within four standard deviations of 80, 10 and 10 % of about 15,000 positions."""
         data = MaskedBytes(windows(100, count=1000))
         every = [data[index] for index in range(len(data))]
         shown = torch.cat([sample["input"][sample["places"]] for sample in every])
         target = torch.cat([sample["target"] for sample in every])
-        masks, kept = (float(what.float().mean()) for what in (shown == MASK, shown == target))
+        masks, unchanged = (float(what.float().mean()) for what in (shown == MASK, shown == target))
         deviation = (0.8 * 0.2 / shown.numel()) ** 0.5
         assert abs(masks - 0.8) < 4 * deviation
-        assert abs(kept - (0.1 + 0.1 / BYTES)) < 4 * deviation
+        assert abs(unchanged - (0.1 + 0.1 / BYTES)) < 4 * deviation
         swapped = shown[(shown != MASK) & (shown != target)]
         assert swapped.unique().numel() == BYTES
 
 
 class TestLoss:
-    def test_is_the_mean_over_samples(self):
+    def test_loss_is_the_mean_over_samples(self):
         model = new_model()
         together = masked_byte_loss(model, samples(0, 12))
         alone = [masked_byte_loss(model, samples(index, index + 1)) for index in range(12)]
         torch.testing.assert_close(together, torch.stack(alone).mean(), rtol=1e-6, atol=0)
 
-    def test_is_the_cross_entropy_at_the_masked_places_only(self):
+    def test_loss_is_the_cross_entropy_at_the_masked_places_only(self):
         model, batch = new_model(), samples(0, 4)
         chances = model(batch["input"]).log_softmax(-1)
         expected = -torch.stack(
@@ -210,13 +210,13 @@ class TestLoss:
         ).mean()
         torch.testing.assert_close(masked_byte_loss(model, batch), expected, rtol=1e-5, atol=0)
 
-    def test_of_a_new_model_is_that_of_random_guesses(self):
+    def test_loss_of_a_new_model_is_that_of_random_guesses(self):
         torch.manual_seed(0)
         loss = masked_byte_loss(Encoder(SIZES["tiny"]), samples(0, 16, context=64))
         assert loss.item() == pytest.approx(math.log(BYTES), abs=0.2)
 
-    def test_decreases_in_training(self):
-        """Bytes increase by one, so each can be predicted from its neighbours."""
+    def test_loss_decreases_in_training(self):
+        """Bytes increase by one, so each can be predicted from the adjacent bytes."""
         text = torch.arange(64 * SMALL.context + 1).remainder(16).to(torch.uint8)
         data = MaskedBytes(ByteWindows(text, SMALL.context))
         batch = default_collate([data[index] for index in range(len(data))])

@@ -201,18 +201,18 @@ def test_all_operator_tests_run_except_those_that_only_need_nvcc(fake_gpu):
 
 
 @pytest.mark.parametrize(
-    ("name", "words"),
+    ("name", "expression"),
     [
         ("compute-sanitizer, operators", gpu_parts.MEMORY),
         ("compute-sanitizer, races", gpu_parts.RACES),
     ],
     ids=["memory", "races"],
 )
-def test_few_tests_of_each_kernel_run_under_the_sanitizer(fake_gpu, name, words):
+def test_few_tests_of_each_kernel_run_under_the_sanitizer(fake_gpu, name, expression):
     found = collected_tests(part_named(name), fake_gpu)
     assert len(found) < 120
     assert all(name.endswith("cuda]") for name in found)
-    for word in re.findall(r"\w+_\w+", words):
+    for word in re.findall(r"\w+_\w+", expression):
         assert any(word in name for name in found), f"no test is called {word!r}"
 
 

@@ -24,13 +24,14 @@ from head_to_head.ideal import ideals
 from head_to_head.notes import notes
 from head_to_head.outcome import Calibration, Comparison, Outcome
 from head_to_head.page import write_page
-from head_to_head.row import read_rows, rows_of, write_rows
+from head_to_head.row import read_rows, rows_of
 from head_to_head.table import HEADINGS, cells_of, summary_of, table_of
 from head_to_head.targets import Verdict, verdicts
 from head_to_head.task import Task
 from head_to_head.worker_calls import Turn
 from head_to_head.workers import WorkerContext, Workers, WorkersFailed
 from results import markdown
+from rows import write_rows
 
 from poplar import Plan
 from poplar.system.trace import Span
@@ -285,13 +286,13 @@ def test_rounds_alternate_order_and_skip_failed_trials():
     ]
     trials[1].absent = "failed"
     rounds = runner.rounds(trials, 12)
-    played = [
+    turns_run = [
         (trial.configuration.name, round_.steps) for round_ in rounds for trial in round_.trials
     ]
-    assert played == [("a", 5), ("c", 5), ("c", 5), ("a", 5), ("a", 2), ("c", 2)]
+    assert turns_run == [("a", 5), ("c", 5), ("c", 5), ("a", 5), ("a", 2), ("c", 2)]
 
 
-# Contests, by hand
+# Comparisons from given values
 
 
 @pytest.fixture(autouse=True)
@@ -331,7 +332,7 @@ def comparison(**changes: object) -> Comparison:
     fields = {
         "began": "2026-01-01T00:00:00",
         "cluster": "3:1",
-        "described": "by hand",
+        "described": "given values",
         "unequal": True,
         "task": TINY,
         "flops_per_sample": 1e7,
@@ -356,7 +357,7 @@ def comparison(**changes: object) -> Comparison:
 
 
 def row(name: str, **changes: object):
-    return next(row for row in rows_of(comparison(**changes)) if row.entrant == name)
+    return next(row for row in rows_of(comparison(**changes)) if row.configuration == name)
 
 
 def test_speed_up_is_the_product_of_balance_transport_and_engine():
@@ -408,7 +409,9 @@ def test_absent_engines_give_a_reason_and_are_not_peers():
 
 def test_rows_are_read_back_and_the_later_run_counts(tmp_path):
     rows = rows_of(comparison())
-    earlier = [replace(row, run="the day before", entrant=row.entrant + "!") for row in rows]
+    earlier = [
+        replace(row, run="the day before", configuration=row.configuration + "!") for row in rows
+    ]
     write_rows(tmp_path / "rows.jsonl", earlier)
     write_rows(tmp_path / "rows.jsonl", rows)
     assert read_rows(tmp_path / "rows.jsonl") == rows

@@ -22,11 +22,12 @@ from head_to_head import targets
 from head_to_head.engine import Configuration
 from head_to_head.outcome import Calibration, Comparison, Outcome
 from head_to_head.page import write_page
-from head_to_head.row import Row, read_rows, rows_of, write_rows
+from head_to_head.row import Row, read_rows, rows_of
 from head_to_head.table import HEADINGS, cells_of, ideals_of, reasons_of, summary_of, table_of
 from head_to_head.targets import Verdict, verdicts
 from head_to_head.task import Task
 from results import markdown
+from rows import write_rows
 
 from poplar import Plan
 from poplar.system.trace import Span
@@ -126,7 +127,7 @@ def comparison(**changes: object) -> Comparison:
 
 
 def row(name: str, **changes: object) -> Row:
-    return next(row for row in rows_of(comparison(**changes)) if row.entrant == name)
+    return next(row for row in rows_of(comparison(**changes)) if row.configuration == name)
 
 
 def but(name: str, **changes: object) -> tuple[Outcome, ...]:
@@ -337,13 +338,13 @@ def test_missing_measurement_misses_its_threshold():
     assert not missing.met
     assert str(missing) == "not measured (>= 1.4, short)"
     failed = found(
-        rows_of(comparison(outcomes=but("poplar exact, stage 3", absent="it fell over")))
+        rows_of(comparison(outcomes=but("poplar exact, stage 3", absent="out of memory")))
     )
     assert failed["2:1:1", 3, "balance over its ideal"].value is None
     many = found(rows_of(comparison(outcomes=but("DDP", absent="gone"))))
     assert many["2:1:1", 0, "fastest plan over the best peer"].value is None
-    nobody = found(rows_of(comparison(unequal=False, outcomes=OUTCOMES[:3])))
-    assert nobody["2:1:1", 0, "even over the best peer"].value is None
+    without_peers = found(rows_of(comparison(unequal=False, outcomes=OUTCOMES[:3])))
+    assert without_peers["2:1:1", 0, "even over the best peer"].value is None
 
 
 @pytest.mark.parametrize(
@@ -407,7 +408,7 @@ def test_table_is_not_cut_in_narrow_terminals(width):
     assert not any("…" in line for line in lines)
     assert all(heading in lines[2] for heading in HEADINGS)
     for one in rows:
-        assert any(one.entrant in line for line in lines)
+        assert any(one.configuration in line for line in lines)
     ddp = next(line for line in lines if " DDP " in line)
     for cell in ("213.3", "66.7 %", "1.000", "32"):
         assert cell in ddp
@@ -525,4 +526,4 @@ def test_results_page_has_provenance_and_missed_thresholds():
         assert texts in text
     short = text[text.index("## Missed thresholds") : text.index("## Thresholds")]
     assert "2:1:1, stage 3: over DeepSpeed not measured (>= 1.4, short)" in short
-    assert all(one.entrant in text for one in rows)
+    assert all(one.configuration in text for one in rows)

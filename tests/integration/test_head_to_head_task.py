@@ -15,7 +15,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
-from head_to_head import task as contest_task
+from head_to_head import task as comparison_task
 from head_to_head.task import MODELS, SIZES, Batch, Task
 from text import ByteWindows
 
@@ -44,7 +44,7 @@ def short_text(monkeypatch: pytest.MonkeyPatch) -> None:
     """125 samples, so that an epoch has 15 steps and leaves some samples out."""
     drawn = torch.randint(256, (125 * 16 + 1,), generator=torch.Generator().manual_seed(0))
     windows = ByteWindows(drawn.byte(), 16)
-    monkeypatch.setattr(contest_task, "load_text", lambda context, limit: (windows, windows))
+    monkeypatch.setattr(comparison_task, "load_text", lambda context, limit: (windows, windows))
 
 
 def global_batches(task: Task, plan: Plan, first: int, stop: int) -> list[Batch]:
@@ -109,7 +109,7 @@ def test_ranks_get_the_samples_of_the_plan(task):
 
 def test_weights_depend_only_on_the_seed(task):
     first = weights(task)
-    torch.rand(3)  # whatever the process did in between
+    torch.rand(3)  # other uses of the random state in between
     again = weights(task)
     assert first.keys() == again.keys()
     assert all(torch.equal(again[name], first[name]) for name in first)

@@ -23,12 +23,13 @@ from operators.lists import LISTS
 from operators.measure import Measured, Wrong, check, measure
 from operators.optimizers import RULE, Flat, Listed
 from operators.peers import Peer
-from operators.row import read_rows, rows_of, write_rows
+from operators.row import read_rows, rows_of
 from operators.show import draw, table_of, verdicts_table
 from operators.targets import verdicts
 from operators.task import Task, Way
 from operators.tasks import DTYPES, FUSED, OPERATIONS, OURS, chain, tasks_of, update
 from rich.console import Console
+from rows import write_rows
 
 import kernels
 from poplar import ops
@@ -180,7 +181,7 @@ def test_peers_take_part_in_the_update(dtype: str, flat: bool) -> None:
 
 def test_unavailable_peers_are_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     def absent() -> Peer:
-        import a_package_that_nobody_has  # noqa: F401
+        import a_package_that_does_not_exist  # noqa: F401
 
         raise AssertionError
 
@@ -296,7 +297,7 @@ def test_best_torch_is_from_the_same_run() -> None:
 def test_old_rows_without_device_seconds_load(tmp_path: Path) -> None:
     stored = read_rows(BENCHMARKS / "results/kernels.jsonl")
     assert stored
-    write_rows(stored[:1], tmp_path / "old.jsonl")
+    write_rows(tmp_path / "old.jsonl", stored[:1])
     old = json.loads((tmp_path / "old.jsonl").read_text())
     del old["device_p50_seconds"], old["operators"]
     (tmp_path / "old.jsonl").write_text(json.dumps(old))
@@ -324,7 +325,7 @@ def test_rows_are_written_read_and_plotted(tmp_path: Path) -> None:
     measured = measure(task, rounds=2)
     assert all(s > 0 and math.isfinite(s) for own in measured.seconds.values() for s in own)
     rows = rows_of(task, "small", "bf16", measured, threads=2)
-    write_rows(rows, tmp_path / "rows.jsonl")
+    write_rows(tmp_path / "rows.jsonl", rows)
     assert read_rows(tmp_path / "rows.jsonl") == rows
     draw(rows, tmp_path / "rows.png")
     assert (tmp_path / "rows.png").stat().st_size > 0

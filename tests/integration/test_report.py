@@ -19,7 +19,7 @@ from records import synthetic_record
 from poplar.plan import Plan
 from poplar.planner.explain import explain
 from poplar.planner.search import search
-from poplar.report import Neighbour, Run, RunRecord, Span, write_report
+from poplar.report import Run, RunRecord, SimilarPlan, Span, write_report
 from poplar.report.activity import (
     COMMUNICATION,
     COMPUTE,
@@ -66,7 +66,7 @@ class TestRecords:
         bare = dataclasses.replace(
             record,
             sum_of_speeds=None,
-            neighbours=None,
+            similar_plans=None,
             runs=(Run(name="planned", plan=record.chosen.plan, step_seconds=(1.0,)),),
         )
         assert RunRecord.from_dict(json.loads(json.dumps(bare.to_dict()))) == bare
@@ -76,7 +76,7 @@ class TestRecords:
         [
             (lambda c: c.update(version=7), "run format 7"),
             (lambda c: c.pop("profile"), "profile"),
-            (lambda c: c.update(colour="red"), "colour"),
+            (lambda c: c.update(color="red"), "color"),
             (lambda c: c.update(runs=[]), "at least one run"),
             (lambda c: c["runs"].append(c["runs"][0]), "different names"),
             (lambda c: c["runs"][0].update(step_seconds=[]), "no step_seconds"),
@@ -85,7 +85,7 @@ class TestRecords:
             (lambda c: c["runs"][0]["spans"].pop(), "spans of 3 ranks"),
             (lambda c: c["runs"][0]["spans"][0][0].update(kind="sleep"), "one of pass, wait"),
             (lambda c: c["runs"][0]["spans"][0][0].update(stop=0.0), "start before it stops"),
-            (lambda c: c["neighbours"][0].update(step_seconds=-1), "Neighbour.step_seconds"),
+            (lambda c: c["similar_plans"][0].update(step_seconds=-1), "SimilarPlan.step_seconds"),
             (lambda c: c["profile"]["devices"].pop(), "ranks"),
         ],
     )
@@ -270,10 +270,10 @@ class TestPages:
         used = re.findall(r'(?:href="#|url\(#)([^")]+)', text)
         assert set(used) <= set(ids)
         assert text.count("<svg") == 5
-        for name in ("curves", "timeline", "losses", "predictions", "neighbours"):
+        for name in ("curves", "timeline", "losses", "predictions", "similar_plans"):
             assert any(identifier.startswith(f"{name}-") for identifier in ids)
 
-    def test_every_colour_of_a_picture_is_a_css_variable(self, text):
+    def test_every_color_of_a_picture_is_a_css_variable(self, text):
         style, body = text.split("</style>", 1)
         assert set(re.findall("#[0-9a-f]{6}", body)) == set()
         light, dark = style.split("@media screen")
@@ -300,8 +300,8 @@ class TestPages:
         assert found == [
             "curves.png",
             "losses.png",
-            "neighbours.png",
             "predictions.png",
+            "similar_plans.png",
             "timeline.png",
         ]
         for name in found:
@@ -351,8 +351,8 @@ class TestReasons:
         assert why.prediction is not None
         assert why.prediction.optimality_gap == 0.0, "as the search proved"
         assert dataclasses.replace(why.prediction, optimality_gap=None) == own
-        rivals = [one.prediction for one in why.policies]
-        assert all(rival is not None and rival.step_seconds >= own.step_seconds for rival in rivals)
+        others = [one.prediction for one in why.policies]
+        assert all(other is not None and other.step_seconds >= own.step_seconds for other in others)
 
     def test_the_stored_prediction_of_the_chosen_plan_is_used(self, record):
         chosen = search(record.profile, global_batch=72, stages=(0,))
@@ -388,17 +388,17 @@ class TestUnusualRuns:
         bare = dataclasses.replace(
             record,
             sum_of_speeds=None,
-            neighbours=None,
+            similar_plans=None,
             runs=(Run(name="only", plan=record.chosen.plan, step_seconds=(1.0,)),),
         )
         write_report(bare, tmp_path / "report.html", tmp_path)
         assert not Page((tmp_path / "report.html").read_text(encoding="utf-8")).open
         assert {p.stem for p in tmp_path.glob("*.png")} == {"curves", "predictions"}
 
-    def test_one_rank(self, tmp_path):
+    def test_report_of_one_rank_is_written(self, tmp_path):
         write_report(synthetic_record(speeds=(20.0,)), tmp_path / "report.html")
 
-    def test_more_ranks_than_colours(self, tmp_path):
+    def test_more_ranks_than_colors_are_drawn_by_device_name(self, tmp_path):
         names = ["NVIDIA A100-SXM4-80GB"] * 6 + ["Tesla V100-SXM2-16GB"] * 6
         speeds = [30.0 + r for r in range(6)] + [12.0 + r / 2 for r in range(6)]
         write_report(synthetic_record(speeds, names=names, stage=1), tmp_path / "report.html")
@@ -412,17 +412,17 @@ class TestUnusualRuns:
         )
         run = Run(name="planned", plan=plan, step_seconds=(1.0, 1.1), losses=(2.0, 1.0))
         write_report(
-            dataclasses.replace(record, runs=(run,), neighbours=None), tmp_path / "report.html"
+            dataclasses.replace(record, runs=(run,), similar_plans=None), tmp_path / "report.html"
         )
         content = (tmp_path / "report.html").read_text(encoding="utf-8")
         assert "Ranks 1, 3 get no samples" in content
 
     def test_a_plan_beyond_the_profile_is_shown_without_a_prediction(self, record, tmp_path):
         plan = Plan.even(4, 400, 100, 0)
-        run = Run(name="by hand", plan=plan, step_seconds=(9.0,))
-        neighbours = (Neighbour(plan=plan, step_seconds=9.0),)
+        run = Run(name="manual", plan=plan, step_seconds=(9.0,))
+        similar_plans = (SimilarPlan(plan=plan, step_seconds=9.0),)
         write_report(
-            dataclasses.replace(record, runs=(run,), neighbours=neighbours),
+            dataclasses.replace(record, runs=(run,), similar_plans=similar_plans),
             tmp_path / "report.html",
         )
         content = (tmp_path / "report.html").read_text(encoding="utf-8")

@@ -253,7 +253,7 @@ def test_clip_coefficient(cuda, scale, value):
 @pytest.mark.parametrize("maximize", [False, True])
 @pytest.mark.parametrize("found", [None, 0.0, 1.0])
 @pytest.mark.parametrize("shift", [0, 1])
-def test_adamw(cuda, shift, found, maximize, rounded, numel):
+def test_adamw_kernel_equals_plain(cuda, shift, found, maximize, rounded, numel):
     draw = Draw(numel, "cpu")
     values, mean, square = state(draw, numel)
     gradient = torch.randn(numel, generator=draw.generator)

@@ -109,7 +109,7 @@ def cards(monkeypatch):
 
 @pytest.fixture
 def cuda(monkeypatch):
-    """A CUDA device with 24 GiB, of which 18 are free and torch holds 2."""
+    """A CUDA device with 24 GiB; 18 are free and torch holds 2."""
     properties = SimpleNamespace(
         name="NVIDIA GeForce RTX 4090",
         uuid="7",

@@ -108,5 +108,5 @@ def test_equal_passes_in_a_row_are_counted(sizes, text):
 @pytest.mark.parametrize(
     ("value", "text"), [(1_106_080, "1.1 million"), (7e9, "7.0 billion"), (51_234, "51,234")]
 )
-def test_large_counts_are_in_words(value, text):
+def test_large_counts_have_a_unit_name(value, text):
     assert format_count(value) == text

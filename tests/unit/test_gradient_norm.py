@@ -38,7 +38,7 @@ def squares_of_blocks(values: torch.Tensor) -> list[float]:
 
 
 @given(st.integers(0, 2000), st.integers(0, 2**20))
-def test_norm_is_the_root_of_the_exact_sum(numel: int, seed: int) -> None:
+def test_norm_is_the_square_root_of_the_exact_sum(numel: int, seed: int) -> None:
     values = spread(numel, seed)
     exact = math.sqrt(math.fsum(squares_of_blocks(values)))
     assert root_of(total_of([values])) == pytest.approx(exact, rel=2**-50)

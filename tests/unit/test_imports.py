@@ -64,8 +64,8 @@ MODULES |= {
 }
 
 
-def inside(module: str, room: str) -> bool:
-    return module == room or module.startswith(room + ".")
+def inside(module: str, package: str) -> bool:
+    return module == package or module.startswith(package + ".")
 
 
 def imports(module: str, *, when_loaded: bool = False) -> Iterator[str]:
@@ -142,7 +142,7 @@ def test_backends_have_names_only_in_comm(module):
     assert not strings & {"nccl", "gloo"}
 
 
-# `setup` checks the stage that was asked for and picks the strategy; nobody below it knows one.
+# `setup` checks the stage that was asked for and picks the strategy; no module below it uses one.
 BELOW_SETUP = [
     name for name in MODULES if inside(name, "poplar.zero") and name != "poplar.zero.setup"
 ]

@@ -20,7 +20,7 @@ PUBLISHED = {
     "gpt-neo-2.7b": 2_651_307_520,
     "opt-350m": 331_196_416,
     "mpt-7b": 6_649_286_656,
-    "bert-base": 109_514_298,  # with the head of masked language modelling, without a pooler
+    "bert-base": 109_514_298,  # with the head of masked language modeling, without a pooler
     "bert-large": 335_174_458,
 }
 

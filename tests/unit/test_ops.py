@@ -528,7 +528,7 @@ def totals_of(draw: Draw, rows: int) -> Tensor:
 
 
 @pytest.mark.parametrize("rows", [0, 1, 2, 7])
-def test_norm_is_the_root_of_the_exact_sum(device, rows):
+def test_norm_is_the_square_root_of_the_exact_sum(device, rows):
     totals = totals_of(Draw(rows, device), rows)
     norm = ops.exact_norm(totals)
     assert norm.shape == ()

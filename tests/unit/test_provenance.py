@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -63,3 +64,11 @@ def test_machine_without_git_has_an_unknown_commit(monkeypatch):
 
     monkeypatch.setattr(subprocess, "run", missing)
     assert provenance.commit() == "unknown"
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [((), ""), (("no-such-package",), "no no-such-package, ")],
+)
+def test_versions_name_packages_and_python(names, expected):
+    assert provenance.versions(*names) == f"{expected}python {platform.python_version()}"

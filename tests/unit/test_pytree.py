@@ -53,7 +53,7 @@ def defaulted() -> defaultdict:
     return batch
 
 
-NESTS = {
+PYTREES = {
     "tensor": column,
     "dict": lambda: {"inputs": matrix(), "targets": column()},
     "ordered dict": lambda: OrderedDict(b=column(), a=matrix()),
@@ -71,7 +71,7 @@ NESTS = {
 }
 
 
-@pytest.fixture(params=NESTS.values(), ids=NESTS.keys())
+@pytest.fixture(params=PYTREES.values(), ids=PYTREES.keys())
 def batch(request):
     return request.param()
 

@@ -614,13 +614,3 @@ def test_a_perfetto_trace_has_a_process_per_rank_and_a_thread_per_stream(tmp_pat
     end = max(event["ts"] + event["dur"] for event in drawn)
     assert math.isclose(end, 1e6 * timeline.step_seconds)
     assert {"unit": 1, "pass": 0} in [event["args"] for event in drawn]
-
-
-def test_a_drawing_shows_every_rank():
-    pytest.importorskip("matplotlib")
-    from poplar.report.draw_timeline import draw_timeline
-
-    figure = draw_timeline(simulate(a_cluster(), a_plan(3, (4,), (2,))))
-    (axes,) = figure.axes
-    assert [label.get_text() for label in axes.get_yticklabels()] == ["rank 0", "rank 1"]
-    assert "Simulated" in axes.get_title(loc="left")

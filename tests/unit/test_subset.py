@@ -15,16 +15,18 @@ def groups(case: dict[str, int], size: int) -> set[object]:
 @pytest.mark.parametrize("sizes", [(4, 4, 4), (4, 3, 2, 2)])
 def test_subset_of_several_parameters_covers_every_pair_of_values(sizes):
     cases = [dict(zip("abcd", case, strict=False)) for case in product(*map(range, sizes))]
-    kept = [cases[number] for number in covering_subset(cases)]
-    assert set().union(*(groups(c, 2) for c in kept)) == set().union(*(groups(c, 2) for c in cases))
-    assert len(kept) <= len(cases) / 2
+    selected = [cases[number] for number in covering_subset(cases)]
+    assert set().union(*(groups(c, 2) for c in selected)) == set().union(
+        *(groups(c, 2) for c in cases)
+    )
+    assert len(selected) <= len(cases) / 2
 
 
 def test_subset_of_two_parameters_covers_every_value_and_pairs_them_evenly():
     cases = [{"stage": stage, "case": case} for case in range(8) for stage in range(4)]
-    kept = [cases[number] for number in covering_subset(cases)]
-    assert sorted(case["case"] for case in kept) == list(range(8))
-    assert sorted(case["stage"] for case in kept) == sorted([*range(4)] * 2)
+    selected = [cases[number] for number in covering_subset(cases)]
+    assert sorted(case["case"] for case in selected) == list(range(8))
+    assert sorted(case["stage"] for case in selected) == sorted([*range(4)] * 2)
 
 
 def test_subset_of_one_parameter_has_every_case():

@@ -306,7 +306,7 @@ def test_all_variants_compile_without_fused_multiply_add(chip):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("chip", CHIPS)
-def test_aligned_loads_are_vectorised(chip):
+def test_aligned_loads_are_vectorized(chip):
     for module, name, types, flags in launched_variants():
         reads = Counter(
             re.findall(

@@ -3,7 +3,7 @@
 // Arithmetic is fp32, and each product and each sum is rounded before it is used again (compile
 // with contraction off). Narrowing rounds to nearest even as PyTorch does, including infinities,
 // subnormals and signed zeros. A NaN stays a NaN; its payload is undefined (PyTorch's depends on
-// the CPU). Branch-free on the host, so that loops vectorise.
+// the CPU). Branch-free on the host, so that loops vectorize.
 #pragma once
 
 #include <cstdint>
@@ -39,7 +39,7 @@ POPLAR_HOST_DEVICE float float_of(std::uint32_t bits) {
 }
 
 // `holds ? yes : no` by masks. Compilers turn the operator into a branch, which prevents
-// vectorisation.
+// vectorization.
 POPLAR_HOST_DEVICE std::uint32_t chosen(bool holds, std::uint32_t yes, std::uint32_t no) {
   const std::uint32_t mask = -static_cast<std::uint32_t>(holds);
   return no ^ ((no ^ yes) & mask);
@@ -61,7 +61,7 @@ POPLAR_HOST_DEVICE float widen(Half value) {
   // Infinities and NaNs: all ones in the exponent again.
   const std::uint32_t normal = (magnitude << 13) + (112u << 23);
   const std::uint32_t special = (magnitude << 13) | 0x7f800000u;
-  // Subnormals: put the bits below a 0.5 and let the subtraction normalise them, which is exact.
+  // Subnormals: put the bits below a 0.5 and let the subtraction normalize them, which is exact.
   const std::uint32_t subnormal = bits_of(float_of(magnitude | 0x3f000000u) - 0.5f);
   // 0.5, because its ulp is 2^-24, the subnormal unit of fp16.
   const std::uint32_t small = chosen(magnitude < 0x0400u, subnormal, normal);

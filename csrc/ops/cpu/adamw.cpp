@@ -12,7 +12,7 @@ namespace poplar::cpu {
 namespace {
 
 // Elements that are updated before they are rounded, in a second loop from the L1 cache: GCC does
-// not vectorise a single loop that rounds to fp16 (63 ms for 8 Mi elements, 8 ms with two loops).
+// not vectorize a single loop that rounds to fp16 (63 ms for 8 Mi elements, 8 ms with two loops).
 constexpr std::int64_t kPiece = 256;
 
 template <bool kRounds, typename Rounded>

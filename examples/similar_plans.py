@@ -28,7 +28,7 @@ SHIFTED_SHARES = (0.05, 0.1)
 """Fractions of the training state that move from one rank to another."""
 
 
-def neighbours(plan: Plan, profile: ClusterProfile, count: int) -> list[Plan]:
+def similar_plans(plan: Plan, profile: ClusterProfile, count: int) -> list[Plan]:
     """Plans similar to `plan`, the most similar first; the same on every rank.
 
     Args:

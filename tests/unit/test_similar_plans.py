@@ -11,7 +11,7 @@ from poplar import Plan
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
-from neighbours import moved, recut
+from similar_plans import moved, recut
 
 
 @pytest.mark.parametrize("stage", [0, 1])

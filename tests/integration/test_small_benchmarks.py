@@ -1,0 +1,32 @@
+"""Benchmark scripts without a test file of their own run with their smallest options."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.mark.parametrize(
+    ("script", "options", "rows"),
+    [
+        ("search", "--quick --rounds 1", 2),
+        pytest.param(
+            *("baselines", "--ranks 2 --size tiny --batch 1 --steps 5 --peers ddp", 2),
+            marks=pytest.mark.full,
+        ),
+    ],
+)
+def test_script_prints_a_table_and_appends_rows(tmp_path, script, options, rows):
+    output = tmp_path / "rows.jsonl"
+    command = [sys.executable, BENCHMARKS / f"{script}.py", *options.split(), "--output", output]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert ran.returncode == 0, ran.stderr
+    lines = output.read_text(encoding="utf-8").splitlines()
+    assert len(lines) == rows
+    assert all(json.loads(line)["commit"] for line in lines)
