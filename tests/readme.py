@@ -23,7 +23,7 @@ def quickstart() -> str:
 
 
 def save_quickstart(folder: Path) -> Path:
-    """Write the quickstart to `folder/train.py`, as the README tells its reader to."""
+    """Write the quickstart to `folder/train.py`, as in the README's instructions."""
     path = folder / "train.py"
     path.write_text(quickstart(), encoding="utf-8")
     return path
