@@ -27,10 +27,10 @@ if TYPE_CHECKING:
         ModelProfile,
         NetworkProfile,
     )
-    from poplar.profiling import profile_cluster
     from poplar.simulator.event_engine import simulate
     from poplar.simulator.timeline import Timeline
-    from poplar.tuning import Tuned, autotune, tune
+    from poplar.tuning.autotune import Tuned, autotune, tune
+    from poplar.tuning.profile_cluster import profile_cluster
     from poplar.verification import Verification, verify
     from poplar.workload import Workload
     from poplar.zero.grad_scaler import GradScaler
@@ -57,18 +57,18 @@ _HOME = {
     "RankFailed": "poplar.errors",
     "StepResult": "poplar.optimizer",
     "Timeline": "poplar.simulator.timeline",
-    "Tuned": "poplar.tuning",
+    "Tuned": "poplar.tuning.autotune",
     "UnitPlan": "poplar.plan",
     "Verification": "poplar.verification",
     "Workload": "poplar.workload",
-    "autotune": "poplar.tuning",
+    "autotune": "poplar.tuning.autotune",
     "explain": "poplar.planner.explain",
     "predict": "poplar.planner.prediction",
-    "profile_cluster": "poplar.profiling",
+    "profile_cluster": "poplar.tuning.profile_cluster",
     "search": "poplar.planner.search",
     "simulate": "poplar.simulator.event_engine",
     "split_stream": "poplar.data.stream",
-    "tune": "poplar.tuning",
+    "tune": "poplar.tuning.autotune",
     "verify": "poplar.verification",
 }
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from statistics import fmean, median
+from statistics import median
 from typing import NamedTuple
 
 from poplar.curve import error_of_median
@@ -38,8 +38,6 @@ class Observation:
     """`[rank][pass]`, passes with samples only, without the time spent waiting for other ranks."""
     other_seconds: tuple[float, ...]
     """By rank, time outside passes and optimizer update, without waiting."""
-    pass_errors: tuple[float, ...] = ()
-    """By rank, standard error of the time of a pass; empty if unknown."""
     slowdowns: tuple[Slowdown, ...] = ()
     """By rank, measured with plain passes right before and after the steps; empty if unknown."""
 
@@ -85,13 +83,16 @@ class Trials:
 
 
 def _pooled(observations: Sequence[Observation]) -> Observation:
-    """The median over the turns of one plan."""
+    """The medians over the turns of one plan.
+
+    Its standard error is the larger one of those of single turns and of the spread between turns.
+    """
     turns = [seen.step_seconds for seen in observations]
-    errors = zip(*(seen.pass_errors for seen in observations), strict=True)
+    own_error = median(seen.spread_seconds for seen in observations) / math.sqrt(len(turns))
     return Observation(
         plan=observations[0].plan,
         step_seconds=median(turns),
-        spread_seconds=_larger_error([seen.spread_seconds for seen in observations], turns),
+        spread_seconds=max(own_error, error_of_median(turns)),
         pass_seconds=tuple(
             tuple(median(times) for times in zip(*own, strict=True))
             for own in zip(*(seen.pass_seconds for seen in observations), strict=True)
@@ -99,13 +100,4 @@ def _pooled(observations: Sequence[Observation]) -> Observation:
         other_seconds=tuple(
             median(own) for own in zip(*(seen.other_seconds for seen in observations), strict=True)
         ),
-        pass_errors=tuple(
-            _larger_error(own, [fmean(seen.pass_seconds[rank] or [0.0]) for seen in observations])
-            for rank, own in enumerate(errors)
-        ),
     )
-
-
-def _larger_error(errors: Sequence[float], turns: Sequence[float]) -> float:
-    """Standard error of the median over turns: from their own errors or from their spread."""
-    return max(median(errors) / math.sqrt(len(turns)), error_of_median(turns))

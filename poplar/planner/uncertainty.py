@@ -27,11 +27,8 @@ def at_worst(cluster: ClusterProfile) -> ClusterProfile:
     A pass never takes less time for more samples, so this is an upper bound. The best plan on it
     uses measured batches, or batches that cost no more.
     """
-    worst: dict[DeviceProfile, DeviceProfile] = {}
-    for device in cluster.devices:
-        if device not in worst:
-            worst[device] = replace(device, points=tuple(_stepped(device)))
-    return replace(cluster, devices=tuple(worst[device] for device in cluster.devices))
+    devices = (replace(device, points=tuple(_stepped(device))) for device in cluster.devices)
+    return replace(cluster, devices=tuple(devices))
 
 
 def _stepped(device: DeviceProfile) -> list[BatchPoint]:

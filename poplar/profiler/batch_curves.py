@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from poplar.profile import BatchPoint
 from poplar.profiler.memory_budget import MemoryBudget
 from poplar.profiler.noise import CpuUse
-from poplar.profiler.passes import FirstPass, Timings, climb, time_sizes
+from poplar.profiler.passes import Timings, climb, time_sizes
 from poplar.profiler.points import at_speed_of, on_a_line, times_to_be_sure
 from poplar.profiler.preserved_state import computing_in
 from poplar.profiler.progress import Tell
@@ -59,7 +59,7 @@ def measure_curves(session: Session, budget: MemoryBudget, tell: Tell) -> BatchC
     session.on_all_ranks(passes.check, "the profiler's first pass")
     tell("memory against batch")
 
-    def climb_sizes() -> list[FirstPass]:
+    def climb_sizes() -> list[BatchPoint]:
         return climb(
             passes,
             max_batch=session.request.max_batch or DEFAULT_MAX_BATCH,
@@ -102,9 +102,9 @@ def measure_points(
     reference = references[rank]
     wanted = [*batches[rank], reference.batch]
 
-    def first_passes() -> list[FirstPass]:
+    def first_passes() -> list[BatchPoint]:
         return [
-            FirstPass(
+            BatchPoint(
                 batch=size,
                 activation_bytes=passes.activation_bytes(size),
                 seconds=passes.seconds(size),

@@ -12,22 +12,21 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
-
-from poplar.comm import Communicator, Group, connect
+from poplar.comm import Group, connect
 from poplar.observation import Observation
 from poplar.plan import Plan
-from poplar.profile import BatchPoint, ClusterProfile, DeviceProfile, ModelProfile, NetworkProfile
+from poplar.profile import BatchPoint, ClusterProfile, DeviceProfile, NetworkProfile
 from poplar.profiler import batch_curves, trial_runs
 from poplar.profiler.batch_curves import BatchCurves, measure_curves
 from poplar.profiler.collectives import Collectives, measure_network
 from poplar.profiler.memory_budget import MEMORY_RESERVE, memory_budgets
+from poplar.profiler.model_profile import compute_dtype, flat_numels, model_profile
 from poplar.profiler.noise import noise_notes
 from poplar.profiler.optimizer_step import UpdateCost, measure_update
 from poplar.profiler.peak_flops import peak_flops
 from poplar.profiler.preserved_state import computing_in
 from poplar.profiler.progress import Tell
-from poplar.profiler.request import Request, sizes_of
+from poplar.profiler.request import Request
 from poplar.profiler.session import Session
 from poplar.profiler.transports import sample_numels, time_transports
 from poplar.system import devices
@@ -89,33 +88,22 @@ class Profiler:
 
     def _measure_update(self) -> UpdateCost:
         agreed = self.session.agreed
-        numels = sizes_of(agreed, gathers=False).flats
-        return measure_update(
-            agreed.setup.shard_optimizer_class, agreed.setup.options, numels, agreed.device
-        )
+        optimizer = agreed.setup.shard_optimizer_class, agreed.setup.options
+        return measure_update(*optimizer, flat_numels(self.session), agreed.device)
 
     def _measure_network(self) -> NetworkProfile:
-        session = self.session
-        numels = sizes_of(session.agreed, gathers=False).flats
-        usual = connect(session.group, "auto", session.device)
-
-        def collectives(comm: Communicator, numels: Sequence[int]) -> Collectives:
-            return Collectives(
-                comm=comm,
-                control=session.control,
-                numels=numels,
-                wire_dtype=session.request.reduce_dtype,
-                value_dtype=self._compute_dtype,
-                device=session.device,
-            )
-
-        sample = sample_numels(numels)
-        transports = time_transports(session.group, usual, lambda comm: collectives(comm, sample))
-        fastest = usual
-        if transports and transports[0][0] != usual.name:
-            fastest = connect(session.group, transports[0][0], session.device)
-        seconds = session.request.seconds * NETWORK
-        network = measure_network(collectives(fastest, numels), seconds)
+        session, numels = self.session, flat_numels(self.session)
+        usual = Collectives(
+            comm=connect(session.group, "auto", session.device),
+            control=session.control,
+            numels=numels,
+            wire_dtype=session.request.reduce_dtype,
+            value_dtype=compute_dtype(session),
+            device=session.device,
+        )
+        transports = time_transports(replace(usual, numels=sample_numels(numels)))
+        fastest = usual.over(transports[0][0]) if transports else usual
+        network = measure_network(fastest, session.request.seconds * NETWORK)
         return replace(network, transports=transports)
 
     def _assemble(
@@ -125,7 +113,7 @@ class Profiler:
 
         def describe() -> dict[str, Any]:
             info = devices.describe(session.device)
-            peak = peak_flops(session.device, self._compute_dtype)
+            peak = peak_flops(session.device, compute_dtype(session))
             return {"name": info.name, "uuid": info.uuid, "host": info.host, "peak_flops": peak}
 
         descriptions = session.on_all_ranks(describe, "describing the device")
@@ -146,37 +134,13 @@ class Profiler:
         fractions = [curve.backward_fraction for curve in curves.by_rank]
         return ClusterProfile(
             devices=profiles,
-            model=self._model_profile(updates[0]),
+            model=model_profile(session, updates[0].state_bytes),
             network=network,
             backward_fraction=sum(fractions) / len(fractions),
             memory_reserve=MEMORY_RESERVE,
             identity=session.agreed.identity,
             notes=tuple(_notes(profiles, curves)),
         )
-
-    def _model_profile(self, update: UpdateCost) -> ModelProfile:
-        session = self.session
-        bytes_each = self._compute_dtype.itemsize
-        gathered = sizes_of(session.agreed, gathers=True)
-        together = max(sizes_of(session.agreed, gathers=False).flats)
-        buffers = session.request.model.buffers()
-        return ModelProfile(
-            unit_numels=gathered.trained,
-            unit_names=gathered.names,
-            unit_frozen_numels=gathered.frozen,
-            resident_units=gathered.resident,
-            largest_flat_numels=(together, together, together, max(gathered.flats)),
-            param_bytes=float(bytes_each),
-            grad_bytes=float(bytes_each),
-            optimizer_bytes=update.state_bytes + (0.0 if bytes_each == 4 else 4.0),
-            wire_bytes=float(session.request.reduce_dtype.itemsize),
-            frozen_bytes=sum(tensor.numel() * tensor.element_size() for tensor in buffers),
-        )
-
-    @property
-    def _compute_dtype(self) -> torch.dtype:
-        trained = next(p for p in self.session.request.model.parameters() if p.requires_grad)
-        return self.session.agreed.dtype or trained.dtype
 
 
 def _notes(profiles: Sequence[DeviceProfile], curves: BatchCurves) -> Iterable[str]:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 import torch
 
-from poplar.comm import Codec, Communicator, Control, Work
+from poplar.comm import Codec, Communicator, Control, Work, connect
 from poplar.comm.shard_layout import Layout
 from poplar.profile import NetworkProfile
-from poplar.system.devices import synchronize
+from poplar.profiler.timing import seconds_of
 
 REPETITIONS = 5
 """Timed runs at most; fewer if they are slow."""
@@ -34,65 +33,75 @@ class Collectives:
     value_dtype: torch.dtype
     device: torch.device
 
+    def over(self, transport: str) -> Collectives:
+        """The same collectives over another transport. Collective."""
+        if transport == self.comm.name:
+            return self
+        return replace(self, comm=connect(self.control.group, transport, self.device))
+
     def reduce_scatter(self, shares: Sequence[float]) -> None:
         """Pack and reduce-scatter the gradients of the whole model. Collective."""
         codec = Codec(self.wire_dtype)
         gradient = torch.zeros(max(self.numels), dtype=self.value_dtype, device=self.device)
-        pending: deque[Work] = deque()
-        for numel in self.numels:
+
+        def issue(numel: int) -> Work:
             layout = Layout.from_shares(numel, shares)
             bucket = self.comm.buffer(layout, self.wire_dtype, self.device, codec)
             bucket.pack([gradient[:numel]], [0], 1.0)
             own = layout.size(self.comm.group.rank)
             out = torch.empty(own, dtype=torch.float32, device=self.device)
-            what = "a reduction of the profiler"
-            pending.append(self.comm.reduce_scatter(bucket, out, accumulate=False, what=what))
-            if len(pending) >= _IN_FLIGHT:
-                pending.popleft().wait()
-        for left in pending:
-            left.wait()
+            what = "a reduce-scatter of the profiler"
+            return self.comm.reduce_scatter(bucket, out, accumulate=False, what=what)
+
+        self._run(issue)
 
     def all_gather(self, shares: Sequence[float]) -> None:
         """All-gather the parameters of the whole model. Collective."""
-        pending: deque[Work] = deque()
-        for numel in self.numels:
+
+        def issue(numel: int) -> Work:
             values = torch.zeros(numel, dtype=self.value_dtype, device=self.device)
             layout = Layout.from_shares(numel, shares)
-            pending.append(self.comm.all_gather(values, layout, what="a gather of the profiler"))
+            return self.comm.all_gather(values, layout, what="an all-gather of the profiler")
+
+        self._run(issue)
+
+    def _run(self, issue: Callable[[int], Work]) -> None:
+        """Issue one collective per buffer; a new one starts when an earlier one is complete."""
+        pending: deque[Work] = deque()
+        for numel in self.numels:
+            pending.append(issue(numel))
             if len(pending) >= _IN_FLIGHT:
                 pending.popleft().wait()
-        for left in pending:
-            left.wait()
+        for work in pending:
+            work.wait()
 
     def seconds(
         self,
-        run: Callable[[Sequence[float]], None],
+        collective: Callable[[Collectives, Sequence[float]], None],
         shares: Sequence[float],
         budget: float,
     ) -> float:
         """Seconds on the slowest rank, a median over repetitions. Collective; equal on all ranks.
 
         Args:
-            run: a method of this object.
+            collective: `Collectives.reduce_scatter` or `Collectives.all_gather`.
             shares: of the layouts.
             budget: seconds. One warm-up run and one timed run always take place.
         """
-        first, taken = self._once(run, shares), [self._once(run, shares)]
+
+        def once() -> float:
+            self.exchange(0.0)
+            return max(self.exchange(seconds_of(lambda: collective(self, shares), self.device)))
+
+        first, taken = once(), [once()]
         while len(taken) < REPETITIONS and first + sum(taken) + taken[-1] < budget:
-            taken.append(self._once(run, shares))
+            taken.append(once())
         return median(taken)
 
-    def _once(self, run: Callable[[Sequence[float]], None], shares: Sequence[float]) -> float:
-        synchronize(self.device)
-        start = torch.zeros(1, device="cpu")
-        self.control.exchange(start, what="starting a timed collective")()
-        began = time.perf_counter()
-        run(shares)
-        synchronize(self.device)
-        taken = time.perf_counter() - began
-        own = torch.tensor([taken], dtype=torch.float64, device="cpu")
-        everyones = self.control.exchange(own, what="times of a collective")()
-        return max(float(seconds) for seconds in everyones)
+    def exchange(self, value: float) -> list[float]:
+        """The values of all ranks, after all ranks have called it."""
+        own = torch.tensor([value], dtype=torch.float64, device="cpu")
+        return [float(other) for other in self.control.exchange(own, what="timing collectives")()]
 
 
 def measure_network(collectives: Collectives, budget: float) -> NetworkProfile:
@@ -102,7 +111,7 @@ def measure_network(collectives: Collectives, budget: float) -> NetworkProfile:
     give its rates. Ranks count as equal if that would take too long.
     """
     ranks = collectives.comm.group.size
-    reduce, gather = collectives.reduce_scatter, collectives.all_gather
+    reduce, gather = Collectives.reduce_scatter, Collectives.all_gather
     even = (1.0 / ranks,) * ranks
     part = budget / (2 * ranks + 2)
     reducing = collectives.seconds(reduce, even, part)

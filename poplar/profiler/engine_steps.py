@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any
@@ -51,14 +50,7 @@ def observe(
             for own in everyones
         ),
         other_seconds=tuple(median(step.other for step in own) for own in everyones),
-        pass_errors=tuple(_error_of_passes(own) for own in everyones),
     )
-
-
-def _error_of_passes(own: Sequence[_Step]) -> float:
-    """Standard error of the pass times of one rank; 0 without passes."""
-    errors = [error_of_median(times) for times in zip(*(step.passes for step in own), strict=True)]
-    return median(errors) if errors else 0.0
 
 
 def _one_step(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from poplar.system.devices import synchronize
+from poplar.profiler.timing import seconds_of
 from poplar.zero.update import OptimizerFactory
 
 MOST_ELEMENTS = 1 << 26
@@ -82,9 +81,9 @@ def _step(
         value.grad = torch.zeros_like(value)
     optimizer = factory([{"params": values}], **options)
     optimizer.step()  # allocates the state
-    first = _timed(optimizer, device, 1)
+    first = seconds_of(optimizer.step, device)
     repeats = max(1, math.ceil(_SHORTEST_SECONDS / max(first, 1e-6)))
-    seconds = median(_timed(optimizer, device, repeats) for _ in range(3))
+    seconds = median(seconds_of(optimizer.step, device, repeats) for _ in range(3))
     held = sum(
         value.numel() * value.element_size()
         for state in optimizer.state.values()
@@ -92,12 +91,3 @@ def _step(
         if isinstance(value, Tensor) and value.dim() > 0
     )
     return seconds, held / sum(numels)
-
-
-def _timed(optimizer: torch.optim.Optimizer, device: torch.device, repeats: int) -> float:
-    synchronize(device)
-    began = time.perf_counter()
-    for _ in range(repeats):
-        optimizer.step()
-    synchronize(device)
-    return (time.perf_counter() - began) / repeats

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
@@ -16,6 +16,7 @@ from poplar.curve import error_of_median
 from poplar.data import pytree
 from poplar.profile import BatchPoint
 from poplar.profiler.memory import peak_bytes
+from poplar.profiler.timing import seconds_of
 from poplar.system.devices import synchronize
 from poplar.zero.micro_batch_loss import LossFunction
 
@@ -80,12 +81,7 @@ class Passes:
 
     def seconds(self, size: int, repeats: int = 1) -> float:
         """Seconds of one pass, the mean over `repeats` without a pause."""
-        self.synchronize()
-        began = time.perf_counter()
-        for _ in range(repeats):
-            self.run(size)
-        self.synchronize()
-        return (time.perf_counter() - began) / repeats
+        return seconds_of(lambda: self.run(size), self.device, repeats)
 
     def backward_fraction(self, size: int) -> float:
         """Part of a pass that the backward takes."""
@@ -136,20 +132,12 @@ def _drop(parameter: Tensor) -> None:
     parameter.grad = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class FirstPass:
-    """A batch size and the first pass of that size."""
-
-    batch: int
-    seconds: float
-    """A rough time, memory measurement included."""
-    activation_bytes: int
-
-
 def climb(
     passes: Passes, *, max_batch: int, activation_bytes: float, longest_seconds: float
-) -> list[FirstPass]:
+) -> list[BatchPoint]:
     """Run batch sizes 1, 2, 4, ... as far as memory and time allow, and measure their memory.
+
+    The times are rough: those of a single pass, with the memory measurement.
 
     Args:
         passes: of this rank.
@@ -160,7 +148,7 @@ def climb(
     Raises:
         torch.OutOfMemoryError: not even one sample fits.
     """
-    sizes: list[FirstPass] = []
+    sizes: list[BatchPoint] = []
     size, too_large = 1, 0
     passes.run(1)
     while True:
@@ -186,8 +174,8 @@ def climb(
         size = following
 
 
-def _try(passes: Passes, size: int) -> FirstPass | None:
-    """Run one pass of this size; None if it does not fit."""
+def _try(passes: Passes, size: int) -> BatchPoint | None:
+    """One pass of this size, with a rough time; None if it does not fit."""
     try:
         began = time.perf_counter()
         held = passes.activation_bytes(size)
@@ -195,10 +183,10 @@ def _try(passes: Passes, size: int) -> FirstPass | None:
     except torch.OutOfMemoryError:
         return None
     seconds = time.perf_counter() - began
-    return FirstPass(batch=size, seconds=seconds, activation_bytes=held)
+    return BatchPoint(batch=size, seconds=seconds, activation_bytes=held)
 
 
-def _largest_that_fits(sizes: Sequence[FirstPass], activation_bytes: float) -> int:
+def _largest_that_fits(sizes: Sequence[BatchPoint], activation_bytes: float) -> int:
     """Extrapolated by a straight line through the last two sizes, at most twice the last one."""
     if len(sizes) < 2:
         return 2 * sizes[-1].batch
@@ -213,7 +201,7 @@ def _largest_that_fits(sizes: Sequence[FirstPass], activation_bytes: float) -> i
 class Timings:
     """Times passes of several sizes in turns, so that a disturbance affects all sizes."""
 
-    def __init__(self, passes: Passes, sizes: Sequence[FirstPass]) -> None:
+    def __init__(self, passes: Passes, sizes: Sequence[BatchPoint]) -> None:
         self.passes = passes
         self._sizes = sizes
         self._samples: dict[int, list[float]] = {size.batch: [] for size in sizes}
@@ -242,10 +230,9 @@ class Timings:
     def points(self) -> tuple[BatchPoint, ...]:
         """The median time of each size, by ascending batch."""
         return tuple(
-            BatchPoint(
-                batch=size.batch,
+            replace(
+                size,
                 seconds=median(self._samples[size.batch]),
-                activation_bytes=size.activation_bytes,
                 spread_seconds=error_of_median(self._samples[size.batch]),
             )
             for size in self._sizes
@@ -253,9 +240,16 @@ class Timings:
 
 
 def time_sizes(
-    passes: Passes, sizes: Sequence[FirstPass], *, seconds: float, least: int
+    passes: Passes, sizes: Sequence[BatchPoint], *, seconds: float, least: int
 ) -> tuple[BatchPoint, ...]:
-    """Time all sizes in turns until `seconds` are over, each at least `least` times."""
+    """Time all sizes in turns until `seconds` are over, each at least `least` times.
+
+    Args:
+        passes: of this rank.
+        sizes: with rough times, which determine how many short passes are timed at once.
+        seconds: time budget.
+        least: timings of each size.
+    """
     timings = Timings(passes, sizes)
     timings.run(seconds, least=least)
     return timings.points

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import statistics
-import time
 
 import torch
 
 from poplar.hardware.gpu_specifications import specification
-from poplar.system.devices import checked_kind, synchronize
+from poplar.profiler.timing import seconds_of
+from poplar.system.devices import checked_kind
 
 _HALF = (torch.float16, torch.bfloat16)
 _MATRIX_SIDE = {"cpu": 1024, "cuda": 8192}
@@ -45,9 +45,5 @@ def measure_flops(device: torch.device, dtype: torch.dtype, seconds: float = 0.2
     out = matrix @ matrix
     taken: list[float] = []
     while sum(taken) < seconds or len(taken) < 3:
-        synchronize(device)
-        start = time.perf_counter()
-        torch.mm(matrix, matrix, out=out)
-        synchronize(device)
-        taken.append(time.perf_counter() - start)
+        taken.append(seconds_of(lambda: torch.mm(matrix, matrix, out=out), device))
     return 2 * side**3 / statistics.median(taken)

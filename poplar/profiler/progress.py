@@ -10,7 +10,7 @@ Tell = Callable[[str], None]
 
 
 @contextmanager
-def progress(enabled: bool) -> Iterator[Tell]:
+def show_progress(enabled: bool) -> Iterator[Tell]:
     """A function that shows what is being measured.
 
     Args:

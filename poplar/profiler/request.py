@@ -6,7 +6,7 @@ import functools
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,9 +18,8 @@ from poplar.data import pytree
 from poplar.plan import STRATEGIES
 from poplar.system import devices, host_limits
 from poplar.zero import setup
-from poplar.zero.agreement import raise_on_any_error
+from poplar.zero.agreement import run_on_all_ranks
 from poplar.zero.micro_batch_loss import LossFunction
-from poplar.zero.unit import Member, build_units
 from poplar.zero.update import OptimizerFactory
 
 DEFAULT_MAX_BATCH = 1024
@@ -28,18 +27,6 @@ DEFAULT_MAX_BATCH = 1024
 
 _ONLY_VALUES = frozenset({"lr", "betas", "eps"})
 """Optimizer options that do not change times or memory."""
-_PER_RANK = (
-    "device",
-    "host",
-    "driver",
-    "cores",
-    "quota",
-    "threads",
-    "matmul_precision",
-    "max_batch",
-    "memory_limit",
-)
-"""Entries of the identity that may differ between ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,12 +60,12 @@ class Request:
                 f"optimizer_class must be a class, got an instance of {name}; pass "
                 f"optimizer_class={name} and its options as keyword arguments, such as lr=1e-3"
             )
-        if self.max_batch is not None and not _is_count(self.max_batch):
+        if self.max_batch is not None and not is_count(self.max_batch):
             raise ValueError(
                 f"max_batch must be an integer above 0, got {self.max_batch!r}; it is the largest "
                 "micro-batch that is tried on this rank"
             )
-        if self.memory_limit is not None and not _is_count(self.memory_limit):
+        if self.memory_limit is not None and not is_count(self.memory_limit):
             raise ValueError(
                 f"memory_limit must be a number of bytes, an integer above 0, got "
                 f"{self.memory_limit!r}; leave it out to use what the device has"
@@ -91,6 +78,16 @@ class Request:
         if pytree.samples_in(self.example) < 1:
             raise ValueError("example_batch has no samples; give at least one")
 
+    def must_be_equal(self) -> dict[str, Any]:
+        """What must be equal on all ranks, because they would otherwise wait for each other."""
+        return {
+            "stages": list(self.stages),
+            "seconds": self.seconds,
+            "max_norm": self.max_norm,
+            "loss_fn": _name(self.loss_fn),
+            "versions": f"poplar {poplar.__version__}, torch {torch.__version__}",
+        }
+
 
 @dataclass(frozen=True, kw_only=True)
 class Agreed:
@@ -99,16 +96,19 @@ class Agreed:
     setup: setup.Request
     dtype: torch.dtype | None
     """Compute dtype; None: the dtype of the parameters."""
-    device: torch.device
-    everyones: tuple[Mapping[str, Any], ...]
-    """By rank, its entries of the identity."""
-    identity: Mapping[str, str] = field(default_factory=dict)
+    hosts: tuple[str, ...]
+    """By rank."""
+    identity: Mapping[str, str]
+
+    @property
+    def device(self) -> torch.device:
+        """Of this rank."""
+        return self.setup.device
 
     @property
     def ranks_on_this_host(self) -> int:
         """Number of ranks on this rank's host, which share its memory."""
-        host = devices.describe(self.device).host
-        return sum(own["host"] == host for own in self.everyones)
+        return self.hosts.count(devices.describe(self.device).host)
 
 
 def agree_on(request: Request, control: Control) -> Agreed:
@@ -118,8 +118,8 @@ def agree_on(request: Request, control: Control) -> Agreed:
         ValueError, TypeError: an argument of this rank is wrong, or ranks differ.
         RankFailed: an argument of another rank is wrong.
     """
-    error: Exception | None = None
-    try:
+
+    def check() -> tuple[setup.Request, dict[str, Any], dict[str, Any]]:
         request.check()
         checked = setup.check_request(
             request.model,
@@ -134,73 +134,28 @@ def agree_on(request: Request, control: Control) -> Agreed:
             world_size=control.group.size,
             allow_batch_norm=request.allow_batch_norm,
         )
-        own = _own(request, checked)
-    except Exception as caught:
-        error = caught
-    raise_on_any_error(control, error, doing="profiling")
+        return checked, request.must_be_equal(), _of_this_rank(request, checked)
+
+    checked, *own = run_on_all_ranks(control, check, doing="profiling")
     dtype = setup.agree_on_request(control, checked)
-    everyones = control.exchange_objects(own, what="profiling")
-    for key in ("stages", "seconds", "max_norm", "loss_fn", "versions"):
-        values = [other[key] for other in everyones]
+    equal, by_rank = zip(*control.exchange_objects(own, what="profiling"), strict=True)
+    for key in equal[0]:
+        values = [other[key] for other in equal]
         if len(set(map(str, values))) > 1:
             raise ValueError(
-                f"the ranks disagree on {key}: {dict(enumerate(values))}; profile with the same "
-                "arguments and versions on every rank"
+                f"the ranks disagree on {key}: {dict(enumerate(values))}; use the same arguments "
+                "and versions on every rank"
             )
-    identity = _identity(checked, request, dtype, everyones)
     return Agreed(
         setup=checked,
         dtype=dtype,
-        device=checked.device,
-        everyones=tuple(everyones),
-        identity=identity,
+        hosts=tuple(other["host"] for other in by_rank),
+        identity=_identity(checked, dtype, equal[0], by_rank),
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sizes:
-    """Elements of the units and flat buffers that the engine builds."""
-
-    trained: tuple[int, ...]
-    """Trained elements of each unit that has any."""
-    names: tuple[str, ...]
-    """Names of the same units."""
-    frozen: tuple[int, ...]
-    """Elements of the same units that are unsharded with them and not trained."""
-    resident: tuple[int, ...]
-    """Numbers of the units that stay unsharded until a pass is over."""
-    flats: tuple[int, ...]
-    """Elements of each flat buffer that is reduced."""
-
-
-def sizes_of(agreed: Agreed, *, gathers: bool) -> Sizes:
-    """Elements of units and flat buffers.
-
-    Args:
-        agreed: of this rank.
-        gathers: for a stage that unshards parameters, unit by unit.
-    """
-    checked = agreed.setup
-    members = [
-        Member(name, parameter, group, group >= 0, parameter.dtype)
-        for name, parameter in checked.model.named_parameters()
-        for group in (checked.group_of.get(id(parameter), -1),)
-        if gathers or group >= 0
-    ]
-    merge = setup.merge_policy(checked, shards_parameters=gathers)
-    units = build_units(checked.model, members, checked.unit_names, merge=merge)
-    units = [unit for unit in units if unit.trained]
-    return Sizes(
-        trained=tuple(sum(flat.numel for flat in unit.trained) for unit in units),
-        names=tuple(unit.name for unit in units),
-        frozen=tuple(sum(f.numel for f in unit.flats if not f.trained) for unit in units),
-        resident=tuple(number for number, unit in enumerate(units) if unit.resident),
-        flats=tuple(flat.numel for unit in units for flat in unit.trained),
-    )
-
-
-def _own(request: Request, checked: setup.Request) -> dict[str, Any]:
-    """This rank's entries of the identity, as plain values."""
+def _of_this_rank(request: Request, checked: setup.Request) -> dict[str, Any]:
+    """Entries of the identity that may differ between ranks, as plain values."""
     info = devices.describe(checked.device)
     on_cpu = checked.device.type == "cpu"
     return {
@@ -213,38 +168,31 @@ def _own(request: Request, checked: setup.Request) -> dict[str, Any]:
         "matmul_precision": torch.get_float32_matmul_precision(),
         "max_batch": request.max_batch,
         "memory_limit": request.memory_limit,
-        "stages": list(request.stages),
-        "seconds": request.seconds,
-        "max_norm": request.max_norm,
-        "loss_fn": _name(request.loss_fn),
-        "versions": f"poplar {poplar.__version__}, torch {torch.__version__}",
         "example": _signature(request.example),
     }
 
 
 def _identity(
     checked: setup.Request,
-    request: Request,
     dtype: torch.dtype | None,
-    everyones: Sequence[Mapping[str, Any]],
+    equal: Mapping[str, Any],
+    by_rank: Sequence[Mapping[str, Any]],
 ) -> dict[str, str]:
+    """What a profile is valid for. The time budget and the values of an update do not matter."""
     shared = checked.identity()
-    first = everyones[0]
-    texts = {
-        "model": f"{type(checked.model).__name__} {_digest([shared['model'], shared['buffers']])}",
-        "structure": _digest([str(checked.model), _switches(checked.model)]),
-        "units": _digest(shared["units"]),
-        "optimizer": f"{shared['optimizer']} {_timed(shared['optimizer options'])}",
+    options = shared["optimizer options"].items()
+    timed_options = {key: value for key, value in options if key not in _ONLY_VALUES}
+    return {
+        "model": f"{type(checked.model).__name__} {digest([shared['model'], shared['buffers']])}",
+        "structure": digest([str(checked.model), _switches(checked.model)]),
+        "units": digest(shared["units"]),
+        "optimizer": f"{shared['optimizer']} {timed_options}",
         "compute_dtype": str(dtype if dtype is not None else "as the model is"),
-        "reduce_dtype": str(request.reduce_dtype),
-        "example": ", ".join(dict.fromkeys(own["example"] for own in everyones)),
-        "world_size": str(len(everyones)),
+        "reduce_dtype": str(checked.reduce_dtype),
+        "world_size": str(len(by_rank)),
+        **{key: str(equal[key]) for key in ("stages", "max_norm", "loss_fn", "versions")},
+        **{key: _one_or_list([own[key] for own in by_rank]) for key in by_rank[0]},
     }
-    texts.update({key: str(first[key]) for key in ("stages", "max_norm", "loss_fn")})
-    texts["versions"] = first["versions"]
-    for key in _PER_RANK:
-        texts[key] = _by_rank([own[key] for own in everyones])
-    return texts
 
 
 def _switches(model: nn.Module) -> list[dict[str, bool | str]]:
@@ -255,16 +203,17 @@ def _switches(model: nn.Module) -> list[dict[str, bool | str]]:
     ]
 
 
-def _is_count(value: Any) -> bool:
+def is_count(value: Any) -> bool:
+    """Whether the value is an integer above 0."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
-def _timed(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Optimizer options that its time and memory may depend on."""
-    return {key: value for key, value in options.items() if key not in _ONLY_VALUES}
+def digest(content: Any) -> str:
+    """16 hexadecimal digits that identify JSON content."""
+    return hashlib.sha256(json.dumps(content, default=str).encode()).hexdigest()[:16]
 
 
-def _by_rank(values: Sequence[Any]) -> str:
+def _one_or_list(values: Sequence[Any]) -> str:
     return str(values[0]) if len(set(values)) == 1 else str(list(values))
 
 
@@ -278,7 +227,3 @@ def _name(function: Callable[..., Any]) -> str:
     if isinstance(function, functools.partial):
         function = function.func
     return str(getattr(function, "__qualname__", type(function).__qualname__))
-
-
-def _digest(content: Any) -> str:
-    return hashlib.sha256(json.dumps(content, default=str).encode()).hexdigest()[:16]

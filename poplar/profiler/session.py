@@ -12,7 +12,7 @@ from typing import TypeVar, cast
 from poplar.comm import Group, connect_control
 from poplar.profiler.passes import Passes
 from poplar.profiler.request import Request, agree_on
-from poplar.zero.agreement import raise_on_any_error
+from poplar.zero.agreement import run_on_all_ranks
 from poplar.zero.micro_batches import BatchSplitter
 
 T = TypeVar("T")
@@ -48,13 +48,7 @@ class Session:
             Exception: whatever `work` raised on this rank.
             RankFailed: it failed on another rank.
         """
-        error: Exception | None = None
-        try:
-            result = work()
-        except Exception as caught:
-            error = caught
-        raise_on_any_error(self.control, error, doing=doing)
-        return self.exchange(result)
+        return self.exchange(run_on_all_ranks(self.control, work, doing=doing))
 
     def on_first_rank(self, work: Callable[[], T], doing: str) -> T:
         """The result of `work` on rank 0, or its error, on all ranks."""

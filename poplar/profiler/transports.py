@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
-import torch
-
-from poplar.comm import ALL_GATHERS, REDUCE_SCATTERS, Communicator, Group, connect
+from poplar.comm import ALL_GATHERS, REDUCE_SCATTERS
 from poplar.profiler.collectives import Collectives
 
 SECONDS = 3.0
@@ -23,9 +21,7 @@ def sample_numels(numels: Sequence[int]) -> list[int]:
     return sorted({ranked[0], ranked[len(ranked) // 2], ranked[-1]})
 
 
-def time_transports(
-    group: Group, usual: Communicator, sample: Callable[[Communicator], Collectives]
-) -> tuple[tuple[str, float], ...]:
+def time_transports(sample: Collectives) -> tuple[tuple[str, float], ...]:
     """Names for `connect` and seconds, fastest first. Collective; the same on all ranks.
 
     Seconds are those of a reduce-scatter and an all-gather of every sample buffer, under even
@@ -34,64 +30,36 @@ def time_transports(
     there was no time left are omitted.
 
     Args:
-        group: the ranks.
-        usual: the transport for the placement of the ranks.
-        sample: the collectives of a transport on the sample buffers.
+        sample: collectives on a few buffers, over the transport for the placement of the ranks.
 
     Returns:
         Empty if there is no choice: one rank, no transport of the same reduction order, or a
         process group that cannot carry the tensors of the device.
     """
+    usual, group = sample.comm, sample.control.group
     sums = [n for n, way in REDUCE_SCATTERS.items() if way.reduction_order == usual.reduction_order]
-    device = sample(usual).device
-    if not sums or group.size == 1 or not group.supports(device):
+    if not sums or group.size == 1 or not group.supports(sample.device):
         return ()
-    clock = _Clock(sample, SECONDS / (len(sums) + len(ALL_GATHERS) + 2))
+    even = (1.0 / group.size,) * group.size
+    skewed = (0.5, *(0.5 / (group.size - 1),) * (group.size - 1))
+    each = SECONDS / (len(sums) + len(ALL_GATHERS) + 2) / 2
+    deadline = time.monotonic() + SECONDS
+
+    def seconds(name: str, collective: Callable[[Collectives, Sequence[float]], None]) -> float:
+        """Infinite if time is up on any rank."""
+        own = sample.over(name)
+        if any(own.exchange(float(time.monotonic() > deadline))):
+            return math.inf
+        return sum(own.seconds(collective, shares, each) for shares in (even, skewed))
+
+    reduce_scatter, all_gather = Collectives.reduce_scatter, Collectives.all_gather
     found = []
     if not usual.name.startswith("process_group"):
-        found.append((usual.name, clock.reduce_scatter(usual) + clock.all_gather(usual)))
-
-    def variants(names: Sequence[str], pattern: str) -> Iterator[tuple[str, Communicator]]:
-        for name in names:
-            yield name, connect(group, pattern.format(name), device)
-
-    reducing = {
-        name: clock.reduce_scatter(comm) for name, comm in variants(sums, "process_group:{}+direct")
-    }
-    gathering = {
-        name: clock.all_gather(comm)
-        for name, comm in variants([*ALL_GATHERS], "process_group:direct+{}")
-    }
-    reduce = min(reducing, key=reducing.__getitem__)
-    gather = min(gathering, key=gathering.__getitem__)
-    found.append((f"process_group:{reduce}+{gather}", reducing[reduce] + gathering[gather]))
+        found.append(
+            (usual.name, seconds(usual.name, reduce_scatter) + seconds(usual.name, all_gather))
+        )
+    reducing = [(seconds(f"process_group:{n}+direct", reduce_scatter), n) for n in sums]
+    gathering = [(seconds(f"process_group:direct+{n}", all_gather), n) for n in ALL_GATHERS]
+    (reduce_seconds, reduce), (gather_seconds, gather) = min(reducing), min(gathering)
+    found.append((f"process_group:{reduce}+{gather}", reduce_seconds + gather_seconds))
     return tuple(sorted((way for way in found if way[1] < math.inf), key=lambda way: way[1]))
-
-
-class _Clock:
-    """Times transports until the budget is used up; later ones take infinitely long."""
-
-    def __init__(self, sample: Callable[[Communicator], Collectives], seconds_each: float) -> None:
-        self._sample, self._seconds_each = sample, seconds_each
-        self._deadline = time.monotonic() + SECONDS
-
-    def reduce_scatter(self, comm: Communicator) -> float:
-        own = self._sample(comm)
-        return self._time(own, own.reduce_scatter)
-
-    def all_gather(self, comm: Communicator) -> float:
-        own = self._sample(comm)
-        return self._time(own, own.all_gather)
-
-    def _time(self, own: Collectives, run: Callable[[Sequence[float]], None]) -> float:
-        if self._is_over(own):
-            return math.inf
-        ranks = own.comm.group.size
-        even = (1.0 / ranks,) * ranks
-        skewed = (0.5, *(0.5 / (ranks - 1),) * (ranks - 1))
-        return sum(own.seconds(run, shares, self._seconds_each / 2) for shares in (even, skewed))
-
-    def _is_over(self, own: Collectives) -> bool:
-        """Whether time is up on any rank, so that all ranks agree."""
-        over = torch.tensor([float(time.monotonic() > self._deadline)], device="cpu")
-        return any(map(bool, own.control.exchange(over, what="the time that is left")()))

@@ -19,7 +19,7 @@ from poplar.optimizer import HeteroZeroOptimizer
 from poplar.plan import Plan
 from poplar.profile import ClusterProfile
 from poplar.profiler.engine_steps import observe
-from poplar.profiler.passes import SHORTEST_SAMPLE_SECONDS, FirstPass, time_sizes
+from poplar.profiler.passes import SHORTEST_SAMPLE_SECONDS, time_sizes
 from poplar.profiler.preserved_state import computing_in, parameters_preserved
 from poplar.profiler.progress import Tell
 from poplar.profiler.session import Session
@@ -166,11 +166,10 @@ def measure_slowdowns(
     first, *others = device.points
     planned = max(plan.micro_batches[session.group.rank], default=0)
     known = max([first, *(p for p in others if p.batch <= planned)], key=attrgetter("batch"))
-    size = FirstPass(batch=known.batch, seconds=known.seconds, activation_bytes=0)
     passes = session.passes()
 
     def measure() -> Slowdown:
-        (point,) = time_sizes(passes, [size], seconds=seconds, least=2)
+        (point,) = time_sizes(passes, [known], seconds=seconds, least=2)
         return Slowdown(point.seconds / known.seconds, point.spread_seconds / point.seconds)
 
     with computing_in(session.request.model, session.agreed.dtype):

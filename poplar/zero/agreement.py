@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +22,8 @@ from poplar.comm.shard_layout import ALIGNMENT, Layout
 from poplar.errors import RankFailed
 from poplar.zero import gradient_norm
 from poplar.zero.flat_parameter import FlatParameter
+
+T = TypeVar("T")
 
 ROW = ALIGNMENT
 """int64 elements that each rank contributes: its part of the norm, then its loss."""
@@ -66,6 +69,22 @@ def raise_on_any_error(control: Control, error: Exception | None, *, doing: str)
     flags = control.exchange(torch.tensor([error is not None]), what=doing)()
     if any(bool(flag) for flag in flags):
         raise_on_all_ranks(control, error, doing=doing)
+
+
+def run_on_all_ranks(control: Control, work: Callable[[], T], *, doing: str) -> T:
+    """The result of `work`, if it fails on no rank. Collective.
+
+    Raises:
+        Exception: what `work` raised on this rank.
+        RankFailed: it failed on another rank.
+    """
+    error: Exception | None = None
+    try:
+        result = work()
+    except Exception as caught:
+        error = caught
+    raise_on_any_error(control, error, doing=doing)
+    return result
 
 
 def raise_on_all_ranks(control: Control, error: BaseException | None, *, doing: str) -> None:

@@ -25,7 +25,7 @@ from records import cluster as measured_cluster
 from torch import Tensor, nn
 
 import poplar
-from poplar import ClusterProfile, Plan, tuning
+from poplar import ClusterProfile, Plan
 from poplar.comm import Group
 from poplar.planner.search import search
 from poplar.profiler import cache as caching
@@ -33,6 +33,7 @@ from poplar.profiler.cache import Cache
 from poplar.profiler.cluster_profiler import Profiler
 from poplar.profiler.request import Request
 from poplar.system import devices, host_limits
+from poplar.tuning import autotune
 
 SMALL = ModelSpec(kind="mlp", blocks=1)
 GLOBAL_BATCH = 8
@@ -240,7 +241,7 @@ def plans_in_the_cache(folder: str) -> list[str]:
     del arguments["stages"]
     for batch in (GLOBAL_BATCH, GLOBAL_BATCH + 1):
         if batch != GLOBAL_BATCH:
-            _patch(tuning, "fits", lambda profile, plan: False)
+            _patch(autotune, "fits", lambda profile, plan: False)
         try:
             poplar.autotune(**arguments, global_batch=batch, stage=2)
         finally:

@@ -10,7 +10,7 @@ import ranks as harness
 import torch
 from ranks import Pool
 
-from poplar.comm import Communicator, Control, Group, connect
+from poplar.comm import Control, Group, connect
 from poplar.comm.buffer_pool import BufferPool
 from poplar.profile import NetworkProfile
 from poplar.profiler.collectives import Collectives
@@ -37,18 +37,16 @@ def time_all_transports(choice: str) -> tuple[tuple[tuple[str, float], ...], lis
     """The timed transports, their reduction orders, and the seconds that this took."""
     group = Group.of(harness.group(), None)
 
-    def sample(comm: Communicator) -> Collectives:
-        return Collectives(
-            comm=comm,
-            control=Control(group),
-            numels=[64, 99_968],
-            wire_dtype=torch.float32,
-            value_dtype=torch.float32,
-            device=CPU,
-        )
-
+    sample = Collectives(
+        comm=connect(group, choice),
+        control=Control(group),
+        numels=[64, 99_968],
+        wire_dtype=torch.float32,
+        value_dtype=torch.float32,
+        device=CPU,
+    )
     start = time.monotonic()
-    found = time_transports(group, connect(group, choice), sample)
+    found = time_transports(sample)
     seconds = time.monotonic() - start
     return found, [connect(group, name).reduction_order for name, _ in found], seconds
 
@@ -75,9 +73,9 @@ def test_no_candidates_without_an_equal_reduction_order(ranks: Pool) -> None:
 def test_process_group_that_cannot_carry_the_tensors_is_not_timed() -> None:
     """GPUs beside gloo: handing CUDA pointers to gloo would abort the process."""
     group = SimpleNamespace(size=2, supports=lambda device: device.type == "cpu")
-    usual = SimpleNamespace(reduction_order="rank", name="staged")
-    sample = SimpleNamespace(device=torch.device("cuda"))
-    assert time_transports(group, usual, lambda comm: sample) == ()  # type: ignore[arg-type]
+    usual, control = SimpleNamespace(reduction_order="rank"), SimpleNamespace(group=group)
+    sample = SimpleNamespace(device=torch.device("cuda"), comm=usual, control=control)
+    assert time_transports(sample) == ()  # type: ignore[arg-type]
 
 
 def test_default_device_does_not_affect_timing() -> None:
@@ -92,7 +90,7 @@ def test_default_device_does_not_affect_timing() -> None:
     )
     torch.set_default_device("meta")  # reading a tensor on this device raises
     try:
-        seconds = collectives.seconds(lambda shares: None, (0.5, 0.5), budget=0.0)
+        seconds = collectives.seconds(lambda own, shares: None, (0.5, 0.5), budget=0.0)
     finally:
         torch.set_default_device(None)
     assert seconds >= 0.0

@@ -33,7 +33,6 @@ from poplar import (
     HeteroZeroOptimizer,
     Plan,
     Tuned,
-    tuning,
 )
 from poplar.observation import Observation
 from poplar.planner.baselines import POLICIES
@@ -41,7 +40,8 @@ from poplar.planner.cost_model import StageCosts
 from poplar.planner.prediction import predict
 from poplar.planner.search import alternatives
 from poplar.profile import BatchPoint
-from poplar.tuning import Tuner
+from poplar.tuning import autotune
+from poplar.tuning.autotune import Tuner
 
 SMALL = ModelSpec(kind="mlp", blocks=1)
 GLOBAL_BATCH = 12
@@ -315,13 +315,13 @@ def searching_fails_on_the_first_rank() -> None:
     def fail(*args: Any, **kwargs: Any) -> None:
         raise ZeroDivisionError("in the search")
 
-    search = tuning.alternatives
+    search = autotune.alternatives
     if harness.rank() == 0:
-        tuning.alternatives = fail
+        autotune.alternatives = fail
     try:
         tuned(profile=known())
     finally:
-        tuning.alternatives = search
+        autotune.alternatives = search
 
 
 def test_failing_search_raises_on_all_ranks(ranks: Pool):
@@ -483,7 +483,7 @@ def test_one_fast_turn_does_not_decide():
     assert bench.tune().plan.stage == best
     turns = [plan.stage for plan in bench.seen]
     assert turns[:4] == [best, lucky, lucky, best]  # the order alternates
-    assert turns.count(best) == turns.count(lucky) == tuning.TURNS
+    assert turns.count(best) == turns.count(lucky) == autotune.TURNS
 
 
 class Warming(Bench):
@@ -507,7 +507,7 @@ def test_late_plan_can_win_on_devices_that_become_slower():
     assert len(set(bench.seen)) > 1
     first, best = (predict(changed, plan).step_seconds for plan in (bench.seen[0], decided.plan))
     assert best < first
-    assert bench.seen.count(decided.plan) >= tuning.LEAST_TURNS
+    assert bench.seen.count(decided.plan) >= autotune.LEAST_TURNS
 
 
 def test_clearly_slower_plan_is_dropped_after_one_turn():
@@ -517,7 +517,7 @@ def test_clearly_slower_plan_is_dropped_after_one_turn():
     assert bench.tune().plan.stage == first
     turns = [plan.stage for plan in bench.seen]
     assert turns.count(second) == 1
-    assert turns.count(first) == tuning.LEAST_TURNS  # without rivals
+    assert turns.count(first) == autotune.LEAST_TURNS  # without rivals
 
 
 def test_first_two_plans_run_once_without_time():
@@ -646,7 +646,7 @@ def test_planned_batches_are_measured_before_trial_runs(stage):
     bench = Bench(in_powers_of_two(true), true, [stage])
     decided = bench.tune(global_batch=42)
     assert bench.measured[0] == ([(21,), (21,)], [16, 16])
-    assert len(bench.measured) <= tuning.ROUNDS
+    assert len(bench.measured) <= autotune.ROUNDS
     best = alternatives(true, global_batch=42, stages=(stage,))[0]
     seconds = [predict(true, plan).step_seconds for plan in (decided.plan, best)]
     assert seconds[0] == pytest.approx(seconds[1], rel=0.01)

@@ -137,13 +137,11 @@ def test_temporary_slowdown_of_a_device_is_not_engine_overhead(stage):
         assert device.pass_overhead_seconds == pytest.approx((0.0,) * 4, abs=1e-12)
 
 
-def test_error_of_slowdown_adds_to_error_of_step_and_passes():
+def test_error_of_slowdown_adds_to_error_of_step():
     (plan, _), exact = two_plans(2), (Slowdown(1.0, 0.0),) * 3
     seen = replace(observed(plain(), plan), slowdowns=(*exact, Slowdown(1.0, 0.02)))
     unsure = at_profiled_speed(plain(), seen)
     assert unsure.spread_seconds == pytest.approx(0.02 * seen.step_seconds)
-    passes = seen.pass_seconds[3][0]
-    assert unsure.pass_errors == pytest.approx((0.0, 0.0, 0.0, 0.02 * passes))
 
 
 @pytest.mark.parametrize("stage", EACH_PASS)
@@ -161,15 +159,6 @@ def test_synchronization_residual_excludes_one_standard_error(stage, sign):
     )
     missed = [predict(found, seen.plan).step_seconds - seen.step_seconds for seen in (one, three)]
     assert sum(missed) == pytest.approx(0.0, abs=1e-12), "the step residual has the rest"
-
-
-def test_pass_overhead_excludes_one_standard_error():
-    true = with_residuals(plain(), 1, passes=(0.004, 0.001, 0.002, 0.0))
-    seen = [replace(observed(true, plan), pass_errors=(0.002,) * 4) for plan in two_plans(1)]
-    charged = [device.pass_overhead_seconds[1] for device in fitted(plain(), seen).devices]
-    noise = 0.002 / math.sqrt(2)
-    expected = [max(0.0, extra - noise) for extra in (0.004, 0.001, 0.002, 0.0)]
-    assert charged == pytest.approx(expected, abs=1e-12)
 
 
 @pytest.mark.parametrize("slow", [0, 1, 2])
@@ -256,7 +245,7 @@ def test_faster_passes_give_zero_overhead_not_negative(factors, stage):
         seen.append(replace(observation, pass_seconds=passes))
     for found in (
         fitted(plain(), seen),
-        refine(plain(), stage, seen[:1], asynchronous=False),
+        refine(plain(), seen[:1], asynchronous=False),
     ):
         for factor, device in zip(factors, found.devices, strict=True):
             assert min(device.pass_overhead_seconds) >= 0.0
@@ -277,7 +266,7 @@ def test_only_the_observed_stage_changes(stage):
     )
     true = with_residuals(plain(), stage, passes=(0.005,) * 4, synchronization=0.001, step=0.002)
     seen = [observed(true, plan) for plan in two_plans(stage)]
-    for found in (fitted(before, seen), refine(before, stage, seen[:1], asynchronous=False)):
+    for found in (fitted(before, seen), refine(before, seen[:1], asynchronous=False)):
         for other in set(STAGES) - {stage}:
             plan = Plan.manual(SIZES, stage=other, passes=2)
             assert predict(found, plan) == predict(before, plan)
@@ -288,7 +277,7 @@ def test_only_the_observed_stage_changes(stage):
 def test_rank_without_samples_keeps_its_pass_overhead():
     before = with_residuals(plain(), 2, passes=(0.01, 0.02, 0.03, 0.04))
     seen = [observed(before, plan) for plan in two_plans(2, (16, 5, 6, 0))]
-    for found in (fitted(before, seen), refine(before, 2, seen[1:2], asynchronous=False)):
+    for found in (fitted(before, seen), refine(before, seen[1:2], asynchronous=False)):
         assert found.devices[3].pass_overhead_seconds[2] == 0.04
 
 
@@ -302,7 +291,7 @@ def test_pass_times_of_asynchronous_devices_are_ignored(stage):
     found = fitted(plain(), seen, asynchronous=True)
     assert found.devices == plain().devices
     assert_predicts(found, seen)
-    refined = refine(plain(), stage, seen[1:2], asynchronous=True)
+    refined = refine(plain(), seen[1:2], asynchronous=True)
     assert refined.devices == plain().devices
     assert_predicts(refined, seen[1:])
 
@@ -378,7 +367,7 @@ def test_refined_profile_predicts_its_plan_exactly(
         max(0.0, known_synchronization) - min(0.0, synchronization)
     )  # no step is shorter than this
     seen = replace(seen, step_seconds=seen.step_seconds + known)
-    assert_predicts(refine(before, stage, [seen], asynchronous=False), [seen])
+    assert_predicts(refine(before, [seen], asynchronous=False), [seen])
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -386,16 +375,16 @@ def test_last_refinement_of_a_stage_is_predicted_exactly(stage):
     true = with_residuals(plain(), stage, passes=(0.01, 0.0, 0.02, 0.005), step=0.03)
     first = observed(true, Plan.manual((4, 4, 4, 4), stage=stage))
     last = observed(true, Plan.manual((16, 2, 3, 5), stage=stage), 2.5)
-    found = refine(plain(), stage, [first], asynchronous=False)
+    found = refine(plain(), [first], asynchronous=False)
     assert_predicts(found, [first])
-    assert_predicts(refine(found, stage, [last], asynchronous=False), [last])
+    assert_predicts(refine(found, [last], asynchronous=False), [last])
 
 
 def test_refine_accepts_a_plan_that_is_predicted_not_to_fit():
     """A point that is measured later may show that the plan needs too much memory."""
     tight = tuple(replace(device, memory_bytes=1000) for device in plain().devices)
     seen = observed(plain(), Plan.manual(SIZES, stage=0), 3.0)
-    refined = refine(replace(plain(), devices=tight), 0, [seen], asynchronous=False)
+    refined = refine(replace(plain(), devices=tight), [seen], asynchronous=False)
     assert_predicts(replace(refined, devices=plain().devices), [seen])
 
 
@@ -434,7 +423,7 @@ def test_refined_profile_predicts_plans_of_a_stage_on_average(stage):
         observed(true, Plan.manual((4, 4, 4, 4), stage=stage)),
         observed(true, Plan.manual((16, 2, 3, 5), stage=stage), 2.5),
     ]
-    found = refine(plain(), stage, seen, asynchronous=False)
+    found = refine(plain(), seen, asynchronous=False)
     predicted = [predict(found, observation.plan).step_seconds for observation in seen]
     assert sum(predicted) == pytest.approx(sum(o.step_seconds for o in seen), rel=EXACT)
 
@@ -467,7 +456,6 @@ def noisy_observations(draw: st.DrawFn, stage: int, with_slowdowns: bool) -> lis
                 spread_seconds=draw(noisy_seconds),
                 pass_seconds=passes,
                 other_seconds=tuple(draw(st.floats(-1.0, 10.0)) for _ in range(4)),
-                pass_errors=tuple(draw(noisy_seconds) for _ in range(4)),
                 slowdowns=tuple(draw(noisy_slowdowns) for _ in range(4)) if with_slowdowns else (),
             )
         )
@@ -481,9 +469,7 @@ def test_any_noise_gives_a_valid_profile(data, asynchronous, with_slowdowns):
     ]
     fitted_profile = fit(plain(), turns, asynchronous=asynchronous)
     refined = at_observed_speeds(fitted_profile, turns[0])
-    for stage in STAGES:
-        seen = [each for each in turns[0] if each.plan.stage == stage]
-        refined = refine(refined, stage, seen, asynchronous=asynchronous)
+    refined = refine(refined, turns[0], asynchronous=asynchronous)
     for profile in (fitted_profile, refined):
         for seen in turns[0]:
             seconds = predict(profile, seen.plan).step_seconds
@@ -496,7 +482,6 @@ def test_implausible_slowdown_is_limited_and_less_certain():
     seen = at_profiled_speed(plain(), replace(observed(plain(), plan), slowdowns=slowdowns))
     expected = LARGEST_SLOWDOWN * observed(plain(), plan).pass_seconds[1][0]
     assert seen.pass_seconds[1][0] == pytest.approx(expected)
-    assert seen.pass_errors[1] > seen.pass_seconds[1][0]
     assert seen.spread_seconds > seen.step_seconds
 
 

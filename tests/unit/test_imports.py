@@ -22,7 +22,7 @@ LAYERS = (
     {"zero", "checkpoint"},
     {"optimizer"},
     {"profiler"},
-    {"tuning", "profiling", "verification", "report", "doctor", "workload"},
+    {"tuning", "verification", "report", "doctor", "workload"},
     {"cli", "__main__"},
 )
 """Packages and top-level modules, from the bottom up. Imports point down or stay within a layer.

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 
 from poplar.curve import error_of_median
 from poplar.data import pytree
+from poplar.profile import BatchPoint
 from poplar.profiler import passes as measuring
-from poplar.profiler.passes import FirstPass, Passes, climb, time_sizes
+from poplar.profiler.passes import Passes, climb, time_sizes
 
 PLENTY = float("inf")
 
@@ -204,8 +205,8 @@ def test_two_sizes_are_always_measured(clock: Clock):
     assert climbed(machine, longest_seconds=1.0) == [1, 2]
 
 
-def first_pass(batch: int, seconds: float) -> FirstPass:
-    return FirstPass(batch=batch, seconds=seconds, activation_bytes=10 * batch)
+def first_pass(batch: int, seconds: float) -> BatchPoint:
+    return BatchPoint(batch=batch, seconds=seconds, activation_bytes=10 * batch)
 
 
 def test_sizes_are_timed_in_alternating_order(clock: Clock):

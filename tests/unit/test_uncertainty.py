@@ -19,7 +19,7 @@ from poplar.planner.search import search
 from poplar.planner.uncertainty import at_worst, unmeasured_batches
 from poplar.profile import BatchPoint, ClusterProfile, DeviceProfile, ModelProfile, NetworkProfile
 from poplar.profiler.points import with_measured
-from poplar.tuning import ROUNDS
+from poplar.tuning.autotune import ROUNDS
 
 NOISE = 0.004
 """Relative standard error of a median."""

@@ -8,7 +8,6 @@ same plan or an error.
 from __future__ import annotations
 
 import functools
-import hashlib
 import inspect
 import json
 import math
@@ -23,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from poplar.comm import Group, connect_control
+from poplar.comm import Group
 from poplar.observation import Observation, Trials
 from poplar.plan import STRATEGIES, Plan
 from poplar.planner.baselines import POLICIES
@@ -36,11 +35,9 @@ from poplar.profile import BatchPoint, ClusterProfile, DeviceProfile
 from poplar.profiler.cluster_profiler import Profiler
 from poplar.profiler.points import with_measured
 from poplar.profiler.preserved_state import model_preserved
-from poplar.profiler.progress import Tell
-from poplar.profiler.progress import progress as shown
-from poplar.profiler.request import Request
-from poplar.profiling import CachedProfile, cache_of
-from poplar.zero.agreement import raise_on_any_error
+from poplar.profiler.progress import Tell, show_progress
+from poplar.profiler.request import Request, digest, is_count
+from poplar.tuning.profile_cluster import CachedProfile, cache_of
 from poplar.zero.micro_batch_loss import LossFunction
 from poplar.zero.update import OptimizerFactory
 
@@ -142,20 +139,13 @@ def tune(
         ValueError, TypeError, RuntimeError, RankFailed, CollectiveTimeout: as `profile_cluster`;
             also a profile of another model, dtype or world size.
     """
-    error = None
-    if isinstance(global_batch, bool) or not isinstance(global_batch, int) or global_batch < 1:
-        error = ValueError(f"global_batch must be an integer above 0, got {global_batch!r}")
-    elif policy not in POLICIES:
-        error = ValueError(f"policy={policy!r} is not known; use one of {sorted(POLICIES)}")
-    group = Group.of(process_group, timeout)
-    raise_on_any_error(connect_control(group), error, doing="autotune()")
-    request = Request(
+    request = _TuningRequest(
         model=model,
         loss_fn=loss_fn,
         example=example_batch,
         optimizer_class=optimizer_class,
         optimizer_options=optimizer_kwargs,
-        max_batch=_power_of_two_from(global_batch) if max_batch is None else max_batch,
+        max_batch=_next_power_of_two(global_batch) if max_batch is None else max_batch,
         memory_limit=memory_limit,
         stages=tuple(range(len(STRATEGIES))) if stage == "auto" else (stage,),
         seconds=seconds * PROFILE_PART,
@@ -164,8 +154,13 @@ def tune(
         compute_dtype=compute_dtype,
         reduce_dtype=reduce_dtype,
         allow_batch_norm=allow_batch_norm,
+        global_batch=global_batch,
+        policy=policy,
+        verify=verify,
+        given=profile,
     )
-    cached = CachedProfile(Profiler(request, group), cache_of(cache), show=progress)
+    profiler = Profiler(request, Group.of(process_group, timeout))
+    cached = CachedProfile(profiler, cache_of(cache), show=progress)
     tuner = Tuner(cached, global_batch=global_batch, policy=policy)
     return tuner.tune(profile, verify=verify)
 
@@ -192,6 +187,32 @@ def _plan_of(tune: Callable[_P, Tuned]) -> Callable[_P, Plan]:
 autotune = _plan_of(tune)
 
 
+@dataclass(frozen=True, kw_only=True)
+class _TuningRequest(Request):
+    """A profiling request with the arguments that only `tune` has."""
+
+    global_batch: int
+    policy: str
+    verify: bool
+    given: ClusterProfile | None
+
+    def check(self) -> None:
+        if not is_count(self.global_batch):
+            raise ValueError(f"global_batch must be an integer above 0, got {self.global_batch!r}")
+        if self.policy not in POLICIES:
+            raise ValueError(f"policy={self.policy!r} is not known; use one of {sorted(POLICIES)}")
+        super().check()
+
+    def must_be_equal(self) -> dict[str, Any]:
+        return {
+            **super().must_be_equal(),
+            "global_batch": self.global_batch,
+            "policy": self.policy,
+            "verify": bool(self.verify),
+            "profile": None if self.given is None else digest(self.given.to_dict()),
+        }
+
+
 class Tuner:
     """One job on its ranks; all methods are collective."""
 
@@ -205,10 +226,8 @@ class Tuner:
 
     def tune(self, given: ClusterProfile | None = None, *, verify: bool = True) -> Tuned:
         """The best plan on `given`, or on a profile from the cache or measured now."""
-        raise_on_any_error(self.session.control, self._mismatch(given), doing="autotune()")
-        self._check_equal_arguments(given, verify)
         ends = time.perf_counter() + self.session.request.seconds / PROFILE_PART
-        profile = self.cached.profile() if given is None else self._within_limits(given)
+        profile = self.cached.profile() if given is None else self._usable(given)
         key = json.dumps([self.global_batch, self.policy])
         known = self.cached.plan(key) if given is None else None
         if known is not None and fits(profile, known):
@@ -217,7 +236,7 @@ class Tuner:
         if not verify:
             return self._checked_equal(Tuned(plans[0], profile, ()))
         model, device = self.session.request.model, self.session.device
-        with shown(self.cached.show) as tell, model_preserved(model, device):
+        with show_progress(self.cached.show) as tell, model_preserved(model, device):
             if self._is_exact:
                 until = time.perf_counter() + POINTS_PART * self._seconds_left(ends)
                 profile, plans = self._measure_planned_batches(profile, plans, until, tell)
@@ -338,68 +357,44 @@ class Tuner:
         asynchronous, observations = self.session.asynchronous, trials.observations()
         if not asynchronous:
             profile = at_observed_speeds(profile, observations)
-        for stage in {seen.plan.stage for seen in observations}:
-            own = [seen for seen in observations if seen.plan.stage == stage]
-            exact = [seen for seen in own if seen.plan == exactly]
-            profile = refine(profile, stage, exact or own, asynchronous=asynchronous)
-        return profile
+        if exactly is not None:
+            others = (seen for seen in observations if seen.plan.stage != exactly.stage)
+            observations = (*others, *(seen for seen in observations if seen.plan == exactly))
+        return refine(profile, observations, asynchronous=asynchronous)
 
     def _seconds_left(self, ends: float) -> float:
         """By the clock of rank 0."""
         return self.session.from_first_rank(ends - time.perf_counter())
 
-    def _within_limits(self, profile: ClusterProfile) -> ClusterProfile:
-        """The profile, cut to `max_batch` and `memory_limit` of each rank."""
-        request = self.session.request
-        limits = self.session.exchange((request.max_batch, request.memory_limit))
-        return replace(
-            profile,
-            devices=tuple(
-                _limited(device, *own) for device, own in zip(profile.devices, limits, strict=True)
-            ),
-        )
+    def _usable(self, given: ClusterProfile) -> ClusterProfile:
+        """A given profile, cut to `max_batch` and `memory_limit` of each rank.
 
-    def _checked_equal(self, tuned: Tuned) -> Tuned:
-        digests = self.session.exchange(tuned.plan.digest())
-        assert len(set(digests)) == 1, f"the ranks have different plans: {digests}"
-        return tuned
-
-    def _check_equal_arguments(self, given: ClusterProfile | None, verify: bool) -> None:
-        """Arguments that must be equal, because ranks would otherwise wait for each other."""
-        own = {
-            "global_batch": self.global_batch,
-            "policy": self.policy,
-            "verify": bool(verify),
-            "profile": None if given is None else _digest(given),
-        }
-        everyones = self.session.exchange(own)
-        for key in own:
-            values = [other[key] for other in everyones]
-            if any(value != values[0] for value in values):
-                raise ValueError(
-                    f"the ranks disagree on {key}: {dict(enumerate(values))}; call autotune() "
-                    "with the same arguments on every rank"
-                )
-
-    def _mismatch(self, given: ClusterProfile | None) -> Exception | None:
-        """Why a given profile cannot be used for this job."""
-        if given is None:
-            return None
+        Raises:
+            ValueError: it is of another job; the same on every rank.
+        """
         size = self.session.group.size
         if given.world_size != size:
-            return ValueError(
+            raise ValueError(
                 f"the profile is of {given.world_size} ranks, but there are {size}; measure again "
                 "with profile_cluster()"
             )
         own = self.session.agreed.identity
         for key in _MUST_MATCH:
             if key in given.identity and given.identity[key] != own[key]:
-                return ValueError(
+                raise ValueError(
                     f"the profile is of another {key.replace('_', ' ')}: measured "
                     f"{given.identity[key]!r}, here {own[key]!r}; measure again with "
                     "profile_cluster()"
                 )
-        return None
+        request = self.session.request
+        limits = self.session.exchange((request.max_batch, request.memory_limit))
+        cut = [_limited(device, *own) for device, own in zip(given.devices, limits, strict=True)]
+        return replace(given, devices=tuple(cut))
+
+    def _checked_equal(self, tuned: Tuned) -> Tuned:
+        digests = self.session.exchange(tuned.plan.digest())
+        assert len(set(digests)) == 1, f"the ranks have different plans: {digests}"
+        return tuned
 
 
 def _references(
@@ -411,11 +406,6 @@ def _references(
         size = max([*wanted] or [*passes, 1])
         references.append(min(device.points, key=lambda p: abs(math.log(p.batch / size))))
     return references
-
-
-def _digest(profile: ClusterProfile) -> str:
-    content = json.dumps(profile.to_dict(), sort_keys=True)
-    return hashlib.sha256(content.encode()).hexdigest()[:12]
 
 
 def _limited(
@@ -434,6 +424,6 @@ def _limited(
     return replace(device, points=tuple(points), memory_bytes=memory)
 
 
-def _power_of_two_from(number: int) -> int:
-    """The next power of two: global batches that differ a little share a profile in the cache."""
-    return 1 << (number - 1).bit_length()
+def _next_power_of_two(number: int) -> int | None:
+    """Global batches that differ a little share a profile in the cache; None if not a count."""
+    return 1 << (number - 1).bit_length() if is_count(number) else None

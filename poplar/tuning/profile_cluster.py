@@ -25,8 +25,7 @@ from poplar.profile import ClusterProfile
 from poplar.profiler.cache import Cache, default_folder
 from poplar.profiler.cluster_profiler import Profiler
 from poplar.profiler.preserved_state import model_preserved
-from poplar.profiler.progress import Tell
-from poplar.profiler.progress import progress as shown
+from poplar.profiler.progress import Tell, show_progress
 from poplar.profiler.request import Request
 from poplar.zero.micro_batch_loss import LossFunction
 from poplar.zero.update import OptimizerFactory
@@ -129,7 +128,8 @@ class CachedProfile:
         if found is not None:
             profile, self._plans = found
             return self.profiler.with_present_memory(profile)
-        with shown(self.show) as tell, model_preserved(session.request.model, session.device):
+        model, device = session.request.model, session.device
+        with show_progress(self.show) as tell, model_preserved(model, device):
             profile = _calibrated(self.profiler, self.profiler.measure(tell), tell)
         self.save(profile)
         return profile
