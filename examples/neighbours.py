@@ -18,7 +18,8 @@ import torch.distributed as dist
 
 import poplar
 from poplar import ClusterProfile, HeteroZeroOptimizer, Plan
-from poplar.planner.plan_neighborhood import moved, recut
+from poplar.plan import FIRST_STAGE_SYNCHRONIZING_EVERY_PASS
+from poplar.planner.simple_plans import spread
 
 STEPS_OF_A_TURN = 2
 FARTHEST_MOVE = 4
@@ -47,6 +48,37 @@ def neighbours(plan: Plan, profile: ClusterProfile, count: int) -> list[Plan]:
                 seen.add(near)
                 found.append(near)
     return found
+
+
+def moved(plan: Plan, source: int, target: int, samples: int = 1) -> Plan | None:
+    """The plan with samples moved from the longest pass of `source` to the shortest of `target`.
+
+    At stages 2 and 3, which synchronize at every pass, both ranks change in the same pass: the
+    longest of `source`. None if it has fewer samples, or a rank has no passes.
+    """
+    passes = [list(sizes) for sizes in plan.micro_batches]
+    if not passes[source] or not passes[target]:
+        return None
+    longest = max(range(len(passes[source])), key=passes[source].__getitem__)
+    if plan.stage >= FIRST_STAGE_SYNCHRONIZING_EVERY_PASS:
+        receiving = longest
+    else:
+        receiving = min(range(len(passes[target])), key=passes[target].__getitem__)
+    if passes[source][longest] < samples:
+        return None
+    passes[source][longest] -= samples
+    passes[target][receiving] += samples
+    micro_batches = tuple(tuple(sizes) for sizes in passes)
+    return dataclasses.replace(plan, micro_batches=micro_batches, prediction=None)
+
+
+def recut(plan: Plan, ranks: Sequence[int], passes: int) -> Plan:
+    """The plan with the samples of these ranks in `passes` passes of nearly equal size."""
+    micro_batches = tuple(
+        spread(sum(sizes), passes) if rank in ranks else sizes
+        for rank, sizes in enumerate(plan.micro_batches)
+    )
+    return dataclasses.replace(plan, micro_batches=micro_batches, prediction=None)
 
 
 def measure_in_turns(
@@ -104,7 +136,9 @@ def _moves(plan: Plan) -> Iterator[Plan]:
 def _cuts(plan: Plan) -> Iterator[Plan]:
     """Each rank's samples in another number of passes of nearly equal size."""
     for change in (1, -1, 2):
-        if plan.stage >= 2:  # all ranks run the same number of passes
+        if (
+            plan.stage >= FIRST_STAGE_SYNCHRONIZING_EVERY_PASS
+        ):  # all ranks run the same number of passes
             counts = [max(map(len, plan.micro_batches)) + change] * plan.world_size
             choices = [list(range(plan.world_size))]
         else:

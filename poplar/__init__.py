@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     from poplar.errors import CollectiveTimeout, OutOfOrder, PoplarError, RankFailed
     from poplar.optimizer import HeteroZeroOptimizer, StepResult
     from poplar.plan import Plan, UnitPlan
-    from poplar.planner.explain import explain
-    from poplar.planner.explanation import Explanation
+    from poplar.planner.explain import Explanation, explain
     from poplar.planner.memory_shortfall import NoPlanFits
     from poplar.planner.prediction import DoesNotFit, Prediction, predict
     from poplar.planner.search import search
@@ -43,7 +42,7 @@ _HOME = {
     "CollectiveTimeout": "poplar.errors",
     "DeviceProfile": "poplar.profile",
     "DoesNotFit": "poplar.planner.prediction",
-    "Explanation": "poplar.planner.explanation",
+    "Explanation": "poplar.planner.explain",
     "GradScaler": "poplar.zero.grad_scaler",
     "HeteroBatchSampler": "poplar.data.sampler",
     "HeteroZeroOptimizer": "poplar.optimizer",

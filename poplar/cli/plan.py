@@ -30,10 +30,9 @@ from poplar.formatting import (
 )
 from poplar.plan import Plan
 from poplar.planner.baselines import POLICIES
-from poplar.planner.explain import PREDICTION_ERROR, explain
-from poplar.planner.explanation import Explanation
+from poplar.planner.explain import PREDICTION_ERROR, Explanation, explain
 from poplar.planner.search import alternatives
-from poplar.planner.what_if import plan_or_reason
+from poplar.planner.what_if import Scenario, evaluate
 from poplar.profile import ClusterProfile
 
 
@@ -71,12 +70,14 @@ def plan(
         result.show(str(chosen), *notes(profile))
         if compare:
             by_policy = {
-                name: plan_or_reason(profile, global_batch=global_batch, policy=name, **request)
+                name: evaluate(
+                    Scenario(cluster=profile, global_batch=global_batch, policy=name, **request)
+                )
                 for name in POLICIES
             }
             document["stages"] = [best.to_dict() for best in by_stage]
             document["policies"] = {
-                name: found if isinstance(found, str) else found.to_dict()
+                name: found.to_dict() if isinstance(found, Plan) else str(found)
                 for name, found in by_policy.items()
             }
             result.show(*_compared({f"stage {best.stage}": best for best in by_stage}, "best of"))
@@ -91,7 +92,7 @@ def plan(
             result.show(f"written to {output}")
 
 
-def _compared(found: Mapping[str, Plan | str], title: str) -> list[Table | Text]:
+def _compared(found: Mapping[str, Plan | ValueError], title: str) -> list[Table | Text]:
     """A table of plans by name, then why the other names have no plan.
 
     Args:
@@ -116,7 +117,7 @@ def _compared(found: Mapping[str, Plan | str], title: str) -> list[Table | Text]
     reasons = [
         Text(f"{title} {name}: {reason}", "yellow")
         for name, reason in found.items()
-        if isinstance(reason, str)
+        if isinstance(reason, ValueError)
     ]
     return [compared, *reasons]
 
@@ -129,7 +130,7 @@ def _explained(explanation: Explanation) -> list[Table | Text]:
     """What bounds the plan, what would help, and what each group of devices adds."""
     changes = table("what would help", "how much", "gain", "then stage")
     for change in explanation.changes:
-        what = f"{change.whose} ({change.device})" if change.device else change.whose
+        what = f"{change.subject} ({change.device})" if change.device else change.subject
         gain = format_signed_percent(change.gain)
         changes.add_row(what, change.amount, gain, str(change.stage))
     if not explanation.changes:

@@ -28,7 +28,7 @@ from poplar.hardware.estimate import Estimate, Interval, estimate, gain
 from poplar.hardware.model_shapes import TrainingJob, architecture
 from poplar.plan import Plan
 from poplar.planner.search import search
-from poplar.planner.what_if import plan_or_reason
+from poplar.planner.what_if import Scenario, evaluate
 from poplar.simulator.event_engine import simulate as simulate_step
 
 _OTHER_POLICIES = ("even", "flops")
@@ -116,8 +116,11 @@ def _gains(
             others[f"{kind.gpu} alone"] = (part, policy)
     gains: dict[str, Interval | str] = {}
     for name, (part, other_policy) in others.items():
-        found = plan_or_reason(part.middle, policy=other_policy, **request)
-        gains[name] = found if isinstance(found, str) else gain(simulated, plan, found, part)
+        found = evaluate(Scenario(cluster=part.middle, policy=other_policy, **request))
+        if isinstance(found, Plan):
+            gains[name] = gain(simulated, plan, found, part)
+        else:
+            gains[name] = str(found)
     return gains
 
 

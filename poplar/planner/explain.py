@@ -1,51 +1,118 @@
-"""Why a step takes as long as it does, what would make it shorter, and what each device adds.
+"""What bounds a plan, what would make it faster, and what each group of devices adds.
 
-Every answer is a new search on a cluster that differs in one respect (`what_if`), so it includes
-that batches and shares change as well. Devices of one group (`device_groups`) change together: a
-thousand ranks in three groups take as many searches as three ranks.
+Every answer is a new search on a changed cluster (`what_if`), so batches and shares change as well.
+Devices of one group (`device_groups`) change together: the number of searches grows with the
+groups, not with the ranks.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
-from poplar.formatting import format_bytes
+from poplar.formatting import format_ranks, format_signed_percent
 from poplar.plan import Plan
 from poplar.planner import what_if
-from poplar.planner.cost_model import StageCosts, costs_of
-from poplar.planner.device_groups import DeviceGroup, device_groups, with_equal_devices
-from poplar.planner.explanation import (
-    NEEDED,
-    NOT_WORTH_IT,
-    WORTH_IT,
-    Bottleneck,
-    Change,
-    Contribution,
-    Explanation,
-)
+from poplar.planner.cost_model import costs_of
+from poplar.planner.device_groups import device_groups, with_equal_devices
 from poplar.planner.memory_shortfall import NoPlanFits
-from poplar.planner.prediction import DoesNotFit, bound_of, predict
-from poplar.planner.search import ALL_STAGES, search
+from poplar.planner.prediction import Bound, DoesNotFit, bound_of, predict
+from poplar.planner.search import ALL_STAGES
 from poplar.planner.simple_plans import PREFERENCE
+from poplar.planner.what_if import Change, Changed, Scenario, evaluate
 from poplar.profile import ClusterProfile
 
 PREDICTION_ERROR = 0.04
 """Default error of a predicted step, as a fraction; see the benchmark of predictions."""
 NOISE = PREFERENCE
 """Smaller gains are not reported: a search may return a plan that is slower by as much."""
+WORTH_IT, NOT_WORTH_IT, NEEDED = "worth it", "not worth it", "needed"
 
-_MORE_MEMORY = 0.25
-_FASTER_DEVICE = 1.25
-_FASTER_NETWORK = 2.0
-_LARGER_BATCHES = 2
-_MAX_UNEQUAL_RANKS = 32
-"""With more ranks, devices of one group are planned as equal."""
+_SCHEMA_VERSION = 1
+_MORE_MEMORY, _FASTER_DEVICE = 0.25, 1.25
 _SHORTEST_STEP = 1e-12
 _GAP = 4
 """Measured batches more than this factor apart leave a gap in the profile; twice is usual."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Contribution:
+    """What some ranks add, by the fastest plan of the same global batch without them."""
+
+    ranks: tuple[int, ...]
+    device: str
+    without: float | None
+    """Fraction by which samples per second change without these ranks; None: no plan fits then."""
+    verdict: str
+    """`"worth it"`; `"not worth it"`: they add no more than the error, or less than nothing;
+    `"needed"`: without them no plan fits."""
+
+    def __str__(self) -> str:
+        gain = "" if self.without is None else format_signed_percent(self.without)
+        return ": ".join(filter(None, (f"without {format_ranks(self.ranks)}", gain, self.advice)))
+
+    @property
+    def advice(self) -> str:
+        """What to do; empty: nothing."""
+        if self.without is None:
+            return "no plan fits"
+        if self.verdict == WORTH_IT:
+            return ""
+        if self.without > 0.0:
+            return "leave it out" if len(self.ranks) == 1 else "leave them out"
+        return f"{NOT_WORTH_IT}, within the error"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Explanation:
+    """Why a plan takes as long as it does, what would change that, and what planning gains."""
+
+    step_seconds: float
+    """Predicted for the plan."""
+    error: float
+    """Relative error of a predicted step; smaller gains are not worth it."""
+    bound: Bound
+    """What limits the step, with the rank whose compute, link or memory it is."""
+    faster_plan: float
+    """Fraction by which the fastest plan found is faster than this one; 0: none is faster."""
+    over_even: float | None
+    """Fraction by which this plan is faster than the best plan of policy "even", which gives every
+    rank the same; None: no even plan fits."""
+    verdict: str
+    """Whether planning is `"worth it"`, `"not worth it"` or, if no even plan fits, `"needed"`."""
+    changes: tuple[Change, ...]
+    """What would help, largest gain first, without gains that are within the noise."""
+    contributions: tuple[Contribution, ...]
+    """One per group of devices, least valuable first; empty for a single rank."""
+    doubts: tuple[str, ...] = ()
+    """Where the plan relies on pass times that were not measured."""
+
+    def sentences(self) -> list[str]:
+        """What concerns the whole plan, as text."""
+        sentences = [f"bound by {self.bound.sentence}"]
+        if self.faster_plan > 0.0:
+            sentences.append(f"another plan gives {format_signed_percent(self.faster_plan)}")
+        gain = "no even plan fits"
+        if self.over_even is not None:
+            error = f"error ±{100 * self.error:.3g} %"
+            gain = f"{format_signed_percent(self.over_even)}, {error}: {self.verdict}"
+        return [
+            *sentences,
+            f"over an even plan: {gain}",
+            *(f"uncertain: {doubt}" for doubt in self.doubts),
+        ]
+
+    def __str__(self) -> str:
+        return "\n".join([*self.sentences(), *map(str, (*self.changes, *self.contributions))])
+
+    def to_dict(self) -> dict[str, Any]:
+        """This explanation as JSON types."""
+        content: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        return {"version": _SCHEMA_VERSION, **content}
 
 
 def explain(
@@ -73,178 +140,98 @@ def explain(
     if not (math.isfinite(error) and 0.0 <= error < 1.0):
         raise ValueError(f"error must be a fraction of a step from 0 to below 1, got {error}")
     prediction = predict(cluster, plan)
-    groups = device_groups(cluster)
-    judged, step = cluster, prediction.step_seconds
-    if cluster.world_size > _MAX_UNEQUAL_RANKS:
-        judged = with_equal_devices(cluster, groups)
-        step = _step_seconds(judged, plan, default=step)
-    questions = _Questions(judged, groups, plan.global_batch, stages, max_micro_batch)
-    best = questions.fastest(judged)
-    fastest = step if best is None else min(step, best.seconds)
-    noise = NOISE if best is None else max(NOISE, best.optimality_gap)
-    faster_plan = _gain(step, fastest)
-    # On the cluster as measured, where the plan was predicted.
-    even = questions.fastest(cluster, policy="even")
-    over_even = None if even is None else _gain(even.seconds, prediction.step_seconds)
+    step = prediction.step_seconds
+    measured = Scenario(
+        cluster=cluster,
+        global_batch=plan.global_batch,
+        stages=stages,
+        max_micro_batch=max_micro_batch,
+    )
+    even = _fastest_plan(replace(measured, policy="even"))
+    over_even = None if even is None else _gain(_step_seconds(even), step)
+    exposed = prediction.communication_seconds / max(step, _SHORTEST_STEP)
+    searches = _Searches(measured, plan, step)
     return Explanation(
-        step_seconds=prediction.step_seconds,
+        step_seconds=step,
         error=error,
-        bound=_bottleneck(cluster, plan),
-        faster_plan=faster_plan if faster_plan > noise else 0.0,
+        bound=bound_of(costs_of(cluster, plan), plan, prediction.busy_fraction, exposed),
+        faster_plan=searches.faster_plan,
         over_even=over_even,
         verdict=NEEDED if over_even is None else _verdict(over_even, error),
-        changes=tuple(
-            sorted(
-                (change for change in questions.changes(fastest) if change.gain > noise),
-                key=lambda change: -change.gain,
-            )
-        ),
-        contributions=tuple(
-            sorted(questions.contributions(fastest, error), key=_least_valuable_first)
-        ),
+        changes=tuple(sorted(searches.changes(), key=lambda one: -one.gain)),
+        contributions=tuple(sorted(searches.contributions(error), key=_least_valuable_first)),
         doubts=tuple(_gaps_in_the_profile(cluster, plan)),
     )
 
 
-class _Step(NamedTuple):
-    """The step of the fastest plan on some cluster."""
-
-    seconds: float
-    optimality_gap: float
-    stage: int
-
-
-class _Changed(NamedTuple):
-    """A cluster that differs in one respect."""
-
-    cluster: ClusterProfile
-    what: str
-    amount: str
-    group: DeviceGroup = DeviceGroup("", ())
-    """Whose device or memory changed; empty: something that all ranks share."""
-
-
-@dataclass(frozen=True)
-class _Questions:
+class _Searches:
     """Searches for the same global batch on one changed cluster after another."""
 
-    cluster: ClusterProfile
-    groups: Sequence[DeviceGroup]
-    global_batch: int
-    stages: Sequence[int]
-    max_micro_batch: int | None
+    def __init__(self, scenario: Scenario, plan: Plan, step: float) -> None:
+        self._groups = device_groups(scenario.cluster)
+        equal = with_equal_devices(scenario.cluster, self._groups)
+        with suppress(DoesNotFit):
+            step = predict(equal, plan).step_seconds
+        self._scenario = scenario = replace(scenario, cluster=equal)
+        self._fastest, self._noise = step, NOISE
+        best = _fastest_plan(scenario)
+        if best is not None:
+            self._fastest = min(step, _step_seconds(best))
+            self._noise = max(NOISE, (best.prediction or {})["optimality_gap"] or 0.0)
+        gain = _gain(step, self._fastest)
+        self.faster_plan = gain if gain > self._noise else 0.0
 
-    def fastest(self, cluster: ClusterProfile, policy: str = "exact") -> _Step | None:
-        """The fastest step on a cluster; None: no plan fits."""
-        try:
-            plan = search(
-                cluster,
-                global_batch=self.global_batch,
-                stages=self.stages,
-                policy=policy,
-                max_micro_batch=self.max_micro_batch,
-            )
-        except NoPlanFits:
-            return None
-        prediction = plan.prediction or {}
-        return _Step(prediction["step_seconds"], prediction["optimality_gap"] or 0.0, plan.stage)
-
-    def changes(self, seconds: float) -> Iterator[Change]:
-        """What each change gains over a step of `seconds`."""
-        for changed in (*self._faster_devices(), *self._better_network()):
-            yield from self._gains(changed, seconds)
-        base = self.cluster
-        if any(device.max_batch < self._largest_batch for device in base.devices):
-            # More memory helps where larger batches than measured ones may fit.
-            base = what_if.with_larger_batches(base, _LARGER_BATCHES)
-            amount = "twice the largest measured (profile with a larger max_batch)"
-            for change in self._gains(_Changed(base, "batches", amount), seconds):
-                if change.gain > 0.0:
-                    seconds /= 1.0 + change.gain
-                    yield change
-        for changed in self._more_memory(base):
-            yield from self._gains(changed, seconds)
-
-    def contributions(self, seconds: float, error: float) -> Iterator[Contribution]:
-        """What each group adds; if all ranks are in one group, what one rank adds."""
-        if self.cluster.world_size == 1:
-            return
-        for group in self.groups:
-            ranks = group.ranks if len(self.groups) > 1 else group.ranks[-1:]
-            step = self.fastest(what_if.without(self.cluster, ranks))
-            without = None if step is None else _gain(seconds, step.seconds)
-            yield Contribution(
-                ranks=ranks,
-                device=group.device,
-                without=without,
-                verdict=NEEDED if without is None else _verdict(-without, error),
-            )
-
-    def _faster_devices(self) -> Iterator[_Changed]:
-        amount = f"{100 * _FASTER_DEVICE - 100:.0f} % faster"
-        for group in self.groups:
-            faster = what_if.with_faster_devices(self.cluster, group.ranks, _FASTER_DEVICE)
-            yield _Changed(faster, "device", amount, group)
-
-    def _better_network(self) -> Iterator[_Changed]:
-        cluster, network = self.cluster, self.cluster.network
-        if cluster.world_size == 1:
-            return
+    def changes(self) -> Iterator[Change]:
+        """Changes with gains above the noise."""
+        scenario, step = self._scenario, self._fastest
+        cluster, network = scenario.cluster, scenario.cluster.network
+        tried = [what_if.faster_devices(scenario, one, _FASTER_DEVICE) for one in self._groups]
         if network.reduce_scatter_seconds + network.all_gather_seconds > 0.0:
-            faster = what_if.with_faster_network(cluster, _FASTER_NETWORK)
-            yield _Changed(faster, "network", "twice as fast")
-            if cluster.overlap < 1.0:
-                overlapped = what_if.with_overlap(cluster, 1.0)
-                yield _Changed(overlapped, "overlap", f"{cluster.overlap:.2f} to 1")
+            tried += [what_if.faster_network(scenario), what_if.full_overlap(scenario)]
+        gains = [_with_gain(changed, step) for changed in tried]
+        limit = min(scenario.max_micro_batch or scenario.global_batch, scenario.global_batch)
+        if any(device.max_batch < limit for device in cluster.devices):
+            # More memory helps where larger batches than measured ones may fit.
+            larger = what_if.larger_batches(scenario)
+            gains.append(_with_gain(larger, step))
+            scenario, step = larger.scenario, step / (1.0 + max(0.0, gains[-1].gain))
+        for group in self._groups:
+            memory = cluster.devices[group.ranks[0]].memory_bytes
+            added = max(1, round(_MORE_MEMORY * memory / 2**20))
+            gains.append(_with_gain(what_if.more_memory(scenario, group, added), step))
+        return (change for change in gains if change.gain > self._noise)
 
-    def _more_memory(self, base: ClusterProfile) -> Iterator[_Changed]:
-        for group in self.groups:
-            if not self._memory_binds(base, group.ranks[0]):
-                continue
-            added = {
-                rank: round(_MORE_MEMORY * base.devices[rank].memory_bytes) for rank in group.ranks
-            }
-            each = " each" if len(group.ranks) > 1 else ""
-            amount = f"+{format_bytes(added[group.ranks[0]])}{each}"
-            yield _Changed(what_if.with_memory(base, added), "memory", amount, group)
-
-    def _gains(self, changed: _Changed, seconds: float) -> Iterator[Change]:
-        step = self.fastest(changed.cluster)
-        if step is not None:
-            yield Change(
-                what=changed.what,
-                ranks=changed.group.ranks,
-                device=changed.group.device,
-                amount=changed.amount,
-                gain=_gain(seconds, step.seconds),
-                stage=step.stage,
-            )
-
-    @property
-    def _largest_batch(self) -> int:
-        """The largest micro-batch that a plan may have."""
-        limit = self.max_micro_batch
-        return self.global_batch if limit is None else min(limit, self.global_batch)
-
-    def _memory_binds(self, cluster: ClusterProfile, rank: int) -> bool:
-        """Whether this rank cannot hold the largest batch with the whole state at some stage."""
-        batch = min(self._largest_batch, cluster.devices[rank].max_batch)
-        memories = (StageCosts(cluster, stage).memories[rank] for stage in self.stages)
-        return any(not memory.fits(batch, 1.0) for memory in memories)
+    def contributions(self, error: float) -> Iterator[Contribution]:
+        """What each group adds; if all ranks are in one group, what one rank adds."""
+        if self._scenario.cluster.world_size == 1:
+            return
+        for group in self._groups:
+            ranks = group.ranks if len(self._groups) > 1 else group.ranks[-1:]
+            plan = _fastest_plan(what_if.without(self._scenario, ranks).scenario)
+            gain = None if plan is None else _gain(self._fastest, _step_seconds(plan))
+            verdict = NEEDED if gain is None else _verdict(-gain, error)
+            yield Contribution(ranks=ranks, device=group.device, without=gain, verdict=verdict)
 
 
-def _bottleneck(cluster: ClusterProfile, plan: Plan) -> Bottleneck:
-    prediction = predict(cluster, plan)
-    exposed = prediction.communication_seconds / max(prediction.step_seconds, _SHORTEST_STEP)
-    bound = bound_of(costs_of(cluster, plan), plan, prediction.busy_fraction, exposed)
-    return Bottleneck(what=bound.what, rank=bound.rank, sentence=bound.sentence)
+def _with_gain(changed: Changed, before: float) -> Change:
+    plan = _fastest_plan(changed.scenario)
+    if plan is None:
+        return changed.change
+    return replace(changed.change, gain=_gain(before, _step_seconds(plan)), stage=plan.stage)
 
 
-def _step_seconds(cluster: ClusterProfile, plan: Plan, *, default: float) -> float:
-    try:
-        return predict(cluster, plan).step_seconds
-    except DoesNotFit:
-        return default
+def _fastest_plan(scenario: Scenario) -> Plan | None:
+    """None: no plan fits. Raises the errors of `search` about arguments."""
+    found = evaluate(scenario)
+    if isinstance(found, Plan):
+        return found
+    if isinstance(found, NoPlanFits):
+        return None
+    raise found
+
+
+def _step_seconds(plan: Plan) -> float:
+    return float((plan.prediction or {})["step_seconds"])
 
 
 def _gain(before: float, after: float) -> float:

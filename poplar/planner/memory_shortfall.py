@@ -7,7 +7,7 @@ unless the shares are given.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
@@ -16,7 +16,6 @@ from poplar.formatting import format_bytes
 from poplar.planner.cost_model import StageCosts
 from poplar.planner.memory_model import RankMemory
 from poplar.planner.rank_groups import each
-from poplar.profile import ClusterProfile
 
 _Value = TypeVar("_Value")
 
@@ -47,32 +46,30 @@ class NoPlanFits(PoplarError, ValueError):
     """No plan at any of the requested stages fits the ranks' memory.
 
     The message names the rank that lacks the most at the stage that comes closest, and the smallest
-    changes with which a plan would fit. Finding these changes takes several searches, so they are
-    computed when `suggestions` or the message is first read.
+    changes with which a plan would fit. They are computed when `suggestions` or the message is
+    first read, because that takes as long as a search.
     """
 
     def __init__(
-        self,
-        shortfalls: Sequence[Shortfall],
-        cluster: ClusterProfile | None = None,
-        rule: ShortfallRule | None = None,
+        self, shortfalls: Iterable[Shortfall], request: Mapping[str, Any] | None = None
     ) -> None:
         self.shortfalls = tuple(shortfalls)
         """By stage, what is missing."""
         self.closest = min(self.shortfalls, key=lambda one: (one.total_bytes, one.stage))
         """The stage at which the least is missing."""
-        self._cluster, self._rule = cluster, rule
+        self._request = request
+        """The arguments of the search; None: no suggestions."""
         super().__init__(self.closest.sentence)
 
     @cached_property
     def suggestions(self) -> tuple[str, ...]:
         """Changes that make a plan fit, each on its own."""
-        if self._cluster is None or self._rule is None:
+        if self._request is None:
             return ()
         # Imported here because it builds on this module, and only failures need it.
         from poplar.planner.suggested_changes import suggested_changes
 
-        return suggested_changes(self._cluster, self.shortfalls, self._rule)
+        return suggested_changes(self.shortfalls, **self._request)
 
     def __str__(self) -> str:
         if not self.suggestions:
@@ -80,8 +77,7 @@ class NoPlanFits(PoplarError, ValueError):
         return f"{self.closest.sentence}; what would fit: {', or '.join(self.suggestions)}"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A rule may be a local function, which cannot be pickled: the suggestions go instead.
-        return type(self), (self.shortfalls,), {"suggestions": self.suggestions}
+        return type(self), (self.shortfalls, self._request)
 
 
 def memory_shortfall(costs: StageCosts) -> Shortfall | None:
@@ -146,19 +142,24 @@ def smallest_shares(costs: StageCosts) -> tuple[tuple[float, ...], int]:
     return tuple(shares), rank
 
 
-def _by_rank(costs: StageCosts, function: Callable[[RankMemory], _Value]) -> list[_Value]:
-    """`function` of each rank's memory, computed once for equal ranks."""
-    kinds = costs.cluster.device_kinds
-    memories = dict(zip(kinds, costs.memories, strict=True))
-    return each(lambda kind: function(memories[kind]), kinds)
-
-
 def _missing(costs: StageCosts, shares: Sequence[float], micro_batch: int) -> list[float]:
     """By rank, the bytes that it lacks; 0 if it has enough."""
-    return [
-        0.0 if memory.fits(micro_batch, share) else memory.needed(micro_batch, share) - memory.limit
-        for memory, share in zip(costs.memories, shares, strict=True)
-    ]
+
+    def missing(memory: RankMemory, share: float) -> float:
+        fits = memory.fits(micro_batch, share)
+        return 0.0 if fits else memory.needed(micro_batch, share) - memory.limit
+
+    return _by_rank(costs, missing, shares)
+
+
+def _by_rank(
+    costs: StageCosts, function: Callable[..., _Value], *arguments: Sequence[float]
+) -> list[_Value]:
+    """`function` of each rank's memory and arguments, computed once for equal ranks."""
+    kinds = costs.cluster.device_kinds
+    memories = dict(zip(kinds, costs.memories, strict=True))
+    keys = list(zip(kinds, *arguments, strict=True))
+    return each(lambda key: function(memories[key[0]], *key[1:]), keys)
 
 
 def _shortfall(

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any
 
 from poplar.formatting import format_bytes
 from poplar.plan import Plan
@@ -58,7 +58,8 @@ class Prediction:
         return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
 
 
-class Bound(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Bound:
     """What limits the step."""
 
     what: str

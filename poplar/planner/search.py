@@ -12,7 +12,7 @@ import math
 from collections.abc import Collection, Sequence
 
 from poplar.plan import STRATEGIES, Plan
-from poplar.planner.baselines import POLICIES, shortfall_rule
+from poplar.planner.baselines import POLICIES
 from poplar.planner.branch_and_bound import Decision, optimality_gap
 from poplar.planner.cost_model import StageCosts, costs_of
 from poplar.planner.heuristic import Request
@@ -87,8 +87,13 @@ def alternatives(
         preference=preference,
     )
     if not found:
-        rule = shortfall_rule(policy, global_batch)
-        raise NoPlanFits(tuple(shortfalls.values()), cluster, rule)
+        request = {
+            "cluster": cluster,
+            "global_batch": global_batch,
+            "stages": stages,
+            "policy": policy,
+        }
+        raise NoPlanFits(shortfalls.values(), request)
     return found
 
 

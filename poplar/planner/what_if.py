@@ -1,44 +1,166 @@
-"""What-if questions: clusters that differ from a measured one in one respect, and plans on them.
+"""What-if questions: a search that differs in one respect, for `explain`, `NoPlanFits` and reports.
 
-Everything that was measured and is not asked about stays. Where a change goes beyond what was
-measured (batches above the largest), the measured curves are extended in straight lines.
+Each change is one function: it returns the changed scenario and a description of the change. What
+is measured and not changed stays the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
+from poplar.formatting import format_bytes, format_ranks, format_signed_percent
 from poplar.plan import STRATEGIES, Plan
-from poplar.planner.search import search
+from poplar.planner.device_groups import DeviceGroup
+from poplar.planner.search import ALL_STAGES, search
 from poplar.profile import BatchPoint, ClusterProfile, DeviceProfile, NetworkProfile
 
 _NO_RESIDUALS = (0.0,) * len(STRATEGIES)
 
 
-def plan_or_reason(cluster: ClusterProfile, **request: Any) -> Plan | str:
-    """The plan that `search` finds for a request, or why it finds none."""
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    """The arguments of a search."""
+
+    cluster: ClusterProfile
+    global_batch: int
+    stages: Sequence[int] = ALL_STAGES
+    policy: str = "exact"
+    max_micro_batch: int | None = None
+
+
+def evaluate(scenario: Scenario) -> Plan | ValueError:
+    """The fastest plan, or the error that says why there is none."""
     try:
-        return search(cluster, **request)
+        return search(
+            scenario.cluster,
+            global_batch=scenario.global_batch,
+            stages=scenario.stages,
+            policy=scenario.policy,
+            max_micro_batch=scenario.max_micro_batch,
+        )
     except ValueError as error:
-        return str(error)
+        return error
 
 
-def with_memory(cluster: ClusterProfile, added_bytes: Mapping[int, int]) -> ClusterProfile:
-    """The cluster with more memory on some ranks."""
-    devices = list(cluster.devices)
-    for rank, added in added_bytes.items():
-        devices[rank] = replace(devices[rank], memory_bytes=devices[rank].memory_bytes + added)
-    return replace(cluster, devices=tuple(devices))
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One change of a scenario, and what the fastest plan gains from it."""
+
+    what: str
+    """For example `"memory"`, `"device"`, `"network"`, `"overlap"` or `"batches"`."""
+    amount: str
+    """As text: "+8.00 GiB each"."""
+    device: str = ""
+    """The name of the devices that change; empty: something that all ranks share."""
+    ranks: tuple[int, ...] = ()
+    """The ranks whose device changes; empty: something that all ranks share."""
+    gain: float = 0.0
+    """Fraction by which samples per second grow: 0.12 is 12 % more."""
+    stage: int | None = None
+    """Of the plan after the change."""
+
+    def __str__(self) -> str:
+        return f"{self.subject}: {self.amount} gives {format_signed_percent(self.gain)}"
+
+    @property
+    def subject(self) -> str:
+        """What changes: `network`, `rank 3's memory` or `device of ranks 0-3`."""
+        if not self.ranks:
+            return self.what
+        if len(self.ranks) == 1:
+            return f"{format_ranks(self.ranks)}'s {self.what}"
+        return f"{self.what} of {format_ranks(self.ranks)}"
 
 
-def with_faster_devices(
-    cluster: ClusterProfile, ranks: Collection[int], factor: float
-) -> ClusterProfile:
-    """The cluster with passes and optimizer steps of some ranks `factor` times as fast."""
-    slowdowns = [1.0 / factor if rank in ranks else 1.0 for rank in range(cluster.world_size)]
-    return with_slower_devices(cluster, slowdowns)
+class Changed(NamedTuple):
+    """A scenario after a change."""
+
+    scenario: Scenario
+    change: Change
+
+
+def other_stage(scenario: Scenario, stage: int) -> Changed:
+    """Only this stage is requested."""
+    return Changed(replace(scenario, stages=(stage,)), Change("stage", str(stage)))
+
+
+def other_policy(scenario: Scenario, policy: str) -> Changed:
+    """Another policy is requested."""
+    return Changed(replace(scenario, policy=policy), Change("policy", policy))
+
+
+def more_memory(scenario: Scenario, group: DeviceGroup, mebibytes: int) -> Changed:
+    """More memory on each rank of a group."""
+    added = mebibytes * 2**20
+    each = " each" if len(group.ranks) > 1 else ""
+
+    def larger(device: DeviceProfile) -> DeviceProfile:
+        return replace(device, memory_bytes=device.memory_bytes + added)
+
+    change = Change("memory", f"+{format_bytes(added, round_up=True)}{each}", *group)
+    return Changed(_with_devices(scenario, larger, group.ranks), change)
+
+
+def faster_devices(scenario: Scenario, group: DeviceGroup, factor: float) -> Changed:
+    """Passes and optimizer steps of a group `factor` times as fast."""
+    change = Change("device", f"{100 * factor - 100:.0f} % faster", *group)
+    faster = _with_devices(scenario, lambda device: _slower(device, 1.0 / factor), group.ranks)
+    return Changed(faster, change)
+
+
+def faster_network(scenario: Scenario) -> Changed:
+    """Collectives in half the time."""
+    network = scenario.cluster.network
+    faster = replace(
+        network,
+        reduce_scatter_seconds=network.reduce_scatter_seconds / 2,
+        all_gather_seconds=network.all_gather_seconds / 2,
+    )
+    return Changed(_with(scenario, network=faster), Change("network", "twice as fast"))
+
+
+def full_overlap(scenario: Scenario) -> Changed:
+    """All communication overlapped with compute, as far as there is compute."""
+    change = Change("overlap", f"{scenario.cluster.overlap:.2f} to 1")
+    return Changed(_with(scenario, overlap=1.0), change)
+
+
+def larger_batches(scenario: Scenario) -> Changed:
+    """Measured curves extended in straight lines to twice the largest batch of each rank."""
+    amount = "twice the largest measured (profile with a larger max_batch)"
+    return Changed(_with_devices(scenario, _extended), Change("batches", amount))
+
+
+def smaller_activations(scenario: Scenario, percent_less: int) -> Changed:
+    """Activations that take less memory than measured."""
+    left = 100 - percent_less
+
+    def smaller(device: DeviceProfile) -> DeviceProfile:
+        points = (
+            replace(point, activation_bytes=point.activation_bytes * left // 100)
+            for point in device.points
+        )
+        return replace(device, points=tuple(points))
+
+    amount = f"at most {left} % (activation checkpointing or shorter sequences)"
+    return Changed(_with_devices(scenario, smaller), Change("activations", amount))
+
+
+def more_devices(scenario: Scenario, group: DeviceGroup, copies: int) -> Changed:
+    """More ranks like the first one of a group. Collectives keep their measured seconds."""
+    ranks = [*range(scenario.cluster.world_size), *group.ranks[:1] * copies]
+    change = Change("devices", f"+{copies} {group.device}", group.device)
+    return Changed(_with_ranks(scenario, ranks), change)
+
+
+def without(scenario: Scenario, ranks: Collection[int]) -> Changed:
+    """The cluster without some ranks; at least one must be left."""
+    left = [rank for rank in range(scenario.cluster.world_size) if rank not in ranks]
+    smaller = _with_ranks(scenario, left)
+    network = _scaled(smaller.cluster.network, scenario.cluster.network)
+    return Changed(_with(smaller, network=network), Change("without", format_ranks(tuple(ranks))))
 
 
 def with_slower_devices(cluster: ClusterProfile, factors: Sequence[float]) -> ClusterProfile:
@@ -47,70 +169,36 @@ def with_slower_devices(cluster: ClusterProfile, factors: Sequence[float]) -> Cl
     return replace(cluster, devices=tuple(_slower(device, factor) for device, factor in slower))
 
 
-def with_faster_network(cluster: ClusterProfile, factor: float) -> ClusterProfile:
-    """The cluster with collectives `factor` times as fast; other costs of a step stay."""
-    network = cluster.network
-    faster = replace(
+def _with(scenario: Scenario, **changes: Any) -> Scenario:
+    return replace(scenario, cluster=replace(scenario.cluster, **changes))
+
+
+def _with_devices(
+    scenario: Scenario,
+    function: Callable[[DeviceProfile], DeviceProfile],
+    ranks: Collection[int] | None = None,
+) -> Scenario:
+    """The scenario with `function` applied to the devices of `ranks`; None: to all."""
+    devices = list(scenario.cluster.devices)
+    changed: dict[int, DeviceProfile] = {}
+    for rank in range(len(devices)) if ranks is None else ranks:
+        device = devices[rank]
+        if id(device) not in changed:  # large clusters repeat few devices
+            changed[id(device)] = function(device)
+        devices[rank] = changed[id(device)]
+    return _with(scenario, devices=tuple(devices))
+
+
+def _with_ranks(scenario: Scenario, ranks: Sequence[int]) -> Scenario:
+    """The scenario with the devices and links of these ranks, in this order."""
+    network = scenario.cluster.network
+    links = replace(
         network,
-        reduce_scatter_seconds=network.reduce_scatter_seconds / factor,
-        all_gather_seconds=network.all_gather_seconds / factor,
+        send_seconds_per_byte=tuple(network.send_seconds_per_byte[rank] for rank in ranks),
+        receive_seconds_per_byte=tuple(network.receive_seconds_per_byte[rank] for rank in ranks),
     )
-    return replace(cluster, network=faster)
-
-
-def with_overlap(cluster: ClusterProfile, overlap: float) -> ClusterProfile:
-    """The cluster with this fraction of the communication under compute, where there is compute."""
-    return replace(cluster, overlap=overlap)
-
-
-def with_larger_batches(cluster: ClusterProfile, factor: int) -> ClusterProfile:
-    """The cluster with curves up to `factor` times the largest measured batch of each rank."""
-    return replace(cluster, devices=tuple(_extended(device, factor) for device in cluster.devices))
-
-
-def with_activations(cluster: ClusterProfile, fraction: float) -> ClusterProfile:
-    """The cluster with this fraction of the measured activation memory."""
-
-    def smaller(device: DeviceProfile) -> DeviceProfile:
-        points = tuple(
-            replace(point, activation_bytes=int(fraction * point.activation_bytes))
-            for point in device.points
-        )
-        return replace(device, points=points)
-
-    return replace(cluster, devices=tuple(map(smaller, cluster.devices)))
-
-
-def with_copies(cluster: ClusterProfile, rank: int, copies: int) -> ClusterProfile:
-    """The cluster with `copies` more ranks like `rank`, behind the existing ones.
-
-    For questions of memory: collectives keep their measured seconds.
-    """
-    network = cluster.network
-    send, receive = network.send_seconds_per_byte, network.receive_seconds_per_byte
-    return replace(
-        cluster,
-        devices=cluster.devices + (cluster.devices[rank],) * copies,
-        network=replace(
-            network,
-            send_seconds_per_byte=send + (send[rank],) * copies,
-            receive_seconds_per_byte=receive + (receive[rank],) * copies,
-        ),
-    )
-
-
-def without(cluster: ClusterProfile, ranks: Collection[int]) -> ClusterProfile:
-    """The cluster without some ranks; at least one must be left.
-
-    The time of collectives among the others follows from the links: the slowest one bounds it, and
-    each of `n` ranks moves `(n - 1) / n` of the buffer. A single rank has no collectives.
-    """
-    left = [rank for rank in range(cluster.world_size) if rank not in ranks]
-    return replace(
-        cluster,
-        devices=tuple(cluster.devices[rank] for rank in left),
-        network=_network_among(cluster.network, left),
-    )
+    devices = tuple(scenario.cluster.devices[rank] for rank in ranks)
+    return _with(scenario, devices=devices, network=links)
 
 
 def _slower(device: DeviceProfile, factor: float) -> DeviceProfile:
@@ -124,41 +212,43 @@ def _slower(device: DeviceProfile, factor: float) -> DeviceProfile:
     )
 
 
-def _extended(device: DeviceProfile, factor: int) -> DeviceProfile:
+def _extended(device: DeviceProfile) -> DeviceProfile:
     """One more point, on the steeper of the last segment and the line from first to last point."""
     if len(device.points) < 2:
         return device
-    first, before, last = (device.points[at].batch for at in (0, -2, -1))
-    batch = factor * last
+    batches = first, before, last = [device.points[at].batch for at in (0, -2, -1)]
 
-    def extrapolated(low: float, near: float, end: float) -> float:
-        slope = max((end - near) / (last - before), (end - low) / (last - first))
-        return end + slope * (batch - last)
+    def extrapolated(curve: Callable[[int], float]) -> float:
+        low, near, end = map(curve, batches)
+        return end + last * max((end - near) / (last - before), (end - low) / (last - first))
 
-    activations = extrapolated(*map(device.activation_bytes, (first, before, last)))
     point = BatchPoint(
-        batch=batch,
-        seconds=extrapolated(*map(device.seconds, (first, before, last))),
-        activation_bytes=round(activations),
+        batch=2 * last,
+        seconds=extrapolated(device.seconds),
+        activation_bytes=round(extrapolated(device.activation_bytes)),
     )
     return replace(device, points=(*device.points, point))
 
 
-def _network_among(network: NetworkProfile, left: Sequence[int]) -> NetworkProfile:
-    before, after = len(network.send_seconds_per_byte), len(left)
-    send = tuple(network.send_seconds_per_byte[rank] for rank in left)
-    receive = tuple(network.receive_seconds_per_byte[rank] for rank in left)
-    slowest_before = max(*network.send_seconds_per_byte, *network.receive_seconds_per_byte)
-    slowest = max(*send, *receive) / slowest_before if slowest_before else 1.0
-    scale = slowest * (after - 1) / after * before / (before - 1) if before > 1 else 1.0
-    if after == 1:
+def _scaled(network: NetworkProfile, measured: NetworkProfile) -> NetworkProfile:
+    """The network with the time of collectives among fewer ranks than `measured`.
+
+    The slowest link bounds it, and each of `n` ranks moves `(n - 1) / n` of the buffer. A single
+    rank has no collectives.
+    """
+    ranks, ranks_before = (len(of.send_seconds_per_byte) for of in (network, measured))
+    slowest, slowest_before = (
+        max(*one.send_seconds_per_byte, *one.receive_seconds_per_byte)
+        for one in (network, measured)
+    )
+    scale = slowest / slowest_before if slowest_before else 1.0
+    scale *= (ranks - 1) / ranks * ranks_before / max(1, ranks_before - 1)
+    if ranks == 1:
         network = replace(
             network, synchronization_seconds=_NO_RESIDUALS, step_seconds=_NO_RESIDUALS
         )
     return replace(
         network,
-        reduce_scatter_seconds=scale * network.reduce_scatter_seconds,
-        all_gather_seconds=scale * network.all_gather_seconds,
-        send_seconds_per_byte=send,
-        receive_seconds_per_byte=receive,
+        reduce_scatter_seconds=scale * measured.reduce_scatter_seconds,
+        all_gather_seconds=scale * measured.all_gather_seconds,
     )

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from records import synthetic_record
 
 from poplar.plan import Plan
+from poplar.planner.explain import explain
 from poplar.planner.search import search
 from poplar.report import Neighbour, Run, RunRecord, Span, write_report
 from poplar.report.activity import (
@@ -372,8 +373,14 @@ class TestReasons:
         chosen = search(profile, global_batch=72, stages=(3,))
         why = reasons(profile, chosen)
         assert why.stages[0].plan is None
-        assert "rank" in why.stages[0].obstacle
-        assert any("no plan fits into memory" in sentence for sentence in why.sentences)
+        assert "no plan fits at stage 0" in why.stages[0].obstacle
+
+    def test_sentences_name_what_would_help(self, record):
+        chosen = search(record.profile, global_batch=72, stages=(2,))
+        sentences = reasons(record.profile, chosen).sentences
+        explanation = explain(record.profile, chosen)
+        assert any("Over an even plan" in sentence for sentence in sentences)
+        assert f"What would help: {explanation.changes[0]}." in sentences
 
 
 class TestUnusualRuns:

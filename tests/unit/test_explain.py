@@ -17,8 +17,7 @@ from poplar.plan import Plan
 from poplar.planner import what_if
 from poplar.planner.collective_costs import CollectiveCosts
 from poplar.planner.device_groups import MAX_GROUPS, device_groups, with_equal_devices
-from poplar.planner.explain import NOISE, explain
-from poplar.planner.explanation import NEEDED, NOT_WORTH_IT, WORTH_IT, Explanation
+from poplar.planner.explain import NEEDED, NOISE, NOT_WORTH_IT, WORTH_IT, Explanation, explain
 from poplar.planner.prediction import predict
 from poplar.planner.search import search
 from poplar.profile import ModelProfile
@@ -30,6 +29,10 @@ def explained(cluster, global_batch, **options) -> Explanation:
     """The explanation of the plan that a search with the same options finds."""
     wanted = {name: value for name, value in options.items() if name != "error"}
     return explain(cluster, search(cluster, global_batch=global_batch, **wanted), **options)
+
+
+def scenario_of(cluster):
+    return what_if.Scenario(cluster=cluster, global_batch=64)
 
 
 def tight(**changes):
@@ -91,16 +94,18 @@ def test_changes_gain_what_a_search_on_the_changed_cluster_gains():
     before = explanation.step_seconds
 
     def gain(changed):
-        return before / seconds_of(search(changed, global_batch=64)) - 1
+        return before / seconds_of(what_if.evaluate(changed.scenario)) - 1
 
-    network = what_if.with_faster_network(cluster, 2.0)
+    scenario = scenario_of(cluster)
+    network = what_if.faster_network(scenario)
     assert change_of(explanation, "network").gain == pytest.approx(gain(network))
-    faster = what_if.with_faster_devices(cluster, (0,), 1.25)
+    fast = device_groups(cluster)[0]
+    faster = what_if.faster_devices(scenario, fast, 1.25)
     assert change_of(explanation, "device", (0,)).gain == pytest.approx(gain(faster))
-    roomier = what_if.with_memory(cluster, {0: 15 * MB})
-    assert change_of(explanation, "memory", (0,)).gain >= gain(roomier) - 1e-3
+    more_memory = what_if.more_memory(scenario, fast, 14)
+    assert change_of(explanation, "memory", (0,)).gain >= gain(more_memory) - 1e-3
     assert str(change_of(explanation, "memory", (0,))).startswith(
-        "rank 0's memory: +14.3 MiB gives +"
+        "rank 0's memory: +14.0 MiB gives +"
     )
 
 
@@ -267,30 +272,25 @@ def test_invalid_stages_and_plans_for_other_clusters_are_refused():
 # Values
 
 
-def test_an_explanation_survives_json(tmp_path):
+def test_an_explanation_is_written_as_json():
     explanation = explained(tight(), 64)
-    assert Explanation.from_dict(json.loads(json.dumps(explanation.to_dict()))) == explanation
-    explanation.to_json(tmp_path / "explanation.json")
-    again = Explanation.from_json(tmp_path / "explanation.json")
-    assert again == explanation
-    assert hash(again) == hash(explanation)
+    content = json.loads(json.dumps(explanation.to_dict()))
+    fields = {field.name for field in dataclasses.fields(Explanation)}
+    assert set(content) == {"version", *fields}
+    assert set(content["bound"]) == {"what", "rank", "sentence"}
+    of_change = {"what", "ranks", "device", "amount", "gain", "stage"}
+    assert {frozenset(one) for one in content["changes"]} == {frozenset(of_change)}
+    of_contribution = {"ranks", "device", "without", "verdict"}
+    assert {frozenset(one) for one in content["contributions"]} == {frozenset(of_contribution)}
+    assert content["changes"][0]["gain"] == explanation.changes[0].gain
+
+
+def test_explanations_are_frozen_values():
+    explanation = explained(tight(), 64)
+    assert explanation == explained(tight(), 64)
+    assert hash(explanation) == hash(explained(tight(), 64))
     with pytest.raises(dataclasses.FrozenInstanceError):
         explanation.error = 0.5
-
-
-@pytest.mark.parametrize(
-    ("content", "complaint"),
-    [
-        ("[]", r"explanation\.json: not an explanation of format 1"),
-        ('{"version": 2}', "not an explanation of format 1"),
-        ('{"version": 1}', "not an explanation of format 1: 'bound'"),
-        ("{", r"explanation\.json: "),
-    ],
-)
-def test_a_file_without_an_explanation_is_refused(tmp_path, content, complaint):
-    (tmp_path / "explanation.json").write_text(content)
-    with pytest.raises(ValueError, match=complaint):
-        Explanation.from_json(tmp_path / "explanation.json")
 
 
 def test_explain_is_public():
@@ -337,7 +337,7 @@ def test_there_is_one_search_per_group_not_per_rank(monkeypatch):
         seen.append(cluster.world_size)
         return search(cluster, **request)
 
-    monkeypatch.setitem(explain.__globals__, "search", counted)
+    monkeypatch.setattr(what_if, "search", counted)
     explanation = explain(cluster, plan, stages=(1,))
     assert {c.ranks for c in explanation.contributions} == {
         tuple(range(0, 80, 2)),
@@ -348,13 +348,13 @@ def test_there_is_one_search_per_group_not_per_rank(monkeypatch):
 
 
 def test_devices_of_a_group_are_made_equal():
-    devices = noisy([device(4.0, name="A"), device(1.0, name="B")] * 5)
+    devices = noisy([device(4.0, name="A"), device(1.0, name="B")] * 17)
     devices[2] = dataclasses.replace(devices[2], memory_bytes=10**9 - 1)
     cluster = cluster_of(*devices)
     smooth = with_equal_devices(cluster, device_groups(cluster))
     assert len(set(smooth.devices)) == 2
     assert smooth.devices[0].memory_bytes == 10**9 - 1
-    middle = sorted(one.seconds(16) for one in devices[::2])[2]
+    middle = sorted(one.seconds(16) for one in devices[::2])[8]
     assert smooth.devices[0].seconds(16) == middle
 
 
@@ -373,11 +373,16 @@ def test_a_rank_with_large_pass_overhead_is_in_another_group():
 # Clusters that differ in one respect
 
 
+def extended(one):
+    """The device with a curve up to twice the largest measured batch."""
+    return what_if.larger_batches(scenario_of(cluster_of(one))).scenario.cluster.devices[0]
+
+
 @given(seed=st.integers(0, 2**32), ranks=st.integers(2, 4))
 @settings(max_examples=60, deadline=None)
 def test_collectives_without_a_rank_follow_from_the_links(seed, ranks):
     cluster = planning_oracle.random_cluster(random.Random(seed), ranks, 2)
-    left = what_if.without(cluster, (0,))
+    left = what_if.without(scenario_of(cluster), (0,)).scenario.cluster
     assert left.devices == cluster.devices[1:]
     if ranks == 2:
         assert left.network.reduce_scatter_seconds == left.network.all_gather_seconds == 0.0
@@ -397,9 +402,9 @@ def rates_of(cluster):
 
 
 def test_larger_batches_are_extrapolated_linearly():
-    larger = what_if.with_larger_batches(cluster_of(device(largest=8)), 2).devices[0]
+    larger = extended(device(largest=8))
     assert larger.max_batch == 16
     assert larger.seconds(16) == pytest.approx(device().seconds(16))
     assert larger.activation_bytes(16) == device().activation_bytes(16)
     single = dataclasses.replace(device(), points=device().points[:1])
-    assert what_if.with_larger_batches(cluster_of(single), 2).devices[0] == single
+    assert extended(single) == single

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import pickle
 import random
+import re
 
 import planning_oracle
 import pytest
@@ -15,9 +16,9 @@ from test_search import cluster_of, device
 
 from poplar.plan import Plan
 from poplar.planner import what_if
+from poplar.planner.device_groups import DeviceGroup, device_groups
 from poplar.planner.prediction import memory_needed
 from poplar.planner.search import NoPlanFits, search
-from poplar.planner.suggested_changes import suggested_changes
 
 MB = 10**6
 
@@ -44,76 +45,74 @@ def test_a_higher_stage_that_fits_is_suggested():
 
 
 def test_a_lower_stage_is_suggested_if_no_higher_one_fits():
-    cluster = cluster_of(device(memory=10 * MB))
-    with pytest.raises(NoPlanFits) as caught:
-        search(cluster, global_batch=4, stages=(3,))
-    (missing,) = caught.value.shortfalls
-    found = suggested_changes(
-        cluster, [missing], lambda costs: None if costs.stage == 1 else missing
-    )
-    assert found[0] == "stage 1"
+    cluster = cluster_of(device(memory=room_for(1, stage=0)))
+    suggestion = suggestions(cluster, stages=(3,))[0]
+    stage = int(suggestion.removeprefix("stage "))
+    assert stage < 3
+    assert search(cluster, global_batch=4, stages=(stage,)).stage == stage
 
 
 def test_policy_exact_is_suggested_if_only_uneven_shares_fit():
     cluster = cluster_of(device(memory=200 * MB), device(memory=50 * MB))
     found = suggestions(cluster, stages=(2,), policy="even")
-    assert found[0].startswith("policy 'exact'")
+    assert "policy exact at stage 2" in found
     assert search(cluster, global_batch=4, stages=(2,)).shares[0] > 0.5
 
 
-def test_the_suggested_memory_is_the_least_that_fits():
-    small = device(memory=room_for(4, stage=2))
-    cluster = cluster_of(small, small)
-    (added,) = [added_by(one) for one in suggestions(cluster, stages=(2,)) if " more on " in one]
-    ((rank, size),) = added.items()
-    enough = what_if.with_memory(cluster, added)
-    assert search(enough, global_batch=4, stages=(2,)).stage == 2
-    too_little = what_if.with_memory(cluster, {rank: size - (1 << 20)})
-    with pytest.raises(NoPlanFits):
-        search(too_little, global_batch=4, stages=(2,))
-
-
-@pytest.mark.parametrize(("policy", "stage"), [("exact", 0), ("even", 1)])
-def test_memory_is_suggested_for_each_rank_that_lacks_it(policy, stage):
-    cluster = cluster_of(device(memory=10 * MB), device(memory=20 * MB))
+@pytest.mark.parametrize(("policy", "stage"), [("exact", 0), ("even", 1), ("exact", 2)])
+@pytest.mark.parametrize("sizes", [(10, 20), (10, 10)])
+def test_the_suggested_memory_is_the_least_that_fits(policy, stage, sizes):
+    cluster = cluster_of(*(device(memory=size * MB) for size in sizes))
     wanted = {"stages": (stage,), "policy": policy}
-    (added,) = [added_by(one) for one in suggestions(cluster, **wanted) if " more on " in one]
-    assert set(added) == {0, 1}
-    assert added[0] > added[1] > 0
-    assert search(what_if.with_memory(cluster, added), global_batch=4, **wanted).stage == stage
-    for rank, size in added.items():
-        too_little = what_if.with_memory(cluster, {**added, rank: size - (2 << 20)})
-        with pytest.raises(NoPlanFits):
-            search(too_little, global_batch=4, **wanted)
+    (suggestion,) = [one for one in suggestions(cluster, **wanted) if "memory" in one]
+    ranks, mebibytes = added_by(suggestion)
+    assert search(with_memory(cluster, ranks, mebibytes), global_batch=4, **wanted).stage == stage
+    with pytest.raises(NoPlanFits):
+        search(with_memory(cluster, ranks, mebibytes - 1), global_batch=4, **wanted)
 
 
-def test_many_ranks_get_the_same_suggested_memory():
+def test_memory_is_suggested_for_the_group_that_needs_the_least_in_total():
+    cluster = cluster_of(*[device(name="A")] * 2, *[device(memory=10 * MB, name="B")] * 2)
+    (suggestion,) = [one for one in suggestions(cluster, stages=(0,)) if "memory" in one]
+    assert suggestion.startswith("memory of ranks 2-3 +")
+    assert suggestion.endswith(" MiB each at stage 0")
+
+
+def test_many_equal_ranks_get_one_suggestion():
     many = suggestions(cluster_of(*[device(memory=10 * MB)] * 40), stages=(0,))
-    assert many[0].endswith("MiB more on each of all 40 ranks at stage 0")
+    (suggestion,) = [one for one in many if "memory" in one]
+    assert suggestion.startswith("memory of ranks 0-39 +")
 
 
 def test_leaving_out_ranks_that_are_too_small_is_suggested():
     cluster = cluster_of(device(), device(memory=10 * MB), device(), device(memory=10 * MB))
-    assert suggestions(cluster, stages=(0, 1))[0] == "the others without ranks 1, 3 at stage 0"
-    assert search(what_if.without(cluster, (1, 3)), global_batch=4, stages=(0,)).stage == 0
+    found = suggestions(cluster, stages=(0, 1))
+    without = next(one for one in found if one.startswith("without ranks 1, 3 at stage "))
+    stage = int(without[-1])
+    smaller = what_if.without(scenario_of(cluster), (1, 3)).scenario.cluster
+    assert search(smaller, global_batch=4, stages=(stage,)).stage == stage
 
 
 def test_the_suggested_number_of_devices_is_the_least_that_fits():
     small = device(memory=room_for(4, stage=3), name="A")
     cluster = cluster_of(small, small)
-    suggestion = next(one for one in suggestions(cluster, stages=(3,)) if " more A " in one)
-    count, _, _ = suggestion.partition(" more A at stage 3")
-    assert search(what_if.with_copies(cluster, 0, int(count)), global_batch=4, stages=(3,))
+    suggestion = next(one for one in suggestions(cluster, stages=(3,)) if " A at" in one)
+    count = int(suggestion.removeprefix("devices +").removesuffix(" A at stage 3"))
+
+    def with_devices(copies):
+        (group,) = device_groups(cluster)
+        return what_if.more_devices(scenario_of(cluster), group, copies).scenario.cluster
+
+    assert search(with_devices(count), global_batch=4, stages=(3,))
     with pytest.raises(NoPlanFits):
-        search(what_if.with_copies(cluster, 0, int(count) - 1), global_batch=4, stages=(3,))
+        search(with_devices(count - 1), global_batch=4, stages=(3,))
 
 
 def test_checkpointing_is_suggested_only_if_activations_are_too_large():
     full = device(memory=100 * MB, sample_bytes=1000 * MB)
     found = suggestions(cluster_of(full, full))
-    assert found[-1].startswith(
-        "activation checkpointing or shorter sequences that leave at most 7"
-    )
+    assert found[-1].startswith("activations at most 7")
+    assert "(activation checkpointing or shorter sequences) at stage" in found[-1]
     assert not any(
         "checkpointing" in one for one in suggestions(cluster_of(device(memory=10 * MB)))
     )
@@ -135,29 +134,29 @@ def test_the_memory_in_the_suggestion_is_enough(seed, stage):
     try:
         search(starved, global_batch=4, stages=(stage,))
     except NoPlanFits as error:
-        suggestion = next(one for one in error.suggestions if " more on " in one)
+        suggestion = next(one for one in error.suggestions if "memory" in one)
     else:
         return
-    assert search(
-        what_if.with_memory(starved, added_by(suggestion)), global_batch=4, stages=(stage,)
-    )
+    larger = with_memory(starved, *added_by(suggestion))
+    assert search(larger, global_batch=4, stages=(stage,))
 
 
-def added_by(suggestion: str) -> dict[int, int]:
-    added = {}
-    for part in suggestion.rpartition(" at stage")[0].split(" and "):
-        amount, _, ranks = part.partition(" more on ")
-        size, unit = amount.split()
-        if "all" in ranks:
-            named = range(int(ranks.split()[3]))
-        else:
-            named = []
-            for run in ranks.replace("each of ", "").split(" ", 1)[1].split(", "):
-                first, _, last = run.partition("-")
-                named += range(int(first), int(last or first) + 1)
-        bytes_each = round(float(size) * {"MiB": 2**20, "GiB": 2**30}[unit])
-        added |= dict.fromkeys(named, bytes_each)
-    return added
+def scenario_of(cluster):
+    return what_if.Scenario(cluster=cluster, global_batch=4)
+
+
+def with_memory(cluster, ranks, mebibytes):
+    group = DeviceGroup("", tuple(ranks))
+    return what_if.more_memory(scenario_of(cluster), group, mebibytes).scenario.cluster
+
+
+def added_by(suggestion: str) -> tuple[range, int]:
+    """The ranks and MiB of `memory of ranks 0-3 +8.0 MiB each at stage 1`."""
+    whose, _, amount = suggestion.rpartition(" at stage")[0].partition(" +")
+    size, unit = amount.removesuffix(" each").split()
+    mebibytes = round(float(size) * {"MiB": 1, "GiB": 1024}[unit])
+    first, *last = map(int, re.findall(r"\d+", whose))
+    return range(first, (last or [first])[0] + 1), mebibytes
 
 
 def test_a_small_memory_limit_is_written_in_kib():
@@ -169,7 +168,7 @@ def test_suggestions_are_computed_when_they_are_read(monkeypatch):
     computed = []
     monkeypatch.setattr(
         "poplar.planner.suggested_changes.suggested_changes",
-        lambda *arguments: computed.append(arguments) or ("a larger machine",),
+        lambda *arguments, **request: computed.append(request) or ("a larger machine",),
     )
     with pytest.raises(NoPlanFits) as caught:
         search(cluster_of(device(memory=10 * MB)), global_batch=4)

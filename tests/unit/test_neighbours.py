@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 
 from poplar import Plan
-from poplar.planner.plan_neighborhood import moved, recut
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+
+from neighbours import moved, recut
 
 
 @pytest.mark.parametrize("stage", [0, 1])
