@@ -15,7 +15,7 @@ from poplar.profiler.noise import CpuUse
 from poplar.profiler.passes import Timings, climb, time_sizes
 from poplar.profiler.points import at_speed_of, on_a_line, times_to_be_sure
 from poplar.profiler.preserved_state import computing_in
-from poplar.profiler.progress import Tell
+from poplar.profiler.progress import Report
 from poplar.profiler.request import DEFAULT_MAX_BATCH
 from poplar.profiler.session import Session
 from poplar.system import devices
@@ -49,15 +49,15 @@ class BatchCurves:
     """How many times as many samples were needed to be sure of a median; 1 on a quiet machine."""
 
 
-def measure_curves(session: Session, budget: MemoryBudget, tell: Tell) -> BatchCurves:
+def measure_curves(session: Session, budget: MemoryBudget, report: Report) -> BatchCurves:
     """Measure the curve of every rank. Collective.
 
     If repeated passes differ much, more of them are timed, within the part `TIMING` of the budget.
     """
     passes, seconds = session.passes(), session.request.seconds
-    tell("a first pass")
+    report("a first pass")
     session.on_all_ranks(passes.check, "the profiler's first pass")
-    tell("memory against batch")
+    report("memory against batch")
 
     def climb_sizes() -> list[BatchPoint]:
         return climb(
@@ -67,17 +67,17 @@ def measure_curves(session: Session, budget: MemoryBudget, tell: Tell) -> BatchC
             longest_seconds=seconds * LONGEST_PASS,
         )
 
-    everyones = session.on_all_ranks(climb_sizes, "measuring memory")
-    sizes = everyones[session.group.rank]
-    longest = max(sum(size.seconds for size in own) for own in everyones)
+    by_rank = session.on_all_ranks(climb_sizes, "measuring memory")
+    sizes = by_rank[session.group.rank]
+    longest = max(sum(size.seconds for size in own) for own in by_rank)
     timing = min(TIMES_EACH * longest, seconds * TIMING)
-    tell(f"time against batch, {timing:.0f} s")
+    report(f"time against batch, {timing:.0f} s")
     timings = Timings(passes, sizes)
     curves = _timed(session, timings, timing)
     noise = times_to_be_sure(curve.points for curve in curves)
     more = min((noise - 1.0) * timing, seconds * TIMING - timing)
     if more > 0.0:
-        tell(f"time against batch, {more:.0f} s more: repeated passes differ")
+        report(f"time against batch, {more:.0f} s more: repeated passes differ")
         curves = _timed(session, timings, more)
     return BatchCurves([replace(curve, points=on_a_line(curve.points)) for curve in curves], noise)
 
@@ -113,11 +113,11 @@ def measure_points(
         ]
 
     with computing_in(session.request.model, session.agreed.dtype):
-        everyones = session.on_all_ranks(first_passes, "the first passes of new batch sizes")
-        seconds = TIMES_EACH * max(sum(size.seconds for size in own) for own in everyones)
+        by_rank = session.on_all_ranks(first_passes, "the first passes of new batch sizes")
+        seconds = TIMES_EACH * max(sum(size.seconds for size in own) for own in by_rank)
 
         def measure() -> list[BatchPoint]:
-            *points, again = time_sizes(passes, everyones[rank], seconds=seconds, least=TIMES_EACH)
+            *points, again = time_sizes(passes, by_rank[rank], seconds=seconds, least=TIMES_EACH)
             return [at_speed_of(reference, point, again) for point in points]
 
         return session.on_all_ranks(measure, "measuring new batch sizes")

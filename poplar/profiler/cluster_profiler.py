@@ -25,7 +25,7 @@ from poplar.profiler.noise import noise_notes
 from poplar.profiler.optimizer_step import UpdateCost, measure_update
 from poplar.profiler.peak_flops import peak_flops
 from poplar.profiler.preserved_state import computing_in
-from poplar.profiler.progress import Tell
+from poplar.profiler.progress import Report
 from poplar.profiler.request import Request
 from poplar.profiler.session import Session
 from poplar.profiler.transports import sample_numels, time_transports
@@ -45,30 +45,30 @@ class Profiler:
         self.budgets = memory_budgets(self.session)
         self._noise = 1.0
 
-    def measure(self, tell: Tell) -> ClusterProfile:
+    def measure(self, report: Report) -> ClusterProfile:
         """The profile of all ranks, without residuals of any stage."""
         session = self.session
         with computing_in(session.request.model, session.agreed.dtype):
-            curves = measure_curves(session, self.budgets[session.group.rank], tell)
-            tell("the optimizer step")
+            curves = measure_curves(session, self.budgets[session.group.rank], report)
+            report("the optimizer step")
             updates = session.on_all_ranks(self._measure_update, "measuring the optimizer step")
-            tell("the collectives")
+            report("the collectives")
             network = self._measure_network()
         self._noise = curves.noise
         return self._assemble(curves, updates, network)
 
     def observe(
-        self, profile: ClusterProfile, groups: Sequence[Sequence[Plan]], tell: Tell
+        self, profile: ClusterProfile, groups: Sequence[Sequence[Plan]], report: Report
     ) -> list[list[Observation]]:
         """Run groups of plans in turns: more turns if `measure` met noise. See `run_in_turns`."""
         seconds = self.session.request.seconds * STEPS
         return trial_runs.run_in_turns(
-            self.session, profile, groups, seconds=seconds, noise=self._noise, tell=tell
+            self.session, profile, groups, seconds=seconds, noise=self._noise, report=report
         )
 
-    def run_plan(self, plan: Plan, *, steps: int, tell: Tell) -> Observation:
+    def run_plan(self, plan: Plan, *, steps: int, report: Report) -> Observation:
         """Time so many steps of a plan on the engine."""
-        return trial_runs.run_plan(self.session, plan, steps=steps, tell=tell)
+        return trial_runs.run_plan(self.session, plan, steps=steps, report=report)
 
     def measure_points(
         self, batches: Sequence[Sequence[int]], references: Sequence[BatchPoint]

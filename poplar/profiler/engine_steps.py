@@ -37,19 +37,19 @@ def observe(
     batch = passes.batch(samples) if samples else None
     optimizer.train_step(passes.loss_fn, batch, max_norm=max_norm)
     own = [_one_step(optimizer, batch, passes, max_norm) for _ in range(steps)]
-    everyones = control.exchange_objects(own, what="the profiler's steps")
+    by_rank = control.exchange_objects(own, what="the profiler's steps")
     # The mean over ranks, not the slowest rank: a rank that ends a step early begins the next one
     # early and waits there. Over several steps all ranks take equally long.
-    means = [fmean(step.seconds for step in at) for at in zip(*everyones, strict=True)]
+    means = [fmean(step.seconds for step in at) for at in zip(*by_rank, strict=True)]
     return Observation(
         plan=plan,
         step_seconds=median(means),
         spread_seconds=error_of_median(means),
         pass_seconds=tuple(
             tuple(median(times) for times in zip(*(step.passes for step in own), strict=True))
-            for own in everyones
+            for own in by_rank
         ),
-        other_seconds=tuple(median(step.other for step in own) for own in everyones),
+        other_seconds=tuple(median(step.other for step in own) for own in by_rank),
     )
 
 

@@ -6,11 +6,11 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-Tell = Callable[[str], None]
+Report = Callable[[str], None]
 
 
 @contextmanager
-def show_progress(enabled: bool) -> Iterator[Tell]:
+def show_progress(enabled: bool) -> Iterator[Report]:
     """A function that shows what is being measured.
 
     Args:

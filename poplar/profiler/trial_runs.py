@@ -21,7 +21,7 @@ from poplar.profile import ClusterProfile
 from poplar.profiler.engine_steps import observe
 from poplar.profiler.passes import SHORTEST_SAMPLE_SECONDS, time_sizes
 from poplar.profiler.preserved_state import computing_in, parameters_preserved
-from poplar.profiler.progress import Tell
+from poplar.profiler.progress import Report
 from poplar.profiler.session import Session
 
 FEWEST_STEPS = 2
@@ -32,10 +32,10 @@ PLAIN_PASSES = 0.4
 """Part of the time for plain passes before, between and after the steps."""
 
 
-def run_plan(session: Session, plan: Plan, *, steps: int, tell: Tell) -> Observation:
+def run_plan(session: Session, plan: Plan, *, steps: int, report: Report) -> Observation:
     """Time so many steps of a plan. Collective."""
     request = session.request
-    tell(f"steps at stage {plan.stage}")
+    report(f"steps at stage {plan.stage}")
     with parameters_preserved(request.model, to_host=session.asynchronous):
         optimizer = HeteroZeroOptimizer(
             request.model,
@@ -75,7 +75,7 @@ def run_in_turns(
     *,
     seconds: float,
     noise: float,
-    tell: Tell,
+    report: Report,
 ) -> list[list[Observation]]:
     """Run groups of plans in turns, so that a slow moment of a device affects all groups.
 
@@ -85,7 +85,7 @@ def run_in_turns(
         groups: plans; between the plans of a group plain passes are timed (`slowdowns`).
         seconds: time budget; the first turn always runs.
         noise: as many turns, if there is time.
-        tell: shows progress.
+        report: shows progress.
 
     Returns:
         Observations by turn, the same on every rank.
@@ -101,7 +101,7 @@ def run_in_turns(
                 break
         seen: list[Observation] = []
         for plans, (steps, plain) in zip(groups, lengths, strict=True):
-            seen += _run_beside_plain_passes(session, profile, plans, steps, plain, tell)
+            seen += _run_beside_plain_passes(session, profile, plans, steps, plain, report)
         turns.append(seen)
     return turns
 
@@ -136,12 +136,12 @@ def _run_beside_plain_passes(
     plans: Sequence[Plan],
     steps: int,
     plain_seconds: float,
-    tell: Tell,
+    report: Report,
 ) -> list[Observation]:
     observations = []
     before = measure_slowdowns(session, profile, plans[0], plain_seconds)
     for plan in plans:
-        seen = run_plan(session, plan, steps=steps, tell=tell)
+        seen = run_plan(session, plan, steps=steps, report=report)
         after = measure_slowdowns(session, profile, plan, plain_seconds)
         slowdowns = tuple(
             Slowdown((one.factor + two.factor) / 2, math.hypot(one.error, two.error) / 2)

@@ -35,9 +35,9 @@ from poplar.profile import BatchPoint, ClusterProfile, DeviceProfile
 from poplar.profiler.cluster_profiler import Profiler
 from poplar.profiler.points import with_measured
 from poplar.profiler.preserved_state import model_preserved
-from poplar.profiler.progress import Tell, show_progress
+from poplar.profiler.progress import Report, show_progress
 from poplar.profiler.request import Request, digest, is_count
-from poplar.tuning.profile_cluster import CachedProfile, cache_of
+from poplar.tuning.profile_cluster import CachedProfile
 from poplar.zero.micro_batch_loss import LossFunction
 from poplar.zero.update import OptimizerFactory
 
@@ -74,7 +74,6 @@ _MUST_MATCH = (
     "compute_dtype",
     "reduce_dtype",
     "example",
-    "world_size",
     "device",
 )
 """Entries of a profile's identity that must be those of this job."""
@@ -160,7 +159,7 @@ def tune(
         given=profile,
     )
     profiler = Profiler(request, Group.of(process_group, timeout))
-    cached = CachedProfile(profiler, cache_of(cache), show=progress)
+    cached = CachedProfile(profiler, cache, show=progress)
     tuner = Tuner(cached, global_batch=global_batch, policy=policy)
     return tuner.tune(profile, verify=verify)
 
@@ -227,7 +226,7 @@ class Tuner:
     def tune(self, given: ClusterProfile | None = None, *, verify: bool = True) -> Tuned:
         """The best plan on `given`, or on a profile from the cache or measured now."""
         ends = time.perf_counter() + self.session.request.seconds / PROFILE_PART
-        profile = self.cached.profile() if given is None else self._usable(given)
+        profile = self.cached.profile() if given is None else self._checked_profile(given)
         key = json.dumps([self.global_batch, self.policy])
         known = self.cached.plan(key) if given is None else None
         if known is not None and fits(profile, known):
@@ -236,11 +235,11 @@ class Tuner:
         if not verify:
             return self._checked_equal(Tuned(plans[0], profile, ()))
         model, device = self.session.request.model, self.session.device
-        with show_progress(self.cached.show) as tell, model_preserved(model, device):
+        with show_progress(self.cached.show) as report, model_preserved(model, device):
             if self._is_exact:
                 until = time.perf_counter() + POINTS_PART * self._seconds_left(ends)
-                profile, plans = self._measure_planned_batches(profile, plans, until, tell)
-            tuned = self._fastest(profile, plans, self._seconds_left(ends), tell)
+                profile, plans = self._measure_planned_batches(profile, plans, until, report)
+            tuned = self._fastest(profile, plans, self._seconds_left(ends), report)
         if given is None:
             self.cached.save(tuned.profile, {key: tuned.plan})
         return self._checked_equal(tuned)
@@ -265,7 +264,7 @@ class Tuner:
         return self.session.on_first_rank(best, "the search")
 
     def _measure_planned_batches(
-        self, profile: ClusterProfile, plans: tuple[Plan, ...], until: float, tell: Tell
+        self, profile: ClusterProfile, plans: tuple[Plan, ...], until: float, report: Report
     ) -> tuple[ClusterProfile, tuple[Plan, ...]]:
         """Measure the batches of the best plan that no rank has measured, and search again.
 
@@ -280,7 +279,7 @@ class Tuner:
             )
             if not any(batches) or self._seconds_left(until) < _PASSES_PER_POINT * longest:
                 break
-            tell(f"planned batch sizes {sorted({b for own in batches for b in own})}")
+            report(f"planned batch sizes {sorted({b for own in batches for b in own})}")
             references = _references(profile, plans[0], batches)
             points = self.profiler.measure_points(batches, references)
             profile = with_measured(profile, points)
@@ -292,7 +291,7 @@ class Tuner:
         return profile, plans
 
     def _fastest(
-        self, profile: ClusterProfile, plans: Sequence[Plan], seconds: float, tell: Tell
+        self, profile: ClusterProfile, plans: Sequence[Plan], seconds: float, report: Report
     ) -> Tuned:
         """Run plans in turns; after each turn drop slow ones and search on the speeds it showed.
 
@@ -304,7 +303,7 @@ class Tuner:
         for turn in range(1, TURNS + 1):
             began = time.perf_counter()
             order = running if turn % 2 else running[::-1]  # so that no plan always runs last
-            trials.add([self._run(profile, plan, seconds, tell) for plan in order])
+            trials.add([self._run(profile, plan, seconds, report) for plan in order])
             fastest = trials.ranking(running)[0]
             running = [p for p in running if trials.ratio(p, fastest) <= 1.0 + CLOSE]
             half_a_turn = (time.perf_counter() - began) / 2
@@ -331,11 +330,13 @@ class Tuner:
                 affordable.append(plan)
         return affordable
 
-    def _run(self, profile: ClusterProfile, plan: Plan, seconds: float, tell: Tell) -> Observation:
+    def _run(
+        self, profile: ClusterProfile, plan: Plan, seconds: float, report: Report
+    ) -> Observation:
         longest = seconds / (TURNS * CONTENDERS)
         steps = int(longest / predict(profile, plan).step_seconds)
         steps = min(max(steps, TURN_STEPS[0]), TURN_STEPS[-1])
-        return self.profiler.run_plan(plan, steps=steps, tell=tell)
+        return self.profiler.run_plan(plan, steps=steps, report=report)
 
     def _with_newcomer(
         self, profile: ClusterProfile, trials: Trials, running: Sequence[Plan]
@@ -366,7 +367,7 @@ class Tuner:
         """By the clock of rank 0."""
         return self.session.from_first_rank(ends - time.perf_counter())
 
-    def _usable(self, given: ClusterProfile) -> ClusterProfile:
+    def _checked_profile(self, given: ClusterProfile) -> ClusterProfile:
         """A given profile, cut to `max_batch` and `memory_limit` of each rank.
 
         Raises:
@@ -388,7 +389,9 @@ class Tuner:
                 )
         request = self.session.request
         limits = self.session.exchange((request.max_batch, request.memory_limit))
-        cut = [_limited(device, *own) for device, own in zip(given.devices, limits, strict=True)]
+        cut = (
+            _limited(device, *limit) for device, limit in zip(given.devices, limits, strict=True)
+        )
         return replace(given, devices=tuple(cut))
 
     def _checked_equal(self, tuned: Tuned) -> Tuned:

@@ -25,7 +25,7 @@ from poplar.profile import ClusterProfile
 from poplar.profiler.cache import Cache, default_folder
 from poplar.profiler.cluster_profiler import Profiler
 from poplar.profiler.preserved_state import model_preserved
-from poplar.profiler.progress import Tell, show_progress
+from poplar.profiler.progress import Report, show_progress
 from poplar.profiler.request import Request
 from poplar.zero.micro_batch_loss import LossFunction
 from poplar.zero.update import OptimizerFactory
@@ -98,23 +98,17 @@ def profile_cluster(
         allow_batch_norm=allow_batch_norm,
     )
     profiler = Profiler(request, Group.of(process_group, timeout))
-    return CachedProfile(profiler, cache_of(cache), show=progress).profile()
-
-
-def cache_of(choice: bool | str | Path) -> Cache | None:
-    """The cache that the argument `cache` of the public functions selects."""
-    if choice is False:
-        return None
-    return Cache(default_folder() if choice is True else Path(choice))
+    return CachedProfile(profiler, cache, show=progress).profile()
 
 
 class CachedProfile:
     """The profile of one job, from the cache or measured; its methods are collective."""
 
-    def __init__(self, profiler: Profiler, cache: Cache | None, *, show: bool) -> None:
+    def __init__(self, profiler: Profiler, cache: bool | str | Path, *, show: bool) -> None:
         self.profiler = profiler
         self.show = show and profiler.session.group.rank == 0
-        self._cache = cache
+        folder = default_folder() if isinstance(cache, bool) else Path(cache)
+        self._cache = None if cache is False else Cache(folder)
         self._plans: dict[str, Plan] = {}
 
     def profile(self) -> ClusterProfile:
@@ -129,8 +123,8 @@ class CachedProfile:
             profile, self._plans = found
             return self.profiler.with_present_memory(profile)
         model, device = session.request.model, session.device
-        with show_progress(self.show) as tell, model_preserved(model, device):
-            profile = _calibrated(self.profiler, self.profiler.measure(tell), tell)
+        with show_progress(self.show) as report, model_preserved(model, device):
+            profile = _calibrated(self.profiler, self.profiler.measure(report), report)
         self.save(profile)
         return profile
 
@@ -150,7 +144,7 @@ class CachedProfile:
             warnings.warn(text, stacklevel=2)
 
 
-def _calibrated(profiler: Profiler, profile: ClusterProfile, tell: Tell) -> ClusterProfile:
+def _calibrated(profiler: Profiler, profile: ClusterProfile, report: Report) -> ClusterProfile:
     """Run calibration plans of every stage on the engine and fit the residuals."""
     groups, notes = [], list(profile.notes)
     for stage in profiler.session.request.stages:
@@ -159,5 +153,5 @@ def _calibrated(profiler: Profiler, profile: ClusterProfile, tell: Tell) -> Clus
         except NoPlanFits as error:
             notes.append(f"stage {stage} was not run: {error}")
     profile = replace(profile, notes=tuple(notes))
-    turns = profiler.observe(profile, groups, tell)
+    turns = profiler.observe(profile, groups, report)
     return calibration.fit(profile, turns, asynchronous=profiler.session.asynchronous)

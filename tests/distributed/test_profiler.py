@@ -197,7 +197,7 @@ def test_noise_leads_to_more_turns(noise, seconds, turns, steps):
     groups = [[Plan.manual("2,2,2,2", stage=s, passes=n) for n in (1, 3)] for s in (2, 0)]
     ran: list[tuple[int, int, float]] = []
 
-    def run(session: Any, profile: Any, plans: Any, steps: int, plain: float, tell: Any) -> Any:
+    def run(session: Any, profile: Any, plans: Any, steps: int, plain: float, report: Any) -> Any:
         ran.append((plans[0].stage, steps, plain))
         clock[0] += 3.0
         return [
@@ -218,7 +218,7 @@ def test_noise_leads_to_more_turns(noise, seconds, turns, steps):
             groups,
             seconds=2 * seconds,
             noise=noise,
-            tell=lambda text: None,
+            report=lambda text: None,
         )
     assert [len(turn) for turn in seen] == [4] * turns
     assert [(stage, count) for stage, count, _ in ran] == [(2, steps), (0, steps)] * turns

@@ -390,7 +390,7 @@ class Bench:
         self.plans.update(plans)
         self.saved.append((profile, plans))
 
-    def run_plan(self, plan: Plan, *, steps: int, tell: Any) -> Observation:
+    def run_plan(self, plan: Plan, *, steps: int, report: Any) -> Observation:
         if plan not in self.tried:
             self.tried.append(plan)
         return self._observation(plan)
