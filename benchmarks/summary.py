@@ -3,6 +3,7 @@
 python benchmarks/summary.py
 
 Reads the rows that `benchmarks/train.py --output` appended. All runs count, not only the latest.
+`balance`, `transport` and `engine` are the three factors of the speed over the peer.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 ROWS = Path(__file__).parent / "results/train.jsonl"
 STAGES = (0, 1, 2, 3)
+FACTORS = ("balance", "transport", "engine")
 
 JsonRow = Mapping[str, Any]
 Cases = dict[str, dict[int, list[JsonRow]]]
@@ -44,6 +46,12 @@ def speedup(rows: Sequence[JsonRow]) -> str:
     return f"{low:.2f}–{high:.2f}x"
 
 
+def factor(rows: Sequence[JsonRow], name: str) -> str:
+    """The lowest and the highest value of one of `FACTORS`, over runs and stages."""
+    values = [row[name] for row in rows if row[name] is not None]
+    return f"{min(values):.2f}–{max(values):.2f}x" if values else "–"
+
+
 def fraction_of_sum(rows: Sequence[JsonRow]) -> tuple[float, float]:
     """Lowest and highest fraction of the sum of speeds."""
     values = [row["of_sum_of_speeds"] for row in rows]
@@ -52,26 +60,38 @@ def fraction_of_sum(rows: Sequence[JsonRow]) -> tuple[float, float]:
 
 def markdown(cases: Cases) -> Iterator[str]:
     """The table, line by line."""
-    headings = ["ranks", "runs", *(f"stage {stage}" for stage in STAGES), "of the sum of speeds"]
+    by_stage = [f"stage {stage}" for stage in STAGES]
+    headings = ["ranks", "runs", *by_stage, *FACTORS, "of the sum of speeds"]
     yield "| " + " | ".join(headings) + " |"
-    yield "|" + " --- |" * len(headings)
+    yield "|" + "---|" * len(headings)
     for cluster, stages in sorted(cases.items()):
-        ends = [fraction_of_sum(stages[stage]) for stage in STAGES if stages[stage]]
-        low, high = min(low for low, _ in ends), max(high for _, high in ends)
+        rows = [row for rows in stages.values() for row in rows]
+        low, high = fraction_of_sum(rows)
         cells = [
             cluster,
-            str(len({row["run"] for rows in stages.values() for row in rows})),
+            str(len({row["run"] for row in rows})),
             *(speedup(stages[stage]) for stage in STAGES),
+            *(factor(rows, name) for name in FACTORS),
             f"{100 * low:.0f}–{100 * high:.0f} %",
         ]
         yield "| " + " | ".join(cells) + " |"
 
 
+def provenance(cases: Cases) -> str:
+    """When and at which commits the rows were measured, in one sentence."""
+    rows = [row for stages in cases.values() for rows in stages.values() for row in rows]
+    days = sorted({row["day"] for row in rows})
+    commits = sorted({row["commit"] for row in rows})
+    return f"Measured from {days[0]} to {days[-1]}, at commits {', '.join(commits)}."
+
+
 def main() -> None:
-    """Print the table as Markdown."""
+    """Print the table as Markdown, and the commits of its rows."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("rows", type=Path, nargs="?", default=ROWS, help="default: all saved runs")
-    print("\n".join(markdown(read_cases(parser.parse_args().rows))))
+    cases = read_cases(parser.parse_args().rows)
+    print("\n".join(markdown(cases)))
+    print(f"\n{provenance(cases)}")
 
 
 if __name__ == "__main__":

@@ -76,6 +76,13 @@ def test_results_table_is_what_its_command_prints(document):
     assert set(table) <= set(printed)
 
 
+def test_benchmarks_page_names_the_commits_of_its_table():
+    command = [sys.executable, "benchmarks/summary.py"]
+    printed = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    page = (REPOSITORY / "docs/benchmarks.md").read_text("utf-8")
+    assert printed.stdout.splitlines()[-1] in page.splitlines()
+
+
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_picture_says_that_it_is_simulated(theme):
     picture = ElementTree.parse(REPOSITORY / f"docs/assets/step-{theme}.svg")

@@ -1,14 +1,15 @@
-"""The documentation names modules that exist, and its diagrams follow the import graph."""
+"""The documentation names files that exist; its diagrams and its layers are those of the code."""
 
 from __future__ import annotations
 
+import ast
 import io
 import re
 from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
-from test_imports import MODULES, imports
+from test_imports import INDEPENDENT, LAYERS, MODULES, WITHOUT_TORCH
 
 import poplar
 
@@ -16,6 +17,8 @@ DOCS = Path(__file__).parents[2] / "docs"
 HOW_IT_WORKS = (DOCS / "how-it-works.md").read_text("utf-8")
 DIAGRAMS = re.findall(r"^```mermaid\n(.*?)^```", HOW_IT_WORKS, re.DOTALL | re.M)
 MOST_MODULES = {"batch to update": 10, "profile to plan": 8}
+TABLES = {"poplar.planner.search": "poplar.planner.baselines"}
+"""Modules that call functions of a table, and the module that holds the table (`POLICIES`)."""
 
 
 def module_of(path: str) -> str:
@@ -23,21 +26,38 @@ def module_of(path: str) -> str:
     return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
-def parse(diagram: str) -> tuple[dict[str, str], list[tuple[str, str]]]:
-    """Module by node name, and the arrows as pairs of modules."""
+def parse(diagram: str) -> tuple[dict[str, str], list[tuple[str, str, str]]]:
+    """Module by node name, and the arrows: calling module, function, called module."""
     named = re.findall(r'^ *(\w+)\["(poplar/[\w/]+\.py)', diagram, re.M)
     nodes = {node: module_of(path) for node, path in named}
-    arrows = re.findall(r"^ *(\w+) --> (\w+)$", diagram, re.M)
-    return nodes, [(nodes[start], nodes[end]) for start, end in arrows]
+    arrows = re.findall(r"^ *(\w+) -->\|(\w+)\| (\w+)$", diagram, re.M)
+    return nodes, [(nodes[start], function, nodes[end]) for start, function, end in arrows]
 
 
-def imports_directly_or_from_package(module: str, imported: str) -> bool:
-    """`from poplar.comm import Communicator` counts as an import of `poplar.comm.communicator`."""
-    package = imported.rpartition(".")[0]
-    found = set(imports(module))
-    return imported in found or (
-        package in found and package in MODULES and imported in imports(package)
-    )
+def used_names(module: str) -> set[str]:
+    """Names and attributes that a module, or its table, reads; annotations do not count."""
+    of_table = used_names(TABLES[module]) if module in TABLES else set()
+    tree = ast.parse(MODULES[module].read_text("utf-8"))
+    for node in ast.walk(tree):
+        for field in ("annotation", "returns"):
+            if getattr(node, field, None) is not None:
+                setattr(node, field, None)
+    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    names |= of_table
+    return names | {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+
+
+def defined_names(module: str) -> set[str]:
+    """Functions and methods of a module, and callable fields of its classes."""
+    tree = ast.parse(MODULES[module].read_text("utf-8"))
+    functions = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    fields = {
+        node.target.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+        if ast.unparse(node.annotation).startswith("Callable")
+    }
+    return functions | fields
 
 
 @pytest.mark.parametrize(
@@ -45,13 +65,35 @@ def imports_directly_or_from_package(module: str, imported: str) -> bool:
     list(zip(DIAGRAMS, MOST_MODULES.values(), strict=True)),
     ids=list(MOST_MODULES),
 )
-def test_diagram_follows_the_imports(diagram, most):
+def test_diagram_names_functions_that_are_called(diagram, most):
     nodes, arrows = parse(diagram)
     assert len(nodes) <= most
     assert set(nodes.values()) <= set(MODULES)
-    assert arrows
-    wrong = [pair for pair in arrows if not imports_directly_or_from_package(*pair)]
-    assert not wrong
+    assert len(arrows) == diagram.count("-->")
+    assert {module for start, _, end in arrows for module in (start, end)} == set(nodes.values())
+    not_called = [arrow for arrow in arrows if arrow[1] not in used_names(arrow[0])]
+    not_defined = [arrow for arrow in arrows if arrow[1] not in defined_names(arrow[2])]
+    assert not not_called
+    assert not not_defined
+
+
+def test_layers_are_those_of_the_import_test():
+    section = HOW_IT_WORKS.partition("## Layers")[2]
+    rows = [re.findall(r"`(\w+)`", line) for line in section.splitlines() if line.startswith("| ")]
+    layers, independent = rows[2 : 2 + len(LAYERS)], rows[4 + len(LAYERS) :]
+    for names, layer in zip(layers, reversed(LAYERS), strict=True):
+        assert layer <= set(names)
+    assert {name: {*others} for name, *others in independent} == INDEPENDENT
+    sentence = next(text for text in section.split("\n\n") if "import PyTorch" in text)
+    assert set(re.findall(r"`(\w+)`", sentence)) >= WITHOUT_TORCH
+
+
+def test_contributing_lists_every_package_and_module():
+    table = (
+        (DOCS.parent / "CONTRIBUTING.md").read_text("utf-8").partition("## Where to find things")[2]
+    )
+    listed = set(re.findall(r"`(?:poplar/)?(\w+)(?:/|\.py)`", table))
+    assert set().union(*LAYERS) - {"__main__"} <= listed
 
 
 @pytest.mark.parametrize("page", sorted(DOCS.rglob("*.md")), ids=lambda page: page.stem)
