@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from poplar.plan import STRATEGIES
-from poplar.planner.baselines import POLICIES
+from poplar.planner.search import POLICIES
 
 _STAGES = range(len(STRATEGIES))
 _UNITS = {

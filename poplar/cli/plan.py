@@ -29,9 +29,8 @@ from poplar.formatting import (
     format_signed_percent,
 )
 from poplar.plan import Plan
-from poplar.planner.baselines import POLICIES
 from poplar.planner.explain import PREDICTION_ERROR, Explanation, explain
-from poplar.planner.search import alternatives
+from poplar.planner.search import POLICIES, alternatives
 from poplar.planner.what_if import Scenario, evaluate
 from poplar.profile import ClusterProfile
 

@@ -1,8 +1,8 @@
-"""Policies: one function each, from the costs of a stage to a plan.
+"""Policies to compare the exact search with: one function each, from a stage's costs to a plan.
 
-`exact` is the search. `even` is what DDP, FSDP and DeepSpeed do, `flops` follows Whale, and `paper`
-is our reconstruction of Poplar as published (arXiv 2408.12596); these three use even shares. Plans
-of every policy fit in memory, otherwise `NoPlanFits` is raised.
+`even` is what DDP, FSDP and DeepSpeed do, `flops` follows Whale, and `paper` is our reconstruction
+of Poplar as published (arXiv 2408.12596). All use even shares. Their plans fit in memory; otherwise
+`NoPlanFits` is raised.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from poplar.planner.memory_shortfall import (
     memory_shortfall,
     shortfall_at_shares,
 )
-from poplar.planner.persistent_units import fastest_plan_with_persistent_units
 
 Policy = Callable[[StageCosts, Request], Decision]
 """From the costs of a stage and a request to a plan."""
@@ -77,12 +76,7 @@ def paper(costs: StageCosts, request: Request) -> Decision:
     return Decision(Plan.proportional(speeds, request.global_batch, costs.stage, best))
 
 
-POLICIES: Mapping[str, Policy] = {
-    "exact": fastest_plan_with_persistent_units,
-    "even": even,
-    "flops": flops,
-    "paper": paper,
-}
+BASELINES: Mapping[str, Policy] = {"even": even, "flops": flops, "paper": paper}
 
 _SHORTEST_PASS = 1e-9
 """Seconds. Measured residuals can reduce a pass to 0, and speeds must stay finite."""
@@ -90,7 +84,7 @@ _SHORTEST_PASS = 1e-9
 
 def shortfall_rule(policy: str, global_batch: int) -> ShortfallRule:
     """The rule that says what is missing if this policy finds no plan."""
-    if policy == "exact":
+    if policy not in BASELINES:
         return memory_shortfall
 
     def at_even_shares(costs: StageCosts) -> Shortfall | None:

@@ -1,7 +1,7 @@
 """The fastest plan for a measured cluster and a global batch, over ZeRO stages.
 
 A function of values: every rank that holds the same profile finds the same plan. A policy decides
-for each stage (`baselines.POLICIES`); here the stages are compared, and plans of the exact search
+for each stage (`POLICIES`); here the stages are compared, and plans of the exact search
 are rounded to simple ones (`simple_plans`).
 """
 
@@ -9,21 +9,24 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from poplar.plan import STRATEGIES, Plan
-from poplar.planner.baselines import POLICIES
+from poplar.planner.baselines import BASELINES, Policy
 from poplar.planner.branch_and_bound import Decision, optimality_gap
 from poplar.planner.cost_model import StageCosts, costs_of
 from poplar.planner.heuristic import Request
 from poplar.planner.memory_shortfall import NoPlanFits, Shortfall
+from poplar.planner.persistent_units import fastest_plan_with_persistent_units
 from poplar.planner.prediction import describe, predict_at
 from poplar.planner.simple_plans import PREFERENCE, simplified
 from poplar.profile import ClusterProfile
 
-__all__ = ["ALL_STAGES", "NoPlanFits", "alternatives", "search"]
+__all__ = ["ALL_STAGES", "POLICIES", "NoPlanFits", "alternatives", "search"]
 
 ALL_STAGES = tuple(range(len(STRATEGIES)))
+POLICIES: Mapping[str, Policy] = {"exact": fastest_plan_with_persistent_units, **BASELINES}
+"""How samples and shares are chosen at one stage. `exact` is the search for the fastest plan."""
 
 
 def search(
@@ -78,35 +81,6 @@ def alternatives(
 
     Takes the arguments of `search` and raises the same errors.
     """
-    found, shortfalls = plans_by_stage(
-        cluster,
-        global_batch=global_batch,
-        stages=stages,
-        policy=policy,
-        max_micro_batch=max_micro_batch,
-        preference=preference,
-    )
-    if not found:
-        request = {
-            "cluster": cluster,
-            "global_batch": global_batch,
-            "stages": stages,
-            "policy": policy,
-        }
-        raise NoPlanFits(shortfalls.values(), request)
-    return found
-
-
-def plans_by_stage(
-    cluster: ClusterProfile,
-    *,
-    global_batch: int,
-    stages: Sequence[int] = ALL_STAGES,
-    policy: str = "exact",
-    max_micro_batch: int | None = None,
-    preference: float = PREFERENCE,
-) -> tuple[tuple[Plan, ...], dict[int, Shortfall]]:
-    """As `alternatives`, and what is missing at the stages at which no plan fits."""
     _check_at_least_one("global_batch", global_batch)
     if max_micro_batch is not None:
         _check_at_least_one("max_micro_batch", max_micro_batch)
@@ -116,19 +90,27 @@ def plans_by_stage(
         raise ValueError(f"preference must be finite and at least 0, got {preference}")
     request = Request(global_batch, min(max_micro_batch or global_batch, global_batch))
     found: list[Plan] = []
-    shortfalls: dict[int, Shortfall] = {}
+    shortfalls: list[Shortfall] = []
     for stage in _checked_stages(stages):
         try:
             decision = POLICIES[policy](StageCosts(cluster, stage), request)
         except NoPlanFits as error:
-            shortfalls[stage] = error.closest
+            shortfalls.append(error.closest)
             continue
         if policy == "exact":
             decision = _simplified(cluster, decision, request, preference)
         prediction = predict_at(costs_of(cluster, decision.plan), decision.plan)
         prediction = dataclasses.replace(prediction, optimality_gap=decision.gap)
         found.append(describe(cluster, decision.plan, prediction, policy))
-    return tuple(sorted(found, key=_sort_key)), shortfalls
+    if not found:
+        arguments = {
+            "cluster": cluster,
+            "global_batch": global_batch,
+            "stages": stages,
+            "policy": policy,
+        }
+        raise NoPlanFits(shortfalls, arguments)
+    return tuple(sorted(found, key=_sort_key))
 
 
 def _simplified(

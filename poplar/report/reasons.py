@@ -10,9 +10,9 @@ from typing import Any
 
 from poplar.formatting import format_ranks, format_seconds
 from poplar.plan import STRATEGIES, Plan
-from poplar.planner.baselines import POLICIES
 from poplar.planner.explain import explain
 from poplar.planner.prediction import DoesNotFit, Prediction, predict
+from poplar.planner.search import POLICIES
 from poplar.planner.what_if import Scenario, evaluate, other_policy, other_stage
 from poplar.profile import ClusterProfile
 

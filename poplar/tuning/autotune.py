@@ -25,10 +25,9 @@ from torch import nn
 from poplar.comm import Group
 from poplar.observation import Observation, Trials
 from poplar.plan import STRATEGIES, Plan
-from poplar.planner.baselines import POLICIES
 from poplar.planner.calibration import at_observed_speeds, refine
 from poplar.planner.prediction import describe, fits, predict
-from poplar.planner.search import alternatives
+from poplar.planner.search import POLICIES, alternatives
 from poplar.planner.simple_plans import simplified
 from poplar.planner.uncertainty import at_worst, unmeasured_batches
 from poplar.profile import BatchPoint, ClusterProfile, DeviceProfile

@@ -20,7 +20,7 @@ from poplar.cli.options import of_rank, parse_sizes
 from poplar.cli.output import command_output, table
 from poplar.cli.process_group import joined
 from poplar.plan import Plan
-from poplar.planner.baselines import POLICIES
+from poplar.planner.search import POLICIES
 from poplar.profile import BatchPoint, ClusterProfile, DeviceProfile, ModelProfile, NetworkProfile
 from poplar.workload import Workload, load
 

@@ -35,10 +35,9 @@ from poplar import (
     Tuned,
 )
 from poplar.observation import Observation
-from poplar.planner.baselines import POLICIES
 from poplar.planner.cost_model import StageCosts
 from poplar.planner.prediction import predict
-from poplar.planner.search import alternatives
+from poplar.planner.search import POLICIES, alternatives
 from poplar.profile import BatchPoint
 from poplar.tuning import autotune
 from poplar.tuning.autotune import Tuner

@@ -12,8 +12,7 @@ from subset import choose
 from test_search import cluster_of, device, seconds_of
 
 from poplar.plan import Plan
-from poplar.planner.baselines import POLICIES
-from poplar.planner.search import NoPlanFits, alternatives, search
+from poplar.planner.search import POLICIES, NoPlanFits, alternatives, search
 
 MB = 10**6
 
