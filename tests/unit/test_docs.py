@@ -17,8 +17,6 @@ DOCS = Path(__file__).parents[2] / "docs"
 HOW_IT_WORKS = (DOCS / "how-it-works.md").read_text("utf-8")
 DIAGRAMS = re.findall(r"^```mermaid\n(.*?)^```", HOW_IT_WORKS, re.DOTALL | re.M)
 MOST_MODULES = {"batch to update": 10, "profile to plan": 8}
-TABLES = {"poplar.planner.search": "poplar.planner.baselines"}
-"""Modules that call functions of a table, and the module that holds the table (`POLICIES`)."""
 
 
 def module_of(path: str) -> str:
@@ -35,15 +33,13 @@ def parse(diagram: str) -> tuple[dict[str, str], list[tuple[str, str, str]]]:
 
 
 def used_names(module: str) -> set[str]:
-    """Names and attributes that a module, or its table, reads; annotations do not count."""
-    of_table = used_names(TABLES[module]) if module in TABLES else set()
+    """Names and attributes that a module reads; annotations do not count."""
     tree = ast.parse(MODULES[module].read_text("utf-8"))
     for node in ast.walk(tree):
         for field in ("annotation", "returns"):
             if getattr(node, field, None) is not None:
                 setattr(node, field, None)
     names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    names |= of_table
     return names | {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
 
 
