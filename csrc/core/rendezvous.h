@@ -39,8 +39,8 @@ enum class Event { kPosted, kWritten, kFinished };
 
 class Rendezvous {
  public:
-  // `memories`: of each rank, in rank order, each at least `sizeof(Page)` bytes, zero at first. They
-  // must outlive this object.
+  // `memories`: of each rank, in rank order, each at least `sizeof(Page)` bytes, zero at first.
+  // They must outlive this object.
   Rendezvous(const std::vector<void*>& memories, int rank);
 
   // Post the data at byte `begin` of this rank's memory; returns the collective's number. All ranks

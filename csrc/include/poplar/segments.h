@@ -1,8 +1,9 @@
 // Tensors in one flat buffer, and the walk over the tensors within a range of the buffer.
 //
 // A CPU thread's range and a CUDA block's tile use the same walk, so work is divided evenly by
-// position in the buffer, independent of the sizes of the tensors. Segments ascend and don't overlap, and a
-// walk visits every element of its range exactly once, as part of a segment or of a gap.
+// position in the buffer, independent of the sizes of the tensors. Segments ascend and don't
+// overlap, and a walk visits every element of its range exactly once, as part of a segment or of a
+// gap.
 #pragma once
 
 #include <cstdint>
