@@ -10,9 +10,11 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import ranks as harness
@@ -20,6 +22,7 @@ import torch
 import torch.distributed as dist
 from ranks import Pool
 from torch import Tensor, nn
+from torch.distributed import distributed_c10d
 
 import poplar
 import poplar.comm  # registers the backend
@@ -32,12 +35,20 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 
 
 def new_group(backend: str, seconds: float = 60.0) -> dist.ProcessGroup:
-    group = dist.new_group(
-        dist.get_process_group_ranks(harness.group()),
-        timeout=timedelta(seconds=seconds),
-        backend=backend,
-        use_local_synchronization=True,
-    )
+    """A process group of the ranks of the call, for any groups that earlier tests left.
+
+    torch names such a group after the number of groups that a rank has. Ranks with different
+    numbers would wait for each other forever, so they agree on the name here.
+    """
+    ranks, names = dist.get_process_group_ranks(harness.group()), [uuid.uuid4().hex]
+    dist.broadcast_object_list(names, src=ranks[0], group=harness.group())
+    with mock.patch.object(distributed_c10d, "_hash_ranks_to_str", return_value=names[0]):
+        group = dist.new_group(
+            ranks,
+            timeout=timedelta(seconds=seconds),
+            backend=backend,
+            use_local_synchronization=True,
+        )
     assert group is not None
     return group
 
