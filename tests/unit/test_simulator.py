@@ -561,12 +561,12 @@ def test_a_thousand_ranks_with_a_hundred_units(stage):
 
 
 def test_stages_match_the_strategies_of_the_engine():
-    engine = pytest.importorskip("poplar.zero.engine")
+    setup = pytest.importorskip("poplar.zero.setup")
     assert [actions.limits_reductions for actions in RANK_ACTIONS] == [
-        strategy.reduces_every_pass for strategy in engine.STRATEGIES
+        strategy.reduces_every_pass for strategy in setup.STRATEGY_CLASSES
     ]
     assert [actions.__name__ for actions in RANK_ACTIONS] == [
-        strategy.__name__ for strategy in engine.STRATEGIES
+        strategy.__name__ for strategy in setup.STRATEGY_CLASSES
     ]
 
 
