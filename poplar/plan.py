@@ -45,6 +45,7 @@ _Shares = Annotated[
     Rule(
         "numbers that sum to 1 (divide each by their sum)",
         lambda shares: abs(math.fsum(shares) - 1.0) <= 1e-6,
+        lambda shares: f", which sum to {math.fsum(shares):.9g}",
     ),
 ]
 

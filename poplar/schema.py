@@ -27,6 +27,8 @@ class Rule(NamedTuple):
 
     description: str
     holds: Callable[[Any], bool]
+    explain: Callable[[Any], str] = lambda value: ""
+    """What a refused value amounts to, for the end of the message."""
 
 
 def at_least(minimum: int) -> Rule:
@@ -152,7 +154,8 @@ def _by_rules(convert: _Convert, rules: Iterable[Rule], value: Any, path: str) -
     converted = convert(value, path)
     for rule in rules:
         if not rule.holds(converted):
-            raise ValueError(f"{path} must be {rule.description}, got {_shown(converted)}")
+            got = f"{_shown(converted)}{rule.explain(converted)}"
+            raise ValueError(f"{path} must be {rule.description}, got {got}")
     return converted
 
 

@@ -587,7 +587,7 @@ def test_model_state_dict_is_complete_or_raises(ranks: Pool, stage: int) -> None
 
 
 def test_shares_that_do_not_sum_to_one_raise() -> None:
-    with pytest.raises(ValueError, match=r"sum to 1 .*got \(0\.5, 0\.4\)"):
+    with pytest.raises(ValueError, match=r"sum to 0\.9"):
         Plan(stage=1, global_batch=4, micro_batches=((2,), (2,)), shares=(0.5, 0.4))
 
 
