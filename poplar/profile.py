@@ -33,13 +33,14 @@ from poplar.schema import (
 )
 
 _SCHEMA_VERSION = 2
-_RENAMED_SINCE = {1: {"meeting_seconds": "synchronization_seconds"}}
-"""By older schema version that can still be read: fields of `NetworkProfile` renamed since."""
+_RENAMED_SINCE_1 = {"meeting_seconds": "synchronization_seconds"}
+"""Fields of `NetworkProfile` that have another name in format 1, which is still read."""
 _NO_RESIDUALS = (0.0,) * len(STRATEGIES)
 _ByStage = Annotated[
     tuple[Finite, ...],
     Rule("one finite number per stage", lambda values: len(values) == len(STRATEGIES)),
 ]
+_DIFFERENT = Rule("all different", lambda values: len(set(values)) == len(values))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -158,7 +159,7 @@ class ModelProfile:
 
     unit_numels: Annotated[tuple[PositiveCount, ...], Rule("at least one unit", bool)]
     """Trained elements of each unit, which is unsharded and reduced as one buffer."""
-    unit_names: tuple[str, ...] = ()
+    unit_names: Annotated[tuple[str, ...], _DIFFERENT] = ()
     """Names of the units at stage 3, for `UnitPlan.name`. Empty: unknown."""
     param_bytes: NonNegative = 4.0
     """Bytes of a parameter in the compute dtype."""
@@ -172,7 +173,7 @@ class ModelProfile:
     """Memory that is never sharded, such as buffers."""
     unit_frozen_numels: tuple[Count, ...] = ()
     """Frozen elements of each unit, sharded and unsharded with its parameters. Empty: none."""
-    resident_units: tuple[Count, ...] = ()
+    resident_units: Annotated[tuple[Count, ...], _DIFFERENT] = ()
     """Units that stay unsharded until a pass is over, usually those outside of all blocks."""
     largest_flat_numels: tuple[PositiveCount, ...] = ()
     """By stage, elements of the largest buffer that is reduced at once. At stages 0 to 2
@@ -190,13 +191,9 @@ class ModelProfile:
             found = len(getattr(self, what))
             if found not in (0, entries):
                 raise ValueError(f"{what} must have {entries} entries or none, got {found}")
-        repeated = sorted({name for name in self.unit_names if self.unit_names.count(name) > 1})
-        if repeated:
-            raise ValueError(f"unit_names must be unique, but {repeated} are repeated")
-        resident = self.resident_units
-        if len(set(resident)) < len(resident) or max(resident, default=0) >= units:
+        if max(self.resident_units, default=0) >= units:
             raise ValueError(
-                f"resident_units must be different numbers from 0 to {units - 1}, got {resident}"
+                f"resident_units must be numbers from 0 to {units - 1}, got {self.resident_units}"
             )
 
     @property
@@ -302,16 +299,17 @@ class ClusterProfile:
             if key in content:
                 raise ValueError(f"this is {what}, not a profile, which profile_cluster() makes")
         version = content["version"]
-        if version not in (_SCHEMA_VERSION, *_RENAMED_SINCE):
+        if version not in (1, _SCHEMA_VERSION):
             raise ValueError(
                 f"profile format {version!r}, but this version of Poplar reads formats "
                 f"1 to {_SCHEMA_VERSION}; measure again"
             )
         fields = {key: content[key] for key in content if key != "version"}
-        renamed = _RENAMED_SINCE.get(version, {})
         network = fields.get("network")
-        if renamed and isinstance(network, Mapping):
-            fields["network"] = {renamed.get(key, key): value for key, value in network.items()}
+        if version == 1 and isinstance(network, Mapping):
+            fields["network"] = {
+                _RENAMED_SINCE_1.get(key, key): value for key, value in network.items()
+            }
         try:
             return from_fields(cls, fields)
         except ValueError as error:

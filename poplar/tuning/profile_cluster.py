@@ -7,7 +7,7 @@ used instead, with the memory that is available now.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -107,9 +107,10 @@ class CachedProfile:
     def __init__(self, profiler: Profiler, cache: bool | str | Path, *, show: bool) -> None:
         self.profiler = profiler
         self.show = show and profiler.session.group.rank == 0
+        self.plans: dict[str, Plan] = {}
+        """Verified plans that are cached with the profile."""
         folder = default_folder() if isinstance(cache, bool) else Path(cache)
         self._cache = None if cache is False else Cache(folder)
-        self._plans: dict[str, Plan] = {}
 
     def profile(self) -> ClusterProfile:
         """Look into the cache, else measure, calibrate and save."""
@@ -120,7 +121,7 @@ class CachedProfile:
 
         found = session.on_first_rank(load, "looking into the cache")
         if found is not None:
-            profile, self._plans = found
+            profile, self.plans = found
             return self.profiler.with_present_memory(profile)
         model, device = session.request.model, session.device
         with show_progress(self.show) as report, model_preserved(model, device):
@@ -128,17 +129,12 @@ class CachedProfile:
         self.save(profile)
         return profile
 
-    def plan(self, key: str) -> Plan | None:
-        """The verified plan that the cache has with this profile under a key."""
-        return self._plans.get(key)
-
-    def save(self, profile: ClusterProfile, plans: Mapping[str, Plan] | None = None) -> None:
-        """Write the profile, and more verified plans, into the cache, on rank 0."""
-        self._plans.update(plans or {})
+    def save(self, profile: ClusterProfile) -> None:
+        """Write the profile and the plans into the cache, on rank 0."""
         if self._cache is None or self.profiler.session.group.rank != 0:
             return
         try:
-            self._cache.save(profile, self._plans)
+            self._cache.save(profile, self.plans)
         except OSError as error:
             text = f"the profile could not be saved in the cache: {error}"
             warnings.warn(text, stacklevel=2)

@@ -382,12 +382,8 @@ class Bench:
     def profile(self) -> ClusterProfile:
         return self.known
 
-    def plan(self, key: str) -> Plan | None:
-        return self.plans.get(key)
-
-    def save(self, profile: ClusterProfile, plans: dict[str, Plan]) -> None:
-        self.plans.update(plans)
-        self.saved.append((profile, plans))
+    def save(self, profile: ClusterProfile) -> None:
+        self.saved.append((profile, dict(self.plans)))
 
     def run_plan(self, plan: Plan, *, steps: int, report: Any) -> Observation:
         if plan not in self.tried:
