@@ -33,8 +33,8 @@ from poplar.schema import (
 )
 
 _SCHEMA_VERSION = 2
-_RENAMED_SINCE_1 = {"meeting_seconds": "synchronization_seconds"}
-"""Fields of `NetworkProfile` that have another name in format 1, which is still read."""
+_RENAMED_SINCE = {1: {"meeting_seconds": "synchronization_seconds"}}
+"""By older schema version that can still be read: fields of `NetworkProfile` renamed since."""
 _NO_RESIDUALS = (0.0,) * len(STRATEGIES)
 _ByStage = Annotated[
     tuple[Finite, ...],
@@ -193,7 +193,8 @@ class ModelProfile:
                 raise ValueError(f"{what} must have {entries} entries or none, got {found}")
         if max(self.resident_units, default=0) >= units:
             raise ValueError(
-                f"resident_units must be numbers from 0 to {units - 1}, got {self.resident_units}"
+                f"resident_units must be different numbers from 0 to {units - 1}, "
+                f"got {self.resident_units}"
             )
 
     @property
@@ -299,17 +300,16 @@ class ClusterProfile:
             if key in content:
                 raise ValueError(f"this is {what}, not a profile, which profile_cluster() makes")
         version = content["version"]
-        if version not in (1, _SCHEMA_VERSION):
+        if version not in (_SCHEMA_VERSION, *_RENAMED_SINCE):
             raise ValueError(
                 f"profile format {version!r}, but this version of Poplar reads formats "
                 f"1 to {_SCHEMA_VERSION}; measure again"
             )
         fields = {key: content[key] for key in content if key != "version"}
+        renamed = _RENAMED_SINCE.get(version, {})
         network = fields.get("network")
-        if version == 1 and isinstance(network, Mapping):
-            fields["network"] = {
-                _RENAMED_SINCE_1.get(key, key): value for key, value in network.items()
-            }
+        if renamed and isinstance(network, Mapping):
+            fields["network"] = {renamed.get(key, key): value for key, value in network.items()}
         try:
             return from_fields(cls, fields)
         except ValueError as error:

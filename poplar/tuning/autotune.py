@@ -348,13 +348,13 @@ class Tuner:
         Raises:
             ValueError: it is of another job; the same on every rank.
         """
-        session = self.session
-        if given.world_size != session.group.size:
+        size = self.session.group.size
+        if given.world_size != size:
             raise ValueError(
-                f"the profile is of {given.world_size} ranks, but there are {session.group.size}; "
-                "measure again with profile_cluster()"
+                f"the profile is of {given.world_size} ranks, but there are {size}; measure again "
+                "with profile_cluster()"
             )
-        own = session.agreed.identity
+        own = self.session.agreed.identity
         for key in _MUST_MATCH:
             if key in given.identity and given.identity[key] != own[key]:
                 raise ValueError(
@@ -362,7 +362,8 @@ class Tuner:
                     f"{given.identity[key]!r}, here {own[key]!r}; measure again with "
                     "profile_cluster()"
                 )
-        limits = session.exchange((session.request.max_batch, session.request.memory_limit))
+        request = self.session.request
+        limits = self.session.exchange((request.max_batch, request.memory_limit))
         cut = (
             _limited(device, *limit) for device, limit in zip(given.devices, limits, strict=True)
         )
