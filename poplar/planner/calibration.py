@@ -109,7 +109,7 @@ def at_profiled_speed(cluster: ClusterProfile, observation: Observation) -> Obse
     """The observation that devices as fast as their profiled curves would have given.
 
     Without this, a device that is slower for a few seconds would be charged for it as engine
-    overhead in every pass of every plan of that stage: 1.2 to 2.3 times the prediction error on
+    overhead in every pass of every plan of that stage: 1.1 to 2.3 times the prediction error on
     simulated clusters. Unchanged if it has no slowdowns.
     """
     if not observation.slowdowns:
