@@ -7,22 +7,11 @@ is often a few percent faster or slower from one minute to the next.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import NamedTuple
 
-from poplar.curve import error_of_median
 from poplar.plan import Plan
-
-
-class Slowdown(NamedTuple):
-    """Time of a plain pass relative to the profiled curve of its rank."""
-
-    factor: float
-    error: float
-    """Relative standard error of `factor`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,14 +21,13 @@ class Observation:
     plan: Plan
     step_seconds: float
     """Wall time of a step, averaged over ranks."""
-    spread_seconds: float = 0.0
-    """Standard error of `step_seconds`; 0 if unknown."""
     pass_seconds: tuple[tuple[float, ...], ...]
     """`[rank][pass]`, passes with samples only, without the time spent waiting for other ranks."""
     other_seconds: tuple[float, ...]
     """By rank, time outside passes and optimizer update, without waiting."""
-    slowdowns: tuple[Slowdown, ...] = ()
-    """By rank, measured with plain passes right before and after the steps; empty if unknown."""
+    slowdowns: tuple[float, ...] = ()
+    """By rank, the time of plain passes right before and after the steps, relative to the profiled
+    curve; empty if unknown."""
 
 
 class Trials:
@@ -82,16 +70,10 @@ def pooled(observations: Iterable[Observation]) -> tuple[Observation, ...]:
 
 
 def _medians(observations: Sequence[Observation]) -> Observation:
-    """The medians over the turns of one plan.
-
-    Its standard error is the larger one of those of single turns and of the spread between turns.
-    """
-    turns = [seen.step_seconds for seen in observations]
-    own_error = median(seen.spread_seconds for seen in observations) / math.sqrt(len(turns))
+    """The medians over the turns of one plan."""
     return Observation(
         plan=observations[0].plan,
-        step_seconds=median(turns),
-        spread_seconds=max(own_error, error_of_median(turns)),
+        step_seconds=median(seen.step_seconds for seen in observations),
         pass_seconds=tuple(
             tuple(map(median, zip(*own, strict=True)))
             for own in zip(*(seen.pass_seconds for seen in observations), strict=True)

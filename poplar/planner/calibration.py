@@ -8,14 +8,12 @@ it fail.
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from itertools import compress
 from statistics import mean, median
 
-from poplar.observation import Observation, Slowdown, pooled
+from poplar.observation import Observation, pooled
 from poplar.plan import FIRST_STAGE_SHARDING_PARAMETERS, FIRST_STAGE_SYNCHRONIZING_EVERY_PASS, Plan
 from poplar.planner.cost_model import costs_of
 from poplar.planner.prediction import fits
@@ -76,9 +74,7 @@ def fit(
     for stage, own in _by_stage(observations).items():
         if asynchronous and cluster.overlap == 0.0:
             cluster = replace(cluster, overlap=_least_overlap(cluster, own))
-        each, error = _synchronization_residual(cluster, own)
-        # Only what exceeds one standard error: a plan may have many synchronizations.
-        each = max(each - error, 0.0) + min(each + error, 0.0)
+        each = _synchronization_residual(cluster, own)
         cluster = _with_residuals(cluster, stage, own, synchronization=each)
     return cluster
 
@@ -114,18 +110,13 @@ def at_profiled_speed(cluster: ClusterProfile, observation: Observation) -> Obse
     """
     if not observation.slowdowns:
         return observation
-    factors, errors = zip(*map(_plausible, observation.slowdowns), strict=True)
+    factors = [_plausible(factor) for factor in observation.slowdowns]
     seen = _at_speed_of(cluster, observation, with_slower_devices(cluster, factors))
-    error = max(compress(errors, map(any, observation.plan.micro_batches)))
-    return replace(
-        seen,
-        spread_seconds=math.hypot(seen.spread_seconds, seen.step_seconds * error),
-        pass_seconds=tuple(
-            tuple(seconds / factor for seconds in passes)
-            for passes, factor in zip(seen.pass_seconds, factors, strict=True)
-        ),
-        slowdowns=(),
+    passes = (
+        tuple(seconds / factor for seconds in own)
+        for own, factor in zip(seen.pass_seconds, factors, strict=True)
     )
+    return replace(seen, pass_seconds=tuple(passes), slowdowns=())
 
 
 def _at_observed_speeds(
@@ -140,16 +131,14 @@ def _at_observed_speeds(
             for size, seconds in _passes(seen, rank):
                 computed += seconds - overhead
                 profiled += device.seconds(size)
-        return _plausible(Slowdown(computed / profiled, 0.0)).factor if profiled else 1.0
+        return _plausible(computed / profiled) if profiled else 1.0
 
     factors = [factor(rank, device) for rank, device in enumerate(cluster.devices)]
     return with_slower_devices(cluster, factors)
 
 
-def _plausible(slowdown: Slowdown) -> Slowdown:
-    """The slowdown within `LARGEST_SLOWDOWN`; what was cut off is added to its error."""
-    factor = min(max(slowdown.factor, 1.0 / LARGEST_SLOWDOWN), LARGEST_SLOWDOWN)
-    return Slowdown(factor, slowdown.error + abs(slowdown.factor - factor) / factor)
+def _plausible(slowdown: float) -> float:
+    return min(max(slowdown, 1.0 / LARGEST_SLOWDOWN), LARGEST_SLOWDOWN)
 
 
 def _at_speed_of(
@@ -161,11 +150,7 @@ def _at_speed_of(
         costs_of(each, plan).step_seconds(plan.micro_batches, plan.shares)
         for each in (cluster, present)
     )
-    return replace(
-        seen,
-        step_seconds=seen.step_seconds * wanted / took,
-        spread_seconds=seen.spread_seconds * wanted / took,
-    )
+    return replace(seen, step_seconds=seen.step_seconds * wanted / took)
 
 
 def _with_overheads(cluster: ClusterProfile, observations: Sequence[Observation]) -> ClusterProfile:
@@ -223,18 +208,15 @@ def _with_residuals(
 
 def _synchronization_residual(
     cluster: ClusterProfile, observations: Sequence[Observation]
-) -> tuple[float, float]:
-    """Seconds per synchronization beyond the closed form, and their standard error.
-
-    From the plans with the fewest and the most synchronizations; 0 if these are equally many.
-    """
+) -> float:
+    """Seconds per synchronization beyond the closed form; 0 if all plans have equally many."""
     few = min(observations, key=_synchronizations)
     many = max(observations, key=_synchronizations)
     more = _synchronizations(many) - _synchronizations(few)
     if not more:
-        return 0.0, 0.0
+        return 0.0
     extra = _unexplained_seconds(cluster, many) - _unexplained_seconds(cluster, few)
-    return extra / more, math.hypot(many.spread_seconds, few.spread_seconds) / more
+    return extra / more
 
 
 def _unexplained_seconds(cluster: ClusterProfile, observation: Observation) -> float:
@@ -255,12 +237,12 @@ def _unexplained_seconds(cluster: ClusterProfile, observation: Observation) -> f
 def _least_overlap(cluster: ClusterProfile, observations: Sequence[Observation]) -> float:
     """The least overlap, at most 1, at which a synchronization costs no less than its collectives.
 
-    One standard error of the synchronization cost is allowed for. 0 if overlap has no effect.
+    0 if overlap has no effect.
     """
 
     def missing(step: int) -> float:
         with_overlap = replace(cluster, overlap=step / _OVERLAP_STEPS)
-        return sum(_synchronization_residual(with_overlap, observations))
+        return _synchronization_residual(with_overlap, observations)
 
     if missing(_OVERLAP_STEPS) <= missing(0):
         return 0.0

@@ -8,7 +8,6 @@ from statistics import fmean, median
 from typing import Any
 
 from poplar.comm import Control
-from poplar.curve import error_of_median
 from poplar.observation import Observation
 from poplar.optimizer import HeteroZeroOptimizer
 from poplar.plan import Plan
@@ -44,7 +43,6 @@ def observe(
     return Observation(
         plan=plan,
         step_seconds=median(means),
-        spread_seconds=error_of_median(means),
         pass_seconds=tuple(
             tuple(median(times) for times in zip(*(step.passes for step in own), strict=True))
             for own in by_rank

@@ -13,8 +13,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from operator import attrgetter
+from statistics import fmean
 
-from poplar.observation import Observation, Slowdown
+from poplar.observation import Observation
 from poplar.optimizer import HeteroZeroOptimizer
 from poplar.plan import Plan
 from poplar.profile import ClusterProfile
@@ -143,34 +144,31 @@ def _run_beside_plain_passes(
     for plan in plans:
         seen = run_plan(session, plan, steps=steps, report=report)
         after = measure_slowdowns(session, profile, plan, plain_seconds)
-        slowdowns = tuple(
-            Slowdown((one.factor + two.factor) / 2, math.hypot(one.error, two.error) / 2)
-            for one, two in zip(before, after, strict=True)
-        )
-        observations.append(replace(seen, slowdowns=slowdowns))
+        slowdowns = map(fmean, zip(before, after, strict=True))
+        observations.append(replace(seen, slowdowns=tuple(slowdowns)))
         before = after
     return observations
 
 
 def measure_slowdowns(
     session: Session, profile: ClusterProfile, plan: Plan, seconds: float
-) -> list[Slowdown]:
+) -> list[float]:
     """By rank, how long plain passes take now, relative to the profiled curve. Collective.
 
     Each rank times its largest profiled batch that is not above the plan's. If `seconds` are too
     few to measure anything, the factors are 1.
     """
     if seconds < SHORTEST_SAMPLE_SECONDS:
-        return [Slowdown(1.0, 0.0)] * session.group.size
+        return [1.0] * session.group.size
     device = profile.devices[session.group.rank]
     first, *others = device.points
     planned = max(plan.micro_batches[session.group.rank], default=0)
     known = max([first, *(p for p in others if p.batch <= planned)], key=attrgetter("batch"))
     passes = session.passes()
 
-    def measure() -> Slowdown:
+    def measure() -> float:
         (point,) = time_sizes(passes, [known], seconds=seconds, least=2)
-        return Slowdown(point.seconds / known.seconds, point.spread_seconds / point.seconds)
+        return point.seconds / known.seconds
 
     with computing_in(session.request.model, session.agreed.dtype):
         session.on_all_ranks(lambda: passes.run(known.batch), "a pass before timing")

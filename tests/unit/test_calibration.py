@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from records import cluster as measured_cluster
 
 from poplar import ClusterProfile, Plan
-from poplar.observation import Observation, Slowdown
+from poplar.observation import Observation
 from poplar.planner.calibration import (
     LARGEST_SLOWDOWN,
     at_profiled_speed,
@@ -128,36 +128,22 @@ def test_residuals_are_recovered_and_predict_other_plans(stage):
 def test_temporary_slowdown_of_a_device_is_not_engine_overhead(stage):
     slowness = (1.3, 0.9, 1.0, 1.1)
     now = with_slower_devices(plain(), slowness)
-    slowdowns = tuple(Slowdown(factor, 0.0) for factor in slowness)
-    seen = [replace(observed(now, plan), slowdowns=slowdowns) for plan in two_plans(stage)]
+    seen = [replace(observed(now, plan), slowdowns=slowness) for plan in two_plans(stage)]
     found = fitted(plain(), seen)
     assert_predicts(found, [observed(plain(), plan) for plan in two_plans(stage)])
     for device in found.devices:
         assert device.pass_overhead_seconds == pytest.approx((0.0,) * 4, abs=1e-12)
 
 
-def test_error_of_slowdown_adds_to_error_of_step():
-    (plan, _), exact = two_plans(2), (Slowdown(1.0, 0.0),) * 3
-    seen = replace(observed(plain(), plan), slowdowns=(*exact, Slowdown(1.0, 0.02)))
-    unsure = at_profiled_speed(plain(), seen)
-    assert unsure.spread_seconds == pytest.approx(0.02 * seen.step_seconds)
-
-
 @pytest.mark.parametrize("stage", EACH_PASS)
 @pytest.mark.parametrize("sign", [1.0, -1.0])
-def test_synchronization_residual_excludes_one_standard_error(stage, sign):
+def test_synchronization_residual_may_be_negative(stage, sign):
     true = with_residuals(plain(), stage, synchronization=sign * 0.0016)
-    one, three = (
-        replace(observed(true, plan), spread_seconds=error)
-        for plan, error in zip(two_plans(stage), (0.0006, 0.0008), strict=True)
-    )
-    found = fitted(plain(), [one, three])
+    seen = [observed(true, plan) for plan in two_plans(stage)]
+    found = fitted(plain(), seen)
     charged = found.network.synchronization_seconds[stage]
-    assert charged == pytest.approx(sign * (0.0016 - 0.0005)), (
-        "0.6, 0.8 and 1 ms, over two synchronizations"
-    )
-    missed = [predict(found, seen.plan).step_seconds - seen.step_seconds for seen in (one, three)]
-    assert sum(missed) == pytest.approx(0.0, abs=1e-12), "the step residual has the rest"
+    assert charged == pytest.approx(sign * 0.0016)
+    assert_predicts(found, seen)
 
 
 @pytest.mark.parametrize("slow", [0, 1, 2])
@@ -441,7 +427,7 @@ def test_rank_without_samples_keeps_its_curve():
 noisy_seconds = st.one_of(
     st.floats(0.0, 1e-3), st.floats(0.0, 10.0), st.floats(0.0, 1e6), st.just(0.0)
 )
-noisy_slowdowns = st.builds(Slowdown, st.floats(-10.0, 1e3), st.floats(0.0, 10.0))
+noisy_slowdowns = st.floats(-10.0, 1e3)
 
 
 @st.composite
@@ -457,7 +443,6 @@ def noisy_observations(draw: st.DrawFn, stage: int, with_slowdowns: bool) -> lis
             Observation(
                 plan=plan,
                 step_seconds=draw(st.floats(1e-6, 1e4)),
-                spread_seconds=draw(noisy_seconds),
                 pass_seconds=passes,
                 other_seconds=tuple(draw(st.floats(-1.0, 10.0)) for _ in range(4)),
                 slowdowns=tuple(draw(noisy_slowdowns) for _ in range(4)) if with_slowdowns else (),
@@ -479,13 +464,12 @@ def test_any_noise_gives_a_valid_profile(data, asynchronous, with_slowdowns):
             assert 0.0 <= seconds < math.inf
 
 
-def test_implausible_slowdown_is_limited_and_less_certain():
+def test_implausible_slowdown_is_limited():
     (plan, _) = two_plans(1)
-    slowdowns = (Slowdown(1.0, 0.0), Slowdown(-0.5, 0.01), Slowdown(1.0, 0.0), Slowdown(1.0, 0.0))
+    slowdowns = (1.0, -0.5, 1.0, 1.0)
     seen = at_profiled_speed(plain(), replace(observed(plain(), plan), slowdowns=slowdowns))
     expected = LARGEST_SLOWDOWN * observed(plain(), plan).pass_seconds[1][0]
     assert seen.pass_seconds[1][0] == pytest.approx(expected)
-    assert seen.spread_seconds > seen.step_seconds
 
 
 @pytest.mark.parametrize("stage", STAGES)
