@@ -214,8 +214,7 @@ class Tuner:
 
     def tune(self, given: ClusterProfile | None = None, *, verify: bool = True) -> Tuned:
         """The best plan on `given`, or on a profile from the cache or measured now."""
-        request = self.session.request
-        ends = time.perf_counter() + request.seconds / PROFILE_PART
+        ends = time.perf_counter() + self.session.request.seconds / PROFILE_PART
         profile = self.cached.profile() if given is None else self._checked_profile(given)
         key = json.dumps([self.global_batch, self.policy])
         known = self.cached.plans.get(key) if given is None else None
@@ -224,10 +223,8 @@ class Tuner:
         plans = self._search(profile)
         if not verify:
             return Tuned(plans[0], profile, ())
-        with (
-            show_progress(self.cached.show) as report,
-            model_preserved(request.model, self.session.device),
-        ):
+        model, device = self.session.request.model, self.session.device
+        with show_progress(self.cached.show) as report, model_preserved(model, device):
             if self.policy == "exact":
                 until = time.perf_counter() + POINTS_PART * self._seconds_left(ends)
                 profile, plans = self._measure_planned_batches(profile, plans, until, report)
@@ -298,7 +295,7 @@ class Tuner:
             fastest = trials.ranking(running)[0]
             running = [p for p in running if trials.ratio(p, fastest) <= 1.0 + CLOSE]
             half_a_turn = (time.perf_counter() - began) / 2
-            if self._seconds_left(ends) <= half_a_turn:
+            if self._seconds_left(ends - half_a_turn) <= 0.0:
                 break
             if turn <= TURNS - LEAST_TURNS:
                 running = self._with_newcomer(profile, trials, running)
@@ -307,9 +304,8 @@ class Tuner:
         best, observations = trials.ranking(running)[0], trials.observations()
         profile = self._refined(profile, observations)
         profile = self._refined(profile, [seen for seen in observations if seen.plan == best])
-        tuned = Tuned(
-            describe(profile, best, predict(profile, best), self.policy), profile, observations
-        )
+        plan = describe(profile, best, predict(profile, best), self.policy)
+        tuned = Tuned(plan, profile, observations)
         return self.session.on_first_rank(lambda: tuned, "the choice of a plan")
 
     def _run(
