@@ -285,7 +285,8 @@ class Tuner:
     ) -> Tuned:
         """Run plans in turns; after each turn drop slow ones and search on the speeds it showed."""
         ends = time.perf_counter() + seconds
-        one_turn = sum(predict(profile, plan).step_seconds for plan in plans) * (TURN_STEPS[0] + 1)
+        steps = [predict(profile, plan).step_seconds for plan in plans[:CONTENDERS]]
+        one_turn = (TURN_STEPS[0] + 1) * sum(steps)
         running = list(plans[: CONTENDERS if one_turn <= seconds else CANDIDATES])
         trials = Trials()
         for turn in range(1, TURNS + 1):
