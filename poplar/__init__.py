@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         ModelProfile,
         NetworkProfile,
     )
-    from poplar.simulator.event_engine import simulate
+    from poplar.simulator.step_simulation import simulate
     from poplar.simulator.timeline import Timeline
     from poplar.tuning.autotune import Tuned, autotune, tune
     from poplar.tuning.profile_cluster import profile_cluster
@@ -65,7 +65,7 @@ _HOME = {
     "predict": "poplar.planner.prediction",
     "profile_cluster": "poplar.tuning.profile_cluster",
     "search": "poplar.planner.search",
-    "simulate": "poplar.simulator.event_engine",
+    "simulate": "poplar.simulator.step_simulation",
     "split_stream": "poplar.data.stream",
     "tune": "poplar.tuning.autotune",
     "verify": "poplar.verification",

@@ -31,7 +31,7 @@ from poplar.hardware.simulated_cluster import SimulatedCluster, simulated_cluste
 from poplar.plan import Plan
 from poplar.planner.search import search
 from poplar.planner.what_if import Scenario, evaluate
-from poplar.simulator.event_engine import simulate as simulate_step
+from poplar.simulator.step_simulation import simulate as simulate_step
 
 _OTHER_POLICIES = ("even", "flops")
 _ABOUT_INTERVALS = (

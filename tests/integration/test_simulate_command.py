@@ -17,7 +17,7 @@ from poplar.plan import Plan
 from poplar.planner.prediction import predict
 from poplar.planner.search import search
 from poplar.profile import ClusterProfile
-from poplar.simulator.event_engine import simulate
+from poplar.simulator.step_simulation import simulate
 
 CLUSTER = """
 currency = "USD"

@@ -1,4 +1,4 @@
-"""`simulate` runs a step event by event, as the engine does, and agrees with the closed form.
+"""`simulate` runs a step unit by unit, as the engine does, and agrees with the closed form.
 
 The hand-computed cases use two units of equal size, a backward of half a pass, and 0.1 s per
 sample: a pass of 4 samples is two forwards of 0.1 s, then two backwards of 0.1 s.
