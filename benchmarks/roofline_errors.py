@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from poplar.hardware.gpu_specifications import find_device
 from poplar.hardware.model_shapes import TrainingJob, architecture
-from poplar.hardware.published_curves import CURVES, curve
+from poplar.hardware.published_curves import CURVES, SOURCE, curve
 from poplar.hardware.roofline import REFERENCE, pass_seconds
 
 
@@ -105,7 +105,7 @@ def errors() -> Iterator[CalibrationError]:
         batch = max(set(other.seconds) & set(reference.seconds))
         job = TrainingJob(architecture=architecture(other.model))
         yield CalibrationError(
-            what=f"{other.model} on {other.gpu} over {REFERENCE}: {other.source}",
+            what=f"{other.model} on {other.gpu} over {REFERENCE}: {SOURCE}",
             measured=reference.seconds[batch] / other.seconds[batch],
             modelled=pass_seconds(find_device(REFERENCE), job, batch)
             / pass_seconds(find_device(other.gpu), job, batch),

@@ -33,48 +33,35 @@ LAYER_SECONDS = 1e-4
 """Launches of one layer's forward and backward."""
 TRAFFIC = 5.2
 """How often each byte that the forward produces is read or written."""
-EFFICIENCY = 0.67
-"""Fraction of the peak that matrix products reach, on A100 and by default."""
-_EFFICIENCIES = {
-    "H100-SXM-80": 0.42,
-    "H100-PCIe-80": 0.42,
-    "H200-SXM-141": 0.42,
-    "V100-SXM2-16": 0.41,
-    "V100-SXM2-32": 0.41,
-    "V100-PCIe-16": 0.41,
-    "V100S-PCIe-32": 0.41,
+DEFAULT_EFFICIENCY = 0.67
+"""Fraction of the peak that matrix products reach on A100, and on chips without their own."""
+EFFICIENCIES = {
+    "H100": 0.42,
+    "H200": 0.42,
+    "V100": 0.41,
     "T4": 0.41,
     "L4": 0.41,
     "RTX-3090": 0.95,
     "RTX-4090": 0.95,
 }
-CALIBRATED = frozenset(
-    {
-        *("A100-PCIe-40", "A100-SXM-40", "A100-SXM-80", "A800-80"),
-        *("H100-PCIe-80", "H100-SXM-80", "H200-SXM-141"),
-        *("V100-SXM2-16", "V100-SXM2-32", "V100-PCIe-16", "V100S-PCIe-32", "RTX-3090"),
-    }
-)
-"""Devices whose chip has a published measurement."""
+"""By chip, with which the names of its devices begin."""
+CALIBRATED = ("A100", "A800", "H100", "H200", "V100", "RTX-3090")
+"""Chips with a published measurement."""
 _UPDATE_BYTES = 30
 """AdamW per element: master and moments read and written, gradient read, parameter written."""
 REFERENCE = "A100-SXM-40"
 """Curves are scaled relative to this device."""
 
 
-def efficiency(gpu: str) -> float:
-    """Fraction of its peak that matrix products reach."""
-    return _EFFICIENCIES.get(gpu, EFFICIENCY)
-
-
 def pass_seconds(of: Specification, job: TrainingJob, batch: int) -> float:
     """One forward and backward of `batch` samples."""
     bandwidth = of.memory_gb_per_s * 1e9
     numel, layers = job.architecture.numel, job.architecture.layers
+    efficiencies = (value for chip, value in EFFICIENCIES.items() if of.gpu.startswith(chip))
+    flops = next(efficiencies, DEFAULT_EFFICIENCY) * of.half_flops
     fixed = LAYER_SECONDS * layers + 3 * HALF_BYTES * numel / bandwidth
-    computed = job.flops_per_sample / (efficiency(of.gpu) * of.half_flops)
     moved = TRAFFIC * job.produced_bytes_per_sample / bandwidth
-    return job.recomputation * (fixed + batch * (computed + moved))
+    return job.recomputation * (fixed + batch * (job.flops_per_sample / flops + moved))
 
 
 def optimizer_seconds(of: Specification, job: TrainingJob) -> float:
@@ -83,10 +70,7 @@ def optimizer_seconds(of: Specification, job: TrainingJob) -> float:
 
 
 def curve_scale(model: str) -> float:
-    """The factor for all curves of a model, so that the reference device equals the roofline.
-
-    Measured and estimated devices are comparable then.
-    """
+    """Factor for all curves of a model that makes the reference device equal to the roofline."""
     measured = curve(model, REFERENCE)
     if measured is None:
         return 1.0
