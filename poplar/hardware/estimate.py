@@ -93,10 +93,7 @@ def estimate(simulated: SimulatedCluster, plan: Plan) -> Estimate:
 
 
 def gain(
-    simulated: SimulatedCluster,
-    plan: Plan,
-    other: Plan,
-    elsewhere: SimulatedCluster | None = None,
+    simulated: SimulatedCluster, plan: Plan, other: Plan, elsewhere: SimulatedCluster | None = None
 ) -> Interval:
     """Speed-up of `plan` over `other`, which may be for `elsewhere`, a part of the cluster.
 

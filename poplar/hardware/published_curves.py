@@ -58,8 +58,3 @@ CURVES = (
 )
 """Without the source's GH-96 (Grace Hopper), which `gpu_specifications` does not have."""
 # fmt: on
-
-
-def curve(model: str, gpu: str) -> Curve | None:
-    """The measured curve of this model on this device, if there is one."""
-    return next((known for known in CURVES if (known.model, known.gpu) == (model, gpu)), None)

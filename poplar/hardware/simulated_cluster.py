@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from poplar.hardware.cluster_file import ClusterFile, HostEntry
-from poplar.hardware.device_catalog import SPREAD, device_profile, measured_curve, spread
+from poplar.hardware.device_catalog import SPREAD, device_profile, published_seconds, spread
 from poplar.hardware.gpu_specifications import Specification
 from poplar.hardware.model_shapes import TrainingJob
 from poplar.profile import ClusterProfile, ModelProfile, NetworkProfile
@@ -72,7 +72,7 @@ def simulated_cluster(
     """
     types = vary or described.device_types
     spreads = {one.gpu: spread(one) for one in types}
-    measured = tuple(one.gpu for one in types if measured_curve(one, job) is not None)
+    measured = tuple(one.gpu for one in types if published_seconds(one, job) is not None)
     of_ratios = {**spreads, **dict.fromkeys(measured, MEASURED_SPREAD)}
 
     def all_at(outlook: int) -> ClusterProfile:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from poplar.hardware import roofline
-from poplar.hardware.device_catalog import device_profile, measured_curve, spread
+from poplar.hardware.device_catalog import device_profile, published_seconds, spread
 from poplar.hardware.gpu_specifications import SPECIFICATIONS, find_device
 from poplar.hardware.model_shapes import TrainingJob, architecture
 from poplar.hardware.published_curves import CURVES
@@ -112,7 +112,7 @@ def test_every_calibration_error_is_within_the_interval():
 @pytest.mark.parametrize("gpu", KINDS)
 def test_without_a_curve_larger_batches_are_faster_per_sample(gpu):
     profile = device_profile(find_device(gpu), LLAMA)
-    assert measured_curve(find_device(gpu), LLAMA) is None
+    assert published_seconds(find_device(gpu), LLAMA) is None
     rates = [point.batch / point.seconds for point in profile.points]
     assert rates == sorted(rates), "launches count less in larger batches"
     mfu = rates[-1] * LLAMA.flops_per_sample / profile.peak_flops
@@ -144,8 +144,8 @@ def test_published_curves_are_scaled_to_the_roofline():
 @pytest.mark.parametrize("more", [{"checkpointing": True}, {"sequence": 1024}])
 def test_a_curve_is_only_used_for_its_own_job(more):
     a100 = find_device("A100-SXM-80")
-    assert measured_curve(a100, OPT) is not None
-    assert measured_curve(a100, TrainingJob(architecture=OPT.architecture, **more)) is None
+    assert published_seconds(a100, OPT) is not None
+    assert published_seconds(a100, TrainingJob(architecture=OPT.architecture, **more)) is None
 
 
 def test_checkpointing_lengthens_passes_by_a_third_and_allows_larger_ones():
