@@ -76,9 +76,11 @@ class Timeline:
 
     def to_perfetto(self, path: str | Path) -> None:
         """Write a trace for ui.perfetto.dev: a process per rank, a thread per stream."""
-        events = ",\n".join(map(json.dumps, self._events()))
-        content = f'{{"displayTimeUnit": "ms", "traceEvents": [\n{events}\n]}}\n'
-        Path(path).write_text(content, encoding="utf-8")
+        events = map(json.dumps, self._events())
+        with Path(path).open("w", encoding="utf-8") as file:
+            file.write('{"displayTimeUnit": "ms", "traceEvents": [\n' + next(events))
+            file.writelines(f",\n{event}" for event in events)
+            file.write("\n]}\n")
 
     def _events(self) -> Iterator[dict[str, Any]]:
         for rank, (device, spans) in enumerate(zip(self.devices, self.spans, strict=True)):
