@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
+from poplar.curve import pooled
 from poplar.report.activity import COMMUNICATION, COMPUTE, OPTIMIZER, WAITING
 
 WIDTH = 10.0
@@ -118,6 +119,23 @@ def settle(figure: Figure) -> None:
     """Compute the layout now and freeze it, so that later changes do not move anything."""
     figure.draw_without_rendering()
     figure.set_layout_engine("none")
+
+
+def spread(positions: Sequence[float], gap: float, low: float, high: float) -> list[float]:
+    """Move labels as little as possible (least squares) so that adjacent ones are `gap` apart.
+
+    Args:
+        positions: preferred position of each label, in any order.
+        gap: least distance between two labels.
+        low: lower limit, unless the labels do not fit.
+        high: upper limit.
+    """
+    order = sorted(range(len(positions)), key=positions.__getitem__)
+    # Labels are far enough apart if the position of the i-th one minus `i * gap` does not fall.
+    wishes = pooled([positions[label] - i * gap for i, label in enumerate(order)])
+    highest = high - gap * (len(positions) - 1)
+    placed = [min(max(wish, low), highest) + i * gap for i, wish in enumerate(wishes)]
+    return [placed[order.index(label)] for label in range(len(positions))]
 
 
 def write_png(figure: Figure, path: Path) -> None:
