@@ -211,7 +211,14 @@ class Plan(Document):
         stage = checked(Stage, stage, "stage")
         global_batch = checked(PositiveCount, global_batch, "global_batch")
         speeds = checked(tuple[NonNegative, ...], speeds, "speeds")
-        limits = _checked_limits(max_micro_batch, len(speeds))
+        is_per_rank = isinstance(max_micro_batch, Sequence)
+        limits = max_micro_batch if is_per_rank else (max_micro_batch,) * len(speeds)
+        limits = checked(tuple[Count, ...], limits, "max_micro_batch")
+        if len(limits) != len(speeds):
+            raise ValueError(
+                f"{len(limits)} values of max_micro_batch for {len(speeds)} speeds; give one "
+                "number, or one per rank"
+            )
         weights = [speed if limit else 0.0 for speed, limit in zip(speeds, limits, strict=True)]
         if not any(weights):
             raise ValueError(
@@ -375,15 +382,3 @@ def _parse_sizes(text: str) -> list[int]:
         raise ValueError(
             f"expected one whole number per rank, as in '2,2,2,15', got {text!r}"
         ) from None
-
-
-def _checked_limits(max_micro_batch: int | Sequence[int], ranks: int) -> tuple[int, ...]:
-    if not isinstance(max_micro_batch, Sequence):
-        max_micro_batch = (checked(PositiveCount, max_micro_batch, "max_micro_batch"),) * ranks
-    limits: tuple[int, ...] = checked(tuple[Count, ...], max_micro_batch, "max_micro_batch")
-    if len(limits) != ranks:
-        raise ValueError(
-            f"{len(limits)} values of max_micro_batch for {ranks} speeds; give one number, or one "
-            "per rank"
-        )
-    return limits

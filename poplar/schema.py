@@ -10,23 +10,13 @@ import dataclasses
 import json
 import math
 import operator
+import typing
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache, partial
 from numbers import Real
 from pathlib import Path
 from types import NoneType
-from typing import (
-    TYPE_CHECKING,
-    Annotated,
-    Any,
-    ClassVar,
-    Literal,
-    NamedTuple,
-    TypeVar,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -188,7 +178,7 @@ def to_json_types(value: Any) -> Any:
 
 
 def _field_converters(kind: Any) -> dict[str, _Convert]:
-    hints = get_type_hints(kind, include_extras=True)
+    hints = typing.get_type_hints(kind, include_extras=True)
     return {field.name: _converter(hints[field.name]) for field in dataclasses.fields(kind)}
 
 
@@ -197,7 +187,7 @@ _converters: Callable[[Any], dict[str, _Convert]] = cache(_field_converters)
 
 @cache
 def _converter(annotation: Any) -> _Convert:
-    origin, arguments = get_origin(annotation), get_args(annotation)
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is Annotated:
         return partial(_by_rules, _converter(arguments[0]), arguments[1:])
     if origin is Literal:
