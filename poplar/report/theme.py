@@ -155,10 +155,6 @@ def to_svg(figure: Figure, name: str) -> str:
     text = re.sub(r'\b(id="|href="#|url\(#)', rf"\g<1>{name}-", text)
     text = re.sub(r'<svg([^>]*?) width="[^"]*"', r"<svg\1", text, count=1)
     text = re.sub(r'<svg([^>]*?) height="[^"]*"', r"<svg\1", text, count=1)
-    return re.sub(
-        "#[0-9a-f]{6}\\b",
-        lambda found: (
-            f"var(--{CSS_VARIABLES[found[0]]})" if found[0] in CSS_VARIABLES else found[0]
-        ),
-        text,
-    )
+    for color, variable in CSS_VARIABLES.items():
+        text = text.replace(color, f"var(--{variable})")
+    return text
