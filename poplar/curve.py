@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import mul
 from statistics import median
 
 _LEAST_ERROR = 1e-3
@@ -76,16 +75,14 @@ def straightened(
         return list(values)
     spread = [max(error, _LEAST_ERROR * value) for value, error in zip(values, errors, strict=True)]
     weights = [error**-2 for error in spread]
-
-    def weighted_sum(terms: Iterable[float]) -> float:
-        return math.fsum(map(mul, weights, terms))
-
-    total = math.fsum(weights)
-    middle, height = weighted_sum(batches) / total, weighted_sum(values) / total
+    weight = math.fsum(weights)
+    middle = math.fsum(w * batch for w, batch in zip(weights, batches, strict=True)) / weight
+    height = math.fsum(w * value for w, value in zip(weights, values, strict=True)) / weight
     away = [batch - middle for batch in batches]
-    slope = weighted_sum(map(mul, away, values)) / weighted_sum(map(mul, away, away))
+    lever = math.fsum(w * a * a for w, a in zip(weights, away, strict=True))
+    slope = math.fsum(w * a * v for w, a, v in zip(weights, away, values, strict=True)) / lever
     line = [height + slope * a for a in away]
-    missed = weighted_sum((value - on) ** 2 for value, on in zip(values, line, strict=True))
+    missed = math.fsum(w * (v - on) ** 2 for w, v, on in zip(weights, values, line, strict=True))
     too_far = missed > surplus + math.sqrt(2.0 * surplus)
     return list(values) if too_far or slope < 0.0 or line[0] <= 0.0 else line
 
