@@ -12,7 +12,7 @@ from poplar.plan import STRATEGIES, Plan
 from poplar.planner.explain import explain
 from poplar.planner.prediction import DoesNotFit, Prediction, predict
 from poplar.planner.search import POLICIES
-from poplar.planner.what_if import Scenario, evaluate
+from poplar.planner.what_if import Scenario, evaluate, other_policy, other_stage
 from poplar.profile import ClusterProfile
 from poplar.schema import from_fields
 
@@ -77,14 +77,12 @@ def reasons(profile: ClusterProfile, chosen: Plan) -> Reasons:
         )
 
     stages = tuple(
-        alternative(
-            f"stage {stage}", name.replace("_", " "), dataclasses.replace(scenario, stages=(stage,))
-        )
+        alternative(f"stage {stage}", name.replace("_", " "), other_stage(scenario, stage).scenario)
         for stage, name in enumerate(STRATEGIES)
     )
     policies = tuple(
-        alternative(name, description, dataclasses.replace(scenario, policy=name))
-        for name, description in POLICY_DESCRIPTIONS.items()
+        alternative(name, POLICY_DESCRIPTIONS[name], other_policy(scenario, name).scenario)
+        for name in POLICIES
     )
     prediction = _stored_prediction(chosen) or _predicted(profile, chosen)
     sentences = tuple(_sentences(profile, chosen, prediction))
