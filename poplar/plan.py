@@ -282,6 +282,8 @@ class Plan(Document):
         """
         samples = checked(Count, samples, "samples")
         planned = [sum(passes) for passes in self.micro_batches]
+        if samples == self.global_batch:
+            return tuple(planned)
         working = sum(count > 0 for count in planned)
         if samples > self.global_batch:
             raise ValueError(
