@@ -99,25 +99,18 @@ class Plan(Document):
                 f"the micro-batches sum to {total} samples, but global_batch is "
                 f"{self.global_batch}; change one of them"
             )
-        if len(self.shares) != self.world_size:
-            raise ValueError(
-                f"{len(self.shares)} shares for {self.world_size} ranks; give one share per rank, "
-                "0 for a rank without state"
-            )
-        self._check_units()
-        self._check_passes()
-
-    def _check_units(self) -> None:
-        names = set()
+        shares = {"the plan": self.shares}
         for unit in self.units:
-            if unit.name in names:
-                raise ValueError(f"unit {unit.name!r} has two entries in Plan.units; keep one")
-            names.add(unit.name)
-            if unit.shares is not None and len(unit.shares) != self.world_size:
+            if (owner := f"unit {unit.name!r}") in shares:
+                raise ValueError(f"{owner} has two entries in Plan.units; keep one")
+            shares[owner] = unit.shares or self.shares
+        for owner, own in shares.items():
+            if len(own) != self.world_size:
                 raise ValueError(
-                    f"unit {unit.name!r} has {len(unit.shares)} shares for {self.world_size} "
-                    "ranks; give one per rank"
+                    f"{owner} has {len(own)} shares for {self.world_size} ranks; give one share "
+                    "per rank, 0 for a rank without state"
                 )
+        self._check_passes()
 
     def _check_passes(self) -> None:
         stages = [self.stage, *(STRATEGIES.index(unit.strategy) for unit in self.units)]

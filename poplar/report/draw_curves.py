@@ -117,9 +117,11 @@ def _panel(
         end = sorted(ends)[len(ends) // 2]
         last = max(profile.devices[rank].max_batch for rank in one.ranks)
         axes.plot([last, longest], [end, end], color=one.color, linewidth=0.8, linestyle=":")
-        texts.append(_end_label(axes, end, one.label, one.color))
+        style = {"color": one.color, "fontweight": "bold"}
+        texts.append(theme.write_beside(axes, end, one.label, **style))
     if coincide:
-        texts.append(_end_label(axes, highest, "all ranks", theme.INK))
+        style = {"color": theme.INK, "fontweight": "bold"}
+        texts.append(theme.write_beside(axes, highest, "all ranks", **style))
     axes.set_xlabel("samples in the pass")
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
@@ -146,18 +148,6 @@ def _draw_device(
     heights = [quantity.at(device, size) for size in used]
     axes.plot(used, heights, color=color, zorder=4, **_PLANNED)
     return line[-1]
-
-
-def _end_label(axes: Axes, height: float, label: str, color: str) -> Text:
-    return axes.text(
-        1.02,
-        height,
-        label,
-        color=color,
-        transform=axes.get_yaxis_transform(),
-        verticalalignment="center",
-        fontweight="bold",
-    )
 
 
 def _coincide(profile: ClusterProfile, quantity: _Quantity) -> bool:

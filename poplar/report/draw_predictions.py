@@ -47,14 +47,7 @@ def draw_predictions(runs: Sequence[Run]) -> Figure:
             _median_and_prediction(
                 axes, row, run.measured_step_seconds, run.predicted_step_seconds, color
             )
-            axes.text(
-                1.012,
-                row,
-                _label(run),
-                transform=axes.get_yaxis_transform(),
-                verticalalignment="center",
-                color=theme.INK,
-            )
+            theme.write_beside(axes, row, _label(run), color=theme.INK)
         _rows(axes, [run.name for run in runs])
     return figure
 

@@ -18,6 +18,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.text import Text
 
 from poplar.curve import pooled
 from poplar.report.activity import COMMUNICATION, COMPUTE, OPTIMIZER, WAITING
@@ -113,6 +114,12 @@ def points_of(axes: Axes) -> tuple[float, float]:
     box = axes.get_position()
     width, height = figure.get_size_inches()
     return 72 * width * box.width, 72 * height * box.height
+
+
+def write_beside(axes: Axes, height: float, text: str, **style: Any) -> Text:
+    """Write at the right edge of the axes, centered at `height` in data coordinates."""
+    place = axes.get_yaxis_transform()
+    return axes.text(1.012, height, text, transform=place, verticalalignment="center", **style)
 
 
 def settle(figure: Figure) -> None:
