@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 from poplar.formatting import format_ranks, format_seconds
 from poplar.plan import STRATEGIES, Plan
@@ -15,6 +14,7 @@ from poplar.planner.prediction import DoesNotFit, Prediction, predict
 from poplar.planner.search import POLICIES
 from poplar.planner.what_if import Scenario, evaluate, other_policy, other_stage
 from poplar.profile import ClusterProfile
+from poplar.schema import from_fields
 
 _MAX_CHANGES = 3
 
@@ -91,15 +91,11 @@ def reasons(profile: ClusterProfile, chosen: Plan) -> Reasons:
 
 def _stored_prediction(plan: Plan) -> Prediction | None:
     """The prediction in the plan, which trial runs may have refined; None if it is incomplete."""
-    stored: dict[str, Any] = dict(plan.prediction or {})
+    stored = plan.prediction or {}
     names = {member.name for member in dataclasses.fields(Prediction)}
     if not names <= stored.keys():
         return None
-    values: dict[str, Any] = {
-        name: tuple(stored[name]) if isinstance(stored[name], list) else stored[name]
-        for name in names
-    }
-    return Prediction(**values)
+    return from_fields(Prediction, {name: stored[name] for name in names})
 
 
 def _predicted(profile: ClusterProfile, plan: Plan) -> Prediction | None:
