@@ -29,8 +29,7 @@ from poplar.hardware.gpu_specifications import find_device
 from poplar.hardware.model_shapes import TrainingJob, architecture
 from poplar.hardware.simulated_cluster import SimulatedCluster, simulated_cluster
 from poplar.plan import Plan
-from poplar.planner.search import search
-from poplar.planner.what_if import Scenario, evaluate
+from poplar.planner.search import plan_or_error, search
 from poplar.simulator.event_engine import simulate as simulate_step
 
 _OTHER_POLICIES = ("even", "flops")
@@ -119,7 +118,7 @@ def _gains(
             others[f"{one.gpu} alone"] = (part, policy)
     gains: dict[str, Interval | str] = {}
     for name, (part, other_policy) in others.items():
-        found = evaluate(Scenario(cluster=part.middle, policy=other_policy, **request))
+        found = plan_or_error(part.middle, policy=other_policy, **request)
         if isinstance(found, Plan):
             gains[name] = gain(simulated, plan, found, part)
         else:

@@ -58,22 +58,29 @@ def with_equal_devices(cluster: ClusterProfile, groups: Sequence[DeviceGroup]) -
     """
     if cluster.world_size <= _MAX_UNEQUAL_RANKS:
         return cluster
-    median = list(range(cluster.world_size))
-    devices, network = list(cluster.devices), cluster.network
+    median, devices = list(range(cluster.world_size)), list(cluster.devices)
     for group in groups:
-        largest = min(cluster.devices[rank].max_batch for rank in group.ranks)
-        by_speed = sorted(group.ranks, key=lambda rank: devices[rank].seconds(largest))
+        own = [cluster.devices[rank] for rank in group.ranks]
+        largest = min(device.max_batch for device in own)
+        by_speed = sorted(group.ranks, key=lambda rank: cluster.devices[rank].seconds(largest))
         middle = by_speed[len(by_speed) // 2]
-        memory = min(devices[rank].memory_bytes for rank in group.ranks)
-        device = replace(devices[middle], memory_bytes=memory)
+        memory_bytes = min(device.memory_bytes for device in own)
+        device = replace(cluster.devices[middle], memory_bytes=memory_bytes)
         for rank in group.ranks:
             median[rank], devices[rank] = middle, device
-    network = replace(
+    return replace(of_ranks(cluster, median), devices=tuple(devices))
+
+
+def of_ranks(cluster: ClusterProfile, ranks: Sequence[int]) -> ClusterProfile:
+    """The cluster with the devices and links of these ranks, in this order."""
+    network = cluster.network
+    links = replace(
         network,
-        send_seconds_per_byte=tuple(network.send_seconds_per_byte[rank] for rank in median),
-        receive_seconds_per_byte=tuple(network.receive_seconds_per_byte[rank] for rank in median),
+        send_seconds_per_byte=tuple(network.send_seconds_per_byte[rank] for rank in ranks),
+        receive_seconds_per_byte=tuple(network.receive_seconds_per_byte[rank] for rank in ranks),
     )
-    return replace(cluster, devices=tuple(devices), network=network)
+    devices = tuple(cluster.devices[rank] for rank in ranks)
+    return replace(cluster, devices=devices, network=links)
 
 
 def _figures(cluster: ClusterProfile, rank: int) -> list[float]:
