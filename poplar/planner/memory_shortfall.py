@@ -22,6 +22,8 @@ class Shortfall(NamedTuple):
     """What is missing at one stage."""
 
     stage: int
+    total_bytes: float
+    """Summed over the ranks."""
     bytes_by_rank: Mapping[int, float]
     """Ranks that lack memory, and how much more each of them needs."""
     sentence: str
@@ -46,7 +48,7 @@ class NoPlanFits(PoplarError, ValueError):
         self.shortfalls = tuple(shortfalls)
         """By stage, what is missing."""
         self._suggest = suggest
-        closest = min(shortfalls, key=lambda one: (sum(one.bytes_by_rank.values()), one.stage))
+        closest = min(shortfalls, key=lambda one: (one.total_bytes, one.stage))
         super().__init__(f"no plan fits at stage {closest.stage}: {closest.sentence}")
 
     @cached_property
@@ -63,13 +65,18 @@ class NoPlanFits(PoplarError, ValueError):
 
 
 def memory_shortfall(costs: StageCosts) -> Shortfall | None:
-    """What is missing at this stage for every choice of batches and shares; None: a plan fits."""
+    """What is missing at this stage for every choice of batches and shares; None: a plan fits.
+
+    Ranks that are too small even without samples and state are reported before others.
+    """
     shares, rank_with_sample = smallest_shares(costs)
     batches = [int(rank == rank_with_sample) for rank in range(len(shares))]
     room = costs.by_rank(lambda rank, batch: costs.memories[rank].largest_share(batch), batches)
     if min(room) >= 0.0 and suffice(room):
         return None
-    return _shortfall(costs, batches, shares)
+    nothing = [0] * len(shares)
+    found, too_small = _shortfall(costs, batches, shares), shortfall_at(costs, nothing, nothing)
+    return too_small._replace(total_bytes=found.total_bytes) if too_small else found
 
 
 def shortfall_at(
@@ -103,8 +110,8 @@ def _shortfall(
         f"for {samples}{state}, but may use {format_bytes(memory.limit)} of "
         f"{format_bytes(device.memory_bytes)}: {format_bytes(missing[rank])} too little"
     )
-    by_rank = {rank: lacking for rank, lacking in enumerate(missing) if lacking}
-    return Shortfall(costs.stage, by_rank, sentence)
+    by_rank = {rank: lacking for rank, lacking in enumerate(missing) if lacking > 1.0}
+    return Shortfall(costs.stage, math.fsum(missing), by_rank, sentence)
 
 
 def smallest_shares(costs: StageCosts) -> tuple[tuple[float, ...], int]:
