@@ -32,12 +32,7 @@ def suggested_changes(
 ) -> tuple[str, ...]:
     """The smallest changes that make a plan fit, each on its own.
 
-    Args:
-        cluster: where a search found no plan.
-        shortfalls: what is missing at each requested stage.
-        global_batch: as in the search.
-        stages: as in the search.
-        policy: as in the search.
+    The arguments are those of the search that found no plan, with what is missing at each stage.
     """
     groups = device_groups(cluster)
     cluster = with_equal_devices(cluster, groups)
@@ -81,12 +76,9 @@ def _smallest(
     """Of changes at the smallest sizes that help, the one that is smallest over its ranks."""
     found: list[tuple[int, str]] = []
     for change in changes:
-
-        def helps(size: int, change: Callable[[int], Changed] = change) -> bool:
-            return bool(suggestion(change(size)))
-
-        size = 1 + bisect_left(range(1, largest), True, key=helps)
+        sizes = range(1, largest)
+        size = 1 + bisect_left(sizes, True, key=lambda n, of=change: bool(suggestion(of(n))))
         changed = change(size)
         found.append((size * max(1, len(changed.change.ranks)), suggestion(changed)))
-    helping = [one for one in found if one[1]]
+    helping = [(total, text) for total, text in found if text]
     return [min(helping, key=lambda one: one[0])[1]] if helping else []
