@@ -34,7 +34,7 @@ NOISE = PREFERENCE
 """Smaller gains are not reported: a search may return a plan that is slower by as much."""
 WORTH_IT, NOT_WORTH_IT, NEEDED = "worth it", "not worth it", "needed"
 
-_SCHEMA_VERSION = 1
+_SCHEMA_VERSION = 2
 _MORE_MEMORY, _FASTER_DEVICE = 0.25, 1.25
 _SHORTEST_STEP = 1e-12
 _GAP = 4
@@ -92,7 +92,7 @@ class Explanation:
     """What would help, largest gain first, without gains that are within the noise."""
     contributions: tuple[Contribution, ...]
     """One per group of devices, least valuable first; empty for a single rank."""
-    doubts: tuple[str, ...] = ()
+    uncertainties: tuple[str, ...] = ()
     """Where the plan relies on pass times that were not measured."""
 
     def sentences(self) -> list[str]:
@@ -107,7 +107,7 @@ class Explanation:
         return [
             *sentences,
             f"over an even plan: {gain}",
-            *(f"uncertain: {doubt}" for doubt in self.doubts),
+            *(f"uncertain: {one}" for one in self.uncertainties),
         ]
 
     def __str__(self) -> str:
@@ -177,7 +177,7 @@ def explain(
         verdict=_verdict(over_even, error),
         changes=tuple(sorted(changes, key=lambda one: -one.gain)),
         contributions=tuple(sorted(contributions, key=_least_valuable_first)),
-        doubts=tuple(_gaps_in_the_profile(cluster, plan)),
+        uncertainties=tuple(_gaps_in_the_profile(cluster, plan)),
     )
 
 

@@ -240,12 +240,12 @@ def test_a_batch_in_a_gap_of_the_profile_is_uncertain():
     sparse = device(largest=64)
     sparse = dataclasses.replace(sparse, points=(sparse.points[0], sparse.points[-1]))
     explanation = explain(cluster_of(sparse), Plan.manual([20], stage=0))
-    assert explanation.doubts == (
+    assert explanation.uncertainties == (
         "rank 0 (device of speed 1.0) runs 20 samples, but nothing was measured between 1 and 64",
     )
     assert "uncertain: rank 0" in str(explanation)
-    assert explain(cluster_of(sparse), Plan.manual([64], stage=0)).doubts == ()
-    assert explain(cluster_of(device(largest=64)), Plan.manual([20], stage=0)).doubts == ()
+    assert explain(cluster_of(sparse), Plan.manual([64], stage=0)).uncertainties == ()
+    assert explain(cluster_of(device(largest=64)), Plan.manual([20], stage=0)).uncertainties == ()
 
 
 @pytest.mark.parametrize("error", [-0.1, 1.0, float("nan")])
