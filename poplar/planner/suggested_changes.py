@@ -76,9 +76,15 @@ def _smallest(
     """Of changes at the smallest sizes that help, the one that is smallest over its ranks."""
     found: list[tuple[int, str]] = []
     for change in changes:
-        sizes = range(1, largest)
-        size = 1 + bisect_left(sizes, True, key=lambda n, of=change: bool(suggestion(of(n))))
+        size = _least(change, largest, suggestion)
         changed = change(size)
-        found.append((size * max(1, len(changed.change.ranks)), suggestion(changed)))
-    helping = [(total, text) for total, text in found if text]
-    return [min(helping, key=lambda one: one[0])[1]] if helping else []
+        if text := suggestion(changed):
+            found.append((size * max(1, len(changed.change.ranks)), text))
+    return [min(found, key=lambda one: one[0])[1]] if found else []
+
+
+def _least(
+    change: Callable[[int], Changed], largest: int, suggestion: Callable[[Changed], str]
+) -> int:
+    """The least size from 1 that helps, or `largest`."""
+    return 1 + bisect_left(range(1, largest), True, key=lambda n: bool(suggestion(change(n))))
