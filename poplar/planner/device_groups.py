@@ -1,8 +1,7 @@
 """Groups of devices that are equal up to measurement noise.
 
-Two cards of one model never measure exactly alike, so ranks are in one group if their devices have
-the same name, and memory, links and pass times within a few percent. (`rank_groups` groups ranks
-that are exactly equal.)
+Ranks are in one group if their devices have the same name, and memory, links and pass times within
+a few percent. (`rank_groups` groups ranks that are exactly equal.)
 """
 
 from __future__ import annotations
@@ -32,23 +31,23 @@ class DeviceGroup(NamedTuple):
 def device_groups(cluster: ClusterProfile) -> tuple[DeviceGroup, ...]:
     """The groups of a cluster by their first rank; at most `MAX_GROUPS` unless names differ."""
     figures = [_figures(cluster, rank) for rank in range(cluster.world_size)]
+    names = [device.name for device in cluster.devices]
+
+    def are_equal(first: int, rank: int, tolerance: float) -> bool:
+        """Relative to the smaller figure: at 5 %, twice as much is never equal."""
+        pairs = zip(figures[first], figures[rank], strict=True)
+        return names[first] == names[rank] and all(
+            abs(a - b) <= tolerance * min(a, b) for a, b in pairs
+        )
+
     for tolerance in _TOLERANCES:
-        groups: list[list[int]] = []
-        for rank, device in enumerate(cluster.devices):
-            for group in groups:
-                first = group[0]
-                if cluster.devices[first].name == device.name and all(
-                    # Relative to the smaller value: at 5 %, twice as much is never equal.
-                    abs(a - b) <= tolerance * min(a, b)
-                    for a, b in zip(figures[first], figures[rank], strict=True)
-                ):
-                    group.append(rank)
-                    break
-            else:
-                groups.append([rank])
+        groups: dict[int, list[int]] = {}
+        for rank in range(cluster.world_size):
+            first = next((one for one in groups if are_equal(one, rank, tolerance)), rank)
+            groups.setdefault(first, []).append(rank)
         if len(groups) <= MAX_GROUPS:
             break
-    return tuple(DeviceGroup(cluster.devices[group[0]].name, tuple(group)) for group in groups)
+    return tuple(DeviceGroup(names[first], tuple(ranks)) for first, ranks in groups.items())
 
 
 def with_equal_devices(cluster: ClusterProfile, groups: Sequence[DeviceGroup]) -> ClusterProfile:

@@ -1,8 +1,7 @@
 """What bounds a plan, what would make it faster, and what each group of devices adds.
 
-Every answer is a new search on a changed cluster (`what_if`), so batches and shares change as well.
-Devices of one group (`device_groups`) change together: the number of searches grows with the
-groups, not with the ranks.
+Every answer is a new search on a changed cluster (`what_if`). Devices of one group
+(`device_groups`) change together, so there are few searches.
 """
 
 from __future__ import annotations

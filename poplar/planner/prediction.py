@@ -173,10 +173,9 @@ def bound_of(costs: StageCosts, plan: Plan, prediction: Prediction) -> Bound:
         latest = max(one.latest for one in costs.synchronizations(plan.micro_batches))
         for rank, memory in enumerate(costs.memories):
             largest = max(plan.micro_batches[rank])
-            more = largest + 1
-            measured = more <= memory.device.max_batch
-            useful = measured and costs.pass_seconds(rank, more) <= _MAX_SLOWDOWN * latest
-            if useful and not memory.fits(more, plan.shares[rank]):
+            # Infinite for batches that were not measured.
+            is_useful = costs.pass_seconds(rank, largest + 1) <= _MAX_SLOWDOWN * latest
+            if is_useful and not memory.fits(largest + 1, plan.shares[rank]):
                 sentence = (
                     f"rank {rank}'s memory: it holds no more than {largest} samples at a time, so "
                     f"ranks synchronize {passes} times a step ({format_percent(communication)} of "
