@@ -193,8 +193,7 @@ def _changes(
     larger_batches = _with_gain(larger, step, fastest)
     yield larger_batches
     step /= 1.0 + max(0.0, larger_batches.gain)
-    for group in groups:
-        # More memory helps where larger batches than measured ones may fit.
+    for group in groups:  # more memory helps where larger batches than measured ones may fit
         memory = cluster.devices[group.ranks[0]].memory_bytes
         added = max(1, round(_MORE_MEMORY * memory / 2**20))
         yield _with_gain(what_if.more_memory(larger.cluster, group, added), step, fastest)
