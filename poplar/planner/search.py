@@ -104,14 +104,7 @@ def alternatives(
             decision = _simplified(cluster, decision, request, preference)
         found.append(describe(cluster, decision.plan, policy, decision.gap))
     if not found:
-        suggest = partial(
-            suggested_changes,
-            cluster,
-            shortfalls,
-            global_batch=global_batch,
-            stages=stages,
-            policy=policy,
-        )
+        suggest = partial(suggested_changes, cluster, global_batch, stages, policy, shortfalls)
         raise NoPlanFits(shortfalls, suggest)
     return tuple(sorted(found, key=_sort_key))
 

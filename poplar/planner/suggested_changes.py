@@ -24,15 +24,19 @@ _MAX_DEVICES = 256
 
 def suggested_changes(
     cluster: ClusterProfile,
-    shortfalls: Sequence[Shortfall],
-    *,
     global_batch: int,
     stages: Sequence[int],
     policy: str,
+    shortfalls: Sequence[Shortfall],
 ) -> tuple[str, ...]:
     """The smallest changes that make a plan fit, each on its own.
 
-    The arguments are those of the search that found no plan, with what is missing at each stage.
+    Args:
+        cluster: where `search` found no plan; the next three are its arguments too.
+        global_batch: see `search`.
+        stages: see `search`.
+        policy: see `search`.
+        shortfalls: what is missing at each stage.
     """
     groups = device_groups(cluster)
     cluster = with_equal_devices(cluster, groups)
