@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from poplar.optimizer import HeteroZeroOptimizer, StepResult
     from poplar.plan import Plan, UnitPlan
     from poplar.planner.explain import Explanation, explain
-    from poplar.planner.memory_shortfall import NoPlanFits
-    from poplar.planner.prediction import DoesNotFit, Prediction, predict
+    from poplar.planner.memory_shortfall import DoesNotFit, NoPlanFits
+    from poplar.planner.prediction import Prediction, predict
     from poplar.planner.search import search
     from poplar.profile import (
         BatchPoint,
@@ -41,7 +41,7 @@ _HOME = {
     "ClusterProfile": "poplar.profile",
     "CollectiveTimeout": "poplar.errors",
     "DeviceProfile": "poplar.profile",
-    "DoesNotFit": "poplar.planner.prediction",
+    "DoesNotFit": "poplar.planner.memory_shortfall",
     "Explanation": "poplar.planner.explain",
     "GradScaler": "poplar.zero.grad_scaler",
     "HeteroBatchSampler": "poplar.data.sampler",

@@ -26,8 +26,7 @@ from poplar.hardware.estimate import Estimate, Interval, estimate, gain
 from poplar.hardware.model_shapes import TrainingJob, architecture
 from poplar.hardware.simulated_cluster import SimulatedCluster, simulated_cluster
 from poplar.plan import Plan
-from poplar.planner.search import search
-from poplar.planner.what_if import Scenario, evaluate
+from poplar.planner.search import plan_or_error, search
 from poplar.schema import to_json_types
 from poplar.simulator.step_simulation import simulate as simulate_step
 
@@ -113,7 +112,7 @@ def _gains(
             others[f"{one.gpu} alone"] = (part, policy)
     gains: dict[str, Interval | str] = {}
     for name, (part, other_policy) in others.items():
-        found = evaluate(Scenario(cluster=part.middle, policy=other_policy, **request))
+        found = plan_or_error(part.middle, policy=other_policy, **request)
         if isinstance(found, Plan):
             gains[name] = gain(simulated, plan, found, part)
         else:

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from poplar.hardware.simulated_cluster import SimulatedCluster
 from poplar.plan import Plan
 from poplar.planner.cost_model import StageCosts, costs_of
-from poplar.planner.prediction import DoesNotFit, memory_needed, predict
+from poplar.planner.memory_shortfall import DoesNotFit
+from poplar.planner.prediction import memory_needed, predict
 from poplar.profile import ClusterProfile
 
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from poplar.formatting import format_ranks, format_seconds
 from poplar.plan import STRATEGIES, Plan
 from poplar.planner.explain import explain
-from poplar.planner.prediction import DoesNotFit, Prediction, predict
-from poplar.planner.search import POLICIES
-from poplar.planner.what_if import Scenario, evaluate, other_policy, other_stage
+from poplar.planner.memory_shortfall import DoesNotFit
+from poplar.planner.prediction import Prediction, predict
+from poplar.planner.search import POLICIES, plan_or_error
 from poplar.profile import ClusterProfile
 from poplar.schema import from_fields
 
@@ -55,16 +55,13 @@ class Reasons:
 def reasons(profile: ClusterProfile, chosen: Plan) -> Reasons:
     """Compare the chosen plan with the other stages and the other policies."""
     policy = str((chosen.prediction or {}).get("policy"))
-    scenario = Scenario(
-        cluster=profile,
-        global_batch=chosen.global_batch,
-        stages=(chosen.stage,),
-        policy=policy if policy in POLICIES else "exact",
-    )
+    policy = policy if policy in POLICIES else "exact"
 
-    def alternative(name: str, description: str, other: Scenario) -> Alternative:
-        is_chosen = other == scenario
-        found = chosen if is_chosen else evaluate(other)
+    def alternative(name: str, description: str, stage: int, other: str) -> Alternative:
+        """The best plan of this stage by the other policy."""
+        is_chosen = (stage, other) == (chosen.stage, policy)
+        request = {"global_batch": chosen.global_batch, "stages": (stage,), "policy": other}
+        found = chosen if is_chosen else plan_or_error(profile, **request)
         if isinstance(found, ValueError):
             return Alternative(name=name, description=description, obstacle=str(found))
         return Alternative(
@@ -77,12 +74,11 @@ def reasons(profile: ClusterProfile, chosen: Plan) -> Reasons:
         )
 
     stages = tuple(
-        alternative(f"stage {stage}", name.replace("_", " "), other_stage(scenario, stage).scenario)
+        alternative(f"stage {stage}", name.replace("_", " "), stage, policy)
         for stage, name in enumerate(STRATEGIES)
     )
     policies = tuple(
-        alternative(name, POLICY_DESCRIPTIONS[name], other_policy(scenario, name).scenario)
-        for name in POLICIES
+        alternative(name, POLICY_DESCRIPTIONS[name], chosen.stage, name) for name in POLICIES
     )
     prediction = _stored_prediction(chosen) or _predicted(profile, chosen)
     sentences = tuple(_sentences(profile, chosen, prediction))

@@ -314,7 +314,7 @@ class Tuner:
                 break
         best = trials.ranking(running)[0]
         profile = self._calibrated(profile, trials, exactly=best)
-        best = describe(profile, best, predict(profile, best), self.policy)
+        best = describe(profile, best, self.policy)
         return Tuned(best, profile, trials.observations())
 
     def _affordable(

@@ -22,7 +22,7 @@ import poplar
 from poplar import Plan, Timeline, predict, simulate
 from poplar.plan import FIRST_STAGE_SYNCHRONIZING_EVERY_PASS, UnitPlan
 from poplar.planner.cost_model import StageCosts
-from poplar.planner.prediction import DoesNotFit
+from poplar.planner.memory_shortfall import DoesNotFit
 from poplar.planner.step_actions import RANK_ACTIONS
 from poplar.profile import BatchPoint, ClusterProfile, DeviceProfile, ModelProfile, NetworkProfile
 
