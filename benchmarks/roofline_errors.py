@@ -12,10 +12,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from poplar.hardware.device_catalog import REFERENCE
 from poplar.hardware.gpu_specifications import find_device
 from poplar.hardware.model_shapes import TrainingJob, architecture
-from poplar.hardware.published_curves import CURVES, curve
-from poplar.hardware.roofline import REFERENCE, pass_seconds
+from poplar.hardware.published_curves import CURVES, SOURCE
+from poplar.hardware.roofline import pass_seconds
 
 
 class Throughput(NamedTuple):
@@ -98,14 +99,15 @@ def errors() -> Iterator[CalibrationError]:
     the largest batch of both.
     """
     yield from map(_error, THROUGHPUTS)
+    references = {curve.model: curve for curve in CURVES if curve.gpu == REFERENCE}
     for other in CURVES:
-        reference = curve(other.model, REFERENCE)
-        if reference is None or other is reference:
+        reference = references[other.model]
+        if other is reference:
             continue
         batch = max(set(other.seconds) & set(reference.seconds))
         job = TrainingJob(architecture=architecture(other.model))
         yield CalibrationError(
-            what=f"{other.model} on {other.gpu} over {REFERENCE}: {other.source}",
+            what=f"{other.model} on {other.gpu} over {REFERENCE}: {SOURCE}",
             measured=reference.seconds[batch] / other.seconds[batch],
             modelled=pass_seconds(find_device(REFERENCE), job, batch)
             / pass_seconds(find_device(other.gpu), job, batch),

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from poplar.optimizer import HeteroZeroOptimizer, StepResult
     from poplar.plan import Plan, UnitPlan
     from poplar.planner.explain import Explanation, explain
-    from poplar.planner.memory_shortfall import NoPlanFits
-    from poplar.planner.prediction import DoesNotFit, Prediction, predict
+    from poplar.planner.memory_shortfall import DoesNotFit, NoPlanFits
+    from poplar.planner.prediction import Prediction, predict
     from poplar.planner.search import search
     from poplar.profile import (
         BatchPoint,
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         ModelProfile,
         NetworkProfile,
     )
-    from poplar.simulator.event_engine import simulate
+    from poplar.simulator.step_simulation import simulate
     from poplar.simulator.timeline import Timeline
     from poplar.tuning.autotune import Tuned, autotune, tune
     from poplar.tuning.profile_cluster import profile_cluster
@@ -41,7 +41,7 @@ _HOME = {
     "ClusterProfile": "poplar.profile",
     "CollectiveTimeout": "poplar.errors",
     "DeviceProfile": "poplar.profile",
-    "DoesNotFit": "poplar.planner.prediction",
+    "DoesNotFit": "poplar.planner.memory_shortfall",
     "Explanation": "poplar.planner.explain",
     "GradScaler": "poplar.zero.grad_scaler",
     "HeteroBatchSampler": "poplar.data.sampler",
@@ -65,7 +65,7 @@ _HOME = {
     "predict": "poplar.planner.prediction",
     "profile_cluster": "poplar.tuning.profile_cluster",
     "search": "poplar.planner.search",
-    "simulate": "poplar.simulator.event_engine",
+    "simulate": "poplar.simulator.step_simulation",
     "split_stream": "poplar.data.stream",
     "tune": "poplar.tuning.autotune",
     "verify": "poplar.verification",

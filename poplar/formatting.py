@@ -6,9 +6,7 @@ import math
 from collections.abc import Sequence
 from itertools import groupby
 
-_BYTE_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
-
-_DECIMALS = {"GiB": 2, "MiB": 1, "KiB": 1, "B": 0}
+_BYTE_UNITS = (("GiB", 2**30, 2), ("MiB", 2**20, 1), ("KiB", 2**10, 1), ("B", 1, 0))
 _MAX_RUNS = 6
 """Runs of consecutive ranks that are listed; of more, only the number and the range."""
 
@@ -20,15 +18,15 @@ def format_bytes(count: float, *, round_up: bool = False) -> str:
         count: bytes.
         round_up: never write less than `count`, for amounts that have to be enough.
     """
-    unit, factor = byte_unit(count)
-    decimals, scaled = _DECIMALS[unit], count / factor
+    unit, factor, decimals = byte_unit(count)
+    scaled = count / factor
     if round_up:
         scaled = math.ceil(scaled * 10**decimals) / 10**decimals
     return f"{scaled:.{decimals}f} {unit}"
 
 
-def byte_unit(count: float) -> tuple[str, int]:
-    """The unit in which this many bytes are written, and its bytes."""
+def byte_unit(count: float) -> tuple[str, int, int]:
+    """The unit in which this many bytes are written, its bytes, and decimals."""
     units = (unit for unit in _BYTE_UNITS if abs(count) >= unit[1])
     return next(units, _BYTE_UNITS[-1])
 

@@ -10,34 +10,19 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Annotated, Any
 
 from poplar import _core, plan_table
-from poplar.schema import (
-    Count,
-    NonNegative,
-    PositiveCount,
-    Rule,
-    check_fields,
-    checked,
-    from_fields,
-    read_json,
-    to_json_types,
-    write_json,
-)
+from poplar.schema import Count, Document, NonNegative, PositiveCount, Rule, check_fields, checked
 
 STRATEGIES = ("replicated", "sharded_optimizer", "sharded_gradients", "sharded_parameters")
 """What is sharded, by stage: nothing, + optimizer state, + gradients, + parameters."""
 
-FIRST_STAGE_SYNCHRONIZING_EVERY_PASS = STRATEGIES.index("sharded_gradients")
+FIRST_STAGE_SYNCHRONIZING_EVERY_PASS = 2
 """From this stage on ranks synchronize at every pass, before it once per step."""
-_SYNCHRONIZING_EVERY_PASS = frozenset(STRATEGIES[FIRST_STAGE_SYNCHRONIZING_EVERY_PASS:])
-_SHARDS_PARAMETERS = "sharded_parameters"
-FIRST_STAGE_SHARDING_PARAMETERS = STRATEGIES.index(_SHARDS_PARAMETERS)
+FIRST_STAGE_SHARDING_PARAMETERS = 3
 """The first stage at which parameters are sharded."""
-_SCHEMA_VERSION = 1
 
 Stage = Annotated[int, Rule("0, 1, 2 or 3", lambda stage: 0 <= stage < len(STRATEGIES))]
 _Shares = Annotated[
@@ -56,31 +41,37 @@ class UnitPlan:
 
     name: str
     strategy: Annotated[str, Rule(f"one of {', '.join(STRATEGIES)}", STRATEGIES.__contains__)]
-    shares: _Shares | None = field(default=None, kw_only=True)
+    _: KW_ONLY
+    shares: _Shares | None = None
     """Fraction of this unit owned by each rank; None: the plan's shares."""
-    keep_gathered: bool = field(default=False, kw_only=True)
+    keep_gathered: bool = False
     """At stage 3: unshard the parameters once per step, in the first pass, instead of twice per
     pass. Costs their memory between passes."""
-    transport: str | None = field(default=None, kw_only=True)
+    transport: str | None = None
     """Transport of this unit; None: the fastest one that was measured."""
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.keep_gathered and self.strategy != _SHARDS_PARAMETERS:
+        shards_parameters = STRATEGIES[FIRST_STAGE_SHARDING_PARAMETERS]
+        if self.keep_gathered and self.strategy != shards_parameters:
             raise ValueError(
                 f"unit {self.name!r}: keep_gathered with strategy {self.strategy!r}, which does "
-                f"not shard parameters; use it only with {_SHARDS_PARAMETERS!r} (stage 3)"
+                f"not shard parameters; use it only with {shards_parameters!r} (stage 3)"
             )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
+class Plan(Document):
     """How to run a training step on unequal ranks.
 
     Create one with `even`, `manual` or `proportional`, or directly:
 
         Plan(stage=2, global_batch=12, micro_batches=((1, 4), (1, 4), (0, 2)), shares=(0.5, 0.5, 0))
     """
+
+    _noun = "plan"
+    _versions = (1,)
+    _remedy = "write it again with Plan.to_json"
 
     stage: Stage
     """ZeRO stage: 0 replicated, 1 optimizer state sharded, 2 + gradients, 3 + parameters."""
@@ -108,36 +99,31 @@ class Plan:
                 f"the micro-batches sum to {total} samples, but global_batch is "
                 f"{self.global_batch}; change one of them"
             )
-        if len(self.shares) != self.world_size:
-            raise ValueError(
-                f"{len(self.shares)} shares for {self.world_size} ranks; give one share per rank, "
-                "0 for a rank without state"
-            )
-        self._check_units()
+        shares = {"the plan": self.shares}
+        for unit in self.units:
+            if (owner := f"unit {unit.name!r}") in shares:
+                raise ValueError(f"{owner} has two entries in Plan.units; keep one")
+            shares[owner] = unit.shares or self.shares
+        for owner, own in shares.items():
+            if len(own) != self.world_size:
+                raise ValueError(
+                    f"{owner} has {len(own)} shares for {self.world_size} ranks; give one share "
+                    "per rank, 0 for a rank without state"
+                )
         self._check_passes()
 
-    def _check_units(self) -> None:
-        names = set()
-        for unit in self.units:
-            if unit.name in names:
-                raise ValueError(f"unit {unit.name!r} has two entries in Plan.units; keep one")
-            names.add(unit.name)
-            if unit.shares is not None and len(unit.shares) != self.world_size:
-                raise ValueError(
-                    f"unit {unit.name!r} has {len(unit.shares)} shares for {self.world_size} "
-                    "ranks; give one per rank"
-                )
-
     def _check_passes(self) -> None:
-        strategies = {STRATEGIES[self.stage], *(unit.strategy for unit in self.units)}
+        stages = [self.stage, *(STRATEGIES.index(unit.strategy) for unit in self.units)]
+        if max(stages) < FIRST_STAGE_SYNCHRONIZING_EVERY_PASS:
+            return
         counts = [len(passes) for passes in self.micro_batches]
-        if strategies & _SYNCHRONIZING_EVERY_PASS and len(set(counts)) > 1:
-            other = next(rank for rank, count in enumerate(counts) if count != counts[0])
-            raise ValueError(
-                f"rank {other} has {counts[other]} passes and rank 0 has {counts[0]}, but at stage "
-                f"{self.stage} ranks synchronize at every pass and need the same number; add "
-                "passes of 0 samples in front"
-            )
+        for rank, count in enumerate(counts):
+            if count != counts[0]:
+                raise ValueError(
+                    f"rank {rank} has {count} passes and rank 0 has {counts[0]}, but at stage "
+                    f"{self.stage} ranks synchronize at every pass and need the same number; add "
+                    "passes of 0 samples in front"
+                )
 
     @classmethod
     def even(cls, world_size: int, global_batch: int, micro_batch: int, stage: int) -> Plan:
@@ -152,21 +138,11 @@ class Plan:
         Returns:
             A plan with equal shares and the fewest passes, the pass with the remainder first.
         """
-        stage = checked(Stage, stage, "stage")
+        ranks = checked(PositiveCount, world_size, "world_size")
         global_batch = checked(PositiveCount, global_batch, "global_batch")
         micro_batch = checked(PositiveCount, micro_batch, "micro_batch")
-        shares = _even_shares(checked(PositiveCount, world_size, "world_size"))
-        samples = _core.apportion(global_batch, shares)
-        passes = [_fewest_passes(count, micro_batch) for count in samples]
-        if stage >= FIRST_STAGE_SYNCHRONIZING_EVERY_PASS:
-            synchronizations = max(map(len, passes))
-            passes = [(0,) * (synchronizations - len(own)) + own for own in passes]
-        return cls(
-            stage=stage,
-            global_batch=global_batch,
-            micro_batches=tuple(passes),
-            shares=shares,
-        )
+        samples = _core.apportion(global_batch, [1.0] * ranks)
+        return cls._from_passes(stage, [_fewest_passes(count, micro_batch) for count in samples])
 
     @classmethod
     def manual(
@@ -192,17 +168,10 @@ class Plan:
         Raises:
             ValueError: text that is not a list of whole numbers, or an invalid plan.
         """
-        stage = checked(Stage, stage, "stage")
         passes = checked(PositiveCount, passes, "passes")
         sizes = _parse_sizes(micro_batches) if isinstance(micro_batches, str) else micro_batches
         sizes = checked(tuple[Count, ...], sizes, "micro_batches")
-        idle = (0,) * passes if stage >= FIRST_STAGE_SYNCHRONIZING_EVERY_PASS else ()
-        return cls(
-            stage=stage,
-            global_batch=passes * sum(sizes),
-            micro_batches=tuple((size,) * passes if size else idle for size in sizes),
-            shares=_even_shares(len(sizes)) if shares is None else tuple(shares),
-        )
+        return cls._from_passes(stage, [(size,) * passes if size else () for size in sizes], shares)
 
     @classmethod
     def proportional(
@@ -234,22 +203,44 @@ class Plan:
         """
         stage = checked(Stage, stage, "stage")
         global_batch = checked(PositiveCount, global_batch, "global_batch")
-        limits = _checked_limits(max_micro_batch, len(speeds))
-        samples = _core.apportion(global_batch, _checked_speeds(speeds, limits))
-        if stage >= FIRST_STAGE_SYNCHRONIZING_EVERY_PASS:
-            synchronizations = max(
-                -(-count // limit) for count, limit in zip(samples, limits, strict=True) if count
+        speeds = checked(tuple[NonNegative, ...], speeds, "speeds")
+        is_per_rank = isinstance(max_micro_batch, Sequence)
+        limits = max_micro_batch if is_per_rank else (max_micro_batch,) * len(speeds)
+        limits = checked(tuple[Count, ...], limits, "max_micro_batch")
+        if len(limits) != len(speeds):
+            raise ValueError(
+                f"{len(limits)} values of max_micro_batch for {len(speeds)} speeds; give one "
+                "number, or one per rank"
             )
-            passes = [_spread(count, synchronizations) for count in samples]
-        else:
-            passes = [
-                _fewest_passes(count, limit) for count, limit in zip(samples, limits, strict=True)
-            ]
+        weights = [speed if limit else 0.0 for speed, limit in zip(speeds, limits, strict=True)]
+        if not any(weights):
+            raise ValueError(
+                f"no rank can take a sample: speeds {list(speeds)}, max_micro_batch "
+                f"{list(limits)}; at least one rank needs both above 0"
+            )
+        samples = _core.apportion(global_batch, weights)
+        passes = list(map(_fewest_passes, samples, limits))
+        if stage >= FIRST_STAGE_SYNCHRONIZING_EVERY_PASS:
+            synchronizations = max(map(len, passes))
+            passes = [spread(count, synchronizations) for count in samples]
+        return cls._from_passes(stage, passes, shares)
+
+    @classmethod
+    def _from_passes(
+        cls,
+        stage: int,
+        passes: Sequence[tuple[int, ...]],
+        shares: Sequence[float] | None = None,
+    ) -> Plan:
+        """A plan with these passes; where their number must be equal, empty ones come first."""
+        if checked(Stage, stage, "stage") >= FIRST_STAGE_SYNCHRONIZING_EVERY_PASS:
+            synchronizations = max(map(len, passes), default=0)
+            passes = [(0,) * (synchronizations - len(own)) + own for own in passes]
         return cls(
             stage=stage,
-            global_batch=global_batch,
+            global_batch=sum(map(sum, passes)),
             micro_batches=tuple(passes),
-            shares=_even_shares(len(samples)) if shares is None else tuple(shares),
+            shares=tuple([1.0 / len(passes) for _ in passes] if shares is None else shares),
         )
 
     @property
@@ -298,18 +289,13 @@ class Plan:
                 f"{working} ranks that have samples in the plan; pass drop_last=True, or use a "
                 "plan with fewer working ranks"
             )
-        # A rank whose quota rounds to 0 gets 1, and the others divide the rest. Their mean quota
-        # stays at least 1, so not all of them round to 0 and the loop ends.
-        at_least_one: set[int] = set()
-        while True:
-            weights = [0 if rank in at_least_one else count for rank, count in enumerate(planned)]
-            counts = _core.apportion(samples - len(at_least_one), weights)
-            empty = {rank for rank, weight in enumerate(weights) if weight and not counts[rank]}
-            if not empty:
-                return tuple(
-                    1 if rank in at_least_one else count for rank, count in enumerate(counts)
-                )
-            at_least_one |= empty
+        counts = list(_core.apportion(samples, planned))
+        for rank, count in enumerate(planned):
+            if count and not counts[rank]:
+                # There are enough samples for all working ranks, so the largest count is above 1.
+                counts[counts.index(max(counts))] -= 1
+                counts[rank] = 1
+        return tuple(counts)
 
     def micro_batch_sizes(self, rank: int, samples: int) -> tuple[int, ...]:
         """Samples of each pass of `rank` when it has `samples` in total.
@@ -340,66 +326,26 @@ class Plan:
 
     def digest(self) -> str:
         """SHA-256 of everything but the prediction, as hex."""
-        content = {key: value for key, value in self.to_dict().items() if key != "prediction"}
+        content = self.to_dict()
+        del content["prediction"]
         text = json.dumps(content, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
-
-    def to_dict(self) -> dict[str, Any]:
-        """This plan as JSON types, for `from_dict`."""
-        return {"version": _SCHEMA_VERSION, **to_json_types(self)}
-
-    @classmethod
-    def from_dict(cls, content: Mapping[str, Any]) -> Plan:
-        """The plan that `to_dict` wrote.
-
-        Raises:
-            ValueError: another schema version, unknown or missing fields, or invalid values.
-        """
-        if not isinstance(content, Mapping):
-            raise ValueError(f"a plan must be a JSON object, got {type(content).__name__}")
-        if "version" not in content:
-            raise ValueError("no field 'version'; expected a plan that Plan.to_json wrote")
-        if content["version"] != _SCHEMA_VERSION:
-            raise ValueError(
-                f"plan format {content['version']!r}, but this version of Poplar reads format "
-                f"{_SCHEMA_VERSION}; write the plan again with this version"
-            )
-        return from_fields(cls, {key: content[key] for key in content if key != "version"})
-
-    def to_json(self, path: str | Path) -> None:
-        """Write this plan to a file that `from_json` reads."""
-        write_json(path, self.to_dict())
-
-    @classmethod
-    def from_json(cls, path: str | Path) -> Plan:
-        """Read a plan that `to_json` wrote.
-
-        Raises:
-            ValueError: the file is not JSON or not a plan.
-        """
-        return read_json(path, cls.from_dict, "write it again with Plan.to_json")
 
     def __str__(self) -> str:
         ranks = "rank" if self.world_size == 1 else "ranks"
         strategy = STRATEGIES[self.stage].replace("_", " ")
         prediction = self.prediction or {}
+        columns = plan_table.plan_columns(self.micro_batches, self.shares, prediction)
         lines = [
-            f"stage {self.stage} ({strategy}), global batch {self.global_batch}, {self.world_size} "
-            f"{ranks}",
-            *plan_table.lines(
-                [
-                    *plan_table.devices(prediction, self.world_size),
-                    *plan_table.planned(self.micro_batches, self.shares),
-                    *plan_table.predicted(prediction, self.world_size),
-                ]
-            ),
+            f"stage {self.stage} ({strategy}), global batch {self.global_batch}, "
+            f"{self.world_size} {ranks}",
+            *plan_table.lines(columns),
         ]
         if self.transport:
             lines.append(f"transport {self.transport}")
         persistent = sum(unit.keep_gathered for unit in self.units)
         if persistent:
-            units = "unit" if persistent == 1 else "units"
-            lines.append(f"{persistent} persistent {units}")
+            lines.append(f"{persistent} persistent unit{'s' if persistent > 1 else ''}")
         if persistent < len(self.units):
             lines.append(f"units with their own settings: {len(self.units) - persistent}")
         return "\n".join([*lines, *plan_table.summary(prediction)])
@@ -410,22 +356,18 @@ class Plan:
         return rank
 
 
+def spread(samples: int, passes: int) -> tuple[int, ...]:
+    """Cut `samples` into `passes` sizes that differ by at most 1, smaller ones first."""
+    size, larger = divmod(samples, passes)
+    return (size,) * (passes - larger) + (size + 1,) * larger
+
+
 def _fewest_passes(samples: int, most: int) -> tuple[int, ...]:
     """Cut `samples` into the fewest passes of at most `most`, the remainder first."""
     if samples == 0:
         return ()
     full, remainder = divmod(samples, most)
     return ((remainder,) if remainder else ()) + (most,) * full
-
-
-def _spread(samples: int, passes: int) -> tuple[int, ...]:
-    """Cut `samples` into `passes` sizes that differ by at most 1, smaller ones first."""
-    size, larger = divmod(samples, passes)
-    return (size,) * (passes - larger) + (size + 1,) * larger
-
-
-def _even_shares(world_size: int) -> tuple[float, ...]:
-    return (1.0 / world_size,) * world_size if world_size else ()
 
 
 def _parse_sizes(text: str) -> list[int]:
@@ -435,27 +377,3 @@ def _parse_sizes(text: str) -> list[int]:
         raise ValueError(
             f"expected one whole number per rank, as in '2,2,2,15', got {text!r}"
         ) from None
-
-
-def _checked_speeds(speeds: Sequence[float], limits: Sequence[int]) -> list[float]:
-    """The weight of each rank: its speed, or 0 if its limit is 0."""
-    speeds = checked(tuple[NonNegative, ...], speeds, "speeds")
-    weights = [speed if limit else 0.0 for speed, limit in zip(speeds, limits, strict=True)]
-    if not any(weights):
-        raise ValueError(
-            f"no rank can take a sample: speeds {list(speeds)}, max_micro_batch {list(limits)}; at "
-            "least one rank needs both above 0"
-        )
-    return weights
-
-
-def _checked_limits(max_micro_batch: int | Sequence[int], world_size: int) -> Sequence[int]:
-    if not isinstance(max_micro_batch, Sequence):
-        return [checked(PositiveCount, max_micro_batch, "max_micro_batch")] * world_size
-    limits: tuple[int, ...] = checked(tuple[Count, ...], max_micro_batch, "max_micro_batch")
-    if len(limits) != world_size:
-        raise ValueError(
-            f"{len(limits)} values of max_micro_batch for {world_size} speeds; give one number, or "
-            "one per rank"
-        )
-    return limits

@@ -22,49 +22,40 @@ class Column(NamedTuple):
     """A title and one cell per rank."""
 
     title: str
-    cells: tuple[str, ...]
+    cells: Sequence[str]
     left_aligned: bool = False
 
 
-def planned(micro_batches: Sequence[Sequence[int]], shares: Sequence[float]) -> list[Column]:
-    """Samples, passes and share of each rank."""
-    return [
-        Column("samples", tuple(str(sum(passes)) for passes in micro_batches)),
-        Column("passes", tuple(map(format_passes, micro_batches)), left_aligned=True),
-        Column("share", tuple(f"{100 * share:.1f} %" for share in shares)),
+def plan_columns(
+    micro_batches: Sequence[Sequence[int]],
+    shares: Sequence[float],
+    prediction: Mapping[str, Any],
+) -> list[Column]:
+    """What is planned for each rank, and those predicted columns that the prediction has."""
+
+    def predicted(what: str) -> Sequence[Any]:
+        values = prediction.get(what)
+        return values if isinstance(values, Sequence) and len(values) == len(shares) else ()
+
+    limits = predicted("memory_limit_bytes") or [None] * len(shares)
+    found = [
+        Column("device", list(map(str, predicted("devices"))), left_aligned=True),
+        Column("samples", [str(sum(passes)) for passes in micro_batches]),
+        Column("passes", list(map(format_passes, micro_batches)), left_aligned=True),
+        Column("share", [f"{100 * share:.1f} %" for share in shares]),
+        Column("compute", list(map(format_seconds, predicted("compute_seconds")))),
+        Column("memory", list(map(_format_memory, predicted("memory_bytes"), limits))),
+        Column("busy", list(map(format_percent, predicted("busy_fraction")))),
     ]
-
-
-def devices(prediction: Mapping[str, Any], ranks: int) -> list[Column]:
-    """The device names of a prediction, if it has them."""
-    names = _by_rank(prediction, "devices", ranks)
-    return [Column("device", tuple(map(str, names)), left_aligned=True)] if names else []
-
-
-def predicted(prediction: Mapping[str, Any], ranks: int) -> list[Column]:
-    """The columns of a prediction, without those that it does not have."""
-    columns: list[Column] = []
-    for title, what, show in (
-        ("compute", "compute_seconds", format_seconds),
-        ("memory", "memory_bytes", _format_memory),
-        ("busy", "busy_fraction", format_percent),
-    ):
-        values = _by_rank(prediction, what, ranks)
-        if what == "memory_bytes" and values:
-            limits = _by_rank(prediction, "memory_limit_bytes", ranks) or [None] * ranks
-            values = list(zip(values, limits, strict=True))
-        if values:
-            columns.append(Column(title, tuple(map(show, values))))
-    return columns
+    return [column for column in found if column.cells]
 
 
 def summary(prediction: Mapping[str, Any]) -> list[str]:
     """The predicted step and what bounds it; empty if the prediction has no step."""
-    step = prediction.get("step_seconds")
-    if not isinstance(step, (int, float)):
+    if (step := prediction.get("step_seconds")) is None:
         return []
     line = f"predicted {format_seconds(step)} a step"
-    if isinstance(rate := prediction.get("samples_per_second"), (int, float)):
+    if rate := prediction.get("samples_per_second"):
         line += f", {format_rate(rate)}"
     if bound := prediction.get("bound"):
         line += f"; bound by {bound}"
@@ -88,17 +79,8 @@ def lines(columns: Sequence[Column]) -> list[str]:
     ]
 
 
-def _format_memory(needed_and_limit: tuple[float, float | None]) -> str:
-    needed, limit = needed_and_limit
+def _format_memory(needed: float, limit: float | None) -> str:
     return format_bytes(needed) if limit is None else format_usage(needed, limit)
-
-
-def _by_rank(prediction: Mapping[str, Any], what: str, ranks: int) -> list[Any]:
-    """One value per rank; empty if the prediction has none, or for another number of ranks."""
-    values = prediction.get(what)
-    if not isinstance(values, (list, tuple)) or len(values) != ranks:
-        return []
-    return list(values)
 
 
 def _numbered(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:

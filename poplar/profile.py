@@ -12,13 +12,13 @@ from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
-from pathlib import Path
 from typing import Annotated, Any
 
 from poplar.curve import MonotoneCurve, pooled
 from poplar.plan import STRATEGIES
 from poplar.schema import (
     Count,
+    Document,
     Finite,
     Fraction,
     NonNegative,
@@ -26,15 +26,8 @@ from poplar.schema import (
     PositiveCount,
     Rule,
     check_fields,
-    from_fields,
-    read_json,
-    to_json_types,
-    write_json,
 )
 
-_SCHEMA_VERSION = 2
-_RENAMED_SINCE = {1: {"meeting_seconds": "synchronization_seconds"}}
-"""By older schema version that can still be read: fields of `NetworkProfile` renamed since."""
 _NO_RESIDUALS = (0.0,) * len(STRATEGIES)
 _ByStage = Annotated[
     tuple[Finite, ...],
@@ -240,8 +233,12 @@ class NetworkProfile:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClusterProfile:
+class ClusterProfile(Document):
     """The input of the plan search."""
+
+    _noun = "profile"
+    _versions = (1, 2)
+    _remedy = "measure again"
 
     devices: Annotated[tuple[DeviceProfile, ...], Rule("at least one device", bool)]
     """One per rank."""
@@ -283,52 +280,15 @@ class ClusterProfile:
         rates = (self.network.send_seconds_per_byte, self.network.receive_seconds_per_byte)
         return _numbered(zip(self.device_group_indices, *rates, strict=True))
 
-    def to_dict(self) -> dict[str, Any]:
-        """This profile in JSON types, for `from_dict`."""
-        return {"version": _SCHEMA_VERSION, **to_json_types(self)}
-
     @classmethod
-    def from_dict(cls, content: Any) -> ClusterProfile:
-        """The profile that `to_dict` of this or an older version wrote.
-
-        Raises:
-            ValueError: unknown schema version, unknown or missing fields, or invalid values.
-        """
-        if not isinstance(content, Mapping) or "version" not in content:
-            raise ValueError("this is not a profile written by ClusterProfile.to_json")
-        for key, what in (("micro_batches", "a plan"), ("runs", "a recorded run")):
-            if key in content:
-                raise ValueError(f"this is {what}, not a profile, which profile_cluster() makes")
-        version = content["version"]
-        if version not in (_SCHEMA_VERSION, *_RENAMED_SINCE):
-            raise ValueError(
-                f"profile format {version!r}, but this version of Poplar reads formats "
-                f"1 to {_SCHEMA_VERSION}; measure again"
-            )
-        fields = {key: content[key] for key in content if key != "version"}
-        renamed = _RENAMED_SINCE.get(version, {})
+    def _current_fields(cls, content: Any) -> dict[str, Any]:
+        """The fields in JSON content; format 1 has older names in `network`."""
+        fields = super()._current_fields(content)
         network = fields.get("network")
-        if renamed and isinstance(network, Mapping):
-            fields["network"] = {renamed.get(key, key): value for key, value in network.items()}
-        try:
-            return from_fields(cls, fields)
-        except ValueError as error:
-            raise ValueError(
-                f"not a profile of format {version}: {error}; measure again"
-            ) from error
-
-    def to_json(self, path: str | Path) -> None:
-        """Write this profile to a file that `from_json` reads."""
-        write_json(path, self.to_dict())
-
-    @classmethod
-    def from_json(cls, path: str | Path) -> ClusterProfile:
-        """Read a profile that `to_json` wrote.
-
-        Raises:
-            ValueError: the file is damaged or not a profile; names the file and the problem.
-        """
-        return read_json(path, cls.from_dict, "measure again")
+        if content["version"] == 1 and isinstance(network, Mapping):
+            names = {"meeting_seconds": "synchronization_seconds"}
+            fields["network"] = {names.get(key, key): value for key, value in network.items()}
+        return fields
 
 
 def _numbered(keys: Iterable[Hashable]) -> list[int]:

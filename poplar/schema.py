@@ -1,7 +1,7 @@
 """Dataclasses as schemas: annotations check and convert field values, from Python, JSON or TOML.
 
 `batch: Annotated[int, at_least(1)]` is checked wherever it comes from. Errors name the value by its
-path, such as `devices[0].points[2].seconds`.
+path, such as `devices[0].points[2].seconds`. A `Document` is a dataclass with a JSON file.
 """
 
 from __future__ import annotations
@@ -10,16 +10,23 @@ import dataclasses
 import json
 import math
 import operator
+import typing
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache, partial
 from numbers import Real
 from pathlib import Path
 from types import NoneType
-from typing import Annotated, Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 T = TypeVar("T")
 _Convert = Callable[[Any, str], Any]
 """From a value and its path to the value of the annotated type."""
+
+_NOUN_BY_FIELD = {"micro_batches": "plan", "devices": "profile", "runs": "recorded run"}
+"""A field that only one kind of document has."""
 
 
 class Rule(NamedTuple):
@@ -42,6 +49,74 @@ Finite = Annotated[float, Rule("finite", math.isfinite)]
 NonNegative = Annotated[float, Rule("finite and at least 0", lambda x: 0.0 <= x < math.inf)]
 Positive = Annotated[float, Rule("finite and above 0", lambda x: 0.0 < x < math.inf)]
 Fraction = Annotated[float, Rule("from 0 to 1", lambda x: 0.0 <= x <= 1.0)]
+
+
+class Document:
+    """A dataclass that is stored as JSON with a version number."""
+
+    __slots__ = ()
+
+    _noun: ClassVar[str]
+    _versions: ClassVar[tuple[int, ...]]
+    """Versions that can be read; the last one is written."""
+    _remedy: ClassVar[str]
+    """What to do about content that cannot be read."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """This value as JSON types, for `from_dict`."""
+        content: dict[str, Any] = to_json_types(self)
+        return content
+
+    @classmethod
+    def from_dict(cls, content: Any) -> Self:
+        """The value that `to_dict` wrote.
+
+        Raises:
+            ValueError: unknown version, unknown or missing fields, or invalid values.
+        """
+        fields = cls._current_fields(content)
+        try:
+            return from_fields(cls, fields)
+        except ValueError as error:
+            raise ValueError(
+                f"not a {cls._noun} of format {content['version']}: {error}; {cls._remedy}"
+            ) from error
+
+    def to_json(self, path: str | Path) -> None:
+        """Write a file that `from_json` reads."""
+        Path(path).write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
+
+    @classmethod
+    def from_json(cls, path: str | Path) -> Self:
+        """Read a file that `to_json` wrote.
+
+        Raises:
+            ValueError: the file is damaged or its content is invalid; names the file.
+        """
+        try:
+            content = json.loads(Path(path).read_text(encoding="utf-8"))
+        except ValueError as error:  # JSONDecodeError and UnicodeDecodeError are both
+            raise ValueError(f"{path} is damaged or not JSON ({error}); {cls._remedy}") from error
+        try:
+            return cls.from_dict(content)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+
+    @classmethod
+    def _current_fields(cls, content: Any) -> dict[str, Any]:
+        """The fields in JSON content; a subclass renames those of older versions."""
+        written = f"{cls._noun} written by {cls.__name__}.to_json"
+        if not isinstance(content, Mapping) or "version" not in content:
+            raise ValueError(f"this is not a {written}: it has no field 'version'")
+        for field, noun in _NOUN_BY_FIELD.items():
+            if field in content and noun != cls._noun:
+                raise ValueError(f"this is a {noun}, not a {written}")
+        if content["version"] not in cls._versions:
+            raise ValueError(
+                f"{cls._noun} format {content['version']!r}, but this version of Poplar reads "
+                f"format {' or '.join(map(str, cls._versions))}; {cls._remedy}"
+            )
+        return {name: value for name, value in content.items() if name != "version"}
 
 
 def checked(annotation: Any, value: Any, path: str) -> Any:
@@ -76,68 +151,48 @@ def from_fields(kind: type[T], content: Any, path: str = "") -> T:
         if name not in converters:
             raise ValueError(f"{inside}{name} is unknown; expected {', '.join(converters)}")
     for field in dataclasses.fields(kind):  # type: ignore[arg-type]
-        if _is_required(field) and field.name not in content:
+        is_required = field.default is field.default_factory is dataclasses.MISSING
+        if is_required and field.name not in content:
             raise ValueError(f"{inside}{field.name} is missing")
     try:
-        values = {
-            name: converters[name](value, f"{inside}{name}") for name, value in content.items()
-        }
+        values = {name: converters[name](content[name], f"{inside}{name}") for name in content}
     except TypeError as error:
         raise ValueError(str(error)) from error
     try:
         return kind(**values)
-    except (TypeError, ValueError) as error:
+    except ValueError as error:
         raise ValueError(f"{path}: {error}" if path else str(error)) from error
 
 
 def to_json_types(value: Any) -> Any:
-    """Dataclasses and mappings as dictionaries, tuples as lists."""
+    """Dataclasses and mappings as dictionaries, tuples as lists; documents with their version."""
     if dataclasses.is_dataclass(value):
-        names = _converters(type(value))
-        return {name: to_json_types(getattr(value, name)) for name in names}
+        fields = dataclasses.fields(value)
+        content = {field.name: to_json_types(getattr(value, field.name)) for field in fields}
+        if isinstance(value, Document):
+            return {"version": value._versions[-1], **content}
+        return content
     if isinstance(value, Mapping):
         return {key: to_json_types(item) for key, item in value.items()}
     return [to_json_types(item) for item in value] if isinstance(value, (tuple, list)) else value
 
 
-def write_json(path: str | Path, content: Any) -> None:
-    """Write JSON types to a file."""
-    Path(path).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
-def read_json(path: str | Path, parse: Callable[[Any], T], remedy: str) -> T:
-    """Read a JSON file and parse its content.
-
-    Raises:
-        ValueError: a damaged file, with the remedy, or an error of `parse`; names the file.
-    """
-    try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except ValueError as error:  # JSONDecodeError and UnicodeDecodeError are both
-        raise ValueError(f"{path} is damaged or not JSON ({error}); {remedy}") from error
-    try:
-        return parse(content)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
-
-
 def _field_converters(kind: Any) -> dict[str, _Convert]:
-    hints = get_type_hints(kind, include_extras=True)
+    hints = typing.get_type_hints(kind, include_extras=True)
     return {field.name: _converter(hints[field.name]) for field in dataclasses.fields(kind)}
 
 
 _converters: Callable[[Any], dict[str, _Convert]] = cache(_field_converters)
 
 
-def _is_required(field: dataclasses.Field[Any]) -> bool:
-    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-
-
 @cache
 def _converter(annotation: Any) -> _Convert:
-    origin, arguments = get_origin(annotation), get_args(annotation)
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is Annotated:
         return partial(_by_rules, _converter(arguments[0]), arguments[1:])
+    if origin is Literal:
+        choice = Rule(f"one of {', '.join(arguments)}", arguments.__contains__)
+        return partial(_by_rules, _converter(str), (choice,))
     if NoneType in arguments:
         (own,) = (argument for argument in arguments if argument is not NoneType)
         return partial(_optional, _converter(own))
@@ -192,11 +247,12 @@ def _mapping(value: Any, path: str) -> dict[Any, Any]:
     return dict(value)
 
 
-def _instance(kind: type, value: Any, path: str) -> Any:
+def _instance(kind: Any, value: Any, path: str) -> Any:
     if isinstance(value, kind):
         return value
     if isinstance(value, Mapping):
-        return from_fields(kind, value, path)
+        is_document = issubclass(kind, Document)
+        return from_fields(kind, kind._current_fields(value) if is_document else value, path)
     raise TypeError(f"{path} must be a {kind.__name__} or a table of its fields, got {value!r}")
 
 

@@ -83,24 +83,13 @@ def load(address: str) -> Workload:
     module = _run_file(Path(where)) if where.endswith(".py") else _import(where)
     function = getattr(module, name, None)
     if not callable(function):
-        raise ValueError(
-            f"{where} has no function {name!r}; it has {', '.join(_functions(module)) or 'none'}"
-        )
-    return _checked(function(), address)
-
-
-def _functions(module: ModuleType) -> list[str]:
-    """Names of the public functions that a module defines."""
-    return [
-        name
-        for name, value in sorted(vars(module).items())
-        if inspect.isfunction(value)
-        and value.__module__ == module.__name__
-        and not name.startswith("_")
-    ]
-
-
-def _checked(returned: Any, address: str) -> Workload:
+        defined = [
+            name
+            for name, value in inspect.getmembers(module, inspect.isfunction)
+            if value.__module__ == module.__name__ and not name.startswith("_")
+        ]
+        raise ValueError(f"{where} has no function {name!r}; it has {', '.join(defined) or 'none'}")
+    returned = function()
     if isinstance(returned, Workload):
         return returned
     if isinstance(returned, tuple) and len(returned) == 3:

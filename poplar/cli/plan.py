@@ -30,8 +30,7 @@ from poplar.formatting import (
 )
 from poplar.plan import Plan
 from poplar.planner.explain import PREDICTION_ERROR, Explanation, explain
-from poplar.planner.search import POLICIES, alternatives
-from poplar.planner.what_if import Scenario, evaluate
+from poplar.planner.search import POLICIES, alternatives, plan_or_error
 from poplar.profile import ClusterProfile
 
 
@@ -69,9 +68,7 @@ def plan(
         result.show(str(chosen), *notes(profile))
         if compare:
             by_policy = {
-                name: evaluate(
-                    Scenario(cluster=profile, global_batch=global_batch, policy=name, **request)
-                )
+                name: plan_or_error(profile, global_batch=global_batch, policy=name, **request)
                 for name in POLICIES
             }
             document["stages"] = [best.to_dict() for best in by_stage]

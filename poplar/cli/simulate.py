@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,15 +22,13 @@ from poplar.cli.options import (
 from poplar.cli.output import command_output, table
 from poplar.formatting import format_bytes
 from poplar.hardware.cluster_file import ClusterFile
-from poplar.hardware.device_catalog import spread
 from poplar.hardware.estimate import Estimate, Interval, estimate, gain
-from poplar.hardware.gpu_specifications import find_device
 from poplar.hardware.model_shapes import TrainingJob, architecture
 from poplar.hardware.simulated_cluster import SimulatedCluster, simulated_cluster
 from poplar.plan import Plan
-from poplar.planner.search import search
-from poplar.planner.what_if import Scenario, evaluate
-from poplar.simulator.event_engine import simulate as simulate_step
+from poplar.planner.search import plan_or_error, search
+from poplar.schema import to_json_types
+from poplar.simulator.step_simulation import simulate as simulate_step
 
 _OTHER_POLICIES = ("even", "flops")
 _ABOUT_INTERVALS = (
@@ -80,16 +77,15 @@ def simulate(
         job = TrainingJob(
             architecture=architecture(model), sequence=sequence or 0, checkpointing=checkpointing
         )
-        described = ClusterFile.read(cluster)
-        simulated = simulated_cluster(described, job)
+        simulated = simulated_cluster(ClusterFile.read(cluster), job)
         if write_profile is not None:
             simulated.middle.to_json(write_profile)
         request["global_batch"] = global_batch
         plan = search(simulated.middle, policy=policy, **request)
-        gains = _gains(described, simulated, plan, policy, request)
+        gains = _gains(simulated, plan, policy, request)
         figures = estimate(simulated, plan)
-        output.document = _document(described, simulated, plan, figures, gains)
-        output.show(*_shown(described, simulated, plan, figures, gains))
+        output.document = _document(simulated, plan, figures, gains)
+        output.show(*_shown(simulated, plan, figures, gains))
         if write_profile is not None:
             output.show(
                 f"written to {write_profile}; next: poplar plan {write_profile} --global-batch B"
@@ -100,11 +96,7 @@ def simulate(
 
 
 def _gains(
-    described: ClusterFile,
-    simulated: SimulatedCluster,
-    plan: Plan,
-    policy: str,
-    request: Mapping[str, Any],
+    simulated: SimulatedCluster, plan: Plan, policy: str, request: Mapping[str, Any]
 ) -> dict[str, Interval | str]:
     """How many times as fast a plan is as other policies, and as each type of device alone.
 
@@ -112,14 +104,15 @@ def _gains(
     device on fast links may be faster than all devices over a slow network.
     """
     others = {f"policy {name}": (simulated, name) for name in _OTHER_POLICIES if name != policy}
-    types = described.device_types
+    types = simulated.described.device_types
     if len(types) > 1:
         for one in types:
-            part = simulated_cluster(described.only(one), simulated.job, vary=types)
+            described = simulated.described.only(one)
+            part = simulated_cluster(described, simulated.job, vary=types)
             others[f"{one.gpu} alone"] = (part, policy)
     gains: dict[str, Interval | str] = {}
     for name, (part, other_policy) in others.items():
-        found = evaluate(Scenario(cluster=part.middle, policy=other_policy, **request))
+        found = plan_or_error(part.middle, policy=other_policy, **request)
         if isinstance(found, Plan):
             gains[name] = gain(simulated, plan, found, part)
         else:
@@ -128,7 +121,6 @@ def _gains(
 
 
 def _document(
-    described: ClusterFile,
     simulated: SimulatedCluster,
     plan: Plan,
     figures: Estimate,
@@ -137,7 +129,7 @@ def _document(
     job = simulated.job
     return {
         "simulated": True,
-        "cluster": described.name,
+        "cluster": simulated.described.name,
         "model": job.architecture.name,
         "sequence": job.sequence,
         "checkpointing": job.checkpointing,
@@ -146,34 +138,28 @@ def _document(
             "measured_curve": list(simulated.measured),
         },
         "plan": plan.to_dict(),
-        "estimate": figures.to_dict(),
-        "gain_over": {
-            name: found if isinstance(found, str) else asdict(found)
-            for name, found in gains.items()
-        },
-        "price_per_hour": simulated.price_per_hour,
-        "currency": simulated.currency,
+        "estimate": to_json_types(figures),
+        "gain_over": to_json_types(gains),
+        "price_per_hour": simulated.described.price_per_hour,
+        "currency": simulated.described.currency,
     }
 
 
 def _shown(
-    described: ClusterFile,
     simulated: SimulatedCluster,
     plan: Plan,
     figures: Estimate,
     gains: Mapping[str, Interval | str],
 ) -> list[Table | Text]:
-    job = simulated.job
+    name, job = simulated.described.name, simulated.job
     recomputing = ", activations checkpointed" if job.checkpointing else ""
     title = (
-        f"simulated: {described.name}, {job.architecture.name} ({job.architecture.numel:,} "
+        f"simulated: {name}, {job.architecture.name} ({job.architecture.numel:,} "
         f"parameters), samples of {job.sequence} tokens{recomputing}; nothing was measured here"
     )
     shown: list[Table | Text] = [Text(title, "bold")]
     if simulated.calculated:
-        errors = [
-            f"{gpu} (±{100 * spread(find_device(gpu)):.0f} %)" for gpu in simulated.calculated
-        ]
+        errors = [f"{gpu} (±{100 * error:.0f} %)" for gpu, error in simulated.calculated.items()]
         shown.append(Text(f"roofline only: {', '.join(errors)}", "yellow"))
     if simulated.measured:
         devices = ", ".join(simulated.measured)
@@ -197,15 +183,14 @@ def _figures(
     add("step", figures.step_seconds, ".3g", " s")
     add("samples/s", figures.samples_per_second, ".4g")
     add("TFLOP/s, whole cluster", figures.tflops, ".4g")
-    of_sum = figures.of_sum_of_speeds.map(lambda fraction: 100 * fraction)
-    add("of the sum of speeds", of_sum, ".0f", " %")
+    add("of the sum of speeds", figures.of_sum_of_speeds.scaled(100), ".0f", " %")
     for name, found in gains.items():
         if isinstance(found, str):
             shown.add_row(f"over {name}", "no plan fits", "", "")
         else:
             add(f"over {name}", found, ".2f", "x")
     if figures.samples_per_price is not None:
-        price_unit = simulated.currency or "unit of price"
+        price_unit = simulated.described.currency or "unit of price"
         add(f"samples per {price_unit}", figures.samples_per_price, ".4g")
     fullest = max(figures.memory_bytes, key=lambda memory: memory.middle)
     values = (fullest.middle, fullest.low, fullest.high)

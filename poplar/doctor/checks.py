@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 from poplar.doctor.facts import RankFacts, describe_values
-from poplar.doctor.finding import Finding
-from poplar.formatting import format_bytes
+from poplar.formatting import format_bytes, format_ranks
 
 _SMALL_SHARED_MEMORY = 64 << 20
 """Bytes per rank; 64 MiB is the default of containers for all processes together."""
@@ -23,6 +23,20 @@ _SHOULD_BE_EQUAL = {
     "driver": "works if each driver is new enough for torch's CUDA; update the older one",
     "python": "works; objects pickled by one version (datasets, checkpoints) may fail in another",
 }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """What was found, on which ranks, and what to do."""
+
+    kind: str
+    """`"problem"` or `"advice"`."""
+    ranks: tuple[int, ...]
+    what: str
+    fix: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {format_ranks(self.ranks)}: {self.what}; {self.fix}"
 
 
 def findings(ranks: Sequence[RankFacts]) -> Iterator[Finding]:

@@ -22,6 +22,7 @@ from poplar.doctor.facts import RankFacts, collect_facts, own_device, own_world_
 from poplar.doctor.report import Report
 from poplar.errors import CollectiveTimeout
 from poplar.formatting import format_ranks
+from poplar.schema import from_fields, to_json_types
 
 _TIMEOUT = timedelta(seconds=60)
 _GRACE = timedelta(seconds=5)
@@ -50,7 +51,7 @@ def examine(device: torch.device | None = None, *, timeout: timedelta = _TIMEOUT
 def _exchange(own: RankFacts, timeout: timedelta) -> tuple[RankFacts, ...]:
     store = PrefixStore(f"poplar/doctor/{next(_examinations)}", _store(timeout))
     world = range(own_world_size())
-    store.set(str(own.rank), json.dumps(own.to_dict()))
+    store.set(str(own.rank), json.dumps(to_json_types(own)))
     # Rank 0 may host the store: it waits longer, so that the other ranks can raise their own error.
     deadline = time.monotonic() + (timeout + _GRACE * (own.rank == 0)).total_seconds()
     missing = [rank for rank in world if not _has_key(store, str(rank), deadline)]
@@ -60,7 +61,7 @@ def _exchange(own: RankFacts, timeout: timedelta) -> tuple[RankFacts, ...]:
             f"{timeout.total_seconds():g} s; check their logs, and whether they can reach "
             "MASTER_ADDR"
         )
-    reports = [RankFacts.from_dict(json.loads(store.get(str(rank)))) for rank in world]
+    reports = [from_fields(RankFacts, json.loads(store.get(str(rank)))) for rank in world]
     _wait_for_readers(store, own.rank)
     return tuple(reports)
 

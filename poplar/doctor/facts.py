@@ -10,9 +10,8 @@ import os
 import platform
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -64,17 +63,6 @@ class RankFacts:
     """CUDA architectures that this build of torch has kernels for."""
     may_share_device: bool = False
     """Whether NCCL_MULTI_RANK_GPU_ENABLE allows several ranks on one device."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """These facts as JSON types; `from_dict` reads them."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, content: Mapping[str, Any]) -> RankFacts:
-        """Read what `to_dict` wrote, possibly through JSON."""
-        fields = _tuples(content)
-        fields["device"] = DeviceInfo(**_tuples(content["device"]))
-        return cls(**fields)
 
 
 def describe_values(ranks: Sequence[RankFacts], values: Sequence[str]) -> str:
@@ -177,10 +165,3 @@ def _address() -> str:
         return socket.gethostbyname(socket.gethostname())
     except OSError:
         return ""
-
-
-def _tuples(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Turn the lists of JSON into tuples."""
-    return {
-        name: tuple(value) if isinstance(value, list) else value for name, value in content.items()
-    }

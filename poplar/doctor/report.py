@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
+from poplar.doctor.checks import Finding
 from poplar.doctor.facts import RankFacts, describe_values
-from poplar.doctor.finding import Finding
 from poplar.formatting import format_bytes, format_usage
+from poplar.schema import to_json_types
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,11 +25,7 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """This report as JSON types."""
-        return {
-            "ok": self.ok,
-            "ranks": [rank.to_dict() for rank in self.ranks],
-            "findings": [asdict(finding) for finding in self.findings],
-        }
+        return {"ok": self.ok, **to_json_types(self)}
 
     def table(self) -> list[tuple[str, ...]]:
         """Rows of text: the header, then one row per rank."""

@@ -1,69 +1,57 @@
 """Estimated `DeviceProfile`s of devices that were not measured.
 
 A device with a published curve of the model uses that curve, scaled to the level of the roofline
-because its precision is unknown. Other devices use the `roofline`. Both are estimates, so a profile
-exists for several `Outlook`s, and results are reported as intervals.
+because its precision is unknown. Other devices use the `roofline`. `SimulatedCluster` has profiles
+for the assumed errors of both.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 from poplar.hardware import roofline
-from poplar.hardware.gpu_specifications import Specification
+from poplar.hardware.gpu_specifications import Specification, find_device
 from poplar.hardware.model_shapes import TrainingJob
-from poplar.hardware.published_curves import Curve, curve
+from poplar.hardware.published_curves import CURVES
 from poplar.profile import BatchPoint, DeviceProfile
 
 SPREAD = 0.3
 """Assumed relative error of activation memory, links, and the speed of a calibrated chip."""
 UNCALIBRATED_SPREAD = 0.5
 """Assumed relative error of the speed of other chips."""
-MEASURED_SPREAD = 0.1
-"""Assumed relative error of the ratio of two devices that both have a published curve."""
+REFERENCE = "A100-SXM-40"
+"""Published curves are scaled relative to this device; every model with a curve has one of it."""
 HELD_BYTES = 1 << 30
 """CUDA context, kernels and NCCL's buffers; assumed."""
 _UPDATE_LATENCY_SECONDS = 1e-3
 """Launches of an optimizer step; assumed."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Outlook:
-    """How reality may differ from the estimate, in multiples of the spread; 0: as estimated."""
-
-    name: str
-    speed: float = 0.0
-    """Above 0: passes and optimizer are faster."""
-    activations: float = 0.0
-    """Above 0: a pass needs more activation memory."""
-    links: float = 0.0
-    """Above 0: links are faster."""
-
-
-MIDDLE = Outlook(name="middle")
-OPTIMISTIC = Outlook(name="optimistic", speed=1, activations=-1, links=1)
-PESSIMISTIC = Outlook(name="pessimistic", speed=-1, activations=1, links=-1)
-
-
 def spread(of: Specification) -> float:
     """Assumed relative error of the roofline for this device."""
-    return SPREAD if of.gpu in roofline.CALIBRATED else UNCALIBRATED_SPREAD
+    return SPREAD if of.gpu.startswith(roofline.CALIBRATED) else UNCALIBRATED_SPREAD
 
 
-def measured_curve(of: Specification, job: TrainingJob) -> Curve | None:
-    """The published curve of this device with this job, if there is one."""
+def published_seconds(of: Specification, job: TrainingJob) -> dict[int, float] | None:
+    """Seconds of a pass by micro-batch from a published curve; None: there is no curve.
+
+    All curves of a model have the scale that makes the reference device equal to the roofline.
+    """
     shape = job.architecture
-    if job.checkpointing or not job.fused_attention or job.sequence != shape.sequence:
+    curves = {curve.gpu: curve.seconds for curve in CURVES if curve.model == shape.name}
+    if of.gpu not in curves or job.checkpointing or job.sequence != shape.sequence:
         return None
-    return curve(shape.name, of.gpu)
+    batch, measured = max(curves[REFERENCE].items())
+    scale = roofline.pass_seconds(find_device(REFERENCE), job, batch) / measured
+    return {batch: scale * seconds for batch, seconds in curves[of.gpu].items()}
 
 
 def device_profile(
     of: Specification,
     job: TrainingJob,
-    outlook: Outlook = MIDDLE,
     *,
+    speed: float = 1.0,
+    activations: float = 1.0,
     memory_gib: float | None = None,
     host: str = "",
 ) -> DeviceProfile:
@@ -72,25 +60,23 @@ def device_profile(
     Args:
         of: the device.
         job: the model, and how it is trained.
-        outlook: how reality differs from the estimate.
+        speed: factor of the estimated speed of passes and optimizer.
+        activations: factor of the estimated activation memory.
         memory_gib: memory of the device; None: as specified.
         host: name of its host.
 
     Returns:
-        A profile up to the largest micro-batch that fits under the best outlook, so that all
-        outlooks have the same batches; a published curve ends at its last point.
+        A profile up to the largest micro-batch that fits with the least activation memory that is
+        assumed to be possible, whatever the factors; a published curve ends at its last point.
     """
     memory_bytes = int((memory_gib or of.memory_gib) * 2**30)
-    activations = job.activation_bytes_per_sample
-    memory_factor = 1 + SPREAD * outlook.activations
-    speed = 1 + spread(of) * outlook.speed
-    largest = max(1, int(memory_bytes / ((1 - SPREAD) * activations)))
-    measured = measured_curve(of, job)
-    if measured is None:
-        seconds = {b: roofline.pass_seconds(of, job, b) for b in _batches(largest)}
-    else:
-        scale = roofline.curve_scale(job.architecture.name)
-        seconds = {batch: scale * value for batch, value in measured.seconds.items()}
+    per_sample = job.activation_bytes_per_sample
+    seconds = published_seconds(of, job)
+    if seconds is None:
+        largest = max(1, int(memory_bytes / ((1 - SPREAD) * per_sample)))
+        # The roofline is linear, so a few points are enough.
+        powers = [1 << power for power in range(largest.bit_length()) if 1 << power < largest]
+        seconds = {b: roofline.pass_seconds(of, job, b) for b in (*powers, largest)}
     return DeviceProfile(
         name=of.gpu,
         memory_bytes=memory_bytes,
@@ -98,7 +84,7 @@ def device_profile(
             BatchPoint(
                 batch=batch,
                 seconds=value / speed,
-                activation_bytes=math.ceil(memory_factor * activations * batch),
+                activation_bytes=math.ceil(activations * per_sample * batch),
             )
             for batch, value in seconds.items()
         ),
@@ -108,9 +94,3 @@ def device_profile(
         peak_flops=of.half_flops,
         host=host,
     )
-
-
-def _batches(largest: int) -> list[int]:
-    """1, 2, 4, ... and the largest: the roofline is linear, so a few points are enough."""
-    powers = [1 << power for power in range(largest.bit_length()) if 1 << power < largest]
-    return [*powers, largest]

@@ -7,16 +7,16 @@ interval: it follows from the assumed spreads of `device_catalog`.
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from poplar.hardware.simulated_cluster import SimulatedCluster
 from poplar.plan import Plan
 from poplar.planner.cost_model import StageCosts, costs_of
-from poplar.planner.prediction import DoesNotFit, memory_needed, predict
+from poplar.planner.memory_shortfall import DoesNotFit
+from poplar.planner.prediction import memory_needed, predict
 from poplar.profile import ClusterProfile
 
 
@@ -33,9 +33,9 @@ class Interval:
         """The interval of these values, the first as the middle."""
         return cls(middle=values[0], low=min(values), high=max(values))
 
-    def map(self, change: Callable[[float], float]) -> Interval:
-        """The interval of a monotone function of this value."""
-        return Interval.spanning([change(v) for v in (self.middle, self.low, self.high)])
+    def scaled(self, factor: float) -> Interval:
+        """This interval times a positive factor."""
+        return Interval(middle=factor * self.middle, low=factor * self.low, high=factor * self.high)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,10 +55,6 @@ class Estimate:
     samples_per_price: Interval | None
     """Samples per unit of the currency, if prices are known."""
 
-    def to_dict(self) -> dict[str, Any]:
-        """This estimate as JSON types."""
-        return dataclasses.asdict(self)
-
 
 def estimate(simulated: SimulatedCluster, plan: Plan) -> Estimate:
     """Estimate a plan.
@@ -72,34 +68,33 @@ def estimate(simulated: SimulatedCluster, plan: Plan) -> Estimate:
         ValueError: a plan for another number of ranks.
     """
     predict(simulated.middle, plan)  # raises
+    may_not_fit = ""
+    try:
+        predict(simulated.pessimistic, plan)
+    except DoesNotFit as error:
+        may_not_fit = str(error)
     steps = _step_seconds(simulated, plan)
     rates = [plan.global_batch / seconds for seconds in steps]
-    speeds = _sums_of_speeds(simulated, plan.stage)
+    # With the batches that fit on the middle profile beside a share of 0.
+    memories = StageCosts(simulated.middle, plan.stage).memories
+    batches = [memory.largest_batch(0.0, memory.device.max_batch) for memory in memories]
+    speeds = [sum_of_speeds(cluster, batches) for cluster in simulated.outlooks]
+    memory = [memory_needed(cluster, plan) for cluster in simulated.outlooks]
     rate = Interval.spanning(rates)
-    flops = simulated.job.flops_per_sample
-    price = simulated.price_per_hour
-    memory = [
-        memory_needed(cluster, plan)
-        for cluster in (simulated.middle, simulated.optimistic, simulated.pessimistic)
-    ]
+    price = simulated.described.price_per_hour
     return Estimate(
         step_seconds=Interval.spanning(steps),
         samples_per_second=rate,
-        tflops=rate.map(lambda samples: samples * flops / 1e12),
-        of_sum_of_speeds=Interval.spanning(
-            [rate / speed for rate, speed in zip(rates, speeds, strict=True)]
-        ),
-        memory_bytes=tuple(Interval.spanning(rank) for rank in zip(*memory, strict=True)),
-        may_not_fit=_fit_error(simulated.pessimistic, plan),
-        samples_per_price=rate.map(lambda samples: 3600 * samples / price) if price else None,
+        tflops=rate.scaled(simulated.job.flops_per_sample / 1e12),
+        of_sum_of_speeds=Interval.spanning(list(map(operator.truediv, rates, speeds))),
+        memory_bytes=tuple(map(Interval.spanning, zip(*memory, strict=True))),
+        may_not_fit=may_not_fit,
+        samples_per_price=rate.scaled(3600 / price) if price else None,
     )
 
 
 def gain(
-    simulated: SimulatedCluster,
-    plan: Plan,
-    other: Plan,
-    elsewhere: SimulatedCluster | None = None,
+    simulated: SimulatedCluster, plan: Plan, other: Plan, elsewhere: SimulatedCluster | None = None
 ) -> Interval:
     """Speed-up of `plan` over `other`, which may be for `elsewhere`, a part of the cluster.
 
@@ -114,18 +109,9 @@ def sum_of_speeds(cluster: ClusterProfile, batches: Sequence[int]) -> float:
     """Samples per second over all ranks, each alone at its best batch up to `batches[rank]`."""
     speeds = []
     for device, most in zip(cluster.devices, batches, strict=True):
-        sizes = [point.batch for point in device.points if point.batch <= most]
-        if 1 <= most <= device.max_batch:
-            sizes.append(most)
-        speeds.append(max((size / device.seconds(size) for size in sizes), default=0.0))
+        sizes = [point.batch for point in device.points if point.batch < most] + [most]
+        speeds.append(max(size / device.seconds(size) if size > 0 else 0.0 for size in sizes))
     return math.fsum(speeds)
-
-
-def _sums_of_speeds(simulated: SimulatedCluster, stage: int) -> list[float]:
-    """By profile, with the batches that fit beside a share of 0 on the middle profile."""
-    memories = StageCosts(simulated.middle, stage).memories
-    batches = [memory.largest_batch(0.0, memory.device.max_batch) for memory in memories]
-    return [sum_of_speeds(cluster, batches) for cluster in simulated.outlooks]
 
 
 def _step_seconds(simulated: SimulatedCluster, plan: Plan) -> list[float]:
@@ -134,11 +120,3 @@ def _step_seconds(simulated: SimulatedCluster, plan: Plan) -> list[float]:
         costs_of(cluster, plan).step_seconds(plan.micro_batches, plan.shares)
         for cluster in simulated.outlooks
     ]
-
-
-def _fit_error(pessimistic: ClusterProfile, plan: Plan) -> str:
-    try:
-        predict(pessimistic, plan)
-    except DoesNotFit as error:
-        return str(error)
-    return ""

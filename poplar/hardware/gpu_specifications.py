@@ -71,29 +71,25 @@ def specification(name: str) -> Specification | None:
 
     Variants that are not in the table (a laptop GPU, a MIG slice) give None.
     """
-    words = set(re.split(r"[^a-z0-9.]+", name.lower()))
-    if words & _VARIANTS:
-        return None
-    matches = [known for known in SPECIFICATIONS if words.issuperset(known.driver_words.split())]
-    return max(matches, key=lambda known: len(known.driver_words.split()), default=None)
+    words = _words(name)
+    matches = (known for known in SPECIFICATIONS if words.issuperset(known.driver_words.split()))
+    return None if words & _VARIANTS else next(matches, None)
 
 
 @cache
 def find_device(name: str) -> Specification:
-    """The device with this name: a name of the table, a driver's name, or an unambiguous part.
+    """The device with this name: a driver's name, or an unambiguous part of a name of the table.
 
     `A100-SXM-80`, `NVIDIA A100-SXM4-80GB` and `a800-80gb` are found; `A100-40` is ambiguous.
 
     Raises:
         ValueError: no such device, or several; the message lists the candidates.
     """
-    for known in SPECIFICATIONS:
-        if known.gpu.lower() == name.strip().lower():
-            return known
     by_driver = specification(name)
     if by_driver is not None:
         return by_driver
-    words = _words(name)
+    words = {word.removesuffix("gib").removesuffix("gb") for word in _words(name)}
+    words -= {"", "nvidia", "geforce"}
     matches = [
         known
         for known in SPECIFICATIONS
@@ -107,6 +103,4 @@ def find_device(name: str) -> Specification:
 
 
 def _words(name: str) -> set[str]:
-    """`A100-80GB` gives {a100, 80}."""
-    parts = re.split(r"[^a-z0-9.]+", name.lower())
-    return {re.sub(r"(?<=\d)(gb|gib)$", "", part) for part in parts} - {"", "nvidia", "geforce"}
+    return set(re.findall(r"[a-z0-9.]+", name.lower()))

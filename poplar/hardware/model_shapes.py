@@ -6,12 +6,11 @@ activation checkpointing, and gives the FLOPs and the activation memory of a pas
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
-from poplar.schema import Count, PositiveCount, Rule, check_fields
+from poplar.schema import Count, check_fields
 
 HALF_BYTES = 2
 _LOGIT_BYTES = 10
@@ -24,17 +23,19 @@ class Architecture:
     """The shape of one transformer with its language modelling head."""
 
     name: str
-    family: Annotated[str, Rule("llama, gpt or bert", ("llama", "gpt", "bert").__contains__)]
-    """llama: RMS norms and a gated MLP of three matrices; gpt and bert: layer norms and an MLP of
-    two matrices."""
-    hidden: PositiveCount
-    layers: PositiveCount
-    heads: PositiveCount
-    mlp: PositiveCount
+    hidden: int
+    layers: int
+    heads: int
+    mlp: int
     """Inner width of the MLP."""
-    vocabulary: PositiveCount
-    sequence: PositiveCount
+    vocabulary: int
+    sequence: int
     """Default tokens per sample."""
+    gated: bool = False
+    """Whether the MLP has a gate, so three matrices (Llama)."""
+    masked: bool = False
+    """Whether the model predicts masked tokens (BERT): its embeddings have a norm, and its head a
+    dense layer and a bias per token."""
     key_value_heads: int = 0
     """For grouped-query attention; 0: as many as `heads`."""
     positions: int = 0
@@ -52,85 +53,39 @@ class Architecture:
     embedding_width: int = 0
     """Width of the token embedding if it is projected to `hidden` (OPT-350M); 0: `hidden`."""
 
-    def __post_init__(self) -> None:
-        freeze = object.__setattr__
-        freeze(self, "key_value_heads", self.key_value_heads or self.heads)
-        freeze(self, "embedding_width", self.embedding_width or self.hidden)
-        check_fields(self)
-        if self.hidden % self.heads or self.heads % self.key_value_heads:
-            raise ValueError(
-                f"{self.name}: {self.heads} heads must divide {self.hidden} and be a multiple of "
-                f"{self.key_value_heads} key-value heads"
-            )
-
     @property
-    def gated(self) -> bool:
-        """Whether the MLP has a gate, so three matrices."""
-        return self.family == "llama"
-
-    @property
-    def embedding_numel(self) -> int:
-        """Parameters before the first block."""
-        rows = self.positions + self.token_types
-        tables = self.vocabulary * self.embedding_width + rows * self.hidden
-        norm = self._norm_numel if self.family == "bert" else 0
-        return tables + norm + self._projection_numel
-
-    @property
-    def block_numel(self) -> int:
-        """Parameters of one block: attention, MLP and two norms."""
-        biases = (self.mlp + self.hidden) * self.biases + self.attention_biases * self.hidden
-        return self._block_matrices + biases + 2 * self._norm_numel
-
-    @property
-    def head_numel(self) -> int:
-        """Parameters after the last block, without a shared embedding."""
-        own = 0 if self.tied else self.vocabulary * self.embedding_width
-        if self.family == "bert":  # masked language modelling: dense, norm, a bias per token
-            own += self.hidden * (self.hidden + 1) + self.vocabulary
-        return own + self._projection_numel + self._norm_numel * self.final_norm
-
-    @property
-    def unit_numels(self) -> tuple[int, ...]:
-        """Parameters of each unit: embeddings, every block, head."""
-        return tuple(numel for _, numel in self._units if numel)
-
-    @property
-    def unit_names(self) -> tuple[str, ...]:
-        """Generic unit names; the module names of the model are not known."""
-        return tuple(name for name, numel in self._units if numel)
+    def units(self) -> dict[str, int]:
+        """Parameters of each unit: embeddings, every block, head. Module names are not known."""
+        hidden, projection = self.hidden, self.embedding_width * self.hidden
+        norm = hidden * (1 + self.biases)
+        keys = hidden * (self.key_value_heads or self.heads) // self.heads
+        attention = 2 * hidden * (hidden + keys) + self.attention_biases * hidden
+        mlp = (2 + self.gated) * hidden * self.mlp + (self.mlp + hidden) * self.biases
+        block = attention + mlp + 2 * norm
+        embedding = self._tokens + self._positions + projection + norm * self.masked
+        head = projection + norm * self.final_norm + (0 if self.tied else self._tokens)
+        if self.masked:
+            head += hidden * (hidden + 1) + self.vocabulary
+        blocks = {f"block {layer}": block for layer in range(self.layers)}
+        return {"embedding": embedding, **blocks, "head": head}
 
     @property
     def numel(self) -> int:
         """Parameters."""
-        return sum(self.unit_numels)
+        return sum(self.units.values())
 
     @property
     def multiplied_numel(self) -> int:
         """Parameters that take part in matrix products: all but lookup tables."""
-        tables = (self.positions + self.token_types) * self.hidden
-        if not self.tied:
-            tables += self.vocabulary * self.embedding_width
-        return self.numel - tables
+        return self.numel - self._positions - (0 if self.tied else self._tokens)
 
     @property
-    def _units(self) -> tuple[tuple[str, int], ...]:
-        blocks = ((f"block {layer}", self.block_numel) for layer in range(self.layers))
-        return ("embedding", self.embedding_numel), *blocks, ("head", self.head_numel)
+    def _tokens(self) -> int:
+        return self.vocabulary * (self.embedding_width or self.hidden)
 
     @property
-    def _norm_numel(self) -> int:
-        return self.hidden * (2 if self.biases and not self.gated else 1)
-
-    @property
-    def _projection_numel(self) -> int:
-        return 0 if self.embedding_width == self.hidden else self.embedding_width * self.hidden
-
-    @property
-    def _block_matrices(self) -> int:
-        keys = self.hidden * self.key_value_heads // self.heads
-        attention = 2 * self.hidden * (self.hidden + keys)
-        return attention + (3 if self.gated else 2) * self.hidden * self.mlp
+    def _positions(self) -> int:
+        return (self.positions + self.token_types) * self.hidden
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,8 +97,6 @@ class TrainingJob:
     """Tokens per sample; 0: the architecture's default."""
     checkpointing: bool = False
     """Whether the backward recomputes each block from its input."""
-    fused_attention: bool = True
-    """Attention that does not store its scores (FlashAttention, memory-efficient attention)."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -176,10 +129,9 @@ class TrainingJob:
         """Bytes that the forward of one block stores for its backward.
 
         Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models",
-        section 4.1: `s h (34 + 5 a s / h)` in 16 bit; the second term is the scores, which fused
-        attention does not store. The terms below also cover grouped-query attention, other MLPs and
-        models without dropout. With `k` the key-value heads over the heads and `f` the MLP's width
-        over `h`:
+        section 4.1: `34 s h` in 16 bit, without the scores, which fused attention does not store.
+        The terms below also cover grouped-query attention, other MLPs and models without dropout.
+        With `k` the key-value heads over the heads and `f` the MLP's width over `h`:
 
             attention  input 2, queries 2, keys and values 4 k, input of its output projection 2
             MLP        input 2 and 4 f (its nonlinearity's input and output), gated 8 f
@@ -190,17 +142,16 @@ class TrainingJob:
         counted on a CPU: BERT 6 %, Llama 23 % (norms in fp32), GPT-2 88 % (GELU in small
         operations).
         """
-        shape, s = self.architecture, self.sequence
-        keys = shape.key_value_heads / shape.heads
+        shape = self.architecture
+        keys = (shape.key_value_heads or shape.heads) / shape.heads
         mlp = shape.mlp / shape.hidden
         per_element = 12 + 4 * keys + (8 if shape.gated else 4) * mlp + 2 * shape.dropout
-        scores = 0 if self.fused_attention else (5 if shape.dropout else 2) * shape.heads * s * s
-        return s * shape.hidden * per_element + scores
+        return self.sequence * shape.hidden * per_element
 
     @property
-    def head_bytes_per_sample(self) -> float:
-        """Logits and their gradient at the start of the backward."""
-        return _LOGIT_BYTES * float(self.sequence * self.architecture.vocabulary)
+    def produced_bytes_per_sample(self) -> float:
+        """Bytes that the forward writes for the backward, stored or recomputed."""
+        return self.layer_bytes_per_sample * self.architecture.layers + self._logit_bytes
 
     @property
     def activation_bytes_per_sample(self) -> float:
@@ -209,17 +160,16 @@ class TrainingJob:
         With checkpointing: `2 s h` per block (its input; Korthikanti et al., table 2), and one
         whole block or the logits.
         """
-        shape, layer = self.architecture, self.layer_bytes_per_sample
-        if self.checkpointing:
-            inputs = HALF_BYTES * self.sequence * shape.hidden * shape.layers
-            return inputs + max(layer, self.head_bytes_per_sample)
-        return layer * shape.layers + self.head_bytes_per_sample
+        if not self.checkpointing:
+            return self.produced_bytes_per_sample
+        shape = self.architecture
+        inputs = HALF_BYTES * self.sequence * shape.hidden * shape.layers
+        return inputs + max(self.layer_bytes_per_sample, self._logit_bytes)
 
     @property
-    def produced_bytes_per_sample(self) -> float:
-        """Bytes that the forward writes for the backward, stored or recomputed."""
-        whole = dataclasses.replace(self, checkpointing=False)
-        return whole.activation_bytes_per_sample
+    def _logit_bytes(self) -> float:
+        """Logits and their gradient at the start of the backward."""
+        return _LOGIT_BYTES * float(self.sequence * self.architecture.vocabulary)
 
 
 def _shape(
@@ -230,24 +180,14 @@ def _shape(
 
 
 _NO_BIASES = {"attention_biases": 0, "biases": False, "dropout": False, "sequence": 2048}
-_LLAMA = {"family": "llama", "vocabulary": 32000, "tied": False, **_NO_BIASES}
-_MPT = {"family": "gpt", "vocabulary": 50368, **_NO_BIASES}
-_GPT2 = {"family": "gpt", "vocabulary": 50257, "sequence": 1024, "positions": 1024}
-_BERT = {
-    "family": "bert",
-    "vocabulary": 30522,
-    "sequence": 512,
-    "positions": 512,
-    "token_types": 2,
-}
+_LLAMA = {"gated": True, "vocabulary": 32000, "tied": False, **_NO_BIASES}
+_LLAMA_3 = {**_LLAMA, "vocabulary": 128256, "sequence": 8192}
+_MPT = {"vocabulary": 50368, **_NO_BIASES}
+_GPT2 = {"vocabulary": 50257, "sequence": 1024, "positions": 1024}
+_BERT = {"masked": True, "vocabulary": 30522, "sequence": 512, "positions": 512, "token_types": 2}
 _GPT_NEO = {**_GPT2, "sequence": 2048, "positions": 2048, "attention_biases": 1}
-_OPT = {  # two positions come before the first token
-    "family": "gpt",
-    "vocabulary": 50272,
-    "sequence": 2048,
-    "positions": 2050,
-    "final_norm": False,
-}
+# Of OPT's positions, two come before the first token.
+_OPT = {"vocabulary": 50272, "sequence": 2048, "positions": 2050, "final_norm": False}
 
 ARCHITECTURES = {
     known.name: known
@@ -257,15 +197,7 @@ ARCHITECTURES = {
         _shape("llama-1.1b", 2048, 22, 32, _LLAMA, mlp=5632, key_value_heads=4),  # TinyLlama
         _shape("llama-7b", 4096, 32, 32, _LLAMA, mlp=11008),
         _shape("llama-13b", 5120, 40, 40, _LLAMA, mlp=13824),
-        _shape(
-            "llama-3-8b",
-            *(4096, 32, 32),
-            _LLAMA,
-            mlp=14336,
-            vocabulary=128256,
-            key_value_heads=8,
-            sequence=8192,
-        ),
+        _shape("llama-3-8b", 4096, 32, 32, _LLAMA_3, mlp=14336, key_value_heads=8),
         _shape("gpt2-124m", 768, 12, 12, _GPT2),
         _shape("gpt2-355m", 1024, 24, 16, _GPT2),
         _shape("gpt2-774m", 1280, 36, 20, _GPT2),

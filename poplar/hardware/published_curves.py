@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-SAILOR = "eth-easl/sailor (MIT), one forward and one backward pass"
+SOURCE = "eth-easl/sailor (MIT), one forward and one backward pass"
 
 
 class Curve(NamedTuple):
@@ -23,7 +23,6 @@ class Curve(NamedTuple):
     SXM variants that the clouds it used rent out."""
     passes: tuple[tuple[int, float, float], ...]
     """Micro-batch, seconds of the forward, seconds of the backward."""
-    source: str = SAILOR
 
     @property
     def seconds(self) -> dict[int, float]:
@@ -59,8 +58,3 @@ CURVES = (
 )
 """Without the source's GH-96 (Grace Hopper), which `gpu_specifications` does not have."""
 # fmt: on
-
-
-def curve(model: str, gpu: str) -> Curve | None:
-    """The measured curve of this model on this device, if there is one."""
-    return next((known for known in CURVES if (known.model, known.gpu) == (model, gpu)), None)

@@ -17,24 +17,17 @@ series, which is not tested for extreme shares.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from poplar.hardware.cluster_file import ClusterFile, HostEntry
-from poplar.hardware.device_catalog import (
-    MEASURED_SPREAD,
-    MIDDLE,
-    OPTIMISTIC,
-    PESSIMISTIC,
-    SPREAD,
-    Outlook,
-    device_profile,
-    measured_curve,
-)
+from poplar.hardware.device_catalog import SPREAD, device_profile, published_seconds, spread
 from poplar.hardware.gpu_specifications import Specification
 from poplar.hardware.model_shapes import TrainingJob
 from poplar.profile import ClusterProfile, ModelProfile, NetworkProfile
 
+MEASURED_SPREAD = 0.1
+"""Assumed relative error of the ratio of two devices that both have a published curve."""
 OVERLAP = 0.6
 """Default overlap; assumed."""
 LINK_EFFICIENCY = 0.75
@@ -47,19 +40,18 @@ _UNIT_SECONDS = 50e-6
 class SimulatedCluster:
     """Profiles of a described cluster and their uncertainty. Nothing was measured."""
 
+    described: ClusterFile
+    job: TrainingJob
     middle: ClusterProfile
     """The profile for the search."""
     optimistic: ClusterProfile
     pessimistic: ClusterProfile
     tilted: tuple[ClusterProfile, ...]
     """For each type of device: this type slower, the others faster. Empty with one type."""
-    job: TrainingJob
-    calculated: tuple[str, ...]
-    """Types of device estimated by the roofline alone."""
+    calculated: Mapping[str, float]
+    """Types of device estimated by the roofline alone, and the assumed relative error."""
     measured: tuple[str, ...]
     """Types of device with a published curve of this model."""
-    price_per_hour: float | None
-    currency: str
 
     @property
     def outlooks(self) -> tuple[ClusterProfile, ...]:
@@ -78,69 +70,64 @@ def simulated_cluster(
         vary: types of device to vary; empty: those of this cluster. For a part of a cluster pass
             the types of the whole, so that both have the same outlooks.
     """
-    vary = vary or described.device_types
-    measured = tuple(one.gpu for one in vary if measured_curve(one, job) is not None)
-    tilts = [_tilt(one.gpu, measured) for one in vary] if len(vary) > 1 else []
+    types = vary or described.device_types
+    spreads = {one.gpu: spread(one) for one in types}
+    measured = tuple(one.gpu for one in types if published_seconds(one, job) is not None)
+    of_ratios = {**spreads, **dict.fromkeys(measured, MEASURED_SPREAD)}
 
-    def uniform(outlook: Outlook) -> ClusterProfile:
-        return _profile(described, job, lambda gpu: outlook, outlook)
+    def all_at(outlook: int) -> ClusterProfile:
+        speeds = {gpu: 1 + outlook * error for gpu, error in spreads.items()}
+        return _profile(described, job, speeds, outlook)
+
+    def tilted(slower: str) -> ClusterProfile:
+        """Each type by the spread of its ratio to other types."""
+        speeds = {gpu: 1 - e if gpu == slower else 1 + e for gpu, e in of_ratios.items()}
+        return _profile(described, job, speeds)
 
     return SimulatedCluster(
-        middle=uniform(MIDDLE),
-        optimistic=uniform(OPTIMISTIC),
-        pessimistic=uniform(PESSIMISTIC),
-        tilted=tuple(_profile(described, job, tilt, MIDDLE) for tilt in tilts),
+        described=described,
         job=job,
-        calculated=tuple(one.gpu for one in vary if one.gpu not in measured),
+        middle=all_at(0),
+        optimistic=all_at(1),
+        pessimistic=all_at(-1),
+        tilted=tuple(map(tilted, spreads)) if len(spreads) > 1 else (),
+        calculated={gpu: error for gpu, error in spreads.items() if gpu not in measured},
         measured=measured,
-        price_per_hour=described.price_per_hour,
-        currency=described.currency,
     )
 
 
-def _tilt(slower: str, measured: Sequence[str]) -> Callable[[str], Outlook]:
-    """One type slower and the others faster, each by the spread of its ratio to other devices."""
-
-    def outlook(gpu: str) -> Outlook:
-        spreads = MEASURED_SPREAD / SPREAD if gpu in measured else 1.0
-        return Outlook(name=f"{slower} slower", speed=-spreads if gpu == slower else spreads)
-
-    return outlook
-
-
 def _profile(
-    described: ClusterFile,
-    job: TrainingJob,
-    outlook_of: Callable[[str], Outlook],
-    between: Outlook,
+    described: ClusterFile, job: TrainingJob, speeds: Mapping[str, float], outlook: int = 0
 ) -> ClusterProfile:
-    """One profile: an outlook for each type of device, and one for everything between devices."""
+    """One profile: `speeds` are factors by type of device; links and activations are better than
+    estimated by `outlook` times their spread.
+    """
     shape = job.architecture
     # 16-bit training with AdamW: fp32 master weights, moments and reductions.
     model = ModelProfile(
-        unit_numels=shape.unit_numels,
-        unit_names=shape.unit_names,
+        unit_numels=tuple(shape.units.values()),
+        unit_names=tuple(shape.units),
         param_bytes=2,
         grad_bytes=2,
         optimizer_bytes=12,
     )
-    faster = SPREAD * between.links
     return ClusterProfile(
         devices=tuple(
             device_profile(
                 entry.specification,
                 job,
-                outlook_of(entry.specification.gpu),
+                speed=speeds[entry.specification.gpu],
+                activations=1 - outlook * SPREAD,
                 memory_gib=entry.memory_gib,
                 host=host.name,
             )
             for host, entry in described.devices
         ),
         model=model,
-        network=network_profile(described.hosts, model, faster=1 + faster),
-        overlap=OVERLAP + faster if described.overlap is None else described.overlap,
+        network=network_profile(described.host, model, faster=1 + outlook * SPREAD),
+        overlap=OVERLAP + outlook * SPREAD if described.overlap is None else described.overlap,
         backward_fraction=3 / 4 if job.checkpointing else 2 / 3,
-        identity={"simulated": between.name, "cluster": described.name, "model": shape.name},
+        identity={"simulated": "middle", "cluster": described.name, "model": shape.name},
         notes=("simulated: no device of this cluster was measured",),
     )
 
@@ -148,39 +135,28 @@ def _profile(
 def network_profile(
     hosts: Sequence[HostEntry], model: ModelProfile, *, faster: float = 1.0
 ) -> NetworkProfile:
-    """The collectives of a model between hosts; `faster` scales the bandwidth."""
+    """The collectives of a model between hosts; `faster` scales the bandwidth.
+
+    See [Note: estimated collectives].
+    """
     efficiency = LINK_EFFICIENCY * faster
-    rates = tuple(
-        _seconds_per_byte(host, len(hosts)) / efficiency
-        for host in hosts
-        for _ in range(host.ranks)
-    )
-    levels = 1 + (len(hosts) > 1)
-    latency = levels * _UNIT_SECONDS * len(model.unit_numels) if len(rates) > 1 else 0.0
-    reduced, gathered = model.wire_bytes * model.numel, model.param_bytes * model.numel
-    return NetworkProfile(
-        reduce_scatter_seconds=_seconds(hosts, reduced) / efficiency + latency,
-        all_gather_seconds=_seconds(hosts, gathered) / efficiency + latency,
-        send_seconds_per_byte=rates,
-        receive_seconds_per_byte=rates,
-    )
-
-
-def _seconds(hosts: Sequence[HostEntry], size: float) -> float:
-    """See [Note: estimated collectives]."""
-    within = max(size * (host.ranks - 1) / host.ranks / host.link_bytes_per_s for host in hosts)
-    if len(hosts) == 1:
-        return within
-    ranks = sum(host.ranks for host in hosts)
+    several, ranks = len(hosts) > 1, sum(host.ranks for host in hosts)
+    within = max((1 - 1 / host.ranks) / host.link_bytes_per_s for host in hosts)
     between = max(
-        size
-        * max(1 - host.ranks / ranks, (len(hosts) - 1) * host.ranks / ranks)
+        max(1 - host.ranks / ranks, (len(hosts) - 1) * host.ranks / ranks)
         / host.network_bytes_per_s
         for host in hosts
     )
-    return within + between
-
-
-def _seconds_per_byte(host: HostEntry, hosts: int) -> float:
-    within = 1.0 / host.link_bytes_per_s if host.ranks > 1 or hosts == 1 else 0.0
-    return within + (1.0 / host.network_bytes_per_s if hosts > 1 else 0.0)
+    seconds_per_byte = (within + between) / efficiency
+    latency = (1 + several) * _UNIT_SECONDS * len(model.unit_numels) if ranks > 1 else 0.0
+    rates: list[float] = []
+    for host in hosts:
+        link = 1 / host.link_bytes_per_s if host.ranks > 1 or not several else 0.0
+        network = 1 / host.network_bytes_per_s if several else 0.0
+        rates += [(link + network) / efficiency] * host.ranks
+    return NetworkProfile(
+        reduce_scatter_seconds=model.wire_bytes * model.numel * seconds_per_byte + latency,
+        all_gather_seconds=model.param_bytes * model.numel * seconds_per_byte + latency,
+        send_seconds_per_byte=tuple(rates),
+        receive_seconds_per_byte=tuple(rates),
+    )

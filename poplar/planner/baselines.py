@@ -1,14 +1,15 @@
 """Policies to compare the exact search with: one function each, from a stage's costs to a plan.
 
 `even` is what DDP, FSDP and DeepSpeed do, `flops` follows Whale, and `paper` is our reconstruction
-of Poplar as published (arXiv 2408.12596). All use even shares. Their plans fit in memory; otherwise
-`NoPlanFits` is raised.
+of Poplar as published (arXiv 2408.12596). All use even shares. Their plans fit in memory, if there
+is no `policy_shortfall`.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from poplar import _core
 from poplar.plan import Plan
@@ -16,11 +17,10 @@ from poplar.planner.branch_and_bound import Decision
 from poplar.planner.cost_model import StageCosts
 from poplar.planner.heuristic import Request
 from poplar.planner.memory_shortfall import (
-    NoPlanFits,
     Shortfall,
-    ShortfallRule,
     memory_shortfall,
-    shortfall_at_shares,
+    missing_bytes,
+    shortfall_at,
 )
 
 Policy = Callable[[StageCosts, Request], Decision]
@@ -32,12 +32,9 @@ def even(costs: StageCosts, request: Request) -> Decision:
 
     If there are fewer samples than ranks, the first ranks get one each.
     """
-    working = _evenly_working(costs, request.global_batch)
-    caps = _caps(costs, request, working)
-    plan = Plan.even(
-        len(caps), request.global_batch, min(caps[rank] for rank in working), costs.stage
-    )
-    return Decision(plan)
+    caps = _caps(costs, request)
+    cap = min(caps[: request.global_batch])
+    return Decision(Plan.even(len(caps), request.global_batch, cap, costs.stage))
 
 
 def flops(costs: StageCosts, request: Request) -> Decision:
@@ -82,41 +79,24 @@ _SHORTEST_PASS = 1e-9
 """Seconds. Measured residuals can reduce a pass to 0, and speeds must stay finite."""
 
 
-def shortfall_rule(policy: str, global_batch: int) -> ShortfallRule:
-    """The rule that says what is missing if this policy finds no plan."""
+def policy_shortfall(costs: StageCosts, policy: str, global_batch: int) -> Shortfall | None:
+    """What is missing for every plan of a policy at this stage; None: one fits."""
     if policy not in BASELINES:
-        return memory_shortfall
-
-    def at_even_shares(costs: StageCosts) -> Shortfall | None:
-        working = _evenly_working(costs, global_batch) if policy == "even" else ()
-        return shortfall_at_shares(costs, _even_shares(costs), working=working)
-
-    return at_even_shares
-
-
-def _evenly_working(costs: StageCosts, global_batch: int) -> range:
-    """Ranks that get samples under policy `even`."""
-    return range(min(costs.cluster.world_size, global_batch))
-
-
-def _caps(costs: StageCosts, request: Request, working: Collection[int] = ()) -> list[int]:
-    """By rank, the largest micro-batch that fits beside an even share.
-
-    Args:
-        costs: of the stage.
-        request: of the plan.
-        working: ranks that must hold a sample; empty: at least one rank must.
-
-    Raises:
-        NoPlanFits: a rank cannot hold its share of the state, or a sample that it must hold.
-    """
+        return memory_shortfall(costs)
     shares = _even_shares(costs)
-    missing = shortfall_at_shares(costs, shares, working=working)
-    if missing is not None:
-        raise NoPlanFits([missing])
+    ranks = range(len(shares))
+    if policy == "even":
+        with_sample: Sequence[int] = ranks[:global_batch]
+    else:
+        with_sample = [min(ranks, key=lambda rank: missing_bytes(costs, rank, 1, shares[rank]))]
+    return shortfall_at(costs, [int(rank in with_sample) for rank in ranks], shares)
+
+
+def _caps(costs: StageCosts, request: Request) -> list[int]:
+    """By rank, the largest micro-batch that fits beside an even share."""
     return [
         memory.largest_batch(share, request.max_micro_batch)
-        for memory, share in zip(costs.memories, shares, strict=True)
+        for memory, share in zip(costs.memories, _even_shares(costs), strict=True)
     ]
 
 
@@ -127,39 +107,39 @@ def _even_shares(costs: StageCosts) -> tuple[float, ...]:
 
 def _best_batch(costs: StageCosts, rank: int, cap: int) -> int:
     """The micro-batch with the most samples per second; 0 if the rank cannot hold a sample."""
-    rates = {batch: costs.pass_seconds(rank, batch) / batch for batch in range(1, cap + 1)}
-    return min(rates, key=lambda batch: (rates[batch], -batch), default=0)
+    sizes = range(cap, 0, -1)
+    return min(sizes, key=lambda batch: costs.pass_seconds(rank, batch) / batch, default=0)
 
 
 def _sweep(costs: StageCosts, global_batch: int, caps: Sequence[int]) -> Plan:
     shares = _even_shares(costs)
-    communication = costs.communication(shares)
+    gather, reduce = costs.communication(shares)
+    communication = costs.schedule.gathers * gather + reduce
+
+    def largest_within(limit: float) -> list[int]:
+        """By rank, the largest micro-batch whose pass takes at most `limit` seconds."""
+        return [
+            bisect_right(range(1, cap + 1), limit, key=partial(costs.pass_seconds, rank))
+            for rank, cap in enumerate(caps)
+        ]
+
+    def step_seconds(limit: float) -> float:
+        return -(-global_batch // sum(largest_within(limit))) * (limit + communication)
+
     limits = {
         costs.pass_seconds(rank, batch)
         for rank, cap in enumerate(caps)
         for batch in range(1, cap + 1)
     }
-    cheapest, chosen, passes = float("inf"), [0], 1
-    for limit in sorted(limits):
-        batches = [_largest_within(costs, rank, cap, limit) for rank, cap in enumerate(caps)]
-        count = -(-global_batch // sum(batches))
-        seconds = count * (
-            limit + costs.schedule.gathers * communication.gather + communication.reduce
-        )
-        if seconds < cheapest:
-            cheapest, chosen, passes = seconds, batches, count
-    remainder = _core.apportion(global_batch - (passes - 1) * sum(chosen), chosen)
+    batches = largest_within(min(sorted(limits), key=step_seconds))
+    passes = -(-global_batch // sum(batches))
+    remainder = _core.apportion(global_batch - (passes - 1) * sum(batches), batches)
     return Plan(
         stage=costs.stage,
         global_batch=global_batch,
         micro_batches=tuple(
             (first, *(batch,) * (passes - 1))
-            for first, batch in zip(remainder, chosen, strict=True)
+            for first, batch in zip(remainder, batches, strict=True)
         ),
         shares=shares,
     )
-
-
-def _largest_within(costs: StageCosts, rank: int, cap: int, limit: float) -> int:
-    """The largest micro-batch whose pass takes at most `limit` seconds."""
-    return bisect_right(range(1, cap + 1), limit, key=lambda batch: costs.pass_seconds(rank, batch))

@@ -26,7 +26,7 @@ from poplar.planner.batch_allocation import (
 )
 from poplar.planner.cost_model import StageCosts
 from poplar.planner.heuristic import Alternation, Candidate, Request, largest_batches_of
-from poplar.planner.memory_shortfall import NoPlanFits, memory_shortfall, suffice
+from poplar.planner.memory_shortfall import suffice
 from poplar.planner.rank_groups import group_equal, map_distinct
 from poplar.planner.shard_allocation import ShareProblem
 
@@ -57,14 +57,7 @@ class Relaxed(NamedTuple):
 
 
 def fastest_plan(costs: StageCosts, request: Request) -> Decision:
-    """The fastest plan of one stage.
-
-    Raises:
-        NoPlanFits: no plan of this stage fits in memory.
-    """
-    missing = memory_shortfall(costs)
-    if missing is not None:
-        raise NoPlanFits([missing])
+    """The fastest plan of one stage. There must be no `memory_shortfall`."""
     solvers = Alternation(costs, request)
     best = solvers.first_plan()
     bound = 0.0

@@ -1,8 +1,7 @@
 """Groups of devices that are equal up to measurement noise.
 
-Two cards of one model never measure exactly alike, so ranks are in one group if their devices have
-the same name, and memory, links and pass times within a few percent. (`rank_groups` groups ranks
-that are exactly equal.)
+Ranks are in one group if their devices have the same name, and memory, links and pass times within
+a few percent. (`rank_groups` groups ranks that are exactly equal.)
 """
 
 from __future__ import annotations
@@ -32,23 +31,23 @@ class DeviceGroup(NamedTuple):
 def device_groups(cluster: ClusterProfile) -> tuple[DeviceGroup, ...]:
     """The groups of a cluster by their first rank; at most `MAX_GROUPS` unless names differ."""
     figures = [_figures(cluster, rank) for rank in range(cluster.world_size)]
+    names = [device.name for device in cluster.devices]
+
+    def are_equal(first: int, rank: int, tolerance: float) -> bool:
+        """Relative to the smaller figure: at 5 %, twice as much is never equal."""
+        pairs = zip(figures[first], figures[rank], strict=True)
+        return names[first] == names[rank] and all(
+            abs(a - b) <= tolerance * min(a, b) for a, b in pairs
+        )
+
     for tolerance in _TOLERANCES:
-        groups: list[list[int]] = []
-        for rank, device in enumerate(cluster.devices):
-            for group in groups:
-                first = group[0]
-                if cluster.devices[first].name == device.name and all(
-                    # Relative to the smaller value: at 5 %, twice as much is never equal.
-                    abs(a - b) <= tolerance * min(a, b)
-                    for a, b in zip(figures[first], figures[rank], strict=True)
-                ):
-                    group.append(rank)
-                    break
-            else:
-                groups.append([rank])
+        groups: dict[int, list[int]] = {}
+        for rank in range(cluster.world_size):
+            first = next((one for one in groups if are_equal(one, rank, tolerance)), rank)
+            groups.setdefault(first, []).append(rank)
         if len(groups) <= MAX_GROUPS:
             break
-    return tuple(DeviceGroup(cluster.devices[group[0]].name, tuple(group)) for group in groups)
+    return tuple(DeviceGroup(names[first], tuple(ranks)) for first, ranks in groups.items())
 
 
 def with_equal_devices(cluster: ClusterProfile, groups: Sequence[DeviceGroup]) -> ClusterProfile:
@@ -58,22 +57,29 @@ def with_equal_devices(cluster: ClusterProfile, groups: Sequence[DeviceGroup]) -
     """
     if cluster.world_size <= _MAX_UNEQUAL_RANKS:
         return cluster
-    median = list(range(cluster.world_size))
-    devices, network = list(cluster.devices), cluster.network
+    median, devices = list(range(cluster.world_size)), list(cluster.devices)
     for group in groups:
-        largest = min(cluster.devices[rank].max_batch for rank in group.ranks)
-        by_speed = sorted(group.ranks, key=lambda rank: devices[rank].seconds(largest))
+        own = [cluster.devices[rank] for rank in group.ranks]
+        largest = min(device.max_batch for device in own)
+        by_speed = sorted(group.ranks, key=lambda rank: cluster.devices[rank].seconds(largest))
         middle = by_speed[len(by_speed) // 2]
-        memory = min(devices[rank].memory_bytes for rank in group.ranks)
-        device = replace(devices[middle], memory_bytes=memory)
+        memory_bytes = min(device.memory_bytes for device in own)
+        device = replace(cluster.devices[middle], memory_bytes=memory_bytes)
         for rank in group.ranks:
             median[rank], devices[rank] = middle, device
-    network = replace(
+    return replace(of_ranks(cluster, median), devices=tuple(devices))
+
+
+def of_ranks(cluster: ClusterProfile, ranks: Sequence[int]) -> ClusterProfile:
+    """The cluster with the devices and links of these ranks, in this order."""
+    network = cluster.network
+    links = replace(
         network,
-        send_seconds_per_byte=tuple(network.send_seconds_per_byte[rank] for rank in median),
-        receive_seconds_per_byte=tuple(network.receive_seconds_per_byte[rank] for rank in median),
+        send_seconds_per_byte=tuple(network.send_seconds_per_byte[rank] for rank in ranks),
+        receive_seconds_per_byte=tuple(network.receive_seconds_per_byte[rank] for rank in ranks),
     )
-    return replace(cluster, devices=tuple(devices), network=network)
+    devices = tuple(cluster.devices[rank] for rank in ranks)
+    return replace(cluster, devices=devices, network=links)
 
 
 def _figures(cluster: ClusterProfile, rank: int) -> list[float]:

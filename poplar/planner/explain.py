@@ -1,30 +1,31 @@
 """What bounds a plan, what would make it faster, and what each group of devices adds.
 
-Every answer is a new search on a changed cluster (`what_if`), so batches and shares change as well.
-Devices of one group (`device_groups`) change together: the number of searches grows with the
-groups, not with the ranks.
+Every answer is a new search on a changed cluster (`what_if`). Devices of one group
+(`device_groups`) change together, so there are few searches.
 """
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterator, Sequence
+from bisect import bisect
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from poplar.formatting import format_ranks, format_signed_percent
 from poplar.plan import Plan
 from poplar.planner import what_if
 from poplar.planner.cost_model import costs_of
-from poplar.planner.device_groups import device_groups, with_equal_devices
-from poplar.planner.memory_shortfall import NoPlanFits
-from poplar.planner.prediction import Bound, DoesNotFit, bound_of, predict
-from poplar.planner.search import ALL_STAGES
+from poplar.planner.device_groups import DeviceGroup, device_groups, with_equal_devices
+from poplar.planner.memory_shortfall import DoesNotFit, NoPlanFits
+from poplar.planner.prediction import Bound, bound_of, predict
+from poplar.planner.search import ALL_STAGES, search
 from poplar.planner.simple_plans import PREFERENCE
-from poplar.planner.what_if import Change, Changed, Scenario, evaluate
+from poplar.planner.uncertainty import unmeasured_batches
+from poplar.planner.what_if import Change, Changed
 from poplar.profile import ClusterProfile
+from poplar.schema import to_json_types
 
 PREDICTION_ERROR = 0.04
 """Default error of a predicted step, as a fraction; see the benchmark of predictions."""
@@ -32,11 +33,13 @@ NOISE = PREFERENCE
 """Smaller gains are not reported: a search may return a plan that is slower by as much."""
 WORTH_IT, NOT_WORTH_IT, NEEDED = "worth it", "not worth it", "needed"
 
-_SCHEMA_VERSION = 1
+_SCHEMA_VERSION = 2
 _MORE_MEMORY, _FASTER_DEVICE = 0.25, 1.25
 _SHORTEST_STEP = 1e-12
 _GAP = 4
 """Measured batches more than this factor apart leave a gap in the profile; twice is usual."""
+_FastestPlan = Callable[[ClusterProfile], Plan | None]
+"""The fastest plan for the same request on another cluster; None: no plan fits."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,7 +91,7 @@ class Explanation:
     """What would help, largest gain first, without gains that are within the noise."""
     contributions: tuple[Contribution, ...]
     """One per group of devices, least valuable first; empty for a single rank."""
-    doubts: tuple[str, ...] = ()
+    uncertainties: tuple[str, ...] = ()
     """Where the plan relies on pass times that were not measured."""
 
     def sentences(self) -> list[str]:
@@ -103,7 +106,7 @@ class Explanation:
         return [
             *sentences,
             f"over an even plan: {gain}",
-            *(f"uncertain: {doubt}" for doubt in self.doubts),
+            *(f"uncertain: {one}" for one in self.uncertainties),
         ]
 
     def __str__(self) -> str:
@@ -111,8 +114,7 @@ class Explanation:
 
     def to_dict(self) -> dict[str, Any]:
         """This explanation as JSON types."""
-        content: dict[str, Any] = json.loads(json.dumps(asdict(self)))
-        return {"version": _SCHEMA_VERSION, **content}
+        return {"version": _SCHEMA_VERSION, **to_json_types(self)}
 
 
 def explain(
@@ -139,95 +141,87 @@ def explain(
     """
     if not (math.isfinite(error) and 0.0 <= error < 1.0):
         raise ValueError(f"error must be a fraction of a step from 0 to below 1, got {error}")
+
+    def fastest(changed: ClusterProfile, policy: str = "exact") -> Plan | None:
+        with suppress(NoPlanFits):
+            return search(
+                changed,
+                global_batch=plan.global_batch,
+                stages=stages,
+                policy=policy,
+                max_micro_batch=max_micro_batch,
+            )
+        return None
+
     prediction = predict(cluster, plan)
-    step = prediction.step_seconds
-    measured = Scenario(
-        cluster=cluster,
-        global_batch=plan.global_batch,
-        stages=stages,
-        max_micro_batch=max_micro_batch,
-    )
-    even = _fastest_plan(replace(measured, policy="even"))
-    over_even = None if even is None else _gain(_step_seconds(even), step)
-    exposed = prediction.communication_seconds / max(step, _SHORTEST_STEP)
-    searches = _Searches(measured, plan, step)
+    even = fastest(cluster, policy="even")
+    over_even = None if even is None else _gain(_step_seconds(even), prediction.step_seconds)
+    groups = device_groups(cluster)
+    equal = with_equal_devices(cluster, groups)
+    step, noise = prediction.step_seconds, NOISE
+    with suppress(DoesNotFit):
+        step = predict(equal, plan).step_seconds
+    least, best = step, fastest(equal)
+    if best is not None:
+        least = min(step, _step_seconds(best))
+        noise = max(NOISE, (best.prediction or {})["optimality_gap"] or 0.0)
+    changes = [one for one in _changes(equal, groups, least, fastest) if one.gain > noise]
+    contributions = _contributions(equal, groups, least, fastest, error)
     return Explanation(
-        step_seconds=step,
+        step_seconds=prediction.step_seconds,
         error=error,
-        bound=bound_of(costs_of(cluster, plan), plan, prediction.busy_fraction, exposed),
-        faster_plan=searches.faster_plan,
+        bound=bound_of(costs_of(cluster, plan), plan, prediction),
+        faster_plan=gain if (gain := _gain(step, least)) > noise else 0.0,
         over_even=over_even,
-        verdict=NEEDED if over_even is None else _verdict(over_even, error),
-        changes=tuple(sorted(searches.changes(), key=lambda one: -one.gain)),
-        contributions=tuple(sorted(searches.contributions(error), key=_least_valuable_first)),
-        doubts=tuple(_gaps_in_the_profile(cluster, plan)),
+        verdict=_verdict(over_even, error),
+        changes=tuple(sorted(changes, key=lambda one: -one.gain)),
+        contributions=tuple(sorted(contributions, key=_least_valuable_first)),
+        uncertainties=tuple(_gaps_in_the_profile(cluster, plan)),
     )
 
 
-class _Searches:
-    """Searches for the same global batch on one changed cluster after another."""
-
-    def __init__(self, scenario: Scenario, plan: Plan, step: float) -> None:
-        self._groups = device_groups(scenario.cluster)
-        equal = with_equal_devices(scenario.cluster, self._groups)
-        with suppress(DoesNotFit):
-            step = predict(equal, plan).step_seconds
-        self._scenario = scenario = replace(scenario, cluster=equal)
-        self._fastest, self._noise = step, NOISE
-        best = _fastest_plan(scenario)
-        if best is not None:
-            self._fastest = min(step, _step_seconds(best))
-            self._noise = max(NOISE, (best.prediction or {})["optimality_gap"] or 0.0)
-        gain = _gain(step, self._fastest)
-        self.faster_plan = gain if gain > self._noise else 0.0
-
-    def changes(self) -> Iterator[Change]:
-        """Changes with gains above the noise."""
-        scenario, step = self._scenario, self._fastest
-        cluster, network = scenario.cluster, scenario.cluster.network
-        tried = [what_if.faster_devices(scenario, one, _FASTER_DEVICE) for one in self._groups]
-        if network.reduce_scatter_seconds + network.all_gather_seconds > 0.0:
-            tried += [what_if.faster_network(scenario), what_if.full_overlap(scenario)]
-        gains = [_with_gain(changed, step) for changed in tried]
-        limit = min(scenario.max_micro_batch or scenario.global_batch, scenario.global_batch)
-        if any(device.max_batch < limit for device in cluster.devices):
-            # More memory helps where larger batches than measured ones may fit.
-            larger = what_if.larger_batches(scenario)
-            gains.append(_with_gain(larger, step))
-            scenario, step = larger.scenario, step / (1.0 + max(0.0, gains[-1].gain))
-        for group in self._groups:
-            memory = cluster.devices[group.ranks[0]].memory_bytes
-            added = max(1, round(_MORE_MEMORY * memory / 2**20))
-            gains.append(_with_gain(what_if.more_memory(scenario, group, added), step))
-        return (change for change in gains if change.gain > self._noise)
-
-    def contributions(self, error: float) -> Iterator[Contribution]:
-        """What each group adds; if all ranks are in one group, what one rank adds."""
-        if self._scenario.cluster.world_size == 1:
-            return
-        for group in self._groups:
-            ranks = group.ranks if len(self._groups) > 1 else group.ranks[-1:]
-            plan = _fastest_plan(what_if.without(self._scenario, ranks).scenario)
-            gain = None if plan is None else _gain(self._fastest, _step_seconds(plan))
-            verdict = NEEDED if gain is None else _verdict(-gain, error)
-            yield Contribution(ranks=ranks, device=group.device, without=gain, verdict=verdict)
+def _changes(
+    cluster: ClusterProfile, groups: Sequence[DeviceGroup], step: float, fastest: _FastestPlan
+) -> Iterator[Change]:
+    """What may help, with its gain over this step."""
+    for group in groups:
+        yield _with_gain(what_if.faster_devices(cluster, group, _FASTER_DEVICE), step, fastest)
+    if cluster.network.reduce_scatter_seconds + cluster.network.all_gather_seconds > 0.0:
+        yield _with_gain(what_if.faster_network(cluster), step, fastest)
+        yield _with_gain(what_if.full_overlap(cluster), step, fastest)
+    larger = what_if.larger_batches(cluster)
+    larger_batches = _with_gain(larger, step, fastest)
+    yield larger_batches
+    step /= 1.0 + max(0.0, larger_batches.gain)
+    for group in groups:  # more memory helps where larger batches than measured ones may fit
+        memory = cluster.devices[group.ranks[0]].memory_bytes
+        added = max(1, round(_MORE_MEMORY * memory / 2**20))
+        yield _with_gain(what_if.more_memory(larger.cluster, group, added), step, fastest)
 
 
-def _with_gain(changed: Changed, before: float) -> Change:
-    plan = _fastest_plan(changed.scenario)
+def _with_gain(changed: Changed, step: float, fastest: _FastestPlan) -> Change:
+    plan = fastest(changed.cluster)
     if plan is None:
         return changed.change
-    return replace(changed.change, gain=_gain(before, _step_seconds(plan)), stage=plan.stage)
+    return replace(changed.change, gain=_gain(step, _step_seconds(plan)), stage=plan.stage)
 
 
-def _fastest_plan(scenario: Scenario) -> Plan | None:
-    """None: no plan fits. Raises the errors of `search` about arguments."""
-    found = evaluate(scenario)
-    if isinstance(found, Plan):
-        return found
-    if isinstance(found, NoPlanFits):
-        return None
-    raise found
+def _contributions(
+    cluster: ClusterProfile,
+    groups: Sequence[DeviceGroup],
+    step: float,
+    fastest: _FastestPlan,
+    error: float,
+) -> Iterator[Contribution]:
+    """What each group adds; if all ranks are in one group, what one rank adds."""
+    if cluster.world_size == 1:
+        return
+    for group in groups:
+        ranks = group.ranks if len(groups) > 1 else group.ranks[-1:]
+        plan = fastest(what_if.without(cluster, ranks).cluster)
+        gain = None if plan is None else _gain(step, _step_seconds(plan))
+        verdict = _verdict(None if gain is None else -gain, error)
+        yield Contribution(ranks=ranks, device=group.device, without=gain, verdict=verdict)
 
 
 def _step_seconds(plan: Plan) -> float:
@@ -239,7 +233,9 @@ def _gain(before: float, after: float) -> float:
     return before / max(after, _SHORTEST_STEP) - 1.0
 
 
-def _verdict(gain: float, error: float) -> str:
+def _verdict(gain: float | None, error: float) -> str:
+    if gain is None:
+        return NEEDED
     return WORTH_IT if gain > error else NOT_WORTH_IT
 
 
@@ -247,18 +243,19 @@ def _least_valuable_first(contribution: Contribution) -> float:
     return math.inf if contribution.without is None else -contribution.without
 
 
-def _gaps_in_the_profile(cluster: ClusterProfile, plan: Plan) -> Iterator[str]:
+def _gaps_in_the_profile(cluster: ClusterProfile, plan: Plan) -> Iterable[str]:
     """One sentence per device name and gap for batches of the plan that are far from measured."""
-    reported = set()
-    for rank, passes in enumerate(plan.micro_batches):
+    sentences: dict[tuple[str, int, int], str] = {}
+    for rank, batches in enumerate(unmeasured_batches(cluster, plan)):
         device = cluster.devices[rank]
         measured = [0, *(point.batch for point in device.points)]
-        for batch in sorted(set(passes).difference(measured)):
-            below = max(other for other in measured if other < batch)
-            above = min((other for other in measured if other > batch), default=0)
-            if above > _GAP * max(1, below) and (device.name, below, above) not in reported:
-                reported.add((device.name, below, above))
-                yield (
+        for batch in batches:
+            above = bisect(measured, batch)
+            low, high = measured[above - 1], measured[above]
+            if high > _GAP * max(1, low):
+                sentence = (
                     f"rank {rank} ({device.name}) runs {batch} samples, but nothing was measured "
-                    f"between {below} and {above}"
+                    f"between {low} and {high}"
                 )
+                sentences.setdefault((device.name, low, high), sentence)
+    return sentences.values()

@@ -21,7 +21,7 @@ from poplar.planner.branch_and_bound import TOLERANCE, Decision, fastest_plan, o
 from poplar.planner.cost_model import StageCosts
 from poplar.planner.heuristic import Request, largest_batches_of
 from poplar.planner.memory_model import RankMemory
-from poplar.planner.memory_shortfall import NoPlanFits
+from poplar.planner.memory_shortfall import memory_shortfall
 from poplar.profile import ModelProfile
 
 _MOST_CUTS = 12
@@ -31,8 +31,7 @@ _MOST_CUTS = 12
 def fastest_plan_with_persistent_units(costs: StageCosts, request: Request) -> Decision:
     """The fastest plan of one stage, with as many persistent units as make it faster.
 
-    Raises:
-        NoPlanFits: no plan of this stage fits in memory.
+    There must be no `memory_shortfall`.
     """
     if costs.stage < 3 or not costs.cluster.model.unit_names:
         return fastest_plan(costs, request)
@@ -103,8 +102,7 @@ class _Search:
             middle = (least + most) // 2
             self._add(least, middle)
             self._add(middle + 1, most)
-        if self._best is None:
-            return fastest_plan(self._costs(0), self._request)
+        assert self._best is not None, "a stage without a memory shortfall has a plan"
         bound = min([self._seconds, self._closed, *(one.bound for one in self._ranges[:1])])
         return Decision(self._best, optimality_gap(bound, self._seconds))
 
@@ -113,10 +111,9 @@ class _Search:
         in_memory = frozenset(self._order[:least])
         persistent = frozenset(self._order[:most])
         costs = _Optimistic(self._cluster, self._stage, persistent, in_memory)
-        try:
-            plan, gap = fastest_plan(costs, self._request)
-        except NoPlanFits:
+        if memory_shortfall(costs) is not None:
             return
+        plan, gap = fastest_plan(costs, self._request)
         numbers = range(least + 1, most + 1)
         fitting = least + bisect_right(numbers, False, key=lambda n: not self._fits(n, plan))
         self._keep(fitting, plan)

@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from poplar.formatting import format_bytes
+from poplar.formatting import format_percent
 from poplar.plan import Plan
 from poplar.planner.cost_model import StageCosts, costs_of
-from poplar.profile import ClusterProfile
+from poplar.planner.memory_shortfall import DoesNotFit, shortfall_at
+from poplar.profile import ClusterProfile, NetworkProfile
 from poplar.schema import to_json_types
 
 _SLOWER_LINK = 1.1
@@ -22,10 +23,6 @@ _SLOWER_LINK = 1.1
 _MAX_SLOWDOWN = 2.0
 """Memory bounds a step only if one more sample keeps the rank's pass below this many times the
 longest pass."""
-
-
-class DoesNotFit(ValueError):
-    """A plan that needs more memory than a rank has, or a micro-batch that was not measured."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +41,7 @@ class Prediction:
     """By rank: what the plan needs, with what the framework holds."""
     busy_fraction: tuple[float, ...]
     """By rank: compute and optimizer over the step."""
-    bound: str
+    bound: str = ""
     """What bounds the step, as a sentence."""
     optimality_gap: float | None = None
     """Upper bound on how much shorter the step of another plan at this stage can be, as a fraction
@@ -53,8 +50,7 @@ class Prediction:
 
     def to_dict(self) -> dict[str, Any]:
         """This prediction as JSON types."""
-        content: dict[str, Any] = to_json_types(self)
-        return content
+        return {**to_json_types(self)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +71,10 @@ def memory_needed(cluster: ClusterProfile, plan: Plan) -> tuple[int, ...]:
         ValueError: see `costs_of`.
         DoesNotFit: a micro-batch larger than the largest that was measured.
     """
-    return _memory_needed(costs_of(cluster, plan), plan)
+    costs = costs_of(cluster, plan)
 
-
-def _memory_needed(costs: StageCosts, plan: Plan) -> tuple[int, ...]:
     def needed(rank: int, passes: Sequence[int], share: float) -> int:
-        device, largest = costs.cluster.devices[rank], max(passes, default=0)
+        device, largest = cluster.devices[rank], max(passes, default=0)
         if largest > device.max_batch:
             raise DoesNotFit(
                 f"rank {rank} ({device.name}): a micro-batch of {largest} samples, but the largest "
@@ -92,17 +86,6 @@ def _memory_needed(costs: StageCosts, plan: Plan) -> tuple[int, ...]:
     return tuple(costs.by_rank(needed, plan.micro_batches, plan.shares))
 
 
-def predict(cluster: ClusterProfile, plan: Plan) -> Prediction:
-    """Predict one step of a plan.
-
-    Raises:
-        DoesNotFit: the plan needs more memory than a rank has, or a micro-batch that was not
-            measured.
-        ValueError: see `costs_of`.
-    """
-    return predict_at(costs_of(cluster, plan), plan)
-
-
 def fits(cluster: ClusterProfile, plan: Plan) -> bool:
     """Whether every rank has the memory that a plan needs."""
     try:
@@ -112,12 +95,22 @@ def fits(cluster: ClusterProfile, plan: Plan) -> bool:
     return True
 
 
-def predict_at(costs: StageCosts, plan: Plan) -> Prediction:
-    """Predict one step of a plan, with the cost model of its stage."""
-    memory = _memory_needed(costs, plan)
-    for rank, (needed, own) in enumerate(zip(memory, costs.memories, strict=True)):
-        if needed > own.limit:
-            _check_fits(costs, plan, rank)
+def predict(cluster: ClusterProfile, plan: Plan) -> Prediction:
+    """Predict one step of a plan.
+
+    Raises:
+        DoesNotFit: the plan needs more memory than a rank has, or a micro-batch that was not
+            measured.
+        ValueError: see `costs_of`.
+    """
+    costs, memory = costs_of(cluster, plan), memory_needed(cluster, plan)
+    largest_batches = [max(passes, default=0) for passes in plan.micro_batches]
+    missing = shortfall_at(costs, largest_batches, plan.shares)
+    if missing is not None:
+        raise DoesNotFit(
+            f"the plan does not fit at stage {plan.stage}: {missing.sentence}; use smaller "
+            "micro-batches, a smaller share or a higher stage"
+        )
     synchronizations = costs.synchronizations(plan.micro_batches)
     seconds = costs.synchronizations_seconds(synchronizations, costs.communication(plan.shares))
     tail = costs.tail_seconds(plan.shares)
@@ -125,7 +118,6 @@ def predict_at(costs: StageCosts, plan: Plan) -> Prediction:
     # Negative residuals can make the tail shorter than its all-gather.
     exposed = [min(costs.gather_after_step_seconds(plan.shares), tail)]
     exposed += [end - one.latest for end, one in zip(seconds, synchronizations, strict=True)]
-    communication = min(step, math.fsum(exposed))
     compute = costs.by_rank(
         lambda rank, passes: math.fsum(costs.pass_seconds(rank, batch) for batch in passes),
         plan.micro_batches,
@@ -133,27 +125,29 @@ def predict_at(costs: StageCosts, plan: Plan) -> Prediction:
     optimizer = costs.by_rank(
         lambda rank, share: max(0.0, costs.optimizer_seconds(rank, share)), plan.shares
     )
-    busy = tuple(
-        min(1.0, (passes + update) / step) if step else 1.0
-        for passes, update in zip(compute, optimizer, strict=True)
-    )
-    return Prediction(
+    prediction = Prediction(
         step_seconds=step,
         samples_per_second=plan.global_batch / step if step else math.inf,
         compute_seconds=tuple(compute),
         optimizer_seconds=tuple(optimizer),
-        communication_seconds=communication,
+        communication_seconds=min(step, math.fsum(exposed)),
         memory_bytes=memory,
-        busy_fraction=busy,
-        bound=bound_of(costs, plan, busy, communication / step if step else 0.0).sentence,
+        busy_fraction=tuple(
+            min(1.0, (passes + update) / step) if step else 1.0
+            for passes, update in zip(compute, optimizer, strict=True)
+        ),
     )
+    return dataclasses.replace(prediction, bound=bound_of(costs, plan, prediction).sentence)
 
 
-def describe(cluster: ClusterProfile, plan: Plan, prediction: Prediction, policy: str) -> Plan:
+def describe(
+    cluster: ClusterProfile, plan: Plan, policy: str, optimality_gap: float | None = None
+) -> Plan:
     """Attach a prediction to a plan, as JSON types, with the device columns of the plan's table.
 
     A plan without a transport gets the one that was measured.
     """
+    prediction = dataclasses.replace(predict(cluster, plan), optimality_gap=optimality_gap)
     return dataclasses.replace(
         plan,
         transport=plan.transport or cluster.network.transport,
@@ -166,58 +160,36 @@ def describe(cluster: ClusterProfile, plan: Plan, prediction: Prediction, policy
     )
 
 
-def _check_fits(costs: StageCosts, plan: Plan, rank: int) -> None:
-    largest, share = max(plan.micro_batches[rank], default=0), plan.shares[rank]
-    memory = costs.memories[rank]
-    if not memory.fits(largest, share):
-        needed, limit = memory.needed(largest, share), memory.limit
-        device = costs.cluster.devices[rank]
-        raise DoesNotFit(
-            f"rank {rank} ({device.name}) needs {format_bytes(needed)} for {largest} samples and "
-            f"{100 * share:.1f} % of the state at stage {plan.stage}, but may use "
-            f"{format_bytes(limit)} of {format_bytes(device.memory_bytes)}; use smaller "
-            "micro-batches, a smaller share or a higher stage"
-        )
-
-
-def bound_of(costs: StageCosts, plan: Plan, busy: Sequence[float], communication: float) -> Bound:
-    """What bounds a step: compute, the network, or the memory of a rank.
-
-    Args:
-        costs: the cost model of the plan's stage.
-        plan: the plan.
-        busy: by rank, compute and optimizer as a fraction of the step.
-        communication: exposed communication as a fraction of the step.
-    """
-    busiest = max(range(plan.world_size), key=lambda rank: busy[rank])
+def bound_of(costs: StageCosts, plan: Plan, prediction: Prediction) -> Bound:
+    """What bounds a predicted step: compute, the network, or the memory of a rank."""
+    step, busy = prediction.step_seconds, prediction.busy_fraction
+    communication = prediction.communication_seconds / step if step else 0.0
+    busiest = busy.index(max(busy))
     if communication <= busy[busiest]:
-        sentence = f"rank {busiest}'s compute ({100 * busy[busiest]:.0f} % busy)"
+        sentence = f"rank {busiest}'s compute ({format_percent(busy[busiest])} busy)"
         return Bound("compute", busiest, sentence)
     passes = max(map(len, plan.micro_batches))
     if costs.synchronizes_every_pass and passes > 1:
         latest = max(one.latest for one in costs.synchronizations(plan.micro_batches))
         for rank, memory in enumerate(costs.memories):
             largest = max(plan.micro_batches[rank])
-            more = largest + 1
-            measured = more <= memory.device.max_batch
-            useful = measured and costs.pass_seconds(rank, more) <= _MAX_SLOWDOWN * latest
-            if useful and not memory.fits(more, plan.shares[rank]):
+            # Infinite for batches that were not measured.
+            is_useful = costs.pass_seconds(rank, largest + 1) <= _MAX_SLOWDOWN * latest
+            if is_useful and not memory.fits(largest + 1, plan.shares[rank]):
                 sentence = (
                     f"rank {rank}'s memory: it holds no more than {largest} samples at a time, so "
-                    f"ranks synchronize {passes} times a step ({100 * communication:.0f} % of it "
-                    "is communication)"
+                    f"ranks synchronize {passes} times a step ({format_percent(communication)} of "
+                    "it is communication)"
                 )
                 return Bound("memory", rank, sentence)
-    slowest = _slowest_link(costs)
+    slowest = _slowest_link(costs.cluster.network)
     which = "" if slowest is None else f", rank {slowest}'s link is the slowest"
-    return Bound(
-        "network", slowest, f"communication ({100 * communication:.0f} % of the step{which})"
-    )
+    sentence = f"communication ({format_percent(communication)} of the step{which})"
+    return Bound("network", slowest, sentence)
 
 
-def _slowest_link(costs: StageCosts) -> int | None:
+def _slowest_link(network: NetworkProfile) -> int | None:
     """The rank whose link is slower than all others, if there is one."""
-    network = costs.cluster.network
     rates = list(map(max, network.send_seconds_per_byte, network.receive_seconds_per_byte))
     *_, second, first = [0.0, *sorted(rates)]
     return rates.index(first) if len(rates) > 1 and first > _SLOWER_LINK * second else None

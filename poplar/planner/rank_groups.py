@@ -6,7 +6,6 @@ Exchanging equal ranks does not change the cost of a plan.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from itertools import groupby
 from typing import TypeVar
 
 _Value = TypeVar("_Value")
@@ -16,11 +15,8 @@ _Key = TypeVar("_Key", bound=Hashable)
 def group_equal(values: Iterable[Hashable]) -> list[list[int]]:
     """The positions of each distinct value, ascending; values by first appearance."""
     found: dict[Hashable, list[int]] = {}
-    position = 0
-    for value, run in groupby(values):  # consecutive ranks are mostly equal
-        stop = position + len(list(run))
-        found.setdefault(value, []).extend(range(position, stop))
-        position = stop
+    for position, value in enumerate(values):
+        found.setdefault(value, []).append(position)
     return list(found.values())
 
 

@@ -7,19 +7,21 @@ are rounded to simple ones (`simple_plans`).
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 from poplar.plan import STRATEGIES, Plan
-from poplar.planner.baselines import BASELINES, Policy
+from poplar.planner.baselines import BASELINES, Policy, policy_shortfall
 from poplar.planner.branch_and_bound import Decision, optimality_gap
 from poplar.planner.cost_model import StageCosts, costs_of
 from poplar.planner.heuristic import Request
 from poplar.planner.memory_shortfall import NoPlanFits, Shortfall
 from poplar.planner.persistent_units import fastest_plan_with_persistent_units
-from poplar.planner.prediction import describe, predict_at
+from poplar.planner.prediction import describe
 from poplar.planner.simple_plans import PREFERENCE, simplified
+from poplar.planner.suggested_changes import suggested_changes
 from poplar.profile import ClusterProfile
 
 __all__ = ["ALL_STAGES", "POLICIES", "NoPlanFits", "alternatives", "search"]
@@ -92,25 +94,27 @@ def alternatives(
     found: list[Plan] = []
     shortfalls: list[Shortfall] = []
     for stage in _checked_stages(stages):
-        try:
-            decision = POLICIES[policy](StageCosts(cluster, stage), request)
-        except NoPlanFits as error:
-            shortfalls.append(error.closest)
+        costs = StageCosts(cluster, stage)
+        missing = policy_shortfall(costs, policy, global_batch)
+        if missing is not None:
+            shortfalls.append(missing)
             continue
+        decision = POLICIES[policy](costs, request)
         if policy == "exact":
             decision = _simplified(cluster, decision, request, preference)
-        prediction = predict_at(costs_of(cluster, decision.plan), decision.plan)
-        prediction = dataclasses.replace(prediction, optimality_gap=decision.gap)
-        found.append(describe(cluster, decision.plan, prediction, policy))
+        found.append(describe(cluster, decision.plan, policy, decision.gap))
     if not found:
-        arguments = {
-            "cluster": cluster,
-            "global_batch": global_batch,
-            "stages": stages,
-            "policy": policy,
-        }
-        raise NoPlanFits(shortfalls, arguments)
+        suggest = partial(suggested_changes, cluster, global_batch, stages, policy, shortfalls)
+        raise NoPlanFits(shortfalls, suggest)
     return tuple(sorted(found, key=_sort_key))
+
+
+def plan_or_error(cluster: ClusterProfile, **request: Any) -> Plan | ValueError:
+    """What `search` returns for these arguments, or the error that says why there is no plan."""
+    try:
+        return search(cluster, **request)
+    except ValueError as error:
+        return error
 
 
 def _simplified(

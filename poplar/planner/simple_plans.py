@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from bisect import bisect_left
 
-from poplar.plan import Plan
+from poplar.plan import Plan, spread
 from poplar.planner.cost_model import StageCosts, costs_of
 from poplar.planner.heuristic import Alternation, Candidate, Request
 from poplar.planner.persistent_units import persistence_order, unit_plans
@@ -124,9 +124,3 @@ def _with_fewer_persistent_units(
         return seconds <= limit
 
     return with_first(bisect_left(range(len(order)), True, key=is_fast_enough))
-
-
-def spread(samples: int, passes: int) -> tuple[int, ...]:
-    """Samples in passes of equal size, or of two sizes that differ by one; smaller ones first."""
-    size, larger = divmod(samples, passes)
-    return (size,) * (passes - larger) + (size + 1,) * larger

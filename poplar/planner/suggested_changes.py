@@ -7,99 +7,88 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from poplar.plan import STRATEGIES
 from poplar.planner import what_if
-from poplar.planner.baselines import shortfall_rule
+from poplar.planner.baselines import policy_shortfall
 from poplar.planner.cost_model import StageCosts
 from poplar.planner.device_groups import DeviceGroup, device_groups, with_equal_devices
 from poplar.planner.memory_shortfall import Shortfall
-from poplar.planner.what_if import Change, Changed, Scenario
+from poplar.planner.what_if import Changed
+from poplar.profile import ClusterProfile
 
 _MAX_MEBIBYTES = 2**24
 _MAX_DEVICES = 256
 
 
-def suggested_changes(shortfalls: Sequence[Shortfall], **request: Any) -> tuple[str, ...]:
+def suggested_changes(
+    cluster: ClusterProfile,
+    global_batch: int,
+    stages: Sequence[int],
+    policy: str,
+    shortfalls: Sequence[Shortfall],
+) -> tuple[str, ...]:
     """The smallest changes that make a plan fit, each on its own.
 
     Args:
-        shortfalls: what is missing at each requested stage.
-        request: the arguments of the search that found no plan.
+        cluster: where `search` found no plan; the next three are its arguments too.
+        global_batch: see `search`.
+        stages: see `search`.
+        policy: see `search`.
+        shortfalls: what is missing at each stage.
     """
-    scenario = Scenario(**request)
-    groups = device_groups(scenario.cluster)
-    scenario = replace(scenario, cluster=with_equal_devices(scenario.cluster, groups))
-    all_ranks = DeviceGroup("", tuple(range(scenario.cluster.world_size)))
+    groups = device_groups(cluster)
+    cluster = with_equal_devices(cluster, groups)
+    all_ranks = DeviceGroup("", tuple(range(cluster.world_size)))
+
+    def fitting_stage(changed: ClusterProfile, stages: Iterable[int], policy: str) -> int | None:
+        """The highest of the stages at which a plan fits."""
+        for stage in sorted(stages, reverse=True):
+            if policy_shortfall(StageCosts(changed, stage), policy, global_batch) is None:
+                return stage
+        return None
+
+    def suggestion(changed: Changed) -> str:
+        """The change and the stage at which a plan fits after it; empty if none fits."""
+        stage = fitting_stage(changed.cluster, stages, policy)
+        change = f"{changed.change.subject} {changed.change.amount}"
+        return "" if stage is None else f"{change} at stage {stage}"
+
+    highest = max(stages)
+    others = (*range(highest + 1, len(STRATEGIES)), *range(highest - 1, -1, -1))
+    fitting = (stage for stage in others if fitting_stage(cluster, [stage], policy) is not None)
+    found = [f"stage {stage}" for stage in fitting][:1]
+    stage = fitting_stage(cluster, stages, "exact")
+    if stage is not None:
+        found.append(f"policy exact at stage {stage}")
+    too_small = {tuple(one.bytes_by_rank) for one in shortfalls} - {all_ranks.ranks}
+    smaller = (what_if.without(cluster, ranks) for ranks in sorted(too_small, key=len))
+    found += list(filter(None, map(suggestion, smaller)))[:1]
     memory_groups = [*groups, all_ranks] if len(groups) > 1 else groups
-    highest = max(scenario.stages)
-    stages = (*range(highest + 1, len(STRATEGIES)), *range(highest - 1, -1, -1))
-    too_small = sorted(
-        {tuple(one.bytes_by_rank) for one in shortfalls} - {all_ranks.ranks}, key=len
-    )
-    changes = (
-        *_first(what_if.other_stage(scenario, stage) for stage in stages),
-        *_first([what_if.other_policy(scenario, "exact")]),
-        *_first(what_if.without(scenario, ranks) for ranks in sorted(too_small, key=len)),
-        *_smallest(
-            [partial(what_if.more_memory, scenario, group) for group in memory_groups],
-            _MAX_MEBIBYTES,
-        ),
-        *_smallest(
-            [partial(what_if.more_devices, scenario, group) for group in groups], _MAX_DEVICES
-        ),
-        *_smallest([partial(what_if.smaller_activations, scenario)], 100),
-    )
-    return tuple(map(_sentence, changes))
+    more_memory = [partial(what_if.more_memory, cluster, group) for group in memory_groups]
+    found += _smallest(more_memory, _MAX_MEBIBYTES, suggestion)
+    more_devices = [partial(what_if.more_devices, cluster, group) for group in groups]
+    found += _smallest(more_devices, _MAX_DEVICES, suggestion)
+    found += _smallest([partial(what_if.smaller_activations, cluster)], 100, suggestion)
+    return tuple(found)
 
 
-def _sentence(change: Change) -> str:
-    stage = "" if change.what == "stage" else f" at stage {change.stage}"
-    return f"{change.subject} {change.amount}{stage}"
-
-
-def _first(options: Iterable[Changed]) -> list[Change]:
-    """The first change that fits."""
-    for option in options:
-        stage = _fitting_stage(option)
-        if stage is not None:
-            return [replace(option.change, stage=stage)]
-    return []
-
-
-def _smallest(questions: Iterable[Callable[[int], Changed]], largest: int) -> list[Change]:
-    """Of changes at the smallest sizes that fit, the one that is smallest over its ranks.
-
-    Args:
-        questions: the changed scenario by the size of the change.
-        largest: size to try.
-    """
-    found: list[tuple[int, Change]] = []
-    for changed in questions:
-        size = _least(changed, largest)
-        for change in _first([changed(size)]):
-            found.append((size * max(1, len(change.ranks)), change))
+def _smallest(
+    changes: Iterable[Callable[[int], Changed]], largest: int, suggestion: Callable[[Changed], str]
+) -> list[str]:
+    """Of changes at the smallest sizes that help, the one that is smallest over its ranks."""
+    found: list[tuple[int, str]] = []
+    for change in changes:
+        size = _least(change, largest, suggestion)
+        changed = change(size)
+        if text := suggestion(changed):
+            found.append((size * max(1, len(changed.change.ranks)), text))
     return [min(found, key=lambda one: one[0])[1]] if found else []
 
 
-def _least(changed: Callable[[int], Changed], largest: int) -> int:
-    """The least size from 1 that fits, or `largest`."""
-
-    def fits(size: int) -> bool:
-        return _fitting_stage(changed(size)) is not None
-
-    enough = 1
-    while enough < largest and not fits(enough):
-        enough = min(2 * enough, largest)
-    return 1 + bisect_left(range(1, enough), True, key=fits)
-
-
-def _fitting_stage(changed: Changed) -> int | None:
-    """The highest requested stage at which a plan fits."""
-    scenario = changed.scenario
-    rule = shortfall_rule(scenario.policy, scenario.global_batch)
-    stages = sorted(scenario.stages, reverse=True)
-    return next((s for s in stages if rule(StageCosts(scenario.cluster, s)) is None), None)
+def _least(
+    change: Callable[[int], Changed], largest: int, suggestion: Callable[[Changed], str]
+) -> int:
+    """The least size from 1 that helps, or `largest`."""
+    return 1 + bisect_left(range(1, largest), True, key=lambda n: bool(suggestion(change(n))))

@@ -1,52 +1,27 @@
-"""What-if questions: a search that differs in one respect, for `explain`, `NoPlanFits` and reports.
+"""Clusters that differ from the measured one in one respect, for `explain` and `NoPlanFits`.
 
-Each change is one function: it returns the changed scenario and a description of the change. What
-is measured and not changed stays the same.
+Each change is one function: it returns the changed cluster and a description of the change. What is
+measured and not changed stays the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from functools import cache
+from typing import NamedTuple
 
-from poplar.formatting import format_bytes, format_ranks, format_signed_percent
-from poplar.plan import STRATEGIES, Plan
-from poplar.planner.device_groups import DeviceGroup
-from poplar.planner.search import ALL_STAGES, search
+from poplar.formatting import format_bytes, format_percent, format_ranks, format_signed_percent
+from poplar.plan import STRATEGIES
+from poplar.planner.device_groups import DeviceGroup, of_ranks
 from poplar.profile import BatchPoint, ClusterProfile, DeviceProfile, NetworkProfile
 
 _NO_RESIDUALS = (0.0,) * len(STRATEGIES)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Scenario:
-    """The arguments of a search."""
-
-    cluster: ClusterProfile
-    global_batch: int
-    stages: Sequence[int] = ALL_STAGES
-    policy: str = "exact"
-    max_micro_batch: int | None = None
-
-
-def evaluate(scenario: Scenario) -> Plan | ValueError:
-    """The fastest plan, or the error that says why there is none."""
-    try:
-        return search(
-            scenario.cluster,
-            global_batch=scenario.global_batch,
-            stages=scenario.stages,
-            policy=scenario.policy,
-            max_micro_batch=scenario.max_micro_batch,
-        )
-    except ValueError as error:
-        return error
-
-
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One change of a scenario, and what the fastest plan gains from it."""
+    """One change of a cluster, and what the fastest plan gains from it."""
 
     what: str
     """For example `"memory"`, `"device"`, `"network"`, `"overlap"` or `"batches"`."""
@@ -75,65 +50,50 @@ class Change:
 
 
 class Changed(NamedTuple):
-    """A scenario after a change."""
+    """A cluster after a change."""
 
-    scenario: Scenario
+    cluster: ClusterProfile
     change: Change
 
 
-def other_stage(scenario: Scenario, stage: int) -> Changed:
-    """Only this stage is requested."""
-    return Changed(replace(scenario, stages=(stage,)), Change("stage", str(stage)))
-
-
-def other_policy(scenario: Scenario, policy: str) -> Changed:
-    """Another policy is requested."""
-    return Changed(replace(scenario, policy=policy), Change("policy", policy))
-
-
-def more_memory(scenario: Scenario, group: DeviceGroup, mebibytes: int) -> Changed:
+def more_memory(cluster: ClusterProfile, group: DeviceGroup, mebibytes: int) -> Changed:
     """More memory on each rank of a group."""
     added = mebibytes * 2**20
     each = " each" if len(group.ranks) > 1 else ""
-
-    def larger(device: DeviceProfile) -> DeviceProfile:
-        return replace(device, memory_bytes=device.memory_bytes + added)
-
-    change = Change("memory", f"+{format_bytes(added, round_up=True)}{each}", *group)
-    return Changed(_with_devices(scenario, larger, group.ranks), change)
-
-
-def faster_devices(scenario: Scenario, group: DeviceGroup, factor: float) -> Changed:
-    """Passes and optimizer steps of a group `factor` times as fast."""
-    change = Change("device", f"{100 * factor - 100:.0f} % faster", *group)
-    faster = _with_devices(scenario, lambda device: _slower(device, 1.0 / factor), group.ranks)
-    return Changed(faster, change)
-
-
-def faster_network(scenario: Scenario) -> Changed:
-    """Collectives in half the time."""
-    network = scenario.cluster.network
-    faster = replace(
-        network,
-        reduce_scatter_seconds=network.reduce_scatter_seconds / 2,
-        all_gather_seconds=network.all_gather_seconds / 2,
+    larger = _with_devices(
+        cluster,
+        lambda device: replace(device, memory_bytes=device.memory_bytes + added),
+        group.ranks,
     )
-    return Changed(_with(scenario, network=faster), Change("network", "twice as fast"))
+    change = Change("memory", f"+{format_bytes(added, round_up=True)}{each}", *group)
+    return Changed(larger, change)
 
 
-def full_overlap(scenario: Scenario) -> Changed:
+def faster_devices(cluster: ClusterProfile, group: DeviceGroup, factor: float) -> Changed:
+    """Passes and optimizer steps of a group `factor` times as fast."""
+    faster = _with_devices(cluster, lambda device: _slower(device, 1.0 / factor), group.ranks)
+    return Changed(faster, Change("device", f"{format_percent(factor - 1.0)} faster", *group))
+
+
+def faster_network(cluster: ClusterProfile) -> Changed:
+    """Collectives in half the time."""
+    faster = _with_collectives(cluster, 0.5)
+    return Changed(faster, Change("network", "twice as fast"))
+
+
+def full_overlap(cluster: ClusterProfile) -> Changed:
     """All communication overlapped with compute, as far as there is compute."""
-    change = Change("overlap", f"{scenario.cluster.overlap:.2f} to 1")
-    return Changed(_with(scenario, overlap=1.0), change)
+    change = Change("overlap", f"{cluster.overlap:.2f} to 1")
+    return Changed(replace(cluster, overlap=1.0), change)
 
 
-def larger_batches(scenario: Scenario) -> Changed:
+def larger_batches(cluster: ClusterProfile) -> Changed:
     """Measured curves extended in straight lines to twice the largest batch of each rank."""
     amount = "twice the largest measured (profile with a larger max_batch)"
-    return Changed(_with_devices(scenario, _extended), Change("batches", amount))
+    return Changed(_with_devices(cluster, _extended), Change("batches", amount))
 
 
-def smaller_activations(scenario: Scenario, percent_less: int) -> Changed:
+def smaller_activations(cluster: ClusterProfile, percent_less: int) -> Changed:
     """Activations that take less memory than measured."""
     left = 100 - percent_less
 
@@ -145,22 +105,35 @@ def smaller_activations(scenario: Scenario, percent_less: int) -> Changed:
         return replace(device, points=tuple(points))
 
     amount = f"at most {left} % (activation checkpointing or shorter sequences)"
-    return Changed(_with_devices(scenario, smaller), Change("activations", amount))
+    return Changed(_with_devices(cluster, smaller), Change("activations", amount))
 
 
-def more_devices(scenario: Scenario, group: DeviceGroup, copies: int) -> Changed:
+def more_devices(cluster: ClusterProfile, group: DeviceGroup, copies: int) -> Changed:
     """More ranks like the first one of a group. Collectives keep their measured seconds."""
-    ranks = [*range(scenario.cluster.world_size), *group.ranks[:1] * copies]
+    ranks = [*range(cluster.world_size), *group.ranks[:1] * copies]
     change = Change("devices", f"+{copies} {group.device}", group.device)
-    return Changed(_with_ranks(scenario, ranks), change)
+    return Changed(of_ranks(cluster, ranks), change)
 
 
-def without(scenario: Scenario, ranks: Collection[int]) -> Changed:
-    """The cluster without some ranks; at least one must be left."""
-    left = [rank for rank in range(scenario.cluster.world_size) if rank not in ranks]
-    smaller = _with_ranks(scenario, left)
-    network = _scaled(smaller.cluster.network, scenario.cluster.network)
-    return Changed(_with(smaller, network=network), Change("without", format_ranks(tuple(ranks))))
+def without(cluster: ClusterProfile, ranks: Collection[int]) -> Changed:
+    """The cluster without some ranks; at least one must be left.
+
+    The slowest link bounds a collective, and each of `n` ranks moves `(n - 1) / n` of the buffer. A
+    single rank has no collectives.
+    """
+    before = cluster.world_size
+    left = of_ranks(cluster, [rank for rank in range(before) if rank not in ranks])
+    scale = (1.0 - 1.0 / left.world_size) / (1.0 - 1.0 / before)
+    slowest = _slowest_rate(cluster.network)
+    if slowest:
+        scale *= _slowest_rate(left.network) / slowest
+    left = _with_collectives(left, scale)
+    if left.world_size == 1:
+        network = replace(
+            left.network, synchronization_seconds=_NO_RESIDUALS, step_seconds=_NO_RESIDUALS
+        )
+        left = replace(left, network=network)
+    return Changed(left, Change("without", format_ranks(tuple(ranks))))
 
 
 def with_slower_devices(cluster: ClusterProfile, factors: Sequence[float]) -> ClusterProfile:
@@ -169,41 +142,35 @@ def with_slower_devices(cluster: ClusterProfile, factors: Sequence[float]) -> Cl
     return replace(cluster, devices=tuple(_slower(device, factor) for device, factor in slower))
 
 
-def _with(scenario: Scenario, **changes: Any) -> Scenario:
-    return replace(scenario, cluster=replace(scenario.cluster, **changes))
-
-
 def _with_devices(
-    scenario: Scenario,
+    cluster: ClusterProfile,
     function: Callable[[DeviceProfile], DeviceProfile],
     ranks: Collection[int] | None = None,
-) -> Scenario:
-    """The scenario with `function` applied to the devices of `ranks`; None: to all."""
-    devices = list(scenario.cluster.devices)
-    changed: dict[int, DeviceProfile] = {}
+) -> ClusterProfile:
+    """The cluster with `function` applied to the devices of `ranks`; None: to all."""
+    function = cache(function)  # large clusters repeat few devices
+    devices = list(cluster.devices)
     for rank in range(len(devices)) if ranks is None else ranks:
-        device = devices[rank]
-        if id(device) not in changed:  # large clusters repeat few devices
-            changed[id(device)] = function(device)
-        devices[rank] = changed[id(device)]
-    return _with(scenario, devices=tuple(devices))
+        devices[rank] = function(devices[rank])
+    return replace(cluster, devices=tuple(devices))
 
 
-def _with_ranks(scenario: Scenario, ranks: Sequence[int]) -> Scenario:
-    """The scenario with the devices and links of these ranks, in this order."""
-    network = scenario.cluster.network
-    links = replace(
-        network,
-        send_seconds_per_byte=tuple(network.send_seconds_per_byte[rank] for rank in ranks),
-        receive_seconds_per_byte=tuple(network.receive_seconds_per_byte[rank] for rank in ranks),
+def _with_collectives(cluster: ClusterProfile, factor: float) -> ClusterProfile:
+    """The cluster with collectives that take `factor` times as long."""
+    network = replace(
+        cluster.network,
+        reduce_scatter_seconds=factor * cluster.network.reduce_scatter_seconds,
+        all_gather_seconds=factor * cluster.network.all_gather_seconds,
     )
-    devices = tuple(scenario.cluster.devices[rank] for rank in ranks)
-    return _with(scenario, devices=devices, network=links)
+    return replace(cluster, network=network)
+
+
+def _slowest_rate(network: NetworkProfile) -> float:
+    """Seconds per byte."""
+    return max(*network.send_seconds_per_byte, *network.receive_seconds_per_byte)
 
 
 def _slower(device: DeviceProfile, factor: float) -> DeviceProfile:
-    if factor == 1.0:
-        return device
     return replace(
         device,
         points=tuple(point.times(factor) for point in device.points),
@@ -228,27 +195,3 @@ def _extended(device: DeviceProfile) -> DeviceProfile:
         activation_bytes=round(extrapolated(device.activation_bytes)),
     )
     return replace(device, points=(*device.points, point))
-
-
-def _scaled(network: NetworkProfile, measured: NetworkProfile) -> NetworkProfile:
-    """The network with the time of collectives among fewer ranks than `measured`.
-
-    The slowest link bounds it, and each of `n` ranks moves `(n - 1) / n` of the buffer. A single
-    rank has no collectives.
-    """
-    ranks, ranks_before = (len(of.send_seconds_per_byte) for of in (network, measured))
-    slowest, slowest_before = (
-        max(*one.send_seconds_per_byte, *one.receive_seconds_per_byte)
-        for one in (network, measured)
-    )
-    scale = slowest / slowest_before if slowest_before else 1.0
-    scale *= (ranks - 1) / ranks * ranks_before / max(1, ranks_before - 1)
-    if ranks == 1:
-        network = replace(
-            network, synchronization_seconds=_NO_RESIDUALS, step_seconds=_NO_RESIDUALS
-        )
-    return replace(
-        network,
-        reduce_scatter_seconds=scale * measured.reduce_scatter_seconds,
-        all_gather_seconds=scale * measured.all_gather_seconds,
-    )

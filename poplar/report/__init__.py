@@ -29,8 +29,8 @@ def write_report(
         ImportError: matplotlib is not installed; says how to install it.
     """
     try:
-        from poplar.report.page import render_page
-        from poplar.report.pictures import draw_pictures, write_png
+        from poplar.report.page import draw_pictures, render_page
+        from poplar.report.theme import write_png
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "matplotlib":
             raise

@@ -8,7 +8,7 @@ it is waiting until the last rank has begun it, and communication from then on.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -46,15 +46,7 @@ def stretches(spans: Sequence[Sequence[Span]]) -> list[list[Stretch]]:
     """
     begin = min((span.start for rank in spans for span in rank), default=0.0)
     last_arrivals = _last_arrivals(spans)
-    return [
-        _without_overlaps(
-            [
-                Stretch(part.activity, part.start - begin, part.stop - begin)
-                for part in _activities(rank, last_arrivals)
-            ]
-        )
-        for rank in spans
-    ]
+    return [_without_overlaps(_activities(rank, last_arrivals, begin)) for rank in spans]
 
 
 def seconds_by_activity(rank: Sequence[Stretch]) -> dict[str, float]:
@@ -83,20 +75,19 @@ def _numbered_waits(rank: Sequence[Span]) -> Iterator[tuple[tuple[str, int], Spa
 
 
 def _activities(
-    rank: Sequence[Span], last_arrivals: dict[tuple[str, int], float]
+    rank: Sequence[Span], last_arrivals: dict[tuple[str, int], float], begin: float
 ) -> Iterator[Stretch]:
     for span in rank:
-        if span.kind == "pass":
-            yield Stretch(COMPUTE, span.start, span.stop)
-        elif span.kind == "optimizer":
-            yield Stretch(OPTIMIZER, span.start, span.stop)
+        if span.kind != "wait":
+            activity = COMPUTE if span.kind == "pass" else OPTIMIZER
+            yield Stretch(activity, span.start - begin, span.stop - begin)
     for name, span in _numbered_waits(rank):
-        together = min(last_arrivals[name], span.stop)
-        yield Stretch(WAITING, span.start, together)
-        yield Stretch(COMMUNICATION, together, span.stop)
+        together = min(last_arrivals[name], span.stop) - begin
+        yield Stretch(WAITING, span.start - begin, together)
+        yield Stretch(COMMUNICATION, together, span.stop - begin)
 
 
-def _without_overlaps(parts: Sequence[Stretch]) -> list[Stretch]:
+def _without_overlaps(parts: Iterable[Stretch]) -> list[Stretch]:
     """Each moment once, by precedence; adjacent stretches of one activity are joined."""
     changes: dict[float, list[tuple[str, int]]] = defaultdict(list)
     for part in parts:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,13 +14,20 @@ from matplotlib.ticker import MaxNLocator
 
 from poplar.formatting import byte_unit
 from poplar.plan import Plan
-from poplar.profile import ClusterProfile, DeviceProfile
+from poplar.profile import BatchPoint, ClusterProfile, DeviceProfile
 from poplar.report import theme
-from poplar.report.labels import spread
 
 _LONGEST_LABEL = 24
 _LINE_POINTS = 200
 _EQUAL_WITHIN = 0.02
+_MEASURED: dict[str, Any] = {"linestyle": "none", "marker": "o", "markersize": 5}
+_PLANNED: dict[str, Any] = {
+    "linestyle": "none",
+    "marker": "o",
+    "markersize": 11,
+    "markerfacecolor": "none",
+    "markeredgewidth": 1.5,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +39,23 @@ class _Series:
     ranks: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class _Quantity:
+    """What a panel shows: the field of `BatchPoint` that `DeviceProfile` interpolates, scaled."""
+
+    name: str
+    unit: float = 1.0
+
+    def at(self, device: DeviceProfile, batch: int) -> float:
+        return float(getattr(device, self.name)(batch)) / self.unit
+
+    def measured(self, point: BatchPoint) -> float:
+        return float(getattr(point, self.name)) / self.unit
+
+
 def draw_curves(profile: ClusterProfile, plan: Plan) -> Figure:
     """Draw measured points, the planner's interpolation, and the batches of the plan."""
-    unit, factor = byte_unit(
+    unit, factor, _ = byte_unit(
         max(point.activation_bytes for device in profile.devices for point in device.points)
     )
     with theme.style():
@@ -44,31 +65,15 @@ def draw_curves(profile: ClusterProfile, plan: Plan) -> Figure:
         right.set_title(f"Activation memory of a pass, {unit}")
         _legend(figure)
         series = _series(profile)
+        quantities = (_Quantity("seconds"), _Quantity("activation_bytes", factor))
         labels = [
-            _panel(axes, profile, plan, series, value)
-            for axes, value in (
-                (left, _Value(lambda d, b: d.seconds(b), lambda d: [p.seconds for p in d.points])),
-                (
-                    right,
-                    _Value(
-                        lambda d, b: d.activation_bytes(b) / factor,
-                        lambda d: [p.activation_bytes / factor for p in d.points],
-                    ),
-                ),
-            )
+            _panel(axes, profile, plan, series, quantity)
+            for axes, quantity in zip((left, right), quantities, strict=True)
         ]
         theme.settle(figure)
         for axes, texts in zip((left, right), labels, strict=True):
             _move_apart(axes, texts)
     return figure
-
-
-@dataclass(frozen=True, slots=True)
-class _Value:
-    """What a panel shows of a device: the curve, and the measured points."""
-
-    curve: Callable[[DeviceProfile, int], float]
-    points: Callable[[DeviceProfile], list[float]]
 
 
 def _series(profile: ClusterProfile) -> list[_Series]:
@@ -94,27 +99,29 @@ def _series(profile: ClusterProfile) -> list[_Series]:
 
 
 def _panel(
-    axes: Axes, profile: ClusterProfile, plan: Plan, series: Sequence[_Series], value: _Value
+    axes: Axes, profile: ClusterProfile, plan: Plan, series: Sequence[_Series], quantity: _Quantity
 ) -> list[Text]:
     """Draw one panel; return the labels at the ends of the curves, which may overlap."""
     texts = []
     highest = 0.0
     longest = max(device.max_batch for device in profile.devices)
-    coincide = len(series) > 1 and _coincide(profile, value)
+    coincide = len(series) > 1 and _coincide(profile, quantity)
     for one in series:
         ends = []
         for rank in one.ranks:
             device = profile.devices[rank]
-            ends.append(_draw_device(axes, device, plan.micro_batches[rank], one.color, value))
+            ends.append(_draw_device(axes, device, plan.micro_batches[rank], one.color, quantity))
         highest = max(highest, *ends)
         if coincide:
             continue
         end = sorted(ends)[len(ends) // 2]
         last = max(profile.devices[rank].max_batch for rank in one.ranks)
         axes.plot([last, longest], [end, end], color=one.color, linewidth=0.8, linestyle=":")
-        texts.append(_end_label(axes, end, one.label, one.color))
+        style = {"color": one.color, "fontweight": "bold"}
+        texts.append(theme.write_beside(axes, end, one.label, **style))
     if coincide:
-        texts.append(_end_label(axes, highest, "all ranks", theme.INK))
+        style = {"color": theme.INK, "fontweight": "bold"}
+        texts.append(theme.write_beside(axes, highest, "all ranks", **style))
     axes.set_xlabel("samples in the pass")
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
@@ -123,57 +130,34 @@ def _panel(
 
 
 def _draw_device(
-    axes: Axes, device: DeviceProfile, sizes: Sequence[int], color: str, value: _Value
+    axes: Axes, device: DeviceProfile, sizes: Sequence[int], color: str, quantity: _Quantity
 ) -> float:
     """Draw the curve, the measured points and the batches of the plan; return the last value."""
-    line = [value.curve(device, batch) for batch in _batches(device)]
-    axes.plot(_batches(device), line, color=color, zorder=2)
+    batches, used = _batches(device), sorted({size for size in sizes if size})
+    line = [quantity.at(device, batch) for batch in batches]
+    axes.plot(batches, line, color=color, zorder=2)
     axes.plot(
         [point.batch for point in device.points],
-        value.points(device),
-        linestyle="none",
-        marker="o",
-        markersize=5,
+        list(map(quantity.measured, device.points)),
         color=color,
         markeredgecolor=theme.PAPER,
         markeredgewidth=0.8,
         zorder=3,
+        **_MEASURED,
     )
-    used = sorted({size for size in sizes if size})
-    axes.plot(
-        used,
-        [value.curve(device, size) for size in used],
-        linestyle="none",
-        color=color,
-        marker="o",
-        markersize=11,
-        markerfacecolor="none",
-        markeredgewidth=1.5,
-        zorder=4,
-    )
+    heights = [quantity.at(device, size) for size in used]
+    axes.plot(used, heights, color=color, zorder=4, **_PLANNED)
     return line[-1]
 
 
-def _end_label(axes: Axes, height: float, label: str, color: str) -> Text:
-    return axes.text(
-        1.02,
-        height,
-        label,
-        color=color,
-        transform=axes.get_yaxis_transform(),
-        verticalalignment="center",
-        fontweight="bold",
-    )
-
-
-def _coincide(profile: ClusterProfile, value: _Value) -> bool:
+def _coincide(profile: ClusterProfile, quantity: _Quantity) -> bool:
     """Whether all curves lie on the longest one, so that one label is enough."""
     longest = max(profile.devices, key=lambda device: device.max_batch)
     return all(
-        abs(value.curve(longest, batch) / value.curve(device, batch) - 1) <= _EQUAL_WITHIN
+        abs(quantity.at(longest, batch) / quantity.at(device, batch) - 1) <= _EQUAL_WITHIN
         for device in profile.devices
         for batch in (point.batch for point in device.points)
-        if value.curve(device, batch) > 0
+        if quantity.at(device, batch) > 0
     )
 
 
@@ -189,26 +173,16 @@ def _move_apart(axes: Axes, texts: Sequence[Text]) -> None:
     low, high = axes.get_ylim()
     gap = 1.35 * theme.FONT_POINTS * (high - low) / theme.points_of(axes)[1]
     preferred = [float(text.get_position()[1]) for text in texts]
-    for text, place in zip(texts, spread(preferred, gap, low, high), strict=True):
+    for text, place in zip(texts, theme.spread(preferred, gap, low, high), strict=True):
         text.set_y(place)
 
 
 def _legend(figure: Figure) -> None:
-    mark: dict[str, Any] = {"color": theme.MUTED, "marker": "o"}
     figure.legend(
         handles=[
-            Line2D([], [], linestyle="none", markersize=5, label="measured", **mark),
+            Line2D([], [], color=theme.MUTED, label="measured", **_MEASURED),
             Line2D([], [], color=theme.MUTED, label="interpolated by the planner"),
-            Line2D(
-                [],
-                [],
-                linestyle="none",
-                markersize=11,
-                markerfacecolor="none",
-                markeredgewidth=1.5,
-                label="used by the plan",
-                **mark,
-            ),
+            Line2D([], [], color=theme.MUTED, label="used by the plan", **_PLANNED),
         ],
         loc="outside upper left",
         ncols=3,

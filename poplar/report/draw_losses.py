@@ -11,7 +11,6 @@ from matplotlib.text import Text
 from matplotlib.ticker import MaxNLocator
 
 from poplar.report import theme
-from poplar.report.labels import spread
 from poplar.report.record import Run
 
 
@@ -82,6 +81,6 @@ def _place(axes: Axes, texts: Sequence[Text]) -> None:
         for text in texts:  # below the ends: the slower run's curve passes above
             text.set(position=(4, -8), horizontalalignment="right", verticalalignment="top")
         return
-    places = spread([y for _, y in ends], 1.35 * theme.FONT_POINTS, 0.0, height)
+    places = theme.spread([y for _, y in ends], 1.35 * theme.FONT_POINTS, 0.0, height)
     for text, (_, y), place in zip(texts, ends, places, strict=True):
         text.set_position((9, place - y))

@@ -17,6 +17,13 @@ from poplar.report import theme
 from poplar.report.differences import difference
 from poplar.report.record import Run, SimilarPlan
 
+_PREDICTED: dict[str, Any] = {
+    "marker": "D",
+    "markersize": 7,
+    "markerfacecolor": "none",
+    "markeredgewidth": 1.4,
+}
+
 
 def draw_predictions(runs: Sequence[Run]) -> Figure:
     """Draw every measured step, the median, and the prediction."""
@@ -40,22 +47,17 @@ def draw_predictions(runs: Sequence[Run]) -> Figure:
             _median_and_prediction(
                 axes, row, run.measured_step_seconds, run.predicted_step_seconds, color
             )
-            axes.text(
-                1.012,
-                row,
-                _label(run),
-                transform=axes.get_yaxis_transform(),
-                verticalalignment="center",
-                color=theme.INK,
-            )
+            theme.write_beside(axes, row, _label(run), color=theme.INK)
         _rows(axes, [run.name for run in runs])
     return figure
 
 
 def draw_similar_plans(
     similar_plans: Sequence[SimilarPlan], chosen: Plan, profile: ClusterProfile
-) -> Figure:
-    """Draw the chosen plan among similar plans, fastest first."""
+) -> Figure | None:
+    """Draw the chosen plan among similar plans, fastest first; None if there are none."""
+    if not similar_plans:
+        return None
     ordered = sorted(similar_plans, key=lambda near: near.step_seconds)
     with theme.style():
         figure = theme.new_figure(height=0.25 * len(ordered) + 1.35)
@@ -86,16 +88,7 @@ def _median_and_prediction(
 ) -> None:
     if predicted is not None:
         axes.plot([measured, predicted], [row, row], color=theme.GRID, linewidth=3, zorder=1)
-        axes.plot(
-            predicted,
-            row,
-            color=theme.INK,
-            marker="D",
-            markersize=7,
-            markerfacecolor="none",
-            markeredgewidth=1.4,
-            zorder=4,
-        )
+        axes.plot(predicted, row, color=theme.INK, zorder=4, **_PREDICTED)
     axes.plot(measured, row, marker="|", markersize=15, markeredgewidth=3, color=color, zorder=3)
 
 
@@ -114,16 +107,7 @@ def _legend(figure: Figure, *, single_steps: bool) -> None:
     handles = [
         Line2D([], [], marker="o", markersize=4, alpha=0.6, label="one step", **common),
         Line2D([], [], marker="|", markersize=12, markeredgewidth=3, label="median step", **common),
-        Line2D(
-            [],
-            [],
-            marker="D",
-            markersize=7,
-            markerfacecolor="none",
-            markeredgewidth=1.4,
-            label="predicted",
-            **common,
-        ),
+        Line2D([], [], label="predicted", **_PREDICTED, **common),
     ]
     handles = handles if single_steps else handles[1:]
     figure.legend(handles=handles, loc="outside upper left", ncols=len(handles))

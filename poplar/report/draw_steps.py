@@ -81,14 +81,7 @@ def _label_ranks(axes: Axes, rows: Sequence[Sequence[Stretch]], end: float) -> N
     for rank in shown:
         totals = seconds_by_activity(rows[rank])
         busy = (totals[COMPUTE] + totals[OPTIMIZER]) / end if end else 0.0
-        axes.text(
-            1.012,
-            rank,
-            f"busy {format_percent(busy)}",
-            transform=axes.get_yaxis_transform(),
-            verticalalignment="center",
-            color=theme.MUTED,
-        )
+        theme.write_beside(axes, rank, f"busy {format_percent(busy)}", color=theme.MUTED)
 
 
 def _mark_prediction(axes: Axes, predicted: float) -> None:

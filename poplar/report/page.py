@@ -25,12 +25,29 @@ from poplar.planner.prediction import Prediction
 from poplar.profile import ClusterProfile
 from poplar.report import markup
 from poplar.report.activity import ACTIVITIES, seconds_by_activity, stretches
-from poplar.report.pictures import to_svg
+from poplar.report.draw_curves import draw_curves
+from poplar.report.draw_losses import draw_losses
+from poplar.report.draw_predictions import draw_predictions, draw_similar_plans
+from poplar.report.draw_steps import draw_steps
 from poplar.report.reasons import Alternative, Reasons, reasons
 from poplar.report.record import Run, RunRecord
+from poplar.report.theme import to_svg
 
 _STYLE_SHEET = Path(__file__).with_name("page.css")
 _UNKNOWN = "–"
+
+
+def draw_pictures(record: RunRecord) -> dict[str, Figure]:
+    """Draw everything that was recorded, by file name."""
+    plan = record.chosen.plan
+    drawn = {
+        "curves": draw_curves(record.profile, plan),
+        "timeline": draw_steps(record.runs),
+        "losses": draw_losses(record.runs),
+        "predictions": draw_predictions(record.runs),
+        "similar_plans": draw_similar_plans(record.similar_plans or (), plan, record.profile),
+    }
+    return {name: figure for name, figure in drawn.items() if figure is not None}
 
 
 def render_page(record: RunRecord, pictures: Mapping[str, Figure]) -> str:

@@ -6,15 +6,15 @@ import dataclasses
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 from poplar.formatting import format_ranks, format_seconds
 from poplar.plan import STRATEGIES, Plan
 from poplar.planner.explain import explain
-from poplar.planner.prediction import DoesNotFit, Prediction, predict
-from poplar.planner.search import POLICIES
-from poplar.planner.what_if import Scenario, evaluate, other_policy, other_stage
+from poplar.planner.memory_shortfall import DoesNotFit
+from poplar.planner.prediction import Prediction, predict
+from poplar.planner.search import POLICIES, plan_or_error
 from poplar.profile import ClusterProfile
+from poplar.schema import from_fields
 
 _MAX_CHANGES = 3
 
@@ -55,16 +55,13 @@ class Reasons:
 def reasons(profile: ClusterProfile, chosen: Plan) -> Reasons:
     """Compare the chosen plan with the other stages and the other policies."""
     policy = str((chosen.prediction or {}).get("policy"))
-    scenario = Scenario(
-        cluster=profile,
-        global_batch=chosen.global_batch,
-        stages=(chosen.stage,),
-        policy=policy if policy in POLICIES else "exact",
-    )
+    policy = policy if policy in POLICIES else "exact"
 
-    def alternative(name: str, description: str, other: Scenario) -> Alternative:
-        is_chosen = other == scenario
-        found = chosen if is_chosen else evaluate(other)
+    def alternative(name: str, description: str, stage: int, other: str) -> Alternative:
+        """The best plan of this stage by the other policy."""
+        is_chosen = (stage, other) == (chosen.stage, policy)
+        request = {"global_batch": chosen.global_batch, "stages": (stage,), "policy": other}
+        found = chosen if is_chosen else plan_or_error(profile, **request)
         if isinstance(found, ValueError):
             return Alternative(name=name, description=description, obstacle=str(found))
         return Alternative(
@@ -77,12 +74,11 @@ def reasons(profile: ClusterProfile, chosen: Plan) -> Reasons:
         )
 
     stages = tuple(
-        alternative(f"stage {stage}", name.replace("_", " "), other_stage(scenario, stage).scenario)
+        alternative(f"stage {stage}", name.replace("_", " "), stage, policy)
         for stage, name in enumerate(STRATEGIES)
     )
     policies = tuple(
-        alternative(name, POLICY_DESCRIPTIONS[name], other_policy(scenario, name).scenario)
-        for name in POLICIES
+        alternative(name, POLICY_DESCRIPTIONS[name], chosen.stage, name) for name in POLICIES
     )
     prediction = _stored_prediction(chosen) or _predicted(profile, chosen)
     sentences = tuple(_sentences(profile, chosen, prediction))
@@ -91,15 +87,11 @@ def reasons(profile: ClusterProfile, chosen: Plan) -> Reasons:
 
 def _stored_prediction(plan: Plan) -> Prediction | None:
     """The prediction in the plan, which trial runs may have refined; None if it is incomplete."""
-    stored: dict[str, Any] = dict(plan.prediction or {})
+    stored = plan.prediction or {}
     names = {member.name for member in dataclasses.fields(Prediction)}
     if not names <= stored.keys():
         return None
-    values: dict[str, Any] = {
-        name: tuple(stored[name]) if isinstance(stored[name], list) else stored[name]
-        for name in names
-    }
-    return Prediction(**values)
+    return from_fields(Prediction, {name: stored[name] for name in names})
 
 
 def _predicted(profile: ClusterProfile, plan: Plan) -> Prediction | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,9 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.text import Text
 
+from poplar.curve import pooled
 from poplar.report.activity import COMMUNICATION, COMPUTE, OPTIMIZER, WAITING
 
 WIDTH = 10.0
@@ -114,10 +116,33 @@ def points_of(axes: Axes) -> tuple[float, float]:
     return 72 * width * box.width, 72 * height * box.height
 
 
+def write_beside(axes: Axes, height: float, text: str, **style: Any) -> Text:
+    """Write at the right edge of the axes, centered at `height` in data coordinates."""
+    place = axes.get_yaxis_transform()
+    return axes.text(1.012, height, text, transform=place, verticalalignment="center", **style)
+
+
 def settle(figure: Figure) -> None:
     """Compute the layout now and freeze it, so that later changes do not move anything."""
     figure.draw_without_rendering()
     figure.set_layout_engine("none")
+
+
+def spread(positions: Sequence[float], gap: float, low: float, high: float) -> list[float]:
+    """Move labels as little as possible (least squares) so that adjacent ones are `gap` apart.
+
+    Args:
+        positions: preferred position of each label, in any order.
+        gap: least distance between two labels.
+        low: lower limit, unless the labels do not fit.
+        high: upper limit.
+    """
+    order = sorted(range(len(positions)), key=positions.__getitem__)
+    # Labels are far enough apart if the position of the i-th one minus `i * gap` does not fall.
+    wishes = pooled([positions[label] - i * gap for i, label in enumerate(order)])
+    highest = high - gap * (len(positions) - 1)
+    placed = [min(max(wish, low), highest) + i * gap for i, wish in enumerate(wishes)]
+    return [placed[order.index(label)] for label in range(len(positions))]
 
 
 def write_png(figure: Figure, path: Path) -> None:
@@ -137,10 +162,6 @@ def to_svg(figure: Figure, name: str) -> str:
     text = re.sub(r'\b(id="|href="#|url\(#)', rf"\g<1>{name}-", text)
     text = re.sub(r'<svg([^>]*?) width="[^"]*"', r"<svg\1", text, count=1)
     text = re.sub(r'<svg([^>]*?) height="[^"]*"', r"<svg\1", text, count=1)
-    return re.sub(
-        "#[0-9a-f]{6}\\b",
-        lambda found: (
-            f"var(--{CSS_VARIABLES[found[0]]})" if found[0] in CSS_VARIABLES else found[0]
-        ),
-        text,
-    )
+    for color, variable in CSS_VARIABLES.items():
+        text = text.replace(color, f"var(--{variable})")
+    return text

@@ -1,1 +1,1 @@
-"""Event-driven simulation of a step, unit by unit: the reference of the cost model."""
+"""Simulation of a step, unit by unit: the reference of the cost model."""

@@ -2,34 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from enum import Enum
-from typing import NamedTuple
 
 from poplar.planner.cost_model import StageCosts
-from poplar.planner.step_actions import RANK_ACTIONS, Compute, Issue, RankActions, UnitLayout
-
-
-class Senders(Enum):
-    """The ranks that must issue a collective before it can start on a rank."""
-
-    ALL = 0
-    OWNERS = 1
-    """All ranks with a share: an all-gather."""
-    ALL_TO_OWNERS = 2
-    """A reduction: a rank with a share needs all gradients, a rank without a share needs none."""
-
-
-class Collective(NamedTuple):
-    """What the communication streams run for one `Issue`."""
-
-    what: str
-    unit: int | None
-    seconds: float
-    senders: Senders
-    blocks_compute: bool = False
-    """No compute runs under it; otherwise compute runs at the cluster's `overlap`."""
+from poplar.planner.step_actions import RANK_ACTIONS, Action, Compute, Issue, UnitLayout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,21 +21,6 @@ class RankLoad:
     """Whether it has a share of what is sharded."""
 
 
-def rank_loads(
-    costs: StageCosts, micro_batches: Sequence[tuple[int, ...]], shares: Sequence[float]
-) -> list[RankLoad]:
-    """The load of each rank."""
-
-    def load(rank: int, batches: Sequence[int], share: float) -> RankLoad:
-        return RankLoad(
-            passes=tuple(costs.pass_seconds(rank, batch) for batch in batches),
-            optimizer=costs.optimizer_seconds(rank, share),
-            owns=share > 0.0 or not costs.shares_matter,
-        )
-
-    return costs.by_rank(load, micro_batches, shares)
-
-
 class ActionDurations:
     """The durations of all actions of a step, under the shares of a plan.
 
@@ -68,12 +30,10 @@ class ActionDurations:
     """
 
     def __init__(self, costs: StageCosts, shares: Sequence[float]) -> None:
-        self._stage = costs.stage
+        self._costs = costs
         self._layout = UnitLayout.of(costs.cluster.model, costs.stage, costs.persistent)
         numel = self._layout.numel
         self._parts = [unit_numel / numel for unit_numel in self._layout.numels]
-        backward_fraction = costs.cluster.backward_fraction
-        self._fractions = {"forward": 1.0 - backward_fraction, "backward": backward_fraction}
 
         gather, reduce = costs.communication(shares)
         residual = costs.synchronization_residual
@@ -83,7 +43,7 @@ class ActionDurations:
         step_residual = costs.cluster.network.step_seconds[costs.stage] + min(0.0, slowest)
         all_gather = costs.gather_after_step_seconds(shares) + min(0.0, step_residual)
         self._optimizer_change = min(0.0, all_gather)
-        self._seconds = {
+        self._collectives = {
             "unshard": scale * gather,
             "all_gather_gradients": scale * gather,
             "reduce": scale * reduce,
@@ -92,29 +52,34 @@ class ActionDurations:
             "agreement": max(0.0, step_residual),
         }
 
-    def actions(self, load: RankLoad) -> RankActions:
-        """The actions of a rank with this load."""
-        return RANK_ACTIONS[self._stage](
-            self._layout,
-            [seconds > 0.0 for seconds in load.passes],
-            synchronization=self._seconds["synchronization"] > 0.0,
+    def load(self, rank: int, batches: Sequence[int], share: float) -> RankLoad:
+        """The work of a rank with these passes and this share."""
+        update = self._costs.optimizer_seconds(rank, share) + self._optimizer_change
+        return RankLoad(
+            passes=tuple(self._costs.pass_seconds(rank, batch) for batch in batches),
+            optimizer=max(0.0, update),
+            owns=share > 0.0 or not self._costs.shares_matter,
         )
+
+    def actions(self, load: RankLoad) -> Iterator[Action]:
+        """The actions of a rank with this load."""
+        has_samples = [seconds > 0.0 for seconds in load.passes]
+        has_residual = self._collectives["synchronization"] > 0.0
+        stage_actions = RANK_ACTIONS[self._costs.stage]
+        return stage_actions(self._layout, has_samples, synchronization=has_residual).step()
 
     def compute_seconds(self, action: Compute, load: RankLoad) -> float:
         """Seconds of compute that no communication slows down."""
         if action.unit is None or action.pass_index is None:
-            return max(0.0, load.optimizer + self._optimizer_change)
-        part = self._parts[action.unit]
-        return load.passes[action.pass_index] * self._fractions[action.what] * part
+            return load.optimizer
+        backward = self._costs.cluster.backward_fraction
+        fraction = backward if action.what == "backward" else 1.0 - backward
+        return load.passes[action.pass_index] * fraction * self._parts[action.unit]
 
-    def collective(self, action: Issue) -> Collective:
-        """The collective that ranks issue with this action."""
-        what, unit, _ = action
-        seconds = self._seconds[what]
-        if unit is None:
-            return Collective(what, None, seconds, Senders.ALL, blocks_compute=True)
-        seconds *= self._parts[unit]
-        if what == "reduce":
-            buffers = self._layout.buffers(unit)
-            return Collective(what, unit, seconds / buffers, Senders.ALL_TO_OWNERS)
-        return Collective(what, unit, seconds, Senders.OWNERS)
+    def collective_seconds(self, action: Issue) -> float:
+        """Seconds of the collective that ranks issue with this action."""
+        seconds = self._collectives[action.what]
+        if action.unit is None:
+            return seconds
+        buffers = self._layout.buffers(action.unit) if action.what == "reduce" else 1
+        return seconds * self._parts[action.unit] / buffers

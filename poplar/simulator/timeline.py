@@ -9,21 +9,20 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from poplar import plan_table
-from poplar.formatting import format_seconds
+from poplar.formatting import format_percent, format_seconds
 
-Stream = Literal["compute", "communication"]
-
-STREAMS: tuple[Stream, ...] = ("compute", "communication")
+STREAMS = ("compute", "communication")
 """Streams of a rank; each runs one span at a time."""
 
 
 class Span(NamedTuple):
     """One operation on one stream of one rank."""
 
-    stream: Stream
+    stream: str
+    """One of `STREAMS`."""
     what: str
     """`forward`, `backward`, `optimizer`, or a collective (`step_actions.Issue`); `synchronization`
     and `agreement` are measured seconds beyond collectives."""
@@ -77,22 +76,23 @@ class Timeline:
 
     def to_perfetto(self, path: str | Path) -> None:
         """Write a trace for ui.perfetto.dev: a process per rank, a thread per stream."""
+        events = map(json.dumps, self._events())
         with Path(path).open("w", encoding="utf-8") as file:
-            file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
-            separator = ""
-            for event in self._events():
-                file.write(separator + json.dumps(event))
-                separator = ",\n"
+            file.write('{"displayTimeUnit": "ms", "traceEvents": [\n' + next(events))
+            file.writelines(f",\n{event}" for event in events)
             file.write("\n]}\n")
 
     def _events(self) -> Iterator[dict[str, Any]]:
-        for rank, device in enumerate(self.devices):
-            yield _name(rank, f"rank {rank} ({device}), simulated", "process_name")
-            yield _name(rank, rank, "process_sort_index", key="sort_index")
-            for thread, stream in enumerate(STREAMS):
-                yield _name(rank, stream, "thread_name", tid=thread)
-        for rank, spans in enumerate(self.spans):
+        for rank, (device, spans) in enumerate(zip(self.devices, self.spans, strict=True)):
+            title = {"name": f"rank {rank} ({device}), simulated"}
+            yield {"ph": "M", "pid": rank, "name": "process_name", "args": title}
+            place = {"sort_index": rank}
+            yield {"ph": "M", "pid": rank, "name": "process_sort_index", "args": place}
+            for tid, stream in enumerate(STREAMS):
+                name = {"name": stream}
+                yield {"ph": "M", "pid": rank, "tid": tid, "name": "thread_name", "args": name}
             for span in spans:
+                indices = {"unit": span.unit, "pass": span.pass_index}
                 yield {
                     "ph": "X",
                     "pid": rank,
@@ -101,29 +101,19 @@ class Timeline:
                     "cat": span.what,
                     "ts": 1e6 * span.begin,
                     "dur": 1e6 * span.seconds,
-                    "args": {
-                        key: value
-                        for key, value in (("unit", span.unit), ("pass", span.pass_index))
-                        if value is not None
-                    },
+                    "args": {name: index for name, index in indices.items() if index is not None},
                 }
 
     def __str__(self) -> str:
         ranks = "rank" if self.world_size == 1 else "ranks"
         step = format_seconds(self.step_seconds)
-        columns = [
-            plan_table.Column("device", self.devices, left_aligned=True),
-            plan_table.Column("compute", tuple(map(format_seconds, self.busy_seconds))),
-            plan_table.Column(
-                "communication", tuple(map(format_seconds, self.communication_seconds))
-            ),
-            plan_table.Column("waiting", tuple(map(format_seconds, self.waiting_seconds))),
-            plan_table.Column("busy", tuple(f"{100 * busy:.0f} %" for busy in self.busy_fraction)),
-        ]
         header = f"stage {self.stage}, {self.world_size} {ranks}: simulated {step} a step"
+        columns = [plan_table.Column("device", self.devices, left_aligned=True)]
+        for title, values, show in (
+            ("compute", self.busy_seconds, format_seconds),
+            ("communication", self.communication_seconds, format_seconds),
+            ("waiting", self.waiting_seconds, format_seconds),
+            ("busy", self.busy_fraction, format_percent),
+        ):
+            columns.append(plan_table.Column(title, tuple(map(show, values))))
         return "\n".join([header, *plan_table.lines(columns)])
-
-
-def _name(rank: int, name: str | int, what: str, key: str = "name", tid: int = 0) -> dict[str, Any]:
-    """A metadata event for a process or a thread."""
-    return {"ph": "M", "pid": rank, "tid": tid, "name": what, "args": {key: name}}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +48,6 @@ class DeviceInfo:
     def has_bf16(self) -> bool:
         """Whether bf16 is native. Emulation, as on capability 7, does not count."""
         return self.capability is None or self.capability >= (8, 0)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The properties in JSON types."""
-        return asdict(self)
 
 
 def describe(device: torch.device) -> DeviceInfo:

@@ -305,7 +305,7 @@ class Tuner:
         best, observations = trials.ranking(running)[0], trials.observations()
         profile = self._refined(profile, observations)
         profile = self._refined(profile, [seen for seen in observations if seen.plan == best])
-        plan = describe(profile, best, predict(profile, best), self.policy)
+        plan = describe(profile, best, self.policy)
         tuned = Tuned(plan, profile, observations)
         return self.session.on_first_rank(lambda: tuned, "the choice of a plan")
 

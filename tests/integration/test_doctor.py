@@ -12,6 +12,7 @@ import ranks as pool
 import poplar
 from poplar.doctor import RankFacts, Report, examine
 from poplar.doctor.checks import findings
+from poplar.schema import from_fields, to_json_types
 from poplar.system.devices import DeviceInfo
 
 GIB = 1 << 30
@@ -216,7 +217,7 @@ def test_problems_come_first_and_make_the_report_not_ok():
 
 def test_facts_survive_json():
     mine = facts(3)
-    assert RankFacts.from_dict(json.loads(json.dumps(mine.to_dict()))) == mine
+    assert from_fields(RankFacts, json.loads(json.dumps(to_json_types(mine)))) == mine
 
 
 def test_this_machine_has_no_problems():

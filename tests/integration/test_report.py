@@ -31,8 +31,8 @@ from poplar.report.activity import (
 )
 from poplar.report.differences import difference
 from poplar.report.draw_steps import draw_steps
-from poplar.report.labels import spread
 from poplar.report.reasons import reasons
+from poplar.report.theme import spread
 
 VOID_ELEMENTS = {"meta", "link", "img", "input", "br"}
 """HTML elements without an end tag."""
@@ -79,13 +79,16 @@ class TestRecords:
             (lambda c: c.update(color="red"), "color"),
             (lambda c: c.update(runs=[]), "at least one run"),
             (lambda c: c["runs"].append(c["runs"][0]), "different names"),
-            (lambda c: c["runs"][0].update(step_seconds=[]), "no step_seconds"),
+            (lambda c: c["runs"][0].update(step_seconds=[]), "at least one step"),
             (lambda c: c["runs"][0].update(step_seconds=[0.0]), "above 0"),
-            (lambda c: c["runs"][0].update(step_seconds=["1"]), "above 0"),
+            (lambda c: c["runs"][0].update(step_seconds=["1"]), "must be a number"),
             (lambda c: c["runs"][0]["spans"].pop(), "spans of 3 ranks"),
             (lambda c: c["runs"][0]["spans"][0][0].update(kind="sleep"), "one of pass, wait"),
-            (lambda c: c["runs"][0]["spans"][0][0].update(stop=0.0), "start before it stops"),
-            (lambda c: c["similar_plans"][0].update(step_seconds=-1), "SimilarPlan.step_seconds"),
+            (lambda c: c["runs"][0]["spans"][0][0].update(stop=0.0), "starts before it stops"),
+            (
+                lambda c: c["similar_plans"][0].update(step_seconds=-1),
+                r"similar_plans\[0\].step_seconds",
+            ),
             (lambda c: c["profile"]["devices"].pop(), "ranks"),
         ],
     )

@@ -17,7 +17,7 @@ from poplar.plan import Plan
 from poplar.planner.prediction import predict
 from poplar.planner.search import search
 from poplar.profile import ClusterProfile
-from poplar.simulator.event_engine import simulate
+from poplar.simulator.step_simulation import simulate
 
 CLUSTER = """
 currency = "USD"
@@ -247,7 +247,7 @@ def test_a_published_run_is_within_the_interval(tmp_path):
     )
     clusters = simulated(path, model="llama-1.1b")
     even = search(clusters.middle, global_batch=1024, policy="even", max_micro_batch=8)
-    tokens = estimate(clusters, even).samples_per_second.map(lambda samples: samples * 2048 / 16)
+    tokens = estimate(clusters, even).samples_per_second.scaled(2048 / 16)
     assert tokens.low < 24_000 < tokens.high
     assert tokens.middle == pytest.approx(24_000, rel=0.1)
 

@@ -43,17 +43,31 @@ def test_every_policy_fits_in_memory_and_is_not_faster_than_the_search(stage):
         cluster = planning_oracle.random_cluster(draw, draw.choice((1, 2, 3, 4)), stage)
         cluster = with_peaks(cluster, draw)
         wanted = {"global_batch": draw.randint(1, 20), "stages": (stage,)}
+        oracle = Oracle(cluster, stage)
+
+        def fits(plan, slack=0.0, oracle=oracle):
+            return oracle.fits(plan.micro_batches, plan.shares, slack=slack)
+
         for policy in POLICIES:
             try:
                 plan = search(cluster, policy=policy, **wanted)
             except NoPlanFits:
+                assert not any(map(fits, smallest_plans(policy, cluster.world_size, **wanted)))
                 continue
             decided += 1
-            assert Oracle(cluster, stage).fits(plan.micro_batches, plan.shares, slack=1.0)
+            assert fits(plan, slack=1.0)
             assert plan.prediction["policy"] == policy
             best = search(cluster, preference=0.0, **wanted)
             assert seconds_of(best) <= seconds_of(plan) * (1 + 1e-9)
     assert decided > seeds
+
+
+def smallest_plans(policy, ranks, global_batch, stages):
+    """Plans with even shares, one of which fits if any plan of the policy does."""
+    if policy == "even":
+        return [Plan.even(ranks, min(ranks, global_batch), 1, *stages)]
+    alone = ([int(rank == own) for rank in range(ranks)] for own in range(ranks))
+    return [Plan.manual(batches, stage=stages[0]) for batches in alone]
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -44,6 +44,7 @@ link_gb_per_s = 12
   gpu = "V100-PCIe-16"
   price_per_hour = 2.0
 """
+ALONE = '[[host]]\n[[host.device]]\ngpu = "T4"\ncount = 2\n'
 
 
 def read(tmp_path, text):
@@ -62,18 +63,20 @@ def test_ranks_are_numbered_in_file_order(tmp_path):
     ]
     assert [device.host for device in simulated.middle.devices] == ["big"] * 4 + ["host1"] * 2
     assert simulated.middle.devices[4].memory_bytes == 29 << 29
-    assert simulated.calculated == ("A100-SXM-80", "T4", "V100-PCIe-16")
+    assert simulated.calculated == {"A100-SXM-80": 0.3, "T4": 0.5, "V100-PCIe-16": 0.3}
     assert simulated.measured == ()
     assert simulated.middle.overlap == OVERLAP
     assert "simulated" in simulated.middle.notes[0]
 
 
 def test_the_default_link_is_the_slowest_device_link(tmp_path):
-    big, small = read(tmp_path, TWO_HOSTS).hosts
-    assert (big.link_gb_per_s, big.network_gbit_per_s) == (300, 100)
-    assert (small.link_gb_per_s, small.network_gbit_per_s) == (12, 25)
-    mixed = read(tmp_path, TWO_HOSTS.replace("link_gb_per_s = 12\n", "")).hosts[1]
-    assert mixed.link_gb_per_s == 16
+    big, small = read(tmp_path, TWO_HOSTS).host
+    assert (big.link_bytes_per_s, big.network_gbit_per_s) == (300e9, 100)
+    assert (small.link_bytes_per_s, small.network_gbit_per_s) == (12e9, 25)
+    mixed = read(tmp_path, TWO_HOSTS.replace("link_gb_per_s = 12\n", ""))
+    assert mixed.host[1].link_bytes_per_s == 16e9
+    (fast,) = mixed.only(mixed.device_types[2]).host
+    assert fast.link_bytes_per_s == 16e9, "a part of a cluster has the same links"
 
 
 def test_prices_of_hosts_and_devices_are_added(tmp_path):
@@ -100,7 +103,7 @@ def test_missing_device_prices_raise_with_the_devices(tmp_path):
 
 
 def test_a_host_price_needs_all_device_prices(tmp_path):
-    small = read(tmp_path, TWO_HOSTS).hosts[1]
+    small = read(tmp_path, TWO_HOSTS).host[1]
     assert small.whole_price_per_hour == 2.5
     known, unknown = small.device[0], dataclasses.replace(small.device[1], price_per_hour=None)
     with pytest.raises(ValueError, match=r"no price for device\[1\] \(V100-PCIe-16\)"):
@@ -110,7 +113,7 @@ def test_a_host_price_needs_all_device_prices(tmp_path):
 def test_a_file_with_tens_of_thousands_of_hosts(tmp_path):
     text = '[[host]]\nname = "node"\ncount = 65536\n[[host.device]]\ngpu = "T4"\n'
     described = read(tmp_path, f"network_gbit_per_s = 10\n{text}")
-    assert len(described.hosts) == 65536
+    assert len(described.host) == 65536
     with pytest.raises(ValueError, match="two hosts have the name 'node-0'"):
         read(tmp_path, f"network_gbit_per_s = 10\n{text}{text}")
 
@@ -121,7 +124,7 @@ def test_a_count_makes_several_hosts(tmp_path):
         'network_gbit_per_s = 10\n[[host]]\nname = "node"\ncount = 3\n'
         '[[host.device]]\ngpu = "T4"\ncount = 2\n',
     )
-    assert [host.name for host in described.hosts] == ["node-0", "node-1", "node-2"]
+    assert [host.name for host in described.host] == ["node-0", "node-1", "node-2"]
     assert len(described.devices) == 6
     assert described.name == "cluster", "the file's name, if it has no other"
 
@@ -144,21 +147,32 @@ def test_outlooks_are_faster_slower_and_tilted_by_device(tmp_path):
     assert first.devices[4].seconds(1) < middle.devices[4].seconds(1)
 
 
+def test_outlooks_have_equal_batches_and_differ_by_the_spread(tmp_path):
+    simulated = simulated_cluster(read(tmp_path, ALONE), JOB)
+    middle, best, worst = (
+        cluster.devices[0]
+        for cluster in (simulated.middle, simulated.optimistic, simulated.pessimistic)
+    )
+    assert middle.max_batch == best.max_batch == worst.max_batch
+    assert best.seconds(1) == pytest.approx(middle.seconds(1) / 1.5)
+    assert worst.seconds(1) == pytest.approx(middle.seconds(1) / 0.5)
+    assert worst.activation_bytes(1) == pytest.approx(1.3 * middle.activation_bytes(1), abs=1)
+
+
 def test_a_given_overlap_is_the_same_in_all_outlooks(tmp_path):
     simulated = simulated_cluster(read(tmp_path, f"overlap = 0.8\n{TWO_HOSTS}"), JOB)
     assert {cluster.overlap for cluster in simulated.outlooks} == {0.8}
 
 
 def test_one_type_of_device_has_no_tilted_profiles(tmp_path):
-    described = read(tmp_path, '[[host]]\n[[host.device]]\ngpu = "T4"\ncount = 2\n')
-    assert simulated_cluster(described, JOB).tilted == ()
+    assert simulated_cluster(read(tmp_path, ALONE), JOB).tilted == ()
 
 
 def test_devices_with_published_curves_are_listed_separately(tmp_path):
     described = read(tmp_path, TWO_HOSTS)
     simulated = simulated_cluster(described, TrainingJob(architecture=architecture("opt-350m")))
     assert simulated.measured == ("A100-SXM-80",)
-    assert simulated.calculated == ("T4", "V100-PCIe-16")
+    assert list(simulated.calculated) == ["T4", "V100-PCIe-16"]
 
 
 def test_profiles_of_a_described_cluster_can_be_saved(tmp_path):

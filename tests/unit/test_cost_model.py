@@ -17,7 +17,8 @@ from test_plan import random_plan
 from poplar.plan import STRATEGIES, Plan, UnitPlan
 from poplar.planner.collective_costs import CollectiveCosts
 from poplar.planner.cost_model import StageCosts
-from poplar.planner.prediction import DoesNotFit, describe, memory_needed, predict
+from poplar.planner.memory_shortfall import DoesNotFit
+from poplar.planner.prediction import describe, memory_needed, predict
 from poplar.profile import BatchPoint, ClusterProfile, DeviceProfile, ModelProfile, NetworkProfile
 
 MIB = 2**20
@@ -339,7 +340,8 @@ def test_an_invalid_model_raises(fields, message):
 def test_does_not_fit_names_the_rank_and_the_bytes():
     cluster = changed(a_cluster(), 1, memory_bytes=100 * MIB)
     assert memory_needed(cluster, a_plan(0))[1] > 100 * MIB
-    with pytest.raises(DoesNotFit, match=r"rank 1 \(slow\) needs 124.0 MiB for 2 samples") as error:
+    needs = r"stage 0: rank 1 \(slow\) needs at least 124.0 MiB for 2 samples"
+    with pytest.raises(DoesNotFit, match=needs) as error:
         predict(cluster, a_plan(0))
     assert "may use 100.0 MiB of 100.0 MiB" in str(error.value)
     reserved = dataclasses.replace(a_cluster(), memory_reserve=0.9)
@@ -397,7 +399,7 @@ def test_without_a_search_there_is_no_optimality_gap():
     prediction = predict(a_cluster(), a_plan(1))
     assert prediction.optimality_gap is None
     assert json.loads(json.dumps(prediction.to_dict()))["optimality_gap"] is None
-    said = str(describe(a_cluster(), a_plan(1), prediction, "even"))
+    said = str(describe(a_cluster(), a_plan(1), "even"))
     assert "from the fastest plan" not in said
 
 

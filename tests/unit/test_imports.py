@@ -166,7 +166,7 @@ def test_planning_loads_without_torch():
         """
         import sys
         import poplar
-        import poplar.planner.search, poplar.simulator.event_engine
+        import poplar.planner.search, poplar.simulator.step_simulation
         plan = poplar.Plan.manual("2,2,2,15", stage=0)
         assert plan.global_batch == 21
         assert "torch" not in sys.modules, "planning must not load torch"

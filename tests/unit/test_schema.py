@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import pytest
 
-from poplar.schema import Fraction, PositiveCount, Rule, check_fields, from_fields, to_json_types
+from poplar.schema import (
+    Document,
+    Fraction,
+    PositiveCount,
+    Rule,
+    check_fields,
+    from_fields,
+    to_json_types,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +36,7 @@ class Whole:
     name: str | None = None
     named: tuple[tuple[str, float], ...] = ()
     extra: Mapping[str, Any] = field(default_factory=dict)
+    size: Literal["small", "large"] = "small"
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -62,6 +71,7 @@ def test_json_round_trip():
         ({"parts": [{"count": 1}], "name": 3}, "name must be a string, got 3"),
         ({"parts": [{"count": 1}], "named": [["a"]]}, r"named\[0\] must have 2 entries"),
         ({"parts": [{"count": 1}], "extra": 3}, "extra must be a mapping, got 3"),
+        ({"parts": [{"count": 1}], "size": "tiny"}, "size must be one of small, large, got 'tiny'"),
     ],
 )
 def test_invalid_content_raises_with_the_path(content, complaint):
@@ -73,3 +83,29 @@ def test_a_long_value_is_shortened_in_errors():
     with pytest.raises(TypeError) as raised:
         Whole(parts="x" * 10_000)
     assert len(str(raised.value)) < 200
+
+
+@dataclass(frozen=True, kw_only=True)
+class Note(Document):
+    _noun = "note"
+    _versions = (1, 2)
+    _remedy = "write it again"
+
+    text: str
+    answers: tuple[Note, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+def test_documents_inside_a_document_keep_their_versions(tmp_path):
+    note = Note(text="a", answers=(Note(text="b"),))
+    note.to_json(tmp_path / "note.json")
+    assert Note.from_json(tmp_path / "note.json") == note
+    content = note.to_dict()
+    assert [content["version"], content["answers"][0]["version"]] == [2, 2]
+    content["answers"][0]["version"] = 3
+    with pytest.raises(
+        ValueError, match=r"note format 3, but .* reads format 1 or 2; write it again"
+    ):
+        Note.from_dict(content)

@@ -1,4 +1,4 @@
-"""`simulate` runs a step event by event, as the engine does, and agrees with the closed form.
+"""`simulate` runs a step unit by unit, as the engine does, and agrees with the closed form.
 
 The hand-computed cases use two units of equal size, a backward of half a pass, and 0.1 s per
 sample: a pass of 4 samples is two forwards of 0.1 s, then two backwards of 0.1 s.
@@ -22,7 +22,7 @@ import poplar
 from poplar import Plan, Timeline, predict, simulate
 from poplar.plan import FIRST_STAGE_SYNCHRONIZING_EVERY_PASS, UnitPlan
 from poplar.planner.cost_model import StageCosts
-from poplar.planner.prediction import DoesNotFit
+from poplar.planner.memory_shortfall import DoesNotFit
 from poplar.planner.step_actions import RANK_ACTIONS
 from poplar.profile import BatchPoint, ClusterProfile, DeviceProfile, ModelProfile, NetworkProfile
 

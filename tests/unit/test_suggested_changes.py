@@ -89,7 +89,7 @@ def test_leaving_out_ranks_that_are_too_small_is_suggested():
     found = suggestions(cluster, stages=(0, 1))
     without = next(one for one in found if one.startswith("without ranks 1, 3 at stage "))
     stage = int(without[-1])
-    smaller = what_if.without(scenario_of(cluster), (1, 3)).scenario.cluster
+    smaller = what_if.without(cluster, (1, 3)).cluster
     assert search(smaller, global_batch=4, stages=(stage,)).stage == stage
 
 
@@ -101,7 +101,7 @@ def test_the_suggested_number_of_devices_is_the_least_that_fits():
 
     def with_devices(copies):
         (group,) = device_groups(cluster)
-        return what_if.more_devices(scenario_of(cluster), group, copies).scenario.cluster
+        return what_if.more_devices(cluster, group, copies).cluster
 
     assert search(with_devices(count), global_batch=4, stages=(3,))
     with pytest.raises(NoPlanFits):
@@ -141,13 +141,8 @@ def test_the_memory_in_the_suggestion_is_enough(seed, stage):
     assert search(larger, global_batch=4, stages=(stage,))
 
 
-def scenario_of(cluster):
-    return what_if.Scenario(cluster=cluster, global_batch=4)
-
-
 def with_memory(cluster, ranks, mebibytes):
-    group = DeviceGroup("", tuple(ranks))
-    return what_if.more_memory(scenario_of(cluster), group, mebibytes).scenario.cluster
+    return what_if.more_memory(cluster, DeviceGroup("", tuple(ranks)), mebibytes).cluster
 
 
 def added_by(suggestion: str) -> tuple[range, int]:
@@ -160,15 +155,15 @@ def added_by(suggestion: str) -> tuple[range, int]:
 
 
 def test_a_small_memory_limit_is_written_in_kib():
-    with pytest.raises(NoPlanFits, match=r"may use 18\.6 KiB"):
+    with pytest.raises(NoPlanFits, match=r"may use 18\.6 KiB of 19\.5 KiB"):
         search(cluster_of(device(memory=20_000)), global_batch=4)
 
 
 def test_suggestions_are_computed_when_they_are_read(monkeypatch):
     computed = []
     monkeypatch.setattr(
-        "poplar.planner.suggested_changes.suggested_changes",
-        lambda *arguments, **request: computed.append(request) or ("a larger machine",),
+        "poplar.planner.search.suggested_changes",
+        lambda *arguments: computed.append(arguments) or ("a larger machine",),
     )
     with pytest.raises(NoPlanFits) as caught:
         search(cluster_of(device(memory=10 * MB)), global_batch=4)
