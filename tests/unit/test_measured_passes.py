@@ -71,9 +71,6 @@ class Machine:
             self._pass_time(size)
         return self.takes(size)
 
-    def synchronize(self) -> None:
-        pass
-
     def _pass_time(self, size: int) -> None:
         if self.clock is not None:
             self.clock.now += self.takes(size)
@@ -92,7 +89,7 @@ def climbed(
         activation_bytes=activation_bytes,
         longest_seconds=longest_seconds,
     )
-    return [first_pass.batch for first_pass in sizes_run]
+    return [size.batch for size in sizes_run]
 
 
 @pytest.mark.parametrize(
