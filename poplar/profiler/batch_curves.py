@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from poplar.curve import straightened
 from poplar.profile import BatchPoint, ClusterProfile
 from poplar.profiler.noise import CpuUse
-from poplar.profiler.passes import Samples, climb, first_pass, time_sizes
+from poplar.profiler.passes import Samples, climb, time_sizes
 from poplar.profiler.progress import Report
 from poplar.profiler.session import Session
 from poplar.system import devices
@@ -137,12 +137,10 @@ def time_batches(
     """
     passes, own = session.passes(), batches[session.group.rank]
 
-    def first_passes() -> list[BatchPoint]:
-        # The first one may compile; only the second one shows how long the timing takes.
-        return [replace(first_pass(passes, n), seconds=passes.seconds(n)) for n in own]
-
     with session.in_compute_dtype():
-        by_rank = session.on_all_ranks(first_passes, "the first passes of batch sizes")
+        by_rank = session.on_all_ranks(
+            lambda: [passes.first(size) for size in own], "the first passes of batch sizes"
+        )
         sizes, seconds = by_rank[session.group.rank], max(seconds, least * _longest(by_rank))
         return session.on_all_ranks(
             lambda: time_sizes(passes, sizes, seconds=seconds, least=least), "timing passes"

@@ -49,7 +49,7 @@ class Passes:
     def run(self, size: int) -> None:
         """Run one pass and drop its gradients."""
         self.loss_fn(self.model, self.batch(size)).backward()
-        self._drop_gradients()
+        self.model.zero_grad()
 
     def check(self) -> None:
         """Run a first pass of one sample.
@@ -70,7 +70,7 @@ class Passes:
                 "batch and a model as in training, because a NaN may change what a model computes"
             )
         loss.backward()
-        self._drop_gradients()
+        self.model.zero_grad()
 
     def seconds(self, size: int, repeats: int = 1) -> float:
         """Seconds of one pass, the mean over `repeats` without a pause."""
@@ -82,11 +82,11 @@ class Passes:
         batch = self.batch(size)
         forward = seconds_of(lambda: losses.append(self.loss_fn(self.model, batch)), self.device)
         backward = seconds_of(losses.pop().backward, self.device)
-        self._drop_gradients()
+        self.model.zero_grad()
         return backward / (forward + backward)
 
-    def activation_bytes(self, size: int) -> int:
-        """Peak memory of a pass above what was allocated before it.
+    def first(self, size: int) -> BatchPoint:
+        """Peak memory of a pass above what was allocated before it, and the rough time of another.
 
         Gradients are freed as soon as they are complete, as in the engine, so they do not count.
 
@@ -97,9 +97,10 @@ class Passes:
         trained = [p for p in self.model.parameters() if p.requires_grad]
         handles = [p.register_post_accumulate_grad_hook(_drop_gradient) for p in trained]
         try:
-            return peak_bytes(lambda: self.run(size), self.device)
+            held = peak_bytes(lambda: self.run(size), self.device)
+            return BatchPoint(batch=size, activation_bytes=held, seconds=self.seconds(size))
         except torch.OutOfMemoryError:
-            self._drop_gradients()
+            self.model.zero_grad()
             self._batches.pop(size, None)
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
@@ -108,20 +109,9 @@ class Passes:
             for handle in handles:
                 handle.remove()
 
-    def _drop_gradients(self) -> None:
-        for parameter in self.model.parameters():
-            _drop_gradient(parameter)
-
 
 def _drop_gradient(parameter: Tensor) -> None:
     parameter.grad = None
-
-
-def first_pass(passes: Passes, size: int) -> BatchPoint:
-    """Memory of a pass, and its rough time, while memory is measured."""
-    began = time.perf_counter()
-    held = passes.activation_bytes(size)
-    return BatchPoint(batch=size, seconds=time.perf_counter() - began, activation_bytes=held)
 
 
 def climb(
@@ -144,7 +134,7 @@ def climb(
     while True:
         tried: BatchPoint | None = None
         with suppress(torch.OutOfMemoryError):
-            tried = first_pass(passes, size)
+            tried = passes.first(size)
         if tried is None and not sizes:
             raise torch.OutOfMemoryError(
                 "not even one sample fits in the memory of the device; use shorter samples, "
