@@ -1,9 +1,8 @@
 """Measures every rank in the training job and assembles the profile, without residuals.
 
-All ranks measure at once, in this order: plain passes (time and memory against the batch), the
-optimizer step, the collectives. The model, its gradients and buffers, and all random state are
-unchanged afterwards. After Poplar (AAAI 2025), which measures a curve for each ZeRO stage; here the
-stages share one curve, and steps of the engine (`trial_runs`) give what each stage adds.
+All ranks measure at once: plain passes, the optimizer step, the collectives. After Poplar (AAAI
+2025), which measures a curve for each ZeRO stage; here the stages share one curve, and steps of the
+engine (`trial_runs`) give what each stage adds.
 """
 
 from __future__ import annotations

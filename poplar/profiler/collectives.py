@@ -94,12 +94,9 @@ class Collectives:
         shares: Sequence[float],
         budget: float,
     ) -> float:
-        """Seconds on the slowest rank, a median over repetitions; equal on all ranks.
+        """Seconds on the slowest rank, a median over repetitions within `budget` seconds.
 
-        Args:
-            collective: `Collectives.reduce_scatter` or `Collectives.all_gather`.
-            shares: of the layouts.
-            budget: seconds. One warm-up run and one timed run always take place.
+        One run that is not timed and one timed run always take place.
         """
 
         def once() -> float:
@@ -160,15 +157,11 @@ def sample_numels(numels: Sequence[int]) -> list[int]:
 
 
 def time_transports(usual: Collectives) -> tuple[tuple[str, float], ...]:
-    """Names for `connect` and seconds, fastest first. Collective; the same on all ranks.
+    """Names for `connect` and seconds, fastest first, those that there was time for. Collective.
 
     Seconds are those of a reduce-scatter and an all-gather of sample buffers, under even shares and
     with half of the model on one rank. The fastest reduce-scatter and the fastest all-gather of the
-    process group, timed separately, make one transport. Transports for which there was no time left
-    are omitted.
-
-    Args:
-        usual: the collectives over the transport for the placement of the ranks.
+    process group, timed separately, make one transport.
 
     Returns:
         Empty if there is no choice: one rank, no transport of the same reduction order, or a

@@ -9,12 +9,7 @@ from poplar.zero.unit import Member, Unit, build_units
 
 
 def model_profile(session: Session, state_bytes: float) -> ModelProfile:
-    """Elements and bytes of the model.
-
-    Args:
-        session: of this rank.
-        state_bytes: of optimizer state per element, without an fp32 master.
-    """
+    """The model; `state_bytes` is the optimizer state per element, without an fp32 master."""
     units = _units(session, shards_parameters=True)
     bytes_each = session.compute_dtype.itemsize
     largest = max(flat_numels(session))

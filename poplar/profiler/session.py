@@ -75,7 +75,7 @@ class Session:
         return computing_in(self.request.model, self.cast_to)
 
     def on_all_ranks(self, work: Callable[[], T], doing: str) -> list[T]:
-        """The results of `work` by rank; `doing` says what it does, for the errors of other ranks.
+        """The results of `work` by rank; `doing` names it in the errors of other ranks.
 
         Raises:
             Exception: whatever `work` raised on this rank.

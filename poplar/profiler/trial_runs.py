@@ -121,17 +121,15 @@ def run_in_turns(
 ) -> list[list[Observation]]:
     """Run plans in turns, so that a slow moment of a device affects all of them. Collective.
 
+    The slowdowns of an observation compare plain passes before and after its plan with the profile.
+
     Args:
         session: of this rank.
-        profile: curves of the ranks. Plain passes before and after each plan are compared with
-            them, which gives the slowdowns of its observation.
+        profile: curves of the ranks.
         plans: to run.
         seconds: time budget; the first turn always runs.
         noise: as many turns, if there is time.
         report: shows progress.
-
-    Returns:
-        Observations by turn.
     """
     turns: list[list[Observation]] = []
     began = time.perf_counter()
