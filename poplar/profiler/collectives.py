@@ -10,10 +10,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property
 from statistics import median
 
 import torch
+from torch import Tensor
 
 from poplar.comm import ALL_GATHERS, REDUCE_SCATTERS, Communicator, Work, connect
 from poplar.comm.shard_layout import Layout
@@ -35,15 +36,12 @@ _IN_FLIGHT = 2
 
 @dataclass(frozen=True)
 class Collectives:
-    """Reduce-scatters and all-gathers of a whole model, unit by unit, as the engine issues them.
-
-    All methods are collective.
-    """
+    """Reduce-scatters and all-gathers over one transport. All methods are collective."""
 
     session: Session
     comm: Communicator
     numels: Sequence[int]
-    """Elements of each flat buffer."""
+    """Elements of each flat buffer of the model."""
 
     def over(self, transport: str) -> Collectives:
         """The same collectives over another transport."""
@@ -51,57 +49,49 @@ class Collectives:
             return self
         return replace(self, comm=connect(self.session.group, transport, self.session.device))
 
-    def reduce_scatter(self, shares: Sequence[float]) -> None:
-        """Pack and reduce-scatter the gradients of the whole model."""
+    @cached_property
+    def _gradient(self) -> Tensor:
+        dtype, device = self.session.compute_dtype, self.session.device
+        return torch.zeros(max(self.numels), dtype=dtype, device=device)
+
+    def reduce_scatter(self, layout: Layout) -> Work:
+        """Pack the gradient of a buffer and issue its reduction."""
         device, wire_dtype = self.session.device, self.session.request.reduce_dtype
-        gradient = torch.zeros(max(self.numels), dtype=self.session.compute_dtype, device=device)
+        bucket = self.comm.buffer(layout, wire_dtype, device)
+        bucket.pack([self._gradient[: layout.numel]], [0], 1.0)
+        own = layout.size(self.session.group.rank)
+        out = torch.empty(own, dtype=torch.float32, device=device)
+        what = "a reduce-scatter of the profiler"
+        return self.comm.reduce_scatter(bucket, out, accumulate=False, what=what)
 
-        def issue(numel: int) -> Work:
-            layout = Layout.from_shares(numel, shares)
-            bucket = self.comm.buffer(layout, wire_dtype, device)
-            bucket.pack([gradient[:numel]], [0], 1.0)
-            own = layout.size(self.session.group.rank)
-            out = torch.empty(own, dtype=torch.float32, device=device)
-            what = "a reduce-scatter of the profiler"
-            return self.comm.reduce_scatter(bucket, out, accumulate=False, what=what)
+    def all_gather(self, layout: Layout) -> Work:
+        """Issue the gather of the parameters of a buffer."""
+        values = torch.zeros_like(self._gradient[: layout.numel])
+        return self.comm.all_gather(values, layout, what="an all-gather of the profiler")
 
-        self._run(issue)
+    def seconds(self, issue: Issue, shares: Sequence[float], budget: float) -> float:
+        """Seconds of a collective on all buffers, as the engine issues it.
 
-    def all_gather(self, shares: Sequence[float]) -> None:
-        """All-gather the parameters of the whole model."""
-        device, dtype = self.session.device, self.session.compute_dtype
+        Args:
+            issue: `Collectives.reduce_scatter` or `Collectives.all_gather`.
+            shares: of the layouts.
+            budget: seconds. One run that is not timed and one timed run always take place.
 
-        def issue(numel: int) -> Work:
-            values = torch.zeros(numel, dtype=dtype, device=device)
-            layout = Layout.from_shares(numel, shares)
-            return self.comm.all_gather(values, layout, what="an all-gather of the profiler")
-
-        self._run(issue)
-
-    def _run(self, issue: Callable[[int], Work]) -> None:
-        """Issue one collective per buffer; a new one starts when an earlier one is complete."""
-        pending: deque[Work] = deque()
-        for numel in self.numels:
-            pending.append(issue(numel))
-            if len(pending) >= _IN_FLIGHT:
-                pending.popleft().wait()
-        for work in pending:
-            work.wait()
-
-    def seconds(
-        self,
-        collective: Callable[[Collectives, Sequence[float]], None],
-        shares: Sequence[float],
-        budget: float,
-    ) -> float:
-        """Seconds on the slowest rank, a median over repetitions within `budget` seconds.
-
-        One run that is not timed and one timed run always take place.
+        Returns:
+            The median of the runs, each on the slowest rank; equal on all ranks.
         """
+
+        def run() -> None:
+            pending: deque[Work] = deque()
+            for numel in self.numels:
+                if len(pending) == _IN_FLIGHT:
+                    pending.popleft().wait()
+                pending.append(issue(self, Layout.from_shares(numel, shares)))
+            for work in pending:
+                work.wait()
 
         def once() -> float:
             self.exchange(0.0)
-            run = partial(collective, self, shares)
             return max(self.exchange(seconds_of(run, self.session.device)))
 
         first, taken = once(), [once()]
@@ -114,6 +104,10 @@ class Collectives:
         own = torch.tensor([value], dtype=torch.float64, device="cpu")
         collect = self.session.control.exchange(own, what="timing collectives")
         return [float(other) for other in collect()]
+
+
+Issue = Callable[[Collectives, Layout], Work]
+"""Issues a collective on one buffer."""
 
 
 def measure_network(session: Session, budget: float) -> NetworkProfile:
@@ -132,7 +126,7 @@ def measure_network(session: Session, budget: float) -> NetworkProfile:
 
     def reduce_and_gather(shares: Sequence[float]) -> list[float]:
         both = Collectives.reduce_scatter, Collectives.all_gather
-        return [collectives.seconds(collective, shares, part) for collective in both]
+        return [collectives.seconds(issue, shares, part) for issue in both]
 
     reducing, gathering = reduce_and_gather((1.0 / ranks,) * ranks)
     rates = [[1.0, 1.0]] * ranks
@@ -177,14 +171,12 @@ def time_transports(usual: Collectives) -> tuple[tuple[str, float], ...]:
     each = TRANSPORT_SECONDS / (len(sums) + len(ALL_GATHERS) + 2) / 2
     deadline = time.monotonic() + TRANSPORT_SECONDS
 
-    def seconds(
-        transport: str, collective: Callable[[Collectives, Sequence[float]], None]
-    ) -> float:
+    def seconds(transport: str, issue: Issue) -> float:
         """Infinite if time is up on any rank."""
         own = sample.over(transport)
         if any(own.exchange(float(time.monotonic() > deadline))):
             return math.inf
-        return sum(own.seconds(collective, shares, each) for shares in (even, skewed))
+        return sum(own.seconds(issue, shares, each) for shares in (even, skewed))
 
     reduce_scatter, all_gather = Collectives.reduce_scatter, Collectives.all_gather
     found, name = {}, usual.comm.name

@@ -83,10 +83,11 @@ def test_default_device_does_not_affect_timing() -> None:
     group = SimpleNamespace(rank=0, size=2)
     control = SimpleNamespace(exchange=lambda own, what: lambda: [own, own])
     comm: Any = SimpleNamespace(group=group)
+    work: Any = SimpleNamespace(wait=lambda: 0.0)
     collectives = Collectives(session(group, control), comm, [64])
     torch.set_default_device("meta")  # reading a tensor on this device raises
     try:
-        seconds = collectives.seconds(lambda own, shares: None, (0.5, 0.5), budget=0.0)
+        seconds = collectives.seconds(lambda own, layout: work, (0.5, 0.5), budget=0.0)
     finally:
         torch.set_default_device(None)
     assert seconds >= 0.0
