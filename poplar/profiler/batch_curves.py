@@ -74,30 +74,32 @@ def measure_curves(
     samples: Samples = defaultdict(list)
 
     def time_passes(seconds: float) -> BatchCurve:
-        device = session.device
         cpu_before = None if session.asynchronous else CpuUse.now()
-        throttled = devices.throttle_reason(device)
+        hot_before = devices.throttle_reason(session.device)
         sizes = by_rank[session.group.rank]
         points = time_sizes(passes, sizes, seconds=seconds, least=2, samples=samples)
-        if throttled or devices.throttle_reason(device):  # once more: it may have cooled down
-            samples.clear()
-            points = time_sizes(passes, sizes, seconds=seconds, least=2, samples=samples)
-            throttled = devices.throttle_reason(device)
         return BatchCurve(
             points=points,
             backward_fraction=passes.backward_fraction(points[len(points) // 2].batch),
-            throttled=throttled,
+            throttled=devices.throttle_reason(session.device) or hot_before,
             cpu_use=None if cpu_before is None else CpuUse.now().since(cpu_before),
         )
 
+    def timed(seconds: float) -> list[BatchCurve]:
+        return session.on_all_ranks(lambda: time_passes(seconds), "timing passes")
+
     first = min(TIMES_EACH * _longest(by_rank), budget * TIMING)
     report(f"time against batch, {first:.0f} s")
-    curves = session.on_all_ranks(lambda: time_passes(first), "timing passes")
+    curves = timed(first)
+    if any(curve.throttled for curve in curves):
+        report(f"time against batch, {first:.0f} s again: a device may have cooled down")
+        samples.clear()
+        curves = timed(first)
     noise = times_to_be_sure(curve.points for curve in curves)
     more = min((noise - 1.0) * first, budget * TIMING - first)
     if more > 0.0:
         report(f"time against batch, {more:.0f} s more: repeated passes differ")
-        curves = session.on_all_ranks(lambda: time_passes(more), "timing passes")
+        curves = timed(more)
     return [replace(curve, points=on_a_line(curve.points)) for curve in curves], noise
 
 

@@ -24,12 +24,13 @@ from poplar.comm import Group
 from poplar.errors import RankFailed
 from poplar.observation import Observation, Slowdown
 from poplar.profiler import trial_runs
-from poplar.profiler.batch_curves import TIMES_EACH, measure_points
+from poplar.profiler.batch_curves import TIMES_EACH, measure_curves, measure_points
 from poplar.profiler.memory import peak_bytes
 from poplar.profiler.request import Request
 from poplar.profiler.session import Session
 from poplar.profiler.timing import SHORTEST_SAMPLE_SECONDS
 from poplar.profiler.trial_runs import FEWEST_STEPS, MOST_STEPS, PLAIN_PASSES, measure_slowdowns
+from poplar.system import devices
 from poplar.zero import model_checks
 
 QUICK = {"seconds": 20.0, "max_batch": 8, "progress": False}
@@ -151,6 +152,27 @@ def slowdowns_now(plan: Plan, known: ClusterProfile, seconds: float) -> tuple[An
     """The slowdowns of the ranks, and the batches that this rank ran."""
     session, ran = watched_session()
     return measure_slowdowns(session, known, plan, seconds), ran
+
+
+def reasons_of_throttling(hot: int) -> tuple[list[str], int]:
+    """By rank, if rank 1 is too hot the first `hot` times; and how often it was asked."""
+    session, _ = watched_session()
+    asked = []
+
+    def throttle_reason(device: torch.device) -> str:
+        asked.append(device)
+        return "too hot" if harness.rank() == 1 and len(asked) <= hot else ""
+
+    with mock.patch.object(devices, "throttle_reason", throttle_reason):
+        curves, _ = measure_curves(session, float("inf"), lambda text: None)
+    return [curve.throttled for curve in curves], len(asked)
+
+
+@pytest.mark.parametrize(("hot", "reason"), [(1, ""), (100, "too hot")])
+def test_all_ranks_are_timed_again_after_one_was_throttled(ranks: Pool, hot, reason):
+    answers = ranks.run(reasons_of_throttling, hot)
+    assert [reasons for reasons, _ in answers] == [["", reason, "", ""]] * 4
+    assert all(asked >= 4 for _, asked in answers)
 
 
 def test_all_ranks_compute_while_new_batches_are_measured(ranks: Pool):
