@@ -29,7 +29,7 @@ from poplar.profiler.memory import peak_bytes
 from poplar.profiler.request import Request
 from poplar.profiler.session import Session
 from poplar.profiler.timing import SHORTEST_SAMPLE_SECONDS
-from poplar.profiler.trial_runs import FEWEST_STEPS, MOST_STEPS, PLAIN_PASSES, measure_slowdowns
+from poplar.profiler.trial_runs import PLAIN_PASSES, STEPS, measure_slowdowns
 from poplar.system import devices
 from poplar.zero import model_checks
 
@@ -206,15 +206,15 @@ def test_slowdowns_are_one_without_time_for_plain_passes(ranks: Pool):
 
 
 @pytest.mark.parametrize(
-    ("noise", "seconds", "turns", "steps"),
+    ("noise", "seconds", "turns"),
     [
-        (1.0, 200.0, 1, MOST_STEPS),  # a quiet machine
-        (9.0, 200.0, 9, FEWEST_STEPS),  # as many turns as the noise requires
-        (9.0, 20.0, 3, FEWEST_STEPS),  # as many turns as there is time for
-        (9.0, 1.0, 1, FEWEST_STEPS),
+        (1.0, 200.0, 1),  # a quiet machine
+        (9.0, 200.0, 9),  # as many turns as the noise requires
+        (9.0, 20.0, 3),  # as many turns as there is time for
+        (9.0, 1.0, 1),
     ],
 )
-def test_noise_leads_to_more_turns(noise, seconds, turns, steps):
+def test_noise_leads_to_more_turns(noise, seconds, turns):
     known, clock = cluster((10.0,) * 4, ["cpu"] * 4), [0.0]
     plans = [Plan.manual("2,2,2,2", stage=s, passes=n) for s in (2, 0) for n in (1, 3)]
     ran: list[tuple[Plan, int]] = []
@@ -245,7 +245,7 @@ def test_noise_leads_to_more_turns(noise, seconds, turns, steps):
             noise=noise,
             report=lambda text: None,
         )
-    assert ran == [(plan, steps) for plan in plans] * turns
+    assert ran == [(plan, STEPS) for plan in plans] * turns
     assert [[observation.plan for observation in turn] for turn in seen] == [plans] * turns
     between = [observation.slowdowns[0].factor for observation in seen[0]]
     assert between == [1.5, 2.5, 3.5, 4.5], "the mean of the plain passes before and after"
