@@ -31,8 +31,8 @@ from poplar.planner.search import POLICIES, alternatives
 from poplar.planner.simple_plans import simplified
 from poplar.planner.uncertainty import at_worst, unmeasured_batches
 from poplar.profile import BatchPoint, ClusterProfile, DeviceProfile
+from poplar.profiler.batch_curves import with_measured
 from poplar.profiler.cluster_profiler import Profiler
-from poplar.profiler.points import with_measured
 from poplar.profiler.preserved_state import model_preserved
 from poplar.profiler.progress import Report, show_progress
 from poplar.profiler.request import Request, digest, is_count
@@ -378,7 +378,7 @@ class Tuner:
                 f"the profile is of {given.world_size} ranks, but there are {size}; measure again "
                 "with profile_cluster()"
             )
-        own = self.session.agreed.identity
+        own = self.session.identity
         for key in _MUST_MATCH:
             if key in given.identity and given.identity[key] != own[key]:
                 raise ValueError(

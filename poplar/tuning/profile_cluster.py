@@ -116,7 +116,7 @@ class CachedProfile:
         session = self.profiler.session
 
         def load() -> tuple[ClusterProfile, dict[str, Plan]] | None:
-            return None if self._cache is None else self._cache.load(session.agreed.identity)
+            return None if self._cache is None else self._cache.load(session.identity)
 
         found = session.on_first_rank(load, "looking into the cache")
         if found is not None:
@@ -146,12 +146,13 @@ class CachedProfile:
 
 def _calibrated(profiler: Profiler, profile: ClusterProfile, report: Report) -> ClusterProfile:
     """Run calibration plans of every stage on the engine and fit the residuals."""
-    groups, notes = [], list(profile.notes)
+    plans: list[Plan] = []
+    notes = list(profile.notes)
     for stage in profiler.session.request.stages:
         try:
-            groups.append(calibration.plans_to_observe(profile, stage))
+            plans += calibration.plans_to_observe(profile, stage)
         except NoPlanFits as error:
             notes.append(f"stage {stage} was not run: {error}")
     profile = replace(profile, notes=tuple(notes))
-    turns = profiler.observe(profile, groups, report)
+    turns = profiler.observe(profile, plans, report)
     return calibration.fit(profile, turns, asynchronous=profiler.session.asynchronous)
