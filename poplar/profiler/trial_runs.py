@@ -28,7 +28,7 @@ from poplar.system.trace import Span
 
 STEPS = 3
 """Timed steps of a plan in a turn, after one that is not timed. On 200 simulated clusters with
-unsteady devices, 2 to 5 steps gave calibrations of the same accuracy, within 10 %."""
+unsteady devices, 2 to 4 steps gave calibrations of the same accuracy, within 10 %."""
 PLAIN_PASSES = 0.4
 """Part of the time, at most, for plain passes before, between and after the plans."""
 
