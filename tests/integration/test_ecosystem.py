@@ -230,7 +230,8 @@ def test_norms_of_other_types(ranks: Pool, stage: int) -> None:
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_blocks_traced_by_dynamo_are_exact(ranks: Pool, stage: int, checkpointing: bool) -> None:
-    recipe = replace(RECIPE, spec=ModelSpec(compiled="aot_eager", checkpointing=checkpointing))
+    spec = ModelSpec(compiled="aot_eager", checkpointing=checkpointing, blocks=2)
+    recipe = replace(RECIPE, spec=spec)
     plan = Plan.manual("3,3,3,3", stage=stage, shares=SHARES)
     assert_exact(ranks.run(training.train, Run(recipe, plan), timeout=150), recipe)
 

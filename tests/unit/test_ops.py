@@ -844,7 +844,7 @@ def nvcc(*arguments: str | Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["75", "120"])
 @pytest.mark.parametrize("source", CUDA_SOURCES)
-def test_cuda_operators_compile_and_round_every_product(device, tmp_path, source, architecture):
+def test_cuda_operators_compile_and_round_every_product(tmp_path, source, architecture):
     """The compiled code must not contain fused multiply-adds, which change bits."""
     ptx = tmp_path / "out.ptx"
     torch_headers = Path(torch.__file__).parent / "include"
