@@ -24,7 +24,6 @@ import allreduce
 from collectives import floor, timing
 from collectives.case import OPERATIONS, Case, size_of
 from collectives.measure import Request, measure, shares_of
-from collectives.plot import draw
 from collectives.provider import Prepared, Provider
 from collectives.row import Row, read_rows, rows_of
 from collectives.table import tables_of, verdicts_table
@@ -188,6 +187,8 @@ def test_tables_show_every_row():
 
 
 def test_rows_across_a_link_have_their_own_table_and_are_not_plotted(tmp_path):
+    from collectives.plot import draw  # imports matplotlib, which ranks need not
+
     case = Case("all_gather", HEADLINE, "fp32", EVEN)
     here = rows(case, gloo=100.0, ours=20.0) + rows(replace(case, nbytes=4096), gloo=1.0, ours=0.2)
     names = ("poplar process_group", "poplar hierarchical")
