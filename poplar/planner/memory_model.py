@@ -117,13 +117,3 @@ def _buckets(model: ModelProfile, stage: int, ranks: int) -> tuple[float, float]
     # A wire dtype as wide as the accumulator needs no packed copy.
     packed = bucket if model.wire_bytes < ACCUMULATOR_BYTES else 0.0
     return (packed, bucket * ranks) if stage == 1 else (packed + bucket, 0.0)
-
-
-def reductions_in_flight(model: ModelProfile, stage: int) -> int:
-    """Buckets that may be in flight at a time: one is sent while another is summed.
-
-    From stage 2 on, all buckets of a unit may be in flight during the backward of the next unit.
-    """
-    if stage < 2:
-        return _MIN_IN_FLIGHT
-    return max(_MIN_IN_FLIGHT, 1 + math.ceil(max(model.unit_numels) / BUCKET_ELEMENTS))
