@@ -31,9 +31,9 @@ class CollectiveCost:
 
     def seconds(self, shares: Sequence[float]) -> float:
         """Seconds when rank `r` owns `shares[r]` of every buffer."""
-        links = zip(self.others, self.own, shares, strict=True)
-        rates = (max(others * (1.0 - share), own * share) for others, own, share in links)
-        return max(self.least, *rates)
+        distinct = set(zip(self.others, self.own, shares, strict=True))
+        links = (max(others * (1.0 - share), own * share) for others, own, share in distinct)
+        return max(self.least, *links)
 
     def lines(self, rank: int) -> tuple[tuple[float, float], tuple[float, float]]:
         """The seconds of this rank's links: constants, and slopes in its share."""
@@ -67,12 +67,11 @@ def _scaled(measured: float, others: Sequence[float], own: Sequence[float]) -> C
         own: by rank, rate of the link that carries the rank's own share once per other rank.
     """
     n = len(others)
-    even = max(*((1.0 - 1.0 / n) * rate for rate in others), *((n - 1) / n * rate for rate in own))
+    own = [(n - 1) * rate for rate in own]
+    even = max(*(rate - rate / n for rate in others), *(rate / n for rate in own))
     if n == 1 or even == 0.0:
         return CollectiveCost(measured, (0.0,) * n, (0.0,) * n)
     scale = measured / even
     return CollectiveCost(
-        0.0,
-        tuple(scale * rate for rate in others),
-        tuple(scale * (n - 1) * rate for rate in own),
+        0.0, tuple(rate * scale for rate in others), tuple(rate * scale for rate in own)
     )

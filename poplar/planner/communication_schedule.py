@@ -79,9 +79,18 @@ class CommunicationSchedule:
         self, synchronization: Synchronization, communication: CommunicationSeconds
     ) -> float:
         """Seconds from the previous synchronization to the end of this one."""
-        return synchronization.latest + self.tangent(synchronization, communication).at(
-            communication
-        )
+        latest, reducible = synchronization
+        gather, reduce = communication
+        exposed = self.gathers * gather + reduce + self.residual
+        for lines in self.overlap_bounds:
+            exposed -= min(
+                by_gather * gather
+                + by_reduce * reduce
+                + by_latest * latest
+                + by_reducible * reducible
+                for by_gather, by_reduce, by_latest, by_reducible in lines
+            )
+        return latest + max(0.0, exposed)
 
     def exposures(self, synchronization: Synchronization) -> list[Exposure]:
         """The exposed communication is the largest of these bounds, at least 0."""

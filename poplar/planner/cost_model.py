@@ -32,7 +32,6 @@ from poplar.planner.communication_schedule import (
     schedules,
 )
 from poplar.planner.memory_model import RankMemory, rank_memory
-from poplar.planner.rank_groups import map_distinct
 from poplar.profile import ClusterProfile
 
 T = TypeVar("T")
@@ -117,8 +116,9 @@ class StageCosts:
             columns: sequences of one value per rank.
         """
         keys = list(zip(self.cluster.device_group_indices, *columns, strict=True))
-        first = dict(zip(reversed(keys), reversed(range(len(keys))), strict=True))
-        return map_distinct(lambda key: function(first[key], *key[1:]), keys)
+        ranks = dict(zip(keys, range(len(keys)), strict=True))
+        values = {key: function(rank, *key[1:]) for key, rank in ranks.items()}
+        return list(map(values.__getitem__, keys))
 
     @property
     def synchronization_residual(self) -> float:
