@@ -13,7 +13,7 @@ from functools import lru_cache
 from itertools import groupby, pairwise, product
 from typing import NamedTuple
 
-from poplar.planner.step_actions import RANK_ACTIONS, Issue, UnitLayout, Wait
+from poplar.planner.step_actions import RANK_ACTIONS, Compute, UnitLayout, Wait
 from poplar.profile import ModelProfile
 
 _MAX_WINDOWS = 3
@@ -143,18 +143,20 @@ def schedules(
     return (first.schedule([first.continued_lines()]) if stage == 2 else costliest), costliest
 
 
-class _Collective(NamedTuple):
+@dataclass
+class _Collective:
     """A collective of a pass. Positions count the elements computed before it, the whole model once
     in the forward and once in the backward.
     """
 
     is_gather: bool
     unit: int
+    pass_index: int | None
     numel: float
     issued: int
     """Position at which it is issued."""
-    needed: int
-    """Position at which the rank waits for it; -1: not in this pass."""
+    needed: int = -1
+    """Position at which the rank waits for it."""
 
 
 class _Pass:
@@ -172,27 +174,21 @@ class _Pass:
         self._numel = layout.numel
         self._overlap, self._backward_fraction = overlap, backward_fraction
         position = -2 * self._numel * pass_index
-        issued: list[tuple[Issue, int, int]] = []
-        needed: dict[int, int] = {}
+        issued: list[_Collective] = []
         for action in RANK_ACTIONS[stage](layout, (True,) * (pass_index + 1)).passes():
             if isinstance(action, Wait):
-                needed[action.position] = position
+                issued[action.position].needed = position
             elif action.unit is not None:
-                if isinstance(action, Issue):
-                    issued.append((action, action.unit, position))
-                else:
-                    position += layout.numels[action.unit]
-        self._collectives = [
-            _Collective(
-                is_gather=issue.what != "reduce",
-                unit=unit,
-                numel=layout.numels[unit] / (layout.buffers(unit) if issue.what == "reduce" else 1),
-                issued=start,
-                needed=needed.get(number, -1),
-            )
-            for number, (issue, unit, start) in enumerate(issued)
-            if issue.pass_index in (pass_index, None)
-        ]
+                numel = layout.numels[action.unit]
+                if isinstance(action, Compute):
+                    position += numel
+                    continue
+                is_gather = action.what != "reduce"
+                part = numel if is_gather else numel / layout.buffers(action.unit)
+                issued.append(
+                    _Collective(is_gather, action.unit, action.pass_index, part, position)
+                )
+        self._collectives = [one for one in issued if one.pass_index in (pass_index, None)]
         self._gathers = [one for one in self._collectives if one.is_gather]
         self._reductions = [one for one in self._collectives if not one.is_gather]
 

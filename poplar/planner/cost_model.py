@@ -21,7 +21,8 @@ import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TypeVar
+from itertools import count
+from typing import Any, TypeVar
 
 from poplar.plan import FIRST_STAGE_SYNCHRONIZING_EVERY_PASS, STRATEGIES, Plan
 from poplar.planner.collective_costs import CollectiveCosts
@@ -115,10 +116,15 @@ class StageCosts:
             function: depends on the rank only by its device.
             columns: sequences of one value per rank.
         """
-        keys = list(zip(self.cluster.device_group_indices, *columns, strict=True))
-        ranks = dict(zip(keys, range(len(keys)), strict=True))
-        values = {key: function(rank, *key[1:]) for key, rank in ranks.items()}
+        distinct = self._distinct(*columns)
+        values = {key: function(rank, *key[1:]) for key, rank in distinct.items()}
+        keys = zip(self.cluster.device_group_indices, *columns, strict=True)
         return list(map(values.__getitem__, keys))
+
+    def _distinct(self, *columns: Sequence[Hashable]) -> dict[tuple[Any, ...], int]:
+        """A rank for each combination of device group and values."""
+        keys = zip(self.cluster.device_group_indices, *columns, strict=True)
+        return dict(zip(keys, count(), strict=False))
 
     @property
     def synchronization_residual(self) -> float:
@@ -156,7 +162,8 @@ class StageCosts:
 
     def tail_seconds(self, shares: Sequence[float]) -> float:
         """Seconds after the last synchronization: the optimizer, and its all-gather."""
-        slowest = max(self.by_rank(self.optimizer_seconds, shares))
+        distinct = self._distinct(shares).items()
+        slowest = max(self.optimizer_seconds(rank, share) for (_, share), rank in distinct)
         residual = self.cluster.network.step_seconds[self.stage]
         return max(0.0, slowest + self.gather_after_step_seconds(shares) + residual)
 
@@ -166,16 +173,12 @@ class StageCosts:
 
     def synchronizations(self, micro_batches: Sequence[Sequence[int]]) -> list[Synchronization]:
         """Every synchronization of a step."""
-        groups = zip(self.cluster.device_group_indices, micro_batches, strict=True)
-        distinct = {group: rank for rank, group in enumerate(groups)}
-        ranks, rows = list(distinct.values()), [passes for _, passes in distinct]
+        passes_of = [(rank, passes) for (_, passes), rank in self._distinct(micro_batches).items()]
         if not self.synchronizes_every_pass:
-            return [self.synchronization(zip(ranks, rows, strict=True))]
+            return [self.synchronization(passes_of)]
         return [
-            self.synchronization(
-                (rank, (batch,)) for rank, batch in zip(ranks, column, strict=True)
-            )
-            for column in zip(*rows, strict=True)
+            self.synchronization((rank, passes[index : index + 1]) for rank, passes in passes_of)
+            for index in range(len(micro_batches[0]))
         ]
 
     def step_seconds(

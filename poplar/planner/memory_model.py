@@ -6,6 +6,7 @@ For one rank at one stage everything but the activations is linear in its share.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -50,11 +51,8 @@ class RankMemory:
 
     def largest_batch(self, share: float, at_most: int) -> int:
         """The largest micro-batch, up to `at_most`, that fits; -1: not even 0 samples fit."""
-        low, high = -1, min(at_most, self.device.max_batch)
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if self.fits(middle, share) else (low, middle - 1)
-        return low
+        sizes = range(min(at_most, self.device.max_batch) + 1)
+        return bisect_left(sizes, True, key=lambda size: not self.fits(size, share)) - 1
 
 
 def rank_memory(

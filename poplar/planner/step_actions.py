@@ -17,9 +17,6 @@ from typing import ClassVar, NamedTuple
 from poplar.planner.memory_model import BUCKET_ELEMENTS
 from poplar.profile import ModelProfile
 
-_NO_COLLECTIVE = -1
-"""The position that stands for a collective that is not issued: waiting for it takes no time."""
-
 
 class Compute(NamedTuple):
     """Work on the compute stream: `forward` or `backward` of a unit, or the `optimizer`."""
@@ -101,13 +98,8 @@ class RankActions(ABC):
     def __init__(
         self, layout: UnitLayout, has_samples: Sequence[bool], *, synchronization: bool = False
     ) -> None:
-        """Create the actions.
-
-        Args:
-            layout: the units.
-            has_samples: by pass, whether this rank has samples in it.
-            synchronization: whether to issue an extra collective at each synchronization, for the
-                measured seconds beyond its collectives.
+        """`has_samples` is by pass. With `synchronization`, each synchronization ends with an extra
+        collective, for the measured seconds beyond its collectives.
         """
         self.layout = layout
         self.has_samples = has_samples
@@ -219,25 +211,25 @@ class ShardedParameters(RankActions):
 
     def _pass(self, index: int) -> Iterator[Action]:
         resident, computes = self.layout.resident, self.has_samples[index]
+        persistent = self.layout.persistent if index else frozenset()
         again = [unit for unit in self.units if unit not in resident][-2::-1]
-        left = deque((unit, index == 0) for unit in self.units)
-        left += [(unit, False) for unit in again]
-        arriving: deque[int] = deque()
+        left = deque((unit, unit not in persistent) for unit in self.units)
+        left += [(unit, unit not in self.layout.persistent) for unit in again]
+        arriving: deque[int | None] = deque()
 
         def prefetch() -> Iterator[Action]:
-            if left:
-                unit, always = left.popleft()
-                if not always and unit in self.layout.persistent:
-                    arriving.append(_NO_COLLECTIVE)
-                    return
+            unit, is_sharded = left.popleft() if left else (None, False)
+            if is_sharded:
                 yield self._issue("unshard", unit, index)
-                arriving.append(self._issued - 1)
                 if not computes:  # the engine completes each unshard of such a pass at once
                     yield self._wait_for_last()
+            arriving.append(self._issued - 1 if is_sharded else None)
 
         def unshard() -> Iterator[Action]:
             yield from prefetch()
-            yield Wait(arriving.popleft())
+            position = arriving.popleft()
+            if position is not None:
+                yield Wait(position)
 
         yield from prefetch()
         for unit in self.units:
