@@ -63,7 +63,7 @@ class Row:
 
 
 def main() -> None:
-    """Measure every engine; print the error of those that are not installed."""
+    """Measure the engines; print the error of those that are not installed."""
     options = parse_options()
     os.environ["OMP_NUM_THREADS"] = "1"  # one thread per rank
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
@@ -72,6 +72,8 @@ def main() -> None:
     try:
         with Cluster(name="1:1", cores=(0, 1)).opened() as open_cluster:
             for provider, stage in ENGINES:
+                if provider not in options.engines:
+                    continue
                 try:
                     rows.append(measure(open_cluster, task, provider, stage, options.rounds))
                 except WorkersFailed as failure:
@@ -155,6 +157,10 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--size", default="demo", help="size of the Llama model (default: demo)")
     parser.add_argument(
         "--samples", type=int, default=8, help="samples per rank and step (default: 8)"
+    )
+    engines = tuple(dict(ENGINES))
+    parser.add_argument(
+        "--engines", nargs="+", choices=engines, default=engines, help="engines (default: all)"
     )
     parser.add_argument("--rounds", type=int, default=6, help="rounds of measurements (default: 6)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="append the rows as JSON lines")

@@ -148,6 +148,8 @@ def agrees(row: Row) -> bool:
 
 def one_step() -> None:
     """One rank, one step of every stage, for compute-sanitizer."""
+    if not torch.cuda.is_available():
+        sys.exit(f"torch {torch.__version__} sees no GPU here; see `python -m poplar doctor`")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     for stage in (0, 1, 2, 3):
         torch.manual_seed(0)

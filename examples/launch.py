@@ -6,6 +6,7 @@ are ended. Ranks rendezvous through a file, so no port is needed.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import sys
@@ -22,6 +23,9 @@ import torch.multiprocessing as mp
 
 GRACE_SECONDS = 20.0
 """Time for the other ranks to fail by themselves after the first failure."""
+
+PRELOADED = ["torch.distributed", "torch._dynamo", "poplar.comm", "poplar.optimizer"]
+"""Imported once, in the process that all ranks are forks of, if there is no CUDA device."""
 
 
 class LaunchError(RuntimeError):
@@ -49,12 +53,15 @@ def run_ranks(
     Raises:
         LaunchError: a rank raised an exception or was ended by a signal.
     """
-    # The loopback interface works even if the host's name does not resolve.
-    if Path("/sys/class/net/lo").exists():
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
     with tempfile.TemporaryDirectory() as folder:
-        started = mp.spawn(
-            _rank, (ranks, folder, cores, before, backend, work, args), nprocs=ranks, join=False
+        started = mp.start_processes(
+            _rank,
+            (ranks, folder, cores, before, backend, work, args),
+            nprocs=ranks,
+            join=False,
+            # CUDA may not be used in forks of a process that has found devices.
+            start_method="spawn" if torch.cuda.is_available() else "forkserver",
         )
         try:
             while not started.join(grace_period=GRACE_SECONDS):
@@ -87,6 +94,9 @@ def _rank(
     work: Callable[..., None],
     args: tuple[Any, ...],
 ) -> None:
+    # The loopback interface works even if the host's name does not resolve.
+    if Path("/sys/class/net/lo").exists():
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     try:
         if cores is not None:
             os.sched_setaffinity(0, {cores[rank]})

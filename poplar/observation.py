@@ -7,22 +7,11 @@ is often a few percent faster or slower from one minute to the next.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import NamedTuple
 
-from poplar.curve import error_of_median
 from poplar.plan import Plan
-
-
-class Slowdown(NamedTuple):
-    """Time of a plain pass relative to the profiled curve of its rank."""
-
-    factor: float
-    error: float
-    """Relative standard error of `factor`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,23 +21,20 @@ class Observation:
     plan: Plan
     step_seconds: float
     """Wall time of a step, averaged over ranks."""
-    spread_seconds: float = 0.0
-    """Standard error of `step_seconds`; 0 if unknown."""
     pass_seconds: tuple[tuple[float, ...], ...]
     """`[rank][pass]`, passes with samples only, without the time spent waiting for other ranks."""
     other_seconds: tuple[float, ...]
     """By rank, time outside passes and optimizer update, without waiting."""
-    slowdowns: tuple[Slowdown, ...] = ()
-    """By rank, measured with plain passes right before and after the steps; empty if unknown."""
+    slowdowns: tuple[float, ...] = ()
+    """By rank, the time of plain passes right before and after the steps, relative to the profiled
+    curve; empty if unknown."""
 
 
 class Trials:
     """Observations of any number of plans, one dictionary per turn."""
 
-    def __init__(self, turns: Iterable[Sequence[Observation]] = ()) -> None:
+    def __init__(self) -> None:
         self._turns: list[dict[Plan, Observation]] = []
-        for turn in turns:
-            self.add(turn)
 
     def add(self, turn: Sequence[Observation]) -> None:
         """Add one turn, in which each plan ran at most once."""
@@ -59,11 +45,8 @@ class Trials:
         return sum(plan in turn for turn in self._turns)
 
     def observations(self) -> tuple[Observation, ...]:
-        """One observation per plan, in order of first appearance: medians over its turns."""
-        plans = dict.fromkeys(plan for turn in self._turns for plan in turn)
-        return tuple(
-            _pooled([turn[plan] for turn in self._turns if plan in turn]) for plan in plans
-        )
+        """See `pooled`."""
+        return pooled(seen for turn in self._turns for seen in turn.values())
 
     def ratio(self, plan: Plan, other: Plan) -> float:
         """Step time of `plan` over that of `other`: the median of the turns that both ran in."""
@@ -75,29 +58,27 @@ class Trials:
 
     def ranking(self, plans: Sequence[Plan]) -> list[Plan]:
         """The plans, fastest first. Any two of them must have shared a turn."""
-        fastest = plans[0]
-        for plan in plans[1:]:
-            if self.ratio(plan, fastest) < 1.0:
-                fastest = plan
-        return sorted(plans, key=lambda plan: (plan != fastest, self.ratio(plan, fastest)))
+        return sorted(plans, key=lambda plan: self.ratio(plan, plans[0]))
 
 
-def _pooled(observations: Sequence[Observation]) -> Observation:
-    """The medians over the turns of one plan.
+def pooled(observations: Iterable[Observation]) -> tuple[Observation, ...]:
+    """One observation per plan, in order of first appearance: medians over the turns it ran in."""
+    by_plan: dict[Plan, list[Observation]] = {}
+    for seen in observations:
+        by_plan.setdefault(seen.plan, []).append(seen)
+    return tuple(map(_medians, by_plan.values()))
 
-    Its standard error is the larger one of those of single turns and of the spread between turns.
-    """
-    turns = [seen.step_seconds for seen in observations]
-    own_error = median(seen.spread_seconds for seen in observations) / math.sqrt(len(turns))
+
+def _medians(observations: Sequence[Observation]) -> Observation:
+    """The medians over the turns of one plan."""
     return Observation(
         plan=observations[0].plan,
-        step_seconds=median(turns),
-        spread_seconds=max(own_error, error_of_median(turns)),
+        step_seconds=median(seen.step_seconds for seen in observations),
         pass_seconds=tuple(
-            tuple(median(times) for times in zip(*own, strict=True))
+            tuple(map(median, zip(*own, strict=True)))
             for own in zip(*(seen.pass_seconds for seen in observations), strict=True)
         ),
         other_seconds=tuple(
-            median(own) for own in zip(*(seen.other_seconds for seen in observations), strict=True)
+            map(median, zip(*(seen.other_seconds for seen in observations), strict=True))
         ),
     )

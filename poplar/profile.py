@@ -33,6 +33,7 @@ _ByStage = Annotated[
     tuple[Finite, ...],
     Rule("one finite number per stage", lambda values: len(values) == len(STRATEGIES)),
 ]
+_DIFFERENT = Rule("all different", lambda values: len(set(values)) == len(values))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -151,7 +152,7 @@ class ModelProfile:
 
     unit_numels: Annotated[tuple[PositiveCount, ...], Rule("at least one unit", bool)]
     """Trained elements of each unit, which is unsharded and reduced as one buffer."""
-    unit_names: tuple[str, ...] = ()
+    unit_names: Annotated[tuple[str, ...], _DIFFERENT] = ()
     """Names of the units at stage 3, for `UnitPlan.name`. Empty: unknown."""
     param_bytes: NonNegative = 4.0
     """Bytes of a parameter in the compute dtype."""
@@ -165,7 +166,7 @@ class ModelProfile:
     """Memory that is never sharded, such as buffers."""
     unit_frozen_numels: tuple[Count, ...] = ()
     """Frozen elements of each unit, sharded and unsharded with its parameters. Empty: none."""
-    resident_units: tuple[Count, ...] = ()
+    resident_units: Annotated[tuple[Count, ...], _DIFFERENT] = ()
     """Units that stay unsharded until a pass is over, usually those outside of all blocks."""
     largest_flat_numels: tuple[PositiveCount, ...] = ()
     """By stage, elements of the largest buffer that is reduced at once. At stages 0 to 2
@@ -183,13 +184,10 @@ class ModelProfile:
             found = len(getattr(self, what))
             if found not in (0, entries):
                 raise ValueError(f"{what} must have {entries} entries or none, got {found}")
-        repeated = sorted({name for name in self.unit_names if self.unit_names.count(name) > 1})
-        if repeated:
-            raise ValueError(f"unit_names must be unique, but {repeated} are repeated")
-        resident = self.resident_units
-        if len(set(resident)) < len(resident) or max(resident, default=0) >= units:
+        if max(self.resident_units, default=0) >= units:
             raise ValueError(
-                f"resident_units must be different numbers from 0 to {units - 1}, got {resident}"
+                f"resident_units must be different numbers from 0 to {units - 1}, "
+                f"got {self.resident_units}"
             )
 
     @property

@@ -4,6 +4,9 @@
 parameters, it runs as many combinations as `covering_subset` needs, unless the test is marked
 `every_combination`. Random tests draw fewer cases. `make test-all` passes `--full` and runs
 everything. The last line of a run says how many tests were left out.
+
+With `-n 2` (pytest-xdist), as `make test` passes, tests/unit runs beside all tests that start
+processes. Those run one after the other, because their ranks use all cores.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -31,6 +35,8 @@ hypothesis.settings.register_profile("full", deadline=None, derandomize=True, ma
 torch.set_num_threads(1)
 
 LEFT_OUT = pytest.StashKey[int]()
+PARALLEL = "tests/unit/"
+"""Files in this folder run beside other tests."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -65,6 +71,28 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if id(item) in selected]
     config.hook.pytest_deselected(items=left_out)
     config.stash[LEFT_OUT] = len(left_out)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduler(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            path = nodeid.partition("::")[0]
+            return path if path.startswith(PARALLEL) else "the tests that start processes"
+
+    return Scheduler(config, log)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):  # a worker of xdist, which collected the tests
+        session.config.workeroutput["left out"] = session.config.stash.get(LEFT_OUT, 0)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    node.config.stash[LEFT_OUT] = getattr(node, "workeroutput", {}).get("left out", 0)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

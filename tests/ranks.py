@@ -7,7 +7,9 @@ and the next call starts new ones. A call with fewer ranks runs on the first `ra
 the called function `group()` is the process group of exactly the participating ranks, and a failed
 call never leaves a used process group to the next one.
 
-`one_off` starts separate ranks, for tests that kill or stop them.
+`one_off` starts separate ranks, for tests that kill or stop them. They are forks of a process that
+has imported torch, and start in a tenth of a second. The workers of the session are started by
+`spawn` instead: each has its own hash seed, as the ranks of a launcher have.
 
 Gloo on CPU; NCCL with one device per rank if there are CUDA devices (see `device()`).
 `POPLAR_TEST_BACKEND=gloo|nccl` overrides this, and `POPLAR_TEST_DEVICE=cuda` puts gloo's ranks on
@@ -48,6 +50,9 @@ GRACE_SECONDS = 20.0
 
 GROUP_SECONDS = 300.0
 """Timeout of process groups: longer than any deadline, so that reports of a hang include stacks."""
+
+PRELOADED = ("torch.distributed", "torch._dynamo", "poplar.comm", "poplar.optimizer", "pytest")
+"""What forked ranks need not import."""
 
 
 @dataclass(frozen=True)
@@ -201,7 +206,8 @@ def _run_worker(
     )
     channel.send_bytes(pickle.dumps(None))
 
-    imported = 0
+    imported = len(sys.modules)
+    gc.freeze()
     groups: dict[tuple[int, int], dist.ProcessGroup] = {}
     while True:
         try:
@@ -240,15 +246,24 @@ def _run_worker(
 # In the test process
 
 
+def forkserver() -> Any:
+    """A multiprocessing context whose processes are forks of one that has imported torch."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOADED))
+    return context
+
+
 class _World:
     """`size` new worker processes that share a process group."""
 
-    def __init__(self, size: int, backend: str):
+    def __init__(self, size: int, backend: str, *, forked: bool):
         self.folder = tempfile.mkdtemp(prefix="poplar-ranks-")
         self.generation = 0
         self.channels: list[Connection] = []
         self.processes: list[Any] = []
-        context = multiprocessing.get_context("spawn")
+        # CUDA may not be used in forks of a process that has found devices.
+        forked = forked and not torch.cuda.is_available()
+        context: Any = forkserver() if forked else multiprocessing.get_context("spawn")
         # One thread per rank from the first import on; several ranks may share one GPU.
         inherited = {"OMP_NUM_THREADS": "1", "NCCL_MULTI_RANK_GPU_ENABLE": "1"}
         before = {name: os.environ.get(name) for name in inherited}
@@ -282,7 +297,7 @@ class _World:
         name = getattr(call.function, "__name__", repr(call.function))
         answers = self._collect(awaited, time.monotonic() + timeout, f"{name} in {timeout:g} s")
         for rank in lost:
-            answers[rank] = self._silent(rank)
+            answers[rank] = self._silent(rank, wait_seconds=0.0)
         return [
             answers[rank] if isinstance(answers[rank], Silent) else answers[rank][1]
             for rank in range(call.ranks)
@@ -314,14 +329,14 @@ class _World:
             raise RanksFailed(f"ranks {missing} did not finish: {what}", failures, silent)
         return answers
 
-    def _silent(self, rank: int) -> Silent:
+    def _silent(self, rank: int, wait_seconds: float = 1.0) -> Silent:
         process = self.processes[rank]
         path = Path(self.folder) / f"stacks-{rank}"
         notes = Path(self.folder) / f"note-{rank}"
         note = notes.read_text() if notes.exists() else ""
         if process.exitcode is None and process.pid is not None:
             os.kill(process.pid, signal.SIGUSR1)
-            end = time.monotonic() + 1.0  # a stopped process never answers
+            end = time.monotonic() + wait_seconds  # a stopped process never answers
             while time.monotonic() < end and not path.read_text().strip():
                 time.sleep(0.02)
             time.sleep(0.05)
@@ -340,9 +355,10 @@ class _World:
 class Pool:
     """`size` workers that are reused until a call fails; then new ones are started."""
 
-    def __init__(self, size: int = WORLD, backend: str | None = None):
+    def __init__(self, size: int = WORLD, backend: str | None = None, *, forked: bool = False):
         self.size = size
         self.backend = backend or _backend()
+        self.forked = forked
         self._world: _World | None = None
         self._generation = 0
 
@@ -407,7 +423,7 @@ class Pool:
 
     def _started(self) -> _World:
         if self._world is None:
-            self._world = _World(self.size, self.backend)
+            self._world = _World(self.size, self.backend, forked=self.forked)
         return self._world
 
     def _call(
@@ -454,7 +470,7 @@ def one_off(
     Raises:
         RanksFailed: a rank that is not `lost` did not answer by the deadline, or exited.
     """
-    world = _World(world_size, _backend())
+    world = _World(world_size, _backend(), forked=True)
     try:
         return world.call(_Call(function, args, kwargs, world_size, 0), timeout, lost)
     finally:

@@ -6,33 +6,36 @@ is shared as in training.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from poplar.profile import BatchPoint
-from poplar.profiler.memory_budget import MemoryBudget
+from poplar.curve import straightened
+from poplar.profile import BatchPoint, ClusterProfile
 from poplar.profiler.noise import CpuUse
-from poplar.profiler.passes import Timings, climb, time_sizes
-from poplar.profiler.points import at_speed_of, on_a_line, times_to_be_sure
-from poplar.profiler.preserved_state import computing_in
+from poplar.profiler.passes import Samples, climb, time_sizes
 from poplar.profiler.progress import Report
-from poplar.profiler.request import DEFAULT_MAX_BATCH
 from poplar.profiler.session import Session
 from poplar.system import devices
 
+DEFAULT_MAX_BATCH = 1024
+"""Largest batch that is tried if neither memory nor time sets a limit."""
 TIMES_EACH = 5
 """Passes of a size that are timed, if all sizes take equally long."""
 LONGEST_PASS = 1 / 10
 """Part of the time budget; no batch is tried whose pass would probably take longer."""
 TIMING = 0.35
 """Part of the time budget for timing plain passes."""
+SURE = 0.01
+"""Relative standard error of a median above which more passes are timed, within the budget."""
 
 
 @dataclass(frozen=True)
 class BatchCurve:
     """Measured passes of one rank."""
 
-    points: tuple[BatchPoint, ...]
+    points: Sequence[BatchPoint]
     backward_fraction: float
     throttled: str
     """Why the device ran below its clocks; empty if it did not."""
@@ -40,21 +43,21 @@ class BatchCurve:
     """Of this rank's host while passes were timed; None where passes run on a GPU."""
 
 
-@dataclass(frozen=True)
-class BatchCurves:
-    """Measured passes of all ranks."""
+def measure_curves(
+    session: Session, activation_bytes: float, report: Report
+) -> tuple[list[BatchCurve], float]:
+    """Measure the curve of every rank, with more passes if they differ much. Collective.
 
-    by_rank: list[BatchCurve]
-    noise: float
-    """How many times as many samples were needed to be sure of a median; 1 on a quiet machine."""
+    Args:
+        session: of this rank.
+        activation_bytes: what activations may take on this rank.
+        report: shows progress.
 
-
-def measure_curves(session: Session, budget: MemoryBudget, report: Report) -> BatchCurves:
-    """Measure the curve of every rank. Collective.
-
-    If repeated passes differ much, more of them are timed, within the part `TIMING` of the budget.
+    Returns:
+        Curves by rank, and the noise: how many times as many samples were needed to be sure of a
+        median, 1 on a quiet machine.
     """
-    passes, seconds = session.passes(), session.request.seconds
+    passes, budget = session.passes(), session.request.seconds
     report("a first pass")
     session.on_all_ranks(passes.check, "the profiler's first pass")
     report("memory against batch")
@@ -63,23 +66,41 @@ def measure_curves(session: Session, budget: MemoryBudget, report: Report) -> Ba
         return climb(
             passes,
             max_batch=session.request.max_batch or DEFAULT_MAX_BATCH,
-            activation_bytes=budget.activation_bytes,
-            longest_seconds=seconds * LONGEST_PASS,
+            activation_bytes=activation_bytes,
+            longest_seconds=budget * LONGEST_PASS,
         )
 
     by_rank = session.on_all_ranks(climb_sizes, "measuring memory")
-    sizes = by_rank[session.group.rank]
-    longest = max(sum(size.seconds for size in own) for own in by_rank)
-    timing = min(TIMES_EACH * longest, seconds * TIMING)
-    report(f"time against batch, {timing:.0f} s")
-    timings = Timings(passes, sizes)
-    curves = _timed(session, timings, timing)
+    samples: Samples = defaultdict(list)
+
+    def time_passes(seconds: float) -> BatchCurve:
+        cpu_before = None if session.asynchronous else CpuUse.now()
+        hot_before = devices.throttle_reason(session.device)
+        sizes = by_rank[session.group.rank]
+        points = time_sizes(passes, sizes, seconds=seconds, least=2, samples=samples)
+        return BatchCurve(
+            points=points,
+            backward_fraction=passes.backward_fraction(points[len(points) // 2].batch),
+            throttled=devices.throttle_reason(session.device) or hot_before,
+            cpu_use=None if cpu_before is None else CpuUse.now().since(cpu_before),
+        )
+
+    def timed(seconds: float) -> list[BatchCurve]:
+        return session.on_all_ranks(lambda: time_passes(seconds), "timing passes")
+
+    first = min(TIMES_EACH * _longest(by_rank), budget * TIMING)
+    report(f"time against batch, {first:.0f} s")
+    curves = timed(first)
+    if any(curve.throttled for curve in curves):
+        report(f"time against batch, {first:.0f} s again: a device may have cooled down")
+        samples.clear()
+        curves = timed(first)
     noise = times_to_be_sure(curve.points for curve in curves)
-    more = min((noise - 1.0) * timing, seconds * TIMING - timing)
+    more = min((noise - 1.0) * first, budget * TIMING - first)
     if more > 0.0:
         report(f"time against batch, {more:.0f} s more: repeated passes differ")
-        curves = _timed(session, timings, more)
-    return BatchCurves([replace(curve, points=on_a_line(curve.points)) for curve in curves], noise)
+        curves = timed(more)
+    return [replace(curve, points=on_a_line(curve.points)) for curve in curves], noise
 
 
 def measure_points(
@@ -89,58 +110,80 @@ def measure_points(
 
     The reference is measured again in turns with the new batches, and new points are scaled to the
     speed at which it was measured first: a device may be a few percent faster or slower by now,
-    which must not look like a step in its curve. Ranks without new batches run their reference.
+    which must not look like a step in its curve.
 
     Args:
+        session: of this rank.
         batches: by rank, sizes to measure; may be empty.
         references: by rank, a point of its curve.
-
-    Returns:
-        By rank, the new points, on every rank.
     """
-    passes, rank = session.passes(), session.group.rank
-    reference = references[rank]
-    wanted = [*batches[rank], reference.batch]
-
-    def first_passes() -> list[BatchPoint]:
-        return [
-            BatchPoint(
-                batch=size,
-                activation_bytes=passes.activation_bytes(size),
-                seconds=passes.seconds(size),
-            )
-            for size in wanted
-        ]
-
-    with computing_in(session.request.model, session.agreed.dtype):
-        by_rank = session.on_all_ranks(first_passes, "the first passes of new batch sizes")
-        seconds = TIMES_EACH * max(sum(size.seconds for size in own) for own in by_rank)
-
-        def measure() -> list[BatchPoint]:
-            *points, again = time_sizes(passes, by_rank[rank], seconds=seconds, least=TIMES_EACH)
-            return [at_speed_of(reference, point, again) for point in points]
-
-        return session.on_all_ranks(measure, "measuring new batch sizes")
+    wanted = [[*own, known.batch] for own, known in zip(batches, references, strict=True)]
+    return [
+        [at_speed_of(known, point, again) for point in points]
+        for known, (*points, again) in zip(
+            references, time_batches(session, wanted, least=TIMES_EACH), strict=True
+        )
+    ]
 
 
-def _timed(session: Session, timings: Timings, seconds: float) -> list[BatchCurve]:
-    return session.on_all_ranks(lambda: _own_curve(session, timings, seconds), "timing passes")
+def time_batches(
+    session: Session, batches: Sequence[Sequence[int]], *, least: int, seconds: float = 0.0
+) -> list[list[BatchPoint]]:
+    """Measure batches at the present speed of the devices. Collective.
+
+    Args:
+        session: of this rank.
+        batches: by rank, sizes to measure; at least one.
+        least: timings of each size.
+        seconds: time at least so long.
+    """
+    passes, own = session.passes(), batches[session.group.rank]
+
+    with session.in_compute_dtype():
+        by_rank = session.on_all_ranks(
+            lambda: [passes.first(size) for size in own], "the first passes of batch sizes"
+        )
+        sizes, seconds = by_rank[session.group.rank], max(seconds, least * _longest(by_rank))
+        return session.on_all_ranks(
+            lambda: time_sizes(passes, sizes, seconds=seconds, least=least), "timing passes"
+        )
 
 
-def _own_curve(session: Session, timings: Timings, seconds: float) -> BatchCurve:
-    device = session.device
-    cpu_before = None if session.asynchronous else CpuUse.now()
-    throttled = devices.throttle_reason(device)
-    timings.run(seconds, least=2)
-    throttled = throttled or devices.throttle_reason(device)
-    if throttled:  # measure once more: the device may have cooled down
-        timings.forget()
-        timings.run(seconds, least=2)
-        throttled = devices.throttle_reason(device)
-    points = timings.points
-    return BatchCurve(
-        points=points,
-        backward_fraction=timings.passes.backward_fraction(points[len(points) // 2].batch),
-        throttled=throttled,
-        cpu_use=None if cpu_before is None else CpuUse.now().since(cpu_before),
+def _longest(by_rank: Iterable[Iterable[BatchPoint]]) -> float:
+    """Seconds of one pass of each size, on the slowest rank."""
+    return max(sum(size.seconds for size in own) for own in by_rank)
+
+
+def times_to_be_sure(curves: Iterable[Sequence[BatchPoint]]) -> float:
+    """By which factor to increase the samples so that every median is `SURE`; at least 1."""
+    unsure = max(point.spread_seconds / point.seconds for own in curves for point in own)
+    return float(max(1.0, (unsure / SURE) ** 2))
+
+
+def on_a_line(points: Sequence[BatchPoint]) -> list[BatchPoint]:
+    """The points, moved onto a straight line if noise explains their distance to it."""
+    line = straightened(
+        [point.batch for point in points],
+        [point.seconds for point in points],
+        [point.spread_seconds for point in points],
     )
+    return [replace(point, seconds=value) for point, value in zip(points, line, strict=True)]
+
+
+def at_speed_of(known: BatchPoint, new: BatchPoint, again: BatchPoint) -> BatchPoint:
+    """Scale a new point by the change of speed between `known` and `again`, the same batch."""
+    spread = math.hypot(new.spread_seconds / new.seconds, again.spread_seconds / again.seconds)
+    seconds = new.seconds * known.seconds / again.seconds
+    return replace(new, seconds=seconds, spread_seconds=spread * seconds)
+
+
+def with_measured(
+    profile: ClusterProfile, points: Sequence[Sequence[BatchPoint]]
+) -> ClusterProfile:
+    """The profile with more points, by rank. They replace points of the same batch."""
+    measured = []
+    for device, new in zip(profile.devices, points, strict=True):
+        merged = {point.batch: point for point in (*device.points, *new)}
+        ordered = tuple(merged[batch] for batch in sorted(merged))
+        measured.append(replace(device, points=ordered))
+    return replace(profile, devices=tuple(measured))

@@ -41,27 +41,14 @@ class Cache:
         """
         path = self._path(identity)
         try:
-            text = path.read_text(encoding="utf-8")
+            return _parsed(path.read_text(encoding="utf-8"), identity)
         except (FileNotFoundError, NotADirectoryError):
             return None
-        except (OSError, ValueError) as error:
-            _warn(path, str(error))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            why = f"{type(error).__name__}: {error}"
+            text = f"the cached profile {path} is not used ({why}); measuring again"
+            warnings.warn(text, stacklevel=2)
             return None
-        try:
-            document = json.loads(text)
-            content = document["content"]
-            if document["sha256"] != _checksum(content):
-                _warn(path, "its checksum is wrong")
-                return None
-            profile = ClusterProfile.from_dict(content["profile"])
-            plans = {key: Plan.from_dict(plan) for key, plan in content["plans"].items()}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            _warn(path, f"{type(error).__name__}: {error}")
-            return None
-        if dict(profile.identity) != dict(identity):
-            _warn(path, "its identity is that of another profile")
-            return None
-        return profile, plans
 
     def save(self, profile: ClusterProfile, plans: Mapping[str, Plan]) -> Path:
         """Write a profile for `load`, atomically."""
@@ -69,13 +56,12 @@ class Cache:
             "profile": profile.to_dict(),
             "plans": {key: plan.to_dict() for key, plan in plans.items()},
         }
-        document = {"sha256": _checksum(content), "content": content}
         path = self._path(profile.identity)
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
         try:
             with os.fdopen(handle, "w", encoding="utf-8") as file:
-                json.dump(document, file)
+                json.dump({"sha256": _checksum(content), "content": content}, file)
             os.replace(temporary, path)
         except OSError:
             Path(temporary).unlink(missing_ok=True)
@@ -83,17 +69,20 @@ class Cache:
         return path
 
     def _path(self, identity: Mapping[str, str]) -> Path:
-        key = hashlib.sha256(_canonical(dict(identity)).encode()).hexdigest()
-        return self.folder / "profiles" / f"{key[:32]}.json"
+        return self.folder / "profiles" / f"{_checksum(dict(identity))[:32]}.json"
 
 
-def _warn(path: Path, why: str) -> None:
-    warnings.warn(f"the cached profile {path} is not used: {why}; measuring again", stacklevel=2)
+def _parsed(text: str, identity: Mapping[str, str]) -> tuple[ClusterProfile, dict[str, Plan]]:
+    document = json.loads(text)
+    content = document["content"]
+    if document["sha256"] != _checksum(content):
+        raise ValueError("its checksum is wrong")
+    profile = ClusterProfile.from_dict(content["profile"])
+    if profile.identity != identity:
+        raise ValueError("its identity is that of another profile")
+    return profile, {key: Plan.from_dict(plan) for key, plan in content["plans"].items()}
 
 
 def _checksum(content: Any) -> str:
-    return hashlib.sha256(_canonical(content).encode()).hexdigest()
-
-
-def _canonical(content: Any) -> str:
-    return json.dumps(content, sort_keys=True, separators=(",", ":"))
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,97 +1,98 @@
-"""Times the collectives of training on buffers of the model's sizes."""
+"""Times the collectives of training on buffers of the model's sizes, over the fastest transport.
+
+Only transports that reduce in the same order compete, so the choice never changes bits.
+"""
 
 from __future__ import annotations
 
+import math
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from statistics import median
 
 import torch
+from torch import Tensor
 
-from poplar.comm import Codec, Communicator, Control, Work, connect
+from poplar.comm import ALL_GATHERS, REDUCE_SCATTERS, Communicator, Work, connect
 from poplar.comm.shard_layout import Layout
 from poplar.profile import NetworkProfile
+from poplar.profiler.model_profile import flat_numels
+from poplar.profiler.session import Session
 from poplar.profiler.timing import seconds_of
 
 REPETITIONS = 5
 """Timed runs at most; fewer if they are slow."""
 MOST_RANKS_ONE_BY_ONE = 8
 """World size up to which each rank's rates are measured; ranks of larger groups count as equal."""
+TRANSPORT_SECONDS = 3.0
+"""Time budget for the choice of a transport, about."""
+MOST_NUMEL = 1 << 22
+"""Largest buffer that is timed for this choice, in elements."""
 _IN_FLIGHT = 2
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Collectives:
-    """Reduce-scatters and all-gathers of a whole model, unit by unit, as the engine issues them."""
+    """Reduce-scatters and all-gathers over one transport. All methods are collective."""
 
+    session: Session
     comm: Communicator
-    control: Control
     numels: Sequence[int]
-    """Elements of each flat buffer."""
-    wire_dtype: torch.dtype
-    value_dtype: torch.dtype
-    device: torch.device
+    """Elements of each flat buffer of the model."""
 
     def over(self, transport: str) -> Collectives:
-        """The same collectives over another transport. Collective."""
+        """The same collectives over another transport."""
         if transport == self.comm.name:
             return self
-        return replace(self, comm=connect(self.control.group, transport, self.device))
+        return replace(self, comm=connect(self.session.group, transport, self.session.device))
 
-    def reduce_scatter(self, shares: Sequence[float]) -> None:
-        """Pack and reduce-scatter the gradients of the whole model. Collective."""
-        codec = Codec(self.wire_dtype)
-        gradient = torch.zeros(max(self.numels), dtype=self.value_dtype, device=self.device)
+    @cached_property
+    def _gradient(self) -> Tensor:
+        dtype, device = self.session.compute_dtype, self.session.device
+        return torch.zeros(max(self.numels), dtype=dtype, device=device)
 
-        def issue(numel: int) -> Work:
-            layout = Layout.from_shares(numel, shares)
-            bucket = self.comm.buffer(layout, self.wire_dtype, self.device, codec)
-            bucket.pack([gradient[:numel]], [0], 1.0)
-            own = layout.size(self.comm.group.rank)
-            out = torch.empty(own, dtype=torch.float32, device=self.device)
-            what = "a reduce-scatter of the profiler"
-            return self.comm.reduce_scatter(bucket, out, accumulate=False, what=what)
+    def reduce_scatter(self, layout: Layout) -> Work:
+        """Pack the gradient of a buffer and issue its reduction."""
+        device, wire_dtype = self.session.device, self.session.request.reduce_dtype
+        bucket = self.comm.buffer(layout, wire_dtype, device)
+        bucket.pack([self._gradient[: layout.numel]], [0], 1.0)
+        own = layout.size(self.session.group.rank)
+        out = torch.empty(own, dtype=torch.float32, device=device)
+        what = "a reduce-scatter of the profiler"
+        return self.comm.reduce_scatter(bucket, out, accumulate=False, what=what)
 
-        self._run(issue)
+    def all_gather(self, layout: Layout) -> Work:
+        """Issue the gather of the parameters of a buffer."""
+        values = torch.zeros_like(self._gradient[: layout.numel])
+        return self.comm.all_gather(values, layout, what="an all-gather of the profiler")
 
-    def all_gather(self, shares: Sequence[float]) -> None:
-        """All-gather the parameters of the whole model. Collective."""
-
-        def issue(numel: int) -> Work:
-            values = torch.zeros(numel, dtype=self.value_dtype, device=self.device)
-            layout = Layout.from_shares(numel, shares)
-            return self.comm.all_gather(values, layout, what="an all-gather of the profiler")
-
-        self._run(issue)
-
-    def _run(self, issue: Callable[[int], Work]) -> None:
-        """Issue one collective per buffer; a new one starts when an earlier one is complete."""
-        pending: deque[Work] = deque()
-        for numel in self.numels:
-            pending.append(issue(numel))
-            if len(pending) >= _IN_FLIGHT:
-                pending.popleft().wait()
-        for work in pending:
-            work.wait()
-
-    def seconds(
-        self,
-        collective: Callable[[Collectives, Sequence[float]], None],
-        shares: Sequence[float],
-        budget: float,
-    ) -> float:
-        """Seconds on the slowest rank, a median over repetitions. Collective; equal on all ranks.
+    def seconds(self, issue: Issue, shares: Sequence[float], budget: float) -> float:
+        """Seconds of a collective on all buffers, as the engine issues it.
 
         Args:
-            collective: `Collectives.reduce_scatter` or `Collectives.all_gather`.
+            issue: `Collectives.reduce_scatter` or `Collectives.all_gather`.
             shares: of the layouts.
-            budget: seconds. One warm-up run and one timed run always take place.
+            budget: seconds. One run that is not timed and one timed run always take place.
+
+        Returns:
+            The median of the runs, each on the slowest rank; equal on all ranks.
         """
+
+        def run() -> None:
+            pending: deque[Work] = deque()
+            for numel in self.numels:
+                if len(pending) == _IN_FLIGHT:
+                    pending.popleft().wait()
+                pending.append(issue(self, Layout.from_shares(numel, shares)))
+            for work in pending:
+                work.wait()
 
         def once() -> float:
             self.exchange(0.0)
-            return max(self.exchange(seconds_of(lambda: collective(self, shares), self.device)))
+            return max(self.exchange(seconds_of(run, self.session.device)))
 
         first, taken = once(), [once()]
         while len(taken) < REPETITIONS and first + sum(taken) + taken[-1] < budget:
@@ -101,32 +102,89 @@ class Collectives:
     def exchange(self, value: float) -> list[float]:
         """The values of all ranks, after all ranks have called it."""
         own = torch.tensor([value], dtype=torch.float64, device="cpu")
-        return [float(other) for other in self.control.exchange(own, what="timing collectives")()]
+        collect = self.session.control.exchange(own, what="timing collectives")
+        return [float(other) for other in collect()]
 
 
-def measure_network(collectives: Collectives, budget: float) -> NetworkProfile:
+Issue = Callable[[Collectives, Layout], Work]
+"""Issues a collective on one buffer."""
+
+
+def measure_network(session: Session, budget: float) -> NetworkProfile:
     """Time even shares, then each rank as the only owner, in about `budget` seconds. Collective.
 
-    If one rank owns everything, it receives every reduction and sends every gather. So these times
-    give its rates. Ranks count as equal if that would take too long.
+    Over the fastest transport. A rank that owns everything receives every reduction and sends every
+    gather, so these times give its rates. Ranks count as equal if that would take too long.
     """
-    ranks = collectives.comm.group.size
-    reduce, gather = Collectives.reduce_scatter, Collectives.all_gather
-    even = (1.0 / ranks,) * ranks
+    comm = connect(session.group, "auto", session.device)
+    collectives = Collectives(session, comm, flat_numels(session))
+    transports = time_transports(collectives)
+    if transports:
+        collectives = collectives.over(transports[0][0])
+    ranks = session.group.size
     part = budget / (2 * ranks + 2)
-    reducing = collectives.seconds(reduce, even, part)
-    gathering = collectives.seconds(gather, even, part)
-    receive, send = [1.0] * ranks, [1.0] * ranks
-    affordable = 2 * max(reducing, gathering) <= part
-    if 1 < ranks <= MOST_RANKS_ONE_BY_ONE and affordable:
+
+    def reduce_and_gather(shares: Sequence[float]) -> list[float]:
+        both = Collectives.reduce_scatter, Collectives.all_gather
+        return [collectives.seconds(issue, shares, part) for issue in both]
+
+    reducing, gathering = reduce_and_gather((1.0 / ranks,) * ranks)
+    rates = [[1.0, 1.0]] * ranks
+    if 1 < ranks <= MOST_RANKS_ONE_BY_ONE and 2 * max(reducing, gathering) <= part:
         moved = (ranks - 1) * 4.0 * sum(collectives.numels)
-        for rank in range(ranks):
-            sole = tuple(float(other == rank) for other in range(ranks))
-            receive[rank] = collectives.seconds(reduce, sole, part) / moved
-            send[rank] = collectives.seconds(gather, sole, part) / moved
+        for owner in range(ranks):
+            sole = [float(rank == owner) for rank in range(ranks)]
+            rates[owner] = [seconds / moved for seconds in reduce_and_gather(sole)]
     return NetworkProfile(
         reduce_scatter_seconds=reducing,
         all_gather_seconds=gathering,
-        send_seconds_per_byte=tuple(send),
-        receive_seconds_per_byte=tuple(receive),
+        receive_seconds_per_byte=tuple(receive for receive, _ in rates),
+        send_seconds_per_byte=tuple(send for _, send in rates),
+        transports=transports,
     )
+
+
+def sample_numels(numels: Sequence[int]) -> list[int]:
+    """The smallest, a middle and the largest flat buffer of a model, without duplicates."""
+    ranked = sorted(min(numel, MOST_NUMEL) for numel in numels)
+    return sorted({ranked[0], ranked[len(ranked) // 2], ranked[-1]})
+
+
+def time_transports(usual: Collectives) -> tuple[tuple[str, float], ...]:
+    """Names for `connect` and seconds, fastest first, those that there was time for. Collective.
+
+    Seconds are those of a reduce-scatter and an all-gather of sample buffers, under even shares and
+    with half of the model on one rank. The fastest reduce-scatter and the fastest all-gather of the
+    process group, timed separately, make one transport.
+
+    Returns:
+        Empty if there is no choice: one rank, no transport of the same reduction order, or a
+        process group that cannot carry the tensors of the device.
+    """
+    order, group = usual.comm.reduction_order, usual.session.group
+    sums = [algorithm for algorithm, way in REDUCE_SCATTERS.items() if way.reduction_order == order]
+    if not sums or group.size == 1 or not group.supports(usual.session.device):
+        return ()
+    sample = replace(usual, numels=sample_numels(usual.numels))
+    even = (1.0 / group.size,) * group.size
+    skewed = (0.5, *(0.5 / (group.size - 1),) * (group.size - 1))
+    each = TRANSPORT_SECONDS / (len(sums) + len(ALL_GATHERS) + 2) / 2
+    deadline = time.monotonic() + TRANSPORT_SECONDS
+
+    def seconds(transport: str, issue: Issue) -> float:
+        """Infinite if time is up on any rank."""
+        own = sample.over(transport)
+        if any(own.exchange(float(time.monotonic() > deadline))):
+            return math.inf
+        return sum(own.seconds(issue, shares, each) for shares in (even, skewed))
+
+    reduce_scatter, all_gather = Collectives.reduce_scatter, Collectives.all_gather
+    found, name = {}, usual.comm.name
+    if not name.startswith("process_group"):
+        found[name] = seconds(name, reduce_scatter) + seconds(name, all_gather)
+    reducing = [(seconds(f"process_group:{n}+direct", reduce_scatter), n) for n in sums]
+    gathering = [(seconds(f"process_group:direct+{n}", all_gather), n) for n in ALL_GATHERS]
+    (reduce_seconds, reduce), (gather_seconds, gather) = min(reducing), min(gathering)
+    found[f"process_group:{reduce}+{gather}"] = reduce_seconds + gather_seconds
+    in_time = [way for way in found.items() if way[1] < math.inf]
+    return tuple(sorted(in_time, key=lambda way: way[1]))

@@ -47,24 +47,21 @@ class _LiveStorages(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        given = {_key(value) for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)}
-        for value in tree_leaves(result):
-            if isinstance(value, Tensor) and _key(value) not in given | self._known:
-                self._add(value)
+        given = _storages((args, kwargs))
+        for key, storage in _storages(result).items():
+            if key not in given and key not in self._known:
+                self._known.add(key)
+                self.live += storage.nbytes()
+                self.peak = max(self.peak, self.live)
+                weakref.finalize(storage, self._remove, key, storage.nbytes())
         return result
-
-    def _add(self, value: Tensor) -> None:
-        storage, size = value.untyped_storage(), value.untyped_storage().nbytes()
-        self._known.add(_key(value))
-        self.live += size
-        self.peak = max(self.peak, self.live)
-        weakref.finalize(storage, self._remove, _key(value), size)
 
     def _remove(self, key: int, size: int) -> None:
         self._known.discard(key)
         self.live -= size
 
 
-def _key(value: Tensor) -> int:
-    key: int = value.untyped_storage()._cdata
-    return key
+def _storages(tree: Any) -> dict[int, torch.UntypedStorage]:
+    """The storages of all tensors in a pytree, by identity."""
+    storages = [leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+    return {storage._cdata: storage for storage in storages}

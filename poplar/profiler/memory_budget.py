@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -14,8 +14,7 @@ MEMORY_RESERVE = 0.05
 """Part of a rank's memory that plans leave free."""
 
 
-@dataclass(frozen=True)
-class MemoryBudget:
+class MemoryBudget(NamedTuple):
     """Bytes of one rank."""
 
     memory_bytes: int
@@ -29,17 +28,12 @@ class MemoryBudget:
         return self.memory_bytes * (1 - MEMORY_RESERVE) - self.held_bytes
 
 
-def memory_budgets(session: Session) -> list[MemoryBudget]:
-    """The budget of every rank. Collective.
+def memory_budget(session: Session) -> MemoryBudget:
+    """The budget of this rank; all ranks of a host should ask at the same time.
 
     Raises:
         ValueError: the `memory_limit` of this rank is larger than its memory.
-        RankFailed: the same on another rank.
     """
-    return session.on_all_ranks(lambda: _own_budget(session), "reading free memory")
-
-
-def _own_budget(session: Session) -> MemoryBudget:
     device, limit = session.device, session.request.memory_limit
     held, total = 0, host_limits.total_memory()
     if device.type == "cuda":
@@ -55,5 +49,5 @@ def _own_budget(session: Session) -> MemoryBudget:
             f"rank {session.group.rank}: a memory_limit of {format_bytes(limit)}, but {device} has "
             f"{format_bytes(total)}; lower it, or leave it out to use what is free"
         )
-    available = limit or devices.memory_available(device, session.agreed.ranks_on_this_host)
+    available = limit or devices.memory_available(device, session.ranks_on_this_host)
     return MemoryBudget(available, max(0, held))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from poplar.profile import ModelProfile
 from poplar.profiler.session import Session
 from poplar.zero import setup
@@ -11,14 +9,9 @@ from poplar.zero.unit import Member, Unit, build_units
 
 
 def model_profile(session: Session, state_bytes: float) -> ModelProfile:
-    """Elements and bytes of the model.
-
-    Args:
-        session: of this rank.
-        state_bytes: of optimizer state per element, without an fp32 master.
-    """
+    """The model; `state_bytes` is the optimizer state per element, without an fp32 master."""
     units = _units(session, shards_parameters=True)
-    bytes_each = compute_dtype(session).itemsize
+    bytes_each = session.compute_dtype.itemsize
     largest = max(flat_numels(session))
     largest_sharded = max(flat.numel for unit in units for flat in unit.trained)
     buffers = session.request.model.buffers()
@@ -44,15 +37,9 @@ def flat_numels(session: Session) -> list[int]:
     return [flat.numel for unit in units for flat in unit.trained]
 
 
-def compute_dtype(session: Session) -> torch.dtype:
-    """The dtype that passes compute in."""
-    trained = next(p for p in session.request.model.parameters() if p.requires_grad)
-    return session.agreed.dtype or trained.dtype
-
-
 def _units(session: Session, *, shards_parameters: bool) -> list[Unit]:
     """The units with trained parameters. Frozen parameters are members only if they are sharded."""
-    request = session.agreed.setup
+    request = session.setup
     members = []
     for name, parameter in request.model.named_parameters():
         group = request.group_of.get(id(parameter), -1)

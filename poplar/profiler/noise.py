@@ -1,12 +1,12 @@
-"""Whether the machine was too busy or too unsteady for its times to be trusted."""
+"""Whether the devices were too hot, busy or unsteady for their times to be trusted."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
-from poplar.profile import BatchPoint
+from poplar.profile import DeviceProfile
 from poplar.system import host_limits
 
 MOST_SPREAD = 0.03
@@ -16,8 +16,7 @@ MOST_OTHER_USE = 0.1
 """Part of the ranks' cores that other processes may use before a profile says so."""
 
 
-@dataclass(frozen=True)
-class CpuUse:
+class CpuUse(NamedTuple):
     """Seconds of processor time, in all or between two moments."""
 
     seconds: float
@@ -44,44 +43,39 @@ def other_use(uses: Sequence[CpuUse]) -> float:
     Args:
         uses: of the ranks of one host, over about the same time.
     """
-    cores: dict[int, float] = {}
-    for use in uses:
-        cores.update(use.busy)
-    available = len(cores) * max(use.seconds for use in uses)
-    if available <= 0.0:
-        return 0.0
+    cores = {core: used for use in uses for core, used in use.busy.items()}
+    available = len(cores) * max((use.seconds for use in uses), default=0.0)
     others = sum(cores.values()) - sum(use.own for use in uses)
-    return min(max(others / available, 0.0), 1.0)
+    return min(max(others / available, 0.0), 1.0) if available else 0.0
 
 
-def noise_notes(
-    hosts: Sequence[str],
-    curves: Sequence[Sequence[BatchPoint]],
-    uses: Sequence[CpuUse | None],
-) -> Iterable[str]:
-    """Sentences for `ClusterProfile.notes` where a threshold of this module is exceeded.
+def noise_notes(profiles: Sequence[DeviceProfile], uses: Sequence[CpuUse | None]) -> Iterable[str]:
+    """Sentences for `ClusterProfile.notes` on devices that were throttled, busy or unsteady.
 
     Args:
-        hosts: by rank.
-        curves: by rank, measured points.
-        uses: by rank, processor time while these were measured; None if not looked at.
+        profiles: by rank.
+        uses: by rank, processor time while passes were timed; None if not looked at.
     """
+    for rank, device in enumerate(profiles):
+        if device.throttled:
+            yield (
+                f"rank {rank} was throttled while it was measured ({device.throttled}): its times "
+                "are those of a hot or capped device"
+            )
+    hosts = [device.host for device in profiles]
     for host in dict.fromkeys(hosts):
-        known = [use for use, at in zip(uses, hosts, strict=True) if at == host and use is not None]
-        others = other_use(known) if known else 0.0
+        others = other_use([use for use, at in zip(uses, hosts, strict=True) if at == host and use])
         if others > MOST_OTHER_USE:
             yield (
                 f"the machine {host} was busy: other processes used {others:.0%} of the ranks' "
                 f"processor cores during the measurement (more than {MOST_OTHER_USE:.0%}), so the "
                 "measured times are too long; stop them and profile again"
             )
-    for rank, points in enumerate(curves):
-        worst = max(points, key=lambda point: point.spread_seconds / point.seconds)
-        spread = worst.spread_seconds / worst.seconds
+    for rank, device in enumerate(profiles):
+        spread, batch = max((p.spread_seconds / p.seconds, p.batch) for p in device.points)
         if spread > MOST_SPREAD:
             yield (
-                f"the times of rank {rank} are noisy: the median time of {worst.batch} samples has "
-                f"a standard error of {spread:.1%} (more than {MOST_SPREAD:.0%}), so predictions "
-                "may be off by as much; profile again on a quieter machine or with a larger "
-                "seconds="
+                f"the times of rank {rank} are noisy: the median time of {batch} samples has a "
+                f"standard error of {spread:.1%} (more than {MOST_SPREAD:.0%}), so predictions may "
+                "be off by as much; profile again on a quieter machine or with a larger seconds="
             )

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import statistics
-
 import torch
 
 from poplar.hardware.gpu_specifications import specification
-from poplar.profiler.timing import seconds_of
+from poplar.profiler.timing import median_seconds
 from poplar.system.devices import checked_kind
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -30,10 +28,8 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
         return None
 
 
-def measure_flops(device: torch.device, dtype: torch.dtype, seconds: float = 0.2) -> float:
-    """FLOP/s of a large square matrix product, the median over about `seconds`.
-
-    Does not change random state. On a CPU it uses the present number of threads.
+def measure_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s of a large square matrix product. Does not change random state.
 
     Raises:
         RuntimeError: this device cannot multiply `dtype`, or has no memory for it.
@@ -42,8 +38,5 @@ def measure_flops(device: torch.device, dtype: torch.dtype, seconds: float = 0.2
     generator = torch.Generator(device).manual_seed(0)
     # Random values: products of constants draw less power and run at higher clocks.
     matrix = torch.randn(side, side, generator=generator, device=device).to(dtype)
-    out = matrix @ matrix
-    taken: list[float] = []
-    while sum(taken) < seconds or len(taken) < 3:
-        taken.append(seconds_of(lambda: torch.mm(matrix, matrix, out=out), device))
-    return 2 * side**3 / statistics.median(taken)
+    out = torch.empty_like(matrix)
+    return 2 * side**3 / median_seconds(lambda: torch.mm(matrix, matrix, out=out), device)

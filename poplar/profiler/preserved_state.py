@@ -28,11 +28,10 @@ def model_preserved(model: nn.Module, device: torch.device) -> Iterator[None]:
         for name, buffer in module._buffers.items()
     ]
     modes = [(module, module.training) for module in model.modules()]
-    devices = [device] if device.type == "cuda" else []
     for parameter, _ in gradients:
         parameter.grad = None
     try:
-        with torch.random.fork_rng(devices=devices):
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             yield
     finally:
         with torch.no_grad():

@@ -7,11 +7,14 @@ or an error.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar, cast
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar, cast
 
 from poplar.comm import Group, connect_control
 from poplar.profiler.passes import Passes
-from poplar.profiler.request import Request, agree_on
+from poplar.profiler.preserved_state import computing_in
+from poplar.profiler.request import Request
+from poplar.zero import setup
 from poplar.zero.agreement import run_on_all_ranks
 from poplar.zero.micro_batches import BatchSplitter
 
@@ -22,27 +25,57 @@ class Session:
     """What every instrument of the profiler needs."""
 
     def __init__(self, request: Request, group: Group) -> None:
+        """Check the request on all ranks and compare. Collective.
+
+        Raises:
+            ValueError, TypeError: an argument of this rank is wrong, or ranks differ.
+            RankFailed: an argument of another rank is wrong.
+        """
         self.request = request
         self.group = group
         self.control = connect_control(group)
-        self.agreed = agree_on(request, self.control)
-        self.device = self.agreed.device
+
+        def check() -> tuple[setup.Request, dict[str, Any]]:
+            request.check()
+            checked = setup.check_request(
+                request.model,
+                request.optimizer_class,
+                request.optimizer_options,
+                plan=None,
+                stage=0,
+                params=None,
+                units=request.units,
+                compute_dtype=request.compute_dtype,
+                reduce_dtype=request.reduce_dtype,
+                world_size=group.size,
+                allow_batch_norm=request.allow_batch_norm,
+            )
+            return checked, request.may_differ(checked.device)
+
+        self.setup, own = run_on_all_ranks(self.control, check, doing="profiling")
+        self.device = self.setup.device
         self.asynchronous = self.device.type == "cuda"
         """The device computes while the host goes on."""
+        also = request.must_be_equal()
+        self.cast_to = setup.agree_on_request(self.control, self.setup, also=also)
+        """Dtype that the engine casts the model to; None: it keeps the dtypes."""
+        trained = (p.dtype for p in request.model.parameters() if p.requires_grad)
+        self.compute_dtype = self.cast_to or next(trained)
+        by_rank = self.exchange(own)
+        self.ranks_on_this_host = [other["host"] for other in by_rank].count(own["host"])
+        self.identity = request.identity(self.setup, self.cast_to, by_rank)
 
     def passes(self) -> Passes:
         """Plain passes of the model, on samples in the dtype of compute."""
-        example = self.request.example
-        if self.agreed.dtype is not None:
-            example = BatchSplitter(None, False, self.agreed.dtype).cast(example)
+        example = BatchSplitter(None, False, self.cast_to).cast(self.request.example)
         return Passes(self.request.model, self.request.loss_fn, example, self.device)
 
-    def on_all_ranks(self, work: Callable[[], T], doing: str) -> list[T]:
-        """The results of `work` by rank.
+    def in_compute_dtype(self) -> AbstractContextManager[None]:
+        """A context in which the model computes as in the engine."""
+        return computing_in(self.request.model, self.cast_to)
 
-        Args:
-            work: runs on this rank; may fail.
-            doing: what it does, for the error message on the other ranks.
+    def on_all_ranks(self, work: Callable[[], T], doing: str) -> list[T]:
+        """The results of `work` by rank; `doing` names it in the errors of other ranks.
 
         Raises:
             Exception: whatever `work` raised on this rank.

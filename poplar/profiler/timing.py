@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
+from statistics import median
 
 import torch
 
 from poplar.system.devices import synchronize
+
+SHORTEST_SAMPLE_SECONDS = 0.1
+"""Shorter work is timed several times at once: a CPU quota is enforced every 10 to 100 ms."""
 
 
 def seconds_of(run: Callable[[], object], device: torch.device, repeats: int = 1) -> float:
@@ -18,3 +23,15 @@ def seconds_of(run: Callable[[], object], device: torch.device, repeats: int = 1
         run()
     synchronize(device)
     return (time.perf_counter() - began) / repeats
+
+
+def repeats_in_a_sample(seconds: float) -> int:
+    """How often work that takes so many seconds is repeated in one sample."""
+    return max(1, math.ceil(SHORTEST_SAMPLE_SECONDS / max(seconds, 1e-6)))
+
+
+def median_seconds(run: Callable[[], object], device: torch.device) -> float:
+    """The median of three samples of half the usual length, after a run that is not timed."""
+    run()
+    repeats = repeats_in_a_sample(2.0 * seconds_of(run, device))
+    return median(seconds_of(run, device, repeats) for _ in range(3))

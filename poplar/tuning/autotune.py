@@ -1,8 +1,7 @@
 """`autotune`: from a model to a plan in one call.
 
 Profile all ranks (or use the cache), search the best plans, measure the batch sizes of the chosen
-plan that the profile lacks, run the best plans in turns, and choose the fastest. All ranks get the
-same plan or an error.
+plan that the profile lacks, run the best plans in turns, and choose the fastest.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ from torch import nn
 from poplar.comm import Group
 from poplar.observation import Observation, Trials
 from poplar.plan import STRATEGIES, Plan
-from poplar.planner.calibration import at_observed_speeds, refine
+from poplar.planner.calibration import refine
 from poplar.planner.prediction import describe, fits, predict
 from poplar.planner.search import POLICIES, alternatives
 from poplar.planner.simple_plans import simplified
 from poplar.planner.uncertainty import at_worst, unmeasured_batches
 from poplar.profile import BatchPoint, ClusterProfile, DeviceProfile
+from poplar.profiler.batch_curves import with_measured
 from poplar.profiler.cluster_profiler import Profiler
-from poplar.profiler.points import with_measured
 from poplar.profiler.preserved_state import model_preserved
 from poplar.profiler.progress import Report, show_progress
 from poplar.profiler.request import Request, digest, is_count
@@ -42,8 +41,6 @@ from poplar.zero.update import OptimizerFactory
 
 _P = ParamSpec("_P")
 
-CANDIDATES = 2
-"""Stages whose best plans are timed first."""
 PROFILE_PART = 0.75
 """Part of the time budget for the profile; the rest is for measuring planned batches and trials."""
 POINTS_PART = 0.3
@@ -55,6 +52,8 @@ _PASSES_PER_POINT = 16
 """Passes that measuring one batch takes, about, those of its reference included."""
 SIMPLER = 0.1
 """A simpler plan is timed too, if it is predicted to be slower by at most this fraction."""
+CANDIDATES = 2
+"""Plans that run at least one turn, whatever the budget, of as many stages."""
 CONTENDERS = 3
 """Plans in one turn, at most."""
 TURNS = 7
@@ -66,15 +65,7 @@ CLOSE = 0.04
 """A plan that is slower than the fastest by more than this fraction is dropped."""
 WORTH_A_TRIAL = 5e-3
 """A plan joins if it is predicted to be faster than all others by more than this fraction."""
-_MUST_MATCH = (
-    "model",
-    "units",
-    "optimizer",
-    "compute_dtype",
-    "reduce_dtype",
-    "example",
-    "device",
-)
+_MUST_MATCH = ("model", "units", "optimizer", "compute_dtype", "reduce_dtype", "example", "device")
 """Entries of a profile's identity that must be those of this job."""
 
 
@@ -220,28 +211,28 @@ class Tuner:
         self.session = cached.profiler.session
         self.global_batch = global_batch
         self.policy = policy
-        self._is_exact = policy == "exact"
 
     def tune(self, given: ClusterProfile | None = None, *, verify: bool = True) -> Tuned:
         """The best plan on `given`, or on a profile from the cache or measured now."""
         ends = time.perf_counter() + self.session.request.seconds / PROFILE_PART
         profile = self.cached.profile() if given is None else self._checked_profile(given)
         key = json.dumps([self.global_batch, self.policy])
-        known = self.cached.plan(key) if given is None else None
+        known = self.cached.plans.get(key) if given is None else None
         if known is not None and fits(profile, known):
             return Tuned(known, profile, ())
         plans = self._search(profile)
         if not verify:
-            return self._checked_equal(Tuned(plans[0], profile, ()))
+            return Tuned(plans[0], profile, ())
         model, device = self.session.request.model, self.session.device
         with show_progress(self.cached.show) as report, model_preserved(model, device):
-            if self._is_exact:
+            if self.policy == "exact":
                 until = time.perf_counter() + POINTS_PART * self._seconds_left(ends)
                 profile, plans = self._measure_planned_batches(profile, plans, until, report)
             tuned = self._fastest(profile, plans, self._seconds_left(ends), report)
         if given is None:
-            self.cached.save(tuned.profile, {key: tuned.plan})
-        return self._checked_equal(tuned)
+            self.cached.plans[key] = tuned.plan
+            self.cached.save(tuned.profile)
+        return tuned
 
     def _search(self, profile: ClusterProfile) -> tuple[Plan, ...]:
         """The best plans of the best stages; with policy "exact" also a simpler one of the first.
@@ -257,7 +248,7 @@ class Tuner:
                 stages=self.session.request.stages,
                 policy=self.policy,
             )[:CANDIDATES]
-            simpler = [simplified(profile, plans[0], SIMPLER)] if self._is_exact else []
+            simpler = [simplified(profile, plans[0], SIMPLER)] if self.policy == "exact" else []
             return tuple(dict.fromkeys([*plans, *simpler]))
 
         return self.session.on_first_rank(best, "the search")
@@ -273,7 +264,7 @@ class Tuner:
         for _ in range(ROUNDS):
             batches = unmeasured_batches(profile, plans[0])
             longest = max(
-                sum(device.seconds(batch) for batch in own)
+                sum(map(device.seconds, own))
                 for device, own in zip(profile.devices, batches, strict=True)
             )
             if not any(batches) or self._seconds_left(until) < _PASSES_PER_POINT * longest:
@@ -292,13 +283,12 @@ class Tuner:
     def _fastest(
         self, profile: ClusterProfile, plans: Sequence[Plan], seconds: float, report: Report
     ) -> Tuned:
-        """Run plans in turns; after each turn drop slow ones and search on the speeds it showed.
-
-        The first two plans run once even without time.
-        """
+        """Run plans in turns; after each turn drop slow ones and search on the speeds it showed."""
         ends = time.perf_counter() + seconds
+        steps = [predict(profile, plan).step_seconds for plan in plans[:CONTENDERS]]
+        one_turn = (TURN_STEPS[0] + 1) * sum(steps)
+        running = list(plans[: CONTENDERS if one_turn <= seconds else CANDIDATES])
         trials = Trials()
-        running = self._affordable(profile, plans, seconds)
         for turn in range(1, TURNS + 1):
             began = time.perf_counter()
             order = running if turn % 2 else running[::-1]  # so that no plan always runs last
@@ -306,28 +296,18 @@ class Tuner:
             fastest = trials.ranking(running)[0]
             running = [p for p in running if trials.ratio(p, fastest) <= 1.0 + CLOSE]
             half_a_turn = (time.perf_counter() - began) / 2
-            if self._seconds_left(ends) <= half_a_turn:
+            if self._seconds_left(ends - half_a_turn) <= 0.0:
                 break
             if turn <= TURNS - LEAST_TURNS:
                 running = self._with_newcomer(profile, trials, running)
             if len(running) == 1 and trials.turns(running[0]) >= LEAST_TURNS:
                 break
-        best = trials.ranking(running)[0]
-        profile = self._calibrated(profile, trials, exactly=best)
-        best = describe(profile, best, self.policy)
-        return Tuned(best, profile, trials.observations())
-
-    def _affordable(
-        self, profile: ClusterProfile, plans: Sequence[Plan], seconds: float
-    ) -> list[Plan]:
-        """The first two plans, and as many more as the budget has a turn for."""
-        affordable: list[Plan] = []
-        total = 0.0
-        for plan in plans[:CONTENDERS]:
-            total += (TURN_STEPS[0] + 1) * predict(profile, plan).step_seconds
-            if len(affordable) < CANDIDATES or total <= seconds:
-                affordable.append(plan)
-        return affordable
+        best, observations = trials.ranking(running)[0], trials.observations()
+        profile = self._refined(profile, observations)
+        profile = self._refined(profile, [seen for seen in observations if seen.plan == best])
+        plan = describe(profile, best, self.policy)
+        tuned = Tuned(plan, profile, observations)
+        return self.session.on_first_rank(lambda: tuned, "the choice of a plan")
 
     def _run(
         self, profile: ClusterProfile, plan: Plan, seconds: float, report: Report
@@ -338,29 +318,22 @@ class Tuner:
         return self.profiler.run_plan(plan, steps=steps, report=report)
 
     def _with_newcomer(
-        self, profile: ClusterProfile, trials: Trials, running: Sequence[Plan]
+        self, profile: ClusterProfile, trials: Trials, running: list[Plan]
     ) -> list[Plan]:
         """With the plan that a search on the observed speeds finds, if it promises to be faster."""
-        calibrated = self._calibrated(profile, trials)
-        found = self._search(calibrated)[0]
-        best = min(predict(calibrated, seen.plan).step_seconds for seen in trials.observations())
-        promised = predict(calibrated, found).step_seconds
+        observations = trials.observations()
+        refined = self._refined(profile, observations)
+        found = self._search(refined)[0]
+        best = min(predict(refined, seen.plan).step_seconds for seen in observations)
+        promised = predict(refined, found).step_seconds
         if trials.turns(found) or promised >= (1.0 - WORTH_A_TRIAL) * best:
-            return list(running)
-        fastest = trials.ranking(running)[: CONTENDERS - 1]
-        return [*(plan for plan in running if plan in fastest), found]
+            return running
+        return [*trials.ranking(running)[: CONTENDERS - 1], found]
 
-    def _calibrated(
-        self, profile: ClusterProfile, trials: Trials, exactly: Plan | None = None
+    def _refined(
+        self, profile: ClusterProfile, observations: Sequence[Observation]
     ) -> ClusterProfile:
-        """The profile with what the turns showed; `exactly` is predicted as it ran."""
-        asynchronous, observations = self.session.asynchronous, trials.observations()
-        if not asynchronous:
-            profile = at_observed_speeds(profile, observations)
-        if exactly is not None:
-            others = (seen for seen in observations if seen.plan.stage != exactly.stage)
-            observations = (*others, *(seen for seen in observations if seen.plan == exactly))
-        return refine(profile, observations, asynchronous=asynchronous)
+        return refine(profile, observations, asynchronous=self.session.asynchronous)
 
     def _seconds_left(self, ends: float) -> float:
         """By the clock of rank 0."""
@@ -378,7 +351,7 @@ class Tuner:
                 f"the profile is of {given.world_size} ranks, but there are {size}; measure again "
                 "with profile_cluster()"
             )
-        own = self.session.agreed.identity
+        own = self.session.identity
         for key in _MUST_MATCH:
             if key in given.identity and given.identity[key] != own[key]:
                 raise ValueError(
@@ -392,11 +365,6 @@ class Tuner:
             _limited(device, *limit) for device, limit in zip(given.devices, limits, strict=True)
         )
         return replace(given, devices=tuple(cut))
-
-    def _checked_equal(self, tuned: Tuned) -> Tuned:
-        digests = self.session.exchange(tuned.plan.digest())
-        assert len(set(digests)) == 1, f"the ranks have different plans: {digests}"
-        return tuned
 
 
 def _references(
@@ -413,14 +381,14 @@ def _references(
 def _limited(
     device: DeviceProfile, max_batch: int | None, memory_limit: int | None
 ) -> DeviceProfile:
-    memory = device.memory_bytes if memory_limit is None else min(device.memory_bytes, memory_limit)
-    points = [p for p in device.points if max_batch is None or p.batch <= max_batch]
-    largest = points[-1].batch if points else 0
-    if max_batch is not None and largest < max_batch < device.max_batch:
+    memory = min(device.memory_bytes, memory_limit or device.memory_bytes)
+    largest = min(device.max_batch, max_batch or device.max_batch)
+    points = [point for point in device.points if point.batch <= largest]
+    if not points or points[-1].batch < largest:
         interpolated = BatchPoint(
-            batch=max_batch,
-            seconds=device.seconds(max_batch),
-            activation_bytes=round(device.activation_bytes(max_batch)),
+            batch=largest,
+            seconds=device.seconds(largest),
+            activation_bytes=round(device.activation_bytes(largest)),
         )
         points.append(interpolated)
     return replace(device, points=tuple(points), memory_bytes=memory)

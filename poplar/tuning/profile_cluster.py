@@ -7,7 +7,7 @@ used instead, with the memory that is available now.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -107,20 +107,21 @@ class CachedProfile:
     def __init__(self, profiler: Profiler, cache: bool | str | Path, *, show: bool) -> None:
         self.profiler = profiler
         self.show = show and profiler.session.group.rank == 0
+        self.plans: dict[str, Plan] = {}
+        """Verified plans that are cached with the profile."""
         folder = default_folder() if isinstance(cache, bool) else Path(cache)
         self._cache = None if cache is False else Cache(folder)
-        self._plans: dict[str, Plan] = {}
 
     def profile(self) -> ClusterProfile:
         """Look into the cache, else measure, calibrate and save."""
         session = self.profiler.session
 
         def load() -> tuple[ClusterProfile, dict[str, Plan]] | None:
-            return None if self._cache is None else self._cache.load(session.agreed.identity)
+            return None if self._cache is None else self._cache.load(session.identity)
 
         found = session.on_first_rank(load, "looking into the cache")
         if found is not None:
-            profile, self._plans = found
+            profile, self.plans = found
             return self.profiler.with_present_memory(profile)
         model, device = session.request.model, session.device
         with show_progress(self.show) as report, model_preserved(model, device):
@@ -128,17 +129,12 @@ class CachedProfile:
         self.save(profile)
         return profile
 
-    def plan(self, key: str) -> Plan | None:
-        """The verified plan that the cache has with this profile under a key."""
-        return self._plans.get(key)
-
-    def save(self, profile: ClusterProfile, plans: Mapping[str, Plan] | None = None) -> None:
-        """Write the profile, and more verified plans, into the cache, on rank 0."""
-        self._plans.update(plans or {})
+    def save(self, profile: ClusterProfile) -> None:
+        """Write the profile and the plans into the cache, on rank 0."""
         if self._cache is None or self.profiler.session.group.rank != 0:
             return
         try:
-            self._cache.save(profile, self._plans)
+            self._cache.save(profile, self.plans)
         except OSError as error:
             text = f"the profile could not be saved in the cache: {error}"
             warnings.warn(text, stacklevel=2)
@@ -146,12 +142,13 @@ class CachedProfile:
 
 def _calibrated(profiler: Profiler, profile: ClusterProfile, report: Report) -> ClusterProfile:
     """Run calibration plans of every stage on the engine and fit the residuals."""
-    groups, notes = [], list(profile.notes)
+    plans: list[Plan] = []
+    notes = list(profile.notes)
     for stage in profiler.session.request.stages:
         try:
-            groups.append(calibration.plans_to_observe(profile, stage))
+            plans += calibration.plans_to_observe(profile, stage)
         except NoPlanFits as error:
             notes.append(f"stage {stage} was not run: {error}")
     profile = replace(profile, notes=tuple(notes))
-    turns = profiler.observe(profile, groups, report)
+    turns = profiler.observe(profile, plans, report)
     return calibration.fit(profile, turns, asynchronous=profiler.session.asynchronous)

@@ -167,8 +167,8 @@ def _check_optimizer(
     if isinstance(factory, torch.optim.Optimizer):
         name = type(factory).__name__
         raise TypeError(
-            f"optimizer_class is an instance of {name}; pass the class, and its options as keyword "
-            f"arguments: HeteroZeroOptimizer(model, {name}, lr=...)"
+            f"optimizer_class is an instance of {name}; pass the class {name}, and its options as "
+            "keyword arguments, such as lr=1e-3"
         )
     options = fastest_options(factory, options)
     problem = check_elementwise(factory, options, device)
@@ -182,13 +182,20 @@ def _check_optimizer(
     return options
 
 
-def agree_on_request(control: Control, request: Request) -> torch.dtype | None:
+def agree_on_request(
+    control: Control, request: Request, *, also: Mapping[str, Any] | None = None
+) -> torch.dtype | None:
     """Compare the requests of all ranks; returns the compute dtype, None to keep it. Collective.
+
+    Args:
+        request: of this rank.
+        also: further values to compare, by name.
 
     Raises:
         ValueError: on every rank, if requests differ or a rank cannot compute in the given dtype.
     """
-    mine = (request.identity(), _computes_bf16(request.device), request.device.type)
+    identity = {**request.identity(), **(also or {})}
+    mine = (identity, _computes_bf16(request.device), request.device.type)
     received = control.exchange_objects(mine, what="building the optimizer")
     identities = [identity for identity, _, _ in received]
     for key, expected in identities[0].items():
@@ -342,7 +349,7 @@ def _mismatch_message(key: str, expected: Any, found: Any, ranks: Sequence[int])
         key = "model (first differing parameter: name, shape, dtype, param group)"
     return (
         f"the ranks disagree on the {key}: rank 0 has {_truncated(expected)}, rank(s) "
-        f"{list(ranks)} have {_truncated(found)}; build the same model, plan and optimizer on "
+        f"{list(ranks)} have {_truncated(found)}; use the same model, arguments and versions on "
         "every rank"
     )
 

@@ -105,6 +105,7 @@ def with_sgd(recipe: Recipe) -> Recipe:
     )
 
 
+@pytest.mark.every_combination
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("case", CASES)
 def test_steps_equal_one_process_on_the_whole_batch(ranks: Pool, case: str, stage: int) -> None:

@@ -17,7 +17,7 @@ from training import Run
 
 from poplar import CollectiveTimeout, Plan, PoplarError
 
-TIMEOUT = timedelta(seconds=4)
+TIMEOUT = timedelta(seconds=2)
 LOST = 1
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 from dataclasses import dataclass
+from unittest import mock
 
 import models
 import pytest
@@ -18,12 +19,15 @@ import training
 from models import ModelSpec
 from ranks import Pool
 from reference import Recipe
+from subset import choose
 from torch import Tensor
 from training import STAGES, Run
 
 import poplar
 from poplar import Plan
+from poplar.planner import memory_model
 from poplar.planner.memory_model import rank_memory
+from poplar.zero import unit as units
 
 SHARES = (0.5, 0.3, 0.2, 0.0)
 BATCHES = ((1,), (1,), (1,), (1,))
@@ -177,11 +181,15 @@ def compare_with_the_plan(recipe: Recipe, engine: dict[str, object]) -> list[Pla
         **engine,
     )
     found = []
-    for stage in STAGES:
-        plan = Plan(stage=stage, global_batch=4, micro_batches=BATCHES, shares=SHARES)
-        needed = rank_memory(profile, stage, rank).needed(0, SHARES[rank])
-        run = Run(recipe, plan, engine={**engine, "communicator": "process_group"})
-        found.append(Planned(needed, peak_bytes(run)))
+    with (
+        mock.patch.object(units, "MAX_FLAT_BYTES", units.MAX_FLAT_BYTES // SCALE),
+        mock.patch.object(memory_model, "BUCKET_ELEMENTS", memory_model.BUCKET_ELEMENTS // SCALE),
+    ):
+        for stage in STAGES:
+            plan = Plan(stage=stage, global_batch=4, micro_batches=BATCHES, shares=SHARES)
+            needed = rank_memory(profile, stage, rank).needed(0, SHARES[rank])
+            run = Run(recipe, plan, engine={**engine, "communicator": "process_group"})
+            found.append(Planned(needed, peak_bytes(run)))
     return found
 
 
@@ -205,13 +213,18 @@ def peak_bytes(run: Run) -> int:
     return most
 
 
+SCALE = choose(quick=4, full=1)
+"""Parameters and buckets are smaller by this factor."""
 NARROW = {"compute_dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16}
 MODELS = {
     "16 bits, partly frozen": (
         ModelSpec(frozen=True, blocks=6, width=256, hidden=1024, dtype=torch.bfloat16),
         NARROW,
     ),
-    "parameters of 24 MiB": (ModelSpec(kind="mlp", blocks=2, width=64, hidden=100_000), {}),
+    "two parameters are larger than a bucket": (
+        ModelSpec(kind="mlp", blocks=2, width=64, hidden=100_000 // SCALE),
+        {},
+    ),
 }
 SMALL = 3 << 20
 """Counters, scalars and the activations of one sample."""

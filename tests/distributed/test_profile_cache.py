@@ -87,7 +87,7 @@ def identity() -> dict[str, str]:
         **{key: usual[key] for key in ("max_batch", "memory_limit")},
     )
     profiler = Profiler(request, Group.of(harness.group(), None))
-    return dict(profiler.session.agreed.identity)
+    return dict(profiler.session.identity)
 
 
 def where_from(

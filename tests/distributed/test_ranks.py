@@ -89,7 +89,7 @@ def test_workers_are_reused(ranks: Pool) -> None:
 
 
 def test_deadline_kills_the_workers_and_shows_their_stacks() -> None:
-    pool = Pool(2)
+    pool = Pool(2, forked=True)
     try:
         before = pool.pids()
         with pytest.raises(RanksFailed, match=r"did not finish: sleep_on in 0\.5 s") as caught:
@@ -107,7 +107,7 @@ def test_failed_rank_is_shown_with_the_ranks_that_wait_for_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(harness, "GRACE_SECONDS", 0.5)
-    pool = Pool(2)
+    pool = Pool(2, forked=True)
     try:
         with pytest.raises(RanksFailed) as caught:
             pool.run(fail_before_the_collective, 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import ranks as harness
@@ -13,8 +14,7 @@ from ranks import Pool
 from poplar.comm import Control, Group, connect
 from poplar.comm.buffer_pool import BufferPool
 from poplar.profile import NetworkProfile
-from poplar.profiler.collectives import Collectives
-from poplar.profiler.transports import MOST_NUMEL, sample_numels, time_transports
+from poplar.profiler.collectives import MOST_NUMEL, Collectives, sample_numels, time_transports
 
 WORLD = 4
 CPU = torch.device("cpu")
@@ -33,18 +33,18 @@ def test_few_sizes_represent_a_model(numels: list[int], sample: list[int]) -> No
     assert sample_numels(numels) == sample
 
 
+def session(group: Any, control: Any, device: torch.device = CPU) -> Any:
+    """What collectives read from the session of a profiler."""
+    request = SimpleNamespace(reduce_dtype=torch.float32)
+    return SimpleNamespace(
+        group=group, control=control, device=device, compute_dtype=torch.float32, request=request
+    )
+
+
 def time_all_transports(choice: str) -> tuple[tuple[tuple[str, float], ...], list[str], float]:
     """The timed transports, their reduction orders, and the seconds that this took."""
     group = Group.of(harness.group(), None)
-
-    sample = Collectives(
-        comm=connect(group, choice),
-        control=Control(group),
-        numels=[64, 99_968],
-        wire_dtype=torch.float32,
-        value_dtype=torch.float32,
-        device=CPU,
-    )
+    sample = Collectives(session(group, Control(group)), connect(group, choice), [64, 99_968])
     start = time.monotonic()
     found = time_transports(sample)
     seconds = time.monotonic() - start
@@ -73,24 +73,21 @@ def test_no_candidates_without_an_equal_reduction_order(ranks: Pool) -> None:
 def test_process_group_that_cannot_carry_the_tensors_is_not_timed() -> None:
     """GPUs beside gloo: handing CUDA pointers to gloo would abort the process."""
     group = SimpleNamespace(size=2, supports=lambda device: device.type == "cpu")
-    usual, control = SimpleNamespace(reduction_order="rank"), SimpleNamespace(group=group)
-    sample = SimpleNamespace(device=torch.device("cuda"), comm=usual, control=control)
-    assert time_transports(sample) == ()  # type: ignore[arg-type]
+    comm: Any = SimpleNamespace(reduction_order="rank")
+    usual = Collectives(session(group, None, torch.device("cuda")), comm, [64])
+    assert time_transports(usual) == ()
 
 
 def test_default_device_does_not_affect_timing() -> None:
     """`torch.set_default_device("cuda")` must not move tensors of the control channel."""
-    collectives = Collectives(
-        comm=SimpleNamespace(group=SimpleNamespace(rank=0, size=2)),  # type: ignore[arg-type]
-        control=SimpleNamespace(exchange=lambda own, what: lambda: [own, own]),  # type: ignore[arg-type]
-        numels=[64],
-        wire_dtype=torch.float32,
-        value_dtype=torch.float32,
-        device=CPU,
-    )
+    group = SimpleNamespace(rank=0, size=2)
+    control = SimpleNamespace(exchange=lambda own, what: lambda: [own, own])
+    comm: Any = SimpleNamespace(group=group)
+    work: Any = SimpleNamespace(wait=lambda: 0.0)
+    collectives = Collectives(session(group, control), comm, [64])
     torch.set_default_device("meta")  # reading a tensor on this device raises
     try:
-        seconds = collectives.seconds(lambda own, shares: None, (0.5, 0.5), budget=0.0)
+        seconds = collectives.seconds(lambda own, layout: work, (0.5, 0.5), budget=0.0)
     finally:
         torch.set_default_device(None)
     assert seconds >= 0.0

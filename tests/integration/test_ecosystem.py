@@ -21,6 +21,7 @@ import training
 from models import ModelSpec
 from ranks import Pool
 from reference import Recipe, Trajectory
+from subset import choose
 from torch import Tensor, nn
 from training import STAGES, Run, assert_close, assert_exact, assert_raised, assert_same
 
@@ -230,18 +231,28 @@ def test_norms_of_other_types(ranks: Pool, stage: int) -> None:
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_blocks_traced_by_dynamo_are_exact(ranks: Pool, stage: int, checkpointing: bool) -> None:
-    recipe = replace(RECIPE, spec=ModelSpec(compiled="aot_eager", checkpointing=checkpointing))
+    spec = ModelSpec(compiled="aot_eager", checkpointing=checkpointing, blocks=2)
+    recipe = replace(RECIPE, spec=spec)
     plan = Plan.manual("3,3,3,3", stage=stage, shares=SHARES)
     assert_exact(ranks.run(training.train, Run(recipe, plan), timeout=150), recipe)
+
+
+def train_compiled(run: Run) -> Trajectory:
+    from torch._inductor import config
+
+    # Compiling processes and headers would take longer than the few kernels here.
+    with config.patch(compile_threads=1, cpp_cache_precompile_headers=False):
+        return training.train(run)
 
 
 @pytest.mark.slow
 def test_blocks_compiled_by_inductor_are_exact(ranks: Pool) -> None:
     if shutil.which("c++") is None and shutil.which("g++") is None:
         pytest.skip("torch.compile needs a C++ compiler")
-    recipe = Recipe(batches=(4, 4), spec=ModelSpec(compiled="inductor", blocks=2))
+    kind = choose(quick="mlp", full="transformer")
+    recipe = Recipe(batches=(4, 4), spec=ModelSpec(compiled="inductor", blocks=2, kind=kind))
     plan = Plan.manual("2,2", stage=3, shares=(0.7, 0.3))
-    assert_exact(ranks.run(training.train, Run(recipe, plan), ranks=2, timeout=300), recipe)
+    assert_exact(ranks.run(train_compiled, Run(recipe, plan), ranks=2, timeout=300), recipe)
 
 
 # Gradient scaling

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
 import ranks as harness
 import torch
+from collected import names_with_a_gpu
 
 from poplar.ops import triton_backend
 
@@ -24,8 +25,6 @@ import gpu_parts
 from gpu import Part
 
 TESTS = Path(__file__).parents[1]
-FAKE_GPU = "import torch\n\ntorch.cuda.is_available = lambda: True\n"
-"""For tests that are collected, and not run."""
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -167,33 +166,18 @@ def test_triton_parts_fail_instead_of_using_plain_pytorch(monkeypatch):
         assert part_named(name).environment == {"POPLAR_OPS": "triton"}
 
 
-@pytest.fixture(scope="module")
-def fake_gpu(tmp_path_factory) -> str:
-    """A folder with a pytest plugin that pretends there is a GPU."""
-    folder = tmp_path_factory.mktemp("plugin")
-    (folder / "fake_gpu.py").write_text(FAKE_GPU)
-    return str(folder)
-
-
-def collected_tests(part: Part, folder: str) -> set[str]:
+def collected_tests(part: Part) -> frozenset[str]:
     """The tests that a part would run on a GPU, without their files."""
-    command = part.command[part.command.index("pytest") - 2 :]
-    done = subprocess.run(
-        [*map(str, command), "--collect-only", "-p", "fake_gpu"],
-        env={**os.environ, "PYTHONPATH": f"{folder}:{os.environ.get('PYTHONPATH', '')}"},
-        cwd=TESTS,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return {line.partition("::")[2] for line in done.stdout.splitlines() if "::" in line}
+    arguments = [str(word) for word in part.command[part.command.index("pytest") + 1 :]]
+    with ProcessPoolExecutor(1, mp_context=harness.forkserver()) as executor:
+        return executor.submit(names_with_a_gpu, arguments, TESTS).result(timeout=120)
 
 
-def test_all_operator_tests_run_except_those_that_only_need_nvcc(fake_gpu):
-    on_gpu = collected_tests(part_named("operators, C++"), fake_gpu)
+def test_all_operator_tests_run_except_those_that_only_need_nvcc():
+    on_gpu = collected_tests(part_named("operators, C++"))
     assert {*gpu_parts.OPERATORS} < {*part_named("operators, Triton").command}
     everything = collected_tests(
-        gpu_parts.of_tests("all", ["--full", "unit/test_ops.py"], seconds=1.0), fake_gpu
+        gpu_parts.of_tests("all", ["--full", "unit/test_ops.py"], seconds=1.0)
     )
     assert {name for name in everything if name.endswith(("cuda]", "-cuda]"))} > on_gpu
     left_out = {name.partition("[")[0] for name in everything - on_gpu if "cuda]" in name}
@@ -208,23 +192,23 @@ def test_all_operator_tests_run_except_those_that_only_need_nvcc(fake_gpu):
     ],
     ids=["memory", "races"],
 )
-def test_few_tests_of_each_kernel_run_under_the_sanitizer(fake_gpu, name, expression):
-    found = collected_tests(part_named(name), fake_gpu)
+def test_few_tests_of_each_kernel_run_under_the_sanitizer(name, expression):
+    found = collected_tests(part_named(name))
     assert len(found) < 120
     assert all(name.endswith("cuda]") for name in found)
     for word in re.findall(r"\w+_\w+", expression):
         assert any(word in name for name in found), f"no test is called {word!r}"
 
 
-def test_engine_tests_run_with_ranks_on_the_gpu(fake_gpu):
+def test_engine_tests_run_with_ranks_on_the_gpu():
     part = part_named("engine, four ranks")
-    found = collected_tests(part, fake_gpu)
+    found = collected_tests(part)
     assert all(any(name in one for one in found) for name in (f"{c}-3]" for c in gpu_parts.CASES))
     source = Path(harness.__file__).read_text()
     assert all(f'"{name}"' in source for name in part.environment)
 
 
-def test_host_synchronization_tests_are_found(fake_gpu):
-    found = collected_tests(part_named("no host synchronization"), fake_gpu)
+def test_host_synchronization_tests_are_found():
+    found = collected_tests(part_named("no host synchronization"))
     assert len(found) == 17
     assert all("for_a_gpu" in name for name in found)

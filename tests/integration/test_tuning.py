@@ -277,7 +277,10 @@ def test_different_arguments_on_ranks_raise(ranks: Pool):
     }
     cases = [({"max_batch": 4}, {1: options}) for options in differing.values()]
     cases += [({"max_batch": 4}, {1: {"profile": None}})]
-    expected = [rf"the ranks disagree on {what}: \{{0: .*1: " for what in [*differing, "profile"]]
+    expected = [
+        rf"the ranks disagree on the {what}: rank 0 has .*, rank\(s\) \[1\] have "
+        for what in [*differing, "profile"]
+    ]
     assert_all_raise(ranks, cases, expected)
 
 
@@ -349,7 +352,7 @@ class Session:
             memory_limit=None,
             seconds=45.0,
         )
-        self.agreed = SimpleNamespace(identity={})
+        self.identity: dict[str, str] = {}
         self.device, self.asynchronous = torch.device("cpu"), False
 
     def exchange(self, value: Any) -> list[Any]:
@@ -382,12 +385,8 @@ class Bench:
     def profile(self) -> ClusterProfile:
         return self.known
 
-    def plan(self, key: str) -> Plan | None:
-        return self.plans.get(key)
-
-    def save(self, profile: ClusterProfile, plans: dict[str, Plan]) -> None:
-        self.plans.update(plans)
-        self.saved.append((profile, plans))
+    def save(self, profile: ClusterProfile) -> None:
+        self.saved.append((profile, dict(self.plans)))
 
     def run_plan(self, plan: Plan, *, steps: int, report: Any) -> Observation:
         if plan not in self.tried:

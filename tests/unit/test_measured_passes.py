@@ -43,6 +43,11 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return made
 
 
+def first_pass(batch: int, seconds: float, held: int | None = None) -> BatchPoint:
+    held = 10 * batch if held is None else held
+    return BatchPoint(batch=batch, seconds=seconds, activation_bytes=held)
+
+
 @dataclass
 class Machine:
     """Replaces `Passes`: memory and time are functions of the batch."""
@@ -58,21 +63,18 @@ class Machine:
     def run(self, size: int) -> None:
         self._pass_time(size)
 
-    def activation_bytes(self, size: int) -> int:
+    def first(self, size: int) -> BatchPoint:
         self.tried.append(size)
         self._pass_time(size)
         if size >= self.ends_at:
             raise torch.OutOfMemoryError("out of memory")
-        return int(self.held(size))
+        return first_pass(size, self.takes(size), int(self.held(size)))
 
     def seconds(self, size: int, repeats: int = 1) -> float:
         self.timed.append((size, repeats))
         for _ in range(repeats):
             self._pass_time(size)
         return self.takes(size)
-
-    def synchronize(self) -> None:
-        pass
 
     def _pass_time(self, size: int) -> None:
         if self.clock is not None:
@@ -92,7 +94,7 @@ def climbed(
         activation_bytes=activation_bytes,
         longest_seconds=longest_seconds,
     )
-    return [first_pass.batch for first_pass in sizes_run]
+    return [size.batch for size in sizes_run]
 
 
 @pytest.mark.parametrize(
@@ -205,10 +207,6 @@ def test_two_sizes_are_always_measured(clock: Clock):
     assert climbed(machine, longest_seconds=1.0) == [1, 2]
 
 
-def first_pass(batch: int, seconds: float) -> BatchPoint:
-    return BatchPoint(batch=batch, seconds=seconds, activation_bytes=10 * batch)
-
-
 def test_sizes_are_timed_in_alternating_order(clock: Clock):
     machine = Machine(clock=clock, takes=lambda size: float(size))
     points = time_sizes(
@@ -306,9 +304,9 @@ def test_passes_leave_no_gradient_even_after_out_of_memory():
         return loss
 
     passes = plain_passes(runs_out)
-    assert passes.activation_bytes(2) > 0
+    assert passes.first(2).activation_bytes > 0
     with pytest.raises(torch.OutOfMemoryError):
-        passes.activation_bytes(3)
+        passes.first(3)
     assert all(parameter.grad is None for parameter in passes.model.parameters())
 
 

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from poplar.profile import BatchPoint
+from poplar.profile import BatchPoint, DeviceProfile
 from poplar.profiler.noise import MOST_OTHER_USE, MOST_SPREAD, CpuUse, noise_notes, other_use
 
 
-def point(batch: int, spread: float) -> BatchPoint:
-    return BatchPoint(
-        batch=batch, seconds=2.0 * batch, activation_bytes=0, spread_seconds=2.0 * batch * spread
+def device(spreads: dict[int, float], host: str = "a", throttled: str = "") -> DeviceProfile:
+    """A device whose passes of these batches have these relative standard errors."""
+    points = tuple(
+        BatchPoint(batch=n, seconds=2.0 * n, activation_bytes=0, spread_seconds=2.0 * n * spread)
+        for n, spread in spreads.items()
+    )
+    return DeviceProfile(
+        name="x", memory_bytes=1, points=points, optimizer_seconds=0, host=host, throttled=throttled
     )
 
 
@@ -45,15 +50,15 @@ def test_other_use_is_zero_if_unknown():
 
 
 def test_quiet_machine_has_no_notes():
-    curves = [[point(1, 0.01), point(2, 0.9 * MOST_SPREAD)]] * 2
+    profiles = [device({1: 0.01, 2: 0.9 * MOST_SPREAD})] * 2
     uses = [use({0: 10.0, 1: 10.0}, own=9.5)] * 2
-    assert list(noise_notes(["a", "a"], curves, uses)) == []
+    assert list(noise_notes(profiles, uses)) == []
 
 
 def test_notes_name_the_busy_host_and_the_noisy_rank_with_figures():
-    curves = [[point(1, 0.0)], [point(1, 0.0), point(4, 0.08)]]
+    profiles = [device({1: 0.0}), device({1: 0.0, 4: 0.08}, host="b")]
     uses = [use({0: 10.0}, own=6.0), use({0: 10.0}, own=10.0)]
-    busy, noisy = noise_notes(["a", "b"], curves, uses)
+    busy, noisy = noise_notes(profiles, uses)
     assert "the machine a was busy: other processes used 40%" in busy
     assert f"more than {MOST_OTHER_USE:.0%}" in busy
     assert "rank 1 are noisy: the median time of 4 samples has a standard error of 8.0%" in noisy
@@ -61,5 +66,10 @@ def test_notes_name_the_busy_host_and_the_noisy_rank_with_figures():
 
 
 def test_gpus_are_judged_by_their_times_only():
-    (note,) = noise_notes(["a"], [[point(1, 0.1)]], [None])
+    (note,) = noise_notes([device({1: 0.1})], [None])
     assert "rank 0 are noisy" in note
+
+
+def test_notes_name_the_throttled_rank_and_the_reason():
+    (note,) = noise_notes([device({1: 0.0}), device({1: 0.0}, throttled="too hot")], [None] * 2)
+    assert "rank 1 was throttled while it was measured (too hot)" in note

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from statistics import median
 
 import pytest
@@ -10,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from poplar import Plan
-from poplar.curve import error_of_median
 from poplar.observation import Observation, Trials
 
 PLANS = [Plan.manual(sizes, stage=1) for sizes in ((5, 3), (6, 2), (7, 1))]
@@ -52,21 +50,6 @@ def test_one_fast_turn_does_not_change_the_ranking():
     for _ in range(2):
         trials.add([ran(FAST, 1.0), ran(SLOW, 1.05)])
     assert trials.ranking([SLOW, FAST]) == [FAST, SLOW]
-
-
-def test_standard_error_over_turns_is_the_larger_estimate():
-    def with_error(seconds: float, error: float) -> Observation:
-        return replace(ran(FAST, seconds), spread_seconds=error)
-
-    equal, different = Trials(), Trials()
-    for seconds in (1.0, 1.0, 1.0, 1.0):
-        equal.add([with_error(seconds, 0.1)])
-    (seen,) = equal.observations()
-    assert seen.spread_seconds == pytest.approx(0.05)
-    for seconds in (1.0, 1.2, 1.4, 1.6):
-        different.add([with_error(seconds, 0.1)])
-    (seen,) = different.observations()
-    assert seen.spread_seconds == error_of_median([1.0, 1.2, 1.4, 1.6]) > 0.05
 
 
 @given(st.lists(st.floats(0.5, 2.0), min_size=1, max_size=6))

@@ -9,11 +9,13 @@ import shutil
 import subprocess
 import sys
 from fractions import Fraction
+from itertools import cycle, product
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from subset import choose
 from torch import Tensor
 
 from poplar import _core, ops
@@ -827,6 +829,7 @@ def test_poplar_ops_off_selects_plain_pytorch(device):
 
 
 CUDA_SOURCES = sorted(path.name for path in (ROOT / "csrc/ops/cuda").glob("*.cu"))
+ARCHITECTURES = ("75", "120")
 
 
 def nvcc(*arguments: str | Path) -> None:
@@ -842,8 +845,13 @@ def nvcc(*arguments: str | Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", ["75", "120"])
-@pytest.mark.parametrize("source", CUDA_SOURCES)
+@pytest.mark.parametrize(
+    ("source", "architecture"),
+    choose(
+        quick=list(zip(CUDA_SOURCES, cycle(ARCHITECTURES), strict=False)),
+        full=list(product(CUDA_SOURCES, ARCHITECTURES)),
+    ),
+)
 def test_cuda_operators_compile_and_round_every_product(device, tmp_path, source, architecture):
     """The compiled code must not contain fused multiply-adds, which change bits."""
     ptx = tmp_path / "out.ptx"

@@ -8,7 +8,7 @@ import pytest
 from records import cluster
 
 from poplar.profile import BatchPoint
-from poplar.profiler.points import at_speed_of, on_a_line, times_to_be_sure, with_measured
+from poplar.profiler.batch_curves import at_speed_of, on_a_line, times_to_be_sure, with_measured
 
 
 def point(batch: int, seconds: float, spread: float = 0.0) -> BatchPoint:
@@ -43,7 +43,7 @@ def test_noisy_points_move_onto_a_line():
 
 
 def test_steps_are_not_straightened():
-    steps = tuple(point(batch, 8.0 + (batch > 4), 0.01) for batch in (1, 2, 4, 8))
+    steps = [point(batch, 8.0 + (batch > 4), 0.01) for batch in (1, 2, 4, 8)]
     assert on_a_line(steps) == steps
 
 

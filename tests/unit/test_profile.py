@@ -149,7 +149,7 @@ def test_optimizer_time_is_linear_in_the_share():
         ),
         (
             lambda: ModelProfile(unit_numels=(1, 2), unit_names=("a", "a")),
-            r"unit_names must be unique, but \['a'\] are repeated",
+            r"unit_names must be all different, got \('a', 'a'\)",
         ),
         (lambda: dataclasses.replace(a_cluster(), devices=()), "at least one device"),
         (

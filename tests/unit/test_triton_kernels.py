@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from subset import choose, covering_subset
 from test_ops import (
     DTYPES,
     NORMS,
@@ -265,6 +266,20 @@ def launched_variants() -> list[tuple[str, str, dict[str, str], dict[str, Any]]]
     return found
 
 
+def compiled_variants() -> list[tuple[str, str, dict[str, str], dict[str, Any]]]:
+    """The launched variants; without `--full`, those that cover pairs of types and flags."""
+    variants = launched_variants()
+    kernels = sorted({(module, name) for module, name, _, _ in variants})
+    chosen = []
+    for kernel in kernels:
+        own = [variant for variant in variants if variant[:2] == kernel]
+        all_types = [variant[2] for variant in own]
+        cases = [{**flags, "types": all_types.index(types)} for _, _, types, flags in own]
+        numbers = choose(quick=sorted(covering_subset(cases)), full=range(len(own)))
+        chosen += [own[number] for number in numbers]
+    return chosen
+
+
 def compile_kernel(
     chip: int, module_name: str, name: str, types: dict[str, str], flags: dict[str, Any]
 ) -> Any:
@@ -295,24 +310,23 @@ def compile_kernel(
     )
 
 
+@pytest.fixture(scope="module", params=CHIPS)
+def compiled(request: pytest.FixtureRequest) -> list[tuple[Any, ...]]:
+    """Each variant with its code for a chip."""
+    return [(*own, compile_kernel(request.param, *own)) for own in compiled_variants()]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("chip", CHIPS)
-def test_all_variants_compile_without_fused_multiply_add(chip):
-    for module_name, name, types, flags in launched_variants():
-        made = compile_kernel(chip, module_name, name, types, flags)
+def test_all_variants_compile_without_fused_multiply_add(compiled):
+    for _, name, types, flags, made in compiled:
         assert made.asm["cubin"], (name, types, flags)
         assert "fma.rn.f" not in made.asm["ptx"], (name, types, flags)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chip", CHIPS)
-def test_aligned_loads_are_vectorized(chip):
-    for module, name, types, flags in launched_variants():
-        reads = Counter(
-            re.findall(
-                r"ld\.global[\w.]*", compile_kernel(chip, module, name, types, flags).asm["ptx"]
-            )
-        )
+def test_aligned_loads_are_vectorized(compiled):
+    for module, name, types, flags, made in compiled:
+        reads = Counter(re.findall(r"ld\.global[\w.]*", made.asm["ptx"]))
         if module == "pack":  # a tile inside one tensor: a thread's 8 elements of either width
             assert reads["ld.global.v4.b32"] >= 3, (types, flags)
         elif module != "clip" and flags.get("ALIGNED", True):

@@ -18,7 +18,7 @@ from poplar.planner.prediction import predict
 from poplar.planner.search import search
 from poplar.planner.uncertainty import at_worst, unmeasured_batches
 from poplar.profile import BatchPoint, ClusterProfile, DeviceProfile, ModelProfile, NetworkProfile
-from poplar.profiler.points import with_measured
+from poplar.profiler.batch_curves import with_measured
 from poplar.tuning.autotune import ROUNDS
 
 NOISE = 0.004
