@@ -85,7 +85,7 @@ class UnitLayout:
 
     @property
     def reductions_in_flight(self) -> int:
-        """Buffers that may be in flight at a time, from stage 2 on: a unit's, and one to send."""
+        """Buffers that may be in flight at a time: all of a unit, and one of the next unit."""
         return 1 + max(map(self.buffers, range(len(self.numels))))
 
 
@@ -211,10 +211,10 @@ class ShardedParameters(RankActions):
 
     def _pass(self, index: int) -> Iterator[Action]:
         resident, computes = self.layout.resident, self.has_samples[index]
-        persistent = self.layout.persistent if index else frozenset()
+        persistent = self.layout.persistent
         again = [unit for unit in self.units if unit not in resident][-2::-1]
-        left = deque((unit, unit not in persistent) for unit in self.units)
-        left += [(unit, unit not in self.layout.persistent) for unit in again]
+        left = deque((unit, index == 0 or unit not in persistent) for unit in self.units)
+        left += [(unit, unit not in persistent) for unit in again]
         arriving: deque[int | None] = deque()
 
         def prefetch() -> Iterator[Action]:
