@@ -16,8 +16,13 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from poplar import _core
-from poplar.planner.cost_model import CommunicationSeconds, StageCosts, Synchronization
-from poplar.planner.rank_groups import group_equal
+from poplar.planner.communication_schedule import (
+    CommunicationSeconds,
+    Exposure,
+    Synchronization,
+)
+from poplar.planner.cost_model import StageCosts
+from poplar.planner.rank_groups import group_equal, map_distinct
 
 MicroBatches = tuple[tuple[int, ...], ...]
 _ROUNDING = 1e-12
@@ -57,13 +62,6 @@ class BatchAllocator:
     def _rank_passes_of(self, group: int, cap: int) -> RankPasses:
         passes = self._pass_seconds(group)[: cap + 1]
         return RankPasses(passes, self._global_batch, self._costs.reducible_fraction)
-
-
-class Tangent(NamedTuple):
-    """Seconds of a synchronization at some communication, and how they grow with it."""
-
-    seconds: float
-    slope: CommunicationSeconds
 
 
 class SynchronizedPasses:
@@ -113,9 +111,14 @@ class SynchronizedPasses:
 
     def cheapest_sizes(self, communication: CommunicationSeconds) -> tuple[int, ...]:
         """The sizes of the passes of the fastest step with this communication, in order."""
-        usual, costliest = self._seconds(communication)
+        usual, costliest = map_distinct(
+            lambda schedule: [
+                schedule.seconds(one, communication) for one in self.synchronizations
+            ],
+            self._costs.schedules,
+        )
         (*others, last) = self._cover(usual, costliest)[1]
-        return self._costs.join_costliest(others, last)
+        return (last, *others) if self._costs.costliest_comes_first else (*others, last)
 
     def lower_bounds(
         self, least: CommunicationSeconds, most: CommunicationSeconds
@@ -125,10 +128,10 @@ class SynchronizedPasses:
         They are the values of a function that is concave within the box: every synchronization is
         bounded by its tangent at `least`, and the minimum of linear functions is concave.
         """
-        costliest = self._tangents(least, costliest=True)
-        usual = costliest
-        if self._costs.synchronizations_differ:
-            usual = self._tangents(least, costliest=False)
+        tangents = map_distinct(
+            lambda schedule: [schedule.tangent(one, least) for one in self.synchronizations],
+            self._costs.schedules,
+        )
         corners = sorted(
             {
                 CommunicationSeconds(gather, reduce)
@@ -137,7 +140,7 @@ class SynchronizedPasses:
             }
         )
         return [
-            (corner, self._cover(*(_tangents_at(t, least, corner) for t in (usual, costliest)))[0])
+            (corner, self._cover(*(self._tangents_at(corner, own) for own in tangents))[0])
             for corner in corners
         ]
 
@@ -147,24 +150,16 @@ class SynchronizedPasses:
         """The cheapest passes that hold the global batch, the most expensive one last."""
         return _core.cheapest_cover(self.sizes, usual, costliest, self._global_batch)
 
-    def _seconds(self, communication: CommunicationSeconds) -> tuple[list[float], list[float]]:
-        """Seconds of each of `synchronizations`: as a usual one, and as the most expensive one."""
-        seconds_of = partial(self._costs.synchronization_seconds, communication=communication)
-        costliest = [seconds_of(one) for one in self.synchronizations]
-        if not self._costs.synchronizations_differ:
-            return costliest, costliest
-        return [seconds_of(one, costliest=False) for one in self.synchronizations], costliest
-
-    def _tangents(self, least: CommunicationSeconds, *, costliest: bool) -> list[Tangent]:
-        """Of each of `synchronizations`, where this is communicated."""
-        costs = self._costs
-        return [
-            Tangent(
-                costs.synchronization_seconds(one, least, costliest=costliest),
-                costs.slopes(one, least, costliest=costliest),
-            )
-            for one in self.synchronizations
+    def _tangents_at(
+        self, communication: CommunicationSeconds, tangents: Sequence[Exposure]
+    ) -> list[float]:
+        """Bounds on the seconds of each of `synchronizations`; non-decreasing."""
+        bounds = [
+            one.latest + tangent.at(communication)
+            for one, tangent in zip(self.synchronizations, tangents, strict=True)
         ]
+        # The tangent of a larger synchronization may be flatter, but its seconds are never fewer.
+        return list(accumulate(reversed(bounds), min))[::-1]
 
     def synchronization(self, samples: int) -> Synchronization:
         """The shortest synchronization whose pass holds this many samples."""
@@ -186,18 +181,6 @@ class SynchronizedPasses:
         for rank in self._groups[self._order[last]][0][:left]:
             column[rank] += 1
         return column
-
-
-def _tangents_at(
-    tangents: Sequence[Tangent], least: CommunicationSeconds, corner: CommunicationSeconds
-) -> list[float]:
-    """The tangents of synchronizations at `least`, evaluated at `corner`; non-decreasing."""
-    gather, reduce = corner.gather - least.gather, corner.reduce - least.reduce
-    bounds = [
-        seconds + slope.gather * gather + slope.reduce * reduce for seconds, slope in tangents
-    ]
-    # The tangent of a larger synchronization may be flatter, but its seconds are never fewer.
-    return list(accumulate(reversed(bounds), min))[::-1]
 
 
 class Split(NamedTuple):
@@ -231,7 +214,7 @@ class IndependentPasses:
         split: Split | None = (first := self.first())
         best, batches = math.inf, first.micro_batches
         while split is not None:
-            seconds = self._costs.synchronization_seconds(split.synchronization, communication)
+            seconds = self._costs.schedule.seconds(split.synchronization, communication)
             if seconds < best:
                 best, batches = seconds, split.micro_batches
             split = self.following(split, communication, best)
@@ -256,7 +239,7 @@ class IndependentPasses:
         """
         if not self._costs.overlaps:
             return None
-        seconds_of = partial(self._costs.synchronization_seconds, communication=communication)
+        seconds_of = partial(self._costs.schedule.seconds, communication=communication)
         latest, reducible = split.synchronization
         # All communication follows `reducible`, so only splits below this target are fast enough.
         target = min(below - seconds_of(Synchronization(0.0, 0.0)), reducible - _ROUNDING * latest)

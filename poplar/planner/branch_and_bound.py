@@ -208,7 +208,7 @@ class _Search:
         limit, best = self._limit(), None
         split: Split | None = batches.first()
         while split is not None:
-            seconds = self._costs.synchronization_seconds(split.synchronization, communication)
+            seconds = self._costs.schedule.seconds(split.synchronization, communication)
             if seconds + tail < limit:
                 shared = problem.cheapest([split.synchronization])
                 if shared.seconds < limit:

@@ -11,20 +11,11 @@ Both are maxima of lines in one share each, so a linear program minimizes them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
 
 from poplar.profile import NetworkProfile
-
-
-class Line(NamedTuple):
-    """A lower bound on a time: at least `constant + slope * shares[rank]` seconds."""
-
-    rank: int
-    constant: float
-    slope: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,28 +23,21 @@ class CollectiveCost:
     """Seconds of one collective as a function of the shares: the maximum of its lines."""
 
     least: float
-    """Seconds if there are no lines, because rates were not measured."""
-    lines: tuple[Line, ...]
-    """Empty, or one per rank for its outgoing link, then one per rank for its incoming link."""
+    """Seconds under any shares: the measurement, if rates were not measured."""
+    others: tuple[float, ...]
+    """By rank, seconds of the link that carries all shares but the rank's own: `(1 - p[r])`."""
+    own: tuple[float, ...]
+    """By rank, seconds of the link that carries the rank's own share: `p[r]`."""
 
-    def seconds(self, shares: Sequence[float], ranks: Iterable[int] | None = None) -> float:
-        """Seconds when rank `r` owns `shares[r]` of every buffer.
+    def seconds(self, shares: Sequence[float]) -> float:
+        """Seconds when rank `r` owns `shares[r]` of every buffer."""
+        distinct = set(zip(self.others, self.own, shares, strict=True))
+        links = (max(others * (1.0 - share), own * share) for others, own, share in distinct)
+        return max(self.least, *links)
 
-        Args:
-            shares: by rank.
-            ranks: one rank of each group of equal ranks; None: all ranks.
-        """
-        lines = self.lines if ranks is None else self.lines_of(ranks)
-        bounds = (constant + slope * shares[rank] for rank, constant, slope in lines)
-        return max(bounds, default=self.least)
-
-    def lines_of(self, ranks: Iterable[int]) -> Iterator[Line]:
-        """The lines of these ranks."""
-        half = len(self.lines) // 2
-        if half:
-            for rank in ranks:
-                yield self.lines[rank]
-                yield self.lines[half + rank]
+    def lines(self, rank: int) -> tuple[tuple[float, float], tuple[float, float]]:
+        """The seconds of this rank's links: constants, and slopes in its share."""
+        return (self.others[rank], -self.others[rank]), (0.0, self.own[rank])
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,13 +67,11 @@ def _scaled(measured: float, others: Sequence[float], own: Sequence[float]) -> C
         own: by rank, rate of the link that carries the rank's own share once per other rank.
     """
     n = len(others)
-    lines = [Line(rank, rate, -rate) for rank, rate in enumerate(others)]
-    lines += [Line(rank, 0.0, (n - 1) * rate) for rank, rate in enumerate(own)]
-    even = max(line.constant + line.slope / n for line in lines)
-    if n == 1 or even == 0.0 or measured == 0.0:
-        return CollectiveCost(measured, ())
+    own = [(n - 1) * rate for rate in own]
+    even = max(*(rate - rate / n for rate in others), *(rate / n for rate in own))
+    if n == 1 or even == 0.0:
+        return CollectiveCost(measured, (0.0,) * n, (0.0,) * n)
     scale = measured / even
     return CollectiveCost(
-        0.0,
-        tuple(Line(rank, constant * scale, slope * scale) for rank, constant, slope in lines),
+        0.0, tuple(rate * scale for rate in others), tuple(rate * scale for rate in own)
     )

@@ -6,13 +6,14 @@ rank (`step_actions`). Elements of the model measure compute and collectives in 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import chain, groupby, pairwise
+from itertools import groupby, pairwise, product
 from typing import NamedTuple
 
-from poplar.planner.step_actions import RANK_ACTIONS, Issue, UnitLayout, Wait
+from poplar.planner.step_actions import RANK_ACTIONS, Compute, UnitLayout, Wait
 from poplar.profile import ModelProfile
 
 _MAX_WINDOWS = 3
@@ -22,6 +23,23 @@ _MAX_CUTS = 3
 _ROUNDING = 1e-12
 
 
+class Synchronization(NamedTuple):
+    """When the compute before a synchronization ends, in seconds since the previous one."""
+
+    latest: float
+    """`T`: the last rank's compute ends."""
+    reducible: float
+    """`F`: every rank's last backward has begun to produce gradients."""
+
+
+class CommunicationSeconds(NamedTuple):
+    """Seconds of one all-gather and one reduction of the whole model under some shares."""
+
+    gather: float
+    """0 at stages whose synchronizations all-gather nothing."""
+    reduce: float
+
+
 class OverlapLine(NamedTuple):
     """An upper bound on overlapped seconds, linear in the communication and in the compute."""
 
@@ -29,6 +47,19 @@ class OverlapLine(NamedTuple):
     reduce: float = 0.0
     latest: float = 0.0
     reducible: float = 0.0
+
+
+class Exposure(NamedTuple):
+    """A lower bound on exposed communication, linear in the seconds of the collectives."""
+
+    gather: float
+    reduce: float
+    seconds: float
+
+    def at(self, communication: CommunicationSeconds) -> float:
+        """The bound's value."""
+        gather, reduce = communication
+        return self.gather * gather + self.reduce * reduce + self.seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +72,50 @@ class CommunicationSchedule:
     """Fraction of the backward before the first reduction."""
     overlap_bounds: tuple[tuple[OverlapLine, ...], ...]
     """The overlapped seconds are the least line of each group, summed over the groups."""
+    residual: float = 0.0
+    """Measured seconds of a synchronization beyond its collectives."""
+
+    def seconds(
+        self, synchronization: Synchronization, communication: CommunicationSeconds
+    ) -> float:
+        """Seconds from the previous synchronization to the end of this one."""
+        latest, reducible = synchronization
+        gather, reduce = communication
+        exposed = self.gathers * gather + reduce + self.residual
+        for lines in self.overlap_bounds:
+            exposed -= min(
+                by_gather * gather
+                + by_reduce * reduce
+                + by_latest * latest
+                + by_reducible * reducible
+                for by_gather, by_reduce, by_latest, by_reducible in lines
+            )
+        return latest + max(0.0, exposed)
+
+    def exposures(self, synchronization: Synchronization) -> list[Exposure]:
+        """The exposed communication is the largest of these bounds, at least 0."""
+        return [self._exposure(lines, synchronization) for lines in product(*self.overlap_bounds)]
+
+    def tangent(
+        self, synchronization: Synchronization, communication: CommunicationSeconds
+    ) -> Exposure:
+        """The largest bound at this communication, where it is exact."""
+        point = (*communication, *synchronization)
+        lines = [
+            min(group, key=lambda line: sum(map(operator.mul, line, point)))
+            for group in self.overlap_bounds
+        ]
+        exposure = self._exposure(lines, synchronization)
+        return exposure if exposure.at(communication) > 0.0 else Exposure(0.0, 0.0, 0.0)
+
+    def _exposure(self, lines: Iterable[OverlapLine], synchronization: Synchronization) -> Exposure:
+        latest, reducible = synchronization
+        gather, reduce, seconds = self.gathers, 1.0, self.residual
+        for line in lines:
+            gather -= line.gather
+            reduce -= line.reduce
+            seconds -= line.latest * latest + line.reducible * reducible
+        return Exposure(gather, reduce, seconds)
 
 
 @lru_cache(maxsize=256)  # a search asks for the same stages and persistent units many times
@@ -68,18 +143,20 @@ def schedules(
     return (first.schedule([first.continued_lines()]) if stage == 2 else costliest), costliest
 
 
-class _Collective(NamedTuple):
+@dataclass
+class _Collective:
     """A collective of a pass. Positions count the elements computed before it, the whole model once
     in the forward and once in the backward.
     """
 
     is_gather: bool
     unit: int
+    pass_index: int | None
     numel: float
     issued: int
     """Position at which it is issued."""
-    needed: int
-    """Position at which the rank waits for it; -1: not in this pass."""
+    needed: int = -1
+    """Position at which the rank waits for it."""
 
 
 class _Pass:
@@ -96,28 +173,22 @@ class _Pass:
         self._layout = layout
         self._numel = layout.numel
         self._overlap, self._backward_fraction = overlap, backward_fraction
-        rank = RANK_ACTIONS[stage](layout, (True, True))
-        position = 0
-        issued: list[tuple[str, int, int]] = []
-        needed: dict[int, int] = {}
-        for action in chain(rank.one_pass(pass_index), rank.finish_reductions()):
+        position = -2 * self._numel * pass_index
+        issued: list[_Collective] = []
+        for action in RANK_ACTIONS[stage](layout, (True,) * (pass_index + 1)).passes():
             if isinstance(action, Wait):
-                needed[action.position] = position
+                issued[action.position].needed = position
             elif action.unit is not None:
-                if isinstance(action, Issue):
-                    issued.append((action.what, action.unit, position))
-                else:
-                    position += layout.numels[action.unit]
-        self._collectives = [
-            _Collective(
-                is_gather=what != "reduce",
-                unit=unit,
-                numel=layout.numels[unit] / (layout.buffers(unit) if what == "reduce" else 1),
-                issued=start,
-                needed=needed.get(number, -1),
-            )
-            for number, (what, unit, start) in enumerate(issued)
-        ]
+                numel = layout.numels[action.unit]
+                if isinstance(action, Compute):
+                    position += numel
+                    continue
+                is_gather = action.what != "reduce"
+                part = numel if is_gather else numel / layout.buffers(action.unit)
+                issued.append(
+                    _Collective(is_gather, action.unit, action.pass_index, part, position)
+                )
+        self._collectives = [one for one in issued if one.pass_index in (pass_index, None)]
         self._gathers = [one for one in self._collectives if one.is_gather]
         self._reductions = [one for one in self._collectives if not one.is_gather]
 
@@ -130,11 +201,14 @@ class _Pass:
         )
 
     def _line(
-        self, gathers: Iterable[_Collective] = (), reductions: Iterable[_Collective] = ()
+        self, collectives: Iterable[_Collective], latest: float = 0.0, reducible: float = 0.0
     ) -> OverlapLine:
-        """Communication that can overlap."""
+        """The overlap of these collectives, and of some compute."""
+        numels = {True: 0.0, False: 0.0}
+        for one in collectives:
+            numels[one.is_gather] += one.numel
         scale = self._overlap / self._numel
-        return OverlapLine(gather=scale * _sum(gathers), reduce=scale * _sum(reductions))
+        return OverlapLine(scale * numels[True], scale * numels[False], latest, reducible)
 
     def _seconds(self, begin: int, end: int) -> float:
         """Compute between two positions, as a fraction of a pass."""
@@ -145,20 +219,16 @@ class _Pass:
 
     def backward_lines(self) -> list[OverlapLine]:
         """Communication during the backward overlaps at most the rest of the backward."""
-        gathers, reductions = (
-            [one for one in collectives if self._numel <= one.issued < 2 * self._numel]
-            for collectives in (self._gathers, self._reductions)
-        )
-        return [self._line(gathers, reductions), OverlapLine(latest=1.0, reducible=-1.0)]
+        issued = (one for one in self._collectives if self._numel <= one.issued < 2 * self._numel)
+        return [self._line(issued), OverlapLine(latest=1.0, reducible=-1.0)]
 
     def continued_lines(self) -> list[OverlapLine]:
         """Reductions in flight at the end of this pass can run under the next one's forward."""
-        layout = self._layout
-        last = self._reductions[::-1][: layout.reductions_in_flight]
+        last = self._reductions[-self._layout.reductions_in_flight :]
         return [
-            self._line(reductions=self._reductions),
+            self._line(self._reductions),
             self.backward_lines()[0]._replace(reducible=1.0),
-            self._line(reductions=last)._replace(latest=1.0, reducible=-1.0),
+            self._line(last, latest=1.0, reducible=-1.0),
             OverlapLine(latest=1.0),
         ]
 
@@ -167,8 +237,8 @@ class _Pass:
         groups = [self._window_lines(first), [*self.backward_lines(), *self._cut_lines()]]
         free = min([self._numel, *(one.needed for one in self._gathers)])
         if free:  # the next pass's forward begins without an unshard
-            left = [one for one in self._reductions if one.issued >= 2 * self._numel]
-            groups.append([self._line(reductions=left), OverlapLine(latest=self._seconds(0, free))])
+            left = (one for one in self._reductions if one.issued >= 2 * self._numel)
+            groups.append([self._line(left), OverlapLine(latest=self._seconds(0, free))])
         return groups
 
     def _window_lines(self, first: _Pass) -> list[OverlapLine]:
@@ -182,8 +252,9 @@ class _Pass:
                 windows.append(([one], self._seconds(one.issued, one.needed)))
         windows.sort(key=lambda window: window[1] / _sum(window[0]))
         return [
-            self._line(one for gathers, _ in windows[filled:] for one in gathers)._replace(
-                latest=sum(seconds for _, seconds in windows[:filled])
+            self._line(
+                (one for gathers, _ in windows[filled:] for one in gathers),
+                latest=sum(seconds for _, seconds in windows[:filled]),
             )
             for filled in range(len(windows) + 1)
         ]
@@ -218,20 +289,13 @@ class _Pass:
         Lines that follow from their neighbours are left out. If many remain, only that of the last
         unshard is used.
         """
+        end = 2 * self._numel
         lines = []
         for number, one in enumerate(self._collectives):
             if one.is_gather and one.needed > self._numel:
-                later = [
-                    other
-                    for other in self._collectives[number + 1 :]
-                    if other.issued < 2 * self._numel
-                ]
-                line = self._line(
-                    (other for other in later if other.is_gather),
-                    (other for other in later if not other.is_gather),
-                )
-                done = 1.0 - self._seconds(one.needed, 2 * self._numel)
-                lines.append(line._replace(latest=done, reducible=-1.0))
+                later = (after for after in self._collectives[number + 1 :] if after.issued < end)
+                done = 1.0 - self._seconds(one.needed, end)
+                lines.append(self._line(later, latest=done, reducible=-1.0))
         distinct = [
             line
             for number, line in enumerate(lines)

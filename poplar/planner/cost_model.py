@@ -18,52 +18,24 @@ so both use this module.
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import count, product
-from typing import NamedTuple, TypeVar
+from itertools import count
+from typing import Any, TypeVar
 
 from poplar.plan import FIRST_STAGE_SYNCHRONIZING_EVERY_PASS, STRATEGIES, Plan
 from poplar.planner.collective_costs import CollectiveCosts
-from poplar.planner.communication_schedule import CommunicationSchedule, OverlapLine, schedules
+from poplar.planner.communication_schedule import (
+    CommunicationSchedule,
+    CommunicationSeconds,
+    Synchronization,
+    schedules,
+)
 from poplar.planner.memory_model import RankMemory, rank_memory
-from poplar.planner.rank_groups import map_distinct
 from poplar.profile import ClusterProfile
 
 T = TypeVar("T")
-
-
-class Synchronization(NamedTuple):
-    """When the compute before a synchronization ends, in seconds since the previous one."""
-
-    latest: float
-    """`T`: the last rank's compute ends."""
-    reducible: float
-    """`F`: every rank's last backward has begun to produce gradients."""
-
-
-class CommunicationSeconds(NamedTuple):
-    """Seconds of one all-gather and one reduction of the whole model under some shares."""
-
-    gather: float
-    """0 at stages whose synchronizations all-gather nothing."""
-    reduce: float
-
-
-class Exposure(NamedTuple):
-    """A lower bound on exposed communication, linear in the seconds of the collectives."""
-
-    gather: float
-    reduce: float
-    seconds: float
-
-    def at(self, communication: CommunicationSeconds) -> float:
-        """The bound's value."""
-        return (
-            self.gather * communication.gather + self.reduce * communication.reduce + self.seconds
-        )
 
 
 @dataclass(frozen=True)
@@ -93,14 +65,27 @@ class StageCosts:
     @cached_property
     def schedules(self) -> tuple[CommunicationSchedule, CommunicationSchedule]:
         """The communication of a usual synchronization and of the costliest one of a step."""
-        overlap, backward_fraction = self.cluster.overlap, self.cluster.backward_fraction
-        model = self.cluster.model
-        return schedules(model, self.stage, self.persistent, overlap, backward_fraction)
+        cluster = self.cluster
+        overlap = cluster.overlap, cluster.backward_fraction
+        usual, costliest = schedules(cluster.model, self.stage, self.persistent, *overlap)
+        residual = self.synchronization_residual
+        return replace(usual, residual=residual), replace(costliest, residual=residual)
 
     @property
     def schedule(self) -> CommunicationSchedule:
         """The communication of the costliest synchronization."""
-        return self.schedules[True]
+        return self.schedules[1]
+
+    def step_schedules(self, synchronizations: int) -> list[CommunicationSchedule]:
+        """The communication of each synchronization of a step."""
+        usual, costliest = self.schedules
+        others = [usual] * (synchronizations - 1)
+        return [costliest, *others] if self.costliest_comes_first else [*others, costliest]
+
+    @property
+    def costliest_comes_first(self) -> bool:
+        """Whether the costliest synchronization of a step is the first one, not the last one."""
+        return bool(self.persistent)
 
     @property
     def reducible_fraction(self) -> float:
@@ -111,24 +96,6 @@ class StageCosts:
     def overlaps(self) -> bool:
         """Whether any communication runs under compute."""
         return min(self.reducible_fraction, self.cluster.overlap) > 0.0
-
-    @property
-    def synchronizations_differ(self) -> bool:
-        """Whether one synchronization of a step costs more than the others."""
-        usual, costliest = self.schedules
-        return usual != costliest
-
-    def split_costliest(self, items: Sequence[T]) -> tuple[Sequence[T], T]:
-        """The items of the usual synchronizations of a step, and that of the costliest one."""
-        return (items[1:], items[0]) if self._costliest_comes_first else (items[:-1], items[-1])
-
-    def join_costliest(self, usual: Sequence[T], costliest: T) -> tuple[T, ...]:
-        """The inverse of `split_costliest`."""
-        return (costliest, *usual) if self._costliest_comes_first else (*usual, costliest)
-
-    @property
-    def _costliest_comes_first(self) -> bool:
-        return bool(self.persistent)
 
     @cached_property
     def collectives(self) -> CollectiveCosts:
@@ -149,9 +116,15 @@ class StageCosts:
             function: depends on the rank only by its device.
             columns: sequences of one value per rank.
         """
-        keys = list(zip(self.cluster.device_group_indices, *columns, strict=True))
-        first = dict(zip(reversed(keys), reversed(range(len(keys))), strict=True))
-        return map_distinct(lambda key: function(first[key], *key[1:]), keys)
+        distinct = self._distinct(*columns)
+        values = {key: function(rank, *key[1:]) for key, rank in distinct.items()}
+        keys = zip(self.cluster.device_group_indices, *columns, strict=True)
+        return list(map(values.__getitem__, keys))
+
+    def _distinct(self, *columns: Sequence[Hashable]) -> dict[tuple[Any, ...], int]:
+        """A rank for each combination of device group and values."""
+        keys = zip(self.cluster.device_group_indices, *columns, strict=True)
+        return dict(zip(keys, count(), strict=False))
 
     @property
     def synchronization_residual(self) -> float:
@@ -174,128 +147,38 @@ class StageCosts:
     def communication(self, shares: Sequence[float]) -> CommunicationSeconds:
         """The collectives of a synchronization."""
         cut = shares if self.shares_matter else (1.0 / len(shares),) * len(shares)
-        gathered = self._gather_seconds(cut) if self.schedule.gathers else 0.0
-        return CommunicationSeconds(gathered, self._reduce_seconds(cut))
-
-    def synchronization_seconds(
-        self,
-        synchronization: Synchronization,
-        communication: CommunicationSeconds,
-        *,
-        costliest: bool = True,
-    ) -> float:
-        """Seconds from the previous synchronization to the end of this one.
-
-        Args:
-            synchronization: when compute ends.
-            communication: seconds of its collectives.
-            costliest: whether it is the costliest of the step, see `schedules`.
-        """
-        latest, reducible = synchronization
-        gather, reduce = communication
-        schedule = self.schedules[costliest]
-        exposed = schedule.gathers * gather + reduce + self.synchronization_residual
-        for lines in schedule.overlap_bounds:
-            exposed -= min(
-                by_gather * gather
-                + by_reduce * reduce
-                + by_latest * latest
-                + by_reducible * reducible
-                for by_gather, by_reduce, by_latest, by_reducible in lines
-            )
-        return latest + max(0.0, exposed)
-
-    def exposures(
-        self, synchronization: Synchronization, *, costliest: bool = True
-    ) -> list[Exposure]:
-        """The exposed seconds of `synchronization_seconds` are the largest of these, at least 0."""
-        return [
-            self._exposure(lines, synchronization, costliest)
-            for lines in product(*self.schedules[costliest].overlap_bounds)
-        ]
-
-    def slopes(
-        self,
-        synchronization: Synchronization,
-        communication: CommunicationSeconds,
-        *,
-        costliest: bool = True,
-    ) -> CommunicationSeconds:
-        """Growth of `synchronization_seconds` per second of each collective, as they grow."""
-        point = (*communication, *synchronization)
-        lines = [
-            min(group, key=lambda line: sum(map(operator.mul, line, point)))
-            for group in self.schedules[costliest].overlap_bounds
-        ]
-        exposure = self._exposure(lines, synchronization, costliest)
-        if exposure.at(communication) <= 0.0:
-            return CommunicationSeconds(0.0, 0.0)
-        return CommunicationSeconds(exposure.gather, exposure.reduce)
-
-    def _exposure(
-        self, lines: Iterable[OverlapLine], synchronization: Synchronization, costliest: bool
-    ) -> Exposure:
-        latest, reducible = synchronization
-        gather, reduce = self.schedules[costliest].gathers, 1.0
-        seconds = self.synchronization_residual
-        for line in lines:
-            gather -= line.gather
-            reduce -= line.reduce
-            seconds -= line.latest * latest + line.reducible * reducible
-        return Exposure(gather, reduce, seconds)
+        gathered = self.collectives.all_gather.seconds(cut) if self.schedule.gathers else 0.0
+        return CommunicationSeconds(gathered, self.collectives.reduce_scatter.seconds(cut))
 
     def synchronizations_seconds(
         self, synchronizations: Sequence[Synchronization], communication: CommunicationSeconds
     ) -> list[float]:
         """Seconds of each synchronization of a step, in order."""
-        usual, costliest = self.split_costliest(synchronizations)
-        seconds = [self.synchronization_seconds(s, communication, costliest=False) for s in usual]
-        return list(
-            self.join_costliest(seconds, self.synchronization_seconds(costliest, communication))
-        )
+        schedules = self.step_schedules(len(synchronizations))
+        return [
+            schedule.seconds(synchronization, communication)
+            for schedule, synchronization in zip(schedules, synchronizations, strict=True)
+        ]
 
     def tail_seconds(self, shares: Sequence[float]) -> float:
         """Seconds after the last synchronization: the optimizer, and its all-gather."""
-        slowest = max(self.optimizer_seconds(rank, shares[rank]) for rank in self._distinct(shares))
+        distinct = self._distinct(shares).items()
+        slowest = max(self.optimizer_seconds(rank, share) for (_, share), rank in distinct)
         residual = self.cluster.network.step_seconds[self.stage]
         return max(0.0, slowest + self.gather_after_step_seconds(shares) + residual)
 
     def gather_after_step_seconds(self, shares: Sequence[float]) -> float:
         """The all-gather after the optimizer; 0 at stages without one."""
-        return self._gather_seconds(shares) if self.gathers_after_step else 0.0
-
-    def _reduce_seconds(self, shares: Sequence[float]) -> float:
-        return self.collectives.reduce_scatter.seconds(shares, self._distinct(shares))
-
-    def _gather_seconds(self, shares: Sequence[float]) -> float:
-        return self.collectives.all_gather.seconds(shares, self._distinct(shares))
-
-    def _distinct(self, shares: Sequence[float]) -> list[int]:
-        """One rank for each combination of device, links and share."""
-        key = tuple(shares)
-        if key not in self._last_distinct:
-            groups = zip(self.cluster.rank_group_indices, key, strict=True)
-            self._last_distinct.clear()
-            self._last_distinct[key] = list(dict(zip(groups, count(), strict=False)).values())
-        return self._last_distinct[key]
-
-    @cached_property
-    def _last_distinct(self) -> dict[tuple[float, ...], list[int]]:
-        """For the last shares only: both collectives and the optimizer ask for the same shares."""
-        return {}
+        return self.collectives.all_gather.seconds(shares) if self.gathers_after_step else 0.0
 
     def synchronizations(self, micro_batches: Sequence[Sequence[int]]) -> list[Synchronization]:
         """Every synchronization of a step."""
-        groups = zip(self.cluster.device_group_indices, micro_batches, strict=True)
-        distinct = {group: rank for rank, group in enumerate(groups)}
-        ranks, rows = list(distinct.values()), [passes for _, passes in distinct]
+        passes_of = [(rank, passes) for (_, passes), rank in self._distinct(micro_batches).items()]
         if not self.synchronizes_every_pass:
-            return [self.synchronization(zip(ranks, rows, strict=True))]
+            return [self.synchronization(passes_of)]
         return [
-            self.synchronization(
-                (rank, (batch,)) for rank, batch in zip(ranks, column, strict=True)
-            )
-            for column in zip(*rows, strict=True)
+            self.synchronization((rank, passes[index : index + 1]) for rank, passes in passes_of)
+            for index in range(len(micro_batches[0]))
         ]
 
     def step_seconds(

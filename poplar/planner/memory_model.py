@@ -6,6 +6,7 @@ For one rank at one stage everything but the activations is linear in its share.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -50,11 +51,8 @@ class RankMemory:
 
     def largest_batch(self, share: float, at_most: int) -> int:
         """The largest micro-batch, up to `at_most`, that fits; -1: not even 0 samples fit."""
-        low, high = -1, min(at_most, self.device.max_batch)
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if self.fits(middle, share) else (low, middle - 1)
-        return low
+        sizes = range(min(at_most, self.device.max_batch) + 1)
+        return bisect_left(sizes, True, key=lambda size: not self.fits(size, share)) - 1
 
 
 def rank_memory(
@@ -117,13 +115,3 @@ def _buckets(model: ModelProfile, stage: int, ranks: int) -> tuple[float, float]
     # A wire dtype as wide as the accumulator needs no packed copy.
     packed = bucket if model.wire_bytes < ACCUMULATOR_BYTES else 0.0
     return (packed, bucket * ranks) if stage == 1 else (packed + bucket, 0.0)
-
-
-def reductions_in_flight(model: ModelProfile, stage: int) -> int:
-    """Buckets that may be in flight at a time: one is sent while another is summed.
-
-    From stage 2 on, all buckets of a unit may be in flight during the backward of the next unit.
-    """
-    if stage < 2:
-        return _MIN_IN_FLIGHT
-    return max(_MIN_IN_FLIGHT, 1 + math.ceil(max(model.unit_numels) / BUCKET_ELEMENTS))

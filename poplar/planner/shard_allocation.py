@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 from poplar import _core
 from poplar.planner.collective_costs import CollectiveCost
-from poplar.planner.cost_model import CommunicationSeconds, StageCosts, Synchronization
+from poplar.planner.communication_schedule import CommunicationSeconds, Synchronization
+from poplar.planner.cost_model import StageCosts
 from poplar.planner.memory_shortfall import suffice
 from poplar.planner.rank_groups import group_equal
 
@@ -102,13 +103,12 @@ class ShareProblem:
 
     def cheapest(self, synchronizations: Sequence[Synchronization]) -> Shared:
         """The least seconds of a step with these synchronizations, and the best shares."""
-        usual, costliest = self._costs.split_costliest(synchronizations)
-        counts = Counter((synchronization, False) for synchronization in usual)
-        counts[costliest, True] += 1
+        schedules = self._costs.step_schedules(len(synchronizations))
+        counts = Counter(zip(synchronizations, schedules, strict=True))
         costs = {self._free + number: float(times) for number, times in enumerate(counts.values())}
         program = self._program({self._tail: 1.0} | costs, self._free + len(counts))
-        for number, (synchronization, is_costliest) in enumerate(counts):
-            for exposure in self._costs.exposures(synchronization, costliest=is_costliest):
+        for number, (synchronization, schedule) in enumerate(counts):
+            for exposure in schedule.exposures(synchronization):
                 row = {self._gather: exposure.gather, self._reduce: exposure.reduce}
                 row[self._free + number] = -1.0
                 program.at_most(-exposure.seconds / self._unit, row)
@@ -157,10 +157,11 @@ class ShareProblem:
 
     def _add_collective(self, program: LinearProgram, cost: CollectiveCost, variable: int) -> None:
         program.at_most(-cost.least / self._unit, {variable: -1.0})
-        group_of = {ranks[0]: group for group, ranks in enumerate(self._groups)}
-        for rank, constant, slope in cost.lines_of(group_of):
-            row = {group_of[rank]: slope / self._unit, variable: -1.0}
-            program.at_most(-constant / self._unit, row)
+        for group, ranks in enumerate(self._groups):
+            for constant, slope in cost.lines(ranks[0]):
+                if slope:
+                    row = {group: slope / self._unit, variable: -1.0}
+                    program.at_most(-constant / self._unit, row)
 
     def _add_tail(self, program: LinearProgram) -> None:
         """The optimizer's variable counts from the largest constant, as variables are not negative.
@@ -208,9 +209,11 @@ class ShareProblem:
         """An upper bound on a collective under any shares within the bounds."""
         total = math.fsum(self._upper)
         most = cost.least
-        for rank, constant, slope in cost.lines_of(ranks[0] for ranks in self._groups):
-            least = max(0.0, 1.0 - (total - self._upper[rank]))
-            most = max(most, constant + slope * (self._upper[rank] if slope > 0.0 else least))
+        for rank in (ranks[0] for ranks in self._groups):
+            smallest = max(0.0, 1.0 - (total - self._upper[rank]))
+            for constant, slope in cost.lines(rank):
+                share = self._upper[rank] if slope > 0.0 else smallest
+                most = max(most, constant + slope * share)
         return most
 
 

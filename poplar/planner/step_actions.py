@@ -14,11 +14,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-from poplar.planner.memory_model import BUCKET_ELEMENTS, reductions_in_flight
+from poplar.planner.memory_model import BUCKET_ELEMENTS
 from poplar.profile import ModelProfile
-
-_NO_COLLECTIVE = -1
-"""The position that stands for a collective that is not issued: waiting for it takes no time."""
 
 
 class Compute(NamedTuple):
@@ -55,8 +52,6 @@ class UnitLayout:
     """The units of a model as one stage communicates them."""
 
     numels: tuple[int, ...]
-    reductions_in_flight: int
-    """Reductions (buffers) that may be in flight at a time."""
     resident: frozenset[int] = frozenset()
     """Units that stay unsharded until the end of a pass and are reduced last."""
     persistent: frozenset[int] = frozenset()
@@ -69,17 +64,15 @@ class UnitLayout:
         """Stage 3 communicates unit by unit. Other stages merge small neighbouring units into
         buffers.
         """
-        in_flight = reductions_in_flight(model, stage)
         if stage == 3:
-            resident = frozenset(model.resident_units)
-            return cls(model.unit_numels, in_flight, resident, persistent)
+            return cls(model.unit_numels, frozenset(model.resident_units), persistent)
         merged: list[int] = []
         for numel in model.unit_numels:
             if merged and merged[-1] + numel <= BUCKET_ELEMENTS:
                 merged[-1] += numel
             else:
                 merged.append(numel)
-        return cls(tuple(merged), in_flight)
+        return cls(tuple(merged))
 
     @property
     def numel(self) -> int:
@@ -89,6 +82,11 @@ class UnitLayout:
     def buffers(self, unit: int) -> int:
         """Number of buffers in which a unit is reduced."""
         return -(-self.numels[unit] // BUCKET_ELEMENTS)
+
+    @property
+    def reductions_in_flight(self) -> int:
+        """Buffers that may be in flight at a time: all of a unit, and one of the next unit."""
+        return 1 + max(map(self.buffers, range(len(self.numels))))
 
 
 class RankActions(ABC):
@@ -100,43 +98,29 @@ class RankActions(ABC):
     def __init__(
         self, layout: UnitLayout, has_samples: Sequence[bool], *, synchronization: bool = False
     ) -> None:
-        """Create the actions.
-
-        Args:
-            layout: the units.
-            has_samples: by pass, whether this rank has samples in it.
-            synchronization: whether to issue an extra collective at each synchronization, for the
-                measured seconds beyond its collectives.
+        """`has_samples` is by pass. With `synchronization`, each synchronization ends with an extra
+        collective, for the measured seconds beyond its collectives.
         """
         self.layout = layout
         self.has_samples = has_samples
         self.units = range(len(layout.numels))
         self._synchronization = synchronization
         self._issued = 0
-        self._reductions: deque[int] = deque()
+        in_flight = layout.reductions_in_flight if self.limits_reductions else None
+        self._reductions: deque[int] = deque(maxlen=in_flight)
 
     def step(self) -> Iterator[Action]:
         """All actions of a step."""
         yield from self.passes()
-        yield from self.finish_reductions()
+        yield self._wait_for_last()
         yield self._issue("agreement")
         yield self._wait_for_last()
         yield Compute("optimizer", None, None)
         yield from self.all_gather_parameters()
 
-    def passes(self) -> Iterator[Action]:
-        """All passes, with their reductions."""
-        for index in range(len(self.has_samples)):
-            yield from self.one_pass(index)
-
     @abstractmethod
-    def one_pass(self, index: int) -> Iterator[Action]:
-        """One forward and backward, and the collectives that belong to them."""
-
-    def finish_reductions(self) -> Iterator[Action]:
-        """Wait until the optimizer can read the reduced gradients."""
-        yield from self._wait_for_reductions(0)
-        yield self._wait_for_last()
+    def passes(self) -> Iterator[Action]:
+        """All passes, with the collectives before the optimizer."""
 
     def all_gather_parameters(self) -> Iterator[Action]:
         """All-gather the updated parameters."""
@@ -144,22 +128,22 @@ class RankActions(ABC):
             yield self._issue("all_gather_parameters", unit)
         yield self._wait_for_last()
 
-    def forward(self, index: int | None) -> Iterator[Action]:
+    def compute(self, index: int | None, *, reduces: bool = True) -> Iterator[Action]:
+        """One pass. Each unit is reduced after its backward; None: only the reductions."""
         if index is not None:
             yield from (Compute("forward", unit, index) for unit in self.units)
-
-    def backward(self, index: int | None) -> Iterator[Action]:
-        """Reduce each unit after its backward; None: a rank that only takes part in reductions."""
         for unit in reversed(self.units):
             if index is not None:
                 yield Compute("backward", unit, index)
-            yield from self.reduce(unit, index)
-        yield from self._synchronize(index)
+            if reduces:
+                yield from self.reduce(unit, index)
+        if reduces:
+            yield from self._synchronize(index)
 
     def reduce(self, unit: int, index: int | None) -> Iterator[Action]:
         for _ in range(self.layout.buffers(unit)):
-            if self.limits_reductions:
-                yield from self._wait_for_reductions(self.layout.reductions_in_flight - 1)
+            if len(self._reductions) == self._reductions.maxlen:
+                yield Wait(self._reductions[0])
             yield self._issue("reduce", unit, index)
             self._reductions.append(self._issued - 1)
 
@@ -169,10 +153,6 @@ class RankActions(ABC):
 
     def _wait_for_last(self) -> Wait:
         return Wait(self._issued - 1)
-
-    def _wait_for_reductions(self, remaining: int) -> Iterator[Action]:
-        while len(self._reductions) > remaining:
-            yield Wait(self._reductions.popleft())
 
     def _synchronize(self, index: int | None) -> Iterator[Action]:
         if self._synchronization:
@@ -190,28 +170,21 @@ class ShardedOptimizer(RankActions):
     def passes(self) -> Iterator[Action]:
         own = [index for index, has_samples in enumerate(self.has_samples) if has_samples]
         for index in own[:-1]:
-            yield from self.forward(index)
-            yield from (Compute("backward", unit, index) for unit in reversed(self.units))
-        last = own[-1] if own else None
-        yield from self.forward(last)
-        yield from self.backward(last)
-
-    def one_pass(self, index: int) -> Iterator[Action]:
-        yield from self.forward(index)
-        yield from self.backward(index)
+            yield from self.compute(index, reduces=False)
+        yield from self.compute(own[-1] if own else None)
 
 
 class Replicated(ShardedOptimizer):
     """As stage 1, but each reduced slice is gathered during the next unit's reduction."""
 
+    def passes(self) -> Iterator[Action]:
+        yield from super().passes()
+        yield self._issue("all_gather_gradients", 0)
+
     def reduce(self, unit: int, index: int | None) -> Iterator[Action]:
         yield from super().reduce(unit, index)
         if unit + 1 in self.units:
             yield self._issue("all_gather_gradients", unit + 1, index)
-
-    def finish_reductions(self) -> Iterator[Action]:
-        yield self._issue("all_gather_gradients", 0)
-        yield from super().finish_reductions()
 
     def all_gather_parameters(self) -> Iterator[Action]:
         yield from ()
@@ -220,10 +193,9 @@ class Replicated(ShardedOptimizer):
 class ShardedGradients(RankActions):
     """Every pass reduces. A rank starts its next pass as soon as its reductions allow."""
 
-    def one_pass(self, index: int) -> Iterator[Action]:
-        own = index if self.has_samples[index] else None
-        yield from self.forward(own)
-        yield from self.backward(own)
+    def passes(self) -> Iterator[Action]:
+        for index, has_samples in enumerate(self.has_samples):
+            yield from self.compute(index if has_samples else None)
 
 
 class ShardedParameters(RankActions):
@@ -233,27 +205,31 @@ class ShardedParameters(RankActions):
     unshards them once.
     """
 
-    def one_pass(self, index: int) -> Iterator[Action]:
-        resident, persistent = self.layout.resident, self.layout.persistent
-        resharded = [unit for unit in self.units if unit not in resident]
-        again = resharded[:-1]
-        slots = deque((unit, index == 0 or unit not in persistent) for unit in self.units)
-        slots += [(unit, unit not in persistent) for unit in reversed(again)]
-        positions: deque[int] = deque()
-        computes = self.has_samples[index]
+    def passes(self) -> Iterator[Action]:
+        for index in range(len(self.has_samples)):
+            yield from self._pass(index)
+
+    def _pass(self, index: int) -> Iterator[Action]:
+        resident, computes = self.layout.resident, self.has_samples[index]
+        persistent = self.layout.persistent
+        again = [unit for unit in self.units if unit not in resident][-2::-1]
+        left = deque((unit, index == 0 or unit not in persistent) for unit in self.units)
+        left += [(unit, unit not in persistent) for unit in again]
+        arriving: deque[int | None] = deque()
 
         def prefetch() -> Iterator[Action]:
-            if slots:
-                unit, is_unsharded = slots.popleft()
-                if is_unsharded:
-                    yield self._issue("unshard", unit, index)
-                    if not computes:  # the engine completes each unshard of such a pass at once
-                        yield self._wait_for_last()
-                positions.append(self._issued - 1 if is_unsharded else _NO_COLLECTIVE)
+            unit, is_sharded = left.popleft() if left else (None, False)
+            if is_sharded:
+                yield self._issue("unshard", unit, index)
+                if not computes:  # the engine completes each unshard of such a pass at once
+                    yield self._wait_for_last()
+            arriving.append(self._issued - 1 if is_sharded else None)
 
         def unshard() -> Iterator[Action]:
             yield from prefetch()
-            yield Wait(positions.popleft())
+            position = arriving.popleft()
+            if position is not None:
+                yield Wait(position)
 
         yield from prefetch()
         for unit in self.units:

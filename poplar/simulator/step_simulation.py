@@ -84,7 +84,7 @@ class _Rank:
                 yield action
             elif isinstance(action, Compute):
                 self._compute(action)
-            elif action.position >= 0:
+            else:
                 self.now = max(self.now, self._collectives[action.position][1])
 
     def communicate(self, issue: Issue, ready: float, rate: float) -> None:
