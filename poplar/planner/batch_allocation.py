@@ -12,13 +12,14 @@ from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
-from itertools import accumulate
-from typing import NamedTuple
+from itertools import accumulate, product, starmap
+from typing import NamedTuple, TypeVar
 
 from poplar import _core
 from poplar.planner.cost_model import CommunicationSeconds, StageCosts, Synchronization
 from poplar.planner.rank_groups import group_equal
 
+T = TypeVar("T")
 MicroBatches = tuple[tuple[int, ...], ...]
 _ROUNDING = 1e-12
 """Relative difference below which two times are equal."""
@@ -28,42 +29,34 @@ class BatchAllocator:
     """Solvers for one stage and global batch, for any caps; they share their tables."""
 
     def __init__(self, costs: StageCosts, global_batch: int) -> None:
+        def seconds(rank: int) -> list[float]:
+            largest = min(global_batch, costs.cluster.devices[rank].max_batch)
+            return [costs.pass_seconds(rank, batch) for batch in range(largest + 1)]
+
         self._costs = costs
         self._global_batch = global_batch
-        self._groups = costs.cluster.device_group_indices
-        self._first_rank = {self._groups[ranks[0]]: ranks[0] for ranks in group_equal(self._groups)}
-        self._pass_seconds = cache(self._pass_seconds_of)
+        self._pass_seconds = costs.by_rank(seconds)
+        """By rank, of passes of 0, 1, 2, ... samples."""
         self._rank_passes = cache(self._rank_passes_of)
         self.under = cache(self._under)
         """The solver under these caps."""
 
     def _under(self, caps: tuple[int, ...]) -> SynchronizedPasses | IndependentPasses:
-        groups = [
-            (ranks, self._groups[ranks[0]], caps[ranks[0]])
-            for ranks in group_equal(zip(self._groups, caps, strict=True))
-        ]
+        devices = self._costs.cluster.device_group_indices
+        groups = group_equal(zip(devices, caps, strict=True))
         if self._costs.synchronizes_every_pass:
-            passes = [(ranks, self._pass_seconds(group)[: cap + 1]) for ranks, group, cap in groups]
+            passes = [(own, self._pass_seconds[own[0]][: caps[own[0]] + 1]) for own in groups]
             return SynchronizedPasses(self._costs, passes, self._global_batch)
-        tables = [(ranks, self._rank_passes(group, cap)) for ranks, group, cap in groups]
+        first = [devices.index(devices[own[0]]) for own in groups]
+        tables = [
+            (own, self._rank_passes(rank, caps[own[0]]))
+            for rank, own in zip(first, groups, strict=True)
+        ]
         return IndependentPasses(self._costs, tables, self._global_batch)
 
-    def _pass_seconds_of(self, group: int) -> list[float]:
-        """Seconds of a pass of 0, 1, 2, ... samples."""
-        rank = self._first_rank[group]
-        largest = min(self._global_batch, self._costs.cluster.devices[rank].max_batch)
-        return [self._costs.pass_seconds(rank, batch) for batch in range(largest + 1)]
-
-    def _rank_passes_of(self, group: int, cap: int) -> RankPasses:
-        passes = self._pass_seconds(group)[: cap + 1]
+    def _rank_passes_of(self, rank: int, cap: int) -> RankPasses:
+        passes = self._pass_seconds[rank][: cap + 1]
         return RankPasses(passes, self._global_batch, self._costs.reducible_fraction)
-
-
-class Tangent(NamedTuple):
-    """Seconds of a synchronization at some communication, and how they grow with it."""
-
-    seconds: float
-    slope: CommunicationSeconds
 
 
 class SynchronizedPasses:
@@ -113,8 +106,8 @@ class SynchronizedPasses:
 
     def cheapest_sizes(self, communication: CommunicationSeconds) -> tuple[int, ...]:
         """The sizes of the passes of the fastest step with this communication, in order."""
-        usual, costliest = self._seconds(communication)
-        (*others, last) = self._cover(usual, costliest)[1]
+        seconds_of = partial(self._costs.synchronization_seconds, communication=communication)
+        (*others, last) = self._cover(*self._usual_and_costliest(seconds_of))[1]
         return self._costs.join_costliest(others, last)
 
     def lower_bounds(
@@ -125,20 +118,16 @@ class SynchronizedPasses:
         They are the values of a function that is concave within the box: every synchronization is
         bounded by its tangent at `least`, and the minimum of linear functions is concave.
         """
-        costliest = self._tangents(least, costliest=True)
-        usual = costliest
-        if self._costs.synchronizations_differ:
-            usual = self._tangents(least, costliest=False)
-        corners = sorted(
-            {
-                CommunicationSeconds(gather, reduce)
-                for gather in (least.gather, most.gather)
-                for reduce in (least.reduce, most.reduce)
-            }
-        )
+
+        def tangent(one: Synchronization, *, costliest: bool) -> Tangent:
+            seconds = self._costs.synchronization_seconds(one, least, costliest=costliest)
+            return Tangent(seconds, self._costs.slopes(one, least, costliest=costliest))
+
+        tangents = self._usual_and_costliest(tangent)
+        corners = starmap(CommunicationSeconds, product(*map(set, zip(least, most, strict=True))))
         return [
-            (corner, self._cover(*(_tangents_at(t, least, corner) for t in (usual, costliest)))[0])
-            for corner in corners
+            (corner, self._cover(*(_at(corner, least, lines) for lines in tangents))[0])
+            for corner in sorted(corners)
         ]
 
     def _cover(
@@ -147,24 +136,12 @@ class SynchronizedPasses:
         """The cheapest passes that hold the global batch, the most expensive one last."""
         return _core.cheapest_cover(self.sizes, usual, costliest, self._global_batch)
 
-    def _seconds(self, communication: CommunicationSeconds) -> tuple[list[float], list[float]]:
-        """Seconds of each of `synchronizations`: as a usual one, and as the most expensive one."""
-        seconds_of = partial(self._costs.synchronization_seconds, communication=communication)
-        costliest = [seconds_of(one) for one in self.synchronizations]
+    def _usual_and_costliest(self, function: Callable[..., T]) -> tuple[list[T], list[T]]:
+        """`function(synchronization, costliest=...)` of each of `synchronizations`, as either."""
+        costliest = [function(one, costliest=True) for one in self.synchronizations]
         if not self._costs.synchronizations_differ:
             return costliest, costliest
-        return [seconds_of(one, costliest=False) for one in self.synchronizations], costliest
-
-    def _tangents(self, least: CommunicationSeconds, *, costliest: bool) -> list[Tangent]:
-        """Of each of `synchronizations`, where this is communicated."""
-        costs = self._costs
-        return [
-            Tangent(
-                costs.synchronization_seconds(one, least, costliest=costliest),
-                costs.slopes(one, least, costliest=costliest),
-            )
-            for one in self.synchronizations
-        ]
+        return [function(one, costliest=False) for one in self.synchronizations], costliest
 
     def synchronization(self, samples: int) -> Synchronization:
         """The shortest synchronization whose pass holds this many samples."""
@@ -188,8 +165,15 @@ class SynchronizedPasses:
         return column
 
 
-def _tangents_at(
-    tangents: Sequence[Tangent], least: CommunicationSeconds, corner: CommunicationSeconds
+class Tangent(NamedTuple):
+    """Seconds of a synchronization at some communication, and how they grow with it."""
+
+    seconds: float
+    slope: CommunicationSeconds
+
+
+def _at(
+    corner: CommunicationSeconds, least: CommunicationSeconds, tangents: Sequence[Tangent]
 ) -> list[float]:
     """The tangents of synchronizations at `least`, evaluated at `corner`; non-decreasing."""
     gather, reduce = corner.gather - least.gather, corner.reduce - least.reduce
@@ -211,7 +195,7 @@ class IndependentPasses:
     """Batches of a step with one synchronization; each rank runs its own passes before it.
 
     The seconds of a step grow with `latest` and, with overlap, with `reducible`. So only splits
-    matter that no other split improves in both: `first` and `following` walk along those.
+    matter that no other split improves in both.
     """
 
     def __init__(
@@ -224,60 +208,62 @@ class IndependentPasses:
         self._costs = costs
         self._global_batch = global_batch
         self._groups = groups
-        self._counts = [len(ranks) for ranks, _ in groups]
 
     def cheapest(self, communication: CommunicationSeconds) -> MicroBatches:
         """The batches of the fastest step with this communication."""
-        split: Split | None = (first := self.first())
-        best, batches = math.inf, first.micro_batches
-        while split is not None:
+        batches: MicroBatches = ()
+        best = math.inf
+        splits = self.splits(communication, limit=lambda: best)
+        for split in splits:
             seconds = self._costs.synchronization_seconds(split.synchronization, communication)
             if seconds < best:
                 best, batches = seconds, split.micro_batches
-            split = self.following(split, communication, best)
         return batches
 
-    def first(self) -> Split:
-        """The split with the least `latest`, and of those the one with the least `reducible`."""
-        limits = [passes.most_samples for _, passes in self._groups]
-        ends = [passes.seconds.__getitem__ for _, passes in self._groups]
-        latest = kth_smallest(ends, limits, self._counts, self._global_batch)
-        return self._split(latest, latest)
-
-    def following(
-        self, split: Split, communication: CommunicationSeconds, below: float
-    ) -> Split | None:
-        """The next split, with a larger `latest` and a smaller `reducible`, or None.
+    def splits(
+        self, communication: CommunicationSeconds, limit: Callable[[], float]
+    ) -> Iterator[Split]:
+        """The splits that matter, with growing `latest` and falling `reducible`.
 
         Args:
-            split: the one before.
             communication: the least communication of the steps that are compared.
-            below: None is returned if no later split can synchronize in less than these seconds.
+            limit: how many seconds later splits must be below; called before each of them.
         """
-        if not self._costs.overlaps:
-            return None
         seconds_of = partial(self._costs.synchronization_seconds, communication=communication)
-        latest, reducible = split.synchronization
-        # All communication follows `reducible`, so only splits below this target are fast enough.
-        target = min(below - seconds_of(Synchronization(0.0, 0.0)), reducible - _ROUNDING * latest)
-        if target <= 0.0:
-            return None
-        limits = [passes.most_samples for _, passes in self._groups]
-        ends = [partial(passes.earliest_end, reducible=target) for _, passes in self._groups]
-        latest = kth_smallest(ends, limits, self._counts, self._global_batch)
-        if math.isinf(latest) or seconds_of(Synchronization(latest, 0.0)) >= below:
-            return None
-        return self._split(latest, target)
+        alone = seconds_of(Synchronization(0.0, 0.0))
+        most_samples = [passes.most_samples for _, passes in self._groups]
+        target = math.inf
+        while target > 0.0:
+            latest = self._kth_smallest(
+                partial(RankPasses.earliest_end, reducible=target), most_samples
+            )
+            if math.isinf(latest) or seconds_of(Synchronization(latest, 0.0)) >= limit():
+                return
+            split = self._split(latest, target)
+            yield split
+            if not self._costs.overlaps:
+                return
+            # All communication follows `reducible`, so only splits below this are fast enough.
+            latest, reducible = split.synchronization
+            target = min(limit() - alone, reducible - _ROUNDING * latest)
+
+    def _kth_smallest(
+        self, value: Callable[[RankPasses, int], float], limits: Sequence[int]
+    ) -> float:
+        """The least value up to which the ranks together can run the global batch."""
+        values = [partial(value, passes) for _, passes in self._groups]
+        copies = [len(ranks) for ranks, _ in self._groups]
+        return kth_smallest(values, limits, copies, self._global_batch)
 
     def _split(self, latest: float, reducible: float) -> Split:
         """The global batch with this `latest` and the least `reducible`, which is at most this."""
         limits = [passes.samples_by(latest) for _, passes in self._groups]
         if self._costs.overlaps:
-            starts = [partial(passes.earliest_reducible, end=latest) for _, passes in self._groups]
-            reducible = kth_smallest(starts, limits, self._counts, self._global_batch)
+            start = partial(RankPasses.earliest_reducible, end=latest)
+            reducible = self._kth_smallest(start, limits)
             limits = [
-                bisect_right(range(1, limit + 1), reducible, key=start)
-                for start, limit in zip(starts, limits, strict=True)
+                bisect_right(range(1, limit + 1), reducible, key=partial(start, passes))
+                for limit, (_, passes) in zip(limits, self._groups, strict=True)
             ]
         batches: list[tuple[int, ...]] = [()] * self._costs.cluster.world_size
         used = []
@@ -333,6 +319,8 @@ class RankPasses:
 
     def earliest_end(self, samples: int, reducible: float) -> float:
         """The least time for these samples if the last pass has gradients by `reducible`."""
+        if math.isinf(reducible):
+            return self.seconds[samples]
         cuts = self._cuts(samples)
         return next((cut.end for cut in cuts if cut.reducible <= reducible), math.inf)
 
@@ -343,7 +331,7 @@ class RankPasses:
 
     def cut(self, samples: int, latest: float, reducible: float) -> tuple[int, ...]:
         """Passes of `samples` within these bounds, smaller ones first."""
-        if reducible >= latest or samples == 0:
+        if reducible >= latest:
             return tuple(sorted(self._cheapest(samples)))
         last = next(cut.last for cut in self._cuts(samples) if cut.reducible <= reducible)
         return (*sorted(self._cheapest(samples - last)), last)
@@ -385,18 +373,19 @@ def kth_smallest(
     def total(counts: Sequence[int]) -> int:
         return sum(own * times for own, times in zip(counts, copies, strict=True))
 
-    low, high, found = [0] * len(lengths), list(lengths), math.inf
-    if total(high) < count:
-        return math.inf
-    while low != high:
+    def counts(bisect: Callable[..., int]) -> list[int]:
+        """By sequence, how many values are below the pivot (`bisect_left`), or at most it."""
+        windows = zip(values, low, high, strict=True)
+        return [bisect(range(1, b + 1), pivot, a, key=value) for value, a, b in windows]
+
+    low, high = [0] * len(lengths), list(lengths)
+    while total(high) >= count:
         widest = max(range(len(low)), key=lambda s: high[s] - low[s])
         pivot = values[widest]((low[widest] + high[widest] + 1) // 2)
-        windows = [range(a + 1, b + 1) for a, b in zip(low, high, strict=True)]
-        searched = list(zip(low, windows, values, strict=True))
-        at_most = [a + bisect_right(window, pivot, key=value) for a, window, value in searched]
-        if total(at_most) < count:
-            low = at_most
+        if total(below := counts(bisect_left)) >= count:
+            high = below
+        elif total(at_most := counts(bisect_right)) >= count:
+            return pivot
         else:
-            found = pivot
-            high = [a + bisect_left(window, pivot, key=value) for a, window, value in searched]
-    return found
+            low = at_most
+    return math.inf

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from poplar import _core
@@ -82,7 +82,7 @@ class ShareProblem:
     @property
     def is_feasible(self) -> bool:
         """Whether the ranks together can own the whole state."""
-        return min(self._upper) >= 0.0 and suffice(self._upper)
+        return suffice(self._upper)
 
     def least_communication(self) -> CommunicationSeconds:
         """The minimum of each collective; different shares may reach them."""
@@ -112,11 +112,11 @@ class ShareProblem:
                 row = {self._gather: exposure.gather, self._reduce: exposure.reduce}
                 row[self._free + number] = -1.0
                 program.at_most(-exposure.seconds / self._unit, row)
-        shared = self._solved(program)
+        shared = self._solve(program)
         computed = math.fsum(synchronization.latest for synchronization in synchronizations)
         return shared._replace(seconds=shared.seconds + computed)
 
-    def lowest(self, bounds: Sequence[tuple[CommunicationSeconds, float]]) -> Shared | None:
+    def lowest(self, bounds: Sequence[tuple[CommunicationSeconds, float]]) -> Shared:
         """A lower bound on the seconds of every step with these batches.
 
         Args:
@@ -125,23 +125,24 @@ class ShareProblem:
                 seconds without its tail.
 
         Returns:
-            The bound and shares that reach it, or None if there are no such shares.
+            The bound and shares that reach it.
         """
         weights = range(self._free, self._free + len(bounds))
-        costs = {
-            weight: seconds / self._unit
-            for weight, (_, seconds) in zip(weights, bounds, strict=True)
-        }
-        program = self._program({self._tail: 1.0} | costs, self._free + len(bounds))
-        program.equal(1.0, dict.fromkeys(weights, 1.0))
-        for part, variable in ((0, self._gather), (1, self._reduce)):
-            corner = {
-                weight: -communication[part] / self._unit
-                for weight, (communication, _) in zip(weights, bounds, strict=True)
+        corners, seconds = zip(*bounds, strict=True)
+
+        def weighted(values: Iterable[float]) -> dict[int, float]:
+            return {
+                weight: value / self._unit for weight, value in zip(weights, values, strict=True)
             }
-            if part or self._costs.schedule.gathers:
-                program.at_most(0.0, {variable: 1.0} | corner)
-        return self._solution(program)
+
+        program = self._program({self._tail: 1.0} | weighted(seconds), self._free + len(bounds))
+        program.equal(1.0, dict.fromkeys(weights, 1.0))
+        if self._costs.schedule.gathers:
+            row = {self._gather: 1.0} | weighted(-corner.gather for corner in corners)
+            program.at_most(0.0, row)
+        row = {self._reduce: 1.0} | weighted(-corner.reduce for corner in corners)
+        program.at_most(0.0, row)
+        return self._solve(program)
 
     def _program(self, costs: Mapping[int, float], variables: int) -> LinearProgram:
         """Shares, the seconds of collectives and optimizer under them, and the tail."""
@@ -150,17 +151,17 @@ class ShareProblem:
             program.at_most(self._upper[ranks[0]], {group: 1.0})
         program.equal(1.0, {group: float(len(ranks)) for group, ranks in enumerate(self._groups)})
         collectives = self._costs.collectives
-        self._add_collective(program, collectives.reduce_scatter, self._reduce)
-        self._add_collective(program, collectives.all_gather, self._gather)
+        group_of = {ranks[0]: group for group, ranks in enumerate(self._groups)}
+        for variable, cost in (
+            (self._reduce, collectives.reduce_scatter),
+            (self._gather, collectives.all_gather),
+        ):
+            program.at_most(-cost.least / self._unit, {variable: -1.0})
+            for rank, constant, slope in cost.lines_of(group_of):
+                row = {group_of[rank]: slope / self._unit, variable: -1.0}
+                program.at_most(-constant / self._unit, row)
         self._add_tail(program)
         return program
-
-    def _add_collective(self, program: LinearProgram, cost: CollectiveCost, variable: int) -> None:
-        program.at_most(-cost.least / self._unit, {variable: -1.0})
-        group_of = {ranks[0]: group for group, ranks in enumerate(self._groups)}
-        for rank, constant, slope in cost.lines_of(group_of):
-            row = {group_of[rank]: slope / self._unit, variable: -1.0}
-            program.at_most(-constant / self._unit, row)
 
     def _add_tail(self, program: LinearProgram) -> None:
         """The optimizer's variable counts from the largest constant, as variables are not negative.
@@ -168,36 +169,22 @@ class ShareProblem:
         A rank's seconds may be negative: what was measured beyond the optimizer can be.
         """
         costs, network = self._costs, self._costs.cluster.network
-        lines = [self._optimizer_line(ranks[0]) for ranks in self._groups]
-        always = max(constant for constant, _ in lines)
-        for group, (constant, slope) in enumerate(lines):
+        constants = [costs.optimizer_seconds(ranks[0], 0.0) for ranks in self._groups]
+        always = max(constants)
+        for group, constant in enumerate(constants):
+            slope = costs.optimizer_seconds(self._groups[group][0], 1.0) - constant
             row = {group: slope / self._unit, self._optimizer: -1.0}
             program.at_most((always - constant) / self._unit, row)
         residual = always + network.step_seconds[costs.stage]
         gather = {self._gather: 1.0} if costs.gathers_after_step else {}
         program.at_most(-residual / self._unit, gather | {self._optimizer: 1.0, self._tail: -1.0})
 
-    def _optimizer_line(self, rank: int) -> tuple[float, float]:
-        """Seconds of this rank after the last synchronization: constant, and slope in its share."""
-        constant = self._costs.optimizer_seconds(rank, 0.0)
-        return constant, self._costs.optimizer_seconds(rank, 1.0) - constant
-
     def _minimum(self, variable: int) -> float:
-        return self._solved(self._program({variable: 1.0}, self._free)).seconds
+        return self._solve(self._program({variable: 1.0}, self._free)).seconds
 
-    def _solved(self, program: LinearProgram) -> Shared:
-        shared = self._solution(program)
-        if shared is None:
-            raise ArithmeticError(
-                f"no shares within {self._upper} sum to 1; check is_feasible before"
-            )
-        return shared
-
-    def _solution(self, program: LinearProgram) -> Shared | None:
-        found = program.solve()
-        if found is None:
-            return None
-        value, variables = found
+    def _solve(self, program: LinearProgram) -> Shared:
+        """The best shares; the seconds are infinite if rounding errors leave no shares."""
+        value, variables = program.solve() or (math.inf, [])
         shares = [0.0] * len(self._upper)
         for ranks, share in zip(self._groups, variables, strict=False):
             for rank in ranks:
