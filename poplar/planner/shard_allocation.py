@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from poplar import _core
@@ -21,35 +21,31 @@ _SMALLEST_SHARE = 1e-9
 """Smaller shares are rounding errors and become 0."""
 
 
-class LinearProgram:
-    """Minimize `costs . x` over `x >= 0`, subject to rows that are added one by one.
+Row = tuple[float, Mapping[int, float]]
+"""A bound on `sum of factors[i] * x[i]`, and the factors by variable."""
+
+
+def minimize(costs: Sequence[float], rows: Sequence[Row]) -> tuple[float, list[float]] | None:
+    """Minimize `costs . x` over `x >= 0`, with every row at most its bound.
+
+    Returns:
+        The minimum and the `x` that reaches it, or None if no `x` satisfies all rows.
+
+    Raises:
+        ValueError: a cost is negative.
 
     Solved by the dual simplex method: no cost is negative, so the first basis is dual feasible and
     there is no first phase. The result is deterministic: ties go to the lowest index, and Bland's
     rule ends degenerate programs.
     """
+    if min(costs) < 0.0:
+        raise ValueError(f"costs must not be negative, got {costs}")
+    return _core.minimise(costs, [factors for _, factors in rows], [bound for bound, _ in rows])
 
-    def __init__(self, costs: Mapping[int, float], variables: int) -> None:
-        """`costs[i]` is the cost of one unit of variable `i`: not negative, 0 if left out."""
-        if any(cost < 0.0 for cost in costs.values()):
-            raise ValueError(f"costs must not be negative, got {dict(costs)}")
-        self._costs = [costs.get(variable, 0.0) for variable in range(variables)]
-        self._rows: list[Mapping[int, float]] = []
-        self._bounds: list[float] = []
 
-    def at_most(self, bound: float, row: Mapping[int, float]) -> None:
-        """Require `sum of row[i] * x[i] <= bound`."""
-        self._rows.append(dict(row))
-        self._bounds.append(bound)
-
-    def equal(self, value: float, row: Mapping[int, float]) -> None:
-        """Require `sum of row[i] * x[i] == value`."""
-        self.at_most(value, row)
-        self.at_most(-value, {variable: -factor for variable, factor in row.items()})
-
-    def solve(self) -> tuple[float, list[float]] | None:
-        """The minimum and the `x` that reaches it, or None if no `x` satisfies all rows."""
-        return _core.minimise(self._costs, self._rows, self._bounds)
+def equal(value: float, factors: Mapping[int, float]) -> tuple[Row, Row]:
+    """The rows that require `sum of factors[i] * x[i] == value`."""
+    return (value, factors), (-value, {variable: -factor for variable, factor in factors.items()})
 
 
 class Shared(NamedTuple):
@@ -78,6 +74,7 @@ class ShareProblem:
             1e-9,
         )
         """Seconds that become 1 in the program, so that its numbers are near 1."""
+        self._rows = list(self._shared_rows())
 
     @property
     def is_feasible(self) -> bool:
@@ -86,9 +83,8 @@ class ShareProblem:
 
     def least_communication(self) -> CommunicationSeconds:
         """The minimum of each collective; different shares may reach them."""
-        gathers = self._costs.schedule.gathers
-        gather = self._minimum(self._gather) if gathers else 0.0
-        return CommunicationSeconds(gather, self._minimum(self._reduce))
+        gather = self._solve(self._gather).seconds if self._costs.schedule.gathers else 0.0
+        return CommunicationSeconds(gather, self._solve(self._reduce).seconds)
 
     def most_communication(self) -> CommunicationSeconds:
         """An upper bound on each collective."""
@@ -98,21 +94,19 @@ class ShareProblem:
 
     def least_tail(self) -> float:
         """The least seconds after the last synchronization."""
-        return self._minimum(self._tail)
+        return self._solve(self._tail).seconds
 
     def cheapest(self, synchronizations: Sequence[Synchronization]) -> Shared:
         """The least seconds of a step with these synchronizations, and the best shares."""
         usual, costliest = self._costs.split_costliest(synchronizations)
         counts = Counter((synchronization, False) for synchronization in usual)
         counts[costliest, True] += 1
-        costs = {self._free + number: float(times) for number, times in enumerate(counts.values())}
-        program = self._program({self._tail: 1.0} | costs, self._free + len(counts))
-        for number, (synchronization, is_costliest) in enumerate(counts):
+        rows: list[Row] = []
+        for exposed, (synchronization, is_costliest) in enumerate(counts, self._free):
             for exposure in self._costs.exposures(synchronization, costliest=is_costliest):
-                row = {self._gather: exposure.gather, self._reduce: exposure.reduce}
-                row[self._free + number] = -1.0
-                program.at_most(-exposure.seconds / self._unit, row)
-        shared = self._solve(program)
+                row = {self._gather: exposure.gather, self._reduce: exposure.reduce, exposed: -1.0}
+                rows.append((-exposure.seconds / self._unit, row))
+        shared = self._solve(self._tail, map(float, counts.values()), rows)
         computed = math.fsum(synchronization.latest for synchronization in synchronizations)
         return shared._replace(seconds=shared.seconds + computed)
 
@@ -127,64 +121,62 @@ class ShareProblem:
         Returns:
             The bound and shares that reach it.
         """
-        weights = range(self._free, self._free + len(bounds))
         corners, seconds = zip(*bounds, strict=True)
 
         def weighted(values: Iterable[float]) -> dict[int, float]:
-            return {
-                weight: value / self._unit for weight, value in zip(weights, values, strict=True)
-            }
+            return {weight: value / self._unit for weight, value in enumerate(values, self._free)}
 
-        program = self._program({self._tail: 1.0} | weighted(seconds), self._free + len(bounds))
-        program.equal(1.0, dict.fromkeys(weights, 1.0))
+        weights = weighted(seconds)
+        rows = [*equal(1.0, dict.fromkeys(weights, 1.0))]
         if self._costs.schedule.gathers:
-            row = {self._gather: 1.0} | weighted(-corner.gather for corner in corners)
-            program.at_most(0.0, row)
-        row = {self._reduce: 1.0} | weighted(-corner.reduce for corner in corners)
-        program.at_most(0.0, row)
-        return self._solve(program)
+            rows.append((0.0, {self._gather: 1.0} | weighted(-corner.gather for corner in corners)))
+        rows.append((0.0, {self._reduce: 1.0} | weighted(-corner.reduce for corner in corners)))
+        return self._solve(self._tail, weights.values(), rows)
 
-    def _program(self, costs: Mapping[int, float], variables: int) -> LinearProgram:
-        """Shares, the seconds of collectives and optimizer under them, and the tail."""
-        program = LinearProgram(costs, variables)
+    def _shared_rows(self) -> Iterator[Row]:
+        """The shares, the seconds of collectives and optimizer under them, and the tail."""
         for group, ranks in enumerate(self._groups):
-            program.at_most(self._upper[ranks[0]], {group: 1.0})
-        program.equal(1.0, {group: float(len(ranks)) for group, ranks in enumerate(self._groups)})
+            yield self._upper[ranks[0]], {group: 1.0}
+        yield from equal(
+            1.0, {group: float(len(ranks)) for group, ranks in enumerate(self._groups)}
+        )
         collectives = self._costs.collectives
-        group_of = {ranks[0]: group for group, ranks in enumerate(self._groups)}
-        for variable, cost in (
-            (self._reduce, collectives.reduce_scatter),
-            (self._gather, collectives.all_gather),
-        ):
-            program.at_most(-cost.least / self._unit, {variable: -1.0})
-            for rank, constant, slope in cost.lines_of(group_of):
-                row = {group_of[rank]: slope / self._unit, variable: -1.0}
-                program.at_most(-constant / self._unit, row)
-        self._add_tail(program)
-        return program
+        yield from self._collective_rows(collectives.reduce_scatter, self._reduce)
+        yield from self._collective_rows(collectives.all_gather, self._gather)
+        yield from self._tail_rows()
 
-    def _add_tail(self, program: LinearProgram) -> None:
+    def _collective_rows(self, cost: CollectiveCost, variable: int) -> Iterator[Row]:
+        yield -cost.least / self._unit, {variable: -1.0}
+        group_of = {ranks[0]: group for group, ranks in enumerate(self._groups)}
+        for rank, constant, slope in cost.lines_of(group_of):
+            yield -constant / self._unit, {group_of[rank]: slope / self._unit, variable: -1.0}
+
+    def _tail_rows(self) -> Iterator[Row]:
         """The optimizer's variable counts from the largest constant, as variables are not negative.
 
         A rank's seconds may be negative: what was measured beyond the optimizer can be.
         """
-        costs, network = self._costs, self._costs.cluster.network
+        costs = self._costs
         constants = [costs.optimizer_seconds(ranks[0], 0.0) for ranks in self._groups]
         always = max(constants)
         for group, constant in enumerate(constants):
             slope = costs.optimizer_seconds(self._groups[group][0], 1.0) - constant
             row = {group: slope / self._unit, self._optimizer: -1.0}
-            program.at_most((always - constant) / self._unit, row)
-        residual = always + network.step_seconds[costs.stage]
+            yield (always - constant) / self._unit, row
+        residual = always + costs.cluster.network.step_seconds[costs.stage]
         gather = {self._gather: 1.0} if costs.gathers_after_step else {}
-        program.at_most(-residual / self._unit, gather | {self._optimizer: 1.0, self._tail: -1.0})
+        yield -residual / self._unit, gather | {self._optimizer: 1.0, self._tail: -1.0}
 
-    def _minimum(self, variable: int) -> float:
-        return self._solve(self._program({variable: 1.0}, self._free)).seconds
+    def _solve(
+        self, variable: int, costs: Iterable[float] = (), rows: Iterable[Row] = ()
+    ) -> Shared:
+        """The least seconds of a variable and further ones with these costs and rows.
 
-    def _solve(self, program: LinearProgram) -> Shared:
-        """The best shares; the seconds are infinite if rounding errors leave no shares."""
-        value, variables = program.solve() or (math.inf, [])
+        The seconds are infinite if rounding errors leave no shares.
+        """
+        objective = [0.0] * self._free + [*costs]
+        objective[variable] = 1.0
+        value, variables = minimize(objective, [*self._rows, *rows]) or (math.inf, [])
         shares = [0.0] * len(self._upper)
         for ranks, share in zip(self._groups, variables, strict=False):
             for rank in ranks:
