@@ -35,27 +35,24 @@ class BatchAllocator:
 
         self._costs = costs
         self._global_batch = global_batch
-        self._pass_seconds = costs.by_rank(seconds)
-        """By rank, of passes of 0, 1, 2, ... samples."""
+        self._groups = costs.cluster.device_group_indices
+        self._pass_seconds = dict(zip(self._groups, costs.by_rank(seconds), strict=True))
+        """By device group, of passes of 0, 1, 2, ... samples."""
         self._rank_passes = cache(self._rank_passes_of)
         self.under = cache(self._under)
         """The solver under these caps."""
 
     def _under(self, caps: tuple[int, ...]) -> SynchronizedPasses | IndependentPasses:
-        devices = self._costs.cluster.device_group_indices
-        groups = group_equal(zip(devices, caps, strict=True))
+        keys = list(zip(self._groups, caps, strict=True))
+        equal = [(ranks, *keys[ranks[0]]) for ranks in group_equal(keys)]
         if self._costs.synchronizes_every_pass:
-            passes = [(own, self._pass_seconds[own[0]][: caps[own[0]] + 1]) for own in groups]
+            passes = [(ranks, self._pass_seconds[group][: cap + 1]) for ranks, group, cap in equal]
             return SynchronizedPasses(self._costs, passes, self._global_batch)
-        first = [devices.index(devices[own[0]]) for own in groups]
-        tables = [
-            (own, self._rank_passes(rank, caps[own[0]]))
-            for rank, own in zip(first, groups, strict=True)
-        ]
+        tables = [(ranks, self._rank_passes(group, cap)) for ranks, group, cap in equal]
         return IndependentPasses(self._costs, tables, self._global_batch)
 
-    def _rank_passes_of(self, rank: int, cap: int) -> RankPasses:
-        passes = self._pass_seconds[rank][: cap + 1]
+    def _rank_passes_of(self, group: int, cap: int) -> RankPasses:
+        passes = self._pass_seconds[group][: cap + 1]
         return RankPasses(passes, self._global_batch, self._costs.reducible_fraction)
 
 
@@ -119,14 +116,22 @@ class SynchronizedPasses:
         bounded by its tangent at `least`, and the minimum of linear functions is concave.
         """
 
-        def tangent(one: Synchronization, *, costliest: bool) -> Tangent:
+        def tangent(one: Synchronization, *, costliest: bool) -> tuple[float, CommunicationSeconds]:
             seconds = self._costs.synchronization_seconds(one, least, costliest=costliest)
-            return Tangent(seconds, self._costs.slopes(one, least, costliest=costliest))
+            return seconds, self._costs.slopes(one, least, costliest=costliest)
 
-        tangents = self._usual_and_costliest(tangent)
+        def bounds_at(
+            corner: CommunicationSeconds, tangents: Sequence[tuple[float, CommunicationSeconds]]
+        ) -> list[float]:
+            gather, reduce = corner.gather - least.gather, corner.reduce - least.reduce
+            bounds = [seconds + s.gather * gather + s.reduce * reduce for seconds, s in tangents]
+            # The tangent of a larger synchronization may be flatter, but its seconds never fewer.
+            return list(accumulate(bounds[::-1], min))[::-1]
+
+        usual, costliest = self._usual_and_costliest(tangent)
         corners = starmap(CommunicationSeconds, product(*map(set, zip(least, most, strict=True))))
         return [
-            (corner, self._cover(*(_at(corner, least, lines) for lines in tangents))[0])
+            (corner, self._cover(bounds_at(corner, usual), bounds_at(corner, costliest))[0])
             for corner in sorted(corners)
         ]
 
@@ -165,27 +170,8 @@ class SynchronizedPasses:
         return column
 
 
-class Tangent(NamedTuple):
-    """Seconds of a synchronization at some communication, and how they grow with it."""
-
-    seconds: float
-    slope: CommunicationSeconds
-
-
-def _at(
-    corner: CommunicationSeconds, least: CommunicationSeconds, tangents: Sequence[Tangent]
-) -> list[float]:
-    """The tangents of synchronizations at `least`, evaluated at `corner`; non-decreasing."""
-    gather, reduce = corner.gather - least.gather, corner.reduce - least.reduce
-    bounds = [
-        seconds + slope.gather * gather + slope.reduce * reduce for seconds, slope in tangents
-    ]
-    # The tangent of a larger synchronization may be flatter, but its seconds are never fewer.
-    return list(accumulate(reversed(bounds), min))[::-1]
-
-
 class Split(NamedTuple):
-    """Batches of a step with one synchronization, and when that is reached."""
+    """Batches of a step with one synchronization."""
 
     synchronization: Synchronization
     micro_batches: MicroBatches
@@ -231,7 +217,7 @@ class IndependentPasses:
         """
         seconds_of = partial(self._costs.synchronization_seconds, communication=communication)
         alone = seconds_of(Synchronization(0.0, 0.0))
-        most_samples = [passes.most_samples for _, passes in self._groups]
+        most_samples = [len(passes.seconds) - 1 for _, passes in self._groups]
         target = math.inf
         while target > 0.0:
             latest = self._kth_smallest(
@@ -257,7 +243,7 @@ class IndependentPasses:
 
     def _split(self, latest: float, reducible: float) -> Split:
         """The global batch with this `latest` and the least `reducible`, which is at most this."""
-        limits = [passes.samples_by(latest) for _, passes in self._groups]
+        limits = [bisect_right(passes.seconds, latest) - 1 for _, passes in self._groups]
         if self._costs.overlaps:
             start = partial(RankPasses.earliest_reducible, end=latest)
             reducible = self._kth_smallest(start, limits)
@@ -302,32 +288,21 @@ class RankPasses:
             global_batch: most samples of this rank.
             reducible_fraction: the part of a pass, up to its end, in which gradients are reduced.
         """
-        self._reducible_fraction = reducible_fraction
         self._pass_seconds = pass_seconds
+        self._reducible_fraction = reducible_fraction
         self.seconds, self._last = _core.cheapest_passes(pass_seconds, global_batch)
-        """`seconds[n]`: the least time for `n` samples; non-decreasing. Ends at 0 if none fits."""
+        """`seconds[n]`: the least time for `n` samples, non-decreasing; only 0 if no pass fits."""
         self._cuts = cache(self._cuts_of)
-
-    @property
-    def most_samples(self) -> int:
-        """The global batch, or 0 if no pass fits."""
-        return len(self.seconds) - 1
-
-    def samples_by(self, latest: float) -> int:
-        """The most samples that are computed by `latest`."""
-        return bisect_right(self.seconds, latest) - 1
 
     def earliest_end(self, samples: int, reducible: float) -> float:
         """The least time for these samples if the last pass has gradients by `reducible`."""
         if math.isinf(reducible):
             return self.seconds[samples]
-        cuts = self._cuts(samples)
-        return next((cut.end for cut in cuts if cut.reducible <= reducible), math.inf)
+        return next((c.end for c in self._cuts(samples) if c.reducible <= reducible), math.inf)
 
     def earliest_reducible(self, samples: int, end: float) -> float:
         """The earliest gradients of the last pass if these samples are computed by `end`."""
-        fitting = (cut.reducible for cut in self._cuts(samples) if cut.end <= end)
-        return min(fitting, default=math.inf)
+        return min((c.reducible for c in self._cuts(samples) if c.end <= end), default=math.inf)
 
     def cut(self, samples: int, latest: float, reducible: float) -> tuple[int, ...]:
         """Passes of `samples` within these bounds, smaller ones first."""
@@ -342,10 +317,9 @@ class RankPasses:
         for last in range(1, min(len(self._pass_seconds) - 1, samples) + 1):
             end = self._pass_seconds[last] + self.seconds[samples - last]
             cuts.append(Cut(end, end - self._reducible_fraction * self._pass_seconds[last], last))
-        best, efficient = math.inf, []
+        efficient: list[Cut] = []
         for cut in sorted(cuts):
-            if cut.reducible < best:
-                best = cut.reducible
+            if not efficient or cut.reducible < efficient[-1].reducible:
                 efficient.append(cut)
         return tuple(efficient)
 

@@ -14,19 +14,15 @@ from __future__ import annotations
 import heapq
 import math
 import operator
+from collections.abc import Sequence
 from itertools import count
 from typing import NamedTuple
 
 from poplar.plan import Plan
-from poplar.planner.batch_allocation import (
-    IndependentPasses,
-    MicroBatches,
-    SynchronizedPasses,
-)
+from poplar.planner.batch_allocation import IndependentPasses, MicroBatches, SynchronizedPasses
 from poplar.planner.cost_model import StageCosts
 from poplar.planner.heuristic import Alternation, Candidate, Request, fastest, largest_batches_of
 from poplar.planner.memory_shortfall import largest_shares, suffice
-from poplar.planner.rank_groups import group_equal
 from poplar.planner.shard_allocation import ShareProblem
 
 TOLERANCE = 1e-10
@@ -89,12 +85,6 @@ class _Search:
         self._nodes: list[tuple[float, int, _Node, Relaxed]] = []
         """A heap by bound."""
         self._number = count()
-        self._equal_ranks = {
-            rank: ranks
-            for ranks in group_equal(self._costs.cluster.rank_group_indices)
-            for rank in ranks
-        }
-        """Exchanging equal ranks changes no step, so only descending caps are searched."""
 
     def run(self) -> tuple[Candidate, float]:
         """The fastest plan found, and a lower bound on the step of any plan."""
@@ -113,9 +103,8 @@ class _Search:
                 closed = min(closed, relaxed.bound)
             for child in children:
                 self._add(child)
-        return self._best, min(
-            [closed, self._best.seconds, *(entry[0] for entry in self._nodes[:1])]
-        )
+        queued = [bound for bound, *_ in self._nodes[:1]]
+        return self._best, min([closed, self._best.seconds, *queued])
 
     def _limit(self, tolerance: float = TOLERANCE) -> float:
         """Nodes whose bound is not below these seconds cannot improve the best plan."""
@@ -123,10 +112,12 @@ class _Search:
 
     def _add(self, node: _Node) -> None:
         """Solve a node's relaxation; queue the node unless its bound rules it out."""
-        tightened = self._tightened(node)
-        if tightened is None:
+        upper = largest_shares(self._costs, node.low)
+        if not suffice(upper):
             return
-        node, upper = tightened
+        node = self._tightened(node, upper)
+        if max(node.high) < 1 or any(map(operator.lt, node.high, node.low)):
+            return
         relaxed = self._relaxed(node, ShareProblem(self._costs, upper))
         if relaxed is None or relaxed.bound >= self._limit():
             return
@@ -137,11 +128,8 @@ class _Search:
         if relaxed.bound < self._limit():
             heapq.heappush(self._nodes, (relaxed.bound, number, node, relaxed))
 
-    def _tightened(self, node: _Node) -> tuple[_Node, list[float]] | None:
-        """The node without caps that its shares rule out, and the largest shares; None: empty."""
-        upper = largest_shares(self._costs, node.low)
-        if not suffice(upper):
-            return None
+    def _tightened(self, node: _Node, upper: Sequence[float]) -> _Node:
+        """The node without caps that no shares up to these allow."""
         total = math.fsum(upper)
 
         def largest_batch(rank: int, own: float, high: int) -> int:
@@ -149,9 +137,7 @@ class _Search:
             return self._costs.memories[rank].largest_batch(least, high)
 
         high = self._costs.by_rank(largest_batch, upper, node.high)
-        if max(high) < 1 or any(map(operator.lt, high, node.low)):
-            return None
-        return node._replace(high=tuple(high)), upper
+        return node._replace(high=tuple(high))
 
     def _relaxed(self, node: _Node, problem: ShareProblem) -> Relaxed | None:
         """The relaxation of a node, or None if it is not faster than the best plan."""
@@ -215,11 +201,13 @@ class _Search:
         used, share = largest[rank], relaxed.shares[rank]
         # Halve the range between what fits beside the share and what the relaxed plan uses.
         cap = (memories[rank].largest_batch(share, used) + used + 1) // 2
-        equal = self._equal_ranks[rank]
-        place = equal.index(rank)
+        # Exchanging equal ranks changes no step, so only descending caps are searched.
+        groups = self._costs.cluster.rank_group_indices
+        equal = [other for other, group in enumerate(groups) if group == groups[rank]]
         high, low = list(node.high), list(node.low)
-        for other in equal[place:]:
-            high[other] = min(high[other], cap - 1)
-        for other in equal[: place + 1]:
-            low[other] = max(low[other], cap)
+        for other in equal:
+            if other >= rank:
+                high[other] = min(high[other], cap - 1)
+            if other <= rank:
+                low[other] = max(low[other], cap)
         return [node._replace(high=tuple(high)), node._replace(low=tuple(low))]
