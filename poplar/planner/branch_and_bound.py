@@ -31,9 +31,8 @@ _MOST_WORK = 1200
 """Nodes times ranks."""
 _NODES_BEFORE_SETTLING = 40
 _SETTLED = 1e-3
-"""After so many nodes, a plan that is proven to be this close to the fastest is good enough."""
-_NODES_BETWEEN_ALTERNATIONS = 8
-"""After `_NODES_BEFORE_SETTLING`, when most alternations find nothing new."""
+"""After so many nodes, alternations find nothing new, and a plan that is proven to be this close to
+the fastest is good enough."""
 
 
 class Decision(NamedTuple):
@@ -123,7 +122,7 @@ class _Search:
             return
         self._best = fastest(self._best, self._solvers.best_shares(relaxed.micro_batches))
         number = next(self._number)
-        if number < _NODES_BEFORE_SETTLING or number % _NODES_BETWEEN_ALTERNATIONS == 0:
+        if number < _NODES_BEFORE_SETTLING:
             self._best = fastest(self._best, self._solvers.alternate(relaxed.shares))
         if relaxed.bound < self._limit():
             heapq.heappush(self._nodes, (relaxed.bound, number, node, relaxed))

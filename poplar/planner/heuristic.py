@@ -1,8 +1,8 @@
-"""The first plan of a stage: alternate the best batches for given shares and the best shares for
-given batches.
+"""The first plan of a stage: the best batches for given shares, then the best shares for those.
 
-Each half is exact, so every round is at least as fast as the one before, and every result fits in
-memory. Branch and bound starts from this plan; `benchmarks/search.py` compares the two.
+Each half is exact, and every result fits in memory. Branch and bound starts from this plan, finds
+others in the same way, and may stop at its first node on large clusters;
+`benchmarks/search.py` compares the two.
 """
 
 from __future__ import annotations
@@ -13,12 +13,9 @@ from typing import NamedTuple
 
 from poplar.planner.batch_allocation import BatchAllocator, MicroBatches
 from poplar.planner.cost_model import StageCosts
-from poplar.planner.memory_shortfall import largest_shares, smallest_shares, suffice
+from poplar.planner.memory_shortfall import largest_shares, smallest_shares
 from poplar.planner.rank_groups import map_distinct
 from poplar.planner.shard_allocation import ShareProblem
-
-_ROUNDS = 3
-"""More rounds do not make a step faster by more than 0.01 %."""
 
 
 class Request(NamedTuple):
@@ -52,25 +49,19 @@ class Alternation:
         self.batches = BatchAllocator(costs, request.global_batch)
 
     def first_plan(self) -> Candidate:
-        """The better of two alternations: from even shares, and from shares by free memory."""
+        """The better plan of two: from even shares, and from those that need the least memory."""
         ranks = self.costs.cluster.world_size
         even = (1.0 / ranks,) * ranks
         if not self.costs.shares_matter:
             return self.best_batches(even)
-        return fastest(self.alternate(even), self.alternate(self._shares_by_memory()))
+        return fastest(self.alternate(even), self.alternate(smallest_shares(self.costs)[0]))
 
     def alternate(self, shares: Sequence[float]) -> Candidate:
-        """A plan reached from these shares."""
-        best = NOTHING_FITS
-        for _ in range(_ROUNDS):
-            found = self.best_batches(shares)
-            if found.seconds >= best.seconds:
-                break
-            best, improved = found, self.best_shares(found.micro_batches)
-            if improved.seconds >= best.seconds:
-                break
-            best, shares = improved, improved.shares
-        return best
+        """The best batches for these shares, with the best shares for those batches."""
+        found = self.best_batches(shares)
+        if found is NOTHING_FITS:
+            return found
+        return fastest(found, self.best_shares(found.micro_batches))
 
     def best_batches(self, shares: Sequence[float]) -> Candidate:
         """The fastest plan with these shares."""
@@ -99,17 +90,6 @@ class Alternation:
     def _candidate(self, micro_batches: MicroBatches, shares: Sequence[float]) -> Candidate:
         seconds = self.costs.step_seconds(micro_batches, shares)
         return Candidate(seconds, micro_batches, tuple(shares))
-
-    def _shares_by_memory(self) -> tuple[float, ...]:
-        """Shares in proportion to the memory that is free beside one sample.
-
-        If a rank cannot hold a sample: the shares of the plan that needs the least memory.
-        """
-        free = largest_shares(self.costs, [1] * self.costs.cluster.world_size)
-        if not suffice(free):
-            return smallest_shares(self.costs)[0]
-        total = math.fsum(free)
-        return tuple(part / total for part in free)
 
 
 def largest_batches_of(micro_batches: MicroBatches) -> list[int]:
