@@ -12,7 +12,6 @@ plan of the heuristic alone is, at the stage where it is slowest.
 from __future__ import annotations
 
 import argparse
-import math
 import random
 import statistics
 import time
@@ -138,7 +137,7 @@ def heuristic_slowdown(drawn: ClusterProfile, batch: int, stages: Sequence[int])
         first = Alternation(costs, request).first_plan()
         fastest = fastest_plan(costs, request).plan
         fastest_seconds = costs.step_seconds(fastest.micro_batches, fastest.shares)
-        slowdowns.append(first.seconds / fastest_seconds - 1.0 if first else math.inf)
+        slowdowns.append(first.seconds / fastest_seconds - 1.0)
     return max(slowdowns)
 
 

@@ -12,8 +12,8 @@ from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
-from itertools import accumulate
-from typing import NamedTuple
+from itertools import accumulate, product, starmap
+from typing import NamedTuple, TypeVar
 
 from poplar import _core
 from poplar.planner.communication_schedule import (
@@ -24,6 +24,7 @@ from poplar.planner.communication_schedule import (
 from poplar.planner.cost_model import StageCosts
 from poplar.planner.rank_groups import group_equal, map_distinct
 
+T = TypeVar("T")
 MicroBatches = tuple[tuple[int, ...], ...]
 _ROUNDING = 1e-12
 """Relative difference below which two times are equal."""
@@ -33,34 +34,30 @@ class BatchAllocator:
     """Solvers for one stage and global batch, for any caps; they share their tables."""
 
     def __init__(self, costs: StageCosts, global_batch: int) -> None:
+        def seconds(rank: int) -> list[float]:
+            largest = min(global_batch, costs.cluster.devices[rank].max_batch)
+            return [costs.pass_seconds(rank, batch) for batch in range(largest + 1)]
+
         self._costs = costs
         self._global_batch = global_batch
         self._groups = costs.cluster.device_group_indices
-        self._first_rank = {self._groups[ranks[0]]: ranks[0] for ranks in group_equal(self._groups)}
-        self._pass_seconds = cache(self._pass_seconds_of)
+        self._pass_seconds = dict(zip(self._groups, costs.by_rank(seconds), strict=True))
+        """By device group, of passes of 0, 1, 2, ... samples."""
         self._rank_passes = cache(self._rank_passes_of)
         self.under = cache(self._under)
         """The solver under these caps."""
 
     def _under(self, caps: tuple[int, ...]) -> SynchronizedPasses | IndependentPasses:
-        groups = [
-            (ranks, self._groups[ranks[0]], caps[ranks[0]])
-            for ranks in group_equal(zip(self._groups, caps, strict=True))
-        ]
+        keys = list(zip(self._groups, caps, strict=True))
+        equal = [(ranks, *keys[ranks[0]]) for ranks in group_equal(keys)]
         if self._costs.synchronizes_every_pass:
-            passes = [(ranks, self._pass_seconds(group)[: cap + 1]) for ranks, group, cap in groups]
+            passes = [(ranks, self._pass_seconds[group][: cap + 1]) for ranks, group, cap in equal]
             return SynchronizedPasses(self._costs, passes, self._global_batch)
-        tables = [(ranks, self._rank_passes(group, cap)) for ranks, group, cap in groups]
+        tables = [(ranks, self._rank_passes(group, cap)) for ranks, group, cap in equal]
         return IndependentPasses(self._costs, tables, self._global_batch)
 
-    def _pass_seconds_of(self, group: int) -> list[float]:
-        """Seconds of a pass of 0, 1, 2, ... samples."""
-        rank = self._first_rank[group]
-        largest = min(self._global_batch, self._costs.cluster.devices[rank].max_batch)
-        return [self._costs.pass_seconds(rank, batch) for batch in range(largest + 1)]
-
     def _rank_passes_of(self, group: int, cap: int) -> RankPasses:
-        passes = self._pass_seconds(group)[: cap + 1]
+        passes = self._pass_seconds[group][: cap + 1]
         return RankPasses(passes, self._global_batch, self._costs.reducible_fraction)
 
 
@@ -132,16 +129,10 @@ class SynchronizedPasses:
             lambda schedule: [schedule.tangent(one, least) for one in self.synchronizations],
             self._costs.schedules,
         )
-        corners = sorted(
-            {
-                CommunicationSeconds(gather, reduce)
-                for gather in (least.gather, most.gather)
-                for reduce in (least.reduce, most.reduce)
-            }
-        )
+        corners = starmap(CommunicationSeconds, product(*map(set, zip(least, most, strict=True))))
         return [
             (corner, self._cover(*(self._tangents_at(corner, own) for own in tangents))[0])
-            for corner in corners
+            for corner in sorted(corners)
         ]
 
     def _cover(
@@ -184,7 +175,7 @@ class SynchronizedPasses:
 
 
 class Split(NamedTuple):
-    """Batches of a step with one synchronization, and when that is reached."""
+    """Batches of a step with one synchronization."""
 
     synchronization: Synchronization
     micro_batches: MicroBatches
@@ -194,7 +185,7 @@ class IndependentPasses:
     """Batches of a step with one synchronization; each rank runs its own passes before it.
 
     The seconds of a step grow with `latest` and, with overlap, with `reducible`. So only splits
-    matter that no other split improves in both: `first` and `following` walk along those.
+    matter that no other split improves in both.
     """
 
     def __init__(
@@ -207,60 +198,62 @@ class IndependentPasses:
         self._costs = costs
         self._global_batch = global_batch
         self._groups = groups
-        self._counts = [len(ranks) for ranks, _ in groups]
 
     def cheapest(self, communication: CommunicationSeconds) -> MicroBatches:
         """The batches of the fastest step with this communication."""
-        split: Split | None = (first := self.first())
-        best, batches = math.inf, first.micro_batches
-        while split is not None:
+        batches: MicroBatches = ()
+        best = math.inf
+        splits = self.splits(communication, limit=lambda: best)
+        for split in splits:
             seconds = self._costs.schedule.seconds(split.synchronization, communication)
             if seconds < best:
                 best, batches = seconds, split.micro_batches
-            split = self.following(split, communication, best)
         return batches
 
-    def first(self) -> Split:
-        """The split with the least `latest`, and of those the one with the least `reducible`."""
-        limits = [passes.most_samples for _, passes in self._groups]
-        ends = [passes.seconds.__getitem__ for _, passes in self._groups]
-        latest = kth_smallest(ends, limits, self._counts, self._global_batch)
-        return self._split(latest, latest)
-
-    def following(
-        self, split: Split, communication: CommunicationSeconds, below: float
-    ) -> Split | None:
-        """The next split, with a larger `latest` and a smaller `reducible`, or None.
+    def splits(
+        self, communication: CommunicationSeconds, limit: Callable[[], float]
+    ) -> Iterator[Split]:
+        """The splits that matter, with growing `latest` and falling `reducible`.
 
         Args:
-            split: the one before.
             communication: the least communication of the steps that are compared.
-            below: None is returned if no later split can synchronize in less than these seconds.
+            limit: how many seconds later splits must be below; called before each of them.
         """
-        if not self._costs.overlaps:
-            return None
         seconds_of = partial(self._costs.schedule.seconds, communication=communication)
-        latest, reducible = split.synchronization
-        # All communication follows `reducible`, so only splits below this target are fast enough.
-        target = min(below - seconds_of(Synchronization(0.0, 0.0)), reducible - _ROUNDING * latest)
-        if target <= 0.0:
-            return None
-        limits = [passes.most_samples for _, passes in self._groups]
-        ends = [partial(passes.earliest_end, reducible=target) for _, passes in self._groups]
-        latest = kth_smallest(ends, limits, self._counts, self._global_batch)
-        if math.isinf(latest) or seconds_of(Synchronization(latest, 0.0)) >= below:
-            return None
-        return self._split(latest, target)
+        alone = seconds_of(Synchronization(0.0, 0.0))
+        most_samples = [len(passes.seconds) - 1 for _, passes in self._groups]
+        target = math.inf
+        while target > 0.0:
+            latest = self._kth_smallest(
+                partial(RankPasses.earliest_end, reducible=target), most_samples
+            )
+            if math.isinf(latest) or seconds_of(Synchronization(latest, 0.0)) >= limit():
+                return
+            split = self._split(latest, target)
+            yield split
+            if not self._costs.overlaps:
+                return
+            # All communication follows `reducible`, so only splits below this are fast enough.
+            latest, reducible = split.synchronization
+            target = min(limit() - alone, reducible - _ROUNDING * latest)
+
+    def _kth_smallest(
+        self, value: Callable[[RankPasses, int], float], limits: Sequence[int]
+    ) -> float:
+        """The least value up to which the ranks together can run the global batch."""
+        values = [partial(value, passes) for _, passes in self._groups]
+        copies = [len(ranks) for ranks, _ in self._groups]
+        return kth_smallest(values, limits, copies, self._global_batch)
 
     def _split(self, latest: float, reducible: float) -> Split:
         """The global batch with this `latest` and the least `reducible`, which is at most this."""
-        limits = [passes.samples_by(latest) for _, passes in self._groups]
+        limits = [bisect_right(passes.seconds, latest) - 1 for _, passes in self._groups]
         if self._costs.overlaps:
-            starts = [partial(passes.earliest_reducible, end=latest) for _, passes in self._groups]
-            reducible = kth_smallest(starts, limits, self._counts, self._global_batch)
+            start = partial(RankPasses.earliest_reducible, end=latest)
+            reducible = self._kth_smallest(start, limits)
             limits = [
-                bisect_right(range(1, limit + 1), reducible, key=start)
-                for start, limit in zip(starts, limits, strict=True)
+                bisect_right(range(1, limit + 1), reducible, key=partial(start, passes))
+                for limit, (_, passes) in zip(limits, self._groups, strict=True)
             ]
         batches: list[tuple[int, ...]] = [()] * self._costs.cluster.world_size
         used = []
@@ -299,34 +292,25 @@ class RankPasses:
             global_batch: most samples of this rank.
             reducible_fraction: the part of a pass, up to its end, in which gradients are reduced.
         """
-        self._reducible_fraction = reducible_fraction
         self._pass_seconds = pass_seconds
+        self._reducible_fraction = reducible_fraction
         self.seconds, self._last = _core.cheapest_passes(pass_seconds, global_batch)
-        """`seconds[n]`: the least time for `n` samples; non-decreasing. Ends at 0 if none fits."""
+        """`seconds[n]`: the least time for `n` samples, non-decreasing; only 0 if no pass fits."""
         self._cuts = cache(self._cuts_of)
-
-    @property
-    def most_samples(self) -> int:
-        """The global batch, or 0 if no pass fits."""
-        return len(self.seconds) - 1
-
-    def samples_by(self, latest: float) -> int:
-        """The most samples that are computed by `latest`."""
-        return bisect_right(self.seconds, latest) - 1
 
     def earliest_end(self, samples: int, reducible: float) -> float:
         """The least time for these samples if the last pass has gradients by `reducible`."""
-        cuts = self._cuts(samples)
-        return next((cut.end for cut in cuts if cut.reducible <= reducible), math.inf)
+        if math.isinf(reducible):
+            return self.seconds[samples]
+        return next((c.end for c in self._cuts(samples) if c.reducible <= reducible), math.inf)
 
     def earliest_reducible(self, samples: int, end: float) -> float:
         """The earliest gradients of the last pass if these samples are computed by `end`."""
-        fitting = (cut.reducible for cut in self._cuts(samples) if cut.end <= end)
-        return min(fitting, default=math.inf)
+        return min((c.reducible for c in self._cuts(samples) if c.end <= end), default=math.inf)
 
     def cut(self, samples: int, latest: float, reducible: float) -> tuple[int, ...]:
         """Passes of `samples` within these bounds, smaller ones first."""
-        if reducible >= latest or samples == 0:
+        if reducible >= latest:
             return tuple(sorted(self._cheapest(samples)))
         last = next(cut.last for cut in self._cuts(samples) if cut.reducible <= reducible)
         return (*sorted(self._cheapest(samples - last)), last)
@@ -337,10 +321,9 @@ class RankPasses:
         for last in range(1, min(len(self._pass_seconds) - 1, samples) + 1):
             end = self._pass_seconds[last] + self.seconds[samples - last]
             cuts.append(Cut(end, end - self._reducible_fraction * self._pass_seconds[last], last))
-        best, efficient = math.inf, []
+        efficient: list[Cut] = []
         for cut in sorted(cuts):
-            if cut.reducible < best:
-                best = cut.reducible
+            if not efficient or cut.reducible < efficient[-1].reducible:
                 efficient.append(cut)
         return tuple(efficient)
 
@@ -368,18 +351,19 @@ def kth_smallest(
     def total(counts: Sequence[int]) -> int:
         return sum(own * times for own, times in zip(counts, copies, strict=True))
 
-    low, high, found = [0] * len(lengths), list(lengths), math.inf
-    if total(high) < count:
-        return math.inf
-    while low != high:
+    def counts(bisect: Callable[..., int]) -> list[int]:
+        """By sequence, how many values are below the pivot (`bisect_left`), or at most it."""
+        windows = zip(values, low, high, strict=True)
+        return [bisect(range(1, b + 1), pivot, a, key=value) for value, a, b in windows]
+
+    low, high = [0] * len(lengths), list(lengths)
+    while total(high) >= count:
         widest = max(range(len(low)), key=lambda s: high[s] - low[s])
         pivot = values[widest]((low[widest] + high[widest] + 1) // 2)
-        windows = [range(a + 1, b + 1) for a, b in zip(low, high, strict=True)]
-        searched = list(zip(low, windows, values, strict=True))
-        at_most = [a + bisect_right(window, pivot, key=value) for a, window, value in searched]
-        if total(at_most) < count:
-            low = at_most
+        if total(below := counts(bisect_left)) >= count:
+            high = below
+        elif total(at_most := counts(bisect_right)) >= count:
+            return pivot
         else:
-            found = pivot
-            high = [a + bisect_left(window, pivot, key=value) for a, window, value in searched]
-    return found
+            low = at_most
+    return math.inf

@@ -13,21 +13,16 @@ from __future__ import annotations
 
 import heapq
 import math
-from dataclasses import dataclass, replace
+import operator
+from collections.abc import Sequence
 from itertools import count
 from typing import NamedTuple
 
 from poplar.plan import Plan
-from poplar.planner.batch_allocation import (
-    IndependentPasses,
-    MicroBatches,
-    Split,
-    SynchronizedPasses,
-)
+from poplar.planner.batch_allocation import IndependentPasses, MicroBatches, SynchronizedPasses
 from poplar.planner.cost_model import StageCosts
-from poplar.planner.heuristic import Alternation, Candidate, Request, largest_batches_of
-from poplar.planner.memory_shortfall import suffice
-from poplar.planner.rank_groups import group_equal, map_distinct
+from poplar.planner.heuristic import Alternation, Candidate, Request, fastest, largest_batches_of
+from poplar.planner.memory_shortfall import largest_shares, suffice
 from poplar.planner.shard_allocation import ShareProblem
 
 TOLERANCE = 1e-10
@@ -36,16 +31,15 @@ _MOST_WORK = 1200
 """Nodes times ranks."""
 _NODES_BEFORE_SETTLING = 40
 _SETTLED = 1e-3
-"""After so many nodes, a plan that is proven to be this close to the fastest is good enough."""
-_NODES_BETWEEN_ALTERNATIONS = 8
-"""After `_NODES_BEFORE_SETTLING`, when most alternations find nothing new."""
+"""After so many nodes, alternations find nothing new, and a plan that is proven to be this close to
+the fastest is good enough."""
 
 
 class Decision(NamedTuple):
-    """A plan, and how much faster any other can be, as a fraction of its step; None: unknown."""
+    """A plan, and seconds that no plan is faster than; None: unknown."""
 
     plan: Plan
-    gap: float | None = None
+    bound: float | None = None
 
 
 class Relaxed(NamedTuple):
@@ -60,27 +54,20 @@ def fastest_plan(costs: StageCosts, request: Request) -> Decision:
     """The fastest plan of one stage. There must be no `memory_shortfall`."""
     solvers = Alternation(costs, request)
     best = solvers.first_plan()
-    bound = 0.0
+    bound = best.seconds
     if costs.shares_matter:
         best, bound = _Search(solvers, best).run()
-    assert best is not None, "a stage without a memory shortfall has a plan"
+    assert best.micro_batches, "a stage without a memory shortfall has a plan"
     plan = Plan(
         stage=costs.stage,
         global_batch=request.global_batch,
         micro_batches=best.micro_batches,
         shares=best.shares,
     )
-    return Decision(plan, optimality_gap(bound, best.seconds) if costs.shares_matter else 0.0)
+    return Decision(plan, bound)
 
 
-def optimality_gap(bound: float, seconds: float) -> float:
-    """How much faster than `seconds` a step may be, as a fraction, if none is below `bound`."""
-    gap = 1.0 - bound / seconds if seconds else 0.0
-    return gap if gap > TOLERANCE else 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class _Node:
+class _Node(NamedTuple):
     """Bounds on every rank's cap."""
 
     low: tuple[int, ...]
@@ -90,24 +77,19 @@ class _Node:
 class _Search:
     """Best-first branch and bound."""
 
-    def __init__(self, solvers: Alternation, first: Candidate | None) -> None:
+    def __init__(self, solvers: Alternation, first: Candidate) -> None:
         self._solvers = solvers
         self._costs = solvers.costs
-        self._groups, self._memory_of = solvers.groups, solvers.memory_of_group
         self._best = first
         self._nodes: list[tuple[float, int, _Node, Relaxed]] = []
         """A heap by bound."""
         self._number = count()
-        self._equal_ranks = {
-            rank: ranks
-            for ranks in group_equal(self._costs.cluster.rank_group_indices)
-            for rank in ranks
-        }
-        """Exchanging equal ranks changes no step, so only descending caps are searched."""
 
-    def run(self) -> tuple[Candidate | None, float]:
+    def run(self) -> tuple[Candidate, float]:
         """The fastest plan found, and a lower bound on the step of any plan."""
-        self._add(self._root())
+        devices, largest = self._costs.cluster.devices, self._solvers.request.max_micro_batch
+        high = tuple(min(largest, device.max_batch) for device in devices)
+        self._add(_Node(low=(0,) * len(devices), high=high))
         closed = math.inf
         """The smallest bound of nodes that cannot be split."""
         for done in range(_MOST_WORK // self._costs.cluster.world_size + 1):
@@ -120,53 +102,41 @@ class _Search:
                 closed = min(closed, relaxed.bound)
             for child in children:
                 self._add(child)
-        best = math.inf if self._best is None else self._best.seconds
-        return self._best, min([closed, best, *(entry[0] for entry in self._nodes[:1])])
-
-    def _root(self) -> _Node:
-        devices, largest = self._costs.cluster.devices, self._solvers.request.max_micro_batch
-        high = tuple(min(largest, device.max_batch) for device in devices)
-        return _Node(low=(0,) * len(devices), high=high)
+        queued = [bound for bound, *_ in self._nodes[:1]]
+        return self._best, min([closed, self._best.seconds, *queued])
 
     def _limit(self, tolerance: float = TOLERANCE) -> float:
         """Nodes whose bound is not below these seconds cannot improve the best plan."""
-        return math.inf if self._best is None else self._best.seconds * (1.0 - tolerance)
-
-    def _keep(self, found: Candidate | None) -> None:
-        if found is not None and (self._best is None or found.seconds < self._best.seconds):
-            self._best = found
+        return self._best.seconds * (1.0 - tolerance)
 
     def _add(self, node: _Node) -> None:
         """Solve a node's relaxation; queue the node unless its bound rules it out."""
-        tightened = self._tightened(node)
-        if tightened is None:
+        upper = largest_shares(self._costs, node.low)
+        if not suffice(upper):
             return
-        node, upper = tightened
+        node = self._tightened(node, upper)
+        if max(node.high) < 1 or any(map(operator.lt, node.high, node.low)):
+            return
         relaxed = self._relaxed(node, ShareProblem(self._costs, upper))
         if relaxed is None or relaxed.bound >= self._limit():
             return
-        self._keep(self._solvers.best_shares(relaxed.micro_batches))
+        self._best = fastest(self._best, self._solvers.best_shares(relaxed.micro_batches))
         number = next(self._number)
-        if number < _NODES_BEFORE_SETTLING or number % _NODES_BETWEEN_ALTERNATIONS == 0:
-            self._keep(self._solvers.alternate(relaxed.shares))
+        if number < _NODES_BEFORE_SETTLING:
+            self._best = fastest(self._best, self._solvers.alternate(relaxed.shares))
         if relaxed.bound < self._limit():
             heapq.heappush(self._nodes, (relaxed.bound, number, node, relaxed))
 
-    def _tightened(self, node: _Node) -> tuple[_Node, list[float]] | None:
-        """The node without caps that its shares rule out, and the largest shares; None: empty."""
-        upper = self._solvers.largest_shares(node.low)
+    def _tightened(self, node: _Node, upper: Sequence[float]) -> _Node:
+        """The node without caps that no shares up to these allow."""
         total = math.fsum(upper)
-        if min(upper) < 0.0 or not suffice(upper):
-            return None
 
-        def largest_batch(key: tuple[int, float, int]) -> int:
-            group, own, high = key
-            return self._memory_of[group].largest_batch(max(0.0, 1.0 - (total - own)), high)
+        def largest_batch(rank: int, own: float, high: int) -> int:
+            least = max(0.0, 1.0 - (total - own))
+            return self._costs.memories[rank].largest_batch(least, high)
 
-        high = map_distinct(largest_batch, list(zip(self._groups, upper, node.high, strict=True)))
-        if max(high) < 1 or any(h < low for h, low in zip(high, node.low, strict=True)):
-            return None
-        return replace(node, high=tuple(high)), upper
+        high = self._costs.by_rank(largest_batch, upper, node.high)
+        return node._replace(high=tuple(high))
 
     def _relaxed(self, node: _Node, problem: ShareProblem) -> Relaxed | None:
         """The relaxation of a node, or None if it is not faster than the best plan."""
@@ -180,9 +150,8 @@ class _Search:
     ) -> Relaxed | None:
         """A lower bound by one linear program, and a plan by alternation from two starts."""
         least = problem.least_communication()
-        bounds = batches.lower_bounds(least, problem.most_communication())
-        lowest = problem.lowest(bounds)
-        if lowest is None or lowest.seconds >= self._limit():
+        lowest = problem.lowest(batches.lower_bounds(least, problem.most_communication()))
+        if lowest.seconds >= self._limit():
             return None
         starts = [
             batches.cheapest_sizes(least),
@@ -206,39 +175,38 @@ class _Search:
         """Exact: few splits matter, and each has its own best shares."""
         communication, tail = problem.least_communication(), problem.least_tail()
         limit, best = self._limit(), None
-        split: Split | None = batches.first()
-        while split is not None:
+        splits = batches.splits(communication, limit=lambda: limit - tail)
+        for split in splits:
             seconds = self._costs.schedule.seconds(split.synchronization, communication)
             if seconds + tail < limit:
                 shared = problem.cheapest([split.synchronization])
                 if shared.seconds < limit:
                     best = Relaxed(shared.seconds, split.micro_batches, shared.shares)
                     limit = shared.seconds * (1.0 - TOLERANCE)
-            split = batches.following(split, communication, limit - tail)
         return best
 
     def _split(self, node: _Node, relaxed: Relaxed) -> list[_Node]:
         """Nodes that together hold every plan of this one, but not its relaxed plan."""
-        largest = largest_batches_of(relaxed.micro_batches)
-        keys = list(zip(self._groups, largest, relaxed.shares, strict=True))
+        memories, largest = self._costs.memories, largest_batches_of(relaxed.micro_batches)
 
-        def excess(key: tuple[int, int, float]) -> float:
-            group, used, share = key
-            memory = self._memory_of[group]
+        def excess(rank: int, used: int, share: float) -> float:
+            memory = memories[rank]
             return 0.0 if memory.fits(used, share) else memory.needed(used, share) / memory.limit
 
-        excesses = map_distinct(excess, keys)
-        rank = max(range(len(keys)), key=lambda r: (excesses[r], -r))
+        excesses = self._costs.by_rank(excess, largest, relaxed.shares)
+        rank = excesses.index(max(excesses))
         if not excesses[rank]:
             return []
         used, share = largest[rank], relaxed.shares[rank]
         # Halve the range between what fits beside the share and what the relaxed plan uses.
-        cap = (self._costs.memories[rank].largest_batch(share, used) + used + 1) // 2
-        equal = self._equal_ranks[rank]
-        place = equal.index(rank)
+        cap = (memories[rank].largest_batch(share, used) + used + 1) // 2
+        # Exchanging equal ranks changes no step, so only descending caps are searched.
+        groups = self._costs.cluster.rank_group_indices
+        equal = [other for other, group in enumerate(groups) if group == groups[rank]]
         high, low = list(node.high), list(node.low)
-        for other in equal[place:]:
-            high[other] = min(high[other], cap - 1)
-        for other in equal[: place + 1]:
-            low[other] = max(low[other], cap)
-        return [replace(node, high=tuple(high)), replace(node, low=tuple(low))]
+        for other in equal:
+            if other >= rank:
+                high[other] = min(high[other], cap - 1)
+            if other <= rank:
+                low[other] = max(low[other], cap)
+        return [node._replace(high=tuple(high)), node._replace(low=tuple(low))]

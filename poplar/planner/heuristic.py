@@ -1,8 +1,8 @@
-"""The first plan of a stage: alternate the best batches for given shares and the best shares for
-given batches.
+"""The first plan of a stage: the best batches for given shares, then the best shares for those.
 
-Each half is exact, so every round is at least as fast as the one before, and every result fits in
-memory. Branch and bound starts from this plan; `benchmarks/search.py` compares the two.
+Each half is exact, and every result fits in memory. Branch and bound starts from this plan, finds
+others in the same way, and may stop at its first node on large clusters;
+`benchmarks/search.py` compares the two.
 """
 
 from __future__ import annotations
@@ -13,12 +13,9 @@ from typing import NamedTuple
 
 from poplar.planner.batch_allocation import BatchAllocator, MicroBatches
 from poplar.planner.cost_model import StageCosts
-from poplar.planner.memory_shortfall import smallest_shares, suffice
+from poplar.planner.memory_shortfall import largest_shares, smallest_shares
 from poplar.planner.rank_groups import map_distinct
 from poplar.planner.shard_allocation import ShareProblem
-
-_ROUNDS = 3
-"""More rounds do not make a step faster by more than 0.01 %."""
 
 
 class Request(NamedTuple):
@@ -37,91 +34,69 @@ class Candidate(NamedTuple):
     shares: tuple[float, ...]
 
 
+NOTHING_FITS = Candidate(math.inf, (), ())
+
+
 class Alternation:
-    """Solvers for one stage: the best batches for given shares, and the best shares for batches."""
+    """Solvers for one stage: the best batches for given shares, and the best shares for batches.
+
+    They return `NOTHING_FITS` if no batches fit beside the shares, or no shares beside the batches.
+    """
 
     def __init__(self, costs: StageCosts, request: Request) -> None:
         self.costs = costs
         self.request = request
         self.batches = BatchAllocator(costs, request.global_batch)
-        self.groups = costs.cluster.device_group_indices
-        """By rank, a number that ranks with equal devices share."""
-        self.memory_of_group = dict(zip(self.groups, costs.memories, strict=True))
 
-    def first_plan(self) -> Candidate | None:
-        """The better of two alternations: from even shares, and from shares by free memory."""
-        even = (1.0 / len(self.groups),) * len(self.groups)
+    def first_plan(self) -> Candidate:
+        """The better plan of two: from even shares, and from those that need the least memory."""
+        ranks = self.costs.cluster.world_size
+        even = (1.0 / ranks,) * ranks
         if not self.costs.shares_matter:
             return self.best_batches(even)
-        starts = (even, self._shares_by_memory())
-        found = [candidate for shares in starts if (candidate := self.alternate(shares))]
-        return min(found, key=lambda candidate: candidate.seconds, default=None)
+        return fastest(self.alternate(even), self.alternate(smallest_shares(self.costs)[0]))
 
-    def alternate(self, shares: Sequence[float]) -> Candidate | None:
-        """A plan reached from these shares, or None if no batches fit beside them."""
-        best = None
-        for _ in range(_ROUNDS):
-            found = self.best_batches(shares)
-            if found is None or (best is not None and found.seconds >= best.seconds):
-                break
-            best = found
-            improved = self.best_shares(found.micro_batches)
-            if improved is None or improved.seconds >= best.seconds:
-                break
-            best, shares = improved, improved.shares
-        return best
+    def alternate(self, shares: Sequence[float]) -> Candidate:
+        """The best batches for these shares, with the best shares for those batches."""
+        found = self.best_batches(shares)
+        if found is NOTHING_FITS:
+            return found
+        return fastest(found, self.best_shares(found.micro_batches))
 
-    def best_batches(self, shares: Sequence[float]) -> Candidate | None:
-        """The fastest plan with these shares, or None if no batches fit beside them."""
+    def best_batches(self, shares: Sequence[float]) -> Candidate:
+        """The fastest plan with these shares."""
         caps = self.largest_batches(shares)
         if min(caps) < 0 or max(caps) < 1:
-            return None
+            return NOTHING_FITS
         solver = self.batches.under(caps)
         return self._candidate(solver.cheapest(self.costs.communication(shares)), shares)
 
-    def best_shares(self, micro_batches: MicroBatches) -> Candidate | None:
-        """The fastest plan with these batches, or None if no shares fit beside them."""
-        upper = self.largest_shares(largest_batches_of(micro_batches))
+    def best_shares(self, micro_batches: MicroBatches) -> Candidate:
+        """The fastest plan with these batches."""
+        upper = largest_shares(self.costs, largest_batches_of(micro_batches))
         problem = ShareProblem(self.costs, upper)
         if not problem.is_feasible:
-            return None
+            return NOTHING_FITS
         shared = problem.cheapest(self.costs.synchronizations(micro_batches))
         return self._candidate(micro_batches, shared.shares)
 
-    def largest_shares(self, batches: Sequence[int]) -> list[float]:
-        """By rank, the largest share that fits beside a micro-batch; -inf: not even none does."""
-
-        def largest(group_and_batch: tuple[int, int]) -> float:
-            group, batch = group_and_batch
-            return self.memory_of_group[group].largest_share(batch)
-
-        return map_distinct(largest, list(zip(self.groups, batches, strict=True)))
-
     def largest_batches(self, shares: Sequence[float]) -> tuple[int, ...]:
         """By rank, the largest micro-batch that fits beside its share; -1: not even none does."""
-
-        def largest(group_and_share: tuple[int, float]) -> int:
-            group, share = group_and_share
-            return self.memory_of_group[group].largest_batch(share, self.request.max_micro_batch)
-
-        return tuple(map_distinct(largest, list(zip(self.groups, shares, strict=True))))
+        memories, at_most = self.costs.memories, self.request.max_micro_batch
+        return tuple(
+            self.costs.by_rank(lambda rank, own: memories[rank].largest_batch(own, at_most), shares)
+        )
 
     def _candidate(self, micro_batches: MicroBatches, shares: Sequence[float]) -> Candidate:
         seconds = self.costs.step_seconds(micro_batches, shares)
         return Candidate(seconds, micro_batches, tuple(shares))
 
-    def _shares_by_memory(self) -> tuple[float, ...]:
-        """Shares in proportion to the memory that is free beside one sample.
-
-        If a rank cannot hold a sample: the shares of the plan that needs the least memory.
-        """
-        free = map_distinct(lambda group: self.memory_of_group[group].largest_share(1), self.groups)
-        if min(free) < 0.0 or not suffice(free):
-            return smallest_shares(self.costs)[0]
-        total = math.fsum(free)
-        return tuple(part / total for part in free)
-
 
 def largest_batches_of(micro_batches: MicroBatches) -> list[int]:
     """By rank, its largest micro-batch; 0 if it has none."""
     return map_distinct(lambda passes: max(passes, default=0), micro_batches)
+
+
+def fastest(*candidates: Candidate) -> Candidate:
+    """The first of those with the fewest seconds."""
+    return min(candidates, key=lambda candidate: candidate.seconds)

@@ -71,8 +71,7 @@ def memory_shortfall(costs: StageCosts) -> Shortfall | None:
     """
     shares, rank_with_sample = smallest_shares(costs)
     batches = [int(rank == rank_with_sample) for rank in range(len(shares))]
-    room = costs.by_rank(lambda rank, batch: costs.memories[rank].largest_share(batch), batches)
-    if min(room) >= 0.0 and suffice(room):
+    if suffice(largest_shares(costs, batches)):
         return None
     nothing = [0] * len(shares)
     found, too_small = _shortfall(costs, batches, shares), shortfall_at(costs, nothing, nothing)
@@ -126,7 +125,7 @@ def smallest_shares(costs: StageCosts) -> tuple[tuple[float, ...], int]:
         lacking = 0.0 if beside_sample >= 0.0 else missing_bytes(costs, rank, 1, 0.0)
         return lacking, room[rank] - max(0.0, beside_sample)
 
-    room = costs.by_rank(lambda rank: max(0.0, costs.memories[rank].largest_share(0)))
+    room = [max(0.0, largest) for largest in largest_shares(costs, [0] * costs.cluster.world_size)]
     costs_of_a_sample = costs.by_rank(cost_of_a_sample)
     rank = costs_of_a_sample.index(min(costs_of_a_sample))
     others = math.fsum(room) - room[rank]
@@ -135,6 +134,11 @@ def smallest_shares(costs: StageCosts) -> tuple[tuple[float, ...], int]:
     return tuple(shares), rank
 
 
-def suffice(room: Sequence[float]) -> bool:
-    """Whether ranks that can own at most these shares can own everything, up to rounding."""
-    return math.fsum(room) >= 1.0 - _ROUNDING
+def largest_shares(costs: StageCosts, batches: Sequence[int]) -> list[float]:
+    """By rank, the largest share that fits beside a micro-batch; -inf: not even none does."""
+    return costs.by_rank(lambda rank, batch: costs.memories[rank].largest_share(batch), batches)
+
+
+def suffice(largest: Sequence[float]) -> bool:
+    """Whether every rank can own a share, and with `largest_shares` everything, up to rounding."""
+    return math.fsum(largest) >= 1.0 - _ROUNDING

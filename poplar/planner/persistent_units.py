@@ -11,17 +11,16 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import math
-from bisect import bisect_right
+from bisect import bisect_left
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 from poplar.plan import STRATEGIES, Plan, UnitPlan
-from poplar.planner.branch_and_bound import TOLERANCE, Decision, fastest_plan, optimality_gap
+from poplar.planner.branch_and_bound import TOLERANCE, Decision, fastest_plan
 from poplar.planner.cost_model import StageCosts
 from poplar.planner.heuristic import Request, largest_batches_of
 from poplar.planner.memory_model import RankMemory
-from poplar.planner.memory_shortfall import memory_shortfall
+from poplar.planner.memory_shortfall import memory_shortfall, shortfall_at
 from poplar.profile import ModelProfile
 
 _MOST_CUTS = 12
@@ -70,23 +69,17 @@ class _Optimistic(StageCosts):
         return StageCosts(self.cluster, self.stage, self.in_memory).memories
 
 
-class _Range(NamedTuple):
-    """Numbers of persistent units, and a lower bound on every step with one of them."""
-
-    bound: float
-    least: int
-    most: int
-
-
 class _Search:
     """Best-first search over ranges of numbers."""
 
     def __init__(self, costs: StageCosts, request: Request) -> None:
-        self._cluster, self._stage, self._request = costs.cluster, costs.stage, request
+        self._costs, self._request = costs, request
         self._order = persistence_order(costs.cluster.model)
-        self._best: Plan | None = None
-        self._seconds = math.inf
-        self._ranges: list[_Range] = []
+        self._best: tuple[float, int] = (math.inf, 0)
+        """Seconds and number of persistent units of `_plan`."""
+        self._plan: Plan | None = None
+        self._ranges: list[tuple[float, int, int]] = []
+        """A heap of least and largest numbers by a lower bound on every step with one of them."""
         self._closed = math.inf
         """The smallest bound of ranges that are not searched further."""
 
@@ -94,50 +87,54 @@ class _Search:
         """The fastest plan found; of equally fast ones, that with fewer persistent units."""
         self._add(0, len(self._order))
         if self._ranges:  # not all units fit
-            self._keep(0, fastest_plan(self._costs(0), self._request).plan)
+            self._keep(0, fastest_plan(self._with_first(0), self._request).plan)
         for _ in range(_MOST_CUTS):
-            if not self._ranges or self._ranges[0].bound >= self._seconds * (1.0 - TOLERANCE):
+            if not self._ranges or self._ranges[0][0] >= self._limit():
                 break
             _, least, most = heapq.heappop(self._ranges)
             middle = (least + most) // 2
             self._add(least, middle)
             self._add(middle + 1, most)
-        assert self._best is not None, "a stage without a memory shortfall has a plan"
-        bound = min([self._seconds, self._closed, *(one.bound for one in self._ranges[:1])])
-        return Decision(self._best, optimality_gap(bound, self._seconds))
+        assert self._plan is not None, "a stage without a memory shortfall has a plan"
+        seconds, number = self._best
+        units = unit_plans(self._with_first(number))
+        bound = min([seconds, self._closed, *(bound for bound, _, _ in self._ranges[:1])])
+        return Decision(dataclasses.replace(self._plan, units=units), bound)
+
+    def _limit(self) -> float:
+        """Ranges whose bound is not below these seconds cannot improve the plan."""
+        return self._best[0] * (1.0 - TOLERANCE)
 
     def _add(self, least: int, most: int) -> None:
         """Search a range optimistically, and keep the plan with as many units as fit."""
-        in_memory = frozenset(self._order[:least])
-        persistent = frozenset(self._order[:most])
-        costs = _Optimistic(self._cluster, self._stage, persistent, in_memory)
-        if memory_shortfall(costs) is not None:
+        optimistic = _Optimistic(
+            self._costs.cluster,
+            self._costs.stage,
+            frozenset(self._order[:most]),
+            in_memory=frozenset(self._order[:least]),
+        )
+        if memory_shortfall(optimistic) is not None:
             return
-        plan, gap = fastest_plan(costs, self._request)
+        plan, bound = fastest_plan(optimistic, self._request)
+        assert bound is not None
         numbers = range(least + 1, most + 1)
-        fitting = least + bisect_right(numbers, False, key=lambda n: not self._fits(n, plan))
+        fitting = least + bisect_left(numbers, True, key=lambda n: self._lacks_memory(n, plan))
         self._keep(fitting, plan)
         self._keep(least, plan)
-        bound = costs.step_seconds(plan.micro_batches, plan.shares) * (1.0 - (gap or 0.0))
-        if fitting < most and bound < self._seconds * (1.0 - TOLERANCE):
-            heapq.heappush(self._ranges, _Range(bound, least, most))
+        if fitting < most and bound < self._limit():
+            heapq.heappush(self._ranges, (bound, least, most))
         else:
             self._closed = min(self._closed, bound)
 
     def _keep(self, number: int, plan: Plan) -> None:
         """Take a plan with this many persistent units, which fits, if it is the fastest."""
-        costs = self._costs(number)
-        seconds = costs.step_seconds(plan.micro_batches, plan.shares)
-        fewer = self._best is not None and number < len(self._best.units)
-        if seconds < self._seconds or (fewer and seconds == self._seconds):
-            self._seconds = seconds
-            self._best = dataclasses.replace(plan, units=unit_plans(costs))
+        seconds = self._with_first(number).step_seconds(plan.micro_batches, plan.shares)
+        if (seconds, number) < self._best:
+            self._best, self._plan = (seconds, number), plan
 
-    def _costs(self, number: int) -> StageCosts:
-        return StageCosts(self._cluster, self._stage, frozenset(self._order[:number]))
+    def _lacks_memory(self, number: int, plan: Plan) -> bool:
+        largest = largest_batches_of(plan.micro_batches)
+        return shortfall_at(self._with_first(number), largest, plan.shares) is not None
 
-    def _fits(self, number: int, plan: Plan) -> bool:
-        groups = self._cluster.device_group_indices
-        memories = dict(zip(groups, self._costs(number).memories, strict=True))
-        keys = set(zip(groups, largest_batches_of(plan.micro_batches), plan.shares, strict=True))
-        return all(memories[group].fits(largest, share) for group, largest, share in keys)
+    def _with_first(self, number: int) -> StageCosts:
+        return dataclasses.replace(self._costs, persistent=frozenset(self._order[:number]))

@@ -14,7 +14,7 @@ from typing import Any
 
 from poplar.plan import STRATEGIES, Plan
 from poplar.planner.baselines import BASELINES, Policy, policy_shortfall
-from poplar.planner.branch_and_bound import Decision, optimality_gap
+from poplar.planner.branch_and_bound import TOLERANCE
 from poplar.planner.cost_model import StageCosts, costs_of
 from poplar.planner.heuristic import Request
 from poplar.planner.memory_shortfall import NoPlanFits, Shortfall
@@ -99,10 +99,12 @@ def alternatives(
         if missing is not None:
             shortfalls.append(missing)
             continue
-        decision = POLICIES[policy](costs, request)
+        plan, bound = POLICIES[policy](costs, request)
         if policy == "exact":
-            decision = _simplified(cluster, decision, request, preference)
-        found.append(describe(cluster, decision.plan, policy, decision.gap))
+            limit = request.max_micro_batch
+            plan = simplified(cluster, plan, preference, max_micro_batch=limit)
+        gap = None if bound is None else _optimality_gap(cluster, plan, bound)
+        found.append(describe(cluster, plan, policy, gap))
     if not found:
         suggest = partial(suggested_changes, cluster, global_batch, stages, policy, shortfalls)
         raise NoPlanFits(shortfalls, suggest)
@@ -117,16 +119,11 @@ def plan_or_error(cluster: ClusterProfile, **request: Any) -> Plan | ValueError:
         return error
 
 
-def _simplified(
-    cluster: ClusterProfile, fastest: Decision, request: Request, preference: float
-) -> Decision:
-    """A simpler plan that is nearly as fast, and its gap to the fastest possible one."""
-    plan = simplified(cluster, fastest.plan, preference, max_micro_batch=request.max_micro_batch)
-    before, after = (
-        costs_of(cluster, one).step_seconds(one.micro_batches, one.shares)
-        for one in (fastest.plan, plan)
-    )
-    return Decision(plan, optimality_gap(before * (1.0 - (fastest.gap or 0.0)), after))
+def _optimality_gap(cluster: ClusterProfile, plan: Plan, bound: float) -> float:
+    """How much faster than the plan a step may be, as a fraction, if none is below the bound."""
+    seconds = costs_of(cluster, plan).step_seconds(plan.micro_batches, plan.shares)
+    gap = 1.0 - bound / seconds if seconds else 0.0
+    return gap if gap > TOLERANCE else 0.0
 
 
 def _sort_key(plan: Plan) -> tuple[float, int, int]:

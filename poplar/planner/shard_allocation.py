@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from poplar import _core
@@ -22,35 +22,31 @@ _SMALLEST_SHARE = 1e-9
 """Smaller shares are rounding errors and become 0."""
 
 
-class LinearProgram:
-    """Minimize `costs . x` over `x >= 0`, subject to rows that are added one by one.
+Row = tuple[float, Mapping[int, float]]
+"""A bound on `sum of factors[i] * x[i]`, and the factors by variable."""
+
+
+def minimize(costs: Sequence[float], rows: Sequence[Row]) -> tuple[float, list[float]] | None:
+    """Minimize `costs . x` over `x >= 0`, with every row at most its bound.
+
+    Returns:
+        The minimum and the `x` that reaches it, or None if no `x` satisfies all rows.
+
+    Raises:
+        ValueError: a cost is negative.
 
     Solved by the dual simplex method: no cost is negative, so the first basis is dual feasible and
     there is no first phase. The result is deterministic: ties go to the lowest index, and Bland's
     rule ends degenerate programs.
     """
+    if min(costs) < 0.0:
+        raise ValueError(f"costs must not be negative, got {costs}")
+    return _core.minimise(costs, [factors for _, factors in rows], [bound for bound, _ in rows])
 
-    def __init__(self, costs: Mapping[int, float], variables: int) -> None:
-        """`costs[i]` is the cost of one unit of variable `i`: not negative, 0 if left out."""
-        if any(cost < 0.0 for cost in costs.values()):
-            raise ValueError(f"costs must not be negative, got {dict(costs)}")
-        self._costs = [costs.get(variable, 0.0) for variable in range(variables)]
-        self._rows: list[Mapping[int, float]] = []
-        self._bounds: list[float] = []
 
-    def at_most(self, bound: float, row: Mapping[int, float]) -> None:
-        """Require `sum of row[i] * x[i] <= bound`."""
-        self._rows.append(dict(row))
-        self._bounds.append(bound)
-
-    def equal(self, value: float, row: Mapping[int, float]) -> None:
-        """Require `sum of row[i] * x[i] == value`."""
-        self.at_most(value, row)
-        self.at_most(-value, {variable: -factor for variable, factor in row.items()})
-
-    def solve(self) -> tuple[float, list[float]] | None:
-        """The minimum and the `x` that reaches it, or None if no `x` satisfies all rows."""
-        return _core.minimise(self._costs, self._rows, self._bounds)
+def equal(value: float, factors: Mapping[int, float]) -> tuple[Row, Row]:
+    """The rows that require `sum of factors[i] * x[i] == value`."""
+    return (value, factors), (-value, {variable: -factor for variable, factor in factors.items()})
 
 
 class Shared(NamedTuple):
@@ -79,17 +75,17 @@ class ShareProblem:
             1e-9,
         )
         """Seconds that become 1 in the program, so that its numbers are near 1."""
+        self._rows = list(self._shared_rows())
 
     @property
     def is_feasible(self) -> bool:
         """Whether the ranks together can own the whole state."""
-        return min(self._upper) >= 0.0 and suffice(self._upper)
+        return suffice(self._upper)
 
     def least_communication(self) -> CommunicationSeconds:
         """The minimum of each collective; different shares may reach them."""
-        gathers = self._costs.schedule.gathers
-        gather = self._minimum(self._gather) if gathers else 0.0
-        return CommunicationSeconds(gather, self._minimum(self._reduce))
+        gather = self._solve(self._gather).seconds if self._costs.schedule.gathers else 0.0
+        return CommunicationSeconds(gather, self._solve(self._reduce).seconds)
 
     def most_communication(self) -> CommunicationSeconds:
         """An upper bound on each collective."""
@@ -99,24 +95,22 @@ class ShareProblem:
 
     def least_tail(self) -> float:
         """The least seconds after the last synchronization."""
-        return self._minimum(self._tail)
+        return self._solve(self._tail).seconds
 
     def cheapest(self, synchronizations: Sequence[Synchronization]) -> Shared:
         """The least seconds of a step with these synchronizations, and the best shares."""
         schedules = self._costs.step_schedules(len(synchronizations))
         counts = Counter(zip(synchronizations, schedules, strict=True))
-        costs = {self._free + number: float(times) for number, times in enumerate(counts.values())}
-        program = self._program({self._tail: 1.0} | costs, self._free + len(counts))
-        for number, (synchronization, schedule) in enumerate(counts):
+        rows: list[Row] = []
+        for exposed, (synchronization, schedule) in enumerate(counts, self._free):
             for exposure in schedule.exposures(synchronization):
-                row = {self._gather: exposure.gather, self._reduce: exposure.reduce}
-                row[self._free + number] = -1.0
-                program.at_most(-exposure.seconds / self._unit, row)
-        shared = self._solved(program)
+                row = {self._gather: exposure.gather, self._reduce: exposure.reduce, exposed: -1.0}
+                rows.append((-exposure.seconds / self._unit, row))
+        shared = self._solve(self._tail, map(float, counts.values()), rows)
         computed = math.fsum(synchronization.latest for synchronization in synchronizations)
         return shared._replace(seconds=shared.seconds + computed)
 
-    def lowest(self, bounds: Sequence[tuple[CommunicationSeconds, float]]) -> Shared | None:
+    def lowest(self, bounds: Sequence[tuple[CommunicationSeconds, float]]) -> Shared:
         """A lower bound on the seconds of every step with these batches.
 
         Args:
@@ -125,80 +119,66 @@ class ShareProblem:
                 seconds without its tail.
 
         Returns:
-            The bound and shares that reach it, or None if there are no such shares.
+            The bound and shares that reach it.
         """
-        weights = range(self._free, self._free + len(bounds))
-        costs = {
-            weight: seconds / self._unit
-            for weight, (_, seconds) in zip(weights, bounds, strict=True)
-        }
-        program = self._program({self._tail: 1.0} | costs, self._free + len(bounds))
-        program.equal(1.0, dict.fromkeys(weights, 1.0))
-        for part, variable in ((0, self._gather), (1, self._reduce)):
-            corner = {
-                weight: -communication[part] / self._unit
-                for weight, (communication, _) in zip(weights, bounds, strict=True)
-            }
-            if part or self._costs.schedule.gathers:
-                program.at_most(0.0, {variable: 1.0} | corner)
-        return self._solution(program)
+        corners, seconds = zip(*bounds, strict=True)
 
-    def _program(self, costs: Mapping[int, float], variables: int) -> LinearProgram:
-        """Shares, the seconds of collectives and optimizer under them, and the tail."""
-        program = LinearProgram(costs, variables)
+        def weighted(values: Iterable[float]) -> dict[int, float]:
+            return {weight: value / self._unit for weight, value in enumerate(values, self._free)}
+
+        weights = weighted(seconds)
+        rows = [*equal(1.0, dict.fromkeys(weights, 1.0))]
+        if self._costs.schedule.gathers:
+            rows.append((0.0, {self._gather: 1.0} | weighted(-corner.gather for corner in corners)))
+        rows.append((0.0, {self._reduce: 1.0} | weighted(-corner.reduce for corner in corners)))
+        return self._solve(self._tail, weights.values(), rows)
+
+    def _shared_rows(self) -> Iterator[Row]:
+        """The shares, the seconds of collectives and optimizer under them, and the tail."""
         for group, ranks in enumerate(self._groups):
-            program.at_most(self._upper[ranks[0]], {group: 1.0})
-        program.equal(1.0, {group: float(len(ranks)) for group, ranks in enumerate(self._groups)})
+            yield self._upper[ranks[0]], {group: 1.0}
+        yield from equal(
+            1.0, {group: float(len(ranks)) for group, ranks in enumerate(self._groups)}
+        )
         collectives = self._costs.collectives
-        self._add_collective(program, collectives.reduce_scatter, self._reduce)
-        self._add_collective(program, collectives.all_gather, self._gather)
-        self._add_tail(program)
-        return program
+        yield from self._collective_rows(collectives.reduce_scatter, self._reduce)
+        yield from self._collective_rows(collectives.all_gather, self._gather)
+        yield from self._tail_rows()
 
-    def _add_collective(self, program: LinearProgram, cost: CollectiveCost, variable: int) -> None:
-        program.at_most(-cost.least / self._unit, {variable: -1.0})
+    def _collective_rows(self, cost: CollectiveCost, variable: int) -> Iterator[Row]:
+        yield -cost.least / self._unit, {variable: -1.0}
         for group, ranks in enumerate(self._groups):
             for constant, slope in cost.lines(ranks[0]):
                 if slope:
                     row = {group: slope / self._unit, variable: -1.0}
-                    program.at_most(-constant / self._unit, row)
+                    yield -constant / self._unit, row
 
-    def _add_tail(self, program: LinearProgram) -> None:
+    def _tail_rows(self) -> Iterator[Row]:
         """The optimizer's variable counts from the largest constant, as variables are not negative.
 
         A rank's seconds may be negative: what was measured beyond the optimizer can be.
         """
-        costs, network = self._costs, self._costs.cluster.network
-        lines = [self._optimizer_line(ranks[0]) for ranks in self._groups]
-        always = max(constant for constant, _ in lines)
-        for group, (constant, slope) in enumerate(lines):
+        costs = self._costs
+        constants = [costs.optimizer_seconds(ranks[0], 0.0) for ranks in self._groups]
+        always = max(constants)
+        for group, constant in enumerate(constants):
+            slope = costs.optimizer_seconds(self._groups[group][0], 1.0) - constant
             row = {group: slope / self._unit, self._optimizer: -1.0}
-            program.at_most((always - constant) / self._unit, row)
-        residual = always + network.step_seconds[costs.stage]
+            yield (always - constant) / self._unit, row
+        residual = always + costs.cluster.network.step_seconds[costs.stage]
         gather = {self._gather: 1.0} if costs.gathers_after_step else {}
-        program.at_most(-residual / self._unit, gather | {self._optimizer: 1.0, self._tail: -1.0})
+        yield -residual / self._unit, gather | {self._optimizer: 1.0, self._tail: -1.0}
 
-    def _optimizer_line(self, rank: int) -> tuple[float, float]:
-        """Seconds of this rank after the last synchronization: constant, and slope in its share."""
-        constant = self._costs.optimizer_seconds(rank, 0.0)
-        return constant, self._costs.optimizer_seconds(rank, 1.0) - constant
+    def _solve(
+        self, variable: int, costs: Iterable[float] = (), rows: Iterable[Row] = ()
+    ) -> Shared:
+        """The least seconds of a variable and further ones with these costs and rows.
 
-    def _minimum(self, variable: int) -> float:
-        return self._solved(self._program({variable: 1.0}, self._free)).seconds
-
-    def _solved(self, program: LinearProgram) -> Shared:
-        shared = self._solution(program)
-        if shared is None:
-            raise ArithmeticError(
-                f"no shares within {self._upper} sum to 1; check is_feasible before"
-            )
-        return shared
-
-    def _solution(self, program: LinearProgram) -> Shared | None:
-        found = program.solve()
-        if found is None:
-            return None
-        value, variables = found
+        The seconds are infinite if rounding errors leave no shares.
+        """
+        objective = [0.0] * self._free + [*costs]
+        objective[variable] = 1.0
+        value, variables = minimize(objective, [*self._rows, *rows]) or (math.inf, [])
         shares = [0.0] * len(self._upper)
         for ranks, share in zip(self._groups, variables, strict=False):
             for rank in ranks:

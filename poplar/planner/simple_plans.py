@@ -7,13 +7,13 @@ it the simplest one is chosen. The rounded plan always fits in memory.
 from __future__ import annotations
 
 import dataclasses
+import math
 from bisect import bisect_left
 
 from poplar.plan import Plan, spread
 from poplar.planner.cost_model import StageCosts, costs_of
 from poplar.planner.heuristic import Alternation, Candidate, Request
 from poplar.planner.persistent_units import persistence_order, unit_plans
-from poplar.planner.rank_groups import group_equal
 from poplar.profile import ClusterProfile
 
 PREFERENCE = 0.02
@@ -44,8 +44,14 @@ def simplified(
     solvers = Alternation(costs, request)
     seconds = costs.step_seconds(plan.micro_batches, plan.shares)
     limit = seconds * (1.0 + preference + _ROUNDING)
-    chosen = _with_even_shares(solvers, Candidate(seconds, plan.micro_batches, plan.shares), limit)
-    chosen = _with_fewer_passes(solvers, chosen, limit, preference)
+    chosen = Candidate(seconds, plan.micro_batches, plan.shares)
+    even = solvers.best_batches((1.0 / plan.world_size,) * plan.world_size)
+    if even.seconds <= limit:
+        chosen = even
+    if costs.synchronizes_every_pass:
+        chosen = _with_fewer_synchronizations(solvers, chosen, limit)
+    else:
+        chosen = _with_fewer_passes(solvers, chosen, limit, preference)
     simpler = _with_fewer_persistent_units(costs, chosen, limit)
     if chosen[1:] == (plan.micro_batches, plan.shares) and simpler == costs:
         return plan
@@ -58,20 +64,6 @@ def simplified(
     )
 
 
-def _with_even_shares(solvers: Alternation, candidate: Candidate, limit: float) -> Candidate:
-    ranks = len(candidate.shares)
-    even = solvers.best_batches((1.0 / ranks,) * ranks)
-    return even if even is not None and even.seconds <= limit else candidate
-
-
-def _with_fewer_passes(
-    solvers: Alternation, candidate: Candidate, limit: float, preference: float
-) -> Candidate:
-    if solvers.costs.synchronizes_every_pass:
-        return _with_fewer_synchronizations(solvers, candidate, limit)
-    return _with_fewer_passes_per_rank(solvers, candidate, limit, preference)
-
-
 def _with_fewer_synchronizations(
     solvers: Alternation, candidate: Candidate, limit: float
 ) -> Candidate:
@@ -79,35 +71,34 @@ def _with_fewer_synchronizations(
     caps = solvers.largest_batches(candidate.shares)
     for passes in range(1, len(candidate.micro_batches[0])):
         batches = tuple(spread(sum(own), passes) for own in candidate.micro_batches)
-        if any(own[-1] > cap for own, cap in zip(batches, caps, strict=True)):
-            continue
-        seconds = solvers.costs.step_seconds(batches, candidate.shares)
-        if seconds <= limit:
-            return Candidate(seconds, batches, candidate.shares)
+        if all(own[-1] <= cap for own, cap in zip(batches, caps, strict=True)):
+            seconds = solvers.costs.step_seconds(batches, candidate.shares)
+            if seconds <= limit:
+                return Candidate(seconds, batches, candidate.shares)
     return candidate
 
 
-def _with_fewer_passes_per_rank(
+def _with_fewer_passes(
     solvers: Alternation, candidate: Candidate, limit: float, preference: float
 ) -> Candidate:
     """Fewer equal passes on each rank whose compute becomes at most `preference` longer."""
     costs, caps = solvers.costs, solvers.largest_batches(candidate.shares)
     slack = limit - candidate.seconds
     ((latest, reducible),) = costs.synchronizations(candidate.micro_batches)
-    batches = list(candidate.micro_batches)
-    for ranks in group_equal(zip(solvers.groups, batches, caps, strict=True)):
-        rank = ranks[0]
-        longest = costs.synchronization([(rank, batches[rank])]).latest * (1.0 + preference)
-        for passes in range(-(-sum(batches[rank]) // max(1, caps[rank])), len(batches[rank])):
-            fewer = spread(sum(batches[rank]), passes)
-            own = costs.synchronization([(rank, fewer)])
-            is_late = own.latest > min(longest * (1.0 + _ROUNDING), latest + slack)
-            if not is_late and (own.reducible <= reducible + slack or not costs.overlaps):
-                for equal in ranks:
-                    batches[equal] = fewer
-                break
-    simpler = tuple(batches)
-    return Candidate(costs.step_seconds(simpler, candidate.shares), simpler, candidate.shares)
+
+    def fewer(rank: int, own: tuple[int, ...], cap: int) -> tuple[int, ...]:
+        samples = sum(own)
+        longest = costs.synchronization([(rank, own)]).latest * (1.0 + preference + _ROUNDING)
+        for passes in range(math.ceil(samples / max(1, cap)), len(own)):
+            even = spread(samples, passes)
+            ready = costs.synchronization([(rank, even)])
+            is_late = ready.latest > min(longest, latest + slack)
+            if not is_late and (ready.reducible <= reducible + slack or not costs.overlaps):
+                return even
+        return own
+
+    batches = tuple(costs.by_rank(fewer, candidate.micro_batches, caps))
+    return Candidate(costs.step_seconds(batches, candidate.shares), batches, candidate.shares)
 
 
 def _with_fewer_persistent_units(
