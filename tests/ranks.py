@@ -36,9 +36,11 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from poplar.zero import unit
 
@@ -182,6 +184,15 @@ def _backend() -> str:
     return "nccl" if torch.cuda.is_available() and torch.cuda.device_count() >= 2 else "gloo"
 
 
+def _new_group(ranks: int, name: str) -> dist.ProcessGroup:
+    """The group of the first ranks. Collective over all workers.
+
+    torch names groups by their number, which earlier tests may have left unequal.
+    """
+    with mock.patch.object(distributed_c10d, "_process_group_name", return_value=name):
+        return dist.new_group(list(range(ranks)), timeout=timedelta(seconds=GROUP_SECONDS))
+
+
 def _run_worker(
     own_rank: int, world_size: int, folder: str, backend: str, channel: Connection
 ) -> None:
@@ -221,10 +232,7 @@ def _run_worker(
         try:
             key = (call.generation, call.ranks)
             if key not in groups:
-                # Every worker creates every group: new_group is collective over all workers.
-                groups[key] = dist.new_group(
-                    list(range(call.ranks)), timeout=timedelta(seconds=GROUP_SECONDS)
-                )
+                groups[key] = _new_group(call.ranks, f"{call.generation} {call.ranks} ranks")
             _Worker.group, _Worker.size = groups[key], call.ranks
             torch.manual_seed(0)
             value = call.function(*call.args, **call.kwargs) if own_rank < call.ranks else None
