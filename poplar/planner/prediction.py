@@ -71,10 +71,12 @@ def memory_needed(cluster: ClusterProfile, plan: Plan) -> tuple[int, ...]:
         ValueError: see `costs_of`.
         DoesNotFit: a micro-batch larger than the largest that was measured.
     """
-    costs = costs_of(cluster, plan)
+    return _memory_needed(costs_of(cluster, plan), plan)
 
+
+def _memory_needed(costs: StageCosts, plan: Plan) -> tuple[int, ...]:
     def needed(rank: int, passes: Sequence[int], share: float) -> int:
-        device, largest = cluster.devices[rank], max(passes, default=0)
+        device, largest = costs.cluster.devices[rank], max(passes, default=0)
         if largest > device.max_batch:
             raise DoesNotFit(
                 f"rank {rank} ({device.name}): a micro-batch of {largest} samples, but the largest "
@@ -103,7 +105,8 @@ def predict(cluster: ClusterProfile, plan: Plan) -> Prediction:
             measured.
         ValueError: see `costs_of`.
     """
-    costs, memory = costs_of(cluster, plan), memory_needed(cluster, plan)
+    costs = costs_of(cluster, plan)
+    memory = _memory_needed(costs, plan)
     largest_batches = [max(passes, default=0) for passes in plan.micro_batches]
     missing = shortfall_at(costs, largest_batches, plan.shares)
     if missing is not None:
