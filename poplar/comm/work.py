@@ -86,8 +86,8 @@ def wait_for_all_ranks(group: Group, work: dist.Work, what: str) -> float:
     Raises:
         CollectiveTimeout: names the ranks that did not take part before the deadline.
     """
-    start = time.monotonic()
-    while not work.is_completed():
+    start, is_done = time.monotonic(), work.get_future().done
+    while not is_done():
         seconds = time.monotonic() - start
         left = group.timeout.total_seconds() - seconds
         if left <= 0 or group.sees_failure:
@@ -98,7 +98,7 @@ def wait_for_all_ranks(group: Group, work: dist.Work, what: str) -> float:
         with contextlib.suppress(RuntimeError):
             work.wait(timedelta(seconds=min(left, _LOOK_SECONDS)))
     try:
-        work.wait()
+        work.wait(group.timeout)  # it is over: this raises its error
     except RuntimeError as error:
         raise group.fail(what, group.peers(), error) from error
     return time.monotonic() - start
@@ -107,7 +107,7 @@ def wait_for_all_ranks(group: Group, work: dist.Work, what: str) -> float:
 class StreamWork:
     """Native collectives of device tensors. A wait blocks the current stream, never the host."""
 
-    __slots__ = ("_finish", "_start", "_works")
+    __slots__ = ("_finish", "_group", "_start", "_what", "_works")
 
     def __init__(
         self,
@@ -129,7 +129,7 @@ class StreamWork:
             CollectiveTimeout: the collectives cannot be issued because they have been aborted.
         """
         self._start: Callable[[], Sequence[dist.Work | None]] | None = start
-        self._finish = finish
+        self._group, self._what, self._finish = group, what, finish
         group.check()
         try:
             self._works = start()
@@ -137,10 +137,17 @@ class StreamWork:
             raise group.fail(what, group.peers(), error) from error
 
     def wait(self) -> float:
-        """As `Work.wait`; 0, because the host does not wait."""
-        for work in self._works:
-            if work is not None:
-                work.wait()
+        """As `Work.wait`; 0, because the host does not wait.
+
+        If other ranks are missing, so does the stream, until the host finds out: in an exchange of
+        the control channel, or in `Group.wait_for_event`.
+        """
+        try:
+            for work in self._works:
+                if work is not None:
+                    work.wait()
+        except RuntimeError as error:
+            raise self._group.fail(self._what, self._group.peers(), error) from error
         if self._finish is not None:
             self._finish()
         self._works, self._start, self._finish = (), None, None
