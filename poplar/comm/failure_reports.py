@@ -20,9 +20,9 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-GRACE_SECONDS = 1.0
+GRACE_SECONDS = 1.5
 """Time for the other ranks to report, after a rank has."""
-_WATCH_SECONDS = 0.25
+_WATCH_SECONDS = 0.5
 _READ_SECONDS = 0.05
 _ANSWER_SECONDS = 2.0
 """Time for the store to answer."""
@@ -166,19 +166,24 @@ class _Watch(threading.Thread):
         _WATCHES.add(self)
 
     def run(self) -> None:
-        while not self._stopped.wait(_WATCH_SECONDS) and self._reports() is not None:
+        while self._reports() is not None:
             try:
                 found = self._store.check([self._key])
             except Exception:  # the waits have deadlines of their own
                 return
-            reports = self._reports()
-            if found and reports is not None:
-                reports.seen.set()
-                notify = self._notify() if self._notify is not None else None
-                if notify is not None:
-                    notify()
+            if found:
+                self._see()
                 return
-            del reports
+            if self._stopped.wait(_WATCH_SECONDS):
+                return
+
+    def _see(self) -> None:
+        reports = self._reports()
+        notify = self._notify() if self._notify is not None else None
+        if reports is not None:
+            reports.seen.set()
+        if notify is not None:
+            notify()
 
     def stop(self) -> None:
         self._stopped.set()

@@ -26,7 +26,7 @@ POPLAR = "poplar"
 """The name of the backend in `torch_backend`."""
 _HOST_BACKENDS = ("gloo", POPLAR)
 """Backends that send and receive CPU tensors; a wait blocks the calling thread."""
-WATCH_AFTER_SECONDS = 0.5
+WATCH_AFTER_SECONDS = 0.25
 """Longer waits look for failures that other ranks report."""
 _ABORT_SECONDS = 10.0
 """Time for the backends of devices to abort what is pending."""
