@@ -14,6 +14,7 @@ from poplar.comm.communicator import Communicator
 from poplar.comm.control_channel import Control
 from poplar.comm.group import Group
 from poplar.comm.hierarchical import HierarchicalCommunicator, HostGroup
+from poplar.comm.hierarchical_messages import HierarchicalMessageCommunicator
 from poplar.comm.hierarchical_process_group import HierarchicalProcessGroupCommunicator
 from poplar.comm.host_topology import Hosts
 from poplar.comm.process_group import ProcessGroupCommunicator
@@ -21,6 +22,7 @@ from poplar.comm.rendezvous import NotOneHost, Rendezvous
 from poplar.comm.shared_memory import SharedMemoryCommunicator
 from poplar.comm.shared_segment import segment_bytes
 from poplar.comm.staged import HOST, StagedCommunicator
+from poplar.host_traffic import hierarchical_is_faster
 
 T = TypeVar("T")
 
@@ -44,16 +46,15 @@ def connect(
             reductions and gathers, as in `"process_group:padded+grouped"`; `"shared_memory"` (CPU
             ranks of one host); `"hierarchical"` (shared memory on each of several hosts);
             `"hierarchical:process_group"` (NCCL or gloo on each of them); `"staged"` (any device,
-            through host memory); or a communicator built by the caller. `"auto"` takes shared
-            memory if possible, hierarchical if some of several hosts have more than one rank,
-            staged for devices that the process group does not support (GPUs with gloo), and
-            otherwise the process group.
+            through host memory); or a communicator built by the caller. `"auto"` takes staged for
+            devices that the process group does not support (GPUs with gloo), and otherwise the
+            first of `candidates`.
         device: of the tensors; only CPU tensors can be shared.
         planned: the plan's transport, which is used if `choice` is `"auto"`.
 
     Raises:
-        ValueError: an unknown name, shared memory for tensors that are not on the CPU, or a plan's
-            transport that is not available to these ranks.
+        ValueError: an unknown name, a transport that does not support tensors of this device, or a
+            plan's transport that is not available to these ranks.
         NotOneHost: shared memory was requested, but the ranks cannot share memory.
     """
     if isinstance(choice, Communicator):
@@ -61,21 +62,98 @@ def connect(
     if choice == "auto" and planned is not None:
         return _connect_planned(group, planned, device)
     name, algorithms = _parse(choice)
-    if name == "hierarchical" and algorithms:
-        return _connect_hierarchical_process_group(group, device)
-    if name in ("shared_memory", "hierarchical") and device.type != "cpu":
-        raise ValueError(
-            f"communicator={choice!r} is for tensors on the CPU, the model's are on {device}; "
-            "use 'auto', 'process_group', 'hierarchical:process_group' or 'staged'"
-        )
     if name == "staged" or (name == "auto" and not group.supports(device)):
         if not group.is_on_host(HOST):  # NCCL alone: the control group carries host tensors
             group = replace(group, process_group=group.control_group)
         return StagedCommunicator(connect(group, "auto"))
-    can_share = group.is_on_host(device) and device.type == "cpu" and group.size > 1
-    if name == "process_group" or (name == "auto" and not can_share):
+    _check_device(group, choice, device)
+    if name == "process_group":
         return ProcessGroupCommunicator(group, *algorithms)
-    return _connect_on_cpu(group, name)
+    control = Control(group)
+    hosts = _find_hosts(control)
+    if name == "auto":
+        return _connect_first(group, control, hosts, device)
+    return _connect_to_hosts(group, choice, control, hosts, device)
+
+
+def candidates(group: Group, device: torch.device) -> tuple[str, ...]:
+    """Names of the transports that these ranks can use for tensors of this device. Collective.
+
+    The first one is the default. Transports that the device or its backend does not support are
+    left out, and so is staging, which is never faster than these. Ranks of one host that cannot
+    share memory are noticed only by `connect`.
+    """
+    if not group.supports(device):
+        return ("staged",)
+    return _candidates(group, _find_hosts(Control(group)), device)
+
+
+def _candidates(group: Group, hosts: Hosts, device: torch.device) -> tuple[str, ...]:
+    """The rule of `"auto"`.
+
+    CPU ranks of one host share memory. Ranks of several hosts add their values on each host first
+    where some host has several ranks; on devices, where this relieves the busiest network.
+    """
+    ranks_by_host = [len(ranks) for ranks in hosts.members]
+    if max(ranks_by_host) == 1:
+        return ("process_group",)
+    shares = device.type == "cpu" and group.is_on_host(device)
+    if len(ranks_by_host) == 1:
+        return ("shared_memory", "process_group") if shares else ("process_group",)
+    if shares:
+        return ("hierarchical", "hierarchical:process_group", "process_group")
+    if hierarchical_is_faster(ranks_by_host):
+        return ("hierarchical:process_group", "process_group")
+    return ("process_group", "hierarchical:process_group")
+
+
+def _connect_first(
+    group: Group, control: Control, hosts: Hosts, device: torch.device
+) -> Communicator:
+    """The first candidate, or the process group for ranks that cannot share memory."""
+    try:
+        first = _candidates(group, hosts, device)[0]
+        return _connect_to_hosts(group, first, control, hosts, device)
+    except NotOneHost:
+        return ProcessGroupCommunicator(group)
+
+
+def _connect_to_hosts(
+    group: Group, choice: str, control: Control, hosts: Hosts, device: torch.device
+) -> Communicator:
+    """A transport whose name needs no more parsing. Collective.
+
+    Raises:
+        NotOneHost: the ranks of a host cannot share memory.
+    """
+    if choice == "process_group":
+        return ProcessGroupCommunicator(group)
+    if choice == "hierarchical:process_group":
+        host_group = group.split(hosts.members)
+        if group.is_on_host(device):
+            return HierarchicalMessageCommunicator(group, hosts, host_group)
+        return HierarchicalProcessGroupCommunicator(group, hosts, host_group)
+    if choice == "hierarchical":
+        return _connect_hierarchical(group, control, hosts)
+    return SharedMemoryCommunicator(
+        Rendezvous(group, control.exchange_objects, segment_bytes(group.size))
+    )
+
+
+def _check_device(group: Group, choice: str, device: torch.device) -> None:
+    """Raise a ValueError if a transport does not support tensors of this device."""
+    if choice in ("shared_memory", "hierarchical") and device.type != "cpu":
+        raise ValueError(
+            f"communicator={choice!r} is for tensors on the CPU, the model's are on {device}; "
+            "use 'auto', 'process_group', 'hierarchical:process_group' or 'staged'"
+        )
+    if not group.supports(device):
+        backend = dist.get_backend_config(group.process_group)
+        raise ValueError(
+            f"communicator={choice!r} cannot carry tensors on {device}: the process group's backend "
+            f"is {backend!r}. Use communicator='auto' or 'staged' (through host memory), or "
+            "initialize the process group with a backend for this device, such as 'nccl'"
+        )
 
 
 def _connect_planned(group: Group, planned: str, device: torch.device) -> Communicator:
@@ -86,24 +164,6 @@ def _connect_planned(group: Group, planned: str, device: torch.device) -> Commun
             f"the plan's transport {planned!r} is not available here: {error}. Plan again on "
             "these ranks, or choose a transport, for example communicator='process_group'"
         ) from error
-
-
-def _connect_on_cpu(group: Group, name: str) -> Communicator:
-    """Shared memory, hierarchical or, with `name` `"auto"`, the fastest that is available."""
-    control = Control(group)
-    hosts = _find_hosts(control)
-    if name == "auto" and len(hosts.members) == group.size:
-        return ProcessGroupCommunicator(group)
-    try:
-        if name == "hierarchical" or (name == "auto" and len(hosts.members) > 1):
-            return _connect_hierarchical(group, control, hosts)
-        return SharedMemoryCommunicator(
-            Rendezvous(group, control.exchange_objects, segment_bytes(group.size))
-        )
-    except NotOneHost:
-        if name != "auto":
-            raise
-    return ProcessGroupCommunicator(group)
 
 
 def _find_hosts(control: Control) -> Hosts:
@@ -135,15 +195,6 @@ def _parse(choice: str) -> tuple[str, tuple[str, ...]]:
             "colon, as in 'process_group:padded+grouped'"
         )
     return name, algorithms
-
-
-def _connect_hierarchical_process_group(group: Group, device: torch.device) -> Communicator:
-    """Hierarchical with one process group per host. Collective."""
-    if not group.is_on_host(device):
-        # NCCL connects all ranks in the group's first collective; messages involve few of them.
-        dist.all_reduce(torch.zeros(1, device=device), group=group.process_group)
-    hosts = _find_hosts(Control(group))
-    return HierarchicalProcessGroupCommunicator(group, hosts, group.split(hosts.members))
 
 
 def _connect_hierarchical(group: Group, control: Control, hosts: Hosts) -> Communicator:
