@@ -1,5 +1,7 @@
-"""Communicators for tests: one records what is issued, one sends as late as possible, and one issues
-on gloo what devices issue on NCCL."""
+"""Communicators for tests.
+
+One records what is issued, one sends as late as possible, one issues the calls of NCCL on gloo.
+"""
 
 from __future__ import annotations
 

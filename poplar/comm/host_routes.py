@@ -32,8 +32,8 @@ class Route:
     sent: tuple[Bounds, ...]
     """The elements of this rank's slice, counted from its start, in the order of `relays`."""
     by_host: tuple[tuple[Bounds, ...], ...]
-    """By host, where the parts of this rank's slice lie in what the ranks of `relays` send to it, in
-    the order of the slice."""
+    """By host, where its parts of this rank's slice lie in what all relays send to this rank: in
+    the order of ranks. The parts of a host are in the order of the slice."""
 
     @classmethod
     def of(cls, hosts: Hosts, layout: Layout, rank: int) -> Route:
@@ -56,7 +56,8 @@ class Route:
         received = list(pairwise(accumulate(relays, initial=0)))
         places: dict[int, Bounds] = {}
         for ranks in hosts.members:
-            places |= zip(ranks, pairwise(accumulate((relays[r] for r in ranks), initial=0)))
+            bounds = pairwise(accumulate((relays[relay] for relay in ranks), initial=0))
+            places |= zip(ranks, bounds, strict=True)
         return cls(
             host_layout=Layout((0, *accumulate(sizes))),
             parts=_joined(
@@ -64,7 +65,7 @@ class Route:
             ),
             relayed=tuple(relayed),
             relays=tuple(relays),
-            sent=_joined(bounds for _, bounds in sorted(places.items())),
+            sent=_joined(places[relay] for relay in sorted(places)),
             by_host=tuple(_joined(received[peer] for peer in ranks) for ranks in hosts.members),
         )
 

@@ -150,9 +150,9 @@ def _check_device(group: Group, choice: str, device: torch.device) -> None:
     if not group.supports(device):
         backend = dist.get_backend_config(group.process_group)
         raise ValueError(
-            f"communicator={choice!r} cannot carry tensors on {device}: the process group's backend "
-            f"is {backend!r}. Use communicator='auto' or 'staged' (through host memory), or "
-            "initialize the process group with a backend for this device, such as 'nccl'"
+            f"communicator={choice!r} cannot carry tensors on {device} over the backend "
+            f"{backend!r}; use 'auto' or 'staged' (through host memory), or initialize the process "
+            "group with a backend for this device, such as 'nccl'"
         )
 
 
