@@ -47,8 +47,9 @@ def connect(
             ranks of one host); `"hierarchical"` (shared memory on each of several hosts);
             `"hierarchical:process_group"` (NCCL or gloo on each of them); `"staged"` (any device,
             through host memory); or a communicator built by the caller. `"auto"` takes staged for
-            devices that the process group does not support (GPUs with gloo), and otherwise the
-            first of `candidates`.
+            devices that the process group does not support (GPUs with gloo), shared memory or
+            hierarchical for CPU ranks that share a host, `"hierarchical:process_group"` where that
+            relieves the busiest network between hosts, and otherwise the process group.
         device: of the tensors; only CPU tensors can be shared.
         planned: the plan's transport, which is used if `choice` is `"auto"`.
 
@@ -72,48 +73,49 @@ def connect(
     control = Control(group)
     hosts = _find_hosts(control)
     if name == "auto":
-        return _connect_first(group, control, hosts, device)
+        return _connect_default(group, control, hosts, device)
     return _connect_to_hosts(group, choice, control, hosts, device)
 
 
 def candidates(group: Group, device: torch.device) -> tuple[str, ...]:
-    """Names of the transports that these ranks can use for tensors of this device. Collective.
+    """Names of transports to compare with the default one. Collective.
 
-    The first one is the default. Transports that the device or its backend does not support are
-    left out, and so is staging, which is never faster than these. Ranks of one host that cannot
-    share memory are noticed only by `connect`.
+    Every one works for these ranks and supports tensors of this device. Shared memory and staging
+    are not among them: where ranks can share memory, that is the default already, and staging is
+    the default where nothing else works.
     """
     if not group.supports(device):
-        return ("staged",)
-    return _candidates(group, _find_hosts(Control(group)), device)
+        return ()
+    return _without_shared_memory(_find_hosts(Control(group)))
 
 
-def _candidates(group: Group, hosts: Hosts, device: torch.device) -> tuple[str, ...]:
-    """The rule of `"auto"`.
-
-    CPU ranks of one host share memory. Ranks of several hosts add their values on each host first
-    where some host has several ranks; on devices, where this relieves the busiest network.
-    """
+def _without_shared_memory(hosts: Hosts) -> tuple[str, ...]:
+    """Transports of several hosts or one, the one that should be faster first."""
     ranks_by_host = [len(ranks) for ranks in hosts.members]
-    if max(ranks_by_host) == 1:
+    if len(ranks_by_host) == 1 or max(ranks_by_host) == 1:
         return ("process_group",)
-    shares = device.type == "cpu" and group.is_on_host(device)
-    if len(ranks_by_host) == 1:
-        return ("shared_memory", "process_group") if shares else ("process_group",)
-    if shares:
-        return ("hierarchical", "hierarchical:process_group", "process_group")
     if hierarchical_is_faster(ranks_by_host):
         return ("hierarchical:process_group", "process_group")
     return ("process_group", "hierarchical:process_group")
 
 
-def _connect_first(
+def _default(group: Group, hosts: Hosts, device: torch.device) -> str:
+    """The transport of `"auto"`.
+
+    CPU ranks of a host share memory, even where hierarchical sends as much between hosts.
+    """
+    share_host = len(hosts.members) < group.size
+    if share_host and device.type == "cpu" and group.is_on_host(device):
+        return "shared_memory" if len(hosts.members) == 1 else "hierarchical"
+    return _without_shared_memory(hosts)[0]
+
+
+def _connect_default(
     group: Group, control: Control, hosts: Hosts, device: torch.device
 ) -> Communicator:
-    """The first candidate, or the process group for ranks that cannot share memory."""
+    """The transport of `"auto"`; the process group for ranks that cannot share memory."""
     try:
-        first = _candidates(group, hosts, device)[0]
-        return _connect_to_hosts(group, first, control, hosts, device)
+        return _connect_to_hosts(group, _default(group, hosts, device), control, hosts, device)
     except NotOneHost:
         return ProcessGroupCommunicator(group)
 

@@ -10,6 +10,7 @@ import torch
 
 from poplar.comm import transport_selection
 from poplar.comm.host_topology import Hosts
+from poplar.comm.rendezvous import NotOneHost
 from poplar.comm.transport_selection import candidates, connect
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -58,16 +59,10 @@ def test_gpus_use_hierarchical_where_it_relieves_the_busiest_network(
         ("cuda:nccl", CUDA, "aabb", ("hierarchical:process_group", "process_group")),
         ("cuda:nccl", CUDA, "abbb", ("process_group", "hierarchical:process_group")),
         ("cuda:nccl", CUDA, "abcd", ("process_group",)),
-        ("cpu:gloo,cuda:gloo", CUDA, "aabb", ("staged",)),
-        ("cpu:gloo", CUDA, "aabb", ("staged",)),
-        ("cpu:gloo", CPU, "aaaa", ("shared_memory", "process_group")),
-        (
-            "cpu:gloo",
-            CPU,
-            "abbb",
-            ("hierarchical", "hierarchical:process_group", "process_group"),
-        ),
-        ("cpu:gloo", CPU, "abcd", ("process_group",)),
+        ("cpu:gloo,cuda:gloo", CUDA, "aabb", ()),
+        ("cpu:gloo", CUDA, "aaaa", ()),
+        ("cpu:gloo", CPU, "aaaa", ("process_group",)),
+        ("cpu:gloo", CPU, "aabb", ("hierarchical:process_group", "process_group")),
     ],
 )
 def test_only_transports_that_the_backend_supports_are_candidates(
@@ -83,7 +78,7 @@ def test_only_transports_that_the_backend_supports_are_candidates(
 @pytest.mark.parametrize("choice", ["auto", "staged"])
 def test_gpus_beside_gloo_are_staged(monkeypatch: pytest.MonkeyPatch, choice: str) -> None:
     group = a_group(monkeypatch, "cpu:gloo,cuda:gloo", "aabb")
-    monkeypatch.setattr(transport_selection, "_connect_first", lambda *_: "on the host")
+    monkeypatch.setattr(transport_selection, "_connect_default", lambda *_: "on the host")
     assert connect(group, choice, CUDA) == "StagedCommunicator"
 
 
@@ -103,7 +98,7 @@ def test_a_backend_without_support_for_the_device_raises_with_the_alternatives(
 @pytest.mark.parametrize("choice", ["process_group", "hierarchical:process_group"])
 def test_a_plan_for_another_backend_raises(monkeypatch: pytest.MonkeyPatch, choice: str) -> None:
     group = a_group(monkeypatch, "cpu:gloo,cuda:gloo", "aabb")
-    with pytest.raises(ValueError, match="the plan's transport .* is not available here"):
+    with pytest.raises(ValueError, match=r"transport .* is not available here"):
         connect(group, "auto", CUDA, planned=choice)
 
 
@@ -119,3 +114,26 @@ def test_shared_memory_for_gpus_raises_with_the_alternatives(
 def test_cpu_ranks_send_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     group = a_group(monkeypatch, "cpu:gloo", "aabb")
     assert connect(group, "hierarchical:process_group", CPU) == "HierarchicalMessageCommunicator"
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [("aa", "shared_memory"), ("abb", "hierarchical"), ("ab", "process_group")],
+)
+def test_cpu_ranks_of_a_host_share_memory(
+    monkeypatch: pytest.MonkeyPatch, names: str, expected: str
+) -> None:
+    group = a_group(monkeypatch, "cpu:gloo", names)
+    monkeypatch.setattr(transport_selection, "_connect_to_hosts", lambda _, choice, *rest: choice)
+    assert connect(group, "auto", CPU) == expected
+
+
+def test_cpu_ranks_that_cannot_share_memory_use_the_process_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: object) -> None:
+        raise NotOneHost("no")
+
+    group = a_group(monkeypatch, "cpu:gloo", "aa")
+    monkeypatch.setattr(transport_selection, "_connect_to_hosts", refuse)
+    assert connect(group, "auto", CPU) == "ProcessGroupCommunicator"
