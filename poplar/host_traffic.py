@@ -62,15 +62,11 @@ def link_traffic(shares: Sequence[Sequence[float]], *, hierarchical: bool) -> li
     return traffic
 
 
-def hierarchical_is_faster(ranks_by_host: Sequence[int]) -> bool:
-    """Whether the busiest network carries less with the hierarchical transport, at even shares.
+def is_hierarchical(ranks_by_host: Sequence[int]) -> bool:
+    """Whether the hierarchical transport is the default: if it relieves the network of a host.
 
-    It never carries more. It carries the same if no host has several ranks, and with two hosts of
-    which one has a single rank.
+    It does if some of several hosts have several ranks, and never loads a network more. With two
+    hosts of which one has a single rank, the busiest network carries the same at even shares, and
+    less if that rank owns more.
     """
-    shares = [[1.0] * ranks for ranks in ranks_by_host]
-
-    def busiest(hierarchical: bool) -> float:
-        return max(one.busiest for one in network_traffic(shares, hierarchical=hierarchical))
-
-    return busiest(True) < busiest(False)
+    return len(ranks_by_host) > 1 and max(ranks_by_host) > 1

@@ -31,7 +31,7 @@ class HierarchicalMessageCommunicator(Communicator):
     def __init__(self, group: Group, hosts: Hosts, host_group: Group) -> None:
         """`host_group`: the ranks of this host, ascending."""
         super().__init__(group)
-        self._hosts = hosts
+        self._hosts, self.hosts = hosts, hosts.by_rank
         self._host = hosts.host_of(group.rank)
         self._host_ranks = hosts.members[self._host]
         self._inter_queue, self._intra_queue = CollectiveQueue(group), CollectiveQueue(host_group)

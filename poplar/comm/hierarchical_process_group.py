@@ -36,7 +36,8 @@ class HierarchicalProcessGroupCommunicator(Communicator):
     def __init__(self, group: Group, hosts: Hosts, host_group: Group) -> None:
         """`host_group`: the ranks of this host, ascending."""
         super().__init__(group)
-        self._group, self._hosts, self._host = group, hosts, hosts.host_of(group.rank)
+        self._group, self._hosts, self.hosts = group, hosts, hosts.by_rank
+        self._host = hosts.host_of(group.rank)
         self._routes: dict[Layout, Route] = {}
         self._queue = CollectiveQueue(group)
         self._all_hosts = ProcessGroupCommunicator(group)

@@ -22,7 +22,7 @@ from poplar.comm.rendezvous import NotOneHost, Rendezvous
 from poplar.comm.shared_memory import SharedMemoryCommunicator
 from poplar.comm.shared_segment import segment_bytes
 from poplar.comm.staged import HOST, StagedCommunicator
-from poplar.host_traffic import hierarchical_is_faster
+from poplar.host_traffic import is_hierarchical
 
 T = TypeVar("T")
 
@@ -48,8 +48,8 @@ def connect(
             `"hierarchical:process_group"` (NCCL or gloo on each of them); `"staged"` (any device,
             through host memory); or a communicator built by the caller. `"auto"` takes staged for
             devices that the process group does not support (GPUs with gloo), shared memory or
-            hierarchical for CPU ranks that share a host, `"hierarchical:process_group"` where that
-            relieves the busiest network between hosts, and otherwise the process group.
+            hierarchical for CPU ranks that share a host, `"hierarchical:process_group"` for devices
+            if some of several hosts have several ranks, and otherwise the process group.
         device: of the tensors; only CPU tensors can be shared.
         planned: the plan's transport, which is used if `choice` is `"auto"`.
 
@@ -90,20 +90,14 @@ def candidates(group: Group, device: torch.device) -> tuple[str, ...]:
 
 
 def _without_shared_memory(hosts: Hosts) -> tuple[str, ...]:
-    """Transports of several hosts or one, the one that should be faster first."""
-    ranks_by_host = [len(ranks) for ranks in hosts.members]
-    if len(ranks_by_host) == 1 or max(ranks_by_host) == 1:
-        return ("process_group",)
-    if hierarchical_is_faster(ranks_by_host):
+    """Transports that need no shared memory, the default one first."""
+    if is_hierarchical([len(ranks) for ranks in hosts.members]):
         return ("hierarchical:process_group", "process_group")
-    return ("process_group", "hierarchical:process_group")
+    return ("process_group",)
 
 
 def _default(group: Group, hosts: Hosts, device: torch.device) -> str:
-    """The transport of `"auto"`.
-
-    CPU ranks of a host share memory, even where hierarchical sends as much between hosts.
-    """
+    """The transport of `"auto"`."""
     share_host = len(hosts.members) < group.size
     if share_host and device.type == "cpu" and group.is_on_host(device):
         return "shared_memory" if len(hosts.members) == 1 else "hierarchical"

@@ -145,6 +145,7 @@ def measure_network(session: Session, budget: float) -> NetworkProfile:
         all_gather_seconds=gathering,
         receive_seconds_per_byte=tuple(receive for receive, _ in rates),
         send_seconds_per_byte=tuple(send for _, send in rates),
+        hosts=collectives.comm.hosts,
         transports=transports,
     )
 

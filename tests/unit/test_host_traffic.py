@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -21,7 +23,7 @@ from poplar.comm.hierarchical_process_group import HierarchicalProcessGroupCommu
 from poplar.comm.host_topology import Hosts
 from poplar.comm.process_group import ProcessGroupCommunicator
 from poplar.comm.shard_layout import Layout
-from poplar.host_traffic import hierarchical_is_faster, link_traffic, network_traffic
+from poplar.host_traffic import is_hierarchical, link_traffic, network_traffic
 
 HOSTS = ["aabb", "abab", "aabccc", "abbb", "aaaa", "aaaabbbbcccc"]
 
@@ -128,21 +130,17 @@ def test_devices_make_one_native_call_per_level_of_hosts(operation: str, names: 
             assert names_found <= {"alltoall_base_", "_allgather_base_", "allgather_"}
 
 
-@pytest.mark.parametrize(
-    ("ranks_by_host", "faster"),
-    [
-        ((8,), False),
-        ((1, 1, 1, 1), False),
-        ((1, 3), False),  # the busiest network carries the same
-        ((2, 2), True),
-        ((2, 1, 3), True),
-        ((8,) * 8, True),
-    ],
-)
-def test_hierarchical_is_chosen_where_it_relieves_the_busiest_network(
-    ranks_by_host: tuple[int, ...], faster: bool
-) -> None:
-    assert hierarchical_is_faster(ranks_by_host) == faster
+@given(st.lists(st.lists(st.floats(0.0, 1.0), min_size=1, max_size=4), min_size=1, max_size=5))
+def test_hierarchical_is_chosen_where_it_relieves_a_network(shares: list[list[float]]) -> None:
+    over_hosts = network_traffic(shares, hierarchical=True)
+    flat = network_traffic(shares, hierarchical=False)
+    for one, other in zip(over_hosts, flat, strict=True):
+        assert one.leaving <= other.leaving * (1 + 1e-9)
+        assert one.arriving <= other.arriving * (1 + 1e-9)
+    if not is_hierarchical([len(ranks) for ranks in shares]):
+        assert over_hosts == flat
+    elif min(map(min, shares)) > 0.0:
+        assert over_hosts != flat
 
 
 def test_a_host_of_eight_sends_an_eighth_of_what_a_flat_transport_sends() -> None:

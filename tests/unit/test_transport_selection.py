@@ -40,12 +40,12 @@ def a_group(monkeypatch: pytest.MonkeyPatch, backend: str, names: str) -> Any:
         ("a", "ProcessGroupCommunicator"),
         ("aaaa", "ProcessGroupCommunicator"),
         ("abcd", "ProcessGroupCommunicator"),
-        ("abbb", "ProcessGroupCommunicator"),  # the network of b carries the same either way
+        ("abbb", "HierarchicalProcessGroupCommunicator"),
         ("aabb", "HierarchicalProcessGroupCommunicator"),
         ("aabccc", "HierarchicalProcessGroupCommunicator"),
     ],
 )
-def test_gpus_use_hierarchical_where_it_relieves_the_busiest_network(
+def test_gpus_use_hierarchical_where_it_relieves_a_network(
     monkeypatch: pytest.MonkeyPatch, names: str, expected: str
 ) -> None:
     group = a_group(monkeypatch, "cpu:gloo,cuda:nccl", names)
@@ -57,7 +57,7 @@ def test_gpus_use_hierarchical_where_it_relieves_the_busiest_network(
     [
         ("cuda:nccl", CUDA, "aaaa", ("process_group",)),
         ("cuda:nccl", CUDA, "aabb", ("hierarchical:process_group", "process_group")),
-        ("cuda:nccl", CUDA, "abbb", ("process_group", "hierarchical:process_group")),
+        ("cuda:nccl", CUDA, "abbb", ("hierarchical:process_group", "process_group")),
         ("cuda:nccl", CUDA, "abcd", ("process_group",)),
         ("cpu:gloo,cuda:gloo", CUDA, "aabb", ()),
         ("cpu:gloo", CUDA, "aaaa", ()),
