@@ -92,13 +92,18 @@ class Group:
     def size(self) -> int:
         return len(self.ranks)
 
+    @cached_property
+    def _backends(self) -> dict[str, str]:
+        """The process group's backends by device type."""
+        return _backends(self.process_group)
+
     def is_on_host(self, device: torch.device) -> bool:
         """Whether the backend for tensors of this device is a CPU backend."""
-        return is_on_host(self.process_group, device)
+        return self._backends.get(device.type) in _HOST_BACKENDS
 
     def supports(self, device: torch.device) -> bool:
         """Whether the backend for this device is made for its tensors, as NCCL is for CUDA."""
-        backend = _backends(self.process_group).get(device.type)
+        backend = self._backends.get(device.type)
         return device.type == "cpu" or (backend is not None and backend not in _HOST_BACKENDS)
 
     def timeout_error(self, what: str, peers: Sequence[int], cause: str) -> CollectiveTimeout:

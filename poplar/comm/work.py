@@ -1,4 +1,4 @@
-"""One collective made of several works of torch.distributed, with one deadline for all of them."""
+"""Issued collectives of torch.distributed: on the host with a deadline, on devices on a stream."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _CHECK_TIMEOUT = timedelta(milliseconds=50)
 
 
 class ProcessGroupWork:
-    """Issued works of torch.distributed; each knows the peers that it waits for."""
+    """One collective made of several works on the host; each knows the peers that it waits for."""
 
     def __init__(
         self,
@@ -25,7 +25,6 @@ class ProcessGroupWork:
         *,
         what: str,
         peers: Sequence[int],
-        blocks_host: bool,
         before_wait: Callable[[], float] | None = None,
         finish: Callable[[], None] | None = None,
     ) -> None:
@@ -36,8 +35,6 @@ class ProcessGroupWork:
             start: issues the works; returns each with the peers (group ranks) that it needs.
             what: the collective's name in errors.
             peers: the peers that errors name if the collective cannot be started.
-            blocks_host: a wait blocks the calling thread, so it needs a deadline. Otherwise only a
-                stream waits, and the backend's own watchdog limits it (NCCL).
             before_wait: called first in `wait`; returns the seconds that it waited.
             finish: called once, when all works have finished.
 
@@ -46,7 +43,6 @@ class ProcessGroupWork:
         """
         self._group, self._what = group, what
         self._before_wait, self._finish = before_wait, finish
-        self._blocks_host = blocks_host
         try:
             self._works = list(start())
         except RuntimeError as error:
@@ -56,11 +52,7 @@ class ProcessGroupWork:
         """As `Work.wait`."""
         waited = self._before_wait() if self._before_wait is not None else 0.0
         start = time.perf_counter()
-        if self._blocks_host:
-            self._wait_for_peers()
-        else:
-            for work, _ in self._works:
-                work.wait()
+        self._wait_for_peers()
         waited += time.perf_counter() - start
         self._group.trace.add("wait", self._what, start)
         if self._finish is not None:
@@ -85,3 +77,46 @@ class ProcessGroupWork:
     def _timeout_error(self, peers: Sequence[int], cause: RuntimeError | None) -> CollectiveTimeout:
         reason = str(cause).splitlines()[0] if cause is not None and str(cause) else "unknown"
         return self._group.timeout_error(self._what, peers, reason)
+
+
+class StreamWork:
+    """Native collectives of device tensors. A wait blocks the current stream, never the host."""
+
+    __slots__ = ("_finish", "_start", "_works")
+
+    def __init__(
+        self,
+        group: Group,
+        start: Callable[[], Sequence[dist.Work | None]],
+        what: str,
+        finish: Callable[[], None] | None,
+    ) -> None:
+        """Issue the works.
+
+        Args:
+            group: the participating ranks.
+            start: issues them. It is kept until the wait, with the tensors that it refers to: the
+                backend must not lose their memory, and calls no `record_stream`.
+            what: the collective's name in errors.
+            finish: called once, in the wait.
+
+        Raises:
+            CollectiveTimeout: the collectives cannot be issued because they have been aborted.
+        """
+        self._start: Callable[[], Sequence[dist.Work | None]] | None = start
+        self._finish = finish
+        try:
+            self._works = start()
+        except RuntimeError as error:
+            peers = [rank for rank in range(group.size) if rank != group.rank]
+            raise group.timeout_error(what, peers, str(error).partition("\n")[0]) from error
+
+    def wait(self) -> float:
+        """As `Work.wait`; 0, because the host does not wait."""
+        for work in self._works:
+            if work is not None:
+                work.wait()
+        if self._finish is not None:
+            self._finish()
+        self._works, self._start, self._finish = (), None, None
+        return 0.0

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -14,7 +16,7 @@ import torch.distributed as dist
 from ranks import Pool
 from torch import Tensor
 
-from poplar.comm import Codec, Communicator, Control, Group, connect
+from poplar.comm import Codec, Communicator, Control, Group, algorithms, connect
 from poplar.comm.shard_layout import Layout
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -114,6 +116,79 @@ def broadcast_in_one_call(numel: int) -> bool:
 
 def test_a_broadcast_is_one_call(ranks: Pool) -> None:
     assert all(ranks.run(broadcast_in_one_call, 100))
+
+
+def native_calls(operation: str) -> list[str]:
+    """The functions of torch.distributed that one collective calls on a device backend."""
+    comm = connect(Group.of(harness.group(), None), "process_group")
+    uneven, even = Layout((0, 0, 64, 320, 640)), Layout.even(64 * WORLD, WORLD)
+    calls: list[str] = []
+
+    def count(module: object, name: str, real: Callable[..., Any]) -> Any:
+        def call(*arguments: Any, **options: Any) -> Any:
+            calls.append(name.lstrip("_"))
+            return real(*arguments, **options)
+
+        return mock.patch.object(module, name, call)
+
+    with ExitStack() as patches:
+        patches.enter_context(one_native_call())
+        patches.enter_context(count(dist, "all_gather", gather_by_broadcasts))
+        patches.enter_context(count(algorithms, "_all_gather", algorithms._all_gather))
+        for name in ("all_to_all_single", "broadcast", "batch_isend_irecv", "isend", "irecv"):
+            patches.enter_context(count(dist, name, getattr(dist, name)))
+        low, high = uneven.bounds(comm.group.rank)
+        if operation == "reduce_scatter":
+            bucket = comm.buffer(uneven, torch.float32, torch.device("cpu"))
+            out = torch.zeros(high - low)
+            comm.reduce_scatter(bucket, out, accumulate=False, what=operation).wait()
+        elif operation == "all_gather":
+            comm.all_gather(torch.zeros(even.numel), even, what=operation).wait()
+        elif operation == "uneven all_gather":
+            comm.all_gather(torch.zeros(uneven.numel), uneven, what=operation).wait()
+        elif operation == "broadcast":
+            comm.broadcast(torch.zeros(100), 2, what=operation)
+        else:
+            new = Layout((0, 320, 320, 320, 640))
+            comm.reshard(torch.zeros(high - low), uneven, new, what=operation)
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("operation", "call"),
+    [
+        ("reduce_scatter", "all_to_all_single"),
+        ("all_gather", "all_gather"),
+        ("broadcast", "broadcast"),
+        ("reshard", "all_to_all_single"),
+    ],
+)
+@pytest.mark.every_combination
+def test_a_collective_on_a_device_is_one_call(ranks: Pool, operation: str, call: str) -> None:
+    assert ranks.run(native_calls, operation) == [[call]] * WORLD
+
+
+def test_an_uneven_gather_on_a_device_is_one_call(ranks: Pool) -> None:
+    for first, *grouped in ranks.run(native_calls, "uneven all_gather"):
+        assert first == "all_gather"
+        assert set(grouped) == {"broadcast"}, "which NCCL groups, as the stand-in for it shows"
+
+
+def test_one_rank_alone_needs_no_call(ranks: Pool) -> None:
+    assert ranks.run(native_calls_of_one_rank, ranks=1) == [[]]
+
+
+def native_calls_of_one_rank() -> list[str]:
+    comm = connect(Group.of(harness.group(), None), "process_group")
+    layout = Layout((0, 640))
+    with one_native_call(), mock.patch.object(dist, "all_to_all_single") as reduction:
+        bucket = comm.buffer(layout, torch.float32, torch.device("cpu"))
+        bucket.data.copy_(gradient(0, 640, 1))
+        out = torch.zeros(640)
+        comm.reduce_scatter(bucket, out, accumulate=False, what="a reduction").wait()
+        comm.all_gather(out, layout, what="a gather").wait()
+        assert torch.equal(out, bucket.data)
+    return [str(call) for call in reduction.mock_calls]
 
 
 def gather_many(seed: int, times: int, native: bool = False) -> list[str]:
