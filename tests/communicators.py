@@ -10,7 +10,6 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from poplar.comm import Bucket, Group, Work
@@ -72,15 +71,3 @@ def connect_natively(group: Group, hosts: Hosts) -> HierarchicalProcessGroupComm
     return HierarchicalProcessGroupCommunicator(
         NativeGroup.like(group), hosts, NativeGroup.like(host_group)
     )
-
-
-def gather_by_broadcasts(
-    slices: list[Tensor], own: Tensor, *, group: dist.ProcessGroup, async_op: bool
-) -> None:
-    """`dist.all_gather` of slices of any size, which NCCL supports and gloo does not."""
-    assert async_op
-    for owner, part in enumerate(slices):
-        if owner == dist.get_rank(group):
-            part.copy_(own)
-        if part.numel():
-            dist.broadcast(part, group=group, group_src=owner)

@@ -132,7 +132,7 @@ class HierarchicalProcessGroupCommunicator(Communicator):
         """One all-to-all of all hosts, with the number of elements of each rank."""
         if len(self._hosts.members) == 1:
             return
-        group, sizes = self._group.process_group, (list(received_sizes), list(sent_sizes))
+        group, sizes = self._group.process_group, (received_sizes, sent_sizes)
 
         def start() -> list[dist.Work | None]:
             return [dist.all_to_all_single(received, sent, *sizes, group=group, async_op=True)]

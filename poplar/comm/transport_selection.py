@@ -16,12 +16,13 @@ from poplar.comm.group import Group
 from poplar.comm.hierarchical import HierarchicalCommunicator, HostGroup
 from poplar.comm.hierarchical_messages import HierarchicalMessageCommunicator
 from poplar.comm.hierarchical_process_group import HierarchicalProcessGroupCommunicator
+from poplar.comm.host_buffers import HOST
 from poplar.comm.host_topology import Hosts
 from poplar.comm.process_group import ProcessGroupCommunicator
 from poplar.comm.rendezvous import NotOneHost, Rendezvous
 from poplar.comm.shared_memory import SharedMemoryCommunicator
 from poplar.comm.shared_segment import segment_bytes
-from poplar.comm.staged import HOST, StagedCommunicator
+from poplar.comm.staged import StagedCommunicator
 from poplar.host_traffic import is_hierarchical
 
 T = TypeVar("T")

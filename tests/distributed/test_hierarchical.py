@@ -17,8 +17,9 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 import ranks as harness
-from communicators import connect_natively, gather_by_broadcasts
+from communicators import connect_natively
 from launch import run_ranks
+from native_calls import gather_by_broadcasts
 from network import EmulatedNetwork, EmulationUnavailable, Hosts
 
 from poplar.comm import Bucket, Codec, Communicator, Group, connect, host_topology

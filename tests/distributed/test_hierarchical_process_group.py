@@ -9,7 +9,8 @@ import pytest
 import ranks as harness
 import torch
 import torch.distributed as dist
-from communicators import connect_natively, gather_by_broadcasts
+from communicators import connect_natively
+from native_calls import gather_by_broadcasts
 from torch import Tensor
 
 from poplar.comm import Bucket, Codec, Communicator, Group
