@@ -1,21 +1,27 @@
 """The transport for devices that the process group does not support: staging through host memory.
 
 Examples: several ranks on one GPU (which NCCL refuses), GPUs with a gloo group, devices of several
-vendors. Data is copied to the host, sent by the host's transport (shared memory on one host), and
-copied back. Slower than a device-to-device link, and always available.
+vendors. Data is copied to pinned host memory, sent by the host's transport (shared memory on one
+host), and copied back. Slower than a device-to-device link, and always available.
+
+The host does not wait for copies when a collective is issued. The host's transport starts a
+collective once its data is there: in a later call, or in a wait for it or for a later one.
 """
 
 from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from poplar import ops
 from poplar.comm.bucket import Bucket
-from poplar.comm.communicator import CallbackWork, Communicator, Work, own_slice
+from poplar.comm.communicator import Communicator, Work, own_slice
+from poplar.comm.host_buffers import HOST, HostBuffers, record
+from poplar.comm.segment_pool import caches_memory
 from poplar.comm.shard_layout import Layout
-
-HOST = torch.device("cpu")
 
 
 class StagedCommunicator(Communicator):
@@ -27,7 +33,9 @@ class StagedCommunicator(Communicator):
         """`on_host`: the transport for the copies on the host."""
         super().__init__(on_host.group)
         self._on_host = on_host
-        self.reduction_order = on_host.reduction_order
+        self._buffers = HostBuffers()
+        self._not_started: deque[_StagedWork] = deque()
+        self.reduction_order, self.hosts = on_host.reduction_order, on_host.hosts
 
     def reduce_scatter(
         self,
@@ -39,51 +47,133 @@ class StagedCommunicator(Communicator):
         squares: Tensor | None = None,
     ) -> Work:
         staged = self._copy_to_host(bucket)
-        total = torch.empty(out.numel(), dtype=torch.float32, device=HOST)
-        work = self._on_host.reduce_scatter(staged, total, accumulate=False, what=what)
+        total = self._buffers.take(out.numel(), torch.float32, out.device)
+
+        def start() -> Work:
+            return self._on_host.reduce_scatter(staged, total, accumulate=False, what=what)
 
         def copy_back() -> None:
             if accumulate:
-                out.add_(total.to(out.device))
+                out.add_(total.to(out.device, non_blocking=True))
             else:
-                out.copy_(total)
+                out.copy_(total, non_blocking=True)
+            self._buffers.put_back(total, record(out.device))
+            self._buffers.put_back(staged.data)
             if squares is not None:
                 squares.copy_(ops.block_sums_of_squares(out))
 
-        return CallbackWork(work, copy_back)
+        return self._issue(out.device, start, copy_back)
 
     def all_reduce(self, bucket: Bucket, *, what: str) -> Work:
         staged = self._copy_to_host(bucket)
-        work = self._on_host.all_reduce(staged, what=what)
-        return CallbackWork(work, lambda: _copy(bucket.data, staged.data))
+        return self._issue(
+            bucket.data.device,
+            lambda: self._on_host.all_reduce(staged, what=what),
+            lambda: self._copy_back(bucket.data, staged.data),
+        )
 
     def all_gather(
         self, data: Tensor, layout: Layout, *, what: str, own: Tensor | None = None
     ) -> Work:
         own = own_slice(data, layout, self.group.rank) if own is None else own
-        staged = torch.empty(layout.numel, dtype=data.dtype, device=HOST)
-        own_slice(staged, layout, self.group.rank).copy_(own)
-        work = self._on_host.all_gather(staged, layout, what=what)
-        return CallbackWork(work, lambda: _copy(data, staged))
+        staged = self._buffers.take(layout.numel, data.dtype, data.device)
+        own_slice(staged, layout, self.group.rank).copy_(own, non_blocking=True)
+        return self._issue(
+            data.device,
+            lambda: self._on_host.all_gather(staged, layout, what=what),
+            lambda: self._copy_back(data, staged),
+        )
 
     def broadcast(self, data: Tensor, source: int, *, what: str) -> None:
+        self._start_all()
         staged = data.to(HOST, copy=True)
         self._on_host.broadcast(staged, source, what=what)
         data.copy_(staged)
 
     def reshard(self, shard: Tensor, old: Layout, new: Layout, *, what: str) -> Tensor:
+        self._start_all()
         return self._on_host.reshard(shard.to(HOST), old, new, what=what).to(shard.device)
 
     def trim(self) -> None:
+        self._buffers.trim(caches_memory())
         self._on_host.trim()
 
     def _copy_to_host(self, bucket: Bucket) -> Bucket:
-        """A copy of the bucket in memory that the host's transport sends from."""
-        staged = self._on_host.buffer(bucket.layout, bucket.data.dtype, HOST, bucket.codec)
-        staged.wait_until_writable()
-        staged.data.copy_(bucket.data)
-        return staged
+        """A copy of the bucket in host memory, complete once the device has made it."""
+        data = self._buffers.take(bucket.layout.numel, bucket.data.dtype, bucket.data.device)
+        data.copy_(bucket.data, non_blocking=True)
+        return Bucket(data, bucket.layout, bucket.codec)
+
+    def _copy_back(self, data: Tensor, staged: Tensor) -> None:
+        data.copy_(staged, non_blocking=True)
+        self._buffers.put_back(staged, record(data.device))
+
+    # The host's transport starts collectives in the order in which they were issued.
+
+    def _issue(
+        self, device: torch.device, start: Callable[[], Work], finish: Callable[[], None]
+    ) -> Work:
+        work = _StagedWork(record(device), start, finish, self._start_until)
+        self._not_started.append(work)
+        while self._not_started and self._not_started[0].is_copied:
+            self._not_started.popleft().start()
+        return work
+
+    def _start_until(self, work: _StagedWork) -> None:
+        """Start this collective and all earlier ones; waits for their copies."""
+        while not work.is_started:
+            self._not_started.popleft().start()
+
+    def _start_all(self) -> None:
+        if self._not_started:
+            self._start_until(self._not_started[-1])
 
 
-def _copy(target: Tensor, source: Tensor) -> None:
-    target.copy_(source)
+class _StagedWork:
+    """A collective that the host's transport starts when its data is on the host."""
+
+    def __init__(
+        self,
+        copied: torch.cuda.Event | None,
+        start: Callable[[], Work],
+        finish: Callable[[], None],
+        start_until: Callable[[_StagedWork], None],
+    ) -> None:
+        """`copied`: the data is on the host after this event; None: it is there already."""
+        self._copied, self._start, self._finish = copied, start, finish
+        self._start_until = start_until
+        self._work: Work | None = None
+        self._error: Exception | None = None
+        self._is_finished = False
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether the data is on the host."""
+        return self._copied is None or self._copied.query()
+
+    @property
+    def is_started(self) -> bool:
+        """Whether the host's transport has started it, or has failed to."""
+        return self._work is not None or self._error is not None
+
+    def start(self) -> None:
+        """Start it once its data is there. An error is raised in every wait for it."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        try:
+            self._work = self._start()
+        except Exception as error:
+            self._error = error
+            raise
+
+    def wait(self) -> float:
+        """As `Work.wait`."""
+        self._start_until(self)
+        if self._work is None:
+            assert self._error is not None
+            raise self._error
+        waited = self._work.wait()
+        if not self._is_finished:
+            self._is_finished = True
+            self._finish()
+        return waited
