@@ -268,7 +268,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         if scaler is not None:
             scaler.unscale_(self)
         norm = self.clip_grad_norm_(max_norm) if max_norm is not None else None
-        waited = now.waited + self._engine.strategy.waited
+        waited = now.waited + self._engine.strategy.waiting.step.seconds()
         if scaler is None:
             self.step()
         else:
@@ -745,7 +745,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
                 self._control,
                 self._engine.trained,
                 loss=self._step_state.loss,
-                waited=self._step_state.waited + self._engine.strategy.waited,
+                waited=self._step_state.waited + self._engine.strategy.waiting.latest(),
                 norm_type=norm_type,
                 error=error,
             )

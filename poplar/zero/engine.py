@@ -272,7 +272,7 @@ class Engine:
         for unit in self.units:
             for flat in unit.trained:
                 for parameter in flat.parameters:
-                    yield parameter.register_post_accumulate_grad_hook(self._gradient_hook(unit))
+                    yield parameter.register_post_accumulate_grad_hook(self._gradient_hook(flat))
         if not self.strategy.shards_parameters:
             return
         for unit in self.units:
@@ -284,14 +284,14 @@ class Engine:
         yield self.model.register_forward_pre_hook(entry, prepend=True)
         yield self.model.register_forward_hook(leave, always_call=True)
 
-    def _gradient_hook(self, unit: Unit) -> Callable[[Tensor], None]:
+    def _gradient_hook(self, flat: FlatParameter) -> Callable[[Tensor], None]:
         def gradient_ready(parameter: Tensor) -> None:
             if not self.scheduler.active:
                 self._begin_implicit_pass(Mode.TRAIN)
             if not self._explicit_pass and not self._callback_queued:
                 self._callback_queued = True
                 Variable._execution_engine.queue_callback(self._on_backward_end)
-            self.scheduler.gradient_ready(unit, parameter)  # type: ignore[arg-type]
+            self.scheduler.gradient_ready(flat, parameter)  # type: ignore[arg-type]
 
         return gradient_ready
 

@@ -26,8 +26,8 @@ class Replicated(LocalAccumulation):
     view of it.
     """
 
-    def __init__(self, comm: Communicator, reduce_dtype: torch.dtype) -> None:
-        super().__init__(comm, reduce_dtype)
+    def __init__(self, comm: Communicator, reduce_dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(comm, reduce_dtype, device)
         self._pending_all_gathers: list[Work] = []
 
     def layout_for(self, flat: FlatParameter, shares: Sequence[float]) -> Layout:

@@ -228,7 +228,7 @@ def build_engine(
 ) -> tuple[Engine, ShardedUpdate]:
     """Build engine and update; the first rank's values and buffers are broadcast. Collective."""
     plan, world = request.plan, comm.group.size
-    strategy = STRATEGY_CLASSES[request.stage](comm, request.reduce_dtype)
+    strategy = STRATEGY_CLASSES[request.stage](comm, request.reduce_dtype, request.device)
     shares = plan.shares if plan is not None else (1.0 / world,) * world
     members, recast = [], []
     for name, parameter in request.model.named_parameters():

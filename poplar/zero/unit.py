@@ -52,6 +52,11 @@ class Unit:
     def trained(self) -> tuple[FlatParameter, ...]:
         return tuple(flat for flat in self.flats if flat.trained)
 
+    @property
+    def unsharded_bytes(self) -> int:
+        """Bytes of the parameters while the unit is unsharded."""
+        return sum(flat.numel * flat.dtype.itemsize for flat in self.flats)
+
 
 @dataclass(frozen=True, eq=False)
 class Member:
