@@ -96,6 +96,10 @@ class CollectiveScheduler:
         """On the leader: its backward unshards no more units."""
         self._finishing = False
 
+    def set_weight(self, weight: float) -> None:
+        """Set the weight of a pass that began before it was known; before its backward."""
+        self._weight = weight
+
     def _order(self, mode: Mode, reduces: bool) -> CollectiveOrder:
         """The order for the persistent units of now; empty while none is recorded."""
         recorded = self._recorded_orders.get((mode, reduces))

@@ -42,7 +42,7 @@ class Reductions:
 
     def _wait_for_all_but(self, leave: int) -> None:
         while len(self._issued) > leave:
-            self._waiting.wait_for(self._issued.popleft())
+            self._waiting.wait_for(self._issued.popleft(), "reductions")
 
 
 class StreamReductions(Reductions):
@@ -64,7 +64,7 @@ class StreamReductions(Reductions):
                 with self._streams.reduction():
                     self._sum()
             _, event = self._buckets.popleft()
-            with self._waiting.stall():
+            with self._waiting.stall("reductions"):
                 self._streams.wait_for_reduction(event)
 
     def start(self, issue: Callable[[], Work], bucket: Bucket | None = None) -> None:
@@ -76,7 +76,7 @@ class StreamReductions(Reductions):
     def finish(self) -> None:
         with self._streams.reduction():
             self._sum()
-        with self._waiting.stall():
+        with self._waiting.stall("reductions"):
             self._streams.wait_for_reduction(self._streams.record_reduction())
         self._buckets.clear()
 

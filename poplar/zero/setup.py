@@ -244,7 +244,11 @@ def build_engine(
     unit_shares = shares_by_unit(plan)
     merge = merge_policy(request, shards_parameters=strategy.shards_parameters)
     units = build_units(
-        request.model, members, request.unit_names, merge="none" if unit_shares else merge
+        request.model,
+        members,
+        request.unit_names,
+        merge="none" if unit_shares else merge,
+        max_flat_bytes=comm.max_flat_bytes(request.device),
     )
     _check_unit_names(control, plan, units)
     strategy.persistent = persistent_units(plan, units)

@@ -83,13 +83,13 @@ class ShardedParameters(ShardedGradients):
 
     def wait_for_unshard(self, unit: Unit) -> None:
         for pending in self._pending_unshards.pop(unit, ()):
-            self.wait(pending)
+            self.wait(pending, f"the unshard of unit {unit.name}")
         for flat in unit.flats:
             flat.attach_parameters()
 
     def reshard(self, unit: Unit) -> None:
         for pending in self._pending_unshards.pop(unit, ()):
-            self.wait(pending)
+            self.wait(pending, f"the unshard of unit {unit.name}")
         if unit in self._unsharded_persistent:
             return
         for flat in unit.flats:

@@ -19,7 +19,7 @@ from poplar.comm import Codec, Communicator, Work
 from poplar.comm.shard_layout import Layout
 from poplar.zero.flat_parameter import FlatParameter
 from poplar.zero.reduction import reductions_on
-from poplar.zero.streams import streams_of
+from poplar.zero.streams import DeviceClock, streams_of
 from poplar.zero.unit import Unit
 from poplar.zero.waiting import WaitingTime
 
@@ -36,7 +36,9 @@ class Strategy(ABC):
         self.comm = comm
         self.codec = Codec(reduce_dtype)
         self.streams = streams_of(device, waits_on_stream=comm.waits_on_stream)
-        self.waiting = WaitingTime(self.streams)
+        if self.streams.asynchronous:
+            comm.group.trace.clock = DeviceClock(self.streams)
+        self.waiting = WaitingTime(self.streams, comm.group.trace)
         self.reductions = reductions_on(self.streams, self.waiting)
         self.persistent: frozenset[Unit] = frozenset()
         """Persistent units: once unsharded, they stay so until the step's gradients are reduced.
@@ -127,7 +129,7 @@ class Strategy(ABC):
             for flat in unit.trained
         ]
         for gather in pending:
-            self.wait(gather)
+            self.wait(gather, "the new values")
 
     def wait_for_readers(self, flat: FlatParameter) -> None:
         """Wait until no other rank reads `flat.shard`. Call it before writing to the shard."""
@@ -168,9 +170,9 @@ class Strategy(ABC):
         self.wait_for_readers(flat)
         flat.shard.copy_(flat.values[flat.owned[0] : flat.owned[1]])
 
-    def wait(self, pending: Work) -> None:
+    def wait(self, pending: Work, what: str) -> None:
         """Wait for a collective before the compute stream continues."""
-        self.waiting.wait_for(pending)
+        self.waiting.wait_for(pending, what)
 
     def _broadcast_values(
         self, flat: FlatParameter, layout: Layout, owned: tuple[int, int]

@@ -24,6 +24,7 @@ activations do not split their blocks.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar
@@ -86,6 +87,35 @@ class DeviceStreams(Streams):
 
     def unsharded_memory(self) -> AbstractContextManager[Any]:
         return torch.cuda.use_mem_pool(self._pool, self._device)
+
+
+class DeviceClock:
+    """The time of the device at points of the compute stream, as `time.perf_counter` has it.
+
+    A `poplar.system.trace.Clock`.
+    """
+
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
+        self._origin: Any = None
+        self._began = 0.0
+
+    def start(self) -> None:
+        """Relate the two clocks. Synchronizes with the device."""
+        self._origin = self._streams.timestamp()
+        self._origin.synchronize()
+        self._began = time.perf_counter()
+
+    def mark(self) -> Any:
+        """An event on the compute stream."""
+        return self._streams.timestamp()
+
+    def seconds(self, mark: Any) -> float:
+        """The time of an event, or of a host's wait. Synchronizes with the device."""
+        if isinstance(mark, float):
+            return mark
+        mark.synchronize()
+        return self._began + float(self._origin.elapsed_time(mark)) / 1e3
 
 
 def streams_of(device: torch.device, *, waits_on_stream: bool) -> Streams:

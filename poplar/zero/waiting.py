@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from poplar.comm import Work
+from poplar.system.trace import Trace
 from poplar.zero.streams import Streams
 
 
@@ -47,8 +48,8 @@ class StepWaiting:
 class WaitingTime:
     """The waits of the current step, and what is known of earlier ones."""
 
-    def __init__(self, streams: Streams) -> None:
-        self._streams = streams
+    def __init__(self, streams: Streams, trace: Trace) -> None:
+        self._streams, self._trace = streams, trace
         self.step = StepWaiting()
         self._unread: deque[StepWaiting] = deque()
         self._latest = float("nan")
@@ -58,19 +59,20 @@ class WaitingTime:
         self._unread.append(self.step)
         self.step = StepWaiting()
 
-    def wait_for(self, work: Work) -> None:
+    def wait_for(self, work: Work, what: str) -> None:
         """Wait for a collective before the compute stream continues."""
         if self._streams.asynchronous:
-            with self.stall():
+            with self.stall(what):
                 work.wait()
         else:
             self.step.add(work.wait())
 
     @contextmanager
-    def stall(self) -> Iterator[None]:
-        """A context that makes the compute stream of a device wait."""
+    def stall(self, what: str) -> Iterator[None]:
+        """A context that makes the compute stream of a device wait for `what`."""
         before = self._streams.timestamp()
-        yield
+        with self._trace.span("wait", what):
+            yield
         self.step.add_stall(before, self._streams.timestamp())
 
     def latest(self) -> float:
