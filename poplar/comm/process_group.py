@@ -8,6 +8,7 @@ deterministic, which the reduce-scatters of NCCL and gloo are not. `algorithms` 
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from poplar.comm.algorithms import ALL_GATHERS, REDUCE_SCATTERS, gather_direct
@@ -83,6 +84,14 @@ class ProcessGroupCommunicator(Communicator):
         self._queue.buffers.trim(caches_memory())
 
     def broadcast(self, data: Tensor, source: int, *, what: str) -> None:
+        if not self._queue.group.is_on_host(data.device):
+            group = self._queue.group.process_group
+
+            def start() -> list[dist.Work | None]:
+                return [dist.broadcast(data, group=group, group_src=source, async_op=True)]
+
+            self._queue.issue(start, data.device, what).wait()
+            return
         if self.group.rank == source:
             messages = [Message(peer, data, incoming=False) for peer in self._queue.peers()]
         else:
@@ -94,23 +103,28 @@ class ProcessGroupCommunicator(Communicator):
 
 
 def reshard(queue: CollectiveQueue, shard: Tensor, old: Layout, new: Layout, what: str) -> Tensor:
-    """As `Communicator.reshard`, by point-to-point messages."""
-    rank = queue.group.rank
+    """As `Communicator.reshard`, by an all-to-all; on the host, by messages."""
+    rank, moves = queue.group.rank, transfers(old, new)
     result = torch.empty(new.size(rank), dtype=shard.dtype, device=shard.device)
-    old_start, new_start = old.bounds(rank)[0], new.bounds(rank)[0]
+    sent, received = [0] * queue.group.size, [0] * queue.group.size
+    for move in moves:  # at most one for each pair of ranks, because slices are contiguous
+        if move.source == rank:
+            sent[move.target] = move.stop - move.start
+        if move.target == rank:
+            received[move.source] = move.stop - move.start
+    if not queue.group.is_on_host(shard.device):
+
+        def start() -> list[dist.Work | None]:
+            group = queue.group.process_group
+            return [dist.all_to_all_single(result, shard, received, sent, group, async_op=True)]
+
+        queue.issue(start, shard.device, what).wait()
+        return result
+    outgoing, incoming = shard.split(sent), result.split(received)
+    incoming[rank].copy_(outgoing[rank])
     messages = []
-    for move in transfers(old, new):
-        sends = move.source == rank
-        receives = move.target == rank
-        if sends and receives:
-            result[move.start - new_start : move.stop - new_start].copy_(
-                shard[move.start - old_start : move.stop - old_start]
-            )
-        elif sends:
-            part = shard[move.start - old_start : move.stop - old_start]
-            messages.append(Message(move.target, part, incoming=False))
-        elif receives:
-            part = result[move.start - new_start : move.stop - new_start]
-            messages.append(Message(move.source, part, incoming=True))
+    for peer in queue.peers():
+        messages.append(Message(peer, outgoing[peer], incoming=False))
+        messages.append(Message(peer, incoming[peer], incoming=True))
     queue.exchange(messages, what).wait()
     return result

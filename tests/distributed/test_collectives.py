@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import random
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import ranks as harness
 import torch
+import torch.distributed as dist
 from ranks import Pool
 from torch import Tensor
 
-from poplar.comm import Codec, Control, Group, connect
+from poplar.comm import Codec, Communicator, Control, Group, connect
 from poplar.comm.shard_layout import Layout
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -34,10 +37,21 @@ def sum_in_rank_order(parts: list[Tensor]) -> Tensor:
     return total
 
 
-def reduce_scatter_many(seed: int, times: int, depth: int) -> list[str]:
+def one_native_call() -> AbstractContextManager[object]:
+    """A context in which gloo issues the collectives that NCCL does, instead of messages."""
+    return mock.patch.object(Group, "is_on_host", return_value=False)
+
+
+def reduce_scatter_many(seed: int, times: int, depth: int, native: bool = False) -> list[str]:
     """Random buckets, several in flight; returns the wrong results."""
     group = Group.of(harness.group(), None)
-    comm = connect(group, "auto")
+    comm = connect(group, "process_group" if native else "auto")
+    with one_native_call() if native else nullcontext():
+        return reduce_scatter_with(comm, seed, times, depth)
+
+
+def reduce_scatter_with(comm: Communicator, seed: int, times: int, depth: int) -> list[str]:
+    group = comm.group
     generator = random.Random(seed)
     wrong, in_flight = [], []
     for turn in range(times):
@@ -73,14 +87,54 @@ def test_reduce_scatter_adds_in_rank_order_bit_for_bit(ranks: Pool, depth: int) 
         assert wrong == []
 
 
-def gather_many(seed: int, times: int) -> list[str]:
+@pytest.mark.parametrize("depth", [1, 5])
+def test_one_all_to_all_gives_the_same_bits(ranks: Pool, depth: int) -> None:
+    for wrong in ranks.run(reduce_scatter_many, 7, 60, depth, native=True):
+        assert wrong == []
+
+
+def gather_by_broadcasts(
+    slices: list[Tensor], own: Tensor, *, group: dist.ProcessGroup, async_op: bool
+) -> None:
+    """`dist.all_gather` of uneven slices, which NCCL supports and gloo does not."""
+    assert async_op
+    for owner, part in enumerate(slices):
+        if part.numel():
+            dist.broadcast(part, group=group, group_src=owner)
+
+
+def broadcast_in_one_call(numel: int) -> bool:
+    comm = connect(Group.of(harness.group(), None), "process_group")
+    truth = gradient(0, numel, 1)
+    received = truth * (comm.group.rank == 2)
+    with one_native_call():
+        comm.broadcast(received, 2, what="a broadcast")
+    return torch.equal(received, truth)
+
+
+def test_a_broadcast_is_one_call(ranks: Pool) -> None:
+    assert all(ranks.run(broadcast_in_one_call, 100))
+
+
+def gather_many(seed: int, times: int, native: bool = False) -> list[str]:
     group = Group.of(harness.group(), None)
-    comm = connect(group, "auto")
+    comm = connect(group, "process_group" if native else "auto")
+    with (
+        one_native_call() if native else nullcontext(),
+        mock.patch.object(dist, "all_gather", gather_by_broadcasts),
+    ):
+        return gather_with(comm, seed, times)
+
+
+def gather_with(comm: Communicator, seed: int, times: int) -> list[str]:
+    group = comm.group
     generator = random.Random(seed)
     wrong = []
     for turn in range(times):
         numel = 64 * generator.randint(0, 60)
         layout = random_layout(generator, numel)
+        if turn % 4 == 0:
+            layout = Layout.even(numel, WORLD)
         truth = gradient(0, numel, turn).to(generator.choice(DTYPES))
         low, high = layout.bounds(group.rank)
         data = torch.full_like(truth, float("nan"))
@@ -91,14 +145,21 @@ def gather_many(seed: int, times: int) -> list[str]:
     return wrong
 
 
-def test_all_gather_completes_the_buffer_in_place(ranks: Pool) -> None:
-    for wrong in ranks.run(gather_many, 8, 60):
+@pytest.mark.parametrize("native", [False, True])
+def test_all_gather_completes_the_buffer_in_place(ranks: Pool, native: bool) -> None:
+    for wrong in ranks.run(gather_many, 8, 60, native):
         assert wrong == []
 
 
-def reshard_many(seed: int, times: int) -> list[str]:
+def reshard_many(seed: int, times: int, native: bool = False) -> list[str]:
     group = Group.of(harness.group(), None)
-    comm = connect(group, "auto")
+    comm = connect(group, "process_group" if native else "auto")
+    with one_native_call() if native else nullcontext():
+        return reshard_with(comm, seed, times)
+
+
+def reshard_with(comm: Communicator, seed: int, times: int) -> list[str]:
+    group = comm.group
     generator = random.Random(seed)
     wrong = []
     for turn in range(times):
@@ -112,8 +173,9 @@ def reshard_many(seed: int, times: int) -> list[str]:
     return wrong
 
 
-def test_reshard_moves_every_element_to_its_new_owner(ranks: Pool) -> None:
-    for wrong in ranks.run(reshard_many, 9, 60):
+@pytest.mark.parametrize("native", [False, True])
+def test_reshard_moves_every_element_to_its_new_owner(ranks: Pool, native: bool) -> None:
+    for wrong in ranks.run(reshard_many, 9, 60, native):
         assert wrong == []
 
 
