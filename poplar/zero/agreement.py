@@ -106,7 +106,7 @@ def raise_on_all_ranks(control: Control, error: BaseException | None, *, doing: 
 
 def open_step(
     control: Control, *, samples: int, weight: float, error: Exception | None
-) -> Callable[[], tuple[StepSizes, float]]:
+) -> Callable[[Callable[[], None]], tuple[StepSizes, float]]:
     """Start to exchange sample counts and weights. Collective.
 
     Args:
@@ -116,16 +116,19 @@ def open_step(
             `RankFailed`.
 
     Returns:
-        A function that waits for the other ranks and returns the sizes and the seconds waited.
+        A function that waits for the other ranks and returns the sizes and the seconds waited. If a
+        rank has an error, it calls its argument first: collectives that all ranks must complete
+        before they exchange error messages.
     """
     values = torch.tensor([float(error is not None), samples, weight], dtype=torch.float64)
     collect = control.exchange(values, what="opening a step")
 
-    def wait() -> tuple[StepSizes, float]:
+    def wait(on_error: Callable[[], None]) -> tuple[StepSizes, float]:
         began = time.perf_counter()
         received = collect()
         waited = time.perf_counter() - began
         if any(bool(values[0]) for values in received):
+            on_error()
             raise_on_all_ranks(control, error, doing="opening a step")
         counts = tuple(int(values[1]) for values in received)
         return StepSizes(counts, sum(float(values[2]) for values in received)), waited

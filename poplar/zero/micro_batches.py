@@ -46,8 +46,10 @@ class OpenedStep:
     """The first micro-batch of this rank that has samples; None if there is none."""
     first_pass: int | None
     """Its pass."""
-    wait: Callable[[], tuple[list[MicroBatch], StepSizes, float]]
+    wait: Callable[[Callable[[], None]], tuple[list[MicroBatch], StepSizes, float]]
     """Wait for the other ranks; returns this rank's micro-batches, all sizes and seconds waited.
+
+    If a rank has an error, the argument is called on all ranks before they exchange messages.
 
     Raises the error in this rank's input; `RankFailed` if the input of another rank is wrong; the
     same ValueError on all ranks if the step as a whole is.
@@ -102,8 +104,8 @@ class BatchSplitter:
             error = _with_rank(rank, caught)
         collect = open_step(control, samples=sum(sizes), weight=sum(counts), error=error)
 
-        def wait() -> tuple[list[MicroBatch], StepSizes, float]:
-            step_sizes, waited = collect()
+        def wait(on_error: Callable[[], None]) -> tuple[list[MicroBatch], StepSizes, float]:
+            step_sizes, waited = collect(on_error)
             self._check_sizes(step_sizes)
             weights = _weights(loss, counts, step_sizes.total_weight)
             micro_batches = self._micro_batches(batches, sizes, weights, step_sizes)

@@ -57,15 +57,12 @@ class Step:
         """Wait for the sizes of all ranks; returns this rank's micro-batches. Collective."""
         engine = self._engine
         try:
-            micro_batches, sizes, waited = opened.wait()
+            micro_batches, sizes, waited = opened.wait(self._drop_early_pass)
         except CollectiveTimeout:
             engine.abort()
             raise
         except Exception:
-            if engine.has_early_pass:
-                engine.end_pass(failed=True)
-                engine.wait_for_reductions()
-                self.reset()
+            self._drop_early_pass()
             raise
         if not engine.has_early_pass:
             began = engine.step.early_forward_began
@@ -89,6 +86,13 @@ class Step:
         engine.step.early_forward_began = self._trace.now()
         with engine.early_forward():
             forward.compute_early(opened.first)
+
+    def _drop_early_pass(self) -> None:
+        """Complete a pass that began early with zeros, because the step cannot be opened."""
+        if self._engine.has_early_pass:
+            self._engine.end_pass(failed=True)
+            self._engine.wait_for_reductions()
+            self.reset()
 
     # Passes.
 
