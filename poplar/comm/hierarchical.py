@@ -83,7 +83,7 @@ class HierarchicalCommunicator(Communicator):
         self._rendezvous = rendezvous
         self._intra_host = SharedMemoryCommunicator(rendezvous)
         self._queue = CollectiveQueue(group)
-        self._hosts = hosts
+        self._hosts, self.hosts = hosts, hosts.by_rank
         self._host = hosts.host_of(group.rank)
         self._host_ranks = hosts.members[self._host]
 
