@@ -141,9 +141,12 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         process_group: default WORLD; NCCL for CUDA, gloo for CPU.
         units: module names, modules or module classes that form the units. Default: repeated
             blocks; all other parameters form the root unit.
-        compute_dtype: dtype of the parameters in forward and backward, and of floating-point
-            inputs; master values stay fp32. "auto": an fp32 model on CUDA computes in bf16 if every
-            rank supports it natively, else in fp16 with a loss scale. Any other model is unchanged.
+        compute_dtype: dtype of the parameters in forward and backward; master values stay fp32.
+            "auto": an fp32 model on CUDA computes in bf16 if every rank supports it natively, else
+            in fp16 with a loss scale. Any other model is unchanged. bf16 and fp16 also cast the
+            floating-point inputs of the model, or of a module of it (outside units, or a unit) that
+            `loss_fn` calls directly. `loss_fn` gets its batch unchanged, so targets stay fp32, and
+            computes the loss in the dtype that the model returns.
         reduce_dtype: dtype in which gradients are sent; they are added in fp32.
         communicator: "auto" (from the plan, else from where the ranks are), "process_group" (NCCL
             or gloo; with algorithms: "process_group:padded+grouped"), "shared_memory" (CPU ranks of
@@ -206,7 +209,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         self._stage = request.stage
         self._batch_norms = [] if allow_batch_norm else model_checks.batch_norms(model)
         every_pass = STRATEGY_CLASSES[request.stage].reduces_every_pass
-        self._splitter = BatchSplitter(plan, every_pass, dtype)
+        self._splitter = BatchSplitter(plan, every_pass)
         self._default_scaler = GradScaler(request.device.type) if dtype is torch.float16 else None
         self._engine, self._update = build_engine(request, comm, self._control, dtype)
         super().__init__(request.groups, self._update.inner.defaults)
@@ -453,8 +456,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         was_training = self._model.training
         self._model.eval()
         try:
-            cast = (self._splitter.cast(batch) for batch in loader)
-            return Evaluation(self._engine, loss_fn, weight).run(cast)
+            return Evaluation(self._engine, loss_fn, weight).run(loader)
         finally:
             self._model.train(was_training)
 

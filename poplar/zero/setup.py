@@ -19,6 +19,7 @@ from poplar.zero import model_checks
 from poplar.zero.agreement import raise_on_any_error
 from poplar.zero.engine import Engine
 from poplar.zero.flat_adamw import flat_class
+from poplar.zero.input_cast import cast_inputs
 from poplar.zero.replicated import Replicated
 from poplar.zero.sharded_gradients import ShardedGradients
 from poplar.zero.sharded_optimizer import ShardedOptimizer
@@ -255,6 +256,7 @@ def build_engine(
         for flat in unit.flats:
             strategy.initialize(flat, unit_shares.get(unit.name, shares))
     engine = Engine(request.model, units, strategy, comm, control)
+    engine.hooks += cast_inputs(request.model, compute_dtype, request.unit_names)
     hyper = [
         {key: value for key, value in group.items() if key != "params"} for group in request.groups
     ]
