@@ -40,6 +40,7 @@ from poplar.zero.evaluation import Evaluation
 from poplar.zero.grad_scaler import GradScaler
 from poplar.zero.micro_batch_loss import LossFunction, MicroBatchLoss
 from poplar.zero.micro_batches import BatchSplitter, Loss, MicroBatch, OpenedStep, Weight
+from poplar.zero.replica_check import ReplicaCheck
 from poplar.zero.setup import STRATEGY_CLASSES, agree_on_request, build_engine, check_request
 from poplar.zero.state_dict_guard import guard_model_state
 from poplar.zero.unit_plans import check_plan_change, persistent_units, shares_by_unit
@@ -125,8 +126,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
 
     Collective methods, which every rank must call: the constructor, `train_step`, `micro_batches`,
     `clip_grad_norm_`, `step`, `evaluate`, `full_parameters`, `consolidate_state_dict`,
-    `save_model`, `apply_plan`, `full_gradients`, `release`. If a rank fails in a step, all ranks
-    raise, no rank applies the step, and training may continue.
+    `save_model`, `apply_plan`, `full_gradients`, `verify_replicas`, `release`. If a rank fails in a
+    step, all ranks raise, no rank applies the step, and training may continue.
 
     Args:
         model: on this rank's device, with the same architecture on every rank, not wrapped in DDP
@@ -212,6 +213,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         self._splitter = BatchSplitter(plan, every_pass)
         self._default_scaler = GradScaler(request.device.type) if dtype is torch.float16 else None
         self._engine, self._update = build_engine(request, comm, self._control, dtype)
+        replicated = self._engine.strategy.replicates_state
+        self._replicas = ReplicaCheck(self._engine.trained if replicated else [], self._control)
         super().__init__(request.groups, self._update.inner.defaults)
         self._settings_are_final = True
         self._step_state = _StepState()
@@ -347,6 +350,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         with self._group.trace.span("optimizer", "the update"):
             self._update.step(self.param_groups, unused, now.factor, now.found_inf)
         self._engine.strategy.all_gather_updated_parameters(self._engine.units)
+        self._replicas.record_update()
         if now.found_inf is not None:  # synchronize only after all work has been issued
             now.skipped = self._update.undo_if_skipped(now.found_inf)
         self._reset_step()
@@ -399,6 +403,18 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         gradients = self._engine.full_gradients()
         factor = 1.0 if self._step_state.factor is None else self._step_state.factor
         return {name: gradient * factor for name, gradient in gradients}
+
+    @torch.no_grad()
+    def verify_replicas(self) -> None:
+        """Check that all ranks have the same parameters, bit by bit. Collective, between steps.
+
+        At stage 0 every rank updates all parameters. `step` checks them too, after the first
+        updates and then after every 100th. Other stages have no such replicas to check.
+
+        Raises:
+            ReplicasDiffer: on all ranks; names the first parameter that differs.
+        """
+        self._replicas.verify()
 
     def trace(self) -> AbstractContextManager[list[Span]]:
         """A context that records this rank's passes, waits and updates as spans.
@@ -742,6 +758,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
     def _close(self, norm_type: float | None, error: Exception | None = None) -> StepSummary:
         """Agree that the step may be applied; raise on all ranks if one failed. Collective."""
         try:
+            self._replicas.raise_if_different()
             summary = close_step(
                 self._engine.comm,
                 self._control,
@@ -750,10 +767,12 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
                 waited=self._step_state.waited + self._engine.strategy.waited,
                 norm_type=norm_type,
                 error=error,
+                checksum=self._replicas.outgoing,
             )
         except BaseException:
             self._reset_step()
             raise
+        self._replicas.receive(summary.checksums)
         self._step_state.summary = summary
         return summary
 

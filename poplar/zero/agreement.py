@@ -26,9 +26,11 @@ from poplar.zero.flat_parameter import FlatParameter
 T = TypeVar("T")
 
 ROW = ALIGNMENT
-"""int64 elements that each rank contributes: its part of the norm, then its loss."""
+"""int64 elements that each rank contributes: its part of the norm, then its loss and checksum."""
 _LOSS = ops.EXACT_WORDS
 """Index of the loss in a row."""
+_CHECKSUM = _LOSS + 1
+"""Index of the checksum of the replicas in a row."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,8 @@ class StepSummary:
     """Positions of parameters that got a gradient on no rank."""
     waited: tuple[float, ...]
     """By rank, seconds spent waiting for other ranks."""
+    checksums: Tensor
+    """By rank, the checksum of its replicas; int64 on the device, 0 if none was given."""
 
 
 def leader_of(sizes: Sequence[int]) -> int | None:
@@ -137,6 +141,7 @@ def close_step(
     waited: float,
     norm_type: float | None,
     error: BaseException | None,
+    checksum: Tensor | None = None,
 ) -> StepSummary:
     """Agree that the step may be applied. Collective.
 
@@ -147,6 +152,7 @@ def close_step(
         loss: this rank's part of the weighted loss.
         norm_type: type of the gradient norm to compute; None for none.
         error: why this rank could not finish its passes, if it could not.
+        checksum: of this rank's replicas: one int64 on the device. See `replica_check`.
 
     Raises:
         RankFailed: another rank could not finish its passes.
@@ -155,6 +161,8 @@ def close_step(
     # A failed rank does not know which norm the others compute, but it must take part.
     fill_norm_row(rows, flats, comm.group.rank, norm_type if error is None else None)
     rows[comm.group.rank, _LOSS] = _float64_bits(loss, rows.device)
+    if checksum is not None:
+        rows[comm.group.rank, _CHECKSUM] = checksum
     pending = gather_rows(comm, rows, what="the loss and the gradient norm")
     head = torch.tensor([float(error is not None), waited], dtype=torch.float64)
     flags = [place in flat.used for flat in flats for place in range(len(flat.parameters))]
@@ -169,6 +177,7 @@ def close_step(
         norm=combine_norm(rows, norm_type),
         unused=_unused(flats, torch.stack([values[len(head) :] for values in received]).amax(0)),
         waited=tuple(float(values[1]) for values in received),
+        checksums=rows[:, _CHECKSUM],
     )
 
 

@@ -8,7 +8,7 @@ its own modules (rotary tables, router logits) keeps the dtype that the model ha
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -155,7 +155,10 @@ def _callable_modules(
             yield module, name not in unit_names
 
 
-@torch.compiler.assume_constant_result
-def _in_backward() -> bool:
-    """Constant in a graph: a compiled unit is traced separately for calls from outside."""
+def _runs_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
+
+
+_in_backward: Callable[[], bool] = torch.compiler.assume_constant_result(_runs_in_backward)
+"""Whether autograd is calling. Constant in a graph; the graph of a unit that is called from inside
+the model does not ask."""

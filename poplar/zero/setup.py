@@ -261,6 +261,8 @@ def build_engine(
         {key: value for key, value in group.items() if key != "params"} for group in request.groups
     ]
     update = ShardedUpdate(request.shard_optimizer_class, engine.trained, hyper, request.options)
+    kernels = control.exchange_objects(_kernels(request.device), what="building the optimizer")
+    strategy.updates_agree = update.has_exact_kernel or len(set(kernels)) == 1
     return engine, update
 
 
@@ -342,6 +344,15 @@ def _comparable(values: Mapping[str, Any]) -> dict[str, str]:
 def _computes_bf16(device: torch.device) -> bool:
     """Natively: `torch.cuda.is_bf16_supported()` also counts emulation."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def _kernels(device: torch.device) -> str:
+    """What decides how the kernels of an optimizer round: their machine code."""
+    if device.type == "cuda":
+        code = f"{torch.version.cuda} {torch.cuda.get_device_capability(device)}"
+    else:
+        code = torch.backends.cpu.get_cpu_capability()
+    return f"{torch.__version__} {code}"
 
 
 def _mismatch_message(key: str, expected: Any, found: Any, ranks: Sequence[int]) -> str:

@@ -29,6 +29,8 @@ class Strategy(ABC):
     """Parameters are sharded, so a unit must be unsharded before it runs."""
     reduces_every_pass: ClassVar[bool]
     """Gradients are reduced in each pass, not only in a rank's last one."""
+    replicates_state: ClassVar[bool] = False
+    """Every rank has the whole optimizer state and updates all parameters."""
 
     def __init__(self, comm: Communicator, reduce_dtype: torch.dtype) -> None:
         self.comm = comm
@@ -37,6 +39,8 @@ class Strategy(ABC):
         """Maximum number of concurrent reductions; each holds a send and a receive buffer."""
         self.waited = 0.0
         """Seconds this rank has waited for other ranks in this step."""
+        self.updates_agree = True
+        """Equal gradients give equal bits on all ranks, because they run the same kernels."""
         self.persistent: frozenset[Unit] = frozenset()
         """Persistent units: once unsharded, they stay so until the step's gradients are reduced.
 

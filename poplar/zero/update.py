@@ -108,6 +108,11 @@ class ShardedUpdate:
             if low is not None and tensor not in written:
                 low.copy_(tensor)
 
+    @property
+    def has_exact_kernel(self) -> bool:
+        """Whether the update is Poplar's own, which rounds alike on all devices."""
+        return isinstance(self.inner, FlatAdamW) and self.inner.uses_operator()
+
     def undo_if_skipped(self, found_inf: Tensor) -> bool:
         """Whether the last step changed nothing. Synchronizes with the device."""
         skipped = bool(found_inf)
