@@ -41,7 +41,9 @@ class ReplicaCheck:
         self._own: tuple[int, Tensor] | None = None
         """An update and this rank's checksum after it, until it has been sent."""
         self._by_rank: tuple[int, Tensor] | None = None
-        """An update and all ranks' checksums, until they have been compared."""
+        """An update and all ranks' checksums on the host, until they have been compared."""
+        self._copied: torch.cuda.Event | None = None
+        """The end of the copy to the host."""
 
     def record_update(self) -> None:
         """Compute the checksum after an update, if it is one to check."""
@@ -57,10 +59,13 @@ class ReplicaCheck:
         return None if self._own is None else self._own[1]
 
     def receive(self, by_rank: Tensor) -> None:
-        """Keep what the ranks have sent, on the device, until `raise_if_different`."""
+        """Start to copy what the ranks have sent to the host, for `raise_if_different`."""
         if self._own is not None:
-            self._by_rank = self._own[0], by_rank
+            self._by_rank = self._own[0], by_rank.to("cpu", non_blocking=True)
             self._own = None
+            if by_rank.is_cuda:
+                self._copied = torch.cuda.Event()
+                self._copied.record()
 
     def raise_if_different(self) -> None:
         """Compare the checksums received in an earlier step. Collective if they differ.
@@ -70,6 +75,8 @@ class ReplicaCheck:
         """
         if self._by_rank is None:
             return
+        if self._copied is not None:
+            self._copied.synchronize()  # not with the step that the device runs now
         (update, by_rank), self._by_rank = self._by_rank, None
         received = by_rank.tolist()
         if len(set(received)) > 1:
