@@ -53,8 +53,11 @@ class Control:
     def exchange_objects(self, value: T, *, what: str) -> list[T]:
         """Every rank's `value` (picklable), in rank order. Collective."""
         payload = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        sizes = [int(size) for size in self.exchange(torch.tensor([payload.numel()]), what=what)()]
-        received = [torch.empty(size, dtype=torch.uint8) for size in sizes]
+        sizes = [
+            int(size)
+            for size in self.exchange(torch.tensor([payload.numel()], device="cpu"), what=what)()
+        ]
+        received = [torch.empty(size, dtype=torch.uint8, device="cpu") for size in sizes]
         received[self.group.rank] = payload
         if self._rendezvous is not None:
             received = self._exchange_in_memory(self._rendezvous, payload, what, sizes)()
@@ -68,7 +71,7 @@ class Control:
 
         Each of them calls `receive_integer` with this rank; this rank calls `flush` at the end.
         """
-        message = torch.tensor([value])
+        message = torch.tensor([value], device="cpu")
         self._unflushed.append(self._broadcast(message, incoming=False, peers=self._peers()))
 
     def flush(self) -> None:
@@ -78,7 +81,7 @@ class Control:
 
     def receive_integer(self, source: int) -> int:
         """The next integer that group rank `source` broadcasts."""
-        value = torch.zeros(1, dtype=torch.int64)
+        value = torch.zeros(1, dtype=torch.int64, device="cpu")
         self._broadcast(value, incoming=True, peers=[source]).wait()
         return int(value)
 

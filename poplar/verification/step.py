@@ -183,7 +183,7 @@ class _Comparison:
         gradients = {}
         if rank == self.leader:
             gradients = {name: value.cpu() / process.scale for name, value in whole.items()}
-        ours = torch.tensor([loss, count], dtype=torch.float64)
+        ours = torch.tensor([loss, count], dtype=torch.float64, device="cpu")
         total = torch.stack(self.control.exchange(ours, what=_DOING)()).sum(0)
         divisor = 1.0 if process.loss == "global_mean" else float(total[1])
         return Gradient(float(total[0]) / divisor, gradients, 0)
@@ -250,7 +250,7 @@ def _heartbeat(control: Control, *, over: bool) -> list[bool]:
 
     The one process may need more time for the global batch than the timeout.
     """
-    received = control.exchange(torch.tensor([over]), what=_DOING)()
+    received = control.exchange(torch.tensor([over], device="cpu"), what=_DOING)()
     return [bool(value) for value in received]
 
 
@@ -267,7 +267,7 @@ def _agree_on_arguments(
     digest, device = "", torch.device("cpu")
     try:
         _check_arguments(batch, plan, control.group, rtol, max_micro_batch)
-        device = next(model.parameters(), torch.empty(0)).device
+        device = next(model.parameters(), torch.empty(0, device="cpu")).device
         digest = _digest(batch)
     except Exception as caught:
         error = caught

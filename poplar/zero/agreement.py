@@ -70,7 +70,7 @@ def raise_on_any_error(control: Control, error: Exception | None, *, doing: str)
 
     Collective.
     """
-    flags = control.exchange(torch.tensor([error is not None]), what=doing)()
+    flags = control.exchange(torch.tensor([error is not None], device="cpu"), what=doing)()
     if any(bool(flag) for flag in flags):
         raise_on_all_ranks(control, error, doing=doing)
 
@@ -115,7 +115,9 @@ def open_step(
     Returns:
         A function that waits for the other ranks and returns the sizes and the seconds waited.
     """
-    values = torch.tensor([float(error is not None), samples, weight], dtype=torch.float64)
+    values = torch.tensor(
+        [float(error is not None), samples, weight], dtype=torch.float64, device="cpu"
+    )
     collect = control.exchange(values, what="opening a step")
 
     def wait() -> tuple[StepSizes, float]:
@@ -164,9 +166,9 @@ def close_step(
     if checksum is not None:
         rows[comm.group.rank, _CHECKSUM] = checksum
     pending = gather_rows(comm, rows, what="the loss and the gradient norm")
-    head = torch.tensor([float(error is not None), waited], dtype=torch.float64)
+    head = torch.tensor([float(error is not None), waited], dtype=torch.float64, device="cpu")
     flags = [place in flat.used for flat in flats for place in range(len(flat.parameters))]
-    used = torch.tensor(flags, dtype=torch.float64)
+    used = torch.tensor(flags, dtype=torch.float64, device="cpu")
     received = control.exchange(torch.cat([head, used]), what="closing a step")()
     pending.wait()
     if any(bool(values[0]) for values in received):
