@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import nn
+
+from poplar.zero.input_cast import inputs_cast
 
 
 @contextmanager
@@ -69,8 +71,10 @@ def parameters_preserved(model: nn.Module, *, to_host: bool = False) -> Iterator
 
 
 @contextmanager
-def computing_in(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
-    """Hold floating-point parameters in the compute dtype, as the engine does; None: unchanged."""
+def computing_in(
+    model: nn.Module, dtype: torch.dtype | None, unit_names: Sequence[str]
+) -> Iterator[None]:
+    """Hold parameters in the compute dtype and cast inputs, as the engine does; None: unchanged."""
     if dtype is None:
         yield
         return
@@ -78,4 +82,5 @@ def computing_in(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
         for parameter in model.parameters():
             if parameter.is_floating_point():
                 parameter.data = parameter.data.to(dtype)
-        yield
+        with inputs_cast(model, dtype, unit_names):
+            yield

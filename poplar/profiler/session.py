@@ -16,7 +16,6 @@ from poplar.profiler.preserved_state import computing_in
 from poplar.profiler.request import Request
 from poplar.zero import setup
 from poplar.zero.agreement import run_on_all_ranks
-from poplar.zero.micro_batches import BatchSplitter
 
 T = TypeVar("T")
 
@@ -66,13 +65,13 @@ class Session:
         self.identity = request.identity(self.setup, self.cast_to, by_rank)
 
     def passes(self) -> Passes:
-        """Plain passes of the model, on samples in the dtype of compute."""
-        example = BatchSplitter(None, False, self.cast_to).cast(self.request.example)
-        return Passes(self.request.model, self.request.loss_fn, example, self.device)
+        """Plain passes of the model."""
+        request = self.request
+        return Passes(request.model, request.loss_fn, request.example, self.device)
 
     def in_compute_dtype(self) -> AbstractContextManager[None]:
         """A context in which the model computes as in the engine."""
-        return computing_in(self.request.model, self.cast_to)
+        return computing_in(self.request.model, self.cast_to, self.setup.unit_names)
 
     def on_all_ranks(self, work: Callable[[], T], doing: str) -> list[T]:
         """The results of `work` by rank; `doing` names it in the errors of other ranks.

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from poplar.comm import Control
@@ -64,8 +63,6 @@ class BatchSplitter:
     """None: a batch is one pass, of any size."""
     synchronizes_every_pass: bool
     """All ranks run the same number of passes, including passes without samples."""
-    input_dtype: torch.dtype | None
-    """Floating-point inputs are cast to this dtype. None: they are not cast."""
 
     def open(
         self,
@@ -97,7 +94,7 @@ class BatchSplitter:
                 raise ValueError(f"loss={loss!r}; use 'mean', 'sum' or 'global_mean'")
             samples = self._samples_in(rank, batch)
             sizes = self._sizes(rank, samples)
-            batches = pytree.split(self.cast(batch), sizes) if samples else [None] * len(sizes)
+            batches = pytree.split(batch, sizes) if samples else [None] * len(sizes)
             for part, size in zip(batches, sizes, strict=True):
                 counts.append(float(weight(part)) if weight is not None and size else float(size))
         except Exception as caught:
@@ -113,13 +110,6 @@ class BatchSplitter:
 
         first = next((at for at, size in enumerate(sizes) if size), None) if error is None else None
         return OpenedStep(None if first is None else batches[first], first, wait)
-
-    def cast(self, batch: Any) -> Any:
-        """The batch with its floating-point tensors in `input_dtype`."""
-        dtype = self.input_dtype
-        if dtype is None or dtype is torch.float32:
-            return batch
-        return pytree.map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, batch)
 
     def _micro_batches(
         self,

@@ -19,6 +19,7 @@ from poplar.zero import model_checks
 from poplar.zero.agreement import raise_on_any_error
 from poplar.zero.engine import Engine
 from poplar.zero.flat_adamw import flat_class
+from poplar.zero.input_cast import cast_inputs
 from poplar.zero.replicated import Replicated
 from poplar.zero.sharded_gradients import ShardedGradients
 from poplar.zero.sharded_optimizer import ShardedOptimizer
@@ -259,10 +260,13 @@ def build_engine(
         for flat in unit.flats:
             strategy.initialize(flat, unit_shares.get(unit.name, shares))
     engine = Engine(request.model, units, strategy, comm, control)
+    engine.hooks += cast_inputs(request.model, compute_dtype, request.unit_names)
     hyper = [
         {key: value for key, value in group.items() if key != "params"} for group in request.groups
     ]
     update = ShardedUpdate(request.shard_optimizer_class, engine.trained, hyper, request.options)
+    kernels = control.exchange_objects(_kernels(request.device), what="building the optimizer")
+    strategy.updates_agree = update.has_exact_kernel or len(set(kernels)) == 1
     return engine, update
 
 
@@ -344,6 +348,15 @@ def _comparable(values: Mapping[str, Any]) -> dict[str, str]:
 def _computes_bf16(device: torch.device) -> bool:
     """Natively: `torch.cuda.is_bf16_supported()` also counts emulation."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def _kernels(device: torch.device) -> str:
+    """What decides how the kernels of an optimizer round: their machine code."""
+    if device.type == "cuda":
+        code = f"{torch.version.cuda} {torch.cuda.get_device_capability(device)}"
+    else:
+        code = torch.backends.cpu.get_cpu_capability()
+    return f"{torch.__version__} {code}"
 
 
 def _mismatch_message(key: str, expected: Any, found: Any, ranks: Sequence[int]) -> str:

@@ -31,6 +31,8 @@ class Strategy(ABC):
     """Parameters are sharded, so a unit must be unsharded before it runs."""
     reduces_every_pass: ClassVar[bool]
     """Gradients are reduced in each pass, not only in a rank's last one."""
+    replicates_state: ClassVar[bool] = False
+    """Every rank has the whole optimizer state and updates all parameters."""
 
     def __init__(self, comm: Communicator, reduce_dtype: torch.dtype, device: torch.device) -> None:
         self.comm = comm
@@ -40,6 +42,8 @@ class Strategy(ABC):
             comm.group.trace.clock = DeviceClock(self.streams)
         self.waiting = WaitingTime(self.streams, comm.group.trace)
         self.reductions = reductions_on(self.streams, self.waiting)
+        self.updates_agree = True
+        """Equal gradients give equal bits on all ranks, because they run the same kernels."""
         self.persistent: frozenset[Unit] = frozenset()
         """Persistent units: once unsharded, they stay so until the step's gradients are reduced.
 
