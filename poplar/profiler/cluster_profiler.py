@@ -45,7 +45,7 @@ class Profiler:
         """The profile of all ranks, without residuals of any stage."""
         session, rank = self.session, self.session.group.rank
         budget = self._budgets[rank]
-        with session.in_compute_dtype():
+        with session.as_in_training():
             curves, self._noise = batch_curves.measure_curves(
                 session, budget.activation_bytes, report
             )

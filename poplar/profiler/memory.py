@@ -15,11 +15,16 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from poplar.profiler.compilation import eagerly
+
 
 def peak_bytes(run: Callable[[], None], device: torch.device) -> int:
-    """Peak bytes of live tensors during `run`, above those before it."""
+    """Peak bytes of live tensors during `run`, above those before it.
+
+    On the CPU compiled functions are counted as they run eagerly, usually with more memory.
+    """
     if device.type != "cuda":
-        with _LiveStorages() as storages:
+        with eagerly(), _LiveStorages() as storages:
             run()
         peak: int = storages.peak
         return peak
