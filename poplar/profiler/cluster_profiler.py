@@ -81,6 +81,18 @@ class Profiler:
             notes=tuple(noise_notes(profiles, [curve.cpu_use for curve in curves])),
         )
 
+    def longest_observed_pass(self, passes: int) -> float:
+        """Seconds of a pass at which one turn of `observe` fills its time; 0 without overlap.
+
+        Args:
+            passes: in one step of each plan of a stage, together.
+        """
+        if not self.session.asynchronous:
+            return 0.0
+        request = self.session.request
+        seconds = (1 - trial_runs.PLAIN_PASSES) * STEPS * request.seconds
+        return seconds / (passes * len(request.stages) * (1 + trial_runs.STEPS))
+
     def observe(
         self, profile: ClusterProfile, plans: Sequence[Plan], report: Report
     ) -> list[list[Observation]]:

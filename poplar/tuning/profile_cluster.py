@@ -149,9 +149,10 @@ def _calibrated(profiler: Profiler, profile: ClusterProfile, report: Report) -> 
     """Run calibration plans of every stage on the engine and fit the residuals."""
     plans: list[Plan] = []
     notes = list(profile.notes)
+    longest = profiler.longest_observed_pass(sum(calibration.PASSES_OBSERVED))
     for stage in profiler.session.request.stages:
         try:
-            plans += calibration.plans_to_observe(profile, stage)
+            plans += calibration.plans_to_observe(profile, stage, overlapped_seconds=longest)
         except NoPlanFits as error:
             notes.append(f"stage {stage} was not run: {error}")
     profile = replace(profile, notes=tuple(notes))
