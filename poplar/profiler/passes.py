@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from poplar.curve import error_of_median
 from poplar.data import pytree
 from poplar.profile import BatchPoint
-from poplar.profiler.memory import peak_bytes
+from poplar.profiler.memory import batch_bytes, peak_bytes
 from poplar.profiler.preserved_state import gradients_dropped
 from poplar.profiler.timing import repeats_in_a_sample, seconds_of
 from poplar.zero.micro_batch_loss import LossFunction, check_scalar
@@ -112,9 +112,10 @@ class Passes:
         return median(once() for _ in range(3))
 
     def first(self, size: int) -> BatchPoint:
-        """Warm up; then the rough time of a pass, and its peak memory above what was held before.
+        """Warm up; then the rough time of a pass, and its peak memory above the model.
 
         Gradients are freed as soon as they are complete, as in the engine, so they do not count.
+        The batch itself counts on an accelerator.
 
         Raises:
             torch.OutOfMemoryError: the pass does not fit; all its memory is freed.
@@ -123,6 +124,7 @@ class Passes:
             with gradients_dropped(self.model):
                 seconds = self.settled_seconds(size)
                 held = peak_bytes(lambda: self.run(size), self.device)
+            held += batch_bytes(self.batch(size), self.device)
             return BatchPoint(batch=size, activation_bytes=held, seconds=seconds)
         except torch.OutOfMemoryError:
             self.model.zero_grad()

@@ -157,4 +157,5 @@ def _calibrated(profiler: Profiler, profile: ClusterProfile, report: Report) -> 
             notes.append(f"stage {stage} was not run: {error}")
     profile = replace(profile, notes=tuple(notes))
     turns = profiler.observe(profile, plans, report)
+    profile = profiler.with_later_memory(profile)
     return calibration.fit(profile, turns, asynchronous=profiler.session.asynchronous)
