@@ -366,6 +366,20 @@ def test_passes_leave_no_gradient_even_after_out_of_memory():
     assert all(parameter.grad is None for parameter in passes.model.parameters())
 
 
+def test_times_are_above_zero_even_if_the_clock_does_not_advance(monkeypatch):
+    """A profile refuses a time of 0."""
+    stopped = Clock()
+    monkeypatch.setattr("poplar.profiler.timing.time", stopped)
+    monkeypatch.setattr(measuring, "time", stopped)
+    monkeypatch.setattr(measuring, "repeats_in_a_sample", lambda seconds: 3)
+    passes = plain_passes()
+    first = passes.first(2)
+    (point,) = time_sizes(passes, [first], seconds=0.0, least=2)
+    assert first.seconds > 0.0
+    assert point.seconds > 0.0
+    assert 0.0 < passes.backward_fraction(2) < 1.0
+
+
 def test_backward_fraction_is_between_zero_and_one():
     assert 0.0 < plain_passes().backward_fraction(3) < 1.0
 
