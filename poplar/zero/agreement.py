@@ -53,7 +53,14 @@ class StepSummary:
     unused: dict[FlatParameter, set[int]]
     """Positions of parameters that got a gradient on no rank."""
     waited: tuple[float, ...]
-    """By rank, seconds spent waiting for other ranks."""
+    """By rank, seconds spent waiting for other ranks; NaN if unknown."""
+
+    @property
+    def waiting_on(self) -> int | None:
+        """The rank that waited least: the others waited for it. None if that is unknown."""
+        if any(math.isnan(seconds) for seconds in self.waited):
+            return None
+        return min(range(len(self.waited)), key=self.waited.__getitem__)
 
 
 def leader_of(sizes: Sequence[int]) -> int | None:
@@ -105,8 +112,8 @@ def open_step(
     Args:
         samples: samples of this rank in the step.
         weight: total weight of this rank's samples: their number, or tokens.
-        error: error in this rank's input. It is raised at once on this rank; on other ranks the
-            returned function raises `RankFailed`.
+        error: error in this rank's input. The returned function raises it; on other ranks it raises
+            `RankFailed`.
 
     Returns:
         A function that waits for the other ranks and returns the sizes and the seconds waited.
@@ -123,8 +130,6 @@ def open_step(
         counts = tuple(int(values[1]) for values in received)
         return StepSizes(counts, sum(float(values[2]) for values in received)), waited
 
-    if error is not None:
-        wait()
     return wait
 
 

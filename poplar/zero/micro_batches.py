@@ -44,11 +44,13 @@ class OpenedStep:
 
     first: Any
     """The first micro-batch of this rank that has samples; None if there is none."""
+    first_pass: int | None
+    """Its pass."""
     wait: Callable[[], tuple[list[MicroBatch], StepSizes, float]]
     """Wait for the other ranks; returns this rank's micro-batches, all sizes and seconds waited.
 
-    Raises the same ValueError on all ranks if the step as a whole is wrong, and `RankFailed` if the
-    input of another rank is.
+    Raises the error in this rank's input; `RankFailed` if the input of another rank is wrong; the
+    same ValueError on all ranks if the step as a whole is.
     """
 
 
@@ -73,15 +75,14 @@ class BatchSplitter:
     ) -> OpenedStep:
         """Check and split a batch, and start to agree on the weights. Collective.
 
+        An error in the input is raised when the result is waited for.
+
         Args:
             control: the control channel of the ranks.
             batch: this rank's part of the global batch.
             weight: weight of a micro-batch; None: its number of samples.
             loss: what the loss function returns.
             check: raises if this rank cannot start a step for another reason.
-
-        Raises:
-            Exception: this rank's input is wrong. The other ranks get a `RankFailed`.
         """
         rank = control.group.rank
         error: Exception | None = None
@@ -108,8 +109,8 @@ class BatchSplitter:
             micro_batches = self._micro_batches(batches, sizes, weights, step_sizes)
             return micro_batches, step_sizes, waited
 
-        first = next((part for part, size in zip(batches, sizes, strict=True) if size), None)
-        return OpenedStep(first, wait)
+        first = next((at for at, size in enumerate(sizes) if size), None) if error is None else None
+        return OpenedStep(None if first is None else batches[first], first, wait)
 
     def cast(self, batch: Any) -> Any:
         """The batch with its floating-point tensors in `input_dtype`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from unittest import mock
 
 import models
 import pytest
@@ -217,13 +218,14 @@ def named(events: list[str], head: str) -> list[str]:
 def test_all_reductions_of_a_unit_may_be_in_flight(
     monkeypatch: pytest.MonkeyPatch, strategy: type[ShardedGradients]
 ) -> None:
-    one = strategy(None, torch.float32)  # type: ignore[arg-type]
+    comm = mock.Mock(waits_on_stream=False)
+    one = strategy(comm, torch.float32, torch.device("cpu"))
     one.prepare(units_of(models.build(ModelSpec())))
-    assert one.max_in_flight == 2
+    assert one.reductions.limit == 2
     monkeypatch.setattr(units, "MAX_FLAT_BYTES", 8000)
     in_parts = units_of(models.build(ModelSpec()))
     one.prepare(in_parts)
-    assert one.max_in_flight == 1 + max(len(unit.trained) for unit in in_parts) > 2
+    assert one.reductions.limit == 1 + max(len(unit.trained) for unit in in_parts) > 2
 
 
 def test_unshard_overlaps_with_previous_unit(ranks: Pool) -> None:
