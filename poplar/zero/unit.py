@@ -24,7 +24,7 @@ default bucket is 25 MiB.)
 """
 
 _NEGLIGIBLE = 1 / 16
-"""A flat parameter may exceed its limit by this part, so that none consists of one small tensor."""
+"""A flat parameter may exceed its limit by this part: a small tensor is not worth a collective."""
 
 MERGED_UNIT_BYTES = 2 << 20
 """Consecutive blocks are merged into one unit up to this size, unless the user named the units.
@@ -259,7 +259,7 @@ def _cut_by_size(members: Sequence[Member], limit: int) -> Iterator[list[Member]
     size = 0
     for member in members:
         added = 4 * member.parameter.numel()
-        if size + added > limit and min(size, added) > _NEGLIGIBLE * limit:
+        if size > _NEGLIGIBLE * limit and size + added > (1 + _NEGLIGIBLE) * limit:
             yield part
             part, size = [], 0
         part.append(member)

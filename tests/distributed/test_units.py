@@ -22,6 +22,7 @@ from poplar import Plan, UnitPlan
 from poplar.comm import Group
 from poplar.plan import STRATEGIES
 from poplar.zero import unit as units
+from poplar.zero.flat_parameter import FlatParameter
 from poplar.zero.sharded_gradients import ShardedGradients
 from poplar.zero.sharded_parameters import ShardedParameters
 from poplar.zero.unit import Member, Unit, build_units, find_blocks, resolve_units
@@ -125,7 +126,14 @@ def test_large_units_have_several_flat_parameters(monkeypatch: pytest.MonkeyPatc
     for unit in build_units(model, members, BLOCKS, merge="none"):
         assert len(unit.flats) > 1
         for flat in unit.flats:
-            assert len(flat.parameters) == 1 or 4 * sum(p.numel() for p in flat.parameters) <= 8000
+            size = 4 * sum(p.numel() for p in flat.parameters)
+            assert size <= 8000 * (1 + 1 / 16) or _is_one_large_parameter(flat)
+
+
+def _is_one_large_parameter(flat: FlatParameter) -> bool:
+    """Beside others that are not worth a collective of their own."""
+    sizes = sorted(4 * parameter.numel() for parameter in flat.parameters)
+    return sum(sizes[:-1]) <= 8000 / 16
 
 
 def test_parameters_of_one_group_are_adjacent() -> None:
