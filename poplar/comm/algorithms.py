@@ -15,7 +15,7 @@ round after every addition.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,33 +50,41 @@ def _reduce_direct(
     what: str,
     squares: Tensor | None,
 ) -> Work:
-    """All-to-all of the slices, then a local sum."""
-    rank, size, layout = queue.group.rank, queue.group.size, bucket.layout
-    own = layout.size(rank)
-    by_messages = queue.group.is_on_host(bucket.data.device)
-    received = queue.buffers.take((size - by_messages) * own, bucket.data)
-    parts = list(received.view(size - by_messages, own).unbind())
-    if by_messages:
-        parts.insert(rank, own_slice(bucket.data, layout, rank))
+    """Every rank receives its slice of all buckets, then sums them locally."""
+    own, size = bucket.layout.size(queue.group.rank), queue.group.size
+    native = queue.calls_natively(bucket.data.device)
+    senders = size if native else size - 1  # messages leave out this rank's own slice
+    received = queue.buffers.take(senders * own, bucket.data)
+    parts = list(received.view(senders, own).unbind())
+    if not native:
+        parts.insert(queue.group.rank, own_slice(bucket.data, bucket.layout, queue.group.rank))
 
     def reduce() -> None:
         if own:
             bucket.codec.reduce(out, parts, accumulate, squares)
         queue.buffers.put_back(received)
 
-    if by_messages:
-        messages = []
-        for peer in queue.peers():
-            messages.append(Message(peer, own_slice(bucket.data, layout, peer), incoming=False))
-            messages.append(Message(peer, parts[peer], incoming=True))
-        return queue.exchange(messages, what, reduce)
+    if not native:
+        return queue.exchange(_slices_to_owners(queue, bucket, parts), what, reduce)
 
     def start() -> list[dist.Work | None]:
+        splits = (own,) * size, bucket.layout.sizes
         group = queue.group.process_group
-        splits = [own] * size, list(layout.sizes)
         return [dist.all_to_all_single(received, bucket.data, *splits, group=group, async_op=True)]
 
     return queue.issue(start if bucket.data.numel() else list, bucket.data.device, what, reduce)
+
+
+def _slices_to_owners(
+    queue: CollectiveQueue, bucket: Bucket, parts: Sequence[Tensor]
+) -> list[Message]:
+    """Send every peer its slice of the bucket, and receive this rank's slice of the peer's."""
+    messages = []
+    for peer in queue.peers():
+        part = own_slice(bucket.data, bucket.layout, peer)
+        messages.append(Message(peer, part, incoming=False))
+        messages.append(Message(peer, parts[peer], incoming=True))
+    return messages
 
 
 def _reduce_padded(
@@ -162,20 +170,21 @@ def gather_direct(
     queue: CollectiveQueue, data: Tensor, layout: Layout, what: str, position: int | None = None
 ) -> Work:
     """As `Communicator.all_gather`; `position` is one that was reserved earlier, if any."""
-    slices = [own_slice(data, layout, rank) for rank in range(layout.world_size)]
-    own = slices[queue.group.rank]
-    if queue.group.is_on_host(data.device):
-        messages = []
+    rank = queue.group.rank
+    if not queue.calls_natively(data.device):
+        slices, messages = data.split(layout.sizes), []
         for peer in queue.peers():
-            messages.append(Message(peer, own, incoming=False))
+            messages.append(Message(peer, slices[rank], incoming=False))
             messages.append(Message(peer, slices[peer], incoming=True))
         return queue.exchange(messages, what, position=position)
 
     def start() -> list[dist.Work | None]:
         group = queue.group.process_group
-        if len(set(layout.sizes)) == 1:
+        if layout.is_even:
+            own = own_slice(data, layout, rank)
             return [_all_gather(data, own, group=group, async_op=True)]
-        return [dist.all_gather(slices, own, group=group, async_op=True)]
+        parts = list(data.split(layout.sizes))
+        return [dist.all_gather(parts, parts[rank], group=group, async_op=True)]
 
     return queue.issue(start if data.numel() else list, data.device, what)
 

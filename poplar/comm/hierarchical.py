@@ -60,6 +60,9 @@ class HostGroup:
     def trace(self) -> Trace:
         return self.group.trace
 
+    def report(self, reason: str) -> None:
+        self.group.report(reason)
+
     def timeout_error(self, what: str, peers: Sequence[int], cause: str) -> CollectiveTimeout:
         return self.group.timeout_error(what, [self.ranks[peer] for peer in peers], cause)
 

@@ -84,7 +84,7 @@ class ProcessGroupCommunicator(Communicator):
         self._queue.buffers.trim(caches_memory())
 
     def broadcast(self, data: Tensor, source: int, *, what: str) -> None:
-        if not self._queue.group.is_on_host(data.device):
+        if self._queue.calls_natively(data.device):
             group = self._queue.group.process_group
 
             def start() -> list[dist.Work | None]:
@@ -112,7 +112,7 @@ def reshard(queue: CollectiveQueue, shard: Tensor, old: Layout, new: Layout, wha
             sent[move.target] = move.stop - move.start
         if move.target == rank:
             received[move.source] = move.stop - move.start
-    if not queue.group.is_on_host(shard.device):
+    if queue.calls_natively(shard.device):
 
         def start() -> list[dist.Work | None]:
             group = queue.group.process_group
