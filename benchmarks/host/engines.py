@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -25,32 +25,34 @@ class Engine:
 
     provider: str
     step: Callable[[], object]
-    units: list[Unit] = field(default_factory=list)
-    """Of Poplar."""
-    open: ExitStack = field(default_factory=ExitStack)
-    """What the engine needs while it is used; closed at its end."""
+    limits: AbstractContextManager[None] = field(default_factory=nullcontext)
+    """Enter it before the first step."""
+    units: Sequence[Unit] = ()
+    """Of Poplar, at scaled size."""
+    full_units: Sequence[Unit] = ()
+    """The same at full size."""
 
 
 def poplar_engine(shape: Shape, stage: int, max_norm: float | None) -> Engine:
     """Poplar with equal batches and even shares."""
-    ranks, resources = dist.get_world_size(), ExitStack()
-    full_units = shape.full_units(shards_parameters=stage == 3)
-    resources.enter_context(scaled_limits(shape.scale))
-    model, batch = new_model(shape), new_batch(shape)
-    optimizer = HeteroZeroOptimizer(
-        model,
-        torch.optim.AdamW,
-        plan=Plan.even(ranks, ranks, 1, stage),
-        lr=1e-4,
-        compute_dtype=torch.bfloat16,
-    )
-    units = list(optimizer._engine.units)
-    check_units(full_units, units, ranks)
+    ranks, model, batch = dist.get_world_size(), new_model(shape), new_batch(shape)
+    with scaled_limits(shape):
+        optimizer = HeteroZeroOptimizer(
+            model,
+            torch.optim.AdamW,
+            plan=Plan.even(ranks, ranks, 1, stage),
+            lr=1e-4,
+            compute_dtype=torch.bfloat16,
+        )
+    engine = optimizer._engine
+    limit = engine.comm.max_flat_bytes(torch.device("cpu"))
+    full = shape.full_units(shards_parameters=stage == 3, max_flat_bytes=limit)
+    check_units(shape, full, engine.units, ranks)
 
     def step() -> object:
         return optimizer.train_step(next_byte_loss, batch, max_norm=max_norm)
 
-    return Engine("poplar", step, units, resources)
+    return Engine("poplar", step, scaled_limits(shape), engine.units, full)
 
 
 def fsdp2_engine(shape: Shape, stage: int, max_norm: float | None) -> Engine:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 from unittest import mock
 
 import torch.distributed as dist
@@ -51,9 +51,22 @@ def fake_ranks(count: int) -> Iterator[None]:
             same = mock.patch("poplar.comm.group._control_group", lambda group, _timeout: group)
             stack.enter_context(same)
             stack.enter_context(mock.patch("poplar.optimizer.connect_control", _connect))
+            stack.enter_context(mock.patch.object(dist, "all_gather", _all_gather))
             yield
     finally:
         dist.destroy_process_group()
+
+
+_real_all_gather = dist.all_gather
+
+
+def _all_gather(
+    tensors: list[Tensor], own: Tensor, group: dist.ProcessGroup | None = None, **options: Any
+) -> dist.Work | None:
+    """As `dist.all_gather`; the fake group cannot copy this rank's tensor to other sizes."""
+    if any(part.numel() != own.numel() for part in tensors):
+        tensors = [own] * len(tensors)
+    return _real_all_gather(tensors, own, group=group, **options)
 
 
 def _connect(group: Group, choice: object = "auto") -> Control:

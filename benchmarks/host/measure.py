@@ -53,7 +53,7 @@ def measure(case: Case, *, rounds: int, steps: int, profile: int = 0) -> tuple[R
     """
     with fake_ranks(case.ranks):
         ours = poplar_engine(case.shape, case.stage, case.max_norm)
-        with ours.open:
+        with ours.limits:
             theirs = fsdp2_engine(case.shape, case.stage, case.max_norm)
             engines = [ours, theirs, plain_engine(case.shape)]
             for engine in engines:
@@ -65,8 +65,7 @@ def measure(case: Case, *, rounds: int, steps: int, profile: int = 0) -> tuple[R
             seconds = cpu_seconds(engines, rounds, steps)
     modelled = bytes_sent(ours.units, case.stage, case.ranks)
     check_bytes(counts[0].sent, modelled)
-    full_units = case.shape.full_units(shards_parameters=case.stage == 3)
-    modelled_full = bytes_sent(full_units, case.stage, case.ranks)
+    modelled_full = bytes_sent(ours.full_units, case.stage, case.ranks)
     sent = {
         kind: round(counts[0].sent[kind] * modelled_full[kind] / modelled[kind])
         for kind in modelled

@@ -55,13 +55,8 @@ class Shape:
             context=CONTEXT,
         )
 
-    @property
-    def scale(self) -> int:
-        """Elements of a matrix at full size per element at scaled size."""
-        return self.divisor**2
-
-    def full_units(self, *, shards_parameters: bool) -> list[Unit]:
-        """The engine's units at full size, without memory."""
+    def full_units(self, *, shards_parameters: bool, max_flat_bytes: int | None) -> list[Unit]:
+        """The engine's units at full size, without memory; arguments are as for `build_units`."""
         with torch.device("meta"):
             model = Llama(self.config(full=True))
         members = [
@@ -85,35 +80,38 @@ SHAPES = {
 
 
 @contextmanager
-def scaled_limits(scale: int) -> Iterator[None]:
-    """A context in which the engine's byte limits are divided by `scale` and the alignment is 1.
+def scaled_limits(shape: Shape) -> Iterator[None]:
+    """A context in which the engine's byte limits are scaled as matrices, its alignment as vectors.
 
     Every limit is a constant of a module in `poplar.zero` or `poplar.comm` named `*_BYTES`.
     """
+    alignment = max(1, shard_layout.ALIGNMENT // shape.divisor)
     with ExitStack() as stack:
         for package in (poplar.zero, poplar.comm):
             for found in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
                 module = importlib.import_module(found.name)
                 for name, value in vars(module).items():
                     if name.endswith("_BYTES") and name.isupper() and isinstance(value, int):
-                        scaled = max(1, value // scale)
+                        scaled = max(1, value // shape.divisor**2)
                         stack.enter_context(mock.patch.object(module, name, scaled))
                 if hasattr(module, "ALIGNMENT"):
-                    stack.enter_context(mock.patch.object(module, "ALIGNMENT", 1))
-        assert shard_layout.ALIGNMENT == 1
+                    stack.enter_context(mock.patch.object(module, "ALIGNMENT", alignment))
         cut = Layout.from_shares.__func__  # its default argument is the alignment
-        stack.enter_context(mock.patch.object(cut, "__defaults__", (1,)))
+        stack.enter_context(mock.patch.object(cut, "__defaults__", (alignment,)))
         yield
 
 
-def check_units(full: Sequence[Unit], scaled: Sequence[Unit], ranks: int) -> None:
+def check_units(shape: Shape, full: Sequence[Unit], scaled: Sequence[Unit], ranks: int) -> None:
     """Raise unless both sizes have the same units, flat parameters and evenness of shards."""
-    expected, found = ([_description(unit, ranks) for unit in units] for units in (full, scaled))
+    expected = [_description(unit, ranks) for unit in full]
+    with scaled_limits(shape):
+        found = [_description(unit, ranks) for unit in scaled]
     for one, other in zip(expected, found, strict=True):
         if one != other:
             raise ValueError(f"units differ from full size: {other}, at full size {one}")
 
 
 def _description(unit: Unit, ranks: int) -> tuple[object, ...]:
-    flats = [(flat.names, flat.dtype, flat.numel % ranks == 0) for flat in unit.flats]
+    step = ranks * shard_layout.ALIGNMENT
+    flats = [(flat.names, flat.dtype, flat.numel % step == 0) for flat in unit.flats]
     return (unit.name, unit.resident, *flats)

@@ -18,10 +18,9 @@ import host_overhead
 from host.collective_count import CollectiveCount
 from host.fake_ranks import fake_ranks
 from host.row import Row
-from host.scaled_model import SHAPES, check_units, scaled_limits
-from llama import Llama
+from host.scaled_model import SHAPES, check_units
 
-from poplar.zero.unit import Member, build_units, find_blocks
+from poplar.zero.unit import Unit
 
 
 @pytest.fixture(scope="module")
@@ -92,18 +91,10 @@ def test_bytes_are_those_that_this_rank_sends() -> None:
 
 def test_units_that_differ_from_full_size_are_an_error() -> None:
     shape = replace(SHAPES["llama-1.1b"], layers=2)
-    full = shape.full_units(shards_parameters=True)
 
-    def units_of(config):
-        with torch.device("meta"):
-            model = Llama(config)
-        members = [
-            Member(name, parameter, 0, True, torch.bfloat16)
-            for name, parameter in model.named_parameters()
-        ]
-        return build_units(model, members, find_blocks(model), merge="blocks")
+    def units(max_flat_bytes: int) -> list[Unit]:
+        return shape.full_units(shards_parameters=True, max_flat_bytes=max_flat_bytes)
 
-    with scaled_limits(shape.scale):
-        check_units(full, units_of(shape.config(full=False)), ranks=64)
+    check_units(shape, units(1 << 20), units(1 << 20), ranks=8)
     with pytest.raises(ValueError, match="units differ from full size"):
-        check_units(full, units_of(shape.config(full=False)), ranks=64)
+        check_units(shape, units(1 << 20), units(1 << 30), ranks=8)
