@@ -28,7 +28,7 @@ from single_gpu.engines import WAYS
 from single_gpu.step_measure import measure
 from single_gpu.step_row import StepRow, load_rows
 from single_gpu.step_table import table_of, verdicts_table
-from single_gpu.step_targets import verdicts
+from single_gpu.step_targets import MEMORY_OF, verdicts
 from watchdog import watch
 
 MODES = ("eager", "compiled")
@@ -93,8 +93,8 @@ def run_cases(options: argparse.Namespace) -> None:
             compiler=options.compiler if mode == "compiled" else "",
             rounds=options.rounds,
             seconds=left / (len(cases) - number),
-            predict=options.predict and mode == options.modes[0],
-            log=print if options.verbose else lambda line: None,
+            predict=(case.name, mode) == (MEMORY_OF[0], "eager"),
+            log=print,
         )
         write_rows(options.inside / ROWS, found)
         print(f"{name}: {found[0].rounds} rounds in {time.monotonic() - began:.0f} s")
@@ -123,13 +123,9 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--compiler", default="inductor", help="backend of torch.compile")
     parser.add_argument("--rounds", type=int, default=3, help="at most (default: 3)")
     parser.add_argument("--seconds", type=float, default=600.0, help="for all cases (default: 600)")
-    parser.add_argument(
-        "--no-predict", dest="predict", action="store_false", help="do not predict the memory"
-    )
     parser.add_argument("--output", type=Path, metavar="FILE", help="append the rows as JSON lines")
     parser.add_argument("--logs", type=Path, metavar="FOLDER", help="keep output and stacks here")
     parser.add_argument("--show", type=Path, metavar="FILE", help="show rows of an earlier run")
-    parser.add_argument("--verbose", action="store_true", help="print each turn")
     parser.add_argument("--inside", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.rounds < 1:

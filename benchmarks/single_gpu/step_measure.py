@@ -33,14 +33,13 @@ from single_gpu.engines import (
     make_engine,
 )
 from single_gpu.step_row import StepRow
+from single_gpu.step_targets import MEMORY_OF
 
 WARMUP_STEPS = 4
 """Compilation, first allocations, the collective order."""
 TURN_STEPS = 8
 BATCHES = 2
 GIB = 2**30
-PREDICTED = "poplar 3"
-"""The way whose memory is compared with the plan."""
 PREDICTION_SECONDS = 12.0
 Log = Callable[[str], None]
 
@@ -77,7 +76,7 @@ def measure(
         compiler: backend of `torch.compile` for each block; empty: eager.
         rounds: at most this many.
         seconds: no further round starts that would end later.
-        predict: profile the model and predict the memory at stage 3.
+        predict: also profile the model, to predict the memory at stage 3.
         log: receives one line per turn.
     """
     began = time.perf_counter()
@@ -92,8 +91,11 @@ def measure(
         if now - began + (now - start) > seconds:
             break
     predicted = None
-    if predict and PREDICTED in ways and not measured[PREDICTED].failed:
-        predicted = predicted_bytes(case, device)
+    if predict and MEMORY_OF[1] in ways and not measured[MEMORY_OF[1]].failed:
+        try:
+            predicted = predicted_bytes(case, device)
+        except Exception as error:
+            log(f"{case.name}: no prediction of the memory: {type(error).__name__}: {error}")
     return [_row(case, way, measured, compiler, device, predicted) for way in ways]
 
 
@@ -141,16 +143,14 @@ def plan_of(case: Case, stage: int) -> Plan:
 def compiled(model: nn.Module, compiler: str) -> nn.Module:
     """The model, with compiled blocks if there is a compiler."""
     if compiler:
-        # Every way builds the blocks again; too many would silently run without compilation.
-        torch._dynamo.config.recompile_limit = 1000
-        torch._dynamo.config.accumulated_recompile_limit = 1000
-        torch._dynamo.reset()
         for block in model.blocks:
             block.compile(backend=compiler)
     return model
 
 
 def _release_memory(device: torch.device, *, reset: bool = False) -> None:
+    # What was compiled for other ways would count towards the limit of recompilations.
+    torch._dynamo.reset()
     gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -199,7 +199,7 @@ def _row(
         p80_ms=steps[len(steps) * 4 // 5] if done else None,
         GiB=_gib(own.allocated),
         GiB_reserved=_gib(own.reserved),
-        GiB_predicted=_gib(predicted) if way == PREDICTED else None,
+        GiB_predicted=_gib(predicted) if way == MEMORY_OF[1] else None,
         over_plain=_ratio(own, measured.get(PLAIN)),
         over_fsdp2=_ratio(measured.get(PEER), own),
         loss=own.loss,

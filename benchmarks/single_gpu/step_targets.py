@@ -17,7 +17,8 @@ MEMORY = 0.05
 LOSS = 0.02
 """The losses of two ways differ by at most this fraction after the same steps."""
 SIZES = ("350M", "1.1B")
-MEMORY_SIZE = "1.1B"
+MEMORY_OF = ("1.1B", "poplar 3")
+"""The case and the way whose memory is predicted, eager."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,8 +63,9 @@ def verdicts(rows: Sequence[StepRow]) -> Iterator[Verdict]:
                 wanted=OVER_FSDP2,
                 at_most=False,
             )
-        if row.GiB_predicted is not None and row.GiB_reserved and row.case == MEMORY_SIZE:
-            off = abs(row.GiB_reserved / row.GiB_predicted - 1.0)
+        if row.GiB_reserved and (row.case, row.way, row.compiled) == (*MEMORY_OF, False):
+            predicted = row.GiB_predicted
+            off = None if predicted is None else abs(row.GiB_reserved / predicted - 1.0)
             yield Verdict(case=case, what="reserved off the plan", value=off, wanted=MEMORY)
         other = plain.get(row.comparison)
         if row.loss is not None and other is not None and other.loss is not None:
