@@ -18,6 +18,7 @@ MAX_CTAS = 2
 ranks that wait for each other must all fit on the GPU at the same time."""
 LIBRARY = "libnccl.so*"
 _ASK = "import sys; from single_gpu import nccl; print(nccl.code_of(sys.argv[1]))"
+_ASK_TORCH = "import torch; from single_gpu import nccl; print(nccl.loaded_code() or '')"
 
 Version = tuple[int, int, int]
 
@@ -43,17 +44,33 @@ def version_of(library: Path) -> Version:
     Raises:
         ValueError: it cannot be loaded, or is not NCCL.
     """
-    done = subprocess.run(
-        [sys.executable, "-c", _ASK, str(library)],
+    done = _run(_ASK, str(library))
+    if done.returncode:
+        reason = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
+        raise ValueError(f"{library} cannot be used as NCCL: {reason[0]}")
+    return parse(int(done.stdout))
+
+
+def _run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", program, *arguments],
         capture_output=True,
         text=True,
         cwd=Path(__file__).resolve().parents[1],
         check=False,
     )
-    if done.returncode:
-        reason = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
-        raise ValueError(f"{library} cannot be used as NCCL: {reason[0]}")
-    return parse(int(done.stdout))
+
+
+def version_in_use(path: Path | None) -> Version | None:
+    """The version that ranks with `path` preloaded use; None: torch's own, if it has one.
+
+    Raises:
+        ValueError: `path` is not NCCL.
+    """
+    if path is not None:
+        return version_of(find_library(path))
+    code = _run(_ASK_TORCH).stdout.strip()
+    return parse(int(code)) if code else None
 
 
 def code_of(library: str | None) -> int:
@@ -72,10 +89,16 @@ def code_of(library: str | None) -> int:
 
 def loaded_version() -> Version | None:
     """The version that this process uses; None if NCCL is not loaded."""
+    code = loaded_code()
+    return None if code is None else parse(code)
+
+
+def loaded_code() -> int | None:
+    """The number of `loaded_version`."""
     # A preloaded library has global symbols, which torch's calls are bound to.
     for library in (None, *_mapped()):
         try:
-            return parse(code_of(library))
+            return code_of(library)
         except (OSError, AttributeError):
             continue
     return None

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from emulation import CorePlacement
 
 RENDEZVOUS = "POPLAR_RENDEZVOUS"
 """The environment variable with the file at which the ranks of one start meet."""
+CORE = "POPLAR_CORE"
+"""The environment variable with the core that a rank is bound to; not bound without it."""
 
 
 def environment(folder: Path) -> dict[str, str]:
@@ -20,6 +24,16 @@ def environment(folder: Path) -> dict[str, str]:
     if Path("/sys/class/net/lo").exists():  # the host's name may not resolve
         settings |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
     return settings
+
+
+def cores_of(percent: Sequence[float], cores: Sequence[int]) -> tuple[int, ...]:
+    """A core for each rank, so that ranks which share a core are slower.
+
+    The stand-in on the CPU for a percentage of a GPU: 50, 25 and 25 % of two cores are one rank
+    that has a core and two that share the other.
+    """
+    before = [sum(percent[:rank]) / sum(percent) for rank in range(len(percent))]
+    return tuple(cores[int(part * len(cores) + 1e-9)] for part in before)
 
 
 def join(device: str, *, nccl: bool, seconds: float) -> torch.device:
@@ -31,6 +45,8 @@ def join(device: str, *, nccl: bool, seconds: float) -> torch.device:
         seconds: timeout of the group's collectives.
     """
     torch.set_num_threads(1)
+    if CORE in os.environ:
+        CorePlacement(int(os.environ[CORE])).apply()
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     target = torch.device("cpu")
     if device == "cuda":
