@@ -21,7 +21,7 @@ import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import date
 from pathlib import Path
@@ -41,8 +41,8 @@ from single_gpu.unequal_table import table_of
 from watchdog import Ended, watch
 
 TRANSPORTS = ("nccl", "staged")
-START_SECONDS = 90.0
-"""The deadline of one of `--starts`."""
+START_SECONDS = 45.0
+"""The deadline of one of `--starts`, which make a few steps."""
 STAGES = 4
 ROWS = "rows.jsonl"
 
@@ -69,8 +69,7 @@ def main() -> None:
                 continue
             folder = (options.logs or Path(name)) / transport
             try:
-                with clients(options) as shared:
-                    found, reports = run(transport, shared, folder, options)
+                found, reports = run(transport, folder, options)
             except MpsUnavailable as missing:
                 console.print(f"{transport}: not run. {missing}", markup=False)
                 continue
@@ -85,20 +84,20 @@ def main() -> None:
 
 
 def run(
-    transport: str, shared: Mapping[str, str], folder: Path, options: argparse.Namespace
+    transport: str, folder: Path, options: argparse.Namespace
 ) -> tuple[list[UnequalRow | StartsRow], list[str]]:
     """Rows of one transport, and a report for each start that failed or hung."""
     rows: list[UnequalRow | StartsRow] = []
     reports = []
     if options.comparison:
         here = folder / "comparison"
-        ended = launch(transport, "comparison", shared, here, options, options.deadline)
+        ended = launch(transport, "comparison", here, options, options.deadline)
         rows += load_rows(here / ROWS) if (here / ROWS).exists() else []
         if ended.verdict != "ok":
             reports.append(f"{transport}, comparison: {ended.report}")
     if options.starts:
         starts = [
-            launch(transport, str(n % STAGES), shared, folder / str(n), options, START_SECONDS)
+            launch(transport, str(n % STAGES), folder / str(n), options, START_SECONDS)
             for n in range(options.starts)
         ]
         rows.append(row_of_starts(transport, starts, options))
@@ -113,18 +112,23 @@ def run(
 def launch(
     transport: str,
     task: str,
-    shared: Mapping[str, str],
     folder: Path,
     options: argparse.Namespace,
     seconds: float,
 ) -> Ended:
-    """Start all ranks with a task: `comparison`, or a stage for a few steps."""
+    """Start all ranks with a task: `comparison`, or a stage for a few steps.
+
+    Raises:
+        MpsUnavailable: the ranks cannot be made unequal here.
+    """
     count = len(options.percent) or options.ranks
-    environments = [
-        {**ranks.environment(folder), **shared, **own} for own in speeds_of_ranks(options, count)
-    ]
     inside = ["--inside", folder, "--transports", transport, "--task", task]
-    return watch(__file__, [*sys.argv[1:], *inside], environments, folder, seconds=seconds)
+    with clients(options) as shared:  # for each start, as ranks that were killed may leave traces
+        environments = [
+            {**ranks.environment(folder), **shared, **own}
+            for own in speeds_of_ranks(options, count)
+        ]
+        return watch(__file__, [*sys.argv[1:], *inside], environments, folder, seconds=seconds)
 
 
 def speeds_of_ranks(options: argparse.Namespace, count: int) -> Iterator[dict[str, str]]:
