@@ -206,7 +206,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             raise TypeError(_PLAIN_SCALER)
         scaler = scaler if scaler is not None else self._default_scaler
         step, engine = self._step, self._engine
-        stopwatch = Stopwatch(engine.strategy.streams)
+        stopwatch = Stopwatch(engine.strategy.streams, self._group)
         opened = self._open_step(batch, weight, loss)
         forward = MicroBatchLoss(loss_fn, self._model, self._group.rank)
         step.run_early_forward(opened, forward)
@@ -231,7 +231,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             skipped=state.skipped,
             losses=summary.losses,
             norm=norm,
-            seconds=stopwatch.seconds,
+            stopwatch=stopwatch,
             waiting_seconds=lambda: state.waited_to_open + waiting.seconds(),
         )
 
