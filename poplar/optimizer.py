@@ -101,6 +101,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             `poplar.comm.Communicator`.
         timeout: how long a rank waits for other ranks; default: 5 minutes.
         allow_batch_norm: accept BatchNorm in training mode, whose statistics are per micro-batch.
+        overlap_param_gather: at stages 1 and 2, all-gather the updated parameters during the next
+            forward. Between steps they then read as NaN outside `full_parameters()`.
         **optimizer_kwargs: for `optimizer_class`; `fused=True` is added if the class supports it.
 
     Raises:
@@ -126,6 +128,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         communicator: str | Communicator = "auto",
         timeout: timedelta | None = None,
         allow_batch_norm: bool = False,
+        overlap_param_gather: bool = False,
         **optimizer_kwargs: Any,
     ) -> None:
         self._group = Group.of(process_group, timeout)
@@ -144,6 +147,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
                 reduce_dtype=reduce_dtype,
                 world_size=self._group.size,
                 allow_batch_norm=allow_batch_norm,
+                overlap_param_gather=overlap_param_gather,
             )
         except Exception as caught:
             error = caught

@@ -62,6 +62,7 @@ class Request:
     reduce_dtype: torch.dtype
     device: torch.device
     group_of: dict[int, int] = field(default_factory=dict)
+    overlap_param_gather: bool = False
     """Index of the param group of each trained parameter, by `id(parameter)`."""
 
     @property
@@ -103,6 +104,7 @@ def check_request(
     reduce_dtype: torch.dtype,
     world_size: int,
     allow_batch_norm: bool,
+    overlap_param_gather: bool = False,
 ) -> Request:
     """Check the user's arguments on this rank alone.
 
@@ -114,6 +116,11 @@ def check_request(
         model_checks.reject_batch_norm(model_checks.batch_norms(model))
     model_checks.reject_sparse_embeddings(model)
     chosen = _stage_of(plan, stage, world_size)
+    if overlap_param_gather and not STRATEGY_CLASSES[chosen].gathers_updated_parameters:
+        raise ValueError(
+            f"overlap_param_gather=True at stage {chosen}; it applies to stages 1 and 2, where a "
+            "step ends with the all-gather of the updated parameters"
+        )
     groups = _param_groups(model, params)
     group_of = _group_indices(model, groups)
     device = model_checks.check_parameters(list(model.named_parameters()), set(group_of))
@@ -135,6 +142,7 @@ def check_request(
         reduce_dtype=reduce_dtype,
         device=device,
         group_of=group_of,
+        overlap_param_gather=overlap_param_gather,
     )
 
 
@@ -230,6 +238,7 @@ def build_engine(
     """Build engine and update; the first rank's values and buffers are broadcast. Collective."""
     plan, world = request.plan, comm.group.size
     strategy = STRATEGY_CLASSES[request.stage](comm, request.reduce_dtype, request.device)
+    strategy.updated.overlap = request.overlap_param_gather
     shares = plan.shares if plan is not None else (1.0 / world,) * world
     members, recast = [], []
     for name, parameter in request.model.named_parameters():

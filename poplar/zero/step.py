@@ -310,6 +310,7 @@ class Step:
         self.finish_passes()
         engine, state, strategy = self._engine, self._engine.step, self._engine.strategy
         unused = (state.summary or self.close(None)).unused
+        strategy.updated.finish()  # of units that have had no forward since the last update
         for flat in engine.trained:
             unused[flat] = unused[flat].union(strategy.read_back_gradients(flat))
             strategy.wait_for_readers(flat)

@@ -49,7 +49,8 @@ class StepResult:
     """The outcome of one `train_step`; equal on all ranks, except for the times.
 
     `loss`, `grad_norm`, `seconds` and `waiting_seconds` wait for the device when they are first
-    read, and raise `CollectiveTimeout` if it is not done at the deadline. A loop that reads them only now and then keeps the device busy in between.
+    read, and raise `CollectiveTimeout` if it is not done at the deadline. A loop that reads them
+    only now and then keeps the device busy in between.
     """
 
     samples: int
