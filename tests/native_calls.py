@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from unittest import mock
 
 import torch.distributed as dist
@@ -22,6 +23,28 @@ def native_calls() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def streams_wait() -> Iterator[list[dist.ProcessGroup]]:
+    """As `native_calls`; waits return at once, as on a device whose stream waits for other ranks.
+
+    Yields the process groups that are aborted. Results are not final, so use it for steps that
+    cannot be finished.
+    """
+    aborted: list[dist.ProcessGroup] = []
+    wait = dist.Work.wait
+
+    def wait_on_stream(work: dist.Work, timeout: timedelta | None = None) -> bool:
+        return True if timeout is None else wait(work, timeout)
+
+    with (
+        native_calls(),
+        mock.patch.object(dist.Work, "wait", wait_on_stream),
+        mock.patch.object(Group, "has_device_backend", True),
+        mock.patch.object(dist.ProcessGroup, "abort", lambda group: aborted.append(group)),
+    ):
+        yield aborted
+
+
 def gather_by_broadcasts(
     slices: list[Tensor], own: Tensor, *, group: dist.ProcessGroup, async_op: bool
 ) -> None:
@@ -31,4 +54,6 @@ def gather_by_broadcasts(
         if owner == dist.get_rank(group):
             part.copy_(own)
         if part.numel():
-            dist.broadcast(part, group=group, group_src=owner)
+            work = dist.broadcast(part, group=group, group_src=owner, async_op=True)
+            assert work is not None
+            work.wait()

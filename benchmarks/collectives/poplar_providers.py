@@ -9,12 +9,16 @@ from collectives.case import Case
 from collectives.provider import Prepared, Provider
 from poplar.comm import Bucket, Codec, Communicator
 from poplar.comm.communicator import own_slice
+from poplar.comm.shared_memory import SharedMemoryCommunicator
 
 CPU = torch.device("cpu")
 
 
 class PoplarProvider(Provider):
-    """A `Communicator`; without zero-copy, inputs and results are ordinary tensors."""
+    """A `Communicator`; without zero-copy, inputs and results are ordinary tensors.
+
+    Only shared memory has an all-reduce, for other trainers on `cpu:poplar`; the engine needs none.
+    """
 
     def __init__(self, comm: Communicator, transport: str, *, zero_copy: bool = False) -> None:
         self.name = f"poplar {transport}{', zero-copy' if zero_copy else ''}"
@@ -22,12 +26,13 @@ class PoplarProvider(Provider):
         self._comm = comm
 
     def prepare(self, case: Case, mine: Tensor) -> Prepared | None:
-        make = {
-            "all_reduce": self._all_reduce,
-            "reduce_scatter": self._reduce_scatter,
-            "all_gather": self._all_gather,
-        }
-        return make[case.operation](case, mine)
+        if case.operation == "reduce_scatter":
+            return self._reduce_scatter(case, mine)
+        if case.operation == "all_gather":
+            return self._all_gather(case, mine)
+        if isinstance(self._comm, SharedMemoryCommunicator):
+            return self._all_reduce(self._comm, case, mine)
+        return None
 
     def _bucket(self, case: Case) -> Bucket:
         codec = Codec(case.torch_dtype)
@@ -35,12 +40,12 @@ class PoplarProvider(Provider):
             return self._comm.buffer(case.layout, case.torch_dtype, CPU, codec)
         return Bucket(torch.empty(case.layout.numel, dtype=case.torch_dtype), case.layout, codec)
 
-    def _all_reduce(self, case: Case, mine: Tensor) -> Prepared:
+    def _all_reduce(self, comm: SharedMemoryCommunicator, case: Case, mine: Tensor) -> Prepared:
         bucket = self._bucket(case)
         bucket.data.copy_(mine)
 
         def run() -> None:
-            self._comm.all_reduce(bucket, what=str(case)).wait()
+            comm.all_reduce(bucket, what=str(case)).wait()
 
         return Prepared(run, lambda: bucket.data)
 

@@ -83,15 +83,6 @@ class Communicator(ABC):
         """
 
     @abstractmethod
-    def all_reduce(self, bucket: Bucket, *, what: str) -> Work:
-        """`bucket.data` = the sum over ranks of their buckets, on every rank.
-
-        The sum is fp32, in rank order, rounded once to the bucket's dtype. The layout defines which
-        rank adds which part and does not change the bits. The collective may only progress while
-        ranks wait for it or for a later one.
-        """
-
-    @abstractmethod
     def all_gather(
         self, data: Tensor, layout: Layout, *, what: str, own: Tensor | None = None
     ) -> Work:

@@ -60,6 +60,9 @@ class HostGroup:
     def trace(self) -> Trace:
         return self.group.trace
 
+    def report(self, reason: str) -> None:
+        self.group.report(reason)
+
     def timeout_error(self, what: str, peers: Sequence[int], cause: str) -> CollectiveTimeout:
         return self.group.timeout_error(what, [self.ranks[peer] for peer in peers], cause)
 
@@ -150,29 +153,6 @@ class HierarchicalCommunicator(Communicator):
 
         def gather() -> float:
             waited = self._rendezvous.wait_until_over(last_collective)
-            waited += self._complete_gather(collective, data, shared, layout, incoming, what)
-            return waited + outgoing.wait()
-
-        return SharedMemoryWork(self._rendezvous, collective, what, gather)
-
-    def all_reduce(self, bucket: Bucket, *, what: str) -> Work:
-        """A reduce-scatter and an all-gather of its result."""
-        data, layout = bucket.data, bucket.layout
-        own = own_slice(data, layout, self.group.rank)
-        total = torch.empty(own.numel(), dtype=torch.float32)
-        self.reduce_scatter(bucket, total, accumulate=False, what=what)
-        # Posted before the sum is known, because ranks may wait in different orders.
-        shared = self._allocate_shared(layout, data.dtype)
-        position = self._queue.reserve()
-        incoming = self._receive_assigned(shared, layout, what, position)
-        collective = self._rendezvous.post(shared)
-
-        def gather() -> float:
-            # The reduce-scatter has finished on this rank, but peers may still read its bucket.
-            waited = self._rendezvous.wait_until_over(collective - 1)
-            own.copy_(total)
-            copy(shared[: own.numel()], own)
-            outgoing = self._send_slice(own, layout, what, position)
             waited += self._complete_gather(collective, data, shared, layout, incoming, what)
             return waited + outgoing.wait()
 

@@ -57,22 +57,6 @@ class HierarchicalMessageCommunicator(Communicator):
         inter, intra = self._inter_queue.reserve(), self._intra_queue.reserve()
         return self._gather(data, layout, what, inter, intra)
 
-    def all_reduce(self, bucket: Bucket, *, what: str) -> Work:
-        """A reduce-scatter and an all-gather of its result."""
-        data, layout = bucket.data, bucket.layout
-        own = own_slice(data, layout, self.group.rank)
-        total = own.new_empty(own.numel(), dtype=torch.float32)
-        reduction = self.reduce_scatter(bucket, total, accumulate=False, what=what)
-        # Reserved now, because ranks may wait in different orders; the gather before the chain.
-        inter, intra = self._inter_queue.reserve(), self._intra_queue.reserve()
-        position = self._inter_queue.reserve()
-
-        def gather() -> Work:
-            own.copy_(total)
-            return self._gather(data, layout, what, inter, intra)
-
-        return self._inter_queue.chain(reduction, gather, position)
-
     def broadcast(self, data: Tensor, source: int, *, what: str) -> None:
         flat, source_host = data.view(-1), self._hosts.host_of(source)
         leaders = [

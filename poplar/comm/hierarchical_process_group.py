@@ -67,15 +67,6 @@ class HierarchicalProcessGroupCommunicator(Communicator):
             self._gather(data, own, layout, what)
         return work
 
-    def all_reduce(self, bucket: Bucket, *, what: str) -> Work:
-        """A reduce-scatter and an all-gather of its result."""
-        data, own = bucket.data, bucket.layout.size(self.group.rank)
-        with self._reductions.steps(data.device, bucket) as work:
-            total = data.new_empty(own, dtype=torch.float32)
-            self._reduce(bucket, total, False, None, what)
-            self._gather(data, total.to(data.dtype), bucket.layout, what)
-        return work
-
     def broadcast(self, data: Tensor, source: int, *, what: str) -> None:
         self._all_hosts.broadcast(data, source, what=what)
 

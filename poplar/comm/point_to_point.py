@@ -25,9 +25,8 @@ _INDEX_BITS = 10
 class Channel(IntEnum):
     """Separates messages that share a process group. 0 is left to the user's own messages."""
 
-    EXCHANGES = 1
-    BROADCASTS = 2
-    TENSORS = 3
+    BROADCASTS = 1
+    TENSORS = 2
 
 
 def message_tag(group: Group, channel: Channel, sequence: int) -> int:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from poplar.comm.algorithms import ALL_GATHERS, REDUCE_SCATTERS, gather_direct
+from poplar.comm.algorithms import ALL_GATHERS, REDUCE_SCATTERS
 from poplar.comm.bucket import Bucket
 from poplar.comm.collective_queue import CollectiveQueue
 from poplar.comm.communicator import Communicator, Work, own_slice
@@ -43,29 +43,6 @@ class ProcessGroupCommunicator(Communicator):
         squares: Tensor | None = None,
     ) -> Work:
         return self._reduce.run(self._queue, bucket, out, accumulate, what, squares)
-
-    def all_reduce(self, bucket: Bucket, *, what: str) -> Work:
-        """A reduce-scatter and an all-gather of its result.
-
-        The all-gather is always direct. Each rank issues it when its sum is ready, so ranks issue
-        it at different times. The library's own collectives do not allow that.
-        """
-        data, layout = bucket.data, bucket.layout
-        own = own_slice(data, layout, self.group.rank)
-        in_place = data.dtype is torch.float32
-        total = own if in_place else own.new_empty(own.numel(), dtype=torch.float32)
-        reduction = self.reduce_scatter(bucket, total, accumulate=False, what=what)
-        position = self._queue.reserve()  # reserved now, because ranks may wait in different orders
-
-        def gather() -> Work:
-            if not in_place:
-                own.copy_(total)
-            return gather_direct(self._queue, data, layout, what, position)
-
-        if not self._queue.group.is_on_host(data.device):
-            reduction.wait()  # only the stream waits, so the gather can be issued now, in order
-            return gather()
-        return self._queue.chain(reduction, gather, position)
 
     def all_gather(
         self, data: Tensor, layout: Layout, *, what: str, own: Tensor | None = None

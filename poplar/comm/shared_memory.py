@@ -128,7 +128,11 @@ class SharedMemoryCommunicator(Communicator):
         return self._rendezvous.peer_view(rank, collective, torch.float32, first, high - low)
 
     def all_reduce(self, bucket: Bucket, *, what: str) -> Work:
-        """The owner of a slice adds it and writes the sum into every rank's buffer."""
+        """`bucket.data` = the sum over ranks of their buckets, for `cpu:poplar`. Collective.
+
+        The owner of a slice adds it in rank order and fp32, rounds the sum once to the bucket's
+        dtype, and writes it into every rank's buffer.
+        """
         rendezvous, data = self._rendezvous, bucket.data
         low, high = bucket.layout.bounds(self.group.rank)
         is_shared = rendezvous.is_shared(data)

@@ -64,14 +64,6 @@ class StagedCommunicator(Communicator):
 
         return self._issue(out.device, start, copy_back)
 
-    def all_reduce(self, bucket: Bucket, *, what: str) -> Work:
-        staged = self._copy_to_host(bucket)
-        return self._issue(
-            bucket.data.device,
-            lambda: self._on_host.all_reduce(staged, what=what),
-            lambda: self._copy_back(bucket.data, staged.data),
-        )
-
     def all_gather(
         self, data: Tensor, layout: Layout, *, what: str, own: Tensor | None = None
     ) -> Work:

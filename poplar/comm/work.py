@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
 
-from poplar.comm.group import Group
-from poplar.errors import CollectiveTimeout
+from poplar.comm.group import WATCH_AFTER_SECONDS, Group
 
 # Once one peer has timed out, the others are only checked for whether they have finished.
 _CHECK_TIMEOUT = timedelta(milliseconds=50)
+_LOOK_SECONDS = 0.25
+"""Interval at which a wait looks for failures that other ranks report."""
 
 
 class ProcessGroupWork:
@@ -43,10 +45,11 @@ class ProcessGroupWork:
         """
         self._group, self._what = group, what
         self._before_wait, self._finish = before_wait, finish
+        group.check()
         try:
             self._works = list(start())
         except RuntimeError as error:
-            raise self._timeout_error(peers, error) from error
+            raise group.fail(what, peers, error) from error
 
     def wait(self) -> float:
         """As `Work.wait`."""
@@ -72,17 +75,39 @@ class ProcessGroupWork:
                 missing.update(peers)
                 cause = cause or error
         if missing:
-            raise self._timeout_error(sorted(missing), cause) from cause
+            raise self._group.fail(self._what, sorted(missing), cause) from cause
 
-    def _timeout_error(self, peers: Sequence[int], cause: RuntimeError | None) -> CollectiveTimeout:
-        reason = str(cause).splitlines()[0] if cause is not None and str(cause) else "unknown"
-        return self._group.timeout_error(self._what, peers, reason)
+
+def wait_for_all_ranks(group: Group, work: dist.Work, what: str) -> float:
+    """Wait on the host for a native collective; returns the seconds waited.
+
+    It ends early if another rank reports a failure.
+
+    Raises:
+        CollectiveTimeout: names the ranks that did not take part before the deadline.
+    """
+    start, is_done = time.monotonic(), work.get_future().done
+    while not is_done():
+        seconds = time.monotonic() - start
+        left = group.timeout.total_seconds() - seconds
+        if left <= 0 or group.sees_failure:
+            raise group.fail(what, group.peers())
+        if seconds > WATCH_AFTER_SECONDS and group.reports is not None:
+            group.reports.watch()
+        # A timeout of the wait raises, too.
+        with contextlib.suppress(RuntimeError):
+            work.wait(timedelta(seconds=min(left, _LOOK_SECONDS)))
+    try:
+        work.wait(group.timeout)  # it is over: this raises its error
+    except RuntimeError as error:
+        raise group.fail(what, group.peers(), error) from error
+    return time.monotonic() - start
 
 
 class StreamWork:
     """Native collectives of device tensors. A wait blocks the current stream, never the host."""
 
-    __slots__ = ("_finish", "_start", "_works")
+    __slots__ = ("_finish", "_group", "_start", "_what", "_works")
 
     def __init__(
         self,
@@ -104,18 +129,25 @@ class StreamWork:
             CollectiveTimeout: the collectives cannot be issued because they have been aborted.
         """
         self._start: Callable[[], Sequence[dist.Work | None]] | None = start
-        self._finish = finish
+        self._group, self._what, self._finish = group, what, finish
+        group.check()
         try:
             self._works = start()
         except RuntimeError as error:
-            peers = [rank for rank in range(group.size) if rank != group.rank]
-            raise group.timeout_error(what, peers, str(error).partition("\n")[0]) from error
+            raise group.fail(what, group.peers(), error) from error
 
     def wait(self) -> float:
-        """As `Work.wait`; 0, because the host does not wait."""
-        for work in self._works:
-            if work is not None:
-                work.wait()
+        """As `Work.wait`; 0, because the host does not wait.
+
+        If other ranks are missing, so does the stream, until the host finds out: in an exchange of
+        the control channel, or in `Group.wait_for_event`.
+        """
+        try:
+            for work in self._works:
+                if work is not None:
+                    work.wait()
+        except RuntimeError as error:
+            raise self._group.fail(self._what, self._group.peers(), error) from error
         if self._finish is not None:
             self._finish()
         self._works, self._start, self._finish = (), None, None

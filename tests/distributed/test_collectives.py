@@ -272,13 +272,14 @@ def wait_in_opposite_orders(choice: str) -> list[float]:
     bucket = comm.buffer(layout, torch.float32, torch.device("cpu"))
     bucket.pack([torch.ones(layout.numel)], [0], 1.0)
     data = torch.full((layout.numel,), 1.0)
-    summed = comm.all_reduce(bucket, what="the sum")
+    total = torch.empty(layout.size(group.rank))
+    summed = comm.reduce_scatter(bucket, total, accumulate=False, what="the sum")
     if group.rank % 2 == 0:
         summed.wait()
     gathered = comm.all_gather(data, layout, what="the gather")
     gathered.wait()
     summed.wait()
-    return [bucket.data.mean().item(), data.mean().item()]
+    return [total.mean().item(), data.mean().item()]
 
 
 @pytest.mark.parametrize("choice", ["shared_memory", "process_group", "staged"])

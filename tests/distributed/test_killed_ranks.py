@@ -11,6 +11,7 @@ from datetime import timedelta
 import pytest
 import ranks as harness
 import training
+from native_calls import native_calls, streams_wait
 from ranks import Failure, one_off
 from reference import Recipe
 from training import Run
@@ -53,6 +54,43 @@ def test_survivors_raise_in_time_and_name_the_lost_rank(how: signal.Signals, sta
         assert failure.is_a(PoplarError), failure
         assert re.search(rf"rank(\(s\))? {LOST}\b", failure.message), failure
         assert seconds < 4 * TIMEOUT.total_seconds()
+
+
+def train_on_streams_until(run: Run, how: signal.Signals) -> tuple[Failure | None, bool]:
+    """As `train_until` on devices; also returns whether the collectives there were aborted."""
+    with native_calls():
+        model, optimizer = training.prepare(run)
+        loss = training.loss_of(run.recipe)
+        training.take_step(run, model, optimizer, 0)
+
+    def kill_one(model, micro_batch):
+        if harness.rank() == LOST:
+            os.kill(os.getpid(), how)
+        return loss(model, micro_batch)
+
+    with streams_wait() as aborted, harness.catching() as caught:
+        float(optimizer.train_step(kill_one, training.batch_of(run, 1)).loss)
+    return (caught or [None])[0], harness.group() in aborted
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_collectives_on_devices_are_aborted_and_the_lost_rank_is_named(
+    how: signal.Signals, stage: int
+) -> None:
+    """Their streams wait for the lost rank, and the host finds out in the control channel."""
+    engine = {"timeout": TIMEOUT, "communicator": "process_group"}
+    run = Run(Recipe(batches=(4, 4)), Plan.manual("1,1,2", stage=stage), engine=engine)
+    answers = one_off(3, train_on_streams_until, run, how, lost=[LOST], timeout=45)
+    for rank, answer in enumerate(answers):
+        if rank == LOST:
+            continue
+        assert not isinstance(answer, Failure), answer
+        failure, is_aborted = answer
+        assert failure is not None, f"rank {rank} took the step without rank {LOST}"
+        assert failure.is_a(CollectiveTimeout), failure
+        assert re.search(rf"waiting for rank\(s\) {LOST} ", failure.message), failure
+        assert is_aborted
 
 
 def forward_on_one_rank(run: Run) -> Failure | None:
