@@ -68,6 +68,7 @@ def rank_memory(
         fixed=(
             state
             + buckets
+            + _relayed(cluster, stage)
             + _unsharded(model, stage, persistent)
             + model.grad_bytes * max(model.unit_numels)  # of one unit, before they are packed
             + model.frozen_bytes
@@ -101,11 +102,27 @@ def _unsharded(model: ModelProfile, stage: int, persistent: Collection[int]) -> 
     return model.param_bytes * (sum(sizes[unit] for unit in staying) + sum(others[-2:]))
 
 
+def _relayed(cluster: ClusterProfile, stage: int) -> float:
+    """What the hierarchical transport adds: a collective's buffer in the order of the host's ranks.
+
+    One collective at a time: a bucket, the sums that it sends on, and gathered parameters.
+    """
+    model = cluster.model
+    if not cluster.network.hosts:
+        return 0.0
+    return (2.0 * model.wire_bytes + model.param_bytes) * _flat_numel(model, stage)
+
+
+def _flat_numel(model: ModelProfile, stage: int) -> int:
+    """Elements of the largest buffer that is reduced at once."""
+    if model.largest_flat_numels:
+        return model.largest_flat_numels[stage]
+    return min(max(model.unit_numels), BUCKET_ELEMENTS)
+
+
 def _buckets(model: ModelProfile, stage: int, ranks: int) -> tuple[float, float]:
     """Packed and received buckets in flight: bytes on every rank, and bytes per share."""
-    numel = min(max(model.unit_numels), BUCKET_ELEMENTS)
-    if model.largest_flat_numels:
-        numel = model.largest_flat_numels[stage]
+    numel = _flat_numel(model, stage)
     in_flight = _MIN_IN_FLIGHT * numel
     if stage >= 2:
         in_flight = max(in_flight, max(model.unit_numels) + numel)

@@ -16,6 +16,7 @@ from poplar.host_traffic import link_traffic, network_traffic
 from poplar.planner.collective_costs import CollectiveCosts
 from poplar.planner.communication_schedule import Synchronization
 from poplar.planner.cost_model import StageCosts
+from poplar.planner.memory_model import rank_memory
 from poplar.planner.shard_allocation import ShareProblem
 from poplar.profile import ModelProfile, NetworkProfile
 
@@ -159,3 +160,14 @@ def test_estimated_profiles_name_hosts_only_if_the_transport_is_hierarchical() -
     assert network_profile([host(2), host(1)], MODEL).hosts == (0, 0, 1)
     assert network_profile([host(1), host(1)], MODEL).hosts == ()
     assert network_profile([host(4)], MODEL).hosts == ()
+
+
+def test_a_hierarchical_transport_needs_memory_for_one_collective_on_its_host() -> None:
+    draw = random.Random(3)
+    flat = planning_oracle.random_cluster(draw, 4, 2)
+    model = dataclasses.replace(flat.model, largest_flat_numels=(10**6,) * 4)
+    flat = dataclasses.replace(flat, model=model)
+    network = dataclasses.replace(flat.network, hosts=(0, 0, 1, 1))
+    over_hosts = dataclasses.replace(flat, network=network)
+    more = rank_memory(over_hosts, 2, 0).fixed - rank_memory(flat, 2, 0).fixed
+    assert more == pytest.approx((2 * model.wire_bytes + model.param_bytes) * 10**6)
