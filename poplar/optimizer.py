@@ -30,6 +30,7 @@ from poplar.zero.evaluation import Evaluation
 from poplar.zero.grad_scaler import GradScaler
 from poplar.zero.micro_batch_loss import LossFunction, MicroBatchLoss
 from poplar.zero.micro_batches import BatchSplitter, Loss, OpenedStep, Weight
+from poplar.zero.replica_check import ReplicaCheck
 from poplar.zero.setup import STRATEGY_CLASSES, agree_on_request, build_engine, check_request
 from poplar.zero.state_dict_guard import guard_model_state
 from poplar.zero.step import Step
@@ -71,8 +72,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
 
     Collective methods, which every rank must call: the constructor, `train_step`, `micro_batches`,
     `clip_grad_norm_`, `step`, `evaluate`, `full_parameters`, `consolidate_state_dict`,
-    `save_model`, `apply_plan`, `full_gradients`, `release`. If a rank fails in a step, all ranks
-    raise, no rank applies the step, and training may continue.
+    `save_model`, `apply_plan`, `full_gradients`, `verify_replicas`, `release`. If a rank fails in a
+    step, all ranks raise, no rank applies the step, and training may continue.
 
     Args:
         model: on this rank's device, with the same architecture on every rank, not wrapped in DDP
@@ -87,9 +88,12 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         process_group: default WORLD; NCCL for CUDA, gloo for CPU.
         units: module names, modules or module classes that form the units. Default: repeated
             blocks; all other parameters form the root unit.
-        compute_dtype: dtype of the parameters in forward and backward, and of floating-point
-            inputs; master values stay fp32. "auto": an fp32 model on CUDA computes in bf16 if every
-            rank supports it natively, else in fp16 with a loss scale. Any other model is unchanged.
+        compute_dtype: dtype of the parameters in forward and backward; master values stay fp32.
+            "auto": an fp32 model on CUDA computes in bf16 if every rank supports it natively, else
+            in fp16 with a loss scale. Any other model is unchanged. bf16 and fp16 also cast the
+            floating-point inputs of the model, or of a module of it (outside units, or a unit) that
+            `loss_fn` calls directly. `loss_fn` gets its batch unchanged, so targets stay fp32, and
+            computes the loss in the dtype that the model returns.
         reduce_dtype: dtype in which gradients are sent; they are added in fp32.
         communicator: "auto" (from the plan, else from where the ranks are), "process_group" (NCCL
             or gloo; with algorithms: "process_group:padded+grouped"), "shared_memory" (CPU ranks of
@@ -97,6 +101,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             `poplar.comm.Communicator`.
         timeout: how long a rank waits for other ranks; default: 5 minutes.
         allow_batch_norm: accept BatchNorm in training mode, whose statistics are per micro-batch.
+        overlap_param_gather: at stages 1 and 2, all-gather the updated parameters during the next
+            forward. Between steps they then read as NaN outside `full_parameters()`.
         **optimizer_kwargs: for `optimizer_class`; `fused=True` is added if the class supports it.
 
     Raises:
@@ -122,6 +128,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         communicator: str | Communicator = "auto",
         timeout: timedelta | None = None,
         allow_batch_norm: bool = False,
+        overlap_param_gather: bool = False,
         **optimizer_kwargs: Any,
     ) -> None:
         self._group = Group.of(process_group, timeout)
@@ -140,6 +147,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
                 reduce_dtype=reduce_dtype,
                 world_size=self._group.size,
                 allow_batch_norm=allow_batch_norm,
+                overlap_param_gather=overlap_param_gather,
             )
         except Exception as caught:
             error = caught
@@ -152,12 +160,14 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         self._stage = request.stage
         self._batch_norms = [] if allow_batch_norm else model_checks.batch_norms(model)
         every_pass = STRATEGY_CLASSES[request.stage].reduces_every_pass
-        self._splitter = BatchSplitter(plan, every_pass, dtype)
+        self._splitter = BatchSplitter(plan, every_pass)
         self._default_scaler = GradScaler(request.device.type) if dtype is torch.float16 else None
         self._engine, self._update = build_engine(request, comm, self._control, dtype)
+        replicated = self._engine.strategy.replicates_state
+        self._replicas = ReplicaCheck(self._engine.trained if replicated else [], self._control)
         super().__init__(request.groups, self._update.inner.defaults)
         self._settings_are_final = True
-        self._step = Step(self._engine, self._update)
+        self._step = Step(self._engine, self._update, self._replicas)
         guard_model_state(self._engine, self._update)
         self._unregister = model_checks.register_owner(
             list(model.named_parameters()), self, self._engine.hooks
@@ -200,7 +210,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             raise TypeError(_PLAIN_SCALER)
         scaler = scaler if scaler is not None else self._default_scaler
         step, engine = self._step, self._engine
-        stopwatch = Stopwatch(engine.strategy.streams)
+        stopwatch = Stopwatch(engine.strategy.streams, self._group)
         opened = self._open_step(batch, weight, loss)
         forward = MicroBatchLoss(loss_fn, self._model, self._group.rank)
         step.run_early_forward(opened, forward)
@@ -225,7 +235,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             skipped=state.skipped,
             losses=summary.losses,
             norm=norm,
-            seconds=stopwatch.seconds,
+            stopwatch=stopwatch,
             waiting_seconds=lambda: state.waited_to_open + waiting.seconds(),
         )
 
@@ -313,6 +323,18 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         factor = 1.0 if self._engine.step.factor is None else self._engine.step.factor
         return {name: gradient * factor for name, gradient in gradients}
 
+    @torch.no_grad()
+    def verify_replicas(self) -> None:
+        """Check that all ranks have the same parameters, bit by bit. Collective, between steps.
+
+        At stage 0 every rank updates all parameters. `step` checks them too, after the first
+        updates and then after every 100th. Other stages have no such replicas to check.
+
+        Raises:
+            ReplicasDiffer: on all ranks; names the first parameter that differs.
+        """
+        self._replicas.verify()
+
     def trace(self) -> AbstractContextManager[list[Span]]:
         """A context that records this rank's passes, waits and updates as spans.
 
@@ -369,8 +391,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         was_training = self._model.training
         self._model.eval()
         try:
-            cast = (self._splitter.cast(batch) for batch in loader)
-            return Evaluation(self._engine, loss_fn, weight).run(cast)
+            return Evaluation(self._engine, loss_fn, weight).run(loader)
         finally:
             self._model.train(was_training)
 

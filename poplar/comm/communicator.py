@@ -39,6 +39,8 @@ class Communicator(ABC):
     """Whether a reduction holds memory besides its bucket until it has been waited for."""
     waits_on_stream: bool = False
     """Whether a wait for CUDA tensors blocks only the current stream and never the host."""
+    hosts: tuple[int, ...] = ()
+    """By rank, the number of its host, if values are added on each host first."""
     reduction_order: str
     """`"rank"`: ((r0 + r1) + r2) + ...; equal declared orders give equal bits. `"library"`: the
     order of NCCL or gloo, which may differ from call to call."""

@@ -83,7 +83,7 @@ class HierarchicalCommunicator(Communicator):
         self._rendezvous = rendezvous
         self._intra_host = SharedMemoryCommunicator(rendezvous)
         self._queue = CollectiveQueue(group)
-        self._hosts = hosts
+        self._hosts, self.hosts = hosts, hosts.by_rank
         self._host = hosts.host_of(group.rank)
         self._host_ranks = hosts.members[self._host]
 
@@ -113,7 +113,9 @@ class HierarchicalCommunicator(Communicator):
         rank, layout, data = self.group.rank, bucket.layout, bucket.data
         low, high = layout.bounds(rank)
         collective = self._rendezvous.post(data, unread=(low, high))
-        by_host = [torch.empty(high - low, dtype=data.dtype) for _ in self._hosts.members]
+        by_host = [
+            torch.empty(high - low, dtype=data.dtype, device="cpu") for _ in self._hosts.members
+        ]
         messages = [
             Message(sender, by_host[host][piece.start - low : piece.stop - low], incoming=True)
             for host, sender, piece in self._hosts.relays_of_other_hosts(layout, self._host)
@@ -125,7 +127,7 @@ class HierarchicalCommunicator(Communicator):
         def reduce() -> float:
             outgoing = []
             for piece in self._relay_assignment(layout):
-                total = torch.empty(piece.numel, dtype=data.dtype)
+                total = torch.empty(piece.numel, dtype=data.dtype, device="cpu")
                 self._sum_on_host(bucket, collective, total, piece.start)
                 message = Message(piece.owner, total, incoming=False)
                 outgoing.append(self._exchange([message], what, position))
@@ -162,7 +164,7 @@ class HierarchicalCommunicator(Communicator):
         """A reduce-scatter and an all-gather of its result."""
         data, layout = bucket.data, bucket.layout
         own = own_slice(data, layout, self.group.rank)
-        total = torch.empty(own.numel(), dtype=torch.float32)
+        total = torch.empty(own.numel(), dtype=torch.float32, device="cpu")
         self.reduce_scatter(bucket, total, accumulate=False, what=what)
         # Posted before the sum is known, because ranks may wait in different orders.
         shared = self._allocate_shared(layout, data.dtype)

@@ -116,7 +116,7 @@ def pack_(
 ) -> None:
     """See `poplar.ops.pack_`."""
     check_pack(bucket, grads, offsets, sums)
-    rounded = torch.tensor(weight, dtype=torch.float32).item()
+    rounded = torch.tensor(weight, dtype=torch.float32, device="cpu").item()
     end = 0
     for grad, offset in zip(grads, offsets, strict=True):
         product = grad.reshape(-1).to(torch.float32) * rounded
@@ -226,7 +226,7 @@ def _adamw_part(
     found_inf: Tensor | None,
 ) -> None:
     def single(value: float) -> float:
-        return torch.tensor(value, dtype=torch.float32).item()
+        return torch.tensor(value, dtype=torch.float32, device="cpu").item()
 
     factor = torch.ones((), device=values.device) if scale is None else scale.reshape(())
     scaled = gradient * (-factor if maximize else factor)
@@ -434,7 +434,9 @@ def clip_coefficient(norm: Tensor, max_norm: float, scale: Tensor | None = None)
     """See `poplar.ops.clip_coefficient`."""
     check_clip_coefficient(norm, scale)
     scaled = norm.reshape(()) * (1.0 if scale is None else scale.reshape(()))
-    bound = torch.full_like(scaled, torch.tensor(max_norm, dtype=torch.float32).item())
+    bound = torch.full_like(
+        scaled, torch.tensor(max_norm, dtype=torch.float32, device="cpu").item()
+    )
     return (bound / (scaled + 1e-6)).clamp(max=1.0)
 
 

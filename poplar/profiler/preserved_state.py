@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+from poplar.zero.input_cast import inputs_cast
 
 
 @contextmanager
@@ -69,8 +71,26 @@ def parameters_preserved(model: nn.Module, *, to_host: bool = False) -> Iterator
 
 
 @contextmanager
-def computing_in(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
-    """Hold floating-point parameters in the compute dtype, as the engine does; None: unchanged."""
+def gradients_dropped(model: nn.Module) -> Iterator[None]:
+    """Free every gradient as soon as it is complete, as the engine does."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    handles = [p.register_post_accumulate_grad_hook(_drop_gradient) for p in trained]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _drop_gradient(parameter: Tensor) -> None:
+    parameter.grad = None
+
+
+@contextmanager
+def computing_in(
+    model: nn.Module, dtype: torch.dtype | None, unit_names: Sequence[str]
+) -> Iterator[None]:
+    """Hold parameters in the compute dtype and cast inputs, as the engine does; None: unchanged."""
     if dtype is None:
         yield
         return
@@ -78,4 +98,5 @@ def computing_in(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
         for parameter in model.parameters():
             if parameter.is_floating_point():
                 parameter.data = parameter.data.to(dtype)
-        yield
+        with inputs_cast(model, dtype, unit_names):
+            yield

@@ -238,6 +238,7 @@ class Engine:
         """A context in which all parameters are unsharded. Collective at both ends."""
         if self.scheduler.active:
             raise RuntimeError("full_parameters() inside a pass; end the backward first")
+        self.strategy.updated.finish()
         if self._all_unsharded:  # nested: the outer context reshards
             outer, self._writeback = self._writeback, self._writeback or writeback
             try:
@@ -293,6 +294,8 @@ class Engine:
                 for parameter in flat.parameters:
                     yield parameter.register_post_accumulate_grad_hook(self._gradient_hook(flat))
         if not self.strategy.shards_parameters:
+            if self.strategy.updated.overlap:
+                yield from self._register_update_hooks()
             return
         for unit in self.units:
             for module in unit.modules:
@@ -302,6 +305,17 @@ class Engine:
         entry, leave = _disable_compile(self._model_entry), _disable_compile(self._model_exit)
         yield self.model.register_forward_pre_hook(entry, prepend=True)
         yield self.model.register_forward_hook(leave, always_call=True)
+
+    def _register_update_hooks(self) -> Iterator[RemovableHandle]:
+        """Before its forward, a unit waits for its updated values."""
+        for unit in self.units:
+
+            def enter(module: nn.Module, _inputs: Any, unit: Unit = unit) -> None:
+                if id(module) in self._modules:  # not a copy of the model
+                    self.strategy.updated.require(unit)
+
+            for module in unit.modules:
+                yield module.register_forward_pre_hook(_disable_compile(enter), prepend=True)
 
     def _gradient_hook(self, flat: FlatParameter) -> Callable[[Tensor], None]:
         def gradient_ready(parameter: Tensor) -> None:

@@ -113,7 +113,7 @@ def flat_class(
 ) -> Callable[..., torch.optim.Optimizer]:
     """The fastest class with the results of the user's class on flat shards.
 
-    It is the same on all ranks, so that replicated parameters stay equal.
+    It is the same on all ranks.
     """
     if factory is torch.optim.AdamW and options.get("fused") and device.type in ("cpu", "cuda"):
         return FlatAdamW

@@ -115,7 +115,7 @@ class FlatParameter:
         """
         replaced = False
         step = self.values.element_size()
-        hidden = self.values.untyped_storage().nbytes() == 0
+        hidden = self.is_detached
         start = 0 if hidden else self.values.data_ptr()
         for position, (parameter, offset) in enumerate(
             zip(self.parameters, self.offsets, strict=True)
@@ -136,6 +136,11 @@ class FlatParameter:
             parameter.data = part.view(self._placeholder[position].shape)
             replaced = True
         return replaced
+
+    @property
+    def is_detached(self) -> bool:
+        """Whether the user's parameters are not views of `values` now."""
+        return bool(self._versions)
 
     def detach_parameters(self) -> None:
         """Give the user's parameters their shape and NaN for every value.

@@ -26,6 +26,8 @@ class Replicated(LocalAccumulation):
     view of it.
     """
 
+    replicates_state = True
+
     def __init__(self, comm: Communicator, reduce_dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(comm, reduce_dtype, device)
         self._pending_all_gathers: list[Work] = []
@@ -35,6 +37,8 @@ class Replicated(LocalAccumulation):
         return Layout.even(flat.numel, self.comm.group.size)
 
     def state_layout(self, flat: FlatParameter, to: int) -> Layout:
+        if not self.updates_agree:
+            return flat.layout
         return layout_on_rank(flat, to, self.comm.group.size)
 
     def change_layout(self, flat: FlatParameter, new: Layout, master: Tensor | None) -> None:
@@ -96,7 +100,24 @@ class Replicated(LocalAccumulation):
         return removed
 
     def all_gather_updated_parameters(self, units: Sequence[Unit]) -> None:
-        """Nothing to send: every rank has updated all parameters, with the same bits."""
+        """Nothing to send if every rank has updated all parameters with the same bits.
+
+        Otherwise each rank sends the slice that it also reduces, and the others drop their own
+        result. Its state of that slice has always had the same bits as the parameters.
+        """
+        if self.updates_agree:
+            return
+        trained = [flat for unit in units for flat in unit.trained]
+        pending = [
+            self.comm.all_gather(
+                flat.master, flat.layout, what=f"the updated parameters of {flat.name}"
+            )
+            for flat in trained
+        ]
+        for flat, gather in zip(trained, pending, strict=True):
+            self.wait(gather, "the updated parameters")
+            if flat.shard is not flat.master:
+                flat.shard.copy_(flat.master)
 
 
 def _expose_gradients(flat: FlatParameter) -> None:

@@ -34,6 +34,7 @@ from poplar.zero.engine import Engine
 from poplar.zero.grad_scaler import GradScaler
 from poplar.zero.micro_batch_loss import MicroBatchLoss
 from poplar.zero.micro_batches import MicroBatch, OpenedStep
+from poplar.zero.replica_check import ReplicaCheck
 from poplar.zero.step_state import Phase
 from poplar.zero.update import ShardedUpdate
 
@@ -41,9 +42,10 @@ from poplar.zero.update import ShardedUpdate
 class Step:
     """Moves the steps of one engine through their phases. One object serves all steps."""
 
-    def __init__(self, engine: Engine, update: ShardedUpdate) -> None:
+    def __init__(self, engine: Engine, update: ShardedUpdate, replicas: ReplicaCheck) -> None:
         self._engine = engine
         self._update = update
+        self._replicas = replicas
         self._rank = engine.comm.group.rank
         self._trace = engine.comm.group.trace
 
@@ -57,15 +59,12 @@ class Step:
         """Wait for the sizes of all ranks; returns this rank's micro-batches. Collective."""
         engine = self._engine
         try:
-            micro_batches, sizes, waited = opened.wait()
+            micro_batches, sizes, waited = opened.wait(self._drop_early_pass)
         except CollectiveTimeout:
             engine.abort()
             raise
         except Exception:
-            if engine.has_early_pass:
-                engine.end_pass(failed=True)
-                engine.wait_for_reductions()
-                self.reset()
+            self._drop_early_pass()
             raise
         if not engine.has_early_pass:
             began = engine.step.early_forward_began
@@ -89,6 +88,13 @@ class Step:
         engine.step.early_forward_began = self._trace.now()
         with engine.early_forward():
             forward.compute_early(opened.first)
+
+    def _drop_early_pass(self) -> None:
+        """Complete a pass that began early with zeros, because the step cannot be opened."""
+        if self._engine.has_early_pass:
+            self._engine.end_pass(failed=True)
+            self._engine.wait_for_reductions()
+            self.reset()
 
     # Passes.
 
@@ -238,7 +244,8 @@ class Step:
         """Agree that the step may be applied; raise on all ranks if one failed. Collective."""
         engine, state = self._engine, self._engine.step
         try:
-            state.summary = close_step(
+            self._replicas.raise_if_different()
+            summary = state.summary = close_step(
                 engine.comm,
                 engine.control,
                 engine.trained,
@@ -246,11 +253,13 @@ class Step:
                 waited=state.waited_to_open + engine.strategy.waiting.latest(),
                 norm_type=norm_type,
                 error=error,
+                checksum=self._replicas.outgoing,
             )
         except BaseException:
             self.reset()
             raise
-        return state.summary
+        self._replicas.receive(summary.checksums)
+        return summary
 
     def norm(self, norm_type: float) -> Tensor:
         """Norm of the reduced gradient before `scale` is applied. Collective."""
@@ -301,12 +310,14 @@ class Step:
         self.finish_passes()
         engine, state, strategy = self._engine, self._engine.step, self._engine.strategy
         unused = (state.summary or self.close(None)).unused
+        strategy.updated.finish()  # of units that have had no forward since the last update
         for flat in engine.trained:
             unused[flat] = unused[flat].union(strategy.read_back_gradients(flat))
             strategy.wait_for_readers(flat)
         with self._trace.span("optimizer", "the update"):
             self._update.step(groups, unused, state.factor, state.found_inf)
         strategy.all_gather_updated_parameters(engine.units)
+        self._replicas.record_update()
         if state.found_inf is not None:  # synchronize only after all work has been issued
             state.skipped = self._update.undo_if_skipped(state.found_inf)
         self.reset()

@@ -21,6 +21,7 @@ from poplar.zero.flat_parameter import FlatParameter
 from poplar.zero.reduction import reductions_on
 from poplar.zero.streams import DeviceClock, streams_of
 from poplar.zero.unit import Unit
+from poplar.zero.updated_parameters import UpdatedParameters
 from poplar.zero.waiting import WaitingTime
 
 
@@ -31,6 +32,10 @@ class Strategy(ABC):
     """Parameters are sharded, so a unit must be unsharded before it runs."""
     reduces_every_pass: ClassVar[bool]
     """Gradients are reduced in each pass, not only in a rank's last one."""
+    gathers_updated_parameters: ClassVar[bool] = False
+    """A step ends with an all-gather of the updated parameters."""
+    replicates_state: ClassVar[bool] = False
+    """Every rank has the whole optimizer state and updates all parameters."""
 
     def __init__(self, comm: Communicator, reduce_dtype: torch.dtype, device: torch.device) -> None:
         self.comm = comm
@@ -40,6 +45,9 @@ class Strategy(ABC):
             comm.group.trace.clock = DeviceClock(self.streams)
         self.waiting = WaitingTime(self.streams, comm.group.trace)
         self.reductions = reductions_on(self.streams, self.waiting)
+        self.updated = UpdatedParameters(self.wait)
+        self.updates_agree = True
+        """Equal gradients give equal bits on all ranks, because they run the same kernels."""
         self.persistent: frozenset[Unit] = frozenset()
         """Persistent units: once unsharded, they stay so until the step's gradients are reduced.
 
@@ -123,13 +131,14 @@ class Strategy(ABC):
 
     def all_gather_updated_parameters(self, units: Sequence[Unit]) -> None:
         """Send the updated shards to the ranks that read them. Collective."""
-        pending = [
-            self.comm.all_gather(flat.values, flat.layout, what=f"the new values of {unit.name}")
-            for unit in units
-            for flat in unit.trained
-        ]
-        for gather in pending:
-            self.wait(gather, "the new values")
+        for unit in units:
+            what = f"the new values of {unit.name}"
+            gathers = [
+                self.comm.all_gather(flat.values, flat.layout, what=what) for flat in unit.trained
+            ]
+            self.updated.start(unit, gathers)
+        if not self.updated.overlap:
+            self.updated.finish()
 
     def wait_for_readers(self, flat: FlatParameter) -> None:
         """Wait until no other rank reads `flat.shard`. Call it before writing to the shard."""

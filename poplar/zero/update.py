@@ -108,6 +108,11 @@ class ShardedUpdate:
             if low is not None and tensor not in written:
                 low.copy_(tensor)
 
+    @property
+    def has_exact_kernel(self) -> bool:
+        """Whether the update is Poplar's own, which rounds alike on all devices."""
+        return isinstance(self.inner, FlatAdamW) and self.inner.uses_operator()
+
     def undo_if_skipped(self, found_inf: Tensor) -> bool:
         """Whether the last step changed nothing. Synchronizes with the device."""
         skipped = bool(found_inf)
@@ -255,9 +260,9 @@ def check_elementwise(
     Returns:
         Why the class cannot update flat shards, or None if it can.
     """
-    generator = torch.Generator().manual_seed(0)
-    start = torch.randn(8, 32, generator=generator)
-    gradients = [torch.randn(8, 32, generator=generator) for _ in range(3)]
+    generator = torch.Generator(device="cpu").manual_seed(0)
+    start = torch.randn(8, 32, generator=generator, device="cpu")
+    gradients = [torch.randn(8, 32, generator=generator, device="cpu") for _ in range(3)]
 
     def after(shapes: Callable[[Tensor], list[Tensor]]) -> Tensor:
         parts = [part.clone().to(device) for part in shapes(start)]

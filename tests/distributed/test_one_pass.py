@@ -64,7 +64,8 @@ def large_operators(
     def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
         return model(batch).square().mean()
 
-    optimizer.train_step(loss_of, batch)  # allocates buffers and moments
+    for _ in range(2):  # they allocate buffers and moments, and check the replicas of stage 0
+        optimizer.train_step(loss_of, batch)
     with LargeOperators() as mode:
         if own_loop:
             for micro_batch in optimizer.micro_batches(batch):

@@ -18,11 +18,13 @@ from torch import Tensor, nn
 
 from poplar.comm import Bucket, Codec
 from poplar.comm.shard_layout import Layout
+from poplar.errors import CollectiveTimeout
 from poplar.system.trace import Trace
 from poplar.zero.flat_parameter import FlatParameter
 from poplar.zero.sharded_gradients import ShardedGradients
 from poplar.zero.sharded_optimizer import ShardedOptimizer
 from poplar.zero.sharded_parameters import ShardedParameters
+from poplar.zero.step_result import StepResult, Stopwatch
 from poplar.zero.strategy import Strategy
 from poplar.zero.streams import DeviceClock, Streams
 from poplar.zero.unit import Unit
@@ -325,3 +327,34 @@ def test_spans_of_a_device_have_its_times(streams: TimedStreams) -> None:
     assert wait.seconds == pytest.approx(0.010)
     assert whole.seconds == pytest.approx(0.050)
     assert whole.start < wait.start < wait.stop == whole.stop
+
+
+def result_of(streams: TimedStreams, group: Any) -> StepResult:
+    stopwatch = Stopwatch(streams, group)
+    streams.time += 250.0
+    stopwatch.stop()
+    return StepResult(
+        samples=8,
+        waiting_on=None,
+        skipped=False,
+        losses=torch.tensor([0.5, 0.25]),
+        norm=torch.tensor(3.0),
+        stopwatch=stopwatch,
+        waiting_seconds=lambda: 0.05,
+    )
+
+
+def test_result_of_a_step_waits_for_the_device_when_it_is_read(streams: TimedStreams) -> None:
+    group = mock.Mock(wait_for_event=lambda event, what: event.synchronize())
+    result = result_of(streams, group)
+    assert Event.reached == 0.0, "train_step must not wait"
+    assert result.loss == 0.75
+    assert Event.reached == 250.0
+    assert (result.grad_norm, result.seconds, result.waiting_seconds) == (3.0, 0.25, 0.05)
+
+
+def test_reading_a_result_fails_at_the_deadline(streams: TimedStreams) -> None:
+    late = mock.Mock(side_effect=CollectiveTimeout("rank 1 is missing"))
+    result = result_of(streams, mock.Mock(wait_for_event=late))
+    with pytest.raises(CollectiveTimeout, match="rank 1"):
+        _ = result.loss
