@@ -43,6 +43,7 @@ def poplar_engine(shape: Shape, stage: int, max_norm: float | None) -> Engine:
             plan=Plan.even(ranks, ranks, 1, stage),
             lr=1e-4,
             compute_dtype=torch.bfloat16,
+            communicator="process_group",  # the control channel, too, as on several hosts
         )
     engine = optimizer._engine
     limit = engine.comm.max_flat_bytes(torch.device("cpu"))

@@ -16,7 +16,7 @@ import provenance
 
 from host.collective_count import CollectiveCount
 from host.engines import Engine, fsdp2_engine, plain_engine, poplar_engine
-from host.fake_ranks import InProcessControl, fake_ranks
+from host.fake_ranks import fake_ranks
 from host.modelled_bytes import bytes_sent
 from host.row import Row
 from host.scaled_model import Shape
@@ -79,11 +79,8 @@ def measure(case: Case, *, rounds: int, steps: int, profile: int = 0) -> tuple[R
 
 def count_collectives(engine: Engine, ranks: int) -> CollectiveCount:
     """The collectives of one step, those of the control channel included."""
-    before = InProcessControl.exchanges
     with CollectiveCount(ranks) as counted:
         engine.step()
-    if InProcessControl.exchanges != before:
-        counted.calls["control"] = InProcessControl.exchanges - before
     return counted
 
 

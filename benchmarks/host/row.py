@@ -20,7 +20,7 @@ class Row:
     max_norm: float | None
     """Gradients are clipped to this norm; None: not clipped."""
     calls: dict[str, int]
-    """Collective calls of a step by operator of torch.distributed; "control": between hosts."""
+    """Collective calls of a step by operator of torch.distributed, the control channel included."""
     sent_bytes: dict[str, int] | None
     """Sent by one rank in a step at full size: "gather" and "reduce". None for FSDP2, whose padding
     depends on the widths."""

@@ -230,7 +230,7 @@ class Step:
         for micro_batch in rest:
             if self.begin_pass(micro_batch):
                 end()
-        self._engine.wait_for_reductions()
+        self._engine.finish_gradients()  # as the other ranks at the end of their loop
         try:
             self.close(None, reason)
         except Exception as error:

@@ -72,7 +72,7 @@ def test_poplar_sends_the_bytes_of_the_cost_model(rows: list[Row]) -> None:
 
 def test_limits_are_ratios_to_fsdp2(rows: list[Row]) -> None:
     theirs = replace(rows[1], calls={"allgather_base": 10}, p50_seconds=1.0)
-    good = replace(rows[0], calls={"allgather_base": 14, "control": 1}, p50_seconds=1.2)
+    good = replace(rows[0], calls={"allgather_base": 14, "allgather": 1}, p50_seconds=1.2)
     assert list(host_overhead.verdict([(good, theirs)])) == ["2 of 2 limits met"]
     bad = replace(good, calls={"allgather_base": 16})
     first, summary = host_overhead.verdict([(bad, theirs)])
