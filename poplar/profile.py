@@ -8,7 +8,8 @@ have one entry per ZeRO stage, 0 to 3.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -217,6 +218,11 @@ class NetworkProfile:
     """By stage: time of a synchronization beyond its collectives. May be negative."""
     step_seconds: _ByStage = _NO_RESIDUALS
     """By stage: time of a step that nothing else explains. May be negative."""
+    hosts: tuple[Count, ...] = ()
+    """By rank, the number of its host, if the transport is hierarchical. Empty: it is not."""
+    network_seconds_per_byte: tuple[NonNegative, ...] = ()
+    """By rank, the part of its rates that is the network between hosts, which the ranks of its host
+    share. Empty: not known, and all of them if the transport is hierarchical."""
     transports: tuple[tuple[str, float], ...] = ()
     """Transports to choose from, by name and seconds of sample collectives, fastest first. The
     first one was measured here. Empty: there was no choice."""
@@ -230,6 +236,11 @@ class NetworkProfile:
         check_fields(self)
         if len(self.send_seconds_per_byte) != len(self.receive_seconds_per_byte):
             raise ValueError("send_ and receive_seconds_per_byte must have one entry per rank")
+        ranks = len(self.send_seconds_per_byte)
+        if len(self.hosts) not in (0, ranks):
+            raise ValueError(f"hosts must have one entry per rank or none, got {len(self.hosts)}")
+        if len(self.network_seconds_per_byte) not in (0, len(self.hosts)):
+            raise ValueError("network_seconds_per_byte must have as many entries as hosts, or none")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -276,9 +287,13 @@ class ClusterProfile(Document):
 
     @cached_property
     def rank_group_indices(self) -> list[int]:
-        """By rank, a number: equal for ranks with equal devices and equal links."""
-        rates = (self.network.send_seconds_per_byte, self.network.receive_seconds_per_byte)
-        return _numbered(zip(self.device_group_indices, *rates, strict=True))
+        """By rank, a number: equal for ranks with equal devices and links, on equal hosts."""
+        network = self.network
+        rates = [network.send_seconds_per_byte, network.receive_seconds_per_byte]
+        if network.network_seconds_per_byte:
+            rates.append(network.network_seconds_per_byte)
+        equal = _numbered(zip(self.device_group_indices, *rates, strict=True))
+        return _numbered(zip(equal, host_compositions(network.hosts, equal), strict=True))
 
     @classmethod
     def _current_fields(cls, content: Any) -> dict[str, Any]:
@@ -289,6 +304,17 @@ class ClusterProfile(Document):
             names = {"meeting_seconds": "synchronization_seconds"}
             fields["network"] = {names.get(key, key): value for key, value in network.items()}
         return fields
+
+
+def host_compositions(hosts: Sequence[int], keys: Sequence[Hashable]) -> list[Hashable]:
+    """By rank, the number of ranks with each key on its host; None without hosts."""
+    if not hosts:
+        return [None] * len(keys)
+    ranks: dict[int, Counter[Hashable]] = {}
+    for host, key in zip(hosts, keys, strict=True):
+        ranks.setdefault(host, Counter())[key] += 1
+    compositions = {host: frozenset(counts.items()) for host, counts in ranks.items()}
+    return [compositions[host] for host in hosts]
 
 
 def _numbered(keys: Iterable[Hashable]) -> list[int]:

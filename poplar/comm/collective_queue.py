@@ -12,7 +12,7 @@ from poplar.comm.buffer_pool import BufferPool
 from poplar.comm.communicator import Work
 from poplar.comm.group import Group
 from poplar.comm.point_to_point import Channel, Exchange, Message, message_tag
-from poplar.comm.work import ProcessGroupWork
+from poplar.comm.work import ProcessGroupWork, StreamWork
 
 
 class CollectiveQueue:
@@ -29,6 +29,13 @@ class CollectiveQueue:
         rank, size = self.group.rank, self.group.size
         return [(rank + step) % size for step in range(1, size)]
 
+    def calls_natively(self, device: torch.device) -> bool:
+        """Whether each collective is one native call; otherwise it is made of messages.
+
+        One rank alone exchanges no messages, so it needs no call either.
+        """
+        return self.group.size > 1 and not self.group.is_on_host(device)
+
     def reserve(self) -> int:
         """Reserve a position in the order for an exchange that is issued later. Collective."""
         return next(self._positions)
@@ -41,11 +48,12 @@ class CollectiveQueue:
         *,
         position: int | None = None,
     ) -> Exchange:
-        """Start to send and receive.
+        """Start to send and receive host tensors.
 
         Collective if `position` is None. Several exchanges may share a reserved position.
         """
         group = self.group
+        assert all(group.is_on_host(message.tensor.device) for message in messages[:1])
         position = self.reserve() if position is None else position
         return Exchange(
             group,
@@ -63,15 +71,24 @@ class CollectiveQueue:
         device: torch.device,
         what: str,
         finish: Callable[[], None] | None = None,
-    ) -> ProcessGroupWork:
-        """Issue collectives of torch.distributed itself, which need all ranks. Collective."""
-        group, peers, position = self.group, sorted(self.peers()), self.reserve()
+    ) -> Work:
+        """Issue collectives of torch.distributed itself, which need all ranks. Collective.
+
+        Args:
+            start: issues them; it keeps references to their tensors until the wait.
+            device: of the tensors. On devices, issue and wait on the same stream.
+            what: the collective's name in errors.
+            finish: called once, after the wait.
+        """
+        group, position = self.group, self.reserve()
+        if not group.is_on_host(device):
+            return StreamWork(group, start, what, finish)
+        peers = sorted(self.peers())
         return ProcessGroupWork(
             group,
             lambda: [(work, peers) for work in start() if work is not None],
             what=what,
             peers=peers,
-            blocks_host=group.is_on_host(device),
             before_wait=lambda: self._finish_earlier(position),
             finish=finish,
         )

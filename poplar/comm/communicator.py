@@ -39,12 +39,18 @@ class Communicator(ABC):
     """Whether a reduction holds memory besides its bucket until it has been waited for."""
     waits_on_stream: bool = False
     """Whether a wait for CUDA tensors blocks only the current stream and never the host."""
+    hosts: tuple[int, ...] = ()
+    """By rank, the number of its host, if values are added on each host first."""
     reduction_order: str
     """`"rank"`: ((r0 + r1) + r2) + ...; equal declared orders give equal bits. `"library"`: the
     order of NCCL or gloo, which may differ from call to call."""
 
     def __init__(self, group: RankGroup) -> None:
         self.group = group
+
+    def max_flat_bytes(self, device: torch.device) -> int | None:
+        """The size up to which one large collective is faster than several; None: no preference."""
+        return None
 
     def buffer(
         self, layout: Layout, dtype: torch.dtype, device: torch.device, codec: Codec | None = None

@@ -13,14 +13,18 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions
 
 from poplar.comm.copies import to_bytes
 from poplar.comm.group import Group
 from poplar.comm.point_to_point import Channel, Exchange, Message, message_tag
 from poplar.comm.rendezvous import Rendezvous
 from poplar.comm.shared_memory_work import SharedMemoryWork
+from poplar.comm.work import wait_for_all_ranks
 
 T = TypeVar("T")
+
+_HOST = torch.device("cpu")
 
 
 class Control:
@@ -30,40 +34,36 @@ class Control:
         """With a rendezvous, which must not be used otherwise, exchanges use shared memory."""
         self.group = group
         self._rendezvous = rendezvous
-        self._exchanges = itertools.count()
         self._broadcasts = itertools.count()
         self._unflushed: list[Exchange] = []
 
     def exchange(self, values: Tensor, *, what: str) -> Callable[[], list[Tensor]]:
-        """Start to exchange 1-D `values` of equal length; call the result to get all of them."""
-        group = self.group
+        """Start to exchange 1-D `values` of equal length; call the result to get all of them.
+
+        Raises:
+            CollectiveTimeout: also the result; names the ranks that are missing.
+        """
         own = values.contiguous()
+        if self.group.size == 1:
+            return lambda: [own]
         if self._rendezvous is not None:
             return self._exchange_in_memory(self._rendezvous, own, what)
-        received = [torch.empty_like(own) for _ in range(group.size)]
-        received[group.rank] = own
-        work = self._exchange_messages(own, received, what)
-
-        def collect() -> list[Tensor]:
-            work.wait()
-            return received
-
-        return collect
+        return self._exchange_natively(own, what)
 
     def exchange_objects(self, value: T, *, what: str) -> list[T]:
         """Every rank's `value` (picklable), in rank order. Collective."""
         payload = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        sizes = [
-            int(size)
-            for size in self.exchange(torch.tensor([payload.numel()], device="cpu"), what=what)()
-        ]
-        received = [torch.empty(size, dtype=torch.uint8, device="cpu") for size in sizes]
-        received[self.group.rank] = payload
+        length = torch.tensor([payload.numel()], device=_HOST)
+        sizes = [int(size) for size in self.exchange(length, what=what)()]
         if self._rendezvous is not None:
             received = self._exchange_in_memory(self._rendezvous, payload, what, sizes)()
         else:
-            self._exchange_messages(payload, received, what).wait()
-        objects: list[Any] = [pickle.loads(to_bytes(data)) for data in received]
+            padded = torch.zeros(max(sizes), dtype=torch.uint8, device=_HOST)
+            padded[: payload.numel()] = payload
+            received = self.exchange(padded, what=what)()
+        objects: list[Any] = [
+            pickle.loads(to_bytes(data[:size])) for data, size in zip(received, sizes, strict=True)
+        ]
         return objects
 
     def broadcast_integer(self, value: int) -> None:
@@ -71,19 +71,44 @@ class Control:
 
         Each of them calls `receive_integer` with this rank; this rank calls `flush` at the end.
         """
-        message = torch.tensor([value], device="cpu")
-        self._unflushed.append(self._broadcast(message, incoming=False, peers=self._peers()))
+        tag, message = self._next_broadcast(), torch.tensor([value], device=_HOST)
+        self._forward(message, self.group.rank, tag)
 
     def flush(self) -> None:
-        """Wait until all broadcast integers of this rank have been sent."""
+        """Wait until all integers that this rank has broadcast or passed on have been sent."""
         while self._unflushed:
             self._unflushed.pop(0).wait()
 
     def receive_integer(self, source: int) -> int:
-        """The next integer that group rank `source` broadcasts."""
-        value = torch.zeros(1, dtype=torch.int64, device="cpu")
-        self._broadcast(value, incoming=True, peers=[source]).wait()
+        """The next integer that group rank `source` broadcasts. It is passed on to other ranks."""
+        group, tag = self.group, self._next_broadcast()
+        value = torch.zeros(1, dtype=torch.int64, device=_HOST)
+        sender = broadcast_parent(group.rank, source, group.size)
+        self._start([Message(sender, value, incoming=True)], tag).wait()
+        self._forward(value, source, tag)
         return int(value)
+
+    def _exchange_natively(self, own: Tensor, what: str) -> Callable[[], list[Tensor]]:
+        """One all-gather of bytes, because gloo does not gather all dtypes."""
+        group = self.group
+        received = own.new_empty(group.size, own.numel())
+        options = AllgatherOptions()
+        options.timeout, options.asyncOp = group.timeout, True
+        group.check()
+        try:
+            work = group.control_group.allgather(
+                [list(received.view(torch.uint8).unbind())], [own.view(torch.uint8)], options
+            )
+        except RuntimeError as error:
+            raise group.fail(what, group.peers(), error) from error
+
+        def collect() -> list[Tensor]:
+            self.flush()  # the other ranks need what this one passes on before they get here
+            group.check()
+            wait_for_all_ranks(group, work, what)
+            return list(received.unbind())
+
+        return collect
 
     def _exchange_in_memory(
         self, rendezvous: Rendezvous, own: Tensor, what: str, sizes: Sequence[int] | None = None
@@ -108,17 +133,28 @@ class Control:
 
         return collect
 
-    def _peers(self) -> list[int]:
-        return [peer for peer in range(self.group.size) if peer != self.group.rank]
+    def _next_broadcast(self) -> int:
+        return message_tag(self.group, Channel.BROADCASTS, next(self._broadcasts))
 
-    def _exchange_messages(self, own: Tensor, received: list[Tensor], what: str) -> Exchange:
-        messages = [Message(peer, own, incoming=False) for peer in self._peers()]
-        messages += [Message(peer, received[peer], incoming=True) for peer in self._peers()]
-        tag = message_tag(self.group, Channel.EXCHANGES, next(self._exchanges))
-        return Exchange(self.group, self.group.control_group, messages, tag=tag, what=what)
+    def _forward(self, value: Tensor, source: int, tag: int) -> None:
+        children = broadcast_children(self.group.rank, source, self.group.size)
+        messages = [Message(child, value, incoming=False) for child in children]
+        self._unflushed.append(self._start(messages, tag))
 
-    def _broadcast(self, value: Tensor, *, incoming: bool, peers: list[int]) -> Exchange:
-        tag = message_tag(self.group, Channel.BROADCASTS, next(self._broadcasts))
-        messages = [Message(peer, value, incoming=incoming) for peer in peers]
+    def _start(self, messages: Sequence[Message], tag: int) -> Exchange:
         what = "the broadcast of the collective order"
         return Exchange(self.group, self.group.control_group, messages, tag=tag, what=what)
+
+
+def broadcast_parent(rank: int, source: int, size: int) -> int:
+    """The rank from which `rank` receives what `source` broadcasts: a binomial tree."""
+    position = (rank - source) % size
+    return (source + (position & (position - 1))) % size  # without its lowest bit
+
+
+def broadcast_children(rank: int, source: int, size: int) -> list[int]:
+    """The ranks to which `rank` passes on what `source` broadcasts, the largest subtree first."""
+    position = (rank - source) % size
+    lowest = position & -position if position else 1 << (size - 1).bit_length()
+    steps = [1 << bit for bit in reversed(range(lowest.bit_length() - 1))]
+    return [(source + position + step) % size for step in steps if position + step < size]

@@ -1,8 +1,10 @@
-"""Process groups: the only module that knows ranks, world size, deadlines and torch's groups."""
+"""A process group with a deadline: ranks, waits, and what happens when a collective fails."""
 
 from __future__ import annotations
 
-import uuid
+import contextlib
+import threading
+import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -12,12 +14,10 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import (
-    _get_process_group_store,
-    _new_process_group_helper,
-    _world,
-)
+from torch.distributed.distributed_c10d import _get_process_group_store
 
+from poplar.comm.failure_reports import FailureReports
+from poplar.comm.subgroup import subgroup, subgroups_of
 from poplar.errors import CollectiveTimeout
 from poplar.system.trace import Trace
 
@@ -26,14 +26,14 @@ POPLAR = "poplar"
 """The name of the backend in `torch_backend`."""
 _HOST_BACKENDS = ("gloo", POPLAR)
 """Backends that send and receive CPU tensors; a wait blocks the calling thread."""
+WATCH_AFTER_SECONDS = 0.5
+"""Longer waits look for failures that other ranks report."""
+_ABORT_SECONDS = 10.0
+"""Time for the backends of devices to abort what is pending."""
+_QUERY_SECONDS = (2e-5, 1e-3)
+"""The first and the longest interval between two queries of an event."""
 
-Partition = tuple[tuple[int, ...], ...]
-"""Global ranks by subgroup, the same on all ranks."""
-
-# A process group costs sockets and threads, so optimizers share the subgroups of a process group.
-_SUBGROUPS: weakref.WeakKeyDictionary[
-    dist.ProcessGroup, dict[tuple[str, Partition], dist.ProcessGroup]
-] = weakref.WeakKeyDictionary()
+# Every optimizer makes a group of its own on a process group.
 _GROUP_COUNTS: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
@@ -62,8 +62,19 @@ class RankGroup(Protocol):
     def trace(self) -> Trace:
         """Records every wait for other ranks while tracing is on."""
 
+    def report(self, reason: str) -> None:
+        """Report that a collective of this rank has failed to ranks that share no memory."""
+
     def timeout_error(self, what: str, peers: Sequence[int], cause: str) -> CollectiveTimeout:
         """The error of a collective in which `peers` did not take part."""
+
+
+class Event(Protocol):
+    """An event of a device's stream, as `torch.cuda.Event`."""
+
+    def query(self) -> bool:
+        """Whether the device has reached it."""
+        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,6 +94,8 @@ class Group:
     trace: Trace = field(default_factory=Trace)
     names: tuple[int, ...] | None = None
     """The ranks' numbers in errors, if this group is part of a larger one."""
+    reports: FailureReports | None = None
+    """The failures of all ranks, by their numbers in errors; None: there is no store."""
 
     @cached_property
     def rank(self) -> int:
@@ -92,14 +105,24 @@ class Group:
     def size(self) -> int:
         return len(self.ranks)
 
+    @cached_property
+    def _backends(self) -> dict[str, str]:
+        """The process group's backends by device type."""
+        return _backends(self.process_group)
+
     def is_on_host(self, device: torch.device) -> bool:
         """Whether the backend for tensors of this device is a CPU backend."""
-        return is_on_host(self.process_group, device)
+        return self._backends.get(device.type) in _HOST_BACKENDS
 
     def supports(self, device: torch.device) -> bool:
         """Whether the backend for this device is made for its tensors, as NCCL is for CUDA."""
-        backend = _backends(self.process_group).get(device.type)
+        backend = self._backends.get(device.type)
         return device.type == "cpu" or (backend is not None and backend not in _HOST_BACKENDS)
+
+    def report(self, reason: str) -> None:
+        """As `RankGroup.report`."""
+        if self.reports is not None:
+            self.reports.publish(reason)
 
     def timeout_error(self, what: str, peers: Sequence[int], cause: str) -> CollectiveTimeout:
         """As `RankGroup.timeout_error`."""
@@ -107,6 +130,105 @@ class Group:
         return collective_timeout(
             names[self.rank], self.timeout, what, [names[peer] for peer in peers], cause
         )
+
+    @property
+    def has_device_backend(self) -> bool:
+        """Whether tensors of some device do not go through the host."""
+        return any(backend not in _HOST_BACKENDS for backend in self._backends.values())
+
+    def peers(self) -> list[int]:
+        """The other ranks."""
+        return [rank for rank in range(self.size) if rank != self.rank]
+
+    def fail(
+        self, what: str, peers: Sequence[int], cause: Exception | str | None = None
+    ) -> CollectiveTimeout:
+        """The error of a collective that this rank cannot finish. No later one can be issued.
+
+        The ranks find out, through the store, which of them are missing. Collectives that are
+        pending on devices are aborted, so that their streams continue.
+
+        Args:
+            what: the collective's name.
+            peers: the ranks that it waited for.
+            cause: the backend's error; None: no answer before the deadline.
+        """
+        if self.failures:
+            return self.failures[0]
+        names = self.names or range(self.size)
+        ranks, reason = [names[peer] for peer in peers], _first_line(cause)
+        if self.reports is not None:
+            ranks, reason = self.reports.diagnose(ranks, reason)
+        failure = collective_timeout(names[self.rank], self.timeout, what, ranks, reason)
+        if self.reports is not None:
+            self.reports.publish(str(failure))
+        self.failures.append(failure)
+        self.abort_device_collectives()
+        return failure
+
+    def abort(self, reason: str) -> None:
+        """Call if this rank fails in a way that the others cannot survive; they raise `reason`."""
+        if self.failures:
+            return
+        self.failures.append(CollectiveTimeout(reason))
+        if self.reports is not None:
+            self.reports.publish(reason, is_cause=True)
+        self.abort_device_collectives()
+
+    def check(self) -> None:
+        """Call before a collective is issued and before a result of the device is used.
+
+        Raises:
+            CollectiveTimeout: an earlier collective did not finish, on any rank.
+        """
+        if self.failures:
+            raise CollectiveTimeout(
+                f"rank {self.rank}: an earlier collective did not finish, so the ranks no longer "
+                "agree on the collective order; build the optimizer again on all ranks, or restart "
+                f"from a checkpoint. The earlier error: {self.failures[0]}"
+            )
+        if self.sees_failure:
+            raise self.fail("a collective", self.peers(), "another rank reported a failure")
+
+    @property
+    def sees_failure(self) -> bool:
+        """Whether a rank has reported a failure since `reports.watch` was called."""
+        return self.reports is not None and self.reports.seen.is_set()
+
+    def wait_for_event(self, event: Event, what: str) -> float:
+        """Wait on the host until the device has reached an event; returns the seconds waited.
+
+        Raises:
+            CollectiveTimeout: the device did not reach it before the deadline, because it waits for
+                other ranks, or one of them reported a failure.
+        """
+        start, interval = time.monotonic(), _QUERY_SECONDS[0]
+        self.check()
+        while not event.query():
+            seconds = time.monotonic() - start
+            if seconds > self.timeout.total_seconds() or self.sees_failure:
+                raise self.fail(what, self.peers())
+            if seconds > WATCH_AFTER_SECONDS and self.reports is not None:
+                self.reports.watch()
+            time.sleep(interval)
+            interval = min(2 * interval, _QUERY_SECONDS[1])
+        self.check()  # an event is also reached after an abort, with any values
+        return time.monotonic() - start
+
+    def abort_device_collectives(self) -> None:
+        """Abort what is pending on devices, so that their streams continue with any values.
+
+        NCCL may need all communicators of a device to be aborted at the same time.
+        """
+        if not self.has_device_backend:
+            return
+        groups = [self.process_group, *subgroups_of(self.process_group)]
+        threads = [threading.Thread(target=_abort, args=(group,), daemon=True) for group in groups]
+        deadline = time.monotonic() + _ABORT_SECONDS
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
 
     def split(self, partition: Sequence[Sequence[int]]) -> Group:
         """The subgroup of this rank. Collective over all ranks.
@@ -116,9 +238,16 @@ class Group:
         """
         backend = dist.get_backend_config(self.process_group)
         subgroups = tuple(tuple(self.ranks[rank] for rank in ranks) for ranks in partition)
-        process_group = _subgroup(self.process_group, backend, subgroups, self.timeout)
-        names = next(tuple(ranks) for ranks in partition if self.rank in ranks)
-        return replace(Group.of(process_group, self.timeout), names=names, trace=self.trace)
+        process_group = subgroup(self.process_group, backend, subgroups, self.timeout)
+        members = next(tuple(ranks) for ranks in partition if self.rank in ranks)
+        return replace(
+            self,
+            ranks=tuple(self.ranks[rank] for rank in members),
+            process_group=process_group,
+            control_group=_control_group(process_group, self.timeout),
+            index=_next_index(process_group),
+            names=members,
+        )
 
     @classmethod
     def of(cls, process_group: dist.ProcessGroup | None, timeout: timedelta | None) -> Group:
@@ -135,13 +264,28 @@ class Group:
         chosen = process_group if process_group is not None else dist.group.WORLD
         assert chosen is not None
         timeout = timeout if timeout is not None else DEFAULT_TIMEOUT
-        return cls(
-            ranks=tuple(dist.get_process_group_ranks(chosen)),
-            process_group=chosen,
-            control_group=_control_group(chosen, timeout),
-            timeout=timeout,
-            index=_next_index(chosen),
-        )
+        ranks = tuple(dist.get_process_group_ranks(chosen))
+        group = cls(ranks, chosen, chosen, timeout, _next_index(chosen))
+        try:
+            control_group = _control_group(chosen, timeout)
+        except RuntimeError as error:
+            group = replace(group, reports=_reports(group))
+            raise group.fail("making the control channel", group.peers(), error) from error
+        group = replace(group, control_group=control_group)
+        group = replace(group, reports=_reports(group))
+        if group.has_device_backend and group.reports is not None:
+            group.reports.watch(group.abort_device_collectives)
+        return group
+
+
+def _reports(group: Group) -> FailureReports | None:
+    """The reports of a new group. Its control group has a unique name, unless it was not made."""
+    if group.size == 1:
+        return None
+    prefix = f"poplar/failures/{group.control_group.group_name}/{group.index}"
+    return FailureReports(
+        _get_process_group_store(group.process_group), prefix, group.rank, group.size
+    )
 
 
 def collective_timeout(
@@ -157,18 +301,19 @@ def collective_timeout(
     )
 
 
-def is_on_host(process_group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether the backend for tensors of this device is a CPU backend, whose waits block the host.
-
-    A process group may have one backend per device (`"cpu:gloo,cuda:nccl"` is torch's default).
-    """
-    return _backends(process_group).get(device.type) in _HOST_BACKENDS
-
-
 def _backends(process_group: dist.ProcessGroup) -> dict[str, str]:
     """The backends by device type."""
     parts = dist.get_backend_config(process_group).split(",")
     return dict(part.split(":", 1) for part in parts)
+
+
+def _abort(process_group: dist.ProcessGroup) -> None:
+    with contextlib.suppress(RuntimeError):  # aborted already, or not in time
+        process_group.abort()
+
+
+def _first_line(cause: Exception | str | None) -> str:
+    return str(cause or "").partition("\n")[0] or "no answer"
 
 
 def _next_index(process_group: dist.ProcessGroup) -> int:
@@ -179,40 +324,12 @@ def _next_index(process_group: dist.ProcessGroup) -> int:
 
 
 def _control_group(process_group: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGroup:
-    if is_on_host(process_group, torch.device("cpu")):
-        return process_group
-    all_ranks = tuple(dist.get_process_group_ranks(process_group))
-    return _subgroup(process_group, "gloo", (all_ranks,), timeout)
+    """A gloo group of the same ranks. Collective on the first use of a process group.
 
-
-def _subgroup(
-    process_group: dist.ProcessGroup, backend: str, partition: Partition, timeout: timedelta
-) -> dist.ProcessGroup:
-    """The process group of this rank's part of the partition. Collective over `process_group`.
-
-    `dist.new_group` cannot be used. It needs every rank of the job, or it names the group after the
-    number of groups that a rank has. Ranks with different numbers then wait for each other forever,
-    and the name is reused after `destroy_process_group`, with old addresses in the store. This
-    function makes the ranks agree on a unique name.
+    It is never the process group itself: the user's own collectives there may be issued in another
+    order, relative to those of the control channel, on every rank.
     """
-    known = _SUBGROUPS.setdefault(process_group, {})
-    if (backend, partition) in known:
-        return known[backend, partition]
-    names = [uuid.uuid4().hex]
-    first = dist.get_process_group_ranks(process_group)[0]
-    dist.broadcast_object_list(names, src=first, group=process_group)
-    rank = dist.get_rank()
-    members = next(ranks for ranks in partition if rank in ranks)
-    group, _ = _new_process_group_helper(
-        len(members),
-        members.index(rank),
-        list(members),
-        backend,
-        _get_process_group_store(process_group),
-        f"poplar/{names[0]}/{members[0]}",  # type: ignore[arg-type]  # a `GroupName`, since 2.11
-        timeout=timeout,
-    )
-    assert isinstance(group, dist.ProcessGroup)
-    _world.pg_group_ranks[group] = {rank: position for position, rank in enumerate(members)}
-    known[backend, partition] = group
-    return group
+    all_ranks = tuple(dist.get_process_group_ranks(process_group))
+    if len(all_ranks) == 1:
+        return process_group
+    return subgroup(process_group, "gloo", (all_ranks,), timeout)

@@ -60,6 +60,9 @@ class HostGroup:
     def trace(self) -> Trace:
         return self.group.trace
 
+    def report(self, reason: str) -> None:
+        self.group.report(reason)
+
     def timeout_error(self, what: str, peers: Sequence[int], cause: str) -> CollectiveTimeout:
         return self.group.timeout_error(what, [self.ranks[peer] for peer in peers], cause)
 
@@ -80,7 +83,7 @@ class HierarchicalCommunicator(Communicator):
         self._rendezvous = rendezvous
         self._intra_host = SharedMemoryCommunicator(rendezvous)
         self._queue = CollectiveQueue(group)
-        self._hosts = hosts
+        self._hosts, self.hosts = hosts, hosts.by_rank
         self._host = hosts.host_of(group.rank)
         self._host_ranks = hosts.members[self._host]
 

@@ -1,35 +1,34 @@
-"""The hierarchical transport for ranks that share no memory, such as GPUs: a process group on each
-host, and messages between hosts.
+"""The hierarchical transport of GPUs: native collectives within each host and between hosts.
 
-As in `hierarchical`, the ranks of a host add their values on the host first, and share received
-values. Sums are taken on each host in rank order, rounded to the wire dtype, and added in host
-order, which gives the same bits as `hierarchical`.
+The ranks of a host add their values first, and share received values, so each slice crosses the
+network once per host. Sums are taken on each host in rank order, rounded to the wire dtype, and
+added in host order: the same bits as `hierarchical` and as `hierarchical_messages`.
 
-On CUDA the current stream waits for the host's own sum before the next step is issued, so that all
-ranks issue in one order. A reduction therefore overlaps less of the backward than a flat one.
+Each collective is one native call within the host and one between hosts. Both are issued at once,
+on a stream of the transport: neither the host nor the caller's stream waits between them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from itertools import accumulate
+from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from poplar.comm.algorithms import gather_direct
 from poplar.comm.bucket import Bucket
 from poplar.comm.collective_queue import CollectiveQueue
-from poplar.comm.communicator import CallbackWork, Communicator, Work, own_slice
+from poplar.comm.communicator import Communicator, Work, own_slice
 from poplar.comm.group import Group
-from poplar.comm.host_topology import Hosts, Piece
-from poplar.comm.point_to_point import Message
-from poplar.comm.process_group import ProcessGroupCommunicator, reshard
+from poplar.comm.host_routes import Bounds, Route
+from poplar.comm.host_topology import Hosts
+from poplar.comm.process_group import ProcessGroupCommunicator
 from poplar.comm.shard_layout import Layout
+from poplar.comm.step_stream import StepStream
 
 
 class HierarchicalProcessGroupCommunicator(Communicator):
-    """Uneven collectives over several hosts, with any number of ranks on each, NCCL or gloo."""
+    """Uneven collectives over several hosts, with any number of devices on each."""
 
     name = "hierarchical:process_group"
     reduction_order = "host"
@@ -37,11 +36,15 @@ class HierarchicalProcessGroupCommunicator(Communicator):
     def __init__(self, group: Group, hosts: Hosts, host_group: Group) -> None:
         """`host_group`: the ranks of this host, ascending."""
         super().__init__(group)
-        self._group, self._hosts = group, hosts
+        self._group, self._hosts, self.hosts = group, hosts, hosts.by_rank
         self._host = hosts.host_of(group.rank)
-        self._host_ranks = hosts.members[self._host]
-        self._inter_queue, self._intra_queue = CollectiveQueue(group), CollectiveQueue(host_group)
-        self._intra_host = ProcessGroupCommunicator(host_group)
+        self._routes: dict[Layout, Route] = {}
+        self._queue = CollectiveQueue(group)
+        self._all_hosts = ProcessGroupCommunicator(group)
+        self._own_host = ProcessGroupCommunicator(host_group)
+        # Two streams, so that an unshard does not wait for the sums of earlier reductions.
+        self._reductions, self._gathers = StepStream(), StepStream()
+        self.waits_on_stream = group.supports(torch.device("cuda"))
 
     def reduce_scatter(
         self,
@@ -52,144 +55,98 @@ class HierarchicalProcessGroupCommunicator(Communicator):
         what: str,
         squares: Tensor | None = None,
     ) -> Work:
-        position = self._inter_queue.reserve()
-        return self._reduce(bucket, out, accumulate, squares, what, position)
+        with self._reductions.steps(out.device, bucket, out, squares) as work:
+            self._reduce(bucket, out, accumulate, squares, what)
+        return work
 
     def all_gather(
         self, data: Tensor, layout: Layout, *, what: str, own: Tensor | None = None
     ) -> Work:
-        if own is not None:
-            own_slice(data, layout, self.group.rank).copy_(own)
-        inter, intra = self._inter_queue.reserve(), self._intra_queue.reserve()
-        return self._gather(data, layout, what, inter, intra)
+        with self._gathers.steps(data.device, data, own) as work:
+            own = own_slice(data, layout, self.group.rank) if own is None else own
+            self._gather(data, own, layout, what)
+        return work
 
     def all_reduce(self, bucket: Bucket, *, what: str) -> Work:
         """A reduce-scatter and an all-gather of its result."""
-        data, layout = bucket.data, bucket.layout
-        own = own_slice(data, layout, self.group.rank)
-        total = own.new_empty(own.numel(), dtype=torch.float32)
-        reduction = self.reduce_scatter(bucket, total, accumulate=False, what=what)
-        # Reserved now, because ranks may wait in different orders; the gather before the chain.
-        inter, intra = self._inter_queue.reserve(), self._intra_queue.reserve()
-        position = self._inter_queue.reserve()
-
-        def gather() -> Work:
-            own.copy_(total)
-            return self._gather(data, layout, what, inter, intra)
-
-        return self._then(reduction, gather, position, data)
+        data, own = bucket.data, bucket.layout.size(self.group.rank)
+        with self._reductions.steps(data.device, bucket) as work:
+            total = data.new_empty(own, dtype=torch.float32)
+            self._reduce(bucket, total, False, None, what)
+            self._gather(data, total.to(data.dtype), bucket.layout, what)
+        return work
 
     def broadcast(self, data: Tensor, source: int, *, what: str) -> None:
-        flat, source_host = data.view(-1), self._hosts.host_of(source)
-        leaders = [
-            ranks[0] for host, ranks in enumerate(self._hosts.members) if host != source_host
-        ]
-        if self.group.rank == source:
-            messages = [Message(leader, flat, incoming=False) for leader in leaders]
-        elif self.group.rank in leaders:
-            messages = [Message(source, flat, incoming=True)]
-        else:
-            messages = []
-        self._inter_queue.exchange(messages, what).wait()
-        leader = source if source_host == self._host else self._host_ranks[0]
-        self._intra_host.broadcast(flat, self._host_ranks.index(leader), what=what)
+        self._all_hosts.broadcast(data, source, what=what)
 
     def reshard(self, shard: Tensor, old: Layout, new: Layout, *, what: str) -> Tensor:
-        return reshard(self._inter_queue, shard, old, new, what)
+        return self._all_hosts.reshard(shard, old, new, what=what)
+
+    def trim(self) -> None:
+        self._own_host.trim()
 
     def _reduce(
-        self,
-        bucket: Bucket,
-        out: Tensor,
-        accumulate: bool,
-        squares: Tensor | None,
-        what: str,
-        position: int,
-    ) -> Work:
+        self, bucket: Bucket, out: Tensor, accumulate: bool, squares: Tensor | None, what: str
+    ) -> None:
         """Reduce on the host what each rank owns and relays; send it; add the sums of all hosts."""
-        layout, data, rank = bucket.layout, bucket.data, self.group.rank
-        parts = self._slices_and_relays(layout)
-        host_layout = _layout([sum(piece.numel for piece in pieces) for pieces in parts])
-        ordered = torch.cat([data[p.start : p.stop] for pieces in parts for p in pieces])
-        own = parts[self._host_ranks.index(rank)]
-        host_sum = data.new_empty(sum(piece.numel for piece in own), dtype=torch.float32)
-        reduction = self._intra_host.reduce_scatter(
-            Bucket(ordered, host_layout, bucket.codec), host_sum, accumulate=False, what=what
-        )
-        low, high = layout.bounds(rank)
-        by_host = [
-            data.new_empty(0 if host == self._host else high - low)  # this host's is `host_sum`
-            for host in range(len(self._hosts.members))
-        ]
+        data, own = bucket.data, out.numel()
+        if not data.numel():
+            return
+        route = self._route(bucket.layout)
+        ordered = Bucket(_join(data, route.parts), route.host_layout, bucket.codec)
+        host_sum = data.new_empty(own + sum(route.relayed), dtype=torch.float32)
+        reduction = self._own_host.reduce_scatter(ordered, host_sum, accumulate=False, what=what)
+        del ordered
+        reduction.wait()
+        rounded = host_sum.to(data.dtype)
+        received = data.new_empty(sum(route.relays))
+        self._exchange(received, rounded[own:], route.relays, route.relayed, what)
+        if own:
+            sums = [_join(received, bounds) for bounds in route.by_host]
+            sums[self._host] = rounded[:own]
+            bucket.codec.reduce(out, sums, accumulate, squares)
 
-        def exchange() -> Work:
-            rounded = host_sum.to(data.dtype)
-            by_host[self._host] = rounded[: high - low]
-            messages = [
-                Message(sender, by_host[host][piece.start - low : piece.stop - low], incoming=True)
-                for host, sender, piece in self._hosts.relays_of_other_hosts(layout, self._host)
-                if piece.owner == rank
-            ]
-            begin = high - low
-            for piece in own[1:]:
-                part = rounded[begin : begin + piece.numel]
-                messages.append(Message(piece.owner, part, incoming=False))
-                begin += piece.numel
-            return self._inter_queue.exchange(messages, what, add_hosts, position=position)
-
-        def add_hosts() -> None:
-            if low < high:
-                bucket.codec.reduce(out, by_host, accumulate, squares)
-
-        return self._then(reduction, exchange, position, data)
-
-    def _gather(self, data: Tensor, layout: Layout, what: str, inter: int, intra: int) -> Work:
+    def _gather(self, data: Tensor, own: Tensor, layout: Layout, what: str) -> None:
         """Send each slice to the ranks that relay it, then gather within every host."""
-        rank = self.group.rank
-        parts = self._slices_and_relays(layout)
-        host_layout = _layout([sum(piece.numel for piece in pieces) for pieces in parts])
-        gathered = data.new_empty(host_layout.numel)
-        index = self._host_ranks.index(rank)
-        own = own_slice(gathered, host_layout, index)
-        low, high = layout.bounds(rank)
-        own[: high - low].copy_(data[low:high])
-        begin, messages = high - low, []
-        for piece in parts[index][1:]:
-            part = own[begin : begin + piece.numel]
-            messages.append(Message(piece.owner, part, incoming=True))
-            begin += piece.numel
-        for _, relay, piece in self._hosts.relays_of_other_hosts(layout, self._host):
-            if piece.owner == rank:
-                part = data[piece.start : piece.stop]
-                messages.append(Message(relay, part, incoming=False))
-        exchange = self._inter_queue.exchange(messages, what, position=inter)
+        if not data.numel():
+            return
+        route = self._route(layout)
+        gathered = data.new_empty(layout.numel)
+        shared = own_slice(gathered, route.host_layout, self._own_host.group.rank)
+        shared[: own.numel()].copy_(own)
+        sent = _join(own, route.sent)
+        self._exchange(shared[own.numel() :], sent, route.relayed, route.relays, what)
+        self._own_host.all_gather(gathered, route.host_layout, what=what).wait()
+        sizes = [stop - start for start, stop in route.parts]
+        places = [data[start:stop] for start, stop in route.parts]
+        torch._foreach_copy_(places, gathered.split(sizes))
 
-        def copy_out() -> None:
-            begin = 0
-            for piece in (piece for pieces in parts for piece in pieces):
-                data[piece.start : piece.stop].copy_(gathered[begin : begin + piece.numel])
-                begin += piece.numel
+    def _exchange(
+        self,
+        received: Tensor,
+        sent: Tensor,
+        received_sizes: Sequence[int],
+        sent_sizes: Sequence[int],
+        what: str,
+    ) -> None:
+        """One all-to-all of all hosts, with the number of elements of each rank."""
+        if len(self._hosts.members) == 1:
+            return
+        group, sizes = self._group.process_group, (list(received_sizes), list(sent_sizes))
 
-        def gather_on_host() -> Work:
-            work = gather_direct(self._intra_queue, gathered, host_layout, what, intra)
-            return CallbackWork(work, copy_out)
+        def start() -> list[dist.Work | None]:
+            return [dist.all_to_all_single(received, sent, *sizes, group=group, async_op=True)]
 
-        return self._then(exchange, gather_on_host, inter, data)
+        self._queue.issue(start, sent.device, what).wait()
 
-    def _then(self, first: Work, then: Callable[[], Work], position: int, data: Tensor) -> Work:
-        if self._group.is_on_host(data.device):
-            return self._inter_queue.chain(first, then, position)
-        first.wait()  # only the stream waits, so the next step can be issued now, in order
-        return then()
-
-    def _slices_and_relays(self, layout: Layout) -> list[list[Piece]]:
-        """For each rank of this host: its slice, followed by the pieces that it relays."""
-        assignments = self._hosts.relay_assignments(layout, self._host)
-        return [
-            [Piece(rank, *layout.bounds(rank)), *pieces]
-            for rank, pieces in zip(self._host_ranks, assignments, strict=True)
-        ]
+    def _route(self, layout: Layout) -> Route:
+        if layout not in self._routes:
+            self._routes[layout] = Route.of(self._hosts, layout, self.group.rank)
+        return self._routes[layout]
 
 
-def _layout(sizes: list[int]) -> Layout:
-    return Layout((0, *accumulate(sizes)))
+def _join(data: Tensor, parts: Sequence[Bounds]) -> Tensor:
+    """These parts of `data`, one behind the other; a view if it is one part."""
+    if len(parts) == 1:
+        return data[slice(*parts[0])]
+    return torch.cat([data[start:stop] for start, stop in parts]) if parts else data[:0]

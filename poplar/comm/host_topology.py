@@ -42,6 +42,11 @@ class Hosts:
             found.setdefault(host_id, []).append(rank)
         return cls(tuple(tuple(ranks) for ranks in found.values()))
 
+    @property
+    def by_rank(self) -> tuple[int, ...]:
+        """The index of each rank's host."""
+        return tuple(self.host_of(rank) for rank in range(sum(map(len, self.members))))
+
     def host_of(self, rank: int) -> int:
         """The index of the rank's host."""
         return next(host for host, ranks in enumerate(self.members) if rank in ranks)

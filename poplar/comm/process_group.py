@@ -8,6 +8,7 @@ deterministic, which the reduce-scatters of NCCL and gloo are not. `algorithms` 
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from poplar.comm.algorithms import ALL_GATHERS, REDUCE_SCATTERS, gather_direct
@@ -18,6 +19,9 @@ from poplar.comm.group import Group
 from poplar.comm.point_to_point import Message
 from poplar.comm.segment_pool import caches_memory
 from poplar.comm.shard_layout import Layout, transfers
+
+NATIVE_FLAT_BYTES = 1 << 30
+"""A device backend splits a large collective into chunks itself: each call costs the host time."""
 
 
 class ProcessGroupCommunicator(Communicator):
@@ -31,6 +35,9 @@ class ProcessGroupCommunicator(Communicator):
         self.name = f"process_group:{reduce}+{gather}"
         self.reduction_order = self._reduce.reduction_order
         self.waits_on_stream = group.supports(torch.device("cuda"))
+
+    def max_flat_bytes(self, device: torch.device) -> int | None:
+        return None if self._queue.group.is_on_host(device) else NATIVE_FLAT_BYTES
 
     def reduce_scatter(
         self,
@@ -77,6 +84,14 @@ class ProcessGroupCommunicator(Communicator):
         self._queue.buffers.trim(caches_memory())
 
     def broadcast(self, data: Tensor, source: int, *, what: str) -> None:
+        if self._queue.calls_natively(data.device):
+            group = self._queue.group.process_group
+
+            def start() -> list[dist.Work | None]:
+                return [dist.broadcast(data, group=group, group_src=source, async_op=True)]
+
+            self._queue.issue(start, data.device, what).wait()
+            return
         if self.group.rank == source:
             messages = [Message(peer, data, incoming=False) for peer in self._queue.peers()]
         else:
@@ -88,23 +103,28 @@ class ProcessGroupCommunicator(Communicator):
 
 
 def reshard(queue: CollectiveQueue, shard: Tensor, old: Layout, new: Layout, what: str) -> Tensor:
-    """As `Communicator.reshard`, by point-to-point messages."""
-    rank = queue.group.rank
+    """As `Communicator.reshard`, by an all-to-all; on the host, by messages."""
+    rank, moves = queue.group.rank, transfers(old, new)
     result = torch.empty(new.size(rank), dtype=shard.dtype, device=shard.device)
-    old_start, new_start = old.bounds(rank)[0], new.bounds(rank)[0]
+    sent, received = [0] * queue.group.size, [0] * queue.group.size
+    for move in moves:  # at most one for each pair of ranks, because slices are contiguous
+        if move.source == rank:
+            sent[move.target] = move.stop - move.start
+        if move.target == rank:
+            received[move.source] = move.stop - move.start
+    if queue.calls_natively(shard.device):
+
+        def start() -> list[dist.Work | None]:
+            group = queue.group.process_group
+            return [dist.all_to_all_single(result, shard, received, sent, group, async_op=True)]
+
+        queue.issue(start, shard.device, what).wait()
+        return result
+    outgoing, incoming = shard.split(sent), result.split(received)
+    incoming[rank].copy_(outgoing[rank])
     messages = []
-    for move in transfers(old, new):
-        sends = move.source == rank
-        receives = move.target == rank
-        if sends and receives:
-            result[move.start - new_start : move.stop - new_start].copy_(
-                shard[move.start - old_start : move.stop - old_start]
-            )
-        elif sends:
-            part = shard[move.start - old_start : move.stop - old_start]
-            messages.append(Message(move.target, part, incoming=False))
-        elif receives:
-            part = result[move.start - new_start : move.stop - new_start]
-            messages.append(Message(move.source, part, incoming=True))
+    for peer in queue.peers():
+        messages.append(Message(peer, outgoing[peer], incoming=False))
+        messages.append(Message(peer, incoming[peer], incoming=True))
     queue.exchange(messages, what).wait()
     return result

@@ -326,6 +326,7 @@ class Rendezvous:
         self.unfinished.clear()
         if not self.group.failures:
             self.group.failures.append(CollectiveTimeout(reason))
+            self.group.report(reason)
         self._publish_failure()
 
     def _publish_failure(self) -> None:

@@ -9,7 +9,7 @@ elements, never bytes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -28,6 +28,8 @@ class Layout:
 
     offsets: tuple[int, ...]
     """`world_size + 1` boundaries: rank `r` owns `[offsets[r], offsets[r + 1])`."""
+    sizes: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    """Elements owned by each rank."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "offsets", tuple(int(offset) for offset in self.offsets))
@@ -43,6 +45,8 @@ class Layout:
                 raise ValueError(
                     f"Layout.offsets must not decrease, but rank {rank} would own [{start}, {stop})"
                 )
+        sizes = tuple(stop - start for start, stop in pairwise(self.offsets))
+        object.__setattr__(self, "sizes", sizes)
 
     @classmethod
     def from_shares(cls, numel: int, shares: Sequence[float], alignment: int = ALIGNMENT) -> Layout:
@@ -77,9 +81,9 @@ class Layout:
         return len(self.offsets) - 1
 
     @property
-    def sizes(self) -> tuple[int, ...]:
-        """Elements owned by each rank."""
-        return tuple(stop - start for start, stop in pairwise(self.offsets))
+    def is_even(self) -> bool:
+        """Whether all ranks own the same number of elements."""
+        return self.sizes.count(self.sizes[0]) == len(self.sizes)
 
     def bounds(self, rank: int) -> tuple[int, int]:
         """The first element of `rank` and the one after its last."""

@@ -14,6 +14,7 @@ from poplar.comm.communicator import Communicator
 from poplar.comm.control_channel import Control
 from poplar.comm.group import Group
 from poplar.comm.hierarchical import HierarchicalCommunicator, HostGroup
+from poplar.comm.hierarchical_messages import HierarchicalMessageCommunicator
 from poplar.comm.hierarchical_process_group import HierarchicalProcessGroupCommunicator
 from poplar.comm.host_topology import Hosts
 from poplar.comm.process_group import ProcessGroupCommunicator
@@ -21,6 +22,7 @@ from poplar.comm.rendezvous import NotOneHost, Rendezvous
 from poplar.comm.shared_memory import SharedMemoryCommunicator
 from poplar.comm.shared_segment import segment_bytes
 from poplar.comm.staged import HOST, StagedCommunicator
+from poplar.host_traffic import is_hierarchical
 
 T = TypeVar("T")
 
@@ -44,16 +46,16 @@ def connect(
             reductions and gathers, as in `"process_group:padded+grouped"`; `"shared_memory"` (CPU
             ranks of one host); `"hierarchical"` (shared memory on each of several hosts);
             `"hierarchical:process_group"` (NCCL or gloo on each of them); `"staged"` (any device,
-            through host memory); or a communicator built by the caller. `"auto"` takes shared
-            memory if possible, hierarchical if some of several hosts have more than one rank,
-            staged for devices that the process group does not support (GPUs with gloo), and
-            otherwise the process group.
+            through host memory); or a communicator built by the caller. `"auto"` takes staged for
+            devices that the process group does not support (GPUs with gloo), shared memory or
+            hierarchical for CPU ranks that share a host, `"hierarchical:process_group"` for devices
+            if some of several hosts have several ranks, and otherwise the process group.
         device: of the tensors; only CPU tensors can be shared.
         planned: the plan's transport, which is used if `choice` is `"auto"`.
 
     Raises:
-        ValueError: an unknown name, shared memory for tensors that are not on the CPU, or a plan's
-            transport that is not available to these ranks.
+        ValueError: an unknown name, a transport that does not support tensors of this device, or a
+            plan's transport that is not available to these ranks.
         NotOneHost: shared memory was requested, but the ranks cannot share memory.
     """
     if isinstance(choice, Communicator):
@@ -61,21 +63,93 @@ def connect(
     if choice == "auto" and planned is not None:
         return _connect_planned(group, planned, device)
     name, algorithms = _parse(choice)
-    if name == "hierarchical" and algorithms:
-        return _connect_hierarchical_process_group(group, device)
-    if name in ("shared_memory", "hierarchical") and device.type != "cpu":
-        raise ValueError(
-            f"communicator={choice!r} is for tensors on the CPU, the model's are on {device}; "
-            "use 'auto', 'process_group', 'hierarchical:process_group' or 'staged'"
-        )
     if name == "staged" or (name == "auto" and not group.supports(device)):
         if not group.is_on_host(HOST):  # NCCL alone: the control group carries host tensors
             group = replace(group, process_group=group.control_group)
         return StagedCommunicator(connect(group, "auto"))
-    can_share = group.is_on_host(device) and device.type == "cpu" and group.size > 1
-    if name == "process_group" or (name == "auto" and not can_share):
+    _check_device(group, choice, device)
+    if name == "process_group":
         return ProcessGroupCommunicator(group, *algorithms)
-    return _connect_on_cpu(group, name)
+    control = Control(group)
+    hosts = _find_hosts(control)
+    if name == "auto":
+        return _connect_default(group, control, hosts, device)
+    return _connect_to_hosts(group, choice, control, hosts, device)
+
+
+def candidates(group: Group, device: torch.device) -> tuple[str, ...]:
+    """Names of transports to compare with the default one. Collective.
+
+    Every one works for these ranks and supports tensors of this device. Shared memory and staging
+    are not among them: where ranks can share memory, that is the default already, and staging is
+    the default where nothing else works.
+    """
+    if not group.supports(device):
+        return ()
+    return _without_shared_memory(_find_hosts(Control(group)))
+
+
+def _without_shared_memory(hosts: Hosts) -> tuple[str, ...]:
+    """Transports that need no shared memory, the default one first."""
+    if is_hierarchical([len(ranks) for ranks in hosts.members]):
+        return ("hierarchical:process_group", "process_group")
+    return ("process_group",)
+
+
+def _default(group: Group, hosts: Hosts, device: torch.device) -> str:
+    """The transport of `"auto"`."""
+    share_host = len(hosts.members) < group.size
+    if share_host and device.type == "cpu" and group.is_on_host(device):
+        return "shared_memory" if len(hosts.members) == 1 else "hierarchical"
+    return _without_shared_memory(hosts)[0]
+
+
+def _connect_default(
+    group: Group, control: Control, hosts: Hosts, device: torch.device
+) -> Communicator:
+    """The transport of `"auto"`; the process group for ranks that cannot share memory."""
+    try:
+        return _connect_to_hosts(group, _default(group, hosts, device), control, hosts, device)
+    except NotOneHost:
+        return ProcessGroupCommunicator(group)
+
+
+def _connect_to_hosts(
+    group: Group, choice: str, control: Control, hosts: Hosts, device: torch.device
+) -> Communicator:
+    """A transport whose name needs no more parsing. Collective.
+
+    Raises:
+        NotOneHost: the ranks of a host cannot share memory.
+    """
+    if choice == "process_group":
+        return ProcessGroupCommunicator(group)
+    if choice == "hierarchical:process_group":
+        host_group = group.split(hosts.members)
+        if group.is_on_host(device):
+            return HierarchicalMessageCommunicator(group, hosts, host_group)
+        return HierarchicalProcessGroupCommunicator(group, hosts, host_group)
+    if choice == "hierarchical":
+        return _connect_hierarchical(group, control, hosts)
+    return SharedMemoryCommunicator(
+        Rendezvous(group, control.exchange_objects, segment_bytes(group.size))
+    )
+
+
+def _check_device(group: Group, choice: str, device: torch.device) -> None:
+    """Raise a ValueError if a transport does not support tensors of this device."""
+    if choice in ("shared_memory", "hierarchical") and device.type != "cpu":
+        raise ValueError(
+            f"communicator={choice!r} is for tensors on the CPU, the model's are on {device}; "
+            "use 'auto', 'process_group', 'hierarchical:process_group' or 'staged'"
+        )
+    if not group.supports(device):
+        backend = dist.get_backend_config(group.process_group)
+        raise ValueError(
+            f"communicator={choice!r} cannot carry tensors on {device} over the backend "
+            f"{backend!r}; use 'auto' or 'staged' (through host memory), or initialize the process "
+            "group with a backend for this device, such as 'nccl'"
+        )
 
 
 def _connect_planned(group: Group, planned: str, device: torch.device) -> Communicator:
@@ -86,24 +160,6 @@ def _connect_planned(group: Group, planned: str, device: torch.device) -> Commun
             f"the plan's transport {planned!r} is not available here: {error}. Plan again on "
             "these ranks, or choose a transport, for example communicator='process_group'"
         ) from error
-
-
-def _connect_on_cpu(group: Group, name: str) -> Communicator:
-    """Shared memory, hierarchical or, with `name` `"auto"`, the fastest that is available."""
-    control = Control(group)
-    hosts = _find_hosts(control)
-    if name == "auto" and len(hosts.members) == group.size:
-        return ProcessGroupCommunicator(group)
-    try:
-        if name == "hierarchical" or (name == "auto" and len(hosts.members) > 1):
-            return _connect_hierarchical(group, control, hosts)
-        return SharedMemoryCommunicator(
-            Rendezvous(group, control.exchange_objects, segment_bytes(group.size))
-        )
-    except NotOneHost:
-        if name != "auto":
-            raise
-    return ProcessGroupCommunicator(group)
 
 
 def _find_hosts(control: Control) -> Hosts:
@@ -135,15 +191,6 @@ def _parse(choice: str) -> tuple[str, tuple[str, ...]]:
             "colon, as in 'process_group:padded+grouped'"
         )
     return name, algorithms
-
-
-def _connect_hierarchical_process_group(group: Group, device: torch.device) -> Communicator:
-    """Hierarchical with one process group per host. Collective."""
-    if not group.is_on_host(device):
-        # NCCL connects all ranks in the group's first collective; messages involve few of them.
-        dist.all_reduce(torch.zeros(1, device=device), group=group.process_group)
-    hosts = _find_hosts(Control(group))
-    return HierarchicalProcessGroupCommunicator(group, hosts, group.split(hosts.members))
 
 
 def _connect_hierarchical(group: Group, control: Control, hosts: Hosts) -> Communicator:

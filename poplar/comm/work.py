@@ -1,22 +1,24 @@
-"""One collective made of several works of torch.distributed, with one deadline for all of them."""
+"""Issued collectives of torch.distributed: on the host with a deadline, on devices on a stream."""
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
 
-from poplar.comm.group import Group
-from poplar.errors import CollectiveTimeout
+from poplar.comm.group import WATCH_AFTER_SECONDS, Group
 
 # Once one peer has timed out, the others are only checked for whether they have finished.
 _CHECK_TIMEOUT = timedelta(milliseconds=50)
+_LOOK_SECONDS = 0.25
+"""Interval at which a wait looks for failures that other ranks report."""
 
 
 class ProcessGroupWork:
-    """Issued works of torch.distributed; each knows the peers that it waits for."""
+    """One collective made of several works on the host; each knows the peers that it waits for."""
 
     def __init__(
         self,
@@ -25,7 +27,6 @@ class ProcessGroupWork:
         *,
         what: str,
         peers: Sequence[int],
-        blocks_host: bool,
         before_wait: Callable[[], float] | None = None,
         finish: Callable[[], None] | None = None,
     ) -> None:
@@ -36,8 +37,6 @@ class ProcessGroupWork:
             start: issues the works; returns each with the peers (group ranks) that it needs.
             what: the collective's name in errors.
             peers: the peers that errors name if the collective cannot be started.
-            blocks_host: a wait blocks the calling thread, so it needs a deadline. Otherwise only a
-                stream waits, and the backend's own watchdog limits it (NCCL).
             before_wait: called first in `wait`; returns the seconds that it waited.
             finish: called once, when all works have finished.
 
@@ -46,21 +45,17 @@ class ProcessGroupWork:
         """
         self._group, self._what = group, what
         self._before_wait, self._finish = before_wait, finish
-        self._blocks_host = blocks_host
+        group.check()
         try:
             self._works = list(start())
         except RuntimeError as error:
-            raise self._timeout_error(peers, error) from error
+            raise group.fail(what, peers, error) from error
 
     def wait(self) -> float:
         """As `Work.wait`."""
         waited = self._before_wait() if self._before_wait is not None else 0.0
         start = time.perf_counter()
-        if self._blocks_host:
-            self._wait_for_peers()
-        else:
-            for work, _ in self._works:
-                work.wait()
+        self._wait_for_peers()
         waited += time.perf_counter() - start
         self._group.trace.add("wait", self._what, start)
         if self._finish is not None:
@@ -80,8 +75,73 @@ class ProcessGroupWork:
                 missing.update(peers)
                 cause = cause or error
         if missing:
-            raise self._timeout_error(sorted(missing), cause) from cause
+            raise self._group.fail(self._what, sorted(missing), cause) from cause
 
-    def _timeout_error(self, peers: Sequence[int], cause: RuntimeError | None) -> CollectiveTimeout:
-        reason = str(cause).splitlines()[0] if cause is not None and str(cause) else "unknown"
-        return self._group.timeout_error(self._what, peers, reason)
+
+def wait_for_all_ranks(group: Group, work: dist.Work, what: str) -> float:
+    """Wait on the host for a native collective; returns the seconds waited.
+
+    It ends early if another rank reports a failure.
+
+    Raises:
+        CollectiveTimeout: names the ranks that did not take part before the deadline.
+    """
+    start = time.monotonic()
+    while not work.is_completed():
+        seconds = time.monotonic() - start
+        left = group.timeout.total_seconds() - seconds
+        if left <= 0 or group.sees_failure:
+            raise group.fail(what, group.peers())
+        if seconds > WATCH_AFTER_SECONDS and group.reports is not None:
+            group.reports.watch()
+        # A timeout of the wait raises, too.
+        with contextlib.suppress(RuntimeError):
+            work.wait(timedelta(seconds=min(left, _LOOK_SECONDS)))
+    try:
+        work.wait()
+    except RuntimeError as error:
+        raise group.fail(what, group.peers(), error) from error
+    return time.monotonic() - start
+
+
+class StreamWork:
+    """Native collectives of device tensors. A wait blocks the current stream, never the host."""
+
+    __slots__ = ("_finish", "_start", "_works")
+
+    def __init__(
+        self,
+        group: Group,
+        start: Callable[[], Sequence[dist.Work | None]],
+        what: str,
+        finish: Callable[[], None] | None,
+    ) -> None:
+        """Issue the works.
+
+        Args:
+            group: the participating ranks.
+            start: issues them. It is kept until the wait, with the tensors that it refers to: the
+                backend must not lose their memory, and calls no `record_stream`.
+            what: the collective's name in errors.
+            finish: called once, in the wait.
+
+        Raises:
+            CollectiveTimeout: the collectives cannot be issued because they have been aborted.
+        """
+        self._start: Callable[[], Sequence[dist.Work | None]] | None = start
+        self._finish = finish
+        group.check()
+        try:
+            self._works = start()
+        except RuntimeError as error:
+            raise group.fail(what, group.peers(), error) from error
+
+    def wait(self) -> float:
+        """As `Work.wait`; 0, because the host does not wait."""
+        for work in self._works:
+            if work is not None:
+                work.wait()
+        if self._finish is not None:
+            self._finish()
+        self._works, self._start, self._finish = (), None, None
+        return 0.0

@@ -47,6 +47,9 @@ class StoreGroup:
     trace: Trace = field(default_factory=Trace)
     _exchanges: Any = field(default_factory=itertools.count)
 
+    def report(self, reason: str) -> None:
+        """As `RankGroup.report`: there are no ranks on other hosts."""
+
     def timeout_error(self, what: str, peers: Sequence[int], cause: str) -> CollectiveTimeout:
         """As `RankGroup.timeout_error`."""
         return collective_timeout(self.rank, self.timeout, what, peers, cause)

@@ -5,14 +5,10 @@ which it is slower and the others are faster. All have the same batches, so a pl
 profile can be estimated as an interval.
 
 [Note: estimated collectives]
-The transport is the hierarchical one: the ranks of a host reduce first, so each host sends one copy
-of the gradients. With `M` bytes, `g` ranks on a host and `n` ranks on `H` hosts,
-
-    within a host     M (g - 1) / g, by each rank's link
-    between hosts     leaving M (1 - g / n), arriving (H - 1) M g / n, by each host's network
-
-and the busiest host counts. `collective_costs` models uneven shares with each rank's links in
-series, which is not tested for extreme shares.
+The transport is the one that `communicator="auto"` takes: hierarchical if some of several hosts
+have several ranks. The busiest link within a host and the busiest network between hosts take their
+time one after the other; `host_traffic` has what they carry. Each native call has a latency: one
+call per unit and level.
 """
 
 from __future__ import annotations
@@ -24,6 +20,7 @@ from poplar.hardware.cluster_file import ClusterFile, HostEntry
 from poplar.hardware.device_catalog import SPREAD, device_profile, published_seconds, spread
 from poplar.hardware.gpu_specifications import Specification
 from poplar.hardware.model_shapes import TrainingJob
+from poplar.host_traffic import is_hierarchical, link_traffic, network_traffic
 from poplar.profile import ClusterProfile, ModelProfile, NetworkProfile
 
 MEASURED_SPREAD = 0.1
@@ -32,8 +29,8 @@ OVERLAP = 0.6
 """Default overlap; assumed."""
 LINK_EFFICIENCY = 0.75
 """Fraction of the specified bandwidth that collectives reach; assumed."""
-_UNIT_SECONDS = 50e-6
-"""Launch and latency of one unit's collective, per level; assumed."""
+_CALL_SECONDS = 50e-6
+"""Launch and latency of one native call; assumed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,23 +137,34 @@ def network_profile(
     See [Note: estimated collectives].
     """
     efficiency = LINK_EFFICIENCY * faster
-    several, ranks = len(hosts) > 1, sum(host.ranks for host in hosts)
-    within = max((1 - 1 / host.ranks) / host.link_bytes_per_s for host in hosts)
+    ranks_by_host = [host.ranks for host in hosts]
+    ranks, several = sum(ranks_by_host), len(hosts) > 1
+    hierarchical = is_hierarchical(ranks_by_host)
+    even = [[1 / ranks] * own for own in ranks_by_host]
+    within = max(
+        own[0].busiest / host.link_bytes_per_s
+        for host, own in zip(hosts, link_traffic(even, hierarchical=True), strict=True)
+    )
     between = max(
-        max(1 - host.ranks / ranks, (len(hosts) - 1) * host.ranks / ranks)
-        / host.network_bytes_per_s
-        for host in hosts
+        one.busiest / host.network_bytes_per_s
+        for host, one in zip(hosts, network_traffic(even, hierarchical=True), strict=True)
     )
     seconds_per_byte = (within + between) / efficiency
-    latency = (1 + several) * _UNIT_SECONDS * len(model.unit_numels) if ranks > 1 else 0.0
-    rates: list[float] = []
+    calls = (0 if ranks == 1 else 2 if hierarchical else 1) * len(model.unit_numels)
+    links: list[float] = []
+    networks: list[float] = []
     for host in hosts:
-        link = 1 / host.link_bytes_per_s if host.ranks > 1 or not several else 0.0
-        network = 1 / host.network_bytes_per_s if several else 0.0
-        rates += [(link + network) / efficiency] * host.ranks
+        network = 1 / host.network_bytes_per_s / efficiency if several else 0.0
+        link = 1 / host.link_bytes_per_s / efficiency if host.ranks > 1 or not several else 0.0
+        networks += [network] * host.ranks
+        links += [link + network] * host.ranks
     return NetworkProfile(
-        reduce_scatter_seconds=model.wire_bytes * model.numel * seconds_per_byte + latency,
-        all_gather_seconds=model.param_bytes * model.numel * seconds_per_byte + latency,
-        send_seconds_per_byte=tuple(rates),
-        receive_seconds_per_byte=tuple(rates),
+        reduce_scatter_seconds=model.wire_bytes * model.numel * seconds_per_byte
+        + calls * _CALL_SECONDS,
+        all_gather_seconds=model.param_bytes * model.numel * seconds_per_byte
+        + calls * _CALL_SECONDS,
+        send_seconds_per_byte=tuple(links),
+        receive_seconds_per_byte=tuple(links),
+        hosts=tuple(i for i, host in enumerate(hosts) if hierarchical for _ in range(host.ranks)),
+        network_seconds_per_byte=tuple(networks) if hierarchical else (),
     )

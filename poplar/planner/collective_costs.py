@@ -6,38 +6,66 @@ it at even shares; under other shares its time follows from the ratios of the ra
     reduce-scatter: rank r sends (1 - p[r]) and receives (n - 1) p[r] of the model
     all-gather:     rank r sends (n - 1) p[r] and receives (1 - p[r])
 
-Both are maxima of lines in one share each, so a linear program minimizes them.
+The hierarchical transport moves data within each host, and then between hosts: two levels, one
+after the other. `poplar.host_traffic` has what each moves. All of these are lines in a rank's share
+and in the share of its host, so a linear program minimizes their maximum.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from poplar.profile import NetworkProfile
 
 
+class Line(NamedTuple):
+    """Seconds of one link or network as a function of a rank's share and of its host's share."""
+
+    constant: float
+    rank: float
+    host: float = 0.0
+
+    def at(self, share: float, host_share: float) -> float:
+        """Seconds under these shares."""
+        return self.constant + self.rank * share + self.host * host_share
+
+    def times(self, factor: float) -> Line:
+        """The line with `factor` times the seconds."""
+        return Line(factor * self.constant, factor * self.rank, factor * self.host)
+
+
+Level = tuple[tuple[Line, ...], ...]
+"""By rank, the lines of its links; the busiest one takes the time."""
+
+
 @dataclass(frozen=True, slots=True)
 class CollectiveCost:
-    """Seconds of one collective as a function of the shares: the maximum of its lines."""
+    """Seconds of one collective as a function of the shares."""
 
     least: float
     """Seconds under any shares: the measurement, if rates were not measured."""
-    others: tuple[float, ...]
-    """By rank, seconds of the link that carries all shares but the rank's own: `(1 - p[r])`."""
-    own: tuple[float, ...]
-    """By rank, seconds of the link that carries the rank's own share: `p[r]`."""
+    levels: tuple[Level, ...]
+    """One after the other."""
+    hosts: tuple[int, ...] = ()
+    """By rank, the number of its host. Empty: no line depends on hosts."""
 
     def seconds(self, shares: Sequence[float]) -> float:
         """Seconds when rank `r` owns `shares[r]` of every buffer."""
-        distinct = set(zip(self.others, self.own, shares, strict=True))
-        links = (max(others * (1.0 - share), own * share) for others, own, share in distinct)
-        return max(self.least, *links)
-
-    def lines(self, rank: int) -> tuple[tuple[float, float], tuple[float, float]]:
-        """The seconds of this rank's links: constants, and slopes in its share."""
-        return (self.others[rank], -self.others[rank]), (0.0, self.own[rank])
+        host_shares = [0.0] * len(shares)
+        if self.hosts:
+            owned = dict.fromkeys(self.hosts, 0.0)
+            for host, share in zip(self.hosts, shares, strict=True):
+                owned[host] += share
+            host_shares = [owned[host] for host in self.hosts]
+        total = 0.0
+        for level in self.levels:
+            distinct = set(zip(level, shares, host_shares, strict=True))
+            total += max(line.at(*owned) for lines, *owned in distinct for line in lines)
+        return max(self.least, total)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,28 +78,62 @@ class CollectiveCosts:
     @classmethod
     @lru_cache(maxsize=8)  # a search asks for every stage and number of persistent units
     def of(cls, network: NetworkProfile) -> CollectiveCosts:
-        """The costs of a measured network."""
-        leaving, arriving = network.send_seconds_per_byte, network.receive_seconds_per_byte
+        """The costs of a measured or estimated network."""
+        sending, receiving = network.send_seconds_per_byte, network.receive_seconds_per_byte
+        reduce_levels = _levels(network, leaving=sending, arriving=receiving)
+        gather_levels = _levels(network, leaving=receiving, arriving=sending)
         return cls(
-            reduce_scatter=_scaled(network.reduce_scatter_seconds, leaving, arriving),
-            all_gather=_scaled(network.all_gather_seconds, arriving, leaving),
+            reduce_scatter=_scaled(network.reduce_scatter_seconds, reduce_levels, network.hosts),
+            all_gather=_scaled(network.all_gather_seconds, gather_levels, network.hosts),
         )
 
 
-def _scaled(measured: float, others: Sequence[float], own: Sequence[float]) -> CollectiveCost:
-    """Scale lines to a measurement.
+def _levels(
+    network: NetworkProfile, leaving: Sequence[float], arriving: Sequence[float]
+) -> tuple[Level, ...]:
+    """The lines of a reduce-scatter; of an all-gather, with the rates exchanged.
 
     Args:
-        measured: seconds at even shares.
-        others: by rank, rate of the link that carries everything but the rank's own share.
-        own: by rank, rate of the link that carries the rank's own share once per other rank.
+        network: its hosts.
+        leaving: by rank, rate of the link that carries everything but what the rank keeps.
+        arriving: by rank, rate of the link that carries what it keeps once per other rank.
     """
-    n = len(others)
-    own = [(n - 1) * rate for rate in own]
-    even = max(*(rate - rate / n for rate in others), *(rate / n for rate in own))
-    if n == 1 or even == 0.0:
-        return CollectiveCost(measured, (0.0,) * n, (0.0,) * n)
-    scale = measured / even
-    return CollectiveCost(
-        0.0, tuple(rate * scale for rate in others), tuple(rate * scale for rate in own)
+    hosts = network.hosts
+    rates = list(zip(leaving, arriving, strict=True))
+    if not hosts:
+        others = len(rates) - 1
+        return (tuple((Line(out, -out), Line(0.0, others * into)) for out, into in rates),)
+    shared = network.network_seconds_per_byte
+    members = Counter(hosts)
+    between = len(members) - 1
+    network_level = tuple(
+        (Line(out, 0.0, -out), Line(0.0, 0.0, between * into))
+        for out, into in (zip(shared, shared, strict=True) if shared else rates)
     )
+    if not shared:
+        return (network_level,)
+    links = (
+        (members[host], max(0.0, out - slow), max(0.0, into - slow))
+        for host, (out, into), slow in zip(hosts, rates, shared, strict=True)
+    )
+    return tuple(_within_host(*link) for link in links), network_level
+
+
+def _within_host(ranks: int, leaving: float, arriving: float) -> tuple[Line, ...]:
+    """A rank keeps its share and an equal part of what the other hosts own, which it relays."""
+    kept = Line(1.0 / ranks, 1.0, -1.0 / ranks)
+    sent = Line(1.0 - kept.constant, -kept.rank, -kept.host)
+    return sent.times(leaving), kept.times((ranks - 1) * arriving)
+
+
+def _scaled(measured: float, levels: tuple[Level, ...], hosts: tuple[int, ...]) -> CollectiveCost:
+    """Scale the lines so that even shares take the measured seconds."""
+    n = len(levels[0])
+    even = CollectiveCost(0.0, levels, hosts).seconds((1.0 / n,) * n)
+    scale = measured / even if n > 1 and even > 0.0 else 0.0
+    least = 0.0 if scale else measured
+    scaled = []
+    for level in levels:
+        known = {lines: tuple(line.times(scale) for line in lines) for lines in set(level)}
+        scaled.append(tuple(map(known.__getitem__, level)))
+    return CollectiveCost(least, tuple(scaled), hosts)

@@ -67,7 +67,8 @@ def with_equal_devices(cluster: ClusterProfile, groups: Sequence[DeviceGroup]) -
         device = replace(cluster.devices[middle], memory_bytes=memory_bytes)
         for rank in group.ranks:
             median[rank], devices[rank] = middle, device
-    return replace(of_ranks(cluster, median), devices=tuple(devices))
+    links = replace(of_ranks(cluster, median).network, hosts=cluster.network.hosts)
+    return replace(cluster, devices=tuple(devices), network=links)
 
 
 def of_ranks(cluster: ClusterProfile, ranks: Sequence[int]) -> ClusterProfile:
@@ -77,6 +78,12 @@ def of_ranks(cluster: ClusterProfile, ranks: Sequence[int]) -> ClusterProfile:
         network,
         send_seconds_per_byte=tuple(network.send_seconds_per_byte[rank] for rank in ranks),
         receive_seconds_per_byte=tuple(network.receive_seconds_per_byte[rank] for rank in ranks),
+        hosts=tuple(network.hosts[rank] for rank in ranks if network.hosts),
+        network_seconds_per_byte=tuple(
+            network.network_seconds_per_byte[rank]
+            for rank in ranks
+            if network.network_seconds_per_byte
+        ),
     )
     devices = tuple(cluster.devices[rank] for rank in ranks)
     return replace(cluster, devices=devices, network=links)

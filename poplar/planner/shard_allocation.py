@@ -17,6 +17,7 @@ from poplar.planner.communication_schedule import CommunicationSeconds, Synchron
 from poplar.planner.cost_model import StageCosts
 from poplar.planner.memory_shortfall import suffice
 from poplar.planner.rank_groups import group_equal
+from poplar.profile import host_compositions
 
 _SMALLEST_SHARE = 1e-9
 """Smaller shares are rounding errors and become 0."""
@@ -62,12 +63,27 @@ class ShareProblem:
     def __init__(self, costs: StageCosts, upper: Sequence[float]) -> None:
         self._costs = costs
         self._upper = [min(1.0, bound) for bound in upper]
-        self._groups = group_equal(zip(costs.cluster.rank_group_indices, self._upper, strict=True))
-        """Ranks with equal costs and bounds; their shares are equal in the best plan."""
+        network = costs.cluster.network
+        equal = list(zip(costs.cluster.rank_group_indices, self._upper, strict=True))
+        compositions = host_compositions(network.hosts, equal)
+        self._groups = group_equal(zip(equal, compositions, strict=True))
+        """Ranks with equal costs and bounds, on equal hosts; their shares are equal in the best
+        plan."""
         first = len(self._groups)
         self._reduce, self._gather, self._optimizer, self._tail = range(first, first + 4)
+        levels = len(costs.collectives.reduce_scatter.levels)
+        self._levels = {self._reduce: [self._reduce], self._gather: [self._gather]}
+        """The variables of the levels of each collective; a single level is the collective."""
         self._free = first + 4
-        network = costs.cluster.network
+        if levels > 1:
+            for variable in self._levels:
+                self._levels[variable] = [*range(self._free, self._free + levels)]
+                self._free += levels
+        self._ranks_on_host: dict[int, Counter[int]] = {}
+        """By host, the number of its ranks in each group."""
+        for group, ranks in enumerate(self._groups):
+            for rank in ranks if network.hosts else ():
+                self._ranks_on_host.setdefault(network.hosts[rank], Counter())[group] += 1
         self._unit = max(
             network.reduce_scatter_seconds,
             network.all_gather_seconds,
@@ -146,12 +162,25 @@ class ShareProblem:
         yield from self._tail_rows()
 
     def _collective_rows(self, cost: CollectiveCost, variable: int) -> Iterator[Row]:
+        """A collective takes the sum of its levels, and each level at least each of its lines."""
         yield -cost.least / self._unit, {variable: -1.0}
-        for group, ranks in enumerate(self._groups):
-            for constant, slope in cost.lines(ranks[0]):
-                if slope:
-                    row = {group: slope / self._unit, variable: -1.0}
-                    yield -constant / self._unit, row
+        levels = self._levels[variable]
+        if len(levels) > 1:
+            yield 0.0, {variable: -1.0} | dict.fromkeys(levels, 1.0)
+        for level, seconds in zip(cost.levels, levels, strict=True):
+            for group, ranks in enumerate(self._groups):
+                for line in level[ranks[0]]:
+                    slopes = {group: line.rank}
+                    for other, count in self._on_host_of(ranks[0]) if line.host else ():
+                        slopes[other] = slopes.get(other, 0.0) + count * line.host
+                    if any(slopes.values()) or line.constant > 0.0:
+                        row = {other: slope / self._unit for other, slope in slopes.items()}
+                        yield -line.constant / self._unit, row | {seconds: -1.0}
+
+    def _on_host_of(self, rank: int) -> Iterable[tuple[int, int]]:
+        """The groups on the host of a rank, each with the number of its ranks there."""
+        hosts = self._costs.cluster.network.hosts
+        return self._ranks_on_host[hosts[rank]].items() if hosts else ()
 
     def _tail_rows(self) -> Iterator[Row]:
         """The optimizer's variable counts from the largest constant, as variables are not negative.
@@ -188,13 +217,26 @@ class ShareProblem:
     def _most(self, cost: CollectiveCost) -> float:
         """An upper bound on a collective under any shares within the bounds."""
         total = math.fsum(self._upper)
-        most = cost.least
-        for rank in (ranks[0] for ranks in self._groups):
-            smallest = max(0.0, 1.0 - (total - self._upper[rank]))
-            for constant, slope in cost.lines(rank):
-                share = self._upper[rank] if slope > 0.0 else smallest
-                most = max(most, constant + slope * share)
-        return most
+
+        def ends(upper: float) -> tuple[float, float]:
+            """The smallest and the largest share of ranks that may own `upper` together."""
+            return max(0.0, 1.0 - (total - upper)), min(1.0, upper)
+
+        most = [0.0] * len(cost.levels)
+        for ranks in self._groups:
+            own = ends(self._upper[ranks[0]])
+            host = ends(
+                math.fsum(
+                    count * self._upper[self._groups[group][0]]
+                    for group, count in self._on_host_of(ranks[0])
+                )
+            )
+            for number, level in enumerate(cost.levels):
+                for line in level[ranks[0]]:
+                    largest = max(line.rank * share for share in own)
+                    largest += max(line.host * share for share in host)
+                    most[number] = max(most[number], line.constant + largest)
+        return max(cost.least, math.fsum(most))
 
 
 def normalized(shares: Sequence[float], upper: Sequence[float]) -> tuple[float, ...]:

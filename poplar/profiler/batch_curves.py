@@ -139,7 +139,7 @@ def time_batches(
     """
     passes, own = session.passes(), batches[session.group.rank]
 
-    with session.in_compute_dtype():
+    with session.as_in_training():
         by_rank = session.on_all_ranks(
             lambda: [passes.first(size) for size in own], "the first passes of batch sizes"
         )

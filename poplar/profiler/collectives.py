@@ -1,6 +1,7 @@
 """Times the collectives of training on buffers of the model's sizes, over the fastest transport.
 
-Only transports that reduce in the same order compete, so the choice never changes bits.
+A transport that reduces in another order than the default one changes bits. It is chosen only if it
+is clearly faster, which happens only between several hosts. The plan names the chosen transport.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import median
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from poplar.comm import ALL_GATHERS, REDUCE_SCATTERS, Communicator, Work, connect
 from poplar.comm.shard_layout import Layout
+from poplar.comm.transport_selection import candidates
 from poplar.profile import NetworkProfile
 from poplar.profiler.model_profile import flat_numels
 from poplar.profiler.session import Session
@@ -29,6 +31,9 @@ MOST_RANKS_ONE_BY_ONE = 8
 """World size up to which each rank's rates are measured; ranks of larger groups count as equal."""
 TRANSPORT_SECONDS = 3.0
 """Time budget for the choice of a transport, about."""
+OTHER_ORDER_ADVANTAGE = 1.1
+"""How many times faster than the default a transport must be that adds in another order. Its sums
+have other bits, so timing noise must not select it."""
 MOST_NUMEL = 1 << 22
 """Largest buffer that is timed for this choice, in elements."""
 _IN_FLIGHT = 2
@@ -140,6 +145,7 @@ def measure_network(session: Session, budget: float) -> NetworkProfile:
         all_gather_seconds=gathering,
         receive_seconds_per_byte=tuple(receive for receive, _ in rates),
         send_seconds_per_byte=tuple(send for _, send in rates),
+        hosts=collectives.comm.hosts,
         transports=transports,
     )
 
@@ -153,22 +159,30 @@ def sample_numels(numels: Sequence[int]) -> list[int]:
 def time_transports(usual: Collectives) -> tuple[tuple[str, float], ...]:
     """Names for `connect` and seconds, fastest first, those that there was time for. Collective.
 
-    Seconds are those of a reduce-scatter and an all-gather of sample buffers, under even shares and
-    with half of the model on one rank. The fastest reduce-scatter and the fastest all-gather of the
+    Compares the default transport, `candidates`, and the algorithms of the process group. Seconds
+    are those of a reduce-scatter and an all-gather of sample buffers, under even shares and with
+    half of the model on one rank. The fastest reduce-scatter and the fastest all-gather of the
     process group, timed separately, make one transport.
 
     Returns:
-        Empty if there is no choice: one rank, no transport of the same reduction order, or a
-        process group that cannot carry the tensors of the device.
+        Empty if there is no choice: one rank, or a process group that cannot carry the tensors of
+        the device. Transports of another reduction order than the default one are left out if they
+        are not clearly faster.
     """
-    order, group = usual.comm.reduction_order, usual.session.group
-    sums = [algorithm for algorithm, way in REDUCE_SCATTERS.items() if way.reduction_order == order]
-    if not sums or group.size == 1 or not group.supports(usual.session.device):
+    session, order = usual.session, usual.comm.reduction_order
+    group = session.group
+    if group.size == 1 or not group.supports(session.device):
         return ()
+    names = dict.fromkeys((usual.comm.name, *candidates(group, session.device)))
+    whole = [name for name in names if not name.startswith("process_group")]
+    sums = [name for name, way in REDUCE_SCATTERS.items() if way.reduction_order == "rank"]
     sample = replace(usual, numels=sample_numels(usual.numels))
     even = (1.0 / group.size,) * group.size
     skewed = (0.5, *(0.5 / (group.size - 1),) * (group.size - 1))
-    each = TRANSPORT_SECONDS / (len(sums) + len(ALL_GATHERS) + 2) / 2
+    each = TRANSPORT_SECONDS / (len(sums) + len(ALL_GATHERS) + 2 * len(whole)) / 2
+    reduce_scatter, all_gather = Collectives.reduce_scatter, Collectives.all_gather
+    for name in (*whole, "process_group"):  # NCCL connects ranks in their first collective
+        sample.over(name).seconds(reduce_scatter, even, budget=0.0)
     deadline = time.monotonic() + TRANSPORT_SECONDS
 
     def seconds(transport: str, issue: Issue) -> float:
@@ -178,13 +192,29 @@ def time_transports(usual: Collectives) -> tuple[tuple[str, float], ...]:
             return math.inf
         return sum(own.seconds(issue, shares, each) for shares in (even, skewed))
 
-    reduce_scatter, all_gather = Collectives.reduce_scatter, Collectives.all_gather
-    found, name = {}, usual.comm.name
-    if not name.startswith("process_group"):
-        found[name] = seconds(name, reduce_scatter) + seconds(name, all_gather)
+    found = {name: seconds(name, reduce_scatter) + seconds(name, all_gather) for name in whole}
     reducing = [(seconds(f"process_group:{n}+direct", reduce_scatter), n) for n in sums]
     gathering = [(seconds(f"process_group:direct+{n}", all_gather), n) for n in ALL_GATHERS]
     (reduce_seconds, reduce), (gather_seconds, gather) = min(reducing), min(gathering)
     found[f"process_group:{reduce}+{gather}"] = reduce_seconds + gather_seconds
-    in_time = [way for way in found.items() if way[1] < math.inf]
+    orders = {name: sample.over(name).comm.reduction_order for name in found}
+    return ranked(found, orders, order)
+
+
+def ranked(
+    seconds: Mapping[str, float], orders: Mapping[str, str], usual: str
+) -> tuple[tuple[str, float], ...]:
+    """Transports by seconds, without those that had no time or change bits for little.
+
+    Args:
+        seconds: by name; infinite without time.
+        orders: the reduction order of each.
+        usual: the reduction order of the default transport.
+    """
+    same = min((seconds[name] for name in seconds if orders[name] == usual), default=math.inf)
+    in_time = [
+        (name, taken)
+        for name, taken in seconds.items()
+        if taken < math.inf and (orders[name] == usual or OTHER_ORDER_ADVANTAGE * taken < same)
+    ]
     return tuple(sorted(in_time, key=lambda way: way[1]))

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from poplar.zero.input_cast import inputs_cast
 
@@ -68,6 +68,22 @@ def parameters_preserved(model: nn.Module, *, to_host: bool = False) -> Iterator
         for parameter, value, device in saved:
             parameter.grad = None
             parameter.data = value.to(device)
+
+
+@contextmanager
+def gradients_dropped(model: nn.Module) -> Iterator[None]:
+    """Free every gradient as soon as it is complete, as the engine does."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    handles = [p.register_post_accumulate_grad_hook(_drop_gradient) for p in trained]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _drop_gradient(parameter: Tensor) -> None:
+    parameter.grad = None
 
 
 @contextmanager

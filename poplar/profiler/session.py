@@ -6,13 +6,14 @@ or an error.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
 from poplar.comm import Group, connect_control
+from poplar.profiler.compilation import HookedGraphs
 from poplar.profiler.passes import Passes
-from poplar.profiler.preserved_state import computing_in
+from poplar.profiler.preserved_state import computing_in, gradients_dropped
 from poplar.profiler.request import Request
 from poplar.zero import setup
 from poplar.zero.agreement import run_on_all_ranks
@@ -33,6 +34,7 @@ class Session:
         self.request = request
         self.group = group
         self.control = connect_control(group)
+        self.graphs = HookedGraphs()
 
         def check() -> tuple[setup.Request, dict[str, Any]]:
             request.check()
@@ -69,9 +71,16 @@ class Session:
         request = self.request
         return Passes(request.model, request.loss_fn, request.example, self.device)
 
-    def in_compute_dtype(self) -> AbstractContextManager[None]:
-        """A context in which the model computes as in the engine."""
-        return computing_in(self.request.model, self.cast_to, self.setup.unit_names)
+    @contextmanager
+    def as_in_training(self) -> Iterator[None]:
+        """Plain passes compute in the dtype of the engine inside, and free their gradients."""
+        model = self.request.model
+        with (
+            self.graphs.run(hooked=False),
+            computing_in(model, self.cast_to, self.setup.unit_names),
+            gradients_dropped(model),
+        ):
+            yield
 
     def on_all_ranks(self, work: Callable[[], T], doing: str) -> list[T]:
         """The results of `work` by rank; `doing` names it in the errors of other ranks.

@@ -24,6 +24,7 @@ from poplar.planner.memory_shortfall import NoPlanFits
 from poplar.profile import ClusterProfile
 from poplar.profiler.cache import Cache, default_folder
 from poplar.profiler.cluster_profiler import Profiler
+from poplar.profiler.compilation import compiled_code_preserved
 from poplar.profiler.preserved_state import model_preserved
 from poplar.profiler.progress import Report, show_progress
 from poplar.profiler.request import Request
@@ -124,7 +125,11 @@ class CachedProfile:
             profile, self.plans = found
             return self.profiler.with_present_memory(profile)
         model, device = session.request.model, session.device
-        with show_progress(self.show) as report, model_preserved(model, device):
+        with (
+            show_progress(self.show) as report,
+            model_preserved(model, device),
+            compiled_code_preserved(),
+        ):
             profile = _calibrated(self.profiler, self.profiler.measure(report), report)
         self.save(profile)
         return profile
@@ -144,11 +149,13 @@ def _calibrated(profiler: Profiler, profile: ClusterProfile, report: Report) -> 
     """Run calibration plans of every stage on the engine and fit the residuals."""
     plans: list[Plan] = []
     notes = list(profile.notes)
+    longest = profiler.longest_observed_pass(sum(calibration.PASSES_OBSERVED))
     for stage in profiler.session.request.stages:
         try:
-            plans += calibration.plans_to_observe(profile, stage)
+            plans += calibration.plans_to_observe(profile, stage, overlapped_seconds=longest)
         except NoPlanFits as error:
             notes.append(f"stage {stage} was not run: {error}")
     profile = replace(profile, notes=tuple(notes))
     turns = profiler.observe(profile, plans, report)
+    profile = profiler.with_later_memory(profile)
     return calibration.fit(profile, turns, asynchronous=profiler.session.asynchronous)

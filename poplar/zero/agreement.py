@@ -55,9 +55,16 @@ class StepSummary:
     unused: dict[FlatParameter, set[int]]
     """Positions of parameters that got a gradient on no rank."""
     waited: tuple[float, ...]
-    """By rank, seconds spent waiting for other ranks."""
+    """By rank, seconds spent waiting for other ranks; NaN if unknown."""
     checksums: Tensor
     """By rank, the checksum of its replicas; int64 on the device, 0 if none was given."""
+
+    @property
+    def waiting_on(self) -> int | None:
+        """The rank that waited least: the others waited for it. None if that is unknown."""
+        if any(math.isnan(seconds) for seconds in self.waited):
+            return None
+        return min(range(len(self.waited)), key=self.waited.__getitem__)
 
 
 def leader_of(sizes: Sequence[int]) -> int | None:
@@ -103,34 +110,35 @@ def raise_on_all_ranks(control: Control, error: BaseException | None, *, doing: 
 
 def open_step(
     control: Control, *, samples: int, weight: float, error: Exception | None
-) -> Callable[[], tuple[StepSizes, float]]:
+) -> Callable[[Callable[[], None]], tuple[StepSizes, float]]:
     """Start to exchange sample counts and weights. Collective.
 
     Args:
         samples: samples of this rank in the step.
         weight: total weight of this rank's samples: their number, or tokens.
-        error: error in this rank's input. It is raised at once on this rank; on other ranks the
-            returned function raises `RankFailed`.
+        error: error in this rank's input. The returned function raises it; on other ranks it raises
+            `RankFailed`.
 
     Returns:
-        A function that waits for the other ranks and returns the sizes and the seconds waited.
+        A function that waits for the other ranks and returns the sizes and the seconds waited. If a
+        rank has an error, it calls its argument first: collectives that all ranks must complete
+        before they exchange error messages.
     """
     values = torch.tensor(
         [float(error is not None), samples, weight], dtype=torch.float64, device="cpu"
     )
     collect = control.exchange(values, what="opening a step")
 
-    def wait() -> tuple[StepSizes, float]:
+    def wait(on_error: Callable[[], None]) -> tuple[StepSizes, float]:
         began = time.perf_counter()
         received = collect()
         waited = time.perf_counter() - began
         if any(bool(values[0]) for values in received):
+            on_error()
             raise_on_all_ranks(control, error, doing="opening a step")
         counts = tuple(int(values[1]) for values in received)
         return StepSizes(counts, sum(float(values[2]) for values in received)), waited
 
-    if error is not None:
-        wait()
     return wait
 
 

@@ -43,11 +43,15 @@ class OpenedStep:
 
     first: Any
     """The first micro-batch of this rank that has samples; None if there is none."""
-    wait: Callable[[], tuple[list[MicroBatch], StepSizes, float]]
+    first_pass: int | None
+    """Its pass."""
+    wait: Callable[[Callable[[], None]], tuple[list[MicroBatch], StepSizes, float]]
     """Wait for the other ranks; returns this rank's micro-batches, all sizes and seconds waited.
 
-    Raises the same ValueError on all ranks if the step as a whole is wrong, and `RankFailed` if the
-    input of another rank is.
+    If a rank has an error, the argument is called on all ranks before they exchange messages.
+
+    Raises the error in this rank's input; `RankFailed` if the input of another rank is wrong; the
+    same ValueError on all ranks if the step as a whole is.
     """
 
 
@@ -70,15 +74,14 @@ class BatchSplitter:
     ) -> OpenedStep:
         """Check and split a batch, and start to agree on the weights. Collective.
 
+        An error in the input is raised when the result is waited for.
+
         Args:
             control: the control channel of the ranks.
             batch: this rank's part of the global batch.
             weight: weight of a micro-batch; None: its number of samples.
             loss: what the loss function returns.
             check: raises if this rank cannot start a step for another reason.
-
-        Raises:
-            Exception: this rank's input is wrong. The other ranks get a `RankFailed`.
         """
         rank = control.group.rank
         error: Exception | None = None
@@ -98,15 +101,15 @@ class BatchSplitter:
             error = _with_rank(rank, caught)
         collect = open_step(control, samples=sum(sizes), weight=sum(counts), error=error)
 
-        def wait() -> tuple[list[MicroBatch], StepSizes, float]:
-            step_sizes, waited = collect()
+        def wait(on_error: Callable[[], None]) -> tuple[list[MicroBatch], StepSizes, float]:
+            step_sizes, waited = collect(on_error)
             self._check_sizes(step_sizes)
             weights = _weights(loss, counts, step_sizes.total_weight)
             micro_batches = self._micro_batches(batches, sizes, weights, step_sizes)
             return micro_batches, step_sizes, waited
 
-        first = next((part for part, size in zip(batches, sizes, strict=True) if size), None)
-        return OpenedStep(first, wait)
+        first = next((at for at, size in enumerate(sizes) if size), None) if error is None else None
+        return OpenedStep(None if first is None else batches[first], first, wait)
 
     def _micro_batches(
         self,

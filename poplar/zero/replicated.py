@@ -28,8 +28,8 @@ class Replicated(LocalAccumulation):
 
     replicates_state = True
 
-    def __init__(self, comm: Communicator, reduce_dtype: torch.dtype) -> None:
-        super().__init__(comm, reduce_dtype)
+    def __init__(self, comm: Communicator, reduce_dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(comm, reduce_dtype, device)
         self._pending_all_gathers: list[Work] = []
 
     def layout_for(self, flat: FlatParameter, shares: Sequence[float]) -> Layout:
@@ -77,7 +77,7 @@ class Replicated(LocalAccumulation):
     def _wait_for_all_gathers(self) -> None:
         pending, self._pending_all_gathers = self._pending_all_gathers, []
         for gather in pending:
-            self.wait(gather)
+            self.wait(gather, "the gradients")
 
     def scale_gradients(self, units: Sequence[Unit], factor: Tensor) -> bool:
         """Scale at once: `.grad` shows what the update applies."""
@@ -115,7 +115,7 @@ class Replicated(LocalAccumulation):
             for flat in trained
         ]
         for flat, gather in zip(trained, pending, strict=True):
-            self.wait(gather)
+            self.wait(gather, "the updated parameters")
             if flat.shard is not flat.master:
                 flat.shard.copy_(flat.master)
 

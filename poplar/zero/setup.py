@@ -229,7 +229,7 @@ def build_engine(
 ) -> tuple[Engine, ShardedUpdate]:
     """Build engine and update; the first rank's values and buffers are broadcast. Collective."""
     plan, world = request.plan, comm.group.size
-    strategy = STRATEGY_CLASSES[request.stage](comm, request.reduce_dtype)
+    strategy = STRATEGY_CLASSES[request.stage](comm, request.reduce_dtype, request.device)
     shares = plan.shares if plan is not None else (1.0 / world,) * world
     members, recast = [], []
     for name, parameter in request.model.named_parameters():
@@ -245,7 +245,11 @@ def build_engine(
     unit_shares = shares_by_unit(plan)
     merge = merge_policy(request, shards_parameters=strategy.shards_parameters)
     units = build_units(
-        request.model, members, request.unit_names, merge="none" if unit_shares else merge
+        request.model,
+        members,
+        request.unit_names,
+        merge="none" if unit_shares else merge,
+        max_flat_bytes=comm.max_flat_bytes(request.device),
     )
     _check_unit_names(control, plan, units)
     strategy.persistent = persistent_units(plan, units)

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
 from datetime import timedelta
+from typing import Any
+from unittest import mock
 
 import pytest
 import ranks as harness
 import torch
+import torch.distributed as dist
+from native_calls import native_calls
 from ranks import Pool
 from torch import Tensor
 
-from poplar.comm import Codec, Control, Group, connect
+from poplar.comm import Codec, Communicator, Control, Group, algorithms, connect
 from poplar.comm.shard_layout import Layout
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -34,10 +40,16 @@ def sum_in_rank_order(parts: list[Tensor]) -> Tensor:
     return total
 
 
-def reduce_scatter_many(seed: int, times: int, depth: int) -> list[str]:
+def reduce_scatter_many(seed: int, times: int, depth: int, native: bool = False) -> list[str]:
     """Random buckets, several in flight; returns the wrong results."""
     group = Group.of(harness.group(), None)
-    comm = connect(group, "auto")
+    comm = connect(group, "process_group" if native else "auto")
+    with native_calls() if native else nullcontext():
+        return reduce_scatter_with(comm, seed, times, depth)
+
+
+def reduce_scatter_with(comm: Communicator, seed: int, times: int, depth: int) -> list[str]:
+    group = comm.group
     generator = random.Random(seed)
     wrong, in_flight = [], []
     for turn in range(times):
@@ -73,14 +85,114 @@ def test_reduce_scatter_adds_in_rank_order_bit_for_bit(ranks: Pool, depth: int) 
         assert wrong == []
 
 
-def gather_many(seed: int, times: int) -> list[str]:
+@pytest.mark.parametrize("depth", [1, 5])
+def test_one_all_to_all_gives_the_same_bits(ranks: Pool, depth: int) -> None:
+    for wrong in ranks.run(reduce_scatter_many, 7, 60, depth, native=True):
+        assert wrong == []
+
+
+def broadcast_in_one_call(numel: int) -> bool:
+    comm = connect(Group.of(harness.group(), None), "process_group")
+    truth = gradient(0, numel, 1)
+    received = truth * (comm.group.rank == 2)
+    with native_calls():
+        comm.broadcast(received, 2, what="a broadcast")
+    return torch.equal(received, truth)
+
+
+def test_a_broadcast_is_one_call(ranks: Pool) -> None:
+    assert all(ranks.run(broadcast_in_one_call, 100))
+
+
+def calls_of(operation: str) -> list[str]:
+    """The functions of torch.distributed that one collective calls on a device backend."""
+    comm = connect(Group.of(harness.group(), None), "process_group")
+    uneven, even = Layout((0, 0, 64, 320, 640)), Layout.even(64 * WORLD, WORLD)
+    calls: list[str] = []
+
+    def count(module: object, name: str, real: Callable[..., Any]) -> Any:
+        def call(*arguments: Any, **options: Any) -> Any:
+            calls.append(name.lstrip("_"))
+            return real(*arguments, **options)
+
+        return mock.patch.object(module, name, call)
+
+    with ExitStack() as patches:
+        patches.enter_context(native_calls())
+        patches.enter_context(count(dist, "all_gather", dist.all_gather))
+        patches.enter_context(count(algorithms, "_all_gather", algorithms._all_gather))
+        for name in ("all_to_all_single", "broadcast", "batch_isend_irecv", "isend", "irecv"):
+            patches.enter_context(count(dist, name, getattr(dist, name)))
+        low, high = uneven.bounds(comm.group.rank)
+        if operation == "reduce_scatter":
+            bucket = comm.buffer(uneven, torch.float32, torch.device("cpu"))
+            out = torch.zeros(high - low)
+            comm.reduce_scatter(bucket, out, accumulate=False, what=operation).wait()
+        elif operation == "all_gather":
+            comm.all_gather(torch.zeros(even.numel), even, what=operation).wait()
+        elif operation == "uneven all_gather":
+            comm.all_gather(torch.zeros(uneven.numel), uneven, what=operation).wait()
+        elif operation == "broadcast":
+            comm.broadcast(torch.zeros(100), 2, what=operation)
+        else:
+            new = Layout((0, 320, 320, 320, 640))
+            comm.reshard(torch.zeros(high - low), uneven, new, what=operation)
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("operation", "call"),
+    [
+        ("reduce_scatter", "all_to_all_single"),
+        ("all_gather", "all_gather"),
+        ("broadcast", "broadcast"),
+        ("reshard", "all_to_all_single"),
+    ],
+)
+@pytest.mark.every_combination
+def test_a_collective_on_a_device_is_one_call(ranks: Pool, operation: str, call: str) -> None:
+    assert ranks.run(calls_of, operation) == [[call]] * WORLD
+
+
+def test_an_uneven_gather_on_a_device_is_one_call(ranks: Pool) -> None:
+    for first, *grouped in ranks.run(calls_of, "uneven all_gather"):
+        assert first == "all_gather"
+        assert set(grouped) == {"broadcast"}, "which NCCL groups, as the stand-in for it shows"
+
+
+def test_one_rank_alone_needs_no_call(ranks: Pool) -> None:
+    assert ranks.run(calls_of_one_rank, ranks=1) == [[]]
+
+
+def calls_of_one_rank() -> list[str]:
+    comm = connect(Group.of(harness.group(), None), "process_group")
+    layout = Layout((0, 640))
+    with native_calls(), mock.patch.object(dist, "all_to_all_single") as reduction:
+        bucket = comm.buffer(layout, torch.float32, torch.device("cpu"))
+        bucket.data.copy_(gradient(0, 640, 1))
+        out = torch.zeros(640)
+        comm.reduce_scatter(bucket, out, accumulate=False, what="a reduction").wait()
+        comm.all_gather(out, layout, what="a gather").wait()
+        assert torch.equal(out, bucket.data)
+    return [str(call) for call in reduction.mock_calls]
+
+
+def gather_many(seed: int, times: int, native: bool = False) -> list[str]:
     group = Group.of(harness.group(), None)
-    comm = connect(group, "auto")
+    comm = connect(group, "process_group" if native else "auto")
+    with native_calls() if native else nullcontext():
+        return gather_with(comm, seed, times)
+
+
+def gather_with(comm: Communicator, seed: int, times: int) -> list[str]:
+    group = comm.group
     generator = random.Random(seed)
     wrong = []
     for turn in range(times):
         numel = 64 * generator.randint(0, 60)
         layout = random_layout(generator, numel)
+        if turn % 4 == 0:
+            layout = Layout.even(numel, WORLD)
         truth = gradient(0, numel, turn).to(generator.choice(DTYPES))
         low, high = layout.bounds(group.rank)
         data = torch.full_like(truth, float("nan"))
@@ -91,14 +203,21 @@ def gather_many(seed: int, times: int) -> list[str]:
     return wrong
 
 
-def test_all_gather_completes_the_buffer_in_place(ranks: Pool) -> None:
-    for wrong in ranks.run(gather_many, 8, 60):
+@pytest.mark.parametrize("native", [False, True])
+def test_all_gather_completes_the_buffer_in_place(ranks: Pool, native: bool) -> None:
+    for wrong in ranks.run(gather_many, 8, 60, native):
         assert wrong == []
 
 
-def reshard_many(seed: int, times: int) -> list[str]:
+def reshard_many(seed: int, times: int, native: bool = False) -> list[str]:
     group = Group.of(harness.group(), None)
-    comm = connect(group, "auto")
+    comm = connect(group, "process_group" if native else "auto")
+    with native_calls() if native else nullcontext():
+        return reshard_with(comm, seed, times)
+
+
+def reshard_with(comm: Communicator, seed: int, times: int) -> list[str]:
+    group = comm.group
     generator = random.Random(seed)
     wrong = []
     for turn in range(times):
@@ -112,8 +231,9 @@ def reshard_many(seed: int, times: int) -> list[str]:
     return wrong
 
 
-def test_reshard_moves_every_element_to_its_new_owner(ranks: Pool) -> None:
-    for wrong in ranks.run(reshard_many, 9, 60):
+@pytest.mark.parametrize("native", [False, True])
+def test_reshard_moves_every_element_to_its_new_owner(ranks: Pool, native: bool) -> None:
+    for wrong in ranks.run(reshard_many, 9, 60, native):
         assert wrong == []
 
 

@@ -20,6 +20,7 @@ import reference
 import torch
 import training
 from models import ModelSpec
+from native_calls import native_calls
 from ranks import Pool
 from reference import Recipe
 from subset import choose
@@ -179,6 +180,25 @@ def test_random_plans_equal_one_process_on_the_whole_batch(ranks: Pool, stage: i
     trained = ranks.run(train_many, runs, timeout=120)
     for index, run in enumerate(runs):
         assert_exact([by_run[index] for by_run in trained], run.recipe, f"{index}: {run}")
+
+
+def train_natively(runs: list[Run]) -> list[reference.Trajectory]:
+    with native_calls():
+        return train_many(runs)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("shares", [EVEN, NOTHING_FOR_SOME])
+def test_steps_with_native_collectives_are_exact(
+    ranks: Pool, shares: tuple[float, ...], stage: int
+) -> None:
+    """As on devices: one native collective per flat parameter and direction, no messages."""
+    plan = Plan(stage=stage, global_batch=12, micro_batches=PASSES_WITH_A_REMAINDER, shares=shares)
+    recipe = Recipe(spec=EVERYDAY, max_norm=0.1)
+    runs = [Run(recipe, plan, open_form) for open_form in (False, True)]
+    trained = ranks.run(train_natively, runs)
+    for index, run in enumerate(runs):
+        assert_exact([by_run[index] for by_run in trained], run.recipe, str(run.open_form))
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -17,10 +17,11 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 import ranks as harness
+from communicators import connect_natively, gather_by_broadcasts
 from launch import run_ranks
 from network import EmulatedNetwork, EmulationUnavailable, Hosts
 
-from poplar.comm import Bucket, Codec, Group, connect, host_topology
+from poplar.comm import Bucket, Codec, Communicator, Group, connect, host_topology
 from poplar.comm.shard_layout import Layout
 from poplar.errors import CollectiveTimeout
 
@@ -39,7 +40,12 @@ def enter(hosts: Hosts, rank: int) -> None:
 def run_and_count(hosts: Hosts, choice: str, operation: str, folder: str) -> None:
     """Rank 0 stores the bytes that each host has sent in one collective."""
     group = Group.of(None, None)
-    comm = connect(group, choice)
+    if choice == "native calls":  # what devices issue, here on gloo
+        dist.all_gather = gather_by_broadcasts
+        names = [rank >= RANKS_ON_FIRST_HOST for rank in range(RANKS)]
+        comm: Communicator = connect_natively(group, host_topology.Hosts.of(names))
+    else:
+        comm = connect(group, choice)
     layout = Layout.even(NUMEL, RANKS)
     bucket = Bucket(torch.full((NUMEL,), float(group.rank)), layout, Codec())
     low, high = layout.bounds(group.rank)
@@ -91,7 +97,7 @@ def bytes_sent(choice: str, operation: str, folder: Path) -> tuple[float, float]
         ("all_reduce", 1.0, 1.0),
     ],
 )
-@pytest.mark.parametrize("choice", ["auto", "hierarchical:process_group"])
+@pytest.mark.parametrize("choice", ["auto", "hierarchical:process_group", "native calls"])
 def test_data_of_the_other_host_is_sent_once(operation, first, second, choice, tmp_path):
     found = bytes_sent(choice, operation, tmp_path)
     assert first <= found[0] <= OVERHEAD * first

@@ -15,6 +15,7 @@ def test_hosts_are_ordered_by_their_first_rank():
     hosts = Hosts.of(["b", "a", "b", "c"])
     assert hosts.members == ((0, 2), (1,), (3,))
     assert [hosts.host_of(rank) for rank in range(4)] == [0, 1, 0, 2]
+    assert hosts.by_rank == (0, 1, 0, 2)
 
 
 @pytest.mark.parametrize("seed", range(50))

@@ -101,6 +101,35 @@ def test_profiling_preserves_the_model(ranks: Pool):
     assert ranks.run(changes_left, (0, 1, 2, 3)) == [[]] * 4
 
 
+def graphs_and_runs_of_a_compiled_model() -> dict[str, int]:
+    """Graphs that profiling compiles at stages 0 and 3, and graphs run per pass afterwards."""
+    graphs, runs = [], []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        graphs.append(graph)
+
+        def run(*args: Any) -> Any:
+            runs.append(graph)
+            return graph.forward(*args)
+
+        return run
+
+    model = models.build(ModelSpec(kind="mlp", blocks=2))
+    model.compile(backend=backend)
+    profiled(model, stages=(0, 3), max_batch=4)
+    counts = {"graphs of the profile": len(graphs)}
+    runs.clear()
+    models.mean_over_samples(model, batch()).backward()
+    return {**counts, "graphs in one pass": len(runs)}
+
+
+def test_compiled_model_stays_compiled(ranks: Pool):
+    """Stage 3 splits graphs at its hooks; a pass without hooks is one graph again afterwards."""
+    for counts in ranks.run(graphs_and_runs_of_a_compiled_model):
+        assert counts["graphs of the profile"] > 0
+        assert counts["graphs in one pass"] == 1
+
+
 def profile_as_dict() -> dict[str, Any]:
     return profiled().to_dict()
 

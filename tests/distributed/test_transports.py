@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -11,10 +12,16 @@ import ranks as harness
 import torch
 from ranks import Pool
 
-from poplar.comm import Control, Group, connect
+from poplar.comm import Control, Group, connect, host_topology
 from poplar.comm.buffer_pool import BufferPool
 from poplar.profile import NetworkProfile
-from poplar.profiler.collectives import MOST_NUMEL, Collectives, sample_numels, time_transports
+from poplar.profiler.collectives import (
+    MOST_NUMEL,
+    Collectives,
+    ranked,
+    sample_numels,
+    time_transports,
+)
 
 WORLD = 4
 CPU = torch.device("cpu")
@@ -65,9 +72,39 @@ def test_transports_of_equal_reduction_order_are_ranked_on_all_ranks(
     assert any(name.startswith("process_group:") for name in names)
 
 
-def test_no_candidates_without_an_equal_reduction_order(ranks: Pool) -> None:
-    for found, _, _ in ranks.run(time_all_transports, "hierarchical"):
-        assert found == ()
+def time_transports_of_hosts(names: str) -> tuple[tuple[tuple[str, float], ...], list[str], float]:
+    """As `time_all_transports`, with ranks on the hosts named by letters."""
+    real = host_topology.host_id
+    host_topology.host_id = lambda: (names[harness.rank()],)
+    try:
+        return time_all_transports("auto")
+    finally:
+        host_topology.host_id = real
+
+
+def test_hierarchical_transports_compete_with_the_process_group(ranks: Pool) -> None:
+    answers = ranks.run(time_transports_of_hosts, "aabb")
+    found, _, _ = answers[0]
+    assert all(other[0] == found for other in answers)
+    assert {"hierarchical", "hierarchical:process_group"} <= {name for name, _ in found}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [
+        ({"hierarchical": 1.0, "process_group": 0.95}, ["hierarchical"]),
+        ({"hierarchical": 1.0, "process_group": 0.8}, ["process_group", "hierarchical"]),
+        (
+            {"hierarchical": 1.0, "hierarchical:process_group": 0.95, "process_group": 0.9},
+            ["hierarchical:process_group", "hierarchical"],
+        ),
+        ({"hierarchical": math.inf, "process_group": 5.0}, ["process_group"]),
+        ({"hierarchical": math.inf, "process_group": math.inf}, []),
+    ],
+)
+def test_other_bits_need_a_clear_advantage(seconds: dict[str, float], expected: list[str]) -> None:
+    orders = {name: "rank" if name == "process_group" else "host" for name in seconds}
+    assert [name for name, _ in ranked(seconds, orders, "host")] == expected
 
 
 def test_process_group_that_cannot_carry_the_tensors_is_not_timed() -> None:

@@ -17,7 +17,17 @@ PACKAGE = Path(poplar.__file__).parent
 
 LAYERS = (
     {"errors", "formatting", "curve", "schema"},
-    {"ops", "kernels", "plan", "plan_table", "profile", "observation", "system", "data"},
+    {
+        "ops",
+        "kernels",
+        "plan",
+        "plan_table",
+        "profile",
+        "observation",
+        "host_traffic",
+        "system",
+        "data",
+    },
     {"comm", "planner", "simulator", "hardware"},
     {"zero", "checkpoint"},
     {"optimizer"},
@@ -48,6 +58,7 @@ WITHOUT_TORCH = {
     "plan_table",
     "profile",
     "observation",
+    "host_traffic",
     "planner",
     "simulator",
     "hardware",

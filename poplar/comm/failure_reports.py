@@ -1,0 +1,195 @@
+"""Failures that ranks report through the store of their process group.
+
+A rank whose wait fails only knows that some rank is missing. It reports this, and the other ranks
+then do the same: their waits fail too, or they see the report. Ranks that report are alive, so the
+error names the others. The store may not answer, so every access runs in a thread of its own.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import pickle
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+GRACE_SECONDS = 1.0
+"""Time for the other ranks to report, after a rank has."""
+_WATCH_SECONDS = 0.25
+_READ_SECONDS = 0.05
+_ANSWER_SECONDS = 2.0
+"""Time for the store to answer."""
+
+
+class StoreUnavailable(RuntimeError):
+    """The store has failed or does not answer in time."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one rank has reported."""
+
+    reason: str
+    is_cause: bool
+    """This rank has failed itself; otherwise it waited for others."""
+
+
+class FailureReports:
+    """The reports of all ranks of a group, as one of its ranks sees them."""
+
+    def __init__(self, store: Any, prefix: str, rank: int, size: int) -> None:
+        """`prefix`: of the keys; the same on all ranks, and used by no other group."""
+        self.rank, self.size = rank, size
+        self._store, self._prefix = store, prefix
+        self._is_watching = False
+        self.seen = threading.Event()
+        """Set once any rank has reported a failure, if `watch` was called."""
+
+    def publish(self, reason: str, *, is_cause: bool = False) -> None:
+        """Report a failure of this rank, as far as the store answers; replaces earlier reports."""
+        value = pickle.dumps(Report(reason, is_cause))
+
+        def write(store: Any) -> None:
+            store.set(self._key(self.rank), value)
+            store.set(self._any_key, b"1")
+
+        with contextlib.suppress(StoreUnavailable):  # `collect` tells
+            self._access(write, _ANSWER_SECONDS)
+
+    def collect(self, expected: Collection[int]) -> dict[int, Report]:
+        """The reports by rank, once all expected ranks have reported or the grace time is over.
+
+        Raises:
+            StoreUnavailable: the store has failed or does not answer.
+        """
+
+        def read(store: Any) -> dict[int, Report]:
+            found: dict[int, Report] = {}
+            deadline = time.monotonic() + GRACE_SECONDS
+            while True:
+                for rank in range(self.size):
+                    if rank not in found and store.check([self._key(rank)]):
+                        found[rank] = pickle.loads(store.get(self._key(rank)))
+                if set(expected) <= found.keys() or time.monotonic() > deadline:
+                    return found
+                time.sleep(_READ_SECONDS)
+
+        return self._access(read, GRACE_SECONDS + _ANSWER_SECONDS)
+
+    def diagnose(self, suspects: Collection[int], cause: str) -> tuple[list[int], str]:
+        """The ranks that are the cause of a failed wait, and a description of it.
+
+        All ranks in the wait, or in a later one, must call this or `publish` about the same time.
+
+        Args:
+            suspects: the other ranks that this rank waited for.
+            cause: why the wait failed.
+        """
+        self.publish(f"rank {self.rank} waited for other ranks ({cause})")
+        peers = {rank for rank in range(self.size) if rank != self.rank}
+        try:
+            reports = self.collect(peers - set(suspects) or peers)
+        except StoreUnavailable as error:
+            return sorted(suspects), (
+                f"{cause}; nor can the ranks' store be read ({error}): the process that serves it, "
+                "usually rank 0's, may have ended"
+            )
+        failed = sorted(rank for rank in peers & reports.keys() if reports[rank].is_cause)
+        if failed:
+            return failed, "; ".join(reports[rank].reason for rank in failed)
+        silent = peers - reports.keys()
+        if silent:
+            return sorted(silent & set(suspects) or silent), cause
+        reason = next(reports[rank].reason for rank in sorted(peers))
+        return sorted(suspects), f"they had stopped waiting: {reason}"
+
+    def watch(self, notify: Callable[[], None] | None = None) -> None:
+        """Start to look for reports of other ranks.
+
+        Args:
+            notify: a bound method that the looking thread calls at the first report.
+
+        The thread ends with this object, and keeps neither it nor the method's object alive.
+        """
+        if not self._is_watching:
+            self._is_watching = True
+            weak = weakref.WeakMethod(notify) if notify is not None else None
+            _Watch(weakref.ref(self), self._store, self._any_key, weak).start()
+
+    def _key(self, rank: int) -> str:
+        return f"{self._prefix}/{rank}"
+
+    @property
+    def _any_key(self) -> str:
+        return f"{self._prefix}/any"
+
+    def _access(self, access: Callable[[Any], T], seconds: float) -> T:
+        answers: queue.SimpleQueue[tuple[Any, Exception | None]] = queue.SimpleQueue()
+
+        def run() -> None:
+            try:
+                answers.put((access(self._store), None))
+            except Exception as error:
+                answers.put((None, error))
+
+        threading.Thread(target=run, daemon=True).start()
+        try:
+            value, error = answers.get(timeout=seconds)
+        except queue.Empty:
+            raise StoreUnavailable(f"no answer in {seconds:g} s") from None
+        if error is not None:
+            raise StoreUnavailable(str(error).partition("\n")[0]) from error
+        answer: T = value
+        return answer
+
+
+class _Watch(threading.Thread):
+    """Polls the store until a rank has reported a failure or the reports are no longer needed."""
+
+    def __init__(
+        self,
+        reports: weakref.ref[FailureReports],
+        store: Any,
+        key: str,
+        notify: weakref.WeakMethod[Callable[[], None]] | None,
+    ) -> None:
+        super().__init__(daemon=True)
+        self._reports, self._store, self._key, self._notify = reports, store, key, notify
+        self._stopped = threading.Event()
+        _WATCHES.add(self)
+
+    def run(self) -> None:
+        while not self._stopped.wait(_WATCH_SECONDS) and self._reports() is not None:
+            try:
+                found = self._store.check([self._key])
+            except Exception:  # the waits have deadlines of their own
+                return
+            reports = self._reports()
+            if found and reports is not None:
+                reports.seen.set()
+                notify = self._notify() if self._notify is not None else None
+                if notify is not None:
+                    notify()
+                return
+            del reports
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self.join(1.0)
+
+
+_WATCHES: weakref.WeakSet[_Watch] = weakref.WeakSet()
+
+
+@atexit.register
+def _stop_watches() -> None:
+    # A thread that returns from the store while the interpreter exits would abort the process.
+    for watch in list(_WATCHES):
+        watch.stop()

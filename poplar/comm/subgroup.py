@@ -1,0 +1,85 @@
+"""Process groups within a process group, with names that all ranks agree on."""
+
+from __future__ import annotations
+
+import time
+import uuid
+import weakref
+from collections.abc import Iterator
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import (
+    _get_process_group_store,
+    _new_process_group_helper,
+    _world,
+)
+
+Partition = tuple[tuple[int, ...], ...]
+"""Global ranks by subgroup, the same on all ranks."""
+
+_POLL_SECONDS = 0.001
+
+# A process group costs sockets and threads, so optimizers share the subgroups of a process group.
+_SUBGROUPS: weakref.WeakKeyDictionary[
+    dist.ProcessGroup, dict[tuple[str, Partition], dist.ProcessGroup]
+] = weakref.WeakKeyDictionary()
+
+
+def subgroup(
+    process_group: dist.ProcessGroup, backend: str, partition: Partition, timeout: timedelta
+) -> dist.ProcessGroup:
+    """The process group of this rank's part of the partition. Collective over `process_group`.
+
+    `dist.new_group` cannot be used. It needs every rank of the job, or it names the group after the
+    number of groups that a rank has. Ranks with different numbers then wait for each other forever,
+    and the name is reused after `destroy_process_group`, with old addresses in the store. This
+    function makes the ranks agree on a unique name.
+
+    Raises:
+        RuntimeError: some ranks did not take part before the timeout.
+    """
+    known = _SUBGROUPS.setdefault(process_group, {})
+    if (backend, partition) in known:
+        return known[backend, partition]
+    name = _agree_on_name(process_group, timeout)
+    rank = dist.get_rank()
+    members = next(ranks for ranks in partition if rank in ranks)
+    group, _ = _new_process_group_helper(
+        len(members),
+        members.index(rank),
+        list(members),
+        backend,
+        _get_process_group_store(process_group),
+        f"poplar/{name}/{members[0]}",  # type: ignore[arg-type]  # a `GroupName`, since 2.11
+        timeout=timeout,
+    )
+    assert isinstance(group, dist.ProcessGroup)
+    _world.pg_group_ranks[group] = {rank: position for position, rank in enumerate(members)}
+    known[backend, partition] = group
+    return group
+
+
+def subgroups_of(process_group: dist.ProcessGroup) -> Iterator[dist.ProcessGroup]:
+    """The subgroups that this rank has created."""
+    yield from _SUBGROUPS.get(process_group, {}).values()
+
+
+def _agree_on_name(process_group: dist.ProcessGroup, timeout: timedelta) -> str:
+    """A random name, chosen by the first rank. Collective."""
+    backends = [part.split(":")[0] for part in dist.get_backend_config(process_group).split(",")]
+    device = "cpu" if "cpu" in backends else backends[0]
+    name = torch.frombuffer(bytearray(uuid.uuid4().bytes), dtype=torch.uint8).to(device)
+    work = dist.broadcast(name, group=process_group, group_src=0, async_op=True)
+    if work is None:
+        raise RuntimeError(f"rank {dist.get_rank()} is not in the process group")
+    # Polled: the timeout of the process group may be longer, and NCCL would not block here.
+    is_done = work.get_future().done if device == "cpu" else work.is_completed
+    deadline = time.monotonic() + timeout.total_seconds()
+    while not is_done():
+        if time.monotonic() > deadline:
+            raise RuntimeError("no answer")
+        time.sleep(_POLL_SECONDS)
+    work.wait()
+    return bytes(name.tolist()).hex()

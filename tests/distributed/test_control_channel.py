@@ -1,0 +1,200 @@
+"""The control channel over gloo: one native call per exchange, and errors that name the rank."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import pytest
+import ranks as harness
+import torch
+import torch.distributed as dist
+from ranks import Failure, Pool, one_off
+
+from poplar import CollectiveTimeout
+from poplar.comm import Control, Group
+
+WORLD = 4
+TIMEOUT = timedelta(seconds=2)
+LOST = 2
+DTYPES = (torch.bool, torch.bfloat16, torch.int64, torch.float64)
+
+
+class CountingGroup:
+    """A process group that counts its all-gathers."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self.all_gathers = 0
+
+    def allgather(self, *arguments: Any) -> Any:
+        self.all_gathers += 1
+        return self._group.allgather(*arguments)
+
+
+def control_and_count() -> tuple[Control, CountingGroup]:
+    group = Group.of(harness.group(), None)
+    counting: Any = CountingGroup(group.control_group)
+    return Control(replace(group, control_group=counting)), counting
+
+
+def calls_of_exchanges() -> tuple[int, int, int]:
+    control, counting = control_and_count()
+    with mock.patch.object(dist, "batch_isend_irecv") as messages:
+        control.exchange(torch.ones(3), what="values")()
+        values = counting.all_gathers
+        control.exchange_objects("x" * control.group.rank, what="objects")
+    return values, counting.all_gathers - values, messages.call_count
+
+
+def test_an_exchange_is_one_native_call_and_no_message(ranks: Pool) -> None:
+    """Objects take a second one, for their sizes."""
+    assert ranks.run(calls_of_exchanges) == [(1, 2, 0)] * WORLD
+
+
+def exchange_rows() -> list[list[list[float]]]:
+    """Rows of several dtypes, waited for in another order than they were issued."""
+    group = Group.of(harness.group(), None)
+    control = Control(group)
+    started = [
+        control.exchange(torch.tensor([group.rank % 2, 1]).to(dtype), what="rows")
+        for dtype in DTYPES
+    ]
+    waited = [[[float(v) for v in row] for row in collect()] for collect in reversed(started)]
+    return waited[::-1]
+
+
+def test_rows_of_any_dtype_arrive_in_rank_order(ranks: Pool) -> None:
+    rows = [[0.0, 1.0], [1.0, 1.0]] * 2
+    assert ranks.run(exchange_rows) == [[rows] * len(DTYPES)] * WORLD
+
+
+def exchange_beside_the_users_collectives() -> list[float]:
+    """The ranks issue an exchange and a collective of their own in different orders."""
+    group = Group.of(harness.group(), timedelta(seconds=30))
+    control, own = Control(group), torch.tensor([float(group.rank)])
+    total = own.clone()
+    if group.rank % 2 == 0:
+        collect = control.exchange(own, what="an exchange")
+        work = dist.all_reduce(total, group=group.process_group, async_op=True)
+    else:
+        work = dist.all_reduce(total, group=group.process_group, async_op=True)
+        collect = control.exchange(own, what="an exchange")
+    assert work is not None
+    received = collect()
+    work.wait()
+    return [float(total), *(float(row) for row in received)]
+
+
+def test_collectives_of_the_user_are_not_mixed_up_with_exchanges(ranks: Pool) -> None:
+    assert ranks.run(exchange_beside_the_users_collectives) == [[6.0, 0.0, 1.0, 2.0, 3.0]] * WORLD
+
+
+def broadcast_from_every_rank() -> list[int]:
+    control = Control(Group.of(harness.group(), None))
+    rank, received = control.group.rank, []
+    for source in range(WORLD):
+        for number in range(5):
+            if source == rank:
+                control.broadcast_integer(10 * source + number)
+            else:
+                received.append(control.receive_integer(source))
+    control.exchange(torch.zeros(1), what="the end")()
+    assert not control._unflushed
+    return received
+
+
+def test_broadcast_integers_arrive_in_order(ranks: Pool) -> None:
+    for rank, received in enumerate(ranks.run(broadcast_from_every_rank)):
+        sources = [source for source in range(WORLD) if source != rank]
+        assert received == [10 * source + number for source in sources for number in range(5)]
+
+
+def exchange_until(lose: Callable[[], None]) -> Failure | None:
+    """Exchange with a rank that is lost after the first exchange."""
+    control = Control(Group.of(harness.group(), TIMEOUT))
+    control.exchange(torch.zeros(1), what="the first exchange")()
+    with harness.catching() as caught:
+        if control.group.rank == LOST:
+            lose()
+        control.exchange(torch.zeros(1), what="the second exchange")()
+    return caught[0] if caught else None
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def sleep() -> None:
+    time.sleep(3 * TIMEOUT.total_seconds())
+
+
+@pytest.mark.parametrize("lose", [kill, stop])
+@pytest.mark.parametrize("size", [3, 4])
+def test_the_survivors_of_an_exchange_name_the_lost_rank(
+    lose: Callable[[], None], size: int
+) -> None:
+    answers = one_off(size, exchange_until, lose, lost=[LOST], timeout=60)
+    for rank, failure in enumerate(answers):
+        if rank != LOST:
+            assert_names_lost_rank(failure)
+
+
+def assert_names_lost_rank(failure: Failure | None) -> None:
+    assert failure is not None, "the exchange returned"
+    assert failure.is_a(CollectiveTimeout), failure
+    assert re.search(rf"waiting for rank\(s\) {LOST} ", failure.message), failure.message
+
+
+def test_a_slow_rank_is_named_and_learns_that_it_was_late() -> None:
+    answers = one_off(3, exchange_until, sleep, timeout=60)
+    for rank, failure in enumerate(answers):
+        if rank != LOST:
+            assert_names_lost_rank(failure)
+    assert answers[LOST] is not None, "the exchange returned"
+    assert "had stopped waiting" in answers[LOST].message, answers[LOST]
+
+
+def fail_before_an_exchange() -> Failure | None:
+    """One rank fails and stays alive; the others wait for it."""
+    group = Group.of(harness.group(), timedelta(seconds=20))
+    control = Control(group)
+    control.exchange(torch.zeros(1), what="the first exchange")()
+    if group.rank == LOST:
+        group.abort(f"rank {LOST} is out of memory")
+    with harness.catching() as caught:
+        control.exchange(torch.zeros(1), what="the second exchange")()
+    return caught[0] if caught else None
+
+
+def test_the_reason_of_a_rank_that_gave_up_is_told_on_all_ranks_before_the_deadline() -> None:
+    for failure in one_off(3, fail_before_an_exchange, timeout=60):
+        assert failure is not None, "the exchange returned"
+        assert failure.is_a(CollectiveTimeout), failure
+        assert f"rank {LOST} is out of memory" in failure.message, failure
+
+
+def make_a_group_alone() -> Failure | None:
+    if harness.rank() == LOST:
+        time.sleep(3 * TIMEOUT.total_seconds())
+        return None
+    with harness.catching() as caught:
+        Group.of(harness.group(), TIMEOUT)
+    return caught[0] if caught else None
+
+
+def test_a_rank_that_does_not_build_an_optimizer_is_named() -> None:
+    answers = one_off(3, make_a_group_alone, timeout=60)
+    for rank in (0, 1):
+        assert_names_lost_rank(answers[rank])

@@ -1,0 +1,81 @@
+"""The hierarchical transport of devices, on gloo: the bits of the message path, by native calls."""
+
+from __future__ import annotations
+
+import random
+from unittest import mock
+
+import pytest
+import ranks as harness
+import torch
+import torch.distributed as dist
+from communicators import connect_natively, gather_by_broadcasts
+from torch import Tensor
+
+from poplar.comm import Bucket, Codec, Communicator, Group
+from poplar.comm.hierarchical_messages import HierarchicalMessageCommunicator
+from poplar.comm.host_topology import Hosts
+from poplar.comm.shard_layout import Layout
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+HOSTS = {
+    "2+2": "aabb",
+    "interleaved": "abab",
+    "1+3": "abbb",
+    "one host": "aaaa",
+    "one rank each": "abcd",
+    "2+1+3": "aabccc",
+    "3+1+2 interleaved": "acabcc",
+}
+
+
+def random_layout(draw: random.Random, size: int) -> Layout:
+    numel = 64 * draw.choice((0, 1, 3, 20, 200, 900))
+    cuts = sorted(64 * draw.randint(0, numel // 64) for _ in range(size - 1))
+    if draw.random() < 0.3:  # one rank owns everything
+        owner = draw.randrange(size)
+        cuts = [numel * (rank >= owner) for rank in range(size - 1)]
+    return Layout((0, *cuts, numel))
+
+
+def results(comm: Communicator, layout: Layout, dtype: torch.dtype, number: int) -> list[Tensor]:
+    """Of one collective of each kind."""
+    low, high = layout.bounds(comm.group.rank)
+    generator = torch.Generator().manual_seed(100 * number + comm.group.rank)
+    values = torch.randn(layout.numel, generator=generator).to(dtype)
+    bucket = Bucket(values.clone(), layout, Codec(dtype))
+    out, squares = torch.ones(high - low), torch.full(((high - low) // 64,), -1.0)
+    comm.reduce_scatter(
+        bucket, out, accumulate=number % 2 == 0, what="a reduction", squares=squares
+    ).wait()
+    assert torch.equal(bucket.data, values), "the bucket must stay as it was packed"
+    in_place = torch.full_like(values, torch.nan)
+    in_place[low:high] = values[low:high]
+    comm.all_gather(in_place, layout, what="a gather in place").wait()
+    given = torch.full_like(values, torch.nan)
+    comm.all_gather(given, layout, what="a gather", own=values[low:high].clone()).wait()
+    comm.all_reduce(bucket, what="an all-reduce").wait()
+    return [out, squares, in_place, given, bucket.data]
+
+
+def compare(names: str, times: int) -> list[str]:
+    """The random cases in which native calls and messages differ."""
+    group, draw = Group.of(harness.group(), None), random.Random(7)
+    hosts = Hosts.of(names)
+    by_messages = HierarchicalMessageCommunicator(group, hosts, group.split(hosts.members))
+    natively = connect_natively(group, hosts)
+    wrong = []
+    with mock.patch.object(dist, "all_gather", gather_by_broadcasts):
+        for number in range(times):
+            layout, dtype = random_layout(draw, group.size), draw.choice(DTYPES)
+            found = results(natively, layout, dtype, number)
+            expected = results(by_messages, layout, dtype, number)
+            if not all(map(torch.equal, found, expected)):
+                wrong.append(f"rank {group.rank}: {layout} {dtype}")
+    return wrong
+
+
+@pytest.mark.parametrize("names", HOSTS.values(), ids=HOSTS)
+def test_native_calls_give_the_bits_of_the_message_path(names: str) -> None:
+    for wrong in harness.one_off(len(names), compare, names, 25, timeout=100.0):
+        assert wrong == []

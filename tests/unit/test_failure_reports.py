@@ -1,0 +1,142 @@
+"""Which ranks an error names, from the reports of the ranks that noticed a failure."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from poplar.comm import failure_reports
+from poplar.comm.failure_reports import FailureReports
+
+SIZE = 4
+
+
+@pytest.fixture(autouse=True)
+def a_short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failure_reports, "GRACE_SECONDS", 0.3)
+    monkeypatch.setattr(failure_reports, "_ANSWER_SECONDS", 0.3)
+    monkeypatch.setattr(failure_reports, "_WATCH_SECONDS", 0.01)
+
+
+def reports_of(store: Any, size: int = SIZE) -> list[FailureReports]:
+    return [FailureReports(store, "a group", rank, size) for rank in range(size)]
+
+
+def diagnoses(
+    reports: Sequence[FailureReports], suspects: dict[int, list[int]]
+) -> list[tuple[list[int], str]]:
+    """What the ranks find that wait for `suspects`, all at the same time."""
+    with ThreadPoolExecutor(len(suspects)) as ranks:
+        return list(ranks.map(lambda r: reports[r].diagnose(suspects[r], "no answer"), suspects))
+
+
+def peers(rank: int, size: int = SIZE) -> list[int]:
+    return [peer for peer in range(size) if peer != rank]
+
+
+def test_ranks_that_do_not_report_are_named() -> None:
+    found = diagnoses(reports_of(dist.HashStore()), {rank: peers(rank) for rank in (0, 2, 3)})
+    assert found == [([1], "no answer")] * 3
+
+
+def test_two_missing_ranks_of_64_are_named() -> None:
+    alive = [rank for rank in range(64) if rank not in (5, 63)]
+    reports = reports_of(dist.HashStore(), 64)
+    found = diagnoses(reports, {rank: peers(rank, 64) for rank in alive})
+    assert found == [([5, 63], "no answer")] * 62
+
+
+def test_a_rank_that_another_waited_for_is_not_blamed_if_it_reports() -> None:
+    found = diagnoses(reports_of(dist.HashStore()), {0: [1], 2: [1], 3: [2]})
+    assert [ranks for ranks, _ in found] == [[1]] * 3
+
+
+def test_a_rank_outside_the_wait_is_not_blamed_if_the_missing_one_is_known() -> None:
+    """A rank that is busy elsewhere has nothing to report yet."""
+    (found,) = diagnoses(reports_of(dist.HashStore()), {0: [1]})
+    assert found == ([1], "no answer")
+
+
+def test_the_reason_of_a_rank_that_failed_itself_is_passed_on() -> None:
+    reports = reports_of(dist.HashStore())
+    reports[2].publish("rank 2 is out of memory", is_cause=True)
+    found = diagnoses(reports, {0: peers(0), 1: [0, 2]})
+    assert found == [([2], "rank 2 is out of memory")] * 2
+
+
+def test_a_late_rank_learns_that_the_others_have_stopped_waiting() -> None:
+    reports = reports_of(dist.HashStore(), 2)
+    reports[0].publish("rank 0 waited for rank(s) 1")
+    ranks, cause = reports[1].diagnose([0], "the connection is closed")
+    assert ranks == [0]
+    assert cause == "they had stopped waiting: rank 0 waited for rank(s) 1"
+
+
+class Gone:
+    """A store whose process has ended."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError("connection reset\nand more")
+
+
+class Silent:
+    """A store whose process has been stopped."""
+
+    def __init__(self) -> None:
+        self.over = threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *arguments: self.over.wait(30)
+
+
+def test_without_its_store_a_rank_names_those_that_it_waited_for() -> None:
+    ranks, cause = reports_of(Gone())[1].diagnose([0, 2], "no answer")
+    assert ranks == [0, 2]
+    assert "no answer" in cause
+    assert "connection reset" in cause
+    assert "usually rank 0's" in cause
+
+
+def test_a_store_that_does_not_answer_delays_no_error() -> None:
+    store = Silent()
+    ranks, cause = reports_of(store)[1].diagnose([0], "no answer")
+    store.over.set()
+    assert ranks == [0]
+    assert "no answer in 0.6 s" in cause
+
+
+def wait_until(condition: Any) -> bool:
+    end = time.monotonic() + 20
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.01)
+    return bool(condition())
+
+
+class Notified:
+    def __init__(self) -> None:
+        self.times = 0
+
+    def notify(self) -> None:
+        self.times += 1
+
+
+def test_a_watching_rank_sees_the_failure_of_another() -> None:
+    reports, notified = reports_of(dist.HashStore(), 2), Notified()
+    reports[0].watch(notified.notify)
+    assert not reports[0].seen.is_set()
+    reports[1].publish("rank 1 failed", is_cause=True)
+    assert wait_until(lambda: reports[0].seen.is_set() and notified.times == 1)
+
+
+def test_a_watch_ends_with_its_reports() -> None:
+    (reports,) = reports_of(dist.HashStore(), 1)
+    reports.watch()
+    (watch,) = failure_reports._WATCHES
+    del reports
+    assert wait_until(lambda: not watch.is_alive())

@@ -1,0 +1,125 @@
+"""A wait for a device on the host has a deadline, names ranks and aborts what is pending."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from poplar.comm import Group, failure_reports
+from poplar.comm.failure_reports import FailureReports
+from poplar.errors import CollectiveTimeout
+
+DEADLINE = timedelta(seconds=0.3)
+
+
+class FakeEvent:
+    """An event that the device reaches after so many queries; None: never."""
+
+    def __init__(self, queries: int | None) -> None:
+        self.left = queries
+
+    def query(self) -> bool:
+        if self.left is None:
+            return False
+        self.left -= 1
+        return self.left < 0
+
+
+class FakeProcessGroup:
+    """A process group of three ranks over a device backend."""
+
+    def __init__(self) -> None:
+        self.aborts = 0
+
+    def abort(self) -> None:
+        self.aborts += 1
+
+
+@pytest.fixture
+def groups(monkeypatch: pytest.MonkeyPatch) -> list[Group]:
+    """The group as its ranks see it, in one process."""
+    monkeypatch.setattr(failure_reports, "GRACE_SECONDS", 0.2)
+    monkeypatch.setattr(failure_reports, "_WATCH_SECONDS", 0.01)
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo,cuda:nccl")
+    store, made = dist.HashStore(), []
+    for rank in range(3):
+        process_group: Any = FakeProcessGroup()
+        reports = FailureReports(store, "a group", rank, 3)
+        group = Group((0, 1, 2), process_group, process_group, DEADLINE, reports=reports)
+        group.__dict__["rank"] = rank  # a cached property
+        made.append(group)
+    return made
+
+
+def aborts(group: Group) -> int:
+    process_group: Any = group.process_group
+    return int(process_group.aborts)
+
+
+def test_an_event_that_is_reached_ends_the_wait(groups: list[Group]) -> None:
+    assert groups[0].wait_for_event(FakeEvent(0), "the loss") >= 0.0
+    assert groups[0].wait_for_event(FakeEvent(5), "the loss") >= 0.0
+    assert aborts(groups[0]) == 0
+
+
+def test_at_the_deadline_the_error_names_the_ranks_that_do_not_wait(groups: list[Group]) -> None:
+    caught: list[str] = []
+
+    def wait(group: Group) -> None:
+        with pytest.raises(CollectiveTimeout) as error:
+            group.wait_for_event(FakeEvent(None), "the loss")
+        caught.append(str(error.value))
+
+    threads = [threading.Thread(target=wait, args=(group,)) for group in groups[:2]]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for rank, message in enumerate(sorted(caught)):
+        assert f"rank {rank}: the loss failed, waiting for rank(s) 2 (deadline 0.3 s)" in message
+    assert [aborts(group) for group in groups] == [1, 1, 0]
+
+
+def test_the_failure_of_another_rank_ends_the_wait_and_is_told(groups: list[Group]) -> None:
+    waiting, failed = replace(groups[0], timeout=timedelta(days=1)), groups[2]
+    waiting.__dict__["rank"] = 0
+    assert waiting.reports is not None
+    waiting.reports.watch(waiting.abort_device_collectives)
+    failed.abort("rank 2 is out of memory")
+    with pytest.raises(CollectiveTimeout, match=r"rank\(s\) 2 .*rank 2 is out of memory"):
+        waiting.wait_for_event(FakeEvent(None), "the gradient norm")
+    assert aborts(failed) == 1
+    assert aborts(waiting) >= 1, "so that a stream that waits for rank 2 continues"
+
+
+def test_values_of_an_aborted_collective_are_not_used(groups: list[Group]) -> None:
+    """After an abort the device reaches its events, with any values."""
+    waiting, failed = groups[:2]
+    assert waiting.reports is not None
+    waiting.reports.watch()
+    failed.abort("rank 1 failed")
+    assert waiting.reports.seen.wait(20)
+    with pytest.raises(CollectiveTimeout, match="rank 1 failed"):
+        waiting.wait_for_event(FakeEvent(0), "the loss")
+
+
+def test_after_a_failure_no_collective_is_issued(groups: list[Group]) -> None:
+    groups[0].abort("rank 0 failed")
+    with pytest.raises(CollectiveTimeout, match=r"an earlier collective did not finish.*rank 0"):
+        groups[0].check()
+    with pytest.raises(CollectiveTimeout, match="an earlier collective did not finish"):
+        groups[0].wait_for_event(FakeEvent(0), "the loss")
+
+
+def test_an_error_of_the_device_is_not_taken_for_a_timeout(groups: list[Group]) -> None:
+    event = mock.Mock()
+    event.query.side_effect = RuntimeError("CUDA error: an illegal memory access")
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        groups[0].wait_for_event(event, "the loss")
+    assert not groups[0].failures
