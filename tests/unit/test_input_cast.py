@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 from torch.utils.checkpoint import checkpoint
 
+from poplar.data import pytree
 from poplar.zero.input_cast import cast_inputs, inputs_cast
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -205,6 +206,27 @@ class TestCompile:
         ]
         cast_is_a_graph = whole  # `compile` runs the model's hooks outside its graph
         assert graphs[1] == graphs[0] + cast_is_a_graph
+
+    @pytest.mark.parametrize(
+        "argument",
+        [
+            None,
+            (torch.ones(2), 1),
+            [torch.ones(2)],
+            {"a": torch.ones(2)},
+            OrderedDict(a=torch.ones(2)),
+            Sample(torch.ones(2), 1),
+        ],
+        ids=lambda argument: type(argument).__name__,
+    )
+    def test_arguments_are_cast_inside_a_graph(self, model, argument):
+        torch._dynamo.reset()
+        model.forward = lambda x, given: (x, given)
+        compiled = torch.compile(lambda x: model(x, argument), backend="eager", fullgraph=True)
+        x, given = compiled(torch.ones(2, 4))
+        assert x.dtype is BF16
+        assert type(given) is type(argument)
+        assert {tensor.dtype for tensor in pytree.tensors(given)} <= {BF16}
 
     def test_optimized_module(self):
         wrapped = torch.compile(Encoder(), backend="eager", fullgraph=True)
