@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ class FlatAdamW(torch.optim.AdamW):
     each would be a separate pass over memory.
     """
 
-    _incremented: Sequence[Tensor] = ()
+    _incremented: tuple[Tensor, ...] = ()
     """Step counters that the last step incremented; undone if it was skipped."""
 
     def step_scaled(
@@ -43,7 +43,7 @@ class FlatAdamW(torch.optim.AdamW):
             if values.grad is not None
         ]
         states = [state for _, _, state in steps]
-        self._incremented = [state["step"] for state in states]
+        self._incremented = tuple(state["step"] for state in states)
         if not steps:
             return
         torch._foreach_add_(self._incremented, 1.0)
