@@ -214,7 +214,7 @@ def fill_norm_row(
     owned = [(flat, flat.intersect_owned(*flat.layout.bounds(rank))) for flat in flats]
     if norm_type == 2.0:
         squares = [flat.sums_of_squares(part) for flat, part in owned if part is not None]
-        gradient_norm.add_squares(row[: ops.EXACT_WORDS], squares)
+        ops.exact_sum_(row[: ops.EXACT_WORDS], squares)  # see [Note: exact sums]
         return
     parts = [flat.gradient[part] for flat, part in owned if part is not None]
     if norm_type == float("inf"):

@@ -81,9 +81,8 @@ class Replicated(LocalAccumulation):
 
     def scale_gradients(self, units: Sequence[Unit], factor: Tensor) -> bool:
         """Scale at once: `.grad` shows what the update applies."""
-        for unit in units:
-            for flat in unit.trained:
-                flat.gradient.mul_(factor)
+        gradients = [flat.gradient for unit in units for flat in unit.trained]
+        torch._foreach_mul_(gradients, factor.float())
         return True
 
     def read_back_gradients(self, flat: FlatParameter) -> list[int]:
