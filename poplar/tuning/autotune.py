@@ -32,8 +32,6 @@ from poplar.planner.uncertainty import at_worst, unmeasured_batches
 from poplar.profile import BatchPoint, ClusterProfile, DeviceProfile
 from poplar.profiler.batch_curves import with_measured
 from poplar.profiler.cluster_profiler import Profiler
-from poplar.profiler.compilation import compiled_code_preserved
-from poplar.profiler.preserved_state import model_preserved
 from poplar.profiler.progress import Report, show_progress
 from poplar.profiler.request import Request, digest, is_count
 from poplar.tuning.profile_cluster import CachedProfile
@@ -224,12 +222,7 @@ class Tuner:
         plans = self._search(profile)
         if not verify:
             return Tuned(plans[0], profile, ())
-        model, device = self.session.request.model, self.session.device
-        with (
-            show_progress(self.cached.show) as report,
-            model_preserved(model, device),
-            compiled_code_preserved(),
-        ):
+        with show_progress(self.cached.show) as report, self.session.measuring():
             if self.policy == "exact":
                 until = time.perf_counter() + POINTS_PART * self._seconds_left(ends)
                 profile, plans = self._measure_planned_batches(profile, plans, until, report)

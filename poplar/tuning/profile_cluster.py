@@ -24,8 +24,6 @@ from poplar.planner.memory_shortfall import NoPlanFits
 from poplar.profile import ClusterProfile
 from poplar.profiler.cache import Cache, default_folder
 from poplar.profiler.cluster_profiler import Profiler
-from poplar.profiler.compilation import compiled_code_preserved
-from poplar.profiler.preserved_state import model_preserved
 from poplar.profiler.progress import Report, show_progress
 from poplar.profiler.request import Request
 from poplar.zero.micro_batch_loss import LossFunction
@@ -124,12 +122,7 @@ class CachedProfile:
         if found is not None:
             profile, self.plans = found
             return self.profiler.with_present_memory(profile)
-        model, device = session.request.model, session.device
-        with (
-            show_progress(self.show) as report,
-            model_preserved(model, device),
-            compiled_code_preserved(),
-        ):
+        with show_progress(self.show) as report, session.measuring():
             profile = _calibrated(self.profiler, self.profiler.measure(report), report)
         self.save(profile)
         return profile
