@@ -54,7 +54,8 @@ def profile_cluster(
     """Measure every rank, and the network between them. Collective: every rank calls it.
 
     Args:
-        model: on this rank's device, not wrapped. It is unchanged afterwards, bit by bit.
+        model: on this rank's device, not wrapped; may be compiled. It is unchanged afterwards, bit
+            by bit. Compiled functions are compiled again at their next call.
         loss_fn: as for `train_step`: `loss_fn(model, micro_batch)` -> mean loss.
         example_batch: a batch as in training; its samples are repeated for larger batches, so a
             few are enough. Use typical sequence lengths: they determine the time of a pass.
@@ -63,7 +64,9 @@ def profile_cluster(
         memory_limit: bytes that this rank may use; default: the memory of its device, less what
             other processes use.
         stages: ZeRO stages to run steps at; other stages are predicted less accurately.
-        seconds: time budget. Exceeded only if a few passes of each kind take longer.
+        seconds: time budget. Exceeded if a few passes of each kind take longer, and by the warm-up:
+            each batch size runs until its time settles, so that compilation, cuDNN's choice of
+            algorithms and kernel tuning are not timed.
         max_norm: gradient clipping in the measured steps, as in training; None for none.
         process_group, units, compute_dtype, reduce_dtype, timeout, allow_batch_norm: as for
             `HeteroZeroOptimizer`.
@@ -76,9 +79,11 @@ def profile_cluster(
         The same `ClusterProfile` on every rank. Its `notes` say if the machine was too noisy.
 
     Raises:
-        ValueError, TypeError, RuntimeError: an argument of this rank is wrong, or ranks differ.
+        ValueError, TypeError, RuntimeError: an argument of this rank is wrong, or ranks differ; or
+            a compiled function changes so often that torch would give up compiling it.
         RankFailed: an argument of another rank is wrong, or that rank could not be measured.
-        CollectiveTimeout: a rank did not answer in time.
+        CollectiveTimeout: a rank did not answer in time. Compiling one batch size may take long:
+            pass a larger `timeout`.
     """
     request = Request(
         model=model,

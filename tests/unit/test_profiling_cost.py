@@ -18,7 +18,8 @@ from torch import Tensor
 
 from poplar.comm.host_topology import Hosts
 from poplar.comm.shard_layout import Layout
-from poplar.profiler import collectives, links, optimizer_step
+from poplar.profiler import collectives, links, optimizer_step, trial_runs
+from poplar.profiler.cluster_profiler import STEPS, Profiler
 from poplar.profiler.collectives import (
     MOST_ELEMENTS,
     MOST_ELEMENTS_AT_ONCE,
@@ -140,6 +141,18 @@ def test_network_is_measured_with_a_bounded_number_of_elements(monkeypatch, nume
     assert counted.exchanges <= 2 * 2 * RUNS * (1 + owners) + 2
     assert len(counted.link_rounds) <= len(hosts)
     assert max(counted.link_rounds, default=0) <= len(hosts) // 2
+
+
+@pytest.mark.parametrize("stages", [(0,), (0, 1, 2, 3)])
+@pytest.mark.parametrize("passes", [4, 10])
+def test_one_turn_of_the_longest_calibration_passes_fits_its_time(stages, passes):
+    measuring = Profiler.__new__(Profiler)
+    request = SimpleNamespace(seconds=45.0, stages=stages)
+    measuring.session = SimpleNamespace(asynchronous=True, request=request)
+    turn = measuring.longest_observed_pass(passes) * passes * len(stages) * (1 + trial_runs.STEPS)
+    assert turn == pytest.approx((1 - trial_runs.PLAIN_PASSES) * STEPS * request.seconds)
+    measuring.session.asynchronous = False
+    assert measuring.longest_observed_pass(passes) == 0.0
 
 
 @pytest.mark.parametrize("numels", [[1 << 12] * 8, LLAMA_7B])
