@@ -3,6 +3,21 @@
 All ranks measure at once: plain passes, the optimizer step, the collectives. After Poplar (AAAI
 2025), which measures a curve for each ZeRO stage; here the stages share one curve, and steps of the
 engine (`trial_runs`) give what each stage adds.
+
+[Note: what profiling costs]
+With `n` ranks on `h` hosts and `P` parameters, one rank
+
+    passes        holds the model in the compute dtype beside its parameters, one batch per size,
+                  and the gradient of one parameter; runs about 2 log2(batch) sizes
+    optimizer     steps and allocates at most 2^26 elements of parameters, gradients and state
+    collectives   reduces and gathers at most 2^26 elements, 2^24 at once, a bounded number of
+                  times: once for all, and up to 8 ranks once for each
+    links         takes part in at most `h` exchanges at a time, of 2^28 bytes at most
+    engine steps  trains as the engine does, from one host copy of the parameters on CUDA
+
+and results of `O(n)` values are exchanged a number of times that depends on `h` and the stages, but
+neither on `n` nor on `P`. Only the model itself, its passes and the engine's own steps grow with
+`P`. `tests/unit/test_profiling_cost.py` counts.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import cycle
@@ -136,8 +136,11 @@ class Passes:
 
 def climb(
     passes: Passes, *, max_batch: int, activation_bytes: float, longest_seconds: float
-) -> list[BatchPoint]:
+) -> Iterator[list[BatchPoint]]:
     """First passes of sizes 1, 2, 4, ... as far as memory and time allow.
+
+    Yields the sizes so far after each one that was tried, because a size may take minutes to warm
+    up and other ranks wait.
 
     Args:
         passes: of this rank.
@@ -169,8 +172,9 @@ def climb(
             size = (last.batch + too_large) // 2
         takes_too_long = last.seconds * size / last.batch > longest_seconds and len(sizes) > 1
         is_near = too_large - last.batch <= last.batch * NEAR_ENOUGH
+        yield sizes
         if size <= last.batch or takes_too_long or is_near:
-            return sizes
+            return
 
 
 def _largest_that_fits(sizes: Sequence[BatchPoint], activation_bytes: float) -> int:

@@ -50,11 +50,29 @@ def model_preserved(model: nn.Module, device: torch.device) -> Iterator[None]:
             numpy_random.set_state(states[1])
 
 
+def host_copies(model: nn.Module) -> list[Tensor]:
+    """The values of the parameters in host memory, for `parameters_restored`."""
+    return [parameter.data.to("cpu", copy=True) for parameter in model.parameters()]
+
+
+@contextmanager
+def parameters_restored(model: nn.Module, copies: Sequence[Tensor]) -> Iterator[None]:
+    """Copy the values that `host_copies` returned into the parameters at the end."""
+    devices = [parameter.device for parameter in model.parameters()]
+    try:
+        yield
+    finally:
+        for parameter, value, device in zip(model.parameters(), copies, devices, strict=True):
+            parameter.grad = None
+            parameter.data = value.to(device, copy=True)
+
+
 @contextmanager
 def parameters_preserved(model: nn.Module, *, to_host: bool = False) -> Iterator[None]:
     """Restore the values and dtypes of the parameters at the end, bit by bit.
 
     Args:
+        model: whose parameters are preserved.
         to_host: store CUDA values in host memory meanwhile, to leave device memory to the engine.
     """
     saved = [(p, p.data.cpu() if to_host else p.data, p.device) for p in model.parameters()]

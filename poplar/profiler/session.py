@@ -7,13 +7,22 @@ or an error.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar, cast
 
+from torch import Tensor
+
 from poplar.comm import Group, connect_control
-from poplar.profiler.compilation import HookedGraphs
+from poplar.profiler.compilation import HookedGraphs, compiled_code_preserved
 from poplar.profiler.passes import Passes
-from poplar.profiler.preserved_state import computing_in, gradients_dropped
+from poplar.profiler.preserved_state import (
+    computing_in,
+    gradients_dropped,
+    host_copies,
+    model_preserved,
+    parameters_preserved,
+    parameters_restored,
+)
 from poplar.profiler.request import Request
 from poplar.zero import setup
 from poplar.zero.agreement import run_on_all_ranks
@@ -35,6 +44,7 @@ class Session:
         self.group = group
         self.control = connect_control(group)
         self.graphs = HookedGraphs()
+        self._copies: list[Tensor] | None = None
 
         def check() -> tuple[setup.Request, dict[str, Any]]:
             request.check()
@@ -70,6 +80,28 @@ class Session:
         """Plain passes of the model."""
         request = self.request
         return Passes(request.model, request.loss_fn, request.example, self.device)
+
+    @contextmanager
+    def measuring(self) -> Iterator[None]:
+        """Measure inside; at the end the model and its compiled functions are as before."""
+        try:
+            with model_preserved(self.request.model, self.device), compiled_code_preserved():
+                yield
+        finally:
+            self._copies = None
+
+    def parameters_preserved(self) -> AbstractContextManager[None]:
+        """The parameters may change inside, and are restored at the end.
+
+        CUDA values are copied to the host once for all uses inside of `measuring`: for a large
+        model that takes longer than the steps between.
+        """
+        model = self.request.model
+        if not self.asynchronous:
+            return parameters_preserved(model)
+        if self._copies is None:
+            self._copies = host_copies(model)
+        return parameters_restored(model, self._copies)
 
     @contextmanager
     def as_in_training(self) -> Iterator[None]:

@@ -20,7 +20,6 @@ from poplar.plan import FIRST_STAGE_SHARDING_PARAMETERS, Plan
 from poplar.profile import ClusterProfile
 from poplar.profiler.batch_curves import time_batches
 from poplar.profiler.compilation import frames_compiled
-from poplar.profiler.preserved_state import parameters_preserved
 from poplar.profiler.progress import Report
 from poplar.profiler.session import Session
 from poplar.profiler.timing import SHORTEST_SAMPLE_SECONDS
@@ -50,10 +49,7 @@ def run_plan(session: Session, plan: Plan, *, steps: int, report: Report) -> Obs
     request, samples = session.request, plan.samples(session.group.rank)
     batch = session.passes().batch(samples) if samples else None
     hooked = plan.stage >= FIRST_STAGE_SHARDING_PARAMETERS
-    with (
-        session.graphs.run(hooked=hooked),
-        parameters_preserved(request.model, to_host=session.asynchronous),
-    ):
+    with session.graphs.run(hooked=hooked), session.parameters_preserved():
         optimizer = HeteroZeroOptimizer(
             request.model,
             request.optimizer_class,

@@ -84,7 +84,7 @@ def passes_of(model: nn.Module) -> Passes:
 
 
 def climbed(passes: Passes, max_batch: int = 32) -> list[int]:
-    points = climb(
+    *_, points = climb(
         passes, max_batch=max_batch, activation_bytes=float("inf"), longest_seconds=float("inf")
     )
     return [point.batch for point in points]

@@ -89,7 +89,7 @@ def climbed(
     activation_bytes: float = PLENTY,
     longest_seconds: float = PLENTY,
 ) -> list[int]:
-    sizes_run = climb(
+    *_, sizes_run = climb(
         machine,  # type: ignore[arg-type]
         max_batch=max_batch,
         activation_bytes=activation_bytes,
@@ -110,7 +110,7 @@ def test_sizes_double_up_to_max_batch(max_batch, expected):
 
 def test_first_passes_have_memory_and_time(clock: Clock):
     machine = Machine(clock=clock, held=lambda size: 1000 + 10 * size)
-    sizes_run = climb(machine, max_batch=2, activation_bytes=PLENTY, longest_seconds=PLENTY)
+    *_, sizes_run = climb(machine, max_batch=2, activation_bytes=PLENTY, longest_seconds=PLENTY)
     assert [first_pass.activation_bytes for first_pass in sizes_run] == [1010, 1020]
     assert [first_pass.seconds for first_pass in sizes_run] == pytest.approx([0.01, 0.02])
 
@@ -227,7 +227,8 @@ class ColdPasses(Passes):
 
 
 def climbed_cold(passes: ColdPasses, max_batch: int = 256) -> list[BatchPoint]:
-    return climb(passes, max_batch=max_batch, activation_bytes=PLENTY, longest_seconds=4.5)
+    *_, found = climb(passes, max_batch=max_batch, activation_bytes=PLENTY, longest_seconds=4.5)
+    return found
 
 
 @pytest.mark.parametrize("compiling", [2.0, 5.0, 60.0, 600.0])
