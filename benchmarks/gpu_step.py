@@ -29,14 +29,14 @@ from single_gpu.step_measure import measure
 from single_gpu.step_row import StepRow, load_rows
 from single_gpu.step_table import table_of, verdicts_table
 from single_gpu.step_targets import MEMORY_OF, verdicts
-from watchdog import watch
+from watchdog import unused, watch
 
 MODES = ("eager", "compiled")
 SIZES = ("350M", "1.1B", "85M", "350M x4")
 """The most important first: time may be up before the last."""
 LATE_SECONDS = 45.0
 """Given to the rank beyond its budget before it counts as hung; compilation takes long."""
-ROWS = "rows.jsonl"
+STEP, ROWS = "step", "rows.jsonl"
 
 
 def main() -> None:
@@ -52,7 +52,7 @@ def main() -> None:
     if options.device == "cuda" and not torch.cuda.is_available():
         sys.exit(f"torch {torch.__version__} sees no GPU here: `python -m poplar doctor` says more")
     with tempfile.TemporaryDirectory(prefix="poplar-step-") as name:
-        folder = options.logs or Path(name)
+        folder = unused(options.logs or Path(name, STEP))
         ended = watch(
             __file__,
             [*sys.argv[1:], "--inside", folder],

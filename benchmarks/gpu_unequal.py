@@ -38,7 +38,7 @@ from single_gpu.mps import MpsUnavailable, mps_daemon, thread_percentage
 from single_gpu.unequal_rank import Settings, compare, start
 from single_gpu.unequal_row import StartsRow, UnequalRow, load_rows, verdicts
 from single_gpu.unequal_table import table_of
-from watchdog import Ended, watch
+from watchdog import Ended, unused, watch
 
 TRANSPORTS = ("nccl", "staged")
 START_SECONDS = 45.0
@@ -67,7 +67,7 @@ def main() -> None:
             if why_not:
                 console.print(f"{transport}: not run. {why_not}", markup=False)
                 continue
-            folder = (options.logs or Path(name)) / transport
+            folder = unused((options.logs or Path(name)) / transport)
             try:
                 found, reports = run(transport, folder, options)
             except MpsUnavailable as missing:

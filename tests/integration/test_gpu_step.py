@@ -53,7 +53,7 @@ def test_hang_is_reported_and_fails(monkeypatch, capsys, tmp_path):
 
     def watch(script, arguments, environments, folder, *, seconds):
         assert seconds == 5.0 + gpu_step.LATE_SECONDS
-        folder.mkdir(exist_ok=True)
+        folder.mkdir()
         (folder / "rank-0.log").write_text("350M, eager: 1 round\n")
         return ended
 
