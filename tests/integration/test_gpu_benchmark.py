@@ -213,7 +213,11 @@ def test_most_important_parts_come_first(monkeypatch):
         "engine, four ranks",
         "no host synchronization",
     ]
-    assert [part.name for part in measurements][:2] == ["a step, one rank", "unequal ranks, NCCL"]
+    assert [part.name for part in measurements][:3] == [
+        "kernels, C++",
+        "a step, one rank",
+        "unequal ranks, NCCL",
+    ]
 
 
 def test_benchmarks_know_the_options_of_their_parts(monkeypatch, tmp_path):
