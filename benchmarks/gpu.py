@@ -27,6 +27,7 @@ import argparse
 import contextlib
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -52,11 +53,17 @@ SECONDS = 540.0
 """For all parts together; the build before them takes about a minute."""
 MEASURE_SECONDS = 370.0
 """Of it, kept for the parts that measure time."""
+ENVIRONMENT = {
+    "GLOO_SOCKET_IFNAME": "lo",  # all ranks are on this machine, whose host name may not resolve
+    "PYTHONFAULTHANDLER": "1",
+}
 CORES_PER_CHECK = 4
 MOST_CHECKS = 3
 """Checks that run at the same time, if there are enough cores."""
 LEAST_SECONDS = 15.0
 """A part is not started with less time left."""
+STACK_SECONDS = 1.0
+"""Time for the processes of a part to write their stacks, after its deadline."""
 LOG_LINES = 30
 """Lines of a failed part's log on the console."""
 
@@ -92,6 +99,8 @@ def run_parts(options: argparse.Namespace) -> int:
     console = Console(width=max(100, shutil.get_terminal_size().columns))
     plainly = {"highlight": False, "markup": False, "soft_wrap": True}
     console.print(f"poplar in {Path(poplar.__file__).parent}; {ops.describe()}", **plainly)
+    # A part that is ended by SIGABRT must not write gigabytes of memory to disk.
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     deadline = time.monotonic() + options.seconds
     chosen = [part for part in parts(options.output, options.nccl) if is_chosen(part, options.only)]
     checks = [part for part in chosen if not part.alone]
@@ -163,8 +172,7 @@ def run(part: Part, output: Path, seconds: float) -> Outcome:
             command,
             stdout=file,
             stderr=subprocess.STDOUT,
-            # All ranks are on this machine, whose host name may not resolve.
-            env={"GLOO_SOCKET_IFNAME": "lo", **os.environ, **part.environment, "COLUMNS": "160"},
+            env={**ENVIRONMENT, **os.environ, **part.environment, "COLUMNS": "160"},
             cwd=TESTS,  # not the folder of `poplar/`, so that the built package is tested
             start_new_session=True,
         )
@@ -172,6 +180,9 @@ def run(part: Part, output: Path, seconds: float) -> Outcome:
             status = f"exit status {started.wait(seconds)}"
         except subprocess.TimeoutExpired:
             status = f"not over after {seconds:.0f} s"
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(started.pid, signal.SIGABRT)  # Python writes the stacks into the log
+            time.sleep(STACK_SECONDS)
         finally:
             with contextlib.suppress(ProcessLookupError):  # ends its ranks too
                 os.killpg(started.pid, signal.SIGKILL)

@@ -16,9 +16,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from datetime import date
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+import provenance
 import torch
 from rich.console import Console
 from rows import write_rows
@@ -29,14 +31,14 @@ from single_gpu.step_measure import measure
 from single_gpu.step_row import StepRow, load_rows
 from single_gpu.step_table import table_of, verdicts_table
 from single_gpu.step_targets import MEMORY_OF, verdicts
-from watchdog import watch
+from watchdog import Ended, unused, watch
 
 MODES = ("eager", "compiled")
 SIZES = ("350M", "1.1B", "85M", "350M x4")
 """The most important first: time may be up before the last."""
 LATE_SECONDS = 45.0
 """Given to the rank beyond its budget before it counts as hung; compilation takes long."""
-ROWS = "rows.jsonl"
+STEP, ROWS = "step", "rows.jsonl"
 
 
 def main() -> None:
@@ -52,7 +54,7 @@ def main() -> None:
     if options.device == "cuda" and not torch.cuda.is_available():
         sys.exit(f"torch {torch.__version__} sees no GPU here: `python -m poplar doctor` says more")
     with tempfile.TemporaryDirectory(prefix="poplar-step-") as name:
-        folder = options.logs or Path(name)
+        folder = unused(options.logs or Path(name, STEP))
         ended = watch(
             __file__,
             [*sys.argv[1:], "--inside", folder],
@@ -62,6 +64,8 @@ def main() -> None:
         )
         console.print((folder / "rank-0.log").read_text(encoding="utf-8"), markup=False, end="")
         found = load_rows(folder / ROWS) if (folder / ROWS).exists() else []
+    if ended.verdict != "ok":
+        found += rows_of_interrupted(found, ended, options)
     if options.output:
         write_rows(options.output, found)
     if found:
@@ -78,9 +82,10 @@ def run_cases(options: argparse.Namespace) -> None:
     """In the rank: measure case by case; each gets an equal part of the time that is left."""
     ends = time.monotonic() + options.seconds
     device = ranks.join(options.device, nccl=options.device == "cuda", seconds=options.seconds)
-    cases = [(CASES[size], mode) for mode in options.modes for size in options.sizes]
+    cases = cases_of(options)
     longest = 0.0
-    for number, (case, mode) in enumerate(cases):
+    for number, (name, mode) in enumerate(cases):
+        case = CASES[name]
         left = ends - time.monotonic()
         name = f"{case.name}, {mode}"
         if left <= longest:
@@ -101,6 +106,37 @@ def run_cases(options: argparse.Namespace) -> None:
         taken = time.monotonic() - began
         longest = max(longest, taken / max(1, found[0].rounds))
         print(f"{name}: {found[0].rounds} rounds in {taken:.0f} s")
+
+
+def cases_of(options: argparse.Namespace) -> list[tuple[str, str]]:
+    """Size and mode of each comparison, in order."""
+    return [(size, mode) for mode in options.modes for size in options.sizes]
+
+
+def rows_of_interrupted(
+    found: Sequence[StepRow], ended: Ended, options: argparse.Namespace
+) -> list[StepRow]:
+    """Rows that say that the rank hung or failed in the first case that has no rows."""
+    done = {(row.case, "compiled" if row.compiled else "eager") for row in found}
+    for size, mode in cases_of(options):
+        if (size, mode) not in done:
+            return [
+                StepRow(
+                    case=size,
+                    compiled=mode == "compiled",
+                    way=way,
+                    ms=None,
+                    GiB=None,
+                    steps=0,
+                    failed=f"the rank ended with: {ended.verdict}",
+                    device=provenance.device(options.device),
+                    versions=provenance.versions("torch", "triton"),
+                    commit=provenance.commit(),
+                    day=date.today().isoformat(),
+                )
+                for way in options.ways
+            ]
+    return []
 
 
 def show(rows: Sequence[StepRow], console: Console) -> None:

@@ -64,7 +64,7 @@ class Row:
     day: str
 
 
-def train_on_one_gpu(output: str, backend: str, size: str, device: str, seconds: str) -> None:
+def train_on_one_gpu(file: str, backend: str, size: str, device: str, seconds: str) -> None:
     """In a rank: train at all stages; rank 0 writes the rows."""
     target = ranks.join(device, nccl=backend == "nccl", seconds=float(seconds))
     rank = dist.get_rank()
@@ -73,7 +73,7 @@ def train_on_one_gpu(output: str, backend: str, size: str, device: str, seconds:
     for stage in STAGES:
         row = train(stage, backend, size, target)
         if rank == 0:
-            write_rows(output, [row])
+            write_rows(file, [row])
     ranks.leave()
 
 
@@ -138,17 +138,19 @@ def run(output: Path, backend: str, size: str, device: str, seconds: float) -> l
         RanksFailed: a rank failed, or did not end in time.
     """
     with tempfile.TemporaryDirectory(prefix="poplar-training-") as name:
+        file = Path(name, "rows.jsonl")
         ended = watch(
             __file__,
-            [output, backend, size, device, f"{seconds:g}"],
+            [file, backend, size, device, f"{seconds:g}"],
             [ranks.environment(Path(name))] * len(MICRO_BATCHES),
             Path(name),
             seconds=seconds,
         )
-    if ended.verdict != "ok":
-        raise RanksFailed(ended.report)
-    lines = output.read_text(encoding="utf-8").splitlines()[-len(STAGES) :]
-    return [Row(**json.loads(line)) for line in lines]
+        if ended.verdict != "ok":
+            raise RanksFailed(ended.report)
+        rows = [Row(**json.loads(line)) for line in file.read_text(encoding="utf-8").splitlines()]
+    write_rows(output, rows)
+    return rows
 
 
 def agrees(row: Row) -> bool:

@@ -38,7 +38,7 @@ from single_gpu.mps import MpsUnavailable, mps_daemon, thread_percentage
 from single_gpu.unequal_rank import Settings, compare, start
 from single_gpu.unequal_row import StartsRow, UnequalRow, load_rows, verdicts
 from single_gpu.unequal_table import table_of
-from watchdog import Ended, watch
+from watchdog import Ended, unused, watch
 
 TRANSPORTS = ("nccl", "staged")
 START_SECONDS = 45.0
@@ -67,7 +67,7 @@ def main() -> None:
             if why_not:
                 console.print(f"{transport}: not run. {why_not}", markup=False)
                 continue
-            folder = (options.logs or Path(name)) / transport
+            folder = unused((options.logs or Path(name)) / transport)
             try:
                 found, reports = run(transport, folder, options)
             except MpsUnavailable as missing:
@@ -94,6 +94,7 @@ def run(
         ended = launch(transport, "comparison", here, options, options.deadline)
         rows += load_rows(here / ROWS) if (here / ROWS).exists() else []
         if ended.verdict != "ok":
+            rows.append(row_of_starts(transport, [ended], options, what="comparison"))
             reports.append(f"{transport}, comparison: {ended.report}")
     if options.starts:
         starts = [
@@ -188,12 +189,13 @@ def work(options: argparse.Namespace) -> None:
 
 
 def row_of_starts(
-    transport: str, starts: Sequence[Ended], options: argparse.Namespace
+    transport: str, starts: Sequence[Ended], options: argparse.Namespace, what: str = "starts"
 ) -> StartsRow:
     """How the starts ended."""
     by_nccl = transport == "nccl" and options.device == "cuda"
     version = nccl.text_of(nccl.version_in_use(options.nccl)) if by_nccl else ""
     return StartsRow(
+        what=what,
         ranks=len(options.percent) or options.ranks,
         mps_percent=list(options.percent) or None,
         backend=f"nccl {version}" if by_nccl else "gloo",

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import itertools
 import os
 import pickle
 import runpy
@@ -69,7 +70,7 @@ def watch(
         script: a Python file.
         arguments: of the script, the same for all ranks.
         environments: by rank, in addition to this process's; `RANK` and `WORLD_SIZE` are set.
-        folder: for output (`rank-0.log`), stacks and flight records; must not be used twice.
+        folder: for output (`rank-0.log`), stacks and flight records; a new one for each start.
         seconds: until the deadline.
         grace: seconds until the deadline after the first rank has failed.
     """
@@ -95,6 +96,12 @@ def watch(
     if verdict != "ok":
         (folder / f"{verdict}.txt").write_text(report, encoding="utf-8")
     return Ended(verdict=verdict, seconds=taken, exit_codes=codes, report=report)
+
+
+def unused(folder: Path) -> Path:
+    """`folder`, or with a number after its name if it exists: earlier reports are kept."""
+    names = itertools.chain([folder.name], (f"{folder.name}-{n}" for n in itertools.count(2)))
+    return next(path for path in map(folder.with_name, names) if not path.exists())
 
 
 @dataclass(frozen=True)

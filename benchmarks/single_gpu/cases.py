@@ -35,7 +35,7 @@ class Case:
         return {"input": tokens[:, :-1], "target": tokens[:, 1:]}
 
 
-_350M = LlamaConfig(width=1024, layers=24, heads=16, kv_heads=4, context=1024)
+_350M = LlamaConfig(width=1024, layers=24, heads=16, kv_heads=16, context=1024)
 _1B = LlamaConfig(
     vocabulary=32_000, width=2048, layers=22, heads=32, kv_heads=4, hidden=5632, context=2048
 )

@@ -14,10 +14,9 @@ import torch
 from llama import next_byte_loss
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from poplar import HeteroZeroOptimizer, Plan
+from poplar import HeteroZeroOptimizer, Plan, StepResult
 from single_gpu.cases import Batch
 
 # FSDP2 calls two collectives by their deprecated names.
@@ -29,6 +28,10 @@ DTYPE = torch.bfloat16
 """Of the forward and backward passes."""
 
 
+Loss = Tensor | float | StepResult
+"""What a step returns: the value may still be computed on the device."""
+
+
 class Engine(ABC):
     """One way to train on this rank. The default process group exists; all ranks build one."""
 
@@ -37,7 +40,7 @@ class Engine(ABC):
         """`plan`: the samples of each rank and pass; the rest of it is for Poplar only."""
 
     @abstractmethod
-    def step(self, batch: Batch) -> float | Tensor:
+    def step(self, batch: Batch) -> Loss:
         """One optimizer step on this rank's samples; returns a mean loss, without reading it."""
 
     def close(self) -> None:
@@ -65,8 +68,8 @@ class Plain(Engine):
         """The context of a pass: gradients are reduced in the last pass only."""
         return nullcontext()
 
-    def step(self, batch: Batch) -> float | Tensor:
-        total: float | Tensor = 0.0
+    def step(self, batch: Batch) -> Loss:
+        total: Tensor | float = 0.0
         for number, (part, size) in enumerate(micro_batches(batch, self.sizes), start=1):
             with self.synchronized(last=number == len(self.sizes)):
                 with self.autocast(part):
@@ -74,8 +77,7 @@ class Plain(Engine):
                 loss = loss * (size / self.samples_per_rank)
                 loss.backward()
             total = total + loss.detach()
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
-        del norm  # a DTensor with FSDP2, which keeps its mesh alive
+        nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return total
@@ -119,8 +121,8 @@ class Poplar(Engine):
             model, torch.optim.AdamW, plan=plan, lr=LEARNING_RATE, compute_dtype=DTYPE
         )
 
-    def step(self, batch: Batch) -> float | Tensor:
-        return self.optimizer.train_step(next_byte_loss, batch, max_norm=MAX_NORM).loss
+    def step(self, batch: Batch) -> Loss:
+        return self.optimizer.train_step(next_byte_loss, batch, max_norm=MAX_NORM)
 
     def close(self) -> None:
         self.optimizer.release()
@@ -147,6 +149,6 @@ def micro_batches(batch: Batch, sizes: tuple[int, ...]) -> Iterator[tuple[Batch,
         start += size
 
 
-def as_float(loss: float | Tensor) -> float:
-    """Read a loss from its device."""
-    return float(loss.full_tensor() if isinstance(loss, DTensor) else loss)
+def read(loss: Loss) -> float:
+    """The value of a loss; waits for its device."""
+    return float(loss.loss if isinstance(loss, StepResult) else loss)

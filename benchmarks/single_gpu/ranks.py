@@ -22,7 +22,7 @@ def environment(folder: Path) -> dict[str, str]:
     """Environment of ranks that meet in `folder`; all of them are on this machine."""
     settings = {RENDEZVOUS: str(folder / "rendezvous"), "OMP_NUM_THREADS": "1"}
     if Path("/sys/class/net/lo").exists():  # the host's name may not resolve
-        settings |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+        settings["GLOO_SOCKET_IFNAME"] = "lo"
     return settings
 
 

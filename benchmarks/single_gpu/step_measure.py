@@ -29,8 +29,8 @@ from single_gpu.engines import (
     OURS,
     PEER,
     PLAIN,
-    as_float,
     make_engine,
+    read,
 )
 from single_gpu.step_row import StepRow
 from single_gpu.step_targets import MEMORY_OF
@@ -119,14 +119,14 @@ def _steps(
     try:
         for step in range(WARMUP_STEPS):
             loss = engine.step(batches[step % BATCHES])
-        as_float(loss)
+        read(loss)
         clock = StepClock(device)
         clock.mark()
         for step in range(TURN_STEPS):
             loss = engine.step(batches[step % BATCHES])
             clock.mark()
         seconds = clock.seconds()
-        measured.loss = as_float(loss)
+        measured.loss = read(loss)
         if device.type == "cuda":
             measured.allocated = torch.cuda.max_memory_allocated(device)
             measured.reserved = torch.cuda.max_memory_reserved(device)

@@ -28,7 +28,7 @@ from single_gpu.engines import (
     PLAIN,
     Engine,
     Poplar,
-    as_float,
+    read,
 )
 from single_gpu.unequal_row import UnequalRow
 
@@ -124,7 +124,7 @@ def start(settings: Settings, device: torch.device, stage: int) -> None:
     engine = Poplar(settings.case.new_model(device), plan, dist.get_rank())
     batch = settings.case.new_batch(settings.case.batch, device, seed=dist.get_rank())
     for _ in range(WARMUP_STEPS):
-        loss = as_float(engine.step(batch))
+        loss = read(engine.step(batch))
     assert loss == loss, "the loss is not a number"
     engine.close()
     dist.barrier(group=control_group())
@@ -210,7 +210,7 @@ def _warm(
     batch = settings.case.new_batch(max(1, plan.samples(rank)), device, seed=rank)
     for _ in range(WARMUP_STEPS):
         loss = engine.step(batch)
-    as_float(loss)
+    read(loss)
     return engine, batch
 
 

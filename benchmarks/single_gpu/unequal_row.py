@@ -63,8 +63,10 @@ class UnequalRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StartsRow:
-    """How many of several starts of the ranks hung or failed."""
+    """How many of several starts of the ranks hung or failed. Also one comparison that did."""
 
+    what: str = "starts"
+    """Or `comparison`."""
     ranks: int
     mps_percent: list[float] | None
     backend: str
@@ -104,7 +106,7 @@ def verdicts(rows: Sequence[UnequalRow | StartsRow]) -> Iterator[Verdict]:
     for row in rows:
         where = f"{row.ranks} ranks, {row.backend}"
         if isinstance(row, StartsRow):
-            text = f"{where}: {row.hung} hung and {row.failed} failed of {row.starts} starts"
+            text = f"{where}: {row.hung} hung and {row.failed} failed of {row.starts} {row.what}"
             yield Verdict(text, not row.hung and not row.failed)
             continue
         if row.mps_percent is None:

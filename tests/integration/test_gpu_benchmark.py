@@ -105,10 +105,21 @@ def test_failed_part_shows_its_log_and_the_next_part_runs(run_parts, tmp_path):
     assert output.endswith("failed or left out: bad one\n")
 
 
-def test_part_beyond_its_deadline_is_ended_and_fails(run_parts):
-    status, output = run_parts(part("slow", "import time; time.sleep(100)", seconds=1.0))
+def test_part_beyond_its_deadline_is_ended_with_the_stacks_of_its_processes(run_parts):
+    program = (
+        "import multiprocessing, time\n"
+        "def rank_that_waits():\n"
+        "    time.sleep(100)\n"
+        "def parent_that_waits():\n"
+        "    time.sleep(100)\n"
+        "multiprocessing.get_context('fork').Process(target=rank_that_waits).start()\n"
+        "parent_that_waits()\n"
+    )
+    status, output = run_parts(part("slow", program, seconds=2.0))
     assert status == 1
-    assert "slow: FAILED. not over after 1 s" in output
+    assert "slow: FAILED. not over after 2 s" in output
+    assert "in rank_that_waits" in output
+    assert "in parent_that_waits" in output
 
 
 def program_that_meets(own: Path, other: Path) -> str:
@@ -202,7 +213,11 @@ def test_most_important_parts_come_first(monkeypatch):
         "engine, four ranks",
         "no host synchronization",
     ]
-    assert [part.name for part in measurements][:2] == ["a step, one rank", "unequal ranks, NCCL"]
+    assert [part.name for part in measurements][:3] == [
+        "kernels, C++",
+        "a step, one rank",
+        "unequal ranks, NCCL",
+    ]
 
 
 def test_benchmarks_know_the_options_of_their_parts(monkeypatch, tmp_path):

@@ -48,21 +48,27 @@ def test_all_ways_are_measured_and_agree(tmp_path):
         assert row.ms > 0
 
 
-def test_hang_is_reported_and_fails(monkeypatch, capsys, tmp_path):
+def test_hang_is_reported_and_is_a_row_of_each_way(monkeypatch, capsys, tmp_path):
     ended = watchdog.Ended(verdict="hang", seconds=1.0, exit_codes=(None,), report="[stacks]")
 
     def watch(script, arguments, environments, folder, *, seconds):
         assert seconds == 5.0 + gpu_step.LATE_SECONDS
-        folder.mkdir(exist_ok=True)
+        folder.mkdir()
         (folder / "rank-0.log").write_text("350M, eager: 1 round\n")
         return ended
 
     monkeypatch.setattr(gpu_step, "watch", watch)
-    monkeypatch.setattr(sys, "argv", ["gpu_step.py", "--device", "cpu", "--seconds", "5"])
+    output = tmp_path / "rows.jsonl"
+    options = ["--device", "cpu", "--seconds", "5", "--output", str(output)]
+    monkeypatch.setattr(sys, "argv", ["gpu_step.py", *options])
     with pytest.raises(SystemExit, match="1"):
         gpu_step.main()
     printed = capsys.readouterr().out
-    assert printed == "350M, eager: 1 round\n[stacks]\n0 of 56 ways measured\n"
+    assert printed.startswith("350M, eager: 1 round\n")
+    assert printed.endswith("0 of 8 targets met\n[stacks]\n0 of 56 ways measured\n")
+    rows = load_rows(output)
+    assert [row.way for row in rows] == list(WAYS)
+    assert {(row.case, row.failed) for row in rows} == {("350M", "the rank ended with: hang")}
 
 
 def test_compiled_blocks_run_compiled():

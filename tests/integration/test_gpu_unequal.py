@@ -147,6 +147,15 @@ def test_starts_that_hang_are_counted_and_reported(monkeypatch, tmp_path, launch
     assert "staged, start 1, stage 1: [stacks] of both" in printed
 
 
+def test_comparison_that_hangs_is_a_row(monkeypatch, tmp_path, launched):
+    launched[1].append(HUNG)
+    output = tmp_path / "rows.jsonl"
+    arguments = ("--device", "cpu", "--transports", "staged", "--output", str(output))
+    assert call_main(monkeypatch, *arguments) == 1
+    (row,) = load_rows(output)
+    assert (row.what, row.starts, row.hung) == ("comparison", 1, 1)
+
+
 @pytest.mark.parametrize(
     ("percent", "cores", "expected"),
     [

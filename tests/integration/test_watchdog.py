@@ -137,3 +137,12 @@ def test_flight_record_that_cannot_be_read_is_reported(tmp_path):
     (tmp_path / "half").write_bytes(pickle.dumps(RECORD)[:20])
     (line,) = watchdog.describe_flight_record(tmp_path / "half")
     assert "cannot be read" in line
+
+
+def test_folder_of_an_earlier_start_is_not_used_again(tmp_path):
+    folder = tmp_path / "step"
+    names = []
+    for _ in range(3):
+        names.append(watchdog.unused(folder).name)
+        watchdog.unused(folder).mkdir()
+    assert names == ["step", "step-2", "step-3"]
