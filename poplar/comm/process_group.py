@@ -20,9 +20,6 @@ from poplar.comm.point_to_point import Message
 from poplar.comm.segment_pool import caches_memory
 from poplar.comm.shard_layout import Layout, transfers
 
-NATIVE_FLAT_BYTES = 1 << 30
-"""A device backend splits a large collective into chunks itself: each call costs the host time."""
-
 
 class ProcessGroupCommunicator(Communicator):
     """Uneven reduce-scatter and all-gather from messages and even collectives."""
@@ -37,7 +34,7 @@ class ProcessGroupCommunicator(Communicator):
         self.waits_on_stream = group.supports(torch.device("cuda"))
 
     def max_flat_bytes(self, device: torch.device) -> int | None:
-        return None if self._queue.group.is_on_host(device) else NATIVE_FLAT_BYTES
+        return self._queue.group.max_flat_bytes(device)
 
     def reduce_scatter(
         self,
