@@ -64,8 +64,7 @@ class ReplicaCheck:
             self._by_rank = self._own[0], by_rank.to("cpu", non_blocking=True)
             self._own = None
             if by_rank.is_cuda:
-                self._copied = torch.cuda.Event()
-                self._copied.record()
+                self._copied = torch.cuda.current_stream(by_rank.device).record_event()
 
     def raise_if_different(self) -> None:
         """Compare the checksums received in an earlier step. Collective if they differ.
