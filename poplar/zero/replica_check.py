@@ -71,11 +71,12 @@ class ReplicaCheck:
 
         Raises:
             ReplicasDiffer: on all ranks.
+            CollectiveTimeout: they have not arrived before the deadline.
         """
         if self._by_rank is None:
             return
-        if self._copied is not None:
-            self._copied.synchronize()  # not with the step that the device runs now
+        if self._copied is not None:  # before the step that the device runs now
+            self._control.group.wait_for_event(self._copied, "the checksums of the replicas")
         (update, by_rank), self._by_rank = self._by_rank, None
         received = by_rank.tolist()
         if len(set(received)) > 1:
