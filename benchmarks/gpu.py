@@ -79,7 +79,7 @@ class Outcome:
     """The last line of interest, or the reason for another verdict."""
     seconds: float | None = None
     log: Sequence[str] = ()
-    """The end of the log of a failed part."""
+    """What is shown of the part's output: its end if it has failed."""
 
 
 def main() -> None:
@@ -197,7 +197,7 @@ def run(part: Part, output: Path, seconds: float) -> Outcome:
         verdict="ok" if ok else "FAILED",
         message=message[-1] if ok else f"{status}; see {log}",
         seconds=time.monotonic() - began,
-        log=() if ok else lines[-LOG_LINES:],
+        log=lines[-LOG_LINES:] if not ok else lines if part.show else (),
     )
 
 

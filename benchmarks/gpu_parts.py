@@ -97,6 +97,8 @@ class Part:
     """Whether it fails unless the C++ library runs the CUDA operators."""
     alone: bool = False
     """Nothing else runs beside it, because it measures time."""
+    show: bool = False
+    """All of its output is shown, not only the last word."""
     spare_seconds: float | None = None
     """If given, the command gets `--seconds`: the time until its deadline, less this."""
 
@@ -176,6 +178,7 @@ def measurements(output: Path, library: Path | None = None) -> list[Part]:
             verdict=TARGETS,
             besides=r"^[1-9]\d* of \d+ ways measured",
             alone=True,
+            show=True,
             spare_seconds=55,  # as for training; the last case may be late
         ),
         unequal("unequal ranks, NCCL", "nccl", output, library),
@@ -222,14 +225,15 @@ def unequal(name: str, transport: str, output: Path, library: Path | None) -> Pa
         name=name,
         command=[
             *(sys.executable, HERE / "gpu_unequal.py", "--output", output / "unequal.jsonl"),
-            *("--logs", output / "unequal", "--transports", transport, "--starts", "3"),
-            *("--seconds", "20", "--speed-seconds", "4", "--rounds", "3", "--deadline", "100"),
+            *("--logs", output / "unequal", "--transports", transport, "--starts", "2"),
+            *("--seconds", "15", "--speed-seconds", "4", "--rounds", "3", "--deadline", "130"),
             *(("--nccl", library) if library else ()),
         ],
-        seconds=240,  # 100, and 45 for each start
+        seconds=240,  # 130, and 45 for each start
         verdict=TARGETS,
         needs=lambda: why_not() or why_no_mps(),
         alone=True,
+        show=True,
     )
 
 

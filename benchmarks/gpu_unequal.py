@@ -111,11 +111,7 @@ def run(
 
 
 def launch(
-    transport: str,
-    task: str,
-    folder: Path,
-    options: argparse.Namespace,
-    seconds: float,
+    transport: str, task: str, folder: Path, options: argparse.Namespace, seconds: float
 ) -> Ended:
     """Start all ranks with a task: `comparison`, or a stage for a few steps.
 
@@ -260,6 +256,8 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--inside", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--task", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
+    if options.device == "cpu":
+        options.transports = ["staged"]  # in host memory anyway
     if options.percent and min(options.percent) <= 0:
         parser.error(f"--percent must be above 0, got {options.percent}")
     return options

@@ -38,7 +38,6 @@ def run_ranks(
     *args: Any,
     cores: tuple[int, ...] | None = None,
     before: Callable[[int], None] | None = None,
-    backend: str = "gloo",
 ) -> None:
     """Run `work(*args)` on `ranks` processes with one thread each.
 
@@ -48,7 +47,6 @@ def run_ranks(
         args: arguments of `work`; must be picklable.
         cores: the core that each rank is bound to; None: not bound.
         before: called with the rank before the rendezvous, e.g. to enter a network namespace.
-        backend: of the default process group.
 
     Raises:
         LaunchError: a rank raised an exception or was ended by a signal.
@@ -57,7 +55,7 @@ def run_ranks(
     with tempfile.TemporaryDirectory() as folder:
         started = mp.start_processes(
             _rank,
-            (ranks, folder, cores, before, backend, work, args),
+            (ranks, folder, cores, before, work, args),
             nprocs=ranks,
             join=False,
             # CUDA may not be used in forks of a process that has found devices.
@@ -90,7 +88,6 @@ def _rank(
     folder: str,
     cores: tuple[int, ...] | None,
     before: Callable[[int], None] | None,
-    backend: str,
     work: Callable[..., None],
     args: tuple[Any, ...],
 ) -> None:
@@ -104,7 +101,7 @@ def _rank(
         if before is not None:
             before(rank)
         dist.init_process_group(
-            backend, init_method=f"file://{folder}/rendezvous", rank=rank, world_size=ranks
+            "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=ranks
         )
         work(*args)
     except Exception:

@@ -36,6 +36,8 @@ SPEED_SECONDS = 8.0
 """For the plain passes, before and after the turns."""
 WARMUP_STEPS = 3
 TURN_SECONDS = 1.5
+START_SAMPLES = 8
+"""Of each rank, where only starts are counted."""
 MEMORY = 0.9
 """Of the GPU, for the allocators of all ranks together."""
 GIB = 2**30
@@ -120,9 +122,10 @@ def compare(settings: Settings, device: torch.device) -> UnequalRow:
 
 def start(settings: Settings, device: torch.device, stage: int) -> None:
     """A few steps at a stage, for counting the starts that hang. Collective."""
-    plan = Plan.even(dist.get_world_size(), settings.global_batch, settings.case.batch, stage)
-    engine = Poplar(settings.case.new_model(device), plan, dist.get_rank())
-    batch = settings.case.new_batch(settings.case.batch, device, seed=dist.get_rank())
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    plan = Plan.even(ranks, START_SAMPLES * ranks, START_SAMPLES, stage)
+    engine = Poplar(settings.case.new_model(device), plan, rank)
+    batch = settings.case.new_batch(START_SAMPLES, device, seed=rank)
     for _ in range(WARMUP_STEPS):
         loss = read(engine.step(batch))
     assert loss == loss, "the loss is not a number"

@@ -94,6 +94,11 @@ def test_passed_part_shows_its_last_matching_line(run_parts):
     assert "end" not in output
 
 
+def test_part_may_show_all_of_its_output(run_parts):
+    _, output = run_parts(part("shown", "print('a table'); print('2 passed')", show=True))
+    assert "shown: ok. 2 passed\n  | a table\n  | 2 passed\n" in output
+
+
 def test_failed_part_shows_its_log_and_the_next_part_runs(run_parts, tmp_path):
     lines = "print(*(f'[line] {i}' for i in range(100)), sep='\\n')"
     status, output = run_parts(part("bad one", f"{lines}; raise SystemExit(3)"), part("next"))
@@ -226,7 +231,7 @@ def test_benchmarks_know_the_options_of_their_parts(monkeypatch, tmp_path):
         assert words[1] == module.__file__
         options = module.parse_options(words[2:])
         assert options.output.parent == options.logs.parent == Path("out")
-    assert (options.transports, options.starts) == (["nccl"], 3)
+    assert (options.transports, options.starts) == (["nccl"], 2)
     assert options.nccl == tmp_path / "libnccl.so.2"
     worst = options.deadline + options.starts * gpu_unequal.START_SECONDS
     assert part_named("unequal ranks, NCCL").seconds > worst, "hangs are reported by the benchmark"

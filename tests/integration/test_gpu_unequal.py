@@ -31,7 +31,7 @@ def test_plans_and_peers_run_on_the_same_ranks(tmp_path):
     output = tmp_path / "rows.jsonl"
     done = run(
         *("--case", "tiny ranks", "--percent", "50", "50", "--stage", "1", "--rounds", "1"),
-        *("--transports", "staged", "--seconds", "1", "--speed-seconds", "0.5", "--starts", "1"),
+        *("--seconds", "1", "--speed-seconds", "0.5", "--starts", "1"),
         *("--output", str(output)),
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -137,7 +137,7 @@ def test_starts_that_hang_are_counted_and_reported(monkeypatch, tmp_path, launch
     calls, ends = launched
     ends += [FINE, HUNG, FINE, FINE, FINE]
     output = tmp_path / "rows.jsonl"
-    arguments = ("--device", "cpu", "--transports", "staged", "--no-comparison", "--starts", "5")
+    arguments = ("--device", "cpu", "--no-comparison", "--starts", "5")
     assert call_main(monkeypatch, *arguments, "--output", str(output)) == 1
     assert [arguments[-1] for arguments, _, _ in calls] == ["0", "1", "2", "3", "0"], "stages"
     (row,) = load_rows(output)
@@ -150,7 +150,7 @@ def test_starts_that_hang_are_counted_and_reported(monkeypatch, tmp_path, launch
 def test_comparison_that_hangs_is_a_row(monkeypatch, tmp_path, launched):
     launched[1].append(HUNG)
     output = tmp_path / "rows.jsonl"
-    arguments = ("--device", "cpu", "--transports", "staged", "--output", str(output))
+    arguments = ("--device", "cpu", "--output", str(output))
     assert call_main(monkeypatch, *arguments) == 1
     (row,) = load_rows(output)
     assert (row.what, row.starts, row.hung) == ("comparison", 1, 1)
