@@ -134,9 +134,25 @@ def test_a_watching_rank_sees_the_failure_of_another() -> None:
     assert wait_until(lambda: reports[0].seen.is_set() and notified.times == 1)
 
 
+class Looking:
+    def __init__(self) -> None:
+        self.times = 0
+
+    def look(self) -> None:
+        self.times += 1
+
+
+def test_a_watching_rank_looks_at_its_own_collectives_even_without_a_store() -> None:
+    reports, looking = reports_of(Gone(), 2)[0], Looking()
+    reports.watch(look=looking.look)
+    assert wait_until(lambda: looking.times > 2)
+    assert not reports.seen.is_set()
+
+
 def test_a_watch_ends_with_its_reports() -> None:
     (reports,) = reports_of(dist.HashStore(), 1)
+    others = set(failure_reports._WATCHES)
     reports.watch()
-    (watch,) = failure_reports._WATCHES
+    (watch,) = set(failure_reports._WATCHES) - others
     del reports
     assert wait_until(lambda: not watch.is_alive())
