@@ -56,7 +56,7 @@ def measure_update(session: Session) -> UpdateCost:
 def _step(session: Session, numels: Sequence[int], part: float) -> tuple[float, float]:
     """Seconds of a step over a part of all buffers, and bytes of state per element."""
     sizes = [max(1, round(numel * part)) for numel in numels]
-    values = [torch.zeros(size, device=session.device) for size in sizes]
+    values = [torch.zeros(size, dtype=torch.float32, device=session.device) for size in sizes]
     for value in values:
         value.grad = torch.zeros_like(value)
     optimizer = session.setup.shard_optimizer_class([{"params": values}], **session.setup.options)

@@ -64,19 +64,19 @@ class ReplicaCheck:
             self._by_rank = self._own[0], by_rank.to("cpu", non_blocking=True)
             self._own = None
             if by_rank.is_cuda:
-                self._copied = torch.cuda.Event()
-                self._copied.record()
+                self._copied = torch.cuda.current_stream(by_rank.device).record_event()
 
     def raise_if_different(self) -> None:
         """Compare the checksums received in an earlier step. Collective if they differ.
 
         Raises:
             ReplicasDiffer: on all ranks.
+            CollectiveTimeout: they have not arrived before the deadline.
         """
         if self._by_rank is None:
             return
-        if self._copied is not None:
-            self._copied.synchronize()  # not with the step that the device runs now
+        if self._copied is not None:  # before the step that the device runs now
+            self._control.group.wait_for_event(self._copied, "the checksums of the replicas")
         (update, by_rank), self._by_rank = self._by_rank, None
         received = by_rank.tolist()
         if len(set(received)) > 1:

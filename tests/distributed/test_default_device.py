@@ -1,4 +1,4 @@
-"""`torch.set_default_device` and `with torch.device(...)` change nothing.
+"""Default devices (`set_default_device`, `with torch.device(...)`) and dtypes change nothing.
 
 The default device is "meta" here: a tensor that Poplar created on it would have no values, and the
 next use would raise.
@@ -30,16 +30,18 @@ PASSES = {0: ((2, 2), (2,)), 1: ((2, 2), (2,)), 2: ((2, 2), (2, 0)), 3: ((2, 2),
 
 @contextmanager
 def default_device(way: str) -> Iterator[None]:
-    """The default device is "meta", set in one of two ways; "none" changes nothing."""
+    """The default device is "meta", set in one of two ways, or the default dtype is float64."""
     if way == "context":
         with torch.device("meta"):
             yield
         return
     torch.set_default_device("meta" if way == "setting" else None)
+    torch.set_default_dtype(torch.float64 if way == "dtype" else torch.float32)
     try:
         yield
     finally:
         torch.set_default_device(None)
+        torch.set_default_dtype(torch.float32)
 
 
 def own_part(plan: Plan, step: int) -> dict[str, Tensor]:
@@ -104,7 +106,7 @@ def use(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("communicator", ["process_group", "shared_memory", "hierarchical"])
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("way", ["setting", "context"])
+@pytest.mark.parametrize("way", ["setting", "context", "dtype"])
 def test_training_does_not_depend_on_it(ranks, way, stage, communicator, dtype, tmp_path):
     arguments = (stage, communicator, dtype, str(tmp_path))
     expected = ranks.run(train, "none", *arguments, ranks=2)
@@ -135,7 +137,7 @@ def tune(way: str) -> tuple[Plan, bool]:
     return plan, verified.ok
 
 
-@pytest.mark.parametrize("way", ["setting", "context"])
+@pytest.mark.parametrize("way", ["setting", "context", "dtype"])
 def test_autotune_and_verify_do_not_depend_on_it(ranks, way):
     (plan, first), (other, second) = ranks.run(tune, way, ranks=2)
     assert plan == other

@@ -8,7 +8,8 @@ import torch
 import training
 from models import ModelSpec
 from ranks import Pool
-from reference import Recipe, Trajectory
+from reference import Recipe
+from torch import Tensor
 from training import Run, assert_exact, train
 
 from poplar import HeteroZeroOptimizer, Plan
@@ -45,8 +46,8 @@ def test_training_is_exact(ranks: Pool, stage: int, transport: str, name: str) -
         assert_exact(ranks.run(train, run), run.recipe, f"{name}, stage {stage}")
 
 
-def read_between_steps(stage: int) -> tuple[bool, bool, bool, Trajectory]:
-    """Whether parameters are NaN, finite in `state_dict`, and finite in an evaluation's model."""
+def read_between_steps(stage: int) -> tuple[bool, bool, bool, dict[str, Tensor]]:
+    """Parameters read as NaN; `state_dict` and an evaluation see the values; the final values."""
     run = run_of(RECIPES["plain"], stage, "process_group")
     model, optimizer = training.prepare(run)
     training.take_step(run, model, optimizer, 0)
@@ -57,19 +58,19 @@ def read_between_steps(stage: int) -> tuple[bool, bool, bool, Trajectory]:
     loss = optimizer.evaluate(training.loss_of(run.recipe), [] if batch is None else [batch])
     training.take_step(run, model, optimizer, 2)
     parameters = training.whole_parameters(model, optimizer)
-    return hidden, saved, loss == loss, Trajectory(parameters, (), ())
+    return hidden, saved, loss == loss, parameters
 
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_parameters_cannot_be_read_by_accident(ranks: Pool, stage: int) -> None:
     """They read as NaN, not as values of the previous step."""
     expected = None
-    for hidden, saved, evaluated, trajectory in ranks.run(read_between_steps, stage):
+    for hidden, saved, evaluated, parameters in ranks.run(read_between_steps, stage):
         assert hidden
         assert saved
         assert evaluated
-        expected = expected or trajectory.parameters
-        training.assert_same(trajectory.parameters, expected)
+        expected = expected or parameters
+        training.assert_same(parameters, expected)
 
 
 def build(stage: int) -> str:
