@@ -98,6 +98,14 @@ class Communicator(ABC):
                 stay unchanged until the wait returns and, if shared, `wait_for_readers` returns.
         """
 
+    @abstractmethod
+    def abort(self, reason: str) -> None:
+        """Call if this rank cannot issue its collectives any more. Local.
+
+        Later collectives raise on this rank. On the others, those that wait for it raise `reason`:
+        on gloo at their deadline, elsewhere at once.
+        """
+
     def trim(self) -> None:
         """Return cached memory that is no longer needed to the system. Called between steps."""
 

@@ -88,6 +88,12 @@ class Control:
         self._forward(value, source, tag)
         return int(value)
 
+    def abort(self, reason: str) -> None:
+        """As `Communicator.abort`."""
+        self.group.abort(reason)
+        if self._rendezvous is not None:
+            self._rendezvous.abort(reason)
+
     def _exchange_natively(self, own: Tensor, what: str) -> Callable[[], list[Tensor]]:
         """One all-gather of bytes, because gloo does not gather all dtypes."""
         group = self.group

@@ -172,10 +172,9 @@ class _Watch(threading.Thread):
 
     def run(self) -> None:
         while self._reports() is not None:
-            try:
+            found = False
+            with contextlib.suppress(Exception):  # without a store there are deadlines only
                 found = self._store.check([self._key])
-            except Exception:  # the waits have deadlines of their own
-                return
             if found:
                 self._see()
                 return

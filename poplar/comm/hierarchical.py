@@ -98,6 +98,10 @@ class HierarchicalCommunicator(Communicator):
     def wait_for_readers(self, data: Tensor) -> None:
         self._intra_host.wait_for_readers(data)
 
+    def abort(self, reason: str) -> None:
+        self._queue.group.abort(reason)
+        self._intra_host.abort(reason)
+
     def trim(self) -> None:
         self._intra_host.trim()
 

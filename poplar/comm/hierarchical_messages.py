@@ -57,6 +57,9 @@ class HierarchicalMessageCommunicator(Communicator):
         inter, intra = self._inter_queue.reserve(), self._intra_queue.reserve()
         return self._gather(data, layout, what, inter, intra)
 
+    def abort(self, reason: str) -> None:
+        self._inter_queue.group.abort(reason)
+
     def broadcast(self, data: Tensor, source: int, *, what: str) -> None:
         flat, source_host = data.view(-1), self._hosts.host_of(source)
         leaders = [

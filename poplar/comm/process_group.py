@@ -54,6 +54,9 @@ class ProcessGroupCommunicator(Communicator):
             own_slice(data, layout, self.group.rank).copy_(own)
         return self._gather(self._queue, data, layout, what)
 
+    def abort(self, reason: str) -> None:
+        self._queue.group.abort(reason)
+
     def trim(self) -> None:
         self._queue.buffers.trim(caches_memory())
 

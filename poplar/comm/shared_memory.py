@@ -57,7 +57,6 @@ class SharedMemoryCommunicator(Communicator):
         return self._rendezvous.abort_on_error(what)
 
     def abort(self, reason: str) -> None:
-        """Refuse all later collectives and notify the peers."""
         self._rendezvous.abort(reason)
 
     def share(self, data: Tensor) -> Tensor:

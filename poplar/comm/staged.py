@@ -86,6 +86,9 @@ class StagedCommunicator(Communicator):
         self._start_all()
         return self._on_host.reshard(shard.to(HOST), old, new, what=what).to(shard.device)
 
+    def abort(self, reason: str) -> None:
+        self._on_host.abort(reason)
+
     def trim(self) -> None:
         self._buffers.trim(caches_memory())
         self._on_host.trim()

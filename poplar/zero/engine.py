@@ -167,11 +167,13 @@ class Engine:
         try:
             self.scheduler.finish(failed=True)
         except torch.OutOfMemoryError as short:
-            raise PoplarError(
+            reason = (
                 f"rank {self.comm.group.rank} is out of memory and cannot complete a pass even "
-                "without gradients, so the other ranks wait for it until their "
-                f"deadline; give it fewer samples or a smaller share: {short}"
-            ) from short
+                f"without gradients; give it fewer samples or a smaller share: {short}"
+            )
+            self.control.abort(reason)
+            self.comm.abort(reason)
+            raise PoplarError(reason) from short
 
     def wait_for_reductions(self) -> None:
         """Wait until this rank's slice of the mean gradient is final. Collective."""

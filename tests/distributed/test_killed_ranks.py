@@ -6,10 +6,13 @@ import os
 import re
 import signal
 import time
+from contextlib import nullcontext
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import ranks as harness
+import torch
 import training
 from native_calls import native_calls, streams_wait
 from ranks import Failure, one_off
@@ -91,6 +94,39 @@ def test_collectives_on_devices_are_aborted_and_the_lost_rank_is_named(
         assert failure.is_a(CollectiveTimeout), failure
         assert re.search(rf"waiting for rank\(s\) {LOST} ", failure.message), failure
         assert is_aborted
+
+
+def train_without_memory(run: Run, on_streams: bool) -> Failure | None:
+    """One rank has no memory to unshard anything in the second step."""
+    with native_calls() if on_streams else nullcontext():
+        model, optimizer = training.prepare(run)
+        training.take_step(run, model, optimizer, 0)
+    real = torch.UntypedStorage.resize_
+
+    def resize(storage: torch.UntypedStorage, size: int) -> None:
+        if size and harness.rank() == LOST:
+            raise torch.OutOfMemoryError("no memory to unshard")
+        real(storage, size)
+
+    with (
+        streams_wait() if on_streams else nullcontext(),
+        mock.patch.object(torch.UntypedStorage, "resize_", resize),
+        harness.catching() as caught,
+    ):
+        training.take_step(run, model, optimizer, 1)
+    return (caught or [None])[0]
+
+
+@pytest.mark.parametrize("on_streams", [False, True], ids=["shared memory", "streams"])
+def test_a_rank_that_cannot_complete_a_pass_tells_the_others_why(on_streams: bool) -> None:
+    """They do not wait for the deadline, which is longer than this test may take."""
+    communicator = "process_group" if on_streams else "shared_memory"
+    engine = {"timeout": timedelta(minutes=10), "communicator": communicator}
+    run = Run(Recipe(batches=(4, 4)), Plan.manual("1,1,2", stage=3), engine=engine)
+    for rank, failure in enumerate(one_off(3, train_without_memory, run, on_streams, timeout=55)):
+        assert failure is not None, f"rank {rank} took the step"
+        assert failure.is_a(PoplarError), failure
+        assert f"rank {LOST} is out of memory" in failure.message, failure
 
 
 def forward_on_one_rank(run: Run) -> Failure | None:

@@ -47,7 +47,7 @@ class FakeProcessGroup:
 @pytest.fixture
 def groups(monkeypatch: pytest.MonkeyPatch) -> list[Group]:
     """The group as its ranks see it, in one process."""
-    monkeypatch.setattr(failure_reports, "GRACE_SECONDS", 0.2)
+    monkeypatch.setattr(failure_reports, "GRACE_SECONDS", 3.0)
     monkeypatch.setattr(failure_reports, "_WATCH_SECONDS", 0.01)
     monkeypatch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo,cuda:nccl")
     store, made = dist.HashStore(), []
