@@ -120,16 +120,18 @@ cuda-check: setup ## Compile the CUDA operators for every architecture of nvcc (
 GPU_OUT ?= gpu
 GPU_ARCH ?= native
 GPU_FLAGS ?=
+# NCCL 2.30 or newer (a library or its folder), if that of torch is older: ranks can then share the GPU.
+GPU_NCCL ?=
 GPU_PATH := $(if $(wildcard /usr/local/cuda/bin),/usr/local/cuda/bin:)
 
 .PHONY: gpu
-gpu: ## Build for this machine's GPU, then run its tests and benchmarks (at most 8 minutes; rows in GPU_OUT)
+gpu: ## Build for this machine's GPU, then run its tests and benchmarks (10 minutes; rows in GPU_OUT; NCCL >= 2.30: GPU_NCCL=PATH)
 	PATH="$(GPU_PATH)$$PATH" \
 	  $(PYTHON) -m pip --disable-pip-version-check -q install --no-index --no-deps --no-build-isolation \
 	  --upgrade --target build/gpu/site -C build-dir=build/gpu/cmake -C cmake.define.POPLAR_CUDA=ON \
 	  -C cmake.define.CMAKE_CUDA_ARCHITECTURES=$(GPU_ARCH) .
 	PATH="$(GPU_PATH)$$PATH" PYTHONPATH="$(CURDIR)/build/gpu/site" \
-	  $(PYTHON) benchmarks/gpu.py --output $(GPU_OUT) $(GPU_FLAGS)
+	  $(PYTHON) benchmarks/gpu.py --output $(GPU_OUT) $(if $(GPU_NCCL),--nccl $(GPU_NCCL)) $(GPU_FLAGS)
 
 .PHONY: clean
 clean: ## Remove build outputs and .venv

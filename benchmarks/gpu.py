@@ -8,12 +8,17 @@ Without make, in this repository's folder:
       -C cmake.define.CMAKE_CUDA_ARCHITECTURES=native .
     PYTHONPATH=$PWD/build/gpu/site python benchmarks/gpu.py --output gpu
 
-The operators' tests with the C++ library and with Triton, exact steps with several ranks on the
-GPU, training at every stage with ranks of unequal memory against one process, the kernel benchmark,
-and compute-sanitizer. Each part runs in a separate process with a deadline, and a failure does not
-stop the next part. A short table comes last; logs and rows are in the output folder. A part passes
-only if its output shows that it checked what it should: not if all of its tests were skipped, nor
-if another provider ran the operators. In a copy without git, set `POPLAR_COMMIT` for the rows.
+First the checks, several at a time: the operators' tests with the C++ library and with Triton,
+exact steps and failing ranks with several ranks on the GPU, training at every stage with ranks of
+unequal memory against one process, and compute-sanitizer. Then what measures time, alone: a step of
+one rank against plain autocast and FSDP2 (`gpu_step.py`), unequal ranks (`gpu_unequal.py`), and the
+kernels. With NCCL 2.30 or newer (`--nccl PATH` preloads it), ranks also share the GPU by NCCL.
+
+Each part runs in a separate process with a deadline, and a failure does not stop the next part. A
+short table comes last; it also says what was not run, and why. Logs and rows are in the output
+folder. A part passes only if its output shows that it checked what it should: not if all of its
+tests were skipped, nor if another provider ran the operators. Missed targets of speed do not fail
+it. In a copy without git, set `POPLAR_COMMIT` for the rows.
 """
 
 from __future__ import annotations
@@ -22,12 +27,14 @@ import argparse
 import contextlib
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,15 +43,27 @@ from gpu_parts import CPP, HERE, Part, parts
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from single_gpu import nccl
 
 import poplar
 from poplar import ops
 
 TESTS = HERE.parent / "tests"
-SECONDS = 480.0
-"""For all parts together. The first six may use all of their time; the others share the rest."""
+SECONDS = 540.0
+"""For all parts together; the build before them takes about a minute."""
+MEASURE_SECONDS = 370.0
+"""Of it, kept for the parts that measure time."""
+ENVIRONMENT = {
+    "GLOO_SOCKET_IFNAME": "lo",  # all ranks are on this machine, whose host name may not resolve
+    "PYTHONFAULTHANDLER": "1",
+}
+CORES_PER_CHECK = 4
+MOST_CHECKS = 3
+"""Checks that run at the same time, if there are enough cores."""
 LEAST_SECONDS = 15.0
 """A part is not started with less time left."""
+STACK_SECONDS = 1.0
+"""Time for the processes of a part to write their stacks, after its deadline."""
 LOG_LINES = 30
 """Lines of a failed part's log on the console."""
 
@@ -76,25 +95,45 @@ def main() -> None:
 
 
 def run_parts(options: argparse.Namespace) -> int:
-    """Run the parts in order; returns 1 if one failed or was left out."""
+    """Run the checks beside each other, then the other parts; returns 1 if one failed."""
     console = Console(width=max(100, shutil.get_terminal_size().columns))
     plainly = {"highlight": False, "markup": False, "soft_wrap": True}
     console.print(f"poplar in {Path(poplar.__file__).parent}; {ops.describe()}", **plainly)
+    # A part that is ended by SIGABRT must not write gigabytes of memory to disk.
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     deadline = time.monotonic() + options.seconds
+    chosen = [part for part in parts(options.output, options.nccl) if is_chosen(part, options.only)]
+    checks = [part for part in chosen if not part.alone]
+    others = [part for part in chosen if part.alone]
     outcomes = []
-    for part in parts(options.output):
-        if options.only and not any(word in part.name for word in options.only):
-            continue
-        outcome = attempt(part, options.output, deadline - time.monotonic())
-        console.print(f"{part.name}: {outcome.verdict}. {outcome.message}", **plainly)
+
+    def add(outcome: Outcome) -> None:
+        console.print(f"{outcome.name}: {outcome.verdict}. {outcome.message}", **plainly)
         for line in outcome.log:
             console.print(f"  | {line}", **plainly)
         outcomes.append(outcome)
-    console.print(table_of(outcomes))
+
+    kept = min(MEASURE_SECONDS, sum(part.seconds for part in others))
+    at_a_time = max(1, min(MOST_CHECKS, len(os.sched_getaffinity(0)) // CORES_PER_CHECK))
+    with ThreadPoolExecutor(at_a_time) as threads:
+        started = [
+            threads.submit(attempt, part, options.output, deadline - kept) for part in checks
+        ]
+        for done in as_completed(started):
+            add(done.result())
+    for part in others:
+        add(attempt(part, options.output, deadline))
+    names = [part.name for part in chosen]
+    console.print(table_of(sorted(outcomes, key=lambda outcome: names.index(outcome.name))))
     bad = [one.name for one in outcomes if one.verdict in ("FAILED", "LEFT OUT")]
     if bad:
         console.print(f"failed or left out: {'; '.join(bad)}", **plainly)
     return int(bool(bad))
+
+
+def is_chosen(part: Part, words: Sequence[str] | None) -> bool:
+    """Whether `--only` selects a part."""
+    return not words or any(word in part.name for word in words)
 
 
 def table_of(outcomes: Sequence[Outcome]) -> Table:
@@ -106,8 +145,9 @@ def table_of(outcomes: Sequence[Outcome]) -> Table:
     return table
 
 
-def attempt(part: Part, output: Path, left: float) -> Outcome:
-    """Run a part if it can run here."""
+def attempt(part: Part, output: Path, deadline: float) -> Outcome:
+    """Run a part if it can run here and there is time."""
+    left = deadline - time.monotonic()
     why_not = part.needs()
     if why_not:
         return Outcome(name=part.name, verdict="not run", message=why_not)
@@ -123,14 +163,16 @@ def attempt(part: Part, output: Path, left: float) -> Outcome:
 def run(part: Part, output: Path, seconds: float) -> Outcome:
     """Run a part in a separate process; at the deadline, end it with all its children."""
     log = output / (re.sub(r"\W+", "-", part.name) + ".log")
+    command = [str(word) for word in part.command]
+    if part.spare_seconds is not None:
+        command += ["--seconds", f"{max(1.0, seconds - part.spare_seconds):.0f}"]
     began = time.monotonic()
     with log.open("w", encoding="utf-8") as file:
         started = subprocess.Popen(
-            [str(word) for word in part.command],
+            command,
             stdout=file,
             stderr=subprocess.STDOUT,
-            # All ranks are on this machine, whose host name may not resolve.
-            env={"GLOO_SOCKET_IFNAME": "lo", **os.environ, **part.environment, "COLUMNS": "160"},
+            env={**ENVIRONMENT, **os.environ, **part.environment, "COLUMNS": "160"},
             cwd=TESTS,  # not the folder of `poplar/`, so that the built package is tested
             start_new_session=True,
         )
@@ -138,6 +180,9 @@ def run(part: Part, output: Path, seconds: float) -> Outcome:
             status = f"exit status {started.wait(seconds)}"
         except subprocess.TimeoutExpired:
             status = f"not over after {seconds:.0f} s"
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(started.pid, signal.SIGABRT)  # Python writes the stacks into the log
+            time.sleep(STACK_SECONDS)
         finally:
             with contextlib.suppress(ProcessLookupError):  # ends its ranks too
                 os.killpg(started.pid, signal.SIGKILL)
@@ -161,7 +206,11 @@ def train(options: argparse.Namespace) -> int:
     import gpu_training
 
     rows = gpu_training.run(
-        options.output / "training.jsonl", options.backend, options.size, options.device
+        options.output / "training.jsonl",
+        options.backend,
+        options.size,
+        options.device,
+        options.seconds,
     )
     for row in rows:
         print(
@@ -183,13 +232,28 @@ def parse_options() -> argparse.Namespace:
         "--only", nargs="+", metavar="WORD", help="run only parts whose name contains one of these"
     )
     parser.add_argument(
-        "--seconds", type=float, default=SECONDS, help="time for all parts together"
+        "--seconds",
+        type=float,
+        default=SECONDS,
+        help="time for all parts together, or for the ranks of --part",
+    )
+    parser.add_argument(
+        "--nccl",
+        type=Path,
+        metavar="PATH",
+        help="preload this NCCL for several ranks on the GPU: a library or its folder",
     )
     parser.add_argument("--part", choices=("training",), help="run only this part, in this process")
     parser.add_argument("--backend", choices=("gloo", "nccl"), default="gloo")
     parser.add_argument("--size", default="small", help="size of the trained Llama model")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.nccl:
+        try:
+            options.nccl = nccl.find_library(options.nccl)
+        except ValueError as error:
+            parser.error(str(error))
+    return options
 
 
 if __name__ == "__main__":

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-import torch
+from single_gpu import mps, nccl
 
 from poplar.ops import Provider
 
@@ -21,6 +23,8 @@ NO_FALLBACK = "error:Triton's kernels do not run on"
 
 PYTEST = [sys.executable, "-m", "pytest", "-q", "--maxfail=10", "-p", "no:cacheprovider"]
 PASSED = r"\b[1-9]\d* passed"
+TARGETS = r"^\d+ of \d+ targets met"
+STEP_WAYS = ("plain autocast", "fsdp2", *(f"poplar {stage}" for stage in range(4)))
 # Tests that only need nvcc need no GPU.
 OPERATORS = ["--full", "unit/test_ops.py", "-k", "cuda and not test_cuda_"]
 CASES = (
@@ -54,6 +58,14 @@ ENGINE = [
     ),
     "integration/test_unusual_uses.py::test_fp16_on_rank_without_samples",
 ]
+FAILURES = [
+    "distributed/test_bad_input.py::test_exception_in_loss_of_one_rank",
+    "distributed/test_killed_ranks.py",
+]
+NCCL_ENGINE = [
+    *(name for name in ENGINE if "[uneven shares-" in name or "[passes with a remainder-" in name),
+    "distributed/test_same_bits.py::test_shares_do_not_change_the_bits",
+]
 NO_HOST_SYNC = ["--full", "distributed/test_no_host_synchronization.py", "-k", "for_a_gpu"]
 # A few tests of each kernel: every launch is many times slower under the sanitizer.
 MEMORY = (
@@ -83,62 +95,91 @@ class Part:
     """Returns why it cannot run here; empty if it can."""
     cpp: bool = False
     """Whether it fails unless the C++ library runs the CUDA operators."""
+    alone: bool = False
+    """Nothing else runs beside it, because it measures time."""
+    spare_seconds: float | None = None
+    """If given, the command gets `--seconds`: the time until its deadline, less this."""
 
 
-def parts(output: Path) -> list[Part]:
-    """The parts in the order in which they run, the most important first."""
-    triton = {"POPLAR_OPS": "triton"}
-    training = [sys.executable, HERE / "gpu.py", "--part", "training", "--output", output]
+def parts(output: Path, library: Path | None = None) -> list[Part]:
+    """Checks first, then what measures time; within each, the most important first.
+
+    Args:
+        output: folder of logs and rows.
+        library: NCCL to preload where several ranks share the GPU.
+    """
+    return [*checks(output, library), *measurements(output, library)]
+
+
+def checks(output: Path, library: Path | None = None) -> list[Part]:
+    """The parts that may run beside each other, because they measure no time."""
+    staged = {"POPLAR_TEST_BACKEND": "gloo", "POPLAR_TEST_DEVICE": "cuda"}
+    shared_nccl = {"environment": on_nccl(library), "needs": lambda: why_no_nccl(library)}
+    return [
+        of_tests("operators, C++", OPERATORS, seconds=100, cpp=True),
+        of_tests("engine, four ranks", ENGINE, seconds=150, environment=staged),
+        of_tests("no host synchronization", NO_HOST_SYNC, seconds=60),
+        training("training, staged", "gloo", output, seconds=90),
+        of_tests("failures, staged", FAILURES, seconds=90, environment=staged),
+        of_tests(
+            "operators, Triton",
+            [*OPERATORS, "-W", NO_FALLBACK],
+            seconds=120,
+            environment={"POPLAR_OPS": "triton"},
+        ),
+        training("training, NCCL", "nccl", output, seconds=100, **shared_nccl),
+        of_tests("engine, NCCL", NCCL_ENGINE, seconds=100, **shared_nccl),
+        of_tests("failures, NCCL", FAILURES, seconds=90, **shared_nccl),
+        sanitizer(
+            "compute-sanitizer, operators",
+            [*PYTEST, *operators_with(MEMORY)],
+            seconds=100,
+            besides=PASSED,
+        ),
+        sanitizer(
+            "compute-sanitizer, a step",
+            [sys.executable, HERE / "gpu_training.py"],
+            seconds=80,
+            besides="a step of every stage",
+        ),
+        sanitizer(
+            "compute-sanitizer, races",
+            [*PYTEST, *operators_with(RACES)],
+            seconds=70,
+            besides=PASSED,
+            tool="racecheck",
+        ),
+    ]
+
+
+def measurements(output: Path, library: Path | None = None) -> list[Part]:
+    """The parts that measure time, one after the other."""
     # The peers' optimizers may have to be compiled first, which takes minutes.
     kernels = [HERE / "kernels.py", "--device", "cuda", "--no-peers", "--output"]
-    agree = r"stages? agree"
     return [
-        of_tests("operators, C++", OPERATORS, seconds=70, cpp=True),
-        of_tests(
-            "engine, four ranks",
-            ENGINE,
-            seconds=120,
-            environment={"POPLAR_TEST_BACKEND": "gloo", "POPLAR_TEST_DEVICE": "cuda"},
-        ),
-        of_tests("no host synchronization", NO_HOST_SYNC, seconds=45),
-        Part(
-            name="training, staged",
-            command=[*training, "--backend", "gloo"],
-            seconds=65,
-            verdict=agree,
-        ),
         Part(
             name="kernels, C++",
             command=[sys.executable, *kernels, output / "kernels.jsonl", "--rounds", "11"],
             seconds=90,
             verdict=">= ",
             cpp=True,
+            alone=True,
         ),
-        of_tests(
-            "operators, Triton",
-            [*OPERATORS, "-W", NO_FALLBACK],
-            seconds=90,
-            environment=triton,
+        Part(
+            name="a step, one rank",
+            command=[
+                *(sys.executable, HERE / "gpu_step.py", "--output", output / "step.jsonl"),
+                *("--logs", output / "step", "--sizes", "350M", "1.1B", "--rounds", "2"),
+                *("--ways", *STEP_WAYS),
+            ],
+            seconds=230,
+            verdict=TARGETS,
+            besides=r"^[1-9]\d* of \d+ ways measured",
+            alone=True,
+            spare_seconds=55,  # as for training; the last case may be late
         ),
-        sanitizer(
-            "compute-sanitizer, operators",
-            [*PYTEST, *operators_with(MEMORY)],
-            seconds=75,
-            besides=PASSED,
-        ),
-        sanitizer(
-            "compute-sanitizer, a step",
-            [sys.executable, HERE / "gpu_training.py"],
-            seconds=60,
-            besides="a step of every stage",
-        ),
-        sanitizer(
-            "compute-sanitizer, races",
-            [*PYTEST, *operators_with(RACES)],
-            seconds=50,
-            besides=PASSED,
-            tool="racecheck",
-        ),
+        unequal("unequal ranks, NCCL", "nccl", output, library),
+        unequal("unequal ranks, staged", "staged", output, library),
         Part(
             name="kernels, Triton",
             command=[
@@ -147,36 +188,54 @@ def parts(output: Path) -> list[Part]:
             ],
             seconds=60,
             verdict=">= ",
-            environment=triton,
-        ),
-        Part(
-            name="training, NCCL",
-            command=[*training, "--backend", "nccl"],
-            seconds=70,
-            verdict=agree,
-            environment={"NCCL_MULTI_RANK_GPU_ENABLE": "1"},
-            needs=why_no_shared_nccl,
+            environment={"POPLAR_OPS": "triton"},
+            alone=True,
         ),
     ]
 
 
-def of_tests(
-    name: str,
-    arguments: Sequence[str],
-    *,
-    seconds: float,
-    environment: Mapping[str, str] | None = None,
-    cpp: bool = False,
-) -> Part:
-    """A part that runs tests; it fails if all of them are skipped."""
+def training(name: str, backend: str, output: Path, *, seconds: float, **others: Any) -> Part:
+    """Training at every stage with ranks of unequal memory, compared with one process."""
     return Part(
         name=name,
-        command=[*PYTEST, *arguments],
+        command=[
+            *(sys.executable, HERE / "gpu.py", "--part", "training"),
+            *("--output", output, "--backend", backend),
+        ],
         seconds=seconds,
-        verdict=PASSED,
-        environment=environment or {},
-        cpp=cpp,
+        verdict=r"stages? agree",
+        spare_seconds=15,  # the ranks' own deadline comes first, so that a hang shows stacks
+        **others,
     )
+
+
+def unequal(name: str, transport: str, output: Path, library: Path | None) -> Part:
+    """Unequal ranks by one transport: through host memory only if NCCL cannot be used."""
+
+    def why_not() -> str:
+        without_nccl = why_no_nccl(library)
+        if transport == "staged" and not without_nccl:
+            return "NCCL is used instead: gpu_unequal.py --transports staged"
+        return without_nccl if transport == "nccl" else ""
+
+    return Part(
+        name=name,
+        command=[
+            *(sys.executable, HERE / "gpu_unequal.py", "--output", output / "unequal.jsonl"),
+            *("--logs", output / "unequal", "--transports", transport, "--starts", "3"),
+            *("--seconds", "20", "--speed-seconds", "4", "--rounds", "3", "--deadline", "100"),
+            *(("--nccl", library) if library else ()),
+        ],
+        seconds=240,  # 100, and 45 for each start
+        verdict=TARGETS,
+        needs=lambda: why_not() or why_no_mps(),
+        alone=True,
+    )
+
+
+def of_tests(name: str, arguments: Sequence[str], *, seconds: float, **others: Any) -> Part:
+    """A part that runs tests; it fails if all of them are skipped."""
+    return Part(name=name, command=[*PYTEST, *arguments], seconds=seconds, verdict=PASSED, **others)
 
 
 def operators_with(names: str) -> list[str]:
@@ -221,9 +280,20 @@ def compute_sanitizer() -> str | None:
     return shutil.which("compute-sanitizer", path=f"{path}{os.pathsep}/usr/local/cuda/bin")
 
 
-def why_no_shared_nccl() -> str:
+def on_nccl(library: Path | None) -> dict[str, str]:
+    """Environment of parts whose ranks share the GPU by NCCL."""
+    return {**nccl.environment(library), "POPLAR_TEST_BACKEND": "nccl"}
+
+
+@functools.cache
+def why_no_nccl(library: Path | None) -> str:
     """Why ranks cannot share a GPU with NCCL; empty if they can."""
-    version = torch.cuda.nccl.version()
-    if version < (2, 30):
-        return f"NCCL {'.'.join(map(str, version))} refuses to share a GPU; 2.30 supports it"
-    return ""
+    try:
+        return nccl.why_not_shared(nccl.version_in_use(library))
+    except ValueError as error:
+        return str(error)
+
+
+def why_no_mps() -> str:
+    """Why ranks cannot be made unequal on a GPU; empty if they can."""
+    return "" if shutil.which(mps.CONTROL) else f"{mps.CONTROL} is not on the path"

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import statistics
 import sys
+import tempfile
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -22,14 +23,20 @@ from rows import write_rows
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
-from launch import run_ranks
 from llama import SIZES, Llama, next_byte_loss
+from single_gpu import ranks
+from watchdog import watch
 
 import poplar
 from poplar import HeteroZeroOptimizer, Plan, ops
 
 MICRO_BATCHES, SHARES, MEMORY = (4, 2, 1), (0.5, 0.3, 0.2), (0.4, 0.2, 0.1)
 PASSES, STEPS = 2, 8
+STAGES = (0, 1, 2, 3)
+
+
+class RanksFailed(RuntimeError):
+    """A rank failed or hung; the message has the stacks or the output of every rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,19 +64,17 @@ class Row:
     day: str
 
 
-def train_on_one_gpu(
-    stages: tuple[int, ...], backend: str, size: str, device: str, output: str
-) -> None:
-    """Train at all stages on one rank; rank 0 writes the rows."""
+def train_on_one_gpu(file: str, backend: str, size: str, device: str, seconds: str) -> None:
+    """In a rank: train at all stages; rank 0 writes the rows."""
+    target = ranks.join(device, nccl=backend == "nccl", seconds=float(seconds))
     rank = dist.get_rank()
-    target = torch.device(device, 0) if device == "cuda" else torch.device("cpu")
     if device == "cuda":
-        torch.cuda.set_device(target)
         torch.cuda.set_per_process_memory_fraction(MEMORY[rank])
-    for stage in stages:
+    for stage in STAGES:
         row = train(stage, backend, size, target)
         if rank == 0:
-            write_rows(output, [row])
+            write_rows(file, [row])
+    ranks.leave()
 
 
 def train(stage: int, backend: str, size: str, device: torch.device) -> Row:
@@ -119,25 +124,33 @@ def all_gather(value: int) -> tuple[int, ...]:
     return tuple(values)
 
 
-def run(output: Path, backend: str, size: str, device: str) -> list[Row]:
+def run(output: Path, backend: str, size: str, device: str, seconds: float) -> list[Row]:
     """Train at all stages, on as many ranks as there are micro-batches.
 
+    Args:
+        output: file of the rows.
+        backend: `gloo` or `nccl`.
+        size: of the Llama model.
+        device: `cuda` or `cpu`.
+        seconds: the deadline of the ranks.
+
     Raises:
-        LaunchError: a rank failed.
+        RanksFailed: a rank failed, or did not end in time.
     """
-    stages = (0, 1, 2, 3)
-    run_ranks(
-        train_on_one_gpu,
-        len(MICRO_BATCHES),
-        stages,
-        backend,
-        size,
-        device,
-        str(output),
-        backend="cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo",
-    )
-    lines = output.read_text(encoding="utf-8").splitlines()[-len(stages) :]
-    return [Row(**json.loads(line)) for line in lines]
+    with tempfile.TemporaryDirectory(prefix="poplar-training-") as name:
+        file = Path(name, "rows.jsonl")
+        ended = watch(
+            __file__,
+            [file, backend, size, device, f"{seconds:g}"],
+            [ranks.environment(Path(name))] * len(MICRO_BATCHES),
+            Path(name),
+            seconds=seconds,
+        )
+        if ended.verdict != "ok":
+            raise RanksFailed(ended.report)
+        rows = [Row(**json.loads(line)) for line in file.read_text(encoding="utf-8").splitlines()]
+    write_rows(output, rows)
+    return rows
 
 
 def agrees(row: Row) -> bool:
@@ -151,7 +164,7 @@ def one_step() -> None:
     if not torch.cuda.is_available():
         sys.exit(f"torch {torch.__version__} sees no GPU here; see `python -m poplar doctor`")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    for stage in (0, 1, 2, 3):
+    for stage in STAGES:
         torch.manual_seed(0)
         model = Llama(SIZES["tiny"]).cuda()
         plan = Plan.manual((2,), stage=stage, passes=2)
@@ -166,4 +179,4 @@ def one_step() -> None:
 
 
 if __name__ == "__main__":
-    one_step()
+    train_on_one_gpu(*sys.argv[1:]) if sys.argv[1:] else one_step()

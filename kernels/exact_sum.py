@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from .table import first_tiles, row_of, table_of
 
 TILE = 4096
 """Values per program: a dozen reductions and atomics each. Not tuned yet."""
 
 
 @triton.jit
-def exact_sum_kernel(total_ptr, values_ptr, numel, TILE: tl.constexpr):
-    """One tile, as in `csrc/include/poplar/exact_sum.h`."""
-    position = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    values = tl.load(values_ptr + position, mask=position < numel, other=0.0)
+def exact_sum_kernel(total_ptr, table_ptr, rows, TILE: tl.constexpr):
+    """One tile, as in `csrc/include/poplar/exact_sum.h`. A row: first tile, address, elements."""
+    tile = tl.program_id(0).to(tl.int64)
+    row = row_of(table_ptr, rows, tile, 3)
+    position = (tile - tl.load(row)) * TILE + tl.arange(0, TILE)
+    values_ptr = tl.load(row + 1).to(tl.pointer_type(tl.float32))
+    values = tl.load(values_ptr + position, mask=position < tl.load(row + 2), other=0.0)
     bits = values.to(tl.int32, bitcast=True)
     exponent = (bits >> 23) & 0xFF
     fraction = bits & 0x7FFFFF
@@ -32,10 +39,16 @@ def exact_sum_kernel(total_ptr, values_ptr, numel, TILE: tl.constexpr):
     tl.atomic_add(total_ptr + 15, tl.sum(tl.where(finite, 0, 1).to(tl.int64), axis=0))
 
 
-def exact_sum_(total: Tensor, values: Tensor) -> None:
+def exact_sum_(total: Tensor, values: Sequence[Tensor]) -> None:
     """Launch the kernel; arguments must have been checked."""
-    numel = values.numel()
-    if numel:
-        exact_sum_kernel[(triton.cdiv(numel, TILE),)](
-            total, values, numel, TILE=TILE, num_warps=4, enable_fp_fusion=False
-        )
+    parts = [part for part in values if part.numel()]
+    firsts, tiles = first_tiles([part.numel() for part in parts], TILE)
+    if not tiles:
+        return
+    rows = [
+        (first, part.data_ptr(), part.numel()) for first, part in zip(firsts, parts, strict=True)
+    ]
+    table = table_of(rows, total.device)
+    exact_sum_kernel[(tiles,)](
+        total, table, len(rows), TILE=TILE, num_warps=4, enable_fp_fusion=False
+    )

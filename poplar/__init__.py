@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from poplar.data.sampler import HeteroBatchSampler
     from poplar.data.stream import split_stream
     from poplar.errors import CollectiveTimeout, OutOfOrder, PoplarError, RankFailed
-    from poplar.optimizer import HeteroZeroOptimizer, StepResult
+    from poplar.optimizer import HeteroZeroOptimizer
     from poplar.plan import Plan, UnitPlan
     from poplar.planner.explain import Explanation, explain
     from poplar.planner.memory_shortfall import DoesNotFit, NoPlanFits
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from poplar.verification import Verification, verify
     from poplar.workload import Workload
     from poplar.zero.grad_scaler import GradScaler
+    from poplar.zero.step_result import StepResult
 
 __version__ = "0.1.0"
 
@@ -54,7 +55,7 @@ _HOME = {
     "PoplarError": "poplar.errors",
     "Prediction": "poplar.planner.prediction",
     "RankFailed": "poplar.errors",
-    "StepResult": "poplar.optimizer",
+    "StepResult": "poplar.zero.step_result",
     "Timeline": "poplar.simulator.timeline",
     "Tuned": "poplar.tuning.autotune",
     "UnitPlan": "poplar.plan",

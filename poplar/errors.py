@@ -20,5 +20,9 @@ class OutOfOrder(PoplarError):
     """The model of a rank used its units in another order than the agreed one."""
 
 
+class ReplicasDiffer(PoplarError):
+    """Parameters that every rank updates by itself do not have the same bits on all ranks."""
+
+
 class CollectiveTimeout(PoplarError):
     """A rank did not join a collective before the deadline, or its process ended."""

@@ -6,11 +6,9 @@ updates. The ZeRO stages are in `poplar.zero`, the transports in `poplar.comm`.
 
 from __future__ import annotations
 
-import time
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -20,76 +18,25 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
-from poplar import ops
 from poplar.comm import Communicator, Group, connect, connect_control
-from poplar.errors import CollectiveTimeout, PoplarError
 from poplar.plan import Plan
 from poplar.system.trace import Span
 from poplar.zero import model_checks
 from poplar.zero.agreement import (
-    StepSummary,
-    close_step,
-    combine_norm,
-    fill_norm_row,
-    gather_rows,
-    norm_rows,
     raise_on_any_error,
 )
 from poplar.zero.engine import Engine
 from poplar.zero.evaluation import Evaluation
 from poplar.zero.grad_scaler import GradScaler
 from poplar.zero.micro_batch_loss import LossFunction, MicroBatchLoss
-from poplar.zero.micro_batches import BatchSplitter, Loss, MicroBatch, OpenedStep, Weight
+from poplar.zero.micro_batches import BatchSplitter, Loss, OpenedStep, Weight
+from poplar.zero.replica_check import ReplicaCheck
 from poplar.zero.setup import STRATEGY_CLASSES, agree_on_request, build_engine, check_request
 from poplar.zero.state_dict_guard import guard_model_state
+from poplar.zero.step import Step
+from poplar.zero.step_result import StepResult, Stopwatch
 from poplar.zero.unit_plans import check_plan_change, persistent_units, shares_by_unit
 from poplar.zero.update import OptimizerFactory
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepResult:
-    """The outcome of one `train_step`; equal on all ranks, except for the times."""
-
-    loss: float
-    """Weighted loss of the global batch."""
-    grad_norm: float | None
-    """Norm of the full gradient before clipping; None without `max_norm`."""
-    samples: int
-    """Samples in the global batch."""
-    seconds: float
-    """Time of the step on this rank, waiting included."""
-    waiting_seconds: float
-    """Part of `seconds` that this rank has waited for other ranks."""
-    waiting_on: int
-    """The rank that waited least: the slowest one, for which the others waited."""
-    skipped: bool
-    """The scaled gradient was not finite, so no rank has stepped."""
-
-
-@dataclass
-class _StepState:
-    """State of the current step."""
-
-    samples: int = 0
-    """Samples in the global batch."""
-    waited: float = 0.0
-    """Seconds spent waiting for other ranks to open the step."""
-    loss: Tensor | float = 0.0
-    """This rank's part of the weighted loss."""
-    open_micro_batch: MicroBatch | None = None
-    pass_began: float = 0.0
-    summary: StepSummary | None = None
-    scale: Tensor | None = None
-    """Product of the factors for the reduced gradient (loss scale, clipping): one float64 on the
-    device, so that the host does not synchronize; None for 1."""
-    factor: Tensor | None = None
-    """The part of `scale` that the update still has to apply; None if there is none."""
-    found_inf: Tensor | None = None
-    """As in `torch.amp`: not 0 if the step is to be skipped."""
-    skipped: bool = False
-    abandoned: bool = False
-    in_train_step: bool = False
-    """In `train_step` no user code reads `.grad` before the update."""
 
 
 class HeteroZeroOptimizer(torch.optim.Optimizer):
@@ -125,8 +72,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
 
     Collective methods, which every rank must call: the constructor, `train_step`, `micro_batches`,
     `clip_grad_norm_`, `step`, `evaluate`, `full_parameters`, `consolidate_state_dict`,
-    `save_model`, `apply_plan`, `full_gradients`, `release`. If a rank fails in a step, all ranks
-    raise, no rank applies the step, and training may continue.
+    `save_model`, `apply_plan`, `full_gradients`, `verify_replicas`, `release`. If a rank fails in a
+    step, all ranks raise, no rank applies the step, and training may continue.
 
     Args:
         model: on this rank's device, with the same architecture on every rank, not wrapped in DDP
@@ -141,9 +88,12 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         process_group: default WORLD; NCCL for CUDA, gloo for CPU.
         units: module names, modules or module classes that form the units. Default: repeated
             blocks; all other parameters form the root unit.
-        compute_dtype: dtype of the parameters in forward and backward, and of floating-point
-            inputs; master values stay fp32. "auto": an fp32 model on CUDA computes in bf16 if every
-            rank supports it natively, else in fp16 with a loss scale. Any other model is unchanged.
+        compute_dtype: dtype of the parameters in forward and backward; master values stay fp32.
+            "auto": an fp32 model on CUDA computes in bf16 if every rank supports it natively, else
+            in fp16 with a loss scale. Any other model is unchanged. bf16 and fp16 also cast the
+            floating-point inputs of the model, or of a module of it (outside units, or a unit) that
+            `loss_fn` calls directly. `loss_fn` gets its batch unchanged, so targets stay fp32, and
+            computes the loss in the dtype that the model returns.
         reduce_dtype: dtype in which gradients are sent; they are added in fp32.
         communicator: "auto" (from the plan, else from where the ranks are), "process_group" (NCCL
             or gloo; with algorithms: "process_group:padded+grouped"), "shared_memory" (CPU ranks of
@@ -151,6 +101,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             `poplar.comm.Communicator`.
         timeout: how long a rank waits for other ranks; default: 5 minutes.
         allow_batch_norm: accept BatchNorm in training mode, whose statistics are per micro-batch.
+        overlap_param_gather: at stages 1 and 2, all-gather the updated parameters during the next
+            forward. Between steps they then read as NaN outside `full_parameters()`.
         **optimizer_kwargs: for `optimizer_class`; `fused=True` is added if the class supports it.
 
     Raises:
@@ -176,6 +128,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         communicator: str | Communicator = "auto",
         timeout: timedelta | None = None,
         allow_batch_norm: bool = False,
+        overlap_param_gather: bool = False,
         **optimizer_kwargs: Any,
     ) -> None:
         self._group = Group.of(process_group, timeout)
@@ -194,6 +147,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
                 reduce_dtype=reduce_dtype,
                 world_size=self._group.size,
                 allow_batch_norm=allow_batch_norm,
+                overlap_param_gather=overlap_param_gather,
             )
         except Exception as caught:
             error = caught
@@ -206,12 +160,14 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         self._stage = request.stage
         self._batch_norms = [] if allow_batch_norm else model_checks.batch_norms(model)
         every_pass = STRATEGY_CLASSES[request.stage].reduces_every_pass
-        self._splitter = BatchSplitter(plan, every_pass, dtype)
+        self._splitter = BatchSplitter(plan, every_pass)
         self._default_scaler = GradScaler(request.device.type) if dtype is torch.float16 else None
         self._engine, self._update = build_engine(request, comm, self._control, dtype)
+        replicated = self._engine.strategy.replicates_state
+        self._replicas = ReplicaCheck(self._engine.trained if replicated else [], self._control)
         super().__init__(request.groups, self._update.inner.defaults)
         self._settings_are_final = True
-        self._step_state = _StepState()
+        self._step = Step(self._engine, self._update, self._replicas)
         guard_model_state(self._engine, self._update)
         self._unregister = model_checks.register_owner(
             list(model.named_parameters()), self, self._engine.hooks
@@ -250,38 +206,37 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
                 this rank raises that exception instead.
             CollectiveTimeout: a rank did not take part in a collective before the deadline.
         """
-        began = time.perf_counter()
         if scaler is not None and not isinstance(scaler, GradScaler):
             raise TypeError(_PLAIN_SCALER)
         scaler = scaler if scaler is not None else self._default_scaler
+        step, engine = self._step, self._engine
+        stopwatch = Stopwatch(engine.strategy.streams, self._group)
         opened = self._open_step(batch, weight, loss)
         forward = MicroBatchLoss(loss_fn, self._model, self._group.rank)
-        if opened.first is not None and not self._engine.strategy.shards_parameters:
-            with self._engine.early_forward():
-                forward.compute_early(opened.first)
-        error = self._run_passes(self._start_step(opened), forward, scaler)
-        self._engine.wait_for_reductions()
-        now = self._step_state
-        summary = self._close(None if max_norm is None and scaler is None else 2.0, error)
-        self._engine.finish_gradients()
-        now.in_train_step = not (self._optimizer_step_pre_hooks or _global_optimizer_pre_hooks)
+        step.run_early_forward(opened, forward)
+        error = step.run_passes(step.start(opened), forward, scaler)
+        engine.wait_for_reductions()
+        state, waiting = engine.step, engine.strategy.waiting.step
+        summary = step.close(None if max_norm is None and scaler is None else 2.0, error)
+        engine.finish_gradients()
+        state.in_train_step = not (self._optimizer_step_pre_hooks or _global_optimizer_pre_hooks)
         if scaler is not None:
             scaler.unscale_(self)
         norm = self.clip_grad_norm_(max_norm) if max_norm is not None else None
-        waited = now.waited + self._engine.strategy.waited
         if scaler is None:
             self.step()
         else:
             scaler.step(self)
             scaler.update()
+        stopwatch.stop()
         return StepResult(
-            loss=sum(summary.losses.tolist()),
-            grad_norm=None if norm is None else float(norm),
-            samples=now.samples,
-            seconds=time.perf_counter() - began,
-            waiting_seconds=waited,
-            waiting_on=min(range(self._group.size), key=summary.waited.__getitem__),
-            skipped=now.skipped,
+            samples=state.samples,
+            waiting_on=summary.waiting_on,
+            skipped=state.skipped,
+            losses=summary.losses,
+            norm=norm,
+            stopwatch=stopwatch,
+            waiting_seconds=lambda: state.waited_to_open + waiting.seconds(),
         )
 
     def micro_batches(
@@ -297,21 +252,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             weight: as for `train_step`.
             loss: as for `train_step`.
         """
-        micro_batches = self._start_step(self._open_step(batch, weight, loss))
-        finished = 0
-        try:
-            for micro_batch in micro_batches:
-                if self._begin_pass(micro_batch):
-                    if micro_batch.samples:
-                        yield micro_batch.batch
-                    self._end_user_pass(micro_batches[finished + 1 :])
-                finished += 1
-            if self._engine.has_gradients:  # not if step() came inside the loop
-                self._engine.finish_gradients()
-        except GeneratorExit:
-            if self._step_state.open_micro_batch is not None or finished < len(micro_batches) - 1:
-                self._abandon(micro_batches[finished + 1 :], PoplarError(_LOOP_LEFT_EARLY))
-            raise
+        yield from self._step.user_passes(self._step.start(self._open_step(batch, weight, loss)))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -334,19 +275,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             raise RuntimeError(_PLAIN_SCALER)
         if self._is_zero_step():
             return result
-        self._finish_passes()
-        now = self._step_state
-        summary = now.summary or self._close(None)
-        unused = summary.unused
-        for flat in self._engine.trained:
-            unused[flat] = unused[flat].union(self._engine.strategy.read_back_gradients(flat))
-            self._engine.strategy.wait_for_readers(flat)
-        with self._group.trace.span("optimizer", "the update"):
-            self._update.step(self.param_groups, unused, now.factor, now.found_inf)
-        self._engine.strategy.all_gather_updated_parameters(self._engine.units)
-        if now.found_inf is not None:  # synchronize only after all work has been issued
-            now.skipped = self._update.undo_if_skipped(now.found_inf)
-        self._reset_step()
+        self._step.apply(self.param_groups)
         return result
 
     @torch.no_grad()
@@ -357,20 +286,17 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             The norm over all parameters before clipping, as one fp32 on the device. For `norm_type`
             2 and infinity its bits do not depend on the shares.
         """
-        self._finish_passes()
-        norm, scale = self._norm(float(norm_type)), self._step_state.scale
-        self._scale_gradient(ops.clip_coefficient(norm, float(max_norm), scale))
-        return (norm if scale is None else norm * scale).float()
+        return self._step.clip(float(max_norm), float(norm_type))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of this step. `.grad` is always set to None."""
         for flat in self._engine.trained:
             for parameter in flat.parameters:
                 parameter.grad = None
-        if self._step_state.open_micro_batch is None:
+        if self._engine.step.open_micro_batch is None:
             self._engine.drop_implicit_pass()
             if self._engine.has_gradients:
-                self._reset_step()
+                self._step.reset()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -392,10 +318,22 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         Call it between the last backward and `step()`. Every rank gets all gradients, in fp32 and
         in the shape of the parameters, so it needs memory for all of them.
         """
-        self._finish_passes()
+        self._step.finish_passes()
         gradients = self._engine.full_gradients()
-        factor = 1.0 if self._step_state.factor is None else self._step_state.factor
+        factor = 1.0 if self._engine.step.factor is None else self._engine.step.factor
         return {name: gradient * factor for name, gradient in gradients}
+
+    @torch.no_grad()
+    def verify_replicas(self) -> None:
+        """Check that all ranks have the same parameters, bit by bit. Collective, between steps.
+
+        At stage 0 every rank updates all parameters. `step` checks them too, after the first
+        updates and then after every 100th. Other stages have no such replicas to check.
+
+        Raises:
+            ReplicasDiffer: on all ranks; names the first parameter that differs.
+        """
+        self._replicas.verify()
 
     def trace(self) -> AbstractContextManager[list[Span]]:
         """A context that records this rank's passes, waits and updates as spans.
@@ -453,8 +391,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         was_training = self._model.training
         self._model.eval()
         try:
-            cast = (self._splitter.cast(batch) for batch in loader)
-            return Evaluation(self._engine, loss_fn, weight).run(cast)
+            return Evaluation(self._engine, loss_fn, weight).run(loader)
         finally:
             self._model.train(was_training)
 
@@ -486,7 +423,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
 
         return state_bytes(self._engine, self._update)
 
-    def apply_plan(self, plan: Plan, *, at_step: int | None = None) -> None:
+    def apply_plan(self, plan: Plan) -> None:
         """Change to another plan of the same stage. Collective, between steps.
 
         State is sent directly from its old owners to its new ones. The set of persistent units may
@@ -494,7 +431,6 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
 
         Args:
             plan: the new plan, the same on all ranks.
-            at_step: not supported yet.
 
         Raises:
             ValueError: the plan has another stage or world size, it gives units new shares of their
@@ -505,7 +441,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
 
         error: Exception | None = None
         try:
-            self._check_new_plan(plan, at_step)
+            self._check_new_plan(plan)
         except Exception as caught:
             error = caught
         raise_on_any_error(self._control, error, doing="apply_plan()")
@@ -520,12 +456,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         self._plan = plan
         self._splitter = replace(self._splitter, plan=plan)
 
-    def _check_new_plan(self, plan: Plan, at_step: int | None) -> None:
-        if at_step is not None:
-            raise ValueError(
-                "apply_plan(at_step=...) is not supported yet; call apply_plan(plan) between two "
-                "steps"
-            )
+    def _check_new_plan(self, plan: Plan) -> None:
         if plan.stage != self._stage or plan.world_size != self._group.size:
             raise ValueError(
                 f"apply_plan takes a plan of stage {self._stage} for {self._group.size} ranks, got "
@@ -605,13 +536,6 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         """Check and split the batch and start to exchange its weight. Collective."""
         return self._splitter.open(self._control, batch, weight, loss, self._check_before_step)
 
-    def _start_step(self, opened: OpenedStep) -> list[MicroBatch]:
-        """Wait for the sizes of all ranks; returns this rank's micro-batches. Collective."""
-        micro_batches, sizes, waited = opened.wait()
-        self._reset_step()
-        self._step_state.samples, self._step_state.waited = sum(sizes.samples), waited
-        return micro_batches
-
     def _check_before_step(self) -> None:
         if self._engine.is_fully_unsharded:
             raise RuntimeError(
@@ -636,98 +560,12 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
                         "after unfreezing"
                     )
 
-    def _run_passes(
-        self,
-        micro_batches: Sequence[MicroBatch],
-        forward: MicroBatchLoss,
-        scaler: GradScaler | None,
-    ) -> Exception | None:
-        """Run all passes of a step; after an error the rest of them without a backward.
-
-        Returns:
-            The first error of this rank.
-        """
-        error: Exception | None = None
-        own_loss: Tensor | float = 0.0
-        for micro_batch in micro_batches:
-            if not self._begin_pass(micro_batch, forward.began if micro_batch.samples else None):
-                continue
-            try:
-                if micro_batch.samples and error is None:
-                    value = forward(micro_batch.batch)
-                    (value if scaler is None else scaler.scale(value)).backward()
-                    if micro_batch.weight:  # the mean over an empty set is NaN
-                        own_loss = own_loss + value.detach().double() * micro_batch.weight
-                    del value
-            except CollectiveTimeout:
-                self._engine.abort()
-                raise
-            except Exception as caught:
-                error = self._engine.explain_error(caught)
-                if isinstance(caught, torch.OutOfMemoryError):
-                    # The frames of the failed pass hold its activations; free them.
-                    traceback.clear_frames(caught.__traceback__)
-            try:
-                self._end_pass(failed=error is not None)
-            except torch.OutOfMemoryError as caught:
-                error = error or self._engine.explain_error(caught)
-        self._step_state.loss = own_loss
-        return error
-
-    def _begin_pass(self, micro_batch: MicroBatch, began: float | None = None) -> bool:
-        """Open a pass that began at time `began` or now; False if it has nothing to issue."""
-        began = time.perf_counter() if began is None else began
-        opened = self._engine.begin_pass(
-            weight=micro_batch.weight, leader=micro_batch.leader, last=micro_batch.last
-        )
-        self._step_state.open_micro_batch = micro_batch if opened else None
-        self._step_state.pass_began = began
-        return opened
-
-    def _end_pass(self, *, failed: bool = False) -> None:
-        micro_batch, self._step_state.open_micro_batch = self._step_state.open_micro_batch, None
-        if micro_batch is not None:
-            self._engine.end_pass(failed=failed)
-            what = f"a pass of {micro_batch.samples} samples"
-            self._group.trace.add("pass", what, self._step_state.pass_began)
-
-    def _finish_passes(self) -> None:
-        """Reduce the gradients of the step, whether or not there was a backward. Collective."""
-        rank, engine, micro_batch = (
-            self._group.rank,
-            self._engine,
-            self._step_state.open_micro_batch,
-        )
-        if self._step_state.abandoned:
-            raise RuntimeError(
-                f"rank {rank}: the micro_batches loop of this step was left before its end, so the "
-                "step was abandoned on all ranks; start the next step with a new micro_batches()"
-            )
-        if micro_batch is not None:
-            if not micro_batch.last:
-                raise RuntimeError(
-                    f"rank {rank}: step() or clip_grad_norm_() inside the micro_batches loop, "
-                    "before its last micro-batch; call it after the loop"
-                )
-            self._end_user_pass(())
-        elif not engine.has_gradients:
-            if not any(p.grad is not None for flat in engine.trained for p in flat.parameters):
-                raise RuntimeError(
-                    f"rank {rank}: step() without a backward since the last step, so there is no "
-                    "gradient to apply"
-                )
-            engine.begin_step(keep_gradients=True)
-            engine.reduce_without_backward()
-        elif not engine.reduction_issued:
-            engine.reduce_without_backward()  # all passes were inside no_sync()
-        engine.finish_gradients()
-
     def _is_zero_step(self) -> bool:
         """Whether the user has set zero gradients at learning rate 0.
 
         torch's checkpoint code does so to create the optimizer state, which must not decay.
         """
-        if self._engine.has_gradients or self._step_state.open_micro_batch is not None:
+        if self._engine.has_gradients or self._engine.step.open_micro_batch is not None:
             return False
         given = [p.grad for flat in self._engine.trained for p in flat.parameters]
         rates = [float(group.get("lr", 1.0)) for group in self.param_groups]
@@ -736,73 +574,6 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             and all(gradient is not None for gradient in given)
             and not any(bool(gradient.any()) for gradient in given if gradient is not None)
         )
-
-    def _close(self, norm_type: float | None, error: Exception | None = None) -> StepSummary:
-        """Agree that the step may be applied; raise on all ranks if one failed. Collective."""
-        try:
-            summary = close_step(
-                self._engine.comm,
-                self._control,
-                self._engine.trained,
-                loss=self._step_state.loss,
-                waited=self._step_state.waited + self._engine.strategy.waited,
-                norm_type=norm_type,
-                error=error,
-            )
-        except BaseException:
-            self._reset_step()
-            raise
-        self._step_state.summary = summary
-        return summary
-
-    def _norm(self, norm_type: float) -> Tensor:
-        """Norm of the reduced gradient before `scale` is applied. Collective."""
-        summary = self._step_state.summary or self._close(norm_type)
-        if summary.norm_type == norm_type:
-            return summary.norm
-        comm, flats = self._engine.comm, self._engine.trained
-        rows = norm_rows(comm, flats)
-        fill_norm_row(rows, flats, self._group.rank, norm_type)
-        gather_rows(comm, rows, what="a gradient norm").wait()
-        norm, scale, left = (
-            combine_norm(rows, norm_type),
-            self._step_state.scale,
-            self._step_state.factor,
-        )
-        if scale is None:
-            return norm
-        return torch.where(scale == 0, norm, norm * (1.0 if left is None else left) / scale)
-
-    def _end_user_pass(self, rest: Sequence[MicroBatch]) -> None:
-        """End a pass of the user's loop; if memory runs out, abandon the step on all ranks.
-
-        Args:
-            rest: this rank's later passes in the step.
-        """
-        try:
-            self._end_pass()
-        except torch.OutOfMemoryError as short:
-            self._abandon(rest, short)
-            raise
-
-    def _abandon(self, rest: Sequence[MicroBatch], reason: Exception) -> None:
-        """Abandon the step: complete its passes with zeros and report `reason` to all ranks."""
-
-        def end() -> None:
-            with suppress(torch.OutOfMemoryError):  # the pass is complete anyway
-                self._end_pass(failed=True)
-
-        end()
-        for micro_batch in rest:
-            if self._begin_pass(micro_batch):
-                end()
-        self._engine.wait_for_reductions()
-        try:
-            self._close(None, reason)
-        except Exception as error:
-            if error is not reason:
-                raise
-        self._step_state.abandoned = True
 
     @torch.no_grad()
     def multiply_gradient(self, factor: Tensor) -> Tensor:
@@ -815,21 +586,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             One fp32, equal on all ranks: 1 if the gradient is not finite, so that `step` changes
             nothing, else 0.
         """
-        self._finish_passes()
-        self._step_state.found_inf = (~torch.isfinite(self._norm(2.0))).float()
-        device = self._engine.trained[0].device
-        self._scale_gradient(factor.to(device, torch.float64, non_blocking=True))
-        return self._step_state.found_inf
-
-    def _scale_gradient(self, factor: Tensor) -> None:
-        now, strategy = self._step_state, self._engine.strategy
-        now.scale = factor if now.scale is None else now.scale * factor
-        if now.in_train_step or not strategy.scale_gradients(self._engine.units, factor):
-            now.factor = factor if now.factor is None else now.factor * factor
-
-    def _reset_step(self) -> None:
-        self._engine.begin_step()
-        self._step_state = _StepState()
+        return self._step.multiply_gradient(factor)
 
     def _identity(self) -> dict[str, Any]:
         return {
@@ -846,8 +603,6 @@ class _ReleasedEngine:
     def __getattr__(self, name: str) -> Any:
         raise RuntimeError("this optimizer has released its model; build a new one")
 
-
-_LOOP_LEFT_EARLY = "the micro_batches loop was left early (an exception in its body, or break)"
 
 _PLAIN_SCALER = (
     "torch.amp.GradScaler reads .grad on each rank alone, but the gradients are sharded and all "

@@ -203,6 +203,20 @@ class ModelProfile:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LinkProfile:
+    """The network between two hosts: one rank of each sent to the other, both at once."""
+
+    hosts: Annotated[tuple[str, ...], Rule("two hosts", lambda hosts: len(hosts) == 2)]
+    seconds_per_byte: Positive
+    """Each way, with messages that are large enough to show bandwidth."""
+    latency_seconds: NonNegative
+    """Of a message of a few bytes."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True, kw_only=True)
 class NetworkProfile:
     """Times of the collectives, measured with the transport that training will use."""
 
@@ -226,6 +240,8 @@ class NetworkProfile:
     transports: tuple[tuple[str, float], ...] = ()
     """Transports to choose from, by name and seconds of sample collectives, fastest first. The
     first one was measured here. Empty: there was no choice."""
+    links: tuple[LinkProfile, ...] = ()
+    """Of each pair of hosts; empty on a single host."""
 
     @property
     def transport(self) -> str | None:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from unittest import mock
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -19,6 +20,7 @@ def native_calls() -> Iterator[None]:
     with (
         mock.patch.object(Group, "is_on_host", return_value=False),
         mock.patch.object(dist, "all_gather", gather_by_broadcasts),
+        mock.patch.object(dist, "all_to_all", all_to_all_of_parts),
     ):
         yield
 
@@ -43,6 +45,18 @@ def streams_wait() -> Iterator[list[dist.ProcessGroup]]:
         mock.patch.object(dist.ProcessGroup, "abort", lambda group: aborted.append(group)),
     ):
         yield aborted
+
+
+def all_to_all_of_parts(
+    received: list[Tensor], sent: list[Tensor], *, group: dist.ProcessGroup, async_op: bool
+) -> None:
+    """`dist.all_to_all`, which NCCL supports and gloo does not."""
+    assert async_op
+    result = torch.cat(received)
+    sizes = [part.numel() for part in received], [part.numel() for part in sent]
+    dist.all_to_all_single(result, torch.cat(sent), *sizes, group=group)
+    for part, values in zip(received, result.split(sizes[0]), strict=True):
+        part.copy_(values)
 
 
 def gather_by_broadcasts(

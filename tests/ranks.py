@@ -343,7 +343,8 @@ class _World:
         notes = Path(self.folder) / f"note-{rank}"
         note = notes.read_text() if notes.exists() else ""
         if process.exitcode is None and process.pid is not None:
-            os.kill(process.pid, signal.SIGUSR1)
+            with contextlib.suppress(ProcessLookupError):  # it may have just ended
+                os.kill(process.pid, signal.SIGUSR1)
             end = time.monotonic() + wait_seconds  # a stopped process never answers
             while time.monotonic() < end and not path.read_text().strip():
                 time.sleep(0.02)

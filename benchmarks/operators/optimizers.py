@@ -34,21 +34,9 @@ class Flat:
 
     def step(self, scale: Tensor, found_inf: Tensor | None = None) -> None:
         """A step on `scale` times the gradient."""
-        ops.adamw_(
-            self.values,
-            self.gradient,
-            self.mean,
-            self.square,
-            self.rounded,
-            lr=LR,
-            beta1=BETAS[0],
-            beta2=BETAS[1],
-            eps=EPS,
-            weight_decay=WEIGHT_DECAY,
-            step=1,
-            scale=scale,
-            found_inf=found_inf,
-        )
+        state = ([self.values], [self.gradient], [self.mean], [self.square])
+        rule = ops.AdamWRule(LR, *BETAS, EPS, WEIGHT_DECAY, step=1)
+        ops.adamw_(*state, [self.rounded], [rule], scale=scale, found_inf=found_inf)
 
     def reset(self) -> None:
         """Restore the initial state."""

@@ -164,7 +164,7 @@ def chain(tensors: TensorList, dtype: torch.dtype, device: str) -> Task:
     def by_poplar() -> None:
         ops.pack_(bucket, grads, offsets, weight, False, sums)
         total = torch.zeros(1, ops.EXACT_WORDS, dtype=torch.int64, device=device)
-        ops.exact_sum_(total[0], sums)
+        ops.exact_sum_(total[0], [sums])
         norm = ops.exact_norm(total)
         ours.step(ops.clip_coefficient(norm, MAX_NORM).float(), (~norm.isfinite()).float())
 

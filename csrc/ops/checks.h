@@ -7,13 +7,15 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <concepts>
 #include <cstdint>
+#include <cstdio>
 #include <optional>
-#include <sstream>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
+#include "poplar/adamw.h"
 #include "poplar/exact_sum.h"
 #include "poplar/segments.h"
 
@@ -21,13 +23,23 @@ namespace poplar {
 
 using torch::stable::Tensor;
 
+// The parts of a message as text. Streams are not used: they depend on the locales of the process,
+// which another copy of the C++ runtime may have set up.
+inline const char* text_of(const char* part) { return part; }
+inline const std::string& text_of(const std::string& part) { return part; }
+inline std::string text_of(std::integral auto part) { return std::to_string(part); }
+inline std::string text_of(double part) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%g", part);
+  return text;
+}
+
 template <typename... Parts>
 void check(bool holds, const Parts&... parts) {
   if (!holds) {
-    std::ostringstream text;
-    text << "poplar::";
-    (text << ... << parts);
-    throw std::runtime_error(text.str());
+    std::string text = "poplar::";
+    ((text += text_of(parts)), ...);
+    throw std::runtime_error(text);
   }
 }
 
@@ -209,14 +221,16 @@ inline float* sums_of(const std::string& name, const Tensor& flat,
   return static_cast<float*>(sums->mutable_data_ptr());
 }
 
-inline void check_exact_sum(const Tensor& total, const Tensor& values) {
+inline void check_exact_sum(const Tensor& total, const std::vector<Tensor>& values) {
   check_flat(total, "exact_sum_: total");
   check(total.scalar_type() == torch::headeronly::ScalarType::Long && total.numel() == kExactWords,
         "exact_sum_: total must be int64 and hold ", kExactWords, " elements");
-  check_flat(values, "exact_sum_: values");
-  check(values.scalar_type() == torch::headeronly::ScalarType::Float,
-        "exact_sum_: values must be float32");
-  check(same_device(total, values), "exact_sum_: total and values must be on one device");
+  for (const Tensor& part : values) {
+    check_flat(part, "exact_sum_: values");
+    check(part.scalar_type() == torch::headeronly::ScalarType::Float,
+          "exact_sum_: values must be float32");
+    check(same_device(total, part), "exact_sum_: total and values must be on one device");
+  }
 }
 
 inline void check_exact_norm(const Tensor& totals) {
@@ -234,29 +248,44 @@ inline void check_clip_coefficient(const Tensor& norm, const std::optional<Tenso
   }
 }
 
-inline void check_adamw(const Tensor& values, const Tensor& gradient, const Tensor& mean,
-                        const Tensor& square_mean, const std::optional<Tensor>& rounded,
-                        double step, const std::optional<Tensor>& scale,
+// Checks one of the tensors of adamw_ that belong to `values`.
+inline void check_adamw_tensor(const Tensor& values, const Tensor& tensor) {
+  check_flat(tensor, "adamw_: all tensors");
+  check(same_device(tensor, values), "adamw_: all tensors must be on one device");
+  check(tensor.numel() == values.numel(), "adamw_: values have ", values.numel(),
+        " elements, another tensor ", tensor.numel());
+}
+
+// Entries of `rounded` without elements stand for none.
+inline void check_adamw(const std::vector<Tensor>& values, const std::vector<Tensor>& gradients,
+                        const std::vector<Tensor>& means, const std::vector<Tensor>& square_means,
+                        const std::vector<Tensor>& rounded, const std::vector<double>& rules,
+                        const std::optional<Tensor>& scale,
                         const std::optional<Tensor>& found_inf) {
-  check(step >= 1.0, "adamw_: step must be at least 1, got ", step);
-  for (const Tensor* tensor : {&values, &gradient, &mean, &square_mean}) {
-    check_flat(*tensor, "adamw_: all tensors");
-    check(dtype_of(*tensor, "adamw_: all tensors") == Dtype::kFloat,
-          "adamw_: values, gradient and state must be float32");
-    check(same_device(*tensor, values), "adamw_: all tensors must be on one device");
-    check(tensor->numel() == values.numel(), "adamw_: values have ", values.numel(),
-          " elements, another tensor ", tensor->numel());
+  for (const auto* list : {&gradients, &means, &square_means, &rounded}) {
+    check(list->size() == values.size(), "adamw_: all lists must have one length, got ",
+          values.size(), " values and a list of ", list->size());
   }
-  if (rounded) {
-    check_flat(*rounded, "adamw_: rounded");
-    check(same_device(*rounded, values), "adamw_: all tensors must be on one device");
-    check(rounded->numel() == values.numel(), "adamw_: values have ", values.numel(),
-          " elements, another tensor ", rounded->numel());
+  check(rules.size() == values.size() * kRuleNumbers, "adamw_: expected ", kRuleNumbers,
+        " numbers for each of ", values.size(), " tensors, got ", rules.size());
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    const double step = rules[i * kRuleNumbers + 5];
+    check(step >= 1.0, "adamw_: step must be at least 1, got ", step);
+    for (const Tensor* tensor : {&values[i], &gradients[i], &means[i], &square_means[i]}) {
+      check_adamw_tensor(values[i], *tensor);
+      check(tensor->scalar_type() == torch::headeronly::ScalarType::Float,
+            "adamw_: values, gradients and state must be float32");
+      check(same_device(*tensor, values[0]), "adamw_: all tensors must be on one device");
+    }
+    if (rounded[i].numel() != 0) {
+      check_adamw_tensor(values[i], rounded[i]);
+      dtype_of(rounded[i], "adamw_: rounded");
+    }
   }
   for (const std::optional<Tensor>* scalar : {&scale, &found_inf}) {
-    if (*scalar) {
-      check((*scalar)->numel() == 1 && same_device(**scalar, values) &&
-                dtype_of(**scalar, "adamw_: scale and found_inf") == Dtype::kFloat,
+    if (*scalar && !values.empty()) {
+      check((*scalar)->numel() == 1 && same_device(**scalar, values[0]) &&
+                (*scalar)->scalar_type() == torch::headeronly::ScalarType::Float,
             "adamw_: scale and found_inf must be single float32 elements on the same device");
     }
   }

@@ -110,18 +110,21 @@ class FailureReports:
         reason = next(reports[rank].reason for rank in sorted(peers))
         return sorted(suspects), f"they had stopped waiting: {reason}"
 
-    def watch(self, notify: Callable[[], None] | None = None) -> None:
+    def watch(
+        self, notify: Callable[[], None] | None = None, look: Callable[[], None] | None = None
+    ) -> None:
         """Start to look for reports of other ranks.
 
         Args:
             notify: a bound method that the looking thread calls at the first report.
+            look: a bound method that it calls regularly until then.
 
-        The thread ends with this object, and keeps neither it nor the method's object alive.
+        The thread ends with this object, and keeps neither it nor the methods' objects alive.
         """
         if not self._is_watching:
             self._is_watching = True
-            weak = weakref.WeakMethod(notify) if notify is not None else None
-            _Watch(weakref.ref(self), self._store, self._any_key, weak).start()
+            weak = [call and weakref.WeakMethod(call) for call in (notify, look)]
+            _Watch(weakref.ref(self), self._store, self._any_key, *weak).start()
 
     def _key(self, rank: int) -> str:
         return f"{self._prefix}/{rank}"
@@ -159,9 +162,11 @@ class _Watch(threading.Thread):
         store: Any,
         key: str,
         notify: weakref.WeakMethod[Callable[[], None]] | None,
+        look: weakref.WeakMethod[Callable[[], None]] | None,
     ) -> None:
         super().__init__(daemon=True)
-        self._reports, self._store, self._key, self._notify = reports, store, key, notify
+        self._reports, self._store, self._key = reports, store, key
+        self._notify, self._look = notify, look
         self._stopped = threading.Event()
         _WATCHES.add(self)
 
@@ -174,20 +179,25 @@ class _Watch(threading.Thread):
             if found:
                 self._see()
                 return
+            _call(self._look)
             if self._stopped.wait(_WATCH_SECONDS):
                 return
 
     def _see(self) -> None:
         reports = self._reports()
-        notify = self._notify() if self._notify is not None else None
         if reports is not None:
             reports.seen.set()
-        if notify is not None:
-            notify()
+        _call(self._notify)
 
     def stop(self) -> None:
         self._stopped.set()
         self.join(1.0)
+
+
+def _call(method: weakref.WeakMethod[Callable[[], None]] | None) -> None:
+    alive = method() if method is not None else None
+    if alive is not None:
+        alive()
 
 
 _WATCHES: weakref.WeakSet[_Watch] = weakref.WeakSet()

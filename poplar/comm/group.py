@@ -22,6 +22,8 @@ from poplar.errors import CollectiveTimeout
 from poplar.system.trace import Trace
 
 DEFAULT_TIMEOUT = timedelta(minutes=5)
+NATIVE_FLAT_BYTES = 1 << 30
+"""A device backend splits a large collective into chunks itself: each call costs the host time."""
 POPLAR = "poplar"
 """The name of the backend in `torch_backend`."""
 _HOST_BACKENDS = ("gloo", POPLAR)
@@ -77,6 +79,17 @@ class Event(Protocol):
         ...
 
 
+class DeviceWork(Protocol):
+    """A collective on a device."""
+
+    what: str
+    """Its name in errors."""
+
+    def is_completed(self) -> bool:
+        """Whether the device has finished it."""
+        ...
+
+
 @dataclass(frozen=True, eq=False)
 class Group:
     """The ranks of one process group."""
@@ -96,6 +109,8 @@ class Group:
     """The ranks' numbers in errors, if this group is part of a larger one."""
     reports: FailureReports | None = None
     """The failures of all ranks, by their numbers in errors; None: there is no store."""
+    in_flight: dict[int, tuple[DeviceWork, float]] = field(default_factory=dict)
+    """Collectives on devices that have not been waited for, with the time of their issue."""
 
     @cached_property
     def rank(self) -> int:
@@ -118,6 +133,10 @@ class Group:
         """Whether the backend for this device is made for its tensors, as NCCL is for CUDA."""
         backend = self._backends.get(device.type)
         return device.type == "cpu" or (backend is not None and backend not in _HOST_BACKENDS)
+
+    def max_flat_bytes(self, device: torch.device) -> int | None:
+        """As `Communicator.max_flat_bytes`, for transports over this process group."""
+        return None if self.is_on_host(device) else NATIVE_FLAT_BYTES
 
     def report(self, reason: str) -> None:
         """As `RankGroup.report`."""
@@ -230,6 +249,28 @@ class Group:
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
 
+    def follow_failure(self) -> None:
+        """Abort what is pending on devices because another rank has reported a failure.
+
+        Called in a thread of its own, as `abort_late_collectives`. A rank that waits for others
+        reports this first, so that it is not taken for the cause.
+        """
+        waits = any(not work.is_completed() for work, _ in list(self.in_flight.values()))
+        if waits and not self.failures:
+            self.report(f"rank {self.rank} waited for other ranks")
+        self.abort_device_collectives()
+
+    def abort_late_collectives(self) -> None:
+        """Fail if the device has not finished a collective before its deadline.
+
+        Called in a thread of its own: the host may be blocked, in a read of the device or because
+        the device's queue is full. It raises as soon as it checks for failures.
+        """
+        issued_before = time.monotonic() - self.timeout.total_seconds()
+        for work, issued in list(self.in_flight.values()):
+            if issued < issued_before and not self.failures and not work.is_completed():
+                self.fail(work.what, self.peers())
+
     def split(self, partition: Sequence[Sequence[int]]) -> Group:
         """The subgroup of this rank. Collective over all ranks.
 
@@ -274,7 +315,7 @@ class Group:
         group = replace(group, control_group=control_group)
         group = replace(group, reports=_reports(group))
         if group.has_device_backend and group.reports is not None:
-            group.reports.watch(group.abort_device_collectives)
+            group.reports.watch(group.follow_failure, group.abort_late_collectives)
         return group
 
 

@@ -113,7 +113,9 @@ class HierarchicalCommunicator(Communicator):
         rank, layout, data = self.group.rank, bucket.layout, bucket.data
         low, high = layout.bounds(rank)
         collective = self._rendezvous.post(data, unread=(low, high))
-        by_host = [torch.empty(high - low, dtype=data.dtype) for _ in self._hosts.members]
+        by_host = [
+            torch.empty(high - low, dtype=data.dtype, device="cpu") for _ in self._hosts.members
+        ]
         messages = [
             Message(sender, by_host[host][piece.start - low : piece.stop - low], incoming=True)
             for host, sender, piece in self._hosts.relays_of_other_hosts(layout, self._host)
@@ -125,7 +127,7 @@ class HierarchicalCommunicator(Communicator):
         def reduce() -> float:
             outgoing = []
             for piece in self._relay_assignment(layout):
-                total = torch.empty(piece.numel, dtype=data.dtype)
+                total = torch.empty(piece.numel, dtype=data.dtype, device="cpu")
                 self._sum_on_host(bucket, collective, total, piece.start)
                 message = Message(piece.owner, total, incoming=False)
                 outgoing.append(self._exchange([message], what, position))

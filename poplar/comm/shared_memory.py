@@ -197,7 +197,7 @@ class SharedMemoryCommunicator(Communicator):
         # Only the sender knows where each rank's part begins, so it posts that in a header.
         header = _HEADER_ALIGNMENT * -(-8 * len(begins) // _HEADER_ALIGNMENT)
         posted, block = rendezvous.allocate(torch.uint8, header + sent.numel() * step)
-        posted[: 8 * len(begins)].view(torch.int64).copy_(torch.tensor(begins))
+        posted[: 8 * len(begins)].view(torch.int64).copy_(torch.tensor(begins, device="cpu"))
         copy(posted[header:].view(sent.dtype), sent)
         collective = rendezvous.post(posted)
         rendezvous.free(block)
@@ -225,7 +225,7 @@ class SharedMemoryCommunicator(Communicator):
         """Return when every rank has called this."""
         rendezvous = self._rendezvous
         SharedMemoryWork(
-            rendezvous, rendezvous.post(torch.empty(0)), "barrier", lambda: None
+            rendezvous, rendezvous.post(torch.empty(0, device="cpu")), "barrier", lambda: None
         ).wait()
 
     def slices(self, collective: int, own: Tensor, low: int, numel: int) -> list[Tensor]:

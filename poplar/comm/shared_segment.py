@@ -90,5 +90,5 @@ class PeerSegment:
 def view(memory: mmap.mmap | memoryview, dtype: torch.dtype, offset: int, numel: int) -> Tensor:
     """A tensor over shared memory. It and its views hold a reference to `memory`."""
     if numel == 0:
-        return torch.empty(0, dtype=dtype)
+        return torch.empty(0, dtype=dtype, device="cpu")
     return torch.frombuffer(memory, dtype=dtype, count=numel, offset=offset)

@@ -108,7 +108,7 @@ class PoplarProcessGroup(_ProcessGroup):  # type: ignore[misc]
         _check_sizes("all_gather", parts[self._group.rank], mine)
 
         def run(comm: SharedMemoryCommunicator) -> None:
-            whole = torch.empty(sum(part.numel() for part in parts), dtype=mine.dtype)
+            whole = torch.empty(sum(part.numel() for part in parts), dtype=mine.dtype, device="cpu")
             _all_gather(comm, whole, mine, [part.numel() for part in parts])
             _copy_to_parts(whole, parts)
 
@@ -177,7 +177,7 @@ class PoplarProcessGroup(_ProcessGroup):  # type: ignore[misc]
         received_sizes, sent_sizes = ([t.numel() for t in tensors] for tensors in (outputs, inputs))
 
         def run(comm: SharedMemoryCommunicator) -> None:
-            received = torch.empty(sum(received_sizes), dtype=outputs[0].dtype)
+            received = torch.empty(sum(received_sizes), dtype=outputs[0].dtype, device="cpu")
             mine = torch.cat([tensor.reshape(-1) for tensor in inputs])
             comm.all_to_all(received, mine, received_sizes, sent_sizes)
             _copy_to_parts(received, outputs)
@@ -265,7 +265,7 @@ def _all_reduce(comm: SharedMemoryCommunicator, tensor: Tensor, divisor: int) ->
     else:
         # Divided before rounding: the sum may overflow 16 bits where the mean does not.
         mine = own_slice(flat, layout, comm.group.rank)
-        total = torch.empty(mine.numel(), dtype=torch.float32)
+        total = torch.empty(mine.numel(), dtype=torch.float32, device="cpu")
         comm.reduce_scatter(bucket, total, accumulate=False, what="all_reduce").wait()
         mine.copy_(total.div_(divisor))
         comm.all_gather(flat, layout, what="all_reduce").wait()
@@ -291,7 +291,11 @@ def _reduce_scatter(
     sizes = sizes or [output.numel()] * comm.group.size
     bucket = Bucket(mine, _layout(sizes), Codec(mine.dtype))
     in_place = output.dtype is torch.float32 and output.is_contiguous()
-    total = output.view(-1) if in_place else torch.empty(output.numel(), dtype=torch.float32)
+    total = (
+        output.view(-1)
+        if in_place
+        else torch.empty(output.numel(), dtype=torch.float32, device="cpu")
+    )
     comm.reduce_scatter(bucket, total, accumulate=False, what="reduce_scatter").wait()
     if divisor != 1:
         total /= divisor

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -105,9 +106,13 @@ def wait_for_all_ranks(group: Group, work: dist.Work, what: str) -> float:
 
 
 class StreamWork:
-    """Native collectives of device tensors. A wait blocks the current stream, never the host."""
+    """Native collectives of device tensors. A wait blocks the current stream, never the host.
 
-    __slots__ = ("_finish", "_group", "_start", "_what", "_works")
+    If other ranks are missing, so does the stream. The host finds out in an exchange of the control
+    channel, in `Group.wait_for_event`, or by `Group.abort_late_collectives`.
+    """
+
+    __slots__ = ("_finish", "_group", "_issued", "_start")
 
     def __init__(
         self,
@@ -129,26 +134,44 @@ class StreamWork:
             CollectiveTimeout: the collectives cannot be issued because they have been aborted.
         """
         self._start: Callable[[], Sequence[dist.Work | None]] | None = start
-        self._group, self._what, self._finish = group, what, finish
+        self._group, self._finish = group, finish
         group.check()
         try:
-            self._works = start()
+            self._issued = _Issued(what, start())
         except RuntimeError as error:
             raise group.fail(what, group.peers(), error) from error
+        group.in_flight[id(self)] = self._issued, time.monotonic()
 
     def wait(self) -> float:
-        """As `Work.wait`; 0, because the host does not wait.
-
-        If other ranks are missing, so does the stream, until the host finds out: in an exchange of
-        the control channel, or in `Group.wait_for_event`.
-        """
+        """As `Work.wait`; 0, because the host does not wait."""
+        issued = self._issued
         try:
-            for work in self._works:
+            for work in issued.works:
                 if work is not None:
                     work.wait()
         except RuntimeError as error:
-            raise self._group.fail(self._what, self._group.peers(), error) from error
+            raise self._group.fail(issued.what, self._group.peers(), error) from error
         if self._finish is not None:
             self._finish()
-        self._works, self._start, self._finish = (), None, None
+        self._forget()
         return 0.0
+
+    def _forget(self) -> None:
+        self._group.in_flight.pop(id(self), None)
+        self._issued.works, self._start, self._finish = (), None, None
+
+    def __del__(self) -> None:
+        if hasattr(self, "_issued"):  # the collectives of an abandoned step are not waited for
+            self._forget()
+
+
+@dataclass(slots=True)
+class _Issued:
+    """Works that have been issued together; none once they have been waited for."""
+
+    what: str
+    works: Sequence[dist.Work | None]
+
+    def is_completed(self) -> bool:
+        """Whether the device has finished all of them."""
+        return all(work is None or work.is_completed() for work in self.works)

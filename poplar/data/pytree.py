@@ -151,6 +151,8 @@ def _children(tree: Any) -> Iterator[tuple[str, Any]]:
 
 def _rebuild(tree: Any, fn: Callable[[Any], Any]) -> Any:
     """A copy of a container with `fn(member)` for each member; a leaf is returned unchanged."""
+    if type(tree) is dict:
+        return {key: fn(value) for key, value in tree.items()}  # torch.compile can trace this
     if isinstance(tree, MutableMapping):
         # A shallow copy keeps the other attributes of a subclass (default_factory, the encodings
         # of a BatchEncoding).

@@ -158,8 +158,8 @@ class HeteroBatchSampler(Sampler[list[int]]):
 
     def _order(self) -> torch.Tensor:
         if not self._shuffle:
-            return torch.arange(self._length)
+            return torch.arange(self._length, device="cpu")
         # Hashed, not added: seed 0 in epoch 1 must differ from seed 1 in epoch 0.
         mixed = hashlib.sha256(f"{self._seed}:{self._epoch}".encode()).digest()[:4]
-        generator = torch.Generator().manual_seed(int.from_bytes(mixed, "little"))
-        return torch.randperm(self._length, generator=generator)
+        generator = torch.Generator(device="cpu").manual_seed(int.from_bytes(mixed, "little"))
+        return torch.randperm(self._length, generator=generator, device="cpu")

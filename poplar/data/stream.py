@@ -138,7 +138,7 @@ class _StreamPosition:
     def __init__(self) -> None:
         self.drawn = 0
         # start; how often it was set; seed of the iteration that used it (0: unused); has workers
-        self._shared = torch.zeros(4, dtype=torch.int64).share_memory_()
+        self._shared = torch.zeros(4, dtype=torch.int64, device="cpu").share_memory_()
         self._begun = 0  # the setting that this copy has used
 
     @property
@@ -148,7 +148,7 @@ class _StreamPosition:
     def resume_at(self, step: int) -> None:
         self.drawn = step
         setting = int(self._shared[1]) + 1
-        self._shared.copy_(torch.tensor([step, setting, 0, 0]))
+        self._shared.copy_(torch.tensor([step, setting, 0, 0], device="cpu"))
 
     def begin(self) -> int:
         worker = get_worker_info()

@@ -21,7 +21,9 @@ import os
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,6 +35,7 @@ __all__ = [
     "ALIGNMENT",
     "EXACT_BITS",
     "EXACT_WORDS",
+    "AdamWRule",
     "Provider",
     "adamw_",
     "block_sums_of_squares",
@@ -76,13 +79,13 @@ _library.define(
 )
 _library.define("unpack_(Tensor flat, Tensor(a!)[] outs, int[] offsets) -> ()")
 _library.define("block_sums_of_squares(Tensor flat) -> Tensor")
-_library.define("exact_sum_(Tensor(a!) total, Tensor values) -> ()")
+_library.define("exact_sum_(Tensor(a!) total, Tensor[] values) -> ()")
 _library.define("exact_norm(Tensor totals) -> Tensor")
 _library.define("clip_coefficient(Tensor norm, float max_norm, Tensor? scale=None) -> Tensor")
 _library.define(
-    "adamw_(Tensor(a!) values, Tensor gradient, Tensor(b!) mean, Tensor(c!) square_mean, "
-    "Tensor(d!)? rounded, float lr, float beta1, float beta2, float eps, float weight_decay, "
-    "float step, bool maximize=False, Tensor? scale=None, Tensor? found_inf=None) -> ()"
+    "adamw_(Tensor(a!)[] values, Tensor[] gradients, Tensor(b!)[] means, "
+    "Tensor(c!)[] square_means, Tensor(d!)[] rounded, float[] rules, Tensor? scale=None, "
+    "Tensor? found_inf=None) -> ()"
 )
 
 
@@ -236,17 +239,18 @@ def block_sums_of_squares(flat: Tensor) -> Tensor:
     return sums
 
 
-def exact_sum_(total: Tensor, values: Tensor) -> None:
-    """Add values to an exact sum: the same bits in any order and any division.
+def exact_sum_(total: Tensor, values: Sequence[Tensor]) -> None:
+    """Add the values of many tensors to an exact sum: the same bits in any order and any division.
 
     `total` is a fixed-point number that can represent every fp32 value (Kulisch's accumulator):
     element i counts in units of 2^(28 i - 149). Carries are not propagated, so totals of several
-    ranks are added by `+`, and the same values give the same bits.
+    ranks are added by `+`, and the same values give the same bits. One launch serves more than a
+    thousand tensors.
 
     Args:
         total: int64, `EXACT_WORDS` elements, zeros at first; holds up to 2^34 values. The last
             element counts the values that are not finite, which are left out.
-        values: fp32, 1-D, contiguous.
+        values: fp32, 1-D, contiguous; any number of tensors, which may be empty.
 
     Raises:
         RuntimeError: another dtype, size or device.
@@ -296,66 +300,65 @@ def clip_coefficient(norm: Tensor, max_norm: float, scale: Tensor | None = None)
     return coefficient
 
 
+class AdamWRule(NamedTuple):
+    """One step of AdamW for one tensor."""
+
+    lr: float
+    beta1: float
+    """Decay of the first moment."""
+    beta2: float
+    """Decay of the second moment."""
+    eps: float
+    """Added to the root."""
+    weight_decay: float
+    """Decoupled, times `lr`."""
+    step: float
+    """Number of this step, at least 1."""
+    maximize: bool = False
+    """Update in the direction of the gradient."""
+
+
 def adamw_(
-    values: Tensor,
-    gradient: Tensor,
-    mean: Tensor,
-    square_mean: Tensor,
-    rounded: Tensor | None = None,
+    values: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    means: Sequence[Tensor],
+    square_means: Sequence[Tensor],
+    rounded: Sequence[Tensor | None],
+    rules: Sequence[AdamWRule],
     *,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    step: float,
-    maximize: bool = False,
     scale: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> None:
-    """One step of AdamW on a flat shard; reads and writes everything once, 28 or 30 bytes per
-    element.
+    """One step of AdamW on many flat shards, in one launch for about 350 of them; reads and writes
+    everything once, 28 or 30 bytes per element.
 
-    The operations of `torch.optim.AdamW`, so equal to it except for rounding.
+    The operations of `torch.optim.AdamW`, so equal to it except for rounding. The lists have one
+    entry per shard.
 
     Args:
         values: the (master) parameters. fp32, 1-D, contiguous, as are all others except `rounded`.
-        gradient: not changed.
-        mean: first moment, `exp_avg`.
-        square_mean: second moment, `exp_avg_sq`.
-        rounded: fp32, bf16 or fp16: receives the new values.
-        lr: learning rate.
-        beta1: decay of `mean`.
-        beta2: decay of `square_mean`.
-        eps: added to the root.
-        weight_decay: decoupled, times `lr`.
-        step: number of this step, at least 1.
-        maximize: update in the direction of the gradient.
-        scale: one element on the same device; the gradient is multiplied by it (weight, unscaling
+        gradients: not changed.
+        means: first moments, `exp_avg`.
+        square_means: second moments, `exp_avg_sq`.
+        rounded: fp32, bf16 or fp16, mixed: receive the new values; None for none.
+        rules: hyper-parameters and step numbers.
+        scale: one element on the same device; the gradients are multiplied by it (weight, unscaling
             and clipping).
         found_inf: one element on the same device; if it is not 0, nothing is changed.
 
     Raises:
-        RuntimeError: another dtype, size or device.
+        RuntimeError: lists of different lengths, another dtype, size or device.
     """
+    if not values:
+        return
+    absent = values[0].new_empty(0)
+    outs = [absent if out is None else out for out in rounded]
+    numbers = list(chain.from_iterable(rules))
     with torch.no_grad():
         torch.ops.poplar.adamw_(
-            values,
-            gradient,
-            mean,
-            square_mean,
-            rounded,
-            lr,
-            beta1,
-            beta2,
-            eps,
-            weight_decay,
-            step,
-            maximize,
-            scale,
-            found_inf,
+            values, gradients, means, square_means, outs, numbers, scale, found_inf
         )
-    _written(values, mean, square_mean, rounded)
+    _written(*values, *means, *square_means, *rounded)
 
 
 @dataclass(frozen=True, slots=True)

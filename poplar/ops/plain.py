@@ -19,6 +19,8 @@ EXACT_WORDS = 16
 """See `poplar.ops.EXACT_WORDS`."""
 EXACT_BITS = 28
 """See `poplar.ops.EXACT_BITS`."""
+RULE_NUMBERS = 7
+"""Numbers of a `poplar.ops.AdamWRule`."""
 _CHUNK_NUMEL = 1 << 22
 _FLOATING = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -116,7 +118,7 @@ def pack_(
 ) -> None:
     """See `poplar.ops.pack_`."""
     check_pack(bucket, grads, offsets, sums)
-    rounded = torch.tensor(weight, dtype=torch.float32).item()
+    rounded = torch.tensor(weight, dtype=torch.float32, device="cpu").item()
     end = 0
     for grad, offset in zip(grads, offsets, strict=True):
         product = grad.reshape(-1).to(torch.float32) * rounded
@@ -183,51 +185,41 @@ def rank_sum_chunks_(
 
 @torch.no_grad()
 def adamw_(
-    values: Tensor,
-    gradient: Tensor,
-    mean: Tensor,
-    square_mean: Tensor,
-    rounded: Tensor | None,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    step: float,
-    maximize: bool = False,
+    values: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    means: Sequence[Tensor],
+    square_means: Sequence[Tensor],
+    rounded: Sequence[Tensor],
+    rules: Sequence[float],
     scale: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> None:
-    """See `poplar.ops.adamw_`."""
-    check_adamw(values, gradient, mean, square_mean, rounded, step, scale, found_inf)
-
-    for start in range(0, values.numel(), _CHUNK_NUMEL):  # limits the size of temporaries
-        part = slice(start, start + _CHUNK_NUMEL)
-        state = (values[part], gradient[part], mean[part], square_mean[part])
-        low = None if rounded is None else rounded[part]
-        update = (lr, beta1, beta2, eps, weight_decay, step)
-        _adamw_part(*state, low, *update, maximize, scale, found_inf)
+    """See `poplar.ops.adamw_`. `rules` holds the numbers of all rules, in their order; entries of
+    `rounded` without elements stand for none.
+    """
+    check_adamw(values, gradients, means, square_means, rounded, rules, scale, found_inf)
+    shards = zip(values, gradients, means, square_means, strict=True)
+    for i, shard in enumerate(shards):
+        low = rounded[i] if rounded[i].numel() else None
+        rule = tuple(rules[i * RULE_NUMBERS : (i + 1) * RULE_NUMBERS])
+        for start in range(0, shard[0].numel(), _CHUNK_NUMEL):  # limits the size of temporaries
+            part = slice(start, start + _CHUNK_NUMEL)
+            pieces = [tensor[part] for tensor in shard]
+            _adamw_part(pieces, None if low is None else low[part], rule, scale, found_inf)
 
 
 def _adamw_part(
-    values: Tensor,
-    gradient: Tensor,
-    mean: Tensor,
-    square_mean: Tensor,
+    shard: Sequence[Tensor],
     rounded: Tensor | None,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    step: float,
-    maximize: bool,
+    rule: Sequence[float],
     scale: Tensor | None,
     found_inf: Tensor | None,
 ) -> None:
     def single(value: float) -> float:
-        return torch.tensor(value, dtype=torch.float32).item()
+        return torch.tensor(value, dtype=torch.float32, device="cpu").item()
 
+    values, gradient, mean, square_mean = shard
+    lr, beta1, beta2, eps, weight_decay, step, maximize = rule
     factor = torch.ones((), device=values.device) if scale is None else scale.reshape(())
     scaled = gradient * (-factor if maximize else factor)
     keeps_mean = 1.0 - beta1 < 0.5  # otherwise interpolate from the other end, as torch.lerp does
@@ -251,37 +243,60 @@ def _adamw_part(
 
 
 def check_adamw(
-    values: Tensor,
-    gradient: Tensor,
-    mean: Tensor,
-    square_mean: Tensor,
-    rounded: Tensor | None,
-    step: float,
+    values: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    means: Sequence[Tensor],
+    square_means: Sequence[Tensor],
+    rounded: Sequence[Tensor],
+    rules: Sequence[float],
     scale: Tensor | None,
     found_inf: Tensor | None,
 ) -> None:
     """Raise if `adamw_` does not support its arguments."""
-    _check(step >= 1.0, f"adamw_: step must be at least 1, got {step:g}")
-    for tensor in (values, gradient, mean, square_mean):
-        check_flat(tensor, "adamw_: all tensors")
-        _check(tensor.dtype == torch.float32, "adamw_: values, gradient and state must be float32")
-    for tensor in (gradient, mean, square_mean, *([] if rounded is None else [rounded])):
-        check_flat(tensor, "adamw_: rounded")
-        _check(tensor.device == values.device, "adamw_: all tensors must be on one device")
+    for tensors in (gradients, means, square_means, rounded):
         _check(
-            tensor.numel() == values.numel(),
-            f"adamw_: values have {values.numel()} elements, another tensor {tensor.numel()}",
+            len(tensors) == len(values),
+            f"adamw_: all lists must have one length, got {len(values)} values and a list of "
+            f"{len(tensors)}",
         )
-    for scalar in (scale, found_inf):
+    _check(
+        len(rules) == RULE_NUMBERS * len(values),
+        f"adamw_: expected {RULE_NUMBERS} numbers for each of {len(values)} tensors, got "
+        f"{len(rules)}",
+    )
+    for step in rules[5::RULE_NUMBERS]:
+        _check(step >= 1.0, f"adamw_: step must be at least 1, got {step:g}")
+    for i, like in enumerate(values):
+        for tensor in (like, gradients[i], means[i], square_means[i]):
+            _check_adamw_tensor(like, tensor)
+            _check(
+                tensor.dtype == torch.float32,
+                "adamw_: values, gradients and state must be float32",
+            )
+            _check(tensor.device == values[0].device, "adamw_: all tensors must be on one device")
+        if rounded[i].numel():
+            _check_adamw_tensor(like, rounded[i])
+            _check_dtype(rounded[i], "adamw_: rounded")
+    for scalar in (scale, found_inf) if values else ():
         _check(
             scalar is None
             or (
                 scalar.numel() == 1
-                and scalar.device == values.device
+                and scalar.device == values[0].device
                 and scalar.dtype == torch.float32
             ),
             "adamw_: scale and found_inf must be single float32 elements on the same device",
         )
+
+
+def _check_adamw_tensor(values: Tensor, tensor: Tensor) -> None:
+    """Raise unless the tensor is flat and can belong to `values`."""
+    check_flat(tensor, "adamw_: all tensors")
+    _check(tensor.device == values.device, "adamw_: all tensors must be on one device")
+    _check(
+        tensor.numel() == values.numel(),
+        f"adamw_: values have {values.numel()} elements, another tensor {tensor.numel()}",
+    )
 
 
 def _check_sums(name: str, flat: Tensor, sums: Tensor | None) -> None:
@@ -373,10 +388,10 @@ def block_sums_of_squares(flat: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def exact_sum_(total: Tensor, values: Tensor) -> None:
+def exact_sum_(total: Tensor, values: Sequence[Tensor]) -> None:
     """See `poplar.ops.exact_sum_`."""
     check_exact_sum(total, values)
-    for piece in values.split(_CHUNK_NUMEL):
+    for piece in (piece for part in values for piece in part.split(_CHUNK_NUMEL)):
         bits = piece.view(torch.int32)
         exponent = (bits >> 23) & 0xFF
         fraction = bits & 0x7FFFFF
@@ -391,16 +406,17 @@ def exact_sum_(total: Tensor, values: Tensor) -> None:
         total[-1] += (~finite).sum()
 
 
-def check_exact_sum(total: Tensor, values: Tensor) -> None:
+def check_exact_sum(total: Tensor, values: Sequence[Tensor]) -> None:
     """Raise if `exact_sum_` does not support its arguments."""
     _check_shape(total, "exact_sum_: total")
     _check(
         total.dtype == torch.int64 and total.numel() == EXACT_WORDS,
         f"exact_sum_: total must be int64 and hold {EXACT_WORDS} elements",
     )
-    _check_shape(values, "exact_sum_: values")
-    _check(values.dtype == torch.float32, "exact_sum_: values must be float32")
-    _check(total.device == values.device, "exact_sum_: total and values must be on one device")
+    for part in values:
+        _check_shape(part, "exact_sum_: values")
+        _check(part.dtype == torch.float32, "exact_sum_: values must be float32")
+        _check(total.device == part.device, "exact_sum_: total and values must be on one device")
 
 
 @torch.no_grad()
@@ -434,7 +450,9 @@ def clip_coefficient(norm: Tensor, max_norm: float, scale: Tensor | None = None)
     """See `poplar.ops.clip_coefficient`."""
     check_clip_coefficient(norm, scale)
     scaled = norm.reshape(()) * (1.0 if scale is None else scale.reshape(()))
-    bound = torch.full_like(scaled, torch.tensor(max_norm, dtype=torch.float32).item())
+    bound = torch.full_like(
+        scaled, torch.tensor(max_norm, dtype=torch.float32, device="cpu").item()
+    )
     return (bound / (scaled + 1e-6)).clamp(max=1.0)
 
 

@@ -55,7 +55,7 @@ def block_sums_of_squares(flat: Tensor) -> Tensor:
     return sums
 
 
-def exact_sum_(total: Tensor, values: Tensor) -> None:
+def exact_sum_(total: Tensor, values: Sequence[Tensor]) -> None:
     """See `poplar.ops.exact_sum_`."""
     plain.check_exact_sum(total, values)
     _provider_for(total).exact_sum_(total, values)
@@ -76,25 +76,20 @@ def clip_coefficient(norm: Tensor, max_norm: float, scale: Tensor | None = None)
 
 
 def adamw_(
-    values: Tensor,
-    gradient: Tensor,
-    mean: Tensor,
-    square_mean: Tensor,
-    rounded: Tensor | None,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    step: float,
-    maximize: bool = False,
+    values: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    means: Sequence[Tensor],
+    square_means: Sequence[Tensor],
+    rounded: Sequence[Tensor],
+    rules: Sequence[float],
     scale: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> None:
     """See `poplar.ops.adamw_`."""
-    plain.check_adamw(values, gradient, mean, square_mean, rounded, step, scale, found_inf)
-    rule = (lr, beta1, beta2, eps, weight_decay, step, maximize, scale, found_inf)
-    _provider_for(values).adamw_(values, gradient, mean, square_mean, rounded, *rule)
+    state = (values, gradients, means, square_means, rounded)
+    plain.check_adamw(*state, rules, scale, found_inf)
+    if values:
+        _provider_for(values[0]).adamw_(*state, rules, scale, found_inf)
 
 
 FUNCTIONS: dict[str, Callable[..., Tensor | None]] = {
@@ -180,23 +175,34 @@ def _compare_all(kernels: Any, device: torch.device) -> list[tuple[str, bool]]:
                 ("rank_sum_", _same_bits(kernels.rank_sum_, plain.rank_sum_, values(3000), add))
             )
         state = [values(3000), values(3000), values(3000).abs(), bucket]
-        rule = (1e-3, 0.9, 0.999, 1e-8, 0.1, 3.0, False, values(1), None)
-        step = (*state, *rule)
-        found.append(
-            ("adamw_", _same_bits(kernels.adamw_, plain.adamw_, values(3000), step, sums=False))
-        )
+        scale = values(1)
+        ours, theirs = _adamw_step(kernels, scale), _adamw_step(plain, scale)
+        found.append(("adamw_", _same_bits(ours, theirs, values(3000), state, sums=False)))
     total = torch.zeros(plain.EXACT_WORDS, dtype=torch.int64, device=device)
-    sums = (values(3000),)
-    found.append(
-        ("exact_sum_", _same_bits(kernels.exact_sum_, plain.exact_sum_, total, sums, sums=False))
-    )
-    plain.exact_sum_(total, values(3000).square())
+    ours, theirs = _exact_sum_of_two(kernels), _exact_sum_of_two(plain)
+    found.append(("exact_sum_", _same_bits(ours, theirs, total, [values(3000)], sums=False)))
+    plain.exact_sum_(total, [values(3000).square()])
     norm = plain.exact_norm(total.view(1, -1))
     found.append(("exact_norm", torch.equal(kernels.exact_norm(total.view(1, -1)), norm)))
-    for scale in (None, norm.reciprocal()):
-        ours, theirs = (o.clip_coefficient(norm, 0.1, scale) for o in (kernels, plain))
-        found.append(("clip_coefficient", torch.equal(ours, theirs)))
+    for factor in (None, norm.reciprocal()):
+        one, other = (o.clip_coefficient(norm, 0.1, factor) for o in (kernels, plain))
+        found.append(("clip_coefficient", torch.equal(one, other)))
     return found
+
+
+def _adamw_step(operators: Any, scale: Tensor) -> Callable[..., None]:
+    """A step on one shard."""
+    rule = [1e-3, 0.9, 0.999, 1e-8, 0.1, 3.0, False]
+
+    def step(*shard: Tensor) -> None:
+        operators.adamw_(*([tensor] for tensor in shard), rule, scale, None)
+
+    return step
+
+
+def _exact_sum_of_two(operators: Any) -> Callable[..., None]:
+    """An exact sum of two tensors."""
+    return lambda total, part: operators.exact_sum_(total, [part, part[:70]])
 
 
 def _same_bits(

@@ -4,18 +4,36 @@ Plain passes do not include hooks, packing, or communication threads on the same
 do. The extra time of a rank's passes becomes its overhead, the remaining extra time of a step a
 residual of its synchronizations and of the step. Noise makes the fit less accurate, but never makes
 it fail.
+
+[Note: overlap]
+On devices that compute while they communicate, a step of a stage takes
+
+    step = sum over synchronizations s of  (T[s] + c - hidden[s](overlap) + e)  +  tail + d
+
+with the compute `T[s]`, the collectives `c` and the tail as measured alone, and the unknowns
+`overlap` (one for all stages), `e` and `d` (residuals of each stage). Plans with the same passes,
+but more of them, differ by `more * (T + c - hidden + e)`: the tail and `d` cancel, and what is left
+shows `e - hidden`. No plan separates the two, so communication that costs less than its collectives
+is explained by overlap, and only the rest by `e`: `overlap` is the least at which `e`, summed over
+the stages with a synchronization per pass, is not negative. It shows only where a pass is long
+enough to hide the collectives, so some calibration plans have such passes.
+
+Then `e` and `d` follow at each stage with this overlap in the closed form. A residual that is
+fitted without overlap contains `-hidden`, and a prediction with overlap would subtract that again.
+So overlap is fitted before any residual, and from all stages at once. If only stages with one
+synchronization per step were observed, `d` takes the place of `e`.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from statistics import mean, median
 
 from poplar.observation import Observation, pooled
 from poplar.plan import FIRST_STAGE_SHARDING_PARAMETERS, FIRST_STAGE_SYNCHRONIZING_EVERY_PASS, Plan
-from poplar.planner.cost_model import costs_of
+from poplar.planner.cost_model import StageCosts, costs_of
 from poplar.planner.prediction import fits
 from poplar.planner.search import search
 from poplar.planner.what_if import with_slower_devices
@@ -27,22 +45,36 @@ LARGEST_SLOWDOWN = 8.0
 """A device is not this much slower or faster from one minute to the next: beyond, it is noise."""
 _OVERLAP_STEPS = 1 << 40
 """Resolution of the fitted overlap."""
+_OVERLAP_ROUNDS = 4
+"""Rounds of fitting the overlap and scaling the observations to the profiled speeds with it."""
+_COVER = 1.25
+"""Compute that can overlap, over the collectives, in passes that show the overlap."""
+_ROUNDING = 1e-12
 
 
-def plans_to_observe(cluster: ClusterProfile, stage: int) -> list[Plan]:
+def plans_to_observe(
+    cluster: ClusterProfile, stage: int, *, overlapped_seconds: float = 0.0
+) -> list[Plan]:
     """One plan with few and one with more passes, the same on a rank.
 
     Passes take equally long on all ranks and shares are even where memory allows that. Otherwise
     both are those that a search finds.
 
+    Args:
+        cluster: measured, without residuals of this stage.
+        stage: of the plans.
+        overlapped_seconds: on devices that compute while they communicate, the longest pass that
+            there is time for. Passes are then long enough to hide the collectives of their
+            synchronization, if memory and this limit allow that.
+
     Raises:
         NoPlanFits: not even a few samples fit at this stage.
     """
-    target = max(device.seconds(min(2, device.max_batch)) for device in cluster.devices)
-    sizes = [
-        max([1, *(b for b in range(1, device.max_batch + 1) if device.seconds(b) <= target)])
-        for device in cluster.devices
-    ]
+    shortest = max(device.seconds(min(2, device.max_batch)) for device in cluster.devices)
+    covering = min(overlapped_seconds, _covering_seconds(cluster, stage))
+    sizes = _sizes(cluster, max(shortest, covering))
+    if not fits(cluster, Plan.manual(sizes, stage=stage)):
+        sizes = _sizes(cluster, shortest)
     shares: Sequence[float] | None = None
     if not fits(cluster, Plan.manual(sizes, stage=stage)):
         found = search(cluster, global_batch=sum(sizes), stages=(stage,))
@@ -51,6 +83,31 @@ def plans_to_observe(cluster: ClusterProfile, stage: int) -> list[Plan]:
         Plan.manual(sizes, stage=stage, passes=passes, shares=shares) for passes in PASSES_OBSERVED
     ]
     return [replace(plan, transport=cluster.network.transport) for plan in plans]
+
+
+def _covering_seconds(cluster: ClusterProfile, stage: int) -> float:
+    """Seconds of a pass that hides the collectives of its synchronization, if overlap is full.
+
+    At most the shortest of the ranks' longest passes, so that all ranks can take as long. 0 if
+    nothing can overlap.
+    """
+    costs = StageCosts(replace(cluster, overlap=1.0), stage)
+    if not costs.overlaps:
+        return 0.0
+    gather, reduce = costs.communication((1.0 / cluster.world_size,) * cluster.world_size)
+    collectives = costs.schedule.gathers * gather + reduce
+    longest = min(device.seconds(device.max_batch) for device in cluster.devices)
+    return min(longest, _COVER * collectives / costs.reducible_fraction)
+
+
+def _sizes(cluster: ClusterProfile, seconds: float) -> list[int]:
+    """By rank, the largest batch whose pass takes at most so long; at least 1."""
+
+    def largest(device: DeviceProfile) -> int:
+        sizes = range(1, device.max_batch + 1)
+        return max(1, bisect_right(sizes, seconds, key=device.seconds))
+
+    return list(map(largest, cluster.devices))
 
 
 def fit(
@@ -63,17 +120,18 @@ def fit(
         turns: observations of the plans of `plans_to_observe`. Plans with different numbers of
             passes separate the residual of a synchronization from that of a step.
         asynchronous: the device computes while the host goes on. Then host timings of passes are
-            not used, and synchronizations that cost less than their collectives are explained by
-            overlap. On a CPU collectives use the cores that compute, so apparent overlap is noise.
+            not used, and the overlap is fitted: see [Note: overlap]. On a CPU collectives use the
+            cores that compute, so apparent overlap is noise.
     """
-    observations = pooled(at_profiled_speed(cluster, seen) for turn in turns for seen in turn)
+    raw = [seen for turn in turns for seen in turn]
+    if asynchronous and cluster.overlap == 0.0:
+        cluster = replace(cluster, overlap=_fitted_overlap(cluster, raw))
+    observations = pooled(at_profiled_speed(cluster, seen) for seen in raw)
     if not asynchronous:
         present = _with_overheads(cluster, observations)
         cluster = _with_shared_overheads(present, {seen.plan.stage for seen in observations})
         observations = tuple(_at_speed_of(cluster, seen, present) for seen in observations)
     for stage, own in _by_stage(observations).items():
-        if asynchronous and cluster.overlap == 0.0:
-            cluster = replace(cluster, overlap=_least_overlap(cluster, own))
         each = _synchronization_residual(cluster, own)
         cluster = _with_residuals(cluster, stage, own, synchronization=each)
     return cluster
@@ -234,19 +292,36 @@ def _unexplained_seconds(cluster: ClusterProfile, observation: Observation) -> f
     return observation.step_seconds - synchronized - update - gather
 
 
-def _least_overlap(cluster: ClusterProfile, observations: Sequence[Observation]) -> float:
-    """The least overlap, at most 1, at which a synchronization costs no less than its collectives.
+def _fitted_overlap(cluster: ClusterProfile, raw: Iterable[Observation]) -> float:
+    """The overlap that the observations show: see [Note: overlap].
 
-    0 if overlap has no effect.
+    What a step would have taken on devices at their profiled speeds depends on the overlap too.
     """
+    overlap, raw = cluster.overlap, list(raw)
+    for _ in range(_OVERLAP_ROUNDS):
+        known = replace(cluster, overlap=overlap)
+        overlap = _least_overlap(cluster, pooled(at_profiled_speed(known, seen) for seen in raw))
+    return overlap
+
+
+def _least_overlap(cluster: ClusterProfile, observations: Sequence[Observation]) -> float:
+    """The least overlap, at most 1, at which communication costs no less than its collectives.
+
+    0 if overlap has no effect on these plans.
+    """
+    by_stage = _by_stage(observations)
+    every_pass = [own for own in by_stage.values() if len(set(map(_synchronizations, own))) > 1]
 
     def missing(step: int) -> float:
-        with_overlap = replace(cluster, overlap=step / _OVERLAP_STEPS)
-        return _synchronization_residual(with_overlap, observations)
+        present = replace(cluster, overlap=step / _OVERLAP_STEPS)
+        if every_pass:
+            return sum(_synchronization_residual(present, own) for own in every_pass)
+        return sum(_unexplained_seconds(present, seen) for seen in observations)
 
     if missing(_OVERLAP_STEPS) <= missing(0):
         return 0.0
-    return bisect_left(range(_OVERLAP_STEPS), 0.0, key=missing) / _OVERLAP_STEPS
+    rounding = _ROUNDING * max(seen.step_seconds for seen in observations)
+    return bisect_left(range(_OVERLAP_STEPS), -rounding, key=missing) / _OVERLAP_STEPS
 
 
 def _passes(seen: Observation, rank: int) -> list[tuple[int, float]]:

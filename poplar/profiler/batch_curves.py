@@ -62,15 +62,16 @@ def measure_curves(
     session.on_all_ranks(passes.check, "the profiler's first pass")
     report("memory against batch")
 
-    def climb_sizes() -> list[BatchPoint]:
-        return climb(
-            passes,
-            max_batch=session.request.max_batch or DEFAULT_MAX_BATCH,
-            activation_bytes=activation_bytes,
-            longest_seconds=budget * LONGEST_PASS,
-        )
-
-    by_rank = session.on_all_ranks(climb_sizes, "measuring memory")
+    climbing = climb(
+        passes,
+        max_batch=session.request.max_batch or DEFAULT_MAX_BATCH,
+        activation_bytes=activation_bytes,
+        longest_seconds=budget * LONGEST_PASS,
+    )
+    by_rank: list[list[BatchPoint]] = [[]] * session.group.size
+    # One size at a time, so that no rank waits for several compilations of another one at once.
+    while any(tried := session.on_all_ranks(lambda: next(climbing, []), "measuring memory")):
+        by_rank = [now or before for now, before in zip(tried, by_rank, strict=True)]
     samples: Samples = defaultdict(list)
 
     def time_passes(seconds: float) -> BatchCurve:
@@ -139,7 +140,7 @@ def time_batches(
     """
     passes, own = session.passes(), batches[session.group.rank]
 
-    with session.in_compute_dtype():
+    with session.as_in_training():
         by_rank = session.on_all_ranks(
             lambda: [passes.first(size) for size in own], "the first passes of batch sizes"
         )

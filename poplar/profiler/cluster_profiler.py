@@ -3,6 +3,21 @@
 All ranks measure at once: plain passes, the optimizer step, the collectives. After Poplar (AAAI
 2025), which measures a curve for each ZeRO stage; here the stages share one curve, and steps of the
 engine (`trial_runs`) give what each stage adds.
+
+[Note: what profiling costs]
+With `n` ranks on `h` hosts and `P` parameters, one rank
+
+    passes        holds the model in the compute dtype beside its parameters, one batch per size,
+                  and the gradient of one parameter; runs about 2 log2(batch) sizes
+    optimizer     steps and allocates at most 2^26 elements of parameters, gradients and state
+    collectives   reduces and gathers at most 2^26 elements, 2^24 at once, a bounded number of
+                  times: once for all, and up to 8 ranks once for each
+    links         takes part in at most `h` exchanges at a time, of 2^28 bytes at most
+    engine steps  trains as the engine does, from one host copy of the parameters on CUDA
+
+and results of `O(n)` values are exchanged a number of times that depends on `h` and the stages, but
+neither on `n` nor on `P`. Only the model itself, its passes and the engine's own steps grow with
+`P`. `tests/unit/test_profiling_cost.py` counts.
 """
 
 from __future__ import annotations
@@ -11,13 +26,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from statistics import fmean
 
+import torch
+
 from poplar.comm import Group
 from poplar.observation import Observation
 from poplar.plan import Plan
 from poplar.profile import BatchPoint, ClusterProfile, DeviceProfile
 from poplar.profiler import batch_curves, trial_runs
 from poplar.profiler.collectives import measure_network
-from poplar.profiler.memory_budget import MEMORY_RESERVE, memory_budget
+from poplar.profiler.memory_budget import MEMORY_RESERVE, MemoryBudget, memory_budget
 from poplar.profiler.model_profile import model_profile
 from poplar.profiler.noise import noise_notes
 from poplar.profiler.optimizer_step import measure_update
@@ -37,15 +54,15 @@ class Profiler:
     """The instruments on one request; all methods are collective."""
 
     def __init__(self, request: Request, group: Group) -> None:
-        self.session = session = Session(request, group)
-        self._budgets = session.on_all_ranks(lambda: memory_budget(session), "reading free memory")
+        self.session = Session(request, group)
+        self._budgets = self._read_budgets()
         self._noise = 1.0
 
     def measure(self, report: Report) -> ClusterProfile:
         """The profile of all ranks, without residuals of any stage."""
         session, rank = self.session, self.session.group.rank
         budget = self._budgets[rank]
-        with session.in_compute_dtype():
+        with session.as_in_training():
             curves, self._noise = batch_curves.measure_curves(
                 session, budget.activation_bytes, report
             )
@@ -71,7 +88,7 @@ class Profiler:
             )
 
         profiles = session.on_all_ranks(own_profile, "describing the device")
-        return ClusterProfile(
+        profile = ClusterProfile(
             devices=tuple(profiles),
             model=model_profile(session, updates[0].state_bytes),
             network=network,
@@ -80,6 +97,19 @@ class Profiler:
             identity=session.identity,
             notes=tuple(noise_notes(profiles, [curve.cpu_use for curve in curves])),
         )
+        return self.with_later_memory(profile)
+
+    def longest_observed_pass(self, passes: int) -> float:
+        """Seconds of a pass at which one turn of `observe` fills its time; 0 without overlap.
+
+        Args:
+            passes: in one step of each plan of a stage, together.
+        """
+        if not self.session.asynchronous:
+            return 0.0
+        request = self.session.request
+        seconds = (1 - trial_runs.PLAIN_PASSES) * STEPS * request.seconds
+        return seconds / (passes * len(request.stages) * (1 + trial_runs.STEPS))
 
     def observe(
         self, profile: ClusterProfile, plans: Sequence[Plan], report: Report
@@ -102,6 +132,35 @@ class Profiler:
 
     def with_present_memory(self, profile: ClusterProfile) -> ClusterProfile:
         """A profile measured earlier, with the memory that is available now."""
-        present = zip(profile.devices, self._budgets, strict=True)
-        now = (replace(device, **budget._asdict()) for device, budget in present)
-        return replace(profile, devices=tuple(now))
+        budgets = self._budgets
+        if self.session.asynchronous:  # kernels and NCCL's buffers may not be loaded yet
+            known = [MemoryBudget(d.memory_bytes, d.held_bytes) for d in profile.devices]
+            budgets = [
+                now._replace(held_bytes=now.tightened(then).held_bytes)
+                for now, then in zip(budgets, known, strict=True)
+            ]
+        return _with_budgets(profile, budgets)
+
+    def with_later_memory(self, profile: ClusterProfile) -> ClusterProfile:
+        """A profile measured now, with what devices hold after everything has run once.
+
+        A device loads kernels at their first use, and NCCL allocates its buffers in the first
+        collectives. On the CPU nothing is read again, because glibc keeps freed memory.
+        """
+        if not self.session.asynchronous:
+            return profile
+        both = zip(self._budgets, self._read_budgets(), strict=True)
+        self._budgets = [before.tightened(now) for before, now in both]
+        return _with_budgets(profile, self._budgets)
+
+    def _read_budgets(self) -> list[MemoryBudget]:
+        session = self.session
+        if session.asynchronous:
+            session.on_all_ranks(torch.cuda.empty_cache, "returning cached memory")
+        return session.on_all_ranks(lambda: memory_budget(session), "reading free memory")
+
+
+def _with_budgets(profile: ClusterProfile, budgets: Sequence[MemoryBudget]) -> ClusterProfile:
+    pairs = zip(profile.devices, budgets, strict=True)
+    devices = tuple(replace(device, **budget._asdict()) for device, budget in pairs)
+    return replace(profile, devices=devices)

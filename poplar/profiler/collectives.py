@@ -12,23 +12,32 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from statistics import median
+from statistics import fmean, median
 
 import torch
 from torch import Tensor
 
 from poplar.comm import ALL_GATHERS, REDUCE_SCATTERS, Communicator, Work, connect
+from poplar.comm.host_topology import Hosts
 from poplar.comm.shard_layout import Layout
 from poplar.comm.transport_selection import candidates
-from poplar.profile import NetworkProfile
+from poplar.profile import LinkProfile, NetworkProfile
+from poplar.profiler.links import find_hosts, measure_links, tournament
 from poplar.profiler.model_profile import flat_numels
 from poplar.profiler.session import Session
 from poplar.profiler.timing import seconds_of
 
 REPETITIONS = 5
 """Timed runs at most; fewer if they are slow."""
+MOST_ELEMENTS = 1 << 26
+"""Elements that a collective is timed with, at most: buffers of larger models are sampled."""
+MOST_ELEMENTS_AT_ONCE = 1 << 24
+"""Largest buffer that is timed. A rank that owns everything receives it from every rank."""
 MOST_RANKS_ONE_BY_ONE = 8
-"""World size up to which each rank's rates are measured; ranks of larger groups count as equal."""
+"""World size up to which each rank's rates are measured; those of larger groups are taken from the
+links of their hosts."""
+LINKS = 0.25
+"""Part of the time budget for the links between hosts."""
 TRANSPORT_SECONDS = 3.0
 """Time budget for the choice of a transport, about."""
 OTHER_ORDER_ADVANTAGE = 1.1
@@ -119,35 +128,76 @@ def measure_network(session: Session, budget: float) -> NetworkProfile:
     """Time even shares, then each rank as the only owner, in about `budget` seconds. Collective.
 
     Over the fastest transport. A rank that owns everything receives every reduction and sends every
-    gather, so these times give its rates. Ranks count as equal if that would take too long.
+    gather, so these times give its rates. If that would take too long, the links of its host do.
     """
     comm = connect(session.group, "auto", session.device)
-    collectives = Collectives(session, comm, flat_numels(session))
+    numels, scale = sample_buffers(flat_numels(session))
+    collectives = Collectives(session, comm, numels)
     transports = time_transports(collectives)
     if transports:
         collectives = collectives.over(transports[0][0])
     ranks = session.group.size
-    part = budget / (2 * ranks + 2)
+    hosts = find_hosts(session)
+    links = measure_links(session, hosts, budget * LINKS)
+    part = budget / (2 * min(ranks, MOST_RANKS_ONE_BY_ONE) + 2)
 
     def reduce_and_gather(shares: Sequence[float]) -> list[float]:
         both = Collectives.reduce_scatter, Collectives.all_gather
         return [collectives.seconds(issue, shares, part) for issue in both]
 
     reducing, gathering = reduce_and_gather((1.0 / ranks,) * ranks)
-    rates = [[1.0, 1.0]] * ranks
+    rates = [[rate, rate] for rate in rates_of_hosts(hosts, links)]
     if 1 < ranks <= MOST_RANKS_ONE_BY_ONE and 2 * max(reducing, gathering) <= part:
         moved = (ranks - 1) * 4.0 * sum(collectives.numels)
         for owner in range(ranks):
             sole = [float(rank == owner) for rank in range(ranks)]
             rates[owner] = [seconds / moved for seconds in reduce_and_gather(sole)]
     return NetworkProfile(
-        reduce_scatter_seconds=reducing,
-        all_gather_seconds=gathering,
+        reduce_scatter_seconds=reducing * scale,
+        all_gather_seconds=gathering * scale,
         receive_seconds_per_byte=tuple(receive for receive, _ in rates),
         send_seconds_per_byte=tuple(send for _, send in rates),
         hosts=collectives.comm.hosts,
         transports=transports,
+        links=links,
     )
+
+
+def sample_buffers(numels: Sequence[int]) -> tuple[list[int], float]:
+    """Buffers that stand for those of a model, and how much more the model has.
+
+    The seconds of a collective on the model are those on the sample, times this factor. The sample
+    has at most `MOST_ELEMENTS` elements: every buffer of a small model, every second, third, ...
+    buffer by size of a large one. Buffers above `MOST_ELEMENTS_AT_ONCE` are sampled as parts.
+    """
+    largest = MOST_ELEMENTS_AT_ONCE
+    parts = [min(largest, n - begin) for n in numels for begin in range(0, n, largest)]
+    step = math.ceil(sum(parts) / MOST_ELEMENTS)
+    if step == 1:
+        return parts, 1.0
+    ranked = sorted(parts)
+    while sum(ranked[step // 2 :: step]) > MOST_ELEMENTS:
+        step += 1
+    sample = ranked[step // 2 :: step]
+    return sample, sum(parts) / sum(sample)
+
+
+def rates_of_hosts(hosts: Hosts, links: Sequence[LinkProfile]) -> list[float]:
+    """By rank, seconds per byte between its host and the others; the ranks of a host share them.
+
+    1 for all ranks on a single host, and if there are no links. Only ratios matter.
+    """
+    rates = [1.0] * sum(map(len, hosts.members))
+    if not links:
+        return rates
+    pairs = [pair for pairs in tournament(len(hosts.members)) for pair in pairs]
+    for host, ranks in enumerate(hosts.members):
+        own = [
+            link.seconds_per_byte for pair, link in zip(pairs, links, strict=True) if host in pair
+        ]
+        for rank in ranks:
+            rates[rank] = len(ranks) * fmean(own)
+    return rates
 
 
 def sample_numels(numels: Sequence[int]) -> list[int]:

@@ -1,7 +1,8 @@
-"""Peak memory of tensors during a pass, exact on CUDA and on the CPU.
+"""Peak memory of a pass: what CUDA's allocator reserves for it, or live tensors on the CPU.
 
-Resident memory does not show live tensors, because glibc keeps freed memory. So on the CPU every
-storage that an operator allocates is counted until it is freed.
+On CUDA a pass needs what the allocator reserves, which is more than its live tensors if memory is
+fragmented. On the CPU resident memory does not show live tensors, because glibc keeps freed memory.
+So every storage that an operator allocates is counted until it is freed.
 """
 
 from __future__ import annotations
@@ -11,24 +12,48 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from poplar.data import pytree
+from poplar.profiler.compilation import eagerly
+
 
 def peak_bytes(run: Callable[[], None], device: torch.device) -> int:
-    """Peak bytes of live tensors during `run`, above those before it."""
+    """Peak bytes that `run` needs above the tensors before it.
+
+    On CUDA memory that other passes left in the allocator's cache is returned first, and does not
+    count. On the CPU compiled functions are counted as they run eagerly, usually with more memory.
+    """
     if device.type != "cuda":
-        with _LiveStorages() as storages:
+        with eagerly(), _LiveStorages() as storages:
             run()
         peak: int = storages.peak
         return peak
     torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     run()
     torch.cuda.synchronize(device)
-    return max(0, torch.cuda.max_memory_allocated(device) - before)
+    return max(0, torch.cuda.max_memory_reserved(device) - before)
+
+
+def batch_bytes(batch: Any, device: torch.device) -> int:
+    """Bytes of a batch on an accelerator, where it lies beside the activations; 0 on the CPU."""
+    if device.type == "cpu":
+        return 0
+    on_device = [tensor for tensor in pytree.tensors(batch) if tensor.device.type == device.type]
+    return sum(storage.nbytes() for storage in _storages(on_device).values())
+
+
+def model_bytes(model: nn.Module) -> int:
+    """Bytes of the parameters, buffers and gradients of a model; shared memory counts once."""
+    parameters = list(model.parameters())
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    tensors = [*parameters, *model.buffers(), *gradients]
+    return sum(storage.nbytes() for storage in _storages(tensors).values())
 
 
 class _LiveStorages(TorchDispatchMode):

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from poplar.formatting import format_bytes
+from poplar.profiler.memory import model_bytes
 from poplar.profiler.session import Session
 from poplar.system import devices, host_limits
 
@@ -20,16 +21,26 @@ class MemoryBudget(NamedTuple):
     memory_bytes: int
     """What the rank may use."""
     held_bytes: int
-    """What of it is held by other things than tensors, such as a CUDA context."""
+    """What of it is held by other things than the model and its passes, such as a CUDA context,
+    loaded kernels, NCCL buffers, and other tensors of this process."""
 
     @property
     def activation_bytes(self) -> float:
         """What activations may take."""
         return self.memory_bytes * (1 - MEMORY_RESERVE) - self.held_bytes
 
+    def tightened(self, later: MemoryBudget) -> MemoryBudget:
+        """With what is held after kernels were loaded and collectives have run."""
+        return MemoryBudget(
+            min(self.memory_bytes, later.memory_bytes), max(self.held_bytes, later.held_bytes)
+        )
+
 
 def memory_budget(session: Session) -> MemoryBudget:
-    """The budget of this rank; all ranks of a host should ask at the same time.
+    """The budget of this rank at the moment; all ranks of a host should ask at the same time.
+
+    On CUDA, memory in the cache of torch's allocator counts as free: call it after
+    `torch.cuda.empty_cache()` on all ranks, because other processes cannot use what is cached.
 
     Raises:
         ValueError: the `memory_limit` of this rank is larger than its memory.
@@ -38,8 +49,9 @@ def memory_budget(session: Session) -> MemoryBudget:
     held, total = 0, host_limits.total_memory()
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        others = devices.describe(device).others_bytes
-        held = total - free - others - torch.cuda.memory_reserved(device)
+        own = total - free - devices.describe(device).others_bytes
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        held = own - cached - model_bytes(session.request.model)
     elif limit is None:
         parameters = session.request.model.parameters()
         weights = sum(p.numel() * p.element_size() for p in parameters)

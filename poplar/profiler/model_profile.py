@@ -46,5 +46,11 @@ def _units(session: Session, *, shards_parameters: bool) -> list[Unit]:
         if shards_parameters or group >= 0:
             members.append(Member(name, parameter, group, group >= 0, parameter.dtype))
     merge = setup.merge_policy(request, shards_parameters=shards_parameters)
-    units = build_units(request.model, members, request.unit_names, merge=merge)
+    units = build_units(
+        request.model,
+        members,
+        request.unit_names,
+        merge=merge,
+        max_flat_bytes=session.group.max_flat_bytes(session.device),
+    )
     return [unit for unit in units if unit.trained]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import cycle
@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from poplar.curve import error_of_median
 from poplar.data import pytree
 from poplar.profile import BatchPoint
-from poplar.profiler.memory import peak_bytes
+from poplar.profiler.memory import batch_bytes, peak_bytes
+from poplar.profiler.preserved_state import gradients_dropped
 from poplar.profiler.timing import repeats_in_a_sample, seconds_of
 from poplar.zero.micro_batch_loss import LossFunction, check_scalar
 
@@ -26,6 +27,11 @@ MARGIN = 0.97
 """Part of the free memory for which the largest batch is extrapolated."""
 NEAR_ENOUGH = 1 / 8
 """Relative distance to a batch that was too large at which the search for the largest ends."""
+SETTLED = 1.25
+"""A pass is still warming up if it takes more than this many times as long as the next one."""
+WARM_UP_PASSES = 8
+WARM_UP_SECONDS = 120.0
+"""Limits for the warm-up of a batch size. Two passes always run, however long the first takes."""
 
 
 @dataclass
@@ -76,48 +82,65 @@ class Passes:
         """Seconds of one pass, the mean over `repeats` without a pause."""
         return seconds_of(lambda: self.run(size), self.device, repeats)
 
+    def settled_seconds(self, size: int) -> float:
+        """Run passes until one takes about as long as the one before; returns their seconds.
+
+        The first passes of a size compile, choose algorithms (cuDNN) and tune kernels, which may
+        take minutes. So they only count if the limits for the warm-up leave no other pass.
+        """
+        began = time.perf_counter()
+        last = self.seconds(size)
+        for _ in range(WARM_UP_PASSES - 1):
+            before, last = last, self.seconds(size)
+            if before <= SETTLED * last or time.perf_counter() - began >= WARM_UP_SECONDS:
+                break
+        return min(before, last)
+
     def backward_fraction(self, size: int) -> float:
-        """Part of a pass that the backward takes."""
-        losses: list[Tensor] = []
+        """Part of a pass that the backward takes: the median of three passes."""
         batch = self.batch(size)
-        forward = seconds_of(lambda: losses.append(self.loss_fn(self.model, batch)), self.device)
-        backward = seconds_of(losses.pop().backward, self.device)
-        self.model.zero_grad()
-        return backward / (forward + backward)
+
+        def once() -> float:
+            losses: list[Tensor] = []
+            forward = seconds_of(
+                lambda: losses.append(self.loss_fn(self.model, batch)), self.device
+            )
+            backward = seconds_of(losses.pop().backward, self.device)
+            self.model.zero_grad()
+            return backward / (forward + backward)
+
+        return median(once() for _ in range(3))
 
     def first(self, size: int) -> BatchPoint:
-        """Peak memory of a pass above what was allocated before it, and the rough time of another.
+        """Warm up; then the rough time of a pass, and its peak memory above the model.
 
         Gradients are freed as soon as they are complete, as in the engine, so they do not count.
+        The batch itself counts on an accelerator.
 
         Raises:
             torch.OutOfMemoryError: the pass does not fit; all its memory is freed.
         """
-        self.batch(size)
-        trained = [p for p in self.model.parameters() if p.requires_grad]
-        handles = [p.register_post_accumulate_grad_hook(_drop_gradient) for p in trained]
         try:
-            held = peak_bytes(lambda: self.run(size), self.device)
-            return BatchPoint(batch=size, activation_bytes=held, seconds=self.seconds(size))
+            with gradients_dropped(self.model):
+                seconds = self.settled_seconds(size)
+                held = peak_bytes(lambda: self.run(size), self.device)
+            held += batch_bytes(self.batch(size), self.device)
+            return BatchPoint(batch=size, activation_bytes=held, seconds=seconds)
         except torch.OutOfMemoryError:
             self.model.zero_grad()
             self._batches.pop(size, None)
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
             raise
-        finally:
-            for handle in handles:
-                handle.remove()
-
-
-def _drop_gradient(parameter: Tensor) -> None:
-    parameter.grad = None
 
 
 def climb(
     passes: Passes, *, max_batch: int, activation_bytes: float, longest_seconds: float
-) -> list[BatchPoint]:
+) -> Iterator[list[BatchPoint]]:
     """First passes of sizes 1, 2, 4, ... as far as memory and time allow.
+
+    Yields the sizes so far after each one that was tried, because a size may take minutes to warm
+    up and other ranks wait.
 
     Args:
         passes: of this rank.
@@ -130,7 +153,6 @@ def climb(
     """
     sizes: list[BatchPoint] = []
     size, too_large = 1, 2 * max_batch  # so far no size is known to be too large
-    passes.run(1)
     while True:
         tried: BatchPoint | None = None
         with suppress(torch.OutOfMemoryError):
@@ -150,8 +172,9 @@ def climb(
             size = (last.batch + too_large) // 2
         takes_too_long = last.seconds * size / last.batch > longest_seconds and len(sizes) > 1
         is_near = too_large - last.batch <= last.batch * NEAR_ENOUGH
+        yield sizes
         if size <= last.batch or takes_too_long or is_near:
-            return sizes
+            return
 
 
 def _largest_that_fits(sizes: Sequence[BatchPoint], activation_bytes: float) -> int:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+from poplar.zero.input_cast import inputs_cast
 
 
 @contextmanager
@@ -48,11 +50,29 @@ def model_preserved(model: nn.Module, device: torch.device) -> Iterator[None]:
             numpy_random.set_state(states[1])
 
 
+def host_copies(model: nn.Module) -> list[Tensor]:
+    """The values of the parameters in host memory, for `parameters_restored`."""
+    return [parameter.data.to("cpu", copy=True) for parameter in model.parameters()]
+
+
+@contextmanager
+def parameters_restored(model: nn.Module, copies: Sequence[Tensor]) -> Iterator[None]:
+    """Copy the values that `host_copies` returned into the parameters at the end."""
+    devices = [parameter.device for parameter in model.parameters()]
+    try:
+        yield
+    finally:
+        for parameter, value, device in zip(model.parameters(), copies, devices, strict=True):
+            parameter.grad = None
+            parameter.data = value.to(device, copy=True)
+
+
 @contextmanager
 def parameters_preserved(model: nn.Module, *, to_host: bool = False) -> Iterator[None]:
     """Restore the values and dtypes of the parameters at the end, bit by bit.
 
     Args:
+        model: whose parameters are preserved.
         to_host: store CUDA values in host memory meanwhile, to leave device memory to the engine.
     """
     saved = [(p, p.data.cpu() if to_host else p.data, p.device) for p in model.parameters()]
@@ -69,8 +89,26 @@ def parameters_preserved(model: nn.Module, *, to_host: bool = False) -> Iterator
 
 
 @contextmanager
-def computing_in(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
-    """Hold floating-point parameters in the compute dtype, as the engine does; None: unchanged."""
+def gradients_dropped(model: nn.Module) -> Iterator[None]:
+    """Free every gradient as soon as it is complete, as the engine does."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    handles = [p.register_post_accumulate_grad_hook(_drop_gradient) for p in trained]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _drop_gradient(parameter: Tensor) -> None:
+    parameter.grad = None
+
+
+@contextmanager
+def computing_in(
+    model: nn.Module, dtype: torch.dtype | None, unit_names: Sequence[str]
+) -> Iterator[None]:
+    """Hold parameters in the compute dtype and cast inputs, as the engine does; None: unchanged."""
     if dtype is None:
         yield
         return
@@ -78,4 +116,5 @@ def computing_in(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
         for parameter in model.parameters():
             if parameter.is_floating_point():
                 parameter.data = parameter.data.to(dtype)
-        yield
+        with inputs_cast(model, dtype, unit_names):
+            yield

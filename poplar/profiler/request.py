@@ -15,6 +15,7 @@ from torch import nn
 import poplar
 from poplar.data import pytree
 from poplar.plan import STRATEGIES
+from poplar.profiler.compilation import is_compiled
 from poplar.system import devices, host_limits
 from poplar.zero import setup
 from poplar.zero.micro_batch_loss import LossFunction
@@ -110,9 +111,10 @@ class Request:
         shared, equal = checked.identity(), self.must_be_equal()
         options = shared["optimizer options"].items()
         timed_options = {key: value for key, value in options if key not in _ONLY_VALUES}
-        # Flags and strings of modules: the training mode, activation checkpointing.
+        # Flags and strings of modules, such as the training mode, and what is compiled.
         switches = [
             {key: value for key, value in vars(module).items() if isinstance(value, (bool, str))}
+            | ({"compiled": True} if is_compiled(module) else {})
             for module in self.model.modules()
         ]
         identity = {

@@ -6,17 +6,26 @@ or an error.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar, cast
 
+from torch import Tensor
+
 from poplar.comm import Group, connect_control
+from poplar.profiler.compilation import HookedGraphs, compiled_code_preserved
 from poplar.profiler.passes import Passes
-from poplar.profiler.preserved_state import computing_in
+from poplar.profiler.preserved_state import (
+    computing_in,
+    gradients_dropped,
+    host_copies,
+    model_preserved,
+    parameters_preserved,
+    parameters_restored,
+)
 from poplar.profiler.request import Request
 from poplar.zero import setup
 from poplar.zero.agreement import run_on_all_ranks
-from poplar.zero.micro_batches import BatchSplitter
 
 T = TypeVar("T")
 
@@ -34,6 +43,8 @@ class Session:
         self.request = request
         self.group = group
         self.control = connect_control(group)
+        self.graphs = HookedGraphs()
+        self._copies: list[Tensor] | None = None
 
         def check() -> tuple[setup.Request, dict[str, Any]]:
             request.check()
@@ -66,13 +77,42 @@ class Session:
         self.identity = request.identity(self.setup, self.cast_to, by_rank)
 
     def passes(self) -> Passes:
-        """Plain passes of the model, on samples in the dtype of compute."""
-        example = BatchSplitter(None, False, self.cast_to).cast(self.request.example)
-        return Passes(self.request.model, self.request.loss_fn, example, self.device)
+        """Plain passes of the model."""
+        request = self.request
+        return Passes(request.model, request.loss_fn, request.example, self.device)
 
-    def in_compute_dtype(self) -> AbstractContextManager[None]:
-        """A context in which the model computes as in the engine."""
-        return computing_in(self.request.model, self.cast_to)
+    @contextmanager
+    def measuring(self) -> Iterator[None]:
+        """Measure inside; at the end the model and its compiled functions are as before."""
+        try:
+            with model_preserved(self.request.model, self.device), compiled_code_preserved():
+                yield
+        finally:
+            self._copies = None
+
+    def parameters_preserved(self) -> AbstractContextManager[None]:
+        """The parameters may change inside, and are restored at the end.
+
+        CUDA values are copied to the host once for all uses inside of `measuring`: for a large
+        model that takes longer than the steps between.
+        """
+        model = self.request.model
+        if not self.asynchronous:
+            return parameters_preserved(model)
+        if self._copies is None:
+            self._copies = host_copies(model)
+        return parameters_restored(model, self._copies)
+
+    @contextmanager
+    def as_in_training(self) -> Iterator[None]:
+        """Plain passes compute in the dtype of the engine inside, and free their gradients."""
+        model = self.request.model
+        with (
+            self.graphs.run(hooked=False),
+            computing_in(model, self.cast_to, self.setup.unit_names),
+            gradients_dropped(model),
+        ):
+            yield
 
     def on_all_ranks(self, work: Callable[[], T], doing: str) -> list[T]:
         """The results of `work` by rank; `doing` names it in the errors of other ranks.

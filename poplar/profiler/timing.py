@@ -13,6 +13,8 @@ from poplar.system.devices import synchronize
 
 SHORTEST_SAMPLE_SECONDS = 0.1
 """Shorter work is timed several times at once: a CPU quota is enforced every 10 to 100 ms."""
+SHORTEST_SECONDS = 1e-9
+"""What work takes at least: a coarse clock may not advance meanwhile, and profiles refuse 0."""
 
 
 def seconds_of(run: Callable[[], object], device: torch.device, repeats: int = 1) -> float:
@@ -22,7 +24,7 @@ def seconds_of(run: Callable[[], object], device: torch.device, repeats: int = 1
     for _ in range(repeats):
         run()
     synchronize(device)
-    return (time.perf_counter() - began) / repeats
+    return max(time.perf_counter() - began, SHORTEST_SECONDS) / repeats
 
 
 def repeats_in_a_sample(seconds: float) -> int:

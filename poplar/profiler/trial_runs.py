@@ -16,18 +16,20 @@ from typing import Any, NamedTuple
 
 from poplar.observation import Observation
 from poplar.optimizer import HeteroZeroOptimizer
-from poplar.plan import Plan
+from poplar.plan import FIRST_STAGE_SHARDING_PARAMETERS, Plan
 from poplar.profile import ClusterProfile
 from poplar.profiler.batch_curves import time_batches
-from poplar.profiler.preserved_state import parameters_preserved
+from poplar.profiler.compilation import frames_compiled
 from poplar.profiler.progress import Report
 from poplar.profiler.session import Session
 from poplar.profiler.timing import SHORTEST_SAMPLE_SECONDS
 from poplar.system.devices import synchronize
 from poplar.system.trace import Span
 
+WARM_UP_STEPS = 5
+"""Steps that are not timed, at most: the first, and others while a rank compiles in them."""
 STEPS = 3
-"""Timed steps of a plan in a turn, after one that is not timed. On 200 simulated clusters with
+"""Timed steps of a plan in a turn, after the warm-up. On 200 simulated clusters with
 unsteady devices, 2 to 4 steps gave calibrations of the same accuracy, within 10 %."""
 PLAIN_PASSES = 0.4
 """Part of the time, at most, for plain passes before, between and after the plans."""
@@ -42,11 +44,12 @@ class _Step(NamedTuple):
 
 
 def run_plan(session: Session, plan: Plan, *, steps: int, report: Report) -> Observation:
-    """Time steps of a plan, after one that is not timed; restores the parameters. Collective."""
+    """Time steps of a plan, after a warm-up; restores the parameters. Collective."""
     report(f"steps at stage {plan.stage}")
     request, samples = session.request, plan.samples(session.group.rank)
     batch = session.passes().batch(samples) if samples else None
-    with parameters_preserved(request.model, to_host=session.asynchronous):
+    hooked = plan.stage >= FIRST_STAGE_SHARDING_PARAMETERS
+    with session.graphs.run(hooked=hooked), session.parameters_preserved():
         optimizer = HeteroZeroOptimizer(
             request.model,
             request.optimizer_class,
@@ -60,7 +63,7 @@ def run_plan(session: Session, plan: Plan, *, steps: int, report: Report) -> Obs
             **request.optimizer_options,
         )
         try:
-            _run_step(session, optimizer, batch)
+            _warm_up(session, optimizer, batch)
             own = [_run_step(session, optimizer, batch) for _ in range(steps)]
             optimizer.release()
         except BaseException:
@@ -82,6 +85,15 @@ def run_plan(session: Session, plan: Plan, *, steps: int, report: Report) -> Obs
         ),
         other_seconds=tuple(median(step.other for step in own) for own in by_rank),
     )
+
+
+def _warm_up(session: Session, optimizer: HeteroZeroOptimizer, batch: Any) -> None:
+    """Run steps until no rank compiles in one, at most `WARM_UP_STEPS`. Collective."""
+    for _ in range(WARM_UP_STEPS):
+        before = frames_compiled()
+        _run_step(session, optimizer, batch)
+        if not any(session.exchange(frames_compiled() != before)):
+            break
 
 
 def _run_step(session: Session, optimizer: HeteroZeroOptimizer, batch: Any) -> _Step:

@@ -1,6 +1,7 @@
 """Records what a rank does in a step as spans: passes, waits and the optimizer update.
 
-Times are from `time.perf_counter`, which all processes of a host share on Linux.
+Times are from `time.perf_counter`, which all processes of a host share on Linux. On a device whose
+work is asynchronous they are times of the device, converted to that clock.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, Protocol
 
 SpanKind = Literal["pass", "wait", "optimizer"]
 
@@ -34,34 +35,73 @@ class Span:
         return self.stop - self.start
 
 
+class Clock(Protocol):
+    """Takes marks now and reads their times later, so that a device need not be synchronized."""
+
+    def start(self) -> None:
+        """Called before the first mark of a recording."""
+
+    def mark(self) -> Any:
+        """A mark at this point of the program."""
+
+    def seconds(self, mark: Any) -> float:
+        """The time of a mark. May synchronize."""
+
+
+class HostClock:
+    """`time.perf_counter`."""
+
+    def start(self) -> None:
+        """Nothing to prepare."""
+
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def seconds(self, mark: float) -> float:
+        return mark
+
+
 class Trace:
     """Collects spans inside `record`; otherwise it costs one `if` per span."""
 
     def __init__(self) -> None:
-        self.spans: list[Span] | None = None
+        self.clock: Clock = HostClock()
+        self._marks: list[tuple[SpanKind, str, Any, Any]] | None = None
 
     @contextmanager
     def record(self) -> Iterator[list[Span]]:
-        """A context that collects spans into a new list."""
-        before, self.spans = self.spans, []
+        """A context that collects spans; the list is filled at its end."""
+        before, self._marks = self._marks, []
+        spans: list[Span] = []
+        self.clock.start()
         try:
-            yield self.spans
+            yield spans
         finally:
-            self.spans = before
+            recorded, self._marks = self._marks, before
+            for kind, what, *marks in recorded:
+                spans.append(Span(kind, what, *map(self.clock.seconds, marks)))
+
+    def now(self) -> Any:
+        """A mark for `add`; None while nothing is recorded."""
+        return None if self._marks is None else self.clock.mark()
 
     @contextmanager
     def span(self, kind: SpanKind, what: str) -> Iterator[None]:
         """A context that records itself as one span."""
-        if self.spans is None:
-            yield
-            return
-        start = time.perf_counter()
+        start = self.now()
         try:
             yield
         finally:
             self.add(kind, what, start)
 
-    def add(self, kind: SpanKind, what: str, start: float) -> None:
-        """Record a span from `start` until now."""
-        if self.spans is not None:
-            self.spans.append(Span(kind, what, start, time.perf_counter()))
+    def add(self, kind: SpanKind, what: str, start: Any) -> None:
+        """Record a span from `start` until now.
+
+        Args:
+            kind: what the rank does in it.
+            what: its name.
+            start: a mark, or for a wait that blocks the host the value of `time.perf_counter`.
+        """
+        if self._marks is not None and start is not None:
+            stop = time.perf_counter() if isinstance(start, float) else self.clock.mark()
+            self._marks.append((kind, what, start, stop))

@@ -32,7 +32,6 @@ from poplar.planner.uncertainty import at_worst, unmeasured_batches
 from poplar.profile import BatchPoint, ClusterProfile, DeviceProfile
 from poplar.profiler.batch_curves import with_measured
 from poplar.profiler.cluster_profiler import Profiler
-from poplar.profiler.preserved_state import model_preserved
 from poplar.profiler.progress import Report, show_progress
 from poplar.profiler.request import Request, digest, is_count
 from poplar.tuning.profile_cluster import CachedProfile
@@ -118,7 +117,8 @@ def tune(
         verify: measure the batch sizes of the chosen plan that were not profiled, then time the
             best plans of the best two stages in turns. A better plan that the search finds with
             these times joins.
-        seconds: time budget for profile and trials together.
+        seconds: time budget for profile and trials together, without compilation and tuning of
+            kernels.
 
     Returns:
         The same on every rank. The model is unchanged afterwards.
@@ -214,8 +214,11 @@ class Tuner:
 
     def tune(self, given: ClusterProfile | None = None, *, verify: bool = True) -> Tuned:
         """The best plan on `given`, or on a profile from the cache or measured now."""
-        ends = time.perf_counter() + self.session.request.seconds / PROFILE_PART
+        seconds = self.session.request.seconds / PROFILE_PART
+        ends = time.perf_counter() + seconds
         profile = self.cached.profile() if given is None else self._checked_profile(given)
+        # Compilation may have taken longer than the whole budget.
+        ends = max(ends, time.perf_counter() + (1.0 - PROFILE_PART) * seconds)
         key = json.dumps([self.global_batch, self.policy])
         known = self.cached.plans.get(key) if given is None else None
         if known is not None and fits(profile, known):
@@ -223,8 +226,7 @@ class Tuner:
         plans = self._search(profile)
         if not verify:
             return Tuned(plans[0], profile, ())
-        model, device = self.session.request.model, self.session.device
-        with show_progress(self.cached.show) as report, model_preserved(model, device):
+        with show_progress(self.cached.show) as report, self.session.measuring():
             if self.policy == "exact":
                 until = time.perf_counter() + POINTS_PART * self._seconds_left(ends)
                 profile, plans = self._measure_planned_batches(profile, plans, until, report)

@@ -24,7 +24,6 @@ from poplar.planner.memory_shortfall import NoPlanFits
 from poplar.profile import ClusterProfile
 from poplar.profiler.cache import Cache, default_folder
 from poplar.profiler.cluster_profiler import Profiler
-from poplar.profiler.preserved_state import model_preserved
 from poplar.profiler.progress import Report, show_progress
 from poplar.profiler.request import Request
 from poplar.zero.micro_batch_loss import LossFunction
@@ -55,7 +54,8 @@ def profile_cluster(
     """Measure every rank, and the network between them. Collective: every rank calls it.
 
     Args:
-        model: on this rank's device, not wrapped. It is unchanged afterwards, bit by bit.
+        model: on this rank's device, not wrapped; may be compiled. It is unchanged afterwards, bit
+            by bit. Compiled functions are compiled again at their next call.
         loss_fn: as for `train_step`: `loss_fn(model, micro_batch)` -> mean loss.
         example_batch: a batch as in training; its samples are repeated for larger batches, so a
             few are enough. Use typical sequence lengths: they determine the time of a pass.
@@ -64,7 +64,9 @@ def profile_cluster(
         memory_limit: bytes that this rank may use; default: the memory of its device, less what
             other processes use.
         stages: ZeRO stages to run steps at; other stages are predicted less accurately.
-        seconds: time budget. Exceeded only if a few passes of each kind take longer.
+        seconds: time budget. Exceeded if a few passes of each kind take longer, and by the warm-up:
+            each batch size runs until its time settles, so that compilation, cuDNN's choice of
+            algorithms and kernel tuning are not timed.
         max_norm: gradient clipping in the measured steps, as in training; None for none.
         process_group, units, compute_dtype, reduce_dtype, timeout, allow_batch_norm: as for
             `HeteroZeroOptimizer`.
@@ -77,9 +79,11 @@ def profile_cluster(
         The same `ClusterProfile` on every rank. Its `notes` say if the machine was too noisy.
 
     Raises:
-        ValueError, TypeError, RuntimeError: an argument of this rank is wrong, or ranks differ.
+        ValueError, TypeError, RuntimeError: an argument of this rank is wrong, or ranks differ; or
+            a compiled function changes so often that torch would give up compiling it.
         RankFailed: an argument of another rank is wrong, or that rank could not be measured.
-        CollectiveTimeout: a rank did not answer in time.
+        CollectiveTimeout: a rank did not answer in time. Compiling one batch size may take long:
+            pass a larger `timeout`.
     """
     request = Request(
         model=model,
@@ -123,8 +127,7 @@ class CachedProfile:
         if found is not None:
             profile, self.plans = found
             return self.profiler.with_present_memory(profile)
-        model, device = session.request.model, session.device
-        with show_progress(self.show) as report, model_preserved(model, device):
+        with show_progress(self.show) as report, session.measuring():
             profile = _calibrated(self.profiler, self.profiler.measure(report), report)
         self.save(profile)
         return profile
@@ -144,11 +147,13 @@ def _calibrated(profiler: Profiler, profile: ClusterProfile, report: Report) -> 
     """Run calibration plans of every stage on the engine and fit the residuals."""
     plans: list[Plan] = []
     notes = list(profile.notes)
+    longest = profiler.longest_observed_pass(sum(calibration.PASSES_OBSERVED))
     for stage in profiler.session.request.stages:
         try:
-            plans += calibration.plans_to_observe(profile, stage)
+            plans += calibration.plans_to_observe(profile, stage, overlapped_seconds=longest)
         except NoPlanFits as error:
             notes.append(f"stage {stage} was not run: {error}")
     profile = replace(profile, notes=tuple(notes))
     turns = profiler.observe(profile, plans, report)
+    profile = profiler.with_later_memory(profile)
     return calibration.fit(profile, turns, asynchronous=profiler.session.asynchronous)

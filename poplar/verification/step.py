@@ -32,8 +32,10 @@ from poplar.verification.one_process import (
 )
 from poplar.verification.outcome import Tolerance, Verification, compare
 from poplar.zero.agreement import raise_on_all_ranks, raise_on_any_error
+from poplar.zero.input_cast import inputs_cast
 from poplar.zero.micro_batch_loss import LossFunction
 from poplar.zero.micro_batches import Loss, Weight
+from poplar.zero.unit import resolve_units
 
 _DOING = "poplar.verify()"
 _FP16_SCALE = 2.0**10
@@ -127,10 +129,11 @@ def verify(
         with model_preserved(model, device):
             planned = comparison.run_plan(optimizer, batch)
         casts = compute_dtype != "auto" or dtypes != before
-        alone = _cast(batch, dtypes) if casts else batch
-        return comparison.compare_with_one_process(
-            planned, alone, max_micro_batch or plan.global_batch
-        )
+        dtype = next(iter(dtypes & {torch.bfloat16, torch.float16}), None) if casts else None
+        with inputs_cast(model, dtype, resolve_units(model, units)):
+            return comparison.compare_with_one_process(
+                planned, batch, max_micro_batch or plan.global_batch
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,7 +183,7 @@ class _Comparison:
         gradients = {}
         if rank == self.leader:
             gradients = {name: value.cpu() / process.scale for name, value in whole.items()}
-        ours = torch.tensor([loss, count], dtype=torch.float64)
+        ours = torch.tensor([loss, count], dtype=torch.float64, device="cpu")
         total = torch.stack(self.control.exchange(ours, what=_DOING)()).sum(0)
         divisor = 1.0 if process.loss == "global_mean" else float(total[1])
         return Gradient(float(total[0]) / divisor, gradients, 0)
@@ -247,17 +250,8 @@ def _heartbeat(control: Control, *, over: bool) -> list[bool]:
 
     The one process may need more time for the global batch than the timeout.
     """
-    received = control.exchange(torch.tensor([over]), what=_DOING)()
+    received = control.exchange(torch.tensor([over], device="cpu"), what=_DOING)()
     return [bool(value) for value in received]
-
-
-def _cast(batch: Any, dtypes: set[torch.dtype]) -> Any:
-    """The batch with floating-point inputs in the compute dtype, as in the engine."""
-    halves = dtypes & {torch.bfloat16, torch.float16}
-    if not halves:
-        return batch
-    dtype = halves.pop()
-    return pytree.map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, batch)
 
 
 def _agree_on_arguments(
@@ -273,7 +267,7 @@ def _agree_on_arguments(
     digest, device = "", torch.device("cpu")
     try:
         _check_arguments(batch, plan, control.group, rtol, max_micro_batch)
-        device = next(model.parameters(), torch.empty(0)).device
+        device = next(model.parameters(), torch.empty(0, device="cpu")).device
         digest = _digest(batch)
     except Exception as caught:
         error = caught

@@ -26,9 +26,11 @@ from poplar.zero.flat_parameter import FlatParameter
 T = TypeVar("T")
 
 ROW = ALIGNMENT
-"""int64 elements that each rank contributes: its part of the norm, then its loss."""
+"""int64 elements that each rank contributes: its part of the norm, then its loss and checksum."""
 _LOSS = ops.EXACT_WORDS
 """Index of the loss in a row."""
+_CHECKSUM = _LOSS + 1
+"""Index of the checksum of the replicas in a row."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,16 @@ class StepSummary:
     unused: dict[FlatParameter, set[int]]
     """Positions of parameters that got a gradient on no rank."""
     waited: tuple[float, ...]
-    """By rank, seconds spent waiting for other ranks."""
+    """By rank, seconds spent waiting for other ranks; NaN if unknown."""
+    checksums: Tensor
+    """By rank, the checksum of its replicas; int64 on the device, 0 if none was given."""
+
+    @property
+    def waiting_on(self) -> int | None:
+        """The rank that waited least: the others waited for it. None if that is unknown."""
+        if any(math.isnan(seconds) for seconds in self.waited):
+            return None
+        return min(range(len(self.waited)), key=self.waited.__getitem__)
 
 
 def leader_of(sizes: Sequence[int]) -> int | None:
@@ -66,7 +77,7 @@ def raise_on_any_error(control: Control, error: Exception | None, *, doing: str)
 
     Collective.
     """
-    flags = control.exchange(torch.tensor([error is not None]), what=doing)()
+    flags = control.exchange(torch.tensor([error is not None], device="cpu"), what=doing)()
     if any(bool(flag) for flag in flags):
         raise_on_all_ranks(control, error, doing=doing)
 
@@ -99,32 +110,35 @@ def raise_on_all_ranks(control: Control, error: BaseException | None, *, doing: 
 
 def open_step(
     control: Control, *, samples: int, weight: float, error: Exception | None
-) -> Callable[[], tuple[StepSizes, float]]:
+) -> Callable[[Callable[[], None]], tuple[StepSizes, float]]:
     """Start to exchange sample counts and weights. Collective.
 
     Args:
         samples: samples of this rank in the step.
         weight: total weight of this rank's samples: their number, or tokens.
-        error: error in this rank's input. It is raised at once on this rank; on other ranks the
-            returned function raises `RankFailed`.
+        error: error in this rank's input. The returned function raises it; on other ranks it raises
+            `RankFailed`.
 
     Returns:
-        A function that waits for the other ranks and returns the sizes and the seconds waited.
+        A function that waits for the other ranks and returns the sizes and the seconds waited. If a
+        rank has an error, it calls its argument first: collectives that all ranks must complete
+        before they exchange error messages.
     """
-    values = torch.tensor([float(error is not None), samples, weight], dtype=torch.float64)
+    values = torch.tensor(
+        [float(error is not None), samples, weight], dtype=torch.float64, device="cpu"
+    )
     collect = control.exchange(values, what="opening a step")
 
-    def wait() -> tuple[StepSizes, float]:
+    def wait(on_error: Callable[[], None]) -> tuple[StepSizes, float]:
         began = time.perf_counter()
         received = collect()
         waited = time.perf_counter() - began
         if any(bool(values[0]) for values in received):
+            on_error()
             raise_on_all_ranks(control, error, doing="opening a step")
         counts = tuple(int(values[1]) for values in received)
         return StepSizes(counts, sum(float(values[2]) for values in received)), waited
 
-    if error is not None:
-        wait()
     return wait
 
 
@@ -137,6 +151,7 @@ def close_step(
     waited: float,
     norm_type: float | None,
     error: BaseException | None,
+    checksum: Tensor | None = None,
 ) -> StepSummary:
     """Agree that the step may be applied. Collective.
 
@@ -147,6 +162,7 @@ def close_step(
         loss: this rank's part of the weighted loss.
         norm_type: type of the gradient norm to compute; None for none.
         error: why this rank could not finish its passes, if it could not.
+        checksum: of this rank's replicas: one int64 on the device. See `replica_check`.
 
     Raises:
         RankFailed: another rank could not finish its passes.
@@ -155,10 +171,12 @@ def close_step(
     # A failed rank does not know which norm the others compute, but it must take part.
     fill_norm_row(rows, flats, comm.group.rank, norm_type if error is None else None)
     rows[comm.group.rank, _LOSS] = _float64_bits(loss, rows.device)
+    if checksum is not None:
+        rows[comm.group.rank, _CHECKSUM] = checksum
     pending = gather_rows(comm, rows, what="the loss and the gradient norm")
-    head = torch.tensor([float(error is not None), waited], dtype=torch.float64)
+    head = torch.tensor([float(error is not None), waited], dtype=torch.float64, device="cpu")
     flags = [place in flat.used for flat in flats for place in range(len(flat.parameters))]
-    used = torch.tensor(flags, dtype=torch.float64)
+    used = torch.tensor(flags, dtype=torch.float64, device="cpu")
     received = control.exchange(torch.cat([head, used]), what="closing a step")()
     pending.wait()
     if any(bool(values[0]) for values in received):
@@ -169,6 +187,7 @@ def close_step(
         norm=combine_norm(rows, norm_type),
         unused=_unused(flats, torch.stack([values[len(head) :] for values in received]).amax(0)),
         waited=tuple(float(values[1]) for values in received),
+        checksums=rows[:, _CHECKSUM],
     )
 
 
@@ -195,7 +214,7 @@ def fill_norm_row(
     owned = [(flat, flat.intersect_owned(*flat.layout.bounds(rank))) for flat in flats]
     if norm_type == 2.0:
         squares = [flat.sums_of_squares(part) for flat, part in owned if part is not None]
-        gradient_norm.add_squares(row[: ops.EXACT_WORDS], squares)
+        ops.exact_sum_(row[: ops.EXACT_WORDS], squares)  # see [Note: exact sums]
         return
     parts = [flat.gradient[part] for flat, part in owned if part is not None]
     if norm_type == float("inf"):

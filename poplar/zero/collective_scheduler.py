@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from poplar.comm import Control
 from poplar.errors import OutOfOrder, RankFailed
-from poplar.zero.collective_order import Slot, SlotKind, agreed_order
+from poplar.zero.collective_order import CollectiveOrder, Slot, SlotKind, agreed_order
+from poplar.zero.flat_parameter import FlatParameter
 from poplar.zero.strategy import Strategy
 from poplar.zero.unit import Unit
 
@@ -41,8 +42,11 @@ class CollectiveScheduler:
         self._units = units
         self._strategy = strategy
         self._control = control
-        self._orders: dict[tuple[Mode, bool], tuple[Slot, ...]] = {}
-        self._trained = {unit: sum(len(flat.parameters) for flat in unit.trained) for unit in units}
+        self._flats = tuple(flat for unit in units for flat in unit.trained)
+        self._unit_of = {flat: unit for unit in units for flat in unit.trained}
+        self._number = {flat: number for number, flat in enumerate(self._flats)}
+        self._recorded_orders: dict[tuple[Mode, bool], tuple[Slot, ...]] = {}
+        self._orders: dict[tuple[Mode, bool, frozenset[Unit]], CollectiveOrder] = {}
         self.active = False
         self.mode = Mode.TRAIN
         self.reduces = False
@@ -50,7 +54,8 @@ class CollectiveScheduler:
 
     def has_order(self, mode: Mode, reduces: bool) -> bool:
         """Whether such passes can run without a leader: the order is recorded, or not needed."""
-        return (mode, reduces) in self._orders or not (self._strategy.shards_parameters or reduces)
+        has_slots = self._strategy.shards_parameters or reduces
+        return (mode, reduces) in self._recorded_orders or not has_slots
 
     def begin(self, mode: Mode, *, reduces: bool, weight: float, leader: int) -> None:
         """Open a pass. Collective if the pass has slots.
@@ -66,18 +71,15 @@ class CollectiveScheduler:
         self._weight = weight
         self._leader = leader
         self._is_leader = leader == self._control.group.rank
-        order = self._orders.get((mode, reduces))
-        self._recording = order is None and (self._strategy.shards_parameters or reduces)
-        self._slots: tuple[Slot, ...] = order or ()
+        self._recording = not self.has_order(mode, reduces)
+        order = self._order(mode, reduces)
+        self._slots, self._prefetch = order.slots, order.prefetch
         self._cursor = 0
         self._entered = -1
         self._recorded: list[Slot] = []
         self._pending: Slot | None = None
         """Received or broadcast but not issued yet. Other ranks have issued it and wait for this
         rank, even after an error."""
-        self._flats_issued = 0
-        """Flat parameters of the current reduction that were already issued. If the next one runs
-        out of memory, they are not issued again."""
         self._current: Unit | None = None
         self._unsharded: set[Unit] = set()
         self._ready: set[Unit] = set()
@@ -87,10 +89,27 @@ class CollectiveScheduler:
         self._first_visit: dict[Unit, int] = {}
         self._backward_visit: int | None = None
         self._outputs: set[tuple[object, int]] = set()
-        self._ready_gradients: dict[Unit, set[nn.Parameter]] = {}
-        self._complete: set[Unit] = set()
-        self._reduced: set[Unit] = set()
+        self._ready_gradients: dict[FlatParameter, set[nn.Parameter]] = {}
+        self._complete: set[FlatParameter] = set()
+        self._reduced: set[FlatParameter] = set()
+        self._all_unsharded = False
+        """On the leader: its backward unshards no more units."""
         self._finishing = False
+
+    def set_weight(self, weight: float) -> None:
+        """Set the weight of a pass that began before it was known; before its backward."""
+        self._weight = weight
+
+    def _order(self, mode: Mode, reduces: bool) -> CollectiveOrder:
+        """The order for the persistent units of now; empty while none is recorded."""
+        recorded = self._recorded_orders.get((mode, reduces))
+        if recorded is None:
+            return CollectiveOrder((), ())
+        staying = self._strategy.persistent if mode is Mode.TRAIN else frozenset()
+        if (mode, reduces, staying) not in self._orders:
+            sizes = [0 if u.resident or u in staying else u.unsharded_bytes for u in self._units]
+            self._orders[mode, reduces, staying] = agreed_order(recorded, sizes)
+        return self._orders[mode, reduces, staying]
 
     # Events of this rank's own pass.
 
@@ -123,6 +142,15 @@ class CollectiveScheduler:
         self._broadcast_skipped_in_backward(visit)
         self._backward_visit = visit
         self.require(unit)
+        if self._recording and self._is_leader and self._is_first_visit(visit):
+            self._all_unsharded = True
+            for flat in self._flats:
+                if self._unit_of[flat].resident and flat in self._complete:
+                    self._broadcast_reduction(flat)
+
+    def _is_first_visit(self, visit: int) -> bool:
+        """Whether all earlier forward calls are of the root, which stays unsharded."""
+        return all(unit.resident for unit in self._forward_order[:visit])
 
     def _broadcast_skipped(self, index: int) -> None:
         """On the leader: broadcast units before `index` that its forward has skipped."""
@@ -154,7 +182,7 @@ class CollectiveScheduler:
         last = next(
             (slot for slot in reversed(self._recorded) if slot.kind is not SlotKind.REDUCE), None
         )
-        if last is not None and last.unit == unit.index:
+        if last is not None and last.index == unit.index:
             return  # still unsharded from its last slot
         self._reshard_current()
         self._broadcast_and_issue(Slot(kind, unit.index))
@@ -182,31 +210,38 @@ class CollectiveScheduler:
         self._ready.add(unit)
         self._strategy.wait_for_unshard(unit)
 
-    def gradient_ready(self, unit: Unit, parameter: nn.Parameter) -> None:
-        """Record that autograd has accumulated the gradient of a parameter in this pass.
+    def gradient_ready(self, flat: FlatParameter, parameter: nn.Parameter) -> None:
+        """Record that autograd has accumulated the gradient of a parameter of `flat`.
 
         Raises:
-            RuntimeError: the unit has been reduced already.
+            RuntimeError: the flat parameter has been reduced already.
         """
-        if unit in self._reduced:
+        if flat in self._reduced:
             raise RuntimeError(
-                f"rank {self._control.group.rank}: a parameter of unit {unit.name!r} got a "
+                f"rank {self._control.group.rank}: a parameter of unit {flat.name!r} got a "
                 "gradient after the unit was reduced. Run one backward per micro-batch: add the "
                 "losses first, and use activation checkpointing with use_reentrant=False"
             )
-        arrived = self._ready_gradients.setdefault(unit, set())
+        arrived = self._ready_gradients.setdefault(flat, set())
         arrived.add(parameter)
-        if len(arrived) < self._trained[unit] or unit in self._complete:
+        if len(arrived) < len(flat.parameters) or flat in self._complete:
             return
-        self._complete.add(unit)
+        self._complete.add(flat)
         if not self.reduces:
-            self._accumulate(unit)
+            self._strategy.accumulate(flat, self._weight)
         elif not self._recording:
             self._issue_complete_reductions()
-        elif self._is_leader and not (unit.resident and self._strategy.shards_parameters):
-            # The root is reduced last: its backward may be over on this rank while skipped units
-            # still have to be unsharded for other ranks.
-            self._broadcast_and_issue(Slot(SlotKind.REDUCE, unit.index))
+        elif self._is_leader and self._may_reduce_early(flat):
+            self._broadcast_reduction(flat)
+
+    def _may_reduce_early(self, flat: FlatParameter) -> bool:
+        """Whether the leader may broadcast the reduction before the backward is over.
+
+        The root's has to wait for the last unshard: on a rank that does not use all of the root,
+        its gradients are complete only at the end, and must not delay unshards.
+        """
+        resident = self._unit_of[flat].resident and self._strategy.shards_parameters
+        return not resident or self._all_unsharded
 
     def finish(self, *, failed: bool = False) -> None:
         """Issue the remaining slots, with zeros for missing gradients, and reshard all units."""
@@ -225,16 +260,11 @@ class CollectiveScheduler:
         self.active = False
 
     def _accumulate_rest(self, failed: bool) -> None:
-        for unit in self._units:
+        for flat in self._flats:
             if failed:
-                for flat in unit.trained:
-                    flat.take_gradients(0.0)
+                flat.take_gradients(0.0)
             else:
-                self._accumulate(unit)
-
-    def _accumulate(self, unit: Unit) -> None:
-        for flat in unit.trained:
-            self._strategy.accumulate(flat, self._weight)
+                self._strategy.accumulate(flat, self._weight)
 
     # Passes with a recorded order.
 
@@ -246,9 +276,7 @@ class CollectiveScheduler:
             self._reshard_current()
             self._entered = place
         self._issue_through(place)
-        following = self._unshard_after(place)
-        if following is not None:
-            self._issue_through(following, only_if_complete=True)
+        self._issue_through(self._prefetch[place], only_if_complete=True)
 
     def _next_unshard(self, unit: Unit) -> int:
         wanted = Slot(SlotKind.UNSHARD, unit.index)
@@ -260,32 +288,27 @@ class CollectiveScheduler:
     def _skipped_units(self, place: int) -> list[Unit]:
         """Units that were unsharded early for forward calls that this rank skips."""
         passed = (self._slots[at] for at in range(self._entered + 1, min(place, self._cursor)))
-        units = (self._units[slot.unit] for slot in passed if slot.kind is SlotKind.UNSHARD)
+        units = (self._units[slot.index] for slot in passed if slot.kind is SlotKind.UNSHARD)
         return [unit for unit in units if not unit.resident and unit in self._unsharded]
-
-    def _unshard_after(self, place: int) -> int | None:
-        for later in range(place + 1, len(self._slots)):
-            if self._slots[later].kind is SlotKind.UNSHARD:
-                return later
-        return None
 
     def _issue_through(self, place: int, *, only_if_complete: bool = False) -> None:
         while self._cursor <= place:
             slot = self._slots[self._cursor]
-            if slot.kind is SlotKind.REDUCE and not self._backward_is_over(self._units[slot.unit]):
+            is_unshard = slot.kind is SlotKind.UNSHARD
+            if not is_unshard and not self._backward_is_over(self._flats[slot.index]):
                 if only_if_complete:
                     return
-                raise self._order_error(self._units[self._slots[place].unit])
+                raise self._order_error(self._units[self._slots[place].index])
             self._issue(slot)
             self._cursor += 1
-            skipped = slot.kind is SlotKind.UNSHARD and self._cursor <= place
-            if skipped and not self._units[slot.unit].resident:
-                self._reshard(self._units[slot.unit])
+            skipped = is_unshard and not only_if_complete and self._cursor <= place
+            if skipped and not self._units[slot.index].resident:
+                self._reshard(self._units[slot.index])
 
     def _issue_complete_reductions(self) -> None:
         while self._cursor < len(self._slots):
             slot = self._slots[self._cursor]
-            if slot.kind is not SlotKind.REDUCE or self._units[slot.unit] not in self._complete:
+            if slot.kind is not SlotKind.REDUCE or self._flats[slot.index] not in self._complete:
                 return
             self._issue(slot)
             self._cursor += 1
@@ -298,21 +321,23 @@ class CollectiveScheduler:
             return
         while True:
             slot = self._receive_next()
-            unit = self._units[slot.unit]
             if slot.kind is SlotKind.ABANDON:
                 raise RankFailed(
                     f"rank {self._control.group.rank}: rank {self._leader} broadcasts the order of "
                     "collectives in its first pass and failed in it; see the error on that rank"
                 )
             if slot.kind is SlotKind.END:
-                raise self._order_error(self._units[wanted.unit])
-            if slot.kind is SlotKind.REDUCE and not self._backward_is_over(unit):
-                raise self._order_error(self._units[wanted.unit])
+                raise self._order_error(self._units[wanted.index])
+            is_reduction = slot.kind is SlotKind.REDUCE
+            if is_reduction and not self._backward_is_over(self._flats[slot.index]):
+                raise self._order_error(self._units[wanted.index])
             self._issue_pending()
-            if slot.kind is not SlotKind.REDUCE and slot.unit == wanted.unit:
+            if is_reduction:
+                continue
+            if slot.index == wanted.index:
                 return
-            if slot.kind is not SlotKind.REDUCE and not unit.resident:
-                self._reshard(unit)
+            if not self._units[slot.index].resident:
+                self._reshard(self._units[slot.index])
 
     def _finish_recording(self, failed: bool) -> None:
         if self._is_leader:
@@ -322,9 +347,9 @@ class CollectiveScheduler:
                     self._broadcast_skipped(len(self._units))
                 if self.mode is Mode.TRAIN:
                     self._broadcast_skipped_in_backward(-1)
-                for unit in self._units:
-                    if self.reduces and unit.trained and unit not in self._reduced:
-                        self._broadcast_and_issue(Slot(SlotKind.REDUCE, unit.index))
+                for flat in self._flats if self.reduces else ():
+                    if flat not in self._reduced:
+                        self._broadcast_reduction(flat)
             last = Slot(SlotKind.ABANDON if failed else SlotKind.END)
             self._control.broadcast_integer(last.encode())
             self._control.flush()
@@ -332,7 +357,10 @@ class CollectiveScheduler:
             while (last := self._receive_next()).kind not in (SlotKind.END, SlotKind.ABANDON):
                 self._issue_pending()
         if last.kind is SlotKind.END:
-            self._orders[self.mode, self.reduces] = agreed_order(self._recorded)
+            self._recorded_orders[self.mode, self.reduces] = tuple(self._recorded)
+
+    def _broadcast_reduction(self, flat: FlatParameter) -> None:
+        self._broadcast_and_issue(Slot(SlotKind.REDUCE, self._number[flat]))
 
     def _broadcast_and_issue(self, slot: Slot) -> None:
         self._issue_pending()  # left over if a failed forward is repeated
@@ -353,23 +381,22 @@ class CollectiveScheduler:
     # Issuing.
 
     def _issue(self, slot: Slot) -> None:
-        unit = self._units[slot.unit]
         if slot.kind is SlotKind.REDUCE:
-            self._reduced.add(unit)
-            for flat in unit.trained[self._flats_issued :]:
-                self._strategy.reduce(flat, self._weight)
-                self._flats_issued += 1
-            self._flats_issued = 0
+            flat = self._flats[slot.index]
+            self._strategy.reduce(flat, self._weight)
+            self._reduced.add(flat)
         else:
+            unit = self._units[slot.index]
             self._strategy.unshard(unit, in_step=self.mode is Mode.TRAIN)
             self._unsharded.add(unit)
             if self._finishing:
                 self._reshard(unit)
         self._recorded.append(slot)
 
-    def _backward_is_over(self, unit: Unit) -> bool:
-        """Whether `unit` gets no more gradients in this pass: [Note: backward order]."""
-        if self._finishing or unit in self._complete:
+    def _backward_is_over(self, flat: FlatParameter) -> bool:
+        """Whether `flat` gets no more gradients in this pass: [Note: backward order]."""
+        unit = self._unit_of[flat]
+        if self._finishing or flat in self._complete:
             return True
         if unit.resident or not self._strategy.shards_parameters:
             return False
@@ -389,7 +416,7 @@ class CollectiveScheduler:
 
     def _order_error(self, unit: Unit) -> OutOfOrder:
         issued = self._slots[: self._cursor] if not self._recording else tuple(self._recorded)
-        names = [self._units[slot.unit].name for slot in issued if slot.kind is SlotKind.UNSHARD]
+        names = [self._units[slot.index].name for slot in issued if slot.kind is SlotKind.UNSHARD]
         return OutOfOrder(
             f"rank {self._control.group.rank}: the model reached unit {unit.name!r} in another "
             f"order than agreed in the first {self.mode.value} pass (so far agreed: "

@@ -21,6 +21,7 @@ from poplar.data import pytree
 from poplar.errors import CollectiveTimeout, PoplarError
 from poplar.zero.collective_scheduler import CollectiveScheduler, Mode
 from poplar.zero.flat_parameter import FlatParameter
+from poplar.zero.step_state import Phase, StepState
 from poplar.zero.strategy import Strategy
 from poplar.zero.unit import Unit
 
@@ -43,16 +44,13 @@ class Engine:
         self.control = control
         strategy.prepare(self.units)
         self.scheduler = CollectiveScheduler(self.units, strategy, control)
+        self.step = StepState()
         self.requires_gradient_sync = True
         """An implicit backward is the last of its step. False inside `no_sync`."""
+        self.has_early_pass = False
+        """A pass is open whose weight is not known yet."""
         self._explicit_pass = False
         self._callback_queued = False
-        self._passes_to_reduce = False
-        self.reduction_issued = False
-        """The last reduction of this step has been issued."""
-        self.reduction_done = False
-        """This rank's slice of the mean gradient is final."""
-        self._completed = False
         self._all_unsharded = self._writeback = False
         self._in_early_forward = False
         self._modules = {id(module) for module in model.modules()}
@@ -81,17 +79,16 @@ class Engine:
             for parameter in flat.parameters:
                 parameter.grad = None
             self.strategy.free_gradient(flat)
-        self.reduction_issued = self.reduction_done = False
-        self._completed = self._passes_to_reduce = False
+        self.step = StepState()
 
     @property
     def has_gradients(self) -> bool:
         """Whether a pass has contributed to this step."""
-        return self.reduction_issued or self._passes_to_reduce
+        return self.step.phase >= Phase.ACCUMULATED
 
     @contextmanager
     def early_forward(self) -> Iterator[None]:
-        """A context for a forward before its pass is open. It must not run a backward."""
+        """A context for a forward whose weight is not known yet. It must not run a backward."""
         self._in_early_forward = True
         try:
             yield
@@ -112,6 +109,10 @@ class Engine:
             False if there is nothing to issue: no rank has samples and no order has been agreed
             yet, or all parameters are unsharded anyway.
         """
+        if self.has_early_pass:
+            self.has_early_pass = False
+            self.scheduler.set_weight(weight)
+            return True
         if mode is Mode.EVALUATE and self._all_unsharded:
             return False
         reduces = mode is not Mode.EVALUATE and (last or self.strategy.reduces_every_pass)
@@ -121,6 +122,22 @@ class Engine:
             leader = 0
         self._explicit_pass = True
         self.scheduler.begin(mode, reduces=reduces, weight=weight, leader=leader)
+        return True
+
+    def begin_early_pass(self) -> bool:
+        """Open the first pass of a step before its weight is known. Collective.
+
+        `begin_pass` then sets the weight, or `end_pass(failed=True)` closes the pass with zeros.
+
+        Returns:
+            False, on all ranks, if the collective order has not been agreed yet.
+        """
+        busy = self.scheduler.active or self._all_unsharded
+        if busy or not self.scheduler.has_order(Mode.TRAIN, True):
+            return False
+        self.begin_step()
+        self.begin_pass(weight=0.0, leader=0, last=False)
+        self.has_early_pass = True
         return True
 
     def end_pass(self, *, failed: bool = False) -> None:
@@ -140,11 +157,10 @@ class Engine:
                 self._finish_out_of_memory()
                 raise
         finally:
-            self._explicit_pass = False
-            self.scheduler.active = False
+            self._drop_pass()
         if has_gradients:
-            self._passes_to_reduce = True
-            self.reduction_issued = self.reduction_issued or self.scheduler.reduces
+            last = self.scheduler.reduces
+            self.step.phase = max(self.step.phase, Phase.ISSUED if last else Phase.ACCUMULATED)
 
     def _finish_out_of_memory(self) -> None:
         """Complete the pass with zeros, which needs less memory."""
@@ -159,16 +175,16 @@ class Engine:
 
     def wait_for_reductions(self) -> None:
         """Wait until this rank's slice of the mean gradient is final. Collective."""
-        if not self.reduction_done:
+        if self.step.phase < Phase.REDUCED:
             self.strategy.wait_for_reductions(self.units)
-            self.reduction_done = True
+            self.step.phase = Phase.REDUCED
 
     def finish_gradients(self) -> None:
         """Wait until the gradient is final wherever the update and the user read it. Collective."""
         self.wait_for_reductions()
-        if not self._completed:
+        if self.step.phase < Phase.FINAL:
             self.strategy.finish_gradients(self.units)
-            self._completed = True
+            self.step.phase = Phase.FINAL
 
     def full_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Each trained parameter's name and its full mean gradient. Collective."""
@@ -186,7 +202,10 @@ class Engine:
 
     def abort(self) -> None:
         """Drop the open pass after a collective has failed."""
-        self._explicit_pass = False
+        self._drop_pass()
+
+    def _drop_pass(self) -> None:
+        self._explicit_pass = self.has_early_pass = False
         self.scheduler.active = False
 
     def explain_error(self, error: Exception) -> Exception:
@@ -219,6 +238,7 @@ class Engine:
         """A context in which all parameters are unsharded. Collective at both ends."""
         if self.scheduler.active:
             raise RuntimeError("full_parameters() inside a pass; end the backward first")
+        self.strategy.updated.finish()
         if self._all_unsharded:  # nested: the outer context reshards
             outer, self._writeback = self._writeback, self._writeback or writeback
             try:
@@ -272,8 +292,10 @@ class Engine:
         for unit in self.units:
             for flat in unit.trained:
                 for parameter in flat.parameters:
-                    yield parameter.register_post_accumulate_grad_hook(self._gradient_hook(unit))
+                    yield parameter.register_post_accumulate_grad_hook(self._gradient_hook(flat))
         if not self.strategy.shards_parameters:
+            if self.strategy.updated.overlap:
+                yield from self._register_update_hooks()
             return
         for unit in self.units:
             for module in unit.modules:
@@ -284,14 +306,30 @@ class Engine:
         yield self.model.register_forward_pre_hook(entry, prepend=True)
         yield self.model.register_forward_hook(leave, always_call=True)
 
-    def _gradient_hook(self, unit: Unit) -> Callable[[Tensor], None]:
+    def _register_update_hooks(self) -> Iterator[RemovableHandle]:
+        """Before its forward, a unit waits for its updated values."""
+        for unit in self.units:
+
+            def enter(module: nn.Module, _inputs: Any, unit: Unit = unit) -> None:
+                if id(module) in self._modules:  # not a copy of the model
+                    self.strategy.updated.require(unit)
+
+            for module in unit.modules:
+                yield module.register_forward_pre_hook(_disable_compile(enter), prepend=True)
+
+    def _gradient_hook(self, flat: FlatParameter) -> Callable[[Tensor], None]:
         def gradient_ready(parameter: Tensor) -> None:
+            if self._in_early_forward:
+                raise RuntimeError(
+                    f"rank {self.comm.group.rank}: loss_fn ran a backward, but it must only return "
+                    "the loss; train_step runs the one backward of each micro-batch"
+                )
             if not self.scheduler.active:
                 self._begin_implicit_pass(Mode.TRAIN)
             if not self._explicit_pass and not self._callback_queued:
                 self._callback_queued = True
                 Variable._execution_engine.queue_callback(self._on_backward_end)
-            self.scheduler.gradient_ready(unit, parameter)  # type: ignore[arg-type]
+            self.scheduler.gradient_ready(flat, parameter)  # type: ignore[arg-type]
 
         return gradient_ready
 
@@ -374,12 +412,7 @@ class Engine:
 
     def _begin_implicit_pass(self, mode: Mode) -> None:
         """Open a pass for the user's own loop, in which all ranks have samples."""
-        if self._in_early_forward:
-            raise RuntimeError(
-                f"rank {self.comm.group.rank}: loss_fn ran a backward, but it must only return the "
-                "loss; train_step runs the one backward of each micro-batch"
-            )
-        if mode is Mode.TRAIN and self.reduction_done:
+        if mode is Mode.TRAIN and self.step.phase >= Phase.REDUCED:
             raise RuntimeError(
                 f"rank {self.comm.group.rank}: a backward after the gradients of this step were "
                 "reduced; call step() and zero_grad() first, or run all but the last backward of a "

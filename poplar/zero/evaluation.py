@@ -56,7 +56,7 @@ class Evaluation:
             while (batch := self._next(batches)) is not None:
                 self._evaluate(batch[0])
         raise_on_any_error(self._control, self._error, doing="evaluate()")
-        sums = torch.tensor([self._total, self._count], dtype=torch.float64)
+        sums = torch.tensor([self._total, self._count], dtype=torch.float64, device="cpu")
         by_rank = self._control.exchange(sums, what="the result of evaluate()")()
         total, count = torch.stack(by_rank).sum(0).tolist()
         if count == 0:
@@ -68,7 +68,7 @@ class Evaluation:
     def _run_synchronized(self, batches: Iterator[Any]) -> None:
         while True:
             batch = self._next(batches)
-            found = torch.tensor([batch is not None])
+            found = torch.tensor([batch is not None], device="cpu")
             flags = self._control.exchange(found, what="a round of evaluate()")()
             leader = leader_of([int(flag) for flag in flags])
             if leader is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ class FlatAdamW(torch.optim.AdamW):
     each would be a separate pass over memory.
     """
 
-    _incremented: Sequence[Tensor] = ()
+    _incremented: tuple[Tensor, ...] = ()
     """Step counters that the last step incremented; undone if it was skipped."""
 
     def step_scaled(
@@ -36,39 +36,33 @@ class FlatAdamW(torch.optim.AdamW):
             found_inf: one fp32 there. If it is not 0, nothing changes; call `undo_step_count`.
             rounded: by parameter, the low-precision tensor that gets its new values.
         """
-        counted = []
-        for group in self.param_groups:
-            beta1, beta2 = group["betas"]
-            for values in group["params"]:
-                if values.grad is None:
-                    continue
-                state = self._state_of(values)
-                if state["step"].is_cuda:  # from a checkpoint; reading it would synchronize
-                    state["step"] = state["step"].cpu()
-                state["step"] += 1
-                counted.append(state["step"])
-                ops.adamw_(
-                    values,
-                    values.grad,
-                    state["exp_avg"],
-                    state["exp_avg_sq"],
-                    rounded.get(values),
-                    lr=float(group["lr"]),
-                    beta1=float(beta1),
-                    beta2=float(beta2),
-                    eps=group["eps"],
-                    weight_decay=group["weight_decay"],
-                    step=state["step"].item(),
-                    maximize=group["maximize"],
-                    scale=scale,
-                    found_inf=found_inf,
-                )
-        self._incremented = counted
+        steps = [
+            (values, group, self._state_of(values))
+            for group in self.param_groups
+            for values in group["params"]
+            if values.grad is not None
+        ]
+        states = [state for _, _, state in steps]
+        self._incremented = tuple(state["step"] for state in states)
+        if not steps:
+            return
+        torch._foreach_add_(self._incremented, 1.0)
+        counts = torch.stack(self._incremented).tolist()
+        ops.adamw_(
+            [values for values, _, _ in steps],
+            [values.grad for values, _, _ in steps],
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [rounded.get(values) for values, _, _ in steps],
+            [_rule(group, count) for (_, group, _), count in zip(steps, counts, strict=True)],
+            scale=scale,
+            found_inf=found_inf,
+        )
 
     def undo_step_count(self) -> None:
         """Decrement the step counters: the last step was skipped."""
-        for count in self._incremented:
-            count.sub_(1)
+        if self._incremented:
+            torch._foreach_sub_(self._incremented, 1.0)
         self._incremented = ()
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -98,7 +92,22 @@ class FlatAdamW(torch.optim.AdamW):
             state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
             state["exp_avg"] = torch.zeros_like(values)
             state["exp_avg_sq"] = torch.zeros_like(values)
+        elif state["step"].is_cuda:  # from a checkpoint; reading it would synchronize
+            state["step"] = state["step"].cpu()
         return state
+
+
+def _rule(group: Mapping[str, Any], step: float) -> ops.AdamWRule:
+    beta1, beta2 = group["betas"]
+    return ops.AdamWRule(
+        lr=float(group["lr"]),
+        beta1=float(beta1),
+        beta2=float(beta2),
+        eps=group["eps"],
+        weight_decay=group["weight_decay"],
+        step=step,
+        maximize=group["maximize"],
+    )
 
 
 def can_round_to(dtype: torch.dtype) -> bool:
@@ -113,7 +122,7 @@ def flat_class(
 ) -> Callable[..., torch.optim.Optimizer]:
     """The fastest class with the results of the user's class on flat shards.
 
-    It is the same on all ranks, so that replicated parameters stay equal.
+    It is the same on all ranks.
     """
     if factory is torch.optim.AdamW and options.get("fused") and device.type in ("cpu", "cuda"):
         return FlatAdamW

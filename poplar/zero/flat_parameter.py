@@ -61,7 +61,9 @@ class FlatParameter:
         """Positions of the parameters that got a gradient on this rank in this step."""
         self.gradient = self.squares = torch.empty(0, device=self.device)
         self._squares_version: int | None = None
-        self._versions: list[int] = []
+        self._versions: tuple[int, ...] = ()
+        self._viewed: Tensor | None = None
+        self._views: list[Tensor] = []
         self._placeholder = [_placeholder(p.shape, dtype, self.device) for p in self.parameters]
 
     def mark_squares_valid(self) -> None:
@@ -87,16 +89,20 @@ class FlatParameter:
 
     def attach_parameters(self) -> None:
         """Make the user's parameters views of `values`."""
-        for position, (parameter, offset) in enumerate(
-            zip(self.parameters, self.offsets, strict=True)
-        ):
-            part = self.values[offset : offset + parameter.numel()]
-            parameter.data = part.view(parameter.shape)
-            if self._versions:
-                torch._C._autograd._unsafe_set_version_counter(
-                    (parameter,), (self._versions[position],)
-                )
-        self._versions = []
+        if self._viewed is not self.values:
+            # Once: the views stay valid when the storage is freed and allocated again.
+            self._viewed, self._views = (
+                self.values,
+                [
+                    self.values[offset : offset + parameter.numel()].view(parameter.shape)
+                    for parameter, offset in zip(self.parameters, self.offsets, strict=True)
+                ],
+            )
+        for parameter, view in zip(self.parameters, self._views, strict=True):
+            parameter.data = view
+        if self._versions:
+            torch._C._autograd._unsafe_set_version_counter(self.parameters, self._versions)
+        self._versions = ()
 
     def adopt_replaced_data(self) -> bool:
         """Copy values that the user has assigned to `.data` and make these parameters views again.
@@ -109,7 +115,7 @@ class FlatParameter:
         """
         replaced = False
         step = self.values.element_size()
-        hidden = self.values.untyped_storage().nbytes() == 0
+        hidden = self.is_detached
         start = 0 if hidden else self.values.data_ptr()
         for position, (parameter, offset) in enumerate(
             zip(self.parameters, self.offsets, strict=True)
@@ -131,6 +137,11 @@ class FlatParameter:
             replaced = True
         return replaced
 
+    @property
+    def is_detached(self) -> bool:
+        """Whether the user's parameters are not views of `values` now."""
+        return bool(self._versions)
+
     def detach_parameters(self) -> None:
         """Give the user's parameters their shape and NaN for every value.
 
@@ -139,7 +150,7 @@ class FlatParameter:
         again.
         """
         if not self._versions:
-            self._versions = [parameter._version for parameter in self.parameters]
+            self._versions = tuple(parameter._version for parameter in self.parameters)
             torch.autograd.graph.increment_version(self.parameters)
         for parameter, absent in zip(self.parameters, self._placeholder, strict=True):
             parameter.data = absent

@@ -14,15 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from poplar import ops
-
 _CHUNK_ELEMENTS = 1 << 20
-
-
-def add_squares(total: Tensor, parts: Sequence[Tensor]) -> None:
-    """Add fp32 sums of squares to an exact sum of `ops.EXACT_WORDS` words."""
-    for part in parts:
-        ops.exact_sum_(total, part)
 
 
 def largest(parts: Sequence[Tensor], device: torch.device) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -17,12 +16,9 @@ class MicroBatchLoss:
     def __init__(self, loss_fn: LossFunction, model: nn.Module, rank: int) -> None:
         self._loss_fn, self._model, self._rank = loss_fn, model, rank
         self._early: Tensor | Exception | None = None
-        self.began: float | None = None
-        """Start time of the early forward, until its pass has used the loss; else None."""
 
     def compute_early(self, batch: Any) -> None:
         """Run the first forward now and store its loss or exception for its pass."""
-        self.began = time.perf_counter()
         try:
             self._early = self(batch)
         except Exception as caught:
@@ -35,7 +31,7 @@ class MicroBatchLoss:
             TypeError: `loss_fn` did not return a scalar tensor.
         """
         if self._early is not None:
-            outcome, self._early, self.began = self._early, None, None
+            outcome, self._early = self._early, None
             if not isinstance(outcome, Exception):
                 return outcome
             try:

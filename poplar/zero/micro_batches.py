@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from poplar.comm import Control
@@ -44,11 +43,15 @@ class OpenedStep:
 
     first: Any
     """The first micro-batch of this rank that has samples; None if there is none."""
-    wait: Callable[[], tuple[list[MicroBatch], StepSizes, float]]
+    first_pass: int | None
+    """Its pass."""
+    wait: Callable[[Callable[[], None]], tuple[list[MicroBatch], StepSizes, float]]
     """Wait for the other ranks; returns this rank's micro-batches, all sizes and seconds waited.
 
-    Raises the same ValueError on all ranks if the step as a whole is wrong, and `RankFailed` if the
-    input of another rank is.
+    If a rank has an error, the argument is called on all ranks before they exchange messages.
+
+    Raises the error in this rank's input; `RankFailed` if the input of another rank is wrong; the
+    same ValueError on all ranks if the step as a whole is.
     """
 
 
@@ -60,8 +63,6 @@ class BatchSplitter:
     """None: a batch is one pass, of any size."""
     synchronizes_every_pass: bool
     """All ranks run the same number of passes, including passes without samples."""
-    input_dtype: torch.dtype | None
-    """Floating-point inputs are cast to this dtype. None: they are not cast."""
 
     def open(
         self,
@@ -73,15 +74,14 @@ class BatchSplitter:
     ) -> OpenedStep:
         """Check and split a batch, and start to agree on the weights. Collective.
 
+        An error in the input is raised when the result is waited for.
+
         Args:
             control: the control channel of the ranks.
             batch: this rank's part of the global batch.
             weight: weight of a micro-batch; None: its number of samples.
             loss: what the loss function returns.
             check: raises if this rank cannot start a step for another reason.
-
-        Raises:
-            Exception: this rank's input is wrong. The other ranks get a `RankFailed`.
         """
         rank = control.group.rank
         error: Exception | None = None
@@ -94,29 +94,22 @@ class BatchSplitter:
                 raise ValueError(f"loss={loss!r}; use 'mean', 'sum' or 'global_mean'")
             samples = self._samples_in(rank, batch)
             sizes = self._sizes(rank, samples)
-            batches = pytree.split(self.cast(batch), sizes) if samples else [None] * len(sizes)
+            batches = pytree.split(batch, sizes) if samples else [None] * len(sizes)
             for part, size in zip(batches, sizes, strict=True):
                 counts.append(float(weight(part)) if weight is not None and size else float(size))
         except Exception as caught:
             error = _with_rank(rank, caught)
         collect = open_step(control, samples=sum(sizes), weight=sum(counts), error=error)
 
-        def wait() -> tuple[list[MicroBatch], StepSizes, float]:
-            step_sizes, waited = collect()
+        def wait(on_error: Callable[[], None]) -> tuple[list[MicroBatch], StepSizes, float]:
+            step_sizes, waited = collect(on_error)
             self._check_sizes(step_sizes)
             weights = _weights(loss, counts, step_sizes.total_weight)
             micro_batches = self._micro_batches(batches, sizes, weights, step_sizes)
             return micro_batches, step_sizes, waited
 
-        first = next((part for part, size in zip(batches, sizes, strict=True) if size), None)
-        return OpenedStep(first, wait)
-
-    def cast(self, batch: Any) -> Any:
-        """The batch with its floating-point tensors in `input_dtype`."""
-        dtype = self.input_dtype
-        if dtype is None or dtype is torch.float32:
-            return batch
-        return pytree.map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, batch)
+        first = next((at for at, size in enumerate(sizes) if size), None) if error is None else None
+        return OpenedStep(None if first is None else batches[first], first, wait)
 
     def _micro_batches(
         self,

@@ -26,8 +26,10 @@ class Replicated(LocalAccumulation):
     view of it.
     """
 
-    def __init__(self, comm: Communicator, reduce_dtype: torch.dtype) -> None:
-        super().__init__(comm, reduce_dtype)
+    replicates_state = True
+
+    def __init__(self, comm: Communicator, reduce_dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(comm, reduce_dtype, device)
         self._pending_all_gathers: list[Work] = []
 
     def layout_for(self, flat: FlatParameter, shares: Sequence[float]) -> Layout:
@@ -35,6 +37,8 @@ class Replicated(LocalAccumulation):
         return Layout.even(flat.numel, self.comm.group.size)
 
     def state_layout(self, flat: FlatParameter, to: int) -> Layout:
+        if not self.updates_agree:
+            return flat.layout
         return layout_on_rank(flat, to, self.comm.group.size)
 
     def change_layout(self, flat: FlatParameter, new: Layout, master: Tensor | None) -> None:
@@ -73,13 +77,12 @@ class Replicated(LocalAccumulation):
     def _wait_for_all_gathers(self) -> None:
         pending, self._pending_all_gathers = self._pending_all_gathers, []
         for gather in pending:
-            self.wait(gather)
+            self.wait(gather, "the gradients")
 
     def scale_gradients(self, units: Sequence[Unit], factor: Tensor) -> bool:
         """Scale at once: `.grad` shows what the update applies."""
-        for unit in units:
-            for flat in unit.trained:
-                flat.gradient.mul_(factor)
+        gradients = [flat.gradient for unit in units for flat in unit.trained]
+        torch._foreach_mul_(gradients, factor.float())
         return True
 
     def read_back_gradients(self, flat: FlatParameter) -> list[int]:
@@ -96,7 +99,24 @@ class Replicated(LocalAccumulation):
         return removed
 
     def all_gather_updated_parameters(self, units: Sequence[Unit]) -> None:
-        """Nothing to send: every rank has updated all parameters, with the same bits."""
+        """Nothing to send if every rank has updated all parameters with the same bits.
+
+        Otherwise each rank sends the slice that it also reduces, and the others drop their own
+        result. Its state of that slice has always had the same bits as the parameters.
+        """
+        if self.updates_agree:
+            return
+        trained = [flat for unit in units for flat in unit.trained]
+        pending = [
+            self.comm.all_gather(
+                flat.master, flat.layout, what=f"the updated parameters of {flat.name}"
+            )
+            for flat in trained
+        ]
+        for flat, gather in zip(trained, pending, strict=True):
+            self.wait(gather, "the updated parameters")
+            if flat.shard is not flat.master:
+                flat.shard.copy_(flat.master)
 
 
 def _expose_gradients(flat: FlatParameter) -> None:

@@ -19,6 +19,7 @@ from poplar.zero import model_checks
 from poplar.zero.agreement import raise_on_any_error
 from poplar.zero.engine import Engine
 from poplar.zero.flat_adamw import flat_class
+from poplar.zero.input_cast import cast_inputs
 from poplar.zero.replicated import Replicated
 from poplar.zero.sharded_gradients import ShardedGradients
 from poplar.zero.sharded_optimizer import ShardedOptimizer
@@ -61,6 +62,7 @@ class Request:
     reduce_dtype: torch.dtype
     device: torch.device
     group_of: dict[int, int] = field(default_factory=dict)
+    overlap_param_gather: bool = False
     """Index of the param group of each trained parameter, by `id(parameter)`."""
 
     @property
@@ -102,6 +104,7 @@ def check_request(
     reduce_dtype: torch.dtype,
     world_size: int,
     allow_batch_norm: bool,
+    overlap_param_gather: bool = False,
 ) -> Request:
     """Check the user's arguments on this rank alone.
 
@@ -113,6 +116,11 @@ def check_request(
         model_checks.reject_batch_norm(model_checks.batch_norms(model))
     model_checks.reject_sparse_embeddings(model)
     chosen = _stage_of(plan, stage, world_size)
+    if overlap_param_gather and not STRATEGY_CLASSES[chosen].gathers_updated_parameters:
+        raise ValueError(
+            f"overlap_param_gather=True at stage {chosen}; it applies to stages 1 and 2, where a "
+            "step ends with the all-gather of the updated parameters"
+        )
     groups = _param_groups(model, params)
     group_of = _group_indices(model, groups)
     device = model_checks.check_parameters(list(model.named_parameters()), set(group_of))
@@ -134,6 +142,7 @@ def check_request(
         reduce_dtype=reduce_dtype,
         device=device,
         group_of=group_of,
+        overlap_param_gather=overlap_param_gather,
     )
 
 
@@ -228,7 +237,8 @@ def build_engine(
 ) -> tuple[Engine, ShardedUpdate]:
     """Build engine and update; the first rank's values and buffers are broadcast. Collective."""
     plan, world = request.plan, comm.group.size
-    strategy = STRATEGY_CLASSES[request.stage](comm, request.reduce_dtype)
+    strategy = STRATEGY_CLASSES[request.stage](comm, request.reduce_dtype, request.device)
+    strategy.updated.overlap = request.overlap_param_gather
     shares = plan.shares if plan is not None else (1.0 / world,) * world
     members, recast = [], []
     for name, parameter in request.model.named_parameters():
@@ -244,7 +254,11 @@ def build_engine(
     unit_shares = shares_by_unit(plan)
     merge = merge_policy(request, shards_parameters=strategy.shards_parameters)
     units = build_units(
-        request.model, members, request.unit_names, merge="none" if unit_shares else merge
+        request.model,
+        members,
+        request.unit_names,
+        merge="none" if unit_shares else merge,
+        max_flat_bytes=comm.max_flat_bytes(request.device),
     )
     _check_unit_names(control, plan, units)
     strategy.persistent = persistent_units(plan, units)
@@ -255,10 +269,13 @@ def build_engine(
         for flat in unit.flats:
             strategy.initialize(flat, unit_shares.get(unit.name, shares))
     engine = Engine(request.model, units, strategy, comm, control)
+    engine.hooks += cast_inputs(request.model, compute_dtype, request.unit_names)
     hyper = [
         {key: value for key, value in group.items() if key != "params"} for group in request.groups
     ]
     update = ShardedUpdate(request.shard_optimizer_class, engine.trained, hyper, request.options)
+    kernels = control.exchange_objects(_kernels(request.device), what="building the optimizer")
+    strategy.updates_agree = update.has_exact_kernel or len(set(kernels)) == 1
     return engine, update
 
 
@@ -340,6 +357,15 @@ def _comparable(values: Mapping[str, Any]) -> dict[str, str]:
 def _computes_bf16(device: torch.device) -> bool:
     """Natively: `torch.cuda.is_bf16_supported()` also counts emulation."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def _kernels(device: torch.device) -> str:
+    """What decides how the kernels of an optimizer round: their machine code."""
+    if device.type == "cuda":
+        code = f"{torch.version.cuda} {torch.cuda.get_device_capability(device)}"
+    else:
+        code = torch.backends.cpu.get_cpu_capability()
+    return f"{torch.__version__} {code}"
 
 
 def _mismatch_message(key: str, expected: Any, found: Any, ranks: Sequence[int]) -> str:

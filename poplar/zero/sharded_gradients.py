@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from poplar.comm import Communicator
+from poplar.comm import Communicator, Work
 from poplar.zero.flat_parameter import FlatParameter
 from poplar.zero.strategy import Strategy
 from poplar.zero.unit import Unit
@@ -21,35 +21,38 @@ class ShardedGradients(Strategy):
 
     shards_parameters = False
     reduces_every_pass = True
+    gathers_updated_parameters = True
 
-    def __init__(self, comm: Communicator, reduce_dtype: torch.dtype) -> None:
-        super().__init__(comm, reduce_dtype)
+    def __init__(self, comm: Communicator, reduce_dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(comm, reduce_dtype, device)
         self._started: set[FlatParameter] = set()
 
     def prepare(self, units: Sequence[Unit]) -> None:
         """Allow all reductions of a unit at once, overlapping with the next unit's backward."""
         most = max((len(unit.trained) for unit in units), default=0)
-        self.max_in_flight = max(self.max_in_flight, 1 + most)
+        self.reductions.limit = max(self.reductions.limit, 1 + most)
 
     def begin_step(self) -> None:
         super().begin_step()
         self._started.clear()
 
     def reduce(self, flat: FlatParameter, weight: float) -> None:
-        self._limit_in_flight()
+        self.reductions.make_room()
         gradients, offsets = flat.take_gradients(weight)
         bucket = self.comm.buffer(flat.layout, self.codec.wire_dtype, flat.device, self.codec)
         bucket.pack(gradients, offsets, weight)
         del gradients  # free them before the next unit's gradients are allocated
         self._ensure_gradient(flat)
-        again = flat in self._started
+        accumulate = flat in self._started
         self._started.add(flat)
-        what = f"the reduction of unit {flat.name}"
-        self._pending.append(
-            self.comm.reduce_scatter(
-                bucket, flat.gradient, accumulate=again, what=what, squares=flat.squares
+
+        def issue() -> Work:
+            what = f"the reduction of unit {flat.name}"
+            return self.comm.reduce_scatter(
+                bucket, flat.gradient, accumulate=accumulate, what=what, squares=flat.squares
             )
-        )
+
+        self.reductions.start(issue, bucket)
 
     def _allocate_gradient(self, flat: FlatParameter) -> None:
         own = flat.layout.size(self.comm.group.rank)

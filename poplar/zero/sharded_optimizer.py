@@ -13,6 +13,8 @@ class ShardedOptimizer(LocalAccumulation):
     After the update, the new values are all-gathered into the parameters of all ranks.
     """
 
+    gathers_updated_parameters = True
+
     def _allocate_gradient(self, flat: FlatParameter) -> None:
         sums = self._allocate_sums(flat)
         flat.gradient = own_slice(sums.data, flat.layout, self.comm.group.rank)

@@ -10,6 +10,7 @@ gradients are reduced, before the update writes a shard, or when the step is aba
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -31,9 +32,10 @@ class ShardedParameters(ShardedGradients):
     """
 
     shards_parameters = True
+    gathers_updated_parameters = False
 
-    def __init__(self, comm: Communicator, reduce_dtype: torch.dtype) -> None:
-        super().__init__(comm, reduce_dtype)
+    def __init__(self, comm: Communicator, reduce_dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(comm, reduce_dtype, device)
         self._pending_unshards: dict[Unit, list[Work]] = {}
         self._unsharded_persistent: dict[Unit, None] = {}
         """Persistent units that are unsharded in this step, in that order."""
@@ -67,8 +69,9 @@ class ShardedParameters(ShardedGradients):
         if unit in self._unsharded_persistent:
             return
         # Allocate before sending: if memory runs out, the slot can be issued again.
-        for flat in unit.flats:
-            flat.values.untyped_storage().resize_(flat.numel * flat.values.element_size())
+        with self.streams.unsharded_memory() if in_step else nullcontext():
+            for flat in unit.flats:
+                flat.values.untyped_storage().resize_(flat.numel * flat.values.element_size())
         pending: list[Work] = []
         for flat in unit.flats:
             what = f"the unshard of unit {unit.name}"
@@ -81,13 +84,13 @@ class ShardedParameters(ShardedGradients):
 
     def wait_for_unshard(self, unit: Unit) -> None:
         for pending in self._pending_unshards.pop(unit, ()):
-            self.wait(pending)
+            self.wait(pending, f"the unshard of unit {unit.name}")
         for flat in unit.flats:
             flat.attach_parameters()
 
     def reshard(self, unit: Unit) -> None:
         for pending in self._pending_unshards.pop(unit, ()):
-            self.wait(pending)
+            self.wait(pending, f"the unshard of unit {unit.name}")
         if unit in self._unsharded_persistent:
             return
         for flat in unit.flats:

@@ -12,6 +12,7 @@ def guard_model_state(engine: Engine, update: ShardedUpdate) -> None:
     """Raise on saving or loading sharded parameters; copy loaded values to the masters."""
 
     def before_saving(*_: Any) -> None:
+        engine.strategy.updated.finish()
         if not engine.values_are_readable:
             raise RuntimeError(
                 "the model's parameters are sharded (stage 3), so model.state_dict() would be "
@@ -20,6 +21,7 @@ def guard_model_state(engine: Engine, update: ShardedUpdate) -> None:
             )
 
     def before_loading(*_: Any) -> None:
+        engine.strategy.updated.finish()
         if not engine.values_are_writable:
             raise RuntimeError(
                 "the model's parameters are sharded (stage 3), so nothing can be loaded into "

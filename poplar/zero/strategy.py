@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -19,7 +18,11 @@ from poplar import ops
 from poplar.comm import Codec, Communicator, Work
 from poplar.comm.shard_layout import Layout
 from poplar.zero.flat_parameter import FlatParameter
+from poplar.zero.reduction import reductions_on
+from poplar.zero.streams import DeviceClock, streams_of
 from poplar.zero.unit import Unit
+from poplar.zero.updated_parameters import UpdatedParameters
+from poplar.zero.waiting import WaitingTime
 
 
 class Strategy(ABC):
@@ -29,20 +32,27 @@ class Strategy(ABC):
     """Parameters are sharded, so a unit must be unsharded before it runs."""
     reduces_every_pass: ClassVar[bool]
     """Gradients are reduced in each pass, not only in a rank's last one."""
+    gathers_updated_parameters: ClassVar[bool] = False
+    """A step ends with an all-gather of the updated parameters."""
+    replicates_state: ClassVar[bool] = False
+    """Every rank has the whole optimizer state and updates all parameters."""
 
-    def __init__(self, comm: Communicator, reduce_dtype: torch.dtype) -> None:
+    def __init__(self, comm: Communicator, reduce_dtype: torch.dtype, device: torch.device) -> None:
         self.comm = comm
         self.codec = Codec(reduce_dtype)
-        self.max_in_flight = 2
-        """Maximum number of concurrent reductions; each holds a send and a receive buffer."""
-        self.waited = 0.0
-        """Seconds this rank has waited for other ranks in this step."""
+        self.streams = streams_of(device, waits_on_stream=comm.waits_on_stream)
+        if self.streams.asynchronous:
+            comm.group.trace.clock = DeviceClock(self.streams)
+        self.waiting = WaitingTime(self.streams, comm.group.trace)
+        self.reductions = reductions_on(self.streams, self.waiting)
+        self.updated = UpdatedParameters(self.wait)
+        self.updates_agree = True
+        """Equal gradients give equal bits on all ranks, because they run the same kernels."""
         self.persistent: frozenset[Unit] = frozenset()
         """Persistent units: once unsharded, they stay so until the step's gradients are reduced.
 
         Changed between steps, equally on all ranks. Unused where parameters are not sharded.
         """
-        self._pending: deque[Work] = deque()
         self._allocated: set[FlatParameter] = set()
 
     def prepare(self, units: Sequence[Unit]) -> None:
@@ -105,7 +115,7 @@ class Strategy(ABC):
 
     def wait_for_reductions(self, units: Sequence[Unit]) -> None:
         """Wait until this rank's slice of the mean gradient is final. Collective."""
-        self._drain(0)
+        self.reductions.finish()
         for unit in units:
             for flat in unit.trained:
                 flat.mark_squares_valid()
@@ -115,18 +125,20 @@ class Strategy(ABC):
 
     def begin_step(self) -> None:
         """Reset the state of a step. All ranks have left the previous step by now."""
-        self.waited = 0.0
+        self.waiting.begin_step()
+        self.reductions.finish()  # of a step that was closed with an error
         self.comm.trim()
 
     def all_gather_updated_parameters(self, units: Sequence[Unit]) -> None:
         """Send the updated shards to the ranks that read them. Collective."""
-        pending = [
-            self.comm.all_gather(flat.values, flat.layout, what=f"the new values of {unit.name}")
-            for unit in units
-            for flat in unit.trained
-        ]
-        for gather in pending:
-            self.wait(gather)
+        for unit in units:
+            what = f"the new values of {unit.name}"
+            gathers = [
+                self.comm.all_gather(flat.values, flat.layout, what=what) for flat in unit.trained
+            ]
+            self.updated.start(unit, gathers)
+        if not self.updated.overlap:
+            self.updated.finish()
 
     def wait_for_readers(self, flat: FlatParameter) -> None:
         """Wait until no other rank reads `flat.shard`. Call it before writing to the shard."""
@@ -167,16 +179,9 @@ class Strategy(ABC):
         self.wait_for_readers(flat)
         flat.shard.copy_(flat.values[flat.owned[0] : flat.owned[1]])
 
-    def wait(self, pending: Work) -> None:
-        self.waited += pending.wait()
-
-    def _limit_in_flight(self) -> None:
-        """Wait for the oldest reductions before the next one allocates memory."""
-        self._drain(self.max_in_flight - 1)
-
-    def _drain(self, leave: int) -> None:
-        while len(self._pending) > leave:
-            self.wait(self._pending.popleft())
+    def wait(self, pending: Work, what: str) -> None:
+        """Wait for a collective before the compute stream continues."""
+        self.waiting.wait_for(pending, what)
 
     def _broadcast_values(
         self, flat: FlatParameter, layout: Layout, owned: tuple[int, int]

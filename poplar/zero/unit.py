@@ -17,10 +17,14 @@ from torch import nn
 from poplar.zero.flat_parameter import PACKABLE, FlatParameter
 
 MAX_FLAT_BYTES = 32 << 20
-"""A larger unit is split into several flat parameters; smaller ones share one.
+"""Size in fp32 of a flat parameter, unless the transport allows larger ones.
 
-A single larger parameter is not split. (DDP's default bucket is 25 MiB.)
+A larger unit is split, but not inside a parameter; smaller units may share a flat parameter. (DDP's
+default bucket is 25 MiB.)
 """
+
+_NEGLIGIBLE = 1 / 16
+"""A flat parameter may exceed its limit by this part: a small tensor is not worth a collective."""
 
 MERGED_UNIT_BYTES = 2 << 20
 """Consecutive blocks are merged into one unit up to this size, unless the user named the units.
@@ -51,6 +55,11 @@ class Unit:
     @property
     def trained(self) -> tuple[FlatParameter, ...]:
         return tuple(flat for flat in self.flats if flat.trained)
+
+    @property
+    def unsharded_bytes(self) -> int:
+        """Bytes of the parameters while the unit is unsharded."""
+        return sum(flat.numel * flat.dtype.itemsize for flat in self.flats)
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,6 +142,7 @@ def build_units(
     unit_names: Sequence[str],
     *,
     merge: Merge,
+    max_flat_bytes: int | None = None,
 ) -> list[Unit]:
     """Assign the parameters to units and flat parameters.
 
@@ -140,6 +150,8 @@ def build_units(
         members: each parameter once, in registration order.
         unit_names: module names, as `resolve_units` returns them.
         merge: which small units are merged.
+        max_flat_bytes: size in fp32 from which a unit is split; default: `MAX_FLAT_BYTES`. The root
+            is always split at the default, so that its first gradients are reduced early.
     """
     modules = dict(model.named_modules())
     home = _units_of_parameters(modules, unit_names)
@@ -157,6 +169,7 @@ def build_units(
         root = [batch for batch in batches if ROOT in batch[0]]
         blocks = [batch for batch in batches if ROOT not in batch[0]]
         batches = root + _merge_small(blocks, MERGED_UNIT_BYTES)
+    limit = MAX_FLAT_BYTES if max_flat_bytes is None else max_flat_bytes
     units = []
     for index, (names, inside) in enumerate(batches):
         name = names[0] if len(names) == 1 else f"{names[0]}..{names[-1]}"
@@ -169,7 +182,7 @@ def build_units(
                     for unit in names
                     for module in _entry_modules(model, modules, unit, inside)
                 ),
-                flats=tuple(_flats(name, inside)),
+                flats=tuple(_flats(name, inside, limit if ROOT not in names else MAX_FLAT_BYTES)),
                 resident=ROOT in names,
             )
         )
@@ -223,15 +236,15 @@ def _merge_small(
     return merged
 
 
-def _flats(unit: str, inside: Sequence[Member]) -> Iterator[FlatParameter]:
-    """One flat parameter per dtype and trained or frozen, split at `MAX_FLAT_BYTES`."""
+def _flats(unit: str, inside: Sequence[Member], limit: int) -> Iterator[FlatParameter]:
+    """One flat parameter per dtype and trained or frozen, split at `limit` bytes."""
     groups: dict[tuple[torch.dtype, bool], list[Member]] = {}
     for member in inside:
         if member.dtype in PACKABLE:
             groups.setdefault((member.dtype, member.trained), []).append(member)
     for (dtype, trained), members in groups.items():
         members.sort(key=lambda member: member.group)
-        for part in _cut_by_size(members):
+        for part in _cut_by_size(members, limit):
             yield FlatParameter(
                 unit,
                 [(member.name, member.parameter) for member in part],
@@ -241,15 +254,15 @@ def _flats(unit: str, inside: Sequence[Member]) -> Iterator[FlatParameter]:
             )
 
 
-def _cut_by_size(members: Sequence[Member]) -> Iterator[list[Member]]:
+def _cut_by_size(members: Sequence[Member], limit: int) -> Iterator[list[Member]]:
     part: list[Member] = []
     size = 0
     for member in members:
-        numel = member.parameter.numel()
-        if part and (size + numel) * 4 > MAX_FLAT_BYTES:
+        added = 4 * member.parameter.numel()
+        if size > _NEGLIGIBLE * limit and size + added > (1 + _NEGLIGIBLE) * limit:
             yield part
             part, size = [], 0
         part.append(member)
-        size += numel
+        size += added
     if part:
         yield part

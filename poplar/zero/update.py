@@ -34,8 +34,10 @@ class ParameterRun:
     group: int
     first: int
     last: int
-    tensor: Tensor | None
+    tensor: Tensor | None = None
     """fp32 view of the owned part; None if this rank owns nothing of the run."""
+    owned: slice | None = None
+    """The owned part, relative to the owned part of the flat parameter; None if it is empty."""
 
     @property
     def start(self) -> int:
@@ -45,9 +47,10 @@ class ParameterRun:
     def stop(self) -> int:
         return self.flat.span(self.last - 1)[1]
 
-    @property
-    def owned(self) -> slice | None:
-        return self.flat.intersect_owned(self.start, self.stop)
+    def bind(self) -> None:
+        """Set `owned` and `tensor` by the current layout and master of the flat parameter."""
+        self.owned = self.flat.intersect_owned(self.start, self.stop)
+        self.tensor = None if self.owned is None else self.flat.master[self.owned]
 
 
 class ShardedUpdate:
@@ -94,19 +97,24 @@ class ShardedUpdate:
         self._split_partly_used_runs(unused)
         stepped = {}
         for run in self.runs:
-            owned = run.owned
+            flat, owned = run.flat, run.owned
             if run.tensor is None or owned is None:
                 continue
-            if run.first in unused.get(run.flat, ()):
+            if run.first in unused.get(flat, ()):
                 run.tensor.grad = None
                 continue
-            run.tensor.grad = run.flat.gradient[owned]
-            stepped[run.tensor] = run.flat.shard[owned] if _has_low_precision(run.flat) else None
+            run.tensor.grad = _part(flat.gradient, owned)
+            stepped[run.tensor] = _part(flat.shard, owned) if _has_low_precision(flat) else None
         written = self._step_inner(stepped, scale, found_inf)
         for tensor, low in stepped.items():
             tensor.grad = None
             if low is not None and tensor not in written:
                 low.copy_(tensor)
+
+    @property
+    def has_exact_kernel(self) -> bool:
+        """Whether the update is Poplar's own, which rounds alike on all devices."""
+        return isinstance(self.inner, FlatAdamW) and self.inner.uses_operator()
 
     def undo_if_skipped(self, found_inf: Tensor) -> bool:
         """Whether the last step changed nothing. Synchronizes with the device."""
@@ -174,7 +182,7 @@ class ShardedUpdate:
                 continue
             if run.tensor is not None:
                 self.inner.state.pop(run.tensor, None)
-            run.tensor = _view(run)
+            run.bind()
             if run.tensor is not None and states.get(run):
                 self.inner.state[run.tensor] = states[run]
         self._update_param_groups()
@@ -194,7 +202,7 @@ class ShardedUpdate:
                 if (position in idle) != (position - 1 in idle):
                     cuts.append(position)
             parts = [
-                ParameterRun(run.flat, run.group, first, last, None)
+                ParameterRun(run.flat, run.group, first, last)
                 for first, last in zip(cuts, [*cuts[1:], run.last], strict=True)
             ]
             self.runs += [run] if len(parts) == 1 else parts
@@ -212,7 +220,7 @@ class ShardedUpdate:
         base = run.owned
         assert base is not None
         for part in parts:
-            part.tensor = _view(part)
+            part.bind()
             owned = part.owned
             if part.tensor is None or owned is None:
                 continue
@@ -255,9 +263,9 @@ def check_elementwise(
     Returns:
         Why the class cannot update flat shards, or None if it can.
     """
-    generator = torch.Generator().manual_seed(0)
-    start = torch.randn(8, 32, generator=generator)
-    gradients = [torch.randn(8, 32, generator=generator) for _ in range(3)]
+    generator = torch.Generator(device="cpu").manual_seed(0)
+    start = torch.randn(8, 32, generator=generator, device="cpu")
+    gradients = [torch.randn(8, 32, generator=generator, device="cpu") for _ in range(3)]
 
     def after(shapes: Callable[[Tensor], list[Tensor]]) -> Tensor:
         parts = [part.clone().to(device) for part in shapes(start)]
@@ -286,9 +294,9 @@ def _first_runs(flat: FlatParameter) -> list[ParameterRun]:
         if runs and runs[-1].group == group:
             runs[-1].last = position + 1
         else:
-            runs.append(ParameterRun(flat, group, position, position + 1, None))
+            runs.append(ParameterRun(flat, group, position, position + 1))
     for run in runs:
-        run.tensor = _view(run)
+        run.bind()
     return runs
 
 
@@ -330,9 +338,9 @@ def _has_low_precision(flat: FlatParameter) -> bool:
     return flat.shard is not flat.master
 
 
-def _view(run: ParameterRun) -> Tensor | None:
-    owned = run.owned
-    return None if owned is None else run.flat.master[owned]
+def _part(buffer: Tensor, part: slice) -> Tensor:
+    """`buffer[part]`, without a new view if that is the whole buffer."""
+    return buffer if part.stop - part.start == buffer.numel() else buffer[part]
 
 
 def _in_group(run: ParameterRun, group: int) -> bool:

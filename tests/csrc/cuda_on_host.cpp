@@ -74,8 +74,13 @@ void block_sums(Dtype dtype, float* sums, const void* flat, std::int64_t numel) 
   });
 }
 
-void exact_sum(std::int64_t* total, const float* values, std::int64_t numel) {
-  cuda::exact_sum(total, values, numel, nullptr);
+void exact_sum(std::int64_t* total, std::int64_t count, const float* const* values,
+               const std::int64_t* numels) {
+  std::vector<cuda::Addends> parts;
+  for (std::int64_t i = 0; i < count; ++i) {
+    parts.push_back({values[i], numels[i]});
+  }
+  cuda::exact_sum(total, parts, nullptr);
 }
 
 void exact_norm(double* norm, const std::int64_t* totals, std::int64_t rows,
@@ -88,14 +93,18 @@ void clip_coefficient(double* coefficient, const double* norm, const double* sca
   cuda::clip(coefficient, norm, scale, max_norm, nullptr);
 }
 
-void adamw(Dtype dtype, float* values, const float* gradient, float* mean, float* square_mean,
-           void* rounded, std::int64_t numel, const double* rule, bool maximize, const float* scale,
+// `addresses`: for each tensor those of values, gradient, mean, square_mean and rounded.
+void adamw(std::int64_t count, void* const* addresses, const Dtype* dtypes,
+           const std::int64_t* numels, const double* rules, const float* scale,
            const float* found_inf) {
-  const AdamW update(rule[0], rule[1], rule[2], rule[3], rule[4], rule[5], maximize, 1.0f);
-  with_type(dtype, [&](auto* type) {
-    cuda::adamw(cuda::Shard{values, gradient, mean, square_mean, numel},
-                static_cast<decltype(type)>(rounded), update, scale, found_inf, nullptr);
-  });
+  std::vector<cuda::Shard> shards;
+  for (std::int64_t i = 0; i < count; ++i) {
+    const auto at = [&](int place) { return static_cast<float*>(addresses[5 * i + place]); };
+    shards.push_back({at(0), at(1), at(2), at(3), at(4), numels[i],
+                      AdamW(rules + i * kRuleNumbers, 1.0f), dtypes[i], false});
+    shards.back().aligned = cuda::is_aligned(shards.back());
+  }
+  cuda::adamw(shards, scale, found_inf, nullptr);
 }
 
 }  // extern "C"

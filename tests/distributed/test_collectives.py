@@ -17,6 +17,7 @@ from native_calls import native_calls
 from ranks import Pool
 from torch import Tensor
 
+from poplar import ops
 from poplar.comm import Codec, Communicator, Control, Group, algorithms, connect
 from poplar.comm.shard_layout import Layout
 
@@ -89,6 +90,36 @@ def test_reduce_scatter_adds_in_rank_order_bit_for_bit(ranks: Pool, depth: int) 
 def test_one_all_to_all_gives_the_same_bits(ranks: Pool, depth: int) -> None:
     for wrong in ranks.run(reduce_scatter_many, 7, 60, depth, native=True):
         assert wrong == []
+
+
+def reduce_scatter_in_pieces(received_bytes: int) -> list[str]:
+    with mock.patch.object(algorithms, "RECEIVED_BYTES", received_bytes):
+        return reduce_scatter_many(11, 60, 3, native=True)
+
+
+@pytest.mark.parametrize("received_bytes", [1, 3000, 20_000])
+def test_several_all_to_alls_of_a_large_bucket_give_the_same_bits(
+    ranks: Pool, received_bytes: int
+) -> None:
+    for wrong in ranks.run(reduce_scatter_in_pieces, received_bytes):
+        assert wrong == []
+
+
+def sums_of_squares_in_pieces() -> bool:
+    """Block sums of squares of a reduction in pieces equal those of its result."""
+    comm = connect(Group.of(harness.group(), None), "process_group")
+    layout = Layout((0, 64, 64, 1024, 1280))
+    low, high = layout.bounds(comm.group.rank)
+    bucket = comm.buffer(layout, torch.float32, torch.device("cpu"))
+    bucket.pack([gradient(comm.group.rank, layout.numel, 0)], [0], 0.25)
+    out, squares = torch.empty(high - low), torch.full((-(-(high - low) // 64),), torch.nan)
+    with native_calls(), mock.patch.object(algorithms, "RECEIVED_BYTES", 2000):
+        comm.reduce_scatter(bucket, out, accumulate=False, what="x", squares=squares).wait()
+    return torch.equal(squares, ops.block_sums_of_squares(out))
+
+
+def test_sums_of_squares_of_a_large_bucket(ranks: Pool) -> None:
+    assert all(ranks.run(sums_of_squares_in_pieces))
 
 
 def broadcast_in_one_call(numel: int) -> bool:

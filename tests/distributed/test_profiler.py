@@ -21,9 +21,11 @@ from torch import Tensor, nn
 import poplar
 from poplar import ClusterProfile, Plan
 from poplar.comm import Group
+from poplar.comm.host_topology import Hosts
 from poplar.errors import RankFailed
 from poplar.observation import Observation
-from poplar.profiler import batch_curves, trial_runs
+from poplar.profiler import batch_curves, links, trial_runs
+from poplar.profiler import session as sessions
 from poplar.profiler.batch_curves import TIMES_EACH, measure_curves, measure_points
 from poplar.profiler.memory import peak_bytes
 from poplar.profiler.request import Request
@@ -101,6 +103,35 @@ def test_profiling_preserves_the_model(ranks: Pool):
     assert ranks.run(changes_left, (0, 1, 2, 3)) == [[]] * 4
 
 
+def graphs_and_runs_of_a_compiled_model() -> dict[str, int]:
+    """Graphs that profiling compiles at stages 0 and 3, and graphs run per pass afterwards."""
+    graphs, runs = [], []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        graphs.append(graph)
+
+        def run(*args: Any) -> Any:
+            runs.append(graph)
+            return graph.forward(*args)
+
+        return run
+
+    model = models.build(ModelSpec(kind="mlp", blocks=1))
+    model.compile(backend=backend)
+    profiled(model, stages=(0, 3), max_batch=2, seconds=0.5)
+    counts = {"graphs of the profile": len(graphs)}
+    runs.clear()
+    models.mean_over_samples(model, batch()).backward()
+    return {**counts, "graphs in one pass": len(runs)}
+
+
+def test_compiled_model_stays_compiled(ranks: Pool):
+    """Stage 3 splits graphs at its hooks; a pass without hooks is one graph again afterwards."""
+    for counts in ranks.run(graphs_and_runs_of_a_compiled_model, ranks=2):
+        assert counts["graphs of the profile"] > 0
+        assert counts["graphs in one pass"] == 1
+
+
 def profile_as_dict() -> dict[str, Any]:
     return profiled().to_dict()
 
@@ -154,6 +185,59 @@ def slowdowns_now(plan: Plan, known: ClusterProfile, seconds: float) -> tuple[An
     """The slowdowns of the ranks, and the batches that this rank ran."""
     session, ran = watched_session()
     return measure_slowdowns(session, known, plan, seconds), ran
+
+
+def steps_from_host_copies() -> tuple[int, list[str]]:
+    """How often parameters were copied to the host for several plans, and which changed."""
+    session, _ = watched_session()
+    session.asynchronous = True  # as on CUDA
+    model = session.request.model
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    with (
+        mock.patch.object(sessions, "host_copies", side_effect=sessions.host_copies) as copies,
+        session.measuring(),
+    ):
+        for stage in (0, 3, 2):
+            plan = Plan.even(4, 8, 2, stage=stage)
+            trial_runs.run_plan(session, plan, steps=1, report=lambda text: None)
+    left = [name for name, p in model.named_parameters() if not p.equal(before[name])]
+    return copies.call_count, left + [n for n, p in model.named_parameters() if p.grad is not None]
+
+
+def test_parameters_are_copied_to_the_host_once_for_all_plans(ranks: Pool):
+    assert ranks.run(steps_from_host_copies) == [(1, [])] * 4
+
+
+def links_between(hosts: Hosts) -> tuple[Any, list[tuple[int, ...]]]:
+    """The links of pretended hosts, and the splits of every message of this rank."""
+    session, _ = watched_session()
+    sent, send = [], links.dist.all_to_all_single
+
+    def counted(received: Tensor, own: Tensor, *splits: list[int], **options: Any) -> Any:
+        sent.append(tuple(splits[0]))
+        return send(received, own, *splits, **options)
+
+    with (
+        mock.patch.object(links.dist, "all_to_all_single", counted),
+        mock.patch.object(links, "MOST_BYTES", 1 << 17),
+    ):
+        return links.measure_links(session, hosts, budget=2.0), sent
+
+
+@pytest.mark.parametrize(
+    "members", [((0,), (1,), (2,), (3,)), ((0, 3), (1,), (2,)), ((0, 1, 2, 3),)]
+)
+def test_links_between_hosts_are_measured_by_one_rank_of_each(ranks: Pool, members):
+    answers = ranks.run(links_between, Hosts(members))
+    found = answers[0][0]
+    assert [other for other, _ in answers] == [found] * 4
+    assert len(found) == len(members) * (len(members) - 1) // 2
+    assert all(link.seconds_per_byte > 0.0 and link.latency_seconds > 0.0 for link in found)
+    leaders = {own[0] for own in members}
+    for rank, (_, sent) in enumerate(answers):
+        partners = {peer for splits in sent for peer, size in enumerate(splits) if size}
+        assert partners == (leaders - {rank} if rank in leaders else set())
+        assert all(sum(size > 0 for size in splits) <= 1 for splits in sent), "one at a time"
 
 
 def reasons_of_throttling(hot: int) -> tuple[list[str], int]:

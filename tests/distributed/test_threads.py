@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_ops import DTYPES, RULE, Draw, assert_same_bits, state
+from test_ops import DTYPES, Draw, Shards, assert_same_bits
 from torch import Tensor
 
 from poplar import _core, ops
@@ -96,20 +96,20 @@ def test_unpack_copy_and_block_sums_equal_plain_for_any_threads(
 
 
 def test_exact_sums_equal_plain_for_any_threads(threads: int) -> None:
-    values = Draw(threads, "cpu").values(NUMEL, torch.float32)
+    parts = (
+        Draw(threads, "cpu").values(NUMEL, torch.float32).split([70_001, 1_500_000, 0, 1_575_804])
+    )
     totals = [torch.arange(ops.EXACT_WORDS) for _ in "ab"]
-    OPERATORS.exact_sum_(totals[0], values)
-    plain.exact_sum_(totals[1], values)
+    OPERATORS.exact_sum_(totals[0], parts)
+    plain.exact_sum_(totals[1], parts)
     assert torch.equal(*totals)
 
 
 @pytest.mark.parametrize("rounded", [None, *DTYPES])
 def test_adamw_equals_plain_for_any_threads(threads: int, rounded: torch.dtype | None) -> None:
-    draw = Draw(threads, "cpu")
-    gradient = draw.values(NUMEL, torch.float32)
-    low = [] if rounded is None else [torch.zeros(NUMEL, dtype=rounded)]
-    assert_same_as_plain(
-        "adamw_",
-        [*state(draw, NUMEL), *low],
-        lambda adamw_, out: adamw_(out[0], gradient, *out[1:3], (*out, None)[3], *RULE),
-    )
+    shards = Shards.draw(Draw(threads, "cpu"), [70_001, 5, 1_500_000, 0, 9_000], [rounded, None])
+    ours, theirs = shards.copy(), shards.copy()
+    OPERATORS.adamw_(*ours.arguments(), ours.numbers())
+    plain.adamw_(*theirs.arguments(), theirs.numbers())
+    for one, other in zip(ours.flat(), theirs.flat(), strict=True):
+        assert_same_bits(one, other)

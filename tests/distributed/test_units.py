@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from unittest import mock
 
 import models
 import pytest
@@ -21,6 +22,7 @@ from poplar import Plan, UnitPlan
 from poplar.comm import Group
 from poplar.plan import STRATEGIES
 from poplar.zero import unit as units
+from poplar.zero.flat_parameter import FlatParameter
 from poplar.zero.sharded_gradients import ShardedGradients
 from poplar.zero.sharded_parameters import ShardedParameters
 from poplar.zero.unit import Member, Unit, build_units, find_blocks, resolve_units
@@ -124,7 +126,14 @@ def test_large_units_have_several_flat_parameters(monkeypatch: pytest.MonkeyPatc
     for unit in build_units(model, members, BLOCKS, merge="none"):
         assert len(unit.flats) > 1
         for flat in unit.flats:
-            assert len(flat.parameters) == 1 or 4 * sum(p.numel() for p in flat.parameters) <= 8000
+            size = 4 * sum(p.numel() for p in flat.parameters)
+            assert size <= 8000 * (1 + 1 / 16) or _is_one_large_parameter(flat)
+
+
+def _is_one_large_parameter(flat: FlatParameter) -> bool:
+    """Beside others that are not worth a collective of their own."""
+    sizes = sorted(4 * parameter.numel() for parameter in flat.parameters)
+    return sum(sizes[:-1]) <= 8000 / 16
 
 
 def test_parameters_of_one_group_are_adjacent() -> None:
@@ -217,13 +226,14 @@ def named(events: list[str], head: str) -> list[str]:
 def test_all_reductions_of_a_unit_may_be_in_flight(
     monkeypatch: pytest.MonkeyPatch, strategy: type[ShardedGradients]
 ) -> None:
-    one = strategy(None, torch.float32)  # type: ignore[arg-type]
+    comm = mock.Mock(waits_on_stream=False)
+    one = strategy(comm, torch.float32, torch.device("cpu"))
     one.prepare(units_of(models.build(ModelSpec())))
-    assert one.max_in_flight == 2
+    assert one.reductions.limit == 2
     monkeypatch.setattr(units, "MAX_FLAT_BYTES", 8000)
     in_parts = units_of(models.build(ModelSpec()))
     one.prepare(in_parts)
-    assert one.max_in_flight == 1 + max(len(unit.trained) for unit in in_parts) > 2
+    assert one.reductions.limit == 1 + max(len(unit.trained) for unit in in_parts) > 2
 
 
 def test_unshard_overlaps_with_previous_unit(ranks: Pool) -> None:

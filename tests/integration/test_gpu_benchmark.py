@@ -23,6 +23,9 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import gpu
 import gpu_parts
+import gpu_step
+import gpu_training
+import gpu_unequal
 from gpu import Part
 
 TESTS = Path(__file__).parents[1]
@@ -44,6 +47,13 @@ def test_every_stage_agrees_with_one_process(tmp_path):
         assert f"torch {importlib.metadata.version('torch')}" in row["versions"]
         assert row["commit"]
         assert re.fullmatch(r"\d{4}-\d\d-\d\d", row["day"])
+
+
+def test_hanging_rank_of_training_is_reported_with_its_stacks(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_training, "__file__", str(tmp_path / "hangs.py"))
+    (tmp_path / "hangs.py").write_text("import time\ntime.sleep(1000)\n")
+    with pytest.raises(gpu_training.RanksFailed, match=r"(?s)still running: ranks 0, 1, 2.*hangs"):
+        gpu_training.run(tmp_path / "rows.jsonl", "gloo", "tiny", "cpu", seconds=3.0)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
@@ -68,8 +78,8 @@ def run_parts(tmp_path, monkeypatch, capsys) -> Run:
     """Returns the exit status and the console output of a run of some parts."""
 
     def run_them(*parts: Part, seconds: float = 60.0) -> tuple[int, str]:
-        monkeypatch.setattr(gpu, "parts", lambda output: list(parts))
-        options = argparse.Namespace(output=tmp_path, only=None, seconds=seconds)
+        monkeypatch.setattr(gpu, "parts", lambda output, nccl: list(parts))
+        options = argparse.Namespace(output=tmp_path, only=None, seconds=seconds, nccl=None)
         return gpu.run_parts(options), capsys.readouterr().out
 
     return run_them
@@ -95,10 +105,63 @@ def test_failed_part_shows_its_log_and_the_next_part_runs(run_parts, tmp_path):
     assert output.endswith("failed or left out: bad one\n")
 
 
-def test_part_beyond_its_deadline_is_ended_and_fails(run_parts):
-    status, output = run_parts(part("slow", "import time; time.sleep(100)", seconds=1.0))
+def test_part_beyond_its_deadline_is_ended_with_the_stacks_of_its_processes(run_parts):
+    program = (
+        "import multiprocessing, time\n"
+        "def rank_that_waits():\n"
+        "    time.sleep(100)\n"
+        "def parent_that_waits():\n"
+        "    time.sleep(100)\n"
+        "multiprocessing.get_context('fork').Process(target=rank_that_waits).start()\n"
+        "parent_that_waits()\n"
+    )
+    status, output = run_parts(part("slow", program, seconds=2.0))
     assert status == 1
-    assert "slow: FAILED. not over after 1 s" in output
+    assert "slow: FAILED. not over after 2 s" in output
+    assert "in rank_that_waits" in output
+    assert "in parent_that_waits" in output
+
+
+def program_that_meets(own: Path, other: Path) -> str:
+    """Ends well only if another program runs at the same time."""
+    return (
+        "import pathlib, time\n"
+        f"pathlib.Path({str(own)!r}).touch()\n"
+        "ends = time.monotonic() + 40\n"
+        f"while not pathlib.Path({str(other)!r}).exists():\n"
+        "    assert time.monotonic() < ends\n"
+        "    time.sleep(0.01)\n"
+        "print('1 passed')\n"
+    )
+
+
+def test_checks_run_beside_each_other_and_before_the_measurements(run_parts, monkeypatch, tmp_path):
+    monkeypatch.setattr(gpu.os, "sched_getaffinity", lambda process: range(8))
+    left, right = tmp_path / "left", tmp_path / "right"
+    status, output = run_parts(
+        part("measurement", alone=True),
+        part("left", program_that_meets(left, right)),
+        part("right", program_that_meets(right, left)),
+        seconds=120.0,
+    )
+    assert status == 0, output
+    checks_are_over = max(output.index("left: ok"), output.index("right: ok"))
+    assert output.index("measurement: ok") > checks_are_over
+
+
+def test_checks_leave_time_for_the_measurements(run_parts):
+    status, output = run_parts(
+        part("check"), part("measurement", alone=True, seconds=50.0), seconds=60.0
+    )
+    assert status == 1
+    assert "check: LEFT OUT" in output
+    assert "measurement: ok" in output
+
+
+def test_part_is_told_how_much_time_it_has(run_parts):
+    program = "import sys; print(*sys.argv[1:], 'passed')"
+    _, output = run_parts(part("told", program, seconds=40.0, spare_seconds=10.0))
+    assert "told: ok. --seconds 30 passed" in output
 
 
 def test_part_left_out_for_lack_of_time_is_not_passed(run_parts):
@@ -133,25 +196,70 @@ def test_cpp_part_fails_with_another_provider(run_parts):
 # The list of parts
 
 
-def part_named(name: str) -> Part:
-    (found,) = (part for part in gpu_parts.parts(Path("out")) if part.name == name)
+def part_named(name: str, library: Path | None = None) -> Part:
+    (found,) = (part for part in gpu_parts.parts(Path("out"), library) if part.name == name)
     return found
 
 
-def test_most_important_parts_get_all_of_their_time(monkeypatch):
+def test_most_important_parts_come_first(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["gpu.py"])
-    assert gpu.parse_options().seconds == gpu.SECONDS < 9 * 60
-    deadlines = {part.name: part.seconds for part in gpu_parts.parts(Path("out"))}
-    assert min(deadlines.values()) > gpu.LEAST_SECONDS
-    first = list(deadlines)[:6]
-    assert sum(deadlines[name] for name in first) <= gpu.SECONDS
-    assert first[0] == "operators, C++"
-    assert {
+    assert gpu.parse_options().seconds == gpu.SECONDS < 9.5 * 60, "10 minutes with the build"
+    checks, measurements = gpu_parts.checks(Path("out")), gpu_parts.measurements(Path("out"))
+    assert not any(part.alone for part in checks)
+    assert all(part.alone for part in measurements)
+    assert min(part.seconds for part in [*checks, *measurements]) > gpu.LEAST_SECONDS
+    assert [part.name for part in checks][:3] == [
+        "operators, C++",
         "engine, four ranks",
         "no host synchronization",
+    ]
+    assert [part.name for part in measurements][:3] == [
         "kernels, C++",
-        "operators, Triton",
-    } < {*first}
+        "a step, one rank",
+        "unequal ranks, NCCL",
+    ]
+
+
+def test_benchmarks_know_the_options_of_their_parts(monkeypatch, tmp_path):
+    for name, module in (("a step, one rank", gpu_step), ("unequal ranks, NCCL", gpu_unequal)):
+        words = [str(word) for word in part_named(name, tmp_path / "libnccl.so.2").command]
+        assert words[1] == module.__file__
+        options = module.parse_options(words[2:])
+        assert options.output.parent == options.logs.parent == Path("out")
+    assert (options.transports, options.starts) == (["nccl"], 3)
+    assert options.nccl == tmp_path / "libnccl.so.2"
+    worst = options.deadline + options.starts * gpu_unequal.START_SECONDS
+    assert part_named("unequal ranks, NCCL").seconds > worst, "hangs are reported by the benchmark"
+    step = part_named("a step, one rank")
+    assert step.spare_seconds > gpu_step.LATE_SECONDS, "a hang is reported by the benchmark"
+
+
+@pytest.mark.parametrize("version", [(2, 28, 9), (2, 30, 7), None])
+def test_ranks_share_the_gpu_by_nccl_if_it_can(monkeypatch, version):
+    monkeypatch.setattr(gpu_parts.nccl, "version_in_use", lambda path: version)
+    monkeypatch.setattr(gpu_parts, "why_no_mps", lambda: "")
+    gpu_parts.why_no_nccl.cache_clear()
+    can = version == (2, 30, 7)
+    for name in ("training, NCCL", "engine, NCCL", "failures, NCCL", "unequal ranks, NCCL"):
+        assert (part_named(name).needs() == "") == can, name
+    assert (part_named("unequal ranks, staged").needs() == "") != can
+    gpu_parts.why_no_nccl.cache_clear()
+
+
+def test_nccl_is_preloaded_into_all_of_its_parts(tmp_path):
+    library = tmp_path / "libnccl.so.2"
+    for name in ("training, NCCL", "engine, NCCL", "failures, NCCL"):
+        environment = part_named(name, library).environment
+        assert environment["LD_PRELOAD"] == str(library)
+        assert environment["NCCL_MAX_CTAS"] == "2"
+        assert environment["POPLAR_TEST_BACKEND"] == "nccl"
+
+
+def test_path_without_nccl_is_rejected(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--nccl", str(tmp_path)])
+    with pytest.raises(SystemExit):
+        gpu.parse_options()
+    assert "expected one libnccl.so*" in capsys.readouterr().err
 
 
 @pytest.mark.filterwarnings(gpu_parts.NO_FALLBACK)
@@ -207,6 +315,22 @@ def test_engine_tests_run_with_ranks_on_the_gpu():
     assert all(any(name in one for one in found) for name in (f"{c}-3]" for c in gpu_parts.CASES))
     source = Path(harness.__file__).read_text()
     assert all(f'"{name}"' in source for name in part.environment)
+
+
+def test_failures_of_a_rank_are_tested_with_ranks_on_the_gpu():
+    staged, by_nccl = (
+        collected_tests(part_named(name)) for name in ("failures, staged", "failures, NCCL")
+    )
+    assert staged == by_nccl
+    for name in ("exception_in_loss_of_one_rank", "survivors_raise_in_time_and_name_the_lost_rank"):
+        assert any(name in found for found in staged)
+
+
+def test_every_stage_is_tested_by_nccl():
+    found = collected_tests(part_named("engine, NCCL"))
+    assert {f"uneven shares-{stage}]" for stage in range(4)} <= {
+        name.partition("[")[2] for name in found
+    }
 
 
 def test_host_synchronization_tests_are_found():

@@ -6,6 +6,7 @@ ranks, and that the model is preserved, are tested on real ranks.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import re
@@ -22,6 +23,8 @@ import models
 import pytest
 import ranks as harness
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from models import ModelSpec
 from ranks import Failure, Pool, one_off
 from records import cluster as measured_cluster
@@ -346,14 +349,14 @@ class Session:
             exchange_objects=lambda value, what: [value] * size,
         )
         self.request = SimpleNamespace(
-            model=nn.Linear(1, 1),
             stages=tuple(stages),
             max_batch=None,
             memory_limit=None,
             seconds=45.0,
         )
         self.identity: dict[str, str] = {}
-        self.device, self.asynchronous = torch.device("cpu"), False
+        self.asynchronous = False
+        self.measuring = contextlib.nullcontext
 
     def exchange(self, value: Any) -> list[Any]:
         return [value] * self.group.size
@@ -429,6 +432,52 @@ class Bench:
         policy = options.pop("policy", "exact")
         tuner = Tuner(self, global_batch=global_batch, policy=policy)  # type: ignore[arg-type]
         return tuner.tune(given, **options)
+
+
+class NoisyBench(Bench):
+    """Every measurement of this bench is disturbed, also to values that no device can have."""
+
+    def __init__(self, known: ClusterProfile, stages: Sequence[int], noise: random.Random) -> None:
+        super().__init__(known, known, stages)
+        self._noise = noise
+
+    def measure_points(
+        self, batches: Sequence[tuple[int, ...]], references: Sequence[BatchPoint]
+    ) -> list[list[BatchPoint]]:
+        return [
+            [point.times(self._factor()) for point in own]
+            for own in super().measure_points(batches, references)
+        ]
+
+    def _observation(self, plan: Plan) -> Observation:
+        seen = super()._observation(plan)
+        self.seen.clear()
+        return replace(
+            seen,
+            step_seconds=seen.step_seconds * self._factor(),
+            pass_seconds=tuple(
+                tuple(self._time() if self._noise.random() < 0.3 else s for s in own)
+                for own in seen.pass_seconds
+            ),
+            other_seconds=tuple(self._noise.uniform(-1.0, 1.0) for _ in seen.other_seconds),
+        )
+
+    def _factor(self) -> float:
+        return 10.0 ** self._noise.uniform(-3.0, 3.0)
+
+    def _time(self) -> float:
+        return self._noise.choice([0.0, 1e-9, 10.0 ** self._noise.uniform(-6.0, 2.0)])
+
+
+@settings(max_examples=25, deadline=None)
+@given(noise=st.randoms(use_true_random=False), asynchronous=st.booleans())
+def test_no_noise_makes_tuning_fail(noise, asynchronous):
+    """Nor does it give anything but a valid profile, which checks all of its times."""
+    bench = NoisyBench(in_powers_of_two(in_steps(8, 3)), STAGES, noise)
+    bench.session.asynchronous = asynchronous
+    decided = bench.tune(global_batch=noise.choice([5, 42]))
+    assert 0.0 < predict(decided.profile, decided.plan).step_seconds < float("inf")
+    assert ClusterProfile.from_dict(decided.profile.to_dict()) == decided.profile
 
 
 def with_step_seconds(cluster: ClusterProfile, by_stage: tuple[float, ...]) -> ClusterProfile:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+
 from poplar.zero.collective_order import Slot, SlotKind, agreed_order
 
 
@@ -11,9 +14,20 @@ def slots(text: str) -> list[Slot]:
     return [Slot(kinds[word[0]], int(word[1:])) for word in text.split()]
 
 
-def agreed(text: str) -> str:
+def agreed(text: str, sizes: Sequence[int] = (1, 1, 1, 1)) -> str:
     names = {SlotKind.UNSHARD: "g", SlotKind.REDUCE: "r"}
-    return " ".join(f"{names[slot.kind]}{slot.unit}" for slot in agreed_order(slots(text)))
+    order = agreed_order(slots(text), sizes)
+    return " ".join(f"{names[slot.kind]}{slot.index}" for slot in order.slots)
+
+
+def prefetched(text: str, sizes: Sequence[int]) -> dict[int, list[int]]:
+    """By use, the units that are unsharded while it runs, the unit in use included."""
+    order = agreed_order(slots(text), sizes)
+    uses = [at for at, slot in enumerate(order.slots) if slot.kind is SlotKind.UNSHARD]
+    return {
+        number: [order.slots[at].index for at in uses if place <= at <= order.prefetch[place]]
+        for number, place in enumerate(uses)
+    }
 
 
 def test_unshard_moves_before_reductions_of_previous_unit() -> None:
@@ -25,6 +39,37 @@ def test_unshard_moves_before_one_unit_only() -> None:
     """Gradients must not accumulate until the last unshard."""
     order = agreed("g3 r3 g2 r2 g1 r1 g0 r0").split()
     assert order == ["g3", "g2", "r3", "g1", "r2", "g0", "r1", "r0"]
+
+
+def test_small_units_are_prefetched_together() -> None:
+    """As many bytes are unsharded as the two largest units have."""
+    forward = "g0 g1 g2 g3 g4"
+    assert prefetched(forward, (1, 1, 1, 3, 1)) == {
+        0: [0, 1, 2],
+        1: [1, 2],  # unit 3 would make 5 bytes, and the limit is 4
+        2: [2, 3],
+        3: [3, 4],
+        4: [4],
+    }
+    assert agreed("g2 r2 g1 r1 g0 r0", (1, 1, 2)) == "g2 g1 r2 g0 r1 r0"
+    assert agreed("g3 r3 g2 r2 g1 r1 g0 r0", (1, 1, 1, 2)) == "g3 g2 r3 g1 g0 r2 r1 r0"
+
+
+def test_next_unit_is_always_prefetched() -> None:
+    for sizes in itertools.product((1, 3, 8), repeat=4):
+        windows = prefetched("g0 g1 g2 g3 g2 g1 g0", sizes)
+        assert all(len(windows[use]) >= 2 for use in range(6))
+        budget = sum(sorted(sizes)[-2:])
+        assert all(sum(sizes[unit] for unit in window) <= budget for window in windows.values())
+
+
+def test_units_that_stay_unsharded_do_not_count() -> None:
+    assert prefetched("g0 g1 g2 g3", (0, 2, 0, 2))[0] == [0, 1, 2, 3]
+
+
+def test_unit_in_use_is_not_prefetched_again() -> None:
+    """Its memory is still read."""
+    assert prefetched("g1 g2 g1 g2 g3", (8, 1, 1, 8))[0] == [1, 2]
 
 
 def test_reductions_alone_keep_their_order() -> None:

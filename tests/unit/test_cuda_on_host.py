@@ -19,11 +19,10 @@ import torch
 from test_ops import (
     DTYPES,
     NORMS,
-    RULE,
     Draw,
+    Shards,
     assert_same_bits,
     assert_same_value,
-    state,
     totals_of,
 )
 from torch import Tensor
@@ -33,7 +32,9 @@ from poplar.ops import plain
 ROOT = Path(__file__).resolve().parents[2]
 CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 SEGMENTS = 640
-"""Maximum number of tensors in one launch."""
+"""Maximum number of tensors in one launch of pack or unpack."""
+SHARDS = 355
+"""Maximum number of shards in one launch of AdamW."""
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +56,10 @@ def cuda(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 def address(tensor: Tensor | None) -> ctypes.c_void_p:
     return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
+
+
+def addresses(tensors: Sequence[Tensor | None]) -> ctypes.Array[ctypes.c_void_p]:
+    return (ctypes.c_void_p * len(tensors))(*(address(tensor).value for tensor in tensors))
 
 
 def longs(values: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:
@@ -220,13 +225,14 @@ def test_block_sums(cuda, dtype, shift, numel):
     assert_same_bits(sums, plain.block_sums_of_squares(flat))
 
 
-@pytest.mark.parametrize("numel", [0, 1, 4096, 4097, 10_000])
-def test_exact_sum(cuda, numel):
-    values = Draw(numel, "cpu").values(numel, torch.float32)
+@pytest.mark.parametrize("sizes", [[0], [1], [4096], [4097], [10_000], [0, 5, 4100, 0, 64, 1]])
+def test_exact_sum(cuda, sizes):
+    parts = [Draw(numel, "cpu").values(numel, torch.float32) for numel in sizes]
     actual = torch.arange(plain.EXACT_WORDS)
     expected = actual.clone()
-    cuda.exact_sum(address(actual), address(values), ctypes.c_int64(numel))
-    plain.exact_sum_(expected, values)
+    numels = longs([part.numel() for part in parts])
+    cuda.exact_sum(address(actual), ctypes.c_int64(len(parts)), addresses(parts), numels)
+    plain.exact_sum_(expected, [torch.cat(parts)])
     assert torch.equal(actual, expected)
 
 
@@ -248,36 +254,50 @@ def test_clip_coefficient(cuda, scale, value):
     assert_same_value(actual, plain.clip_coefficient(norm, 0.1, factor))
 
 
+def assert_same_step(
+    cuda: ctypes.CDLL, shards: Shards, scale: Tensor | None, found: Tensor | None
+) -> None:
+    """The kernel on all shards equals plain PyTorch."""
+    actual, expected = shards.copy(), shards.copy()
+    count = len(shards.rules)
+    places = [None if i % 5 == 4 and not t.numel() else t for i, t in enumerate(actual.flat())]
+    cuda.adamw(
+        ctypes.c_int64(count),
+        addresses(places),
+        (ctypes.c_uint8 * count)(*(CODES[shard[-1].dtype] for shard in actual.tensors)),
+        longs([shard[0].numel() for shard in actual.tensors]),
+        (ctypes.c_double * (7 * count))(*shards.numbers()),
+        address(scale),
+        address(found),
+    )
+    plain.adamw_(*expected.arguments(), shards.numbers(), scale, found)
+    for one, other in zip(actual.flat(), expected.flat(), strict=True):
+        assert_same_bits(one, other)
+
+
 @pytest.mark.parametrize("numel", [0, 1, 1024, 3001])
 @pytest.mark.parametrize("rounded", [None, *DTYPES])
-@pytest.mark.parametrize("maximize", [False, True])
 @pytest.mark.parametrize("found", [None, 0.0, 1.0])
-@pytest.mark.parametrize("shift", [0, 1])
-def test_adamw_kernel_equals_plain(cuda, shift, found, maximize, rounded, numel):
-    draw = Draw(numel, "cpu")
-    values, mean, square = state(draw, numel)
-    gradient = torch.randn(numel, generator=draw.generator)
-    low = None if rounded is None else torch.zeros(numel, dtype=rounded)
-    scale = torch.tensor([0.25])
+@pytest.mark.parametrize("shift", [0, 1, 4])
+def test_adamw_of_one_shard(cuda, shift, found, rounded, numel):
+    shards = Shards.draw(Draw(numel, "cpu"), [numel], [rounded], shift)
     flag = None if found is None else torch.tensor(found)
-    actual = [shifted(tensor, shift) for tensor in (values, mean, square)]
-    expected = [tensor.clone() for tensor in (values, mean, square)]
-    actual_low = None if low is None else shifted(low, shift)
-    cuda.adamw(
-        code(rounded or torch.float32),
-        address(actual[0]),
-        address(gradient),
-        address(actual[1]),
-        address(actual[2]),
-        address(actual_low),
-        ctypes.c_int64(numel),
-        (ctypes.c_double * 6)(*RULE),
-        ctypes.c_bool(maximize),
-        address(scale),
-        address(flag),
-    )
-    plain.adamw_(expected[0], gradient, *expected[1:], low, *RULE, maximize, scale, flag)
-    for one, other in zip(actual, expected, strict=True):
-        assert_same_bits(one, other)
-    if low is not None:
-        assert_same_bits(actual_low, low)
+    assert_same_step(cuda, shards, torch.tensor([0.25]), flag)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_adamw_of_many_shards(cuda, seed):
+    draw = Draw(seed, "cpu")
+    sizes = [
+        draw.random.choice([0, 1, 64, 1023, 1024, 2049])
+        for _ in range(draw.random.choice([2, 9, 30]))
+    ]
+    shards = Shards.draw(draw, sizes, [None, *DTYPES], shift=seed % 3)
+    assert_same_step(cuda, shards, None, None)
+
+
+@pytest.mark.parametrize("sizes", [[1], [0, 3], [0]])
+@pytest.mark.parametrize("count", [SHARDS, SHARDS + 1, 2 * SHARDS + 2])
+def test_adamw_of_more_shards_than_one_launch_holds(cuda, count, sizes):
+    sizes = [sizes[i % len(sizes)] for i in range(count)]
+    assert_same_step(cuda, Shards.draw(Draw(count, "cpu"), sizes, [None, torch.half]), None, None)

@@ -25,7 +25,7 @@ def spread(numel: int, seed: int) -> torch.Tensor:
 
 def total_of(parts: list[torch.Tensor]) -> torch.Tensor:
     total = torch.zeros(ops.EXACT_WORDS, dtype=torch.int64)
-    gradient_norm.add_squares(total, [ops.block_sums_of_squares(part) for part in parts])
+    ops.exact_sum_(total, [ops.block_sums_of_squares(part) for part in parts])
     return total
 
 

@@ -6,6 +6,7 @@ No model runs in most tests: `Machine` computes memory and time of a pass, on a 
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import median
@@ -88,7 +89,7 @@ def climbed(
     activation_bytes: float = PLENTY,
     longest_seconds: float = PLENTY,
 ) -> list[int]:
-    sizes_run = climb(
+    *_, sizes_run = climb(
         machine,  # type: ignore[arg-type]
         max_batch=max_batch,
         activation_bytes=activation_bytes,
@@ -109,7 +110,7 @@ def test_sizes_double_up_to_max_batch(max_batch, expected):
 
 def test_first_passes_have_memory_and_time(clock: Clock):
     machine = Machine(clock=clock, held=lambda size: 1000 + 10 * size)
-    sizes_run = climb(machine, max_batch=2, activation_bytes=PLENTY, longest_seconds=PLENTY)
+    *_, sizes_run = climb(machine, max_batch=2, activation_bytes=PLENTY, longest_seconds=PLENTY)
     assert [first_pass.activation_bytes for first_pass in sizes_run] == [1010, 1020]
     assert [first_pass.seconds for first_pass in sizes_run] == pytest.approx([0.01, 0.02])
 
@@ -199,6 +200,62 @@ def test_all_sizes_fit_for_any_memory_curve(held, free, ends_at, max_batch):
 def test_no_pass_above_the_longest_time_is_tried(clock: Clock):
     machine = Machine(clock=clock, takes=lambda size: 0.5 * size)
     assert climbed(machine, longest_seconds=4.0) == [1, 2, 4, 8]
+
+
+class ColdPasses(Passes):
+    """Passes on a simulated clock whose first passes of every size compile and tune kernels."""
+
+    def __init__(self, clock: Clock, cold: Callable[[int, int], float]) -> None:
+        super().__init__(nn.Linear(2, 1), lambda model, batch: None, None, torch.device("cpu"))
+        self._clock = clock
+        self._cold = cold
+        """Seconds on top of a steady pass, by size and number of earlier passes of this size."""
+        self.ran: Counter[int] = Counter()
+
+    def batch(self, size: int) -> None:
+        return None
+
+    def run(self, size: int) -> None:
+        self._clock.now += 0.001 * size + self._cold(size, self.ran[size])
+        self.ran[size] += 1
+
+    def seconds(self, size: int, repeats: int = 1) -> float:
+        began = self._clock.now
+        for _ in range(repeats):
+            self.run(size)
+        return (self._clock.now - began) / repeats
+
+
+def climbed_cold(passes: ColdPasses, max_batch: int = 256) -> list[BatchPoint]:
+    *_, found = climb(passes, max_batch=max_batch, activation_bytes=PLENTY, longest_seconds=4.5)
+    return found
+
+
+@pytest.mark.parametrize("compiling", [2.0, 5.0, 60.0, 600.0])
+@pytest.mark.parametrize("tuning", [0.0, 0.3])
+def test_compilation_and_tuning_do_not_end_the_curve(clock: Clock, compiling, tuning):
+    passes = ColdPasses(clock, lambda size, ran: [compiling, tuning][ran] if ran < 2 else 0.0)
+    found = climbed_cold(passes)
+    assert [point.batch for point in found] == [2**power for power in range(9)]
+    if compiling < measuring.WARM_UP_SECONDS:
+        for point in found:
+            assert point.seconds == pytest.approx(0.001 * point.batch)
+
+
+def test_warm_passes_run_only_twice_before_memory_is_measured(clock: Clock):
+    passes = ColdPasses(clock, lambda size, ran: 0.0)
+    climbed_cold(passes, max_batch=4)
+    assert passes.ran == {1: 3, 2: 3, 4: 3}
+
+
+def test_warm_up_of_a_size_is_limited(clock: Clock):
+    """A model that never settles, such as one that compiles again in every pass."""
+    passes = ColdPasses(clock, lambda size, ran: 100.0 * 0.5**ran)
+    climbed_cold(passes, max_batch=2)
+    assert max(passes.ran.values()) <= measuring.WARM_UP_PASSES + 1
+    slow = ColdPasses(clock, lambda size, ran: 1000.0 * 0.5**ran)
+    climbed_cold(slow, max_batch=2)
+    assert slow.ran == {1: 3, 2: 3}, "two passes and that of the memory, after a long first one"
 
 
 def test_two_sizes_are_always_measured(clock: Clock):
@@ -308,6 +365,20 @@ def test_passes_leave_no_gradient_even_after_out_of_memory():
     with pytest.raises(torch.OutOfMemoryError):
         passes.first(3)
     assert all(parameter.grad is None for parameter in passes.model.parameters())
+
+
+def test_times_are_above_zero_even_if_the_clock_does_not_advance(monkeypatch):
+    """A profile refuses a time of 0."""
+    stopped = Clock()
+    monkeypatch.setattr("poplar.profiler.timing.time", stopped)
+    monkeypatch.setattr(measuring, "time", stopped)
+    monkeypatch.setattr(measuring, "repeats_in_a_sample", lambda seconds: 3)
+    passes = plain_passes()
+    first = passes.first(2)
+    (point,) = time_sizes(passes, [first], seconds=0.0, least=2)
+    assert first.seconds > 0.0
+    assert point.seconds > 0.0
+    assert 0.0 < passes.backward_fraction(2) < 1.0
 
 
 def test_backward_fraction_is_between_zero_and_one():

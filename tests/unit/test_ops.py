@@ -8,8 +8,9 @@ import random
 import shutil
 import subprocess
 import sys
+from dataclasses import dataclass
 from fractions import Fraction
-from itertools import cycle, product
+from itertools import chain, cycle, product
 from pathlib import Path
 
 import numpy as np
@@ -29,8 +30,9 @@ SPECIAL = [float("inf"), -float("inf"), float("nan"), -0.0, 0.0, 1e-45, -3e-39, 
 STREAMED = 4 << 20
 """Bytes from which on the C++ kernels use streaming stores."""
 PLAIN = plain_ops.FUNCTIONS
-RULE = (1e-3, 0.9, 0.999, 1e-8, 0.1, 3.0)
-"""lr, betas, eps, weight decay and step, in the operator's order."""
+RULE = ops.AdamWRule(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, step=3.0)
+ABSENT = torch.empty(0)
+"""Stands for a shard without low-precision values."""
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 
@@ -485,7 +487,7 @@ def exact(total: Tensor) -> Fraction:
 def test_exact_sums_are_exact_and_skip_nonfinite_values(device, numel):
     values = Draw(numel, device).values(numel, torch.float32)
     before = torch.arange(ops.EXACT_WORDS, device=device)
-    (total,), (plain,) = run_both("exact_sum_", [before], lambda add_, out: add_(out[0], values))
+    (total,), (plain,) = run_both("exact_sum_", [before], lambda add_, out: add_(out[0], [values]))
     assert torch.equal(total, plain)
     finite = values[values.isfinite()].tolist()
     assert exact(total) - exact(before) == sum(map(Fraction, finite), Fraction(0))
@@ -499,7 +501,7 @@ def test_exact_sums_are_exact_and_skip_nonfinite_values(device, numel):
 def test_exact_sums_hold_every_magnitude(device, value):
     values = torch.full((3,), value, device=device)
     total = torch.zeros(ops.EXACT_WORDS, dtype=torch.int64, device=device)
-    ops.exact_sum_(total, values)
+    ops.exact_sum_(total, [values])
     assert exact(total) == 3 * Fraction(values[0].item())
     assert total[-1] == 0
 
@@ -508,12 +510,27 @@ def test_exact_sums_hold_every_magnitude(device, value):
 def test_exact_sums_do_not_depend_on_order_or_division(device, seed):
     values = Draw(seed, device).values(70_000, torch.float32)
     whole = torch.zeros(ops.EXACT_WORDS, dtype=torch.int64, device=device)
-    ops.exact_sum_(whole, values)
+    ops.exact_sum_(whole, [values])
     parts = values[torch.randperm(70_000).to(device)].split([1, 40_000, 0, 29_999])
     totals = [torch.zeros_like(whole) for _ in parts]
     for total, part in zip(totals, parts, strict=True):
-        ops.exact_sum_(total, part.contiguous())
+        ops.exact_sum_(total, [part])
     assert torch.equal(torch.stack(totals).sum(0), whole)
+    at_once = torch.zeros_like(whole)
+    ops.exact_sum_(at_once, parts)
+    assert torch.equal(at_once, whole)
+
+
+@pytest.mark.parametrize("count", [0, 1, 1634, 1635, 4000])
+def test_exact_sum_of_more_tensors_than_one_launch_holds(device, count):
+    draw = Draw(count, device)
+    parts = [draw.values(i % 7 * 40, torch.float32) for i in range(count)]
+    if parts:
+        parts[count // 2] = draw.values(40_000, torch.float32)
+    total, plain = torch.zeros(2, ops.EXACT_WORDS, dtype=torch.int64, device=device).unbind()
+    ops.exact_sum_(total, parts)
+    plain_ops.exact_sum_(plain, [torch.cat(parts)] if parts else [])
+    assert torch.equal(total, plain)
 
 
 def totals_of(draw: Draw, rows: int) -> Tensor:
@@ -525,7 +542,7 @@ def totals_of(draw: Draw, rows: int) -> Tensor:
             torch.rand(500, generator=draw.generator),
             torch.randint(-149, 120, (500,), generator=draw.generator),
         )
-        plain_ops.exact_sum_(row[: ops.EXACT_WORDS], values.to(draw.device))
+        plain_ops.exact_sum_(row[: ops.EXACT_WORDS], [values.to(draw.device)])
     return totals
 
 
@@ -581,52 +598,119 @@ def state(draw: Draw, numel: int) -> list[Tensor]:
     return [values, mean, square.abs()]
 
 
+@dataclass(frozen=True)
+class Shards:
+    """Shards of AdamW with different sizes, rules and low-precision dtypes."""
+
+    tensors: list[list[Tensor]]
+    """Values, gradients, means, square means and low-precision values, by shard."""
+    rules: list[ops.AdamWRule]
+
+    @staticmethod
+    def draw(
+        draw: Draw, sizes: list[int], dtypes: list[torch.dtype | None], shift: int = 0
+    ) -> Shards:
+        """Shards that begin `shift` elements after an aligned address."""
+
+        def shard(numel: int, dtype: torch.dtype | None) -> list[Tensor]:
+            values, mean, square = state(draw, numel + shift)
+            gradient = draw.values(numel + shift, torch.float32)
+            low = ABSENT.to(draw.device)
+            if dtype is not None:
+                low = torch.full((numel + shift,), 5.0, dtype=dtype, device=draw.device)
+            return [tensor[shift:] for tensor in (values, gradient, mean, square, low)]
+
+        choose, hundreds = draw.random.choice, draw.random.randrange
+        rules = [
+            ops.AdamWRule(
+                lr=choose([1e-3, 3e-4]),
+                beta1=choose([0.0, 0.3, 0.6, 0.9]),
+                beta2=choose([0.9, 0.999]),
+                eps=choose([1e-8, 1e-5]),
+                weight_decay=choose([0.0, 0.1]),
+                step=float(choose([1, 2, 1000 + hundreds(100)])),
+                maximize=choose([False, True]),
+            )
+            for _ in sizes
+        ]
+        return Shards([shard(*of) for of in zip(sizes, cycle(dtypes), strict=False)], rules)
+
+    def copy(self) -> Shards:
+        """The same values at the same distances from aligned addresses."""
+        return Shards([[moved(tensor) for tensor in shard] for shard in self.tensors], self.rules)
+
+    def arguments(self) -> tuple[list[Tensor], ...]:
+        """Lists by role, in the order of the operator."""
+        return tuple(map(list, zip(*self.tensors, strict=True))) or ([],) * 5
+
+    def flat(self) -> list[Tensor]:
+        """All tensors, one shard after the other."""
+        return list(chain.from_iterable(self.tensors))
+
+    def numbers(self) -> list[float]:
+        """All rules, as the schema has them."""
+        return [float(number) for rule in self.rules for number in rule]
+
+
+def moved(tensor: Tensor) -> Tensor:
+    """A copy at the same distance from the beginning of its memory."""
+    start = tensor.storage_offset()
+    memory = torch.empty(start + tensor.numel(), dtype=tensor.dtype, device=tensor.device)
+    return memory[start:].copy_(tensor)
+
+
+def assert_same_step(shards: Shards, scale: Tensor | None, found: Tensor | None) -> None:
+    """The operator on all shards equals plain PyTorch on one after the other."""
+    together, single = shards.copy(), shards.copy()
+    *state, low = together.arguments()
+    rounded = [out if out.numel() else None for out in low]
+    ops.adamw_(*state, rounded, together.rules, scale=scale, found_inf=found)
+    for tensors, rule in zip(single.tensors, single.rules, strict=True):
+        plain_ops.adamw_(*([tensor] for tensor in tensors), list(rule), scale, found)
+    for actual, expected in zip(together.flat(), single.flat(), strict=True):
+        assert_same_bits(actual, expected)
+
+
 @pytest.mark.parametrize("numel", [0, 1, 100, 70_000])
 @pytest.mark.parametrize("rounded", [None, *DTYPES])
 @pytest.mark.parametrize("maximize", [False, True])
 def test_adamw_gives_the_same_bits_as_plain_pytorch(device, numel, rounded, maximize):
-    draw = Draw(numel, device)
-    gradient = draw.values(numel, torch.float32)
-    scale = torch.tensor([0.37], device=device)
-    low = [] if rounded is None else [torch.zeros(numel, dtype=rounded, device=device)]
+    shards = Shards.draw(Draw(numel, device), [numel], [rounded])
+    shards.rules[0] = RULE._replace(maximize=maximize)
+    assert_same_step(shards, torch.tensor([0.37], device=device), None)
 
-    def call(adamw_, tensors):
-        values, mean, square, *out = tensors
-        arguments = (values, gradient, mean, square, *(out or [None]))
-        if adamw_ is ops.adamw_:
-            names = ("lr", "beta1", "beta2", "eps", "weight_decay", "step")
-            rule = dict(zip(names, RULE, strict=True))
-            adamw_(*arguments, **rule, maximize=maximize, scale=scale)
-        else:
-            adamw_(*arguments, *RULE, maximize, scale)
 
-    dispatched, plain = run_both("adamw_", [*state(draw, numel), *low], call)
-    for actual, expected in zip(dispatched, plain, strict=True):
-        assert_same_bits(actual, expected)
+@pytest.mark.parametrize("seed", range(8))
+def test_adamw_of_many_shards_equals_one_after_the_other(device, seed):
+    draw = Draw(seed, device)
+    sizes = [draw.random.choice([0, 1, 63, 64, 1024, 1025, 5000]) for _ in range(2 + 9 * seed)]
+    dtypes = [draw.random.choice([None, *DTYPES]) for _ in sizes]
+    scale = draw.random.choice([None, torch.tensor(0.37, device=device)])
+    found = draw.random.choice([None, torch.zeros(1, device=device)])
+    assert_same_step(Shards.draw(draw, sizes, dtypes, shift=seed % 3), scale, found)
+
+
+@pytest.mark.parametrize("sizes", [[70], [0, 3], [1100, 0, 5], [0]])
+@pytest.mark.parametrize("count", [0, 355, 356, 1000])
+def test_adamw_of_more_shards_than_one_launch_holds(device, count, sizes):
+    sizes = [sizes[i % len(sizes)] for i in range(count)]
+    assert_same_step(Shards.draw(Draw(count, device), sizes, [None, torch.float16]), None, None)
 
 
 @pytest.mark.parametrize("beta1", [0.0, 0.3, 0.6])
 def test_adamw_keeps_small_gradients_at_any_decay(device, beta1):
-    values, mean, square = torch.zeros(3, 100, device=device).unbind()
+    ours = [torch.zeros(100, device=device) for _ in range(3)]
     theirs = torch.zeros(100, device=device, requires_grad=True)
     optimizer = torch.optim.AdamW([theirs], lr=0.01, betas=(beta1, 0.9))
+    rule = ops.AdamWRule(0.01, beta1, 0.9, 1e-8, 0.01, 0.0)
     for step, size in enumerate([1e4, 1e-4, 3.0], start=1):
-        gradient = torch.full((100,), size, device=device)
-        theirs.grad = gradient.clone()
+        theirs.grad = torch.full((100,), size, device=device)
+        values, mean, square = ([tensor] for tensor in ours)
+        ops.adamw_(values, [theirs.grad], mean, square, [None], [rule._replace(step=step)])
         optimizer.step()
-        rule = {"lr": 0.01, "beta1": beta1, "beta2": 0.9, "eps": 1e-8, "weight_decay": 0.01}
-        for each in (ops.adamw_, plain_ops.adamw_):
-            state = [values.clone(), mean.clone(), square.clone()]
-            if each is ops.adamw_:
-                each(state[0], gradient, state[1], state[2], **rule, step=step)
-                persistent = state
-            else:
-                each(state[0], gradient, state[1], state[2], None, *rule.values(), step)
-                for ours, plain in zip(persistent, state, strict=True):
-                    assert_same_bits(ours, plain)
-        values, mean, square = persistent
-        torch.testing.assert_close(mean, optimizer.state[theirs]["exp_avg"], rtol=1e-6, atol=0)
-        torch.testing.assert_close(values, theirs.detach(), rtol=1e-5, atol=1e-7)
+        persistent = optimizer.state[theirs]
+        torch.testing.assert_close(ours[1], persistent["exp_avg"], rtol=1e-6, atol=0)
+        torch.testing.assert_close(ours[0], theirs.detach(), rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
@@ -640,19 +724,9 @@ def test_adamw_matches_torch(device, weight_decay):
         gradient = torch.randn(1000, generator=generator).to(device)
         theirs.grad = gradient * 0.5
         optimizer.step()
-        ops.adamw_(
-            values,
-            gradient,
-            mean,
-            square,
-            lr=0.01,
-            beta1=0.9,
-            beta2=0.999,
-            eps=1e-8,
-            weight_decay=weight_decay,
-            step=step,
-            scale=torch.tensor(0.5, device=device),
-        )
+        rule = ops.AdamWRule(0.01, 0.9, 0.999, 1e-8, weight_decay, step)
+        scale = torch.tensor(0.5, device=device)
+        ops.adamw_([values], [gradient], [mean], [square], [None], [rule], scale=scale)
     torch.testing.assert_close(values, theirs.detach(), rtol=1e-5, atol=1e-7)
     persistent = optimizer.state[theirs]
     torch.testing.assert_close(mean, persistent["exp_avg"], rtol=1e-5, atol=1e-7)
@@ -661,16 +735,19 @@ def test_adamw_matches_torch(device, weight_decay):
 
 @pytest.mark.parametrize("plain", [False, True])
 def test_adamw_changes_nothing_if_found_inf(device, plain):
-    values, mean, square = state(Draw(0, device), 100)
-    before = [tensor.clone() for tensor in (values, mean, square)]
-    low = torch.ones(100, dtype=torch.bfloat16, device=device)
-    gradient = torch.full((100,), float("inf"), device=device)
-    found = torch.ones((), device=device)
+    shards = Shards.draw(Draw(0, device), [100, 7], [torch.bfloat16, None])
+    shards.tensors[0][1].fill_(float("inf"))
+    before = shards.copy()
     adamw_ = plain_ops.adamw_ if plain else torch.ops.poplar.adamw_
-    adamw_(values, gradient, mean, square, low, *RULE, False, None, found)
-    for tensor, old in zip((values, mean, square), before, strict=True):
-        assert_same_bits(tensor, old)
-    assert (low == 1).all()
+    adamw_(*shards.arguments(), shards.numbers(), None, torch.ones((), device=device))
+    for actual, expected in zip(shards.flat(), before.flat(), strict=True):
+        assert_same_bits(actual, expected)
+
+
+def one_shard(f, *, gradient=None, mean=None, low=None, rule=RULE):
+    """Arguments for one shard of four elements; `f` makes a tensor."""
+    given = [f(4), f(4) if gradient is None else gradient, f(4) if mean is None else mean, f(4)]
+    return (*([tensor] for tensor in given), [f(0) if low is None else low], list(rule))
 
 
 @pytest.mark.parametrize(
@@ -678,14 +755,18 @@ def test_adamw_changes_nothing_if_found_inf(device, plain):
     [
         ("pack_", lambda f: (f(65), [], [], 1.0, False, f(1)), "hold 2 elements, one for each 64"),
         ("rank_sum_", lambda f: (f(65), [f(65)], False, f(2).half()), "sums must be float32"),
-        ("adamw_", lambda f: (f(4), f(5), f(4), f(4), None, *RULE), "values have 4 elements"),
-        ("adamw_", lambda f: (f(4), f(4).half(), f(4), f(4), None, *RULE), "must be float32"),
-        ("adamw_", lambda f: (f(4), f(4), f(8)[::2], f(4), None, *RULE), "1-D and contiguous"),
         (
             "adamw_",
-            lambda f: (f(4), f(4), f(4), f(4), None, *RULE, False, f(2)),
-            "scale and found_inf must be single",
+            lambda f: one_shard(f, gradient=f(5)),
+            "values have 4 elements, another tensor 5",
         ),
+        ("adamw_", lambda f: one_shard(f, low=f(5)), "values have 4 elements, another tensor 5"),
+        ("adamw_", lambda f: one_shard(f, gradient=f(4).half()), "must be float32"),
+        ("adamw_", lambda f: one_shard(f, mean=f(8)[::2]), "1-D and contiguous"),
+        ("adamw_", lambda f: one_shard(f, low=f(4).int()), "must be float32, bfloat16 or"),
+        ("adamw_", lambda f: ([f(4)], *one_shard(f)[1:5], [0.0] * 6), "expected 7 numbers for"),
+        ("adamw_", lambda f: ([f(4)] * 2, *one_shard(f)[1:]), "got 2 values and a list of 1"),
+        ("adamw_", lambda f: (*one_shard(f), f(2)), "scale and found_inf must be single"),
         ("pack_", lambda f: (f(10), [f(4), f(4)], [0, 3], 1.0), "tensor 1 starts at 3, before 4"),
         ("pack_", lambda f: (f(10), [f(4)], [7], 1.0), "reaches past the end of the buffer, 10"),
         ("pack_", lambda f: (f(10), [f(4)], [2**63 - 2], 1.0), "reaches past the end"),
@@ -696,11 +777,7 @@ def test_adamw_changes_nothing_if_found_inf(device, plain):
             "tensor 1 is in the buffer's memory, but not at its own offset",
         ),
         ("copy_", lambda f: ((whole := f(9))[1:], whole[:-1]), "must not share memory in part"),
-        (
-            "adamw_",
-            lambda f: (f(4), f(4), f(4), f(4), None, *RULE[:-1], 0.0),
-            "step must be at least 1, got 0",
-        ),
+        ("adamw_", lambda f: one_shard(f, rule=RULE._replace(step=0.5)), "at least 1, got 0.5"),
         ("pack_", lambda f: (f(10), [f(4)], [0, 4], 1.0), "got 1 tensors and 2 offsets"),
         ("pack_", lambda f: (f(10), [f(4).long()], [0], 1.0), "must be float32, bfloat16 or"),
         ("pack_", lambda f: (f(10).double(), [f(4)], [0], 1.0), "must be float32, bfloat16 or"),
@@ -738,10 +815,10 @@ def test_adamw_changes_nothing_if_found_inf(device, plain):
         ("unpack_", lambda f: (f(9), [f(4).int()], [0]), "must be float32, bfloat16 or"),
         ("block_sums_of_squares", lambda f: (f(64).view(8, 8),), "1-D and contiguous, got 2"),
         ("block_sums_of_squares", lambda f: (f(64).double(),), "must be float32, bfloat16 or"),
-        ("exact_sum_", lambda f: (f(16), f(4)), "total must be int64 and hold 16 elements"),
-        ("exact_sum_", lambda f: (f(15).long(), f(4)), "total must be int64 and hold 16"),
-        ("exact_sum_", lambda f: (f(16).long(), f(4).half()), "values must be float32"),
-        ("exact_sum_", lambda f: (f(16).long(), f(8)[::2]), "values must be 1-D and contiguous"),
+        ("exact_sum_", lambda f: (f(16), [f(4)]), "total must be int64 and hold 16 elements"),
+        ("exact_sum_", lambda f: (f(15).long(), [f(4)]), "total must be int64 and hold 16"),
+        ("exact_sum_", lambda f: (f(16).long(), [f(4), f(4).half()]), "values must be float32"),
+        ("exact_sum_", lambda f: (f(16).long(), [f(8)[::2]]), "values must be 1-D and contiguous"),
         ("exact_norm", lambda f: (f(16).long(),), "int64, contiguous, and hold at least 16"),
         ("exact_norm", lambda f: (f(30).long().view(2, 15),), "hold at least 16"),
         ("exact_norm", lambda f: (f(32).view(2, 16),), "totals must be int64"),
@@ -770,14 +847,23 @@ def test_all_providers_raise_the_same_errors(device, name, arguments, message, p
         ("copy_", lambda f: (f(64), f(64))),
         ("unpack_", lambda f: (f(200), [f(8, 3), f(0), f(5).half()], [2, 30, 64])),
         ("block_sums_of_squares", lambda f: (f(100),)),
-        ("exact_sum_", lambda f: (f(16).long(), f(100))),
+        ("exact_sum_", lambda f: (f(16).long(), [f(100), f(0), f(7)])),
         ("exact_norm", lambda f: (f(3, 64).long().abs(),)),
         ("clip_coefficient", lambda f: (f(1).double(), 0.5)),
         ("clip_coefficient", lambda f: (f(1)[0].double(), 0.5, f(1).double())),
         ("pack_", lambda f: (f(200), [f(8)], [64], 0.3, True, f(4))),
         ("rank_sum_", lambda f: (f(64), list(f(4, 64).unbind()), False, f(1))),
-        ("adamw_", lambda f: (f(64), f(64), f(64), f(64).abs(), f(64).bfloat16(), *RULE)),
-        ("adamw_", lambda f: (f(9), f(9), f(9), f(9).abs(), None, *RULE, True, f(1), f(1))),
+        ("adamw_", lambda f: one_shard(f, low=f(4).bfloat16())),
+        ("adamw_", lambda f: (*one_shard(f), f(1), f(1))),
+        (
+            "adamw_",
+            lambda f: (
+                *([f(9), f(2)] for _ in range(3)),
+                [f(9).abs(), f(2).abs()],
+                [f(9).half(), f(0)],
+                [*RULE, *RULE],
+            ),
+        ),
     ],
 )
 def test_opcheck(device, name, arguments):

@@ -21,11 +21,10 @@ from subset import choose, covering_subset
 from test_ops import (
     DTYPES,
     NORMS,
-    RULE,
     Draw,
+    Shards,
     assert_same_bits,
     assert_same_value,
-    state,
     totals_of,
 )
 from torch import Tensor
@@ -147,20 +146,20 @@ def test_block_sums_use_the_fixed_tree(interpreted, dtype, numel):
     interpreted(check_block_sums, numel, dtype)
 
 
-def check_exact_sum(numel: int) -> None:
+def check_exact_sum(sizes: list[int]) -> None:
     from poplar import kernels
 
-    values = Draw(numel, "cpu").values(numel, torch.float32)
+    parts = [Draw(numel, "cpu").values(numel, torch.float32) for numel in sizes]
     actual = torch.arange(plain.EXACT_WORDS)
     expected = actual.clone()
-    kernels.exact_sum_(actual, values)
-    plain.exact_sum_(expected, values)
+    kernels.exact_sum_(actual, parts)
+    plain.exact_sum_(expected, parts)
     assert torch.equal(actual, expected)
 
 
-@pytest.mark.parametrize("numel", [0, 1, 64, 4096, 10_000])
-def test_exact_sum_matches_plain_pytorch(interpreted, numel):
-    interpreted(check_exact_sum, numel)
+@pytest.mark.parametrize("sizes", [[], [0], [1], [64], [4096], [10_000], [0, 5, 4097, 0, 64, 1]])
+def test_exact_sum_matches_plain_pytorch(interpreted, sizes):
+    interpreted(check_exact_sum, sizes)
 
 
 def check_exact_norm(rows: int) -> None:
@@ -190,28 +189,31 @@ def test_clip_coefficient_matches_plain_pytorch(interpreted, value, scale):
     interpreted(check_clip_coefficient, value, scale)
 
 
-def check_adamw(numel: int, rounded: torch.dtype | None, maximize: bool, found: float) -> None:
+def check_adamw(sizes: list[int], dtypes: list[Any], shift: int, found: float | None) -> None:
     from poplar import kernels
 
-    draw = Draw(numel, "cpu")
-    values, mean, square = state(draw, numel)
-    gradient = torch.randn(numel, generator=draw.generator)
-    low = None if rounded is None else torch.zeros(numel, dtype=rounded)
-    outs = [[t if t is None else t.clone() for t in (values, mean, square, low)] for _ in "ab"]
-    scale, flag = torch.tensor([0.25]), torch.tensor(found)
-    for out, operators in zip(outs, (kernels, plain), strict=True):
-        operators.adamw_(out[0], gradient, out[1], out[2], out[3], *RULE, maximize, scale, flag)
-    for actual, expected in zip(*outs, strict=True):
-        if actual is not None:
-            assert_rounded(actual, expected)
+    shards = Shards.draw(Draw(sum(sizes), "cpu"), sizes, dtypes, shift)
+    scale = None if found is None else torch.tensor([0.25])
+    flag = None if found is None else torch.tensor(found)
+    actual, expected = shards.copy(), shards.copy()
+    for own, operators in ((actual, kernels), (expected, plain)):
+        operators.adamw_(*own.arguments(), own.numbers(), scale, flag)
+    for one, other in zip(actual.flat(), expected.flat(), strict=True):
+        assert_rounded(one, other)
 
 
 @pytest.mark.parametrize("numel", [0, 1, 1024, 3001])
 @pytest.mark.parametrize("rounded", [None, *DTYPES])
-@pytest.mark.parametrize("maximize", [False, True])
-@pytest.mark.parametrize("found", [0.0, 1.0])
-def test_adamw_matches_plain_pytorch(interpreted, numel, rounded, maximize, found):
-    interpreted(check_adamw, numel, rounded, maximize, found)
+@pytest.mark.parametrize("shift", [0, 1])
+@pytest.mark.parametrize("found", [None, 0.0, 1.0])
+def test_adamw_matches_plain_pytorch(interpreted, numel, rounded, shift, found):
+    interpreted(check_adamw, [numel], [rounded], shift, found)
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+@pytest.mark.parametrize("sizes", [[], [0, 0], [5, 0, 1024, 2049, 0, 64, 1, 3000]])
+def test_adamw_of_many_shards_matches_plain_pytorch(interpreted, sizes, shift):
+    interpreted(check_adamw, sizes, [torch.float16, None, *DTYPES], shift, 0.0)
 
 
 def self_test_result() -> str:
@@ -250,14 +252,11 @@ def launched_variants() -> list[tuple[str, str, dict[str, str], dict[str, Any]]]
                 found.append(("rank_sum", "rank_sum_kernel", sizes | add, variant))
         norm = {"sums_ptr": "*fp32", "flat_ptr": dtype, "numel": "i64"}
         found.append(("norm", "block_sums_kernel", norm, {}))
-        exact = {"total_ptr": "*i64", "numel": "i64"}
-        found.append(("exact_sum", "exact_sum_kernel", exact, {}))
-        step = {"rounded_ptr": dtype, "numel": "i64"}
-        names = ("KEEPS_MEAN", "NEGATIVE", "ROUNDS", "SCALED", "CHECKED")
-        few = [(value,) * len(names) for value in (False, True)]
-        every = product((False, True), repeat=len(names))
-        for values in every if dtype == "*bf16" else few:
-            found.append(("adamw", "adamw_kernel", step, dict(zip(names, values, strict=True))))
+    table = {"table_ptr": "*i64", "rows": "i32"}
+    found.append(("exact_sum", "exact_sum_kernel", table | {"total_ptr": "*i64"}, {}))
+    names = ("SCALED", "CHECKED", "ALIGNED")
+    for values in product((False, True), repeat=len(names)):
+        found.append(("adamw", "adamw_kernel", table, dict(zip(names, values, strict=True))))
     rows = {"norm_ptr": "*fp64", "totals_ptr": "*i64", "rows": "i32", "distance": "i32"}
     found.append(("clip", "exact_norm_kernel", rows, {"LAST": ops.EXACT_WORDS - 1}))
     clip = dict.fromkeys(("coefficient_ptr", "norm_ptr", "scale_ptr"), "*fp64")
@@ -291,7 +290,10 @@ def compile_kernel(
 
     module = import_module(f"poplar.kernels.{module_name}")
     kernel = getattr(module, name)
-    constants = {**flags, **({"TILE": module.TILE} if "TILE" in kernel.arg_names else {})}
+    sizes = {
+        name: getattr(module, name) for name in ("TILE", "COLUMNS") if name in kernel.arg_names
+    }
+    constants = {**flags, **sizes}
     signature = {
         argument: "constexpr"
         if argument in constants
@@ -329,8 +331,10 @@ def test_aligned_loads_are_vectorized(compiled):
         reads = Counter(re.findall(r"ld\.global[\w.]*", made.asm["ptx"]))
         if module == "pack":  # a tile inside one tensor: a thread's 8 elements of either width
             assert reads["ld.global.v4.b32"] >= 3, (types, flags)
+        elif module == "adamw":  # 8 elements of four tensors
+            assert reads["ld.global.v4.b32"] == 8 * flags["ALIGNED"], flags
+        elif module == "exact_sum":  # consecutive threads read consecutive values
+            assert reads["ld.global.v4.b32"] == 0
         elif module != "clip" and flags.get("ALIGNED", True):
-            scalars = flags.get("SCALED", False) + flags.get("CHECKED", False)
             tables = {"ld.global.b64", "ld.global.v2.b64"} if module == "rank_sum" else set()
-            assert reads.keys() <= {"ld.global.v4.b32", "ld.global.b32"} | tables, (name, flags)
-            assert reads["ld.global.b32"] == scalars, (name, types, flags)
+            assert reads.keys() <= {"ld.global.v4.b32"} | tables, (name, flags)

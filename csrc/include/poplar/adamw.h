@@ -12,6 +12,10 @@
 
 namespace poplar {
 
+// One step's numbers for a tensor, in this order: lr, beta1, beta2, eps, weight_decay, step, and 1
+// to maximize, 0 to minimize.
+constexpr int kRuleNumbers = 7;
+
 struct AdamW {
   float scale;
   float keep;         // 1 - lr * weight_decay
@@ -22,6 +26,8 @@ struct AdamW {
   float root_factor;  // 1 / sqrt(1 - beta2^step)
   float eps;
   float step_size;  // lr / (1 - beta1^step)
+
+  AdamW() = default;
 
   AdamW(double lr, double beta1, double beta2, double eps, double weight_decay, double step,
         bool maximize, float scale)
@@ -34,6 +40,10 @@ struct AdamW {
         root_factor(static_cast<float>(1.0 / std::sqrt(1.0 - std::pow(beta2, step)))),
         eps(static_cast<float>(eps)),
         step_size(static_cast<float>(lr / (1.0 - std::pow(beta1, step)))) {}
+
+  AdamW(const double* numbers, float scale)
+      : AdamW(numbers[0], numbers[1], numbers[2], numbers[3], numbers[4], numbers[5],
+              numbers[6] != 0.0, scale) {}
 
   // Returns the new value and updates `mean` and `square_mean`.
   POPLAR_HOST_DEVICE float update(float value, float gradient, float& mean,

@@ -1,10 +1,10 @@
-// AdamW on a flat shard: state, values and low-precision copy are each read and written once.
+// AdamW on many flat shards: state, values and low-precision copies are each read and written once.
 #include <algorithm>
 #include <cmath>
-#include <type_traits>
 
 #include "../checks.h"
 #include "kernels.h"
+#include "lists.h"
 #include "parallel.h"
 #include "poplar/adamw.h"
 
@@ -15,7 +15,8 @@ namespace {
 // not vectorize a single loop that rounds to fp16 (63 ms for 8 Mi elements, 8 ms with two loops).
 constexpr std::int64_t kPiece = 256;
 
-template <bool kRounds, typename Rounded>
+// `rounded` may be null.
+template <typename Rounded>
 POPLAR_CLONES void update(const AdamW& rule, float* __restrict values,
                           const float* __restrict gradient, float* __restrict mean,
                           float* __restrict square_mean, Rounded* __restrict rounded,
@@ -25,7 +26,7 @@ POPLAR_CLONES void update(const AdamW& rule, float* __restrict values,
     for (std::int64_t i = first; i < last; ++i) {
       values[i] = rule.update(values[i], gradient[i], mean[i], square_mean[i]);
     }
-    if constexpr (kRounds) {
+    if (rounded != nullptr) {
       for (std::int64_t i = first; i < last; ++i) {
         rounded[i] = narrow<Rounded>(values[i]);
       }
@@ -33,32 +34,44 @@ POPLAR_CLONES void update(const AdamW& rule, float* __restrict values,
   }
 }
 
+struct Shard {
+  AdamW rule;
+  float* values;
+  const float* gradient;
+  float* mean;
+  float* square_mean;
+  void* rounded;  // may be null
+  Dtype dtype;    // of `rounded`
+};
+
 }  // namespace
 
-void adamw_(Tensor values, Tensor gradient, Tensor mean, Tensor square_mean,
-            std::optional<Tensor> rounded, double lr, double beta1, double beta2, double eps,
-            double weight_decay, double step, bool maximize, std::optional<Tensor> scale,
+void adamw_(std::vector<Tensor> values, std::vector<Tensor> gradients, std::vector<Tensor> means,
+            std::vector<Tensor> square_means, std::vector<Tensor> rounded,
+            std::vector<double> rules, std::optional<Tensor> scale,
             std::optional<Tensor> found_inf) {
-  check_adamw(values, gradient, mean, square_mean, rounded, step, scale, found_inf);
-  if (found_inf && scalar_of(*found_inf) != 0.0f) {
+  check_adamw(values, gradients, means, square_means, rounded, rules, scale, found_inf);
+  if (values.empty() || (found_inf && scalar_of(*found_inf) != 0.0f)) {
     return;
   }
-  const AdamW rule(lr, beta1, beta2, eps, weight_decay, step, maximize,
-                   scale ? scalar_of(*scale) : 1.0f);
-  const auto run = [&](auto rounds, auto* target) {
-    parallel(values.numel(), kGrain / 4, [&](std::int64_t begin, std::int64_t end) {
-      update<decltype(rounds)::value>(rule, static_cast<float*>(values.mutable_data_ptr()),
-                                      static_cast<const float*>(gradient.const_data_ptr()),
-                                      static_cast<float*>(mean.mutable_data_ptr()),
-                                      static_cast<float*>(square_mean.mutable_data_ptr()), target,
-                                      begin, end);
-    });
-  };
-  if (!rounded) {
-    return run(std::false_type{}, static_cast<float*>(nullptr));
+  const float factor = scale ? scalar_of(*scale) : 1.0f;
+  std::vector<Shard> shards(values.size());
+  for (std::size_t i = 0; i < shards.size(); ++i) {
+    const bool rounds = rounded[i].numel() != 0;
+    shards[i] = Shard{AdamW(&rules[i * kRuleNumbers], factor),
+                      static_cast<float*>(values[i].mutable_data_ptr()),
+                      static_cast<const float*>(gradients[i].const_data_ptr()),
+                      static_cast<float*>(means[i].mutable_data_ptr()),
+                      static_cast<float*>(square_means[i].mutable_data_ptr()),
+                      rounds ? rounded[i].mutable_data_ptr() : nullptr,
+                      rounds ? dtype_of(rounded[i], "adamw_: rounded") : Dtype::kFloat};
   }
-  with_type(dtype_of(*rounded, "adamw_: rounded"), [&](auto* type) {
-    run(std::true_type{}, static_cast<decltype(type)>(rounded->mutable_data_ptr()));
+  parallel_over(values, kGrain / 4, [&](std::size_t i, std::int64_t begin, std::int64_t end) {
+    const Shard& shard = shards[i];
+    with_type(shard.dtype, [&](auto* type) {
+      update(shard.rule, shard.values, shard.gradient, shard.mean, shard.square_mean,
+             static_cast<decltype(type)>(shard.rounded), begin, end);
+    });
   });
 }
 

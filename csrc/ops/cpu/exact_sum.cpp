@@ -5,15 +5,16 @@
 
 #include "../checks.h"
 #include "kernels.h"
+#include "lists.h"
 #include "parallel.h"
 
 namespace poplar::cpu {
 
-void exact_sum_(Tensor total, Tensor values) {
+void exact_sum_(Tensor total, std::vector<Tensor> values) {
   check_exact_sum(total, values);
   auto* words = static_cast<std::int64_t*>(total.mutable_data_ptr());
-  const auto* data = static_cast<const float*>(values.const_data_ptr());
-  parallel(values.numel(), kGrain, [&](std::int64_t first, std::int64_t last) {
+  parallel_over(values, kGrain, [&](std::size_t part, std::int64_t first, std::int64_t last) {
+    const auto* data = static_cast<const float*>(values[part].const_data_ptr());
     std::int64_t own[kExactWords] = {};
     for (std::int64_t i = first; i < last; ++i) {
       const ExactTerm term = exact_term(data[i]);

@@ -28,15 +28,15 @@ void unpack_(Tensor flat, std::vector<Tensor> outs, std::vector<std::int64_t> of
 
 Tensor block_sums_of_squares(Tensor flat);
 
-void exact_sum_(Tensor total, Tensor values);
+void exact_sum_(Tensor total, std::vector<Tensor> values);
 
 Tensor exact_norm(Tensor totals);
 
 Tensor clip_coefficient(Tensor norm, double max_norm, std::optional<Tensor> scale);
 
-void adamw_(Tensor values, Tensor gradient, Tensor mean, Tensor square_mean,
-            std::optional<Tensor> rounded, double lr, double beta1, double beta2, double eps,
-            double weight_decay, double step, bool maximize, std::optional<Tensor> scale,
+void adamw_(std::vector<Tensor> values, std::vector<Tensor> gradients, std::vector<Tensor> means,
+            std::vector<Tensor> square_means, std::vector<Tensor> rounded,
+            std::vector<double> rules, std::optional<Tensor> scale,
             std::optional<Tensor> found_inf);
 
 }  // namespace poplar::cpu

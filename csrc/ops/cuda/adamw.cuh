@@ -1,8 +1,10 @@
-// AdamW on a flat shard; everything is read and written once. Contract: adamw_ in poplar/ops.
+// AdamW on many flat shards; everything is read and written once. Contract: adamw_ in poplar/ops.
 #pragma once
 
 #include "launch.cuh"
+#include "lists.cuh"
 #include "poplar/adamw.h"
+#include "poplar/segments.h"
 #include "vector.cuh"
 
 namespace poplar::cuda {
@@ -12,25 +14,54 @@ struct Shard {
   const float* gradient;
   float* mean;
   float* square_mean;
+  void* rounded;  // may be null
   std::int64_t numel;
+  AdamW rule;
+  Dtype dtype;  // of `rounded`
+  bool aligned;
 };
 
+POPLAR_HOST_DEVICE bool is_aligned(const Shard& shard) {
+  constexpr int kCount = kVector<float>;
+  const bool rounded_is = shard.dtype == Dtype::kFloat
+                              ? is_aligned<kCount>(static_cast<const float*>(shard.rounded))
+                              : is_aligned<kCount>(static_cast<const Half*>(shard.rounded));
+  return is_aligned<kCount>(shard.values) && is_aligned<kCount>(shard.gradient) &&
+         is_aligned<kCount>(shard.mean) && is_aligned<kCount>(shard.square_mean) && rounded_is;
+}
+
+template <int kCount>
+__device__ void store_rounded(const Shard& shard, std::int64_t first, const float (&values)[kCount],
+                              std::int64_t count) {
+  switch (shard.dtype) {
+    case Dtype::kFloat:
+      return store(static_cast<float*>(shard.rounded) + first, values, count, shard.aligned);
+    case Dtype::kBFloat16:
+      return store(static_cast<BFloat16*>(shard.rounded) + first, values, count, shard.aligned);
+    case Dtype::kHalf:
+      return store(static_cast<Half*>(shard.rounded) + first, values, count, shard.aligned);
+  }
+}
+
 // `scale` and `found_inf` are scalars on the device, so the host does not wait for them. Each may
-// be null, and so may `rounded`.
-template <typename Rounded>
+// be null.
+template <int kCount>
 __global__ void __launch_bounds__(kThreads)
-    adamw_kernel(Shard shard, Rounded* rounded, AdamW rule, const float* scale,
-                 const float* found_inf, bool aligned) {
+    adamw_kernel(const __grid_constant__ ItemTable<Shard> table, const float* scale,
+                 const float* found_inf) {
   if (found_inf != nullptr && *found_inf != 0.0f) {
     return;
   }
+  const int number = item_of(table, blockIdx.x);
+  const Shard& shard = table.items[number];
+  AdamW rule = shard.rule;
   if (scale != nullptr) {
     rule.scale *= *scale;
   }
-  constexpr int kCount = kVector<float>;
-  const std::int64_t first =
-      (static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x) * kCount;
+  const std::int64_t tile = blockIdx.x - table.first_blocks[number];
+  const std::int64_t first = (tile * kThreads + threadIdx.x) * kCount;
   const std::int64_t count = shard.numel - first;
+  const bool aligned = shard.aligned;
   float values[kCount], gradient[kCount], mean[kCount], square_mean[kCount];
   load(values, shard.values + first, count, aligned);
   load(gradient, shard.gradient + first, count, aligned);
@@ -43,20 +74,18 @@ __global__ void __launch_bounds__(kThreads)
   store(shard.mean + first, mean, count, aligned);
   store(shard.square_mean + first, square_mean, count, aligned);
   store(shard.values + first, values, count, aligned);
-  if (rounded != nullptr) {
-    store(rounded + first, values, count, aligned);
+  if (shard.rounded != nullptr) {
+    store_rounded(shard, first, values, count);
   }
 }
 
-template <typename Rounded>
-cudaError_t adamw(const Shard& shard, Rounded* rounded, const AdamW& rule, const float* scale,
-                  const float* found_inf, cudaStream_t stream) {
+inline cudaError_t adamw(const std::vector<Shard>& shards, const float* scale,
+                         const float* found_inf, cudaStream_t stream) {
   constexpr int kCount = kVector<float>;
-  const bool aligned = is_aligned<kCount>(shard.values) && is_aligned<kCount>(shard.gradient) &&
-                       is_aligned<kCount>(shard.mean) && is_aligned<kCount>(shard.square_mean) &&
-                       is_aligned<kCount>(rounded);
-  return launch(adamw_kernel<Rounded>, shard.numel, kThreads * kCount, stream, shard, rounded, rule,
-                scale, found_inf, aligned);
+  return for_each_item_table(
+      shards, kThreads * kCount, [&](const ItemTable<Shard>& table, std::int64_t blocks) {
+        return launch(adamw_kernel<kCount>, blocks, 1, stream, table, scale, found_inf);
+      });
 }
 
 }  // namespace poplar::cuda

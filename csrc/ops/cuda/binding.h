@@ -9,10 +9,10 @@
 #include <cuda_runtime.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
-#include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/macros.h>
 
 #include "../checks.h"
+#include "../operator.h"
 
 namespace poplar::cuda {
 

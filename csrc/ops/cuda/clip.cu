@@ -34,6 +34,6 @@ Tensor clip_coefficient(Tensor norm, double max_norm, std::optional<Tensor> scal
 }  // namespace poplar::cuda
 
 STABLE_TORCH_LIBRARY_IMPL(poplar, CUDA, library) {
-  library.impl("exact_norm", TORCH_BOX(&poplar::cuda::exact_norm));
-  library.impl("clip_coefficient", TORCH_BOX(&poplar::cuda::clip_coefficient));
+  library.impl("exact_norm", POPLAR_OPERATOR(&poplar::cuda::exact_norm));
+  library.impl("clip_coefficient", POPLAR_OPERATOR(&poplar::cuda::clip_coefficient));
 }

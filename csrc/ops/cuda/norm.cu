@@ -24,5 +24,5 @@ Tensor block_sums_of_squares(Tensor flat) {
 }  // namespace poplar::cuda
 
 STABLE_TORCH_LIBRARY_IMPL(poplar, CUDA, library) {
-  library.impl("block_sums_of_squares", TORCH_BOX(&poplar::cuda::block_sums_of_squares));
+  library.impl("block_sums_of_squares", POPLAR_OPERATOR(&poplar::cuda::block_sums_of_squares));
 }

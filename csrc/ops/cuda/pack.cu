@@ -25,5 +25,5 @@ void pack_(Tensor bucket, std::vector<Tensor> grads, std::vector<std::int64_t> o
 }  // namespace poplar::cuda
 
 STABLE_TORCH_LIBRARY_IMPL(poplar, CUDA, library) {
-  library.impl("pack_", TORCH_BOX(&poplar::cuda::pack_));
+  library.impl("pack_", POPLAR_OPERATOR(&poplar::cuda::pack_));
 }

@@ -33,5 +33,5 @@ void rank_sum_(Tensor out, std::vector<Tensor> received, bool accumulate,
 }  // namespace poplar::cuda
 
 STABLE_TORCH_LIBRARY_IMPL(poplar, CUDA, library) {
-  library.impl("rank_sum_", TORCH_BOX(&poplar::cuda::rank_sum_));
+  library.impl("rank_sum_", POPLAR_OPERATOR(&poplar::cuda::rank_sum_));
 }

@@ -22,5 +22,5 @@ void unpack_(Tensor flat, std::vector<Tensor> outs, std::vector<std::int64_t> of
 }  // namespace poplar::cuda
 
 STABLE_TORCH_LIBRARY_IMPL(poplar, CUDA, library) {
-  library.impl("unpack_", TORCH_BOX(&poplar::cuda::unpack_));
+  library.impl("unpack_", POPLAR_OPERATOR(&poplar::cuda::unpack_));
 }

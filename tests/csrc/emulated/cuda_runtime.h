@@ -51,7 +51,6 @@ struct Barrier {
 
 struct Block {
   std::vector<ucontext_t> threads;
-  std::vector<std::unique_ptr<char[]>> stacks;
   std::vector<bool> over;
   std::vector<std::uint64_t> shown;
   std::vector<Barrier> warps;
@@ -62,6 +61,7 @@ struct Block {
 };
 
 inline Block* block;
+inline std::vector<std::unique_ptr<char[]>> stacks;  // of the threads, kept for the next block
 
 [[noreturn]] inline void fail(const char* why) {
   std::fprintf(stderr, "emulated CUDA: block %u, thread %u: %s\n", blockIdx.x, threadIdx.x, why);
@@ -100,10 +100,13 @@ inline void run_block(unsigned threads, std::function<void()> kernel) {
   here.warps.resize((threads + kWarp - 1) / kWarp);
   here.kernel = std::move(kernel);
   block = &here;
-  for (ucontext_t& thread : here.threads) {
-    here.stacks.emplace_back(new char[kStack]);
+  while (stacks.size() < threads) {
+    stacks.emplace_back(new char[kStack]);
+  }
+  for (unsigned number = 0; number < threads; ++number) {
+    ucontext_t& thread = here.threads[number];
     getcontext(&thread);
-    thread.uc_stack.ss_sp = here.stacks.back().get();
+    thread.uc_stack.ss_sp = stacks[number].get();
     thread.uc_stack.ss_size = kStack;
     thread.uc_link = &here.scheduler;
     makecontext(&thread, run_thread, 0);

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -13,6 +15,7 @@ import torch.distributed as dist
 
 from poplar.comm import Group, failure_reports
 from poplar.comm.failure_reports import FailureReports
+from poplar.comm.work import StreamWork
 from poplar.errors import CollectiveTimeout
 
 DEADLINE = timedelta(seconds=0.3)
@@ -57,6 +60,13 @@ def groups(monkeypatch: pytest.MonkeyPatch) -> list[Group]:
     return made
 
 
+def wait_until(condition: Callable[[], Any]) -> bool:
+    end = time.monotonic() + 20
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.01)
+    return bool(condition())
+
+
 def aborts(group: Group) -> int:
     process_group: Any = group.process_group
     return int(process_group.aborts)
@@ -90,12 +100,61 @@ def test_the_failure_of_another_rank_ends_the_wait_and_is_told(groups: list[Grou
     waiting, failed = replace(groups[0], timeout=timedelta(days=1)), groups[2]
     waiting.__dict__["rank"] = 0
     assert waiting.reports is not None
-    waiting.reports.watch(waiting.abort_device_collectives)
+    waiting.reports.watch(waiting.follow_failure)
     failed.abort("rank 2 is out of memory")
     with pytest.raises(CollectiveTimeout, match=r"rank\(s\) 2 .*rank 2 is out of memory"):
         waiting.wait_for_event(FakeEvent(None), "the gradient norm")
     assert aborts(failed) == 1
     assert aborts(waiting) >= 1, "so that a stream that waits for rank 2 continues"
+
+
+class FakeWork:
+    """A collective that a device has issued."""
+
+    def __init__(self) -> None:
+        self.is_over = False
+
+    def wait(self) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return self.is_over
+
+
+def issue(group: Group, works: list[Any]) -> StreamWork:
+    return StreamWork(group, lambda: works, "a reduction", None)
+
+
+def test_a_collective_that_the_device_does_not_finish_is_aborted_while_the_host_is_blocked(
+    groups: list[Group],
+) -> None:
+    """As in a read of the device in the user's loss function, on all ranks but the lost one."""
+    works = [issue(group, [FakeWork(), None]) for group in groups[:2]]
+    for group in groups[:2]:
+        assert group.reports is not None
+        group.reports.watch(group.follow_failure, group.abort_late_collectives)
+    for rank, group in enumerate(groups[:2]):
+        assert wait_until(lambda group=group: aborts(group))
+        with pytest.raises(CollectiveTimeout, match=rf"rank {rank}: .* waiting for rank\(s\) 2 "):
+            issue(group, [FakeWork()])
+    assert len(works) == 2
+
+
+def test_collectives_that_are_over_or_waited_for_or_abandoned_are_not_late(
+    groups: list[Group],
+) -> None:
+    group = replace(groups[0], timeout=timedelta(0))
+    group.__dict__["rank"] = 0
+    over, waited, abandoned = FakeWork(), FakeWork(), FakeWork()
+    over.is_over = True
+    kept = issue(group, [over])
+    issue(group, [waited]).wait()
+    issue(group, [abandoned])
+    group.abort_late_collectives()
+    assert not group.failures
+    assert len(group.in_flight) == 1
+    assert kept.wait() == 0.0
+    assert not group.in_flight
 
 
 def test_values_of_an_aborted_collective_are_not_used(groups: list[Group]) -> None:

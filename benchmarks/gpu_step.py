@@ -1,0 +1,176 @@
+"""One rank: a step of plain autocast, DDP, FSDP2 and Poplar by stage, eager and compiled.
+
+Llama models of 85M to 1.1B parameters in bf16, in interleaved rounds: time by CUDA events, memory
+beside the plan's prediction, and the targets for it. A hang ends with the stacks of the rank.
+
+    python benchmarks/gpu_step.py --output rows.jsonl
+    python benchmarks/gpu_step.py --sizes 350M --modes eager --rounds 5
+    python benchmarks/gpu_step.py --show benchmarks/results/h100/overhead.jsonl
+    python benchmarks/gpu_step.py --device cpu --sizes tiny --compiler eager   # a test of the code
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from datetime import date
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+import provenance
+import torch
+from rich.console import Console
+from rows import write_rows
+from single_gpu import ranks
+from single_gpu.cases import CASES
+from single_gpu.engines import WAYS
+from single_gpu.step_measure import measure
+from single_gpu.step_row import StepRow, load_rows
+from single_gpu.step_table import table_of, verdicts_table
+from single_gpu.step_targets import MEMORY_OF, verdicts
+from watchdog import Ended, unused, watch
+
+MODES = ("eager", "compiled")
+SIZES = ("350M", "1.1B", "85M", "350M x4")
+"""The most important first: time may be up before the last."""
+LATE_SECONDS = 45.0
+"""Given to the rank beyond its budget before it counts as hung; compilation takes long."""
+STEP, ROWS = "step", "rows.jsonl"
+
+
+def main() -> None:
+    """Measure in a separate process with a deadline, then show its rows."""
+    options = parse_options()
+    if options.inside:
+        run_cases(options)
+        ranks.leave()
+    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+    if options.show:
+        show(load_rows(options.show), console)
+        return
+    if options.device == "cuda" and not torch.cuda.is_available():
+        sys.exit(f"torch {torch.__version__} sees no GPU here: `python -m poplar doctor` says more")
+    with tempfile.TemporaryDirectory(prefix="poplar-step-") as name:
+        folder = unused(options.logs or Path(name, STEP))
+        ended = watch(
+            __file__,
+            [*sys.argv[1:], "--inside", folder],
+            [ranks.environment(folder)],
+            folder,
+            seconds=options.seconds + LATE_SECONDS,
+        )
+        console.print((folder / "rank-0.log").read_text(encoding="utf-8"), markup=False, end="")
+        found = load_rows(folder / ROWS) if (folder / ROWS).exists() else []
+    if ended.verdict != "ok":
+        found += rows_of_interrupted(found, ended, options)
+    if options.output:
+        write_rows(options.output, found)
+    if found:
+        show(found, console)
+    if ended.verdict != "ok":
+        console.print(ended.report, markup=False)
+    failed = [row for row in found if row.failed]
+    asked = len(options.sizes) * len(options.modes) * len(options.ways)
+    console.print(f"{len(found) - len(failed)} of {asked} ways measured")
+    sys.exit(int(ended.verdict != "ok" or bool(failed) or not found))
+
+
+def run_cases(options: argparse.Namespace) -> None:
+    """In the rank: measure case by case; each gets an equal part of the time that is left."""
+    ends = time.monotonic() + options.seconds
+    device = ranks.join(options.device, nccl=options.device == "cuda", seconds=options.seconds)
+    cases = cases_of(options)
+    longest = 0.0
+    for number, (name, mode) in enumerate(cases):
+        case = CASES[name]
+        left = ends - time.monotonic()
+        name = f"{case.name}, {mode}"
+        if left <= longest:
+            print(f"{name}: left out, no time")
+            continue
+        began = time.monotonic()
+        found = measure(
+            case,
+            options.ways,
+            device,
+            compiler=options.compiler if mode == "compiled" else "",
+            rounds=options.rounds,
+            seconds=left / (len(cases) - number),
+            predict=(case.name, mode) == (MEMORY_OF[0], "eager"),
+            log=print,
+        )
+        write_rows(options.inside / ROWS, found)
+        taken = time.monotonic() - began
+        longest = max(longest, taken / max(1, found[0].rounds))
+        print(f"{name}: {found[0].rounds} rounds in {taken:.0f} s")
+
+
+def cases_of(options: argparse.Namespace) -> list[tuple[str, str]]:
+    """Size and mode of each comparison, in order."""
+    return [(size, mode) for mode in options.modes for size in options.sizes]
+
+
+def rows_of_interrupted(
+    found: Sequence[StepRow], ended: Ended, options: argparse.Namespace
+) -> list[StepRow]:
+    """Rows that say that the rank hung or failed in the first case that has no rows."""
+    done = {(row.case, "compiled" if row.compiled else "eager") for row in found}
+    for size, mode in cases_of(options):
+        if (size, mode) not in done:
+            return [
+                StepRow(
+                    case=size,
+                    compiled=mode == "compiled",
+                    way=way,
+                    ms=None,
+                    GiB=None,
+                    steps=0,
+                    failed=f"the rank ended with: {ended.verdict}",
+                    device=provenance.device(options.device),
+                    versions=provenance.versions("torch", "triton"),
+                    commit=provenance.commit(),
+                    day=date.today().isoformat(),
+                )
+                for way in options.ways
+            ]
+    return []
+
+
+def show(rows: Sequence[StepRow], console: Console) -> None:
+    """Print the rows and how many targets they meet."""
+    console.print(table_of(rows))
+    judged = list(verdicts(rows))
+    if judged:
+        console.print(verdicts_table(judged))
+    met = sum(verdict.met for verdict in judged)
+    console.print(f"{met} of {len(judged)} targets met")
+
+
+def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    several = {"nargs": "+"}
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument(
+        "--sizes", choices=CASES, default=SIZES, help=f"(default: {' '.join(SIZES)})", **several
+    )
+    parser.add_argument("--modes", choices=MODES, default=MODES, help="(default: both)", **several)
+    parser.add_argument("--ways", choices=WAYS, default=WAYS, help="(default: all)", **several)
+    parser.add_argument("--compiler", default="inductor", help="backend of torch.compile")
+    parser.add_argument("--rounds", type=int, default=3, help="at most (default: 3)")
+    parser.add_argument("--seconds", type=float, default=600.0, help="for all cases (default: 600)")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="append the rows as JSON lines")
+    parser.add_argument("--logs", type=Path, metavar="FOLDER", help="keep output and stacks here")
+    parser.add_argument("--show", type=Path, metavar="FILE", help="show rows of an earlier run")
+    parser.add_argument("--inside", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.rounds < 1:
+        parser.error(f"--rounds must be at least 1, got {options.rounds}")
+    return options
+
+
+if __name__ == "__main__":
+    main()

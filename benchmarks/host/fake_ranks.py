@@ -1,0 +1,51 @@
+"""Any number of ranks in one process, on torch's fake process group.
+
+The fake group copies this rank's tensors where other ranks' would arrive. The engine treats it as
+a device backend: it waits on streams and issues one native call per collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg  # noqa: F401 (registers the backend)
+from torch import Tensor
+
+from poplar.comm import Group
+
+
+@contextmanager
+def fake_ranks(count: int) -> Iterator[None]:
+    """A context in which this process is rank 0 of `count` ranks, and Poplar can be built."""
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=count)
+    try:
+        with (
+            # Gloo, which carries the control channel beside devices, cannot run in one process.
+            mock.patch("poplar.comm.group._control_group", lambda group, _timeout: group),
+            mock.patch("poplar.comm.control_channel.wait_for_all_ranks", _wait),
+            mock.patch.object(dist, "all_gather", _all_gather),
+        ):
+            yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _wait(_group: Group, work: dist.Work, _what: str) -> None:
+    """Fake works never report that they are completed, but a wait returns at once."""
+    work.wait()
+
+
+_real_all_gather = dist.all_gather
+
+
+def _all_gather(
+    tensors: list[Tensor], own: Tensor, group: dist.ProcessGroup | None = None, **options: Any
+) -> dist.Work | None:
+    """As `dist.all_gather`; the fake group cannot copy this rank's tensor to other sizes."""
+    if any(part.numel() != own.numel() for part in tensors):
+        tensors = [own] * len(tensors)
+    return _real_all_gather(tensors, own, group=group, **options)

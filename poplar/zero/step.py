@@ -1,0 +1,326 @@
+"""One optimizer step on this rank: open, passes, close, apply.
+
+    open    check and split the batch; agree on sample counts and weights
+    pass    forward, backward and the collectives of one micro-batch
+    close   agree on errors, loss, gradient norm and used parameters
+    apply   clip, update, and send the new values
+
+Its state is one `StepState`, owned by the engine, which also moves it when the user's own loop runs
+a backward. If a rank fails anywhere before `apply`, it completes its passes with zeros and reports
+the error in `close`, so that all ranks raise and none applies the step.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from poplar import ops
+from poplar.errors import CollectiveTimeout, PoplarError
+from poplar.zero.agreement import (
+    StepSummary,
+    close_step,
+    combine_norm,
+    fill_norm_row,
+    gather_rows,
+    norm_rows,
+)
+from poplar.zero.engine import Engine
+from poplar.zero.grad_scaler import GradScaler
+from poplar.zero.micro_batch_loss import MicroBatchLoss
+from poplar.zero.micro_batches import MicroBatch, OpenedStep
+from poplar.zero.replica_check import ReplicaCheck
+from poplar.zero.step_state import Phase
+from poplar.zero.update import ShardedUpdate
+
+
+class Step:
+    """Moves the steps of one engine through their phases. One object serves all steps."""
+
+    def __init__(self, engine: Engine, update: ShardedUpdate, replicas: ReplicaCheck) -> None:
+        self._engine = engine
+        self._update = update
+        self._replicas = replicas
+        self._rank = engine.comm.group.rank
+        self._trace = engine.comm.group.trace
+
+    def reset(self) -> None:
+        """Drop the current step."""
+        self._engine.begin_step()
+
+    # Open.
+
+    def start(self, opened: OpenedStep) -> list[MicroBatch]:
+        """Wait for the sizes of all ranks; returns this rank's micro-batches. Collective."""
+        engine = self._engine
+        try:
+            micro_batches, sizes, waited = opened.wait(self._drop_early_pass)
+        except CollectiveTimeout:
+            engine.abort()
+            raise
+        except Exception:
+            self._drop_early_pass()
+            raise
+        if not engine.has_early_pass:
+            began = engine.step.early_forward_began
+            self.reset()
+            engine.step.early_forward_began = began
+        engine.step.samples, engine.step.waited_to_open = sum(sizes.samples), waited
+        return micro_batches
+
+    def run_early_forward(self, opened: OpenedStep, forward: MicroBatchLoss) -> None:
+        """Run the first forward while the ranks agree on the weights. Collective.
+
+        With sharded parameters, the forward needs collectives. So the first pass is opened, on all
+        ranks, once its collective order is known; a rank with an error completes it with zeros.
+        """
+        engine = self._engine
+        if engine.strategy.shards_parameters:
+            if not engine.begin_early_pass() or opened.first_pass != 0:
+                return
+        elif opened.first_pass is None:
+            return
+        engine.step.early_forward_began = self._trace.now()
+        with engine.early_forward():
+            forward.compute_early(opened.first)
+
+    def _drop_early_pass(self) -> None:
+        """Complete a pass that began early with zeros, because the step cannot be opened."""
+        if self._engine.has_early_pass:
+            self._engine.end_pass(failed=True)
+            self._engine.wait_for_reductions()
+            self.reset()
+
+    # Passes.
+
+    def run_passes(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        forward: MicroBatchLoss,
+        scaler: GradScaler | None,
+    ) -> Exception | None:
+        """Run all passes; after an error the rest of them without a backward. Collective.
+
+        Returns:
+            The first error of this rank.
+        """
+        error: Exception | None = None
+        own_loss: Tensor | float = 0.0
+        for micro_batch in micro_batches:
+            if not self.begin_pass(micro_batch):
+                continue
+            try:
+                if micro_batch.samples and error is None:
+                    value = forward(micro_batch.batch)
+                    (value if scaler is None else scaler.scale(value)).backward()
+                    if micro_batch.weight:  # the mean over an empty set is NaN
+                        own_loss = own_loss + value.detach().double() * micro_batch.weight
+                    del value
+            except CollectiveTimeout:
+                self._engine.abort()
+                raise
+            except Exception as caught:
+                error = self._engine.explain_error(caught)
+                if isinstance(caught, torch.OutOfMemoryError):
+                    # The frames of the failed pass hold its activations; free them.
+                    traceback.clear_frames(caught.__traceback__)
+            try:
+                self.end_pass(failed=error is not None)
+            except torch.OutOfMemoryError as caught:
+                error = error or self._engine.explain_error(caught)
+        self._engine.step.loss = own_loss
+        return error
+
+    def user_passes(self, micro_batches: Sequence[MicroBatch]) -> Iterator[Any]:
+        """Yield the micro-batches that have samples; the user runs a backward for each. Collective.
+
+        Leaving the loop before its end abandons the step on all ranks.
+        """
+        finished = 0
+        try:
+            for micro_batch in micro_batches:
+                if self.begin_pass(micro_batch):
+                    if micro_batch.samples:
+                        yield micro_batch.batch
+                    self._end_user_pass(micro_batches[finished + 1 :])
+                finished += 1
+            if self._engine.has_gradients:  # not if step() came inside the loop
+                self._engine.finish_gradients()
+        except GeneratorExit:
+            is_open = self._engine.step.open_micro_batch is not None
+            if is_open or finished < len(micro_batches) - 1:
+                self._abandon(micro_batches[finished + 1 :], PoplarError(_LOOP_LEFT_EARLY))
+            raise
+
+    def begin_pass(self, micro_batch: MicroBatch) -> bool:
+        """Open a pass; False if it has nothing to issue. Collective."""
+        state = self._engine.step
+        began = self._trace.now()
+        if micro_batch.samples and state.early_forward_began is not None:
+            began, state.early_forward_began = state.early_forward_began, None
+        opened = self._engine.begin_pass(
+            weight=micro_batch.weight, leader=micro_batch.leader, last=micro_batch.last
+        )
+        state.open_micro_batch = micro_batch if opened else None
+        state.pass_began = began
+        return opened
+
+    def end_pass(self, *, failed: bool = False) -> None:
+        """Close the open pass, if there is one. Collective."""
+        state = self._engine.step
+        micro_batch, state.open_micro_batch = state.open_micro_batch, None
+        if micro_batch is not None:
+            self._engine.end_pass(failed=failed)
+            what = f"a pass of {micro_batch.samples} samples"
+            self._trace.add("pass", what, state.pass_began)
+
+    def finish_passes(self) -> None:
+        """Reduce the gradients of the step, whether or not there was a backward. Collective."""
+        engine, state = self._engine, self._engine.step
+        if state.phase is Phase.ABANDONED:
+            raise RuntimeError(
+                f"rank {self._rank}: the micro_batches loop of this step was left before its end, "
+                "so the step was abandoned on all ranks; start the next step with a new "
+                "micro_batches()"
+            )
+        if state.open_micro_batch is not None:
+            if not state.open_micro_batch.last:
+                raise RuntimeError(
+                    f"rank {self._rank}: step() or clip_grad_norm_() inside the micro_batches "
+                    "loop, before its last micro-batch; call it after the loop"
+                )
+            self._end_user_pass(())
+        elif state.phase is Phase.EMPTY:
+            if not any(p.grad is not None for flat in engine.trained for p in flat.parameters):
+                raise RuntimeError(
+                    f"rank {self._rank}: step() without a backward since the last step, so there "
+                    "is no gradient to apply"
+                )
+            engine.begin_step(keep_gradients=True)
+            engine.reduce_without_backward()
+        elif state.phase is Phase.ACCUMULATED:
+            engine.reduce_without_backward()  # all passes were inside no_sync()
+        engine.finish_gradients()
+
+    def _end_user_pass(self, rest: Sequence[MicroBatch]) -> None:
+        """End a pass of the user's loop; if memory runs out, abandon the step on all ranks.
+
+        Args:
+            rest: this rank's later passes in the step.
+        """
+        try:
+            self.end_pass()
+        except torch.OutOfMemoryError as short:
+            self._abandon(rest, short)
+            raise
+
+    def _abandon(self, rest: Sequence[MicroBatch], reason: Exception) -> None:
+        """Abandon the step: complete its passes with zeros and report `reason` to all ranks."""
+
+        def end() -> None:
+            with suppress(torch.OutOfMemoryError):  # the pass is complete anyway
+                self.end_pass(failed=True)
+
+        end()
+        for micro_batch in rest:
+            if self.begin_pass(micro_batch):
+                end()
+        self._engine.finish_gradients()  # as the other ranks at the end of their loop
+        try:
+            self.close(None, reason)
+        except Exception as error:
+            if error is not reason:
+                raise
+        self._engine.step.phase = Phase.ABANDONED
+
+    # Close.
+
+    def close(self, norm_type: float | None, error: Exception | None = None) -> StepSummary:
+        """Agree that the step may be applied; raise on all ranks if one failed. Collective."""
+        engine, state = self._engine, self._engine.step
+        try:
+            self._replicas.raise_if_different()
+            summary = state.summary = close_step(
+                engine.comm,
+                engine.control,
+                engine.trained,
+                loss=state.loss,
+                waited=state.waited_to_open + engine.strategy.waiting.latest(),
+                norm_type=norm_type,
+                error=error,
+                checksum=self._replicas.outgoing,
+            )
+        except BaseException:
+            self.reset()
+            raise
+        self._replicas.receive(summary.checksums)
+        return summary
+
+    def norm(self, norm_type: float) -> Tensor:
+        """Norm of the reduced gradient before `scale` is applied. Collective."""
+        state = self._engine.step
+        summary = state.summary or self.close(norm_type)
+        if summary.norm_type == norm_type:
+            return summary.norm
+        comm, flats = self._engine.comm, self._engine.trained
+        rows = norm_rows(comm, flats)
+        fill_norm_row(rows, flats, self._rank, norm_type)
+        gather_rows(comm, rows, what="a gradient norm").wait()
+        norm = combine_norm(rows, norm_type)
+        if state.scale is None:
+            return norm
+        factor = 1.0 if state.factor is None else state.factor
+        return torch.where(state.scale == 0, norm, norm * factor / state.scale)
+
+    def clip(self, max_norm: float, norm_type: float) -> Tensor:
+        """Scale the gradient to a norm of at most `max_norm`; returns its norm. Collective."""
+        self.finish_passes()
+        norm, scale = self.norm(norm_type), self._engine.step.scale
+        self._scale_gradient(ops.clip_coefficient(norm, max_norm, scale))
+        return (norm if scale is None else norm * scale).float()
+
+    def multiply_gradient(self, factor: Tensor) -> Tensor:
+        """As `AgreedGradient.multiply_gradient`. Collective."""
+        self.finish_passes()
+        found_inf = (~torch.isfinite(self.norm(2.0))).float()
+        self._engine.step.found_inf = found_inf
+        device = self._engine.trained[0].device
+        self._scale_gradient(factor.to(device, torch.float64, non_blocking=True))
+        return found_inf
+
+    def _scale_gradient(self, factor: Tensor) -> None:
+        state, strategy = self._engine.step, self._engine.strategy
+        state.scale = factor if state.scale is None else state.scale * factor
+        if state.in_train_step or not strategy.scale_gradients(self._engine.units, factor):
+            state.factor = factor if state.factor is None else state.factor * factor
+
+    # Apply.
+
+    def apply(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Update the parameters and begin the next step. Collective.
+
+        Args:
+            groups: the outer param groups, with the hyper-parameters of this step.
+        """
+        self.finish_passes()
+        engine, state, strategy = self._engine, self._engine.step, self._engine.strategy
+        unused = (state.summary or self.close(None)).unused
+        strategy.updated.finish()  # of units that have had no forward since the last update
+        for flat in engine.trained:
+            unused[flat] = unused[flat].union(strategy.read_back_gradients(flat))
+            strategy.wait_for_readers(flat)
+        with self._trace.span("optimizer", "the update"):
+            self._update.step(groups, unused, state.factor, state.found_inf)
+        strategy.all_gather_updated_parameters(engine.units)
+        self._replicas.record_update()
+        if state.found_inf is not None:  # synchronize only after all work has been issued
+            state.skipped = self._update.undo_if_skipped(state.found_inf)
+        self.reset()
+
+
+_LOOP_LEFT_EARLY = "the micro_batches loop was left early (an exception in its body, or break)"

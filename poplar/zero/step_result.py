@@ -1,0 +1,115 @@
+"""The outcome of a step. Values that a device computes are read when they are asked for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor
+
+from poplar.comm import Group
+from poplar.zero.streams import Streams
+
+
+class Stopwatch:
+    """The time of a step; on a device, between two events of the compute stream."""
+
+    def __init__(self, streams: Streams, group: Group) -> None:
+        self._streams, self._group = streams, group
+        self._start: Any = self._mark()
+        self._stop: Any = None
+
+    def stop(self) -> None:
+        """Called when all work of the step has been issued."""
+        self._stop = self._mark()
+
+    def wait(self) -> None:
+        """Wait until the device has finished the step.
+
+        Raises:
+            CollectiveTimeout: it has not before the deadline, because it waits for other ranks.
+        """
+        if self._streams.asynchronous:
+            self._group.wait_for_event(self._stop, "the end of a step")
+
+    def seconds(self) -> float:
+        """Seconds between construction and `stop`."""
+        self.wait()
+        if self._streams.asynchronous:
+            return float(self._start.elapsed_time(self._stop)) / 1e3
+        return float(self._stop - self._start)
+
+    def _mark(self) -> Any:
+        return self._streams.timestamp() if self._streams.asynchronous else time.perf_counter()
+
+
+class StepResult:
+    """The outcome of one `train_step`; equal on all ranks, except for the times.
+
+    `loss`, `grad_norm`, `seconds` and `waiting_seconds` wait for the device when they are first
+    read, and raise `CollectiveTimeout` if it is not done at the deadline. A loop that reads them
+    only now and then keeps the device busy in between.
+    """
+
+    samples: int
+    """Samples in the global batch."""
+    waiting_on: int | None
+    """The rank that waited least: the slowest one, for which the others waited. On GPUs, in the
+    latest step that all devices had finished; None if there is none."""
+    skipped: bool
+    """The scaled gradient was not finite, so no rank has stepped."""
+
+    def __init__(
+        self,
+        *,
+        samples: int,
+        waiting_on: int | None,
+        skipped: bool,
+        losses: Tensor,
+        norm: Tensor | None,
+        stopwatch: Stopwatch,
+        waiting_seconds: Callable[[], float],
+    ) -> None:
+        """
+        Args:
+            samples: samples in the global batch.
+            waiting_on: the slowest rank.
+            skipped: no rank has stepped.
+            losses: by rank, its part of the weighted loss.
+            norm: norm of the full gradient; None if it was not computed.
+            stopwatch: the time of the step.
+            waiting_seconds: returns the part of it that this rank has waited.
+        """
+        self.samples, self.waiting_on, self.skipped = samples, waiting_on, skipped
+        self._losses, self._norm = losses, norm
+        self._stopwatch, self._waiting_seconds = stopwatch, waiting_seconds
+
+    @cached_property
+    def loss(self) -> float:
+        """Weighted loss of the global batch."""
+        self._stopwatch.wait()
+        return float(sum(self._losses.tolist()))
+
+    @cached_property
+    def grad_norm(self) -> float | None:
+        """Norm of the full gradient before clipping; None without `max_norm`."""
+        self._stopwatch.wait()
+        return None if self._norm is None else float(self._norm)
+
+    @cached_property
+    def seconds(self) -> float:
+        """Time of the step on this rank, waiting included."""
+        return self._stopwatch.seconds()
+
+    @cached_property
+    def waiting_seconds(self) -> float:
+        """Part of `seconds` that this rank has waited for other ranks."""
+        self._stopwatch.wait()
+        return self._waiting_seconds()
+
+    def __repr__(self) -> str:
+        names = ("loss", "grad_norm", "samples", "seconds", "waiting_seconds", "waiting_on")
+        values = ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
+        return f"StepResult({values}, skipped={self.skipped!r})"

@@ -1,0 +1,60 @@
+"""The state of one optimizer step on this rank, in one object."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+from torch import Tensor
+
+from poplar.zero.agreement import StepSummary
+from poplar.zero.micro_batches import MicroBatch
+
+
+class Phase(IntEnum):
+    """How far the gradient of the step is. Phases are passed through in this order."""
+
+    EMPTY = 0
+    """No pass has contributed."""
+    ACCUMULATED = 1
+    """Passes have contributed, but the last reduction has not been issued."""
+    ISSUED = 2
+    """The last reduction has been issued."""
+    REDUCED = 3
+    """This rank's slice of the mean gradient is final."""
+    FINAL = 4
+    """The gradient is final wherever the update and the user read it."""
+    ABANDONED = 5
+    """The loop of the step was left before its end; nothing will be applied."""
+
+
+@dataclass(eq=False)
+class StepState:
+    """Replaced when a step begins."""
+
+    phase: Phase = Phase.EMPTY
+    samples: int = 0
+    """Samples in the global batch."""
+    waited_to_open: float = 0.0
+    """Seconds spent waiting for other ranks to open the step."""
+    loss: Tensor | float = 0.0
+    """This rank's part of the weighted loss."""
+    open_micro_batch: MicroBatch | None = None
+    """The input of the pass that is open now."""
+    pass_began: Any = None
+    """Its start, in the trace."""
+    early_forward_began: Any = None
+    """The start of the first pass with samples, if its forward ran before the step was opened."""
+    summary: StepSummary | None = None
+    """What the ranks agreed on; set when the step has been closed."""
+    scale: Tensor | None = None
+    """Product of the factors for the reduced gradient (loss scale, clipping): one float64 on the
+    device, so that the host does not synchronize; None for 1."""
+    factor: Tensor | None = None
+    """The part of `scale` that the update still has to apply; None if there is none."""
+    found_inf: Tensor | None = None
+    """As in `torch.amp`: not 0 if the step is to be skipped."""
+    skipped: bool = False
+    in_train_step: bool = False
+    """In `train_step` no user code reads `.grad` before the update."""

@@ -1,0 +1,123 @@
+"""The streams of the engine's device: which work runs on which, and what orders it.
+
+[Note: streams]
+*compute* is the caller's current stream: forward, backward, packing and the update. Unshards are
+issued from it. *reduction* runs reductions and the sums over ranks, while the backward continues.
+The backend runs each collective on a stream of its own, after the work of the stream that issued
+it. A wait makes the issuing stream wait for the collective, never the host.
+
+Every buffer is allocated and freed on one stream. If another stream uses it, the owner first waits
+for an event of that use. So the allocator reuses memory in the order of the stream, without
+`record_stream`, and memory does not depend on how far the host runs ahead:
+
+    buffer                  owner      used by      freed after
+    values of a unit        compute    backend      the wait of the unshard
+    bucket, accumulator     compute    reduction    the event of its reduction
+    received slices         reduction  backend      the wait of the reduction
+
+[Note: two units]
+The values of a unit are freed when its forward or backward has been issued, and then a later unit
+is unsharded. Its all-gather is issued from the same stream, so it starts when the device has
+finished the earlier unit, and takes over its memory. The values have a memory pool of their own, so
+activations do not split their blocks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, ClassVar
+
+import torch
+
+
+class Streams:
+    """A device without streams, or a transport whose waits block the host: all work is in order."""
+
+    asynchronous: ClassVar[bool] = False
+    """A wait for a collective blocks a stream and not the host."""
+
+    def reduction(self) -> AbstractContextManager[Any]:
+        """A context on the reduction stream, after all work issued on the compute stream so far."""
+        return nullcontext()
+
+    def record_reduction(self) -> Any:
+        """An event after all work issued on the reduction stream so far."""
+        return None
+
+    def wait_for_reduction(self, event: Any) -> None:
+        """Make the compute stream wait for an event of the reduction stream."""
+
+    def timestamp(self) -> Any:
+        """An event on the compute stream that keeps the time of the device."""
+        return None
+
+    def unsharded_memory(self) -> AbstractContextManager[Any]:
+        """A context in which the values of units are allocated."""
+        return nullcontext()
+
+
+class DeviceStreams(Streams):
+    """A CUDA device with a transport that waits on streams."""
+
+    asynchronous = True
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._reduction = torch.cuda.Stream(device)
+        self._pool = torch.cuda.MemPool(use_on_oom=True)
+
+    @contextmanager
+    def reduction(self) -> Iterator[None]:
+        self._reduction.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._reduction):
+            yield
+
+    def record_reduction(self) -> Any:
+        return self._reduction.record_event()
+
+    def wait_for_reduction(self, event: Any) -> None:
+        torch.cuda.current_stream(self._device).wait_event(event)
+
+    def timestamp(self) -> Any:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def unsharded_memory(self) -> AbstractContextManager[Any]:
+        return torch.cuda.use_mem_pool(self._pool, self._device)
+
+
+class DeviceClock:
+    """The time of the device at points of the compute stream, as `time.perf_counter` has it.
+
+    A `poplar.system.trace.Clock`.
+    """
+
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
+        self._origin: Any = None
+        self._began = 0.0
+
+    def start(self) -> None:
+        """Relate the two clocks. Synchronizes with the device."""
+        self._origin = self._streams.timestamp()
+        self._origin.synchronize()
+        self._began = time.perf_counter()
+
+    def mark(self) -> Any:
+        """An event on the compute stream."""
+        return self._streams.timestamp()
+
+    def seconds(self, mark: Any) -> float:
+        """The time of an event, or of a host's wait. Synchronizes with the device."""
+        if isinstance(mark, float):
+            return mark
+        mark.synchronize()
+        return self._began + float(self._origin.elapsed_time(mark)) / 1e3
+
+
+def streams_of(device: torch.device, *, waits_on_stream: bool) -> Streams:
+    """The streams for a device and a transport."""
+    return DeviceStreams(device) if device.type == "cuda" and waits_on_stream else Streams()

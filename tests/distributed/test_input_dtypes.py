@@ -1,0 +1,192 @@
+"""The model's inputs are cast to the compute dtype; the batch of the loss function is not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import ranks as at
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from training import STAGES
+
+import poplar
+from poplar import HeteroZeroOptimizer, Plan
+
+BF16, FP32 = torch.bfloat16, torch.float32
+PASSES = {0: ((3, 1), (2,)), 1: ((3, 1), (2,)), 2: ((3, 1), (2, 0)), 3: ((3, 1), (2, 0))}
+PLAN = {
+    stage: Plan(stage=stage, global_batch=6, micro_batches=passes, shares=(0.7, 0.3))
+    for stage, passes in PASSES.items()
+}
+
+
+class Denoiser(nn.Module):
+    """Predicts noise; the loss function may also call its parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.table = nn.Buffer(torch.linspace(0, 1, 8))
+
+    def forward(self, x: Tensor, step: Tensor) -> Tensor:
+        seen["input"], seen["step"], seen["table"] = x.dtype, step.dtype, self.table.dtype
+        for block in self.blocks:
+            x = x + block(x + self.table.to(x.dtype))
+        return x
+
+
+seen: dict[str, torch.dtype] = {}
+
+
+def in_one_call(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """The loss of the whole model."""
+    seen["target"] = batch["target"].dtype
+    prediction = model(batch["x"], batch["step"])
+    seen["output"] = prediction.dtype
+    return F.mse_loss(prediction.float(), batch["target"])
+
+
+def by_parts(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """The same loss, by direct calls of a module outside units and of units."""
+    seen["target"] = batch["target"].dtype
+    x = model.stem(batch["x"])
+    for block in model.blocks:
+        x = x.float() + block(x.float())
+    return F.mse_loss(x, batch["target"])
+
+
+def batch_of(samples: int) -> dict[str, Tensor]:
+    values = torch.linspace(0, 1, samples * 8).view(samples, 8)
+    target = 1000.0 + values / 7  # bf16 would round it to 1000
+    return {"x": values, "target": target, "step": torch.arange(samples)}
+
+
+def build(stage: int, **options: Any) -> tuple[nn.Module, HeteroZeroOptimizer]:
+    torch.manual_seed(0)
+    model = Denoiser().to(at.device())
+    optimizer = HeteroZeroOptimizer(
+        model, torch.optim.SGD, plan=PLAN[stage], lr=0.0, process_group=at.group(), **options
+    )
+    return model, optimizer
+
+
+def own_batch(stage: int) -> dict[str, Tensor]:
+    counts = PLAN[stage].cut(6)
+    start = sum(counts[: at.rank()])
+    part = slice(start, start + counts[at.rank()])
+    return {name: value[part].to(at.device()) for name, value in batch_of(6).items()}
+
+
+def dtypes_in_a_step(stage: int, form: str) -> tuple[dict[str, torch.dtype], float | None]:
+    seen.clear()
+    model, optimizer = build(stage, compute_dtype=BF16)
+    batch, loss = own_batch(stage), None
+    if form == "train_step":
+        loss = float(optimizer.train_step(in_one_call, batch).loss)
+    elif form == "micro_batches":
+        for micro_batch in optimizer.micro_batches(batch):
+            in_one_call(model, micro_batch).backward()
+        optimizer.step()
+    else:
+        loss = optimizer.evaluate(in_one_call, [batch])
+    return dict(seen), loss
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("form", ["train_step", "micro_batches", "evaluate"])
+def test_inputs_are_cast_and_targets_are_not(ranks, stage, form):
+    for dtypes, loss in ranks.run(dtypes_in_a_step, stage, form, ranks=2):
+        assert dtypes == {
+            "input": BF16,
+            "step": torch.int64,
+            "table": FP32,
+            "output": BF16,
+            "target": FP32,
+        }
+        if loss is not None:
+            assert loss == pytest.approx(loss_in_one_process(), rel=1e-4)
+
+
+def loss_in_one_process() -> float:
+    torch.manual_seed(0)
+    model = Denoiser()
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(BF16)
+    batch = batch_of(6)
+    return float(in_one_call(model, {**batch, "x": batch["x"].to(BF16)}))
+
+
+def train_by_parts(stage: int) -> tuple[torch.dtype, float]:
+    _, optimizer = build(stage, compute_dtype=BF16)
+    loss = optimizer.train_step(by_parts, own_batch(stage)).loss
+    return seen["target"], float(loss)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_modules_called_directly_are_cast(ranks, stage):
+    for target, loss in ranks.run(train_by_parts, stage, ranks=2):
+        assert target is FP32
+        assert loss > 0
+
+
+def hooks_after(stage: int, compute_dtype: torch.dtype | str, *, release: bool) -> int:
+    model, optimizer = build(stage, compute_dtype=compute_dtype)
+    if release:
+        optimizer.release()
+    return sum(len(module._forward_pre_hooks) for module in model.modules())
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_released_model_has_no_hooks(ranks, stage):
+    assert ranks.run(hooks_after, stage, BF16, release=True, ranks=2) == [0, 0]
+
+
+@pytest.mark.parametrize("dtype", ["auto", FP32])
+def test_fp32_model_has_no_hooks(ranks, dtype):
+    if torch.cuda.is_available() and dtype == "auto":
+        pytest.skip("'auto' computes in bf16 on a GPU")
+    assert ranks.run(hooks_after, 0, dtype, release=False, ranks=2) == [0, 0]
+
+
+def verified(stage: int) -> tuple[bool, str, dict[str, torch.dtype]]:
+    torch.manual_seed(0)
+    model = Denoiser().to(at.device())
+    batch = {name: value.to(at.device()) for name, value in batch_of(6).items()}
+    plan = PLAN[stage]
+    found = poplar.verify(
+        model, in_one_call, batch, plan, compute_dtype=BF16, process_group=at.group()
+    )
+    return found.ok, str(found), dict(seen)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_verification_casts_as_training_does(ranks, stage):
+    for ok, text, dtypes in ranks.run(verified, stage, ranks=2):
+        assert ok, text
+        assert (dtypes["input"], dtypes["target"]) == (BF16, FP32)
+
+
+def profiled() -> dict[str, torch.dtype]:
+    seen.clear()
+    poplar.profile_cluster(
+        Denoiser().to(at.device()),
+        in_one_call,
+        {name: value.to(at.device()) for name, value in batch_of(2).items()},
+        optimizer_class=torch.optim.SGD,
+        lr=0.1,
+        compute_dtype=BF16,
+        max_batch=4,
+        stages=(0,),
+        seconds=0.2,
+        process_group=at.group(),
+        cache=False,
+    )
+    return dict(seen)
+
+
+def test_profiled_passes_are_cast_as_in_training(ranks):
+    for dtypes in ranks.run(profiled, ranks=2):
+        assert (dtypes["input"], dtypes["target"]) == (BF16, FP32)

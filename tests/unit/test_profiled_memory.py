@@ -1,0 +1,207 @@
+"""Memory of a CUDA device as the profiler counts it, on a fake allocator and driver."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from records import cluster
+from torch import nn
+
+from poplar.profiler import memory_budget as budgets
+from poplar.profiler.cluster_profiler import Profiler
+from poplar.profiler.memory import batch_bytes, model_bytes, peak_bytes
+from poplar.profiler.memory_budget import MemoryBudget, memory_budget
+from poplar.profiler.passes import Passes
+from poplar.system import devices
+
+CUDA = torch.device("cuda", 0)
+MIB = 1 << 20
+TOTAL = 1000 * MIB
+
+
+@dataclass
+class FakeCuda:
+    """A device of 1000 MiB, the allocator of this process, and other processes."""
+
+    allocated: int = 0
+    cached: int = 0
+    """Reserved by the allocator and not allocated."""
+    driver: int = 0
+    """Held by this process outside of torch's allocator."""
+    others: int = 0
+    peak: int = 0
+    empties: int = 0
+
+    @property
+    def reserved(self) -> int:
+        return self.allocated + self.cached
+
+    def allocate(self, size: int, *, wasted: int = 0) -> None:
+        """Allocate; `wasted` bytes more are reserved, because of fragmentation."""
+        self.allocated += size
+        self.cached += wasted
+        self.peak = max(self.peak, self.reserved)
+
+    def free(self, size: int) -> None:
+        """Freed memory stays in the cache."""
+        self.allocated -= size
+        self.cached += size
+
+    def empty_cache(self) -> None:
+        self.cached = 0
+        self.empties += 1
+
+    def reset_peak(self, device: torch.device) -> None:
+        self.peak = self.reserved
+
+    def mem_get_info(self, device: torch.device) -> tuple[int, int]:
+        return TOTAL - self.reserved - self.driver - self.others, TOTAL
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    fake = FakeCuda()
+    for name, function in {
+        "synchronize": lambda device: None,
+        "empty_cache": fake.empty_cache,
+        "reset_peak_memory_stats": fake.reset_peak,
+        "memory_allocated": lambda device: fake.allocated,
+        "memory_reserved": lambda device: fake.reserved,
+        "max_memory_reserved": lambda device: fake.peak,
+        "mem_get_info": fake.mem_get_info,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, function)
+    monkeypatch.setattr(
+        devices, "describe", lambda device: SimpleNamespace(others_bytes=fake.others)
+    )
+    monkeypatch.setattr(
+        devices, "memory_available", lambda device, ranks_on_host: TOTAL - fake.others
+    )
+    return fake
+
+
+def test_fragmented_pass_needs_what_is_reserved(cuda: FakeCuda):
+    cuda.allocate(100 * MIB)
+
+    def run() -> None:
+        cuda.allocate(40 * MIB, wasted=10 * MIB)
+        cuda.free(40 * MIB)
+
+    assert peak_bytes(run, CUDA) == 50 * MIB
+
+
+def test_cache_of_earlier_passes_does_not_count(cuda: FakeCuda):
+    cuda.allocate(300 * MIB)
+    cuda.free(200 * MIB)
+    assert peak_bytes(lambda: cuda.allocate(5 * MIB), CUDA) == 5 * MIB
+    assert cuda.cached == 0
+
+
+def test_memory_between_tensors_that_stay_counts_as_activations(cuda: FakeCuda, monkeypatch):
+    """The allocator cannot return it, and a plan can use it only for small tensors."""
+    cuda.allocate(100 * MIB, wasted=3 * MIB)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    assert peak_bytes(lambda: None, CUDA) == 3 * MIB
+
+
+def test_batch_on_the_device_is_linear_in_its_samples():
+    device = torch.device("meta")  # any device that is not the CPU
+    example = {
+        "image": torch.zeros(2, 3, 8, 8, device=device),
+        "label": torch.zeros(2, dtype=torch.int64, device=device),
+        "path": ["a", "b"],
+        "on_host": torch.zeros(2, 1000),
+    }
+    passes = Passes(nn.Linear(1, 1), lambda model, batch: None, example, device)
+    each = 3 * 8 * 8 * 4 + 8
+    assert [batch_bytes(passes.batch(size), device) for size in (1, 2, 7)] == [
+        each,
+        2 * each,
+        7 * each,
+    ]
+    assert batch_bytes(example, torch.device("cpu")) == 0
+
+
+def test_shared_parameters_buffers_and_gradients_count_once():
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    model[1].weight = model[0].weight
+    model.register_buffer("table", torch.zeros(10))
+    assert model_bytes(model) == 4 * 16 + 4 * 10
+    model[0].weight.grad = torch.zeros(4, 4)
+    assert model_bytes(model) == 2 * 4 * 16 + 4 * 10
+
+
+def session(model: nn.Module) -> Any:
+    """A session of one rank on the device."""
+    return SimpleNamespace(
+        device=CUDA,
+        asynchronous=True,
+        ranks_on_this_host=1,
+        group=SimpleNamespace(rank=0),
+        request=SimpleNamespace(model=model, memory_limit=None, seconds=10.0, stages=(0,)),
+        on_all_ranks=lambda work, doing: [work()],
+    )
+
+
+def budget(model: nn.Module) -> MemoryBudget:
+    return memory_budget(session(model))
+
+
+def test_what_is_not_the_model_is_held(cuda: FakeCuda):
+    model = nn.Linear(1024, 1024, bias=False)  # 4 MiB
+    cuda.allocate(4 * MIB)
+    cuda.driver, cuda.others = 300 * MIB, 50 * MIB
+    assert budget(model) == MemoryBudget(950 * MIB, 300 * MIB)
+    cuda.allocate(70 * MIB)  # another tensor of the user
+    assert budget(model).held_bytes == 370 * MIB
+    cuda.free(70 * MIB)  # cached
+    assert budget(model).held_bytes == 300 * MIB
+
+
+def test_budget_tightens_after_collectives_and_first_passes(cuda: FakeCuda):
+    model = nn.Linear(1024, 1024, bias=False)
+    cuda.allocate(4 * MIB)
+    cuda.driver = 200 * MIB
+    before = budget(model)
+    cuda.driver += 120 * MIB  # NCCL's buffers and loaded kernels
+    cuda.others = 30 * MIB
+    later = budget(model)
+    assert before.tightened(later) == MemoryBudget(970 * MIB, 320 * MIB)
+    assert later.tightened(before) == MemoryBudget(970 * MIB, 320 * MIB)
+    assert before.activation_bytes - before.tightened(later).activation_bytes == pytest.approx(
+        30 * MIB * (1 - budgets.MEMORY_RESERVE) + 120 * MIB
+    )
+
+
+def profiler(model: nn.Module) -> Profiler:
+    made = Profiler.__new__(Profiler)
+    made.session = session(model)
+    made._budgets = made._read_budgets()
+    return made
+
+
+def test_profile_holds_what_the_driver_has_allocated_meanwhile(cuda: FakeCuda):
+    model = nn.Linear(1024, 1024, bias=False)
+    cuda.allocate(4 * MIB)
+    cuda.driver = 200 * MIB
+    measuring = profiler(model)
+    cuda.driver = 320 * MIB
+    cuda.cached = 500 * MIB  # left by passes: returned before memory is read
+    (device,) = measuring.with_later_memory(cluster((10.0,), ["GPU"])).devices
+    assert (device.memory_bytes, device.held_bytes) == (TOTAL, 320 * MIB)
+    assert cuda.empties == 2
+
+
+def test_cached_profile_keeps_what_was_held_after_everything_had_run(cuda: FakeCuda):
+    model = nn.Linear(1024, 1024, bias=False)
+    cuda.allocate(4 * MIB)
+    cuda.driver, cuda.others = 200 * MIB, 100 * MIB
+    known = cluster((10.0,), ["GPU"])
+    measured = replace(known.devices[0], memory_bytes=TOTAL, held_bytes=320 * MIB)
+    known = replace(known, devices=(measured,))
+    (device,) = profiler(model).with_present_memory(known).devices
+    assert (device.memory_bytes, device.held_bytes) == (900 * MIB, 320 * MIB)

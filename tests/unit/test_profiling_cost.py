@@ -1,0 +1,175 @@
+"""What profiling costs does not grow with the model, and with ranks only as far as it must.
+
+Bytes, rounds and allocations are counted; nothing is timed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from poplar.comm.host_topology import Hosts
+from poplar.comm.shard_layout import Layout
+from poplar.profiler import collectives, links, optimizer_step, trial_runs
+from poplar.profiler.cluster_profiler import STEPS, Profiler
+from poplar.profiler.collectives import (
+    MOST_ELEMENTS,
+    MOST_ELEMENTS_AT_ONCE,
+    REPETITIONS,
+    measure_network,
+    sample_buffers,
+)
+
+LLAMA_7B = [131_072_000] + [8_388_608, 8_388_608, 8_388_608, 8_388_608] * 160 + [131_072_000]
+LLAMA_1B = LLAMA_7B[:1] + LLAMA_7B[1:100] + LLAMA_7B[-1:]
+
+
+@given(st.lists(st.integers(1, 1 << 28), min_size=1, max_size=400))
+def test_sample_stands_for_the_model_and_is_bounded(numels):
+    sample, scale = sample_buffers(numels)
+    assert 0 < sum(sample) <= max(MOST_ELEMENTS, max(sample))
+    assert max(sample) <= MOST_ELEMENTS_AT_ONCE
+    assert scale * sum(sample) == pytest.approx(sum(numels))
+
+
+def test_buffers_of_a_small_model_are_all_timed():
+    assert sample_buffers([640, 64, 128]) == ([640, 64, 128], 1.0)
+
+
+def test_sample_has_as_many_buffers_as_elements_in_proportion():
+    """So latencies, which depend on the number of buffers, scale by the same factor."""
+    sample, scale = sample_buffers(LLAMA_7B)
+    parts = sum(-(-numel // MOST_ELEMENTS_AT_ONCE) for numel in LLAMA_7B)
+    assert scale * len(sample) == pytest.approx(parts, rel=0.1)
+
+
+@dataclass
+class Counters:
+    """What one rank sends, allocates and exchanges."""
+
+    collectives: int = 0
+    elements: int = 0
+    largest: int = 0
+    exchanges: int = 0
+    link_rounds: list[int] = field(default_factory=list)
+
+
+class CountedCommunicator:
+    """A transport that only counts."""
+
+    name = "counted"
+    reduction_order = "library"
+
+    def __init__(self, group: Any, counters: Counters) -> None:
+        self.group = group
+        self._counters = counters
+
+    def buffer(self, layout: Layout, dtype: torch.dtype, device: torch.device) -> Any:
+        self._counters.largest = max(self._counters.largest, layout.numel)
+        return SimpleNamespace(layout=layout, pack=lambda *_: None)
+
+    def reduce_scatter(self, bucket: Any, out: Tensor, **_: Any) -> Any:
+        return self._count(bucket.layout)
+
+    def all_gather(self, data: Tensor, layout: Layout, **_: Any) -> Any:
+        return self._count(layout)
+
+    def _count(self, layout: Layout) -> Any:
+        self._counters.collectives += 1
+        self._counters.elements += layout.numel
+        return SimpleNamespace(wait=lambda: 0.0)
+
+
+def network_cost(
+    monkeypatch: pytest.MonkeyPatch, numels: Sequence[int], hosts: Sequence[int]
+) -> Counters:
+    """Measure the network of `sum(hosts)` ranks on these hosts, on one rank that counts."""
+    counters = Counters()
+    size = sum(hosts)
+
+    def exchange(value: Any) -> list[Any]:
+        counters.exchanges += 1
+        return [value] * size
+
+    def measure_pairs(swap: Any, exchange: Any, pairs: Sequence[Any], budget: float) -> Any:
+        counters.link_rounds.append(len(pairs))
+        return [(1e-6, 1e-9)] * len(pairs)
+
+    group = SimpleNamespace(rank=0, size=size, supports=lambda device: True)
+    session: Any = SimpleNamespace(
+        group=group,
+        device=torch.device("meta"),
+        compute_dtype=torch.float32,
+        request=SimpleNamespace(reduce_dtype=torch.float32),
+        control=SimpleNamespace(exchange=lambda own, what: lambda: exchange(own)),
+        exchange=exchange,
+    )
+    members, first = [], 0
+    for ranks in hosts:
+        members.append(tuple(range(first, first + ranks)))
+        first += ranks
+    comm = CountedCommunicator(group, counters)
+    monkeypatch.setattr(collectives, "connect", lambda *_: comm)
+    monkeypatch.setattr(collectives, "time_transports", lambda usual: ())
+    monkeypatch.setattr(collectives, "flat_numels", lambda session: list(numels))
+    monkeypatch.setattr(collectives, "find_hosts", lambda session: Hosts(tuple(members)))
+    monkeypatch.setattr(links, "measure_pairs", measure_pairs)
+    monkeypatch.setattr(links, "Messages", lambda *_: SimpleNamespace(seconds=None))
+    profile = measure_network(session, budget=1e9)
+    assert len(profile.links) == len(hosts) * (len(hosts) - 1) // 2
+    return counters
+
+
+RUNS = REPETITIONS + 1
+
+
+@pytest.mark.parametrize("numels", [[1 << 16] * 8, LLAMA_1B, LLAMA_7B])
+@pytest.mark.parametrize("hosts", [[2], [8], [64], [8] * 8, [1] * 64])
+def test_network_is_measured_with_a_bounded_number_of_elements(monkeypatch, numels, hosts):
+    counted = network_cost(monkeypatch, numels, hosts)
+    owners = sum(hosts) if sum(hosts) <= collectives.MOST_RANKS_ONE_BY_ONE else 0
+    assert counted.elements <= 2 * RUNS * (1 + owners) * MOST_ELEMENTS
+    assert counted.largest <= MOST_ELEMENTS_AT_ONCE
+    assert counted.exchanges <= 2 * 2 * RUNS * (1 + owners) + 2
+    assert len(counted.link_rounds) <= len(hosts)
+    assert max(counted.link_rounds, default=0) <= len(hosts) // 2
+
+
+@pytest.mark.parametrize("stages", [(0,), (0, 1, 2, 3)])
+@pytest.mark.parametrize("passes", [4, 10])
+def test_one_turn_of_the_longest_calibration_passes_fits_its_time(stages, passes):
+    measuring = Profiler.__new__(Profiler)
+    request = SimpleNamespace(seconds=45.0, stages=stages)
+    measuring.session = SimpleNamespace(asynchronous=True, request=request)
+    turn = measuring.longest_observed_pass(passes) * passes * len(stages) * (1 + trial_runs.STEPS)
+    assert turn == pytest.approx((1 - trial_runs.PLAIN_PASSES) * STEPS * request.seconds)
+    measuring.session.asynchronous = False
+    assert measuring.longest_observed_pass(passes) == 0.0
+
+
+@pytest.mark.parametrize("numels", [[1 << 12] * 8, LLAMA_7B])
+def test_optimizer_is_timed_on_a_bounded_part_of_the_state(monkeypatch, numels):
+    stepped: list[int] = []
+
+    class Counted(torch.optim.SGD):
+        def __init__(self, groups: Any, **options: Any) -> None:
+            super().__init__(groups, **options)
+            stepped.append(sum(p.numel() for group in groups for p in group["params"]))
+
+    most = 1 << 16  # of the real limit, so that this test needs no GiB
+    monkeypatch.setattr(optimizer_step, "MOST_ELEMENTS", most)
+    monkeypatch.setattr(optimizer_step, "flat_numels", lambda session: list(numels))
+    setup = SimpleNamespace(shard_optimizer_class=Counted, options={"lr": 0.1, "momentum": 0.9})
+    session: Any = SimpleNamespace(device=torch.device("cpu"), setup=setup)
+    cost = optimizer_step.measure_update(session)
+    assert cost.state_bytes == 4.0
+    assert max(stepped) <= most + len(numels)
+    assert len(stepped) == 2

@@ -1,0 +1,98 @@
+"""The checksum of replicas changes with every bit, and does not depend on the order of addition."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from poplar.zero import replica_check
+from poplar.zero.replica_check import ReplicaCheck, checksum
+
+WORDS = (1 << 64) - 1
+
+
+def slow_checksum(tensors: list[torch.Tensor]) -> int:
+    """The definition, with Python's integers."""
+    odd, total = replica_check._ODD, 0
+    for tensor in tensors:
+        words = [word & WORDS for word in tensor.view(torch.int64).tolist()]
+        total = total * odd + sum(
+            word * pow(odd, position % 32, 1 << 64) for position, word in enumerate(words)
+        )
+    return replica_check._signed(total & WORDS)
+
+
+def random_tensors(blocks: list[int], seed: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(64 * count, generator=generator) for count in blocks]
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=4), st.integers(0, 1000))
+def test_equals_its_definition(blocks, seed):
+    tensors = random_tensors(blocks, seed)
+    assert int(checksum(tensors)) == slow_checksum(tensors)
+
+
+@given(st.integers(1, 50), st.data())
+def test_one_changed_bit_changes_it(blocks, data):
+    values = random_tensors([blocks], seed=blocks)[0]
+    before = int(checksum([values]))
+    position = data.draw(st.integers(0, values.numel() - 1))
+    values.view(torch.int32)[position] ^= 1 << data.draw(st.integers(0, 30))
+    assert int(checksum([values])) != before
+
+
+def test_small_changes_of_opposite_sign_do_not_cancel():
+    """Devices that round differently change elements by one unit, up or down."""
+    values = torch.ones(64 * 100)
+    before = int(checksum([values]))
+    for first in range(0, 64, 7):
+        for second in range(first + 1, 64):
+            changed = values.clone()
+            changed.view(torch.int32)[first] += 1
+            changed.view(torch.int32)[64 * 9 + second] -= 1
+            assert int(checksum([changed])) != before
+
+
+def test_nan_and_both_zeros_are_compared_by_their_bits():
+    zeros, nan = torch.zeros(64), torch.full((64,), float("nan"))
+    assert int(checksum([zeros])) != int(checksum([-zeros]))
+    assert int(checksum([nan])) == int(checksum([nan.clone()]))
+
+
+def test_tensors_in_another_order_have_another_checksum():
+    first, second = random_tensors([1, 1], seed=0)
+    assert int(checksum([first, second])) != int(checksum([second, first]))
+
+
+def checked_updates(updates: int, ranks: int = 2) -> list[int]:
+    flat = SimpleNamespace(master=torch.ones(64))
+    check = ReplicaCheck([flat], SimpleNamespace(group=SimpleNamespace(size=ranks)))
+    checked = []
+    for update in range(1, updates + 1):
+        check.record_update()
+        if check.outgoing is not None:
+            checked.append(update)
+            check.receive(torch.zeros(ranks, dtype=torch.int64))
+        check.raise_if_different()
+    return checked
+
+
+def test_first_two_updates_and_every_hundredth_are_checked():
+    assert checked_updates(305) == [1, 2, 100, 200, 300]
+
+
+def test_one_rank_checks_nothing():
+    assert checked_updates(3, ranks=1) == []
+
+
+@pytest.mark.parametrize(
+    ("sums", "expected"),
+    [((5, 5, 7), [2]), ((7, 5, 5), [0]), ((5, 7), [1]), ((1, 2, 3), [1, 2])],
+)
+def test_ranks_that_differ_from_most_are_named(sums, expected):
+    assert replica_check._minority(sums) == expected

@@ -1,0 +1,360 @@
+"""Memory and order on the streams of a device, checked on a simulated device.
+
+The simulated device runs nothing: the host is as far ahead as it can be. Every operation gets a
+vector clock, so a test can tell whether an operation is certain to be over when another one starts.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from poplar.comm import Bucket, Codec
+from poplar.comm.shard_layout import Layout
+from poplar.errors import CollectiveTimeout
+from poplar.system.trace import Trace
+from poplar.zero.flat_parameter import FlatParameter
+from poplar.zero.sharded_gradients import ShardedGradients
+from poplar.zero.sharded_optimizer import ShardedOptimizer
+from poplar.zero.sharded_parameters import ShardedParameters
+from poplar.zero.step_result import StepResult, Stopwatch
+from poplar.zero.strategy import Strategy
+from poplar.zero.streams import DeviceClock, Streams
+from poplar.zero.unit import Unit
+from poplar.zero.waiting import WaitingTime
+
+Clock = dict[str, int]
+RANKS = 2
+
+
+def merge(clock: Clock, other: Clock) -> None:
+    for stream, tick in other.items():
+        clock[stream] = max(clock.get(stream, 0), tick)
+
+
+def is_over(operation: tuple[str, int], clock: Clock) -> bool:
+    """Whether an operation has ended before anything that is issued with this clock starts."""
+    stream, tick = operation
+    return clock.get(stream, 0) >= tick
+
+
+class Device:
+    """The clocks of the streams "compute", "reduction" and "backend"."""
+
+    def __init__(self) -> None:
+        self.clocks: dict[str, Clock] = {name: {} for name in ("compute", "reduction", "backend")}
+        self.current = "compute"
+
+    def issue(self, stream: str | None = None) -> tuple[str, int]:
+        """Issue an operation on a stream; the current one by default."""
+        name = stream or self.current
+        clock = self.clocks[name]
+        clock[name] = clock.get(name, 0) + 1
+        return name, clock[name]
+
+    def collective(self) -> tuple[str, int]:
+        """As NCCL: on its own stream, after the current one."""
+        merge(self.clocks["backend"], self.clocks[self.current])
+        return self.issue("backend")
+
+
+class SimulatedStreams(Streams):
+    asynchronous = True
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+
+    @contextmanager
+    def reduction(self) -> Iterator[None]:
+        merge(self.device.clocks["reduction"], self.device.clocks["compute"])
+        before, self.device.current = self.device.current, "reduction"
+        yield
+        self.device.current = before
+
+    def record_reduction(self) -> Any:
+        return dict(self.device.clocks["reduction"])
+
+    def wait_for_reduction(self, event: Any) -> None:
+        merge(self.device.clocks["compute"], event)
+
+    def timestamp(self) -> Any:
+        return mock.Mock(query=lambda: False)
+
+
+class SimulatedWork:
+    def __init__(self, device: Device, operation: tuple[str, int], finish: Any = None) -> None:
+        self.device, self.operation, self.finish = device, operation, finish
+
+    def wait(self) -> float:
+        stream, tick = self.operation
+        merge(self.device.clocks[self.device.current], {stream: tick})
+        if self.finish is not None:
+            self.finish()
+        return 0.0
+
+
+class SimulatedTransport:
+    """Records what uses each bucket, and how many buckets and received slices are alive."""
+
+    takes_memory, waits_on_stream = True, True
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.group = mock.Mock(rank=0, size=RANKS, trace=Trace())
+        self.numbers: dict[int, int] = {}
+        self.uses: dict[int, list[tuple[str, int]]] = {}
+        self.sums: dict[int, tuple[str, int]] = {}
+        self.alive: set[int] = set()
+        self.most_alive = 0
+        self.freed_in_use: list[int] = []
+
+    def buffer(
+        self, layout: Layout, dtype: torch.dtype, device: torch.device, codec: Codec | None = None
+    ) -> Bucket:
+        del dtype, device
+        bucket = Bucket(torch.zeros(layout.numel), layout, codec or Codec())
+        number = self.numbers[bucket.data.data_ptr()] = len(self.uses)
+        self.uses[number] = []
+        self.alive.add(number)
+        self.most_alive = max(self.most_alive, len(self.alive))
+        weakref.finalize(bucket, self.free, number)
+        return bucket
+
+    def free(self, number: int) -> None:
+        clock = self.device.clocks["compute"]
+        if not all(is_over(use, clock) for use in self.uses[number]):
+            self.freed_in_use.append(number)
+        self.alive.discard(number)
+
+    def reduce_scatter(self, bucket: Bucket, out: Tensor, **_options: Any) -> SimulatedWork:
+        number = self.numbers[bucket.data.data_ptr()]
+        self.uses[number].append(self.device.collective())
+
+        def add() -> None:
+            assert self.device.current == "reduction", "sums must not run on the compute stream"
+            use = self.device.issue()
+            self.uses[number].append(use)  # this rank's own slice is read from the bucket
+            self.sums[out.data_ptr()] = use
+
+        return SimulatedWork(self.device, self.uses[number][-1], add)
+
+    def all_gather(self, data: Tensor, layout: Layout, **_options: Any) -> SimulatedWork:
+        del data, layout
+        return SimulatedWork(self.device, self.device.collective())
+
+    def share(self, data: Tensor) -> Tensor:
+        return data.clone()
+
+    def trim(self) -> None: ...
+
+    def broadcast(self, data: Tensor, source: int, *, what: str) -> None: ...
+
+
+def simulated(kind: type[Strategy], count: int) -> tuple[Strategy, SimulatedTransport, list[Unit]]:
+    device = Device()
+    transport = SimulatedTransport(device)
+    with mock.patch("poplar.zero.strategy.streams_of", return_value=SimulatedStreams(device)):
+        strategy = kind(transport, torch.float32, torch.device("cpu"))  # type: ignore[arg-type]
+    units = []
+    for index in range(count):
+        parameter = nn.Parameter(torch.zeros(256))
+        flat = FlatParameter(
+            f"unit {index}", [("weight", parameter)], dtype=torch.float32, trained=True, groups=[0]
+        )
+        units.append(Unit(index, f"unit {index}", (), (flat,), resident=False))
+    strategy.prepare(units)
+    for unit in units:
+        strategy.initialize(unit.flats[0], (0.5, 0.5))
+    return strategy, transport, units
+
+
+def backward(device: Device, flat: FlatParameter) -> None:
+    device.issue("compute")
+    flat.parameters[0].grad = torch.ones(256)
+
+
+def flats_of(units: Sequence[Unit]) -> list[FlatParameter]:
+    return [flat for unit in units for flat in unit.flats]
+
+
+@pytest.mark.parametrize("kind", [ShardedGradients, ShardedOptimizer])
+def test_buckets_are_freed_after_their_reduction_only(kind: type[Strategy]) -> None:
+    """However far the host runs ahead, and without `record_stream`."""
+    strategy, transport, units = simulated(kind, 12)
+    for _ in range(3):
+        strategy.begin_step()
+        with mock.patch.object(Tensor, "record_stream", side_effect=AssertionError):
+            for flat in reversed(flats_of(units)):
+                backward(transport.device, flat)
+                strategy.reduce(flat, 0.5)
+            strategy.wait_for_reductions(units)
+        compute = transport.device.clocks["compute"]
+        assert all(is_over(transport.sums[f.gradient.data_ptr()], compute) for f in flats_of(units))
+        for flat in flats_of(units):
+            strategy.free_gradient(flat)
+    assert transport.freed_in_use == []
+    assert transport.alive == set()
+
+
+def test_two_buckets_are_in_flight_at_most() -> None:
+    strategy, transport, units = simulated(ShardedGradients, 12)
+    strategy.begin_step()
+    for flat in reversed(flats_of(units)):
+        backward(transport.device, flat)
+        strategy.reduce(flat, 0.5)
+    strategy.wait_for_reductions(units)
+    assert transport.most_alive == strategy.reductions.limit == 2
+
+
+def test_backward_does_not_wait_for_the_latest_reduction() -> None:
+    """The compute stream waits only for the reduction whose bucket it reuses."""
+    strategy, transport, units = simulated(ShardedGradients, 6)
+    strategy.begin_step()
+    for number, flat in enumerate(flats_of(units)):
+        backward(transport.device, flat)
+        strategy.reduce(flat, 0.5)
+        latest = transport.uses[number][0]
+        assert not is_over(latest, transport.device.clocks["compute"])
+    strategy.wait_for_reductions(units)
+
+
+def test_accumulators_are_reduced_without_a_wait_of_the_backward() -> None:
+    """At stage 1 a rank's last pass does not wait for ranks that are still at earlier passes."""
+    strategy, transport, units = simulated(ShardedOptimizer, 6)
+    strategy.begin_step()
+    for flat in flats_of(units):
+        backward(transport.device, flat)
+        strategy.reduce(flat, 0.5)
+    assert "backend" not in transport.device.clocks["compute"]
+    strategy.wait_for_reductions(units)
+    assert transport.device.clocks["compute"]["backend"] == len(units)
+
+
+def test_unshard_starts_after_the_unit_whose_memory_it_takes() -> None:
+    strategy, transport, units = simulated(ShardedParameters, 6)
+    device = transport.device
+    computed: list[tuple[str, int]] = []
+    strategy.unshard(units[0], in_step=True)
+    for unit in units:
+        strategy.wait_for_unshard(unit)
+        if unit.index >= 1:
+            strategy.reshard(units[unit.index - 1])
+        if unit.index + 1 < len(units):
+            strategy.unshard(units[unit.index + 1], in_step=True)
+            assert all(is_over(before, device.clocks["backend"]) for before in computed)
+        computed.append(device.issue("compute"))
+        held = sum(flat.values.untyped_storage().nbytes() > 0 for flat in flats_of(units))
+        assert held <= 2
+
+
+class Event:
+    """A CUDA event that the device passes at `milliseconds`, once it gets there."""
+
+    reached = 0.0
+
+    def __init__(self, milliseconds: float) -> None:
+        self.milliseconds = milliseconds
+
+    def query(self) -> bool:
+        return self.milliseconds <= Event.reached
+
+    def synchronize(self) -> None:
+        Event.reached = max(Event.reached, self.milliseconds)
+
+    def elapsed_time(self, end: Event) -> float:
+        assert end.query(), "CUDA raises for events that are not over"
+        return end.milliseconds - self.milliseconds
+
+
+class TimedStreams(Streams):
+    asynchronous = True
+
+    def __init__(self) -> None:
+        self.time = 0.0
+
+    def timestamp(self) -> Event:
+        return Event(self.time)
+
+
+@pytest.fixture
+def streams() -> TimedStreams:
+    Event.reached = 0.0
+    return TimedStreams()
+
+
+def test_waits_of_a_device_are_read_when_it_has_passed_them(streams: TimedStreams) -> None:
+    waiting = WaitingTime(streams, Trace())
+    for milliseconds in (30.0, 50.0):
+        with waiting.stall("a collective"):
+            streams.time += milliseconds
+        streams.time += 100.0
+        waiting.begin_step()
+    assert waiting.latest() != waiting.latest()  # NaN: the device is still in the first step
+    Event.reached = 100.0
+    assert waiting.latest() == pytest.approx(0.030)
+    Event.reached = 1000.0
+    assert waiting.latest() == pytest.approx(0.050)
+
+
+def test_waits_of_the_current_step_can_be_read_with_a_synchronization(
+    streams: TimedStreams,
+) -> None:
+    waiting = WaitingTime(streams, Trace())
+    with waiting.stall("a collective"):
+        streams.time += 20.0
+    step = waiting.step
+    waiting.begin_step()
+    assert step.seconds() == step.seconds() == pytest.approx(0.020)
+
+
+def test_spans_of_a_device_have_its_times(streams: TimedStreams) -> None:
+    trace = Trace()
+    trace.clock = DeviceClock(streams)
+    with trace.record() as spans:
+        start = trace.now()
+        streams.time += 40.0
+        with trace.span("wait", "a collective"):
+            streams.time += 10.0
+        trace.add("pass", "a pass of 2 samples", start)
+    wait, whole = spans
+    assert wait.seconds == pytest.approx(0.010)
+    assert whole.seconds == pytest.approx(0.050)
+    assert whole.start < wait.start < wait.stop == whole.stop
+
+
+def result_of(streams: TimedStreams, group: Any) -> StepResult:
+    stopwatch = Stopwatch(streams, group)
+    streams.time += 250.0
+    stopwatch.stop()
+    return StepResult(
+        samples=8,
+        waiting_on=None,
+        skipped=False,
+        losses=torch.tensor([0.5, 0.25]),
+        norm=torch.tensor(3.0),
+        stopwatch=stopwatch,
+        waiting_seconds=lambda: 0.05,
+    )
+
+
+def test_result_of_a_step_waits_for_the_device_when_it_is_read(streams: TimedStreams) -> None:
+    group = mock.Mock(wait_for_event=lambda event, what: event.synchronize())
+    result = result_of(streams, group)
+    assert Event.reached == 0.0, "train_step must not wait"
+    assert result.loss == 0.75
+    assert Event.reached == 250.0
+    assert (result.grad_norm, result.seconds, result.waiting_seconds) == (3.0, 0.25, 0.05)
+
+
+def test_reading_a_result_fails_at_the_deadline(streams: TimedStreams) -> None:
+    late = mock.Mock(side_effect=CollectiveTimeout("rank 1 is missing"))
+    result = result_of(streams, mock.Mock(wait_for_event=late))
+    with pytest.raises(CollectiveTimeout, match="rank 1"):
+        _ = result.loss
