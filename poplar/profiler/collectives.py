@@ -146,7 +146,8 @@ def measure_network(session: Session, budget: float) -> NetworkProfile:
         return [collectives.seconds(issue, shares, part) for issue in both]
 
     reducing, gathering = reduce_and_gather((1.0 / ranks,) * ranks)
-    rates = [[rate, rate] for rate in rates_of_hosts(hosts, links)]
+    shared = not collectives.comm.hosts
+    rates = [[rate, rate] for rate in rates_of_hosts(hosts, links, shared=shared)]
     if 1 < ranks <= MOST_RANKS_ONE_BY_ONE and 2 * max(reducing, gathering) <= part:
         moved = (ranks - 1) * 4.0 * sum(collectives.numels)
         for owner in range(ranks):
@@ -182,10 +183,19 @@ def sample_buffers(numels: Sequence[int]) -> tuple[list[int], float]:
     return sample, sum(parts) / sum(sample)
 
 
-def rates_of_hosts(hosts: Hosts, links: Sequence[LinkProfile]) -> list[float]:
-    """By rank, seconds per byte between its host and the others; the ranks of a host share them.
+def rates_of_hosts(
+    hosts: Hosts, links: Sequence[LinkProfile], *, shared: bool = True
+) -> list[float]:
+    """By rank, seconds per byte between its host and the others.
 
-    1 for all ranks on a single host, and if there are no links. Only ratios matter.
+    Args:
+        hosts: the ranks of each host.
+        links: between all pairs of hosts.
+        shared: every rank sends and receives for itself, so the ranks of a host share its links. A
+            hierarchical transport does so once for the host.
+
+    Returns:
+        1 for all ranks on a single host, and if there are no links. Only ratios matter.
     """
     rates = [1.0] * sum(map(len, hosts.members))
     if not links:
@@ -196,7 +206,7 @@ def rates_of_hosts(hosts: Hosts, links: Sequence[LinkProfile]) -> list[float]:
             link.seconds_per_byte for pair, link in zip(pairs, links, strict=True) if host in pair
         ]
         for rank in ranks:
-            rates[rank] = len(ranks) * fmean(own)
+            rates[rank] = (len(ranks) if shared else 1) * fmean(own)
     return rates
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from unittest import mock
 
 import models
 import pytest
@@ -27,6 +28,7 @@ from subset import choose
 from training import STAGES, Run, assert_exact, assert_same, train_many
 
 from poplar import HeteroZeroOptimizer, Plan, UnitPlan
+from poplar.comm import Group, connect, host_topology
 from poplar.plan import STRATEGIES
 
 EVEN = (0.25,) * 4
@@ -182,21 +184,29 @@ def test_random_plans_equal_one_process_on_the_whole_batch(ranks: Pool, stage: i
         assert_exact([by_run[index] for by_run in trained], run.recipe, f"{index}: {run}")
 
 
-def train_natively(runs: list[Run]) -> list[reference.Trajectory]:
-    with native_calls():
+def train_natively(runs: list[Run], names: str) -> list[reference.Trajectory]:
+    """The ranks report the hosts named by letters."""
+    own = names[harness.rank()]
+    with native_calls(), mock.patch.object(host_topology, "host_id", return_value=(own,)):
+        transport = connect(Group.of(harness.group(), None), "auto").name
+        assert transport.startswith("hierarchical" if len(set(names)) > 1 else "process_group")
         return train_many(runs)
 
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("shares", [EVEN, NOTHING_FOR_SOME])
+@pytest.mark.parametrize("hosts", ["aaaa", "aabb"])
 def test_steps_with_native_collectives_are_exact(
-    ranks: Pool, shares: tuple[float, ...], stage: int
+    ranks: Pool, hosts: str, shares: tuple[float, ...], stage: int
 ) -> None:
-    """As on devices: one native collective per flat parameter and direction, no messages."""
+    """As on devices: one native collective per flat parameter and direction, no messages.
+
+    On two hosts there is one on each host and one between them.
+    """
     plan = Plan(stage=stage, global_batch=12, micro_batches=PASSES_WITH_A_REMAINDER, shares=shares)
     recipe = Recipe(spec=EVERYDAY, max_norm=0.1)
     runs = [Run(recipe, plan, open_form) for open_form in (False, True)]
-    trained = ranks.run(train_natively, runs)
+    trained = ranks.run(train_natively, runs, hosts)
     for index, run in enumerate(runs):
         assert_exact([by_run[index] for by_run in trained], run.recipe, str(run.open_form))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import random
 
@@ -17,7 +18,11 @@ from poplar.planner.collective_costs import CollectiveCosts
 from poplar.planner.communication_schedule import Synchronization
 from poplar.planner.cost_model import StageCosts
 from poplar.planner.memory_model import rank_memory
+from poplar.planner.memory_shortfall import NoPlanFits
+from poplar.planner.prediction import predict
+from poplar.planner.search import search
 from poplar.planner.shard_allocation import ShareProblem
+from poplar.planner.simple_plans import PREFERENCE
 from poplar.profile import ModelProfile, NetworkProfile
 
 MODEL = ModelProfile(unit_numels=(10**9,), param_bytes=2, wire_bytes=4)
@@ -171,3 +176,15 @@ def test_a_hierarchical_transport_needs_memory_for_one_collective_on_its_host() 
     over_hosts = dataclasses.replace(flat, network=network)
     more = rank_memory(over_hosts, 2, 0).fixed - rank_memory(flat, 2, 0).fixed
     assert more == pytest.approx((2 * model.wire_bytes + model.param_bytes) * 10**6)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_other_policy_is_faster_than_the_exact_one_over_hosts(seed: int) -> None:
+    cluster = on_hosts(seed)[1].cluster
+    for stage in (1, 2, 3):
+        with contextlib.suppress(NoPlanFits):
+            exact = search(cluster, global_batch=8, stages=(stage,))
+            for policy in ("even", "paper"):
+                other = search(cluster, global_batch=8, stages=(stage,), policy=policy)
+                limit = (1 + PREFERENCE) * predict(cluster, other).step_seconds
+                assert predict(cluster, exact).step_seconds <= limit

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -150,3 +153,43 @@ def test_a_host_of_eight_sends_an_eighth_of_what_a_flat_transport_sends() -> Non
     flat, over_hosts = (network_traffic(shares, hierarchical=way)[0] for way in (False, True))
     assert flat.leaving == 8 * over_hosts.leaving == 4.0
     assert flat.arriving == 8 * over_hosts.arriving == 4.0
+
+
+class RecordTensors(TorchDispatchMode):
+    """Knows the tensors that operators have made, as long as they live."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[weakref.ref[torch.Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **kwargs or {})
+        if isinstance(result, torch.Tensor):
+            self.made.append(weakref.ref(result))
+        return result
+
+    @property
+    def alive(self) -> int:
+        return sum(tensor() is not None for tensor in self.made)
+
+
+@pytest.mark.parametrize("operation", ["reduce_scatter", "all_gather"])
+def test_collectives_in_flight_hold_no_memory_of_the_transport(
+    operation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the steps allocate belongs to their stream, so one collective's worth serves all."""
+    monkeypatch.setenv("POPLAR_MEMORY_CACHE", "off")
+    hosts = Hosts.of("aabb")
+    layout = Layout.even(64 * 12 * 4, 4)
+    for comm in connected("hierarchical, native", 0, hosts):
+        bucket = Bucket(torch.zeros(layout.numel), layout, Codec())
+        out = torch.zeros(layout.size(0))
+        with RecordTensors() as tensors:
+            if operation == "reduce_scatter":
+                work = comm.reduce_scatter(bucket, out, accumulate=False, what="it")
+            else:
+                work = comm.all_gather(bucket.data, layout, what="it")
+        comm.trim()  # receive buffers of the CPU, which stands in for a device
+        assert len(tensors.made) > 3
+        assert tensors.alive == 0
+        work.wait()

@@ -107,4 +107,6 @@ def test_ranks_share_the_links_of_their_host():
         for pair in pairs
     ]
     assert rates_of_hosts(hosts, links) == [4.0, 4.0, 3.0, 16.0, 16.0, 16.0, 16.0]
+    over_hosts = rates_of_hosts(hosts, links, shared=False)
+    assert over_hosts == [2.0, 2.0, 3.0, 4.0, 4.0, 4.0, 4.0], "each byte leaves a host once"
     assert rates_of_hosts(Hosts(((0, 1, 2),)), ()) == [1.0] * 3
