@@ -19,7 +19,7 @@ from llama import Llama, LlamaConfig
 
 import poplar.comm
 import poplar.zero
-from poplar.comm import process_group, shard_layout
+from poplar.comm import shard_layout
 from poplar.comm.shard_layout import Layout
 from poplar.hardware.model_shapes import architecture
 from poplar.zero.unit import Member, Unit, build_units, find_blocks
@@ -65,11 +65,7 @@ class Shape:
         ]
         merge = "blocks" if shards_parameters else "all"
         return build_units(
-            model,
-            members,
-            find_blocks(model),
-            merge=merge,
-            max_flat_bytes=process_group.NATIVE_FLAT_BYTES,
+            *(model, members, find_blocks(model)), merge=merge, max_flat_bytes=max_flat_bytes
         )
 
 
