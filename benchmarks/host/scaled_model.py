@@ -19,9 +19,10 @@ from llama import Llama, LlamaConfig
 
 import poplar.comm
 import poplar.zero
-from poplar.comm import group, shard_layout
+from poplar.comm import shard_layout
 from poplar.comm.shard_layout import Layout
 from poplar.hardware.model_shapes import architecture
+from poplar.zero import flat_parameter
 from poplar.zero.unit import Member, Unit, build_units, find_blocks
 
 CONTEXT = 8
@@ -65,11 +66,7 @@ class Shape:
         ]
         merge = "blocks" if shards_parameters else "all"
         return build_units(
-            model,
-            members,
-            find_blocks(model),
-            merge=merge,
-            max_flat_bytes=group.NATIVE_FLAT_BYTES,
+            *(model, members, find_blocks(model)), merge=merge, max_flat_bytes=max_flat_bytes
         )
 
 
@@ -94,8 +91,9 @@ def scaled_limits(shape: Shape) -> Iterator[None]:
                     if name.endswith("_BYTES") and name.isupper() and isinstance(value, int):
                         scaled = max(1, value // shape.divisor**2)
                         stack.enter_context(mock.patch.object(module, name, scaled))
-                if hasattr(module, "ALIGNMENT"):
-                    stack.enter_context(mock.patch.object(module, "ALIGNMENT", alignment))
+        # Elsewhere it is the size of the operators' blocks, which stays.
+        for module in (shard_layout, flat_parameter):
+            stack.enter_context(mock.patch.object(module, "ALIGNMENT", alignment))
         cut = Layout.from_shares.__func__  # its default argument is the alignment
         stack.enter_context(mock.patch.object(cut, "__defaults__", (alignment,)))
         yield

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -310,17 +310,36 @@ class Step:
         self.finish_passes()
         engine, state, strategy = self._engine, self._engine.step, self._engine.strategy
         unused = (state.summary or self.close(None)).unused
-        strategy.updated.finish()  # of units that have had no forward since the last update
-        for flat in engine.trained:
-            unused[flat] = unused[flat].union(strategy.read_back_gradients(flat))
-            strategy.wait_for_readers(flat)
-        with self._trace.span("optimizer", "the update"):
-            self._update.step(groups, unused, state.factor, state.found_inf)
-        strategy.all_gather_updated_parameters(engine.units)
+        with self._stops_all_ranks():
+            strategy.updated.finish()  # of units that have had no forward since the last update
+            for flat in engine.trained:
+                unused[flat] = unused[flat].union(strategy.read_back_gradients(flat))
+                strategy.wait_for_readers(flat)
+            with self._trace.span("optimizer", "the update"):
+                self._update.step(groups, unused, state.factor, state.found_inf)
+            strategy.all_gather_updated_parameters(engine.units)
         self._replicas.record_update()
         if state.found_inf is not None:  # synchronize only after all work has been issued
             state.skipped = self._update.undo_if_skipped(state.found_inf)
         self.reset()
+
+    @contextmanager
+    def _stops_all_ranks(self) -> Iterator[None]:
+        """A context in which an error of this rank ends training on all ranks.
+
+        The others apply the step, so this rank's parameters would differ from theirs.
+        """
+        try:
+            yield
+        except CollectiveTimeout:
+            raise
+        except Exception as error:
+            self._engine.control.group.abort(
+                f"rank {self._rank} failed in the update, after all ranks had agreed on it, so its "
+                "parameters differ from those of the other ranks; restart from a checkpoint. "
+                f"{type(error).__name__}: {error}"
+            )
+            raise
 
 
 _LOOP_LEFT_EARLY = "the micro_batches loop was left early (an exception in its body, or break)"
