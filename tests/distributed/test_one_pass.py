@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
+from unittest import mock
 
 import pytest
 import ranks as harness
@@ -108,6 +110,61 @@ def test_gradient_is_packed_once_reduced_once_and_applied(
             assert len(arithmetic) == 3
             copies = {3: 1}.get(stage, 0)  # a rank's own shard in the unsharded parameters
             assert found.count("aten.copy_") == copies
+
+
+class Operators(TorchDispatchMode):
+    """Counts all operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count[str(func.overloadpacket)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def operators_of_update(stage: int, blocks: int) -> tuple[int, Counter[str], Counter[str]]:
+    """Number of runs, operators of a whole step, and those of its update."""
+    with mock.patch("poplar.zero.unit.MAX_FLAT_BYTES", 1):
+        model = nn.Sequential(*[nn.Linear(32, 32) for _ in range(blocks)])
+        groups = [
+            {"params": [layer.weight for layer in model]},
+            {"params": [layer.bias for layer in model], "weight_decay": 0.0},
+        ]
+        optimizer = HeteroZeroOptimizer(
+            model,
+            torch.optim.AdamW,
+            plan=Plan.manual("1,2", stage=stage),
+            process_group=harness.group(),
+            params=groups,
+            units=[nn.Linear],
+            lr=0.1,
+        )
+    batch = torch.ones(1 + optimizer._group.rank, 32)
+    whole, of_update = Operators(), Operators()
+    step = optimizer._update.step
+
+    def counted_step(*arguments: Any) -> None:
+        with of_update:
+            step(*arguments)
+
+    optimizer.train_step(lambda m, b: m(b).square().sum(), batch)
+    with mock.patch.object(optimizer._update, "step", counted_step), whole:
+        optimizer.train_step(lambda m, b: m(b).square().sum(), batch, max_norm=1e-3)
+    owned = [run for run in optimizer._update.runs if run.tensor is not None]
+    return len(owned), whole.count, of_update.count
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_norm_and_update_are_one_operator_each_for_any_number_of_runs(
+    ranks: Pool, stage: int
+) -> None:
+    for runs, whole, of_update in ranks.run(operators_of_update, stage, 6, ranks=2):
+        assert runs >= 6
+        assert whole["poplar.exact_sum_"] == whole["poplar.exact_norm"] == 1
+        assert of_update["poplar.adamw_"] == of_update["aten._foreach_add_"] == 1
+        assert of_update.total() <= 6, of_update
 
 
 def test_stage_0_scales_grad_in_the_users_loop(ranks: Pool) -> None:
