@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -103,35 +104,6 @@ def test_profiling_preserves_the_model(ranks: Pool):
     assert ranks.run(changes_left, (0, 1, 2, 3)) == [[]] * 4
 
 
-def graphs_and_runs_of_a_compiled_model() -> dict[str, int]:
-    """Graphs that profiling compiles at stages 0 and 3, and graphs run per pass afterwards."""
-    graphs, runs = [], []
-
-    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
-        graphs.append(graph)
-
-        def run(*args: Any) -> Any:
-            runs.append(graph)
-            return graph.forward(*args)
-
-        return run
-
-    model = models.build(ModelSpec(kind="mlp", blocks=1))
-    model.compile(backend=backend)
-    profiled(model, stages=(0, 3), max_batch=2, seconds=0.5)
-    counts = {"graphs of the profile": len(graphs)}
-    runs.clear()
-    models.mean_over_samples(model, batch()).backward()
-    return {**counts, "graphs in one pass": len(runs)}
-
-
-def test_compiled_model_stays_compiled(ranks: Pool):
-    """Stage 3 splits graphs at its hooks; a pass without hooks is one graph again afterwards."""
-    for counts in ranks.run(graphs_and_runs_of_a_compiled_model, ranks=2):
-        assert counts["graphs of the profile"] > 0
-        assert counts["graphs in one pass"] == 1
-
-
 def profile_as_dict() -> dict[str, Any]:
     return profiled().to_dict()
 
@@ -148,7 +120,9 @@ def test_all_ranks_get_the_same_profile(ranks: Pool, tmp_path: Path):
     assert ClusterProfile.from_json(tmp_path / "profile.json") == profile
 
 
-def watched_session() -> tuple[Session, list[int]]:
+def watched_session(
+    spec: ModelSpec | None = None, units: Sequence[str] | None = None
+) -> tuple[Session, list[int]]:
     """A session, and a list of the batches that passes on this rank run with."""
     ran: list[int] = []
 
@@ -157,7 +131,7 @@ def watched_session() -> tuple[Session, list[int]]:
         return models.mean_over_samples(model, batch)
 
     request = Request(
-        model=models.build(ModelSpec(blocks=1)),
+        model=models.build(spec or ModelSpec(blocks=1)),
         loss_fn=loss,
         example=batch(),
         optimizer_class=torch.optim.AdamW,
@@ -167,7 +141,7 @@ def watched_session() -> tuple[Session, list[int]]:
         stages=(0,),
         seconds=1.0,
         max_norm=None,
-        units=None,
+        units=units,
         compute_dtype="auto",
         reduce_dtype=torch.float32,
         allow_batch_norm=False,
@@ -206,6 +180,38 @@ def steps_from_host_copies() -> tuple[int, list[str]]:
 
 def test_parameters_are_copied_to_the_host_once_for_all_plans(ranks: Pool):
     assert ranks.run(steps_from_host_copies) == [(1, [])] * 4
+
+
+def graphs_per_pass_of_a_compiled_model() -> list[float]:
+    """Graphs that run in a pass at stage 0, then at stages 3 and 0, then after the profile."""
+    session, _ = watched_session(ModelSpec(kind="mlp", blocks=2), ["blocks.0", "blocks.1"])
+    model, ran, counts = session.request.model, [], []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        def run(*args: Any) -> Any:
+            ran.append(graph)
+            return graph.forward(*args)
+
+        return run
+
+    model.compile(backend=backend)
+    with session.measuring():
+        for stage in (0, 3, 0):
+            plan = Plan.even(2, 4, 2, stage=stage)
+            trial_runs.run_plan(session, plan, steps=1, report=lambda text: None)
+            ran.clear()
+            trial_runs.run_plan(session, plan, steps=1, report=lambda text: None)
+            counts.append(len(ran) / 2)  # a pass of the warm-up, which compiles nothing, and one
+    ran.clear()
+    models.mean_over_samples(model, batch()).backward()
+    return [*counts, len(ran)]
+
+
+def test_compiled_model_stays_compiled(ranks: Pool):
+    """Stage 3 splits graphs at its hooks; a pass without hooks is one graph again afterwards."""
+    for one, split, again, trained in ranks.run(graphs_per_pass_of_a_compiled_model, ranks=2):
+        assert one == again == trained
+        assert split > one
 
 
 def links_between(hosts: Hosts) -> tuple[Any, list[tuple[int, ...]]]:
