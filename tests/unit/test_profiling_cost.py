@@ -67,6 +67,7 @@ class CountedCommunicator:
 
     name = "counted"
     reduction_order = "library"
+    hosts = ()
 
     def __init__(self, group: Any, counters: Counters) -> None:
         self.group = group
