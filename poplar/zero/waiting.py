@@ -32,6 +32,11 @@ class StepWaiting:
         self._stalls.append((before, after))
 
     @property
+    def has_stalls(self) -> bool:
+        """Whether a stream has waited."""
+        return bool(self._stalls)
+
+    @property
     def is_known(self) -> bool:
         """Whether the device has passed all waits."""
         return not self._stalls or bool(self._stalls[-1][1].query())
@@ -55,8 +60,9 @@ class WaitingTime:
         self._latest = float("nan")
 
     def begin_step(self) -> None:
-        """Start to count the waits of the next step."""
-        self._unread.append(self.step)
+        """Start to count the waits of the next step. It may be called several times before it."""
+        if self.step.has_stalls:
+            self._unread.append(self.step)
         self.step = StepWaiting()
 
     def wait_for(self, work: Work, what: str) -> None:

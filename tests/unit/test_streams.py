@@ -296,6 +296,7 @@ def test_waits_of_a_device_are_read_when_it_has_passed_them(streams: TimedStream
             streams.time += milliseconds
         streams.time += 100.0
         waiting.begin_step()
+        waiting.begin_step()  # at the end of a step and at the start of the next
     assert waiting.latest() != waiting.latest()  # NaN: the device is still in the first step
     Event.reached = 100.0
     assert waiting.latest() == pytest.approx(0.030)
