@@ -86,6 +86,10 @@ class FlatAdamW(torch.optim.AdamW):
             for group in self.param_groups
         )
 
+    def allocate_state(self, values: Tensor) -> None:
+        """Allocate the state that the first step of `values` would allocate."""
+        self._state_of(values)
+
     def _state_of(self, values: Tensor) -> dict[str, Any]:
         state: dict[str, Any] = self.state[values]
         if not state:

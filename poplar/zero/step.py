@@ -243,6 +243,11 @@ class Step:
     def close(self, norm_type: float | None, error: Exception | None = None) -> StepSummary:
         """Agree that the step may be applied; raise on all ranks if one failed. Collective."""
         engine, state = self._engine, self._engine.step
+        if error is None:
+            try:
+                self._update.allocate_state()
+            except Exception as caught:
+                error = caught
         try:
             self._replicas.raise_if_different()
             summary = state.summary = close_step(

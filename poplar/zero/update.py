@@ -111,6 +111,20 @@ class ShardedUpdate:
             if low is not None and tensor not in written:
                 low.copy_(tensor)
 
+    def allocate_state(self) -> None:
+        """Allocate what the next update is certain to need, before the ranks agree to apply it.
+
+        A rank that is out of memory then fails together with the others. Runs that this rank has
+        used in part may be split or skipped, so their state is allocated in the update.
+        """
+        if not isinstance(self.inner, FlatAdamW) or not self.inner.uses_operator():
+            return
+        for run in self.runs:
+            if run.tensor is None or run.tensor in self.inner.state:
+                continue
+            if run.flat.used.issuperset(range(run.first, run.last)):
+                self.inner.allocate_state(run.tensor)
+
     @property
     def has_exact_kernel(self) -> bool:
         """Whether the update is Poplar's own, which rounds alike on all devices."""

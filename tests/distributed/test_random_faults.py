@@ -42,7 +42,7 @@ SEEDS = [*map(int, GIVEN.split(","))] if GIVEN else range(choose(quick=10, full=
 DEADLINE = timedelta(seconds=5)
 """Of ranks that wait for a lost rank. Others wait longer: ranks may still be importing modules."""
 STEPS = 3
-MOST_STEPS = 40
+MOST_STEPS = 400
 """A killed rank dies before this step."""
 RECIPE = Recipe(batches=(12,) * STEPS, max_norm=0.5)
 BLOCKS = 3
