@@ -93,9 +93,11 @@ class FlatAdamW(torch.optim.AdamW):
     def _state_of(self, values: Tensor) -> dict[str, Any]:
         state: dict[str, Any] = self.state[values]
         if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
-            state["exp_avg"] = torch.zeros_like(values)
-            state["exp_avg_sq"] = torch.zeros_like(values)
+            state.update(  # at once, so that no part is left if memory runs out
+                step=torch.zeros((), dtype=torch.float32, device="cpu"),
+                exp_avg=torch.zeros_like(values),
+                exp_avg_sq=torch.zeros_like(values),
+            )
         elif state["step"].is_cuda:  # from a checkpoint; reading it would synchronize
             state["step"] = state["step"].cpu()
         return state

@@ -120,7 +120,7 @@ class ShardedUpdate:
         if not isinstance(self.inner, FlatAdamW) or not self.inner.uses_operator():
             return
         for run in self.runs:
-            if run.tensor is None or run.tensor in self.inner.state:
+            if run.tensor is None or self.inner.state.get(run.tensor):
                 continue
             if run.flat.used.issuperset(range(run.first, run.last)):
                 self.inner.allocate_state(run.tensor)
