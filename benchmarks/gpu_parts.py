@@ -72,11 +72,10 @@ MEMORY = (
     "pack_of_thousands or large_pack or pack_in_place or block_sums_give or more_ranks "
     "or (clip_coefficient_matches and 0.05) "
     "or exact_sums_are_exact or norm_is_the_square_root or (rank_sum_computes and dtype1) "
-    "or (unpack_gives and dtype1) or (adamw_gives and False) "
-    "or adamw_of_more_shards or exact_sum_of_more"
+    "or (adamw_gives and False) or adamw_of_more_shards or exact_sum_of_more"
 )
 # The kernels that use shared memory.
-RACES = "(pack_computes and dtype0) or norm_is_the_square_root"
+RACES = "(pack_gives and dtype0 and False) or norm_is_the_square_root"
 
 
 @dataclass(frozen=True, kw_only=True)

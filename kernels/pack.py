@@ -1,4 +1,4 @@
-"""Packs many gradients into one flat bucket: scaled, rounded and squared in one launch.
+"""Packs many gradients into one flat bucket: scaled and rounded in one launch.
 
 Contract: `pack_` in `poplar.ops`.
 """
@@ -11,8 +11,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-from .tree import store_block_sums
 
 TILE = 1024
 """Elements per program: eight for each thread of four warps. Not tuned yet."""
@@ -50,12 +48,10 @@ def _load_as_fp32(address, offset, mask, dtype, ALIGNED: tl.constexpr):
 def pack_kernel(
     bucket_ptr,
     table_ptr,
-    sums_ptr,
     weight,
     numel,
     segments,
     ACCUMULATE: tl.constexpr,
-    SUMS: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """One tile of the bucket. A row of the table: address, first element, elements, dtype."""
@@ -107,8 +103,6 @@ def pack_kernel(
     else:
         rounded = product.to(bucket_ptr.dtype.element_ty)
     tl.store(out_ptr, rounded, mask=inside)
-    if SUMS:
-        store_block_sums(sums_ptr, rounded.to(tl.float32), tile, numel, TILE)
 
 
 def pack_(
@@ -117,7 +111,6 @@ def pack_(
     offsets: Sequence[int],
     weight: float,
     accumulate: bool,
-    sums: Tensor | None,
 ) -> None:
     """Launch the kernel; arguments must have been checked."""
     numel = bucket.numel()
@@ -133,12 +126,10 @@ def pack_(
     pack_kernel[(triton.cdiv(numel, TILE),)](
         bucket,
         table.to(bucket.device, non_blocking=True),
-        bucket if sums is None else sums,
         weight,
         numel,
         len(rows),
         ACCUMULATE=accumulate,
-        SUMS=sums is not None,
         TILE=TILE,
         num_warps=4,
         enable_fp_fusion=False,

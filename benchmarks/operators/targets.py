@@ -3,16 +3,17 @@
 Bytes that each implementation of `chain` moves per element. They bound the speed-ups if every
 kernel is limited by memory and reaches the same bandwidth:
 
-- Poplar, fp32: 4 read and 4 written to pack, 16 read and 12 written to update: 36. 16 bits: 2 read
-  and 4 written, and 2 more written at the end: 36 as well.
+- Poplar, fp32: 4 read and 4 written to pack, 4 read for the norm, 16 read and 12 written to update:
+  40. 16 bits: 2 read and 4 written to pack, and 2 more written at the end: 40 as well. (In training
+  the sum over ranks computes the squares for the norm; here nothing is summed.)
 - the usual torch, fp32: 8 each to weight, to unscale and to clip, 4 for the norm, 28 to step: 56,
-  1.56 times as many. 16 bits: 6 more to widen and 6 to round: 68, 1.89 times.
+  1.4 times as many. 16 bits: 6 more to widen and 6 to round: 68, 1.7 times.
 - the best torch, fp32: 4 for the norm, 32 to step, because it writes the gradients back when given
-  their scale: 36, the same. 16 bits: 6 more to widen and 6 to round: 48, 1.33 times.
+  their scale: 36, 0.9 times. 16 bits: 6 more to widen and 6 to round: 48, 1.2 times.
 
 So on a GPU, no packing implementation can reach 2.0 over the usual torch or, in fp32, 1.2 over the
 best, unless torch's kernels stay that far below the bandwidth or their launches take longer than
-they run. In 16 bits 1.2 is possible.
+they run. In 16 bits 1.2 is the bound.
 """
 
 from __future__ import annotations

@@ -45,10 +45,9 @@ def tasks_of(
 
 
 def pack(tensors: TensorList, dtype: torch.dtype, device: str) -> Task:
-    """Many gradients into one fp32 bucket, times a weight, with the block sums for the norm."""
+    """Many gradients into one fp32 bucket, times a weight."""
     grads, offsets, numel = _gradients(tensors, dtype, device)
-    bucket, sums = _bucket(numel, device)
-    other = torch.empty(numel, device=device)
+    bucket, other = (torch.empty(numel, device=device) for _ in range(2))
     places = [other[o : o + g.numel()].view_as(g) for g, o in zip(grads, offsets, strict=True)]
     joined: list[Tensor] = []
 
@@ -65,9 +64,7 @@ def pack(tensors: TensorList, dtype: torch.dtype, device: str) -> Task:
         numel=numel,
         least_bytes=numel * (dtype.itemsize + FP32),
         ways={
-            OURS: Way(
-                lambda: ops.pack_(bucket, grads, offsets, WEIGHT, False, sums), lambda: bucket
-            ),
+            OURS: Way(lambda: ops.pack_(bucket, grads, offsets, WEIGHT), lambda: bucket),
             "torch.cat, mul_": Way(join, lambda: joined[0]),
             "_foreach_copy_, mul_": Way(copy_and_weigh, lambda: other),
         },
@@ -80,8 +77,9 @@ def reduce(tensors: TensorList, dtype: torch.dtype, device: str) -> Task:
     """Slices of four ranks, added in rank order, with the block sums for the norm."""
     numel = tensors.numel // RANKS
     received = torch.randn(RANKS, numel, generator=_seed(device), device=device).to(dtype)
-    parts, other = list(received.unbind()), torch.empty(numel, device=device)
-    out, sums = _bucket(numel, device)
+    parts = list(received.unbind())
+    out, other = (torch.empty(numel, device=device) for _ in range(2))
+    sums = torch.empty(-(-numel // ops.ALIGNMENT), device=device)
 
     def one_after_the_other() -> None:
         other.copy_(parts[0])
@@ -157,14 +155,14 @@ def chain(tensors: TensorList, dtype: torch.dtype, device: str) -> Task:
     bytes that each implementation moves.
     """
     grads, offsets, numel = _gradients(tensors, dtype, device)
-    bucket, sums = _bucket(numel, device)
+    bucket = torch.empty(numel, device=device)
     ours, listed = Flat(bucket, dtype), Listed(grads, FUSED)
     weight, inverse = WEIGHT / LOSS_SCALE, torch.tensor(1.0 / LOSS_SCALE, device=device)
 
     def by_poplar() -> None:
-        ops.pack_(bucket, grads, offsets, weight, False, sums)
+        ops.pack_(bucket, grads, offsets, weight)
         total = torch.zeros(1, ops.EXACT_WORDS, dtype=torch.int64, device=device)
-        ops.exact_sum_(total[0], [sums])
+        ops.exact_sum_(total[0], [ops.block_sums_of_squares(bucket)])
         norm = ops.exact_norm(total)
         ours.step(ops.clip_coefficient(norm, MAX_NORM).float(), (~norm.isfinite()).float())
 
@@ -187,7 +185,7 @@ def chain(tensors: TensorList, dtype: torch.dtype, device: str) -> Task:
     return Task(
         name="chain",
         numel=numel,
-        least_bytes=(dtype.itemsize + FP32 + 28 + _rounded_bytes(dtype)) * numel,
+        least_bytes=(dtype.itemsize + 2 * FP32 + 28 + _rounded_bytes(dtype)) * numel,
         ways={
             OURS: Way(by_poplar, lambda: ours.mean, ours.reset),
             "usual torch": Way(usual, listed.mean, listed.reset),
@@ -204,12 +202,6 @@ def chain(tensors: TensorList, dtype: torch.dtype, device: str) -> Task:
 def _rounded_bytes(dtype: torch.dtype) -> int:
     """Bytes written besides each fp32 master."""
     return 0 if dtype == torch.float32 else dtype.itemsize
-
-
-def _bucket(numel: int, device: str) -> tuple[Tensor, Tensor]:
-    """A flat fp32 buffer, and its block sums of squares."""
-    blocks = -(-numel // ops.ALIGNMENT)
-    return torch.empty(numel, device=device), torch.empty(blocks, device=device)
 
 
 def _gradients(

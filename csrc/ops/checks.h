@@ -143,25 +143,6 @@ inline Sources sources_of(const char* name, const Tensor& buffer,
   return sources;
 }
 
-struct Targets {
-  std::vector<void*> data;
-  std::vector<Dtype> dtypes;
-};
-
-inline Targets targets_of(const char* name, const Tensor& buffer,
-                          const std::vector<Tensor>& tensors) {
-  Targets targets;
-  targets.data.reserve(tensors.size());
-  targets.dtypes.reserve(tensors.size());
-  for (std::size_t i = 0; i < tensors.size(); ++i) {
-    check(same_device(buffer, tensors[i]), name, ": all tensors must be on the buffer's device");
-    check(tensors[i].is_contiguous(), name, ": outs must be contiguous, number ", i, " is not");
-    targets.dtypes.push_back(dtype_of(tensors[i], name));
-    targets.data.push_back(tensors[i].mutable_data_ptr());
-  }
-  return targets;
-}
-
 // Checks an out and the parts of a sum over ranks, which have one dtype and size. `name`: the
 // operator.
 inline void check_parts(const std::string& name, const Tensor& out,

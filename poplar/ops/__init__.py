@@ -51,7 +51,6 @@ __all__ = [
     "rank_sum_",
     "rank_sum_chunks_",
     "rank_sum_each_",
-    "unpack_",
 ]
 
 ALIGNMENT = plain.ALIGNMENT
@@ -66,7 +65,7 @@ _library = torch.library.Library("poplar", "DEF")
 _library.define("copy_(Tensor(a!) target, Tensor source) -> ()")
 _library.define(
     "pack_(Tensor(a!) bucket, Tensor[] grads, int[] offsets, float weight, "
-    "bool accumulate=False, Tensor(b!)? sums=None) -> ()"
+    "bool accumulate=False) -> ()"
 )
 _library.define(
     "rank_sum_(Tensor(a!) out, Tensor[] received, bool accumulate=False, "
@@ -77,7 +76,6 @@ _library.define(
     "rank_sum_chunks_(Tensor(a!)[] outs, Tensor[] received, Tensor(b!) work_counters, "
     "Tensor(c!)? sums=None) -> ()"
 )
-_library.define("unpack_(Tensor flat, Tensor(a!)[] outs, int[] offsets) -> ()")
 _library.define("block_sums_of_squares(Tensor flat) -> Tensor")
 _library.define("exact_sum_(Tensor(a!) total, Tensor[] values) -> ()")
 _library.define("exact_norm(Tensor totals) -> Tensor")
@@ -113,7 +111,6 @@ def pack_(
     offsets: Sequence[int],
     weight: float,
     accumulate: bool = False,
-    sums: Tensor | None = None,
 ) -> None:
     """Write or add `weight * grads[i]` at `bucket[offsets[i]:]` for every i, in one read.
 
@@ -125,17 +122,14 @@ def pack_(
         offsets: first element of each gradient in the bucket, ascending without overlap.
         weight: rounded to fp32, as is its product with each element.
         accumulate: add to the bucket, and leave gaps unchanged.
-        sums: receives `block_sums_of_squares(bucket)` of the result, without another read of it. A
-            sum that is not finite means that one of its 64 elements is not, or that the root of
-            their squares is beyond 1.8e19, the limit of fp32.
 
     Raises:
         RuntimeError: offsets that overlap or exceed the bucket, a gradient at another offset of the
             bucket's memory, another dtype or device.
     """
     with torch.no_grad():
-        torch.ops.poplar.pack_(bucket, grads, offsets, weight, accumulate, sums)
-    _written(bucket, sums)
+        torch.ops.poplar.pack_(bucket, grads, offsets, weight, accumulate)
+    _written(bucket)
 
 
 def rank_sum_(
@@ -151,7 +145,9 @@ def rank_sum_(
         received: each rank's part, `m` elements, 1-D, contiguous; fp32, bf16 or fp16, all the same.
             One of them may be `out` itself; otherwise none overlaps it.
         accumulate: add the finished total to `out` instead.
-        sums: receives `block_sums_of_squares(out)` of the result: see `pack_`.
+        sums: receives `block_sums_of_squares(out)` of the result, without another read of it. A sum
+            that is not finite means that one of its 64 elements is not, or that the root of their
+            squares is beyond 1.8e19, the limit of fp32.
 
     Raises:
         RuntimeError: no parts, sizes that do not match, another dtype or device.
@@ -202,23 +198,6 @@ def rank_sum_chunks_(
     with torch.no_grad():
         torch.ops.poplar.rank_sum_chunks_(outs, received, work_counters, sums)
     _written(*outs, work_counters, sums)
-
-
-def unpack_(flat: Tensor, outs: Sequence[Tensor], offsets: Sequence[int]) -> None:
-    """Copy `flat[offsets[i]:]` into `outs[i]`, rounded to its dtype.
-
-    Args:
-        flat: 1-D, contiguous; fp32, bf16 or fp16.
-        outs: contiguous, any shapes; fp32, bf16 or fp16, mixed; may be empty.
-        offsets: first element of each out in the buffer, ascending without overlap.
-
-    Raises:
-        RuntimeError: offsets that overlap or exceed the buffer, an out that is not contiguous,
-            another dtype or device.
-    """
-    with torch.no_grad():
-        torch.ops.poplar.unpack_(flat, outs, offsets)
-    _written(*outs)
 
 
 def block_sums_of_squares(flat: Tensor) -> Tensor:

@@ -114,10 +114,9 @@ def pack_(
     offsets: list[int],
     weight: float,
     accumulate: bool = False,
-    sums: Tensor | None = None,
 ) -> None:
     """See `poplar.ops.pack_`."""
-    check_pack(bucket, grads, offsets, sums)
+    check_pack(bucket, grads, offsets)
     rounded = torch.tensor(weight, dtype=torch.float32, device="cpu").item()
     end = 0
     for grad, offset in zip(grads, offsets, strict=True):
@@ -129,8 +128,6 @@ def pack_(
         end = offset + grad.numel()
     if not accumulate:
         bucket[end:].zero_()
-    if sums is not None:
-        sums.copy_(block_sums_of_squares(bucket))
 
 
 @torch.no_grad()
@@ -318,9 +315,7 @@ def _total(received: Sequence[Tensor]) -> Tensor:
     return total
 
 
-def check_pack(
-    bucket: Tensor, grads: Sequence[Tensor], offsets: Sequence[int], sums: Tensor | None
-) -> None:
+def check_pack(bucket: Tensor, grads: Sequence[Tensor], offsets: Sequence[int]) -> None:
     """Raise if `pack_` does not support its arguments."""
     check_flat(bucket, "pack_: bucket")
     for i, (grad, place) in enumerate(_pieces("pack_", bucket, grads, offsets)):
@@ -333,7 +328,6 @@ def check_pack(
             is_its_place or not _overlap(grad, bucket),
             f"pack_: tensor {i} is in the buffer's memory, but not at its own offset",
         )
-    _check_sums("pack_", bucket, sums)
 
 
 def check_rank_sum(out: Tensor, received: Sequence[Tensor], sums: Tensor | None) -> None:
@@ -359,17 +353,6 @@ def _check_parts(name: str, out: Tensor, received: Sequence[Tensor]) -> None:
             part.numel() == out.numel(),
             f"{name}: each part must hold {out.numel()} elements, as out does, got {part.numel()}",
         )
-
-
-@torch.no_grad()
-def unpack_(flat: Tensor, outs: list[Tensor], offsets: list[int]) -> None:
-    """See `poplar.ops.unpack_`."""
-    check_flat(flat, "unpack_: flat")
-    pieces = _pieces("unpack_", flat, outs, offsets)
-    for i, out in enumerate(outs):
-        _check(out.is_contiguous(), f"unpack_: outs must be contiguous, number {i} is not")
-    for out, place in pieces:
-        out.view(-1).copy_(place)
 
 
 @torch.no_grad()
@@ -471,7 +454,6 @@ FUNCTIONS: dict[str, Callable[..., Tensor | None]] = {
     "rank_sum_": rank_sum_,
     "rank_sum_chunks_": rank_sum_chunks_,
     "rank_sum_each_": rank_sum_each_,
-    "unpack_": unpack_,
     "block_sums_of_squares": block_sums_of_squares,
     "exact_sum_": exact_sum_,
     "exact_norm": exact_norm,

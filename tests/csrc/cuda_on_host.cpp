@@ -8,7 +8,6 @@
 #include "norm.cuh"
 #include "pack.cuh"
 #include "rank_sum.cuh"
-#include "unpack.cuh"
 
 namespace {
 
@@ -35,23 +34,13 @@ std::vector<Element> listed(const Element* elements, std::int64_t count) {
 
 extern "C" {
 
-void pack(Dtype dtype, void* bucket, float* sums, std::int64_t numel, std::int64_t count,
+void pack(Dtype dtype, void* bucket, std::int64_t numel, std::int64_t count,
           const std::int64_t* offsets, const std::int64_t* numels, const void* const* data,
           const Dtype* dtypes, float weight, bool accumulate) {
   with_type(dtype, [&](auto* type) {
-    cuda::pack(static_cast<decltype(type)>(bucket), sums, numel, listed(offsets, count),
+    cuda::pack(static_cast<decltype(type)>(bucket), numel, listed(offsets, count),
                listed(numels, count), listed(data, count), listed(dtypes, count), weight,
                accumulate, nullptr);
-  });
-}
-
-void unpack(Dtype dtype, const void* flat, std::int64_t numel, std::int64_t count,
-            const std::int64_t* offsets, const std::int64_t* numels, void* const* data,
-            const Dtype* dtypes) {
-  with_type(dtype, [&](auto* type) {
-    using Flat = std::remove_pointer_t<decltype(type)>;
-    cuda::unpack(static_cast<const Flat*>(flat), numel, listed(offsets, count),
-                 listed(numels, count), listed(data, count), listed(dtypes, count), nullptr);
   });
 }
 

@@ -17,7 +17,7 @@ using poplar::cuda::SegmentTable;
 struct Count {
   std::vector<int>* visits;
   std::vector<std::int64_t>* owners;
-  const SegmentTable<const void*>* table;
+  const SegmentTable* table;
 
   __host__ __device__ void gap(std::int64_t begin, std::int64_t end) const {
 #ifndef __CUDA_ARCH__
@@ -66,7 +66,7 @@ void check(std::int64_t segments, std::int64_t tail) {
   int launches = 0;
   const std::vector<Dtype> dtypes(segments, Dtype::kFloat);
   poplar::cuda::for_each_table(
-      numel, offsets, numels, data, dtypes, [&](const SegmentTable<const void*>& table) {
+      numel, offsets, numels, data, dtypes, [&](const SegmentTable& table) {
         ++launches;
         for (std::int64_t block = 0; block * kTile < table.end - table.begin; ++block) {
           poplar::cuda::walk_tile(table, poplar::cuda::tile_of(table, block),

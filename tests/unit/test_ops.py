@@ -193,6 +193,39 @@ def test_pack_of_thousands_of_tensors_and_large_buckets(device, accumulate):
     assert_same_bits(actual, expected)
 
 
+@pytest.mark.full
+@pytest.mark.slow
+def test_pack_of_more_than_2_to_the_31_elements(device):
+    """One gradient, many times, so that only the bucket is large."""
+    numel, times = (1 << 26) + 64, 33
+    if free_bytes(device) < 12 << 30:
+        pytest.skip("12 GiB of memory are not free here")
+    grad = torch.arange(numel, device=device).remainder_(2048).half()
+    bucket = torch.empty(times * numel, dtype=torch.float16, device=device)
+    assert bucket.numel() > 2**31
+    ops.pack_(bucket, [grad] * times, [i * numel for i in range(times)], 0.5)
+    expected = grad * 0.5
+    assert all(torch.equal(part, expected) for part in bucket.view(times, -1))
+    out = torch.empty(numel, device=device)
+    ops.rank_sum_(out, list(bucket.view(times, -1).unbind()))
+    assert torch.equal(out, expected.float() * times)  # small integers and halves: exact
+
+
+@pytest.mark.parametrize("numel", [STREAMED // 4, STREAMED // 2 + 5, STREAMED + 70])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_large_pack_gives_the_same_bits(device, dtype, numel):
+    draw = Draw(numel, device)
+    sizes = [numel // 3, 1, numel // 2]
+    grads = [draw.values(size, grad) for size, grad in zip(sizes, DTYPES, strict=True)]
+    offsets = [3, 10 + numel // 3, 20 + numel // 3]
+    expected = torch.empty(numel, dtype=dtype, device=device)
+    plain_ops.pack_(expected, grads, offsets, 0.3)
+    for shift in (0, 8, 1):  # the last one is not aligned for streaming
+        bucket = torch.full((numel + shift,), 5.0, dtype=dtype, device=device)[shift:]
+        ops.pack_(bucket, grads, offsets, 0.3)
+        assert_same_bits(bucket, expected)
+
+
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -330,19 +363,6 @@ def test_rank_sum_adds_in_rank_order_and_accumulates_last(device):
     assert out.item() == big, "1 + (1 + 2^24), not (1 + 1) + 2^24"
 
 
-@pytest.mark.parametrize("seed", range(20))
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_unpack_gives_the_same_bits_as_plain_pytorch(device, dtype, seed):
-    draw = Draw(seed, device)
-    outs, offsets, numel = draw.tensors(draw.random.choice([0, 1, 3, 20]))
-    outs = [out.contiguous() for out in outs]
-    flat = draw.values(numel, dtype)
-    actual, expected = run_both("unpack_", outs, lambda unpack_, out: unpack_(flat, out, offsets))
-    for one, other, offset in zip(actual, expected, offsets, strict=True):
-        assert_same_bits(one, other)
-        assert_same_bits(one.flatten(), flat[offset : offset + one.numel()].to(one.dtype))
-
-
 @pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16])
 def test_narrowing_rounds_to_nearest_even(device, narrow):
     """Every value of the narrow dtype, the midpoints between consecutive values, and just beside
@@ -359,10 +379,10 @@ def test_narrowing_rounds_to_nearest_even(device, narrow):
         + [torch.linspace(-1, 1, 100_001) * 6.2e-5, torch.linspace(65_400, 65_600, 1001)]
     ).to(device)
     out = torch.empty(flat.shape, dtype=narrow, device=device)
-    ops.unpack_(flat, [out], [0])
+    ops.pack_(out, [flat], [0], 1.0)
     assert_same_bits(out.cpu(), flat.cpu().to(narrow))
     back = torch.empty_like(flat)
-    ops.unpack_(out, [back], [0])
+    ops.pack_(back, [out], [0], 1.0)
     assert_same_bits(back.cpu(), out.cpu().float())
 
 
@@ -391,56 +411,7 @@ def test_block_sums_use_the_halving_tree_in_any_shard(device):
     assert_same_bits(cut, sums)
 
 
-# Block sums of squares computed by other operators.
-
-
-@pytest.mark.parametrize("seed", range(10))
-@pytest.mark.parametrize("accumulate", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_pack_computes_block_sums(device, dtype, accumulate, seed):
-    draw = Draw(seed, device)
-    grads, offsets, numel = draw.tensors(draw.random.choice([0, 1, 20, 300]))
-    bucket = draw.values(numel, dtype)
-    sums = torch.full((-(-numel // 64),), 7.0, device=device)
-    ops.pack_(bucket, grads, offsets, 1 / 3, accumulate, sums)
-    assert_same_bits(sums, plain_ops.block_sums_of_squares(bucket))
-
-
-@pytest.mark.full
-@pytest.mark.slow
-def test_pack_of_more_than_2_to_the_31_elements(device):
-    """One gradient, many times, so that only the bucket is large."""
-    numel, times = (1 << 26) + 64, 33
-    if free_bytes(device) < 12 << 30:
-        pytest.skip("12 GiB of memory are not free here")
-    grad = torch.arange(numel, device=device).remainder_(2048).half()
-    bucket = torch.empty(times * numel, dtype=torch.float16, device=device)
-    assert bucket.numel() > 2**31
-    sums = torch.empty(bucket.numel() // 64, device=device)
-    ops.pack_(bucket, [grad] * times, [i * numel for i in range(times)], 0.5, False, sums)
-    expected = grad * 0.5
-    assert all(torch.equal(part, expected) for part in bucket.view(times, -1))
-    assert torch.equal(sums.view(times, -1)[-1], ops.block_sums_of_squares(expected))
-    out = torch.empty(numel, device=device)
-    ops.rank_sum_(out, list(bucket.view(times, -1).unbind()))
-    assert torch.equal(out, expected.float() * times)  # small integers and halves: exact
-
-
-@pytest.mark.parametrize("numel", [STREAMED // 4, STREAMED // 2 + 5, STREAMED + 70])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_large_pack_gives_the_same_bits_and_sums(device, dtype, numel):
-    draw = Draw(numel, device)
-    sizes = [numel // 3, 1, numel // 2]
-    grads = [draw.values(size, grad) for size, grad in zip(sizes, DTYPES, strict=True)]
-    offsets = [3, 10 + numel // 3, 20 + numel // 3]
-    expected = torch.empty(numel, dtype=dtype, device=device)
-    plain_ops.pack_(expected, grads, offsets, 0.3)
-    for shift in (0, 8, 1):  # the last one is not aligned for streaming
-        bucket = torch.full((numel + shift,), 5.0, dtype=dtype, device=device)[shift:]
-        sums = torch.empty(-(-numel // 64), device=device)
-        ops.pack_(bucket, grads, offsets, 0.3, False, sums)
-        assert_same_bits(bucket, expected)
-        assert_same_bits(sums, plain_ops.block_sums_of_squares(expected))
+# Block sums of squares computed by the sums over ranks.
 
 
 @pytest.mark.parametrize("numel", [0, 1, 64, 1000, 300_000, STREAMED // 4 + 3])
@@ -753,7 +724,7 @@ def one_shard(f, *, gradient=None, mean=None, low=None, rule=RULE):
 @pytest.mark.parametrize(
     ("name", "arguments", "message"),
     [
-        ("pack_", lambda f: (f(65), [], [], 1.0, False, f(1)), "hold 2 elements, one for each 64"),
+        ("rank_sum_", lambda f: (f(65), [f(65)], False, f(1)), "hold 2 elements, one for each 64"),
         ("rank_sum_", lambda f: (f(65), [f(65)], False, f(2).half()), "sums must be float32"),
         (
             "adamw_",
@@ -806,13 +777,6 @@ def one_shard(f, *, gradient=None, mean=None, low=None, rule=RULE):
         ("copy_", lambda f: (f(4), f(5)), "target has 4 elements, source 5"),
         ("copy_", lambda f: (f(4), f(4).half()), "must have one dtype"),
         ("copy_", lambda f: (f(4), f(8)[::2]), "source must be 1-D and contiguous"),
-        (
-            "unpack_",
-            lambda f: (f(9), [f(4), f(6)], [0, 4]),
-            "reaches past the end of the buffer, 9",
-        ),
-        ("unpack_", lambda f: (f(9), [f(8)[::2]], [0]), "outs must be contiguous, number 0"),
-        ("unpack_", lambda f: (f(9), [f(4).int()], [0]), "must be float32, bfloat16 or"),
         ("block_sums_of_squares", lambda f: (f(64).view(8, 8),), "1-D and contiguous, got 2"),
         ("block_sums_of_squares", lambda f: (f(64).double(),), "must be float32, bfloat16 or"),
         ("exact_sum_", lambda f: (f(16), [f(4)]), "total must be int64 and hold 16 elements"),
@@ -845,13 +809,11 @@ def test_all_providers_raise_the_same_errors(device, name, arguments, message, p
             lambda f: ([f(64)], list(f(4, 64).unbind()), torch.zeros(16, dtype=torch.uint8)),
         ),
         ("copy_", lambda f: (f(64), f(64))),
-        ("unpack_", lambda f: (f(200), [f(8, 3), f(0), f(5).half()], [2, 30, 64])),
         ("block_sums_of_squares", lambda f: (f(100),)),
         ("exact_sum_", lambda f: (f(16).long(), [f(100), f(0), f(7)])),
         ("exact_norm", lambda f: (f(3, 64).long().abs(),)),
         ("clip_coefficient", lambda f: (f(1).double(), 0.5)),
         ("clip_coefficient", lambda f: (f(1)[0].double(), 0.5, f(1).double())),
-        ("pack_", lambda f: (f(200), [f(8)], [64], 0.3, True, f(4))),
         ("rank_sum_", lambda f: (f(64), list(f(4, 64).unbind()), False, f(1))),
         ("adamw_", lambda f: one_shard(f, low=f(4).bfloat16())),
         ("adamw_", lambda f: (*one_shard(f), f(1), f(1))),
@@ -873,7 +835,7 @@ def test_opcheck(device, name, arguments):
 
 def test_operators_write_to_leaves_that_require_gradients(device):
     parameter = torch.nn.Parameter(torch.zeros(4, device=device))
-    ops.unpack_(torch.arange(4.0, device=device), [parameter], [0])
+    ops.pack_(parameter, [torch.arange(4.0, device=device)], [0], 1.0)
     assert parameter.tolist() == [0, 1, 2, 3]
     assert parameter.requires_grad
     assert parameter.is_leaf
@@ -883,7 +845,7 @@ def test_autograd_detects_overwritten_saved_tensors(device):
     weight = torch.ones(4, device=device, requires_grad=True)
     saved = torch.ones(4, device=device)
     loss = (weight * saved).sum()
-    ops.unpack_(torch.zeros(4, device=device), [saved], [0])
+    ops.pack_(saved, [torch.zeros(4, device=device)], [0], 1.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 

@@ -14,7 +14,7 @@ using torch::stable::Tensor;
 void copy_(Tensor target, Tensor source);
 
 void pack_(Tensor bucket, std::vector<Tensor> grads, std::vector<std::int64_t> offsets,
-           double weight, bool accumulate, std::optional<Tensor> sums);
+           double weight, bool accumulate);
 
 void rank_sum_(Tensor out, std::vector<Tensor> received, bool accumulate,
                std::optional<Tensor> sums);
@@ -23,8 +23,6 @@ void rank_sum_each_(std::vector<Tensor> outs, std::vector<Tensor> received);
 
 void rank_sum_chunks_(std::vector<Tensor> outs, std::vector<Tensor> received, Tensor work_counters,
                       std::optional<Tensor> sums);
-
-void unpack_(Tensor flat, std::vector<Tensor> outs, std::vector<std::int64_t> offsets);
 
 Tensor block_sums_of_squares(Tensor flat);
 

@@ -12,10 +12,6 @@
 namespace poplar::cpu {
 namespace {
 
-// Elements packed at a time, so that the following step finds them in the L1 cache.
-constexpr std::int64_t kChunk = 4096;
-static_assert(kChunk / kBlock <= 64, "a chunk's blocks are the bits of a word");
-
 template <typename Bucket, typename Gradient>
 POPLAR_CLONES void write_run(Bucket* bucket, const Gradient* gradient, std::int64_t count,
                              float weight) {
@@ -32,11 +28,6 @@ POPLAR_CLONES void add_run(Bucket* bucket, const Gradient* gradient, std::int64_
   }
 }
 
-template <typename Bucket>
-POPLAR_CLONES void sum_chunk(float* sums, const Bucket* chunk, std::int64_t count) {
-  block_sums(sums, chunk, count);
-}
-
 template <typename Bucket, typename Gradient>
 inline __attribute__((always_inline)) void pack_block(Bucket* packed, const Gradient* gradient,
                                                       float weight) {
@@ -45,17 +36,14 @@ inline __attribute__((always_inline)) void pack_block(Bucket* packed, const Grad
   }
 }
 
-// Whole blocks, with streaming stores: a block is computed in registers, summed and stored before
-// the next one is read, so that reads and stores overlap (8 KiB at a time took twice as long).
-template <bool kSums, typename Bucket, typename Gradient>
+// Whole blocks, with streaming stores: a block is computed in registers and stored before the next
+// one is read, so that reads and stores overlap (8 KiB at a time took twice as long).
+template <typename Bucket, typename Gradient>
 POPLAR_CLONES void stream_blocks(Bucket* bucket, const Gradient* gradient, std::int64_t blocks,
-                                 float weight, float* sums) {
+                                 float weight) {
   for (std::int64_t block = 0; block < blocks; ++block) {
     alignas(kLine) Bucket packed[kBlock];
     pack_block(packed, gradient + block * kBlock, weight);
-    if constexpr (kSums) {
-      sums[block] = block_sum(static_cast<const Bucket*>(packed));
-    }
     stream(bucket + block * kBlock, packed, sizeof packed);
   }
 }
@@ -65,9 +53,9 @@ POPLAR_CLONES void stream_blocks(Bucket* bucket, const Gradient* gradient, std::
 // of both per byte than fp32. On two cores of an EPYC this reaches at least 96 % of a loop that
 // only widens and stores, which in turn reaches 81 % of a copy (limited by writes). Without it, 93
 // %, and fp16 10 % less than that.
-template <bool kSums, typename Bucket, typename Gradient>
+template <typename Bucket, typename Gradient>
 POPLAR_WIDE void stream_wide_blocks(Bucket* bucket, const Gradient* gradient, std::int64_t blocks,
-                                    float weight, float* sums) {
+                                    float weight) {
   for (std::int64_t block = 0; block < blocks; ++block) {
     alignas(kLine) Bucket packed[kBlock];
     if constexpr (std::is_same_v<Gradient, Half>) {
@@ -77,25 +65,22 @@ POPLAR_WIDE void stream_wide_blocks(Bucket* bucket, const Gradient* gradient, st
     } else {
       pack_block(packed, gradient + block * kBlock, weight);
     }
-    if constexpr (kSums) {
-      sums[block] = block_sum(static_cast<const Bucket*>(packed));
-    }
     stream_lines(bucket + block * kBlock, packed, sizeof packed);
   }
 }
 #endif
 
 // The streaming loop for this bucket on this machine.
-template <bool kSums, typename Bucket, typename Gradient>
+template <typename Bucket, typename Gradient>
 auto select_stream_loop(const Bucket* bucket) {
 #ifdef POPLAR_WIDE
   if (has_wide_registers() && reinterpret_cast<std::uintptr_t>(bucket) % kLine == 0) {
-    return stream_wide_blocks<kSums, Bucket, Gradient>;
+    return stream_wide_blocks<Bucket, Gradient>;
   }
 #else
   (void)bucket;
 #endif
-  return stream_blocks<kSums, Bucket, Gradient>;
+  return stream_blocks<Bucket, Gradient>;
 }
 
 // The arguments of one call.
@@ -108,7 +93,6 @@ struct PackCall {
   float weight;
   bool accumulate;
   bool streams;
-  float* sums;  // may be null
 
   // Calls function(typed pointer) for elements of a segment from `start` on.
   template <typename Function>
@@ -124,10 +108,10 @@ struct PackCall {
                 static_cast<std::size_t>(end - begin) * sizeof(Bucket));
   }
 
-  void chunk(std::int64_t begin, std::int64_t end) const;
+  void range(std::int64_t begin, std::int64_t end) const;
 };
 
-// Writes or adds through the caches, which then hold the chunk for its sums.
+// Writes or adds through the caches.
 template <typename Bucket>
 struct CachedWriter {
   const PackCall<Bucket>& call;
@@ -148,24 +132,12 @@ struct CachedWriter {
   }
 };
 
-// Streams the blocks that are within one piece. The others are written through the caches and
-// summed when the chunk is complete.
+// Streams the blocks that are within one piece, and writes the others through the caches.
 template <typename Bucket>
 struct StreamingWriter {
   const PackCall<Bucket>& call;
-  std::int64_t first;     // of the chunk
-  std::uint64_t& shared;  // one bit for each block of the chunk that spans several pieces or gaps
 
-  void share(std::int64_t begin, std::int64_t end) const {
-    for (std::int64_t i = (begin - first) / kBlock; i * kBlock < end - first; ++i) {
-      shared |= std::uint64_t{1} << i;
-    }
-  }
-
-  void gap(std::int64_t begin, std::int64_t end) const {
-    call.zero(begin, end);
-    share(begin, end);
-  }
+  void gap(std::int64_t begin, std::int64_t end) const { call.zero(begin, end); }
 
   void piece(std::int64_t segment, std::int64_t start, std::int64_t begin, std::int64_t end) const {
     const std::int64_t low = std::min(end, (begin + kBlock - 1) / kBlock * kBlock);
@@ -174,66 +146,45 @@ struct StreamingWriter {
       Bucket* bucket = call.bucket;
       if (begin < low) {
         write_run(bucket + begin, gradient, low - begin, call.weight);
-        share(begin, low);
       }
       using Gradient = std::remove_cv_t<std::remove_pointer_t<decltype(gradient)>>;
-      const bool with_sums = call.sums != nullptr;
-      (with_sums ? select_stream_loop<true, Bucket, Gradient>(bucket)
-                 : select_stream_loop<false, Bucket, Gradient>(bucket))(
-          bucket + low, gradient + (low - begin), (high - low) / kBlock, call.weight,
-          with_sums ? call.sums + low / kBlock : nullptr);
+      select_stream_loop<Bucket, Gradient>(bucket)(bucket + low, gradient + (low - begin),
+                                                   (high - low) / kBlock, call.weight);
       if (high < end) {
         write_run(bucket + high, gradient + (high - begin), end - high, call.weight);
-        share(high, end);
       }
     });
   }
 };
 
 template <typename Bucket>
-void PackCall<Bucket>::chunk(std::int64_t begin, std::int64_t end) const {
+void PackCall<Bucket>::range(std::int64_t begin, std::int64_t end) const {
   const auto count = static_cast<std::int64_t>(numels.size());
-  if (!streams) {
+  if (streams) {
+    walk(offsets.data(), numels.data(), count, begin, end, StreamingWriter<Bucket>{*this});
+  } else {
     walk(offsets.data(), numels.data(), count, begin, end, CachedWriter<Bucket>{*this});
-    if (sums != nullptr) {
-      sum_chunk(sums + begin / kBlock, bucket + begin, end - begin);
-    }
-    return;
-  }
-  std::uint64_t shared = 0;
-  walk(offsets.data(), numels.data(), count, begin, end,
-       StreamingWriter<Bucket>{*this, begin, shared});
-  if (sums == nullptr) {
-    return;
-  }
-  for (std::int64_t block = begin; shared != 0; block += kBlock, shared >>= 1) {
-    if (shared & 1) {
-      sum_chunk(sums + block / kBlock, bucket + block, std::min(kBlock, end - block));
-    }
   }
 }
 
 }  // namespace
 
 void pack_(Tensor bucket, std::vector<Tensor> grads, std::vector<std::int64_t> offsets,
-           double weight, bool accumulate, std::optional<Tensor> sums) {
+           double weight, bool accumulate) {
   check_flat(bucket, "pack_: bucket");
   const std::int64_t numel = bucket.numel();
   const std::vector<std::int64_t> numels = numels_of("pack_", numel, grads, offsets);
   const Sources sources = sources_of("pack_", bucket, grads, offsets);
-  float* blocks = sums_of("pack_", bucket, sums);
   with_type(dtype_of(bucket, "pack_: bucket"), [&](auto* type) {
     using Bucket = std::remove_pointer_t<decltype(type)>;
     Bucket* data = static_cast<Bucket*>(bucket.mutable_data_ptr());
     const bool streams =
         !accumulate && can_stream(data, numel * static_cast<std::int64_t>(sizeof(Bucket)));
     const PackCall<Bucket> call{data,       sources, offsets, numels, static_cast<float>(weight),
-                                accumulate, streams, blocks};
-    parallel((numel + kChunk - 1) / kChunk, kGrain / kChunk,
+                                accumulate, streams};
+    parallel((numel + kBlock - 1) / kBlock, kGrain / kBlock,
              [&](std::int64_t first, std::int64_t last) {
-               for (std::int64_t chunk = first; chunk < last; ++chunk) {
-                 call.chunk(chunk * kChunk, std::min((chunk + 1) * kChunk, numel));
-               }
+               call.range(first * kBlock, std::min(last * kBlock, numel));
                end_streaming();
              });
   });

@@ -6,18 +6,17 @@ namespace poplar::cuda {
 namespace {
 
 void pack_(Tensor bucket, std::vector<Tensor> grads, std::vector<std::int64_t> offsets,
-           double weight, bool accumulate, std::optional<Tensor> sums) {
+           double weight, bool accumulate) {
   check_flat(bucket, "pack_: bucket");
   const std::int64_t numel = bucket.numel();
   const std::vector<std::int64_t> numels = numels_of("pack_", numel, grads, offsets);
   const OnDevice device(bucket);
   const Sources sources = sources_of("pack_", bucket, grads, offsets);
-  float* blocks = sums_of("pack_", bucket, sums);
   with_type(dtype_of(bucket, "pack_: bucket"), [&](auto* type) {
     using Bucket = std::remove_pointer_t<decltype(type)>;
-    STD_CUDA_CHECK(pack(static_cast<Bucket*>(bucket.mutable_data_ptr()), blocks, numel, offsets,
-                        numels, sources.data, sources.dtypes, static_cast<float>(weight),
-                        accumulate, device.stream()));
+    STD_CUDA_CHECK(pack(static_cast<Bucket*>(bucket.mutable_data_ptr()), numel, offsets, numels,
+                        sources.data, sources.dtypes, static_cast<float>(weight), accumulate,
+                        device.stream()));
   });
 }
 

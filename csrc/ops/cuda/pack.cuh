@@ -1,7 +1,6 @@
 // Packs many gradients into one bucket, times a weight. Contract: pack_ in poplar/ops.
 #pragma once
 
-#include "block_sums.cuh"
 #include "segments.cuh"
 #include "vector.cuh"
 
@@ -11,7 +10,7 @@ namespace poplar::cuda {
 template <typename Bucket, bool kAccumulate>
 struct MixedTile {
   const Bucket* bucket;
-  const SegmentTable<const void*>& table;
+  const SegmentTable& table;
   float weight;
   std::int64_t first;  // of the tile
   float* staged;       // the tile's new values
@@ -67,8 +66,8 @@ struct WholeTile {
 
 // A tile of one gradient, several elements at a time, from global memory to global memory.
 template <typename Bucket, typename Gradient, bool kAccumulate>
-__device__ void pack_whole(Bucket* bucket, float* sums, const Gradient* gradient, float weight,
-                           const Tile& tile, bool aligned) {
+__device__ void pack_whole(Bucket* bucket, const Gradient* gradient, float weight, const Tile& tile,
+                           bool aligned) {
   constexpr int kCount = kVector<Bucket>;
   const bool gradient_aligned = is_aligned<kCount>(gradient);
 #pragma unroll 2
@@ -83,19 +82,15 @@ __device__ void pack_whole(Bucket* bucket, float* sums, const Gradient* gradient
 #pragma unroll
     for (int k = 0; k < kCount; ++k) {
       const float product = weight * values[k];
-      values[k] = widen(narrow<Bucket>(kAccumulate ? old[k] + product : product));
-      values[k] = k < count ? values[k] : 0.0f;  // 0 * an infinite weight would be NaN
+      values[k] = kAccumulate ? old[k] + product : product;
     }
     store(bucket + first, values, count, aligned);
-    if (sums != nullptr) {
-      store_block_sums(sums, values, first, tile.end);
-    }
   }
 }
 
 template <typename Bucket, bool kAccumulate>
-__device__ void pack_mixed(Bucket* bucket, float* sums, const SegmentTable<const void*>& table,
-                           float weight, const Tile& tile, bool aligned) {
+__device__ void pack_mixed(Bucket* bucket, const SegmentTable& table, float weight,
+                           const Tile& tile, bool aligned) {
   __shared__ float staged[kTile];
   constexpr int kCount = kVector<Bucket>;
   walk_tile(table, tile, MixedTile<Bucket, kAccumulate>{bucket, table, weight, tile.begin, staged});
@@ -106,29 +101,24 @@ __device__ void pack_mixed(Bucket* bucket, float* sums, const SegmentTable<const
     float values[kCount];
     load(values, staged + i, count, false);
     store(bucket + first, values, count, aligned);
-    if (sums != nullptr) {
-      store_block_sums(sums, values, first, tile.end);
-    }
   }
 }
 
 template <typename Bucket, bool kAccumulate>
 __global__ void __launch_bounds__(kThreads)
-    pack_kernel(Bucket* bucket, float* sums,
-                const __grid_constant__ SegmentTable<const void*> table, float weight,
+    pack_kernel(Bucket* bucket, const __grid_constant__ SegmentTable table, float weight,
                 bool aligned) {
   const Tile tile = tile_of(table, blockIdx.x);
   std::int64_t segment = -1;
   std::int64_t start = 0;
   walk_tile(table, tile, WholeTile{&segment, &start, tile});
   if (segment < 0) {
-    return pack_mixed<Bucket, kAccumulate>(bucket, sums, table, weight, tile, aligned);
+    return pack_mixed<Bucket, kAccumulate>(bucket, table, weight, tile, aligned);
   }
   const auto run = [&](auto* type) {
     using Gradient = std::remove_pointer_t<decltype(type)>;
     pack_whole<Bucket, Gradient, kAccumulate>(
-        bucket, sums, static_cast<const Gradient*>(table.data[segment]) + start, weight, tile,
-        aligned);
+        bucket, static_cast<const Gradient*>(table.data[segment]) + start, weight, tile, aligned);
   };
   switch (table.dtypes[segment]) {
     case Dtype::kFloat:
@@ -140,19 +130,16 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// `sums` may be null.
 template <typename Bucket>
-cudaError_t pack(Bucket* bucket, float* sums, std::int64_t numel,
-                 const std::vector<std::int64_t>& offsets, const std::vector<std::int64_t>& numels,
-                 const std::vector<const void*>& data, const std::vector<Dtype>& dtypes,
-                 float weight, bool accumulate, cudaStream_t stream) {
+cudaError_t pack(Bucket* bucket, std::int64_t numel, const std::vector<std::int64_t>& offsets,
+                 const std::vector<std::int64_t>& numels, const std::vector<const void*>& data,
+                 const std::vector<Dtype>& dtypes, float weight, bool accumulate,
+                 cudaStream_t stream) {
   const bool aligned = is_aligned<kVector<Bucket>>(bucket);
-  return for_each_table(
-      numel, offsets, numels, data, dtypes, [&](const SegmentTable<const void*>& table) {
-        const auto kernel = accumulate ? pack_kernel<Bucket, true> : pack_kernel<Bucket, false>;
-        return launch(kernel, table.end - table.begin, kTile, stream, bucket, sums, table, weight,
-                      aligned);
-      });
+  return for_each_table(numel, offsets, numels, data, dtypes, [&](const SegmentTable& table) {
+    const auto kernel = accumulate ? pack_kernel<Bucket, true> : pack_kernel<Bucket, false>;
+    return launch(kernel, table.end - table.begin, kTile, stream, bucket, table, weight, aligned);
+  });
 }
 
 }  // namespace poplar::cuda

@@ -22,28 +22,27 @@ static_assert(kTile % kBlock == 0);
 // 7.0).
 constexpr int kSegments = 640;
 
-template <typename Pointer>
 struct SegmentTable {
   std::int64_t begin;  // the part of the flat buffer that this launch covers
   std::int64_t end;
   std::int64_t offsets[kSegments];
   std::int64_t numels[kSegments];
-  Pointer data[kSegments];
+  const void* data[kSegments];
   Dtype dtypes[kSegments];
   int count;
 };
 
-static_assert(sizeof(SegmentTable<void*>) + 64 <= 32764, "kernel parameters are limited");
+static_assert(sizeof(SegmentTable) + 64 <= 32764, "kernel parameters are limited");
 
 // Calls launch(table), which returns an error code, for consecutive parts of [0, numel) that are
-// cut at multiples of kBlock. A tensor that is cut appears in two tables. Without tensors there is
-// one launch, which fills the bucket with zeros.
-template <typename Pointer, typename Launch>
+// cut at multiples of kBlock, so that vector accesses stay aligned. A tensor that is cut appears in
+// two tables. Without tensors there is one launch, which fills the bucket with zeros.
+template <typename Launch>
 cudaError_t for_each_table(std::int64_t numel, const std::vector<std::int64_t>& offsets,
                            const std::vector<std::int64_t>& numels,
-                           const std::vector<Pointer>& data, const std::vector<Dtype>& dtypes,
+                           const std::vector<const void*>& data, const std::vector<Dtype>& dtypes,
                            const Launch& launch) {
-  SegmentTable<Pointer> table;
+  SegmentTable table;
   const std::size_t segments = data.size();
   std::size_t first = 0;
   table.end = 0;
@@ -65,7 +64,7 @@ cudaError_t for_each_table(std::int64_t numel, const std::vector<std::int64_t>& 
       ++table.count;
     }
     table.end = next < segments ? offsets[next] / kBlock * kBlock : numel;
-    const cudaError_t error = launch(static_cast<const SegmentTable<Pointer>&>(table));
+    const cudaError_t error = launch(static_cast<const SegmentTable&>(table));
     if (error != cudaSuccess) {
       return error;
     }
@@ -79,15 +78,14 @@ struct Tile {
   std::int64_t end;
 };
 
-template <typename Pointer>
-POPLAR_HOST_DEVICE Tile tile_of(const SegmentTable<Pointer>& table, std::int64_t block) {
+POPLAR_HOST_DEVICE Tile tile_of(const SegmentTable& table, std::int64_t block) {
   const std::int64_t begin = table.begin + block * kTile;
   return Tile{begin, begin + kTile < table.end ? begin + kTile : table.end};
 }
 
 // Walks over the segments and gaps of the tile.
-template <typename Pointer, typename Visitor>
-POPLAR_HOST_DEVICE void walk_tile(const SegmentTable<Pointer>& table, const Tile& tile,
+template <typename Visitor>
+POPLAR_HOST_DEVICE void walk_tile(const SegmentTable& table, const Tile& tile,
                                   const Visitor& visitor) {
   walk(table.offsets, table.numels, table.count, tile.begin, tile.end, visitor);
 }
