@@ -488,8 +488,10 @@ def test_out_of_memory_for_zeros_names_the_rank() -> None:
     engine.scheduler = mock.Mock(mode=Mode.TRAIN, active=True, finish=full)
     engine.comm = mock.Mock()
     engine.comm.group.rank = 3
-    with pytest.raises(PoplarError, match=r"rank 3 is out of memory.*the other ranks wait"):
+    engine.control = mock.Mock()
+    with pytest.raises(PoplarError, match=r"rank 3 is out of memory.*smaller share") as raised:
         engine.end_pass()
+    engine.control.abort.assert_called_once_with(str(raised.value))  # the others need not wait
     assert full.call_args_list == [mock.call(failed=False), mock.call(failed=True)]
     assert not engine.scheduler.active
 
