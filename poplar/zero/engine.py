@@ -171,9 +171,13 @@ class Engine:
                 f"rank {self.comm.group.rank} is out of memory and cannot complete a pass even "
                 f"without gradients; give it fewer samples or a smaller share: {short}"
             )
-            self.control.abort(reason)
-            self.comm.abort(reason)
+            self.stop_all_ranks(reason)
             raise PoplarError(reason) from short
+
+    def stop_all_ranks(self, reason: str) -> None:
+        """Make the later collectives of all ranks raise: this rank cannot go on with them."""
+        self.control.abort(reason)
+        self.comm.abort(reason)
 
     def wait_for_reductions(self) -> None:
         """Wait until this rank's slice of the mean gradient is final. Collective."""

@@ -59,12 +59,17 @@ class FlatParameter:
         self.offsets, self.numel = _aligned_offsets([p.numel() for p in self.parameters])
         self.used: set[int] = set()
         """Positions of the parameters that got a gradient on this rank in this step."""
-        self.gradient = self.squares = torch.empty(0, device=self.device)
+        self._no_gradient = torch.empty(0, device=self.device)
+        self.drop_gradient()
         self._squares_version: int | None = None
         self._versions: tuple[int, ...] = ()
         self._viewed: Tensor | None = None
         self._views: list[Tensor] = []
         self._placeholder = [_placeholder(p.shape, dtype, self.device) for p in self.parameters]
+
+    def drop_gradient(self) -> None:
+        """Free the gradient. Allocates nothing, so it cannot fail between two agreements."""
+        self.gradient = self.squares = self._no_gradient
 
     def mark_squares_valid(self) -> None:
         """`squares` belong to the reduced gradient."""

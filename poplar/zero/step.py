@@ -339,7 +339,7 @@ class Step:
         except CollectiveTimeout:
             raise
         except Exception as error:
-            self._engine.control.group.abort(
+            self._engine.stop_all_ranks(
                 f"rank {self._rank} failed in the update, after all ranks had agreed on it, so its "
                 "parameters differ from those of the other ranks; restart from a checkpoint. "
                 f"{type(error).__name__}: {error}"

@@ -96,7 +96,7 @@ class Strategy(ABC):
 
     def free_gradient(self, flat: FlatParameter) -> None:
         """Free the gradient after a step, so that forwards run without it."""
-        flat.gradient = flat.squares = torch.empty(0, device=flat.device)
+        flat.drop_gradient()
         self._allocated.discard(flat)
 
     def accumulate(self, flat: FlatParameter, weight: float) -> None:
