@@ -3,7 +3,7 @@
 *direct*: every rank gets exactly the slices that it needs. For even shares it sends the same bytes
 as a ring. On devices it is one native call: an all-to-all with split sizes, and an all-gather into
 place (with uneven shares NCCL runs it as one group of broadcasts). On gloo it is point-to-point
-messages, which take a third of the time of its collectives.
+messages.
 *padded*: the library's collective on chunks as large as the largest slice, `n * largest` elements.
 It uses the library's knowledge of the topology (rings, trees, in-network reduction).
 *grouped*: one broadcast from, or one reduction to, each owner. No padding, one operation per owner.
