@@ -110,7 +110,8 @@ class Group:
     reports: FailureReports | None = None
     """The failures of all ranks, by their numbers in errors; None: there is no store."""
     in_flight: dict[int, tuple[DeviceWork, float]] = field(default_factory=dict)
-    """Collectives on devices that have not been waited for, with the time of their issue."""
+    """Collectives on devices, with the time of their issue. Those that the device has finished are
+    removed by `abort_late_collectives`."""
 
     @cached_property
     def rank(self) -> int:
@@ -267,8 +268,10 @@ class Group:
         the device's queue is full. It raises as soon as it checks for failures.
         """
         issued_before = time.monotonic() - self.timeout.total_seconds()
-        for work, issued in list(self.in_flight.values()):
-            if issued < issued_before and not self.failures and not work.is_completed():
+        for number, (work, issued) in list(self.in_flight.items()):
+            if work.is_completed():
+                self.in_flight.pop(number, None)
+            elif issued < issued_before and not self.failures:
                 self.fail(work.what, self.peers())
 
     def split(self, partition: Sequence[Sequence[int]]) -> Group:
