@@ -149,7 +149,7 @@ class Messages:
             ]
 
         def run_on_stream() -> None:
-            # NCCL's wait with a timeout looks once a millisecond, which may be 50 times the latency
+            # With a timeout NCCL's wait looks once a millisecond, far longer than a message takes.
             StreamWork(self._group, start, self._device, _WHAT, None).wait()
 
         def run_on_host() -> None:
