@@ -202,10 +202,11 @@ class Group:
             CollectiveTimeout: an earlier collective did not finish, on any rank.
         """
         if self.failures:
+            again = "initialize torch.distributed again and " if self.has_device_backend else ""
             raise CollectiveTimeout(
                 f"rank {self.rank}: an earlier collective did not finish, so the ranks no longer "
-                "agree on the collective order; build the optimizer again on all ranks, or restart "
-                f"from a checkpoint. The earlier error: {self.failures[0]}"
+                f"agree on the collective order; {again}build the optimizer again on all ranks, or "
+                f"restart from a checkpoint. The earlier error: {self.failures[0]}"
             )
         if self.sees_failure:
             raise self.fail("a collective", self.peers(), "another rank reported a failure")
