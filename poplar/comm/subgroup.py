@@ -58,6 +58,8 @@ def subgroup(
             timeout=timeout,
         )
     assert isinstance(group, dist.ProcessGroup)
+    if backend != "gloo":
+        group.bound_device_id = getattr(process_group, "bound_device_id", None)
     _world.pg_group_ranks[group] = {rank: position for position, rank in enumerate(members)}
     known[backend, partition] = group
     return group

@@ -27,6 +27,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -66,8 +67,14 @@ class DeviceStreams(Streams):
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._reduction = torch.cuda.Stream(device)
-        with torch.cuda.device(device):  # a pool belongs to the device that is current
-            self._pool = torch.cuda.MemPool(use_on_oom=True)
+
+    @cached_property
+    def _pool(self) -> torch.cuda.MemPool | None:
+        """For unsharded values; None: torch's allocator was replaced by one without pools."""
+        if torch.cuda.get_allocator_backend() != "native":
+            return None
+        with torch.cuda.device(self._device):  # a pool belongs to the device that is current
+            return torch.cuda.MemPool(use_on_oom=True)
 
     @contextmanager
     def reduction(self) -> Iterator[None]:
@@ -87,16 +94,18 @@ class DeviceStreams(Streams):
         return event
 
     def allocate_unsharded(self, allocate: Callable[[], None]) -> None:
+        pool = self._pool
+        if pool is None:
+            allocate()
+            return
         try:
-            self._allocate_in_pool(allocate)
+            with torch.cuda.use_mem_pool(pool, self._device):
+                allocate()
         except torch.OutOfMemoryError:
             # Inside a pool torch's allocator does not return what it caches outside of it.
             torch.cuda.empty_cache()
-            self._allocate_in_pool(allocate)
-
-    def _allocate_in_pool(self, allocate: Callable[[], None]) -> None:
-        with torch.cuda.use_mem_pool(self._pool, self._device):
-            allocate()
+            with torch.cuda.use_mem_pool(pool, self._device):
+                allocate()
 
 
 class DeviceClock:

@@ -301,6 +301,7 @@ def pools(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(torch.cuda, "Stream", mock.Mock())
     monkeypatch.setattr(torch.cuda, "device", device)
     monkeypatch.setattr(torch.cuda, "MemPool", new_pool)
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
     monkeypatch.setattr(
         torch.cuda, "use_mem_pool", lambda pool, device: inside(f"enter the {pool} on {device}")
     )
@@ -313,6 +314,15 @@ def test_unsharded_values_have_a_pool_on_the_device_of_the_model(pools: list[str
     streams = DeviceStreams(torch.device("cuda", 3))
     streams.allocate_unsharded(lambda: pools.append("allocate"))
     assert pools == ["enter the pool of cuda:3 on cuda:3", "allocate"]
+
+
+def test_an_allocator_without_pools_is_used_as_it_is(
+    pools: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
+    streams = DeviceStreams(torch.device("cuda", 3))
+    streams.allocate_unsharded(lambda: pools.append("allocate"))
+    assert pools == ["allocate"]
 
 
 def test_an_unshard_that_finds_no_memory_empties_the_cache_first(pools: list[str]) -> None:
