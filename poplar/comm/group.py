@@ -304,7 +304,7 @@ class Group:
         if not dist.is_available() or not dist.is_initialized():
             raise RuntimeError(
                 "torch.distributed is not initialized; call torch.distributed.init_process_group() "
-                "before building the optimizer and start the script with torchrun"
+                "first, and start the script with torchrun"
             )
         chosen = process_group if process_group is not None else dist.group.WORLD
         assert chosen is not None
