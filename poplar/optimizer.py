@@ -102,7 +102,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         timeout: how long a rank waits for other ranks; default: 5 minutes.
         allow_batch_norm: accept BatchNorm in training mode, whose statistics are per micro-batch.
         overlap_param_gather: at stages 1 and 2, all-gather the updated parameters during the next
-            forward. Between steps they then read as NaN outside `full_parameters()`.
+            forward. Between steps they then read as NaN outside `full_parameters()`. Predictions
+            do not count on it: they are of steps that end with this all-gather.
         **optimizer_kwargs: for `optimizer_class`; `fused=True` is added if the class supports it.
 
     Raises:
@@ -338,7 +339,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
     def trace(self) -> AbstractContextManager[list[Span]]:
         """A context that records this rank's passes, waits and updates as spans.
 
-        On CUDA these are host times; the device may still be computing.
+        With NCCL they are times of the device, and the context waits for it at its end.
         """
         return self._group.trace.record()
 

@@ -6,7 +6,7 @@ At most `limit` buckets are in flight, so that gradients do not pile up behind a
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from poplar.comm import Bucket, Work
@@ -39,6 +39,11 @@ class Reductions:
     def finish(self) -> None:
         """Wait until the sums of all reductions are final."""
         self._wait_for_all_but(0)
+
+    def finish_following(self, works: Sequence[Work], what: str) -> None:
+        """Wait for collectives that were issued when a reduction had been waited for."""
+        for work in works:
+            self._waiting.wait_for(work, what)
 
     def _wait_for_all_but(self, leave: int) -> None:
         while len(self._issued) > leave:
@@ -79,6 +84,14 @@ class StreamReductions(Reductions):
         with self._waiting.stall("reductions"):
             self._streams.wait_for_reduction(self._streams.record_reduction())
         self._buckets.clear()
+
+    def finish_following(self, works: Sequence[Work], what: str) -> None:
+        # A collective is waited for on the stream that issued it, which owns its buffers.
+        with self._streams.reduction():
+            for work in works:
+                work.wait()
+        with self._waiting.stall(what):
+            self._streams.wait_for_reduction(self._streams.record_reduction())
 
     def _sum(self) -> None:
         """Wait, on the reduction stream, for the reduction that was issued last and sum it."""

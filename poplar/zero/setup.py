@@ -73,7 +73,7 @@ class Request:
     def identity(self) -> dict[str, Any]:
         """What must be equal on all ranks, as text for error messages."""
         return {
-            "plan": self.plan.digest() if self.plan is not None else "none",
+            "plan": _description(self.plan),
             "stage": self.stage,
             "optimizer": getattr(self.factory, "__name__", repr(self.factory)),
             "optimizer options": _comparable(self.options),
@@ -342,6 +342,17 @@ def _param_groups(model: nn.Module, params: Iterable[Any] | None) -> Groups:
         members = [p[1] if isinstance(p, tuple) else p for p in members]  # named parameters
         groups.append({**group, "params": members})
     return groups
+
+
+def _description(plan: Plan | None) -> str:
+    """Text that is equal if the plans are, apart from predictions; it begins with what differs."""
+    if plan is None:
+        return "none"
+    shares = ", ".join(f"{share:.4g}" for share in plan.shares)
+    return (
+        f"{plan.digest()[:16]} (stage {plan.stage}, global batch {plan.global_batch}, "
+        f"micro-batches {plan.micro_batches}, shares {shares})"
+    )
 
 
 def _comparable(values: Mapping[str, Any]) -> dict[str, str]:

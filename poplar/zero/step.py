@@ -86,8 +86,12 @@ class Step:
         elif opened.first_pass is None:
             return
         engine.step.early_forward_began = self._trace.now()
-        with engine.early_forward():
-            forward.compute_early(opened.first)
+        try:
+            with engine.early_forward():
+                forward.compute_early(opened.first)
+        except CollectiveTimeout:
+            engine.abort()
+            raise
 
     def _drop_early_pass(self) -> None:
         """Complete a pass that began early with zeros, because the step cannot be opened."""
