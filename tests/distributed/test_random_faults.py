@@ -38,7 +38,6 @@ from poplar import HeteroZeroOptimizer, Plan, PoplarError
 from poplar.comm import failure_reports, host_topology
 
 
-
 def seeds_of(given: str) -> list[int]:
     """The seeds of a list of numbers and ranges: `0-2,7` is 0, 1, 2 and 7."""
     bounds = [part.partition("-") for part in given.split(",")]
