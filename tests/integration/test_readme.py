@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import subprocess
@@ -69,12 +70,17 @@ def test_local_links_lead_to_files(document):
     assert not missing
 
 
+@functools.cache
+def summary() -> list[str]:
+    """The lines that the command prints."""
+    command = [sys.executable, "benchmarks/summary.py"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()
+
+
 @pytest.mark.parametrize("document", ["README.md", "docs/benchmarks.md"])
 def test_results_table_is_what_its_command_prints(document):
-    command = [sys.executable, "benchmarks/summary.py"]
-    printed = subprocess.run(
-        command, cwd=REPOSITORY, capture_output=True, text=True, check=True
-    ).stdout.splitlines()
+    printed = summary()
     lines = (REPOSITORY / document).read_text("utf-8").splitlines()
     start = lines.index(printed[0])
     table = lines[start : lines.index("", start)]
@@ -82,10 +88,8 @@ def test_results_table_is_what_its_command_prints(document):
 
 
 def test_benchmarks_page_names_the_commits_of_its_table():
-    command = [sys.executable, "benchmarks/summary.py"]
-    printed = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
     page = (REPOSITORY / "docs/benchmarks.md").read_text("utf-8")
-    assert printed.stdout.splitlines()[-1] in page.splitlines()
+    assert summary()[-1] in page.splitlines()
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
