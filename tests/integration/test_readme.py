@@ -33,7 +33,7 @@ def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
 def test_quickstart_trains_on_two_cpu_ranks(tmp_path):
     """As it stands with `--full`; otherwise it may spend fewer seconds on measurements."""
     script = save_quickstart(tmp_path)
-    budget = choose(quick="seconds=3", full="seconds=20")
+    budget = choose(quick="seconds=1", full="seconds=20")
     assert "seconds=20" in script.read_text("utf-8")
     script.write_text(script.read_text("utf-8").replace("seconds=20", budget), "utf-8")
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
