@@ -174,6 +174,7 @@ def work(options: argparse.Namespace) -> None:
         stage=options.stage if options.stage == "auto" else int(options.stage),
         seconds=options.seconds,
         speed_seconds=options.speed_seconds,
+        turn_seconds=options.turn_seconds,
         rounds=options.rounds,
     )
     if options.task != "comparison":
@@ -246,6 +247,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--stage", choices=("auto", *"0123"), default="auto")
     parser.add_argument("--seconds", type=float, default=40.0, help="budget of tuning")
     parser.add_argument("--speed-seconds", type=float, default=8.0, help="for plain passes")
+    parser.add_argument("--turn-seconds", type=float, default=1.5, help="of one engine")
     parser.add_argument("--rounds", type=int, default=5, help="of turns (default: 5)")
     parser.add_argument("--starts", type=int, default=0, help="count hangs in so many starts")
     parser.add_argument("--no-comparison", dest="comparison", action="store_false")

@@ -213,12 +213,18 @@ def peak_bytes(run: Run) -> int:
     return most
 
 
-SCALE = choose(quick=4, full=1)
+SCALE = choose(quick=8, full=1)
 """Parameters and buckets are smaller by this factor."""
 NARROW = {"compute_dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16}
 MODELS = {
     "16 bits, partly frozen": (
-        ModelSpec(frozen=True, blocks=6, width=256, hidden=1024, dtype=torch.bfloat16),
+        ModelSpec(
+            frozen=True,
+            blocks=choose(quick=3, full=6),
+            width=256,
+            hidden=1024,
+            dtype=torch.bfloat16,
+        ),
         NARROW,
     ),
     "two parameters are larger than a bucket": (

@@ -36,7 +36,7 @@ from poplar.profiler.trial_runs import PLAIN_PASSES, STEPS, measure_slowdowns
 from poplar.system import devices
 from poplar.zero import model_checks
 
-QUICK = {"seconds": 2.0, "max_batch": 8, "progress": False}
+QUICK = {"seconds": 0.5, "max_batch": 8, "progress": False}
 
 
 def batch(samples: int = 3) -> dict[str, Tensor]:
@@ -139,7 +139,7 @@ def watched_session(
         max_batch=8,
         memory_limit=None,
         stages=(0,),
-        seconds=1.0,
+        seconds=0.3,
         max_norm=None,
         units=units,
         compute_dtype="auto",
@@ -227,7 +227,7 @@ def links_between(hosts: Hosts) -> tuple[Any, list[tuple[int, ...]]]:
         mock.patch.object(links.dist, "all_to_all_single", counted),
         mock.patch.object(links, "MOST_BYTES", 1 << 17),
     ):
-        return links.measure_links(session, hosts, budget=2.0), sent
+        return links.measure_links(session, hosts, budget=0.2), sent
 
 
 @pytest.mark.parametrize(
@@ -282,7 +282,7 @@ def test_slowdowns_are_measured_with_a_profiled_batch(ranks: Pool):
     known = cluster((10.0,) * 4, ["cpu"] * 4)
     measured = [point.batch for point in known.devices[0].points]
     plan = Plan.manual((measured[-1], measured[1] + 1, 1, 0), stage=2)
-    answers = ranks.run(slowdowns_now, plan, known, 0.2)
+    answers = ranks.run(slowdowns_now, plan, known, 0.05)
     first = answers[0][0]
     assert [slowdowns for slowdowns, _ in answers] == [first] * 4
     assert min(first) > 0.0
@@ -292,7 +292,7 @@ def test_slowdowns_are_measured_with_a_profiled_batch(ranks: Pool):
 
 def test_slowdowns_are_one_without_time_for_plain_passes(ranks: Pool):
     known = cluster((10.0,) * 4, ["cpu"] * 4)
-    for slowdowns, ran in ranks.run(slowdowns_now, Plan.even(4, 8, 2, stage=2), known, 0.01):
+    for slowdowns, ran in ranks.run(slowdowns_now, Plan.even(4, 8, 2, stage=2), known, 0.001):
         assert slowdowns == [1.0] * 4
         assert ran == []
 

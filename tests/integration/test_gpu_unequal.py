@@ -31,7 +31,7 @@ def test_plans_and_peers_run_on_the_same_ranks(tmp_path):
     output = tmp_path / "rows.jsonl"
     done = run(
         *("--case", "tiny ranks", "--percent", "50", "50", "--stage", "1", "--rounds", "1"),
-        *("--seconds", "1", "--speed-seconds", "0.5", "--starts", "1"),
+        *("--seconds", "0.5", "--speed-seconds", "0.2", "--turn-seconds", "0.1", "--starts", "1"),
         *("--output", str(output)),
     )
     assert done.returncode == 0, done.stdout + done.stderr

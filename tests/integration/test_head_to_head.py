@@ -216,7 +216,11 @@ needs_deepspeed = pytest.mark.skipif(
     "members",
     [
         pytest.param(OURS, id="poplar"),
-        pytest.param(peers(("ddp", 0), ("fsdp2", 2), ("fsdp2", 3)), id="torch"),
+        pytest.param(
+            peers(("ddp", 0), ("fsdp2", 2), ("fsdp2", 3)),
+            id="torch",
+            marks=pytest.mark.full,  # as test_head_to_head_peers.py
+        ),
         pytest.param(
             peers(*[("deepspeed", stage) for stage in range(3)]),
             id="deepspeed",
