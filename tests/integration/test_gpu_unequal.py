@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
@@ -84,7 +85,7 @@ def on_a_gpu(monkeypatch, tmp_path, version):
     """As if there were a GPU, this NCCL, and an MPS daemon."""
     (tmp_path / "libnccl.so.2").touch()
     clients = {"CUDA_MPS_PIPE_DIRECTORY": "pipe", "CUDA_MPS_LOG_DIRECTORY": "log"}
-    monkeypatch.setattr(gpu_unequal.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(gpu_unequal.provenance, "device", lambda kind: kind)
     monkeypatch.setattr(nccl, "version_of", lambda library: version)
     monkeypatch.setattr(gpu_unequal, "mps_daemon", lambda: gpu_unequal.nullcontext(clients))
