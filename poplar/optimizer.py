@@ -391,11 +391,11 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             return
         parameters = [p for flat in engine.flats for p in flat.parameters]
         with engine.unsharded_parameters(writeback=False):
-            values = [parameter.detach().clone() for parameter in parameters]
+            copies = [parameter.detach().clone() for parameter in parameters]
         self._detach()
-        for parameter, value in zip(parameters, values, strict=True):
+        for parameter, copy in zip(parameters, copies, strict=True):
             parameter.grad = None
-            parameter.data = value
+            parameter.data = copy
 
     def _detach(self) -> None:
         """Drop the model and the engine without changing the parameters."""
