@@ -38,6 +38,7 @@ from poplar.zero.setup import STRATEGY_CLASSES, agree_on_request, build_engine, 
 from poplar.zero.state_dict_guard import guard_model_state
 from poplar.zero.step import Step
 from poplar.zero.step_result import StepResult, Stopwatch
+from poplar.zero.unit import Unit
 from poplar.zero.unit_plans import check_plan_change, persistent_units, shares_by_unit
 from poplar.zero.update import OptimizerFactory
 
@@ -428,22 +429,49 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         finally:
             self._model.train(was_training)
 
-    def full_parameters(self, writeback: bool = False) -> AbstractContextManager[None]:
-        """A context in which all parameters are unsharded on every rank. Collective at both ends.
+    def full_parameters(
+        self, writeback: bool = False, *, modules: Sequence[str | nn.Module] | None = None
+    ) -> AbstractContextManager[None]:
+        """A context in which parameters are unsharded on every rank. Collective at both ends.
+
+        Inside, `copy.deepcopy(model)` makes a plain model that the optimizer does not know.
 
         Args:
             writeback: keep values that are written into the parameters (equal on all ranks), for
                 example by `model.load_state_dict`; otherwise changes are lost at stage 3.
+            modules: unshard only the units that have parameters of these modules of the model, or
+                of modules with these names. Default: all.
+
+        Raises:
+            ValueError: the model has no such module, or ranks pass different ones.
         """
-        return self._full_parameters(writeback)
+        return self._full_parameters(writeback, modules)
 
     @contextmanager
-    def _full_parameters(self, writeback: bool) -> Iterator[None]:
-        with self._engine.unsharded_parameters(writeback=writeback):
+    def _full_parameters(
+        self, writeback: bool, modules: Sequence[str | nn.Module] | None
+    ) -> Iterator[None]:
+        units = self._engine.units
+        if modules is not None:
+            units = self._units_of(modules)
+        with self._engine.unsharded_parameters(writeback=writeback, units=units):
             yield
         if writeback:
-            for flat in self._engine.trained:
-                self._update.refresh(flat)
+            for unit in units:
+                for flat in unit.trained:
+                    self._update.refresh(flat)
+
+    def _units_of(self, modules: Sequence[str | nn.Module]) -> tuple[Unit, ...]:
+        """The units with parameters of these modules. Collective."""
+        doing = "full_parameters()"
+        units = run_on_all_ranks(self._control, lambda: self._engine.units_of(modules), doing=doing)
+        by_rank = self._control.exchange_objects([unit.name for unit in units], what=doing)
+        if any(names != by_rank[0] for names in by_rank):
+            raise ValueError(
+                f"the ranks passed different modules to full_parameters(): their units are "
+                f"{by_rank}; pass the same modules"
+            )
+        return units
 
     @property
     def plan(self) -> Plan | None:
@@ -549,11 +577,23 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             self._engine, self._update, super().state_dict()["param_groups"], self, to
         )
 
-    def save_model(self, path: str | Path) -> None:
-        """Write the full weights as safetensors; rank 0 writes the file. Collective."""
-        from poplar.checkpoint.sharded_state import save_model
+    def save_model(self, path: str | Path, *, sharded: bool = False) -> None:
+        """Write the full weights as safetensors. Collective.
 
-        save_model(self._engine, self._control, self._model, Path(path))
+        No rank holds more than its share and one unit. A file gets its name when it is complete.
+
+        Args:
+            path: a file, which rank 0 writes; or, if `sharded`, a folder that all ranks see.
+            sharded: every rank writes a file with the parameters of which it holds the largest
+                part, and rank 0 `model.safetensors.index.json`, as Hugging Face writes it.
+
+        Raises:
+            OSError, ValueError, TypeError: the model cannot be saved there, or as safetensors.
+            RankFailed: another rank failed.
+        """
+        from poplar.checkpoint.saved_model import save_model
+
+        save_model(self._engine, self._control, self._model, Path(path), sharded=sharded)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if getattr(self, "_settings_are_final", False):
@@ -570,7 +610,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         return self._splitter.open(self._control, batch, weight, loss, self._check_before_step)
 
     def _check_before_step(self) -> None:
-        if self._engine.is_fully_unsharded:
+        if self._engine.has_unsharded_units:
             raise RuntimeError(
                 "a step was started inside full_parameters(); leave that context first"
             )

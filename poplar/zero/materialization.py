@@ -414,7 +414,8 @@ def _unset(tensor: Tensor) -> Tensor:
 def _is_set(tensor: Tensor) -> bool:
     """Whether all elements have been written (integers: any)."""
     if tensor.is_floating_point():
-        return not bool(tensor.isnan().any())
+        # The sum needs no memory; it may also be NaN because infinities cancel.
+        return not bool(tensor.sum().isnan()) or not bool(tensor.isnan().any())
     return tensor._version > 0
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import models
 import pytest
@@ -15,10 +18,13 @@ from models import LENGTH, VOCABULARY, Block, ModelSpec
 from ranks import Pool
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from training import STAGES
 
 import poplar
 from poplar import HeteroZeroOptimizer, Plan
+from poplar.checkpoint import saved_model
 
 SHARES = (0.6, 0.4, 0.0)
 RANKS = len(SHARES)
@@ -264,8 +270,6 @@ def build_fails(make: Callable[[], nn.Module], weights: Any, own_paths: bool) ->
 def test_incomplete_initialization_raises_on_all_ranks_and_changes_nothing(
     ranks: Pool, make: Callable[[], nn.Module], weights: Any, message: str
 ) -> None:
-    import re
-
     for _, seen in ranks.run(build_fails, make, weights, False, ranks=2):
         assert re.search(message, seen), seen
 
@@ -303,10 +307,73 @@ def broken_files(folder: Path) -> dict[str, tuple[Any, str]]:
 
 
 def test_wrong_files_raise_on_all_ranks_and_change_nothing(ranks: Pool, tmp_path: Path) -> None:
-    import re
-
     for case, (path, message) in broken_files(tmp_path).items():
         weights = tuple(map(str, path)) if isinstance(path, tuple) else str(path)
         seen = ranks.run(build_fails, LanguageModel, weights, isinstance(path, tuple), ranks=2)
         for _, text in seen:
             assert re.search(message, text), (case, text)
+
+
+# Memory
+
+
+class LiveBytes(TorchDispatchMode):
+    """The current size of all storages that operators have returned, and its maximum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self.most = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor) and not leaf.is_meta:
+                storage = leaf.untyped_storage()
+                self.storages[storage._cdata] = weakref.ref(storage)
+        self.most = max(self.most, self.now())
+        return result
+
+    def now(self) -> int:
+        alive = (reference() for reference in self.storages.values())
+        return sum(storage.nbytes() for storage in alive if storage is not None)
+
+
+def build_and_save(folder: str, source: str) -> dict[str, int]:
+    hidden = 3000
+    with poplar.parameters_on_meta():
+        model = LanguageModel(blocks=6, tied=False, hidden=hidden)
+    with mock.patch.object(saved_model, "_CHUNK", 1 << 10):
+        with LiveBytes() as building:
+            optimizer = optimizer_of(
+                model,
+                3,
+                units=[Block],
+                weights=source or None,
+                communicator="process_group",
+            )
+        with LiveBytes() as saving:
+            optimizer.save_model(f"{folder}/one.safetensors")
+        with LiveBytes() as saving_sharded:
+            optimizer.save_model(f"{folder}/sharded", sharded=True)
+    flats = optimizer._engine.flats
+    return {
+        "share": sum(flat.shard.nbytes for flat in flats),
+        "unit": max(unit.unsharded_bytes for unit in optimizer._engine.units),
+        "model": sum(flat.numel * 4 for flat in flats),
+        "building": building.most,
+        "saving": saving.most,
+        "saving sharded": saving_sharded.most,
+    }
+
+
+def test_no_rank_holds_more_than_its_share_and_one_unit(ranks: Pool, tmp_path: Path) -> None:
+    for source in ("", str(tmp_path / "one.safetensors")):
+        for held in ranks.run(build_and_save, str(tmp_path), source, ranks=RANKS):
+            slack = held["unit"] // 20  # buffers, samples of the files and placeholders
+            assert held["model"] > 5 * held["unit"]
+            assert held["building"] <= held["share"] + held["unit"] + slack, held
+            assert held["saving"] <= held["share"] + held["unit"] + slack, held
+            assert held["saving sharded"] <= held["share"] + held["unit"] + slack, held
