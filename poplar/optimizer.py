@@ -24,10 +24,13 @@ from poplar.system.trace import Span
 from poplar.zero import model_checks
 from poplar.zero.agreement import (
     raise_on_any_error,
+    run_on_all_ranks,
 )
 from poplar.zero.engine import Engine
 from poplar.zero.evaluation import Evaluation
 from poplar.zero.grad_scaler import GradScaler
+from poplar.zero.initial_values import Weights
+from poplar.zero.materialization import check_unused, move_to_meta
 from poplar.zero.micro_batch_loss import LossFunction, MicroBatchLoss
 from poplar.zero.micro_batches import BatchSplitter, Loss, OpenedStep, Weight
 from poplar.zero.replica_check import ReplicaCheck
@@ -35,6 +38,7 @@ from poplar.zero.setup import STRATEGY_CLASSES, agree_on_request, build_engine, 
 from poplar.zero.state_dict_guard import guard_model_state
 from poplar.zero.step import Step
 from poplar.zero.step_result import StepResult, Stopwatch
+from poplar.zero.unit import Unit
 from poplar.zero.unit_plans import check_plan_change, persistent_units, shares_by_unit
 from poplar.zero.update import OptimizerFactory
 
@@ -77,7 +81,9 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
 
     Args:
         model: on this rank's device, with the same architecture on every rank, not wrapped in DDP
-            or FSDP. The values and buffers of the first rank are broadcast.
+            or FSDP. The values and buffers of the first rank are broadcast. Or on `meta` (see
+            `poplar.parameters_on_meta`): it is then built here, and no rank holds more than its
+            part of the state and one unit.
         optimizer_class: an elementwise optimizer class such as AdamW, Adam or SGD. Others are
             detected by a test step and rejected.
         plan: batches, passes and shares of each rank, and its persistent units. None: even shares
@@ -104,6 +110,14 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         overlap_param_gather: at stages 1 and 2, all-gather the updated parameters during the next
             forward. Between steps they then read as NaN outside `full_parameters()`. Predictions
             do not count on it: they are of steps that end with this all-gather.
+        weights: the values of the parameters: the path of a safetensors file, of an index as
+            Hugging Face writes it, or of a folder with either; or, for a model on `meta`, a
+            function that initializes the parameters of one module, as for `model.apply`. Default:
+            the values of the model, or, on `meta`, those that its constructors (that is
+            `reset_parameters`) and then its `_init_weights(module)`, if any, set. They have the
+            bits of a model that was built on the CPU in the first rank's random state.
+        device: of the parameters, if the model is on `meta`; default: the current CUDA device if
+            the process group has NCCL, else the CPU.
         **optimizer_kwargs: for `optimizer_class`; `fused=True` is added if the class supports it.
 
     Raises:
@@ -130,6 +144,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         timeout: timedelta | None = None,
         allow_batch_norm: bool = False,
         overlap_param_gather: bool = False,
+        weights: Weights = None,
+        device: torch.device | str | None = None,
         **optimizer_kwargs: Any,
     ) -> None:
         self._group = Group.of(process_group, timeout)
@@ -149,6 +165,9 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
                 world_size=self._group.size,
                 allow_batch_norm=allow_batch_norm,
                 overlap_param_gather=overlap_param_gather,
+                default_device=self._group.default_device,
+                weights=weights,
+                device=device,
             )
         except Exception as caught:
             error = caught
@@ -343,27 +362,42 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         """
         return self._group.trace.record()
 
-    def release(self) -> None:
+    def release(self, values: bool = True) -> None:
         """Detach the optimizer from the model. Collective.
 
         Every parameter gets its own memory with its current value, in the dtype in which the model
         computes. Hooks are removed and `.grad` is None. This optimizer cannot be used any more, but
         another one, for example at another stage, can take the model.
 
+        Args:
+            values: False drops the values and puts the parameters on `meta`: nothing is unsharded.
+                Buffers keep their values.
+
         Raises:
-            RuntimeError: called in the middle of a step.
+            RuntimeError: called in the middle of a step, or, with `values=False`, while a loss or
+                an output exists whose graph holds parameters.
         """
-        engine, error = self._engine, None
-        if engine.has_gradients or engine.scheduler.active:
-            error = RuntimeError("release() in the middle of a step; call it after step()")
-        raise_on_any_error(self._control, error, doing="release()")
+        engine = self._engine
+
+        def check() -> None:
+            if engine.has_gradients or engine.scheduler.active:
+                raise RuntimeError("release() in the middle of a step; call it after step()")
+            if not values:
+                check_unused(self._model.parameters())
+
+        run_on_all_ranks(self._control, check, doing="release()")
+        if not values:
+            engine.strategy.updated.finish()
+            self._detach()
+            move_to_meta(list(self._model.parameters()))
+            return
         parameters = [p for flat in engine.flats for p in flat.parameters]
         with engine.unsharded_parameters(writeback=False):
-            values = [parameter.detach().clone() for parameter in parameters]
+            copies = [parameter.detach().clone() for parameter in parameters]
         self._detach()
-        for parameter, value in zip(parameters, values, strict=True):
+        for parameter, copy in zip(parameters, copies, strict=True):
             parameter.grad = None
-            parameter.data = value
+            parameter.data = copy
 
     def _detach(self) -> None:
         """Drop the model and the engine without changing the parameters."""
@@ -396,22 +430,49 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         finally:
             self._model.train(was_training)
 
-    def full_parameters(self, writeback: bool = False) -> AbstractContextManager[None]:
-        """A context in which all parameters are unsharded on every rank. Collective at both ends.
+    def full_parameters(
+        self, writeback: bool = False, *, modules: Sequence[str | nn.Module] | None = None
+    ) -> AbstractContextManager[None]:
+        """A context in which parameters are unsharded on every rank. Collective at both ends.
+
+        Inside, `copy.deepcopy(model)` makes a plain model that the optimizer does not know.
 
         Args:
             writeback: keep values that are written into the parameters (equal on all ranks), for
                 example by `model.load_state_dict`; otherwise changes are lost at stage 3.
+            modules: unshard only the units that have parameters of these modules of the model, or
+                of modules with these names. Default: all.
+
+        Raises:
+            ValueError: the model has no such module, or ranks pass different ones.
         """
-        return self._full_parameters(writeback)
+        return self._full_parameters(writeback, modules)
 
     @contextmanager
-    def _full_parameters(self, writeback: bool) -> Iterator[None]:
-        with self._engine.unsharded_parameters(writeback=writeback):
+    def _full_parameters(
+        self, writeback: bool, modules: Sequence[str | nn.Module] | None
+    ) -> Iterator[None]:
+        units = self._engine.units
+        if modules is not None:
+            units = self._units_of(modules)
+        with self._engine.unsharded_parameters(writeback=writeback, units=units):
             yield
         if writeback:
-            for flat in self._engine.trained:
-                self._update.refresh(flat)
+            for unit in units:
+                for flat in unit.trained:
+                    self._update.refresh(flat)
+
+    def _units_of(self, modules: Sequence[str | nn.Module]) -> tuple[Unit, ...]:
+        """The units with parameters of these modules. Collective."""
+        doing = "full_parameters()"
+        units = run_on_all_ranks(self._control, lambda: self._engine.units_of(modules), doing=doing)
+        by_rank = self._control.exchange_objects([unit.name for unit in units], what=doing)
+        if any(names != by_rank[0] for names in by_rank):
+            raise ValueError(
+                f"the ranks passed different modules to full_parameters(): their units are "
+                f"{by_rank}; pass the same modules"
+            )
+        return units
 
     @property
     def plan(self) -> Plan | None:
@@ -517,11 +578,23 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             self._engine, self._update, super().state_dict()["param_groups"], self, to
         )
 
-    def save_model(self, path: str | Path) -> None:
-        """Write the full weights as safetensors; rank 0 writes the file. Collective."""
-        from poplar.checkpoint.sharded_state import save_model
+    def save_model(self, path: str | Path, *, sharded: bool = False) -> None:
+        """Write the full weights as safetensors. Collective.
 
-        save_model(self._engine, self._control, self._model, Path(path))
+        No rank holds more than its share and one unit. A file gets its name when it is complete.
+
+        Args:
+            path: a file, which rank 0 writes; or, if `sharded`, a folder that all ranks see.
+            sharded: every rank writes a file with the parameters of which it holds the largest
+                part, and rank 0 `model.safetensors.index.json`, as Hugging Face writes it.
+
+        Raises:
+            OSError, ValueError, TypeError: the model cannot be saved there, or as safetensors.
+            RankFailed: another rank failed.
+        """
+        from poplar.checkpoint.saved_model import save_model
+
+        save_model(self._engine, self._control, self._model, Path(path), sharded=sharded)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if getattr(self, "_settings_are_final", False):
@@ -538,7 +611,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         return self._splitter.open(self._control, batch, weight, loss, self._check_before_step)
 
     def _check_before_step(self) -> None:
-        if self._engine.is_fully_unsharded:
+        if self._engine.has_unsharded_units:
             raise RuntimeError(
                 "a step was started inside full_parameters(); leave that context first"
             )

@@ -21,6 +21,7 @@ from poplar.data import pytree
 from poplar.errors import CollectiveTimeout, PoplarError
 from poplar.zero.collective_scheduler import CollectiveScheduler, Mode
 from poplar.zero.flat_parameter import FlatParameter
+from poplar.zero.model_hook import ModelHook
 from poplar.zero.step_state import Phase, StepState
 from poplar.zero.strategy import Strategy
 from poplar.zero.unit import Unit
@@ -51,7 +52,13 @@ class Engine:
         """A pass is open whose weight is not known yet."""
         self._explicit_pass = False
         self._callback_queued = False
-        self._all_unsharded = self._writeback = False
+        self._unsharded: set[Unit] = set()
+        self._writable: set[Unit] = set()
+        """Units in the contexts of `unsharded_parameters`."""
+        self._naming = False
+        self._unit_of = {
+            id(p): unit for unit in self.units for f in unit.flats for p in f.parameters
+        }
         self._in_early_forward = False
         self._modules = {id(module) for module in model.modules()}
         self._forward_depth = 0
@@ -113,7 +120,7 @@ class Engine:
             self.has_early_pass = False
             self.scheduler.set_weight(weight)
             return True
-        if mode is Mode.EVALUATE and self._all_unsharded:
+        if mode is Mode.EVALUATE and len(self._unsharded) == len(self.units):
             return False
         reduces = mode is not Mode.EVALUATE and (last or self.strategy.reduces_every_pass)
         if leader is None:
@@ -132,7 +139,7 @@ class Engine:
         Returns:
             False, on all ranks, if the collective order has not been agreed yet.
         """
-        busy = self.scheduler.active or self._all_unsharded
+        busy = self.scheduler.active or bool(self._unsharded)
         if busy or not self.scheduler.has_order(Mode.TRAIN, True):
             return False
         self.begin_step()
@@ -240,57 +247,89 @@ class Engine:
     # Values.
 
     @contextmanager
-    def unsharded_parameters(self, *, writeback: bool) -> Iterator[None]:
-        """A context in which all parameters are unsharded. Collective at both ends."""
+    def unsharded_parameters(
+        self, *, writeback: bool, units: Sequence[Unit] | None = None
+    ) -> Iterator[None]:
+        """A context in which units are unsharded, by default all. Collective at both ends."""
         if self.scheduler.active:
             raise RuntimeError("full_parameters() inside a pass; end the backward first")
         self.strategy.updated.finish()
-        if self._all_unsharded:  # nested: the outer context reshards
-            outer, self._writeback = self._writeback, self._writeback or writeback
-            try:
-                yield
-            finally:
-                if writeback:
-                    self._store_all_values()
-                self._writeback = outer
-            return
+        wanted = self.units if units is None else units
+        added = [unit for unit in wanted if unit not in self._unsharded]  # others: outer contexts
+        writable = [u for u in wanted if u not in self._writable] if writeback else []
         shards_parameters = self.strategy.shards_parameters
         if shards_parameters:
             # Values written in the block must reach later passes only through the shards.
             self.strategy.reshard_persistent()
-            for unit in self.units:
+            for unit in added:
                 self.strategy.unshard(unit, in_step=False)
-            for unit in self.units:
+            for unit in added:
                 self.strategy.wait_for_unshard(unit)
-        self._all_unsharded, self._writeback = True, writeback
+        self._unsharded.update(added)
+        self._writable.update(writable)
         try:
             yield
         finally:
-            self._all_unsharded = self._writeback = False
+            self._unsharded.difference_update(added)
+            self._writable.difference_update(writable)
             if writeback:
-                self._store_all_values()
+                for flat in (flat for unit in wanted for flat in unit.flats):
+                    self.strategy.store_values(flat)
             if shards_parameters:
-                for unit in self.units:
+                for unit in added:
                     self.strategy.reshard(unit)
 
-    def _store_all_values(self) -> None:
-        for flat in self.flats:
-            self.strategy.store_values(flat)
+    def units_of(self, modules: Sequence[str | nn.Module]) -> tuple[Unit, ...]:
+        """The units that have parameters of these modules, given by themselves or by name.
+
+        Raises:
+            ValueError: the model has no such module.
+        """
+        names = dict(self.model.named_modules(remove_duplicate=False))
+        found: set[Unit] = set()
+        for module in modules:
+            chosen = names.get(module) if isinstance(module, str) else module
+            if chosen is None or id(chosen) not in self._modules:
+                raise ValueError(
+                    f"modules: {module!r} is not in the model; give its modules, or their names as "
+                    "named_modules() lists them"
+                )
+            units = (self._unit_of.get(id(parameter)) for parameter in chosen.parameters())
+            found.update(unit for unit in units if unit is not None)
+        return tuple(unit for unit in self.units if unit in found)
+
+    @contextmanager
+    def naming_parameters(self) -> Iterator[None]:
+        """A context in which `state_dict` may be called for its names while values are sharded."""
+        self._naming = True
+        try:
+            yield
+        finally:
+            self._naming = False
 
     @property
     def values_are_readable(self) -> bool:
         """Whether every parameter is unsharded on this rank now."""
-        return self._all_unsharded or not self.strategy.shards_parameters
+        return not self.strategy.shards_parameters or len(self._unsharded) == len(self.units)
 
     @property
-    def is_fully_unsharded(self) -> bool:
+    def has_unsharded_units(self) -> bool:
         """Inside `unsharded_parameters`, at stages that shard parameters."""
-        return self._all_unsharded and self.strategy.shards_parameters
+        return bool(self._unsharded) and self.strategy.shards_parameters
 
-    @property
-    def values_are_writable(self) -> bool:
-        """Whether values written into the parameters now take effect."""
-        return self._writeback or not self.strategy.shards_parameters
+    def may_read(self, module: nn.Module) -> bool:
+        """Whether a module's own parameters are unsharded, or only their names matter."""
+        return self._naming or self._are_in(module, self._unsharded)
+
+    def may_write(self, module: nn.Module) -> bool:
+        """Whether values written into a module's own parameters now take effect."""
+        return self._are_in(module, self._writable)
+
+    def _are_in(self, module: nn.Module, units: set[Unit]) -> bool:
+        if not self.strategy.shards_parameters:
+            return True
+        own = (self._unit_of.get(id(parameter)) for parameter in module._parameters.values())
+        return all(unit is None or unit in units for unit in own)
 
     # Hooks.
 
@@ -341,8 +380,13 @@ class Engine:
 
     def _forward_pre_hook(self, unit: Unit) -> Callable[..., None]:
         def enter(module: nn.Module, _inputs: Any) -> None:
-            if self._all_unsharded or id(module) not in self._modules:
+            if unit in self._unsharded or id(module) not in self._modules:
                 return  # already unsharded, or a copy of the model, which has its own parameters
+            if self._unsharded:
+                raise RuntimeError(
+                    f"rank {self.comm.group.rank}: a forward needs unit {unit.name!r}, which is "
+                    "sharded inside full_parameters(modules=...); add its modules there"
+                )
             if torch.is_grad_enabled() and self._implicit_evaluation_is_open:
                 self.drop_implicit_pass()
             if not self.scheduler.active:
@@ -361,7 +405,7 @@ class Engine:
 
     def _forward_hook(self, unit: Unit) -> Callable[..., None]:
         def leave(module: nn.Module, _inputs: Any, output: Any) -> None:
-            if self._all_unsharded or id(module) not in self._modules:
+            if unit in self._unsharded or id(module) not in self._modules:
                 return
             if _in_backward() or not torch.is_grad_enabled():
                 return
@@ -443,8 +487,7 @@ class Engine:
 
 def _disable_compile(hook: Callable[..., None]) -> Callable[..., None]:
     """Exclude a hook from `torch.compile`: it communicates, so it runs between graphs."""
-    disabled: Callable[..., None] = torch.compiler.disable(hook)
-    return disabled
+    return ModelHook(torch.compiler.disable(hook))
 
 
 def _in_backward() -> bool:
