@@ -100,6 +100,16 @@ def memory_available(device: torch.device, ranks_on_host: int) -> int:
     return free_bytes // ranks_on_host + host_limits.resident_memory()
 
 
+def peak_memory(device: torch.device) -> int:
+    """Most bytes of this process so far; 0 if unknown.
+
+    CUDA: what torch's allocator has reserved. CPU: resident memory, with shared pages.
+    """
+    if checked_kind(device) == "cuda":
+        return torch.cuda.max_memory_reserved(device)
+    return host_limits.peak_resident_memory()
+
+
 def _describe_cpu() -> DeviceInfo:
     total, free, quota = (
         host_limits.total_memory(),

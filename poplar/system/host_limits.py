@@ -49,9 +49,12 @@ def free_memory() -> int | None:
 
 def resident_memory() -> int:
     """Private resident memory of this process in bytes; 0 if unknown."""
-    text = _read(_PROC / "self/status") or ""
-    found = re.search(r"^RssAnon:\s*(\d+) kB$", text, re.MULTILINE)
-    return int(found[1]) * 1024 if found else 0
+    return _status("RssAnon") or 0
+
+
+def peak_resident_memory() -> int:
+    """Most resident memory of this process so far, with shared pages, in bytes; 0 if unknown."""
+    return _status("VmHWM") or 0
 
 
 def processor_quota() -> float | None:
@@ -88,6 +91,13 @@ def shared_memory() -> tuple[int, int] | None:
 
 def _meminfo(field: str) -> int | None:
     found = re.search(rf"^{field}:\s*(\d+) kB$", _read(_PROC / "meminfo") or "", re.MULTILINE)
+    return int(found[1]) * 1024 if found else None
+
+
+def _status(field: str) -> int | None:
+    """Bytes of this process."""
+    text = _read(_PROC / "self/status") or ""
+    found = re.search(rf"^{field}:\s*(\d+) kB$", text, re.MULTILINE)
     return int(found[1]) * 1024 if found else None
 
 

@@ -384,16 +384,8 @@ def _limited(
     device: DeviceProfile, max_batch: int | None, memory_limit: int | None
 ) -> DeviceProfile:
     memory = min(device.memory_bytes, memory_limit or device.memory_bytes)
-    largest = min(device.max_batch, max_batch or device.max_batch)
-    points = [point for point in device.points if point.batch <= largest]
-    if not points or points[-1].batch < largest:
-        interpolated = BatchPoint(
-            batch=largest,
-            seconds=device.seconds(largest),
-            activation_bytes=round(device.activation_bytes(largest)),
-        )
-        points.append(interpolated)
-    return replace(device, points=tuple(points), memory_bytes=memory)
+    limited = device.with_largest_batch(max_batch or device.max_batch)
+    return replace(limited, memory_bytes=memory)
 
 
 def _next_power_of_two(number: int) -> int | None:
