@@ -1,7 +1,7 @@
 """A rank that runs out of memory in a step: all ranks run the step again, in smaller micro-batches.
 
 The gradient stays that of one process on the global batch. Errors are raised where a smaller
-micro-batch is needed; `test_real_shortage.py` limits the memory of a process instead.
+micro-batch is needed; `test_limited_memory.py` limits the memory of a process instead.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from reference import Recipe
 from torch import Tensor, nn
 from training import STAGES, Run
 
-from poplar import HeteroZeroOptimizer, Plan
+from poplar import HeteroZeroOptimizer, Plan, RankFailed
 from poplar.zero.strategy import Strategy
 
 RECIPE = Recipe(batches=(12, 12, 7), max_norm=0.5)
@@ -185,3 +185,67 @@ def test_step_runs_again_in_smaller_micro_batches(
         assert outcome.largest.keys() == largest.keys()
         warned = rank == 0 or rank in largest
         assert any("out of memory" in text for text in outcome.warnings) == warned
+
+
+def test_step_without_a_plan_runs_again_in_smaller_micro_batches(ranks: Pool) -> None:
+    for stage in STAGES:
+        outcomes = ranks.run(train_without_plan, stage, Shortage("forward", {1: 2}), ranks=RANKS)
+        assert_undisturbed(outcomes)
+        for outcome in outcomes:
+            assert outcome.failure is None
+            assert outcome.largest == {1: 2}
+
+
+def train_without_plan(stage: int, shortage: Shortage) -> Outcome:
+    """As `train`; the optimizer gets batches of any size instead of a plan."""
+    plan, prepare = replace(PLAN, stage=stage), training.prepare
+
+    def without_plan(run: Run) -> tuple[nn.Module, HeteroZeroOptimizer]:
+        return prepare(replace(run, plan=None, engine={**run.engine, "stage": stage}))
+
+    with mock.patch.object(training, "prepare", without_plan):
+        return train(Run(RECIPE, plan), shortage)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    ("most", "choice"), [(2, "raise"), (0, "retry")], ids=["raise", "one sample does not fit"]
+)
+def test_all_ranks_raise_if_smaller_micro_batches_cannot_help(
+    ranks: Pool, stage: int, most: int, choice: str
+) -> None:
+    run = Run(RECIPE, replace(PLAN, stage=stage), engine={"on_out_of_memory": choice})
+    outcomes = ranks.run(train, run, Shortage("forward", {1: most}), ranks=RANKS)
+    assert_raised_once(outcomes)
+    samples = "1 sample," if most == 0 else "4 samples,"
+    for rank, outcome in enumerate(outcomes):
+        assert outcome.failure.is_a(torch.OutOfMemoryError if rank == 1 else RankFailed)
+        for text in ("rank 1 ran out of memory", samples, "parameters", "What helps", "share"):
+            assert text in outcome.failure.message, outcome.failure
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_own_loop_raises_on_all_ranks(ranks: Pool, stage: int) -> None:
+    run = Run(RECIPE, replace(PLAN, stage=stage), open_form=True)
+    outcomes = ranks.run(train, run, Shortage("forward", {1: 2}), ranks=RANKS)
+    assert_raised_once(outcomes)
+    for rank, outcome in enumerate(outcomes):
+        assert "rank 1" in outcome.failure.message or rank == 1, outcome.failure
+
+
+def assert_raised_once(outcomes: list[Outcome]) -> None:
+    """All ranks raised in one step; training then went on as if that step had not begun."""
+    expected = reference.train(RECIPE).parameters
+    for rank, outcome in enumerate(outcomes):
+        assert outcome.failure is not None, f"rank {rank}"
+        training.assert_close(outcome.parameters, expected, f"rank {rank}")
+
+
+def test_ranks_must_choose_alike(ranks: Pool) -> None:
+    failures = ranks.run_expecting_errors(choose_unlike, ranks=2)
+    training.assert_raised(failures, "on_out_of_memory", "retry", "raise", kind=ValueError)
+
+
+def choose_unlike() -> None:
+    choice = "retry" if harness.rank() else "raise"
+    training.prepare(Run(RECIPE, Plan.manual("6,6", stage=0), engine={"on_out_of_memory": choice}))
