@@ -1,4 +1,4 @@
-"""Memory and cores of this host, and the limits that a container sets on both.
+"""Memory and cores of this host, and the limits of containers and of this process.
 
 Reads only `/proc` and `/sys`. A value that the kernel does not report is None, never a guess.
 """
@@ -57,6 +57,19 @@ def peak_resident_memory() -> int:
     return _status("VmHWM") or 0
 
 
+def process_limit() -> int | None:
+    """The smaller of this process's limits of data and addresses (`ulimit -d`, `ulimit -v`).
+
+    None if it has neither.
+    """
+    return min((limit for limit, _ in _process_limits()), default=None)
+
+
+def unused_process_memory() -> int | None:
+    """Bytes that this process may still allocate under these limits; None without a limit."""
+    return min((max(0, limit - used) for limit, used in _process_limits()), default=None)
+
+
 def processor_quota() -> float | None:
     """CPU quota of this process's control group, in cores; None if there is no quota."""
     quotas = [quota for quota in map(_quota_of, _groups("cpu")) if quota is not None]
@@ -99,6 +112,15 @@ def _status(field: str) -> int | None:
     text = _read(_PROC / "self/status") or ""
     found = re.search(rf"^{field}:\s*(\d+) kB$", text, re.MULTILINE)
     return int(found[1]) * 1024 if found else None
+
+
+def _process_limits() -> Iterator[tuple[int, int]]:
+    """Limit and use, in bytes, of data and addresses of this process, where there is a limit."""
+    text = _read(_PROC / "self/limits") or ""
+    for name, field in (("Max data size", "VmData"), ("Max address space", "VmSize")):
+        found = re.search(rf"^{name} +(\d+) ", text, re.MULTILINE)
+        if found:
+            yield int(found[1]), _status(field) or 0
 
 
 def _memory_groups() -> Iterator[tuple[int, int]]:
