@@ -27,6 +27,7 @@ from poplar.schema import (
     PositiveCount,
     Rule,
     check_fields,
+    checked,
 )
 
 _NO_RESIDUALS = (0.0,) * len(STRATEGIES)
@@ -112,6 +113,20 @@ class DeviceProfile:
     def max_batch(self) -> int:
         """The largest micro-batch that was measured."""
         return self.points[-1].batch
+
+    def with_largest_batch(self, batch: int) -> DeviceProfile:
+        """The same device, on which no plan uses a larger micro-batch than this one."""
+        if batch >= self.max_batch:
+            return self
+        points = [point for point in self.points if point.batch <= batch]
+        if not points or points[-1].batch < batch:
+            interpolated = BatchPoint(
+                batch=batch,
+                seconds=self.seconds(batch),
+                activation_bytes=round(self.activation_bytes(batch)),
+            )
+            points.append(interpolated)
+        return dataclasses.replace(self, points=tuple(points))
 
     def seconds(self, batch: int) -> float:
         """`t(batch)`: one pass, forward and backward; 0 for no samples, infinite past `max_batch`.
@@ -295,6 +310,24 @@ class ClusterProfile(Document):
     def world_size(self) -> int:
         """Number of ranks."""
         return len(self.devices)
+
+    def with_largest_batches(self, batches: Mapping[int, int]) -> ClusterProfile:
+        """A profile under which no plan uses larger micro-batches than these.
+
+        Args:
+            batches: by rank, the most samples of one pass, such as
+                `HeteroZeroOptimizer.largest_batches`; other ranks are unchanged.
+
+        Raises:
+            ValueError: a rank that the profile does not have, or a limit below 1.
+        """
+        devices = list(self.devices)
+        for rank, batch in batches.items():
+            if not 0 <= rank < self.world_size:
+                raise ValueError(f"rank {rank}: this profile has ranks 0 to {self.world_size - 1}")
+            batch = checked(PositiveCount, batch, f"batches[{rank}]")
+            devices[rank] = devices[rank].with_largest_batch(batch)
+        return dataclasses.replace(self, devices=tuple(devices))
 
     @cached_property
     def device_group_indices(self) -> list[int]:

@@ -18,29 +18,6 @@ from poplar.zero.flat_parameter import FlatParameter, layout_on_rank
 from poplar.zero.update import ParameterRun, ShardedUpdate, is_elementwise
 
 
-def state_bytes(engine: Engine, update: ShardedUpdate) -> dict[str, int]:
-    """Bytes of training state on this rank; shared storages count once."""
-    seen: set[int] = set()
-
-    def count(tensors: Sequence[Tensor]) -> int:
-        total = 0
-        for tensor in tensors:
-            storage = tensor.untyped_storage()
-            if storage.nbytes() and storage.data_ptr() not in seen:
-                seen.add(storage.data_ptr())
-                total += storage.nbytes()
-        return total
-
-    parameters = [tensor for flat in engine.flats for tensor in (flat.values, flat.shard)]
-    states = [value for run in update.runs for value in update.state_of(run).values()]
-    return {
-        "parameters": count(parameters),
-        "gradients": count([flat.gradient for flat in engine.trained]),
-        "optimizer": count([flat.master for flat in engine.trained])
-        + count([value for value in states if isinstance(value, Tensor)]),
-    }
-
-
 def local_state(
     engine: Engine, update: ShardedUpdate, identity: Mapping[str, Any]
 ) -> dict[str, Any]:

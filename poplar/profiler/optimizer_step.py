@@ -11,6 +11,7 @@ from torch import Tensor
 from poplar.profiler.model_profile import flat_numels
 from poplar.profiler.session import Session
 from poplar.profiler.timing import median_seconds
+from poplar.system.out_of_memory import is_out_of_memory
 
 MOST_ELEMENTS = 1 << 26
 """Elements that are stepped at most. The time of larger models is extrapolated."""
@@ -35,7 +36,7 @@ def measure_update(session: Session) -> UpdateCost:
     """Step flat fp32 buffers of two sizes, as the engine does; fit a line to both times.
 
     Raises:
-        torch.OutOfMemoryError: even a few elements do not fit.
+        Exception: even a few elements do not fit (`is_out_of_memory`).
     """
     numels = flat_numels(session)
     part = min(1.0, MOST_ELEMENTS / sum(numels))
@@ -44,8 +45,8 @@ def measure_update(session: Session) -> UpdateCost:
             large, state_bytes = _step(session, numels, part)
             small, _ = _step(session, numels, part * SMALL_PART)
             break
-        except torch.OutOfMemoryError:
-            if part * sum(numels) < FEWEST_ELEMENTS:
+        except Exception as error:
+            if not is_out_of_memory(error) or part * sum(numels) < FEWEST_ELEMENTS:
                 raise
             part /= 2
     slope = max(0.0, large - small) / (part * (1 - SMALL_PART))

@@ -60,6 +60,7 @@ def run_plan(session: Session, plan: Plan, *, steps: int, report: Report) -> Obs
             reduce_dtype=request.reduce_dtype,
             timeout=session.group.timeout,
             allow_batch_norm=request.allow_batch_norm,
+            on_out_of_memory="raise",  # a changed plan would be timed as the given one
             **request.optimizer_options,
         )
         try:

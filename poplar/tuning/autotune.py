@@ -32,6 +32,7 @@ from poplar.planner.uncertainty import at_worst, unmeasured_batches
 from poplar.profile import BatchPoint, ClusterProfile, DeviceProfile
 from poplar.profiler.batch_curves import with_measured
 from poplar.profiler.cluster_profiler import Profiler
+from poplar.profiler.memory_limit import MemoryLimit
 from poplar.profiler.progress import Report, show_progress
 from poplar.profiler.request import Request, digest, is_count
 from poplar.tuning.profile_cluster import CachedProfile
@@ -91,7 +92,7 @@ def tune(
     profile: ClusterProfile | None = None,
     verify: bool = True,
     max_batch: int | None = None,
-    memory_limit: int | None = None,
+    memory_limit: MemoryLimit = None,
     seconds: float = 60.0,
     max_norm: float | None = 1.0,
     process_group: dist.ProcessGroup | None = None,
@@ -362,7 +363,7 @@ class Tuner:
                     "profile_cluster()"
                 )
         request = self.session.request
-        limits = self.session.exchange((request.max_batch, request.memory_limit))
+        limits = self.session.exchange((request.max_batch, self.session.memory_limit))
         cut = (
             _limited(device, *limit) for device, limit in zip(given.devices, limits, strict=True)
         )
@@ -384,16 +385,8 @@ def _limited(
     device: DeviceProfile, max_batch: int | None, memory_limit: int | None
 ) -> DeviceProfile:
     memory = min(device.memory_bytes, memory_limit or device.memory_bytes)
-    largest = min(device.max_batch, max_batch or device.max_batch)
-    points = [point for point in device.points if point.batch <= largest]
-    if not points or points[-1].batch < largest:
-        interpolated = BatchPoint(
-            batch=largest,
-            seconds=device.seconds(largest),
-            activation_bytes=round(device.activation_bytes(largest)),
-        )
-        points.append(interpolated)
-    return replace(device, points=tuple(points), memory_bytes=memory)
+    limited = device.with_largest_batch(max_batch or device.max_batch)
+    return replace(limited, memory_bytes=memory)
 
 
 def _next_power_of_two(number: int) -> int | None:

@@ -6,7 +6,6 @@ other backward is an implicit pass: it begins at its first unit or gradient and 
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from poplar.comm import Communicator, Control
 from poplar.data import pytree
 from poplar.errors import CollectiveTimeout, PoplarError
+from poplar.system.out_of_memory import free_frames, is_out_of_memory
 from poplar.zero.collective_scheduler import CollectiveScheduler, Mode
 from poplar.zero.flat_parameter import FlatParameter
 from poplar.zero.model_hook import ModelHook
@@ -81,11 +81,10 @@ class Engine:
         self.strategy.begin_step()
         for flat in self.trained:
             flat.used.clear()
-            if keep_gradients:
-                continue
-            for parameter in flat.parameters:
-                parameter.grad = None
-            self.strategy.free_gradient(flat)
+            if not keep_gradients:
+                self.strategy.free_gradient(flat)
+        if not keep_gradients:
+            self.drop_parameter_gradients()
         self.step = StepState()
 
     @property
@@ -151,16 +150,19 @@ class Engine:
         """Close the open pass. After a failure its remaining slots get zeros. Collective.
 
         Raises:
-            torch.OutOfMemoryError: this rank ran out of memory. The pass has been completed with
-                zeros, so the other ranks do not wait.
+            Exception: this rank ran out of memory (`is_out_of_memory`). The pass has been completed
+                with zeros, so the other ranks do not wait.
             PoplarError: the pass could not be completed even with zeros.
         """
         has_gradients = self.scheduler.mode is not Mode.EVALUATE
         try:
             try:
                 self.scheduler.finish(failed=failed)
-            except torch.OutOfMemoryError as short:
-                traceback.clear_frames(short.__traceback__)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                free_frames(error)
+                self.drop_parameter_gradients()
                 self._finish_out_of_memory()
                 raise
         finally:
@@ -173,13 +175,21 @@ class Engine:
         """Complete the pass with zeros, which needs less memory."""
         try:
             self.scheduler.finish(failed=True)
-        except torch.OutOfMemoryError as short:
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
             reason = (
                 f"rank {self.comm.group.rank} is out of memory and cannot complete a pass even "
-                f"without gradients; give it fewer samples or a smaller share: {short}"
+                f"without gradients; give it fewer samples or a smaller share: {error}"
             )
             self.stop_all_ranks(reason)
-            raise PoplarError(reason) from short
+            raise PoplarError(reason) from error
+
+    def drop_parameter_gradients(self) -> None:
+        """Set `.grad` of all parameters to None, as at the start of a step."""
+        for flat in self.trained:
+            for parameter in flat.parameters:
+                parameter.grad = None
 
     def stop_all_ranks(self, reason: str) -> None:
         """Make the later collectives of all ranks raise: this rank cannot go on with them."""

@@ -21,7 +21,7 @@ class Reductions:
         self.limit = 2
         """Maximum number of concurrent reductions; each holds a bucket and received slices."""
         self._waiting = waiting
-        self._issued: deque[Work] = deque()
+        self._issued: deque[tuple[Work, Bucket | None]] = deque()
 
     def make_room(self) -> None:
         """Wait for the oldest reductions before the next one allocates memory."""
@@ -34,7 +34,7 @@ class Reductions:
             issue: issues it.
             bucket: memory of the compute stream that is held until it has been sent.
         """
-        self._issued.append(issue())
+        self._issued.append((issue(), bucket))
 
     def finish(self) -> None:
         """Wait until the sums of all reductions are final."""
@@ -45,9 +45,14 @@ class Reductions:
         for work in works:
             self._waiting.wait_for(work, what)
 
+    def buckets(self) -> list[Bucket]:
+        """The buckets that are held now."""
+        return [bucket for _, bucket in self._issued if bucket is not None]
+
     def _wait_for_all_but(self, leave: int) -> None:
         while len(self._issued) > leave:
-            self._waiting.wait_for(self._issued.popleft(), "reductions")
+            work, _ = self._issued.popleft()
+            self._waiting.wait_for(work, "reductions")
 
 
 class StreamReductions(Reductions):
@@ -92,6 +97,11 @@ class StreamReductions(Reductions):
                 work.wait()
         with self._waiting.stall(what):
             self._streams.wait_for_reduction(self._streams.record_reduction())
+
+    def buckets(self) -> list[Bucket]:
+        unsummed = self._unsummed[1] if self._unsummed is not None else None
+        held = [bucket for bucket, _ in self._buckets]
+        return held if unsummed is None else [*held, unsummed]
 
     def _sum(self) -> None:
         """Wait, on the reduction stream, for the reduction that was issued last and sum it."""

@@ -357,6 +357,16 @@ def test_each_rank_has_its_own_limits(ranks: Pool):
     assert ranks.run(limits, [1, 3, 8, 5], [plenty] * 4)[0] == [1, 3, 8, 5]
 
 
+def memory_by_rank(limit: dict[Any, Any]) -> list[int]:
+    profile = profiled(stages=(0,), max_batch=1, memory_limit=limit)
+    return [device.memory_bytes for device in profile.devices]
+
+
+def test_limits_by_rank_and_device(ranks: Pool):
+    found = ranks.run(memory_by_rank, {2: 3 << 30, "cpu": "2GiB"})
+    assert found == [[2 << 30, 2 << 30, 3 << 30, 2 << 30]] * 4
+
+
 def test_largest_batch_fits_in_memory(ranks: Pool):
     held = [
         point["activation_bytes"] for point in ranks.run(profile_as_dict)[0]["devices"][0]["points"]
@@ -388,6 +398,8 @@ def raising(case: str) -> None:
         options["max_batch"] = 0
     if case == "memory_limit" and on_one:
         options["memory_limit"] = -5
+    if case == "memory_limit of an unknown rank":
+        options["memory_limit"] = {"cpu": "1GiB", 4: 1 << 30}
     if case == "memory_limit above the device" and on_one:
         options["memory_limit"] = 1 << 60
     if case == "stages":
@@ -468,6 +480,10 @@ def test_model_is_usable_after_a_failed_step(ranks: Pool, stage):
         (
             "memory_limit above the device",
             r"rank 1: a memory_limit of 1073741824\.00 GiB, but cpu has .* GiB; lower it",
+        ),
+        (
+            "memory_limit of an unknown rank",
+            "entry for rank 4, which does not exist; there are ranks 0-3 on 'cpu'",
         ),
         ("stages", "stages must be ZeRO stages from 0 to 3"),
         (

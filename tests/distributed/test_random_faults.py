@@ -138,7 +138,11 @@ class Fault:
     @property
     def run(self) -> Run:
         timeout = DEADLINE if self.kind in SIGNALS else timedelta(seconds=30)
-        options = {"communicator": self.transport, "timeout": timeout}
+        options = {
+            "communicator": self.transport,
+            "timeout": timeout,
+            "on_out_of_memory": "raise",  # `test_smaller_batches.py` tests steps that run again
+        }
         return Run(RECIPE, self.plan, open_form=self.open_form, engine=options)
 
     @property
