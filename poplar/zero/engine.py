@@ -21,6 +21,7 @@ from poplar.data import pytree
 from poplar.errors import CollectiveTimeout, PoplarError
 from poplar.zero.collective_scheduler import CollectiveScheduler, Mode
 from poplar.zero.flat_parameter import FlatParameter
+from poplar.zero.recomputation import Recomputation
 from poplar.zero.step_state import Phase, StepState
 from poplar.zero.strategy import Strategy
 from poplar.zero.unit import Unit
@@ -36,6 +37,8 @@ class Engine:
         strategy: Strategy,
         comm: Communicator,
         control: Control,
+        *,
+        blocks: Sequence[str] = (),
     ) -> None:
         self.model = model
         self.units = tuple(units)
@@ -56,7 +59,12 @@ class Engine:
         self._modules = {id(module) for module in model.modules()}
         self._forward_depth = 0
         self._visits: dict[Unit, int] = {}
-        self.hooks: list[RemovableHandle] = list(self._register_hooks())
+        # A forward that runs again needs the parameters, as its first run did.
+        unshard = {module: self._forward_pre_hook(unit) for unit in units for module in unit.modules}
+        shards_parameters = strategy.shards_parameters
+        self.recomputation = Recomputation(model, blocks, unshard if shards_parameters else {})
+        self.hooks: list[RemovableHandle | Recomputation] = list(self._register_hooks())
+        self.hooks.append(self.recomputation)
         """They hold a reference to the engine until the owner removes them."""
 
     @property

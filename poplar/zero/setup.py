@@ -260,7 +260,7 @@ def build_engine(
         merge="none" if unit_shares else merge,
         max_flat_bytes=comm.max_flat_bytes(request.device),
     )
-    _check_unit_names(control, plan, units)
+    _check_unit_names(control, plan, units, request.unit_names)
     strategy.persistent = persistent_units(plan, units)
     _broadcast_unmanaged(request.model, units, comm)
     for parameter, dtype in recast:
@@ -268,7 +268,8 @@ def build_engine(
     for unit in units:
         for flat in unit.flats:
             strategy.initialize(flat, unit_shares.get(unit.name, shares))
-    engine = Engine(request.model, units, strategy, comm, control)
+    engine = Engine(request.model, units, strategy, comm, control, blocks=request.unit_names)
+    engine.recomputation.follow(plan, comm.group.rank)
     engine.hooks += cast_inputs(request.model, compute_dtype, request.unit_names)
     hyper = [
         {key: value for key, value in group.items() if key != "params"} for group in request.groups
@@ -298,10 +299,12 @@ def _broadcast_unmanaged(model: nn.Module, units: Sequence[Unit], comm: Communic
                 tensor.copy_(whole)
 
 
-def _check_unit_names(control: Control, plan: Plan | None, units: Sequence[Unit]) -> None:
+def _check_unit_names(
+    control: Control, plan: Plan | None, units: Sequence[Unit], blocks: Sequence[str]
+) -> None:
     error: Exception | None = None
     try:
-        check_unit_names(plan, units)
+        check_unit_names(plan, units, blocks)
     except ValueError as caught:
         error = caught
     raise_on_any_error(control, error, doing="building the optimizer")
