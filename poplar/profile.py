@@ -70,6 +70,9 @@ class DeviceProfile:
     """What this rank may use: without what other processes hold."""
     points: Annotated[tuple[BatchPoint, ...], Rule("at least one measurement", bool)]
     """By ascending batch. The last one is the largest micro-batch that a plan may use."""
+    recomputed_points: tuple[BatchPoint, ...] = ()
+    """By ascending batch: passes in which all units but the root are recomputed in the backward.
+    They may be larger than `points`. Empty: not measured."""
     optimizer_seconds: NonNegative
     """One optimizer step over the state of the whole model."""
     optimizer_latency_seconds: NonNegative = 0.0
@@ -89,18 +92,22 @@ class DeviceProfile:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        batches = [point.batch for point in self.points]
-        if batches != sorted(set(batches)):
-            raise ValueError(
-                f"the points of {self.name!r} must have ascending batches, got {batches}"
-            )
+        for what in ("points", "recomputed_points"):
+            batches = [point.batch for point in getattr(self, what)]
+            if batches != sorted(set(batches)):
+                raise ValueError(
+                    f"the {what} of {self.name!r} must have ascending batches, got {batches}"
+                )
 
     @property
     def costs(self) -> Hashable:
         """The fields that costs depend on: without names, specifications and standard errors."""
         return (
             self.memory_bytes,
-            tuple((point.batch, point.seconds, point.activation_bytes) for point in self.points),
+            *(
+                tuple((point.batch, point.seconds, point.activation_bytes) for point in points)
+                for points in (self.points, self.recomputed_points)
+            ),
             self.optimizer_seconds,
             self.optimizer_latency_seconds,
             self.held_bytes,
@@ -110,7 +117,7 @@ class DeviceProfile:
 
     @property
     def max_batch(self) -> int:
-        """The largest micro-batch that was measured."""
+        """The largest micro-batch that was measured without recomputation."""
         return self.points[-1].batch
 
     def seconds(self, batch: int) -> float:

@@ -59,12 +59,11 @@ class Engine:
         self._modules = {id(module) for module in model.modules()}
         self._forward_depth = 0
         self._visits: dict[Unit, int] = {}
-        # A forward that runs again needs the parameters, as its first run did.
-        unshard = {module: self._forward_pre_hook(unit) for unit in units for module in unit.modules}
-        shards_parameters = strategy.shards_parameters
-        self.recomputation = Recomputation(model, blocks, unshard if shards_parameters else {})
-        self.hooks: list[RemovableHandle | Recomputation] = list(self._register_hooks())
-        self.hooks.append(self.recomputation)
+        self.recomputation = Recomputation(model, blocks, self._unshards_before_forwards())
+        self.hooks: list[RemovableHandle | Recomputation] = [
+            *self._register_hooks(),
+            self.recomputation,
+        ]
         """They hold a reference to the engine until the owner removes them."""
 
     @property
@@ -319,6 +318,14 @@ class Engine:
         entry, leave = _disable_compile(self._model_entry), _disable_compile(self._model_exit)
         yield self.model.register_forward_pre_hook(entry, prepend=True)
         yield self.model.register_forward_hook(leave, always_call=True)
+
+    def _unshards_before_forwards(self) -> dict[nn.Module, Callable[..., None]]:
+        """By module, what its forward needs before it runs, also if it runs again."""
+        if not self.strategy.shards_parameters:
+            return {}
+        return {
+            module: self._forward_pre_hook(unit) for unit in self.units for module in unit.modules
+        }
 
     def _register_update_hooks(self) -> Iterator[RemovableHandle]:
         """Before its forward, a unit waits for its updated values."""

@@ -127,7 +127,9 @@ def check_parameters(named: Sequence[tuple[str, nn.Parameter]], trained: set[int
 
 
 def register_owner(
-    named: Sequence[tuple[str, nn.Parameter]], owner: object, hooks: Sequence[RemovableHandle | Recomputation]
+    named: Sequence[tuple[str, nn.Parameter]],
+    owner: object,
+    hooks: Sequence[RemovableHandle | Recomputation],
 ) -> Callable[[], object]:
     """Register `owner` as owner of the parameters until it is garbage-collected.
 

@@ -133,11 +133,11 @@ def _same(forward: Callable[..., Any]) -> Callable[..., Any]:
 @contextmanager
 def _statistics_kept(batch_norms: Sequence[_BatchNorm]) -> Iterator[None]:
     """The running statistics do not count the same samples twice."""
-    tracking = [one for one in batch_norms if one.track_running_stats and one.training]
-    for one in tracking:
-        one.track_running_stats = False
+    kept = [dict(one._buffers) for one in batch_norms]
+    for one in batch_norms:
+        one._buffers = {name: b if b is None else b.clone() for name, b in one._buffers.items()}
     try:
         yield
     finally:
-        for one in tracking:
-            one.track_running_stats = True
+        for one, buffers in zip(batch_norms, kept, strict=True):
+            one._buffers = buffers
