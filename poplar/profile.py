@@ -180,6 +180,9 @@ class ModelProfile:
     """By stage, elements of the largest buffer that is reduced at once. At stages 0 to 2
     small units share a buffer of up to 32 MiB; a larger parameter has its own. Empty: units are
     reduced in buffers of 32 MiB."""
+    saved_without_last_unit: Fraction | None = None
+    """Of the activation bytes that are saved by recomputing all units but resident ones: the part
+    that is saved if the last one is not recomputed. None: in proportion to its elements."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -202,6 +205,12 @@ class ModelProfile:
     def numel(self) -> int:
         """Trained elements of the whole model."""
         return sum(self.unit_numels)
+
+    @property
+    def recomputable_units(self) -> list[int]:
+        """Units that can be recomputed, in the order of their forward; empty without names."""
+        units = range(len(self.unit_names))
+        return [unit for unit in units if unit not in self.resident_units]
 
     @property
     def frozen_numel(self) -> int:

@@ -33,7 +33,7 @@ from poplar.planner.communication_schedule import (
     schedules,
 )
 from poplar.planner.memory_model import RankMemory, rank_memory
-from poplar.planner.recomputed_curves import recomputable_units, with_recomputed_units
+from poplar.planner.recomputed_curves import with_recomputed_units
 from poplar.profile import ClusterProfile
 
 T = TypeVar("T")
@@ -244,7 +244,7 @@ def costs_of(cluster: ClusterProfile, plan: Plan) -> StageCosts:
                 f"the plan names unit {unit.name!r}, which the profile does not have; it has "
                 f"{', '.join(known) or 'no unit names: profile again'}"
             )
-        if unit.recomputed_on and known[unit.name] not in recomputable_units(cluster.model):
+        if unit.recomputed_on and known[unit.name] not in cluster.model.recomputable_units:
             raise ValueError(
                 f"unit {unit.name!r} cannot be recomputed: it holds what is outside of the "
                 "repeated blocks; leave its recomputed_on empty"

@@ -25,9 +25,9 @@ from poplar.planner.memory_model import rank_memory
 from poplar.planner.memory_shortfall import memory_shortfall
 from poplar.planner.persistent_units import fastest_plan_with_persistent_units, unit_plans
 from poplar.planner.recomputed_curves import (
-    recomputable_units,
     recomputed_part,
     recomputing,
+    saved_part,
     with_recomputed_parts,
 )
 from poplar.profile import ClusterProfile
@@ -42,7 +42,7 @@ _Counts = tuple[int, ...]
 
 def with_least_memory(cluster: ClusterProfile) -> ClusterProfile:
     """The cluster with as much recomputation as saves memory, at no cost of time."""
-    if not recomputable_units(cluster.model):
+    if not cluster.model.recomputable_units:
         return cluster
     return with_recomputed_parts(cluster, [(0.0, 1.0)] * cluster.world_size)
 
@@ -86,7 +86,7 @@ def with_fewest_recomputed_units(
 def _memory_may_bind(costs: StageCosts, request: Request) -> bool:
     """Whether a rank cannot hold everything: all state and units beside its largest batch."""
     cluster = costs.cluster
-    recomputable = recomputable_units(cluster.model)
+    recomputable = cluster.model.recomputable_units
     if not recomputable or not any(device.recomputed_points for device in cluster.devices):
         return False
     persistent = range(len(cluster.model.unit_numels))
@@ -118,7 +118,7 @@ class _Search:
         self, costs: StageCosts, request: Request, plain: Decision | None, preference: float
     ) -> None:
         self._costs, self._request = costs, request
-        self._order = recomputable_units(costs.cluster.model)
+        self._order = costs.cluster.model.recomputable_units
         orders = [self._order] * costs.cluster.world_size
         self._ladder = _Ladder(costs.cluster, costs, orders)
         self._plain = plain
@@ -183,14 +183,13 @@ class _Search:
         heapq.heappush(self._ranges, (bound, next(self._number), *halves))
 
     def _with_parts(self, least: _Counts, most: _Counts) -> StageCosts:
-        parts = list(zip(map(self._part, least), map(self._part, most), strict=True))
-        return self._with_cluster(with_recomputed_parts(self._costs.cluster, parts))
-
-    def _part(self, number: int) -> float:
-        return recomputed_part(self._costs.cluster.model, self._order[:number])
-
-    def _with_cluster(self, cluster: ClusterProfile) -> StageCosts:
-        return StageCosts(cluster, self._costs.stage)
+        """The seconds of the least and the bytes of the most recomputed units."""
+        model, order = self._costs.cluster.model, self._order
+        parts = [
+            (recomputed_part(model, order[:few]), saved_part(model, order[:many]))
+            for few, many in zip(least, most, strict=True)
+        ]
+        return StageCosts(with_recomputed_parts(self._costs.cluster, parts), self._costs.stage)
 
     def _search_with(self, counts: _Counts) -> None:
         """Search with exactly these numbers, and keep the plan with as few of them as fit."""
@@ -258,8 +257,9 @@ class _Ladder:
         largest = largest_batches_of(plan.micro_batches)
 
         def fits(rank: int, number: int) -> bool:
-            part = recomputed_part(self._cluster.model, self._orders[rank][:number])
-            device = recomputing(self._cluster.devices[rank], part, part)
+            units, model = self._orders[rank][:number], self._cluster.model
+            parts = recomputed_part(model, units), saved_part(model, units) if units else 0.0
+            device = recomputing(self._cluster.devices[rank], *parts)
             memory = dataclasses.replace(memories[rank], device=device)
             return memory.fits(largest[rank], plan.shares[rank])
 

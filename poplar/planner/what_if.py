@@ -14,7 +14,7 @@ from typing import NamedTuple
 from poplar.formatting import format_bytes, format_percent, format_ranks, format_signed_percent
 from poplar.plan import STRATEGIES
 from poplar.planner.device_groups import DeviceGroup, of_ranks
-from poplar.planner.recomputed_curves import recomputable_units, with_recomputed_parts
+from poplar.planner.recomputed_curves import with_recomputed_parts
 from poplar.profile import BatchPoint, ClusterProfile, DeviceProfile, NetworkProfile
 
 _NO_RESIDUALS = (0.0,) * len(STRATEGIES)
@@ -113,8 +113,8 @@ def smaller_activations(cluster: ClusterProfile, percent_less: int) -> Changed:
 
 
 def recomputing(cluster: ClusterProfile, ranks: Collection[int]) -> Changed:
-    """Ranks that recompute as many units as saves memory, at no cost of time."""
-    if recomputable_units(cluster.model):
+    """Ranks that save as much memory as recomputing all units does, at no cost of time."""
+    if cluster.model.recomputable_units:
         parts = [(0.0, float(rank in ranks)) for rank in range(cluster.world_size)]
         cluster = with_recomputed_parts(cluster, parts)
     where = format_ranks(tuple(ranks))

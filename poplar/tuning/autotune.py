@@ -403,6 +403,16 @@ def _limited(
     device: DeviceProfile, max_batch: int | None, memory_limit: int | None
 ) -> DeviceProfile:
     memory = min(device.memory_bytes, memory_limit or device.memory_bytes)
+    recomputed: tuple[BatchPoint, ...] = ()
+    if device.recomputed_points:
+        recomputed = _cut(replace(device, points=device.recomputed_points), max_batch)
+    return replace(
+        device, points=_cut(device, max_batch), recomputed_points=recomputed, memory_bytes=memory
+    )
+
+
+def _cut(device: DeviceProfile, max_batch: int | None) -> tuple[BatchPoint, ...]:
+    """The points of the device up to a batch, with one at that batch."""
     largest = min(device.max_batch, max_batch or device.max_batch)
     points = [point for point in device.points if point.batch <= largest]
     if not points or points[-1].batch < largest:
@@ -412,7 +422,7 @@ def _limited(
             activation_bytes=round(device.activation_bytes(largest)),
         )
         points.append(interpolated)
-    return replace(device, points=tuple(points), memory_bytes=memory)
+    return tuple(points)
 
 
 def _next_power_of_two(number: int) -> int | None:
