@@ -519,8 +519,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
     def apply_plan(self, plan: Plan) -> None:
         """Change to another plan of the same stage. Collective, between steps.
 
-        State is sent directly from its old owners to its new ones. The set of persistent units may
-        change, the transport does not.
+        State is sent directly from its old owners to its new ones. The sets of persistent and of
+        recomputed units may change, the transport does not.
 
         Args:
             plan: the new plan, the same on all ranks.
@@ -546,6 +546,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             )
         reshard(self._engine, self._update, plan.shares, shares_by_unit(plan))
         self._engine.strategy.persistent = persistent_units(plan, self._engine.units)
+        self._engine.recomputation.follow(plan, self._group.rank)
         self._plan = plan
         self._splitter = replace(self._splitter, plan=plan)
 
@@ -555,7 +556,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
                 f"apply_plan takes a plan of stage {self._stage} for {self._group.size} ranks, got "
                 f"stage {plan.stage} for {plan.world_size}; build a new optimizer for that"
             )
-        check_plan_change(self._plan, plan, self._engine.units)
+        engine = self._engine
+        check_plan_change(self._plan, plan, engine.units, engine.recomputation.blocks)
         if self._engine.has_gradients or self._engine.scheduler.active:
             raise RuntimeError("apply_plan() in the middle of a step; call it after step()")
 

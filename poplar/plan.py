@@ -50,9 +50,15 @@ class UnitPlan:
     pass. Costs their memory between passes."""
     transport: str | None = None
     """Transport of this unit; None: the fastest one that was measured."""
+    recomputed_on: Annotated[
+        tuple[Count, ...], Rule("all different", lambda ranks: len(set(ranks)) == len(ranks))
+    ] = ()
+    """Ranks that run this unit's forward again in the backward, so that its activations take no
+    memory between the two (activation checkpointing). The gradient is the same."""
 
     def __post_init__(self) -> None:
         check_fields(self)
+        object.__setattr__(self, "recomputed_on", tuple(sorted(self.recomputed_on)))
         shards_parameters = STRATEGIES[FIRST_STAGE_SHARDING_PARAMETERS]
         if self.keep_gathered and self.strategy != shards_parameters:
             raise ValueError(
@@ -110,6 +116,12 @@ class Plan(Document):
                 raise ValueError(
                     f"{owner} has {len(own)} shares for {self.world_size} ranks; give one share "
                     "per rank, 0 for a rank without state"
+                )
+        for unit in self.units:
+            if max(unit.recomputed_on, default=0) >= self.world_size:
+                raise ValueError(
+                    f"unit {unit.name!r} is recomputed on ranks {unit.recomputed_on}, but the plan "
+                    f"has ranks 0 to {self.world_size - 1}"
                 )
         self._check_passes()
 
@@ -261,6 +273,11 @@ class Plan(Document):
         """Passes of `rank` in one step, with those of 0 samples."""
         return len(self.micro_batches[self._checked_rank(rank)])
 
+    def recomputed_units(self, rank: int) -> tuple[str, ...]:
+        """Names of the units whose forward `rank` runs again in the backward."""
+        self._checked_rank(rank)
+        return tuple(unit.name for unit in self.units if rank in unit.recomputed_on)
+
     def offset(self, rank: int) -> int:
         """Position of the first sample of `rank` in a global batch."""
         return sum(map(sum, self.micro_batches[: self._checked_rank(rank)]))
@@ -370,7 +387,10 @@ class Plan(Document):
         ranks = "rank" if self.world_size == 1 else "ranks"
         strategy = STRATEGIES[self.stage].replace("_", " ")
         prediction = self.prediction or {}
-        columns = plan_table.plan_columns(self.micro_batches, self.shares, prediction)
+        recomputed = [len(self.recomputed_units(rank)) for rank in range(self.world_size)]
+        columns = plan_table.plan_columns(
+            self.micro_batches, self.shares, prediction, recomputed=recomputed
+        )
         lines = [
             f"stage {self.stage} ({strategy}), global batch {self.global_batch}, "
             f"{self.world_size} {ranks}",
@@ -381,8 +401,9 @@ class Plan(Document):
         persistent = sum(unit.keep_gathered for unit in self.units)
         if persistent:
             lines.append(f"{persistent} persistent unit{'s' if persistent > 1 else ''}")
-        if persistent < len(self.units):
-            lines.append(f"units with their own settings: {len(self.units) - persistent}")
+        others = sum(not (unit.keep_gathered or unit.recomputed_on) for unit in self.units)
+        if others:
+            lines.append(f"units with their own settings: {others}")
         return "\n".join([*lines, *plan_table.summary(prediction)])
 
     def _checked_rank(self, rank: int) -> int:

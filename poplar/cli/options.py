@@ -10,7 +10,7 @@ import typer
 
 from poplar.formatting import parse_bytes
 from poplar.plan import STRATEGIES
-from poplar.planner.search import POLICIES
+from poplar.planner.search import POLICIES, RECOMPUTE
 
 _STAGES = range(len(STRATEGIES))
 
@@ -96,6 +96,15 @@ RunFile = Annotated[
 GlobalBatch = Annotated[int, typer.Option(min=1, help="Samples of one optimizer step.")]
 Stages = Annotated[str, typer.Option(help="ZeRO stages: auto, or as in 1 or 0,2.")]
 MaxMicroBatch = Annotated[int | None, typer.Option(min=1, help="Most samples of one pass.")]
+Recomputation = Annotated[
+    str,
+    typer.Option(
+        "--recompute",
+        metavar="WHEN",
+        parser=one_of(RECOMPUTE),
+        help="auto: ranks may recompute activations, if that was measured; never: they do not.",
+    ),
+]
 Policy = Annotated[
     str,
     typer.Option(

@@ -40,6 +40,7 @@ from poplar.profiler.noise import noise_notes
 from poplar.profiler.optimizer_step import measure_update
 from poplar.profiler.peak_flops import peak_flops
 from poplar.profiler.progress import Report
+from poplar.profiler.recomputed_curves import with_recomputed_curves
 from poplar.profiler.request import Request
 from poplar.profiler.session import Session
 from poplar.system import devices
@@ -97,6 +98,7 @@ class Profiler:
             identity=session.identity,
             notes=tuple(noise_notes(profiles, [curve.cpu_use for curve in curves])),
         )
+        profile = with_recomputed_curves(session, profile, report)
         return self.with_later_memory(profile)
 
     def longest_observed_pass(self, passes: int) -> float:

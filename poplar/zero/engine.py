@@ -22,6 +22,7 @@ from poplar.system.out_of_memory import free_frames, is_out_of_memory
 from poplar.zero.collective_scheduler import CollectiveScheduler, Mode
 from poplar.zero.flat_parameter import FlatParameter
 from poplar.zero.model_hook import ModelHook
+from poplar.zero.recomputation import Recomputation
 from poplar.zero.step_state import Phase, StepState
 from poplar.zero.strategy import Strategy
 from poplar.zero.unit import Unit
@@ -37,6 +38,8 @@ class Engine:
         strategy: Strategy,
         comm: Communicator,
         control: Control,
+        *,
+        blocks: Sequence[str] = (),
     ) -> None:
         self.model = model
         self.units = tuple(units)
@@ -63,7 +66,11 @@ class Engine:
         self._modules = {id(module) for module in model.modules()}
         self._forward_depth = 0
         self._visits: dict[Unit, int] = {}
-        self.hooks: list[RemovableHandle] = list(self._register_hooks())
+        self.recomputation = Recomputation(model, blocks, self._unshards_before_forwards())
+        self.hooks: list[RemovableHandle | Recomputation] = [
+            *self._register_hooks(),
+            self.recomputation,
+        ]
         """They hold a reference to the engine until the owner removes them."""
 
     @property
@@ -360,6 +367,14 @@ class Engine:
         entry, leave = _disable_compile(self._model_entry), _disable_compile(self._model_exit)
         yield self.model.register_forward_pre_hook(entry, prepend=True)
         yield self.model.register_forward_hook(leave, always_call=True)
+
+    def _unshards_before_forwards(self) -> dict[nn.Module, Callable[..., None]]:
+        """By module, what its forward needs before it runs, also if it runs again."""
+        if not self.strategy.shards_parameters:
+            return {}
+        return {
+            module: self._forward_pre_hook(unit) for unit in self.units for module in unit.modules
+        }
 
     def _register_update_hooks(self) -> Iterator[RemovableHandle]:
         """Before its forward, a unit waits for its updated values."""
