@@ -6,14 +6,16 @@ or an error.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar, cast
 
+import torch
 from torch import Tensor
 
 from poplar.comm import Group, connect_control
 from poplar.profiler.compilation import HookedGraphs, compiled_code_preserved
+from poplar.profiler.pass_memory import PassMemory
 from poplar.profiler.passes import Passes
 from poplar.profiler.preserved_state import (
     computing_in,
@@ -75,6 +77,10 @@ class Session:
         by_rank = self.exchange(own)
         self.ranks_on_this_host = [other["host"] for other in by_rank].count(own["host"])
         self.identity = request.identity(self.setup, self.cast_to, by_rank)
+        self.memory = PassMemory.unlimited(group.size)
+        """What passes may allocate."""
+        self.largest_unsharded: Sequence[int] | None = None
+        """By rank, the largest batch that fits beside all parameters; None: not known, any may."""
 
     def passes(self) -> Passes:
         """Plain passes of the model."""
@@ -122,6 +128,22 @@ class Session:
             RankFailed: it failed on another rank.
         """
         return self.exchange(run_on_all_ranks(self.control, work, doing=doing))
+
+    def fits_on_all_ranks(self, work: Callable[[], object], doing: str) -> bool:
+        """Whether `work` ran out of memory on no rank.
+
+        Raises:
+            Exception: as `on_all_ranks`, for any other failure.
+        """
+
+        def fits() -> bool:
+            try:
+                work()
+            except torch.OutOfMemoryError:
+                return False
+            return True
+
+        return all(self.on_all_ranks(fits, doing))
 
     def on_first_rank(self, work: Callable[[], T], doing: str) -> T:
         """The result of `work` on rank 0, or its error, on all ranks."""

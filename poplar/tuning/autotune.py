@@ -366,7 +366,9 @@ class Tuner:
         cut = (
             _limited(device, *limit) for device, limit in zip(given.devices, limits, strict=True)
         )
-        return replace(given, devices=tuple(cut))
+        given = replace(given, devices=tuple(cut))
+        self.profiler.use(given)
+        return given
 
 
 def _references(

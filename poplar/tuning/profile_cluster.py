@@ -126,7 +126,9 @@ class CachedProfile:
         found = session.on_first_rank(load, "looking into the cache")
         if found is not None:
             profile, self.plans = found
-            return self.profiler.with_present_memory(profile)
+            profile = self.profiler.with_present_memory(profile)
+            self.profiler.use(profile)
+            return profile
         with show_progress(self.show) as report, session.measuring():
             profile = _calibrated(self.profiler, self.profiler.measure(report), report)
         self.save(profile)

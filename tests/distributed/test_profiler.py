@@ -256,7 +256,7 @@ def reasons_of_throttling(hot: int) -> tuple[list[str], int]:
         return "too hot" if harness.rank() == 1 and len(asked) <= hot else ""
 
     with mock.patch.object(devices, "throttle_reason", throttle_reason):
-        curves, _ = measure_curves(session, float("inf"), lambda text: None)
+        curves, _ = measure_curves(session, lambda text: None)
     return [curve.throttled for curve in curves], len(asked)
 
 
