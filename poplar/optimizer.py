@@ -24,10 +24,13 @@ from poplar.system.trace import Span
 from poplar.zero import model_checks
 from poplar.zero.agreement import (
     raise_on_any_error,
+    run_on_all_ranks,
 )
 from poplar.zero.engine import Engine
 from poplar.zero.evaluation import Evaluation
 from poplar.zero.grad_scaler import GradScaler
+from poplar.zero.initial_values import Weights
+from poplar.zero.materialization import check_unused, move_to_meta
 from poplar.zero.micro_batch_loss import LossFunction, MicroBatchLoss
 from poplar.zero.micro_batches import BatchSplitter, Loss, OpenedStep, Weight
 from poplar.zero.replica_check import ReplicaCheck
@@ -77,7 +80,9 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
 
     Args:
         model: on this rank's device, with the same architecture on every rank, not wrapped in DDP
-            or FSDP. The values and buffers of the first rank are broadcast.
+            or FSDP. The values and buffers of the first rank are broadcast. Or on `meta` (see
+            `poplar.parameters_on_meta`): it is then built here, and no rank holds more than its
+            part of the state and one unit.
         optimizer_class: an elementwise optimizer class such as AdamW, Adam or SGD. Others are
             detected by a test step and rejected.
         plan: batches, passes and shares of each rank, and its persistent units. None: even shares
@@ -103,6 +108,14 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         allow_batch_norm: accept BatchNorm in training mode, whose statistics are per micro-batch.
         overlap_param_gather: at stages 1 and 2, all-gather the updated parameters during the next
             forward. Between steps they then read as NaN outside `full_parameters()`.
+        weights: the values of the parameters: the path of a safetensors file, of an index as
+            Hugging Face writes it, or of a folder with either; or, for a model on `meta`, a
+            function that initializes the parameters of one module, as for `model.apply`. Default:
+            the values of the model, or, on `meta`, those that its constructors (that is
+            `reset_parameters`) and then its `_init_weights(module)`, if any, set. They have the
+            bits of a model that was built on the CPU in the first rank's random state.
+        device: of the parameters, if the model is on `meta`; default: the current CUDA device if
+            the process group has NCCL, else the CPU.
         **optimizer_kwargs: for `optimizer_class`; `fused=True` is added if the class supports it.
 
     Raises:
@@ -129,6 +142,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         timeout: timedelta | None = None,
         allow_batch_norm: bool = False,
         overlap_param_gather: bool = False,
+        weights: Weights = None,
+        device: torch.device | str | None = None,
         **optimizer_kwargs: Any,
     ) -> None:
         self._group = Group.of(process_group, timeout)
@@ -148,6 +163,9 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
                 world_size=self._group.size,
                 allow_batch_norm=allow_batch_norm,
                 overlap_param_gather=overlap_param_gather,
+                default_device=self._group.default_device,
+                weights=weights,
+                device=device,
             )
         except Exception as caught:
             error = caught
@@ -342,20 +360,35 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         """
         return self._group.trace.record()
 
-    def release(self) -> None:
+    def release(self, values: bool = True) -> None:
         """Detach the optimizer from the model. Collective.
 
         Every parameter gets its own memory with its current value, in the dtype in which the model
         computes. Hooks are removed and `.grad` is None. This optimizer cannot be used any more, but
         another one, for example at another stage, can take the model.
 
+        Args:
+            values: False drops the values and puts the parameters on `meta`: nothing is unsharded.
+                Buffers keep their values.
+
         Raises:
-            RuntimeError: called in the middle of a step.
+            RuntimeError: called in the middle of a step, or, with `values=False`, while a loss or
+                an output exists whose graph holds parameters.
         """
-        engine, error = self._engine, None
-        if engine.has_gradients or engine.scheduler.active:
-            error = RuntimeError("release() in the middle of a step; call it after step()")
-        raise_on_any_error(self._control, error, doing="release()")
+        engine = self._engine
+
+        def check() -> None:
+            if engine.has_gradients or engine.scheduler.active:
+                raise RuntimeError("release() in the middle of a step; call it after step()")
+            if not values:
+                check_unused(self._model.parameters())
+
+        run_on_all_ranks(self._control, check, doing="release()")
+        if not values:
+            engine.strategy.updated.finish()
+            self._detach()
+            move_to_meta(list(self._model.parameters()))
+            return
         parameters = [p for flat in engine.flats for p in flat.parameters]
         with engine.unsharded_parameters(writeback=False):
             values = [parameter.detach().clone() for parameter in parameters]

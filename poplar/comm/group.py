@@ -125,6 +125,13 @@ class Group:
         """The process group's backends by device type."""
         return _backends(self.process_group)
 
+    @property
+    def default_device(self) -> torch.device:
+        """The current CUDA device if the process group has a backend for it, else the CPU."""
+        if self.has_device_backend and torch.cuda.is_available():
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("cpu")
+
     def is_on_host(self, device: torch.device) -> bool:
         """Whether the backend for tensors of this device is a CPU backend."""
         return self._backends.get(device.type) in _HOST_BACKENDS

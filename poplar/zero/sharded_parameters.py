@@ -40,14 +40,22 @@ class ShardedParameters(ShardedGradients):
         self._unsharded_persistent: dict[Unit, None] = {}
         """Persistent units that are unsharded in this step, in that order."""
 
-    def initialize(self, flat: FlatParameter, shares: Sequence[float]) -> None:
-        super().initialize(flat, shares)
-        whole = flat.master.untyped_storage().data_ptr() == flat.shard.untyped_storage().data_ptr()
-        flat.shard = self.comm.share(flat.shard)
-        if whole:
-            flat.master = flat.shard
-        flat.detach_parameters()
+    def allocate(self, flat: FlatParameter, shares: Sequence[float]) -> None:
+        flat.layout = self.layout_for(flat, shares)
+        low, high = flat.owned = self.owned_part(flat.layout)
+        flat.values = torch.empty(flat.numel, dtype=flat.dtype, device=flat.device)
         flat.values.untyped_storage().resize_(0)
+        flat.shard = self.comm.share(torch.zeros(high - low, dtype=flat.dtype, device=flat.device))
+        self._allocate_master(flat)
+
+    def stored_values(self, flat: FlatParameter) -> tuple[Tensor, int]:
+        return flat.shard, flat.owned[0]
+
+    def replicate_initial_values(self, flat: FlatParameter) -> None:
+        """Nothing to send: each value is on one rank."""
+
+    def bind_parameters(self, flat: FlatParameter) -> None:
+        flat.detach_parameters()
 
     def change_layout(self, flat: FlatParameter, new: Layout, master: Tensor | None) -> None:
         what = f"moving unit {flat.name}"

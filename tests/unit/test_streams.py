@@ -171,7 +171,8 @@ def simulated(kind: type[Strategy], count: int) -> tuple[Strategy, SimulatedTran
         units.append(Unit(index, f"unit {index}", (), (flat,), resident=False))
     strategy.prepare(units)
     for unit in units:
-        strategy.initialize(unit.flats[0], (0.5, 0.5))
+        strategy.allocate(unit.flats[0], (0.5, 0.5))
+        strategy.bind_parameters(unit.flats[0])
     return strategy, transport, units
 
 
