@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from poplar.profile import ModelProfile
@@ -83,7 +84,10 @@ def pass_memory(session: Session, budgets: Sequence[MemoryBudget]) -> PassMemory
         parameters=values + masters,
         unsharded_units=staying,
         capacities=tuple(max(0.0, budget.activation_bytes - staying) for budget in budgets),
-        unsharded=tuple(budget.activation_bytes - whole for budget in budgets),
+        unsharded=tuple(
+            -math.inf if session.is_on_meta else budget.activation_bytes - whole
+            for budget in budgets
+        ),
     )
 
 

@@ -20,7 +20,7 @@ class PassMemory:
     """By rank, bytes for its shard and activations at stage 3."""
     unsharded: tuple[float, ...]
     """By rank, bytes for activations beside all parameters, as in plain passes; below 0 if they
-    do not fit."""
+    do not fit, and if the model is on `meta`."""
 
     @classmethod
     def unlimited(cls, ranks: int) -> PassMemory:
@@ -46,6 +46,10 @@ class PassMemory:
     def fits_unsharded(self) -> bool:
         """Whether all ranks have memory for the whole model."""
         return min(self.unsharded) > 0.0
+
+    def spare(self, rank: int) -> float:
+        """Bytes for measurements without passes: beside all parameters, if there is room."""
+        return self.unsharded[rank] if self.unsharded[rank] > 0.0 else self.capacities[rank]
 
     def check_sharded(self) -> None:
         """Check that the ranks together can hold the parameters.

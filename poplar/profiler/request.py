@@ -18,6 +18,7 @@ from poplar.plan import STRATEGIES
 from poplar.profiler.compilation import is_compiled
 from poplar.system import devices, host_limits
 from poplar.zero import setup
+from poplar.zero.initial_values import Weights
 from poplar.zero.micro_batch_loss import LossFunction
 from poplar.zero.update import OptimizerFactory
 
@@ -43,6 +44,8 @@ class Request:
     compute_dtype: torch.dtype | str
     reduce_dtype: torch.dtype
     allow_batch_norm: bool
+    weights: Weights = None
+    device: torch.device | str | None = None
 
     def check(self) -> None:
         """Check what needs no communication, except for what the engine checks.

@@ -7,7 +7,7 @@ or an error.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar, cast
 
 import torch
@@ -28,6 +28,7 @@ from poplar.profiler.preserved_state import (
 from poplar.profiler.request import Request
 from poplar.zero import setup
 from poplar.zero.agreement import run_on_all_ranks
+from poplar.zero.materialization import is_on_meta
 
 T = TypeVar("T")
 
@@ -62,11 +63,16 @@ class Session:
                 reduce_dtype=request.reduce_dtype,
                 world_size=group.size,
                 allow_batch_norm=request.allow_batch_norm,
+                weights=request.weights,
+                device=request.device,
+                default_device=group.default_device,
             )
             return checked, request.may_differ(checked.device)
 
         self.setup, own = run_on_all_ranks(self.control, check, doing="profiling")
         self.device = self.setup.device
+        self.is_on_meta = is_on_meta(request.model)
+        """No rank holds the model: only passes on the engine are possible."""
         self.asynchronous = self.device.type == "cuda"
         """The device computes while the host goes on."""
         also = request.must_be_equal()
@@ -103,6 +109,8 @@ class Session:
         model that takes longer than the steps between.
         """
         model = self.request.model
+        if self.is_on_meta:
+            return nullcontext()  # there are no values
         if not self.asynchronous:
             return parameters_preserved(model)
         if self._copies is None:

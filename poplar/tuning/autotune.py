@@ -35,6 +35,7 @@ from poplar.profiler.cluster_profiler import Profiler
 from poplar.profiler.progress import Report, show_progress
 from poplar.profiler.request import Request, digest, is_count
 from poplar.tuning.profile_cluster import CachedProfile
+from poplar.zero.initial_values import Weights
 from poplar.zero.micro_batch_loss import LossFunction
 from poplar.zero.update import OptimizerFactory
 
@@ -100,6 +101,8 @@ def tune(
     reduce_dtype: torch.dtype = torch.float32,
     timeout: timedelta | None = None,
     allow_batch_norm: bool = False,
+    weights: Weights = None,
+    device: torch.device | str | None = None,
     cache: bool | str | Path = True,
     progress: bool = True,
     **optimizer_kwargs: Any,
@@ -108,8 +111,9 @@ def tune(
 
     Args:
         model, loss_fn, example_batch, optimizer_class, max_batch, memory_limit, max_norm,
-            process_group, units, compute_dtype, reduce_dtype, timeout, allow_batch_norm, cache,
-            progress, optimizer_kwargs: as for `profile_cluster`, and as training will use them.
+            process_group, units, compute_dtype, reduce_dtype, timeout, allow_batch_norm, weights,
+            device, cache, progress, optimizer_kwargs: as for `profile_cluster`, and as training
+            will use them.
         global_batch: samples behind one optimizer step, over all ranks. No plan changes it.
         stage: a ZeRO stage, or "auto" for the fastest stage that fits.
         policy: `"exact"`, or a published policy to compare with: `"even"`, `"flops"`, `"paper"`.
@@ -143,6 +147,8 @@ def tune(
         compute_dtype=compute_dtype,
         reduce_dtype=reduce_dtype,
         allow_batch_norm=allow_batch_norm,
+        weights=weights,
+        device=device,
         global_batch=global_batch,
         policy=policy,
         verify=verify,
