@@ -19,7 +19,7 @@ from torch import Tensor
 
 from poplar.comm import ALL_GATHERS, REDUCE_SCATTERS, Communicator, Work, connect
 from poplar.comm.host_topology import Hosts
-from poplar.comm.shard_layout import Layout
+from poplar.comm.shard_layout import ALIGNMENT, Layout
 from poplar.comm.transport_selection import candidates
 from poplar.profile import LinkProfile, NetworkProfile
 from poplar.profiler.links import find_hosts, measure_links, tournament
@@ -175,7 +175,8 @@ def _largest_buffer(session: Session) -> int:
     size = session.group.size
     at_once = 4 * (3 + _IN_FLIGHT * (1 + size))
     fitting = min(map(session.memory.spare, range(size))) / at_once
-    return int(min(MOST_ELEMENTS_AT_ONCE, max(FEWEST_ELEMENTS_AT_ONCE, fitting)))
+    largest = int(min(MOST_ELEMENTS_AT_ONCE, max(FEWEST_ELEMENTS_AT_ONCE, fitting)))
+    return largest - largest % ALIGNMENT
 
 
 def sample_buffers(

@@ -129,8 +129,17 @@ class EnginePasses(Passes):
         return result
 
     def _take_part(self) -> None:
+        """Rounds without samples, until no rank has any."""
+        error: Exception | None = None
         while self._open_round(0):
-            self.engine.end_pass()
+            try:
+                self.engine.end_pass()
+            except Exception as caught:
+                if not is_out_of_memory(caught):
+                    raise
+                error = caught  # the pass has been completed anyway
+        if error is not None:
+            raise error
 
     def seconds(self, size: int, repeats: int = 1) -> float:
         taken = 0.0
