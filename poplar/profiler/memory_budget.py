@@ -54,7 +54,7 @@ def memory_budget(session: Session) -> MemoryBudget:
         held = own - cached - model_bytes(session.request.model)
     elif limit is None:
         parameters = session.request.model.parameters()
-        weights = sum(p.numel() * p.element_size() for p in parameters)
+        weights = sum(p.numel() * p.element_size() for p in parameters if not p.is_meta)
         held = host_limits.resident_memory() - weights
     if limit is not None and total is not None and limit > total:
         raise ValueError(

@@ -17,8 +17,9 @@ from poplar.profiler.batch_curves import (
     TIMES_EACH,
     on_a_line,
 )
+from poplar.profiler.engine_passes import sharded_passes
 from poplar.profiler.memory_budget import MemoryBudget
-from poplar.profiler.passes import Passes, climb, time_sizes
+from poplar.profiler.passes import Passes, climb, probe, time_sizes
 from poplar.profiler.progress import Report
 from poplar.profiler.session import Session
 from poplar.zero.recomputation import Recomputation, blocks_of
@@ -63,9 +64,20 @@ def _may_lack_memory(device: DeviceProfile, model: ModelProfile, most: int) -> b
     return device.activation_bytes(largest) * max(1.0, most / largest) > room
 
 
+def _fits_unsharded(session: Session) -> bool:
+    """Whether every rank has run plain passes, beside all parameters."""
+    largest = session.largest_unsharded
+    return session.memory.fits_unsharded and (largest is None or min(largest) > 0)
+
+
 @contextmanager
 def _recomputing_passes(session: Session, blocks: Sequence[str]) -> Iterator[Passes]:
-    """Plain passes that recompute these blocks."""
+    """Passes that recompute these blocks, on the engine if plain ones do not fit. Collective."""
+    if not _fits_unsharded(session):
+        with sharded_passes(session) as passes:
+            passes.engine.recomputation.recompute(blocks)
+            yield passes
+        return
     recomputation = Recomputation(session.request.model, session.setup.unit_names, {})
     recomputation.recompute(blocks)
     try:
@@ -80,22 +92,46 @@ def _measured(session: Session, passes: Passes, device: DeviceProfile) -> list[l
     if memory and time allow.
     """
     budget, own = session.request.seconds, session.group.rank
-    climbing = climb(
-        passes,
-        max_batch=session.request.max_batch or DEFAULT_MAX_BATCH,
-        activation_bytes=MemoryBudget(device.memory_bytes, device.held_bytes).activation_bytes,
-        longest_seconds=budget * LONGEST_PASS,
-    )
+    trying = _tried_sizes(session, passes)
     by_rank: list[list[BatchPoint]] = [[]] * session.group.size
+
+    def try_next() -> list[BatchPoint]:
+        return passes.together(lambda: next(trying, []))
+
     what = "measuring memory with recomputation"
-    while any(tried := session.on_all_ranks(lambda: next(climbing, []), what)):
+    while any(tried := session.on_all_ranks(try_next, what)):
         by_rank = [now or before for now, before in zip(tried, by_rank, strict=True)]
     chosen = session.exchange(_few(by_rank[own], device.max_batch))
     longest = max(sum(size.seconds for size in sizes) for sizes in chosen)
     seconds = min(TIMES_EACH * longest, budget * TIMING)
+
+    def time_passes() -> list[BatchPoint]:
+        return time_sizes(passes, chosen[own], seconds=seconds, least=2)
+
     return session.on_all_ranks(
-        lambda: on_a_line(time_sizes(passes, chosen[own], seconds=seconds, least=2)),
-        "timing passes with recomputation",
+        lambda: on_a_line(passes.together(time_passes)), "timing passes with recomputation"
+    )
+
+
+def _tried_sizes(session: Session, passes: Passes) -> Iterator[list[BatchPoint]]:
+    """First passes of larger and larger sizes, as for the curve without recomputation."""
+    max_batch = session.request.max_batch or DEFAULT_MAX_BATCH
+    longest_seconds = session.request.seconds * LONGEST_PASS
+    if _fits_unsharded(session):
+        limit = session.memory.unsharded[session.group.rank]
+        return climb(
+            passes,
+            max_batch=max_batch,
+            activation_bytes=limit,
+            longest_seconds=longest_seconds,
+        )
+    limit = session.memory.sharded[session.group.rank]
+    return probe(
+        passes,
+        known=(),
+        max_batch=max_batch,
+        activation_bytes=limit,
+        longest_seconds=longest_seconds,
     )
 
 
@@ -109,7 +145,7 @@ def _saved_without_last(
     plain = device.activation_bytes(known.batch)
 
     def measure() -> float:
-        held = passes.first(known.batch).activation_bytes
+        held = passes.together(lambda: passes.first(known.batch)).activation_bytes
         most = plain - known.activation_bytes
         return min(1.0, max(0.0, plain - held) / most) if most > 0.0 else 0.0
 

@@ -20,6 +20,7 @@ from poplar.profiler.compilation import is_compiled
 from poplar.profiler.memory_limit import MemoryLimit
 from poplar.system import devices, host_limits
 from poplar.zero import setup
+from poplar.zero.initial_values import Weights
 from poplar.zero.micro_batch_loss import LossFunction
 from poplar.zero.update import OptimizerFactory
 
@@ -45,6 +46,8 @@ class Request:
     compute_dtype: torch.dtype | str
     reduce_dtype: torch.dtype
     allow_batch_norm: bool
+    weights: Weights = None
+    device: torch.device | str | None = None
 
     def check(self) -> None:
         """Check what needs no communication, except for what the engine checks.

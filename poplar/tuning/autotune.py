@@ -36,6 +36,7 @@ from poplar.profiler.memory_limit import MemoryLimit
 from poplar.profiler.progress import Report, show_progress
 from poplar.profiler.request import Request, digest, is_count
 from poplar.tuning.profile_cluster import CachedProfile
+from poplar.zero.initial_values import Weights
 from poplar.zero.micro_batch_loss import LossFunction
 from poplar.zero.update import OptimizerFactory
 
@@ -102,6 +103,8 @@ def tune(
     reduce_dtype: torch.dtype = torch.float32,
     timeout: timedelta | None = None,
     allow_batch_norm: bool = False,
+    weights: Weights = None,
+    device: torch.device | str | None = None,
     cache: bool | str | Path = True,
     progress: bool = True,
     **optimizer_kwargs: Any,
@@ -110,8 +113,9 @@ def tune(
 
     Args:
         model, loss_fn, example_batch, optimizer_class, max_batch, memory_limit, max_norm,
-            process_group, units, compute_dtype, reduce_dtype, timeout, allow_batch_norm, cache,
-            progress, optimizer_kwargs: as for `profile_cluster`, and as training will use them.
+            process_group, units, compute_dtype, reduce_dtype, timeout, allow_batch_norm, weights,
+            device, cache, progress, optimizer_kwargs: as for `profile_cluster`, and as training
+            will use them.
         global_batch: samples behind one optimizer step, over all ranks. No plan changes it.
         stage: a ZeRO stage, or "auto" for the fastest stage that fits.
         policy: `"exact"`, or a published policy to compare with: `"even"`, `"flops"`, `"paper"`.
@@ -147,6 +151,8 @@ def tune(
         compute_dtype=compute_dtype,
         reduce_dtype=reduce_dtype,
         allow_batch_norm=allow_batch_norm,
+        weights=weights,
+        device=device,
         global_batch=global_batch,
         policy=policy,
         recompute=recompute,
@@ -386,7 +392,9 @@ class Tuner:
         cut = (
             _limited(device, *limit) for device, limit in zip(given.devices, limits, strict=True)
         )
-        return replace(given, devices=tuple(cut))
+        given = replace(given, devices=tuple(cut))
+        self.profiler.use(given)
+        return given
 
 
 def _references(

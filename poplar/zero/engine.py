@@ -128,7 +128,7 @@ class Engine:
             return True
         if mode is Mode.EVALUATE and len(self._unsharded) == len(self.units):
             return False
-        reduces = mode is not Mode.EVALUATE and (last or self.strategy.reduces_every_pass)
+        reduces = mode.has_gradients and (last or self.strategy.reduces_every_pass)
         if leader is None:
             if not self.scheduler.has_order(mode, reduces):
                 return False
@@ -161,7 +161,7 @@ class Engine:
                 with zeros, so the other ranks do not wait.
             PoplarError: the pass could not be completed even with zeros.
         """
-        has_gradients = self.scheduler.mode is not Mode.EVALUATE
+        has_gradients = self.scheduler.mode.has_gradients
         try:
             try:
                 self.scheduler.finish(failed=failed)

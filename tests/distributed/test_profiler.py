@@ -28,7 +28,7 @@ from poplar.observation import Observation
 from poplar.profiler import batch_curves, links, trial_runs
 from poplar.profiler import session as sessions
 from poplar.profiler.batch_curves import TIMES_EACH, measure_curves, measure_points
-from poplar.profiler.memory import peak_bytes
+from poplar.profiler.memory import model_bytes, peak_bytes
 from poplar.profiler.request import Request
 from poplar.profiler.session import Session
 from poplar.profiler.timing import SHORTEST_SAMPLE_SECONDS
@@ -256,7 +256,7 @@ def reasons_of_throttling(hot: int) -> tuple[list[str], int]:
         return "too hot" if harness.rank() == 1 and len(asked) <= hot else ""
 
     with mock.patch.object(devices, "throttle_reason", throttle_reason):
-        curves, _ = measure_curves(session, float("inf"), lambda text: None)
+        curves, _ = measure_curves(session, lambda text: None)
     return [curve.throttled for curve in curves], len(asked)
 
 
@@ -372,7 +372,7 @@ def test_largest_batch_fits_in_memory(ranks: Pool):
         point["activation_bytes"] for point in ranks.run(profile_as_dict)[0]["devices"][0]["points"]
     ]
     six = held[2] + (held[3] - held[2]) / 2
-    tight = round(six * 1.05 / 0.97 / 0.95)
+    tight = round((model_bytes(models.build(ModelSpec())) + six) * 1.05 / 0.97 / 0.95)
     measured = ranks.run(limits, [8] * 4, [1 << 30, tight, 1 << 30, 1 << 30])[0]
     assert measured == [8, 6, 8, 8]
 
