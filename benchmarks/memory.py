@@ -3,10 +3,10 @@
 *Peaks*: for stages, models and batches, with even and uneven plans, the memory that the plan
 predicts for each rank against the peak of its process.
 
-*Largest*: ranks have equal compute and unequal memory limits, which the kernel enforces. By bisection
-over the blocks of a Llama, the largest model with which an engine completes two steps of AdamW in
-fp32, with a global batch of one sample per rank: Poplar with a plan for the limits, and with even
-shares Poplar, FSDP2 and DeepSpeed.
+*Largest*: ranks have equal compute and unequal memory limits, which the kernel enforces. A
+bisection over the blocks of a Llama finds the largest model with which an engine completes two
+steps of AdamW in fp32, with a global batch of one sample per rank: Poplar with a plan for the
+limits; and Poplar, FSDP2 and DeepSpeed with even shares.
 
     python benchmarks/memory.py --quick
     python benchmarks/memory.py --parts largest --clusters 8:1:1:1 --output rows.jsonl

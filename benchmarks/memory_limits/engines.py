@@ -16,8 +16,6 @@ from torch import nn
 from poplar import HeteroZeroOptimizer
 
 if TYPE_CHECKING:
-    from head_to_head.task import Batch
-
     from memory_limits.task import GrowingLlama
 
 
@@ -78,9 +76,3 @@ def _deepspeed(task: GrowingLlama, configuration: Configuration, rank: int) -> E
                 return task.new_real_model()
 
     return DeepSpeedFromInit(task, configuration, rank)
-
-
-def train(engine: Engine, batch: Batch | None, steps: int) -> None:
-    """Some steps on the same batch."""
-    for _ in range(steps):
-        engine.step(batch)

@@ -11,12 +11,12 @@ import time
 from dataclasses import dataclass, replace
 
 import torch.distributed as dist
-from head_to_head.engine import Configuration
+from head_to_head.engine import Configuration, Engine
 from head_to_head.workers import WorkerContext, Workers, WorkersFailed, last_lines
 
 from memory_limits import process_memory
 from memory_limits.clusters import MemoryCluster
-from memory_limits.engines import new_engine, train
+from memory_limits.engines import new_engine
 from memory_limits.task import GrowingLlama
 from poplar import Plan
 
@@ -70,7 +70,9 @@ class EngineMissing(RuntimeError):
 
 def _warm_up(context: WorkerContext, task: GrowingLlama, configuration: Configuration) -> None:
     even = Plan.even(context.size, context.size, 1, configuration.plan.stage)
-    _train(context, task.with_blocks(BLOCKS_BEFORE), replace(configuration, plan=even))
+    small = task.with_blocks(BLOCKS_BEFORE)
+    _trained(context, small, replace(configuration, plan=even)).close()
+    dist.barrier()
 
 
 def _train_limited(
@@ -84,15 +86,19 @@ def _train_limited(
     with process_memory.limited_to(limits[context.rank]):
         dist.barrier()
         process_memory.reset_peak()
-        _train(context, task, configuration)
-        return process_memory.peak_resident_bytes() - before
+        engine = _trained(context, task, configuration)
+        peak = process_memory.peak_resident_bytes() - before
+        dist.barrier()
+    context.engines[configuration.name] = engine  # not closed: that may gather the whole model
+    return peak
 
 
-def _train(context: WorkerContext, task: GrowingLlama, configuration: Configuration) -> None:
+def _trained(context: WorkerContext, task: GrowingLlama, configuration: Configuration) -> Engine:
     engine = new_engine(task, configuration, context.rank)
-    train(engine, task.batch(configuration.samples(context.rank)), STEPS)
-    engine.close()
-    dist.barrier()
+    batch = task.batch(configuration.samples(context.rank))
+    for _ in range(STEPS):
+        engine.step(batch)
+    return engine
 
 
 def _first_cause(failures: str) -> str:
