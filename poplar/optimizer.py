@@ -92,8 +92,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             part of the state and one unit.
         optimizer_class: an elementwise optimizer class such as AdamW, Adam or SGD. Others are
             detected by a test step and rejected.
-        plan: batches, passes and shares of each rank, and its persistent units. None: even shares
-            at `stage`; each rank's batch is one pass, of any size.
+        plan: batches, passes and shares of each rank, persistent and recomputed units. None: even
+            shares at `stage`; each rank's batch is one pass, of any size.
         stage: ZeRO stage 0, 1, 2 or 3; only without a plan.
         params: parameters or param groups of the model, as for `torch.optim`; default: all that
             require a gradient.

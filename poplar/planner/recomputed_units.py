@@ -80,7 +80,7 @@ def with_fewest_recomputed_units(
     fewest = _Ladder(cluster, costs, orders).fewest(plan, ranges)
     assert fewest is not None, "the plan fits with all of its recomputed units"
     units = tuple(frozenset(order[:n]) for order, n in zip(orders, fewest, strict=True))
-    return dataclasses.replace(costs.with_recomputed(cluster, units))
+    return costs.with_recomputed(cluster, units)
 
 
 def _memory_may_bind(costs: StageCosts, request: Request) -> bool:
@@ -145,10 +145,9 @@ class _Search:
             _, _, few, many = heapq.heappop(self._ranges)
             self._add(few)
             self._add(many)
-        queued = [bound for bound, *_ in self._ranges[:1]]
-        bound = min([self._best[0], self._closed, *queued])
+        bound = min([self._closed, *(bound for bound, *_ in self._ranges[:1])])
         if self._plan is not None:
-            return Decision(self._plan, bound)
+            return Decision(self._plan, min(self._best[0], bound))
         assert self._plain is not None, "a stage without a memory shortfall has a plan"
         return self._plain._replace(bound=min(bound, self._plain.bound or 0.0))
 

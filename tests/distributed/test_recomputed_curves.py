@@ -41,15 +41,17 @@ def profiled_and_real(memory_limit: int) -> tuple[ClusterProfile, list[int], int
         progress=False,
     )
     assert not any("forward" in vars(block) for block in model.blocks)
+    (device,) = profile.devices
+    batch = min(device.max_batch, device.recomputed_points[-1].batch)  # time may limit both
     passes = Passes(model, models.mean_over_samples, example, harness.device())
     peaks = []
     for count in range(len(BLOCKS) + 1):
         recomputation = Recomputation(model, BLOCKS, {})
         recomputation.recompute(BLOCKS[:count])
         with gradients_dropped(model):
-            peaks.append(passes.first(BATCH).activation_bytes)
+            peaks.append(passes.first(batch).activation_bytes)
         recomputation.remove()
-    return profile, peaks, BATCH
+    return profile, peaks, batch
 
 
 def test_predicted_peaks_are_never_below_real_ones_and_close(ranks: Pool) -> None:
