@@ -13,7 +13,7 @@ from communicators import connect_natively
 from native_calls import gather_by_broadcasts
 from torch import Tensor
 
-from poplar.comm import Bucket, Codec, Communicator, Group
+from poplar.comm import Bucket, Codec, Communicator, Group, work
 from poplar.comm.hierarchical_messages import HierarchicalMessageCommunicator
 from poplar.comm.host_topology import Hosts
 from poplar.comm.shard_layout import Layout
@@ -79,3 +79,24 @@ def compare(names: str, times: int) -> list[str]:
 def test_native_calls_give_the_bits_of_the_message_path(names: str) -> None:
     for wrong in harness.one_off(len(names), compare, names, 25, timeout=100.0):
         assert wrong == []
+
+
+def pending_steps(names: str) -> list[str]:
+    """The collectives of which the device has not passed a wait, while the host went on."""
+    group = Group.of(harness.group(), None)
+    comm = connect_natively(group, Hosts.of(names))
+    layout = Layout.even(64 * group.size, group.size)
+    bucket = Bucket(torch.ones(layout.numel), layout, Codec())
+    never = mock.Mock(query=lambda: False)
+    with mock.patch.object(work, "record", return_value=never):
+        comm.reduce_scatter(
+            bucket, torch.zeros(64), accumulate=False, what="a reduction", squares=None
+        ).wait()
+    pending = [issued for issued, _ in group.in_flight.values() if not issued.is_completed()]
+    return [issued.what for issued in pending]
+
+
+def test_each_step_counts_as_pending_until_the_device_has_passed_it() -> None:
+    """So a deadline names a collective that hangs in the middle."""
+    for found in harness.one_off(4, pending_steps, "aabb", timeout=100.0):
+        assert found == ["a reduction"] * 2, "on the host, and between hosts"

@@ -462,3 +462,19 @@ def test_reading_a_result_fails_at_the_deadline(streams: TimedStreams) -> None:
     result = result_of(streams, mock.Mock(wait_for_event=late))
     with pytest.raises(CollectiveTimeout, match="rank 1"):
         _ = result.loss
+
+
+def test_a_repeated_allocation_keeps_the_values_that_have_memory() -> None:
+    """As after memory ran out for a later flat parameter of the unit."""
+    strategy, _, (unit,) = simulated(ShardedParameters, 1)
+    (flat,) = unit.flats
+    seen: list[int] = []
+
+    def twice(allocate: Any) -> None:
+        for _ in range(2):
+            allocate()
+            seen.append(flat.values.untyped_storage().data_ptr())
+
+    with mock.patch.object(strategy.streams, "allocate_unsharded", twice):
+        strategy.unshard(unit, in_step=True)
+    assert seen[0] == seen[1] != 0
