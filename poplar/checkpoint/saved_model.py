@@ -175,28 +175,27 @@ def _files(catalog: Catalog, owners: Owners, path: Path, sharded: bool) -> Files
 
 
 def _write(engine: Engine, catalog: Catalog, owners: Owners, writer: Writer | None) -> None:
-    """Send every flat parameter to the ranks that write it. Collective at stage 3.
+    """Write every tensor on the rank that owns it. Collective at stage 3.
 
-    A rank that cannot write takes part nevertheless; `Writer.finish` raises.
+    Sharded parameters are sent there. A rank that cannot write takes part nevertheless, and
+    `Writer.finish` raises.
     """
     group = engine.comm.group
     names = {id(tensor): name for name, tensor in catalog.tensors.items()}
-    for flat in engine.flats:
+    sharded = (flat for unit in engine.units if engine.is_sharded(unit) for flat in unit.flats)
+    for flat in sharded:
         new = _layout(flat, owners[flat], group.size)
-        low, high = new.bounds(group.rank)
-        if engine.strategy.shards_parameters:
-            what = f"saving unit {flat.name}"
-            values = engine.comm.reshard(flat.shard, flat.layout, new, what=what)
-        else:
-            values = flat.values[low:high]
-        places = zip(flat.parameters, flat.offsets, owners[flat], strict=True)
-        for parameter, offset, owner in places:
-            name = names.pop(id(parameter), None)
-            if writer is not None and name is not None and owner == group.rank:
-                writer.write(name, values[offset - low : offset - low + parameter.numel()])
-        del values
-    if writer is not None and group.rank == 0:
-        for name in names.values():
+        low = new.bounds(group.rank)[0]
+        what = f"saving unit {flat.name}"
+        values = engine.comm.reshard(flat.shard, flat.layout, new, what=what)
+        for parameter, offset in zip(flat.parameters, flat.offsets, strict=True):
+            name = names.get(id(parameter))
+            if writer is not None and name in writer.unwritten:
+                start = offset - low
+                writer.write(name, values[start : start + parameter.numel()])
+        del values  # before the next ones are allocated
+    if writer is not None:
+        for name in list(writer.unwritten):
             writer.write(name, catalog.tensors[name].detach())
 
 
@@ -229,7 +228,7 @@ class Writer:
         self._aside = path.with_name(f"{path.name}.incomplete")
         self._error: Exception | None = None
         self._places, header = _header(tensors, tied)
-        self._unwritten = set(self._places)
+        self.unwritten = set(self._places)
         self._file: BinaryIO | None = None
         try:
             self._file = self._aside.open("wb")
@@ -245,7 +244,7 @@ class Writer:
             self._file.seek(self._places[name])
             for data in _chunks(values):
                 self._file.write(data)
-            self._unwritten.remove(name)
+            self.unwritten.remove(name)
         except Exception as error:
             self._error = error
 
@@ -258,7 +257,7 @@ class Writer:
         if self._error is not None:
             raise self._error
         assert self._file is not None
-        assert not self._unwritten, self._unwritten
+        assert not self.unwritten, self.unwritten
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()

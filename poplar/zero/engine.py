@@ -329,6 +329,10 @@ class Engine:
         """Whether every parameter is unsharded on this rank now."""
         return not self.strategy.shards_parameters or len(self._unsharded) == len(self.units)
 
+    def is_sharded(self, unit: Unit) -> bool:
+        """Whether this rank has only its share of a unit's values now."""
+        return self.strategy.shards_parameters and unit not in self._unsharded
+
     @property
     def has_unsharded_units(self) -> bool:
         """Inside `unsharded_parameters`, at stages that shard parameters."""

@@ -297,7 +297,7 @@ class Initialization:
                 "initializes the parameters of one module"
             )
         for key, (_, absent) in self._absent.items():
-            if absent.is_floating_point() and absent.numel() and not absent.flatten()[0].isnan():
+            if absent.is_floating_point() and not absent.as_strided((), ()).isnan():
                 raise ValueError(
                     f"parameter {self._names[key]!r} was written while another module was "
                     f"initialized. {_OTHER_PART}"

@@ -57,6 +57,23 @@ def test_saved_files_hold_the_unsharded_values(
     assert not list(tmp_path.rglob("*.incomplete"))
 
 
+def save_changed(stage: int, folder: str) -> None:
+    model = LanguageModel().to(harness.device())
+    optimizer = optimizer_of(model, stage)
+    with optimizer.full_parameters(modules=[model.norm]), torch.no_grad():
+        model.norm.bias.fill_(3)  # lost at stage 3 when the context ends
+        optimizer.save_model(f"{folder}/written")
+        model.norm.bias.data = torch.full_like(model.norm.bias, 4)  # as an average is swapped in
+        optimizer.save_model(f"{folder}/replaced")
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_values_that_the_user_sees_are_saved(ranks: Pool, stage: int, tmp_path: Path) -> None:
+    ranks.run(save_changed, stage, str(tmp_path), ranks=RANKS)
+    assert load_file(tmp_path / "written")["norm.bias"].eq(3).all()
+    assert load_file(tmp_path / "replaced")["norm.bias"].eq(4).all()
+
+
 def fail_to_save(stage: int, folder: str, sharded: bool) -> tuple[str, list[str]]:
     optimizer = optimizer_of(LanguageModel().to(harness.device()), stage)
     path = Path(folder) / ("folder" if sharded else "file")
@@ -82,7 +99,7 @@ def fail_to_save(stage: int, folder: str, sharded: bool) -> tuple[str, list[str]
 def test_failed_save_raises_on_all_ranks_and_changes_no_file(
     ranks: Pool, stage: int, sharded: bool, tmp_path: Path
 ) -> None:
-    seen = ranks.run(fail_to_save, stage, str(tmp_path), sharded, ranks=2 + (RANKS > 2))
+    seen = ranks.run(fail_to_save, stage, str(tmp_path), sharded, ranks=RANKS)
     assert seen[0][0] == "OSError"
     assert all("no space left" in message for _, message in seen)
     assert {kind for kind, _ in seen[1:]} == {"RankFailed"}
