@@ -20,6 +20,12 @@ def difference(plan: Plan, chosen: Plan) -> str:
         parts.append(_other_passes(plan, chosen))
     if plan.shares != chosen.shares:
         parts.append("shares " + " ".join(f"{100 * share:.0f}" for share in plan.shares))
+    counts = [
+        [len(one.recomputed_units(rank)) for rank in range(one.world_size)]
+        for one in (plan, chosen)
+    ]
+    if counts[0] != counts[1]:
+        parts.append("recomputed units " + " ".join(map(str, counts[0])))
     return ", ".join(parts) or "different units"
 
 

@@ -14,6 +14,7 @@ from matplotlib.ticker import MaxNLocator
 
 from poplar.formatting import byte_unit
 from poplar.plan import Plan
+from poplar.planner.cost_model import costs_of
 from poplar.profile import BatchPoint, ClusterProfile, DeviceProfile
 from poplar.report import theme
 
@@ -64,6 +65,8 @@ def draw_curves(profile: ClusterProfile, plan: Plan) -> Figure:
         left.set_title("Seconds of a pass, forward and backward")
         right.set_title(f"Activation memory of a pass, {unit}")
         _legend(figure)
+        if any(unit.recomputed_on for unit in plan.units):
+            profile = costs_of(profile, plan).cluster  # with the curves of these passes
         series = _series(profile)
         quantities = (_Quantity("seconds"), _Quantity("activation_bytes", factor))
         labels = [

@@ -183,6 +183,7 @@ def _measured_figures(profile: ClusterProfile) -> list[tuple[str, str]]:
 
 def _the_plan(record: RunRecord, prediction: Prediction | None) -> str:
     plan, profile = record.chosen.plan, record.profile
+    recomputes = any(unit.recomputed_on for unit in plan.units)
     rows: list[list[markup.Cell]] = []
     for rank, device in enumerate(profile.devices):
         row: list[markup.Cell] = [
@@ -192,6 +193,8 @@ def _the_plan(record: RunRecord, prediction: Prediction | None) -> str:
             format_passes(plan.micro_batches[rank]),
             "whole" if plan.stage == 0 else f"{100 * plan.shares[rank]:.1f} %",
         ]
+        if recomputes:
+            row.append(str(len(plan.recomputed_units(rank))))
         if prediction is not None:
             needed = prediction.memory_bytes[rank]
             row += [
@@ -204,6 +207,8 @@ def _the_plan(record: RunRecord, prediction: Prediction | None) -> str:
             ]
         rows.append(row)
     headings = ["rank", "device", "samples", "passes", "share of state"]
+    if recomputes:
+        headings.append("recomputed units")
     if prediction is not None:
         headings += ["compute, predicted", "memory, predicted", "busy"]
     return markup.section(

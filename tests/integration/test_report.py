@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from records import synthetic_record
 
-from poplar.plan import Plan
+from poplar.plan import Plan, UnitPlan
 from poplar.planner.explain import explain
 from poplar.planner.search import search
 from poplar.report import Run, RunRecord, SimilarPlan, Span, write_report
@@ -214,6 +214,10 @@ class TestDifferences:
             ({"micro_batches": ((8,), (2, 2))}, "rank 0 in 1 pass"),
             ({"micro_batches": ((3, 5), (2, 2))}, "rank 0 in 1x3 + 1x5"),
             ({"shares": (0.75, 0.25)}, "shares 75 25"),
+            (
+                {"units": (UnitPlan("a", "sharded_optimizer", recomputed_on=(1,)),)},
+                "recomputed units 0 1",
+            ),
         ],
     )
     def test_a_plan_is_described_by_its_differences(self, change, text):

@@ -14,11 +14,14 @@ from planning_oracle import STAGES, Oracle
 from subset import choose
 from test_search import cluster_of, device, seconds_of, some_shares
 
+from poplar.observation import Observation
 from poplar.plan import STRATEGIES, Plan, UnitPlan
 from poplar.planner import recomputed_units
+from poplar.planner.calibration import refine
 from poplar.planner.explain import explain
 from poplar.planner.memory_shortfall import NoPlanFits
 from poplar.planner.prediction import fits, predict
+from poplar.planner.recomputed_curves import saved_part
 from poplar.planner.search import search
 from poplar.profile import BatchPoint, ClusterProfile, DeviceProfile, ModelProfile
 from poplar.simulator.step_simulation import simulate
@@ -292,6 +295,36 @@ def test_batches_that_were_measured_only_with_recomputation_need_it():
     )
     assert fits(cluster, larger)
     assert not fits(cluster, dataclasses.replace(larger, units=()))
+
+
+@pytest.mark.parametrize(
+    ("saved", "expected"),
+    [(None, [0.0, 0.25, 0.5, 0.75, 1.0]), (0.9, [0.0, 0.3, 0.6, 0.9, 1.0])],
+)
+def test_the_last_unit_saves_what_was_measured(saved, expected):
+    model = dataclasses.replace(MODEL, saved_without_last_unit=saved)
+    units = MODEL.recomputable_units
+    found = [saved_part(model, units[:count]) for count in range(UNITS + 1)]
+    assert found == pytest.approx(expected)
+    assert saved_part(model, units[-1:]) == pytest.approx(1.0 - expected[-2])
+
+
+def test_observed_passes_are_compared_with_the_curve_of_their_recomputation():
+    cluster = two_devices()
+    plan = dataclasses.replace(
+        recomputing_plan(), micro_batches=((8, 8), (16, 16)), global_batch=48
+    )
+    before = predict(cluster, plan)
+    slower = [1.5 * seconds for seconds in before.compute_seconds]
+    seen = Observation(
+        plan=plan,
+        step_seconds=1.5 * before.step_seconds,
+        pass_seconds=tuple((seconds / 2, seconds / 2) for seconds in slower),
+        other_seconds=(0.0, 0.0),
+    )
+    after = predict(refine(cluster, [seen], asynchronous=False), plan)
+    assert after.compute_seconds == pytest.approx(slower)
+    assert after.step_seconds == pytest.approx(1.5 * before.step_seconds)
 
 
 @pytest.mark.parametrize(
