@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from poplar.verification import Verification, verify
     from poplar.workload import Workload
     from poplar.zero.grad_scaler import GradScaler
+    from poplar.zero.materialization import parameters_on_meta
     from poplar.zero.step_result import StepResult
 
 __version__ = "0.1.0"
@@ -63,6 +64,7 @@ _HOME = {
     "Workload": "poplar.workload",
     "autotune": "poplar.tuning.autotune",
     "explain": "poplar.planner.explain",
+    "parameters_on_meta": "poplar.zero.materialization",
     "predict": "poplar.planner.prediction",
     "profile_cluster": "poplar.tuning.profile_cluster",
     "search": "poplar.planner.search",
@@ -98,6 +100,7 @@ __all__ = [
     "Workload",
     "autotune",
     "explain",
+    "parameters_on_meta",
     "predict",
     "profile_cluster",
     "search",

@@ -1,4 +1,4 @@
-"""Time and memory of plain passes against the batch, measured on all ranks at once.
+"""Time and memory of passes against the batch, measured on all ranks at once.
 
 Ranks measure together for equally long, so a core, a memory bus or a power budget that they share
 is shared as in training.
@@ -8,13 +8,23 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from poplar.curve import straightened
 from poplar.profile import BatchPoint, ClusterProfile
+from poplar.profiler.engine_passes import EnginePasses, sharded_passes
 from poplar.profiler.noise import CpuUse
-from poplar.profiler.passes import Samples, climb, time_sizes
+from poplar.profiler.passes import (
+    NEAR_ENOUGH,
+    Passes,
+    Samples,
+    climb,
+    largest_on_a_line,
+    probe,
+    time_sizes,
+)
 from poplar.profiler.progress import Report
 from poplar.profiler.session import Session
 from poplar.system import devices
@@ -26,7 +36,7 @@ TIMES_EACH = 5
 LONGEST_PASS = 1 / 10
 """Part of the time budget; no batch is tried whose pass would probably take longer."""
 TIMING = 0.35
-"""Part of the time budget for timing plain passes."""
+"""Part of the time budget for timing passes; as much again if some run on the engine."""
 SURE = 0.01
 """Relative standard error of a median above which more passes are timed, within the budget."""
 
@@ -41,44 +51,87 @@ class BatchCurve:
     """Why the device ran below its clocks; empty if it did not."""
     cpu_use: CpuUse | None
     """Of this rank's host while passes were timed; None where passes run on a GPU."""
+    largest_unsharded: int = 0
+    """The largest batch of plain passes; 0 if there were none."""
 
 
-def measure_curves(
-    session: Session, activation_bytes: float, report: Report
-) -> tuple[list[BatchCurve], float]:
+def measure_curves(session: Session, report: Report) -> tuple[list[BatchCurve], float]:
     """Measure the curve of every rank, with more passes if they differ much. Collective.
 
-    Args:
-        session: of this rank.
-        activation_bytes: what activations may take on this rank.
-        report: shows progress.
+    Plain passes as far as all ranks have memory for the whole model. Where larger batches fit only
+    beside a shard of it, or no batch fits otherwise, passes run on the engine at stage 3.
 
     Returns:
         Curves by rank, and the noise: how many times as many samples were needed to be sure of a
         median, 1 on a quiet machine.
     """
-    passes, budget = session.passes(), session.request.seconds
-    report("a first pass")
-    session.on_all_ranks(passes.check, "the profiler's first pass")
-    report("memory against batch")
+    curves: list[BatchCurve] = []
+    noise = 1.0
+    if session.memory.fits_unsharded:
+        curves, noise = _plain_curves(session, report)
+        if curves and not _may_grow(session, curves):
+            return _straightened(curves), noise
+    with sharded_passes(session) as passes:
+        more, noise_of_more = _engine_curves(session, passes, curves, report)
+    if curves:
+        return _straightened(map(_extended, curves, more)), max(noise, noise_of_more)
+    return _straightened(more), noise_of_more
 
-    climbing = climb(
+
+def _plain_curves(session: Session, report: Report) -> tuple[list[BatchCurve], float]:
+    """Curves of plain passes; empty if one sample does not fit beside the whole model."""
+    passes = session.passes()
+    with session.as_in_training():
+        report("a first pass")
+        if not session.fits_on_all_ranks(passes.check, "the profiler's first pass"):
+            return [], 1.0
+        climbing = climb(
+            passes,
+            max_batch=session.request.max_batch or DEFAULT_MAX_BATCH,
+            activation_bytes=session.memory.unsharded[session.group.rank],
+            longest_seconds=session.request.seconds * LONGEST_PASS,
+        )
+        curves, noise = _measured(session, passes, climbing, report)
+    return [replace(each, largest_unsharded=each.points[-1].batch) for each in curves], noise
+
+
+def _engine_curves(
+    session: Session, passes: EnginePasses, known: Sequence[BatchCurve], report: Report
+) -> tuple[list[BatchCurve], float]:
+    """Curves of passes on the engine, each from the last of the known points on."""
+    report("passes with sharded parameters")
+    rank = session.group.rank
+    session.on_all_ranks(lambda: passes.together(passes.check), "the profiler's first pass")
+    probing = probe(
         passes,
+        known=known[rank].points if known else (),
         max_batch=session.request.max_batch or DEFAULT_MAX_BATCH,
-        activation_bytes=activation_bytes,
-        longest_seconds=budget * LONGEST_PASS,
+        activation_bytes=session.memory.sharded[rank],
+        longest_seconds=session.request.seconds * LONGEST_PASS,
     )
+    return _measured(session, passes, probing, report)
+
+
+def _measured(
+    session: Session, passes: Passes, trying: Iterator[list[BatchPoint]], report: Report
+) -> tuple[list[BatchCurve], float]:
+    """Memory of the sizes that are tried, then their times."""
+    budget, own = session.request.seconds, session.group.rank
+    report("memory against batch")
     by_rank: list[list[BatchPoint]] = [[]] * session.group.size
+
+    def try_next() -> list[BatchPoint]:
+        return passes.together(lambda: next(trying, []))
+
     # One size at a time, so that no rank waits for several compilations of another one at once.
-    while any(tried := session.on_all_ranks(lambda: next(climbing, []), "measuring memory")):
+    while any(tried := session.on_all_ranks(try_next, "measuring memory")):
         by_rank = [now or before for now, before in zip(tried, by_rank, strict=True)]
     samples: Samples = defaultdict(list)
 
     def time_passes(seconds: float) -> BatchCurve:
         cpu_before = None if session.asynchronous else CpuUse.now()
         hot_before = devices.throttle_reason(session.device)
-        sizes = by_rank[session.group.rank]
-        points = time_sizes(passes, sizes, seconds=seconds, least=2, samples=samples)
+        points = time_sizes(passes, by_rank[own], seconds=seconds, least=2, samples=samples)
         return BatchCurve(
             points=points,
             backward_fraction=passes.backward_fraction(points[len(points) // 2].batch),
@@ -87,7 +140,9 @@ def measure_curves(
         )
 
     def timed(seconds: float) -> list[BatchCurve]:
-        return session.on_all_ranks(lambda: time_passes(seconds), "timing passes")
+        return session.on_all_ranks(
+            lambda: passes.together(lambda: time_passes(seconds)), "timing passes"
+        )
 
     first = min(TIMES_EACH * _longest(by_rank), budget * TIMING)
     report(f"time against batch, {first:.0f} s")
@@ -101,7 +156,44 @@ def measure_curves(
     if more > 0.0:
         report(f"time against batch, {more:.0f} s more: repeated passes differ")
         curves = timed(more)
-    return [replace(curve, points=on_a_line(curve.points)) for curve in curves], noise
+    return curves, noise
+
+
+def _may_grow(session: Session, curves: Sequence[BatchCurve]) -> bool:
+    """Whether a rank has memory and time for larger batches if parameters are sharded. Collective.
+
+    Without larger batches on any rank, passes on the engine would show nothing new.
+    """
+    rank = session.group.rank
+    points = curves[rank].points
+    last = points[-1]
+    fitting = math.inf
+    if len(points) > 1:
+        fitting = largest_on_a_line(points, session.memory.sharded[rank])
+    largest = min(
+        session.request.max_batch or DEFAULT_MAX_BATCH,
+        last.batch * session.request.seconds * LONGEST_PASS / last.seconds,
+        fitting,
+    )
+    grows = session.group.size > 1 and int(largest) > last.batch * (1 + NEAR_ENOUGH)
+    return any(session.exchange(grows))
+
+
+def _extended(curve: BatchCurve, more: BatchCurve) -> BatchCurve:
+    """The curve with larger batches, measured on the engine after the curve's last one.
+
+    What the engine adds to every pass is the difference at the batch that was measured both ways.
+    """
+    known, (again, *larger) = curve.points[-1], more.points
+    added = again.seconds - known.seconds
+    points = [replace(point, seconds=max(point.seconds - added, known.seconds)) for point in larger]
+    return replace(
+        curve, points=[*curve.points, *points], throttled=curve.throttled or more.throttled
+    )
+
+
+def _straightened(curves: Iterable[BatchCurve]) -> list[BatchCurve]:
+    return [replace(curve, points=on_a_line(curve.points)) for curve in curves]
 
 
 def measure_points(
@@ -138,16 +230,31 @@ def time_batches(
         least: timings of each size.
         seconds: time at least so long.
     """
-    passes, own = session.passes(), batches[session.group.rank]
+    own = batches[session.group.rank]
+    with _passes_for(session, batches) as passes:
 
-    with session.as_in_training():
-        by_rank = session.on_all_ranks(
-            lambda: [passes.first(size) for size in own], "the first passes of batch sizes"
-        )
+        def first() -> list[BatchPoint]:
+            return passes.together(lambda: [passes.first(size) for size in own])
+
+        by_rank = session.on_all_ranks(first, "the first passes of batch sizes")
         sizes, seconds = by_rank[session.group.rank], max(seconds, least * _longest(by_rank))
-        return session.on_all_ranks(
-            lambda: time_sizes(passes, sizes, seconds=seconds, least=least), "timing passes"
-        )
+
+        def time_all() -> list[BatchPoint]:
+            return passes.together(lambda: time_sizes(passes, sizes, seconds=seconds, least=least))
+
+        return session.on_all_ranks(time_all, "timing passes")
+
+
+@contextmanager
+def _passes_for(session: Session, batches: Sequence[Sequence[int]]) -> Iterator[Passes]:
+    """Plain passes if these batches, by rank, fit beside all parameters. Collective."""
+    largest = session.largest_unsharded
+    if largest is None or all(max(own) <= most for own, most in zip(batches, largest, strict=True)):
+        with session.as_in_training():
+            yield session.passes()
+    else:
+        with sharded_passes(session) as passes:
+            yield passes
 
 
 def _longest(by_rank: Iterable[Iterable[BatchPoint]]) -> float:

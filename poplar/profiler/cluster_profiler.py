@@ -22,6 +22,7 @@ neither on `n` nor on `P`. Only the model itself, its passes and the engine's ow
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
 from statistics import fmean
@@ -35,11 +36,12 @@ from poplar.profile import BatchPoint, ClusterProfile, DeviceProfile
 from poplar.profiler import batch_curves, trial_runs
 from poplar.profiler.collectives import measure_network
 from poplar.profiler.memory_budget import MEMORY_RESERVE, MemoryBudget, memory_budget
-from poplar.profiler.model_profile import model_profile
+from poplar.profiler.model_profile import model_profile, pass_memory
 from poplar.profiler.noise import noise_notes
 from poplar.profiler.optimizer_step import measure_update
 from poplar.profiler.peak_flops import peak_flops
 from poplar.profiler.progress import Report
+from poplar.profiler.recomputed_curves import with_recomputed_curves
 from poplar.profiler.request import Request
 from poplar.profiler.session import Session
 from poplar.system import devices
@@ -56,22 +58,20 @@ class Profiler:
     def __init__(self, request: Request, group: Group) -> None:
         self.session = Session(request, group)
         self._budgets = self._read_budgets()
+        self.session.memory = pass_memory(self.session, self._budgets)
         self._noise = 1.0
 
     def measure(self, report: Report) -> ClusterProfile:
         """The profile of all ranks, without residuals of any stage."""
         session, rank = self.session, self.session.group.rank
         budget = self._budgets[rank]
-        with session.as_in_training():
-            curves, self._noise = batch_curves.measure_curves(
-                session, budget.activation_bytes, report
-            )
-            report("the optimizer step")
-            updates = session.on_all_ranks(
-                lambda: measure_update(session), "measuring the optimizer step"
-            )
-            report("the collectives")
-            network = measure_network(session, session.request.seconds * NETWORK)
+        curves, self._noise = batch_curves.measure_curves(session, report)
+        report("the optimizer step")
+        updates = session.on_all_ranks(
+            lambda: measure_update(session), "measuring the optimizer step"
+        )
+        report("the collectives")
+        network = measure_network(session, session.request.seconds * NETWORK)
 
         def own_profile() -> DeviceProfile:
             info = devices.describe(session.device)
@@ -97,7 +97,19 @@ class Profiler:
             identity=session.identity,
             notes=tuple(noise_notes(profiles, [curve.cpu_use for curve in curves])),
         )
+        session.largest_unsharded = [curve.largest_unsharded for curve in curves]
+        profile = with_recomputed_curves(session, profile, report)
         return self.with_later_memory(profile)
+
+    def use(self, profile: ClusterProfile) -> None:
+        """Measure further batches of a profile of an earlier session.
+
+        Its activations show which batches plain passes can run with in the present memory.
+        """
+        devices, limits = profile.devices, self.session.memory.unsharded
+        self.session.largest_unsharded = [
+            _largest_batch(device, limit) for device, limit in zip(devices, limits, strict=True)
+        ]
 
     def longest_observed_pass(self, passes: int) -> float:
         """Seconds of a pass at which one turn of `observe` fills its time; 0 without overlap.
@@ -158,6 +170,12 @@ class Profiler:
         if session.asynchronous:
             session.on_all_ranks(torch.cuda.empty_cache, "returning cached memory")
         return session.on_all_ranks(lambda: memory_budget(session), "reading free memory")
+
+
+def _largest_batch(device: DeviceProfile, activation_bytes: float) -> int:
+    """The largest batch of the profile whose activations fit; 0 if none does."""
+    sizes = range(1, device.max_batch + 1)
+    return bisect_right(sizes, activation_bytes, key=device.activation_bytes)
 
 
 def _with_budgets(profile: ClusterProfile, budgets: Sequence[MemoryBudget]) -> ClusterProfile:

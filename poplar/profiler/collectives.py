@@ -19,7 +19,7 @@ from torch import Tensor
 
 from poplar.comm import ALL_GATHERS, REDUCE_SCATTERS, Communicator, Work, connect
 from poplar.comm.host_topology import Hosts
-from poplar.comm.shard_layout import Layout
+from poplar.comm.shard_layout import ALIGNMENT, Layout
 from poplar.comm.transport_selection import candidates
 from poplar.profile import LinkProfile, NetworkProfile
 from poplar.profiler.links import find_hosts, measure_links, tournament
@@ -33,6 +33,8 @@ MOST_ELEMENTS = 1 << 26
 """Elements that a collective is timed with, at most: buffers of larger models are sampled."""
 MOST_ELEMENTS_AT_ONCE = 1 << 24
 """Largest buffer that is timed. A rank that owns everything receives it from every rank."""
+FEWEST_ELEMENTS_AT_ONCE = 1 << 14
+"""Buffers of large parameters are timed in parts of this size at least, however little is free."""
 MOST_RANKS_ONE_BY_ONE = 8
 """World size up to which each rank's rates are measured; those of larger groups are taken from the
 links of their hosts."""
@@ -131,7 +133,7 @@ def measure_network(session: Session, budget: float) -> NetworkProfile:
     gather, so these times give its rates. If that would take too long, the links of its host do.
     """
     comm = connect(session.group, "auto", session.device)
-    numels, scale = sample_buffers(flat_numels(session))
+    numels, scale = sample_buffers(flat_numels(session), _largest_buffer(session))
     collectives = Collectives(session, comm, numels)
     transports = time_transports(collectives)
     if transports:
@@ -164,14 +166,28 @@ def measure_network(session: Session, budget: float) -> NetworkProfile:
     )
 
 
-def sample_buffers(numels: Sequence[int]) -> tuple[list[int], float]:
+def _largest_buffer(session: Session) -> int:
+    """Elements of the largest buffer for which all ranks have memory, at most the constant.
+
+    A rank that owns everything holds the gradient, its values and, for each collective in flight, a
+    packed bucket and one from every rank.
+    """
+    size = session.group.size
+    at_once = 4 * (3 + _IN_FLIGHT * (1 + size))
+    fitting = min(map(session.memory.spare, range(size))) / at_once
+    largest = int(min(MOST_ELEMENTS_AT_ONCE, max(FEWEST_ELEMENTS_AT_ONCE, fitting)))
+    return largest - largest % ALIGNMENT
+
+
+def sample_buffers(
+    numels: Sequence[int], largest: int = MOST_ELEMENTS_AT_ONCE
+) -> tuple[list[int], float]:
     """Buffers that stand for those of a model, and how much more the model has.
 
     The seconds of a collective on the model are those on the sample, times this factor. The sample
     has at most `MOST_ELEMENTS` elements: every buffer of a small model, every second, third, ...
-    buffer by size of a large one. Buffers above `MOST_ELEMENTS_AT_ONCE` are sampled as parts.
+    buffer by size of a large one. Buffers above `largest` are sampled as parts.
     """
-    largest = MOST_ELEMENTS_AT_ONCE
     parts = [min(largest, n - begin) for n in numels for begin in range(0, n, largest)]
     step = math.ceil(sum(parts) / MOST_ELEMENTS)
     if step == 1:

@@ -49,11 +49,15 @@ def batch_bytes(batch: Any, device: torch.device) -> int:
 
 
 def model_bytes(model: nn.Module) -> int:
-    """Bytes of the parameters, buffers and gradients of a model; shared memory counts once."""
+    """Bytes of the parameters, buffers and gradients of a model; shared memory counts once.
+
+    Nothing on `meta` counts.
+    """
     parameters = list(model.parameters())
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     tensors = [*parameters, *model.buffers(), *gradients]
-    return sum(storage.nbytes() for storage in _storages(tensors).values())
+    real = [tensor for tensor in tensors if not tensor.is_meta]
+    return sum(storage.nbytes() for storage in _storages(real).values())
 
 
 class _LiveStorages(TorchDispatchMode):

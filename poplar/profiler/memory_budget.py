@@ -45,8 +45,8 @@ def memory_budget(session: Session) -> MemoryBudget:
     Raises:
         ValueError: the `memory_limit` of this rank is larger than its memory.
     """
-    device, limit = session.device, session.request.memory_limit
-    held, total = 0, host_limits.total_memory()
+    device, limit = session.device, session.memory_limit
+    held, total = 0, _smallest(host_limits.total_memory(), host_limits.process_limit())
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         own = total - free - devices.describe(device).others_bytes
@@ -54,7 +54,7 @@ def memory_budget(session: Session) -> MemoryBudget:
         held = own - cached - model_bytes(session.request.model)
     elif limit is None:
         parameters = session.request.model.parameters()
-        weights = sum(p.numel() * p.element_size() for p in parameters)
+        weights = sum(p.numel() * p.element_size() for p in parameters if not p.is_meta)
         held = host_limits.resident_memory() - weights
     if limit is not None and total is not None and limit > total:
         raise ValueError(
@@ -63,3 +63,7 @@ def memory_budget(session: Session) -> MemoryBudget:
         )
     available = limit or devices.memory_available(device, session.ranks_on_this_host)
     return MemoryBudget(available, max(0, held))
+
+
+def _smallest(*limits: int | None) -> int | None:
+    return min((limit for limit in limits if limit is not None), default=None)

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 from poplar.profile import ModelProfile
+from poplar.profiler.memory_budget import MemoryBudget
+from poplar.profiler.pass_memory import PassMemory
 from poplar.profiler.session import Session
 from poplar.zero import setup
 from poplar.zero.unit import Member, Unit, build_units
@@ -10,7 +15,7 @@ from poplar.zero.unit import Member, Unit, build_units
 
 def model_profile(session: Session, state_bytes: float) -> ModelProfile:
     """The model; `state_bytes` is the optimizer state per element, without an fp32 master."""
-    units = _units(session, shards_parameters=True)
+    units = _trained_units(session, shards_parameters=True)
     bytes_each = session.compute_dtype.itemsize
     largest = max(flat_numels(session))
     largest_sharded = max(flat.numel for unit in units for flat in unit.trained)
@@ -33,24 +38,61 @@ def model_profile(session: Session, state_bytes: float) -> ModelProfile:
 
 def flat_numels(session: Session) -> list[int]:
     """Elements of each flat buffer that is reduced at stages that replicate parameters."""
-    units = _units(session, shards_parameters=False)
+    units = _trained_units(session, shards_parameters=False)
     return [flat.numel for unit in units for flat in unit.trained]
 
 
-def _units(session: Session, *, shards_parameters: bool) -> list[Unit]:
-    """The units with trained parameters. Frozen parameters are members only if they are sharded."""
+def all_units(session: Session, *, shards_parameters: bool = True) -> list[Unit]:
+    """The units of the engine. Frozen parameters are members only if they are sharded."""
     request = session.setup
     members = []
     for name, parameter in request.model.named_parameters():
         group = request.group_of.get(id(parameter), -1)
+        dtype = parameter.dtype
+        if session.cast_to is not None and parameter.is_floating_point():
+            dtype = session.cast_to
         if shards_parameters or group >= 0:
-            members.append(Member(name, parameter, group, group >= 0, parameter.dtype))
+            members.append(Member(name, parameter, group, group >= 0, dtype))
     merge = setup.merge_policy(request, shards_parameters=shards_parameters)
-    units = build_units(
+    return build_units(
         request.model,
         members,
         request.unit_names,
         merge=merge,
         max_flat_bytes=session.group.max_flat_bytes(session.device),
     )
+
+
+def _trained_units(session: Session, *, shards_parameters: bool) -> list[Unit]:
+    units = all_units(session, shards_parameters=shards_parameters)
     return [unit for unit in units if unit.trained]
+
+
+def pass_memory(session: Session, budgets: Sequence[MemoryBudget]) -> PassMemory:
+    """The limits of all ranks, from their budgets."""
+    model, cast = session.request.model, session.cast_to
+    units = all_units(session)
+    buffers = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
+    originals = sum(p.numel() * p.element_size() for p in model.parameters())
+    flats = [flat for unit in units for flat in unit.flats]
+    values = sum(unit.unsharded_bytes for unit in units)
+    masters = sum(4 * flat.numel for flat in flats if flat.trained and flat.dtype.itemsize != 4)
+    staying = _unsharded_at_once(units) + buffers
+    # Plain passes in another dtype keep the original values, to restore them.
+    whole = values + buffers + (0 if cast is None else originals)
+    return PassMemory(
+        parameters=values + masters,
+        unsharded_units=staying,
+        capacities=tuple(max(0.0, budget.activation_bytes - staying) for budget in budgets),
+        unsharded=tuple(
+            -math.inf if session.is_on_meta else budget.activation_bytes - whole
+            for budget in budgets
+        ),
+    )
+
+
+def _unsharded_at_once(units: Sequence[Unit]) -> int:
+    """Bytes of the root and of the two largest other units: the current one and the next."""
+    staying = sum(unit.unsharded_bytes for unit in units if unit.resident)
+    others = sorted(unit.unsharded_bytes for unit in units if not unit.resident)
+    return staying + sum(others[-2:])

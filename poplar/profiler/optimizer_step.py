@@ -11,11 +11,14 @@ from torch import Tensor
 from poplar.profiler.model_profile import flat_numels
 from poplar.profiler.session import Session
 from poplar.profiler.timing import median_seconds
+from poplar.system.out_of_memory import free_frames, is_out_of_memory
 
 MOST_ELEMENTS = 1 << 26
 """Elements that are stepped at most. The time of larger models is extrapolated."""
 FEWEST_ELEMENTS = 1 << 16
 """If fewer do not fit, the measurement fails."""
+MOST_BYTES_EACH = 24
+"""Bytes per element that a step is assumed to need: value, gradient, state and temporaries."""
 SMALL_PART = 1 / 8
 """Size of the second measurement, which separates latency from time per element."""
 
@@ -35,18 +38,20 @@ def measure_update(session: Session) -> UpdateCost:
     """Step flat fp32 buffers of two sizes, as the engine does; fit a line to both times.
 
     Raises:
-        torch.OutOfMemoryError: even a few elements do not fit.
+        torch.OutOfMemoryError, RuntimeError: even a few elements do not fit.
     """
     numels = flat_numels(session)
-    part = min(1.0, MOST_ELEMENTS / sum(numels))
+    fitting = session.memory.spare(session.group.rank) / MOST_BYTES_EACH
+    part = min(1.0, max(FEWEST_ELEMENTS, min(MOST_ELEMENTS, fitting)) / sum(numels))
     while True:
         try:
             large, state_bytes = _step(session, numels, part)
             small, _ = _step(session, numels, part * SMALL_PART)
             break
-        except torch.OutOfMemoryError:
-            if part * sum(numels) < FEWEST_ELEMENTS:
+        except Exception as error:
+            if not is_out_of_memory(error) or part * sum(numels) < FEWEST_ELEMENTS:
                 raise
+            free_frames(error)
             part /= 2
     slope = max(0.0, large - small) / (part * (1 - SMALL_PART))
     latency = max(0.0, large - slope * part)

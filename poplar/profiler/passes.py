@@ -1,16 +1,16 @@
-"""Times plain passes of the user's model and measures their memory, against the batch."""
+"""Times passes of the user's model and measures their memory, against the batch."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import cycle
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,10 @@ from poplar.profile import BatchPoint
 from poplar.profiler.memory import batch_bytes, peak_bytes
 from poplar.profiler.preserved_state import gradients_dropped
 from poplar.profiler.timing import repeats_in_a_sample, seconds_of
+from poplar.system.out_of_memory import free_cached_memory, free_frames, is_out_of_memory
 from poplar.zero.micro_batch_loss import LossFunction, check_scalar
+
+T = TypeVar("T")
 
 MARGIN = 0.97
 """Part of the free memory for which the largest batch is extrapolated."""
@@ -32,11 +35,17 @@ SETTLED = 1.25
 WARM_UP_PASSES = 8
 WARM_UP_SECONDS = 120.0
 """Limits for the warm-up of a batch size. Two passes always run, however long the first takes."""
+SMALL_SIZES = (1, 2, 4)
+"""Sizes whose memory gives the line that predicts the largest batch."""
+CONFIRMATIONS = 2
+"""Sizes near the limit that are tried."""
+WORTHWHILE = 0.03
+"""A batch that is larger by less than this fraction is not tried."""
 
 
 @dataclass
 class Passes:
-    """Forward and backward on one rank, for any batch size."""
+    """Plain forward and backward on one rank, for any batch size."""
 
     model: nn.Module
     loss_fn: LossFunction
@@ -52,17 +61,33 @@ class Passes:
             self._batches[size] = pytree.take(self.example, [at % available for at in range(size)])
         return self._batches[size]
 
+    @contextmanager
+    def one_pass(self, size: int) -> Iterator[None]:
+        """The context of a forward and its backward."""
+        yield
+        self.model.zero_grad()
+
+    def together(self, work: Callable[[], T]) -> T:
+        """The result of `work`, which runs passes while the other ranks run theirs."""
+        return work()
+
     def run(self, size: int) -> None:
         """Run one pass and drop its gradients."""
-        self.loss_fn(self.model, self.batch(size)).backward()
-        self.model.zero_grad()
+        with self.one_pass(size):
+            self.loss_fn(self.model, self.batch(size)).backward()
 
     def check(self) -> None:
         """Run a first pass of one sample.
 
         Raises:
             TypeError, ValueError: the loss is not a scalar, requires no gradient, or is not finite.
+            torch.OutOfMemoryError: the pass does not fit.
         """
+        with self._memory_freed_after_failure(1), self.one_pass(1):
+            self._checked_loss().backward()
+
+    def _checked_loss(self) -> Tensor:
+        """The loss of one sample."""
         loss = check_scalar(self.loss_fn(self.model, self.batch(1)))
         if not loss.requires_grad:
             raise ValueError(
@@ -75,8 +100,7 @@ class Passes:
                 f"the loss of the first sample of example_batch is {value}; profile with a "
                 "batch and a model as in training, because a NaN may change what a model computes"
             )
-        loss.backward()
-        self.model.zero_grad()
+        return loss
 
     def seconds(self, size: int, repeats: int = 1) -> float:
         """Seconds of one pass, the mean over `repeats` without a pause."""
@@ -102,11 +126,11 @@ class Passes:
 
         def once() -> float:
             losses: list[Tensor] = []
-            forward = seconds_of(
-                lambda: losses.append(self.loss_fn(self.model, batch)), self.device
-            )
-            backward = seconds_of(losses.pop().backward, self.device)
-            self.model.zero_grad()
+            with self.one_pass(size):
+                forward = seconds_of(
+                    lambda: losses.append(self.loss_fn(self.model, batch)), self.device
+                )
+                backward = seconds_of(losses.pop().backward, self.device)
             return backward / (forward + backward)
 
         return median(once() for _ in range(3))
@@ -120,18 +144,32 @@ class Passes:
         Raises:
             torch.OutOfMemoryError: the pass does not fit; all its memory is freed.
         """
-        try:
-            with gradients_dropped(self.model):
-                seconds = self.settled_seconds(size)
-                held = peak_bytes(lambda: self.run(size), self.device)
-            held += batch_bytes(self.batch(size), self.device)
+        with self._memory_freed_after_failure(size), gradients_dropped(self.model):
+            seconds = self.settled_seconds(size)
+            held = self.peak_bytes(size) + batch_bytes(self.batch(size), self.device)
             return BatchPoint(batch=size, activation_bytes=held, seconds=seconds)
-        except torch.OutOfMemoryError:
+
+    def peak_bytes(self, size: int) -> int:
+        """Peak memory of a pass above the model."""
+        return peak_bytes(lambda: self.run(size), self.device)
+
+    @contextmanager
+    def _memory_freed_after_failure(self, size: int) -> Iterator[None]:
+        """Free what a pass held that ran out of memory.
+
+        Raises:
+            torch.OutOfMemoryError: memory ran out, on any device.
+        """
+        try:
+            yield
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            free_frames(error)
             self.model.zero_grad()
             self._batches.pop(size, None)
-            if self.device.type == "cuda":
-                torch.cuda.empty_cache()
-            raise
+            free_cached_memory(self.device)
+            raise torch.OutOfMemoryError(str(error)) from None
 
 
 def climb(
@@ -158,10 +196,7 @@ def climb(
         with suppress(torch.OutOfMemoryError):
             tried = passes.first(size)
         if tried is None and not sizes:
-            raise torch.OutOfMemoryError(
-                "not even one sample fits in the memory of the device; use shorter samples, "
-                "activation checkpointing or a smaller model"
-            )
+            raise torch.OutOfMemoryError(_NOT_EVEN_ONE)
         if tried is None or (tried.activation_bytes > activation_bytes and sizes):
             too_large = size
         else:
@@ -177,16 +212,87 @@ def climb(
             return
 
 
+def probe(
+    passes: Passes,
+    *,
+    known: Sequence[BatchPoint],
+    max_batch: int,
+    activation_bytes: float,
+    longest_seconds: float,
+) -> Iterator[list[BatchPoint]]:
+    """First passes of few sizes: small ones, then the largest that fits by a straight line.
+
+    Yields as `climb` does.
+
+    Args:
+        passes: of this rank.
+        known: points measured in another way. If there are any, the last one takes the place of the
+            small sizes: it is measured again, as a reference for the new ones.
+        max_batch: largest batch to try.
+        activation_bytes: what activations may take.
+        longest_seconds: no pass is tried that would probably take longer.
+
+    Raises:
+        torch.OutOfMemoryError: not even the first size fits.
+    """
+    sizes: list[BatchPoint] = []
+    over: BatchPoint | None = None
+    too_large, confirmations = max_batch + 1, CONFIRMATIONS
+    small = [known[-1].batch] if known else [size for size in SMALL_SIZES if size <= max_batch]
+    size = small.pop(0)
+    while True:
+        tried: BatchPoint | None = None
+        with suppress(torch.OutOfMemoryError):
+            tried = passes.first(size)
+        if tried is None and not sizes:
+            raise torch.OutOfMemoryError(_NOT_EVEN_ONE)
+        if tried is not None and (tried.activation_bytes <= activation_bytes or not sizes):
+            sizes.append(tried)
+        else:
+            too_large, over = size, tried
+        yield sizes
+        last = sizes[-1]
+        line = [*known[:-1], *sizes, *([over] if over else [])]
+        largest = min(max_batch, too_large - 1, last.batch * longest_seconds / last.seconds)
+        if over is None and too_large <= max_batch:  # ran out of memory: its bytes are not known
+            largest = min(largest, (last.batch + too_large) // 2)
+        elif len(line) > 1:
+            largest = min(largest, largest_on_a_line(line, activation_bytes))
+        else:
+            largest = min(largest, 2 * last.batch)
+        if small and small[0] < too_large and (small[0] <= largest or len(line) == 1):
+            size = small.pop(0)
+        elif confirmations and int(largest) > last.batch * (1 + WORTHWHILE):
+            small, size, confirmations = [], int(largest), confirmations - 1
+        else:
+            return
+
+
+_NOT_EVEN_ONE = (
+    "not even one sample fits in the memory of the device; use shorter samples, activation "
+    "checkpointing or a smaller model"
+)
+
+
+def largest_on_a_line(points: Sequence[BatchPoint], activation_bytes: float) -> float:
+    """The largest batch that fits, by a line through the last two points; infinite if it is flat.
+
+    Args:
+        points: at least two, by ascending batch.
+        activation_bytes: what activations may take.
+    """
+    before, last = points[-2:]
+    slope = (last.activation_bytes - before.activation_bytes) / (last.batch - before.batch)
+    left = activation_bytes - last.activation_bytes
+    return last.batch + left / slope if slope > 0 else math.inf
+
+
 def _largest_that_fits(sizes: Sequence[BatchPoint], activation_bytes: float) -> int:
     """Extrapolated by a straight line through the last two sizes, at most twice the last one."""
     if len(sizes) < 2:
         return 2 * sizes[-1].batch
-    before, last = sizes[-2:]
-    slope = (last.activation_bytes - before.activation_bytes) / (last.batch - before.batch)
-    left = activation_bytes * MARGIN - last.activation_bytes
-    if slope <= 0 or left >= slope * last.batch:
-        return 2 * last.batch
-    return last.batch + max(0, math.floor(left / slope))
+    last, largest = sizes[-1].batch, largest_on_a_line(sizes, activation_bytes * MARGIN)
+    return int(min(2 * last, max(last, largest)))
 
 
 Samples = defaultdict[int, list[float]]

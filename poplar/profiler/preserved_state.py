@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from poplar.zero.input_cast import inputs_cast
+from poplar.zero.materialization import move_to_meta
 
 
 @contextmanager
@@ -39,8 +40,12 @@ def model_preserved(model: nn.Module, device: torch.device) -> Iterator[None]:
         with torch.no_grad():
             for module, name, buffer, value in buffers:
                 module._buffers[name] = buffer
-                if buffer is not None and value is not None:
+                if buffer is None or value is None:
+                    continue
+                if not value.is_meta:
                     buffer.copy_(value)
+                elif not buffer.is_meta:  # an optimizer has made it real
+                    move_to_meta([buffer])  # type: ignore[list-item]
         for parameter, gradient in gradients:
             parameter.grad = gradient
         for module, training in modes:

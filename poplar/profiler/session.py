@@ -6,14 +6,17 @@ or an error.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar, cast
 
+import torch
 from torch import Tensor
 
 from poplar.comm import Group, connect_control
+from poplar.profiler import memory_limit
 from poplar.profiler.compilation import HookedGraphs, compiled_code_preserved
+from poplar.profiler.pass_memory import PassMemory
 from poplar.profiler.passes import Passes
 from poplar.profiler.preserved_state import (
     computing_in,
@@ -26,6 +29,7 @@ from poplar.profiler.preserved_state import (
 from poplar.profiler.request import Request
 from poplar.zero import setup
 from poplar.zero.agreement import run_on_all_ranks
+from poplar.zero.materialization import is_on_meta
 
 T = TypeVar("T")
 
@@ -60,11 +64,16 @@ class Session:
                 reduce_dtype=request.reduce_dtype,
                 world_size=group.size,
                 allow_batch_norm=request.allow_batch_norm,
+                weights=request.weights,
+                device=request.device,
+                default_device=group.default_device,
             )
             return checked, request.may_differ(checked.device)
 
         self.setup, own = run_on_all_ranks(self.control, check, doing="profiling")
         self.device = self.setup.device
+        self.is_on_meta = is_on_meta(request.model)
+        """No rank holds the model: only passes on the engine are possible."""
         self.asynchronous = self.device.type == "cuda"
         """The device computes while the host goes on."""
         also = request.must_be_equal()
@@ -73,8 +82,18 @@ class Session:
         trained = (p.dtype for p in request.model.parameters() if p.requires_grad)
         self.compute_dtype = self.cast_to or next(trained)
         by_rank = self.exchange(own)
+        devices, given = self.exchange(str(self.device)), self.exchange(request.memory_limit)
+        limits = memory_limit.by_rank(given, devices)
+        self.memory_limit = limits[group.rank]
+        """Bytes that this rank may use; None: what is free."""
+        for entries, limit in zip(by_rank, limits, strict=True):
+            entries["memory_limit"] = limit
         self.ranks_on_this_host = [other["host"] for other in by_rank].count(own["host"])
         self.identity = request.identity(self.setup, self.cast_to, by_rank)
+        self.memory = PassMemory.unlimited(group.size)
+        """What passes may allocate."""
+        self.largest_unsharded: Sequence[int] | None = None
+        """By rank, the largest batch that fits beside all parameters; None: not known, any may."""
 
     def passes(self) -> Passes:
         """Plain passes of the model."""
@@ -97,6 +116,8 @@ class Session:
         model that takes longer than the steps between.
         """
         model = self.request.model
+        if self.is_on_meta:
+            return nullcontext()  # there are no values
         if not self.asynchronous:
             return parameters_preserved(model)
         if self._copies is None:
@@ -122,6 +143,22 @@ class Session:
             RankFailed: it failed on another rank.
         """
         return self.exchange(run_on_all_ranks(self.control, work, doing=doing))
+
+    def fits_on_all_ranks(self, work: Callable[[], object], doing: str) -> bool:
+        """Whether `work` ran out of memory on no rank.
+
+        Raises:
+            Exception: as `on_all_ranks`, for any other failure.
+        """
+
+        def fits() -> bool:
+            try:
+                work()
+            except torch.OutOfMemoryError:
+                return False
+            return True
+
+        return all(self.on_all_ranks(fits, doing))
 
     def on_first_rank(self, work: Callable[[], T], doing: str) -> T:
         """The result of `work` on rank 0, or its error, on all ranks."""

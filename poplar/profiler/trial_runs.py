@@ -6,7 +6,6 @@ with it, `autotune` compares the best plans with it.
 
 from __future__ import annotations
 
-import gc
 import math
 import time
 from collections.abc import Sequence
@@ -16,9 +15,10 @@ from typing import Any, NamedTuple
 
 from poplar.observation import Observation
 from poplar.optimizer import HeteroZeroOptimizer
-from poplar.plan import FIRST_STAGE_SHARDING_PARAMETERS, Plan
+from poplar.plan import Plan
 from poplar.profile import ClusterProfile
 from poplar.profiler.batch_curves import time_batches
+from poplar.profiler.built_optimizer import built_optimizer
 from poplar.profiler.compilation import frames_compiled
 from poplar.profiler.progress import Report
 from poplar.profiler.session import Session
@@ -48,30 +48,10 @@ def run_plan(session: Session, plan: Plan, *, steps: int, report: Report) -> Obs
     report(f"steps at stage {plan.stage}")
     request, samples = session.request, plan.samples(session.group.rank)
     batch = session.passes().batch(samples) if samples else None
-    hooked = plan.stage >= FIRST_STAGE_SHARDING_PARAMETERS
-    with session.graphs.run(hooked=hooked), session.parameters_preserved():
-        optimizer = HeteroZeroOptimizer(
-            request.model,
-            request.optimizer_class,
-            plan=plan,
-            process_group=session.group.process_group,
-            units=request.units,
-            compute_dtype=request.compute_dtype,  # type: ignore[arg-type]
-            reduce_dtype=request.reduce_dtype,
-            timeout=session.group.timeout,
-            allow_batch_norm=request.allow_batch_norm,
-            **request.optimizer_options,
-        )
-        try:
-            _warm_up(session, optimizer, batch)
-            own = [_run_step(session, optimizer, batch) for _ in range(steps)]
-            optimizer.release()
-        except BaseException:
-            optimizer._detach()  # the error's frames still refer to it
-            raise
-        del optimizer
-        if session.asynchronous:
-            gc.collect()  # Python does not see how much device memory a reference cycle holds
+    options = request.optimizer_options
+    with built_optimizer(session, plan, request.optimizer_class, options) as optimizer:
+        _warm_up(session, optimizer, batch)
+        own = [_run_step(session, optimizer, batch) for _ in range(steps)]
     by_rank = session.exchange(own)
     # The mean over ranks, not the slowest rank: a rank that ends a step early begins the next one
     # early and waits there. Over several steps all ranks take equally long.
@@ -176,14 +156,20 @@ def measure_slowdowns(
 ) -> list[float]:
     """By rank, how long plain passes take now, relative to the profiled curve. Collective.
 
-    Each rank times its largest profiled batch that is not above the plan's. If `seconds` are too
-    few to measure anything, the factors are 1.
+    Each rank times its largest profiled batch that is not above the plan's and fits beside all
+    parameters. If there is none on a rank, or `seconds` are too few to measure anything, the
+    factors are 1: an engine would have to be built for these passes alone.
     """
+    unknown = [1.0] * session.group.size
     if seconds < SHORTEST_SAMPLE_SECONDS:
-        return [1.0] * session.group.size
+        return unknown
+    limits = session.largest_unsharded or [device.max_batch for device in profile.devices]
     known = []
-    for device, sizes in zip(profile.devices, plan.micro_batches, strict=True):
-        largest = max([device.points[0].batch, *sizes])
+    for device, sizes, limit in zip(profile.devices, plan.micro_batches, limits, strict=True):
+        first = device.points[0].batch
+        largest = min(max([first, *sizes]), limit)
+        if first > largest:
+            return unknown
         known.append([point for point in device.points if point.batch <= largest][-1])
     measured = time_batches(session, [[point.batch] for point in known], seconds=seconds, least=2)
     return [

@@ -24,8 +24,10 @@ from poplar.planner.memory_shortfall import NoPlanFits
 from poplar.profile import ClusterProfile
 from poplar.profiler.cache import Cache, default_folder
 from poplar.profiler.cluster_profiler import Profiler
+from poplar.profiler.memory_limit import MemoryLimit
 from poplar.profiler.progress import Report, show_progress
 from poplar.profiler.request import Request
+from poplar.zero.initial_values import Weights
 from poplar.zero.micro_batch_loss import LossFunction
 from poplar.zero.update import OptimizerFactory
 
@@ -37,7 +39,7 @@ def profile_cluster(
     *,
     optimizer_class: OptimizerFactory = torch.optim.AdamW,
     max_batch: int | None = None,
-    memory_limit: int | None = None,
+    memory_limit: MemoryLimit = None,
     stages: Sequence[int] = (0, 1, 2, 3),
     seconds: float = 60.0,
     max_norm: float | None = 1.0,
@@ -47,6 +49,8 @@ def profile_cluster(
     reduce_dtype: torch.dtype = torch.float32,
     timeout: timedelta | None = None,
     allow_batch_norm: bool = False,
+    weights: Weights = None,
+    device: torch.device | str | None = None,
     cache: bool | str | Path = True,
     progress: bool = True,
     **optimizer_kwargs: Any,
@@ -55,21 +59,24 @@ def profile_cluster(
 
     Args:
         model: on this rank's device, not wrapped; may be compiled. It is unchanged afterwards, bit
-            by bit. Compiled functions are compiled again at their next call.
+            by bit. Compiled functions are compiled again at their next call. Or on `meta`, if it
+            fits on no device: it is then measured while its parameters are sharded.
         loss_fn: as for `train_step`: `loss_fn(model, micro_batch)` -> mean loss.
         example_batch: a batch as in training; its samples are repeated for larger batches, so a
             few are enough. Use typical sequence lengths: they determine the time of a pass.
         optimizer_class: with `optimizer_kwargs`, as training will use it.
         max_batch: largest micro-batch to try on this rank; default: what memory and time allow.
-        memory_limit: bytes that this rank may use; default: the memory of its device, less what
-            other processes use.
+        memory_limit: what this rank may use, in bytes or as "10GiB"; default: the memory of its
+            device, less what other processes use. Or a mapping by rank number or device, the same
+            on all ranks: `{"cuda:1": "10GiB", 3: 8 << 30}`. An entry for a device counts for every
+            rank on a device of this name; ranks without an entry have no limit.
         stages: ZeRO stages to run steps at; other stages are predicted less accurately.
         seconds: time budget. Exceeded if a few passes of each kind take longer, and by the warm-up:
             each batch size runs until its time settles, so that compilation, cuDNN's choice of
             algorithms and kernel tuning are not timed.
         max_norm: gradient clipping in the measured steps, as in training; None for none.
-        process_group, units, compute_dtype, reduce_dtype, timeout, allow_batch_norm: as for
-            `HeteroZeroOptimizer`.
+        process_group, units, compute_dtype, reduce_dtype, timeout, allow_batch_norm, weights,
+            device: as for `HeteroZeroOptimizer`.
         cache: True to use and store profiles in the default folder, a folder, or False. A cached
             profile is used if model, dtype, devices and versions are the same.
         progress: show on stderr of rank 0 what is being measured.
@@ -100,6 +107,8 @@ def profile_cluster(
         compute_dtype=compute_dtype,
         reduce_dtype=reduce_dtype,
         allow_batch_norm=allow_batch_norm,
+        weights=weights,
+        device=device,
     )
     profiler = Profiler(request, Group.of(process_group, timeout))
     return CachedProfile(profiler, cache, show=progress).profile()
@@ -126,7 +135,9 @@ class CachedProfile:
         found = session.on_first_rank(load, "looking into the cache")
         if found is not None:
             profile, self.plans = found
-            return self.profiler.with_present_memory(profile)
+            profile = self.profiler.with_present_memory(profile)
+            self.profiler.use(profile)
+            return profile
         with show_progress(self.show) as report, session.measuring():
             profile = _calibrated(self.profiler, self.profiler.measure(report), report)
         self.save(profile)

@@ -13,8 +13,14 @@ from enum import Enum
 from torch import Tensor, nn
 
 from poplar.comm import Control
-from poplar.errors import OutOfOrder, RankFailed
-from poplar.zero.collective_order import CollectiveOrder, Slot, SlotKind, agreed_order
+from poplar.errors import OutOfOrder
+from poplar.zero.collective_order import (
+    CollectiveOrder,
+    LeaderFailed,
+    Slot,
+    SlotKind,
+    agreed_order,
+)
 from poplar.zero.flat_parameter import FlatParameter
 from poplar.zero.strategy import Strategy
 from poplar.zero.unit import Unit
@@ -27,6 +33,13 @@ class Mode(Enum):
     EVALUATE = "evaluation"
     REDUCE_ONLY = "reduction-only"
     """No forward and no backward: gradients that are already in `.grad` are reduced."""
+    MEASURE = "measured"
+    """Forward and backward of the profiler: gradients are dropped and nothing is reduced."""
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether such a pass contributes to the gradients of a step."""
+        return self in (Mode.TRAIN, Mode.REDUCE_ONLY)
 
 
 class CollectiveScheduler:
@@ -193,7 +206,7 @@ class CollectiveScheduler:
 
         Raises:
             OutOfOrder: the agreed order has no unshard of this unit left.
-            RankFailed: the leader of the first pass failed before this unit.
+            LeaderFailed: the leader of the first pass failed before this unit.
         """
         if unit in self._ready:
             return
@@ -222,6 +235,9 @@ class CollectiveScheduler:
                 "gradient after the unit was reduced. Run one backward per micro-batch: add the "
                 "losses first, and use activation checkpointing with use_reentrant=False"
             )
+        if not self.mode.has_gradients:
+            parameter.grad = None
+            return
         arrived = self._ready_gradients.setdefault(flat, set())
         arrived.add(parameter)
         if len(arrived) < len(flat.parameters) or flat in self._complete:
@@ -322,7 +338,7 @@ class CollectiveScheduler:
         while True:
             slot = self._receive_next()
             if slot.kind is SlotKind.ABANDON:
-                raise RankFailed(
+                raise LeaderFailed(
                     f"rank {self._control.group.rank}: rank {self._leader} broadcasts the order of "
                     "collectives in its first pass and failed in it; see the error on that rank"
                 )
@@ -345,7 +361,7 @@ class CollectiveScheduler:
             if not failed:
                 if self._backward_visit is None and self.mode is not Mode.REDUCE_ONLY:
                     self._broadcast_skipped(len(self._units))
-                if self.mode is Mode.TRAIN:
+                if self.mode in (Mode.TRAIN, Mode.MEASURE):
                     self._broadcast_skipped_in_backward(-1)
                 for flat in self._flats if self.reduces else ():
                     if flat not in self._reduced:

@@ -85,12 +85,12 @@ class FlatParameter:
             return self.squares
         return ops.block_sums_of_squares(self.gradient[owned])
 
-    def initial_values(self) -> tuple[Tensor, Tensor]:
-        """The model's values as flat tensors in fp32 and in `dtype`; one tensor if that is fp32."""
-        exact = torch.empty(self.numel, dtype=torch.float32, device=self.device)
+    def packed_parameters(self) -> Tensor:
+        """The values of the user's parameters as one flat tensor in fp32."""
+        packed = torch.empty(self.numel, dtype=torch.float32, device=self.device)
         with torch.no_grad():
-            ops.pack_(exact, [p.detach() for p in self.parameters], list(self.offsets), 1.0)
-        return exact, exact if self.dtype is torch.float32 else exact.to(self.dtype)
+            ops.pack_(packed, [p.detach() for p in self.parameters], list(self.offsets), 1.0)
+        return packed
 
     def attach_parameters(self) -> None:
         """Make the user's parameters views of `values`."""

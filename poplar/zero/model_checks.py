@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.hooks import RemovableHandle
 
 from poplar.zero.flat_parameter import PACKABLE
+from poplar.zero.recomputation import Recomputation
 
 _OWNERS: dict[int, weakref.ref[Any]] = {}
 
@@ -76,17 +77,23 @@ def reject_sparse_embeddings(model: nn.Module) -> None:
 
 
 def check_parameters(named: Sequence[tuple[str, nn.Parameter]], trained: set[int]) -> torch.device:
-    """Check that the parameters can be laid out in flat parameters; returns their device.
+    """Check that the parameters can be laid out in flat parameters; returns their device or `meta`.
 
     Raises:
-        ValueError: no parameter to train, several devices, two parameters that share memory, meta
-            tensors, or parameters that an earlier optimizer has left sharded.
+        ValueError: no parameter to train, several devices, two parameters that share memory, or
+            parameters that an earlier optimizer has left sharded.
         TypeError: a dtype that flat parameters do not support.
         RuntimeError: another optimizer owns the parameters.
     """
     if not trained:
         raise ValueError("no parameter requires a gradient; there is nothing to optimize")
     devices = {parameter.device for _, parameter in named}
+    on_meta = [name for name, parameter in named if parameter.is_meta]
+    if on_meta and len(devices) > 1:
+        raise ValueError(
+            f"parameter {on_meta[0]!r} is on meta and others are not; build the whole model on "
+            "meta, or none of it"
+        )
     if len(devices) != 1:
         raise ValueError(
             f"the parameters are on {sorted(map(str, devices))}, but a rank has one device; call "
@@ -101,23 +108,19 @@ def check_parameters(named: Sequence[tuple[str, nn.Parameter]], trained: set[int
                 "the model before building its optimizer, call release() on that optimizer first, "
                 "or use param groups for different hyper-parameters"
             )
-        if parameter.untyped_storage().nbytes() < parameter.numel() * parameter.element_size():
+        size = parameter.numel() * parameter.element_size()
+        if not on_meta and parameter.untyped_storage().nbytes() < size:
             raise ValueError(
                 f"parameter {name!r} has no memory: it was sharded by an optimizer that no longer "
                 "exists. Build the model again. To keep its values, call save_model() or release() "
                 "while the optimizer exists"
-            )
-        if parameter.is_meta:
-            raise ValueError(
-                f"parameter {name!r} is on the meta device; initialize it first: "
-                "model.to_empty(device=...), then its own initialization"
             )
         if id(parameter) in trained and parameter.dtype not in PACKABLE:
             raise TypeError(
                 f"parameter {name!r} is {parameter.dtype}; trained parameters must be float32, "
                 "bfloat16 or float16"
             )
-        if parameter.numel() and at.setdefault(parameter.data_ptr(), name) != name:
+        if not on_meta and parameter.numel() and at.setdefault(parameter.data_ptr(), name) != name:
             raise ValueError(
                 f"parameters {at[parameter.data_ptr()]!r} and {name!r} are different objects in "
                 "the same memory; tie them as one nn.Parameter: module_b.weight = module_a.weight"
@@ -126,7 +129,9 @@ def check_parameters(named: Sequence[tuple[str, nn.Parameter]], trained: set[int
 
 
 def register_owner(
-    named: Sequence[tuple[str, nn.Parameter]], owner: object, hooks: Sequence[RemovableHandle]
+    named: Sequence[tuple[str, nn.Parameter]],
+    owner: object,
+    hooks: Sequence[RemovableHandle | Recomputation],
 ) -> Callable[[], object]:
     """Register `owner` as owner of the parameters until it is garbage-collected.
 

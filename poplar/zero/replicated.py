@@ -44,8 +44,14 @@ class Replicated(LocalAccumulation):
     def change_layout(self, flat: FlatParameter, new: Layout, master: Tensor | None) -> None:
         raise AssertionError("the layout does not depend on the shares")
 
-    def initialize(self, flat: FlatParameter, shares: Sequence[float]) -> None:
-        self._broadcast_values(flat, self.layout_for(flat, shares), owned=(0, flat.numel))
+    def owned_part(self, layout: Layout) -> tuple[int, int]:
+        return 0, layout.numel
+
+    def replicate_initial_values(self, flat: FlatParameter) -> None:
+        super().replicate_initial_values(flat)
+        if flat.master is not flat.shard:
+            what = f"the broadcast of {flat.name}'s initial masters"
+            self.comm.broadcast(flat.master, 0, what=what)
 
     def _allocate_gradient(self, flat: FlatParameter) -> None:
         flat.gradient = self._allocate_sums(flat).data
@@ -76,8 +82,8 @@ class Replicated(LocalAccumulation):
 
     def _wait_for_all_gathers(self) -> None:
         pending, self._pending_all_gathers = self._pending_all_gathers, []
-        for gather in pending:
-            self.wait(gather, "the gradients")
+        if pending:
+            self.reductions.finish_following(pending, "the gradients")
 
     def scale_gradients(self, units: Sequence[Unit], factor: Tensor) -> bool:
         """Scale at once: `.grad` shows what the update applies."""

@@ -19,6 +19,8 @@ from poplar.zero import model_checks
 from poplar.zero.agreement import raise_on_any_error
 from poplar.zero.engine import Engine
 from poplar.zero.flat_adamw import flat_class
+from poplar.zero.flat_parameter import FlatParameter
+from poplar.zero.initial_values import InitialValues, Weights
 from poplar.zero.input_cast import cast_inputs
 from poplar.zero.replicated import Replicated
 from poplar.zero.sharded_gradients import ShardedGradients
@@ -61,6 +63,7 @@ class Request:
     compute_dtype: torch.dtype | str
     reduce_dtype: torch.dtype
     device: torch.device
+    values: InitialValues
     group_of: dict[int, int] = field(default_factory=dict)
     overlap_param_gather: bool = False
     """Index of the param group of each trained parameter, by `id(parameter)`."""
@@ -73,7 +76,7 @@ class Request:
     def identity(self) -> dict[str, Any]:
         """What must be equal on all ranks, as text for error messages."""
         return {
-            "plan": self.plan.digest() if self.plan is not None else "none",
+            "plan": _description(self.plan),
             "stage": self.stage,
             "optimizer": getattr(self.factory, "__name__", repr(self.factory)),
             "optimizer options": _comparable(self.options),
@@ -81,6 +84,7 @@ class Request:
             "units": list(self.unit_names),
             "compute_dtype": str(self.compute_dtype),
             "reduce_dtype": str(self.reduce_dtype),
+            "values of the model": self.values.identity,
             "model": [
                 (name, tuple(p.shape), str(p.dtype), self.group_of.get(id(p), -1))
                 for name, p in self.model.named_parameters()
@@ -105,8 +109,14 @@ def check_request(
     world_size: int,
     allow_batch_norm: bool,
     overlap_param_gather: bool = False,
+    weights: Weights = None,
+    device: torch.device | str | None = None,
+    default_device: torch.device = torch.device("cpu"),  # noqa: B008 (a constant)
 ) -> Request:
     """Check the user's arguments on this rank alone.
+
+    Args:
+        default_device: for parameters on `meta`.
 
     Raises:
         ValueError, TypeError, RuntimeError: what is wrong and how to fix it.
@@ -123,12 +133,14 @@ def check_request(
         )
     groups = _param_groups(model, params)
     group_of = _group_indices(model, groups)
-    device = model_checks.check_parameters(list(model.named_parameters()), set(group_of))
+    found = model_checks.check_parameters(list(model.named_parameters()), set(group_of))
+    target = _device_for(found, device, default_device)
     _check_dtype("compute_dtype", compute_dtype, allowed=("auto",))
     _check_dtype("reduce_dtype", reduce_dtype)
     if plan is not None:
         check_unit_plans(plan)
-    options = _check_optimizer(factory, options, groups, device)
+    options = _check_optimizer(factory, options, groups, target)
+    unit_names = resolve_units(model, units)
     return Request(
         model=model,
         factory=factory,
@@ -136,14 +148,32 @@ def check_request(
         groups=groups,
         stage=chosen,
         plan=plan,
-        unit_names=resolve_units(model, units),
+        unit_names=unit_names,
         units_are_named=units is not None,
         compute_dtype=compute_dtype,
         reduce_dtype=reduce_dtype,
-        device=device,
+        device=target,
+        values=InitialValues.of(model, unit_names, weights),
         group_of=group_of,
         overlap_param_gather=overlap_param_gather,
     )
+
+
+def _device_for(
+    found: torch.device, device: torch.device | str | None, default: torch.device
+) -> torch.device:
+    """The device of the parameters, which are on `found` now."""
+    if device is None:
+        return default if found.type == "meta" else found
+    chosen = torch.device(device)
+    if chosen.type == "cuda" and chosen.index is None:
+        chosen = torch.device("cuda", torch.cuda.current_device())
+    if found.type != "meta" and found != chosen:
+        raise ValueError(
+            f"device={str(device)!r}, but the parameters are on {found}; move the model first, or "
+            "build it on meta"
+        )
+    return chosen
 
 
 def _group_indices(model: nn.Module, groups: Groups) -> dict[int, int]:
@@ -187,7 +217,8 @@ def _check_optimizer(
             f"{name} cannot update flat shards, which split parameters anywhere: {problem}. Use "
             "an elementwise optimizer: AdamW, Adam, SGD, RMSprop, Adagrad, ..."
         )
-    factory([dict(group) for group in groups], **options)  # raises what the class itself rejects
+    # It raises what the class itself rejects.
+    factory([dict(group) for group in groups], **options)
     return options
 
 
@@ -236,39 +267,20 @@ def build_engine(
     request: Request, comm: Communicator, control: Control, compute_dtype: torch.dtype | None
 ) -> tuple[Engine, ShardedUpdate]:
     """Build engine and update; the first rank's values and buffers are broadcast. Collective."""
-    plan, world = request.plan, comm.group.size
     strategy = STRATEGY_CLASSES[request.stage](comm, request.reduce_dtype, request.device)
     strategy.updated.overlap = request.overlap_param_gather
-    shares = plan.shares if plan is not None else (1.0 / world,) * world
-    members, recast = [], []
-    for name, parameter in request.model.named_parameters():
-        trained = id(parameter) in request.group_of
-        dtype = parameter.dtype
-        if compute_dtype is not None and parameter.is_floating_point():
-            dtype = compute_dtype
-        if trained or strategy.shards_parameters:
-            group = request.group_of.get(id(parameter), -1)
-            members.append(Member(name, parameter, group, trained, dtype))
-        elif dtype is not parameter.dtype:
-            recast.append((parameter, dtype))
-    unit_shares = shares_by_unit(plan)
-    merge = merge_policy(request, shards_parameters=strategy.shards_parameters)
-    units = build_units(
-        request.model,
-        members,
-        request.unit_names,
-        merge="none" if unit_shares else merge,
-        max_flat_bytes=comm.max_flat_bytes(request.device),
-    )
-    _check_unit_names(control, plan, units)
-    strategy.persistent = persistent_units(plan, units)
-    _broadcast_unmanaged(request.model, units, comm)
-    for parameter, dtype in recast:
-        parameter.data = parameter.data.to(dtype)
-    for unit in units:
-        for flat in unit.flats:
-            strategy.initialize(flat, unit_shares.get(unit.name, shares))
-    engine = Engine(request.model, units, strategy, comm, control)
+    with request.values.real_tensors(request.device):
+        units = _build_units(request, strategy, control, compute_dtype)
+        shares, own_shares = _shares(request.plan, comm)
+
+        def allocate(flat: FlatParameter) -> None:
+            strategy.allocate(flat, own_shares.get(flat.name, shares))
+
+        flats = [flat for unit in units for flat in unit.flats]
+        request.values.place(flats, strategy, allocate, control)
+    _broadcast_unmanaged(request, flats, comm, compute_dtype)
+    engine = Engine(request.model, units, strategy, comm, control, blocks=request.unit_names)
+    engine.recomputation.follow(request.plan, comm.group.rank)
     engine.hooks += cast_inputs(request.model, compute_dtype, request.unit_names)
     hyper = [
         {key: value for key, value in group.items() if key != "params"} for group in request.groups
@@ -279,6 +291,45 @@ def build_engine(
     return engine, update
 
 
+def _build_units(
+    request: Request, strategy: Strategy, control: Control, compute_dtype: torch.dtype | None
+) -> list[Unit]:
+    """Assign the parameters to units, whose flat parameters have no values yet. Collective."""
+    plan = request.plan
+    members = []
+    for name, parameter in request.model.named_parameters():
+        trained = id(parameter) in request.group_of
+        if trained or strategy.shards_parameters:
+            group = request.group_of.get(id(parameter), -1)
+            dtype = _computing_dtype(parameter, compute_dtype)
+            members.append(Member(name, parameter, group, trained, dtype))
+    merge = merge_policy(request, shards_parameters=strategy.shards_parameters)
+    units = build_units(
+        request.model,
+        members,
+        request.unit_names,
+        merge="none" if shares_by_unit(plan) else merge,
+        max_flat_bytes=strategy.comm.max_flat_bytes(request.device),
+    )
+    _check_unit_names(control, plan, units, request.unit_names)
+    strategy.persistent = persistent_units(plan, units)
+    return units
+
+
+def _shares(
+    plan: Plan | None, comm: Communicator
+) -> tuple[Sequence[float], Mapping[str, Sequence[float]]]:
+    """The shares of the ranks, and those of the units that have their own."""
+    world = comm.group.size
+    return plan.shares if plan is not None else (1.0 / world,) * world, shares_by_unit(plan)
+
+
+def _computing_dtype(parameter: nn.Parameter, compute_dtype: torch.dtype | None) -> torch.dtype:
+    if compute_dtype is None or not parameter.is_floating_point():
+        return parameter.dtype
+    return compute_dtype
+
+
 def merge_policy(request: Request, *, shards_parameters: bool) -> Merge:
     """Which small units are merged."""
     if not shards_parameters:
@@ -286,22 +337,32 @@ def merge_policy(request: Request, *, shards_parameters: bool) -> Merge:
     return "none" if request.units_are_named else "blocks"
 
 
-def _broadcast_unmanaged(model: nn.Module, units: Sequence[Unit], comm: Communicator) -> None:
+def _broadcast_unmanaged(
+    request: Request,
+    flats: Sequence[FlatParameter],
+    comm: Communicator,
+    compute_dtype: torch.dtype | None,
+) -> None:
     """Broadcast the first rank's buffers, and the parameters that are in no flat parameter."""
-    flat = {id(p) for unit in units for flat in unit.flats for p in flat.parameters}
-    rest = [(name, p.data) for name, p in model.named_parameters() if id(p) not in flat]
-    for name, tensor in [*rest, *model.named_buffers()]:
-        if tensor.numel() and tensor.device.type == units[0].flats[0].device.type:
+    managed = {id(p) for flat in flats for p in flat.parameters}
+    rest = [(name, p) for name, p in request.model.named_parameters() if id(p) not in managed]
+    buffers = list(request.model.named_buffers())
+    for name, tensor in [*((name, p.data) for name, p in rest), *buffers]:
+        if tensor.numel() and tensor.device.type == request.device.type:
             whole = tensor.contiguous()
             comm.broadcast(whole, 0, what=f"the broadcast of {name}")
             if whole is not tensor:
                 tensor.copy_(whole)
+    for _, parameter in rest:
+        parameter.data = parameter.data.to(_computing_dtype(parameter, compute_dtype))
 
 
-def _check_unit_names(control: Control, plan: Plan | None, units: Sequence[Unit]) -> None:
+def _check_unit_names(
+    control: Control, plan: Plan | None, units: Sequence[Unit], blocks: Sequence[str]
+) -> None:
     error: Exception | None = None
     try:
-        check_unit_names(plan, units)
+        check_unit_names(plan, units, blocks)
     except ValueError as caught:
         error = caught
     raise_on_any_error(control, error, doing="building the optimizer")
@@ -342,6 +403,17 @@ def _param_groups(model: nn.Module, params: Iterable[Any] | None) -> Groups:
         members = [p[1] if isinstance(p, tuple) else p for p in members]  # named parameters
         groups.append({**group, "params": members})
     return groups
+
+
+def _description(plan: Plan | None) -> str:
+    """Text that is equal if the plans are, apart from predictions; it begins with what differs."""
+    if plan is None:
+        return "none"
+    shares = ", ".join(f"{share:.4g}" for share in plan.shares)
+    return (
+        f"{plan.digest()[:16]} (stage {plan.stage}, global batch {plan.global_batch}, "
+        f"micro-batches {plan.micro_batches}, shares {shares})"
+    )
 
 
 def _comparable(values: Mapping[str, Any]) -> dict[str, str]:

@@ -10,7 +10,7 @@ gradients are reduced, before the update writes a shard, or when the step is aba
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -40,14 +40,22 @@ class ShardedParameters(ShardedGradients):
         self._unsharded_persistent: dict[Unit, None] = {}
         """Persistent units that are unsharded in this step, in that order."""
 
-    def initialize(self, flat: FlatParameter, shares: Sequence[float]) -> None:
-        super().initialize(flat, shares)
-        whole = flat.master.untyped_storage().data_ptr() == flat.shard.untyped_storage().data_ptr()
-        flat.shard = self.comm.share(flat.shard)
-        if whole:
-            flat.master = flat.shard
-        flat.detach_parameters()
+    def allocate(self, flat: FlatParameter, shares: Sequence[float]) -> None:
+        flat.layout = self.layout_for(flat, shares)
+        low, high = flat.owned = self.owned_part(flat.layout)
+        flat.values = torch.empty(flat.numel, dtype=flat.dtype, device=flat.device)
         flat.values.untyped_storage().resize_(0)
+        flat.shard = self.comm.share(torch.zeros(high - low, dtype=flat.dtype, device=flat.device))
+        self._allocate_master(flat)
+
+    def stored_values(self, flat: FlatParameter) -> tuple[Tensor, int]:
+        return flat.shard, flat.owned[0]
+
+    def replicate_initial_values(self, flat: FlatParameter) -> None:
+        """Nothing to send: each value is on one rank."""
+
+    def bind_parameters(self, flat: FlatParameter) -> None:
+        flat.detach_parameters()
 
     def change_layout(self, flat: FlatParameter, new: Layout, master: Tensor | None) -> None:
         what = f"moving unit {flat.name}"
@@ -69,9 +77,10 @@ class ShardedParameters(ShardedGradients):
         if unit in self._unsharded_persistent:
             return
         # Allocate before sending: if memory runs out, the slot can be issued again.
-        with self.streams.unsharded_memory() if in_step else nullcontext():
-            for flat in unit.flats:
-                flat.values.untyped_storage().resize_(flat.numel * flat.values.element_size())
+        if in_step:
+            self.streams.allocate_unsharded(partial(_allocate_values, unit))
+        else:
+            _allocate_values(unit)
         pending: list[Work] = []
         for flat in unit.flats:
             what = f"the unshard of unit {unit.name}"
@@ -107,3 +116,11 @@ class ShardedParameters(ShardedGradients):
 
     def all_gather_updated_parameters(self, units: Sequence[Unit]) -> None:
         """Nothing to send: the next unshard sends the new shards."""
+
+
+def _allocate_values(unit: Unit) -> None:
+    """Allocate the values that have no memory; it may be called again after an error."""
+    for flat in unit.flats:
+        storage = flat.values.untyped_storage()
+        if storage.nbytes() == 0:
+            storage.resize_(flat.numel * flat.values.element_size())

@@ -66,10 +66,41 @@ class Strategy(ABC):
         """How optimizer state is divided, one owner per element: `to` if all ranks have it."""
         return flat.layout
 
-    def initialize(self, flat: FlatParameter, shares: Sequence[float]) -> None:
-        """Set the layout of `flat` and broadcast its values. Collective."""
-        layout = self.layout_for(flat, shares)
-        self._broadcast_values(flat, layout, owned=layout.bounds(self.comm.group.rank))
+    def owned_part(self, layout: Layout) -> tuple[int, int]:
+        """Start and end of the part whose optimizer state this rank holds."""
+        return layout.bounds(self.comm.group.rank)
+
+    def allocate(self, flat: FlatParameter, shares: Sequence[float]) -> None:
+        """Set the layout of `flat` and allocate its values, all 0. Local."""
+        flat.layout = self.layout_for(flat, shares)
+        low, high = flat.owned = self.owned_part(flat.layout)
+        flat.values = torch.zeros(flat.numel, dtype=flat.dtype, device=flat.device)
+        flat.shard = flat.values[low:high]
+        self._allocate_master(flat)
+
+    def _allocate_master(self, flat: FlatParameter) -> None:
+        flat.master = flat.shard
+        if flat.trained and flat.dtype is not torch.float32:
+            flat.master = torch.zeros(flat.shard.shape, dtype=torch.float32, device=flat.device)
+
+    def stored_values(self, flat: FlatParameter) -> tuple[Tensor, int]:
+        """The values of `flat` that this rank stores, and the position of the first one."""
+        return flat.values, 0
+
+    def write_initial_values(self, flat: FlatParameter, start: int, data: Tensor) -> None:
+        """Copy what this rank stores of the elements from `start` on from 1-D `data`. Local."""
+        _copy_overlap(*self.stored_values(flat), data, start)
+        if flat.master is not flat.shard:
+            _copy_overlap(flat.master, flat.owned[0], data, start)
+
+    def replicate_initial_values(self, flat: FlatParameter) -> None:
+        """Give all ranks the first rank's values of what all of them store. Collective."""
+        what = f"the broadcast of {flat.name}'s initial values"
+        self.comm.broadcast(flat.values, 0, what=what)
+
+    def bind_parameters(self, flat: FlatParameter) -> None:
+        """Give the user's parameters their values, or NaN while they are sharded. Local."""
+        flat.attach_parameters()
 
     def change_layout(self, flat: FlatParameter, new: Layout, master: Tensor | None) -> None:
         """Change to layout `new`, with the resharded master. Collective, between steps.
@@ -183,16 +214,11 @@ class Strategy(ABC):
         """Wait for a collective before the compute stream continues."""
         self.waiting.wait_for(pending, what)
 
-    def _broadcast_values(
-        self, flat: FlatParameter, layout: Layout, owned: tuple[int, int]
-    ) -> None:
-        """Broadcast the first rank's values and attach the parameters to them."""
-        exact, values = flat.initial_values()
-        self.comm.broadcast(exact, 0, what=f"the broadcast of {flat.name}'s initial values")
-        if values is not exact:
-            values.copy_(exact)
-        low, high = flat.owned = owned
-        flat.layout, flat.values, flat.shard = layout, values, values[low:high]
-        keeps_master = flat.trained and values is not exact
-        flat.master = exact[low:high].clone() if keeps_master else flat.shard
-        flat.attach_parameters()
+
+def _copy_overlap(target: Tensor, target_start: int, source: Tensor, source_start: int) -> None:
+    """Copy the elements that two 1-D pieces of one buffer have in common."""
+    low = max(target_start, source_start)
+    high = min(target_start + target.numel(), source_start + source.numel())
+    if low < high:
+        part = source[low - source_start : high - source_start]
+        target[low - target_start : high - target_start].copy_(part)

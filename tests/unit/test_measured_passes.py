@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ from poplar.curve import error_of_median
 from poplar.data import pytree
 from poplar.profile import BatchPoint
 from poplar.profiler import passes as measuring
-from poplar.profiler.passes import Passes, climb, time_sizes
+from poplar.profiler.passes import Passes, climb, probe, time_sizes
 
 PLENTY = float("inf")
 
@@ -200,6 +200,88 @@ def test_all_sizes_fit_for_any_memory_curve(held, free, ends_at, max_batch):
 def test_no_pass_above_the_longest_time_is_tried(clock: Clock):
     machine = Machine(clock=clock, takes=lambda size: 0.5 * size)
     assert climbed(machine, longest_seconds=4.0) == [1, 2, 4, 8]
+
+
+def probed(
+    machine: Machine,
+    *,
+    known: Sequence[BatchPoint] = (),
+    max_batch: int = 1024,
+    activation_bytes: float = PLENTY,
+    longest_seconds: float = PLENTY,
+) -> list[int]:
+    *_, found = probe(
+        machine,  # type: ignore[arg-type]
+        known=known,
+        max_batch=max_batch,
+        activation_bytes=activation_bytes,
+        longest_seconds=longest_seconds,
+    )
+    return [size.batch for size in found]
+
+
+memory_curves_without_jumps = st.builds(
+    lambda fixed, linear, power: lambda size: 1000 * (fixed + linear * size**power),
+    st.integers(0, 500),
+    st.integers(1, 100),
+    st.floats(0.97, 1.03),
+)
+
+
+@given(held=memory_curves_without_jumps, largest=st.integers(1, 1000))
+def test_probing_finds_the_largest_batch_within_three_percent_in_five_probes(held, largest):
+    machine = Machine(held=held)
+    sizes = probed(machine, activation_bytes=held(largest) + 1)
+    assert len(machine.tried) <= 5
+    assert sizes == sorted(set(sizes))
+    assert sizes[-1] <= largest
+    assert largest - sizes[-1] <= max(1, 0.03 * largest)
+
+
+def test_probing_a_straight_line_needs_one_size_near_the_limit():
+    machine = Machine(held=lambda size: 50 + 100 * size)
+    assert probed(machine, activation_bytes=20_000) == [1, 2, 4, 199]
+    assert machine.tried == [1, 2, 4, 199]
+
+
+@given(
+    held=memory_curves,
+    free=st.integers(1, 5000),
+    ends_at=st.integers(2, 200),
+    max_batch=st.integers(1, 128),
+)
+def test_all_probed_sizes_fit_for_any_memory_curve(held, free, ends_at, max_batch):
+    machine = Machine(held=held, ends_at=ends_at)
+    sizes = probed(machine, activation_bytes=free, max_batch=max_batch)
+    assert sizes == sorted(set(sizes))
+    assert sizes[0] == 1
+    assert sizes[-1] <= max_batch
+    assert all(held(size) <= free for size in sizes[1:])
+    assert len(machine.tried) <= 5
+    assert len(set(machine.tried)) == len(machine.tried)
+
+
+@pytest.mark.parametrize("ends_at", [2, 3, 5, 50])
+def test_probing_ends_below_a_size_that_ran_out_of_memory(ends_at):
+    machine = Machine(ends_at=ends_at)
+    assert probed(machine, max_batch=64)[-1] < ends_at
+
+
+def test_known_points_take_the_place_of_small_sizes():
+    machine = Machine()
+    known = [first_pass(size, 0.01 * size, 100 * size) for size in (1, 2, 4, 8)]
+    assert probed(machine, known=known, activation_bytes=3000) == [8, 30]
+    assert machine.tried == [8, 30]
+
+
+@pytest.mark.parametrize(("max_batch", "longest", "expected"), [(16, 1e9, 16), (999, 0.2, 20)])
+def test_probing_ends_at_max_batch_and_at_the_longest_pass(max_batch, longest, expected):
+    assert probed(Machine(), max_batch=max_batch, longest_seconds=longest)[-1] == expected
+
+
+def test_probing_without_memory_for_one_sample_raises():
+    with pytest.raises(torch.OutOfMemoryError, match="not even one sample fits"):
+        probed(Machine(ends_at=1))
 
 
 class ColdPasses(Passes):

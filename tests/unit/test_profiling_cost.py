@@ -27,6 +27,7 @@ from poplar.profiler.collectives import (
     measure_network,
     sample_buffers,
 )
+from poplar.profiler.pass_memory import PassMemory
 
 LLAMA_7B = [131_072_000] + [8_388_608, 8_388_608, 8_388_608, 8_388_608] * 160 + [131_072_000]
 LLAMA_1B = LLAMA_7B[:1] + LLAMA_7B[1:100] + LLAMA_7B[-1:]
@@ -109,6 +110,7 @@ def network_cost(
         group=group,
         device=torch.device("meta"),
         compute_dtype=torch.float32,
+        memory=PassMemory.unlimited(size),
         request=SimpleNamespace(reduce_dtype=torch.float32),
         control=SimpleNamespace(exchange=lambda own, what: lambda: exchange(own)),
         exchange=exchange,
@@ -169,7 +171,12 @@ def test_optimizer_is_timed_on_a_bounded_part_of_the_state(monkeypatch, numels):
     monkeypatch.setattr(optimizer_step, "MOST_ELEMENTS", most)
     monkeypatch.setattr(optimizer_step, "flat_numels", lambda session: list(numels))
     setup = SimpleNamespace(shard_optimizer_class=Counted, options={"lr": 0.1, "momentum": 0.9})
-    session: Any = SimpleNamespace(device=torch.device("cpu"), setup=setup)
+    session: Any = SimpleNamespace(
+        device=torch.device("cpu"),
+        setup=setup,
+        group=SimpleNamespace(rank=0),
+        memory=PassMemory.unlimited(1),
+    )
     cost = optimizer_step.measure_update(session)
     assert cost.state_bytes == 4.0
     assert max(stepped) <= most + len(numels)

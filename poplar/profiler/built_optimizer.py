@@ -1,0 +1,62 @@
+"""An optimizer that the profiler builds on the user's model, and the model as before afterwards."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from poplar.optimizer import HeteroZeroOptimizer
+from poplar.plan import FIRST_STAGE_SHARDING_PARAMETERS, Plan
+from poplar.profiler.session import Session
+from poplar.zero.materialization import move_to_meta
+from poplar.zero.update import OptimizerFactory
+
+
+@contextmanager
+def built_optimizer(
+    session: Session,
+    plan: Plan,
+    optimizer_class: OptimizerFactory,
+    options: Mapping[str, Any],
+) -> Iterator[HeteroZeroOptimizer]:
+    """An optimizer under a plan. Collective at both ends; the parameters are restored at the end.
+
+    No rank gathers the parameters for that: the values were kept, on CUDA in host memory. A model
+    that was on `meta` is put back there.
+    """
+    request, on_meta = session.request, session.is_on_meta
+    hooked = plan.stage >= FIRST_STAGE_SHARDING_PARAMETERS
+    with session.graphs.run(hooked=hooked), session.parameters_preserved():
+        optimizer = HeteroZeroOptimizer(
+            request.model,
+            optimizer_class,
+            plan=plan,
+            process_group=session.group.process_group,
+            units=request.units,
+            compute_dtype=request.compute_dtype,  # type: ignore[arg-type]
+            reduce_dtype=request.reduce_dtype,
+            timeout=session.group.timeout,
+            allow_batch_norm=request.allow_batch_norm,
+            weights=request.weights,
+            device=request.device,
+            on_out_of_memory="raise",  # a changed plan would be measured as the given one
+            **options,
+        )
+        try:
+            yield optimizer
+            session.exchange(None)  # no rank reads the shards of another one any more
+            if on_meta:
+                optimizer.release(values=False)
+        except BaseException:
+            with suppress(RuntimeError):  # the frames of the error may hold a graph
+                optimizer._detach()
+                if on_meta:
+                    move_to_meta(list(request.model.parameters()))
+            raise
+        else:
+            optimizer._detach()
+        del optimizer
+        if session.asynchronous:
+            gc.collect()  # Python does not see how much device memory a reference cycle holds

@@ -1,0 +1,154 @@
+"""Passes on the engine at stage 3, for models and batches that do not fit beside all parameters.
+
+They give the same points as plain passes: seconds without waits, and the memory of activations
+alone. Gradients are dropped and nothing is reduced, updated or clipped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from time import perf_counter
+from typing import TypeVar
+
+import torch
+
+from poplar.comm import Control
+from poplar.errors import CollectiveTimeout
+from poplar.plan import FIRST_STAGE_SHARDING_PARAMETERS, Plan
+from poplar.profiler.built_optimizer import built_optimizer
+from poplar.profiler.memory import peak_bytes
+from poplar.profiler.passes import Passes
+from poplar.profiler.session import Session
+from poplar.system.devices import synchronize
+from poplar.system.out_of_memory import free_frames, is_out_of_memory
+from poplar.zero.agreement import leader_of
+from poplar.zero.collective_scheduler import Mode
+from poplar.zero.engine import Engine
+
+T = TypeVar("T")
+
+
+@contextmanager
+def sharded_passes(session: Session) -> Iterator[EnginePasses]:
+    """Passes with the parameters sharded by the free memory of each rank. Collective at both ends.
+
+    The optimizer is SGD without momentum, so a rank holds its part of the parameters and no state.
+
+    Raises:
+        ValueError: the ranks together cannot hold the parameters; the same on all ranks.
+    """
+    memory, size = session.memory, session.group.size
+    memory.check_sharded()
+    plan = Plan(
+        stage=FIRST_STAGE_SHARDING_PARAMETERS,
+        global_batch=size,
+        micro_batches=((1,),) * size,
+        shares=memory.shares,
+    )
+    with built_optimizer(session, plan, torch.optim.SGD, {"lr": 0.0}) as optimizer:
+        request = session.request
+        yield EnginePasses(
+            request.model,
+            request.loss_fn,
+            request.example,
+            session.device,
+            engine=optimizer._engine,
+            control=session.control,
+            unsharded_bytes=memory.unsharded_units,
+        )
+
+
+@dataclass(kw_only=True)
+class EnginePasses(Passes):
+    """Forward and backward on the engine. Every pass is collective: see [Note: rounds].
+
+    [Note: rounds]
+    Ranks measure different sizes, different numbers of times. So passes run in rounds: each rank
+    says how many samples it has, all of them open a pass, and a rank without samples only takes
+    part in its collectives. A rank that is done in `together` does so until all ranks are done.
+    """
+
+    engine: Engine
+    control: Control
+    unsharded_bytes: int
+    """Of the units that are unsharded at once."""
+    _seconds: float = 0.0
+    """Of the last pass, without waits."""
+
+    @contextmanager
+    def one_pass(self, size: int) -> Iterator[None]:
+        """A round in which this rank has `size` samples.
+
+        Raises:
+            Exception: what the body raised, after the pass has been completed on all ranks.
+        """
+        self._open_round(size)
+        began = perf_counter()
+        error: Exception | None = None
+        try:
+            yield
+        except CollectiveTimeout:
+            self.engine.abort()
+            raise
+        except Exception as caught:
+            error = self.engine.explain_error(caught)
+            if is_out_of_memory(error):
+                free_frames(error)
+                self.model.zero_grad()
+        self.engine.end_pass(failed=error is not None)
+        synchronize(self.device)
+        waited = self.engine.strategy.waiting.step.seconds()
+        self._seconds = max(0.0, perf_counter() - began - waited)
+        if error is not None:
+            raise error
+
+    def _open_round(self, size: int) -> bool:
+        """Exchange the sizes and open a pass; False if no rank has samples. Collective."""
+        own = torch.tensor([size], device="cpu")
+        sizes = self.control.exchange(own, what="a measured pass")()
+        leader = leader_of([int(other) for other in sizes])
+        if leader is None:
+            return False
+        self.engine.begin_step()
+        synchronize(self.device)
+        self.engine.begin_pass(weight=0.0, leader=leader, last=False, mode=Mode.MEASURE)
+        return True
+
+    def together(self, work: Callable[[], T]) -> T:
+        """Run `work`, then take part in the passes of the other ranks. Collective."""
+        try:
+            result = work()
+        except CollectiveTimeout:
+            raise
+        except Exception:
+            self._take_part()
+            raise
+        self._take_part()
+        return result
+
+    def _take_part(self) -> None:
+        """Rounds without samples, until no rank has any."""
+        error: Exception | None = None
+        while self._open_round(0):
+            try:
+                self.engine.end_pass()
+            except Exception as caught:
+                if not is_out_of_memory(caught):
+                    raise
+                error = caught  # the pass has been completed anyway
+        if error is not None:
+            raise error
+
+    def seconds(self, size: int, repeats: int = 1) -> float:
+        taken = 0.0
+        for _ in range(repeats):
+            self.run(size)
+            taken += self._seconds
+        return taken / repeats
+
+    def peak_bytes(self, size: int) -> int:
+        """Without the unsharded units, which the CPU's counter does not see."""
+        peak = peak_bytes(lambda: self.run(size), self.device)
+        return peak if self.device.type == "cpu" else max(0, peak - self.unsharded_bytes)

@@ -1,0 +1,70 @@
+"""What a measured pass may allocate on each rank: beside all parameters, or beside a shard."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from poplar.formatting import format_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassMemory:
+    """Limits of all ranks, for passes without optimizer state. Equal on all ranks."""
+
+    parameters: int
+    """Bytes of all parameters where they are sharded, fp32 masters included."""
+    unsharded_units: int
+    """Bytes of the units that are unsharded at once at stage 3, and of the buffers."""
+    capacities: tuple[float, ...]
+    """By rank, bytes for its shard and activations at stage 3."""
+    unsharded: tuple[float, ...]
+    """By rank, bytes for activations beside all parameters, as in plain passes; below 0 if they
+    do not fit, and if the model is on `meta`."""
+
+    @classmethod
+    def unlimited(cls, ranks: int) -> PassMemory:
+        """No limits but those of the devices."""
+        plenty = (math.inf,) * ranks
+        return cls(parameters=0, unsharded_units=0, capacities=plenty, unsharded=plenty)
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """Provisional shares, in proportion to the capacities."""
+        total = sum(self.capacities)
+        if total in (0.0, math.inf):
+            return (1.0 / len(self.capacities),) * len(self.capacities)
+        return tuple(capacity / total for capacity in self.capacities)
+
+    @property
+    def sharded(self) -> tuple[float, ...]:
+        """By rank, bytes for activations beside this rank's shard and the unsharded units."""
+        both = zip(self.capacities, self.shares, strict=True)
+        return tuple(capacity - share * self.parameters for capacity, share in both)
+
+    @property
+    def fits_unsharded(self) -> bool:
+        """Whether all ranks have memory for the whole model."""
+        return min(self.unsharded) > 0.0
+
+    def spare(self, rank: int) -> float:
+        """Bytes for measurements without passes: beside all parameters, if there is room."""
+        return self.unsharded[rank] if self.unsharded[rank] > 0.0 else self.capacities[rank]
+
+    def check_sharded(self) -> None:
+        """Check that the ranks together can hold the parameters.
+
+        Raises:
+            ValueError: they cannot; says what is missing.
+        """
+        if min(self.sharded) >= 0.0 and sum(self.capacities) > 0.0:
+            return
+        by_rank = ", ".join(
+            f"rank {rank} {format_bytes(int(capacity))}"
+            for rank, capacity in enumerate(self.capacities)
+        )
+        raise ValueError(
+            f"the parameters, {format_bytes(self.parameters)}, do not fit even if they are sharded "
+            f"over all ranks: beside {format_bytes(self.unsharded_units)} of unsharded units, the "
+            f"ranks have memory for {by_rank}; raise memory_limit, add ranks, or name smaller units"
+        )
