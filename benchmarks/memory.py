@@ -97,6 +97,12 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--width", type=int, help="of the growing Llama (256; quick: 192)")
     parser.add_argument(
+        "--plans",
+        choices=("autotune", "scaled"),
+        default="autotune",
+        help="plans of Poplar: profile the model itself, or scale a profile of small models",
+    )
+    parser.add_argument(
         "--quick", action="store_true", help="one batch, small limits, a coarser bisection"
     )
     parser.add_argument("--output", type=Path, metavar="FILE", help="append JSON rows")
@@ -117,6 +123,8 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     options.settings = Settings(
         task=GrowingLlama(blocks_count=1, width=options.width),
         tolerance=0.05 if options.quick else 0.02,
+        autotune=options.plans == "autotune",
+        seconds=8.0 if options.quick else 20.0,
     )
     return options
 

@@ -6,7 +6,7 @@ as soon as it is created (`zero.Init`).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from head_to_head.engine import Configuration, Engine
@@ -69,9 +69,22 @@ def _deepspeed(task: GrowingLlama, configuration: Configuration, rank: int) -> E
     from head_to_head.deepspeed_engine import DeepSpeed, deepspeed
 
     class DeepSpeedFromInit(DeepSpeed):
-        """Each module is divided as soon as it is created."""
+        """Each module is divided as soon as it is created; buffers hold one block, not 2 GB."""
+
+        def config(self) -> dict[str, Any]:
+            config = super().config()
+            block = task.block_parameters
+            config["zero_optimization"] |= {
+                "reduce_bucket_size": block,
+                "stage3_prefetch_bucket_size": block,
+                "stage3_max_live_parameters": 2 * block,
+                "stage3_max_reuse_distance": 2 * block,
+                "sub_group_size": block,
+            }
+            return config
 
         def new_model(self) -> nn.Module:
+            deepspeed.init_distributed("gloo", verbose=False)  # `Init` asks for the ranks
             with deepspeed.zero.Init(config_dict_or_path=self.config(), dtype=torch.float32):
                 return task.new_real_model()
 

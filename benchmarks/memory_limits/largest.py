@@ -9,17 +9,15 @@ from head_to_head.engine import Configuration
 
 from memory_limits.bisection import largest_that_fits
 from memory_limits.clusters import MemoryCluster
-from memory_limits.planned import NoPlan, Planner
+from memory_limits.planned import NoPlan, Planner, tuned_plan
 from memory_limits.row import PLANNED, LargestRow
 from memory_limits.task import GrowingLlama
 from memory_limits.trial import EngineMissing, Outcome, attempt
 from poplar import Plan
 
-STATE_BYTES = 16
-"""Of a parameter in fp32: value, gradient and the state of AdamW."""
 STAGE = 3
 EVEN = "poplar even"
-ENGINES = (EVEN, "FSDP2", "DeepSpeed ZeRO-3", PLANNED)
+ENGINES = (EVEN, PLANNED, "FSDP2", "DeepSpeed ZeRO-3")
 _PROVIDERS = {PLANNED: "poplar", EVEN: "poplar", "FSDP2": "fsdp2", "DeepSpeed ZeRO-3": "deepspeed"}
 Log = Callable[[str], None]
 
@@ -32,6 +30,10 @@ class Settings:
     """The number of blocks does not matter."""
     tolerance: float
     """Bisection ends when the model is within this fraction of one that does not fit."""
+    autotune: bool = True
+    """Plans come from `poplar.autotune`; otherwise from a profile of small models."""
+    seconds: float = 20.0
+    """Time budget of autotune."""
 
 
 def largest_models(
@@ -49,14 +51,21 @@ def largest_models(
 
 
 def _largest(cluster: MemoryCluster, engine: str, settings: Settings, log: Log) -> LargestRow:
-    planner = Planner(cluster, settings.task) if engine == PLANNED else None
+    planner = Planner(cluster, settings.task)
+    planned = engine == PLANNED
     outcomes: dict[int, Outcome] = {}
     plans: dict[int, Plan] = {}
 
     def fits(blocks: int) -> bool:
         task = settings.task.with_blocks(blocks)
         try:
-            plans[blocks] = plan = even_plan(cluster) if planner is None else planner.plan(task)
+            if not planned:
+                plan = even_plan(cluster)
+            elif settings.autotune:
+                plan = tuned_plan(cluster, task, settings.seconds)
+            else:
+                plan = planner.plan(task)
+            plans[blocks] = plan
         except NoPlan as none:
             outcomes[blocks] = Outcome(fits=False, seconds=none.seconds, reason=str(none))
         else:
@@ -67,7 +76,7 @@ def _largest(cluster: MemoryCluster, engine: str, settings: Settings, log: Log) 
         )
         return one.fits
 
-    guess = _guess(cluster, settings.task, planned=planner is not None)
+    guess = planner.predicted_largest(even=not planned)
     blocks = largest_that_fits(fits, guess, settings.tolerance)
     failing = min((count for count, one in outcomes.items() if not one.fits), default=0)
     return LargestRow.of(
@@ -76,7 +85,8 @@ def _largest(cluster: MemoryCluster, engine: str, settings: Settings, log: Log) 
         task=settings.task.with_blocks(blocks),
         plan=plans[blocks] if blocks else None,
         outcomes=outcomes,
-        reason=outcomes[failing].reason,
+        reason=outcomes[failing].reason if failing else "",
+        plans_by=("autotune" if settings.autotune else "scaled profile") if planned else "",
     )
 
 
@@ -95,10 +105,3 @@ def configuration_of(engine: str, plan: Plan) -> Configuration:
         plan=plan,
         ranks=tuple(range(plan.world_size)),
     )
-
-
-def _guess(cluster: MemoryCluster, task: GrowingLlama, *, planned: bool) -> int:
-    """Blocks whose training state fills what the ranks can use."""
-    usable = sum(cluster.limits) if planned else cluster.size * min(cluster.limits)
-    one, two = (task.with_blocks(count).parameters for count in (1, 2))
-    return max(1, round(0.85 * usable / (STATE_BYTES * (two - one))))

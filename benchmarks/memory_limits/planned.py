@@ -1,16 +1,28 @@
-"""The plan for a model that no rank can hold."""
+"""The plan for a model that no rank can hold, and how large a model may be by prediction.
+
+The prediction comes from a profile of two small models, scaled to the number of blocks. The
+bisection starts from it. The plan that is trained comes from `poplar.autotune`, which profiles the
+model itself under the limits; or, with `--plans scaled`, from the scaled profile, in a second.
+"""
 
 from __future__ import annotations
 
+import operator
 import time
 from functools import cached_property
+from typing import Any
 
 import torch
+from head_to_head.workers import WorkerContext, Workers, WorkersFailed, last_lines
 from torch import nn
 
+from memory_limits import process_memory
+from memory_limits.bisection import largest_that_fits
 from memory_limits.clusters import MemoryCluster
 from memory_limits.task import GrowingLlama
-from poplar import NoPlanFits, Plan, search
+from poplar import NoPlanFits, Plan, autotune, search
+from poplar.planner.prediction import memory_needed
+from poplar.planner.search import plan_or_error
 from poplar.profile import (
     BatchPoint,
     ClusterProfile,
@@ -25,6 +37,8 @@ STAGE = 3
 SECONDS_PER_BLOCK = 1e-3
 """Times do not matter here: all ranks are equally fast."""
 RESERVE = 0.05
+DEADLINE = 600.0
+GRACE_SECONDS = 5.0
 
 
 class NoPlan(RuntimeError):
@@ -35,10 +49,50 @@ class NoPlan(RuntimeError):
         self.seconds = seconds
 
 
+def tuned_plan(cluster: MemoryCluster, task: GrowingLlama, seconds: float) -> Plan:
+    """The plan of `poplar.autotune` for a model on `meta`, found by new processes under the limits.
+
+    Autotune uses shared memory between its ranks, which the limits do not count; the trial, which
+    decides whether the model fits, does not.
+
+    Raises:
+        NoPlan: autotune fails; usually because no plan fits.
+    """
+    began = time.perf_counter()
+    with Workers(cluster.open(), "autotune", grace_seconds=GRACE_SECONDS) as workers:
+        try:
+            plans = workers.call(_tune, cluster.limits, task, seconds, timeout=DEADLINE)
+        except WorkersFailed as failure:
+            raise NoPlan(last_lines(str(failure)), time.perf_counter() - began) from None
+    plan: Plan = plans[0]
+    return plan
+
+
+def _tune(
+    context: WorkerContext, limits: tuple[int, ...], task: GrowingLlama, seconds: float
+) -> Plan:
+    limit = limits[context.rank]
+    process_memory.release_freed_memory()
+    with process_memory.limited_to(limit):
+        return autotune(
+            task.new_model(),
+            task.loss_fn,
+            task.batch(1),
+            global_batch=context.size,
+            stage=STAGE,
+            memory_limit=limit,
+            seconds=seconds,
+            max_norm=None,
+            compute_dtype=torch.float32,
+            device="cpu",
+            cache=False,
+            progress=False,
+            lr=task.learning_rate,
+        )
+
+
 class Planner:
     """Plans from a profile of small models, scaled to the number of blocks."""
-
-    source = "scaled profile"
 
     def __init__(self, cluster: MemoryCluster, task: GrowingLlama) -> None:
         self.cluster = cluster
@@ -52,14 +106,31 @@ class Planner:
         """
         began = time.perf_counter()
         try:
-            return search(self._profile(task), global_batch=self.cluster.size, stages=(STAGE,))
+            return search(self._profile(task), **self._request)
         except NoPlanFits as error:
             raise NoPlan(str(error.args[0]), time.perf_counter() - began) from None
 
+    def predicted_largest(self, *, even: bool) -> int:
+        """Blocks of the largest model that fits by prediction, with an even plan or a search."""
+        plan = Plan.even(self.cluster.size, self.cluster.size, 1, STAGE)
+
+        def fits(blocks: int) -> bool:
+            profile = self._profile(self.task.with_blocks(blocks))
+            if even:
+                needed = memory_needed(profile, plan)
+                return all(map(operator.le, needed, self.cluster.limits))
+            return isinstance(plan_or_error(profile, **self._request), Plan)
+
+        return largest_that_fits(fits, guess=1)
+
+    @property
+    def _request(self) -> dict[str, Any]:
+        return {"global_batch": self.cluster.size, "stages": (STAGE,)}
+
     def _profile(self, task: GrowingLlama) -> ClusterProfile:
         blocks, size = task.blocks_count, self.cluster.size
-        one, two = (self.task.with_blocks(count).parameters for count in (1, 2))
-        block, root = two - one, one - (two - one)
+        block = task.block_parameters
+        root = task.parameters - blocks * block
         points = tuple(
             BatchPoint(
                 batch=batch,

@@ -83,8 +83,10 @@ class LargestRow:
     blocks: int
     """Of the largest model that trains; 0: not even one block, or the engine is absent."""
     parameters: int
+    plans_by: str
+    """`autotune` or `scaled profile`; empty for even engines."""
     shares: list[float]
-    """By rank; empty for engines without a plan of Poplar."""
+    """By rank; empty for an engine that is absent."""
     micro_batches: list[list[int]]
     peaks_mib: list[float]
     """By rank, resident memory above the baseline."""
@@ -110,6 +112,7 @@ class LargestRow:
         plan: Plan | None,
         outcomes: Mapping[int, Outcome],
         reason: str,
+        plans_by: str = "",
     ) -> LargestRow:
         """From all trials of an engine, by number of blocks."""
         blocks = task.blocks_count
@@ -124,6 +127,7 @@ class LargestRow:
             trials=len(outcomes),
             seconds=sum(outcome.seconds for outcome in outcomes.values()),
             reason=reason,
+            plans_by=plans_by,
             absent=False,
         )
 
@@ -141,6 +145,7 @@ class LargestRow:
             trials=0,
             seconds=0.0,
             reason=reason,
+            plans_by="",
             absent=True,
         )
 

@@ -62,6 +62,12 @@ class GrowingLlama:
         """Elements of the model."""
         return sum(parameter.numel() for parameter in self.new_model().parameters())
 
+    @property
+    def block_parameters(self) -> int:
+        """Elements of one block."""
+        one, two = (self.with_blocks(count).parameters for count in (1, 2))
+        return two - one
+
     def with_blocks(self, count: int) -> GrowingLlama:
         """The same with another number of blocks."""
         return replace(self, blocks_count=count)

@@ -69,7 +69,7 @@ def test_allocation_beyond_the_limit_raises():
 @pytest.mark.parametrize(("limit", "fits"), [(64, True), (1, False)])
 def test_model_trains_if_the_limits_allow_it(limit, fits):
     cluster = MemoryCluster.of("1:1", limit * MIB)
-    outcome = attempt(cluster, TASK, configuration_of("FSDP2", even_plan(cluster)))
+    outcome = attempt(cluster, TASK, configuration_of(EVEN, even_plan(cluster)))
     assert outcome.fits == fits
     if fits:
         assert all(0 < peak < limit * MIB for peak in outcome.peaks)
