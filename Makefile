@@ -10,7 +10,7 @@ TORCH ?= torch==2.13.0
 PIP_FLAGS ?=
 DEEPSPEED ?= deepspeed==0.19.8
 DEMO_FLAGS ?=
-# Unit tests run beside the tests that start processes (tests/conftest.py).
+# tests/distributed runs beside the other tests (tests/conftest.py).
 TEST_FLAGS ?= -n 2
 CUDA_BUILD := build/cuda-check
 

@@ -21,11 +21,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 import provenance
-import torch
 from rich.console import Console
 from rows import write_rows
 from single_gpu import ranks
 from single_gpu.cases import CASES
+from single_gpu.command import new_console, new_parser, require_device
 from single_gpu.engines import WAYS
 from single_gpu.step_measure import measure
 from single_gpu.step_row import StepRow, load_rows
@@ -47,12 +47,11 @@ def main() -> None:
     if options.inside:
         run_cases(options)
         ranks.leave()
-    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+    console = new_console()
     if options.show:
         show(load_rows(options.show), console)
         return
-    if options.device == "cuda" and not torch.cuda.is_available():
-        sys.exit(f"torch {torch.__version__} sees no GPU here: `python -m poplar doctor` says more")
+    require_device(options.device)
     with tempfile.TemporaryDirectory(prefix="poplar-step-") as name:
         folder = unused(options.logs or Path(name, STEP))
         ended = watch(
@@ -151,9 +150,8 @@ def show(rows: Sequence[StepRow], console: Console) -> None:
 
 def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = new_parser((__doc__ or "").partition("\n")[0])
     several = {"nargs": "+"}
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument(
         "--sizes", choices=CASES, default=SIZES, help=f"(default: {' '.join(SIZES)})", **several
     )
@@ -162,10 +160,6 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--compiler", default="inductor", help="backend of torch.compile")
     parser.add_argument("--rounds", type=int, default=3, help="at most (default: 3)")
     parser.add_argument("--seconds", type=float, default=600.0, help="for all cases (default: 600)")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="append the rows as JSON lines")
-    parser.add_argument("--logs", type=Path, metavar="FOLDER", help="keep output and stacks here")
-    parser.add_argument("--show", type=Path, metavar="FILE", help="show rows of an earlier run")
-    parser.add_argument("--inside", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.rounds < 1:
         parser.error(f"--rounds must be at least 1, got {options.rounds}")

@@ -28,12 +28,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 import provenance
-import torch
 import torch.distributed as dist
 from rich.console import Console
 from rows import write_rows
 from single_gpu import nccl, ranks
 from single_gpu.cases import CASES
+from single_gpu.command import new_console, new_parser, require_device
 from single_gpu.mps import MpsUnavailable, mps_daemon, thread_percentage
 from single_gpu.unequal_rank import Settings, compare, start
 from single_gpu.unequal_row import StartsRow, UnequalRow, load_rows, verdicts
@@ -53,12 +53,11 @@ def main() -> None:
     if options.inside:
         work(options)
         ranks.leave()
-    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+    console = new_console()
     if options.show:
         show(load_rows(options.show), console)
         return
-    if options.device == "cuda" and not torch.cuda.is_available():
-        sys.exit(f"torch {torch.__version__} sees no GPU here: `python -m poplar doctor` says more")
+    require_device(options.device)
     rows: list[UnequalRow | StartsRow] = []
     problems = []
     with tempfile.TemporaryDirectory(prefix="poplar-unequal-") as name:
@@ -174,6 +173,7 @@ def work(options: argparse.Namespace) -> None:
         stage=options.stage if options.stage == "auto" else int(options.stage),
         seconds=options.seconds,
         speed_seconds=options.speed_seconds,
+        turn_seconds=options.turn_seconds,
         rounds=options.rounds,
     )
     if options.task != "comparison":
@@ -222,8 +222,7 @@ def show(rows: Sequence[UnequalRow | StartsRow], console: Console) -> None:
 
 def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser = new_parser((__doc__ or "").partition("\n")[0])
     parser.add_argument("--transports", choices=TRANSPORTS, nargs="+", default=TRANSPORTS)
     parser.add_argument(
         "--percent",
@@ -246,14 +245,11 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--stage", choices=("auto", *"0123"), default="auto")
     parser.add_argument("--seconds", type=float, default=40.0, help="budget of tuning")
     parser.add_argument("--speed-seconds", type=float, default=8.0, help="for plain passes")
+    parser.add_argument("--turn-seconds", type=float, default=1.5, help="of one engine")
     parser.add_argument("--rounds", type=int, default=5, help="of turns (default: 5)")
     parser.add_argument("--starts", type=int, default=0, help="count hangs in so many starts")
     parser.add_argument("--no-comparison", dest="comparison", action="store_false")
     parser.add_argument("--deadline", type=float, default=240.0, help="of a comparison, in seconds")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="append the rows as JSON lines")
-    parser.add_argument("--logs", type=Path, metavar="FOLDER", help="keep output and stacks here")
-    parser.add_argument("--show", type=Path, metavar="FILE", help="show rows of an earlier run")
-    parser.add_argument("--inside", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--task", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.device == "cpu":

@@ -58,7 +58,8 @@ def _llama() -> nn.Module:
     return llama.Llama(replace(llama.SIZES["demo"], context=CONTEXT))
 
 
-def _text(samples: int, generator: torch.Generator) -> Batch:
+def draw_text(samples: int, generator: torch.Generator) -> Batch:
+    """Random bytes, and the next byte at every position."""
     text = torch.randint(256, (samples, CONTEXT + 1), generator=generator)
     return {"input": text[:, :-1].contiguous(), "target": text[:, 1:].contiguous()}
 
@@ -67,7 +68,8 @@ def _encoder() -> nn.Module:
     return encoder.Encoder(encoder.EncoderConfig(width=256, layers=2, heads=4, context=CONTEXT))
 
 
-def _masked_text(samples: int, generator: torch.Generator) -> Batch:
+def draw_masked_text(samples: int, generator: torch.Generator) -> Batch:
+    """Random bytes, and the bytes at `MASKED` positions."""
     return {
         "input": torch.randint(encoder.MASK + 1, (samples, CONTEXT), generator=generator),
         "places": torch.randint(CONTEXT, (samples, MASKED), generator=generator),
@@ -123,7 +125,7 @@ def _image_loss(model: nn.Module, batch: Batch) -> Tensor:
 
 
 SUBJECTS = {
-    "llama": Subject(new=_llama, loss=llama.next_byte_loss, draw=_text),
-    "encoder": Subject(new=_encoder, loss=encoder.masked_byte_loss, draw=_masked_text),
+    "llama": Subject(new=_llama, loss=llama.next_byte_loss, draw=draw_text),
+    "encoder": Subject(new=_encoder, loss=encoder.masked_byte_loss, draw=draw_masked_text),
     "convolutional": Subject(new=ConvolutionalNet, loss=_image_loss, draw=_images),
 }

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from itertools import groupby
 
 _BYTE_UNITS = (("GiB", 2**30, 2), ("MiB", 2**20, 1), ("KiB", 2**10, 1), ("B", 1, 0))
+_PARSED_UNITS = {
+    "": 1,
+    "b": 1,
+    **{letter + "ib": 1 << 10 * power for power, letter in enumerate("kmgt", start=1)},
+    **{letter + "b": 10 ** (3 * power) for power, letter in enumerate("kmgt", start=1)},
+}
 _MAX_RUNS = 6
 """Runs of consecutive ranks that are listed; of more, only the number and the range."""
 
@@ -23,6 +30,18 @@ def format_bytes(count: float, *, round_up: bool = False) -> str:
     if round_up:
         scaled = math.ceil(scaled * 10**decimals) / 10**decimals
     return f"{scaled:.{decimals}f} {unit}"
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes of a size such as `8GiB`, `500 MB` or `1024`; the inverse of `format_bytes`.
+
+    Raises:
+        ValueError: not a size above 0.
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text.lower())
+    if not found or found[2] not in _PARSED_UNITS or not float(found[1]):
+        raise ValueError(f"expected a size above 0, as in 8GiB or 500MB; got {text!r}")
+    return int(float(found[1]) * _PARSED_UNITS[found[2]])
 
 
 def byte_unit(count: float) -> tuple[str, int, int]:

@@ -6,7 +6,8 @@ updates. The ZeRO stages are in `poplar.zero`, the transports in `poplar.comm`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -20,24 +21,30 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from poplar.comm import Communicator, Group, connect, connect_control
 from poplar.plan import Plan
+from poplar.system.out_of_memory import free_cached_memory
 from poplar.system.trace import Span
 from poplar.zero import model_checks
 from poplar.zero.agreement import (
+    MicroBatchesTooLarge,
+    StepSummary,
     raise_on_any_error,
     run_on_all_ranks,
 )
 from poplar.zero.engine import Engine
 from poplar.zero.evaluation import Evaluation
 from poplar.zero.grad_scaler import GradScaler
+from poplar.zero.held_memory import HeldMemory, held_memory
 from poplar.zero.initial_values import Weights
 from poplar.zero.materialization import check_unused, move_to_meta
 from poplar.zero.micro_batch_loss import LossFunction, MicroBatchLoss
 from poplar.zero.micro_batches import BatchSplitter, Loss, OpenedStep, Weight
+from poplar.zero.out_of_memory import OnOutOfMemory, check_choice, smaller_batches_message
 from poplar.zero.replica_check import ReplicaCheck
 from poplar.zero.setup import STRATEGY_CLASSES, agree_on_request, build_engine, check_request
 from poplar.zero.state_dict_guard import guard_model_state
 from poplar.zero.step import Step
 from poplar.zero.step_result import StepResult, Stopwatch
+from poplar.zero.unit import Unit
 from poplar.zero.unit_plans import check_plan_change, persistent_units, shares_by_unit
 from poplar.zero.update import OptimizerFactory
 
@@ -85,8 +92,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             part of the state and one unit.
         optimizer_class: an elementwise optimizer class such as AdamW, Adam or SGD. Others are
             detected by a test step and rejected.
-        plan: batches, passes and shares of each rank, and its persistent units. None: even shares
-            at `stage`; each rank's batch is one pass, of any size.
+        plan: batches, passes and shares of each rank, persistent and recomputed units. None: even
+            shares at `stage`; each rank's batch is one pass, of any size.
         stage: ZeRO stage 0, 1, 2 or 3; only without a plan.
         params: parameters or param groups of the model, as for `torch.optim`; default: all that
             require a gradient.
@@ -107,7 +114,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         timeout: how long a rank waits for other ranks; default: 5 minutes.
         allow_batch_norm: accept BatchNorm in training mode, whose statistics are per micro-batch.
         overlap_param_gather: at stages 1 and 2, all-gather the updated parameters during the next
-            forward. Between steps they then read as NaN outside `full_parameters()`.
+            forward. Between steps they then read as NaN outside `full_parameters()`. Predictions
+            do not count on it: they are of steps that end with this all-gather.
         weights: the values of the parameters: the path of a safetensors file, of an index as
             Hugging Face writes it, or of a folder with either; or, for a model on `meta`, a
             function that initializes the parameters of one module, as for `model.apply`. Default:
@@ -116,6 +124,9 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             bits of a model that was built on the CPU in the first rank's random state.
         device: of the parameters, if the model is on `meta`; default: the current CUDA device if
             the process group has NCCL, else the CPU.
+        on_out_of_memory: if a rank runs out of memory in `train_step`: "retry" runs the same global
+            batch again on all ranks, in smaller micro-batches on that rank, and keeps the changed
+            plan; "raise" raises on all ranks.
         **optimizer_kwargs: for `optimizer_class`; `fused=True` is added if the class supports it.
 
     Raises:
@@ -144,12 +155,14 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         overlap_param_gather: bool = False,
         weights: Weights = None,
         device: torch.device | str | None = None,
+        on_out_of_memory: OnOutOfMemory = "retry",
         **optimizer_kwargs: Any,
     ) -> None:
         self._group = Group.of(process_group, timeout)
         self._control = connect_control(self._group, communicator)
         error: Exception | None = None
         try:
+            check_choice(on_out_of_memory)
             request = check_request(
                 model,
                 optimizer_class,
@@ -170,7 +183,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         except Exception as caught:
             error = caught
         raise_on_any_error(self._control, error, doing="building the optimizer")
-        dtype = agree_on_request(self._control, request)
+        also = {"on_out_of_memory": on_out_of_memory}
+        dtype = agree_on_request(self._control, request, also=also)
         planned = plan.transport if plan is not None else None
         comm = connect(self._group, communicator, request.device, planned=planned)
         self._model = model
@@ -179,6 +193,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         self._batch_norms = [] if allow_batch_norm else model_checks.batch_norms(model)
         every_pass = STRATEGY_CLASSES[request.stage].reduces_every_pass
         self._splitter = BatchSplitter(plan, every_pass)
+        self._retries = on_out_of_memory == "retry"
+        self._largest_batches: dict[int, int] = {}
         self._default_scaler = GradScaler(request.device.type) if dtype is torch.float16 else None
         self._engine, self._update = build_engine(request, comm, self._control, dtype)
         replicated = self._engine.strategy.replicates_state
@@ -219,23 +235,29 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
                 mean gradient before clipping.
             scaler: loss scaler for fp16; default: an internal one if the model computes in fp16.
 
+        If a rank runs out of memory and smaller micro-batches may fit, `weight` and `loss_fn` are
+        called again, for the same samples: see `on_out_of_memory`. What forwards change besides
+        gradients, such as buffers and random states, has then changed in the failed passes too.
+
         Raises:
             RankFailed: another rank failed, so no rank has stepped. If this rank's `loss_fn` fails,
                 this rank raises that exception instead.
+            torch.OutOfMemoryError: this rank ran out of memory, also on the CPU.
             CollectiveTimeout: a rank did not take part in a collective before the deadline.
         """
         if scaler is not None and not isinstance(scaler, GradScaler):
             raise TypeError(_PLAIN_SCALER)
         scaler = scaler if scaler is not None else self._default_scaler
-        step, engine = self._step, self._engine
+        engine = self._engine
         stopwatch = Stopwatch(engine.strategy.streams, self._group)
-        opened = self._open_step(batch, weight, loss)
-        forward = MicroBatchLoss(loss_fn, self._model, self._group.rank)
-        step.run_early_forward(opened, forward)
-        error = step.run_passes(step.start(opened), forward, scaler)
-        engine.wait_for_reductions()
+        norm_type = None if max_norm is None and scaler is None else 2.0
+        while True:
+            try:
+                summary = self._run_passes(loss_fn, batch, weight, loss, norm_type, scaler)
+                break
+            except MicroBatchesTooLarge as found:
+                self._use_smaller_batches(found.batches)
         state, waiting = engine.step, engine.strategy.waiting.step
-        summary = step.close(None if max_norm is None and scaler is None else 2.0, error)
         engine.finish_gradients()
         state.in_train_step = not (self._optimizer_step_pre_hooks or _global_optimizer_pre_hooks)
         if scaler is not None:
@@ -308,9 +330,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of this step. `.grad` is always set to None."""
-        for flat in self._engine.trained:
-            for parameter in flat.parameters:
-                parameter.grad = None
+        self._engine.drop_parameter_gradients()
         if self._engine.step.open_micro_batch is None:
             self._engine.drop_implicit_pass()
             if self._engine.has_gradients:
@@ -356,7 +376,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
     def trace(self) -> AbstractContextManager[list[Span]]:
         """A context that records this rank's passes, waits and updates as spans.
 
-        On CUDA these are host times; the device may still be computing.
+        With NCCL they are times of the device, and the context waits for it at its end.
         """
         return self._group.trace.record()
 
@@ -391,11 +411,11 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             return
         parameters = [p for flat in engine.flats for p in flat.parameters]
         with engine.unsharded_parameters(writeback=False):
-            values = [parameter.detach().clone() for parameter in parameters]
+            copies = [parameter.detach().clone() for parameter in parameters]
         self._detach()
-        for parameter, value in zip(parameters, values, strict=True):
+        for parameter, copy in zip(parameters, copies, strict=True):
             parameter.grad = None
-            parameter.data = value
+            parameter.data = copy
 
     def _detach(self) -> None:
         """Drop the model and the engine without changing the parameters."""
@@ -428,39 +448,79 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         finally:
             self._model.train(was_training)
 
-    def full_parameters(self, writeback: bool = False) -> AbstractContextManager[None]:
-        """A context in which all parameters are unsharded on every rank. Collective at both ends.
+    def full_parameters(
+        self, writeback: bool = False, *, modules: Sequence[str | nn.Module] | None = None
+    ) -> AbstractContextManager[None]:
+        """A context in which parameters are unsharded on every rank. Collective at both ends.
+
+        Inside, `copy.deepcopy(model)` makes a plain model that the optimizer does not know.
 
         Args:
             writeback: keep values that are written into the parameters (equal on all ranks), for
                 example by `model.load_state_dict`; otherwise changes are lost at stage 3.
+            modules: unshard only the units that have parameters of these modules of the model, or
+                of modules with these names. Default: all.
+
+        Raises:
+            ValueError: the model has no such module, or ranks pass different ones.
         """
-        return self._full_parameters(writeback)
+        return self._full_parameters(writeback, modules)
 
     @contextmanager
-    def _full_parameters(self, writeback: bool) -> Iterator[None]:
-        with self._engine.unsharded_parameters(writeback=writeback):
+    def _full_parameters(
+        self, writeback: bool, modules: Sequence[str | nn.Module] | None
+    ) -> Iterator[None]:
+        units = self._engine.units
+        if modules is not None:
+            units = self._units_of(modules)
+        with self._engine.unsharded_parameters(writeback=writeback, units=units):
             yield
         if writeback:
-            for flat in self._engine.trained:
-                self._update.refresh(flat)
+            for unit in units:
+                for flat in unit.trained:
+                    self._update.refresh(flat)
+
+    def _units_of(self, modules: Sequence[str | nn.Module]) -> tuple[Unit, ...]:
+        """The units with parameters of these modules. Collective."""
+        doing = "full_parameters()"
+        units = run_on_all_ranks(self._control, lambda: self._engine.units_of(modules), doing=doing)
+        by_rank = self._control.exchange_objects([unit.name for unit in units], what=doing)
+        if any(names != by_rank[0] for names in by_rank):
+            raise ValueError(
+                f"the ranks passed different modules to full_parameters(): their units are "
+                f"{by_rank}; pass the same modules"
+            )
+        return units
 
     @property
     def plan(self) -> Plan | None:
         """The current plan; None without one."""
         return self._plan
 
-    def memory(self) -> dict[str, int]:
-        """Bytes of parameters, gradients and optimizer state (masters included) on this rank."""
-        from poplar.checkpoint.sharded_state import state_bytes
+    @property
+    def largest_batches(self) -> dict[int, int]:
+        """By rank, the largest micro-batch to which running out of memory has reduced it.
 
-        return state_bytes(self._engine, self._update)
+        Equal on all ranks. `profile.with_largest_batches(optimizer.largest_batches)` makes plans
+        that respect it.
+        """
+        return dict(self._largest_batches)
+
+    def memory(self) -> HeldMemory:
+        """Bytes that this rank holds now, by kind, beside its peak and the plan's prediction."""
+        prediction = (self._plan.prediction if self._plan is not None else None) or {}
+        predicted = prediction.get("memory_bytes")
+        return held_memory(
+            self._engine,
+            self._update,
+            predicted=None if predicted is None else int(predicted[self._group.rank]),
+        )
 
     def apply_plan(self, plan: Plan) -> None:
         """Change to another plan of the same stage. Collective, between steps.
 
-        State is sent directly from its old owners to its new ones. The set of persistent units may
-        change, the transport does not.
+        State is sent directly from its old owners to its new ones. The sets of persistent and of
+        recomputed units may change, the transport does not.
 
         Args:
             plan: the new plan, the same on all ranks.
@@ -486,6 +546,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             )
         reshard(self._engine, self._update, plan.shares, shares_by_unit(plan))
         self._engine.strategy.persistent = persistent_units(plan, self._engine.units)
+        self._engine.recomputation.follow(plan, self._group.rank)
         self._plan = plan
         self._splitter = replace(self._splitter, plan=plan)
 
@@ -495,7 +556,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
                 f"apply_plan takes a plan of stage {self._stage} for {self._group.size} ranks, got "
                 f"stage {plan.stage} for {plan.world_size}; build a new optimizer for that"
             )
-        check_plan_change(self._plan, plan, self._engine.units)
+        engine = self._engine
+        check_plan_change(self._plan, plan, engine.units, engine.recomputation.blocks)
         if self._engine.has_gradients or self._engine.scheduler.active:
             raise RuntimeError("apply_plan() in the middle of a step; call it after step()")
 
@@ -549,11 +611,23 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             self._engine, self._update, super().state_dict()["param_groups"], self, to
         )
 
-    def save_model(self, path: str | Path) -> None:
-        """Write the full weights as safetensors; rank 0 writes the file. Collective."""
-        from poplar.checkpoint.sharded_state import save_model
+    def save_model(self, path: str | Path, *, sharded: bool = False) -> None:
+        """Write the full weights as safetensors. Collective.
 
-        save_model(self._engine, self._control, self._model, Path(path))
+        No rank holds more than its share and one unit. A file gets its name when it is complete.
+
+        Args:
+            path: a file, which rank 0 writes; or, if `sharded`, a folder that all ranks see.
+            sharded: every rank writes a file with the parameters of which it holds the largest
+                part, and rank 0 `model.safetensors.index.json`, as Hugging Face writes it.
+
+        Raises:
+            OSError, ValueError, TypeError: the model cannot be saved there, or as safetensors.
+            RankFailed: another rank failed.
+        """
+        from poplar.checkpoint.saved_model import save_model
+
+        save_model(self._engine, self._control, self._model, Path(path), sharded=sharded)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if getattr(self, "_settings_are_final", False):
@@ -565,12 +639,34 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
 
     # The parts of a step.
 
+    def _run_passes(
+        self,
+        loss_fn: LossFunction,
+        batch: Any,
+        weight: Weight | None,
+        loss: Loss,
+        norm_type: float | None,
+        scaler: GradScaler | None,
+    ) -> StepSummary:
+        """Open a step, run its passes and close it. Collective.
+
+        Raises:
+            MicroBatchesTooLarge: ranks ran out of memory, and smaller micro-batches may fit.
+        """
+        step = self._step
+        opened = self._open_step(batch, weight, loss)
+        forward = MicroBatchLoss(loss_fn, self._model, self._group.rank)
+        step.run_early_forward(opened, forward)
+        error = step.run_passes(step.start(opened), forward, scaler)
+        self._engine.wait_for_reductions()
+        return step.close(norm_type, error, may_run_again=self._retries)
+
     def _open_step(self, batch: Any, weight: Weight | None, loss: Loss) -> OpenedStep:
         """Check and split the batch and start to exchange its weight. Collective."""
         return self._splitter.open(self._control, batch, weight, loss, self._check_before_step)
 
     def _check_before_step(self) -> None:
-        if self._engine.is_fully_unsharded:
+        if self._engine.has_unsharded_units:
             raise RuntimeError(
                 "a step was started inside full_parameters(); leave that context first"
             )
@@ -592,6 +688,23 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
                         "optimizer was built and requires a gradient now; build a new optimizer "
                         "after unfreezing"
                     )
+
+    def _use_smaller_batches(self, too_large: Mapping[int, int]) -> None:
+        """Halve micro-batches that did not fit, for this step and later ones. Equal on all ranks.
+
+        Args:
+            too_large: by rank, the samples of a micro-batch that did not fit.
+        """
+        limits = {rank: batch // 2 for rank, batch in too_large.items()}
+        for rank, most in limits.items():
+            self._largest_batches[rank] = min(most, self._largest_batches.get(rank, most))
+        if self._plan is not None:
+            self._plan = self._plan.with_largest_batches(limits)
+        known = self.largest_batches
+        self._splitter = replace(self._splitter, plan=self._plan, largest_batches=known)
+        free_cached_memory(self._engine.trained[0].device)
+        if self._group.rank == 0 or self._group.rank in limits:
+            warnings.warn(smaller_batches_message(too_large), stacklevel=3)
 
     def _is_zero_step(self) -> bool:
         """Whether the user has set zero gradients at learning rate 0.

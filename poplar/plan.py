@@ -10,7 +10,8 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
+from itertools import chain
 from typing import Annotated, Any
 
 from poplar import _core, plan_table
@@ -49,9 +50,15 @@ class UnitPlan:
     pass. Costs their memory between passes."""
     transport: str | None = None
     """Transport of this unit; None: the fastest one that was measured."""
+    recomputed_on: Annotated[
+        tuple[Count, ...], Rule("all different", lambda ranks: len(set(ranks)) == len(ranks))
+    ] = ()
+    """Ranks that run this unit's forward again in the backward, so that its activations take no
+    memory between the two (activation checkpointing). The gradient is the same."""
 
     def __post_init__(self) -> None:
         check_fields(self)
+        object.__setattr__(self, "recomputed_on", tuple(sorted(self.recomputed_on)))
         shards_parameters = STRATEGIES[FIRST_STAGE_SHARDING_PARAMETERS]
         if self.keep_gathered and self.strategy != shards_parameters:
             raise ValueError(
@@ -110,11 +117,21 @@ class Plan(Document):
                     f"{owner} has {len(own)} shares for {self.world_size} ranks; give one share "
                     "per rank, 0 for a rank without state"
                 )
+        for unit in self.units:
+            if max(unit.recomputed_on, default=0) >= self.world_size:
+                raise ValueError(
+                    f"unit {unit.name!r} is recomputed on ranks {unit.recomputed_on}, but the plan "
+                    f"has ranks 0 to {self.world_size - 1}"
+                )
         self._check_passes()
 
-    def _check_passes(self) -> None:
+    @property
+    def _synchronizes_every_pass(self) -> bool:
         stages = [self.stage, *(STRATEGIES.index(unit.strategy) for unit in self.units)]
-        if max(stages) < FIRST_STAGE_SYNCHRONIZING_EVERY_PASS:
+        return max(stages) >= FIRST_STAGE_SYNCHRONIZING_EVERY_PASS
+
+    def _check_passes(self) -> None:
+        if not self._synchronizes_every_pass:
             return
         counts = [len(passes) for passes in self.micro_batches]
         for rank, count in enumerate(counts):
@@ -142,7 +159,7 @@ class Plan(Document):
         global_batch = checked(PositiveCount, global_batch, "global_batch")
         micro_batch = checked(PositiveCount, micro_batch, "micro_batch")
         samples = _core.apportion(global_batch, [1.0] * ranks)
-        return cls._from_passes(stage, [_fewest_passes(count, micro_batch) for count in samples])
+        return cls._from_passes(stage, [fewest_passes(count, micro_batch) for count in samples])
 
     @classmethod
     def manual(
@@ -219,7 +236,7 @@ class Plan(Document):
                 f"{list(limits)}; at least one rank needs both above 0"
             )
         samples = _core.apportion(global_batch, weights)
-        passes = list(map(_fewest_passes, samples, limits))
+        passes = list(map(fewest_passes, samples, limits))
         if stage >= FIRST_STAGE_SYNCHRONIZING_EVERY_PASS:
             synchronizations = max(map(len, passes))
             passes = [spread(count, synchronizations) for count in samples]
@@ -255,6 +272,11 @@ class Plan(Document):
     def passes(self, rank: int) -> int:
         """Passes of `rank` in one step, with those of 0 samples."""
         return len(self.micro_batches[self._checked_rank(rank)])
+
+    def recomputed_units(self, rank: int) -> tuple[str, ...]:
+        """Names of the units whose forward `rank` runs again in the backward."""
+        self._checked_rank(rank)
+        return tuple(unit.name for unit in self.units if rank in unit.recomputed_on)
 
     def offset(self, rank: int) -> int:
         """Position of the first sample of `rank` in a global batch."""
@@ -324,6 +346,36 @@ class Plan(Document):
             samples -= sizes[-1]
         return tuple(sizes)
 
+    def with_largest_batches(self, batches: Mapping[int, int]) -> Plan:
+        """The same samples on every rank, in more passes where a micro-batch is too large.
+
+        Args:
+            batches: by rank, the most samples of one pass; other ranks have no limit.
+
+        Returns:
+            A plan without a prediction. Larger micro-batches are cut into the fewest parts of about
+            equal size. Where all ranks synchronize at every pass, such a pass is cut into as many
+            parts on all ranks, so that they still take about equally long.
+
+        Raises:
+            ValueError: a rank that the plan does not have, or a limit below 1.
+        """
+        limits = {
+            self._checked_rank(rank): checked(PositiveCount, most, f"batches[{rank}]")
+            for rank, most in batches.items()
+        }
+        parts = [
+            [max(1, -(-size // limits.get(rank, max(1, size)))) for size in own]
+            for rank, own in enumerate(self.micro_batches)
+        ]
+        if self._synchronizes_every_pass:
+            parts = [[max(each) for each in zip(*parts, strict=True)]] * self.world_size
+        micro_batches = []
+        for own, counts in zip(self.micro_batches, parts, strict=True):
+            cut = (spread(size, count) for size, count in zip(own, counts, strict=True))
+            micro_batches.append(tuple(chain.from_iterable(cut)))
+        return replace(self, micro_batches=tuple(micro_batches), prediction=None)
+
     def digest(self) -> str:
         """SHA-256 of everything but the prediction, as hex."""
         content = self.to_dict()
@@ -335,7 +387,10 @@ class Plan(Document):
         ranks = "rank" if self.world_size == 1 else "ranks"
         strategy = STRATEGIES[self.stage].replace("_", " ")
         prediction = self.prediction or {}
-        columns = plan_table.plan_columns(self.micro_batches, self.shares, prediction)
+        recomputed = [len(self.recomputed_units(rank)) for rank in range(self.world_size)]
+        columns = plan_table.plan_columns(
+            self.micro_batches, self.shares, prediction, recomputed=recomputed
+        )
         lines = [
             f"stage {self.stage} ({strategy}), global batch {self.global_batch}, "
             f"{self.world_size} {ranks}",
@@ -346,8 +401,9 @@ class Plan(Document):
         persistent = sum(unit.keep_gathered for unit in self.units)
         if persistent:
             lines.append(f"{persistent} persistent unit{'s' if persistent > 1 else ''}")
-        if persistent < len(self.units):
-            lines.append(f"units with their own settings: {len(self.units) - persistent}")
+        others = sum(not (unit.keep_gathered or unit.recomputed_on) for unit in self.units)
+        if others:
+            lines.append(f"units with their own settings: {others}")
         return "\n".join([*lines, *plan_table.summary(prediction)])
 
     def _checked_rank(self, rank: int) -> int:
@@ -362,7 +418,7 @@ def spread(samples: int, passes: int) -> tuple[int, ...]:
     return (size,) * (passes - larger) + (size + 1,) * larger
 
 
-def _fewest_passes(samples: int, most: int) -> tuple[int, ...]:
+def fewest_passes(samples: int, most: int) -> tuple[int, ...]:
     """Cut `samples` into the fewest passes of at most `most`, the remainder first."""
     if samples == 0:
         return ()

@@ -30,8 +30,17 @@ def plan_columns(
     micro_batches: Sequence[Sequence[int]],
     shares: Sequence[float],
     prediction: Mapping[str, Any],
+    *,
+    recomputed: Sequence[int] = (),
 ) -> list[Column]:
-    """What is planned for each rank, and those predicted columns that the prediction has."""
+    """What is planned for each rank, and those predicted columns that the prediction has.
+
+    Args:
+        micro_batches: of the plan.
+        shares: of the plan.
+        prediction: of the plan; may be empty.
+        recomputed: by rank, the number of units that are recomputed; shown if there are any.
+    """
 
     def predicted(what: str) -> Sequence[Any]:
         values = prediction.get(what)
@@ -43,6 +52,7 @@ def plan_columns(
         Column("samples", [str(sum(passes)) for passes in micro_batches]),
         Column("passes", list(map(format_passes, micro_batches)), left_aligned=True),
         Column("share", [f"{100 * share:.1f} %" for share in shares]),
+        Column("recomputed", [str(units) for units in recomputed if any(recomputed)]),
         Column("compute", list(map(format_seconds, predicted("compute_seconds")))),
         Column("memory", list(map(_format_memory, predicted("memory_bytes"), limits))),
         Column("busy", list(map(format_percent, predicted("busy_fraction")))),

@@ -27,6 +27,7 @@ from poplar.schema import (
     PositiveCount,
     Rule,
     check_fields,
+    checked,
 )
 
 _NO_RESIDUALS = (0.0,) * len(STRATEGIES)
@@ -70,6 +71,9 @@ class DeviceProfile:
     """What this rank may use: without what other processes hold."""
     points: Annotated[tuple[BatchPoint, ...], Rule("at least one measurement", bool)]
     """By ascending batch. The last one is the largest micro-batch that a plan may use."""
+    recomputed_points: tuple[BatchPoint, ...] = ()
+    """By ascending batch: passes in which all units but the root are recomputed in the backward.
+    They may be larger than `points`. Empty: not measured."""
     optimizer_seconds: NonNegative
     """One optimizer step over the state of the whole model."""
     optimizer_latency_seconds: NonNegative = 0.0
@@ -89,18 +93,22 @@ class DeviceProfile:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        batches = [point.batch for point in self.points]
-        if batches != sorted(set(batches)):
-            raise ValueError(
-                f"the points of {self.name!r} must have ascending batches, got {batches}"
-            )
+        for what in ("points", "recomputed_points"):
+            batches = [point.batch for point in getattr(self, what)]
+            if batches != sorted(set(batches)):
+                raise ValueError(
+                    f"the {what} of {self.name!r} must have ascending batches, got {batches}"
+                )
 
     @property
     def costs(self) -> Hashable:
         """The fields that costs depend on: without names, specifications and standard errors."""
         return (
             self.memory_bytes,
-            tuple((point.batch, point.seconds, point.activation_bytes) for point in self.points),
+            *(
+                tuple((point.batch, point.seconds, point.activation_bytes) for point in points)
+                for points in (self.points, self.recomputed_points)
+            ),
             self.optimizer_seconds,
             self.optimizer_latency_seconds,
             self.held_bytes,
@@ -110,8 +118,32 @@ class DeviceProfile:
 
     @property
     def max_batch(self) -> int:
-        """The largest micro-batch that was measured."""
+        """The largest micro-batch that was measured without recomputation."""
         return self.points[-1].batch
+
+    def with_largest_batch(self, batch: int) -> DeviceProfile:
+        """The same device, on which no plan uses a larger micro-batch than this one."""
+        recomputed: tuple[BatchPoint, ...] = ()
+        if self.recomputed_points:
+            whole = dataclasses.replace(self, points=self.recomputed_points)
+            recomputed = whole._points_up_to(batch)
+        return dataclasses.replace(
+            self, points=self._points_up_to(batch), recomputed_points=recomputed
+        )
+
+    def _points_up_to(self, batch: int) -> tuple[BatchPoint, ...]:
+        """The points up to a batch, the last one interpolated at that batch."""
+        if batch >= self.max_batch:
+            return self.points
+        points = [point for point in self.points if point.batch <= batch]
+        if not points or points[-1].batch < batch:
+            interpolated = BatchPoint(
+                batch=batch,
+                seconds=self.seconds(batch),
+                activation_bytes=round(self.activation_bytes(batch)),
+            )
+            points.append(interpolated)
+        return tuple(points)
 
     def seconds(self, batch: int) -> float:
         """`t(batch)`: one pass, forward and backward; 0 for no samples, infinite past `max_batch`.
@@ -173,6 +205,9 @@ class ModelProfile:
     """By stage, elements of the largest buffer that is reduced at once. At stages 0 to 2
     small units share a buffer of up to 32 MiB; a larger parameter has its own. Empty: units are
     reduced in buffers of 32 MiB."""
+    saved_without_last_unit: Fraction | None = None
+    """Of the activation bytes that are saved by recomputing all units but resident ones: the part
+    that is saved if the last one is not recomputed. None: in proportion to its elements."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -195,6 +230,12 @@ class ModelProfile:
     def numel(self) -> int:
         """Trained elements of the whole model."""
         return sum(self.unit_numels)
+
+    @property
+    def recomputable_units(self) -> list[int]:
+        """Units that can be recomputed, in the order of their forward; empty without names."""
+        units = range(len(self.unit_names))
+        return [unit for unit in units if unit not in self.resident_units]
 
     @property
     def frozen_numel(self) -> int:
@@ -295,6 +336,24 @@ class ClusterProfile(Document):
     def world_size(self) -> int:
         """Number of ranks."""
         return len(self.devices)
+
+    def with_largest_batches(self, batches: Mapping[int, int]) -> ClusterProfile:
+        """A profile under which no plan uses larger micro-batches than these.
+
+        Args:
+            batches: by rank, the most samples of one pass, such as
+                `HeteroZeroOptimizer.largest_batches`; other ranks are unchanged.
+
+        Raises:
+            ValueError: a rank that the profile does not have, or a limit below 1.
+        """
+        devices = list(self.devices)
+        for rank, batch in batches.items():
+            if not 0 <= rank < self.world_size:
+                raise ValueError(f"rank {rank}: this profile has ranks 0 to {self.world_size - 1}")
+            batch = checked(PositiveCount, batch, f"batches[{rank}]")
+            devices[rank] = devices[rank].with_largest_batch(batch)
+        return dataclasses.replace(self, devices=tuple(devices))
 
     @cached_property
     def device_group_indices(self) -> list[int]:

@@ -5,8 +5,9 @@ parameters, it runs as many combinations as `covering_subset` needs, unless the 
 `every_combination`. Random tests draw fewer cases. `make test-all` passes `--full` and runs
 everything. The last line of a run says how many tests were left out.
 
-With `-n 2` (pytest-xdist), as `make test` passes, tests/unit runs beside all tests that start
-processes. Those run one after the other, because their ranks use all cores.
+With `-n 2` (pytest-xdist), as `make test` passes, one worker runs tests/distributed, one test after
+the other, because they share a pool of ranks. The other one runs all other files, until both share
+what is left of them.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ hypothesis.settings.register_profile("full", deadline=None, derandomize=True, ma
 torch.set_num_threads(1)
 
 LEFT_OUT = pytest.StashKey[int]()
-PARALLEL = "tests/unit/"
-"""Files in this folder run beside other tests."""
+TOGETHER = "tests/distributed/"
+"""One worker runs all files in this folder. Other files run beside each other."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -79,8 +80,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class Scheduler(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            path = nodeid.partition("::")[0]
-            return path if path.startswith(PARALLEL) else "the tests that start processes"
+            return TOGETHER if nodeid.startswith(TOGETHER) else nodeid.partition("::")[0]
 
     return Scheduler(config, log)
 

@@ -26,10 +26,17 @@ class Oracle:
     """The closed form for one cluster at one stage."""
 
     def __init__(
-        self, cluster: ClusterProfile, stage: int, persistent: frozenset[int] = frozenset()
+        self,
+        cluster: ClusterProfile,
+        stage: int,
+        persistent: frozenset[int] = frozenset(),
+        recomputed: tuple[float, ...] = (),
     ) -> None:
-        """`persistent`: units that are unsharded once a step, at stage 3."""
+        """`persistent`: units that are unsharded once a step, at stage 3. `recomputed`: by rank,
+        the part of the model whose forward runs again in the backward; empty: none.
+        """
         self.cluster, self.stage, self.persistent = cluster, stage, persistent
+        self.recomputed = recomputed or (0.0,) * cluster.world_size
         self.n = cluster.world_size
         numels = cluster.model.unit_numels
         if stage < 3:
@@ -51,8 +58,33 @@ class Oracle:
     def x(self, rank: int, batch: int) -> float:
         if batch == 0:
             return 0.0
+        overhead = self.cluster.devices[rank].pass_overhead_seconds[self.stage]
+        return max(0.0, self._plain_pass(rank, batch) + self._again(rank, batch) + overhead)
+
+    def _plain_pass(self, rank: int, batch: int) -> float:
         device = self.cluster.devices[rank]
-        return max(0.0, device.seconds(batch) + device.pass_overhead_seconds[self.stage])
+        return device.seconds(batch) if not self.recomputed[rank] else beyond(device, batch)[0]
+
+    def _again(self, rank: int, batch: int) -> float:
+        """Seconds of what runs a second time; never less than none."""
+        device, part = self.cluster.devices[rank], self.recomputed[rank]
+        if not part:
+            return 0.0
+        return part * max(0.0, recomputing(device).seconds(batch) - beyond(device, batch)[0])
+
+    def max_batch(self, rank: int) -> int:
+        """The largest batch that was measured, with or without recomputation."""
+        device = self.cluster.devices[rank]
+        return recomputing(device).max_batch if self.recomputed[rank] else device.max_batch
+
+    def activation_bytes(self, rank: int, batch: int) -> float:
+        device, part = self.cluster.devices[rank], self.recomputed[rank]
+        if not part:
+            return device.activation_bytes(batch)
+        if batch > self.max_batch(rank):
+            return math.inf
+        plain = beyond(device, batch)[1]
+        return plain - part * max(0.0, plain - recomputing(device).activation_bytes(batch))
 
     def reduce(self, shares: tuple[float, ...]) -> float:
         send = self.cluster.network.send_seconds_per_byte
@@ -247,7 +279,7 @@ class Oracle:
             + flying
             + model.frozen_bytes
             + device.held_bytes
-            + device.activation_bytes(largest)
+            + self.activation_bytes(rank, largest)
         )
 
     def limit(self, rank: int) -> float:
@@ -287,7 +319,7 @@ class Oracle:
         best, splits = math.inf, {}
         for p in shares:
             holds = tuple(
-                min(self._holds(rank, global_batch, p[rank]), self.cluster.devices[rank].max_batch)
+                min(self._holds(rank, global_batch, p[rank]), self.max_batch(rank))
                 for rank in range(self.n)
             )
             if min(holds) < 0 or max(holds) < 1:
@@ -382,7 +414,7 @@ class Oracle:
 
     def every_batches(self, global_batch: int) -> Iterator[Batches]:
         """All batches, except orders that do not change the formulas."""
-        most = [min(global_batch, device.max_batch) for device in self.cluster.devices]
+        most = [min(global_batch, self.max_batch(rank)) for rank in range(self.n)]
         if self.stage < 2:
             for samples in compositions(global_batch, self.n):
                 cuts = [list(self._cuts(s, m)) for s, m in zip(samples, most, strict=True)]
@@ -416,6 +448,32 @@ class Oracle:
                     yield (columns[index], *more)
 
 
+def recomputing(device: DeviceProfile) -> DeviceProfile:
+    """The device when all units are recomputed."""
+    return dataclasses.replace(device, points=device.recomputed_points)
+
+
+def beyond(device: DeviceProfile, batch: int) -> tuple[float, float]:
+    """Seconds and bytes without recomputation. Past the largest measured batch, on the steeper of
+    the line through the last two points and the line through the first and the last.
+    """
+    last = device.max_batch
+    curves = device.seconds, device.activation_bytes
+    if batch <= last:
+        return curves[0](batch), curves[1](batch)
+    starts = {point.batch for point in (device.points[0], *device.points[-2:-1])} - {last}
+    seconds, held = (
+        curve(last)
+        + (batch - last)
+        * max(
+            [(curve(last) - curve(start)) / (last - start) for start in starts]
+            or [curve(last) / last]
+        )
+        for curve in curves
+    )
+    return seconds, held
+
+
 def compositions(total: int, parts: int) -> Iterator[tuple[int, ...]]:
     if parts == 1:
         yield (total,)
@@ -445,7 +503,7 @@ def critical_shares(oracle: Oracle, global_batch: int) -> list[tuple[float, ...]
     found = set()
     for rank in range(oracle.n):
         others = [other for other in range(oracle.n) if other != rank]
-        for batch in range(min(global_batch, oracle.cluster.devices[rank].max_batch) + 1):
+        for batch in range(min(global_batch, oracle.max_batch(rank)) + 1):
             share = _just_holds(oracle, rank, batch)
             if share is None:
                 continue

@@ -42,6 +42,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from poplar.profiler import timing, trial_runs
 from poplar.zero import unit
 
 WORLD = 4
@@ -52,6 +53,9 @@ GRACE_SECONDS = 20.0
 
 GROUP_SECONDS = 300.0
 """Timeout of process groups: longer than any deadline, so that reports of a hang include stacks."""
+
+SAMPLE_SECONDS = 0.01
+"""Length of the shortest sample of the profiler on ranks: a tenth of the usual."""
 
 PRELOADED = ("torch.distributed", "torch._dynamo", "poplar.comm", "poplar.optimizer", "pytest")
 """What forked ranks need not import."""
@@ -203,6 +207,8 @@ def _run_worker(
     torch.set_num_threads(1)
     # Test models are tiny; otherwise all their blocks would form one unit.
     unit.MERGED_UNIT_BYTES = 0
+    # Their passes take a millisecond and no quota stops them.
+    timing.SHORTEST_SAMPLE_SECONDS = trial_runs.SHORTEST_SAMPLE_SECONDS = SAMPLE_SECONDS
     _Worker.rank = own_rank
     _Worker.notes = Path(folder) / f"note-{own_rank}"
     if backend == "nccl" or os.environ.get("POPLAR_TEST_DEVICE") == "cuda":

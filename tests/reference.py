@@ -41,7 +41,7 @@ class Recipe:
     """Name of a class in torch.optim."""
     options: tuple[tuple[str, Any], ...] = (("lr", 1e-3), ("eps", 1e-5), ("weight_decay", 0.05))
     """Keyword arguments of the optimizer. See test_exact_steps.py for eps."""
-    batches: tuple[int, ...] = (12,) * 5
+    batches: tuple[int, ...] = (12,) * 3
     """Samples of each global batch, one per step."""
     loss: str = "samples"
     """What the loss function returns for a micro-batch: "samples", the mean over samples; "tokens",

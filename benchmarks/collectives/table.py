@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
+from verdict import CaseVerdict
 
 from collectives.case import size_of
 from collectives.row import Row
-from collectives.targets import Verdict
 
 HEADINGS = (
     "shares",
@@ -33,12 +33,12 @@ def tables_of(rows: Sequence[Row]) -> list[Table]:
     return [_table(own) for own in tables.values()]
 
 
-def verdicts_table(verdicts: Sequence[Verdict]) -> Table:
+def verdicts_table(verdicts: Sequence[CaseVerdict]) -> Table:
     """A table of targets and measured values."""
     table = Table("case", "what", "value", "wanted", "", title="thresholds", box=SIMPLE_HEAD)
     for verdict in verdicts:
         mark = "" if verdict.met else "short"
-        table.add_row(str(verdict.case), verdict.what, verdict.value_text, verdict.wanted, mark)
+        table.add_row(verdict.case, verdict.what, f"{verdict.value:.2f}", verdict.condition, mark)
     return table
 
 

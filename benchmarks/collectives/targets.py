@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+
+from verdict import CaseVerdict
 
 from collectives.case import Case
 from collectives.row import Row
@@ -32,31 +33,7 @@ SKEWED_OVER_EVEN = 1.15
 SKEWED = (0.7, 0.1, 0.1, 0.1)
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """One target and the measured value."""
-
-    case: Case
-    what: str
-    value: float
-    threshold: float
-    at_most: bool
-    """Whether smaller is better."""
-
-    @property
-    def met(self) -> bool:
-        return self.value <= self.threshold if self.at_most else self.value >= self.threshold
-
-    @property
-    def value_text(self) -> str:
-        return f"{self.value:.2f}"
-
-    @property
-    def wanted(self) -> str:
-        return f"{'<=' if self.at_most else '>='} {self.threshold:g}"
-
-
-def verdicts(rows: Sequence[Row]) -> Iterator[Verdict]:
+def verdicts(rows: Sequence[Row]) -> Iterator[CaseVerdict]:
     """All targets that apply to `rows`."""
     yield from _across([row for row in rows if row.link_gigabits])
     by_case: dict[Case, list[Row]] = {}
@@ -75,49 +52,57 @@ def verdicts(rows: Sequence[Row]) -> Iterator[Verdict]:
             yield from _skewed(case, found, {row.provider: row for row in even})
 
 
-def _headline(case: Case, found: dict[str, Row]) -> Iterator[Verdict]:
+def _headline(case: Case, found: dict[str, Row]) -> Iterator[CaseVerdict]:
     for ours, wanted in WANTED[case.operation].items():
         row = found.get(ours)
         for name, threshold in wanted.items():
             if row is None:
                 continue
             if name == FLOOR:
-                yield Verdict(case, f"{ours} over {name}", row.ratio_to_floor, threshold, True)
+                yield _at_most(case, f"{ours} over {name}", row.ratio_to_floor, threshold)
                 continue
             other = _of(
                 found, lambda provider, name=name: provider == name or _is_mpi(provider, name)
             )
             if other is not None:
                 ratio = other.p50_seconds / row.p50_seconds
-                yield Verdict(case, f"{ours} faster than {name}", ratio, threshold, False)
+                yield _at_least(case, f"{ours} faster than {name}", ratio, threshold)
 
 
-def _across(rows: Sequence[Row]) -> Iterator[Verdict]:
+def _across(rows: Sequence[Row]) -> Iterator[CaseVerdict]:
     for row in rows:
         case = row.case
         if row.provider != HIERARCHICAL or case.nbytes != HEADLINE or not case.is_even:
             continue
         if row.ratio_to_link is not None:
-            yield Verdict(case, f"{HIERARCHICAL} over the link", row.ratio_to_link, OVER_LINK, True)
+            yield _at_most(case, f"{HIERARCHICAL} over the link", row.ratio_to_link, OVER_LINK)
         for other in rows:
             if other.case == case and other.provider == DIRECT:
                 ratio = row.p50_seconds / other.p50_seconds
-                yield Verdict(case, f"{HIERARCHICAL} over {DIRECT}", ratio, OVER_DIRECT, True)
+                yield _at_most(case, f"{HIERARCHICAL} over {DIRECT}", ratio, OVER_DIRECT)
 
 
-def _small(case: Case, found: dict[str, Row]) -> Iterator[Verdict]:
+def _small(case: Case, found: dict[str, Row]) -> Iterator[CaseVerdict]:
     for ours in (ORDINARY, ZERO_COPY):
         row = found.get(ours)
         if row is not None and row.ratio_to_gloo is not None:
             what = f"{ours} faster than gloo"
-            yield Verdict(case, what, row.ratio_to_gloo, SMALL_OVER_GLOO, False)
+            yield _at_least(case, what, row.ratio_to_gloo, SMALL_OVER_GLOO)
 
 
-def _skewed(case: Case, found: dict[str, Row], even: dict[str, Row]) -> Iterator[Verdict]:
+def _skewed(case: Case, found: dict[str, Row], even: dict[str, Row]) -> Iterator[CaseVerdict]:
     for ours in (ORDINARY, ZERO_COPY):
         if ours in found and ours in even:
             ratio = found[ours].p50_seconds / even[ours].p50_seconds
-            yield Verdict(case, f"{ours}, time over even's", ratio, SKEWED_OVER_EVEN, True)
+            yield _at_most(case, f"{ours}, time over even's", ratio, SKEWED_OVER_EVEN)
+
+
+def _at_most(case: Case, what: str, value: float, wanted: float) -> CaseVerdict:
+    return CaseVerdict(case=str(case), what=what, value=value, wanted=wanted, at_most=True)
+
+
+def _at_least(case: Case, what: str, value: float, wanted: float) -> CaseVerdict:
+    return CaseVerdict(case=str(case), what=what, value=value, wanted=wanted)
 
 
 def _of(found: dict[str, Row], wanted: Callable[[str], bool]) -> Row | None:

@@ -8,6 +8,7 @@ import warnings
 from typing import Any
 
 import torch
+from torch import nn
 
 from head_to_head.engine import Configuration, Engine, micro_batches
 from head_to_head.task import Batch, Task
@@ -34,13 +35,18 @@ class DeepSpeed(Engine):
 
     def __init__(self, task: Task, configuration: Configuration, rank: int) -> None:
         super().__init__(task, configuration, rank)
-        model = task.new_model()
+        model = self.new_model()
         optimizer = torch.optim.AdamW(model.parameters(), lr=task.learning_rate, fused=True)
         self.engine, *_ = deepspeed.initialize(
-            model=model, optimizer=optimizer, config=self._config(), dist_init_required=False
+            model=model, optimizer=optimizer, config=self.config(), dist_init_required=False
         )
 
-    def _config(self) -> dict[str, Any]:
+    def new_model(self) -> nn.Module:
+        """The whole model on every rank."""
+        return self.task.new_model()
+
+    def config(self) -> dict[str, Any]:
+        """DeepSpeed's configuration."""
         passes = self.configuration.plan.micro_batches[self.rank]
         config: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": passes[0],

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from verdict import Verdict
+
 from head_to_head.peers import PEERS
 from head_to_head.row import Row, comparisons_of
 
@@ -24,26 +26,14 @@ STEPS = 50
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Verdict:
+class ClusterVerdict(Verdict):
     """One result and its threshold."""
 
     cluster: str
     stage: int | None
     """None: all stages."""
-    what: str
-    value: float | None
-    """None: not measured, which misses the threshold."""
-    wanted: float
-    at_most: bool = False
     is_preliminary: bool = False
     """Measured with fewer than `STEPS` steps."""
-
-    @property
-    def met(self) -> bool:
-        """Whether the result meets the threshold."""
-        if self.value is None:
-            return False
-        return self.value <= self.wanted if self.at_most else self.value >= self.wanted
 
     @property
     def shown(self) -> str:
@@ -56,16 +46,11 @@ class Verdict:
         mark = "✓" if self.met else "short"
         return f"({mark})" if self.is_preliminary else mark
 
-    @property
-    def condition(self) -> str:
-        """The threshold as text."""
-        return f"{'<=' if self.at_most else '>='} {self.wanted:g}"
-
     def __str__(self) -> str:
         return f"{self.shown} ({self.condition}{'' if self.met else ', short'})"
 
 
-def verdicts(rows: Sequence[Row]) -> Iterator[Verdict]:
+def verdicts(rows: Sequence[Row]) -> Iterator[ClusterVerdict]:
     """Every result that has a threshold, in the order of the rows.
 
     A result that is missing because an engine is missing or failed is a verdict, too.
@@ -76,7 +61,7 @@ def verdicts(rows: Sequence[Row]) -> Iterator[Verdict]:
             yield replace(verdict, is_preliminary=is_preliminary)
 
 
-def _verdicts_of(name: str, own: Sequence[Row]) -> Iterator[Verdict]:
+def _verdicts_of(name: str, own: Sequence[Row]) -> Iterator[ClusterVerdict]:
     for row in own:
         if row.is_plan and row.policy == "exact":
             yield from _of_plan(name, row, own)
@@ -84,7 +69,7 @@ def _verdicts_of(name: str, own: Sequence[Row]) -> Iterator[Verdict]:
             yield from _of_equal_ranks(name, row, own)
     differences = [row.loss_difference for row in own if row.loss_difference is not None]
     if differences:
-        yield Verdict(
+        yield ClusterVerdict(
             cluster=name,
             stage=None,
             what="largest loss difference",
@@ -94,10 +79,12 @@ def _verdicts_of(name: str, own: Sequence[Row]) -> Iterator[Verdict]:
         )
 
 
-def _of_plan(name: str, row: Row, own: Sequence[Row]) -> Iterator[Verdict]:
-    def verdict(what: str, value: float | None, wanted: float | None) -> Iterator[Verdict]:
+def _of_plan(name: str, row: Row, own: Sequence[Row]) -> Iterator[ClusterVerdict]:
+    def verdict(what: str, value: float | None, wanted: float | None) -> Iterator[ClusterVerdict]:
         if wanted is not None:
-            yield Verdict(cluster=name, stage=row.stage, what=what, value=value, wanted=wanted)
+            yield ClusterVerdict(
+                cluster=name, stage=row.stage, what=what, value=value, wanted=wanted
+            )
 
     of_sum = OF_SUM if row.cluster in OF_SUM_CLUSTERS else {}
     of_sum = OF_SUM_AT_8_TO_1 if row.cluster == "8:1" else of_sum
@@ -116,10 +103,10 @@ def _of_plan(name: str, row: Row, own: Sequence[Row]) -> Iterator[Verdict]:
         yield from verdict("fastest plan over the best peer", over_best, OVER_BEST_PEER)
 
 
-def _of_equal_ranks(name: str, row: Row, own: Sequence[Row]) -> Iterator[Verdict]:
+def _of_equal_ranks(name: str, row: Row, own: Sequence[Row]) -> Iterator[ClusterVerdict]:
     expected = {peer for peer, (_, stage) in PEERS.items() if stage == row.stage}
     over = row.over_best_peer_of_stage if expected <= row.over.keys() else None
-    yield Verdict(
+    yield ClusterVerdict(
         cluster=name,
         stage=row.stage,
         what=f"{row.policy} over {row.best_peer_of_stage or 'the best peer'}",
@@ -131,7 +118,7 @@ def _of_equal_ranks(name: str, row: Row, own: Sequence[Row]) -> Iterator[Verdict
     peers = [r for r in own if r.is_peer and r.stage == row.stage and r.peak_memory]
     measured = expected == {peer.configuration for peer in peers}
     least = min(max(peer.peak_memory) for peer in peers) if measured else None
-    yield Verdict(
+    yield ClusterVerdict(
         cluster=name,
         stage=row.stage,
         what="peak memory over the peers' least",

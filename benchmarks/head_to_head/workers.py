@@ -24,7 +24,7 @@ from head_to_head.clusters import OpenCluster
 
 START_SECONDS = 180.0
 GRACE_SECONDS = 20.0
-"""After one rank fails, the others have at most this long to finish or fail."""
+"""After one rank fails, the others have at most this long to finish or fail by default."""
 GROUP_SECONDS = 600.0
 PRELOADED = ("torch", "torch.distributed", "torch._dynamo", "poplar")
 """Imported once, for all worker processes."""
@@ -51,9 +51,21 @@ class WorkerContext:
 class Workers:
     """The processes run as long as the `with` block."""
 
-    def __init__(self, open_cluster: OpenCluster, name: str, backend: str = "gloo") -> None:
-        """`backend`: of the default process group, as `init_process_group` takes it."""
+    def __init__(
+        self,
+        open_cluster: OpenCluster,
+        name: str,
+        backend: str = "gloo",
+        *,
+        grace_seconds: float = GRACE_SECONDS,
+    ) -> None:
+        """
+        Args:
+            backend: of the default process group, as `init_process_group` takes it.
+            grace_seconds: how long ranks may take to finish or fail after one rank has failed.
+        """
         self.name = name
+        self._grace_seconds = grace_seconds
         self._folder = tempfile.mkdtemp(prefix="poplar-workers-")
         self._channels: list[Connection] = []
         self._processes: list[Any] = []
@@ -127,7 +139,7 @@ class Workers:
                     lost.append(rank)
                 if not fine:
                     failed.append(f"rank {rank}: {answers[rank]}")
-                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+                    deadline = min(deadline, time.monotonic() + self._grace_seconds)
         failed += [f"rank {rank}: no answer" for rank in waiting.values()]
         if failed:
             if waiting or lost or len(failed) < len(self._channels):

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
+from verdict import CaseVerdict
 
 from operators.row import Row
-from operators.targets import Verdict
 from operators.tasks import OURS
 
 
@@ -55,14 +55,12 @@ def _milliseconds(seconds: float | None) -> str:
     return "" if seconds is None else f"{1e3 * seconds:.3g}"
 
 
-def verdicts_table(verdicts: Sequence[Verdict]) -> Table:
+def verdicts_table(verdicts: Sequence[CaseVerdict]) -> Table:
     """A table of targets and measured values."""
     table = Table("case", "what", "value", "wanted", "", title="thresholds", box=SIMPLE_HEAD)
     for verdict in verdicts:
         mark = "" if verdict.met else "short"
-        table.add_row(
-            verdict.case, verdict.what, f"{verdict.value:.3g}", f">= {verdict.wanted:g}", mark
-        )
+        table.add_row(verdict.case, verdict.what, f"{verdict.value:.3g}", verdict.condition, mark)
     return table
 
 

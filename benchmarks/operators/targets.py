@@ -19,7 +19,9 @@ they run. In 16 bits 1.2 is the bound.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from functools import partial
+
+from verdict import CaseVerdict
 
 from operators.row import Row
 from operators.tasks import OURS
@@ -27,37 +29,23 @@ from operators.tasks import OURS
 HEADLINE = "gpt-124m"
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """A measured value and its target."""
-
-    case: str
-    what: str
-    value: float
-    wanted: float
-
-    @property
-    def met(self) -> bool:
-        """Whether the value reaches the target."""
-        return self.value >= self.wanted
-
-
-def verdicts(rows: Sequence[Row]) -> Iterator[Verdict]:
+def verdicts(rows: Sequence[Row]) -> Iterator[CaseVerdict]:
     """All targets that apply to the rows."""
     for row in rows:
         if row.tensors != HEADLINE or row.way != OURS:
             continue
         case = ", ".join(filter(None, (row.operation, row.tensors, row.dtype, row.provider)))
+        verdict = partial(CaseVerdict, case=case)
         usual, best_wanted = (2.0, 1.2) if row.device.startswith("cuda") else (1.3, 1.0)
         if row.operation == "pack":
-            yield Verdict(case, "of the copy's bandwidth", row.of_copy, 0.9)
+            yield verdict(what="of the copy's bandwidth", value=row.of_copy, wanted=0.9)
         if row.operation == "chain":
-            yield Verdict(case, "of its bandwidth bound", row.of_copy, 0.9)
-            yield Verdict(case, "over the usual torch", row.over_usual, usual)
+            yield verdict(what="of its bandwidth bound", value=row.of_copy, wanted=0.9)
+            yield verdict(what="over the usual torch", value=row.over_usual, wanted=usual)
             best = _best(rows, row)
             if best is not None:
                 over = row.over_usual / best.over_usual
-                yield Verdict(case, "over the best torch", over, best_wanted)
+                yield verdict(what="over the best torch", value=over, wanted=best_wanted)
 
 
 def _best(rows: Sequence[Row], ours: Row) -> Row | None:

@@ -10,6 +10,7 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import date
 
@@ -20,7 +21,7 @@ from torch import nn
 
 import poplar
 from poplar import Plan
-from single_gpu.cases import Case
+from single_gpu.cases import Batch, Case
 from single_gpu.clock import StepClock
 from single_gpu.engines import (
     DTYPE,
@@ -29,6 +30,7 @@ from single_gpu.engines import (
     OURS,
     PEER,
     PLAIN,
+    Engine,
     make_engine,
     read,
 )
@@ -117,22 +119,33 @@ def _steps(
     engine = make_engine(way, compiled(case.new_model(device), compiler), plan)
     batches = [case.new_batch(case.batch, device, seed) for seed in range(BATCHES)]
     try:
-        for step in range(WARMUP_STEPS):
-            loss = engine.step(batches[step % BATCHES])
-        read(loss)
-        clock = StepClock(device)
+        seconds = _timed_steps(engine, batches, device, measured)
+    except BaseException:
+        with suppress(Exception):  # an engine in the middle of a step: the first error counts
+            engine.close()
+        raise
+    engine.close()
+    return seconds
+
+
+def _timed_steps(
+    engine: Engine, batches: Sequence[Batch], device: torch.device, measured: Measured
+) -> list[float]:
+    """Seconds of each step after the warm-up; sets the loss and the memory."""
+    for step in range(WARMUP_STEPS):
+        loss = engine.step(batches[step % BATCHES])
+    read(loss)
+    clock = StepClock(device)
+    clock.mark()
+    for step in range(TURN_STEPS):
+        loss = engine.step(batches[step % BATCHES])
         clock.mark()
-        for step in range(TURN_STEPS):
-            loss = engine.step(batches[step % BATCHES])
-            clock.mark()
-        seconds = clock.seconds()
-        measured.loss = read(loss)
-        if device.type == "cuda":
-            measured.allocated = torch.cuda.max_memory_allocated(device)
-            measured.reserved = torch.cuda.max_memory_reserved(device)
-        return seconds
-    finally:
-        engine.close()
+    seconds = clock.seconds()
+    measured.loss = read(loss)
+    if device.type == "cuda":
+        measured.allocated = torch.cuda.max_memory_allocated(device)
+        measured.reserved = torch.cuda.max_memory_reserved(device)
+    return seconds
 
 
 def plan_of(case: Case, stage: int) -> Plan:

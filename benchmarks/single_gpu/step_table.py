@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
+from verdict import CaseVerdict
 
 from single_gpu.step_row import StepRow
-from single_gpu.step_targets import Verdict
 
 HEADINGS = (
     *("case", "", "way", "ms", "p20–p80", "over plain", "over FSDP2"),
@@ -48,7 +48,7 @@ def _cells(row: StepRow) -> tuple[str, ...]:
     )
 
 
-def verdicts_table(verdicts: Sequence[Verdict]) -> Table:
+def verdicts_table(verdicts: Sequence[CaseVerdict]) -> Table:
     """Targets and measured values."""
     table = Table("case", "what", "value", "wanted", "", title="targets", box=SIMPLE_HEAD)
     for one in verdicts:

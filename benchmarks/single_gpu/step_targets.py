@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from functools import partial
+
+from verdict import CaseVerdict
 
 from single_gpu.engines import OURS, PLAIN
 from single_gpu.step_row import StepRow
@@ -21,53 +23,24 @@ MEMORY_OF = ("1.1B", "poplar 3")
 """The case and the way whose memory is predicted, eager."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Verdict:
-    """A measured value and its target."""
-
-    case: str
-    what: str
-    value: float | None
-    """None: it should have been measured, and has failed."""
-    wanted: float
-    at_most: bool = True
-
-    @property
-    def met(self) -> bool:
-        """Whether the value reaches the target."""
-        if self.value is None:
-            return False
-        return self.value <= self.wanted if self.at_most else self.value >= self.wanted
-
-    @property
-    def condition(self) -> str:
-        """The target as text."""
-        return f"{'<=' if self.at_most else '>='} {self.wanted:g}"
-
-
-def verdicts(rows: Sequence[StepRow]) -> Iterator[Verdict]:
+def verdicts(rows: Sequence[StepRow]) -> Iterator[CaseVerdict]:
     """All targets that apply to the rows."""
     plain = {row.comparison: row for row in rows if row.way == PLAIN}
     for row in rows:
         if row.way not in OURS:
             continue
         case = f"{row.case}{', compiled' if row.compiled else ''}: {row.way}"
+        at_most = partial(CaseVerdict, case=case, at_most=True)
         if row.case in SIZES:
-            yield Verdict(
-                case=case, what="time over plain", value=row.over_plain, wanted=OVER_PLAIN
-            )
-            yield Verdict(
-                case=case,
-                what="speed over FSDP2",
-                value=row.over_fsdp2,
-                wanted=OVER_FSDP2,
-                at_most=False,
+            yield at_most(what="time over plain", value=row.over_plain, wanted=OVER_PLAIN)
+            yield CaseVerdict(
+                case=case, what="speed over FSDP2", value=row.over_fsdp2, wanted=OVER_FSDP2
             )
         if row.GiB_reserved and (row.case, row.way, row.compiled) == (*MEMORY_OF, False):
             predicted = row.GiB_predicted
             off = None if predicted is None else abs(row.GiB_reserved / predicted - 1.0)
-            yield Verdict(case=case, what="reserved off the plan", value=off, wanted=MEMORY)
+            yield at_most(what="reserved off the plan", value=off, wanted=MEMORY)
         other = plain.get(row.comparison)
         if row.loss is not None and other is not None and other.loss is not None:
             off = abs(row.loss / other.loss - 1.0)
-            yield Verdict(case=case, what="loss off plain's", value=off, wanted=LOSS)
+            yield at_most(what="loss off plain's", value=off, wanted=LOSS)

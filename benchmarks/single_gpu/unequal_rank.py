@@ -36,6 +36,7 @@ SPEED_SECONDS = 8.0
 """For the plain passes, before and after the turns."""
 WARMUP_STEPS = 3
 TURN_SECONDS = 1.5
+"""Of one engine, by default."""
 START_SAMPLES = 8
 """Of each rank, where only starts are counted."""
 MEMORY = 0.9
@@ -55,6 +56,7 @@ class Settings:
     seconds: float = 40.0
     """Time budget of `tune`."""
     speed_seconds: float = SPEED_SECONDS
+    turn_seconds: float = TURN_SECONDS
     rounds: int = 5
 
     @property
@@ -149,7 +151,7 @@ def run_turns(
             seconds = _turn(lambda e=engine, b=batch: e.step(b), steps[name], device, group)
             if number:  # the first turn is not counted
                 turns[name].append(seconds)
-            steps[name] = max(2, round(TURN_SECONDS / seconds))
+            steps[name] = max(2, round(settings.turn_seconds / seconds))
     for engine, _ in engines.values():
         engine.close()
     return {name: statistics.median(seconds) for name, seconds in turns.items()}

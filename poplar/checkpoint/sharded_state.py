@@ -7,41 +7,15 @@ rank for a full state dict.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from poplar.comm import Control
 from poplar.comm.shard_layout import Layout
-from poplar.zero.agreement import raise_on_any_error
 from poplar.zero.engine import Engine
 from poplar.zero.flat_parameter import FlatParameter, layout_on_rank
 from poplar.zero.update import ParameterRun, ShardedUpdate, is_elementwise
-
-
-def state_bytes(engine: Engine, update: ShardedUpdate) -> dict[str, int]:
-    """Bytes of training state on this rank; shared storages count once."""
-    seen: set[int] = set()
-
-    def count(tensors: Sequence[Tensor]) -> int:
-        total = 0
-        for tensor in tensors:
-            storage = tensor.untyped_storage()
-            if storage.nbytes() and storage.data_ptr() not in seen:
-                seen.add(storage.data_ptr())
-                total += storage.nbytes()
-        return total
-
-    parameters = [tensor for flat in engine.flats for tensor in (flat.values, flat.shard)]
-    states = [value for run in update.runs for value in update.state_of(run).values()]
-    return {
-        "parameters": count(parameters),
-        "gradients": count([flat.gradient for flat in engine.trained]),
-        "optimizer": count([flat.master for flat in engine.trained])
-        + count([value for value in states if isinstance(value, Tensor)]),
-    }
 
 
 def local_state(
@@ -183,37 +157,6 @@ def _value_of(value: Any, run: ParameterRun, position: int) -> Any:
     parameter = run.flat.parameters[position]
     start = run.flat.offsets[position] - run.start
     return value[start : start + parameter.numel()].view(parameter.shape).clone()
-
-
-def save_model(engine: Engine, control: Control, model: nn.Module, path: Path) -> None:
-    """Write all weights and buffers from rank 0, tied ones once. Collective."""
-    from safetensors.torch import save_file
-
-    error: Exception | None = None
-    with engine.unsharded_parameters(writeback=False):
-        if control.group.rank == 0:
-            try:
-                state, tied = _unique_tensors(model)
-                # safetensors stores omitted names in the metadata, so that load_model finds them.
-                save_file(state, path, metadata={"format": "pt", **tied})
-            except Exception as caught:
-                error = caught
-    raise_on_any_error(control, error, doing=f"save_model({str(path)!r})")
-
-
-def _unique_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The state dict with each tensor once, and the stored name of each omitted name."""
-    state: dict[str, Tensor] = {}
-    tied: dict[str, str] = {}
-    first: dict[tuple[int, torch.Size, torch.dtype], str] = {}
-    for name, value in model.state_dict().items():
-        key = (value.data_ptr(), value.shape, value.dtype)
-        if value.numel() and first.setdefault(key, name) != name:
-            tied[name] = first[key]
-        else:
-            # Copy: a view would be written with the whole flat parameter.
-            state[name] = value.detach().cpu().clone(memory_format=torch.contiguous_format)
-    return state, tied
 
 
 def _gather_schemas(engine: Engine, update: ShardedUpdate) -> list[dict[str, tuple[Any, Any]]]:

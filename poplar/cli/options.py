@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from poplar.formatting import parse_bytes
 from poplar.plan import STRATEGIES
-from poplar.planner.search import POLICIES
+from poplar.planner.search import POLICIES, RECOMPUTE
 
 _STAGES = range(len(STRATEGIES))
-_UNITS = {
-    "": 1,
-    "b": 1,
-    **{letter + "ib": 1 << 10 * power for power, letter in enumerate("kmgt", start=1)},
-    **{letter + "b": 10 ** (3 * power) for power, letter in enumerate("kmgt", start=1)},
-}
 
 
 def one_of(choices: Iterable[str]) -> Callable[[str], str]:
@@ -39,13 +33,10 @@ def parse_sizes(text: str) -> tuple[int, ...]:
 
 
 def _parse_size(text: str) -> int:
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text.lower())
-    if not found or found[2] not in _UNITS or not float(found[1]):
-        raise typer.BadParameter(
-            f"expected a size above 0, as in 8GiB or 500MB; got {text!r}",
-            param_hint="memory limit",
-        )
-    return int(float(found[1]) * _UNITS[found[2]])
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="memory limit") from None
 
 
 def of_rank(sizes: tuple[int, ...] | None, rank: int, world_size: int) -> int | None:
@@ -105,6 +96,15 @@ RunFile = Annotated[
 GlobalBatch = Annotated[int, typer.Option(min=1, help="Samples of one optimizer step.")]
 Stages = Annotated[str, typer.Option(help="ZeRO stages: auto, or as in 1 or 0,2.")]
 MaxMicroBatch = Annotated[int | None, typer.Option(min=1, help="Most samples of one pass.")]
+Recomputation = Annotated[
+    str,
+    typer.Option(
+        "--recompute",
+        metavar="WHEN",
+        parser=one_of(RECOMPUTE),
+        help="auto: ranks may recompute activations, if that was measured; never: they do not.",
+    ),
+]
 Policy = Annotated[
     str,
     typer.Option(

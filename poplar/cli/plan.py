@@ -17,6 +17,7 @@ from poplar.cli.options import (
     MaxMicroBatch,
     Policy,
     ProfileFile,
+    Recomputation,
     Stages,
     parse_stages,
 )
@@ -40,6 +41,7 @@ def plan(
     stage: Stages = "auto",
     policy: Policy = "exact",
     max_micro_batch: MaxMicroBatch = None,
+    recompute: Recomputation = "auto",
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="The file to write the plan to.")
     ] = None,
@@ -59,7 +61,11 @@ def plan(
     debug: Debug = False,
 ) -> None:
     """Find the fastest plan for a measured cluster."""
-    request: dict[str, Any] = {"stages": parse_stages(stage), "max_micro_batch": max_micro_batch}
+    request: dict[str, Any] = {
+        "stages": parse_stages(stage),
+        "max_micro_batch": max_micro_batch,
+        "recompute": recompute,
+    }
     with command_output(as_json=as_json, debug=debug) as result:
         profile = ClusterProfile.from_json(cluster)
         by_stage = alternatives(profile, global_batch=global_batch, policy=policy, **request)

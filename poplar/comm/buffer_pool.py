@@ -36,6 +36,10 @@ class BufferPool:
         if buffer.device.type == "cpu":
             self._idle.setdefault((buffer.dtype, buffer.numel()), []).append(buffer)
 
+    def idle_bytes(self) -> int:
+        """Bytes of the buffers that are not in use."""
+        return sum(buffer.nbytes for idle in self._idle.values() for buffer in idle)
+
     def trim(self, caches_memory: bool) -> None:
         """Free the sizes that were not used since the last call, or all of them without caching."""
         cached = self._used if caches_memory else set()

@@ -82,7 +82,7 @@ class CollectiveQueue:
         """
         group, position = self.group, self.reserve()
         if not group.is_on_host(device):
-            return StreamWork(group, start, what, finish)
+            return StreamWork(group, start, device, what, finish)
         peers = sorted(self.peers())
         return ProcessGroupWork(
             group,

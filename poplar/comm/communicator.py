@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -28,6 +28,19 @@ class Work(Protocol):
             CollectiveTimeout: names the ranks that did not take part before the deadline.
         """
         ...
+
+
+class CachedBytes(NamedTuple):
+    """Memory that a transport keeps for its next collectives."""
+
+    private: int = 0
+    """Of this process."""
+    shared: int = 0
+    """In this rank's shared segments."""
+
+    def plus(self, other: CachedBytes) -> CachedBytes:
+        """The sums."""
+        return CachedBytes(self.private + other.private, self.shared + other.shared)
 
 
 class Communicator(ABC):
@@ -105,6 +118,10 @@ class Communicator(ABC):
         Later collectives raise on this rank. On the others, those that wait for it raise `reason`:
         on gloo at their deadline, elsewhere at once.
         """
+
+    def cached_bytes(self) -> CachedBytes:
+        """Memory that is kept for the next collectives; what callers hold does not count."""
+        return CachedBytes()
 
     def trim(self) -> None:
         """Return cached memory that is no longer needed to the system. Called between steps."""

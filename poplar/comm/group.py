@@ -110,7 +110,8 @@ class Group:
     reports: FailureReports | None = None
     """The failures of all ranks, by their numbers in errors; None: there is no store."""
     in_flight: dict[int, tuple[DeviceWork, float]] = field(default_factory=dict)
-    """Collectives on devices that have not been waited for, with the time of their issue."""
+    """Collectives on devices, with the time of their issue. Those that the device has finished are
+    removed by `abort_late_collectives`."""
 
     @cached_property
     def rank(self) -> int:
@@ -208,10 +209,11 @@ class Group:
             CollectiveTimeout: an earlier collective did not finish, on any rank.
         """
         if self.failures:
+            again = "initialize torch.distributed again and " if self.has_device_backend else ""
             raise CollectiveTimeout(
                 f"rank {self.rank}: an earlier collective did not finish, so the ranks no longer "
-                "agree on the collective order; build the optimizer again on all ranks, or restart "
-                f"from a checkpoint. The earlier error: {self.failures[0]}"
+                f"agree on the collective order; {again}build the optimizer again on all ranks, or "
+                f"restart from a checkpoint. The earlier error: {self.failures[0]}"
             )
         if self.sees_failure:
             raise self.fail("a collective", self.peers(), "another rank reported a failure")
@@ -274,8 +276,10 @@ class Group:
         the device's queue is full. It raises as soon as it checks for failures.
         """
         issued_before = time.monotonic() - self.timeout.total_seconds()
-        for work, issued in list(self.in_flight.values()):
-            if issued < issued_before and not self.failures and not work.is_completed():
+        for number, (work, issued) in list(self.in_flight.items()):
+            if work.is_completed():
+                self.in_flight.pop(number, None)
+            elif issued < issued_before and not self.failures:
                 self.fail(work.what, self.peers())
 
     def split(self, partition: Sequence[Sequence[int]]) -> Group:
@@ -307,7 +311,7 @@ class Group:
         if not dist.is_available() or not dist.is_initialized():
             raise RuntimeError(
                 "torch.distributed is not initialized; call torch.distributed.init_process_group() "
-                "before building the optimizer and start the script with torchrun"
+                "first, and start the script with torchrun"
             )
         chosen = process_group if process_group is not None else dist.group.WORLD
         assert chosen is not None

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from poplar.comm.bucket import Bucket, Codec
 from poplar.comm.collective_queue import CollectiveQueue
-from poplar.comm.communicator import Communicator, Work, own_slice
+from poplar.comm.communicator import CachedBytes, Communicator, Work, own_slice
 from poplar.comm.copies import copy
 from poplar.comm.group import Group
 from poplar.comm.host_topology import Hosts, Piece
@@ -102,6 +102,9 @@ class HierarchicalCommunicator(Communicator):
         self._queue.group.abort(reason)
         self._intra_host.abort(reason)
 
+    def cached_bytes(self) -> CachedBytes:
+        return self._intra_host.cached_bytes()
+
     def trim(self) -> None:
         self._intra_host.trim()
 
@@ -116,10 +119,11 @@ class HierarchicalCommunicator(Communicator):
     ) -> Work:
         rank, layout, data = self.group.rank, bucket.layout, bucket.data
         low, high = layout.bounds(rank)
-        collective = self._rendezvous.post(data, unread=(low, high))
+        # Allocate before posting: if memory runs out, the collective can be issued again.
         by_host = [
             torch.empty(high - low, dtype=data.dtype, device="cpu") for _ in self._hosts.members
         ]
+        collective = self._rendezvous.post(data, unread=(low, high))
         messages = [
             Message(sender, by_host[host][piece.start - low : piece.stop - low], incoming=True)
             for host, sender, piece in self._hosts.relays_of_other_hosts(layout, self._host)

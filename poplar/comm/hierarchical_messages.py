@@ -14,7 +14,7 @@ from torch import Tensor
 from poplar.comm.algorithms import gather_direct
 from poplar.comm.bucket import Bucket
 from poplar.comm.collective_queue import CollectiveQueue
-from poplar.comm.communicator import CallbackWork, Communicator, Work, own_slice
+from poplar.comm.communicator import CachedBytes, CallbackWork, Communicator, Work, own_slice
 from poplar.comm.group import Group
 from poplar.comm.host_topology import Hosts, Piece
 from poplar.comm.point_to_point import Message
@@ -46,16 +46,17 @@ class HierarchicalMessageCommunicator(Communicator):
         what: str,
         squares: Tensor | None = None,
     ) -> Work:
-        position = self._inter_queue.reserve()
-        return self._reduce(bucket, out, accumulate, squares, what, position)
+        return self._reduce(bucket, out, accumulate, squares, what)
 
     def all_gather(
         self, data: Tensor, layout: Layout, *, what: str, own: Tensor | None = None
     ) -> Work:
         if own is not None:
             own_slice(data, layout, self.group.rank).copy_(own)
-        inter, intra = self._inter_queue.reserve(), self._intra_queue.reserve()
-        return self._gather(data, layout, what, inter, intra)
+        return self._gather(data, layout, what)
+
+    def cached_bytes(self) -> CachedBytes:
+        return self._intra_host.cached_bytes()
 
     def abort(self, reason: str) -> None:
         self._inter_queue.group.abort(reason)
@@ -85,7 +86,6 @@ class HierarchicalMessageCommunicator(Communicator):
         accumulate: bool,
         squares: Tensor | None,
         what: str,
-        position: int,
     ) -> Work:
         """Reduce on the host what each rank owns and relays; send it; add the sums of all hosts."""
         layout, data, rank = bucket.layout, bucket.data, self.group.rank
@@ -94,14 +94,16 @@ class HierarchicalMessageCommunicator(Communicator):
         ordered = torch.cat([data[p.start : p.stop] for pieces in parts for p in pieces])
         own = parts[self._host_ranks.index(rank)]
         host_sum = data.new_empty(sum(piece.numel for piece in own), dtype=torch.float32)
-        reduction = self._intra_host.reduce_scatter(
-            Bucket(ordered, host_layout, bucket.codec), host_sum, accumulate=False, what=what
-        )
         low, high = layout.bounds(rank)
         by_host = [
             data.new_empty(0 if host == self._host else high - low)  # this host's is `host_sum`
             for host in range(len(self._hosts.members))
         ]
+        reduction = self._intra_host.reduce_scatter(
+            Bucket(ordered, host_layout, bucket.codec), host_sum, accumulate=False, what=what
+        )
+        # After all allocations: if memory runs out, the collective can be issued again.
+        position = self._inter_queue.reserve()
 
         def exchange() -> Work:
             rounded = host_sum.to(data.dtype)
@@ -124,12 +126,13 @@ class HierarchicalMessageCommunicator(Communicator):
 
         return self._inter_queue.chain(reduction, exchange, position)
 
-    def _gather(self, data: Tensor, layout: Layout, what: str, inter: int, intra: int) -> Work:
+    def _gather(self, data: Tensor, layout: Layout, what: str) -> Work:
         """Send each slice to the ranks that relay it, then gather within every host."""
         rank = self.group.rank
         parts = self._slices_and_relays(layout)
         host_layout = _layout([sum(piece.numel for piece in pieces) for pieces in parts])
         gathered = data.new_empty(host_layout.numel)
+        inter, intra = self._inter_queue.reserve(), self._intra_queue.reserve()
         index = self._host_ranks.index(rank)
         own = own_slice(gathered, host_layout, index)
         low, high = layout.bounds(rank)

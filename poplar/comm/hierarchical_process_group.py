@@ -18,7 +18,7 @@ from torch import Tensor
 
 from poplar.comm.bucket import Bucket
 from poplar.comm.collective_queue import CollectiveQueue
-from poplar.comm.communicator import Communicator, Work, own_slice
+from poplar.comm.communicator import CachedBytes, Communicator, Work, own_slice
 from poplar.comm.group import Group
 from poplar.comm.host_routes import Bounds, Route
 from poplar.comm.host_topology import Hosts
@@ -78,6 +78,9 @@ class HierarchicalProcessGroupCommunicator(Communicator):
 
     def reshard(self, shard: Tensor, old: Layout, new: Layout, *, what: str) -> Tensor:
         return self._all_hosts.reshard(shard, old, new, what=what)
+
+    def cached_bytes(self) -> CachedBytes:
+        return self._own_host.cached_bytes().plus(self._all_hosts.cached_bytes())
 
     def trim(self) -> None:
         self._own_host.trim()

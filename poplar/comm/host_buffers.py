@@ -50,6 +50,10 @@ class HostBuffers:
         """Return a buffer. `read`: after this event the device no longer reads it."""
         self._idle.setdefault((buffer.dtype, buffer.numel()), deque()).append((buffer, read))
 
+    def idle_bytes(self) -> int:
+        """Bytes of the buffers that are not in use."""
+        return sum(buffer.nbytes for idle in self._idle.values() for buffer, _ in idle)
+
     def trim(self, caches_memory: bool) -> None:
         """Free the sizes that were not used since the last call, or all of them without caching."""
         cached = self._used if caches_memory else set()

@@ -14,7 +14,7 @@ from torch import Tensor
 from poplar.comm.algorithms import ALL_GATHERS, REDUCE_SCATTERS
 from poplar.comm.bucket import Bucket
 from poplar.comm.collective_queue import CollectiveQueue
-from poplar.comm.communicator import Communicator, Work, own_slice
+from poplar.comm.communicator import CachedBytes, Communicator, Work, own_slice
 from poplar.comm.group import Group
 from poplar.comm.point_to_point import Message
 from poplar.comm.segment_pool import caches_memory
@@ -56,6 +56,9 @@ class ProcessGroupCommunicator(Communicator):
 
     def abort(self, reason: str) -> None:
         self._queue.group.abort(reason)
+
+    def cached_bytes(self) -> CachedBytes:
+        return CachedBytes(private=self._queue.buffers.idle_bytes())
 
     def trim(self) -> None:
         self._queue.buffers.trim(caches_memory())

@@ -277,6 +277,10 @@ class Rendezvous:
             for block in self._pool.release_idle():
                 self._own.release_memory(block.offset, block.nbytes)
 
+    def idle_bytes(self) -> int:
+        """Bytes of this rank's segment that are kept for the next collectives."""
+        return self._pool.idle_bytes()
+
     def finish_earlier(self, collective: int) -> float:
         """Finish all unfinished collectives before this one; returns the seconds that it waited."""
         earlier = [number for number in sorted(self.unfinished) if number < collective]

@@ -84,6 +84,11 @@ class SegmentPool:
         """Take back a block that this rank no longer uses; peers may still read it."""
         self._idle[block.nbytes].append(block)
 
+    def idle_bytes(self) -> int:
+        """Bytes of the idle blocks whose memory has not been returned to the system."""
+        blocks = (block for idle in self._idle.values() for block in idle)
+        return sum(block.nbytes for block in blocks if not block.is_released)
+
     def release_idle(self) -> Iterator[Block]:
         """Idle blocks that no peer reads, each once; the caller returns their memory."""
         for block in (block for idle in self._idle.values() for block in idle):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from poplar import _core, ops
 from poplar.comm.bucket import Bucket, Codec
-from poplar.comm.communicator import Communicator, Work, own_slice
+from poplar.comm.communicator import CachedBytes, Communicator, Work, own_slice
 from poplar.comm.copies import copy, copy_except
 from poplar.comm.rendezvous import Rendezvous
 from poplar.comm.shard_layout import ALIGNMENT, Layout, transfers
@@ -245,6 +245,9 @@ class SharedMemoryCommunicator(Communicator):
                 extra_bytes=_SQUARE_BYTES * (own.numel() // ALIGNMENT),
             )
         return slices
+
+    def cached_bytes(self) -> CachedBytes:
+        return CachedBytes(shared=self._rendezvous.idle_bytes())
 
     def trim(self) -> None:
         self._rendezvous.trim()

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from poplar import ops
 from poplar.comm.bucket import Bucket
-from poplar.comm.communicator import Communicator, Work, own_slice
+from poplar.comm.communicator import CachedBytes, Communicator, Work, own_slice
 from poplar.comm.host_buffers import HOST, HostBuffers, record
 from poplar.comm.segment_pool import caches_memory
 from poplar.comm.shard_layout import Layout
@@ -88,6 +88,10 @@ class StagedCommunicator(Communicator):
 
     def abort(self, reason: str) -> None:
         self._on_host.abort(reason)
+
+    def cached_bytes(self) -> CachedBytes:
+        own = CachedBytes(private=self._buffers.idle_bytes())
+        return own.plus(self._on_host.cached_bytes())
 
     def trim(self) -> None:
         self._buffers.trim(caches_memory())

@@ -6,6 +6,7 @@ import time
 import uuid
 import weakref
 from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
@@ -46,16 +47,19 @@ def subgroup(
     name = _agree_on_name(process_group, timeout)
     rank = dist.get_rank()
     members = next(ranks for ranks in partition if rank in ranks)
-    group, _ = _new_process_group_helper(
-        len(members),
-        members.index(rank),
-        list(members),
-        backend,
-        _get_process_group_store(process_group),
-        f"poplar/{name}/{members[0]}",  # type: ignore[arg-type]  # a `GroupName`, since 2.11
-        timeout=timeout,
-    )
+    with _without_split():
+        group, _ = _new_process_group_helper(
+            len(members),
+            members.index(rank),
+            list(members),
+            backend,
+            _get_process_group_store(process_group),
+            f"poplar/{name}/{members[0]}",  # type: ignore[arg-type]  # a `GroupName`, since 2.11
+            timeout=timeout,
+        )
     assert isinstance(group, dist.ProcessGroup)
+    if backend != "gloo":
+        group.bound_device_id = getattr(process_group, "bound_device_id", None)
     _world.pg_group_ranks[group] = {rank: position for position, rank in enumerate(members)}
     known[backend, partition] = group
     return group
@@ -66,16 +70,37 @@ def subgroups_of(process_group: dist.ProcessGroup) -> Iterator[dist.ProcessGroup
     yield from _SUBGROUPS.get(process_group, {}).values()
 
 
+@contextmanager
+def _without_split() -> Iterator[None]:
+    """A context in which new groups on NCCL are not split off WORLD's communicator.
+
+    torch does so if WORLD is bound to a device (`init_process_group(device_id=...)`). Every rank of
+    the job would have to take part, also those outside the process group.
+    """
+    world = dist.group.WORLD
+    device = getattr(world, "bound_device_id", None)
+    if world is None or device is None:
+        yield
+        return
+    world.bound_device_id = None
+    try:
+        yield
+    finally:
+        world.bound_device_id = device
+
+
 def _agree_on_name(process_group: dist.ProcessGroup, timeout: timedelta) -> str:
     """A random name, chosen by the first rank. Collective."""
     backends = [part.split(":")[0] for part in dist.get_backend_config(process_group).split(",")]
-    device = "cpu" if "cpu" in backends else backends[0]
+    device = torch.device("cpu")
+    if "cpu" not in backends:  # the bound device, because the current one may be another
+        device = getattr(process_group, "bound_device_id", None) or torch.device(backends[0])
     name = torch.frombuffer(bytearray(uuid.uuid4().bytes), dtype=torch.uint8).to(device)
     work = dist.broadcast(name, group=process_group, group_src=0, async_op=True)
     if work is None:
         raise RuntimeError(f"rank {dist.get_rank()} is not in the process group")
     # Polled: the timeout of the process group may be longer, and NCCL would not block here.
-    is_done = work.get_future().done if device == "cpu" else work.is_completed
+    is_done = work.get_future().done if device.type == "cpu" else work.is_completed
     deadline = time.monotonic() + timeout.total_seconds()
     while not is_done():
         if time.monotonic() > deadline:

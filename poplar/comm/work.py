@@ -8,9 +8,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
-from poplar.comm.group import WATCH_AFTER_SECONDS, Group
+from poplar.comm.group import WATCH_AFTER_SECONDS, Event, Group
+from poplar.comm.host_buffers import record
 
 # Once one peer has timed out, the others are only checked for whether they have finished.
 _CHECK_TIMEOUT = timedelta(milliseconds=50)
@@ -112,12 +114,13 @@ class StreamWork:
     channel, in `Group.wait_for_event`, or by `Group.abort_late_collectives`.
     """
 
-    __slots__ = ("_finish", "_group", "_issued", "_start")
+    __slots__ = ("_device", "_finish", "_group", "_issued", "_start")
 
     def __init__(
         self,
         group: Group,
         start: Callable[[], Sequence[dist.Work | None]],
+        device: torch.device,
         what: str,
         finish: Callable[[], None] | None,
     ) -> None:
@@ -127,6 +130,7 @@ class StreamWork:
             group: the participating ranks.
             start: issues them. It is kept until the wait, with the tensors that it refers to: the
                 backend must not lose their memory, and calls no `record_stream`.
+            device: of the tensors.
             what: the collective's name in errors.
             finish: called once, in the wait.
 
@@ -134,13 +138,13 @@ class StreamWork:
             CollectiveTimeout: the collectives cannot be issued because they have been aborted.
         """
         self._start: Callable[[], Sequence[dist.Work | None]] | None = start
-        self._group, self._finish = group, finish
+        self._group, self._device, self._finish = group, device, finish
         group.check()
         try:
             self._issued = _Issued(what, start())
         except RuntimeError as error:
             raise group.fail(what, group.peers(), error) from error
-        group.in_flight[id(self)] = self._issued, time.monotonic()
+        group.in_flight[id(self._issued)] = self._issued, time.monotonic()
 
     def wait(self) -> float:
         """As `Work.wait`; 0, because the host does not wait."""
@@ -151,27 +155,36 @@ class StreamWork:
                     work.wait()
         except RuntimeError as error:
             raise self._group.fail(issued.what, self._group.peers(), error) from error
+        # A work refers to its tensors. So the device's progress is seen by an event from now on.
+        issued.passed = record(self._device) if self._group.reports is not None else None
         if self._finish is not None:
             self._finish()
-        self._forget()
+        self._drop_tensors()
         return 0.0
 
-    def _forget(self) -> None:
-        self._group.in_flight.pop(id(self), None)
+    def _drop_tensors(self) -> None:
+        if self._issued.passed is None:
+            self._group.in_flight.pop(id(self._issued), None)
         self._issued.works, self._start, self._finish = (), None, None
 
     def __del__(self) -> None:
         if hasattr(self, "_issued"):  # the collectives of an abandoned step are not waited for
-            self._forget()
+            self._drop_tensors()
 
 
 @dataclass(slots=True)
 class _Issued:
-    """Works that have been issued together; none once they have been waited for."""
+    """Works that have been issued together."""
 
     what: str
     works: Sequence[dist.Work | None]
+    """None once they have been waited for."""
+    passed: Event | None = None
+    """After the wait of a stream."""
 
     def is_completed(self) -> bool:
-        """Whether the device has finished all of them."""
-        return all(work is None or work.is_completed() for work in self.works)
+        """Whether the device has finished all of them; called from another thread."""
+        works = self.works  # before `passed`, which is set before they are dropped
+        if self.passed is not None:
+            return self.passed.query()
+        return all(work is None or work.is_completed() for work in works)

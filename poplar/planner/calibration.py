@@ -32,7 +32,12 @@ from dataclasses import replace
 from statistics import mean, median
 
 from poplar.observation import Observation, pooled
-from poplar.plan import FIRST_STAGE_SHARDING_PARAMETERS, FIRST_STAGE_SYNCHRONIZING_EVERY_PASS, Plan
+from poplar.plan import (
+    FIRST_STAGE_SHARDING_PARAMETERS,
+    FIRST_STAGE_SYNCHRONIZING_EVERY_PASS,
+    Plan,
+    UnitPlan,
+)
 from poplar.planner.cost_model import StageCosts, costs_of
 from poplar.planner.prediction import fits
 from poplar.planner.search import search
@@ -76,13 +81,16 @@ def plans_to_observe(
     if not fits(cluster, Plan.manual(sizes, stage=stage)):
         sizes = _sizes(cluster, shortest)
     shares: Sequence[float] | None = None
+    units: tuple[UnitPlan, ...] = ()
     if not fits(cluster, Plan.manual(sizes, stage=stage)):
         found = search(cluster, global_batch=sum(sizes), stages=(stage,))
         sizes, shares = [max(passes, default=0) for passes in found.micro_batches], found.shares
+        recomputed = (unit for unit in found.units if unit.recomputed_on)
+        units = tuple(replace(unit, keep_gathered=False) for unit in recomputed)
     plans = [
         Plan.manual(sizes, stage=stage, passes=passes, shares=shares) for passes in PASSES_OBSERVED
     ]
-    return [replace(plan, transport=cluster.network.transport) for plan in plans]
+    return [replace(p, transport=cluster.network.transport, units=units) for p in plans]
 
 
 def _covering_seconds(cluster: ClusterProfile, stage: int) -> float:
@@ -186,13 +194,21 @@ def _at_observed_speeds(
         computed = profiled = 0.0
         for seen in observations:
             overhead = device.pass_overhead_seconds[seen.plan.stage]
+            curve = _device_of(cluster, seen, rank).seconds
             for size, seconds in _passes(seen, rank):
                 computed += seconds - overhead
-                profiled += device.seconds(size)
+                profiled += curve(size)
         return _plausible(computed / profiled) if profiled else 1.0
 
     factors = [factor(rank, device) for rank, device in enumerate(cluster.devices)]
     return with_slower_devices(cluster, factors)
+
+
+def _device_of(cluster: ClusterProfile, seen: Observation, rank: int) -> DeviceProfile:
+    """The rank's device, with the curves of the units that it recomputed."""
+    if not seen.plan.recomputed_units(rank):
+        return cluster.devices[rank]
+    return costs_of(cluster, seen.plan).cluster.devices[rank]
 
 
 def _plausible(slowdown: float) -> float:
@@ -217,10 +233,13 @@ def _with_overheads(cluster: ClusterProfile, observations: Sequence[Observation]
     def measured(rank: int, device: DeviceProfile) -> DeviceProfile:
         per_pass, per_step = list(device.pass_overhead_seconds), list(device.step_overhead_seconds)
         for stage, own in _by_stage(observations).items():
-            passes = [each for seen in own for each in _passes(seen, rank)]
-            if passes:
-                extra = median(seconds - device.seconds(size) for size, seconds in passes)
-                per_pass[stage] = max(0.0, extra)
+            beyond = [
+                seconds - _device_of(cluster, seen, rank).seconds(size)
+                for seen in own
+                for size, seconds in _passes(seen, rank)
+            ]
+            if beyond:
+                per_pass[stage] = max(0.0, median(beyond))
             per_step[stage] = median(seen.other_seconds[rank] for seen in own)
         return replace(
             device, pass_overhead_seconds=tuple(per_pass), step_overhead_seconds=tuple(per_step)

@@ -33,6 +33,7 @@ from poplar.planner.communication_schedule import (
     schedules,
 )
 from poplar.planner.memory_model import RankMemory, rank_memory
+from poplar.planner.recomputed_curves import with_recomputed_units
 from poplar.profile import ClusterProfile
 
 T = TypeVar("T")
@@ -46,6 +47,21 @@ class StageCosts:
     stage: int
     persistent: frozenset[int] = frozenset()
     """Units that stay unsharded between the passes of a step, at stage 3."""
+    recomputed: tuple[frozenset[int], ...] = ()
+    """By rank, units that it recomputes; `cluster` has the curves of such passes. Empty: none."""
+
+    def with_recomputed(
+        self, measured: ClusterProfile, units: Sequence[frozenset[int]]
+    ) -> StageCosts:
+        """These costs if every rank recomputes its `units`, on the `measured` cluster.
+
+        Raises:
+            ValueError: a rank whose passes were not measured with recomputation recomputes units.
+        """
+        if not any(units):
+            return replace(self, cluster=measured, recomputed=())
+        cluster = with_recomputed_units(measured, units)
+        return replace(self, cluster=cluster, recomputed=tuple(units))
 
     @property
     def synchronizes_every_pass(self) -> bool:
@@ -202,11 +218,12 @@ class StageCosts:
 
 
 def costs_of(cluster: ClusterProfile, plan: Plan) -> StageCosts:
-    """The cost model of a plan's stage and persistent units.
+    """The cost model of a plan's stage, persistent units and recomputed units.
 
     Raises:
         ValueError: the plan is for another number of ranks, gives units their own strategy, shares
-            or transport, or names units that the profile does not have.
+            or transport, names units that the profile does not have, or recomputes units without
+            measurements of that.
     """
     if plan.world_size != cluster.world_size:
         raise ValueError(
@@ -219,12 +236,23 @@ def costs_of(cluster: ClusterProfile, plan: Plan) -> StageCosts:
         if not uniform or unit.transport is not None:
             raise ValueError(
                 f"unit {unit.name!r} has its own strategy, shares or transport, but the cost model "
-                "needs units that follow the plan; set only keep_gathered in Plan.units"
+                "needs units that follow the plan; set only keep_gathered and recomputed_on in "
+                "Plan.units"
             )
-        if unit.name not in known and (known or unit.keep_gathered):
+        if unit.name not in known and (known or unit.keep_gathered or unit.recomputed_on):
             raise ValueError(
                 f"the plan names unit {unit.name!r}, which the profile does not have; it has "
                 f"{', '.join(known) or 'no unit names: profile again'}"
             )
+        if unit.recomputed_on and known[unit.name] not in cluster.model.recomputable_units:
+            raise ValueError(
+                f"unit {unit.name!r} cannot be recomputed: it holds what is outside of the "
+                "repeated blocks; leave its recomputed_on empty"
+            )
     persistent = frozenset(known[unit.name] for unit in plan.units if unit.keep_gathered)
-    return StageCosts(cluster, plan.stage, persistent)
+    recomputed: list[set[int]] = [set() for _ in cluster.devices]
+    for unit in plan.units:
+        for rank in unit.recomputed_on:
+            recomputed[rank].add(known[unit.name])
+    costs = StageCosts(cluster, plan.stage, persistent)
+    return costs.with_recomputed(cluster, list(map(frozenset, recomputed)))

@@ -20,7 +20,7 @@ from poplar.planner.cost_model import costs_of
 from poplar.planner.device_groups import DeviceGroup, device_groups, with_equal_devices
 from poplar.planner.memory_shortfall import DoesNotFit, NoPlanFits
 from poplar.planner.prediction import Bound, bound_of, predict
-from poplar.planner.search import ALL_STAGES, search
+from poplar.planner.search import ALL_STAGES, Recompute, search
 from poplar.planner.simple_plans import PREFERENCE
 from poplar.planner.uncertainty import unmeasured_batches
 from poplar.planner.what_if import Change, Changed
@@ -124,6 +124,7 @@ def explain(
     stages: Sequence[int] = ALL_STAGES,
     max_micro_batch: int | None = None,
     error: float = PREDICTION_ERROR,
+    recompute: Recompute = "auto",
 ) -> Explanation:
     """Find what bounds a plan, what would help most, and what each group of devices adds.
 
@@ -134,6 +135,7 @@ def explain(
         max_micro_batch: most samples of one pass in other plans; None: what was measured.
         error: relative error of a predicted step, from 0 to below 1. Smaller gains are not worth
             it.
+        recompute: whether other plans may recompute units, as for `search`.
 
     Raises:
         DoesNotFit: the plan needs more memory than there is, or batches that were not measured.
@@ -150,6 +152,7 @@ def explain(
                 stages=stages,
                 policy=policy,
                 max_micro_batch=max_micro_batch,
+                recompute=recompute,
             )
         return None
 

@@ -50,11 +50,16 @@ def persistence_order(model: ModelProfile) -> list[int]:
 
 
 def unit_plans(costs: StageCosts) -> tuple[UnitPlan, ...]:
-    """`Plan.units` with the persistent units of these costs."""
+    """`Plan.units` with the persistent and the recomputed units of these costs."""
     names = costs.cluster.model.unit_names
     return tuple(
-        UnitPlan(names[unit], STRATEGIES[costs.stage], keep_gathered=True)
-        for unit in sorted(costs.persistent)
+        UnitPlan(
+            names[unit],
+            STRATEGIES[costs.stage],
+            keep_gathered=unit in costs.persistent,
+            recomputed_on=tuple(r for r, units in enumerate(costs.recomputed) if unit in units),
+        )
+        for unit in sorted(costs.persistent.union(*costs.recomputed))
     )
 
 

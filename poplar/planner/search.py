@@ -10,16 +10,17 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal, get_args
 
 from poplar.plan import STRATEGIES, Plan
 from poplar.planner.baselines import BASELINES, Policy, policy_shortfall
-from poplar.planner.branch_and_bound import TOLERANCE
+from poplar.planner.branch_and_bound import TOLERANCE, Decision
 from poplar.planner.cost_model import StageCosts, costs_of
 from poplar.planner.heuristic import Request
-from poplar.planner.memory_shortfall import NoPlanFits, Shortfall
+from poplar.planner.memory_shortfall import NoPlanFits, Shortfall, memory_shortfall
 from poplar.planner.persistent_units import fastest_plan_with_persistent_units
 from poplar.planner.prediction import describe
+from poplar.planner.recomputed_units import fastest_plan_with_recomputation, with_least_memory
 from poplar.planner.simple_plans import PREFERENCE, simplified
 from poplar.planner.suggested_changes import suggested_changes
 from poplar.profile import ClusterProfile
@@ -31,6 +32,11 @@ POLICIES: Mapping[str, Policy] = {"exact": fastest_plan_with_persistent_units, *
 """How samples and shares are chosen at one stage. `exact` is the search for the fastest plan."""
 
 
+Recompute = Literal["auto", "never"]
+"""Whether a plan may recompute units in the backward."""
+RECOMPUTE: tuple[str, ...] = get_args(Recompute)
+
+
 def search(
     cluster: ClusterProfile,
     *,
@@ -39,6 +45,7 @@ def search(
     policy: str = "exact",
     max_micro_batch: int | None = None,
     preference: float = PREFERENCE,
+    recompute: Recompute = "auto",
 ) -> Plan:
     """The fastest plan that fits in memory, with its prediction.
 
@@ -48,8 +55,11 @@ def search(
         stages: ZeRO stages to choose from.
         policy: one of `POLICIES`.
         max_micro_batch: largest micro-batch on any rank; None: the largest that was measured.
-        preference: with policy "exact", a plan with even shares, fewer passes or fewer persistent
-            units is chosen if its step is slower by at most this fraction of the fastest one.
+        preference: with policy "exact", a plan with even shares, fewer passes, fewer persistent
+            units or no recomputation is chosen if its step is slower by at most this fraction of
+            the fastest one.
+        recompute: "auto": with policy "exact", ranks may recompute units in the backward
+            (activation checkpointing), if that was measured; "never": they do not.
 
     Returns:
         The same plan for the same arguments. Of equally fast plans, the one that needs less memory,
@@ -67,6 +77,7 @@ def search(
         policy=policy,
         max_micro_batch=max_micro_batch,
         preference=preference,
+        recompute=recompute,
     )[0]
 
 
@@ -78,6 +89,7 @@ def alternatives(
     policy: str = "exact",
     max_micro_batch: int | None = None,
     preference: float = PREFERENCE,
+    recompute: Recompute = "auto",
 ) -> tuple[Plan, ...]:
     """The best plan of every stage at which one fits, in the order in which `search` prefers them.
 
@@ -90,25 +102,47 @@ def alternatives(
         raise ValueError(f"policy must be one of {', '.join(POLICIES)}, got {policy!r}")
     if not (math.isfinite(preference) and preference >= 0.0):
         raise ValueError(f"preference must be finite and at least 0, got {preference}")
+    if recompute not in RECOMPUTE:
+        raise ValueError(f"recompute must be one of {', '.join(RECOMPUTE)}, got {recompute!r}")
     request = Request(global_batch, min(max_micro_batch or global_batch, global_batch))
     found: list[Plan] = []
     shortfalls: list[Shortfall] = []
+    may_recompute = policy == "exact" and recompute == "auto"
+    smallest = with_least_memory(cluster) if may_recompute else cluster
     for stage in _checked_stages(stages):
-        costs = StageCosts(cluster, stage)
-        missing = policy_shortfall(costs, policy, global_batch)
+        missing = policy_shortfall(StageCosts(smallest, stage), policy, global_batch)
         if missing is not None:
             shortfalls.append(missing)
             continue
-        plan, bound = POLICIES[policy](costs, request)
+        costs = StageCosts(cluster, stage)
+        if may_recompute:
+            plan, bound = _with_recomputation(costs, request, preference)
+        else:
+            plan, bound = POLICIES[policy](costs, request)
         if policy == "exact":
             limit = request.max_micro_batch
             plan = simplified(cluster, plan, preference, max_micro_batch=limit)
         gap = None if bound is None else _optimality_gap(cluster, plan, bound)
         found.append(describe(cluster, plan, policy, gap))
     if not found:
-        suggest = partial(suggested_changes, cluster, global_batch, stages, policy, shortfalls)
+        suggest = partial(
+            suggested_changes,
+            smallest,
+            global_batch,
+            stages,
+            policy,
+            shortfalls,
+            may_recompute=may_recompute,
+        )
         raise NoPlanFits(shortfalls, suggest)
-    return tuple(sorted(found, key=_sort_key))
+    return tuple(sorted(found, key=partial(_sort_key, preference)))
+
+
+def _with_recomputation(costs: StageCosts, request: Request, preference: float) -> Decision:
+    """The fastest plan of one stage, with recomputed units where they make it faster."""
+    fits = memory_shortfall(costs) is None
+    plain = fastest_plan_with_persistent_units(costs, request) if fits else None
+    return fastest_plan_with_recomputation(costs, request, plain, preference)
 
 
 def plan_or_error(cluster: ClusterProfile, **request: Any) -> Plan | ValueError:
@@ -126,9 +160,12 @@ def _optimality_gap(cluster: ClusterProfile, plan: Plan, bound: float) -> float:
     return gap if gap > TOLERANCE else 0.0
 
 
-def _sort_key(plan: Plan) -> tuple[float, int, int]:
+def _sort_key(preference: float, plan: Plan) -> tuple[float, int, int]:
+    """Seconds, also of plans with recomputed units as far as they must be faster than others."""
     assert plan.prediction is not None
     seconds, memory = plan.prediction["step_seconds"], plan.prediction["memory_bytes"]
+    if any(unit.recomputed_on for unit in plan.units):
+        seconds *= 1.0 + preference
     return seconds, sum(memory), plan.stage
 
 

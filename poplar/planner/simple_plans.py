@@ -1,5 +1,7 @@
 """Rounding a plan to a simpler one: even shares, fewer equal passes, fewer persistent units.
 
+With the batches and shares of the rounded plan, ranks recompute only as many units as needed.
+
 Measurements do not resolve differences below `PREFERENCE`, so among plans that are predicted within
 it the simplest one is chosen. The rounded plan always fits in memory.
 """
@@ -14,6 +16,7 @@ from poplar.plan import Plan, spread
 from poplar.planner.cost_model import StageCosts, costs_of
 from poplar.planner.heuristic import Alternation, Candidate, Request
 from poplar.planner.persistent_units import persistence_order, unit_plans
+from poplar.planner.recomputed_units import with_fewest_recomputed_units
 from poplar.profile import ClusterProfile
 
 PREFERENCE = 0.02
@@ -53,15 +56,18 @@ def simplified(
     else:
         chosen = _with_fewer_passes(solvers, chosen, limit, preference)
     simpler = _with_fewer_persistent_units(costs, chosen, limit)
-    if chosen[1:] == (plan.micro_batches, plan.shares) and simpler == costs:
-        return plan
-    return dataclasses.replace(
+    changed = dataclasses.replace(
         plan,
         micro_batches=chosen.micro_batches,
         shares=chosen.shares,
         units=unit_plans(simpler),
         prediction=None,
     )
+    if simpler.recomputed:
+        simpler = with_fewest_recomputed_units(cluster, simpler, changed)
+    if chosen[1:] == (plan.micro_batches, plan.shares) and simpler == costs:
+        return plan
+    return dataclasses.replace(changed, units=unit_plans(simpler))
 
 
 def _with_fewer_synchronizations(

@@ -28,6 +28,8 @@ def suggested_changes(
     stages: Sequence[int],
     policy: str,
     shortfalls: Sequence[Shortfall],
+    *,
+    may_recompute: bool = True,
 ) -> tuple[str, ...]:
     """The smallest changes that make a plan fit, each on its own.
 
@@ -37,6 +39,7 @@ def suggested_changes(
         stages: see `search`.
         policy: see `search`.
         shortfalls: what is missing at each stage.
+        may_recompute: ranks may recompute units already; `cluster` has their least memory then.
     """
     groups = device_groups(cluster)
     cluster = with_equal_devices(cluster, groups)
@@ -62,7 +65,14 @@ def suggested_changes(
     stage = fitting_stage(cluster, stages, "exact")
     if stage is not None:
         found.append(f"policy exact at stage {stage}")
-    too_small = {tuple(one.bytes_by_rank) for one in shortfalls} - {all_ranks.ranks}
+    lacking = {tuple(one.bytes_by_rank) for one in shortfalls}
+    if policy == "exact" and not may_recompute:
+        recomputing = (
+            what_if.recomputing(cluster, ranks)
+            for ranks in [*sorted(lacking, key=len), all_ranks.ranks]
+        )
+        found += list(filter(None, map(suggestion, recomputing)))[:1]
+    too_small = lacking - {all_ranks.ranks}
     smaller = (what_if.without(cluster, ranks) for ranks in sorted(too_small, key=len))
     found += list(filter(None, map(suggestion, smaller)))[:1]
     memory_groups = [*groups, all_ranks] if len(groups) > 1 else groups

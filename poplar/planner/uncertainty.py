@@ -14,10 +14,17 @@ from poplar.profile import BatchPoint, ClusterProfile, DeviceProfile
 
 
 def unmeasured_batches(cluster: ClusterProfile, plan: Plan) -> tuple[tuple[int, ...], ...]:
-    """By rank, the micro-batch sizes of the plan that are not points of the rank's curve."""
+    """By rank, the micro-batch sizes of the plan that are not points of the rank's curve.
+
+    Empty for a rank that recomputes units: its curve lies between two measured ones.
+    """
     return tuple(
-        tuple(sorted(set(sizes) - {point.batch for point in device.points} - {0}))
-        for sizes, device in zip(plan.micro_batches, cluster.devices, strict=True)
+        ()
+        if plan.recomputed_units(rank)
+        else tuple(sorted(set(sizes) - {point.batch for point in device.points} - {0}))
+        for rank, (sizes, device) in enumerate(
+            zip(plan.micro_batches, cluster.devices, strict=True)
+        )
     )
 
 
@@ -27,8 +34,13 @@ def at_worst(cluster: ClusterProfile) -> ClusterProfile:
     A pass never takes less time for more samples, so this is an upper bound. The best plan on it
     uses measured batches, or batches that cost no more.
     """
-    devices = (replace(device, points=tuple(_stepped(device))) for device in cluster.devices)
-    return replace(cluster, devices=tuple(devices))
+    return replace(cluster, devices=tuple(map(_at_worst, cluster.devices)))
+
+
+def _at_worst(device: DeviceProfile) -> DeviceProfile:
+    fully = replace(device, points=device.recomputed_points or device.points)
+    recomputed = tuple(_stepped(fully)) if device.recomputed_points else ()
+    return replace(device, points=tuple(_stepped(device)), recomputed_points=recomputed)
 
 
 def _stepped(device: DeviceProfile) -> list[BatchPoint]:

@@ -6,7 +6,7 @@ measured and not changed stays the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple
@@ -14,6 +14,7 @@ from typing import NamedTuple
 from poplar.formatting import format_bytes, format_percent, format_ranks, format_signed_percent
 from poplar.plan import STRATEGIES
 from poplar.planner.device_groups import DeviceGroup, of_ranks
+from poplar.planner.recomputed_curves import with_recomputed_parts
 from poplar.profile import BatchPoint, ClusterProfile, DeviceProfile, NetworkProfile
 
 _NO_RESIDUALS = (0.0,) * len(STRATEGIES)
@@ -98,14 +99,26 @@ def smaller_activations(cluster: ClusterProfile, percent_less: int) -> Changed:
     left = 100 - percent_less
 
     def smaller(device: DeviceProfile) -> DeviceProfile:
-        points = (
-            replace(point, activation_bytes=point.activation_bytes * left // 100)
-            for point in device.points
-        )
-        return replace(device, points=tuple(points))
+        def each(points: Iterable[BatchPoint]) -> tuple[BatchPoint, ...]:
+            return tuple(
+                replace(point, activation_bytes=point.activation_bytes * left // 100)
+                for point in points
+            )
+
+        recomputed = each(device.recomputed_points)
+        return replace(device, points=each(device.points), recomputed_points=recomputed)
 
     amount = f"at most {left} % (activation checkpointing or shorter sequences)"
     return Changed(_with_devices(cluster, smaller), Change("activations", amount))
+
+
+def recomputing(cluster: ClusterProfile, ranks: Collection[int]) -> Changed:
+    """Ranks that save as much memory as recomputing all units does, at no cost of time."""
+    if cluster.model.recomputable_units:
+        parts = [(0.0, float(rank in ranks)) for rank in range(cluster.world_size)]
+        cluster = with_recomputed_parts(cluster, parts)
+    where = format_ranks(tuple(ranks))
+    return Changed(cluster, Change("recompute='auto'", f"(recomputation on {where})"))
 
 
 def more_devices(cluster: ClusterProfile, group: DeviceGroup, copies: int) -> Changed:
@@ -174,13 +187,19 @@ def _slower(device: DeviceProfile, factor: float) -> DeviceProfile:
     return replace(
         device,
         points=tuple(point.times(factor) for point in device.points),
+        recomputed_points=tuple(point.times(factor) for point in device.recomputed_points),
         optimizer_seconds=device.optimizer_seconds * factor,
         optimizer_latency_seconds=device.optimizer_latency_seconds * factor,
     )
 
 
 def _extended(device: DeviceProfile) -> DeviceProfile:
-    """One more point, on the steeper of the last segment and the line from first to last point."""
+    """One more point on each curve, by the steeper of its last segment and the line from first to
+    last point.
+    """
+    if device.recomputed_points:
+        fully = replace(device, points=device.recomputed_points, recomputed_points=())
+        device = replace(device, recomputed_points=_extended(fully).points)
     if len(device.points) < 2:
         return device
     batches = first, before, last = [device.points[at].batch for at in (0, -2, -1)]

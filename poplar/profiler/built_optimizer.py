@@ -41,6 +41,7 @@ def built_optimizer(
             allow_batch_norm=request.allow_batch_norm,
             weights=request.weights,
             device=request.device,
+            on_out_of_memory="raise",  # a changed plan would be measured as the given one
             **options,
         )
         try:

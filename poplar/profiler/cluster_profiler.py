@@ -46,6 +46,7 @@ from poplar.profiler.noise import noise_notes
 from poplar.profiler.optimizer_step import measure_update
 from poplar.profiler.peak_flops import peak_flops
 from poplar.profiler.progress import Report
+from poplar.profiler.recomputed_curves import with_recomputed_curves
 from poplar.profiler.request import Request
 from poplar.profiler.session import Session
 from poplar.system import devices
@@ -102,6 +103,7 @@ class Profiler:
             notes=tuple(noise_notes(profiles, [curve.cpu_use for curve in curves])),
         )
         session.largest_unsharded = [curve.largest_unsharded for curve in curves]
+        profile = with_recomputed_curves(session, profile, report)
         return self.with_later_memory(profile)
 
     def use(self, profile: ClusterProfile) -> None:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from poplar.comm.host_topology import Hosts, host_id
+from poplar.comm.work import StreamWork
 from poplar.profile import LinkProfile
 from poplar.profiler.session import Session
 from poplar.profiler.timing import seconds_of
@@ -29,6 +30,7 @@ SETTLED = 0.1
 """Relative change of the bandwidth below which larger messages are not tried."""
 REPETITIONS = 3
 _HOST = torch.device("cpu")
+_WHAT = "measuring the links between hosts"
 
 
 def find_hosts(session: Session) -> Hosts:
@@ -126,6 +128,7 @@ class Messages:
         self._partner = partners.get(group.rank)
         on_device = group.supports(session.device)
         self._device = session.device if on_device else _HOST
+        self._waits_on_stream = not group.is_on_host(self._device) and on_device
         usable = on_device or group.is_on_host(_HOST)
         self._process_group = group.process_group if usable else group.control_group
 
@@ -139,15 +142,26 @@ class Messages:
         sent = torch.zeros(sum(splits), dtype=torch.uint8, device=self._device)
         received = torch.empty_like(sent)
 
-        def run() -> None:
+        def start() -> list[dist.Work | None]:
+            group = self._process_group
+            return [
+                dist.all_to_all_single(received, sent, splits, splits, group=group, async_op=True)
+            ]
+
+        def run_on_stream() -> None:
+            # With a timeout NCCL's wait looks once a millisecond, far longer than a message takes.
+            StreamWork(self._group, start, self._device, _WHAT, None).wait()
+
+        def run_on_host() -> None:
             try:
-                work = dist.all_to_all_single(
-                    received, sent, splits, splits, group=self._process_group, async_op=True
-                )
-                work.wait(self._group.timeout)
+                for work in start():
+                    assert work is not None
+                    work.wait(self._group.timeout)
             except RuntimeError as error:
                 peers = [rank for rank, own in enumerate(splits) if own]
-                what = "measuring the links between hosts"
-                raise self._group.timeout_error(what, peers, str(error)) from error
+                raise self._group.timeout_error(_WHAT, peers, str(error)) from error
 
-        return median(seconds_of(run, self._device) for _ in range(REPETITIONS))
+        run = run_on_stream if self._waits_on_stream else run_on_host
+        taken = median(seconds_of(run, self._device) for _ in range(REPETITIONS))
+        self._group.check()  # the device also goes on after an abort
+        return taken

@@ -45,8 +45,8 @@ def memory_budget(session: Session) -> MemoryBudget:
     Raises:
         ValueError: the `memory_limit` of this rank is larger than its memory.
     """
-    device, limit = session.device, session.request.memory_limit
-    held, total = 0, host_limits.total_memory()
+    device, limit = session.device, session.memory_limit
+    held, total = 0, _smallest(host_limits.total_memory(), host_limits.process_limit())
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         own = total - free - devices.describe(device).others_bytes
@@ -63,3 +63,7 @@ def memory_budget(session: Session) -> MemoryBudget:
         )
     available = limit or devices.memory_available(device, session.ranks_on_this_host)
     return MemoryBudget(available, max(0, held))
+
+
+def _smallest(*limits: int | None) -> int | None:
+    return min((limit for limit in limits if limit is not None), default=None)

@@ -15,7 +15,9 @@ from torch import nn
 import poplar
 from poplar.data import pytree
 from poplar.plan import STRATEGIES
+from poplar.profiler import memory_limit
 from poplar.profiler.compilation import is_compiled
+from poplar.profiler.memory_limit import MemoryLimit
 from poplar.system import devices, host_limits
 from poplar.zero import setup
 from poplar.zero.initial_values import Weights
@@ -36,7 +38,7 @@ class Request:
     optimizer_class: OptimizerFactory
     optimizer_options: Mapping[str, Any]
     max_batch: int | None
-    memory_limit: int | None
+    memory_limit: MemoryLimit
     stages: Sequence[int]
     seconds: float
     max_norm: float | None
@@ -53,13 +55,12 @@ class Request:
         Raises:
             ValueError: an argument is wrong; says how to fix it.
         """
-        for name, meaning in (
-            ("max_batch", "it is the largest micro-batch to try on this rank"),
-            ("memory_limit", "it is the bytes that this rank may use; default: what is free"),
-        ):
-            value = getattr(self, name)
-            if value is not None and not is_count(value):
-                raise ValueError(f"{name} must be an integer above 0, got {value!r}; {meaning}")
+        if self.max_batch is not None and not is_count(self.max_batch):
+            raise ValueError(
+                f"max_batch must be an integer above 0, got {self.max_batch!r}; it is the largest "
+                "micro-batch to try on this rank"
+            )
+        memory_limit.check(self.memory_limit)
         unknown = [s for s in self.stages if isinstance(s, bool) or s not in range(len(STRATEGIES))]
         if unknown or not self.stages:
             raise ValueError(f"stages must be ZeRO stages from 0 to 3, got {self.stages}")

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from poplar.comm import Group, connect_control
+from poplar.profiler import memory_limit
 from poplar.profiler.compilation import HookedGraphs, compiled_code_preserved
 from poplar.profiler.pass_memory import PassMemory
 from poplar.profiler.passes import Passes
@@ -81,6 +82,12 @@ class Session:
         trained = (p.dtype for p in request.model.parameters() if p.requires_grad)
         self.compute_dtype = self.cast_to or next(trained)
         by_rank = self.exchange(own)
+        devices, given = self.exchange(str(self.device)), self.exchange(request.memory_limit)
+        limits = memory_limit.by_rank(given, devices)
+        self.memory_limit = limits[group.rank]
+        """Bytes that this rank may use; None: what is free."""
+        for entries, limit in zip(by_rank, limits, strict=True):
+            entries["memory_limit"] = limit
         self.ranks_on_this_host = [other["host"] for other in by_rank].count(own["host"])
         self.identity = request.identity(self.setup, self.cast_to, by_rank)
         self.memory = PassMemory.unlimited(group.size)

@@ -79,8 +79,9 @@ def memory_available(device: torch.device, ranks_on_host: int) -> int:
             rank of the host should call this at the same time.
 
     Returns:
-        CPU: the rank's part of the free memory, within container limits, plus what the process
-        holds. CUDA: the memory of the device, minus what other processes hold.
+        CPU: the rank's part of the free memory, within the limits of containers and of this
+        process, plus what the process holds. CUDA: the memory of the device, minus what other
+        processes hold.
 
     Raises:
         ValueError: `ranks_on_host` below 1, or another type of device.
@@ -97,7 +98,21 @@ def memory_available(device: torch.device, ranks_on_host: int) -> int:
             "this system does not report its free memory (no MemAvailable in /proc/meminfo); pass "
             "memory_limit= in bytes"
         )
-    return free_bytes // ranks_on_host + host_limits.resident_memory()
+    free_bytes //= ranks_on_host
+    unused = host_limits.unused_process_memory()
+    if unused is not None:
+        free_bytes = min(free_bytes, unused)
+    return free_bytes + host_limits.resident_memory()
+
+
+def peak_memory(device: torch.device) -> int:
+    """Most bytes of this process so far; 0 if unknown.
+
+    CUDA: what torch's allocator has reserved. CPU: resident memory, with shared pages.
+    """
+    if checked_kind(device) == "cuda":
+        return torch.cuda.max_memory_reserved(device)
+    return host_limits.peak_resident_memory()
 
 
 def _describe_cpu() -> DeviceInfo:

@@ -1,4 +1,4 @@
-"""Memory and cores of this host, and the limits that a container sets on both.
+"""Memory and cores of this host, and the limits of containers and of this process.
 
 Reads only `/proc` and `/sys`. A value that the kernel does not report is None, never a guess.
 """
@@ -49,9 +49,25 @@ def free_memory() -> int | None:
 
 def resident_memory() -> int:
     """Private resident memory of this process in bytes; 0 if unknown."""
-    text = _read(_PROC / "self/status") or ""
-    found = re.search(r"^RssAnon:\s*(\d+) kB$", text, re.MULTILINE)
-    return int(found[1]) * 1024 if found else 0
+    return _status("RssAnon") or 0
+
+
+def peak_resident_memory() -> int:
+    """Most resident memory of this process so far, with shared pages, in bytes; 0 if unknown."""
+    return _status("VmHWM") or 0
+
+
+def process_limit() -> int | None:
+    """The smaller of this process's limits of data and addresses (`ulimit -d`, `ulimit -v`).
+
+    None if it has neither.
+    """
+    return min((limit for limit, _ in _process_limits()), default=None)
+
+
+def unused_process_memory() -> int | None:
+    """Bytes that this process may still allocate under these limits; None without a limit."""
+    return min((max(0, limit - used) for limit, used in _process_limits()), default=None)
 
 
 def processor_quota() -> float | None:
@@ -89,6 +105,22 @@ def shared_memory() -> tuple[int, int] | None:
 def _meminfo(field: str) -> int | None:
     found = re.search(rf"^{field}:\s*(\d+) kB$", _read(_PROC / "meminfo") or "", re.MULTILINE)
     return int(found[1]) * 1024 if found else None
+
+
+def _status(field: str) -> int | None:
+    """Bytes of this process."""
+    text = _read(_PROC / "self/status") or ""
+    found = re.search(rf"^{field}:\s*(\d+) kB$", text, re.MULTILINE)
+    return int(found[1]) * 1024 if found else None
+
+
+def _process_limits() -> Iterator[tuple[int, int]]:
+    """Limit and use, in bytes, of data and addresses of this process, where there is a limit."""
+    text = _read(_PROC / "self/limits") or ""
+    for name, field in (("Max data size", "VmData"), ("Max address space", "VmSize")):
+        found = re.search(rf"^{name} +(\d+) ", text, re.MULTILINE)
+        if found:
+            yield int(found[1]), _status(field) or 0
 
 
 def _memory_groups() -> Iterator[tuple[int, int]]:

@@ -26,12 +26,13 @@ from poplar.observation import Observation, Trials
 from poplar.plan import STRATEGIES, Plan
 from poplar.planner.calibration import refine
 from poplar.planner.prediction import describe, fits, predict
-from poplar.planner.search import POLICIES, alternatives
+from poplar.planner.search import POLICIES, RECOMPUTE, Recompute, alternatives
 from poplar.planner.simple_plans import simplified
 from poplar.planner.uncertainty import at_worst, unmeasured_batches
 from poplar.profile import BatchPoint, ClusterProfile, DeviceProfile
 from poplar.profiler.batch_curves import with_measured
 from poplar.profiler.cluster_profiler import Profiler
+from poplar.profiler.memory_limit import MemoryLimit
 from poplar.profiler.progress import Report, show_progress
 from poplar.profiler.request import Request, digest, is_count
 from poplar.tuning.profile_cluster import CachedProfile
@@ -89,10 +90,11 @@ def tune(
     optimizer_class: OptimizerFactory = torch.optim.AdamW,
     stage: int | Literal["auto"] = "auto",
     policy: str = "exact",
+    recompute: Recompute = "auto",
     profile: ClusterProfile | None = None,
     verify: bool = True,
     max_batch: int | None = None,
-    memory_limit: int | None = None,
+    memory_limit: MemoryLimit = None,
     seconds: float = 60.0,
     max_norm: float | None = 1.0,
     process_group: dist.ProcessGroup | None = None,
@@ -117,6 +119,8 @@ def tune(
         global_batch: samples behind one optimizer step, over all ranks. No plan changes it.
         stage: a ZeRO stage, or "auto" for the fastest stage that fits.
         policy: `"exact"`, or a published policy to compare with: `"even"`, `"flops"`, `"paper"`.
+        recompute: "auto": with policy "exact", small devices may recompute units in the backward
+            (activation checkpointing) where that makes the step faster; "never": no rank does.
         profile: use this profile of the same job instead of measuring.
         verify: measure the batch sizes of the chosen plan that were not profiled, then time the
             best plans of the best two stages in turns. A better plan that the search finds with
@@ -151,12 +155,13 @@ def tune(
         device=device,
         global_batch=global_batch,
         policy=policy,
+        recompute=recompute,
         verify=verify,
         given=profile,
     )
     profiler = Profiler(request, Group.of(process_group, timeout))
     cached = CachedProfile(profiler, cache, show=progress)
-    tuner = Tuner(cached, global_batch=global_batch, policy=policy)
+    tuner = Tuner(cached, global_batch=global_batch, policy=policy, recompute=recompute)
     return tuner.tune(profile, verify=verify)
 
 
@@ -188,6 +193,7 @@ class _TuningRequest(Request):
 
     global_batch: int
     policy: str
+    recompute: Recompute
     verify: bool
     given: ClusterProfile | None
 
@@ -196,6 +202,10 @@ class _TuningRequest(Request):
             raise ValueError(f"global_batch must be an integer above 0, got {self.global_batch!r}")
         if self.policy not in POLICIES:
             raise ValueError(f"policy={self.policy!r} is not known; use one of {sorted(POLICIES)}")
+        if self.recompute not in RECOMPUTE:
+            raise ValueError(
+                f"recompute={self.recompute!r} is not known; use one of {sorted(RECOMPUTE)}"
+            )
         super().check()
 
     def must_be_equal(self) -> dict[str, Any]:
@@ -203,6 +213,7 @@ class _TuningRequest(Request):
             **super().must_be_equal(),
             "global_batch": self.global_batch,
             "policy": self.policy,
+            "recompute": self.recompute,
             "verify": bool(self.verify),
             "profile": None if self.given is None else digest(self.given.to_dict()),
         }
@@ -211,12 +222,20 @@ class _TuningRequest(Request):
 class Tuner:
     """One job on its ranks; all methods are collective."""
 
-    def __init__(self, cached: CachedProfile, *, global_batch: int, policy: str) -> None:
+    def __init__(
+        self,
+        cached: CachedProfile,
+        *,
+        global_batch: int,
+        policy: str,
+        recompute: Recompute = "auto",
+    ) -> None:
         self.cached = cached
         self.profiler = cached.profiler
         self.session = cached.profiler.session
         self.global_batch = global_batch
         self.policy = policy
+        self.recompute = recompute
 
     def tune(self, given: ClusterProfile | None = None, *, verify: bool = True) -> Tuned:
         """The best plan on `given`, or on a profile from the cache or measured now."""
@@ -225,7 +244,7 @@ class Tuner:
         profile = self.cached.profile() if given is None else self._checked_profile(given)
         # Compilation may have taken longer than the whole budget.
         ends = max(ends, time.perf_counter() + (1.0 - PROFILE_PART) * seconds)
-        key = json.dumps([self.global_batch, self.policy])
+        key = json.dumps([self.global_batch, self.policy, self.recompute])
         known = self.cached.plans.get(key) if given is None else None
         if known is not None and fits(profile, known):
             return Tuned(known, profile, ())
@@ -255,6 +274,7 @@ class Tuner:
                 global_batch=self.global_batch,
                 stages=self.session.request.stages,
                 policy=self.policy,
+                recompute=self.recompute,
             )[:CANDIDATES]
             simpler = [simplified(profile, plans[0], SIMPLER)] if self.policy == "exact" else []
             return tuple(dict.fromkeys([*plans, *simpler]))
@@ -368,7 +388,7 @@ class Tuner:
                     "profile_cluster()"
                 )
         request = self.session.request
-        limits = self.session.exchange((request.max_batch, request.memory_limit))
+        limits = self.session.exchange((request.max_batch, self.session.memory_limit))
         cut = (
             _limited(device, *limit) for device, limit in zip(given.devices, limits, strict=True)
         )
@@ -392,16 +412,8 @@ def _limited(
     device: DeviceProfile, max_batch: int | None, memory_limit: int | None
 ) -> DeviceProfile:
     memory = min(device.memory_bytes, memory_limit or device.memory_bytes)
-    largest = min(device.max_batch, max_batch or device.max_batch)
-    points = [point for point in device.points if point.batch <= largest]
-    if not points or points[-1].batch < largest:
-        interpolated = BatchPoint(
-            batch=largest,
-            seconds=device.seconds(largest),
-            activation_bytes=round(device.activation_bytes(largest)),
-        )
-        points.append(interpolated)
-    return replace(device, points=tuple(points), memory_bytes=memory)
+    limited = device if max_batch is None else device.with_largest_batch(max_batch)
+    return replace(limited, memory_bytes=memory)
 
 
 def _next_power_of_two(number: int) -> int | None:

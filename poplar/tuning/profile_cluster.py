@@ -24,6 +24,7 @@ from poplar.planner.memory_shortfall import NoPlanFits
 from poplar.profile import ClusterProfile
 from poplar.profiler.cache import Cache, default_folder
 from poplar.profiler.cluster_profiler import Profiler
+from poplar.profiler.memory_limit import MemoryLimit
 from poplar.profiler.progress import Report, show_progress
 from poplar.profiler.request import Request
 from poplar.zero.initial_values import Weights
@@ -38,7 +39,7 @@ def profile_cluster(
     *,
     optimizer_class: OptimizerFactory = torch.optim.AdamW,
     max_batch: int | None = None,
-    memory_limit: int | None = None,
+    memory_limit: MemoryLimit = None,
     stages: Sequence[int] = (0, 1, 2, 3),
     seconds: float = 60.0,
     max_norm: float | None = 1.0,
@@ -65,8 +66,10 @@ def profile_cluster(
             few are enough. Use typical sequence lengths: they determine the time of a pass.
         optimizer_class: with `optimizer_kwargs`, as training will use it.
         max_batch: largest micro-batch to try on this rank; default: what memory and time allow.
-        memory_limit: bytes that this rank may use; default: the memory of its device, less what
-            other processes use.
+        memory_limit: what this rank may use, in bytes or as "10GiB"; default: the memory of its
+            device, less what other processes use. Or a mapping by rank number or device, the same
+            on all ranks: `{"cuda:1": "10GiB", 3: 8 << 30}`. An entry for a device counts for every
+            rank on a device of this name; ranks without an entry have no limit.
         stages: ZeRO stages to run steps at; other stages are predicted less accurately.
         seconds: time budget. Exceeded if a few passes of each kind take longer, and by the warm-up:
             each batch size runs until its time settles, so that compilation, cuDNN's choice of

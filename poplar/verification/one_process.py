@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from poplar.data import pytree
+from poplar.system.out_of_memory import is_out_of_memory
 from poplar.verification.outcome import Tolerance, relative_error
 from poplar.zero.micro_batch_loss import LossFunction, check_scalar
 from poplar.zero.micro_batches import Loss, Weight
@@ -61,7 +61,9 @@ class OneProcess:
         while True:
             try:
                 return self._gradient(batch, micro_batch)
-            except torch.OutOfMemoryError as error:
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
                 for parameter in self.model.parameters():
                     parameter.grad = None
                 if micro_batch == 1:

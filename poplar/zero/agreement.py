@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import TypeVar
 
 import torch
@@ -21,6 +22,7 @@ from poplar.comm import Communicator, Control, Work
 from poplar.comm.shard_layout import ALIGNMENT, Layout
 from poplar.errors import RankFailed
 from poplar.zero import gradient_norm
+from poplar.zero.collective_order import LeaderFailed
 from poplar.zero.flat_parameter import FlatParameter
 
 T = TypeVar("T")
@@ -65,6 +67,15 @@ class StepSummary:
         if any(math.isnan(seconds) for seconds in self.waited):
             return None
         return min(range(len(self.waited)), key=self.waited.__getitem__)
+
+
+class MicroBatchesTooLarge(Exception):
+    """Ranks ran out of memory in a step, which all ranks can run again in smaller micro-batches."""
+
+    def __init__(self, batches: Mapping[int, int]) -> None:
+        """`batches`: by rank, the samples of the micro-batch that did not fit, at least 2."""
+        super().__init__(batches)
+        self.batches = batches
 
 
 def leader_of(sizes: Sequence[int]) -> int | None:
@@ -151,6 +162,8 @@ def close_step(
     waited: float,
     norm_type: float | None,
     error: BaseException | None,
+    too_large: int = 0,
+    may_run_again: bool = False,
     checksum: Tensor | None = None,
 ) -> StepSummary:
     """Agree that the step may be applied. Collective.
@@ -162,9 +175,13 @@ def close_step(
         loss: this rank's part of the weighted loss.
         norm_type: type of the gradient norm to compute; None for none.
         error: why this rank could not finish its passes, if it could not.
+        too_large: samples of the micro-batch in which this rank ran out of memory, if that is
+            `error`; 0 otherwise.
+        may_run_again: this rank can run the passes of the step again.
         checksum: of this rank's replicas: one int64 on the device. See `replica_check`.
 
     Raises:
+        MicroBatchesTooLarge: all ranks can run the step again, and memory is all that failed.
         RankFailed: another rank could not finish its passes.
     """
     rows = norm_rows(comm, flats)
@@ -174,12 +191,14 @@ def close_step(
     if checksum is not None:
         rows[comm.group.rank, _CHECKSUM] = checksum
     pending = gather_rows(comm, rows, what="the loss and the gradient norm")
-    head = torch.tensor([float(error is not None), waited], dtype=torch.float64, device="cpu")
+    outcome = [_failure(error), waited, float(too_large), float(may_run_again)]
+    head = torch.tensor(outcome, dtype=torch.float64, device="cpu")
     flags = [place in flat.used for flat in flats for place in range(len(flat.parameters))]
     used = torch.tensor(flags, dtype=torch.float64, device="cpu")
     received = control.exchange(torch.cat([head, used]), what="closing a step")()
     pending.wait()
     if any(bool(values[0]) for values in received):
+        _raise_if_too_large([values[: len(head)].tolist() for values in received])
         raise_on_all_ranks(control, error, doing="a step")
     return StepSummary(
         losses=rows[:, _LOSS].view(torch.float64),
@@ -189,6 +208,36 @@ def close_step(
         waited=tuple(float(values[1]) for values in received),
         checksums=rows[:, _CHECKSUM],
     )
+
+
+class Failure(IntEnum):
+    """Whether a rank could finish the passes of a step."""
+
+    NONE = 0
+    OWN = 1
+    OF_LEADER = 2
+    """It could not, because another rank has failed."""
+
+
+def _failure(error: BaseException | None) -> float:
+    if error is None:
+        return float(Failure.NONE)
+    return float(Failure.OF_LEADER if isinstance(error, LeaderFailed) else Failure.OWN)
+
+
+def _raise_if_too_large(outcomes: Sequence[Sequence[float]]) -> None:
+    """Raise if the step can be run again in smaller micro-batches, from the outcomes of all ranks.
+
+    All ranks decide alike, because they decide from the same values.
+    """
+    batches = {}
+    for rank, (failed, _, too_large, may_run_again) in enumerate(outcomes):
+        if not may_run_again or (failed == Failure.OWN and too_large < 2):
+            return
+        if failed == Failure.OWN:
+            batches[rank] = int(too_large)
+    if batches:
+        raise MicroBatchesTooLarge(batches)
 
 
 def _unused(flats: Sequence[FlatParameter], used: Tensor) -> dict[FlatParameter, set[int]]:

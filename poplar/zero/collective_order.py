@@ -20,6 +20,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from poplar.errors import RankFailed
+
+
+class LeaderFailed(RankFailed):
+    """This rank cannot finish a first pass, because the leader has failed in it."""
+
 
 class SlotKind(Enum):
     """What a slot issues. END and ABANDON are only broadcast."""

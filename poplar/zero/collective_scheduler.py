@@ -13,8 +13,14 @@ from enum import Enum
 from torch import Tensor, nn
 
 from poplar.comm import Control
-from poplar.errors import OutOfOrder, RankFailed
-from poplar.zero.collective_order import CollectiveOrder, Slot, SlotKind, agreed_order
+from poplar.errors import OutOfOrder
+from poplar.zero.collective_order import (
+    CollectiveOrder,
+    LeaderFailed,
+    Slot,
+    SlotKind,
+    agreed_order,
+)
 from poplar.zero.flat_parameter import FlatParameter
 from poplar.zero.strategy import Strategy
 from poplar.zero.unit import Unit
@@ -200,7 +206,7 @@ class CollectiveScheduler:
 
         Raises:
             OutOfOrder: the agreed order has no unshard of this unit left.
-            RankFailed: the leader of the first pass failed before this unit.
+            LeaderFailed: the leader of the first pass failed before this unit.
         """
         if unit in self._ready:
             return
@@ -332,7 +338,7 @@ class CollectiveScheduler:
         while True:
             slot = self._receive_next()
             if slot.kind is SlotKind.ABANDON:
-                raise RankFailed(
+                raise LeaderFailed(
                     f"rank {self._control.group.rank}: rank {self._leader} broadcasts the order of "
                     "collectives in its first pass and failed in it; see the error on that rank"
                 )

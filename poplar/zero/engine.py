@@ -6,7 +6,6 @@ other backward is an implicit pass: it begins at its first unit or gradient and 
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -19,8 +18,11 @@ from torch.utils.hooks import RemovableHandle
 from poplar.comm import Communicator, Control
 from poplar.data import pytree
 from poplar.errors import CollectiveTimeout, PoplarError
+from poplar.system.out_of_memory import free_frames, is_out_of_memory
 from poplar.zero.collective_scheduler import CollectiveScheduler, Mode
 from poplar.zero.flat_parameter import FlatParameter
+from poplar.zero.model_hook import ModelHook
+from poplar.zero.recomputation import Recomputation
 from poplar.zero.step_state import Phase, StepState
 from poplar.zero.strategy import Strategy
 from poplar.zero.unit import Unit
@@ -36,6 +38,8 @@ class Engine:
         strategy: Strategy,
         comm: Communicator,
         control: Control,
+        *,
+        blocks: Sequence[str] = (),
     ) -> None:
         self.model = model
         self.units = tuple(units)
@@ -51,12 +55,22 @@ class Engine:
         """A pass is open whose weight is not known yet."""
         self._explicit_pass = False
         self._callback_queued = False
-        self._all_unsharded = self._writeback = False
+        self._unsharded: set[Unit] = set()
+        self._writable: set[Unit] = set()
+        """Units in the contexts of `unsharded_parameters`."""
+        self._naming = False
+        self._unit_of = {
+            id(p): unit for unit in self.units for f in unit.flats for p in f.parameters
+        }
         self._in_early_forward = False
         self._modules = {id(module) for module in model.modules()}
         self._forward_depth = 0
         self._visits: dict[Unit, int] = {}
-        self.hooks: list[RemovableHandle] = list(self._register_hooks())
+        self.recomputation = Recomputation(model, blocks, self._unshards_before_forwards())
+        self.hooks: list[RemovableHandle | Recomputation] = [
+            *self._register_hooks(),
+            self.recomputation,
+        ]
         """They hold a reference to the engine until the owner removes them."""
 
     @property
@@ -74,11 +88,10 @@ class Engine:
         self.strategy.begin_step()
         for flat in self.trained:
             flat.used.clear()
-            if keep_gradients:
-                continue
-            for parameter in flat.parameters:
-                parameter.grad = None
-            self.strategy.free_gradient(flat)
+            if not keep_gradients:
+                self.strategy.free_gradient(flat)
+        if not keep_gradients:
+            self.drop_parameter_gradients()
         self.step = StepState()
 
     @property
@@ -113,7 +126,7 @@ class Engine:
             self.has_early_pass = False
             self.scheduler.set_weight(weight)
             return True
-        if mode is Mode.EVALUATE and self._all_unsharded:
+        if mode is Mode.EVALUATE and len(self._unsharded) == len(self.units):
             return False
         reduces = mode.has_gradients and (last or self.strategy.reduces_every_pass)
         if leader is None:
@@ -132,7 +145,7 @@ class Engine:
         Returns:
             False, on all ranks, if the collective order has not been agreed yet.
         """
-        busy = self.scheduler.active or self._all_unsharded
+        busy = self.scheduler.active or bool(self._unsharded)
         if busy or not self.scheduler.has_order(Mode.TRAIN, True):
             return False
         self.begin_step()
@@ -144,16 +157,19 @@ class Engine:
         """Close the open pass. After a failure its remaining slots get zeros. Collective.
 
         Raises:
-            torch.OutOfMemoryError: this rank ran out of memory. The pass has been completed with
-                zeros, so the other ranks do not wait.
+            Exception: this rank ran out of memory (`is_out_of_memory`). The pass has been completed
+                with zeros, so the other ranks do not wait.
             PoplarError: the pass could not be completed even with zeros.
         """
         has_gradients = self.scheduler.mode.has_gradients
         try:
             try:
                 self.scheduler.finish(failed=failed)
-            except torch.OutOfMemoryError as short:
-                traceback.clear_frames(short.__traceback__)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                free_frames(error)
+                self.drop_parameter_gradients()
                 self._finish_out_of_memory()
                 raise
         finally:
@@ -166,13 +182,21 @@ class Engine:
         """Complete the pass with zeros, which needs less memory."""
         try:
             self.scheduler.finish(failed=True)
-        except torch.OutOfMemoryError as short:
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
             reason = (
                 f"rank {self.comm.group.rank} is out of memory and cannot complete a pass even "
-                f"without gradients; give it fewer samples or a smaller share: {short}"
+                f"without gradients; give it fewer samples or a smaller share: {error}"
             )
             self.stop_all_ranks(reason)
-            raise PoplarError(reason) from short
+            raise PoplarError(reason) from error
+
+    def drop_parameter_gradients(self) -> None:
+        """Set `.grad` of all parameters to None, as at the start of a step."""
+        for flat in self.trained:
+            for parameter in flat.parameters:
+                parameter.grad = None
 
     def stop_all_ranks(self, reason: str) -> None:
         """Make the later collectives of all ranks raise: this rank cannot go on with them."""
@@ -240,57 +264,89 @@ class Engine:
     # Values.
 
     @contextmanager
-    def unsharded_parameters(self, *, writeback: bool) -> Iterator[None]:
-        """A context in which all parameters are unsharded. Collective at both ends."""
+    def unsharded_parameters(
+        self, *, writeback: bool, units: Sequence[Unit] | None = None
+    ) -> Iterator[None]:
+        """A context in which units are unsharded, by default all. Collective at both ends."""
         if self.scheduler.active:
             raise RuntimeError("full_parameters() inside a pass; end the backward first")
         self.strategy.updated.finish()
-        if self._all_unsharded:  # nested: the outer context reshards
-            outer, self._writeback = self._writeback, self._writeback or writeback
-            try:
-                yield
-            finally:
-                if writeback:
-                    self._store_all_values()
-                self._writeback = outer
-            return
+        wanted = self.units if units is None else units
+        added = [unit for unit in wanted if unit not in self._unsharded]  # others: outer contexts
+        writable = [u for u in wanted if u not in self._writable] if writeback else []
         shards_parameters = self.strategy.shards_parameters
         if shards_parameters:
             # Values written in the block must reach later passes only through the shards.
             self.strategy.reshard_persistent()
-            for unit in self.units:
+            for unit in added:
                 self.strategy.unshard(unit, in_step=False)
-            for unit in self.units:
+            for unit in added:
                 self.strategy.wait_for_unshard(unit)
-        self._all_unsharded, self._writeback = True, writeback
+        self._unsharded.update(added)
+        self._writable.update(writable)
         try:
             yield
         finally:
-            self._all_unsharded = self._writeback = False
+            self._unsharded.difference_update(added)
+            self._writable.difference_update(writable)
             if writeback:
-                self._store_all_values()
+                for flat in (flat for unit in wanted for flat in unit.flats):
+                    self.strategy.store_values(flat)
             if shards_parameters:
-                for unit in self.units:
+                for unit in added:
                     self.strategy.reshard(unit)
 
-    def _store_all_values(self) -> None:
-        for flat in self.flats:
-            self.strategy.store_values(flat)
+    def units_of(self, modules: Sequence[str | nn.Module]) -> tuple[Unit, ...]:
+        """The units that have parameters of these modules, given by themselves or by name.
+
+        Raises:
+            ValueError: the model has no such module.
+        """
+        names = dict(self.model.named_modules(remove_duplicate=False))
+        found: set[Unit] = set()
+        for module in modules:
+            chosen = names.get(module) if isinstance(module, str) else module
+            if chosen is None or id(chosen) not in self._modules:
+                raise ValueError(
+                    f"modules: {module!r} is not in the model; give its modules, or their names as "
+                    "named_modules() lists them"
+                )
+            units = (self._unit_of.get(id(parameter)) for parameter in chosen.parameters())
+            found.update(unit for unit in units if unit is not None)
+        return tuple(unit for unit in self.units if unit in found)
+
+    @contextmanager
+    def naming_parameters(self) -> Iterator[None]:
+        """A context in which `state_dict` may be called for its names while values are sharded."""
+        self._naming = True
+        try:
+            yield
+        finally:
+            self._naming = False
 
     @property
     def values_are_readable(self) -> bool:
         """Whether every parameter is unsharded on this rank now."""
-        return self._all_unsharded or not self.strategy.shards_parameters
+        return not self.strategy.shards_parameters or len(self._unsharded) == len(self.units)
 
     @property
-    def is_fully_unsharded(self) -> bool:
+    def has_unsharded_units(self) -> bool:
         """Inside `unsharded_parameters`, at stages that shard parameters."""
-        return self._all_unsharded and self.strategy.shards_parameters
+        return bool(self._unsharded) and self.strategy.shards_parameters
 
-    @property
-    def values_are_writable(self) -> bool:
-        """Whether values written into the parameters now take effect."""
-        return self._writeback or not self.strategy.shards_parameters
+    def may_read(self, module: nn.Module) -> bool:
+        """Whether a module's own parameters are unsharded, or only their names matter."""
+        return self._naming or self._are_in(module, self._unsharded)
+
+    def may_write(self, module: nn.Module) -> bool:
+        """Whether values written into a module's own parameters now take effect."""
+        return self._are_in(module, self._writable)
+
+    def _are_in(self, module: nn.Module, units: set[Unit]) -> bool:
+        if not self.strategy.shards_parameters:
+            return True
+        own = (self._unit_of.get(id(parameter)) for parameter in module._parameters.values())
+        return all(unit is None or unit in units for unit in own)
 
     # Hooks.
 
@@ -311,6 +367,14 @@ class Engine:
         entry, leave = _disable_compile(self._model_entry), _disable_compile(self._model_exit)
         yield self.model.register_forward_pre_hook(entry, prepend=True)
         yield self.model.register_forward_hook(leave, always_call=True)
+
+    def _unshards_before_forwards(self) -> dict[nn.Module, Callable[..., None]]:
+        """By module, what its forward needs before it runs, also if it runs again."""
+        if not self.strategy.shards_parameters:
+            return {}
+        return {
+            module: self._forward_pre_hook(unit) for unit in self.units for module in unit.modules
+        }
 
     def _register_update_hooks(self) -> Iterator[RemovableHandle]:
         """Before its forward, a unit waits for its updated values."""
@@ -341,8 +405,13 @@ class Engine:
 
     def _forward_pre_hook(self, unit: Unit) -> Callable[..., None]:
         def enter(module: nn.Module, _inputs: Any) -> None:
-            if self._all_unsharded or id(module) not in self._modules:
+            if unit in self._unsharded or id(module) not in self._modules:
                 return  # already unsharded, or a copy of the model, which has its own parameters
+            if self._unsharded:
+                raise RuntimeError(
+                    f"rank {self.comm.group.rank}: a forward needs unit {unit.name!r}, which is "
+                    "sharded inside full_parameters(modules=...); add its modules there"
+                )
             if torch.is_grad_enabled() and self._implicit_evaluation_is_open:
                 self.drop_implicit_pass()
             if not self.scheduler.active:
@@ -361,7 +430,7 @@ class Engine:
 
     def _forward_hook(self, unit: Unit) -> Callable[..., None]:
         def leave(module: nn.Module, _inputs: Any, output: Any) -> None:
-            if self._all_unsharded or id(module) not in self._modules:
+            if unit in self._unsharded or id(module) not in self._modules:
                 return
             if _in_backward() or not torch.is_grad_enabled():
                 return
@@ -443,8 +512,7 @@ class Engine:
 
 def _disable_compile(hook: Callable[..., None]) -> Callable[..., None]:
     """Exclude a hook from `torch.compile`: it communicates, so it runs between graphs."""
-    disabled: Callable[..., None] = torch.compiler.disable(hook)
-    return disabled
+    return ModelHook(torch.compiler.disable(hook))
 
 
 def _in_backward() -> bool:

@@ -48,6 +48,8 @@ class Evaluation:
         busy = None
         if self._engine.scheduler.active:
             busy = RuntimeError("evaluate() inside a pass; call it between two steps")
+        elif self._engine.has_unsharded_units and not self._engine.values_are_readable:
+            busy = RuntimeError("evaluate() inside full_parameters(modules=...); leave it first")
         raise_on_any_error(self._control, busy, doing="evaluate()")
         batches = iter(loader)
         if not self._engine.values_are_readable:

@@ -20,6 +20,7 @@ from poplar.zero.flat_parameter import FlatParameter
 from poplar.zero.materialization import (
     Initialization,
     Initializer,
+    check_buffers,
     check_initializers,
     is_on_meta,
     real_tensors,
@@ -44,6 +45,8 @@ class InitialValues:
     names: dict[int, str]
     """Names in the files, by `id` of the parameter or buffer."""
     function: Initializer | None
+    unset_buffers: frozenset[int]
+    """Buffers on `meta` that are not in the files, by `id`."""
     identity: str
     """What must be equal on all ranks, as text for error messages."""
 
@@ -82,6 +85,11 @@ class InitialValues:
             files=files,
             names=names,
             function=function,
+            unset_buffers=frozenset(
+                id(buffer)
+                for buffer in model.buffers()
+                if buffer.is_meta and id(buffer) not in names
+            ),
             identity=_identity(on_meta, files, function),
         )
 
@@ -116,9 +124,14 @@ class InitialValues:
         mine = torch.get_rng_state() if control.group.rank == 0 else None
         state = control.exchange_objects(mine, what=_DOING)[0]
         assert state is not None
-        buffers = run_on_all_ranks(control, lambda: self._write(store, state), doing=_DOING)
+        before = torch.get_rng_state()
+        try:
+            buffers = run_on_all_ranks(control, lambda: self._write(store, state), doing=_DOING)
+        except BaseException:
+            torch.set_rng_state(before)
+            raise
         with torch.no_grad():
-            for parameter, values in store.whole:
+            for parameter, values in store.whole.items():
                 if self.on_meta:
                     parameter.data = values.to(parameter.device, parameter.dtype)
                 else:
@@ -134,16 +147,17 @@ class InitialValues:
         files = self.files
         if files is None:
             self._initialization().run(store, random_state)
+            check_buffers(self.model, self.unset_buffers)
             return []
         with files:
             for parameter in self.model.parameters():
                 name = self.names[id(parameter)]
                 start, stop = store.part(parameter)
                 store.write(parameter, start, files.read(name, start, stop))
+            if self.unset_buffers:
+                self._initialization().run_for_buffers(self.unset_buffers, random_state)
+                check_buffers(self.model, self.unset_buffers)
             saved = [b for b in self.model.buffers() if id(b) in self.names]
-            if self.on_meta:
-                computed = {id(b) for b in self.model.buffers()} - {id(b) for b in saved}
-                self._initialization().run_for_buffers(computed, random_state)
             return [(buffer, files.read_whole(self.names[id(buffer)])) for buffer in saved]
 
     def _initialization(self) -> Initialization:
@@ -170,7 +184,7 @@ class _Store:
             for flat in flats
             for parameter, offset in zip(flat.parameters, flat.offsets, strict=True)
         }
-        self.whole: list[tuple[nn.Parameter, Tensor]] = []
+        self.whole: dict[nn.Parameter, Tensor] = {}
         """Parameters that are in no flat parameter, with their values."""
 
     def __call__(self, parameter: nn.Parameter, data: Tensor) -> None:
@@ -183,7 +197,7 @@ class _Store:
             flat, offset = self._places[id(parameter)]
             self._strategy.write_initial_values(flat, offset + start, data)
         else:
-            self.whole.append((parameter, data.view(parameter.shape)))
+            self.whole[parameter] = data.view(parameter.shape)
 
     def part(self, parameter: nn.Parameter) -> tuple[int, int]:
         """The first element of a parameter that this rank stores and the one after the last."""

@@ -9,7 +9,8 @@ more in `model.apply(function)`. Both visit children before parents. So the same
 of `Module.apply`, from the same random state, give the same bits. With a function, all modules draw
 twice before it runs: once to find the random state after the constructors, and once because the
 function may depend on what the constructor has set. Numbers are drawn on the CPU, because CUDA's
-generators differ between GPU models. A tied parameter keeps the values of its first module.
+generators differ between GPU models. A tied parameter keeps the values of its first module, unless
+the function writes it again for a later one.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def parameters_on_meta() -> Iterator[None]:
             move_to_meta([param])
         register(module, name, param)
 
-    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:
@@ -75,7 +76,7 @@ def check_unused(parameters: Iterable[nn.Parameter]) -> None:
         RuntimeError: one is in use.
     """
     for parameter in parameters:
-        if parameter._use_count() > 1:
+        if parameter._use_count() > 1:  # type: ignore[attr-defined]
             raise RuntimeError(
                 f"a parameter of shape {tuple(parameter.shape)} is still in use by a graph of "
                 "autograd; delete the losses and outputs that were computed with it"
@@ -131,9 +132,6 @@ def real_tensors(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Make tensors on `meta` real: parameters NaN without memory on `device`, buffers on the CPU.
 
     At the end all buffers are on `device`. After an error everything is as before.
-
-    Raises:
-        ValueError: at the end, a buffer that was on `meta` has no values.
     """
     swapped: list[tuple[Tensor, Tensor]] = []
     buffers = [(module, dict(module._buffers)) for module in model.modules()]
@@ -150,7 +148,6 @@ def real_tensors(model: nn.Module, device: torch.device) -> Iterator[None]:
             if buffer.is_meta:
                 replace(buffer, _unset(buffer))
         yield
-        _check_buffers(model, {id(tensor) for tensor, _ in swapped})
     except BaseException:
         for module, before in buffers:
             module._buffers.update(before)
@@ -247,9 +244,17 @@ class Initialization:
                 function_state = torch.get_rng_state()
                 torch.set_rng_state(constructor_state)
                 _construct(part)
+                self._unset_stored(part)
                 torch.set_rng_state(function_state)
                 for name, module in part:
                     _call(name, function, module)
+
+    def _unset_stored(self, part: Part) -> None:
+        """Tied parameters that an earlier part has stored change only if the function sets them."""
+        for _, module in part:
+            for parameter in module._parameters.values():
+                if parameter is not None and id(parameter) not in self._missing:
+                    parameter.data = _unset(parameter)
 
     @contextmanager
     def _real(self, part: Part, store: Store | None) -> Iterator[None]:
@@ -266,10 +271,11 @@ class Initialization:
             yield
             for module, key, parameter in own:
                 self._check(module, key, parameter)
-                # Of a tied parameter that an earlier part has stored, only the draws count.
-                if store is not None and id(parameter) in self._missing and _is_set(parameter):
+                # For a tied parameter that is stored already, a constructor only draws.
+                again = self.function is None and id(parameter) not in self._missing
+                if store is not None and not again and _is_set(parameter):
                     store(parameter, parameter.data)
-                    del self._missing[id(parameter)]
+                    self._missing.pop(id(parameter), None)
         finally:
             for _, _, parameter in own:
                 parameter.data = self._absent[id(parameter)][1]
@@ -298,7 +304,12 @@ class Initialization:
                 )
 
 
-def _check_buffers(model: nn.Module, were_on_meta: set[int]) -> None:
+def check_buffers(model: nn.Module, were_on_meta: Container[int]) -> None:
+    """Check that the buffers that were on `meta` (by `id`) have got values.
+
+    Raises:
+        ValueError: one has none.
+    """
     for name, buffer in model.named_buffers():
         if buffer.is_meta or (id(buffer) in were_on_meta and not _is_set(buffer)):
             raise ValueError(
@@ -342,10 +353,18 @@ def _is_inside(name: str, unit: str) -> bool:
 
 def _construct(part: Part) -> None:
     """Initialize modules as their constructors do."""
+    constructed: set[nn.Parameter] = set()
     for name, module in part:
+        own = {p for p in module._parameters.values() if p is not None}
+        tied = {parameter: parameter.data for parameter in own & constructed}
+        for parameter in tied:
+            parameter.data = _unset(parameter)
         initializer = _own_initializer(module)
         if initializer is not None and (module._parameters or module._buffers):
             _call(name, initializer)
+        for parameter, first in tied.items():
+            parameter.data = first
+        constructed |= own
 
 
 def _call(name: str, initializer: Callable[..., Any], *args: Any) -> None:
@@ -395,7 +414,8 @@ def _unset(tensor: Tensor) -> Tensor:
 def _is_set(tensor: Tensor) -> bool:
     """Whether all elements have been written (integers: any)."""
     if tensor.is_floating_point():
-        return not bool(tensor.isnan().any())
+        # The sum needs no memory; it may also be NaN because infinities cancel.
+        return not bool(tensor.sum().isnan()) or not bool(tensor.isnan().any())
     return tensor._version > 0
 
 

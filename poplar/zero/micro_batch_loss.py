@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from poplar.errors import CollectiveTimeout
+
 LossFunction = Callable[[nn.Module, Any], Tensor]
 
 
@@ -18,9 +20,15 @@ class MicroBatchLoss:
         self._early: Tensor | Exception | None = None
 
     def compute_early(self, batch: Any) -> None:
-        """Run the first forward now and store its loss or exception for its pass."""
+        """Run the first forward now and store its loss or exception for its pass.
+
+        Raises:
+            CollectiveTimeout: the pass cannot be completed either.
+        """
         try:
             self._early = self(batch)
+        except CollectiveTimeout:
+            raise
         except Exception as caught:
             self._early = caught
 

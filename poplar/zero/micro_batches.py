@@ -6,15 +6,16 @@ on the leader of each pass, and on whether the sizes match the plan.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any, Literal
 
 from torch import Tensor
 
 from poplar.comm import Control
 from poplar.data import pytree
-from poplar.plan import Plan
+from poplar.plan import Plan, fewest_passes
 from poplar.zero.agreement import StepSizes, leader_of, open_step
 
 Loss = Literal["mean", "sum", "global_mean"]
@@ -63,6 +64,8 @@ class BatchSplitter:
     """None: a batch is one pass, of any size."""
     synchronizes_every_pass: bool
     """All ranks run the same number of passes, including passes without samples."""
+    largest_batches: Mapping[int, int] = field(default_factory=dict)
+    """Without a plan: by rank, the most samples of one pass; other ranks have no limit."""
 
     def open(
         self,
@@ -120,8 +123,12 @@ class BatchSplitter:
     ) -> list[MicroBatch]:
         if self.synchronizes_every_pass:
             by_rank = [self._sizes(rank, count) for rank, count in enumerate(step_sizes.samples)]
-            places = list(range(len(sizes)))
-            leaders = [leader_of([sizes[place] for sizes in by_rank]) for place in places]
+            leaders = [leader_of(each) for each in zip_longest(*by_rank, fillvalue=0)]
+            places = list(range(len(leaders)))
+            # Without a plan only the sizes of all ranks tell how many passes follow.
+            missing = len(places) - len(sizes)
+            batches, sizes = [*batches, *[None] * missing], [*sizes, *[0] * missing]
+            weights = [*weights, *[0.0] * missing]
         else:
             places = [place for place, size in enumerate(sizes) if size]
             leaders = [leader_of(step_sizes.samples)] * len(sizes)
@@ -149,7 +156,10 @@ class BatchSplitter:
         return size if expected else 0
 
     def _sizes(self, rank: int, samples: int) -> tuple[int, ...]:
-        return (samples,) if self.plan is None else self.plan.micro_batch_sizes(rank, samples)
+        if self.plan is not None:
+            return self.plan.micro_batch_sizes(rank, samples)
+        most = self.largest_batches.get(rank, samples)
+        return fewest_passes(samples, most) or (0,)
 
     def _check_sizes(self, step_sizes: StepSizes) -> None:
         """Check all sizes against the plan, so that all ranks raise the same error."""

@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.hooks import RemovableHandle
 
 from poplar.zero.flat_parameter import PACKABLE
+from poplar.zero.recomputation import Recomputation
 
 _OWNERS: dict[int, weakref.ref[Any]] = {}
 
@@ -128,7 +129,9 @@ def check_parameters(named: Sequence[tuple[str, nn.Parameter]], trained: set[int
 
 
 def register_owner(
-    named: Sequence[tuple[str, nn.Parameter]], owner: object, hooks: Sequence[RemovableHandle]
+    named: Sequence[tuple[str, nn.Parameter]],
+    owner: object,
+    hooks: Sequence[RemovableHandle | Recomputation],
 ) -> Callable[[], object]:
     """Register `owner` as owner of the parameters until it is garbage-collected.
 

@@ -6,7 +6,7 @@ At most `limit` buckets are in flight, so that gradients do not pile up behind a
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from poplar.comm import Bucket, Work
@@ -21,7 +21,7 @@ class Reductions:
         self.limit = 2
         """Maximum number of concurrent reductions; each holds a bucket and received slices."""
         self._waiting = waiting
-        self._issued: deque[Work] = deque()
+        self._issued: deque[tuple[Work, Bucket | None]] = deque()
 
     def make_room(self) -> None:
         """Wait for the oldest reductions before the next one allocates memory."""
@@ -34,15 +34,25 @@ class Reductions:
             issue: issues it.
             bucket: memory of the compute stream that is held until it has been sent.
         """
-        self._issued.append(issue())
+        self._issued.append((issue(), bucket))
 
     def finish(self) -> None:
         """Wait until the sums of all reductions are final."""
         self._wait_for_all_but(0)
 
+    def finish_following(self, works: Sequence[Work], what: str) -> None:
+        """Wait for collectives that were issued when a reduction had been waited for."""
+        for work in works:
+            self._waiting.wait_for(work, what)
+
+    def buckets(self) -> list[Bucket]:
+        """The buckets that are held now."""
+        return [bucket for _, bucket in self._issued if bucket is not None]
+
     def _wait_for_all_but(self, leave: int) -> None:
         while len(self._issued) > leave:
-            self._waiting.wait_for(self._issued.popleft(), "reductions")
+            work, _ = self._issued.popleft()
+            self._waiting.wait_for(work, "reductions")
 
 
 class StreamReductions(Reductions):
@@ -79,6 +89,19 @@ class StreamReductions(Reductions):
         with self._waiting.stall("reductions"):
             self._streams.wait_for_reduction(self._streams.record_reduction())
         self._buckets.clear()
+
+    def finish_following(self, works: Sequence[Work], what: str) -> None:
+        # A collective is waited for on the stream that issued it, which owns its buffers.
+        with self._streams.reduction():
+            for work in works:
+                work.wait()
+        with self._waiting.stall(what):
+            self._streams.wait_for_reduction(self._streams.record_reduction())
+
+    def buckets(self) -> list[Bucket]:
+        unsummed = self._unsummed[1] if self._unsummed is not None else None
+        held = [bucket for bucket, _ in self._buckets]
+        return held if unsummed is None else [*held, unsummed]
 
     def _sum(self) -> None:
         """Wait, on the reduction stream, for the reduction that was issued last and sum it."""

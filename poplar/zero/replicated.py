@@ -82,8 +82,8 @@ class Replicated(LocalAccumulation):
 
     def _wait_for_all_gathers(self) -> None:
         pending, self._pending_all_gathers = self._pending_all_gathers, []
-        for gather in pending:
-            self.wait(gather, "the gradients")
+        if pending:
+            self.reductions.finish_following(pending, "the gradients")
 
     def scale_gradients(self, units: Sequence[Unit], factor: Tensor) -> bool:
         """Scale at once: `.grad` shows what the update applies."""

@@ -76,7 +76,7 @@ class Request:
     def identity(self) -> dict[str, Any]:
         """What must be equal on all ranks, as text for error messages."""
         return {
-            "plan": self.plan.digest() if self.plan is not None else "none",
+            "plan": _description(self.plan),
             "stage": self.stage,
             "optimizer": getattr(self.factory, "__name__", repr(self.factory)),
             "optimizer options": _comparable(self.options),
@@ -279,7 +279,8 @@ def build_engine(
         flats = [flat for unit in units for flat in unit.flats]
         request.values.place(flats, strategy, allocate, control)
     _broadcast_unmanaged(request, flats, comm, compute_dtype)
-    engine = Engine(request.model, units, strategy, comm, control)
+    engine = Engine(request.model, units, strategy, comm, control, blocks=request.unit_names)
+    engine.recomputation.follow(request.plan, comm.group.rank)
     engine.hooks += cast_inputs(request.model, compute_dtype, request.unit_names)
     hyper = [
         {key: value for key, value in group.items() if key != "params"} for group in request.groups
@@ -310,7 +311,7 @@ def _build_units(
         merge="none" if shares_by_unit(plan) else merge,
         max_flat_bytes=strategy.comm.max_flat_bytes(request.device),
     )
-    _check_unit_names(control, plan, units)
+    _check_unit_names(control, plan, units, request.unit_names)
     strategy.persistent = persistent_units(plan, units)
     return units
 
@@ -356,10 +357,12 @@ def _broadcast_unmanaged(
         parameter.data = parameter.data.to(_computing_dtype(parameter, compute_dtype))
 
 
-def _check_unit_names(control: Control, plan: Plan | None, units: Sequence[Unit]) -> None:
+def _check_unit_names(
+    control: Control, plan: Plan | None, units: Sequence[Unit], blocks: Sequence[str]
+) -> None:
     error: Exception | None = None
     try:
-        check_unit_names(plan, units)
+        check_unit_names(plan, units, blocks)
     except ValueError as caught:
         error = caught
     raise_on_any_error(control, error, doing="building the optimizer")
@@ -400,6 +403,17 @@ def _param_groups(model: nn.Module, params: Iterable[Any] | None) -> Groups:
         members = [p[1] if isinstance(p, tuple) else p for p in members]  # named parameters
         groups.append({**group, "params": members})
     return groups
+
+
+def _description(plan: Plan | None) -> str:
+    """Text that is equal if the plans are, apart from predictions; it begins with what differs."""
+    if plan is None:
+        return "none"
+    shares = ", ".join(f"{share:.4g}" for share in plan.shares)
+    return (
+        f"{plan.digest()[:16]} (stage {plan.stage}, global batch {plan.global_batch}, "
+        f"micro-batches {plan.micro_batches}, shares {shares})"
+    )
 
 
 def _comparable(values: Mapping[str, Any]) -> dict[str, str]:

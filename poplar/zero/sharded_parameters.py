@@ -10,7 +10,7 @@ gradients are reduced, before the update writes a shard, or when the step is aba
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -77,9 +77,10 @@ class ShardedParameters(ShardedGradients):
         if unit in self._unsharded_persistent:
             return
         # Allocate before sending: if memory runs out, the slot can be issued again.
-        with self.streams.unsharded_memory() if in_step else nullcontext():
-            for flat in unit.flats:
-                flat.values.untyped_storage().resize_(flat.numel * flat.values.element_size())
+        if in_step:
+            self.streams.allocate_unsharded(partial(_allocate_values, unit))
+        else:
+            _allocate_values(unit)
         pending: list[Work] = []
         for flat in unit.flats:
             what = f"the unshard of unit {unit.name}"
@@ -115,3 +116,11 @@ class ShardedParameters(ShardedGradients):
 
     def all_gather_updated_parameters(self, units: Sequence[Unit]) -> None:
         """Nothing to send: the next unshard sends the new shards."""
+
+
+def _allocate_values(unit: Unit) -> None:
+    """Allocate the values that have no memory; it may be called again after an error."""
+    for flat in unit.flats:
+        storage = flat.values.untyped_storage()
+        if storage.nbytes() == 0:
+            storage.resize_(flat.numel * flat.values.element_size())

@@ -12,9 +12,8 @@ the error in `close`, so that all ranks raise and none applies the step.
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from poplar import ops
 from poplar.errors import CollectiveTimeout, PoplarError
+from poplar.system.out_of_memory import free_frames, is_out_of_memory
 from poplar.zero.agreement import (
     StepSummary,
     close_step,
@@ -32,8 +32,10 @@ from poplar.zero.agreement import (
 )
 from poplar.zero.engine import Engine
 from poplar.zero.grad_scaler import GradScaler
+from poplar.zero.held_memory import held_memory
 from poplar.zero.micro_batch_loss import MicroBatchLoss
 from poplar.zero.micro_batches import MicroBatch, OpenedStep
+from poplar.zero.out_of_memory import out_of_memory_error
 from poplar.zero.replica_check import ReplicaCheck
 from poplar.zero.step_state import Phase
 from poplar.zero.update import ShardedUpdate
@@ -86,8 +88,12 @@ class Step:
         elif opened.first_pass is None:
             return
         engine.step.early_forward_began = self._trace.now()
-        with engine.early_forward():
-            forward.compute_early(opened.first)
+        try:
+            with engine.early_forward():
+                forward.compute_early(opened.first)
+        except CollectiveTimeout:
+            engine.abort()
+            raise
 
     def _drop_early_pass(self) -> None:
         """Complete a pass that began early with zeros, because the step cannot be opened."""
@@ -116,25 +122,46 @@ class Step:
                 continue
             try:
                 if micro_batch.samples and error is None:
-                    value = forward(micro_batch.batch)
-                    (value if scaler is None else scaler.scale(value)).backward()
-                    if micro_batch.weight:  # the mean over an empty set is NaN
-                        own_loss = own_loss + value.detach().double() * micro_batch.weight
-                    del value
+                    own_loss = own_loss + self._run_pass(micro_batch, forward, scaler)
             except CollectiveTimeout:
                 self._engine.abort()
                 raise
             except Exception as caught:
-                error = self._engine.explain_error(caught)
-                if isinstance(caught, torch.OutOfMemoryError):
-                    # The frames of the failed pass hold its activations; free them.
-                    traceback.clear_frames(caught.__traceback__)
+                error = self._failed_pass(caught, micro_batch)
             try:
                 self.end_pass(failed=error is not None)
-            except torch.OutOfMemoryError as caught:
-                error = error or self._engine.explain_error(caught)
+            except Exception as caught:
+                if not is_out_of_memory(caught):
+                    raise
+                error = error or self._failed_pass(caught, micro_batch)
         self._engine.step.loss = own_loss
         return error
+
+    def _run_pass(
+        self, micro_batch: MicroBatch, forward: MicroBatchLoss, scaler: GradScaler | None
+    ) -> Tensor | float:
+        """Forward and backward; returns the weighted loss.
+
+        Its own function, so that an error leaves no other reference to the autograd graph.
+        """
+        value = forward(micro_batch.batch)
+        (value if scaler is None else scaler.scale(value)).backward()
+        if not micro_batch.weight:  # the mean over an empty set is NaN
+            return 0.0
+        return value.detach().double() * micro_batch.weight
+
+    def _failed_pass(self, error: Exception, micro_batch: MicroBatch) -> Exception:
+        """The error to report; if memory ran out, free what the pass held and note its size."""
+        if not is_out_of_memory(error):
+            return self._engine.explain_error(error)
+        free_frames(error)
+        self._engine.drop_parameter_gradients()
+        self._engine.step.too_large = micro_batch.samples
+        return self._out_of_memory(error, micro_batch.samples)
+
+    def _out_of_memory(self, error: Exception, samples: int | None) -> Exception:
+        held = held_memory(self._engine, self._update)
+        return out_of_memory_error(error, self._rank, samples, held)
 
     def user_passes(self, micro_batches: Sequence[MicroBatch]) -> Iterator[Any]:
         """Yield the micro-batches that have samples; the user runs a backward for each. Collective.
@@ -213,18 +240,25 @@ class Step:
         Args:
             rest: this rank's later passes in the step.
         """
+        micro_batch = self._engine.step.open_micro_batch
         try:
             self.end_pass()
-        except torch.OutOfMemoryError as short:
-            self._abandon(rest, short)
-            raise
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            explained = self._out_of_memory(error, micro_batch.samples if micro_batch else None)
+            self._abandon(rest, explained)
+            raise explained from error
 
     def _abandon(self, rest: Sequence[MicroBatch], reason: Exception) -> None:
         """Abandon the step: complete its passes with zeros and report `reason` to all ranks."""
 
         def end() -> None:
-            with suppress(torch.OutOfMemoryError):  # the pass is complete anyway
+            try:
                 self.end_pass(failed=True)
+            except Exception as error:
+                if not is_out_of_memory(error):  # else the pass is complete anyway
+                    raise
 
         end()
         for micro_batch in rest:
@@ -240,14 +274,30 @@ class Step:
 
     # Close.
 
-    def close(self, norm_type: float | None, error: Exception | None = None) -> StepSummary:
-        """Agree that the step may be applied; raise on all ranks if one failed. Collective."""
+    def close(
+        self,
+        norm_type: float | None,
+        error: Exception | None = None,
+        *,
+        may_run_again: bool = False,
+    ) -> StepSummary:
+        """Agree that the step may be applied; raise on all ranks if one failed. Collective.
+
+        Args:
+            norm_type: type of the gradient norm to compute; None for none.
+            error: of this rank.
+            may_run_again: this rank can run the passes of the step again.
+
+        Raises:
+            MicroBatchesTooLarge: ranks ran out of memory, and smaller micro-batches may fit.
+            Exception: `error`; `RankFailed` on other ranks.
+        """
         engine, state = self._engine, self._engine.step
         if error is None:
             try:
                 self._update.allocate_state()
             except Exception as caught:
-                error = caught
+                error = self._out_of_memory(caught, None) if is_out_of_memory(caught) else caught
         try:
             self._replicas.raise_if_different()
             summary = state.summary = close_step(
@@ -258,6 +308,8 @@ class Step:
                 waited=state.waited_to_open + engine.strategy.waiting.latest(),
                 norm_type=norm_type,
                 error=error,
+                too_large=state.too_large,
+                may_run_again=may_run_again,
                 checksum=self._replicas.outgoing,
             )
         except BaseException:

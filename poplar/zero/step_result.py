@@ -50,7 +50,7 @@ class StepResult:
 
     `loss`, `grad_norm`, `seconds` and `waiting_seconds` wait for the device when they are first
     read, and raise `CollectiveTimeout` if it is not done at the deadline. A loop that reads them
-    only now and then keeps the device busy in between.
+    only now and then keeps the device busy in between. Copying and pickling read them.
     """
 
     samples: int
@@ -109,7 +109,16 @@ class StepResult:
         self._stopwatch.wait()
         return self._waiting_seconds()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """The values, without the group and the device's events, which exist in this process only.
+
+        Values that have been read are attributes, so a copy has nothing to wait for.
+        """
+        return {name: getattr(self, name) for name in _VALUES}
+
     def __repr__(self) -> str:
-        names = ("loss", "grad_norm", "samples", "seconds", "waiting_seconds", "waiting_on")
-        values = ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
-        return f"StepResult({values}, skipped={self.skipped!r})"
+        values = ", ".join(f"{name}={getattr(self, name)!r}" for name in _VALUES)
+        return f"StepResult({values})"
+
+
+_VALUES = ("loss", "grad_norm", "samples", "seconds", "waiting_seconds", "waiting_on", "skipped")

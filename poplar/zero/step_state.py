@@ -46,6 +46,8 @@ class StepState:
     """Its start, in the trace."""
     early_forward_began: Any = None
     """The start of the first pass with samples, if its forward ran before the step was opened."""
+    too_large: int = 0
+    """Samples of the micro-batch in which this rank ran out of memory; 0 if it has not."""
     summary: StepSummary | None = None
     """What the ranks agreed on; set when the step has been closed."""
     scale: Tensor | None = None

@@ -25,8 +25,9 @@ activations do not split their blocks.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -53,9 +54,9 @@ class Streams:
         """An event on the compute stream that keeps the time of the device."""
         return None
 
-    def unsharded_memory(self) -> AbstractContextManager[Any]:
-        """A context in which the values of units are allocated."""
-        return nullcontext()
+    def allocate_unsharded(self, allocate: Callable[[], None]) -> None:
+        """Call `allocate`, which allocates values of units, once or, if memory is short, twice."""
+        allocate()
 
 
 class DeviceStreams(Streams):
@@ -66,7 +67,14 @@ class DeviceStreams(Streams):
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._reduction = torch.cuda.Stream(device)
-        self._pool = torch.cuda.MemPool(use_on_oom=True)
+
+    @cached_property
+    def _pool(self) -> torch.cuda.MemPool | None:
+        """For unsharded values; None: torch's allocator was replaced by one without pools."""
+        if torch.cuda.get_allocator_backend() != "native":
+            return None
+        with torch.cuda.device(self._device):  # a pool belongs to the device that is current
+            return torch.cuda.MemPool(use_on_oom=True)
 
     @contextmanager
     def reduction(self) -> Iterator[None]:
@@ -85,8 +93,19 @@ class DeviceStreams(Streams):
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    def unsharded_memory(self) -> AbstractContextManager[Any]:
-        return torch.cuda.use_mem_pool(self._pool, self._device)
+    def allocate_unsharded(self, allocate: Callable[[], None]) -> None:
+        pool = self._pool
+        if pool is None:
+            allocate()
+            return
+        try:
+            with torch.cuda.use_mem_pool(pool, self._device):
+                allocate()
+        except torch.OutOfMemoryError:
+            # Inside a pool torch's allocator does not return what it caches outside of it.
+            torch.cuda.empty_cache()
+            with torch.cuda.use_mem_pool(pool, self._device):
+                allocate()
 
 
 class DeviceClock:

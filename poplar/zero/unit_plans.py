@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from poplar.plan import STRATEGIES, Plan
+from poplar.plan import STRATEGIES, Plan, UnitPlan
+from poplar.zero.recomputation import blocks_of
 from poplar.zero.unit import Unit
 
 Shares = tuple[float, ...]
@@ -30,14 +31,25 @@ def check_unit_plans(plan: Plan) -> None:
             )
 
 
-def check_unit_names(plan: Plan | None, units: Sequence[Unit]) -> None:
+def check_unit_names(plan: Plan | None, units: Sequence[Unit], blocks: Sequence[str]) -> None:
     """Check that the plan names existing units.
 
+    Args:
+        plan: None has no units.
+        units: of the engine at the plan's stage.
+        blocks: names of the repeated blocks. A unit that is only recomputed is named by them, as at
+            stage 3, because stages that do not shard parameters merge blocks in another way.
+
     Raises:
-        ValueError: the plan names a unit that is not one of these.
+        ValueError: the plan names a unit that does not exist, or recomputes the root.
     """
     known = [unit.name for unit in units]
-    unknown = sorted({unit.name for unit in plan.units} - set(known)) if plan is not None else []
+    named = plan.units if plan is not None else ()
+    for unit in named:
+        if unit.recomputed_on:
+            blocks_of(unit.name, blocks)
+    followed = {unit.name for unit in named if not is_only_recomputed(unit)}
+    unknown = sorted(followed - set(known))
     if unknown:
         raise ValueError(
             f"the plan names units {unknown} that the model does not have; it has {known}. Make "
@@ -46,7 +58,14 @@ def check_unit_names(plan: Plan | None, units: Sequence[Unit]) -> None:
         )
 
 
-def check_plan_change(old: Plan | None, new: Plan, units: Sequence[Unit]) -> None:
+def is_only_recomputed(unit: UnitPlan) -> bool:
+    """Whether the entry sets nothing but the ranks that recompute the unit."""
+    return bool(unit.recomputed_on) and not unit.keep_gathered and unit.shares is None
+
+
+def check_plan_change(
+    old: Plan | None, new: Plan, units: Sequence[Unit], blocks: Sequence[str]
+) -> None:
     """Check that the units can change to another plan during training.
 
     Raises:
@@ -57,12 +76,12 @@ def check_plan_change(old: Plan | None, new: Plan, units: Sequence[Unit]) -> Non
     for name, shares in after.items():
         if before.get(name) != shares:
             raise ValueError(
-                f"unit {name!r}: apply_plan can change which units are persistent (keep_gathered), "
-                f"but not give a unit its own shares; got {shares}, now it has "
+                f"unit {name!r}: apply_plan can change which units are persistent (keep_gathered) "
+                f"or recomputed, but not give a unit its own shares; got {shares}, now it has "
                 f"{before.get(name, 'none')}. Leave its shares out, or build a new optimizer for "
                 "this plan"
             )
-    check_unit_names(new, units)
+    check_unit_names(new, units, blocks)
 
 
 def shares_by_unit(plan: Plan | None) -> Mapping[str, Shares]:

@@ -122,10 +122,11 @@ class WeightFiles:
             return torch.empty(0, device="cpu")
         opened = self._open(self._file_of[name])
         if not shape:
-            return opened.get_tensor(name).reshape(1)
+            scalar: Tensor = opened.get_tensor(name)
+            return scalar.reshape(1)
         columns = math.prod(shape[1:])
         first = start // columns
-        rows = opened.get_slice(name)[first : -(-stop // columns)]
+        rows: Tensor = opened.get_slice(name)[first : -(-stop // columns)]
         return rows.reshape(-1)[start - first * columns : stop - first * columns]
 
     def read_whole(self, name: str) -> Tensor:

@@ -128,7 +128,7 @@ def tune(way: str) -> tuple[Plan, bool]:
             batch,
             global_batch=6,
             max_batch=8,
-            seconds=1.0,
+            seconds=0.3,
             cache=False,
             progress=False,
             **options,

@@ -45,6 +45,8 @@ AN_IDLE_RANK = ((0, 1, 2), (0, 0, 0), (1, 1, 2), (2, 1, 2))
 BAD = 2
 """The rank that fails, if only one does."""
 RECIPE = Recipe(batches=(12, 12))
+RAISE = {"on_out_of_memory": "raise"}
+"""Otherwise `train_step` runs the step again in smaller micro-batches."""
 
 
 def plan_of(*persistent: str, micro_batches: tuple = TWO_PASSES, shares: tuple = UNEVEN) -> Plan:
@@ -279,12 +281,12 @@ def bytes_of_parameters(run: Run) -> tuple[int, int, int, bool]:
     """Bytes between steps, between two passes, after the last; and whether all are resharded."""
     model, optimizer = training.prepare(run)
     loss = training.loss_of(run.recipe)
-    held = [optimizer.memory()["parameters"]]
+    held = [optimizer.memory()["unsharded"]]
     with optimizer.no_sync():
         loss(model, training.batch_of(run, 0)).backward()
-    held.append(optimizer.memory()["parameters"])
+    held.append(optimizer.memory()["unsharded"])
     loss(model, training.batch_of(run, 0)).backward()
-    held.append(optimizer.memory()["parameters"])
+    held.append(optimizer.memory()["unsharded"])
     hidden = all(bool(torch.isnan(parameter).all()) for parameter in model.parameters())
     optimizer.step()
     return *held, hidden
@@ -374,10 +376,10 @@ def between_good_steps(run: Run, mistake: Mistake) -> tuple[Failure | None, int,
     """Run a correct step, a failing one, a correct one; returns failure, leaked bytes, weights."""
     model, optimizer = training.prepare(run)
     training.take_step(run, model, optimizer, 0)
-    before = optimizer.memory()["parameters"]
+    before = optimizer.memory()["unsharded"]
     with harness.catching() as caught:
         mistake(run, model, optimizer)
-    persisting = optimizer.memory()["parameters"] - before
+    persisting = optimizer.memory()["unsharded"] - before
     training.take_step(run, model, optimizer, 1)
     return (caught or [None])[0], persisting, training.whole_parameters(model, optimizer)
 
@@ -395,7 +397,8 @@ def between_good_steps(run: Run, mistake: Mistake) -> tuple[Failure | None, int,
 def test_abandoned_step_frees_memory_and_training_continues(
     ranks: Pool, mistake: Mistake, raises: bool
 ) -> None:
-    results = ranks.run(between_good_steps, Run(RECIPE, plan_of("root", "blocks.1")), mistake)
+    run = Run(RECIPE, plan_of("root", "blocks.1"), engine=RAISE)
+    results = ranks.run(between_good_steps, run, mistake)
     for rank, (failure, persisting, left) in enumerate(results):
         assert (failure is not None) == raises, f"rank {rank}: {failure}"
         assert persisting == 0, f"rank {rank} holds {persisting} bytes"
@@ -418,7 +421,8 @@ def out_of_memory_at_first(run: Run, bad: int) -> tuple[Failure | None, dict]:
 def test_out_of_memory_in_first_pass_blocks_no_rank(
     ranks: Pool, own_loop: bool, bad: int, persistent: tuple[str, ...]
 ) -> None:
-    run = Run(RECIPE, plan_of(*persistent, micro_batches=((3,),) * 4), open_form=own_loop)
+    plan = plan_of(*persistent, micro_batches=((3,),) * 4)
+    run = Run(RECIPE, plan, open_form=own_loop, engine=RAISE)
     for rank, (failure, left) in enumerate(ranks.run(out_of_memory_at_first, run, bad)):
         assert failure is not None, f"rank {rank} took a step without rank {bad}"
         assert_close(left, reference.train(RECIPE).parameters, f"rank {rank}")
@@ -447,7 +451,7 @@ def out_of_memory_for_a_bucket(
     comm = FailingBuffer(Group.of(harness.group(), None), bad)
     units.MAX_FLAT_BYTES, before = 1, units.MAX_FLAT_BYTES  # one flat parameter per parameter
     try:
-        model, optimizer = training.prepare(replace(run, engine={"communicator": comm}))
+        model, optimizer = training.prepare(replace(run, engine={"communicator": comm, **RAISE}))
     finally:
         units.MAX_FLAT_BYTES = before
     for step in range(good_steps):
@@ -489,6 +493,7 @@ def test_out_of_memory_for_zeros_names_the_rank() -> None:
     engine.comm = mock.Mock()
     engine.comm.group.rank = 3
     engine.control = mock.Mock()
+    engine.units = ()
     with pytest.raises(PoplarError, match=r"rank 3 is out of memory.*smaller share") as raised:
         engine.end_pass()
     engine.control.abort.assert_called_once_with(str(raised.value))  # the others need not wait

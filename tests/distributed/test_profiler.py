@@ -36,7 +36,7 @@ from poplar.profiler.trial_runs import PLAIN_PASSES, STEPS, measure_slowdowns
 from poplar.system import devices
 from poplar.zero import model_checks
 
-QUICK = {"seconds": 2.0, "max_batch": 8, "progress": False}
+QUICK = {"seconds": 0.5, "max_batch": 8, "progress": False}
 
 
 def batch(samples: int = 3) -> dict[str, Tensor]:
@@ -139,7 +139,7 @@ def watched_session(
         max_batch=8,
         memory_limit=None,
         stages=(0,),
-        seconds=1.0,
+        seconds=0.3,
         max_norm=None,
         units=units,
         compute_dtype="auto",
@@ -227,7 +227,7 @@ def links_between(hosts: Hosts) -> tuple[Any, list[tuple[int, ...]]]:
         mock.patch.object(links.dist, "all_to_all_single", counted),
         mock.patch.object(links, "MOST_BYTES", 1 << 17),
     ):
-        return links.measure_links(session, hosts, budget=2.0), sent
+        return links.measure_links(session, hosts, budget=0.2), sent
 
 
 @pytest.mark.parametrize(
@@ -282,7 +282,7 @@ def test_slowdowns_are_measured_with_a_profiled_batch(ranks: Pool):
     known = cluster((10.0,) * 4, ["cpu"] * 4)
     measured = [point.batch for point in known.devices[0].points]
     plan = Plan.manual((measured[-1], measured[1] + 1, 1, 0), stage=2)
-    answers = ranks.run(slowdowns_now, plan, known, 0.2)
+    answers = ranks.run(slowdowns_now, plan, known, 0.05)
     first = answers[0][0]
     assert [slowdowns for slowdowns, _ in answers] == [first] * 4
     assert min(first) > 0.0
@@ -292,7 +292,7 @@ def test_slowdowns_are_measured_with_a_profiled_batch(ranks: Pool):
 
 def test_slowdowns_are_one_without_time_for_plain_passes(ranks: Pool):
     known = cluster((10.0,) * 4, ["cpu"] * 4)
-    for slowdowns, ran in ranks.run(slowdowns_now, Plan.even(4, 8, 2, stage=2), known, 0.01):
+    for slowdowns, ran in ranks.run(slowdowns_now, Plan.even(4, 8, 2, stage=2), known, 0.001):
         assert slowdowns == [1.0] * 4
         assert ran == []
 
@@ -357,6 +357,16 @@ def test_each_rank_has_its_own_limits(ranks: Pool):
     assert ranks.run(limits, [1, 3, 8, 5], [plenty] * 4)[0] == [1, 3, 8, 5]
 
 
+def memory_by_rank(limit: dict[Any, Any]) -> list[int]:
+    profile = profiled(stages=(0,), max_batch=1, memory_limit=limit)
+    return [device.memory_bytes for device in profile.devices]
+
+
+def test_limits_by_rank_and_device(ranks: Pool):
+    found = ranks.run(memory_by_rank, {2: 3 << 30, "cpu": "2GiB"})
+    assert found == [[2 << 30, 2 << 30, 3 << 30, 2 << 30]] * 4
+
+
 def test_largest_batch_fits_in_memory(ranks: Pool):
     held = [
         point["activation_bytes"] for point in ranks.run(profile_as_dict)[0]["devices"][0]["points"]
@@ -388,6 +398,8 @@ def raising(case: str) -> None:
         options["max_batch"] = 0
     if case == "memory_limit" and on_one:
         options["memory_limit"] = -5
+    if case == "memory_limit of an unknown rank":
+        options["memory_limit"] = {"cpu": "1GiB", 4: 1 << 30}
     if case == "memory_limit above the device" and on_one:
         options["memory_limit"] = 1 << 60
     if case == "stages":
@@ -468,6 +480,10 @@ def test_model_is_usable_after_a_failed_step(ranks: Pool, stage):
         (
             "memory_limit above the device",
             r"rank 1: a memory_limit of 1073741824\.00 GiB, but cpu has .* GiB; lower it",
+        ),
+        (
+            "memory_limit of an unknown rank",
+            "entry for rank 4, which does not exist; there are ranks 0-3 on 'cpu'",
         ),
         ("stages", "stages must be ZeRO stages from 0 to 3"),
         (

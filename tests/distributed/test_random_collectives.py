@@ -25,7 +25,7 @@ from poplar.comm.shard_layout import Layout
 from poplar.comm.shared_memory import SharedMemoryCommunicator
 
 WORLD = 4
-TIMES = int(os.environ.get("POPLAR_COLLECTIVES", choose(quick=120, full=400)))
+TIMES = int(os.environ.get("POPLAR_COLLECTIVES", choose(quick=60, full=400)))
 MAX_IN_FLIGHT = 4
 RANK_ORDER = ("shared_memory", "process_group", "process_group:padded+grouped", "staged")
 HOST_ORDER = ("hierarchical", "hierarchical:process_group")

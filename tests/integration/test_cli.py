@@ -369,7 +369,7 @@ def test_a_workload_is_checked_at_construction():
 def test_profile_plan_and_verify_on_one_rank(train, tmp_path):
     path, plan = tmp_path / "c.json", tmp_path / "p.json"
     shown = launch(
-        *("profile", f"{train}:workload", "-o", path, "--seconds", 1, "--max-batch", 4),
+        *("profile", f"{train}:workload", "-o", path, "--seconds", 0.5, "--max-batch", 4),
         *("--memory-limit", "1GiB", "--stages", "0,3", "--no-cache", "--device", "cpu"),
     )
     assert shown.returncode == 0, shown.stderr
@@ -394,12 +394,13 @@ def test_verify_on_two_ranks_finds_a_loss_that_couples_samples(train, tmp_path):
 def test_a_plan_for_other_ranks_names_the_torchrun_command(train, tmp_path):
     plan = tmp_path / "p.json"
     Plan.manual("3,1", stage=1).to_json(plan)
-    printed = launch("verify", f"{train}:workload", "--plan", plan, "--device", "cpu")
-    assert printed.returncode == 1
+    printed = run("verify", f"{train}:workload", "--plan", plan, "--device", "cpu")
+    assert printed.exit_code == 1
     assert "torchrun --nproc-per-node 2 -m poplar verify" in printed.stderr
     assert "Traceback" not in printed.stderr
 
 
+@pytest.mark.full  # verify is launched above, and tests of the doctor compare ranks
 def test_doctor_compares_launched_ranks():
     printed = launch("doctor", "--json", "--device", "cpu", ranks=2)
     document = json.loads(printed.stdout)

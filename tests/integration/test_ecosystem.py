@@ -233,8 +233,8 @@ def test_norms_of_other_types(ranks: Pool, stage: int) -> None:
 def test_blocks_traced_by_dynamo_are_exact(ranks: Pool, stage: int, checkpointing: bool) -> None:
     spec = ModelSpec(compiled="aot_eager", checkpointing=checkpointing, blocks=2)
     recipe = replace(RECIPE, spec=spec)
-    plan = Plan.manual("3,3,3,3", stage=stage, shares=SHARES)
-    assert_exact(ranks.run(training.train, Run(recipe, plan), timeout=150), recipe)
+    plan = Plan.manual("8,4", stage=stage, shares=(0.3, 0.7))
+    assert_exact(ranks.run(training.train, Run(recipe, plan), ranks=2, timeout=150), recipe)
 
 
 def train_compiled(run: Run) -> Trajectory:

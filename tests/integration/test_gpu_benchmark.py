@@ -8,7 +8,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
@@ -31,13 +31,10 @@ from gpu import Part
 TESTS = Path(__file__).parents[1]
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, gpu.__file__, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-
-
 def test_every_stage_agrees_with_one_process(tmp_path):
-    done = run("--part", "training", "--device", "cpu", "--size", "tiny", "--output", str(tmp_path))
+    options = ["--part", "training", "--device", "cpu", "--size", "tiny", "--output", str(tmp_path)]
+    command = [sys.executable, gpu.__file__, *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.stdout.endswith("4 of 4 stages agree with one process\n"), done.stderr
     rows = [json.loads(line) for line in (tmp_path / "training.jsonl").read_text().splitlines()]
     assert [row["stage"] for row in rows] == [0, 1, 2, 3]
@@ -57,10 +54,10 @@ def test_hanging_rank_of_training_is_reported_with_its_stacks(tmp_path, monkeypa
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
-def test_without_a_gpu_it_exits_with_a_message(tmp_path):
-    done = run("--output", str(tmp_path))
-    assert done.returncode == 1
-    assert "sees no GPU here" in done.stderr
+def test_without_a_gpu_it_exits_with_a_message(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--output", str(tmp_path)])
+    with pytest.raises(SystemExit, match="sees no GPU here"):
+        gpu.main()
 
 
 # Outcomes of parts
@@ -185,7 +182,8 @@ def test_part_that_cannot_run_here_is_reported_and_not_failed(run_parts):
 def test_part_with_only_skipped_tests_fails(run_parts, tmp_path):
     skipping = tmp_path / "test_nothing.py"
     skipping.write_text("import pytest\n\ndef test_nothing():\n    pytest.skip('no reason')\n")
-    status, output = run_parts(gpu_parts.of_tests("skipped", [str(skipping)], seconds=60.0))
+    tests = gpu_parts.of_tests("skipped", [str(skipping), "--noconftest"], seconds=60.0)
+    status, output = run_parts(tests)
     assert status == 1
     assert "skipped: FAILED. exit status 0, but no line matches" in output
     assert "1 skipped" in output
@@ -280,14 +278,22 @@ def test_triton_parts_fail_instead_of_using_plain_pytorch(monkeypatch):
         assert part_named(name).environment == {"POPLAR_OPS": "triton"}
 
 
-def collected_tests(part: Part) -> frozenset[str]:
-    """The tests that a part would run on a GPU, without their files."""
-    arguments = [str(word) for word in part.command[part.command.index("pytest") + 1 :]]
+@pytest.fixture(scope="module")
+def collected_tests() -> Iterator[Callable[[Part], frozenset[str]]]:
+    """Returns the tests that a part would run on a GPU, without their files.
+
+    One process collects for all parts, because importing the test modules takes long.
+    """
     with ProcessPoolExecutor(1, mp_context=harness.forkserver()) as executor:
-        return executor.submit(names_with_a_gpu, arguments, TESTS).result(timeout=120)
+
+        def collect(part: Part) -> frozenset[str]:
+            arguments = [str(word) for word in part.command[part.command.index("pytest") + 1 :]]
+            return executor.submit(names_with_a_gpu, arguments, TESTS).result(timeout=120)
+
+        yield collect
 
 
-def test_all_operator_tests_run_except_those_that_only_need_nvcc():
+def test_all_operator_tests_run_except_those_that_only_need_nvcc(collected_tests):
     on_gpu = collected_tests(part_named("operators, C++"))
     assert {*gpu_parts.OPERATORS} < {*part_named("operators, Triton").command}
     everything = collected_tests(
@@ -306,7 +312,7 @@ def test_all_operator_tests_run_except_those_that_only_need_nvcc():
     ],
     ids=["memory", "races"],
 )
-def test_few_tests_of_each_kernel_run_under_the_sanitizer(name, expression):
+def test_few_tests_of_each_kernel_run_under_the_sanitizer(collected_tests, name, expression):
     found = collected_tests(part_named(name))
     assert len(found) < 120
     assert all(name.endswith("cuda]") for name in found)
@@ -314,7 +320,7 @@ def test_few_tests_of_each_kernel_run_under_the_sanitizer(name, expression):
         assert any(word in name for name in found), f"no test is called {word!r}"
 
 
-def test_engine_tests_run_with_ranks_on_the_gpu():
+def test_engine_tests_run_with_ranks_on_the_gpu(collected_tests):
     part = part_named("engine, four ranks")
     found = collected_tests(part)
     assert all(any(name in one for one in found) for name in (f"{c}-3]" for c in gpu_parts.CASES))
@@ -322,7 +328,7 @@ def test_engine_tests_run_with_ranks_on_the_gpu():
     assert all(f'"{name}"' in source for name in part.environment)
 
 
-def test_failures_of_a_rank_are_tested_with_ranks_on_the_gpu():
+def test_failures_of_a_rank_are_tested_with_ranks_on_the_gpu(collected_tests):
     staged, by_nccl = (
         collected_tests(part_named(name)) for name in ("failures, staged", "failures, NCCL")
     )
@@ -331,14 +337,14 @@ def test_failures_of_a_rank_are_tested_with_ranks_on_the_gpu():
         assert any(name in found for found in staged)
 
 
-def test_every_stage_is_tested_by_nccl():
+def test_every_stage_is_tested_by_nccl(collected_tests):
     found = collected_tests(part_named("engine, NCCL"))
     assert {f"uneven shares-{stage}]" for stage in range(4)} <= {
         name.partition("[")[2] for name in found
     }
 
 
-def test_host_synchronization_tests_are_found():
+def test_host_synchronization_tests_are_found(collected_tests):
     found = collected_tests(part_named("no host synchronization"))
     assert len(found) == 17
     assert all("for_a_gpu" in name for name in found)

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
@@ -31,7 +32,7 @@ def test_plans_and_peers_run_on_the_same_ranks(tmp_path):
     output = tmp_path / "rows.jsonl"
     done = run(
         *("--case", "tiny ranks", "--percent", "50", "50", "--stage", "1", "--rounds", "1"),
-        *("--seconds", "1", "--speed-seconds", "0.5", "--starts", "1"),
+        *("--seconds", "0.5", "--speed-seconds", "0.2", "--turn-seconds", "0.1", "--starts", "1"),
         *("--output", str(output)),
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -84,7 +85,7 @@ def on_a_gpu(monkeypatch, tmp_path, version):
     """As if there were a GPU, this NCCL, and an MPS daemon."""
     (tmp_path / "libnccl.so.2").touch()
     clients = {"CUDA_MPS_PIPE_DIRECTORY": "pipe", "CUDA_MPS_LOG_DIRECTORY": "log"}
-    monkeypatch.setattr(gpu_unequal.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(gpu_unequal.provenance, "device", lambda kind: kind)
     monkeypatch.setattr(nccl, "version_of", lambda library: version)
     monkeypatch.setattr(gpu_unequal, "mps_daemon", lambda: gpu_unequal.nullcontext(clients))

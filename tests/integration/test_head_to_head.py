@@ -26,7 +26,7 @@ from head_to_head.outcome import Calibration, Comparison, Outcome
 from head_to_head.page import write_page
 from head_to_head.row import read_rows, rows_of
 from head_to_head.table import HEADINGS, cells_of, summary_of, table_of
-from head_to_head.targets import Verdict, verdicts
+from head_to_head.targets import ClusterVerdict, verdicts
 from head_to_head.task import Task
 from head_to_head.worker_calls import Turn
 from head_to_head.workers import WorkerContext, Workers, WorkersFailed
@@ -216,7 +216,11 @@ needs_deepspeed = pytest.mark.skipif(
     "members",
     [
         pytest.param(OURS, id="poplar"),
-        pytest.param(peers(("ddp", 0), ("fsdp2", 2), ("fsdp2", 3)), id="torch"),
+        pytest.param(
+            peers(("ddp", 0), ("fsdp2", 2), ("fsdp2", 3)),
+            id="torch",
+            marks=pytest.mark.full,  # as test_head_to_head_peers.py
+        ),
         pytest.param(
             peers(*[("deepspeed", stage) for stage in range(3)]),
             id="deepspeed",
@@ -445,7 +449,7 @@ def test_different_loss_misses_its_threshold():
     others = comparison().outcomes
     apart = replace(others[3], losses=(3.0, 2.6, 2.25))
     assert not judged(outcomes=(*others[:3], apart))["largest loss difference"]
-    verdict = Verdict(cluster="x", stage=1, what="y", value=0.9, wanted=0.95)
+    verdict = ClusterVerdict(cluster="x", stage=1, what="y", value=0.9, wanted=0.95)
     assert "short" in str(verdict)
 
 

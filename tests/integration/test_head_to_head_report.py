@@ -24,7 +24,7 @@ from head_to_head.outcome import Calibration, Comparison, Outcome
 from head_to_head.page import write_page
 from head_to_head.row import Row, read_rows, rows_of
 from head_to_head.table import HEADINGS, cells_of, ideals_of, reasons_of, summary_of, table_of
-from head_to_head.targets import Verdict, verdicts
+from head_to_head.targets import ClusterVerdict, verdicts
 from head_to_head.task import Task
 from results import markdown
 from rows import write_rows
@@ -293,7 +293,7 @@ def test_rows_without_git_have_an_unknown_commit(monkeypatch):
 # Verdicts
 
 
-def found(rows: list[Row]) -> dict[tuple[str, int | None, str], Verdict]:
+def found(rows: list[Row]) -> dict[tuple[str, int | None, str], ClusterVerdict]:
     return {(v.cluster, v.stage, v.what): v for v in verdicts(rows)}
 
 
@@ -361,7 +361,9 @@ def test_missing_measurement_misses_its_threshold():
     ],
 )
 def test_verdict_shows_result_and_threshold(value, wanted, at_most, texts):
-    verdict = Verdict(cluster="x", stage=0, what="y", value=value, wanted=wanted, at_most=at_most)
+    verdict = ClusterVerdict(
+        cluster="x", stage=0, what="y", value=value, wanted=wanted, at_most=at_most
+    )
     assert str(verdict) == texts
 
 

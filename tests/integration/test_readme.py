@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import subprocess
@@ -32,7 +33,7 @@ def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
 def test_quickstart_trains_on_two_cpu_ranks(tmp_path):
     """As it stands with `--full`; otherwise it may spend fewer seconds on measurements."""
     script = save_quickstart(tmp_path)
-    budget = choose(quick="seconds=3", full="seconds=20")
+    budget = choose(quick="seconds=1", full="seconds=20")
     assert "seconds=20" in script.read_text("utf-8")
     script.write_text(script.read_text("utf-8").replace("seconds=20", budget), "utf-8")
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -69,12 +70,17 @@ def test_local_links_lead_to_files(document):
     assert not missing
 
 
+@functools.cache
+def summary() -> list[str]:
+    """The lines that the command prints."""
+    command = [sys.executable, "benchmarks/summary.py"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()
+
+
 @pytest.mark.parametrize("document", ["README.md", "docs/benchmarks.md"])
 def test_results_table_is_what_its_command_prints(document):
-    command = [sys.executable, "benchmarks/summary.py"]
-    printed = subprocess.run(
-        command, cwd=REPOSITORY, capture_output=True, text=True, check=True
-    ).stdout.splitlines()
+    printed = summary()
     lines = (REPOSITORY / document).read_text("utf-8").splitlines()
     start = lines.index(printed[0])
     table = lines[start : lines.index("", start)]
@@ -82,10 +88,8 @@ def test_results_table_is_what_its_command_prints(document):
 
 
 def test_benchmarks_page_names_the_commits_of_its_table():
-    command = [sys.executable, "benchmarks/summary.py"]
-    printed = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
     page = (REPOSITORY / "docs/benchmarks.md").read_text("utf-8")
-    assert printed.stdout.splitlines()[-1] in page.splitlines()
+    assert summary()[-1] in page.splitlines()
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])

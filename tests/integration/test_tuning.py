@@ -56,7 +56,7 @@ def tuned(model: nn.Module | None = None, loss: Any = None, **options: Any) -> T
         "global_batch": GLOBAL_BATCH,
         "process_group": harness.group(),
         "max_batch": 16,
-        "seconds": 2.0,
+        "seconds": 0.5,
         "cache": False,
         "progress": False,
     }
@@ -75,7 +75,7 @@ def profile() -> ClusterProfile:
         models.data(3, seed=1),
         process_group=harness.group(),
         max_batch=4,
-        seconds=2.0,
+        seconds=0.5,
         cache=False,
         progress=False,
     )
@@ -348,12 +348,8 @@ class Session:
             exchange=lambda values, what: lambda: [values] * size,
             exchange_objects=lambda value, what: [value] * size,
         )
-        self.request = SimpleNamespace(
-            stages=tuple(stages),
-            max_batch=None,
-            memory_limit=None,
-            seconds=45.0,
-        )
+        self.request = SimpleNamespace(stages=tuple(stages), max_batch=None, seconds=45.0)
+        self.memory_limit = None
         self.identity: dict[str, str] = {}
         self.asynchronous = False
         self.measuring = contextlib.nullcontext

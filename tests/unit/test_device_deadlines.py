@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
@@ -11,9 +12,10 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from poplar.comm import Group, failure_reports
+from poplar.comm import Group, failure_reports, work
 from poplar.comm.failure_reports import FailureReports
 from poplar.comm.work import StreamWork
 from poplar.errors import CollectiveTimeout
@@ -122,7 +124,20 @@ class FakeWork:
 
 
 def issue(group: Group, works: list[Any]) -> StreamWork:
-    return StreamWork(group, lambda: works, "a reduction", None)
+    return StreamWork(group, lambda: works, torch.device("cuda", 0), "a reduction", None)
+
+
+@pytest.fixture
+def stream(monkeypatch: pytest.MonkeyPatch) -> list[FakeEvent]:
+    """The events that are recorded on the current stream, which is never done."""
+    events: list[FakeEvent] = []
+
+    def record(_device: torch.device) -> FakeEvent:
+        events.append(FakeEvent(None))
+        return events[-1]
+
+    monkeypatch.setattr(work, "record", record)
+    return events
 
 
 def test_a_collective_that_the_device_does_not_finish_is_aborted_while_the_host_is_blocked(
@@ -140,21 +155,59 @@ def test_a_collective_that_the_device_does_not_finish_is_aborted_while_the_host_
     assert len(works) == 2
 
 
-def test_collectives_that_are_over_or_waited_for_or_abandoned_are_not_late(
-    groups: list[Group],
+def test_a_wait_of_a_stream_that_does_not_end_is_aborted_while_the_host_is_blocked(
+    groups: list[Group], stream: list[FakeEvent]
+) -> None:
+    """As of an unshard that is needed at once: the host has waited, the device has not."""
+    for group in groups[:2]:
+        issue(group, [FakeWork()]).wait()
+        assert group.reports is not None
+        group.reports.watch(group.follow_failure, group.abort_late_collectives)
+    assert len(stream) == 2
+    for rank, group in enumerate(groups[:2]):
+        assert wait_until(lambda group=group: aborts(group))
+        with pytest.raises(CollectiveTimeout, match=rf"rank {rank}: .* waiting for rank\(s\) 2 "):
+            group.check()
+
+
+def test_a_rank_whose_stream_waits_is_not_taken_for_the_cause(
+    groups: list[Group], stream: list[FakeEvent]
+) -> None:
+    issue(groups[0], [FakeWork()]).wait()
+    assert stream
+    groups[0].follow_failure()
+    with pytest.raises(CollectiveTimeout, match=r"rank 1: the loss failed, .* rank\(s\) 2 "):
+        groups[1].wait_for_event(FakeEvent(None), "the loss")
+
+
+def test_collectives_that_are_over_or_abandoned_are_not_late(
+    groups: list[Group], stream: list[FakeEvent]
 ) -> None:
     group = replace(groups[0], timeout=timedelta(0))
     group.__dict__["rank"] = 0
-    over, waited, abandoned = FakeWork(), FakeWork(), FakeWork()
+    over, abandoned = FakeWork(), FakeWork()
     over.is_over = True
     kept = issue(group, [over])
-    issue(group, [waited]).wait()
+    issue(group, [FakeWork()]).wait()
     issue(group, [abandoned])
+    stream[0].left = 0  # the device has got there
+    assert len(group.in_flight) == 2
     group.abort_late_collectives()
     assert not group.failures
-    assert len(group.in_flight) == 1
-    assert kept.wait() == 0.0
     assert not group.in_flight
+    assert kept.wait() == 0.0
+
+
+def test_a_wait_frees_the_tensors_of_a_collective(
+    groups: list[Group], stream: list[FakeEvent]
+) -> None:
+    """torch's work refers to its outputs until the device has finished it."""
+    issued = FakeWork()
+    alive = weakref.ref(issued)
+    issue(groups[0], [issued]).wait()
+    del issued
+    assert stream
+    assert alive() is None
 
 
 def test_values_of_an_aborted_collective_are_not_used(groups: list[Group]) -> None:

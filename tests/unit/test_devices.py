@@ -319,6 +319,35 @@ def test_container_limits_memory(tmp_path, monkeypatch, files, total_kib, free_k
     assert host_limits.free_memory() == free_kib * 1024
 
 
+UNLIMITED = "Max data size             unlimited            unlimited            bytes\n"
+
+
+@pytest.mark.parametrize(
+    ("limits", "limit_kib", "unused_kib"),
+    [
+        (UNLIMITED, None, None),
+        (UNLIMITED.replace("unlimited", str(700 * 1024), 1), 700, 400),
+        ("Max address space         921600               921600               bytes\n", 900, 0),
+        (
+            "Max data size             409600               unlimited            bytes\n"
+            "Max address space         2048000              unlimited            bytes\n",
+            400,
+            100,
+        ),
+    ],
+)
+def test_limits_of_the_process_limit_memory(tmp_path, monkeypatch, limits, limit_kib, unused_kib):
+    status = "VmSize:\t 1000 kB\nVmData:\t 300 kB\nRssAnon:\t 50 kB\nVmHWM:\t 70 kB\n"
+    files = {"proc/meminfo": MEMINFO, "proc/self/limits": limits, "proc/self/status": status}
+    pretend(monkeypatch, tmp_path, files)
+    assert host_limits.process_limit() == (None if limit_kib is None else limit_kib * 1024)
+    unused = host_limits.unused_process_memory()
+    assert unused == (None if unused_kib is None else unused_kib * 1024)
+    free = 400 if unused_kib is None else min(400, unused_kib)
+    assert devices.memory_available(CPU, 2) == (free + 50) * 1024
+    assert devices.peak_memory(CPU) == 70 * 1024
+
+
 @pytest.mark.parametrize(
     ("files", "quota"),
     [

@@ -14,6 +14,7 @@ from poplar.formatting import (
     format_seconds,
     format_signed_percent,
     format_usage,
+    parse_bytes,
 )
 
 
@@ -31,6 +32,27 @@ from poplar.formatting import (
 )
 def test_bytes_have_the_largest_unit_that_fits(count, text):
     assert format_bytes(count) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("1024", 1024),
+        ("7 b", 7),
+        ("8GiB", 8 * 2**30),
+        (" 1.5 gib ", 1.5 * 2**30),
+        ("500MB", 500_000_000),
+        ("2 TiB", 2 * 2**40),
+    ],
+)
+def test_sizes_are_read_with_or_without_a_unit(text, count):
+    assert parse_bytes(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "GiB", "8 apples", "0GiB", "1e9", "8GiB,4GiB"])
+def test_other_text_is_no_size(text):
+    with pytest.raises(ValueError, match="expected a size above 0, as in 8GiB or 500MB"):
+        parse_bytes(text)
 
 
 def test_bytes_are_rounded_up_where_they_have_to_be_enough():

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from itertools import combinations, pairwise
+from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,7 +16,15 @@ from poplar.comm.host_topology import Hosts
 from poplar.profile import LinkProfile
 from poplar.profiler import links as measuring
 from poplar.profiler.collectives import rates_of_hosts
-from poplar.profiler.links import FIRST_BYTES, LEAST_BYTES, MOST_BYTES, measure_pairs, tournament
+from poplar.profiler.links import (
+    FIRST_BYTES,
+    LEAST_BYTES,
+    MOST_BYTES,
+    REPETITIONS,
+    Messages,
+    measure_pairs,
+    tournament,
+)
 
 
 @given(st.integers(0, 65))
@@ -110,3 +121,22 @@ def test_ranks_share_the_links_of_their_host():
     over_hosts = rates_of_hosts(hosts, links, shared=False)
     assert over_hosts == [2.0, 2.0, 3.0, 4.0, 4.0, 4.0, 4.0], "each byte leaves a host once"
     assert rates_of_hosts(Hosts(((0, 1, 2),)), ()) == [1.0] * 3
+
+
+def test_messages_between_devices_are_waited_for_on_the_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """NCCL's wait with a timeout looks once a millisecond, which would be the measured latency."""
+    work, sent = mock.Mock(), []
+
+    def all_to_all_single(received, given, *splits, group, async_op):
+        sent.append((given.numel(), splits))
+        return work
+
+    monkeypatch.setattr(dist, "all_to_all_single", all_to_all_single)
+    group = mock.Mock(rank=0, size=3, reports=None, in_flight={})
+    group.supports.return_value, group.is_on_host.return_value = True, False
+    session = mock.Mock(group=group, device=torch.device("cpu"))
+    assert Messages(session, [(0, 2)]).seconds(64) > 0.0
+    assert sent == [(64, ([0, 0, 64], [0, 0, 64]))] * REPETITIONS
+    assert work.wait.mock_calls == [mock.call()] * REPETITIONS

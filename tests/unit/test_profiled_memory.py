@@ -142,7 +142,8 @@ def session(model: nn.Module) -> Any:
         asynchronous=True,
         ranks_on_this_host=1,
         group=SimpleNamespace(rank=0),
-        request=SimpleNamespace(model=model, memory_limit=None, seconds=10.0, stages=(0,)),
+        request=SimpleNamespace(model=model, seconds=10.0, stages=(0,)),
+        memory_limit=None,
         on_all_ranks=lambda work, doing: [work()],
     )
 

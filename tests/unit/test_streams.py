@@ -6,6 +6,8 @@ vector clock, so a test can tell whether an operation is certain to be over when
 
 from __future__ import annotations
 
+import copy
+import pickle
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,12 +23,13 @@ from poplar.comm.shard_layout import Layout
 from poplar.errors import CollectiveTimeout
 from poplar.system.trace import Trace
 from poplar.zero.flat_parameter import FlatParameter
+from poplar.zero.replicated import Replicated
 from poplar.zero.sharded_gradients import ShardedGradients
 from poplar.zero.sharded_optimizer import ShardedOptimizer
 from poplar.zero.sharded_parameters import ShardedParameters
 from poplar.zero.step_result import StepResult, Stopwatch
 from poplar.zero.strategy import Strategy
-from poplar.zero.streams import DeviceClock, Streams
+from poplar.zero.streams import DeviceClock, DeviceStreams, Streams
 from poplar.zero.unit import Unit
 from poplar.zero.waiting import WaitingTime
 
@@ -111,6 +114,8 @@ class SimulatedTransport:
         self.numbers: dict[int, int] = {}
         self.uses: dict[int, list[tuple[str, int]]] = {}
         self.sums: dict[int, tuple[str, int]] = {}
+        self.copies: list[tuple[str, int]] = []
+        """Out of buffers that all-gathers have received into."""
         self.alive: set[int] = set()
         self.most_alive = 0
         self.freed_in_use: list[int] = []
@@ -147,7 +152,13 @@ class SimulatedTransport:
 
     def all_gather(self, data: Tensor, layout: Layout, **_options: Any) -> SimulatedWork:
         del data, layout
-        return SimulatedWork(self.device, self.device.collective())
+        issued_on = self.device.current
+
+        def copy_out() -> None:
+            assert self.device.current == issued_on, "its buffers belong to the issuing stream"
+            self.copies.append(self.device.issue())
+
+        return SimulatedWork(self.device, self.device.collective(), copy_out)
 
     def share(self, data: Tensor) -> Tensor:
         return data.clone()
@@ -238,6 +249,19 @@ def test_accumulators_are_reduced_without_a_wait_of_the_backward() -> None:
     assert transport.device.clocks["compute"]["backend"] == len(units)
 
 
+def test_gathered_gradients_are_copied_on_the_stream_that_gathers_them() -> None:
+    """At stage 0 an all-gather follows each reduction; the user reads its result."""
+    strategy, transport, units = simulated(Replicated, 6)
+    strategy.begin_step()
+    for flat in flats_of(units):
+        backward(transport.device, flat)
+        strategy.reduce(flat, 0.5)
+    strategy.wait_for_reductions(units)
+    strategy.finish_gradients(units)
+    assert len(transport.copies) == len(units)
+    assert all(is_over(copy, transport.device.clocks["compute"]) for copy in transport.copies)
+
+
 def test_unshard_starts_after_the_unit_whose_memory_it_takes() -> None:
     strategy, transport, units = simulated(ShardedParameters, 6)
     device = transport.device
@@ -253,6 +277,71 @@ def test_unshard_starts_after_the_unit_whose_memory_it_takes() -> None:
         computed.append(device.issue("compute"))
         held = sum(flat.values.untyped_storage().nbytes() > 0 for flat in flats_of(units))
         assert held <= 2
+
+
+@pytest.fixture
+def pools(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is called on the allocator of CUDA device 3, while another device is current."""
+    calls: list[str] = []
+    current = ["cuda:0"]
+
+    @contextmanager
+    def inside(enter: str) -> Iterator[None]:
+        calls.append(enter)
+        yield
+
+    @contextmanager
+    def device(chosen: torch.device) -> Iterator[None]:
+        current[0], before = str(chosen), current[0]
+        yield
+        current[0] = before
+
+    def new_pool(**_options: Any) -> str:
+        return f"pool of {current[0]}"
+
+    monkeypatch.setattr(torch.cuda, "Stream", mock.Mock())
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "MemPool", new_pool)
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
+    monkeypatch.setattr(
+        torch.cuda, "use_mem_pool", lambda pool, device: inside(f"enter the {pool} on {device}")
+    )
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("empty the cache"))
+    return calls
+
+
+def test_unsharded_values_have_a_pool_on_the_device_of_the_model(pools: list[str]) -> None:
+    """A pool of another device would be dropped by torch after its first use."""
+    streams = DeviceStreams(torch.device("cuda", 3))
+    streams.allocate_unsharded(lambda: pools.append("allocate"))
+    assert pools == ["enter the pool of cuda:3 on cuda:3", "allocate"]
+
+
+def test_an_allocator_without_pools_is_used_as_it_is(
+    pools: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
+    streams = DeviceStreams(torch.device("cuda", 3))
+    streams.allocate_unsharded(lambda: pools.append("allocate"))
+    assert pools == ["allocate"]
+
+
+def test_an_unshard_that_finds_no_memory_empties_the_cache_first(pools: list[str]) -> None:
+    """Inside a pool, torch's allocator does not return what it has cached for activations."""
+    streams = DeviceStreams(torch.device("cuda", 3))
+
+    def allocate() -> None:
+        pools.append("allocate")
+        if "empty the cache" not in pools:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    streams.allocate_unsharded(allocate)
+    enter = "enter the pool of cuda:3 on cuda:3"
+    assert pools == [enter, "allocate", "empty the cache", enter, "allocate"]
+    full = mock.Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory"))
+    with pytest.raises(torch.OutOfMemoryError):
+        streams.allocate_unsharded(full)
+    assert full.call_count == 2
 
 
 class Event:
@@ -331,6 +420,10 @@ def test_spans_of_a_device_have_its_times(streams: TimedStreams) -> None:
     assert whole.start < wait.start < wait.stop == whole.stop
 
 
+def pickled(value: Any) -> Any:
+    return pickle.loads(pickle.dumps(value))
+
+
 def result_of(streams: TimedStreams, group: Any) -> StepResult:
     stopwatch = Stopwatch(streams, group)
     streams.time += 250.0
@@ -353,6 +446,15 @@ def test_result_of_a_step_waits_for_the_device_when_it_is_read(streams: TimedStr
     assert result.loss == 0.75
     assert Event.reached == 250.0
     assert (result.grad_norm, result.seconds, result.waiting_seconds) == (3.0, 0.25, 0.05)
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickled])
+def test_a_copy_of_a_result_has_its_values(streams: TimedStreams, duplicate: Any) -> None:
+    group = mock.Mock(wait_for_event=lambda event, what: event.synchronize())
+    result = result_of(streams, group)
+    twin = duplicate(result)
+    assert repr(twin) == repr(result)
+    assert (twin.loss, twin.grad_norm, twin.samples, twin.skipped) == (0.75, 3.0, 8, False)
 
 
 def test_reading_a_result_fails_at_the_deadline(streams: TimedStreams) -> None:

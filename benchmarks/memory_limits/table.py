@@ -1,0 +1,74 @@
+"""Rows of `benchmarks/memory.py` as tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.box import SIMPLE_HEAD
+from rich.markup import escape
+from rich.table import Table
+
+from memory_limits.clusters import MIB
+from memory_limits.row import LargestRow, PeakRow
+from memory_limits.targets import Verdict
+
+
+def peaks_table(rows: Sequence[PeakRow]) -> Table:
+    """Predicted and measured MiB: one line per plan, the ranks beside each other."""
+    title = "peak memory of the ranks in MiB: predicted / measured, and the error"
+    table = Table("model", "stage", "plan", "batch", title=title, box=SIMPLE_HEAD)
+    ranks = max(row.rank for row in rows) + 1
+    for rank in range(ranks):
+        table.add_column(f"rank {rank}", justify="right", no_wrap=True)
+    for first in rows[::ranks]:
+        key = (first.model, first.stage, first.plan, first.batch)
+        own = [row for row in rows if (row.model, row.stage, row.plan, row.batch) == key]
+        table.add_row(
+            first.model,
+            str(first.stage),
+            first.plan,
+            str(first.batch),
+            *(
+                f"{row.predicted_bytes / MIB:.0f} / {row.measured_bytes / MIB:.0f} "
+                f"{100 * row.error:+5.1f} %"
+                for row in own
+            ),
+        )
+    return table
+
+
+def largest_table(rows: Sequence[LargestRow]) -> Table:
+    """The engines of one cluster."""
+    limits = ", ".join(map(str, rows[0].limits_mib))
+    title = f"largest model at {rows[0].cluster}: limits of {limits} MiB"
+    table = Table("engine", title=title, box=SIMPLE_HEAD)
+    for heading in ("blocks", "M parameters", "planned over it", "trials", "s"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("shares")
+    table.add_column("peaks, MiB")
+    planned = next((row.parameters for row in rows if row.policy_is_planned), 0)
+    for row in rows:
+        if row.absent:
+            table.add_row(row.engine, "absent", *[""] * 5, escape(row.reason))
+            continue
+        over = f"{planned / row.parameters:.2f}" if planned and row.parameters else ""
+        table.add_row(
+            row.engine,
+            str(row.blocks),
+            f"{row.parameters / 1e6:.1f}",
+            over,
+            str(row.trials),
+            f"{row.seconds:.0f}",
+            " ".join(f"{100 * share:.0f}" for share in row.shares),
+            " ".join(f"{peak:.0f}" for peak in row.peaks_mib),
+        )
+    return table
+
+
+def verdicts_table(verdicts: Sequence[Verdict]) -> Table:
+    """Targets and measured values."""
+    table = Table("case", "what", "value", "wanted", "", title="targets", box=SIMPLE_HEAD)
+    for one in verdicts:
+        value = "not measured" if one.value is None else f"{one.value:.3f}"
+        table.add_row(one.case, one.what, value, one.condition, "✓" if one.met else "short")
+    return table

@@ -1,0 +1,303 @@
+"""Writes the weights of a model as safetensors without unsharding it on any rank.
+
+A file is written flat parameter by flat parameter: its header, which names the place of every
+tensor, is known before the values are. It gets its final name only when it is complete on disk.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from poplar.comm import Control
+from poplar.comm.copies import to_bytes
+from poplar.comm.shard_layout import Layout
+from poplar.zero.agreement import run_on_all_ranks
+from poplar.zero.engine import Engine
+from poplar.zero.flat_parameter import FlatParameter
+from poplar.zero.weight_files import INDEX, SINGLE
+
+T = TypeVar("T")
+
+_CHUNK = 1 << 18
+"""Elements that are copied to the host at a time."""
+
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+Owners = Mapping[FlatParameter, Sequence[int]]
+"""The rank that writes each parameter of a flat parameter."""
+Files = dict[int, tuple[Path, list[tuple[str, Tensor]]]]
+"""By rank, the file that it writes, with its tensors."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Catalog:
+    """What a saved model consists of, the same on all ranks."""
+
+    tensors: Mapping[str, Tensor]
+    """Parameters, which may be sharded, and buffers, each once."""
+    tied: Mapping[str, str]
+    """The stored name of each omitted name."""
+
+
+def save_model(
+    engine: Engine, control: Control, model: nn.Module, path: Path, *, sharded: bool
+) -> None:
+    """Write all weights and buffers, tied ones once. Collective.
+
+    Args:
+        path: a file, which rank 0 writes; or, if `sharded`, a folder that all ranks see.
+        sharded: every rank writes the parameters of which it holds the largest part, and rank 0
+            buffers and an index.
+    """
+    doing, rank = f"save_model({str(path)!r})", control.group.rank
+
+    def on_all_ranks(work: Callable[[], T]) -> T:
+        return run_on_all_ranks(control, work, doing=doing)
+
+    catalog = on_all_ranks(lambda: _prepare(engine, model, path, sharded))
+    owners = {flat: _owners(flat, engine.comm.group.size, sharded) for flat in engine.flats}
+    files = _files(catalog, owners, path, sharded)
+    writer = Writer(*files[rank], catalog.tied) if rank in files else None
+    try:
+        _write(engine, catalog, owners, writer)
+        on_all_ranks(lambda: writer.finish() if writer else None)
+        if sharded:  # an old index must not name old and new files
+            on_all_ranks(lambda: (path / INDEX).unlink(missing_ok=True) if rank == 0 else None)
+        on_all_ranks(lambda: writer.publish() if writer else None)
+    finally:
+        if writer is not None:
+            writer.discard()
+    if sharded:
+        on_all_ranks(lambda: _write_index(path, files) if rank == 0 else None)
+
+
+def _prepare(engine: Engine, model: nn.Module, path: Path, sharded: bool) -> Catalog:
+    """Check that the model can be saved there. Local."""
+    if engine.scheduler.active:
+        raise RuntimeError("save_model() inside a pass; end the backward first")
+    if sharded:
+        path.mkdir(parents=True, exist_ok=True)
+        if (path / SINGLE).exists():
+            raise ValueError(
+                f"{path} holds {SINGLE}, which readers prefer to an index; remove it, or save to "
+                "another folder"
+            )
+    engine.strategy.updated.finish()
+    known = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    tensors: dict[str, Tensor] = {}
+    tied: dict[str, str] = {}
+    first: dict[int | tuple[int, torch.Size, torch.dtype], str] = {}
+    with engine.naming_parameters():
+        state = model.state_dict(keep_vars=True)
+    for name, value in state.items():
+        if not isinstance(value, Tensor) or value.dtype not in _DTYPES:
+            kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
+            raise TypeError(
+                f"state_dict() has {name!r}, which is {kind}; safetensors cannot store it"
+            )
+        if id(value) not in known and engine.strategy.shards_parameters:
+            raise TypeError(
+                f"state_dict() computes {name!r}, but the parameters are sharded (stage 3); save "
+                "it yourself, inside full_parameters()"
+            )
+        # Sharded parameters have no memory by which to compare them.
+        memory = (value.data_ptr(), value.shape, value.dtype)
+        key = id(value) if isinstance(value, nn.Parameter) else memory
+        if value.numel() and first.setdefault(key, name) != name:
+            tied[name] = first[key]
+        else:
+            tensors[name] = value
+    return Catalog(tensors=tensors, tied=tied)
+
+
+def _owners(flat: FlatParameter, world_size: int, sharded: bool) -> list[int]:
+    """The rank that writes each parameter: the first one, or the one that holds most of it."""
+    if not sharded:
+        return [0] * len(flat.parameters)
+    bounds = [flat.layout.bounds(rank) for rank in range(world_size)]
+    owners: list[int] = []
+    for position in range(len(flat.parameters)):
+        start, stop = flat.span(position)
+        held = [min(stop, high) - max(start, low) for low, high in bounds]
+        # Ascending, also for empty parameters, because slices are.
+        owners.append(max([held.index(max(held)), *owners[-1:]]))
+    return owners
+
+
+def _layout(flat: FlatParameter, owners: Sequence[int], world_size: int) -> Layout:
+    """The layout in which every parameter is whole on its owner."""
+    ends = [0] * (world_size + 1)
+    for position, owner in enumerate(owners):
+        ends[owner + 1] = flat.span(position)[1]
+    return Layout(tuple(itertools.accumulate(ends, max)))
+
+
+def _files(catalog: Catalog, owners: Owners, path: Path, sharded: bool) -> Files:
+    """By rank, the file that it writes, with its tensors."""
+    owner_of = {
+        id(parameter): owner
+        for flat, ranks in owners.items()
+        for parameter, owner in zip(flat.parameters, ranks, strict=True)
+    }
+    by_rank: dict[int, list[tuple[str, Tensor]]] = {}
+    for name, tensor in catalog.tensors.items():
+        by_rank.setdefault(owner_of.get(id(tensor), 0), []).append((name, tensor))
+    if not sharded:
+        return {0: (path, by_rank[0])}
+    count = len(by_rank)
+    return {
+        rank: (path / f"model-{number:05d}-of-{count:05d}.safetensors", by_rank[rank])
+        for number, rank in enumerate(sorted(by_rank), start=1)
+    }
+
+
+def _write(engine: Engine, catalog: Catalog, owners: Owners, writer: Writer | None) -> None:
+    """Send every flat parameter to the ranks that write it. Collective at stage 3.
+
+    A rank that cannot write takes part nevertheless; `Writer.finish` raises.
+    """
+    group = engine.comm.group
+    names = {id(tensor): name for name, tensor in catalog.tensors.items()}
+    for flat in engine.flats:
+        new = _layout(flat, owners[flat], group.size)
+        low, high = new.bounds(group.rank)
+        if engine.strategy.shards_parameters:
+            what = f"saving unit {flat.name}"
+            values = engine.comm.reshard(flat.shard, flat.layout, new, what=what)
+        else:
+            values = flat.values[low:high]
+        places = zip(flat.parameters, flat.offsets, owners[flat], strict=True)
+        for parameter, offset, owner in places:
+            name = names.pop(id(parameter), None)
+            if writer is not None and name is not None and owner == group.rank:
+                writer.write(name, values[offset - low : offset - low + parameter.numel()])
+        del values
+    if writer is not None and group.rank == 0:
+        for name in names.values():
+            writer.write(name, catalog.tensors[name].detach())
+
+
+def _write_index(folder: Path, files: Files) -> None:
+    tensors = [(name, tensor, path) for path, inside in files.values() for name, tensor in inside]
+    index = {
+        "metadata": {"total_size": sum(t.numel() * t.element_size() for _, t, _ in tensors)},
+        "weight_map": {name: path.name for name, _, path in sorted(tensors, key=lambda t: t[0])},
+    }
+    aside = folder / f"{INDEX}.incomplete"
+    with aside.open("w") as file:
+        json.dump(index, file, indent=2)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    aside.replace(folder / INDEX)
+
+
+class Writer:
+    """Writes one safetensors file, tensor by tensor in any order.
+
+    It keeps its first error for `finish`, so that a rank which cannot write still takes part in the
+    collectives.
+    """
+
+    def __init__(
+        self, path: Path, tensors: Sequence[tuple[str, Tensor]], tied: Mapping[str, str]
+    ) -> None:
+        self._path = path
+        self._aside = path.with_name(f"{path.name}.incomplete")
+        self._error: Exception | None = None
+        self._places, header = _header(tensors, tied)
+        self._unwritten = set(self._places)
+        self._file: BinaryIO | None = None
+        try:
+            self._file = self._aside.open("wb")
+            self._file.write(header)
+        except OSError as error:
+            self._error = error
+
+    def write(self, name: str, values: Tensor) -> None:
+        """Write one tensor."""
+        if self._error is not None or self._file is None:
+            return
+        try:
+            self._file.seek(self._places[name])
+            for data in _chunks(values):
+                self._file.write(data)
+            self._unwritten.remove(name)
+        except Exception as error:
+            self._error = error
+
+    def finish(self) -> None:
+        """Flush the file to disk.
+
+        Raises:
+            OSError: the file could not be written.
+        """
+        if self._error is not None:
+            raise self._error
+        assert self._file is not None
+        assert not self._unwritten, self._unwritten
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+    def publish(self) -> None:
+        """Give the finished file its name."""
+        self._aside.replace(self._path)
+
+    def discard(self) -> None:
+        """Remove the file unless it has been published."""
+        if self._file is not None:
+            self._file.close()
+            self._aside.unlink(missing_ok=True)
+
+
+def _header(
+    tensors: Sequence[tuple[str, Tensor]], tied: Mapping[str, str]
+) -> tuple[dict[str, int], bytes]:
+    """The place of each tensor in the file, and what comes before the first."""
+    inside = {name for name, _ in tensors}
+    omitted = {name: stored for name, stored in tied.items() if stored in inside}
+    described: dict[str, object] = {"__metadata__": {"format": "pt", **omitted}}
+    places, end = {}, 0
+    # Large elements first, so that every tensor is aligned.
+    for name, tensor in sorted(tensors, key=lambda item: (-item[1].element_size(), item[0])):
+        start, end = end, end + tensor.numel() * tensor.element_size()
+        places[name] = start
+        described[name] = {
+            "dtype": _DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(described, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    before = len(text).to_bytes(8, "little") + text
+    return {name: len(before) + start for name, start in places.items()}, before
+
+
+def _chunks(values: Tensor) -> Iterator[bytearray]:
+    flat = values.reshape(-1)
+    for start in range(0, flat.numel(), _CHUNK):
+        yield to_bytes(flat[start : start + _CHUNK].cpu().contiguous())

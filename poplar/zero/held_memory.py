@@ -1,0 +1,107 @@
+"""What this rank holds at the moment, by kind.
+
+Kinds do not overlap: each storage counts once. Activations are not counted, only the peak shows
+them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from torch import Tensor
+
+from poplar.formatting import format_bytes
+from poplar.system import devices
+from poplar.zero.engine import Engine
+from poplar.zero.update import ShardedUpdate
+
+
+class HeldMemory(dict[str, int]):
+    """Bytes by kind, and their total. Print it for one line per kind.
+
+    parameters      what this rank stores of the parameters, and the model's buffers
+    unsharded       parameters of other ranks too, while they are unsharded (stage 3)
+    masters         fp32 values of low-precision parameters
+    optimizer       state of the optimizer class
+    gradients       accumulated and reduced gradients, and `.grad`
+    buckets         packed gradients in flight, and receive buffers kept for the next collectives
+    shared_memory   blocks of shared segments kept for the next collectives
+    """
+
+    peak: int
+    """Most bytes of this process so far: what CUDA's allocator reserved, or resident memory
+    (with shared pages) on the CPU; 0 if unknown."""
+    predicted: int | None
+    """Most bytes of a step that the plan predicts for this rank; None if it predicts none."""
+
+    def __init__(
+        self, kinds: Mapping[str, int], *, peak: int = 0, predicted: int | None = None
+    ) -> None:
+        super().__init__(kinds)
+        self.peak, self.predicted = peak, predicted
+
+    @property
+    def total(self) -> int:
+        """Sum over all kinds."""
+        return sum(self.values())
+
+    def __str__(self) -> str:
+        rows = {**self, "total": self.total}
+        if self.peak:
+            rows["peak of the process"] = self.peak
+        if self.predicted is not None:
+            rows["predicted peak"] = self.predicted
+        width = max(map(len, rows))
+        return "\n".join(f"{kind:{width}}  {format_bytes(size)}" for kind, size in rows.items())
+
+    def listed(self) -> str:
+        """The total and the kinds that are not empty, in one line."""
+        kinds = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in self.items() if size)
+        return f"{format_bytes(self.total)} ({kinds or 'nothing'})"
+
+
+def held_memory(
+    engine: Engine, update: ShardedUpdate, *, predicted: int | None = None
+) -> HeldMemory:
+    """The training state, gradients and buffers on this rank."""
+    storages = _Storages()
+    flats, trained = engine.flats, engine.trained
+    managed = {id(parameter) for flat in flats for parameter in flat.parameters}
+    others = [p for p in engine.model.parameters() if id(p) not in managed]
+    stored = [flat.shard for flat in flats]
+    parameters = storages.add([*stored, *others, *engine.model.buffers()])
+    cached = engine.comm.cached_bytes()
+    states = [value for run in update.runs for value in update.state_of(run).values()]
+    gradients = [tensor for flat in trained for tensor in (flat.gradient, flat.squares)]
+    own = [p.grad for flat in trained for p in flat.parameters if p.grad is not None]
+    in_flight = [bucket.data for bucket in engine.strategy.reductions.buckets()]
+    return HeldMemory(
+        {
+            "parameters": parameters,
+            "unsharded": storages.add(flat.values for flat in flats),
+            "masters": storages.add(flat.master for flat in trained),
+            "optimizer": storages.add(value for value in states if isinstance(value, Tensor)),
+            "gradients": storages.add([*gradients, *own]),
+            "buckets": storages.add(in_flight) + cached.private,
+            "shared_memory": cached.shared,
+        },
+        peak=devices.peak_memory(flats[0].device),
+        predicted=predicted,
+    )
+
+
+class _Storages:
+    """Storages that have been counted."""
+
+    def __init__(self) -> None:
+        self._seen: set[int] = set()
+
+    def add(self, tensors: Iterable[Tensor]) -> int:
+        """Bytes of the storages that were not counted before."""
+        total = 0
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if storage.nbytes() and storage.data_ptr() not in self._seen:
+                self._seen.add(storage.data_ptr())
+                total += storage.nbytes()
+        return total

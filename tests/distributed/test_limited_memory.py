@@ -1,0 +1,106 @@
+"""Training in processes whose memory the operating system limits: real failures of allocators."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import ranks as harness
+import torch
+from ranks import one_off
+from subset import choose
+from torch import Tensor, nn
+
+from poplar import HeteroZeroOptimizer, Plan
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA limits memory")
+
+WIDTH = 64
+LENGTH = 8192
+"""A pass of one sample saves activations of 2 MiB per layer."""
+LAYERS = 6
+LIMITED = 1
+"""The rank with little memory."""
+ROOM = 48 << 20
+"""Bytes that it may still allocate: for two samples, not for four."""
+STEPS = 3
+
+
+@dataclass(frozen=True)
+class Trained:
+    losses: list[float]
+    parameters: dict[str, Tensor]
+    largest_batches: dict[int, int]
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    layers = [layer for _ in range(LAYERS) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
+    return nn.Sequential(*layers)
+
+
+def samples(step: int, count: int, start: int) -> Tensor:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(count + start, LENGTH, WIDTH, generator=generator)[start:]
+
+
+def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
+    return model(batch).square().mean()
+
+
+def limit_memory(room: int) -> None:
+    """Allow this process so many more bytes of private memory."""
+    status = Path("/proc/self/status").read_text()
+    held = int(status.split("VmData:")[1].split()[0]) * 1024
+    resource.setrlimit(resource.RLIMIT_DATA, (held + room,) * 2)
+
+
+def train(plan: Plan, communicator: str, limited: bool) -> Trained:
+    """Train; after the first step, one rank has little memory left."""
+    rank = harness.rank()
+    model = build()
+    optimizer = HeteroZeroOptimizer(
+        *(model, torch.optim.AdamW),
+        plan=plan,
+        process_group=harness.group(),
+        communicator=communicator,
+        lr=1e-2,
+    )
+    losses = []
+    for step in range(STEPS):
+        batch = samples(step, plan.samples(rank), plan.offset(rank))
+        if step == 1 and limited and rank == LIMITED:
+            limit_memory(ROOM)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            losses.append(float(optimizer.train_step(loss_of, batch, max_norm=1.0).loss))
+        del batch
+    with optimizer.full_parameters():
+        parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
+    return Trained(losses, parameters, optimizer.largest_batches)
+
+
+CASES = [
+    (0, "process_group"),
+    (1, "shared_memory"),
+    (2, "process_group"),
+    (3, "process_group"),
+    (3, "shared_memory"),
+]
+
+
+@pytest.mark.parametrize(("stage", "communicator"), choose(quick=CASES[1::2], full=CASES))
+def test_training_goes_on_after_a_real_shortage(stage: int, communicator: str) -> None:
+    plan = Plan(stage=stage, global_batch=10, micro_batches=((3, 1), (1, 5)), shares=(0.5, 0.5))
+    outcomes = one_off(2, train, plan, communicator, True, timeout=120)
+    undisturbed = one_off(2, train, plan, communicator, False, timeout=120)
+    for outcome, expected in zip(outcomes, undisturbed, strict=True):
+        assert not isinstance(outcome, harness.Failure), outcome
+        assert outcome.losses == pytest.approx(expected.losses, rel=1e-5)
+        assert outcome.largest_batches == {LIMITED: 2}
+        for name, value in outcome.parameters.items():
+            torch.testing.assert_close(value, expected.parameters[name], rtol=1e-4, atol=1e-5)

@@ -1,0 +1,188 @@
+"""Saved models equal the unsharded one, at all stages, and a failed save leaves no file behind."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import ranks as harness
+import torch
+import torch.distributed as dist
+from ranks import Pool
+from safetensors.torch import load_file
+from test_materialization import RANKS, LanguageModel, optimizer_of, values_of
+from torch import Tensor, nn
+from training import STAGES
+
+from poplar.checkpoint import saved_model
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def save_both(stage: int, dtype: torch.dtype, folder: str) -> dict[str, Tensor]:
+    torch.manual_seed(harness.rank())
+    model = LanguageModel()
+    model.register_buffer("flags", torch.tensor([True, False]))
+    model.empty = nn.Parameter(torch.empty(0, 3))
+    optimizer = optimizer_of(model.to(harness.device()), stage, compute_dtype=dtype)
+    for _ in range(2):  # a file that exists is replaced
+        optimizer.save_model(Path(folder) / "one.safetensors")
+        optimizer.save_model(Path(folder) / "sharded", sharded=True)
+    dist.barrier(harness.group())
+    return values_of(model, optimizer)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_saved_files_hold_the_unsharded_values(
+    ranks: Pool, stage: int, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    expected = ranks.run(save_both, stage, dtype, str(tmp_path), ranks=RANKS)[0]
+    del expected["head.weight"]  # tied
+    index = json.loads((tmp_path / "sharded" / "model.safetensors.index.json").read_text())
+    files = {name: load_file(tmp_path / "sharded" / name) for name in index["weight_map"].values()}
+    assert index["metadata"]["total_size"] == sum(value.nbytes for value in expected.values())
+    assert {name for part in files.values() for name in part} == set(index["weight_map"])
+    assert len(files) == RANKS - 1 if stage else len(files) <= RANKS
+    sharded = {name: files[file][name] for name, file in index["weight_map"].items()}
+    for saved in (load_file(tmp_path / "one.safetensors"), sharded):
+        assert saved.keys() == expected.keys()
+        for name, value in saved.items():
+            assert value.dtype == expected[name].dtype
+            torch.testing.assert_close(value, expected[name], rtol=0, atol=0)
+    assert not list(tmp_path.rglob("*.incomplete"))
+
+
+def fail_to_save(stage: int, folder: str, sharded: bool) -> tuple[str, list[str]]:
+    optimizer = optimizer_of(LanguageModel().to(harness.device()), stage)
+    path = Path(folder) / ("folder" if sharded else "file")
+    optimizer.save_model(path, sharded=sharded)
+    dist.barrier(harness.group())
+    before = {file.name: file.read_bytes() for file in Path(folder).rglob("*") if file.is_file()}
+    dist.barrier(harness.group())
+    full = OSError("no space left on device")
+    failing = harness.rank() == 0
+    with harness.catching() as caught:
+        patched = mock.patch.object(saved_model, "to_bytes", side_effect=full)
+        with patched if failing else mock.MagicMock():
+            optimizer.save_model(path, sharded=sharded)
+    dist.barrier(harness.group())
+    after = {file.name: file.read_bytes() for file in Path(folder).rglob("*") if file.is_file()}
+    assert after == before, "what was saved before stays, and nothing else"
+    optimizer.save_model(path, sharded=sharded)
+    return caught[0].type, caught[0].message
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_failed_save_raises_on_all_ranks_and_changes_no_file(
+    ranks: Pool, stage: int, sharded: bool, tmp_path: Path
+) -> None:
+    seen = ranks.run(fail_to_save, stage, str(tmp_path), sharded, ranks=2 + (RANKS > 2))
+    assert seen[0][0] == "OSError"
+    assert all("no space left" in message for _, message in seen)
+    assert {kind for kind, _ in seen[1:]} == {"RankFailed"}
+
+
+def unsharded_part(stage: int) -> None:
+    torch.manual_seed(0)
+    plain = LanguageModel()
+    model = copy.deepcopy(plain).to(harness.device())
+    optimizer = optimizer_of(model, stage, units=["blocks.0", "blocks.1"])
+    block = model.blocks[1]
+    expected = plain.blocks[1].state_dict()
+    for modules in ([block], ["blocks.1.norm1"]):
+        with optimizer.full_parameters(modules=modules):
+            assert_equal(block.state_dict(), expected)
+            is_sharded = bool(model.blocks[0].up.weight.isnan().any())
+            assert is_sharded == (stage == 3)
+            x = torch.randn(2, 3, 26, device=harness.device())
+            torch.testing.assert_close(block(x), plain.blocks[1].to(harness.device())(x))
+            plain.cpu()
+            if stage == 3:
+                with pytest.raises(RuntimeError, match="parameters are sharded"):
+                    model.state_dict()
+                with pytest.raises(RuntimeError, match="forward needs unit 'root', which is sh"):
+                    model(torch.zeros(1, 2, dtype=torch.long, device=harness.device()))
+                with pytest.raises(RuntimeError, match="inside full_parameters"):
+                    optimizer.evaluate(lambda m, b: m(b).mean(), [])
+            with optimizer.full_parameters():  # nested: unshards the rest
+                assert_equal(model.state_dict(), plain.state_dict())
+            assert_equal(block.state_dict(), expected)
+    with optimizer.full_parameters(writeback=True, modules=["blocks.1"]), torch.no_grad():
+        for parameter in block.parameters():
+            parameter.fill_(0.5)
+    after = values_of(model, optimizer)
+    for name, value in plain.state_dict().items():
+        wanted = torch.full_like(value, 0.5) if name.startswith("blocks.1.") else value
+        torch.testing.assert_close(after[name], wanted, rtol=0, atol=0)
+    with pytest.raises(ValueError, match=r"'blocks\.7' is not in the model"):
+        optimizer.full_parameters(modules=["blocks.7"]).__enter__()
+    if stage < 3:
+        return
+    with pytest.raises(ValueError, match="passed different modules"):
+        optimizer.full_parameters(modules=[f"blocks.{harness.rank() % 2}"]).__enter__()
+
+
+def assert_equal(state: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert state.keys() == expected.keys()
+    for name, value in state.items():
+        torch.testing.assert_close(value.cpu(), expected[name].cpu(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_parts_of_a_model_can_be_unsharded(ranks: Pool, stage: int) -> None:
+    ranks.run(unsharded_part, stage, ranks=RANKS)
+
+
+def average_while_training(stage: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = LanguageModel().to(harness.device())
+    optimizer = optimizer_of(model, stage, compute_dtype=dtype)
+    expected = values_of(model, optimizer)
+    with optimizer.full_parameters():
+        average = copy.deepcopy(model)
+    assert_equal(average.state_dict(), expected)  # without a guard
+    own = {id(p) for p in model.parameters()}
+    assert not own & {id(p) for p in average.parameters()}
+    assert average.head.weight is average.embedding.weight
+    assert all(p.untyped_storage().nbytes() == p.nbytes for p in average.parameters())
+    reached: list[Any] = [vars(module) for module in average.modules()]
+    assert not any(refers_to(value, optimizer._engine) for value in reached)
+    tokens = torch.zeros(2, 3, dtype=torch.long, device=harness.device())
+    if harness.rank() == 0:  # a plain model: no other rank takes part
+        average(tokens).mean().backward()
+        average.load_state_dict(expected)
+    optimizer.release()
+
+
+def refers_to(value: Any, target: object, depth: int = 6) -> bool:
+    """Whether `target` can be reached from `value` through containers, closures and attributes."""
+    if value is target:
+        return True
+    if depth == 0 or isinstance(value, (str, int, float, type, Tensor)) or value is None:
+        return False
+    inside: list[Any] = []
+    if isinstance(value, dict):
+        inside = list(value.values())
+    elif isinstance(value, (list, tuple, set)):
+        inside = list(value)
+    elif hasattr(value, "__closure__"):
+        inside = [cell.cell_contents for cell in value.__closure__ or ()]
+    elif hasattr(value, "__self__"):
+        inside = [value.__self__]
+    elif hasattr(value, "__dict__") and not isinstance(value, nn.Module):
+        inside = [vars(value)]
+    return any(refers_to(part, target, depth - 1) for part in inside)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_deep_copy_inside_full_parameters_is_a_plain_model(
+    ranks: Pool, stage: int, dtype: torch.dtype
+) -> None:
+    ranks.run(average_while_training, stage, dtype, ranks=RANKS)
