@@ -1,19 +1,24 @@
 """Measures every rank in the training job and assembles the profile, without residuals.
 
-All ranks measure at once: plain passes, the optimizer step, the collectives. After Poplar (AAAI
-2025), which measures a curve for each ZeRO stage; here the stages share one curve, and steps of the
-engine (`trial_runs`) give what each stage adds.
+All ranks measure at once: passes, the optimizer step, the collectives. After Poplar (AAAI 2025),
+which measures a curve for each ZeRO stage; here the stages share one curve, and steps of the engine
+(`trial_runs`) give what each stage adds.
 
 [Note: what profiling costs]
 With `n` ranks on `h` hosts and `P` parameters, one rank
 
-    passes        holds the model in the compute dtype beside its parameters, one batch per size,
+    plain passes  holds the model in the compute dtype beside its parameters, one batch per size,
                   and the gradient of one parameter; runs about 2 log2(batch) sizes
-    optimizer     steps and allocates at most 2^26 elements of parameters, gradients and state
-    collectives   reduces and gathers at most 2^26 elements, 2^24 at once, a bounded number of
-                  times: once for all, and up to 8 ranks once for each
+    passes on     holds its share of the parameters, two unsharded units and the root, one batch per
+    the engine    size, and the gradient of one parameter; runs 5 sizes at most. Only where larger
+                  batches fit beside a shard than beside the whole model
+    optimizer     steps and allocates at most 2^26 elements of parameters, gradients and state, and
+                  less where less memory is free
+    collectives   reduces and gathers at most 2^26 elements, 2^24 at once (fewer where less memory
+                  is free), a bounded number of times: once for all, and up to 8 ranks once for each
     links         takes part in at most `h` exchanges at a time, of 2^28 bytes at most
-    engine steps  trains as the engine does, from one host copy of the parameters on CUDA
+    engine steps  trains as the engine does, from one host copy of the parameters on CUDA. A model
+                  on `meta` is initialized again for each plan that runs
 
 and results of `O(n)` values are exchanged a number of times that depends on `h` and the stages, but
 neither on `n` nor on `P`. Only the model itself, its passes and the engine's own steps grow with

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from statistics import fmean
 from time import perf_counter
 from typing import TypeVar
 
@@ -21,6 +22,7 @@ from poplar.profiler.built_optimizer import built_optimizer
 from poplar.profiler.memory import peak_bytes
 from poplar.profiler.passes import Passes
 from poplar.profiler.session import Session
+from poplar.profiler.timing import SHORTEST_SAMPLE_SECONDS, SHORTEST_SECONDS
 from poplar.system.devices import synchronize
 from poplar.system.out_of_memory import free_frames, is_out_of_memory
 from poplar.zero.agreement import leader_of
@@ -142,11 +144,13 @@ class EnginePasses(Passes):
             raise error
 
     def seconds(self, size: int, repeats: int = 1) -> float:
-        taken = 0.0
-        for _ in range(repeats):
+        """Fewer repeats if rounds, with their waits, take longer than a sample should."""
+        taken: list[float] = []
+        end = perf_counter() + SHORTEST_SAMPLE_SECONDS
+        while not taken or (len(taken) < repeats and perf_counter() < end):
             self.run(size)
-            taken += self._seconds
-        return taken / repeats
+            taken.append(max(self._seconds, SHORTEST_SECONDS))
+        return fmean(taken)
 
     def peak_bytes(self, size: int) -> int:
         """Without the unsharded units, which the CPU's counter does not see."""

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import ctypes
+import re
+import resource
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import models
 import pytest
 import ranks as harness
 import torch
 from models import ModelSpec
-from ranks import Pool
+from ranks import Pool, one_off
 from subset import choose
+from torch import Tensor, nn
 
+import poplar
 from poplar.comm import Group
+from poplar.profiler import batch_curves
+from poplar.profiler.batch_curves import measure_curves
 from poplar.profiler.engine_passes import sharded_passes
+from poplar.profiler.memory_budget import MEMORY_RESERVE, MemoryBudget
+from poplar.profiler.model_profile import pass_memory
 from poplar.profiler.request import Request
 from poplar.profiler.session import Session
 
@@ -26,14 +37,18 @@ MODELS = {
 }
 
 
+DEEP = ModelSpec(blocks=12, width=64, hidden=200)
+"""Two of its units are a small part of it."""
+
+
 def session_on(spec: ModelSpec, **options: Any) -> Session:
     request = Request(
         model=models.build(spec),
-        loss_fn=models.mean_over_samples,
+        loss_fn=options.get("loss_fn", models.mean_over_samples),
         example=models.data(3, seed=1),
         optimizer_class=torch.optim.AdamW,
         optimizer_options={},
-        max_batch=8,
+        max_batch=options.get("max_batch", 8),
         memory_limit=None,
         stages=(0,),
         seconds=1.0,
@@ -78,3 +93,144 @@ def test_activations_in_a_lower_precision_are_those_of_plain_passes(ranks: Pool)
     ):
         assert changed == []
         assert sharded == pytest.approx(plain, rel=0.03)
+
+
+def curves_with(
+    held: float, room: list[float], *, failing: tuple[int, int] | None = None, max_batch: int = 32
+) -> tuple[list[list[int]], list[int], list[int]]:
+    """Batches that were measured, by rank; the largest plain ones; and all that this rank tried.
+
+    Args:
+        held: of each rank's room, in bytes of all parameters.
+        room: by rank, memory in addition to that, in bytes of a sample's activations.
+        failing: a rank, and the batch from which its forward raises out of memory.
+    """
+    tried: list[int] = []
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        size = len(batch["tokens"])
+        tried.append(size)
+        value = models.mean_over_samples(model, batch)
+        if failing is not None and harness.rank() == failing[0] and size >= failing[1]:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        return value
+
+    session = session_on(DEEP, loss_fn=loss, max_batch=max_batch)
+    whole = 4 * sum(p.numel() for p in session.request.model.parameters())
+    with session.as_in_training():
+        one, two = (session.passes().first(size).activation_bytes for size in (1, 2))
+    limits = [held * whole + one + (two - one) * more for more in room]
+    budgets = [MemoryBudget(round(limit / (1 - MEMORY_RESERVE)), 0) for limit in limits]
+    session.memory = pass_memory(session, session.exchange(budgets)[0])
+    tried.clear()
+    with session.measuring(), mock.patch.object(batch_curves, "LONGEST_PASS", 100.0):
+        curves, _ = measure_curves(session, lambda text: None)
+    batches = [[point.batch for point in curve.points] for curve in curves]
+    return batches, [curve.largest_unsharded for curve in curves], tried
+
+
+def test_batches_that_fit_only_beside_a_shard_are_measured(ranks: Pool) -> None:
+    for batches, unsharded, tried in ranks.run(curves_with, 1.0, [3.0, 40.0], ranks=2):
+        assert unsharded[0] <= 4
+        assert batches[0][-1] > 1.5 * unsharded[0]
+        assert batches[1][-1] == 32
+        assert max(tried) <= 32
+
+
+def test_model_larger_than_a_rank_is_measured_with_five_sizes_at_most(ranks: Pool) -> None:
+    answers = ranks.run(curves_with, 0.5, [1.0, 6.0, 30.0, 1.0])
+    for batches, unsharded, _ in answers:
+        assert batches == answers[0][0]
+        assert unsharded == [0] * 4
+        assert all(own[0] == 1 and len(own) <= 5 for own in batches)
+    for own, (_, _, tried) in zip(answers[0][0], answers, strict=True):
+        assert len(set(tried)) <= 5
+        assert own[-1] == max(set(tried) & set(own))
+
+
+@pytest.mark.parametrize("held", [0.5, 1.5])
+def test_out_of_memory_in_a_probe_is_caught_on_all_ranks(ranks: Pool, held: float) -> None:
+    failing = (1, 6)
+    for batches, _, _ in ranks.run(curves_with, held, [1.0, 20.0, 20.0], failing=failing, ranks=3):
+        assert 1 < batches[1][-1] < failing[1]
+        assert batches[2][-1] > failing[1]
+
+
+def data_bytes() -> int:
+    """Private writable memory of this process, which RLIMIT_DATA limits."""
+    text = Path("/proc/self/status").read_text()
+    return 1024 * int(re.search(r"^VmData:\s*(\d+) kB$", text, re.MULTILINE)[1])  # type: ignore[index]
+
+
+class Blocks(nn.Module):
+    def __init__(self, width: int, count: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 4 * width), nn.Tanh(), nn.Linear(4 * width, width))
+            for _ in range(count)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def mean_square(model: nn.Module, batch: Tensor) -> Tensor:
+    return model(batch).square().mean()
+
+
+SLACK = 64 << 20
+"""Threads, caches of torch and code that is loaded later."""
+
+
+def tune_and_train(limit: int) -> tuple[int, list[list[int]], list[float], bool]:
+    """Stage, batches by rank, losses, and whether profiling left the model on meta."""
+    # Otherwise glibc keeps what is freed, and the process needs more than its tensors.
+    ctypes.CDLL(None).mallopt(-3, 1 << 17)
+    import torch._dynamo
+
+    with poplar.parameters_on_meta():
+        model = Blocks(256, 24)
+    enforced = data_bytes() + limit + SLACK
+    resource.setrlimit(resource.RLIMIT_DATA, (enforced, enforced))
+    with mock.patch.object(batch_curves, "LONGEST_PASS", 10.0):
+        plan = poplar.autotune(
+            model,
+            mean_square,
+            torch.randn(2, 16, 256),
+            global_batch=12,
+            memory_limit=limit,
+            max_batch=8,
+            seconds=1.0,
+            cache=False,
+            progress=False,
+            process_group=harness.group(),
+            lr=1e-3,
+        )
+    on_meta = all(parameter.is_meta for parameter in model.parameters())
+    optimizer = poplar.HeteroZeroOptimizer(
+        model,
+        torch.optim.AdamW,
+        plan=plan,
+        process_group=harness.group(),
+        communicator="process_group",  # whose memory counts, unlike that of shared segments
+        lr=1e-3,
+    )
+    samples = plan.samples(harness.rank())
+    batch = torch.ones(samples, 16, 256) if samples else None
+    losses = [float(optimizer.train_step(mean_square, batch).loss) for _ in range(2)]
+    return plan.stage, [list(sizes) for sizes in plan.micro_batches], losses, on_meta
+
+
+def test_a_model_larger_than_any_limit_is_profiled_planned_and_trained() -> None:
+    """State of three times the limit of a rank, on four ranks whose memory is limited."""
+    parameters = sum(p.numel() for p in Blocks(256, 24).parameters())
+    limit = 16 * parameters // 3
+    answers = one_off(4, tune_and_train, limit, timeout=240)
+    for stage, batches, losses, on_meta in answers:
+        assert stage == 3
+        assert sum(map(sum, batches)) == 12
+        assert on_meta
+        assert losses == answers[0][2]
+        assert losses[1] < losses[0]
