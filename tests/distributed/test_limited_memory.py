@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import resource
 import sys
 import warnings
@@ -28,6 +29,8 @@ LIMITED = 1
 ROOM = 48 << 20
 """Bytes that it may still allocate: for two samples, not for four."""
 STEPS = 3
+M_MMAP_THRESHOLD = -3
+"""glibc: from this size on, memory is returned to the system when it is freed."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,8 @@ def limit_memory(room: int) -> None:
 
 def train(plan: Plan, communicator: str, limited: bool) -> Trained:
     """Train; after the first step, one rank has little memory left."""
+    # Otherwise the passes of the first step leave memory to those of the second.
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 16)
     rank = harness.rank()
     model = build()
     optimizer = HeteroZeroOptimizer(
