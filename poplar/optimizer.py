@@ -21,7 +21,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from poplar.comm import Communicator, Group, connect, connect_control
 from poplar.plan import Plan
-from poplar.system.out_of_memory import free_cached_memory
+from poplar.system.out_of_memory import free_cached_memory, free_frames
 from poplar.system.trace import Span
 from poplar.zero import model_checks
 from poplar.zero.agreement import (
@@ -659,7 +659,12 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         step.run_early_forward(opened, forward)
         error = step.run_passes(step.start(opened), forward, scaler)
         self._engine.wait_for_reductions()
-        return step.close(norm_type, error, may_run_again=self._retries)
+        try:
+            return step.close(norm_type, error, may_run_again=self._retries)
+        except MicroBatchesTooLarge:
+            if error is not None:
+                free_frames(error)  # they hold the batch, or activations if the leader failed
+            raise
 
     def _open_step(self, batch: Any, weight: Weight | None, loss: Loss) -> OpenedStep:
         """Check and split the batch and start to exchange its weight. Collective."""

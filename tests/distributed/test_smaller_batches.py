@@ -6,7 +6,9 @@ micro-batch is needed; `test_limited_memory.py` limits the memory of a process i
 
 from __future__ import annotations
 
+import gc
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -61,6 +63,9 @@ class Failing:
         self.samples = 0
         """Of the current micro-batch."""
         self.raised = 0
+        self.activations: list[weakref.ref[Tensor]] = []
+        self.leaked = 0
+        """Passes whose activations were still held when the next one began."""
 
     def check(self, place: str, *_: Any) -> None:
         most = self.shortage.largest.get(harness.rank())
@@ -73,7 +78,10 @@ class Failing:
     def loss(self, loss_fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def failing(model: nn.Module, batch: Any) -> Tensor:
             self.samples = len(batch["tokens"])
-            value = loss_fn(model, batch)
+            self.leaked += sum(earlier() is not None for earlier in self.activations)
+            activations = torch.ones((), requires_grad=True)
+            self.activations = [weakref.ref(activations)]
+            value = loss_fn(model, batch) + 0.0 * activations
             self.check("loss")
             return value
 
@@ -114,6 +122,8 @@ class Outcome:
     largest: dict[int, int] = field(default_factory=dict)
     raised: int = 0
     """Times that this rank ran out of memory."""
+    leaked: int = 0
+    """Passes whose memory was not freed at once."""
     warnings: list[str] = field(default_factory=list)
     failure: Failure | None = None
     """Of the step with the shortage; the step is then repeated with enough memory."""
@@ -126,6 +136,7 @@ def train(run: Run, shortage: Shortage) -> Outcome:
     failing = Failing(shortage)
     loss_fn = training.loss_of(run.recipe)
     failing_loss = mock.patch.object(training, "loss_of", return_value=failing.loss(loss_fn))
+    gc.disable()  # memory must not wait for it
     with failing.installed(model), warnings.catch_warnings(record=True) as caught, failing_loss:
         warnings.simplefilter("always")
         for step in range(len(run.recipe.batches)):
@@ -135,10 +146,11 @@ def train(run: Run, shortage: Shortage) -> Outcome:
             if errors:
                 outcome.failure, failing.active = errors[0], False
                 outcome.losses.append(take_step(run, model, optimizer, step))
+    gc.enable()
     outcome.warnings = [str(each.message) for each in caught]
     outcome.parameters = training.whole_parameters(model, optimizer)
     outcome.plan, outcome.largest = optimizer.plan, optimizer.largest_batches
-    outcome.raised = failing.raised
+    outcome.raised, outcome.leaked = failing.raised, failing.leaked
     return outcome
 
 
@@ -178,6 +190,7 @@ def test_step_runs_again_in_smaller_micro_batches(
     assert_undisturbed(outcomes)
     for rank, outcome in enumerate(outcomes):
         assert outcome.failure is None
+        assert outcome.leaked == 0
         assert bool(outcome.raised) == (rank in largest)
         assert outcome.plan.stage == stage
         assert max(outcome.plan.micro_batches[rank]) <= largest.get(rank, 4)

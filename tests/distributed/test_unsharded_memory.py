@@ -1,14 +1,18 @@
 """At stage 3 two units are unsharded, besides the root and persistent units, at any time.
 
+At stages 2 and 3 the gradients of one unit are held, besides the root's, and few buckets.
+
 The fake process group of torch never waits: the host is as far ahead of the device as it can be.
 """
 
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -17,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from poplar import HeteroZeroOptimizer, Plan
+from poplar.comm import Bucket, Communicator
 from poplar.plan import UnitPlan
 from poplar.zero import unit as units
 
@@ -114,4 +119,67 @@ def test_two_units_and_persistent_ones_are_unsharded_at_most(
         limit = sum(unit.unsharded_bytes for unit in staying) + sum(others[-2:])
         assert 0 < counter.most <= limit
         assert sum(counter.held.values()) == 0, "nothing stays unsharded between steps"
+        optimizer.release()
+
+
+class HeldGradients:
+    """Counts the bytes of `.grad` and of the buckets that are alive."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.parameters = list(model.parameters())
+        self.most = 0
+        self.live_buckets = self.most_buckets = 0
+        for parameter in self.parameters:
+            parameter.register_hook(self.count)
+
+    def count(self, arriving: Tensor) -> None:
+        held = sum(p.grad.nbytes for p in self.parameters if p.grad is not None)
+        self.most = max(self.most, held + arriving.nbytes)
+
+    @contextmanager
+    def counting_buckets(self) -> Iterator[None]:
+        allocate = Communicator.buffer
+
+        def counted(comm: Communicator, *arguments: Any, **options: Any) -> Bucket:
+            bucket = allocate(comm, *arguments, **options)
+            self.live_buckets += 1
+            self.most_buckets = max(self.most_buckets, self.live_buckets)
+            weakref.finalize(bucket, self.drop)
+            return bucket
+
+        with mock.patch.object(Communicator, "buffer", counted):
+            yield
+
+    def drop(self) -> None:
+        self.live_buckets -= 1
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("passes", [1, 3])
+@pytest.mark.parametrize("flat_bytes", [1 << 10, 1 << 14, units.MAX_FLAT_BYTES])
+def test_gradients_of_one_unit_and_few_buckets_are_held(
+    stage: int, passes: int, flat_bytes: int
+) -> None:
+    names = [f"blocks.{number}" for number in range(len(HIDDEN))]
+    uneven = mock.patch("torch.distributed.all_gather", return_value=mock.Mock(wait=lambda: None))
+    small = mock.patch.object(units, "MAX_FLAT_BYTES", flat_bytes)
+    with fake_ranks(RANKS), uneven, small:
+        model = Model(recompute=False)
+        plan = Plan(
+            stage=stage,
+            global_batch=RANKS * passes,
+            micro_batches=((1,) * passes,) * RANKS,
+            shares=(0.4, 0.3, 0.3, 0.0),
+        )
+        optimizer = HeteroZeroOptimizer(model, torch.optim.AdamW, plan=plan, units=names, lr=1e-3)
+        engine_units = optimizer._engine.units
+        held = HeldGradients(model)
+        with held.counting_buckets():
+            for _ in range(3):
+                optimizer.train_step(loss_of, torch.randn(passes, 32))
+        largest = max(unit.unsharded_bytes for unit in engine_units)
+        root = sum(unit.unsharded_bytes for unit in engine_units if unit.resident)
+        assert 0 < held.most <= largest + root
+        assert 0 < held.most_buckets <= max(2, 1 + max(len(unit.flats) for unit in engine_units))
+        assert held.live_buckets == 0, "between steps"
         optimizer.release()
