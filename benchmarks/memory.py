@@ -24,7 +24,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 from memory_limits import process_memory
 from memory_limits.clusters import MIB, MemoryCluster
-from memory_limits.largest import ENGINES, Settings, largest_models
+from memory_limits.configurations import ENGINES
+from memory_limits.largest import Settings, largest_models
 from memory_limits.peaks import measure_model
 from memory_limits.row import LargestRow, PeakRow
 from memory_limits.subjects import SUBJECTS

@@ -5,20 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from head_to_head.engine import Configuration
-
 from memory_limits.bisection import largest_that_fits
 from memory_limits.clusters import MemoryCluster
+from memory_limits.configurations import ENGINES, configuration_of, even_plan
 from memory_limits.planned import NoPlan, Planner, tuned_plan
 from memory_limits.row import PLANNED, LargestRow
 from memory_limits.task import GrowingLlama
 from memory_limits.trial import EngineMissing, Outcome, attempt
 from poplar import Plan
 
-STAGE = 3
-EVEN = "poplar even"
-ENGINES = (EVEN, PLANNED, "FSDP2", "DeepSpeed ZeRO-3")
-_PROVIDERS = {PLANNED: "poplar", EVEN: "poplar", "FSDP2": "fsdp2", "DeepSpeed ZeRO-3": "deepspeed"}
 Log = Callable[[str], None]
 
 
@@ -87,21 +82,4 @@ def _largest(cluster: MemoryCluster, engine: str, settings: Settings, log: Log) 
         outcomes=outcomes,
         reason=outcomes[failing].reason if failing else "",
         plans_by=("autotune" if settings.autotune else "scaled profile") if planned else "",
-    )
-
-
-def even_plan(cluster: MemoryCluster) -> Plan:
-    """One sample and an equal share for every rank."""
-    return Plan.even(cluster.size, cluster.size, 1, STAGE)
-
-
-def configuration_of(engine: str, plan: Plan) -> Configuration:
-    """The configuration of one of `ENGINES`; those of others than Poplar use the batches only."""
-    return Configuration(
-        name=engine,
-        provider=_PROVIDERS[engine],
-        stage=STAGE,
-        policy="exact" if engine == PLANNED else "even",
-        plan=plan,
-        ranks=tuple(range(plan.world_size)),
     )

@@ -13,16 +13,20 @@ from memory_limits import process_memory
 from memory_limits.clusters import open_cluster
 from memory_limits.row import PeakRow
 from memory_limits.subjects import SUBJECTS, TINY, Subject
-from poplar import HeteroZeroOptimizer, Plan, profile_cluster
+from poplar import HeteroZeroOptimizer, Plan
+from poplar.comm import Group
 from poplar.planner.prediction import memory_needed
-from poplar.profile import ClusterProfile
+from poplar.profile import ClusterProfile, DeviceProfile, NetworkProfile
+from poplar.profiler.model_profile import model_profile
+from poplar.profiler.request import Request
+from poplar.profiler.session import Session
 
 RANKS = 4
 MEMORY_LIMIT = 8 << 30
 """Bytes by rank in the profile: enough for every plan. Only needs are compared here."""
 UNEVEN_SHARES = (0.5, 0.3, 0.2, 0.0)
-PROFILE_SECONDS = 60.0
-"""Memory, unlike time, is the same at every pass."""
+ADAMW_BYTES = 8.0
+"""Of the optimizer's state, per parameter."""
 STEPS = 3
 
 
@@ -47,11 +51,10 @@ def cases_of(stage: int, batch: int) -> list[Case]:
 def measure_model(name: str, stages: Sequence[int], batches: Sequence[int]) -> Iterator[PeakRow]:
     """A row per stage, batch, plan and rank."""
     with Workers(open_cluster("profile", RANKS), f"profile of {name}") as workers:
-        profile: ClusterProfile = workers.call(_profile, name, 2 * max(batches))[0]
-    largest = min(device.max_batch for device in profile.devices)  # less if passes are very slow
-    measured = [batch for batch in batches if 2 * batch <= largest]
+        sizes = sorted({*batches, *(2 * batch for batch in batches)})
+        profile: ClusterProfile = workers.call(_profile, name, sizes)[0]
     for stage in stages:
-        cases = [(batch, case) for batch in measured for case in cases_of(stage, batch)]
+        cases = [(batch, case) for batch in batches for case in cases_of(stage, batch)]
         with Workers(open_cluster("peaks", RANKS), f"{name}, stage {stage}") as workers:
             workers.call(_warm_up, stage)
             for batch, case in cases:
@@ -63,21 +66,45 @@ def measure_model(name: str, stages: Sequence[int], batches: Sequence[int]) -> I
                     )
 
 
-def _profile(context: WorkerContext, name: str, max_batch: int) -> ClusterProfile:
-    del context
+def _profile(context: WorkerContext, name: str, batches: Sequence[int]) -> ClusterProfile | None:
+    """The memory part of what `profile_cluster` measures, on the first rank.
+
+    A time budget would bound the batches on a slow machine, and times do not matter here.
+    """
     subject = SUBJECTS[name]
-    return profile_cluster(
-        subject.model(),
-        subject.loss,
-        subject.batch(1),
-        max_batch=max_batch,
+    request = Request(
+        model=subject.model(),
+        loss_fn=subject.loss,
+        example=subject.batch(1),
+        optimizer_class=torch.optim.AdamW,
+        optimizer_options={"lr": 1e-3},
+        max_batch=max(batches),
         memory_limit=MEMORY_LIMIT,
-        seconds=PROFILE_SECONDS,
         stages=(0,),
+        seconds=1.0,
+        max_norm=1.0,
+        units=None,
         compute_dtype=torch.float32,
-        cache=False,
-        progress=False,
-        lr=1e-3,
+        reduce_dtype=torch.float32,
+        allow_batch_norm=False,
+    )
+    session = Session(request, Group.of(None, None))
+    if context.rank:
+        return None
+    with session.as_in_training():
+        points = tuple(map(session.passes().first, batches))
+    device = DeviceProfile(
+        name="CPU", memory_bytes=MEMORY_LIMIT, points=points, optimizer_seconds=1.0
+    )
+    return ClusterProfile(
+        devices=(device,) * RANKS,
+        model=model_profile(session, ADAMW_BYTES),
+        network=NetworkProfile(
+            reduce_scatter_seconds=1.0,
+            all_gather_seconds=1.0,
+            send_seconds_per_byte=(1e-9,) * RANKS,
+            receive_seconds_per_byte=(1e-9,) * RANKS,
+        ),
     )
 
 

@@ -19,7 +19,9 @@ from torch import nn
 from memory_limits import process_memory
 from memory_limits.bisection import largest_that_fits
 from memory_limits.clusters import MemoryCluster
+from memory_limits.configurations import EVEN, STAGE, configuration_of, even_plan
 from memory_limits.task import GrowingLlama
+from memory_limits.trial import warm_up
 from poplar import NoPlanFits, Plan, autotune, search
 from poplar.planner.prediction import memory_needed
 from poplar.planner.search import plan_or_error
@@ -33,7 +35,6 @@ from poplar.profile import (
 from poplar.profiler.memory import peak_bytes
 from poplar.profiler.preserved_state import gradients_dropped
 
-STAGE = 3
 SECONDS_PER_BLOCK = 1e-3
 """Times do not matter here: all ranks are equally fast."""
 RESERVE = 0.05
@@ -59,8 +60,10 @@ def tuned_plan(cluster: MemoryCluster, task: GrowingLlama, seconds: float) -> Pl
         NoPlan: autotune fails; usually because no plan fits.
     """
     began = time.perf_counter()
+    even = configuration_of(EVEN, even_plan(cluster))
     with Workers(cluster.open(), "autotune", grace_seconds=GRACE_SECONDS) as workers:
         try:
+            workers.call(warm_up, task, even, timeout=DEADLINE)
             plans = workers.call(_tune, cluster.limits, task, seconds, timeout=DEADLINE)
         except WorkersFailed as failure:
             raise NoPlan(last_lines(str(failure)), time.perf_counter() - began) from None

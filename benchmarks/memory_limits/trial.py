@@ -51,7 +51,7 @@ def attempt(cluster: MemoryCluster, task: GrowingLlama, configuration: Configura
     name = f"{configuration.name}, {task.blocks_count} blocks"
     with Workers(cluster.open(), name, grace_seconds=GRACE_SECONDS) as workers:
         try:
-            workers.call(_warm_up, task, configuration, timeout=DEADLINE)
+            workers.call(warm_up, task, configuration, timeout=DEADLINE)
         except WorkersFailed as failure:
             raise EngineMissing(last_lines(str(failure))) from failure
         try:
@@ -68,7 +68,8 @@ class EngineMissing(RuntimeError):
     """An engine that is not installed or does not run here."""
 
 
-def _warm_up(context: WorkerContext, task: GrowingLlama, configuration: Configuration) -> None:
+def warm_up(context: WorkerContext, task: GrowingLlama, configuration: Configuration) -> None:
+    """Train a model of `BLOCKS_BEFORE` blocks. See [Note: enforced limits]."""
     even = Plan.even(context.size, context.size, 1, configuration.plan.stage)
     small = task.with_blocks(BLOCKS_BEFORE)
     _trained(context, small, replace(configuration, plan=even)).close()

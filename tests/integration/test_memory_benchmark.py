@@ -16,7 +16,7 @@ import memory
 from memory_limits import process_memory
 from memory_limits.bisection import largest_that_fits
 from memory_limits.clusters import MIB, MemoryCluster
-from memory_limits.largest import EVEN, configuration_of, even_plan
+from memory_limits.configurations import EVEN, configuration_of, even_plan
 from memory_limits.row import PLANNED, LargestRow, PeakRow
 from memory_limits.targets import verdicts
 from memory_limits.task import GrowingLlama
