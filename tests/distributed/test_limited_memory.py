@@ -21,13 +21,13 @@ from poplar import HeteroZeroOptimizer, Plan
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA limits memory")
 
 WIDTH = 64
-LENGTH = 8192
-"""A pass of one sample saves activations of 2 MiB per layer."""
+LENGTH = 16384
+"""A pass of one sample saves activations of 4 MiB per layer, 24 MiB in all."""
 LAYERS = 6
 LIMITED = 1
 """The rank with little memory."""
-ROOM = 72 << 20
-"""Bytes that it may still allocate: for two samples, not for four."""
+ROOM = 96 << 20
+"""Bytes that it may still allocate: for one or two samples, not for five."""
 STEPS = 3
 M_MMAP_THRESHOLD = -3
 """glibc: from this size on, memory is returned to the system when it is freed."""
@@ -106,7 +106,7 @@ def test_training_goes_on_after_a_real_shortage(stage: int, communicator: str) -
     for outcome, expected in zip(outcomes, undisturbed, strict=True):
         assert not isinstance(outcome, harness.Failure), outcome
         assert outcome.losses == pytest.approx(expected.losses, rel=1e-5)
-        assert list(outcome.largest_batches) == [LIMITED]
-        assert 1 <= outcome.largest_batches[LIMITED] < 4
+        assert outcome.largest_batches.keys() == {LIMITED}
+        assert outcome.largest_batches[LIMITED] in (1, 2)
         for name, value in outcome.parameters.items():
             torch.testing.assert_close(value, expected.parameters[name], rtol=1e-4, atol=1e-5)
