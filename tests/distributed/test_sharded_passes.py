@@ -206,7 +206,7 @@ def tune_and_train(limit: int) -> tuple[int, list[list[int]], list[float], bool]
             cache=False,
             progress=False,
             process_group=harness.group(),
-            lr=1e-3,
+            lr=1e-5,
         )
     on_meta = all(parameter.is_meta for parameter in model.parameters())
     optimizer = poplar.HeteroZeroOptimizer(
@@ -214,7 +214,7 @@ def tune_and_train(limit: int) -> tuple[int, list[list[int]], list[float], bool]
         torch.optim.AdamW,
         plan=plan,
         process_group=harness.group(),
-        lr=1e-3,
+        lr=1e-5,
     )
     samples = plan.samples(harness.rank())
     batch = torch.ones(samples, 4, 192) if samples else None
