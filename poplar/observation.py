@@ -44,6 +44,10 @@ class Trials:
         """Number of turns in which the plan ran."""
         return sum(plan in turn for turn in self._turns)
 
+    def ran_last(self, plan: Plan) -> bool:
+        """Whether the plan ran in the latest turn."""
+        return plan in self._turns[-1]
+
     def observations(self) -> tuple[Observation, ...]:
         """See `pooled`."""
         return pooled(seen for turn in self._turns for seen in turn.values())

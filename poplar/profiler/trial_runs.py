@@ -13,6 +13,8 @@ from dataclasses import replace
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
+from poplar.errors import CollectiveTimeout, PoplarError
+from poplar.formatting import format_ranks
 from poplar.observation import Observation
 from poplar.optimizer import HeteroZeroOptimizer
 from poplar.plan import Plan
@@ -24,7 +26,9 @@ from poplar.profiler.progress import Report
 from poplar.profiler.session import Session
 from poplar.profiler.timing import SHORTEST_SAMPLE_SECONDS
 from poplar.system.devices import synchronize
+from poplar.system.out_of_memory import free_cached_memory, free_frames, is_out_of_memory
 from poplar.system.trace import Span
+from poplar.zero.agreement import run_on_all_ranks
 
 WARM_UP_STEPS = 5
 """Steps that are not timed, at most: the first, and others while a rank compiles in them."""
@@ -43,16 +47,58 @@ class _Step(NamedTuple):
     other: float
 
 
+class OutOfMemoryInTrial(PoplarError):
+    """Memory ran out on some ranks while a plan ran; raised on all ranks."""
+
+    def __init__(self, plan: Plan, ranks: Sequence[int]) -> None:
+        """`ranks`: on which memory ran out."""
+        super().__init__(
+            f"{format_ranks(ranks)} ran out of memory in a step of stage {plan.stage} with "
+            f"micro-batches {plan.micro_batches}"
+        )
+        self.plan, self.ranks = plan, tuple(ranks)
+
+
 def run_plan(session: Session, plan: Plan, *, steps: int, report: Report) -> Observation:
-    """Time steps of a plan, after a warm-up; restores the parameters. Collective."""
+    """Time steps of a plan, after a warm-up; restores the parameters. Collective.
+
+    Raises:
+        OutOfMemoryInTrial: the plan needs more memory than predicted.
+    """
     report(f"steps at stage {plan.stage}")
+    error: Exception | None = None
+    own: list[_Step] = []
+    try:
+        own = _timed_steps(session, plan, steps)
+    except CollectiveTimeout:
+        raise
+    except Exception as caught:  # also on ranks that could not finish because of another one
+        error = caught
+    short = session.exchange(error is not None and is_out_of_memory(error))
+    if any(short):
+        if error is not None:
+            free_frames(error)
+        free_cached_memory(session.device)
+        raise OutOfMemoryInTrial(plan, [rank for rank, lacks in enumerate(short) if lacks])
+    if error is not None:
+        raise error
+    return _observation(plan, session.exchange(own))
+
+
+def _timed_steps(session: Session, plan: Plan, steps: int) -> list[_Step]:
     request, samples = session.request, plan.samples(session.group.rank)
-    batch = session.passes().batch(samples) if samples else None
+
+    def take_batch() -> Any:
+        return session.passes().batch(samples) if samples else None
+
+    batch = run_on_all_ranks(session.control, take_batch, doing="allocating a batch")
     options = request.optimizer_options
     with built_optimizer(session, plan, request.optimizer_class, options) as optimizer:
         _warm_up(session, optimizer, batch)
-        own = [_run_step(session, optimizer, batch) for _ in range(steps)]
-    by_rank = session.exchange(own)
+        return [_run_step(session, optimizer, batch) for _ in range(steps)]
+
+
+def _observation(plan: Plan, by_rank: Sequence[Sequence[_Step]]) -> Observation:
     # The mean over ranks, not the slowest rank: a rank that ends a step early begins the next one
     # early and waits there. Over several steps all ranks take equally long.
     means = [fmean(step.total for step in at) for at in zip(*by_rank, strict=True)]
@@ -111,6 +157,7 @@ def run_in_turns(
     """Run plans in turns, so that a slow moment of a device affects all of them. Collective.
 
     The slowdowns of an observation compare plain passes before and after its plan with the profile.
+    A plan that runs out of memory is not observed.
 
     Args:
         session: of this rank.
@@ -125,12 +172,17 @@ def run_in_turns(
     began = time.perf_counter()
     for turn in range(math.ceil(noise) if plans else 0):
         expected = (time.perf_counter() - began) * (turn + 1) / max(turn, 1)
-        if turn and session.from_first_rank(expected) > seconds:
+        if not plans or (turn and session.from_first_rank(expected) > seconds):
             break
         turns.append([])
         before = measure_slowdowns(session, profile, plans[0], plain_seconds)
         for plan in plans:
-            seen = run_plan(session, plan, steps=STEPS, report=report)
+            try:
+                seen = run_plan(session, plan, steps=STEPS, report=report)
+            except OutOfMemoryInTrial as short:
+                report(str(short))
+                plans = [other for other in plans if other != plan]
+                continue
             after = measure_slowdowns(session, profile, plan, plain_seconds)
             slowdowns = tuple(map(fmean, zip(before, after, strict=True)))
             turns[-1].append(replace(seen, slowdowns=slowdowns))

@@ -11,7 +11,7 @@ import inspect
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -35,6 +35,7 @@ from poplar.profiler.cluster_profiler import Profiler
 from poplar.profiler.memory_limit import MemoryLimit
 from poplar.profiler.progress import Report, show_progress
 from poplar.profiler.request import Request, digest, is_count
+from poplar.profiler.trial_runs import OutOfMemoryInTrial
 from poplar.tuning.profile_cluster import CachedProfile
 from poplar.zero.initial_values import Weights
 from poplar.zero.micro_batch_loss import LossFunction
@@ -66,6 +67,8 @@ CLOSE = 0.04
 """A plan that is slower than the fastest by more than this fraction is dropped."""
 WORTH_A_TRIAL = 5e-3
 """A plan joins if it is predicted to be faster than all others by more than this fraction."""
+UNSEEN = 0.05
+"""Part of a rank's memory that plans leave free in addition, after they have run out of it."""
 _MUST_MATCH = ("model", "units", "optimizer", "compute_dtype", "reduce_dtype", "example", "device")
 """Entries of a profile's identity that must be those of this job."""
 
@@ -320,7 +323,12 @@ class Tuner:
         for turn in range(1, TURNS + 1):
             began = time.perf_counter()
             order = running if turn % 2 else running[::-1]  # so that no plan always runs last
-            trials.add([self._run(profile, plan, seconds, report) for plan in order])
+            short = self._add_turn(trials, profile, order, seconds, report)
+            running = [plan for plan in running if trials.ran_last(plan)]
+            if not running:
+                profile = _with_less_memory(profile, short)
+                running = [self._search(profile)[0]]
+                continue
             fastest = trials.ranking(running)[0]
             running = [p for p in running if trials.ratio(p, fastest) <= 1.0 + CLOSE]
             half_a_turn = (time.perf_counter() - began) / 2
@@ -330,12 +338,37 @@ class Tuner:
                 running = self._with_newcomer(profile, trials, running)
             if len(running) == 1 and trials.turns(running[0]) >= LEAST_TURNS:
                 break
+        if not trials.turns(running[0]):
+            raise torch.OutOfMemoryError(
+                f"all plans that ran needed more memory than predicted, the last one {running[0]}; "
+                "pass a smaller memory_limit"
+            )
         best, observations = trials.ranking(running)[0], trials.observations()
         profile = self._refined(profile, observations)
         profile = self._refined(profile, [seen for seen in observations if seen.plan == best])
         plan = describe(profile, best, self.policy)
         tuned = Tuned(plan, profile, observations)
         return self.session.on_first_rank(lambda: tuned, "the choice of a plan")
+
+    def _add_turn(
+        self,
+        trials: Trials,
+        profile: ClusterProfile,
+        plans: Sequence[Plan],
+        seconds: float,
+        report: Report,
+    ) -> set[int]:
+        """Run each plan; returns the ranks on which a plan ran out of memory. Collective."""
+        seen: list[Observation] = []
+        ranks: set[int] = set()
+        for plan in plans:
+            try:
+                seen.append(self._run(profile, plan, seconds, report))
+            except OutOfMemoryInTrial as short:
+                report(str(short))
+                ranks.update(short.ranks)
+        trials.add(seen)
+        return ranks
 
     def _run(
         self, profile: ClusterProfile, plan: Plan, seconds: float, report: Report
@@ -406,6 +439,17 @@ def _references(
         size = max([*wanted] or [*passes, 1])
         references.append(min(device.points, key=lambda p: abs(math.log(p.batch / size))))
     return references
+
+
+def _with_less_memory(profile: ClusterProfile, ranks: Collection[int]) -> ClusterProfile:
+    """Plans ran out of memory on these ranks, so more is held there than was measured."""
+    devices = [
+        replace(device, held_bytes=device.held_bytes + round(UNSEEN * device.memory_bytes))
+        if rank in ranks
+        else device
+        for rank, device in enumerate(profile.devices)
+    ]
+    return replace(profile, devices=tuple(devices))
 
 
 def _limited(

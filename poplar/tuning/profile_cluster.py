@@ -164,7 +164,13 @@ def _calibrated(profiler: Profiler, profile: ClusterProfile, report: Report) -> 
             plans += calibration.plans_to_observe(profile, stage, overlapped_seconds=longest)
         except NoPlanFits as error:
             notes.append(f"stage {stage} was not run: {error}")
-    profile = replace(profile, notes=tuple(notes))
     turns = profiler.observe(profile, plans, report)
+    observed = {seen.plan for turn in turns for seen in turn}
+    notes += [f"{_what(plan)} ran out of memory" for plan in plans if plan not in observed]
+    profile = replace(profile, notes=tuple(notes))
     profile = profiler.with_later_memory(profile)
     return calibration.fit(profile, turns, asynchronous=profiler.session.asynchronous)
+
+
+def _what(plan: Plan) -> str:
+    return f"a step of stage {plan.stage} with micro-batches {plan.micro_batches}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 from models import ModelSpec
 from ranks import Pool, RanksFailed
 from records import cluster
+from subset import choose
 from torch import Tensor, nn
 
 import poplar
@@ -446,19 +447,37 @@ def raising_loss(model: nn.Module, batch: Any) -> Tensor:
     raise KeyError("labels")
 
 
-@_named
-def loss_that_fails_in_the_engine(model: nn.Module, batch: Any) -> Tensor:
+def _fails_in_the_engine(error: Exception) -> Callable[..., Tensor]:
     """On one rank, and only while an optimizer holds the model."""
-    if harness.rank() == 1 and id(next(model.parameters())) in model_checks._OWNERS:
-        raise MemoryError("no room")
-    return models.mean_over_samples(model, batch)
+
+    @_named
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        if harness.rank() == 1 and id(next(model.parameters())) in model_checks._OWNERS:
+            raise error
+        return models.mean_over_samples(model, batch)
+
+    return loss
+
+
+def notes_of_a_shortage(stage: int) -> list[str]:
+    loss = _fails_in_the_engine(MemoryError("no room"))
+    profile = profiled(loss=loss, stages=(stage,), max_batch=4)
+    return [note for note in profile.notes if "memory" in note]
+
+
+@pytest.mark.parametrize("stage", choose(quick=[2], full=[0, 1, 2, 3]))
+def test_step_that_runs_out_of_memory_is_left_out(ranks: Pool, stage):
+    for notes in ranks.run(notes_of_a_shortage, stage):
+        assert notes
+        assert all(f"a step of stage {stage} with micro-batches" in note for note in notes)
 
 
 def model_after_a_failed_step(stage: int) -> list[str]:
     model = models.build(ModelSpec(blocks=1))
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    with pytest.raises((torch.OutOfMemoryError, RankFailed)) as error:
-        profiled(model, loss=loss_that_fails_in_the_engine, stages=(stage,), max_batch=4)
+    loss = _fails_in_the_engine(ZeroDivisionError("no samples"))
+    with pytest.raises((ZeroDivisionError, RankFailed)) as error:
+        profiled(model, loss=loss, stages=(stage,), max_batch=4)
     assert error.value.__traceback__ is not None  # whose frames still hold references
     left = [name for name, p in model.named_parameters() if not p.equal(before[name])]
     poplar.HeteroZeroOptimizer(

@@ -39,9 +39,11 @@ from poplar import (
 )
 from poplar.observation import Observation
 from poplar.planner.cost_model import StageCosts
-from poplar.planner.prediction import predict
+from poplar.planner.memory_shortfall import NoPlanFits
+from poplar.planner.prediction import fits, predict
 from poplar.planner.search import POLICIES, alternatives
 from poplar.profile import BatchPoint
+from poplar.profiler.trial_runs import OutOfMemoryInTrial
 from poplar.tuning import autotune
 from poplar.tuning.autotune import Tuner
 
@@ -508,6 +510,38 @@ def test_fastest_measured_plan_wins_over_fastest_predicted_plan():
     slower = tuple(0.03 if stage == first else 0.0 for stage in STAGES)
     bench = Bench(known(), with_step_seconds(known(), slower), STAGES)
     assert bench.tune().plan.stage == second
+
+
+class ShortBench(Bench):
+    """Plans run out of memory if they do not fit on the `true` cluster."""
+
+    def run_plan(self, plan: Plan, *, steps: int, report: Any) -> Observation:
+        if not fits(self.true, plan):
+            raise OutOfMemoryInTrial(plan, [0])
+        return super().run_plan(plan, steps=steps, report=report)
+
+
+def with_memory(cluster: ClusterProfile, rank: int, memory: float) -> ClusterProfile:
+    devices = list(cluster.devices)
+    devices[rank] = replace(devices[rank], memory_bytes=round(memory))
+    return replace(cluster, devices=tuple(devices))
+
+
+@pytest.mark.parametrize("missing", [0.03, 0.08])
+def test_plans_that_run_out_of_memory_are_replaced(missing):
+    best = alternatives(known(), global_batch=40, stages=(3,))[0]
+    needed = best.prediction["memory_bytes"][0] / (1.0 - known().memory_reserve)
+    profiled = with_memory(known(), 0, 1.001 * needed)
+    true = with_memory(known(), 0, (1.0 - missing) * needed)
+    bench = ShortBench(profiled, true, [3])
+    assert not fits(true, alternatives(profiled, global_batch=40, stages=(3,))[0])
+    assert fits(true, bench.tune().plan)
+
+
+def test_no_plan_is_chosen_if_all_run_out_of_memory():
+    bench = ShortBench(known(), with_memory(known(), 0, 1.0), [0])
+    with pytest.raises((torch.OutOfMemoryError, NoPlanFits)):
+        bench.tune()
 
 
 class Lucky(Bench):
