@@ -37,7 +37,7 @@ from poplar.tuning import autotune
 
 SMALL = ModelSpec(kind="mlp", blocks=1)
 GLOBAL_BATCH = 8
-KEY = json.dumps([GLOBAL_BATCH, "exact"])
+KEY = json.dumps([GLOBAL_BATCH, "exact", "auto"])
 CACHED, MEASURED = "from the cache", "measured"
 
 
