@@ -198,9 +198,9 @@ def _largest_buffer(session: Session) -> int:
 def _bytes_at_once(ranks: int) -> int:
     """Bytes that the largest collective needs on a rank, per element of its buffer.
 
-    Gradients of three sets of collectives; and, for each collective in flight, a bucket, its result,
-    and a part as large as the bucket to and from every rank: one rank owns everything, and the
-    algorithm pads every part to the largest.
+    Gradients of three sets of collectives; and, for each collective in flight, a bucket, its
+    result, and a part as large as the bucket to and from every rank: one rank owns everything, and
+    the algorithm pads every part to the largest.
     """
     return 4 * (3 + _IN_FLIGHT * (2 + 2 * ranks))
 
