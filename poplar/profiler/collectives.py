@@ -136,7 +136,8 @@ def measure_network(session: Session, budget: float) -> NetworkProfile:
     gather, so these times give its rates. If that would take too long, the links of its host do.
     """
     comm = connect(session.group, "auto", session.device)
-    numels, scale = sample_buffers(flat_numels(session), _largest_buffer(session))
+    numels = flat_numels(session)
+    numels, scale = sample_buffers(numels, _largest_buffer(session, max(numels)))
     collectives = Collectives(session, comm, numels)
     transports = time_transports(collectives)
     if transports:
@@ -169,11 +170,15 @@ def measure_network(session: Session, budget: float) -> NetworkProfile:
     )
 
 
-def _largest_buffer(session: Session) -> int:
+def _largest_buffer(session: Session, wanted: int) -> int:
     """Elements of the largest buffer for which all ranks have memory, at most the constant.
 
     A rank without memory in the middle of a collective would leave the others waiting, so the ranks
     allocate as many bytes first.
+
+    Args:
+        session: of this rank.
+        wanted: elements of the largest flat buffer; if fewer are returned, it is timed in parts.
 
     Raises:
         torch.OutOfMemoryError: not even `FEWEST_ELEMENTS_AT_ONCE` fit; the same on all ranks.
@@ -181,6 +186,7 @@ def _largest_buffer(session: Session) -> int:
     bytes_each = _bytes_at_once(session.group.size)
     fitting = min(map(session.memory.spare, range(session.group.size))) / bytes_each
     largest = int(min(MOST_ELEMENTS_AT_ONCE, max(FEWEST_ELEMENTS_AT_ONCE, fitting)))
+    largest = max(FEWEST_ELEMENTS_AT_ONCE, min(largest, wanted + -wanted % ALIGNMENT))
 
     def allocate() -> None:
         torch.empty(largest * bytes_each, dtype=torch.uint8, device=session.device)
