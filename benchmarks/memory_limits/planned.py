@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from head_to_head.workers import WorkerContext, Workers, WorkersFailed, last_lines
+from head_to_head.workers import WorkerContext, Workers, WorkersFailed
 from torch import nn
 
 from memory_limits import process_memory
@@ -21,7 +21,7 @@ from memory_limits.bisection import largest_that_fits
 from memory_limits.clusters import MemoryCluster
 from memory_limits.configurations import EVEN, STAGE, configuration_of, even_plan
 from memory_limits.task import GrowingLlama
-from memory_limits.trial import warm_up
+from memory_limits.trial import first_cause, warm_up
 from poplar import NoPlanFits, Plan, autotune, search
 from poplar.planner.prediction import memory_needed
 from poplar.planner.search import plan_or_error
@@ -66,7 +66,7 @@ def tuned_plan(cluster: MemoryCluster, task: GrowingLlama, seconds: float) -> Pl
             workers.call(warm_up, task, even, timeout=DEADLINE)
             plans = workers.call(_tune, cluster.limits, task, seconds, timeout=DEADLINE)
         except WorkersFailed as failure:
-            raise NoPlan(last_lines(str(failure)), time.perf_counter() - began) from None
+            raise NoPlan(first_cause(str(failure)), time.perf_counter() - began) from None
     plan: Plan = plans[0]
     return plan
 

@@ -10,15 +10,19 @@ With `n` ranks on `h` hosts and `P` parameters, one rank
     plain passes  holds the model in the compute dtype beside its parameters, one batch per size,
                   and the gradient of one parameter; runs about 2 log2(batch) sizes
     passes on     holds its share of the parameters, two unsharded units and the root, one batch per
-    the engine    size, and the gradient of one parameter; runs 5 sizes at most. Only where larger
-                  batches fit beside a shard than beside the whole model
+    the engine    size, and the gradient of one parameter; runs 5 sizes at most. Only where the
+                  model, or larger batches, fit beside a shard and not beside the whole model
+    recomputing   as above, plain or on the engine; times 3 sizes at most, then runs one size with
+    passes        the last repeated unit not recomputed. Only where memory may limit a plan
     optimizer     steps and allocates at most 2^26 elements of parameters, gradients and state, and
                   less where less memory is free
     collectives   reduces and gathers at most 2^26 elements, 2^24 at once (fewer where less memory
-                  is free), a bounded number of times: once for all, and up to 8 ranks once for each
+                  is free), a bounded number of times: once for all, and up to 8 ranks once for
+                  each. Allocates up to 4 (7 + 4 n) bytes per element at once, and tries that first
     links         takes part in at most `h` exchanges at a time, of 2^28 bytes at most
-    engine steps  trains as the engine does, from one host copy of the parameters on CUDA. A model
-                  on `meta` is initialized again for each plan that runs
+    engine steps  trains as the engine does, from one host copy of the parameters on CUDA
+    a model on    is initialized again for each engine: two or three for passes, and one for each
+    `meta`        plan that runs
 
 and results of `O(n)` values are exchanged a number of times that depends on `h` and the stages, but
 neither on `n` nor on `P`. Only the model itself, its passes and the engine's own steps grow with

@@ -21,6 +21,7 @@ from poplar.comm import ALL_GATHERS, REDUCE_SCATTERS, Communicator, Work, connec
 from poplar.comm.host_topology import Hosts
 from poplar.comm.shard_layout import ALIGNMENT, Layout
 from poplar.comm.transport_selection import candidates
+from poplar.formatting import format_bytes
 from poplar.profile import LinkProfile, NetworkProfile
 from poplar.profiler.links import find_hosts, measure_links, tournament
 from poplar.profiler.model_profile import flat_numels
@@ -113,6 +114,8 @@ class Collectives:
         first, taken = once(), [once()]
         while len(taken) < REPETITIONS and first + sum(taken) + taken[-1] < budget:
             taken.append(once())
+        for _ in range(2):  # `trim` keeps what was used since the last call
+            self.comm.trim()
         return median(taken)
 
     def exchange(self, value: float) -> list[float]:
@@ -133,7 +136,8 @@ def measure_network(session: Session, budget: float) -> NetworkProfile:
     gather, so these times give its rates. If that would take too long, the links of its host do.
     """
     comm = connect(session.group, "auto", session.device)
-    numels, scale = sample_buffers(flat_numels(session), _largest_buffer(session))
+    numels = flat_numels(session)
+    numels, scale = sample_buffers(numels, _largest_buffer(session, max(numels)))
     collectives = Collectives(session, comm, numels)
     transports = time_transports(collectives)
     if transports:
@@ -166,17 +170,45 @@ def measure_network(session: Session, budget: float) -> NetworkProfile:
     )
 
 
-def _largest_buffer(session: Session) -> int:
+def _largest_buffer(session: Session, wanted: int) -> int:
     """Elements of the largest buffer for which all ranks have memory, at most the constant.
 
-    A rank that owns everything holds the gradient, its values and, for each collective in flight, a
-    packed bucket and one from every rank.
+    A rank without memory in the middle of a collective would leave the others waiting, so the ranks
+    allocate as many bytes first.
+
+    Args:
+        session: of this rank.
+        wanted: elements of the largest flat buffer; if fewer are returned, it is timed in parts.
+
+    Raises:
+        torch.OutOfMemoryError: not even `FEWEST_ELEMENTS_AT_ONCE` fit; the same on all ranks.
     """
-    size = session.group.size
-    at_once = 4 * (3 + _IN_FLIGHT * (1 + size))
-    fitting = min(map(session.memory.spare, range(size))) / at_once
+    bytes_each = _bytes_at_once(session.group.size)
+    fitting = min(map(session.memory.spare, range(session.group.size))) / bytes_each
     largest = int(min(MOST_ELEMENTS_AT_ONCE, max(FEWEST_ELEMENTS_AT_ONCE, fitting)))
+    largest = max(FEWEST_ELEMENTS_AT_ONCE, min(largest, wanted + -wanted % ALIGNMENT))
+
+    def allocate() -> None:
+        torch.empty(largest * bytes_each, dtype=torch.uint8, device=session.device)
+
+    while not session.fits_on_all_ranks(allocate, "allocating buffers for the collectives"):
+        if largest <= FEWEST_ELEMENTS_AT_ONCE:
+            raise torch.OutOfMemoryError(
+                f"a rank has no {format_bytes(largest * bytes_each)} for timing the collectives; "
+                "free memory on it, or give it more"
+            )
+        largest = max(FEWEST_ELEMENTS_AT_ONCE, largest // 2)
     return largest - largest % ALIGNMENT
+
+
+def _bytes_at_once(ranks: int) -> int:
+    """Bytes that the largest collective needs on a rank, per element of its buffer.
+
+    Gradients of three sets of collectives; and, for each collective in flight, a bucket, its
+    result, and a part as large as the bucket to and from every rank: one rank owns everything, and
+    the algorithm pads every part to the largest.
+    """
+    return 4 * (3 + _IN_FLIGHT * (2 + 2 * ranks))
 
 
 def sample_buffers(

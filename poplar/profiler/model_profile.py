@@ -83,7 +83,7 @@ def pass_memory(session: Session, budgets: Sequence[MemoryBudget]) -> PassMemory
     return PassMemory(
         parameters=values + masters,
         unsharded_units=staying,
-        capacities=tuple(max(0.0, budget.activation_bytes - staying) for budget in budgets),
+        budgets=tuple(budget.activation_bytes for budget in budgets),
         unsharded=tuple(
             -math.inf if session.is_on_meta else budget.activation_bytes - whole
             for budget in budgets

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar, cast
 
-import torch
 from torch import Tensor
 
 from poplar.comm import Group, connect_control
@@ -27,6 +26,7 @@ from poplar.profiler.preserved_state import (
     parameters_restored,
 )
 from poplar.profiler.request import Request
+from poplar.system.out_of_memory import is_out_of_memory
 from poplar.zero import setup
 from poplar.zero.agreement import run_on_all_ranks
 from poplar.zero.materialization import is_on_meta
@@ -154,7 +154,9 @@ class Session:
         def fits() -> bool:
             try:
                 work()
-            except torch.OutOfMemoryError:
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
                 return False
             return True
 
