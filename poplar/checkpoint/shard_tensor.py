@@ -133,7 +133,7 @@ class ShardTensor(Tensor):
         result = function(*local, **options)
         if function in (_aten.copy_.default, _aten.zero_.default):
             return own
-        return ShardTensor(result, own.shape, own.start)
+        return type(own)(result, own.shape, own.start)
 
     def _has_range_of(self, other: Tensor) -> bool:
         own = (self.shape, self.start, self.stop)
@@ -144,14 +144,26 @@ class ShardTensor(Tensor):
         return ShardTensor, (self.local.clone(), tuple(self.shape), self.start)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardTensor:
-        copied = ShardTensor(self.local.clone(), self.shape, self.start)
+        copied = type(self)(self.local.clone(), self.shape, self.start)
         memo[id(self)] = copied
         return copied
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return (
-            f"ShardTensor(elements [{self.start}, {self.stop}) of shape {tuple(self.shape)}, "
-            f"{self.dtype}, local={self.local})"
+        elements = f"elements [{self.start}, {self.stop}) of shape {tuple(self.shape)}"
+        return f"{type(self).__name__}({elements}, {self.dtype}, local={self.local})"
+
+
+class ParameterShard(ShardTensor):
+    """This rank's part of a parameter in `model.state_dict()`. It cannot be pickled.
+
+    `torch.save(model.state_dict())` is meant to save whole parameters, often on one rank alone.
+    """
+
+    def __reduce_ex__(self, _protocol: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        raise RuntimeError(
+            "the model's parameters are sharded (stage 3), so model.state_dict() has only this "
+            "rank's part of them; save it with torch.distributed.checkpoint on all ranks, use "
+            "optimizer.save_model(path), or `with optimizer.full_parameters(): model.state_dict()`"
         )
 
 

@@ -69,6 +69,9 @@ class ShardedUpdate:
             groups: hyper-parameters of each param group, without its parameters.
             options: keyword arguments of the class.
         """
+        self._factory, self._options = factory, dict(options)
+        self._unstarted: set[Tensor] = set()
+        """Tensors whose state `create_state` made, which their first update makes again."""
         self.runs = [run for flat in flats for run in _first_runs(flat)]
         inner_groups = [
             {**group, "params": [run.tensor for run in self.runs if _in_group(run, index)]}
@@ -94,6 +97,7 @@ class ShardedUpdate:
         """
         for mine, theirs in zip(self.inner.param_groups, groups, strict=True):
             mine.update({key: value for key, value in theirs.items() if key != "params"})
+        self._drop_unstarted_state()
         self._split_partly_used_runs(unused)
         stepped = {}
         for run in self.runs:
@@ -117,6 +121,7 @@ class ShardedUpdate:
         A rank that is out of memory then fails together with the others. Runs that this rank has
         used in part may be split or skipped, so their state is allocated in the update.
         """
+        self._drop_unstarted_state()
         if not isinstance(self.inner, FlatAdamW) or not self.inner.uses_operator():
             return
         for run in self.runs:
@@ -177,17 +182,87 @@ class ShardedUpdate:
             inner.step()
         return {}
 
-    def refresh(self, flat: FlatParameter) -> None:
-        """Copy changed values of `flat.shard` to the masters; unchanged masters stay exact."""
+    def refresh(self, flat: FlatParameter, start: int = 0, stop: int | None = None) -> None:
+        """Copy changed values of `flat.shard` to the masters; unchanged masters stay exact.
+
+        Args:
+            flat: the flat parameter.
+            start: first element of the buffer that may have changed.
+            stop: the element after the last one; default: the end.
+        """
         if flat.master is flat.shard:
             return
-        changed = flat.master.to(flat.dtype) != flat.shard
-        flat.master[changed] = flat.shard[changed].float()
+        part = flat.intersect_owned(start, flat.numel if stop is None else stop)
+        if part is not None:
+            master, values = flat.master[part], flat.shard[part]
+            master.copy_(torch.where(master.to(flat.dtype) == values, master, values.float()))
 
-    def replace_runs(self, runs: Sequence[ParameterRun]) -> None:
-        """Replace all runs and drop their state; `rebind` adds the state of the new ones."""
-        self.inner.state.clear()
-        self.runs = list(runs)
+    def initial_state(self, settings: Mapping[str, Any]) -> tuple[dict[str, Any], set[str]]:
+        """What the optimizer class stores for a tensor that has not been updated.
+
+        Args:
+            settings: hyper-parameters of the param group.
+
+        Returns:
+            The state of a tensor of two elements, and the names of what has one value per element.
+        """
+        probe = torch.zeros(2, dtype=torch.float32, device=self.runs[0].flat.device)
+        probe.grad = torch.zeros_like(probe)
+        group = {key: value for key, value in settings.items() if key != "params"}
+        optimizer = self._factory([{**group, "params": [probe]}], **self._options)
+        optimizer.step()
+        state = dict(optimizer.state.get(probe, {}))
+        if isinstance(state.get("step"), Tensor):
+            state["step"].zero_()
+        return state, {key for key, value in state.items() if is_elementwise(value, probe)}
+
+    def create_state(self) -> None:
+        """Create the state that is missing because there was no update, to load into it.
+
+        The first update creates it again if nothing was loaded, because for some classes it is not
+        what a new optimizer has.
+        """
+        initial = {}
+        for run in self.runs:
+            if run.tensor is None or self._has_state(run.tensor):
+                continue
+            if run.group not in initial:
+                initial[run.group] = self.initial_state(self.inner.param_groups[run.group])
+            values, elementwise = initial[run.group]
+            self.inner.state[run.tensor] = {
+                key: torch.full_like(run.tensor, value[0].item(), dtype=value.dtype)
+                if key in elementwise
+                else copy_value(value)
+                for key, value in values.items()
+            }
+            self._unstarted.add(run.tensor)
+
+    def _has_state(self, tensor: Tensor) -> bool:
+        return tensor in self._unstarted or bool(self.inner.state.get(tensor))
+
+    def _drop_unstarted_state(self) -> None:
+        for tensor in self._unstarted:
+            self.inner.state.pop(tensor, None)
+        self._unstarted.clear()
+
+    def replace_runs(
+        self,
+        flat: FlatParameter,
+        runs: Sequence[ParameterRun],
+        states: Mapping[ParameterRun, dict[str, Any]],
+    ) -> None:
+        """Replace the runs of `flat`, which are bound, and their state."""
+        for run in self.runs:
+            if run.flat is flat and run.tensor is not None:
+                self.inner.state.pop(run.tensor, None)
+                self._unstarted.discard(run.tensor)
+        first = next(place for place, run in enumerate(self.runs) if run.flat is flat)
+        others = [run for run in self.runs if run.flat is not flat]
+        self.runs = [*others[:first], *runs, *others[first:]]
+        for run in runs:
+            if run.tensor is not None and states.get(run):
+                self.inner.state[run.tensor] = states[run]
+        self._update_param_groups()
 
     def rebind(self, flat: FlatParameter, states: Mapping[ParameterRun, dict[str, Any]]) -> None:
         """After a layout change: create new views for the runs of `flat`, with the given state."""
@@ -196,14 +271,25 @@ class ShardedUpdate:
                 continue
             if run.tensor is not None:
                 self.inner.state.pop(run.tensor, None)
+                self._unstarted.discard(run.tensor)
             run.bind()
             if run.tensor is not None and states.get(run):
                 self.inner.state[run.tensor] = states[run]
         self._update_param_groups()
 
     def state_of(self, run: ParameterRun) -> dict[str, Any]:
-        """State tensors of the owned part and scalars of a run; empty if there are none."""
-        return dict(self.inner.state.get(run.tensor, {})) if run.tensor is not None else {}
+        """State tensors of the owned part and scalars of a run; empty before its first update."""
+        if run.tensor is None or run.tensor in self._unstarted:
+            return {}
+        return dict(self.inner.state.get(run.tensor, {}))
+
+    def created_state_of(self, run: ParameterRun) -> dict[str, Any]:
+        """As `state_of`, but also before the first update, if this rank owns a part of the run."""
+        if run.tensor is None:
+            return {}
+        if not self._has_state(run.tensor):
+            self.create_state()
+        return dict(self.inner.state[run.tensor])
 
     def _split_partly_used_runs(self, unused: Mapping[FlatParameter, set[int]]) -> None:
         if not any(unused.values()):
@@ -248,6 +334,11 @@ class ShardedUpdate:
         """Set the tensors of the inner optimizer's param groups."""
         for index, group in enumerate(self.inner.param_groups):
             group["params"] = [run.tensor for run in self.runs if _in_group(run, index)]
+
+
+def copy_value(value: Any) -> Any:
+    """A copy of a tensor, or any other value itself."""
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 def is_elementwise(value: Any, like: Tensor | None) -> bool:
@@ -364,4 +455,4 @@ def _in_group(run: ParameterRun, group: int) -> bool:
 def _slice_state(value: Any, like: Tensor, part: slice) -> Any:
     if is_elementwise(value, like):
         return value[part].clone()
-    return value.clone() if isinstance(value, Tensor) else value
+    return copy_value(value)

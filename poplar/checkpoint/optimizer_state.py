@@ -1,0 +1,105 @@
+"""`OptimizerState`: this rank's part of the optimizer state by parameter, as views.
+
+It is the `state` of the optimizer, which torch's `get_state_dict` and `Optimizer.state_dict` read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from poplar.zero.engine import Engine
+from poplar.zero.flat_parameter import FlatParameter
+from poplar.zero.update import ParameterRun, ShardedUpdate, is_elementwise
+
+MASTER = "master"
+"""State of parameters that are not fp32: their fp32 values."""
+
+
+class OptimizerState(Mapping[Tensor, dict[str, Any]]):
+    """By trained parameter, the state of the elements that this rank owns.
+
+    State with one value per element is a `ShardTensor`, or a tensor in the parameter's shape where
+    every rank has the whole state (stage 0). The values are views: updates change them, and what is
+    written into them is in effect. A parameter of which this rank owns nothing has no state here.
+    State that no update has created yet is created when it is read.
+    """
+
+    def __init__(self, engine: Engine, update: ShardedUpdate) -> None:
+        self._engine, self._update = engine, update
+        self._places = {
+            id(parameter): (flat, position)
+            for flat in engine.trained
+            for position, parameter in enumerate(flat.parameters)
+        }
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (parameter for flat in self._engine.trained for parameter in flat.parameters)
+
+    def __getitem__(self, parameter: Tensor) -> dict[str, Any]:
+        if id(parameter) not in self._places:
+            raise KeyError(parameter)
+        flat, position = self._places[id(parameter)]
+        run = self._run_of(flat, position)
+        start, stop = flat.owned_range(position)
+        if run.tensor is None or (start == stop and parameter.numel()):
+            return {}
+        state = self._update.created_state_of(run)
+        if flat.master is not flat.shard:
+            state[MASTER] = run.tensor
+        return {
+            key: self._view(run, position, value) if is_elementwise(value, run.tensor) else value
+            for key, value in state.items()
+        }
+
+    def __setitem__(self, parameter: Tensor, values: Mapping[str, Any]) -> None:
+        """Write values into the state; for trainers that move it to the parameters' device."""
+        state = self[parameter]
+        if state.keys() != values.keys():
+            raise ValueError(
+                f"the state of this parameter has {sorted(state)}, got {sorted(values)}; use "
+                "load_state_dict()"
+            )
+        for key, value in values.items():
+            if isinstance(state[key], Tensor):
+                state[key].copy_(value)
+
+    def _run_of(self, flat: FlatParameter, position: int) -> ParameterRun:
+        return next(
+            run
+            for run in self._update.runs
+            if run.flat is flat and run.first <= position < run.last
+        )
+
+    def _view(self, run: ParameterRun, position: int, value: Tensor) -> Tensor:
+        """The owned elements of one parameter in a state tensor of its run."""
+        from poplar.checkpoint.shard_tensor import ShardTensor
+
+        flat, parameter = run.flat, run.flat.parameters[position]
+        start, stop = flat.owned_range(position)
+        # State tensors begin at the first element of the run that this rank owns.
+        base = flat.offsets[position] - max(run.start, flat.owned[0])
+        part = value[base + start : base + stop]
+        if self._engine.strategy.replicates_state:
+            return part.view(parameter.shape)
+        return ShardTensor(part, parameter.shape, start)
+
+
+def names_of(model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """The name of every parameter, by param group."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return [[names[id(parameter)] for parameter in group["params"]] for group in groups]
+
+
+def copy_of(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """A state dict with the same tensors, whose keys may be changed, as torch's helpers do."""
+    return {
+        **state_dict,
+        "state": {key: dict(values) for key, values in state_dict["state"].items()},
+        "param_groups": [dict(group) for group in state_dict["param_groups"]],
+    }
