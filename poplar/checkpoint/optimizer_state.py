@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from poplar.zero.engine import Engine
 from poplar.zero.flat_parameter import FlatParameter
-from poplar.zero.update import ParameterRun, ShardedUpdate, is_elementwise
+from poplar.zero.update import ParameterRun, ShardedUpdate, copy_value, is_elementwise
 
 MASTER = "master"
 """State of parameters that are not fp32: their fp32 values."""
@@ -22,9 +22,10 @@ class OptimizerState(Mapping[Tensor, dict[str, Any]]):
     """By trained parameter, the state of the elements that this rank owns.
 
     State with one value per element is a `ShardTensor`, or a tensor in the parameter's shape where
-    every rank has the whole state (stage 0). The values are views: updates change them, and what is
-    written into them is in effect. A parameter of which this rank owns nothing has no state here.
-    State that no update has created yet is created when it is read.
+    every rank has the whole state (stage 0). These are views: updates change them, and what is
+    written into them is in effect. All other values, such as step counters, are copies, because
+    parameters share them. A parameter of which this rank owns nothing has no state here. State that
+    no update has created yet is created when it is read.
     """
 
     def __init__(self, engine: Engine, update: ShardedUpdate) -> None:
@@ -53,21 +54,27 @@ class OptimizerState(Mapping[Tensor, dict[str, Any]]):
         if flat.master is not flat.shard:
             state[MASTER] = run.tensor
         return {
-            key: self._view(run, position, value) if is_elementwise(value, run.tensor) else value
+            key: self._view(run, position, value)
+            if is_elementwise(value, run.tensor)
+            else copy_value(value)
             for key, value in state.items()
         }
 
     def __setitem__(self, parameter: Tensor, values: Mapping[str, Any]) -> None:
-        """Write values into the state; for trainers that move it to the parameters' device."""
+        """Write values into the state; for trainers that move it to the parameters' device.
+
+        Raises:
+            ValueError: other keys, or another step, which parameters share.
+        """
         state = self[parameter]
-        if state.keys() != values.keys():
+        shared = {key for key, value in state.items() if _is_shared(value, parameter)}
+        if state.keys() != values.keys() or any(state[key] != values[key] for key in shared):
             raise ValueError(
-                f"the state of this parameter has {sorted(state)}, got {sorted(values)}; use "
-                "load_state_dict()"
+                f"the state of this parameter has {_summary(state)}, got {_summary(values)}; use "
+                "load_state_dict() to change it"
             )
-        for key, value in values.items():
-            if isinstance(state[key], Tensor):
-                state[key].copy_(value)
+        for key in state.keys() - shared:
+            state[key].copy_(values[key])
 
     def _run_of(self, flat: FlatParameter, position: int) -> ParameterRun:
         return next(
@@ -88,6 +95,17 @@ class OptimizerState(Mapping[Tensor, dict[str, Any]]):
         if self._engine.strategy.replicates_state:
             return part.view(parameter.shape)
         return ShardTensor(part, parameter.shape, start)
+
+
+def _is_shared(value: Any, parameter: Tensor) -> bool:
+    return not isinstance(value, Tensor) or value.shape != parameter.shape
+
+
+def _summary(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: tuple(value.shape) if isinstance(value, Tensor) and value.dim() else value
+        for key, value in values.items()
+    }
 
 
 def names_of(model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> list[list[str]]:
