@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from poplar.checkpoint.model_state import ModelState
-from poplar.checkpoint.optimizer_state import OptimizerState, copy_of
+from poplar.checkpoint.optimizer_state import OptimizerState, copy_of, identity_of
 from poplar.comm import Communicator, Group, connect, connect_control
 from poplar.plan import Plan
 from poplar.system.out_of_memory import free_cached_memory, free_frames
@@ -585,7 +585,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         if self._full_state is not None:
             return copy_of(self._full_state)
         state = super().state_dict()
-        state["poplar"] = {"identity": self._identity()}
+        state["poplar"] = {"identity": identity_of(self._engine, self._stage)}
         if self._default_scaler is not None:
             state["poplar"]["scaler"] = self._default_scaler.state_dict()
         return state
@@ -604,23 +604,13 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
                 or plan, or the ranks loaded the state of different steps.
             RankFailed: it does not fit another rank.
         """
-        from poplar.checkpoint.loaded_state import LoadedState
+        from poplar.checkpoint.loaded_state import load_state_dict
 
-        def check() -> LoadedState:
-            given = dict(state_dict)
-            for hook in self._optimizer_load_state_dict_pre_hooks.values():
-                given = hook(self, given) or given
-            return LoadedState(self, self._engine, self._update, self._identity(), given)
-
-        doing = "load_state_dict()"
-        loaded = run_on_all_ranks(self._control, check, doing=doing)
-        loaded.agree(self._control)
-        run_on_all_ranks(self._control, loaded.apply, doing=doing)
+        identity = identity_of(self._engine, self._stage)
+        scaler = load_state_dict(self, self._engine, self._update, identity, state_dict)
         self._full_state = None
-        if self._default_scaler is not None and loaded.scaler is not None:
-            self._default_scaler.load_state_dict(loaded.scaler)
-        for hook in self._optimizer_load_state_dict_post_hooks.values():
-            hook(self)
+        if self._default_scaler is not None and scaler is not None:
+            self._default_scaler.load_state_dict(scaler)
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Collect the whole state on rank `to`, for `state_dict()` there. Collective.
@@ -774,14 +764,6 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             nothing, else 0.
         """
         return self._step.multiply_gradient(factor)
-
-    def _identity(self) -> dict[str, Any]:
-        return {
-            "rank": self._group.rank,
-            "world_size": self._group.size,
-            "stage": self._stage,
-            "layouts": [flat.layout.offsets for flat in self._engine.flats],
-        }
 
 
 class _ReleasedEngine:

@@ -28,7 +28,7 @@ def full_state_dict(
         indices |= {id(p): first + place for place, p in enumerate(group["params"])}
         settings = {key: value for key, value in group.items() if key != "params"}
         params = list(range(first, len(indices)))
-        groups.append({**settings, "params": params, "param_names": inside})
+        groups.append({"param_names": inside, **settings, "params": params})
     state = _collect(engine, update, indices, to)
     here = engine.comm.group.rank == to
     return {"state": state, "param_groups": groups} if here else None

@@ -7,7 +7,7 @@ dict of a plain optimizer, of which each rank takes the elements that it owns.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from poplar.checkpoint.elements import Elements
 from poplar.checkpoint.optimizer_state import MASTER, names_of
 from poplar.comm import Control
+from poplar.zero.agreement import run_on_all_ranks
 from poplar.zero.engine import Engine
 from poplar.zero.flat_parameter import FlatParameter
 from poplar.zero.update import ParameterRun, ShardedUpdate
@@ -28,6 +29,34 @@ _IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}
 _OPTIONAL = {*_IMPLEMENTATION, "maximize", "decoupled_weight_decay"}
 """Options that state dicts of older versions of torch may lack."""
 _NO_SETTINGS = {"params", "param_names"}
+
+
+def load_state_dict(
+    optimizer: torch.optim.Optimizer,
+    engine: Engine,
+    update: ShardedUpdate,
+    identity: Mapping[str, Any],
+    state_dict: Mapping[str, Any],
+) -> dict[str, Any] | None:
+    """Load a state dict on all ranks, or on none. Collective. Arguments as for `LoadedState`.
+
+    Returns:
+        The state of the loss scaler, if the state dict has it.
+    """
+    control, doing = engine.control, "load_state_dict()"
+
+    def check() -> LoadedState:
+        given = dict(state_dict)
+        for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
+            given = hook(optimizer, given) or given
+        return LoadedState(optimizer, engine, update, identity, given)
+
+    loaded = run_on_all_ranks(control, check, doing=doing)
+    loaded.agree(control)
+    run_on_all_ranks(control, loaded.apply, doing=doing)
+    for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
+        hook(optimizer)
+    return loaded.scaler
 
 
 @dataclass(frozen=True)
@@ -95,6 +124,8 @@ class LoadedState:
         name = flat.names[position]
         expected, elementwise = self._kinds[flat.groups[position]]
         values = {key: value for key, value in values.items() if value is not None}
+        if _is_absent(values.values()):
+            return ParameterState({}, {})
         master = values.pop(MASTER, None)
         if values and values.keys() != expected.keys():
             raise ValueError(
@@ -156,6 +187,7 @@ class LoadedState:
                 self._copy(flat, range(len(flat.parameters)), MASTER, flat.master, flat.owned[0])
         for group, settings in zip(self._optimizer.param_groups, self._settings, strict=True):
             group.update(settings)
+        self._update.use_settings(self._optimizer.param_groups)
 
     def _runs_of(self, flat: FlatParameter) -> list[ParameterRun]:
         """Adjacent parameters with the same group and step are one run. Equal on all ranks."""
@@ -211,6 +243,14 @@ class LoadedState:
                 to[base + start : base + stop].copy_(elements.part(start, stop, key))
 
 
+def _is_absent(values: Iterable[Any]) -> bool:
+    """Whether no value has elements: it is of a rank that owns nothing of the parameter."""
+    from poplar.checkpoint.shard_tensor import ShardTensor
+
+    parts = [value for value in values if isinstance(value, ShardTensor)]
+    return bool(parts) and all(part.numel() and not part.local.numel() for part in parts)
+
+
 def _match(groups: Groups, names: Sequence[Sequence[str]], saved: Groups) -> dict[int, Any]:
     """The key of every parameter in the saved state, by `id(parameter)`."""
     if len(groups) != len(saved):
@@ -219,14 +259,17 @@ def _match(groups: Groups, names: Sequence[Sequence[str]], saved: Groups) -> dic
         )
     keys: dict[int, Any] = {}
     for index, (group, own, other) in enumerate(zip(groups, names, saved, strict=True)):
-        params, theirs = other["params"], _names_in(other)
+        params = other["params"]
         if len(params) != len(own):
             raise ValueError(
                 f"param group {index} of the state dict has {len(params)} parameters, but here it "
                 f"has {len(own)}"
             )
-        if theirs is not None:
-            params = _in_order(index, own, dict(zip(theirs, params, strict=True)))
+        if "param_names" in other:
+            by_name = dict(zip(other["param_names"], params, strict=True))
+            params = _in_order(index, group.get("param_names", own), by_name)
+        elif all(isinstance(key, str) for key in params):
+            params = _in_order(index, own, {name: name for name in params})
         keys |= {id(p): key for p, key in zip(group["params"], params, strict=True)}
     return keys
 
@@ -240,12 +283,6 @@ def _in_order(index: int, own: Sequence[str], by_name: Mapping[str, Any]) -> lis
             f"{_few(missing)} and has {_few(unknown)}; use the same model and param groups"
         )
     return [by_name[name] for name in own]
-
-
-def _names_in(group: Mapping[str, Any]) -> Sequence[str] | None:
-    """The names of a saved group's parameters, if it has them."""
-    given: Any = group.get("param_names", group["params"])
-    return given if all(isinstance(name, str) for name in given) else None
 
 
 def _few(names: Sequence[str]) -> str:

@@ -24,8 +24,9 @@ class OptimizerState(Mapping[Tensor, dict[str, Any]]):
     State with one value per element is a `ShardTensor`, or a tensor in the parameter's shape where
     every rank has the whole state (stage 0). These are views: updates change them, and what is
     written into them is in effect. All other values, such as step counters, are copies, because
-    parameters share them. A parameter of which this rank owns nothing has no state here. State that
-    no update has created yet is created when it is read.
+    parameters share them. Of a parameter of which this rank owns nothing, all of them are empty
+    `ShardTensor`s, so that state dicts have the same keys on all ranks. State that no update has
+    created yet is created when it is read.
     """
 
     def __init__(self, engine: Engine, update: ShardedUpdate) -> None:
@@ -47,9 +48,8 @@ class OptimizerState(Mapping[Tensor, dict[str, Any]]):
             raise KeyError(parameter)
         flat, position = self._places[id(parameter)]
         run = self._run_of(flat, position)
-        start, stop = flat.owned_range(position)
-        if run.tensor is None or (start == stop and parameter.numel()):
-            return {}
+        if run.tensor is None or not self._is_owned(parameter):
+            return self._absent(flat, position)
         state = self._update.created_state_of(run)
         if flat.master is not flat.shard:
             state[MASTER] = run.tensor
@@ -66,6 +66,8 @@ class OptimizerState(Mapping[Tensor, dict[str, Any]]):
         Raises:
             ValueError: other keys, or another step, which parameters share.
         """
+        if not self._is_owned(parameter):
+            return
         state = self[parameter]
         shared = {key for key, value in state.items() if _is_shared(value, parameter)}
         if state.keys() != values.keys() or any(state[key] != values[key] for key in shared):
@@ -82,6 +84,27 @@ class OptimizerState(Mapping[Tensor, dict[str, Any]]):
             for run in self._update.runs
             if run.flat is flat and run.first <= position < run.last
         )
+
+    def _is_owned(self, parameter: Tensor) -> bool:
+        """Whether this rank owns elements of a parameter, or it has none."""
+        flat, position = self._places[id(parameter)]
+        start, stop = flat.owned_range(position)
+        return start < stop or parameter.numel() == 0
+
+    def _absent(self, flat: FlatParameter, position: int) -> dict[str, Any]:
+        """The state of a parameter of which this rank owns nothing: no elements."""
+        from poplar.checkpoint.shard_tensor import ShardTensor
+
+        state, elementwise = self._update.initial_state_of(flat.groups[position])
+        shape = flat.parameters[position].shape
+        absent = {
+            key: ShardTensor(value.new_empty(0), shape if key in elementwise else value.shape, 0)
+            for key, value in state.items()
+            if isinstance(value, Tensor)
+        }
+        if flat.master is not flat.shard:
+            absent[MASTER] = ShardTensor(flat.master[:0], shape, 0)
+        return absent
 
     def _view(self, run: ParameterRun, position: int, value: Tensor) -> Tensor:
         """The owned elements of one parameter in a state tensor of its run."""
@@ -112,6 +135,16 @@ def names_of(model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> list[list
     """The name of every parameter, by param group."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return [[names[id(parameter)] for parameter in group["params"]] for group in groups]
+
+
+def identity_of(engine: Engine, stage: int) -> dict[str, Any]:
+    """Where this rank's part of the state can be loaded."""
+    return {
+        "rank": engine.comm.group.rank,
+        "world_size": engine.comm.group.size,
+        "stage": stage,
+        "layouts": [flat.layout.offsets for flat in engine.flats],
+    }
 
 
 def copy_of(state_dict: Mapping[str, Any]) -> dict[str, Any]:

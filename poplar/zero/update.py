@@ -70,6 +70,8 @@ class ShardedUpdate:
             options: keyword arguments of the class.
         """
         self._factory, self._options = factory, dict(options)
+        self._initial_states: dict[int, tuple[dict[str, Any], set[str]]] = {}
+        """By param group, until its settings may have changed."""
         self._unstarted: set[Tensor] = set()
         """Tensors whose state `create_state` made, which their first update makes again."""
         self.runs = [run for flat in flats for run in _first_runs(flat)]
@@ -95,8 +97,7 @@ class ShardedUpdate:
             found_inf: one element on the device. If it is not 0, nothing changes; call
                 `undo_if_skipped` afterwards.
         """
-        for mine, theirs in zip(self.inner.param_groups, groups, strict=True):
-            mine.update({key: value for key, value in theirs.items() if key != "params"})
+        self.use_settings(groups)
         self._drop_unstarted_state()
         self._split_partly_used_runs(unused)
         stepped = {}
@@ -114,6 +115,13 @@ class ShardedUpdate:
             tensor.grad = None
             if low is not None and tensor not in written:
                 low.copy_(tensor)
+
+    def use_settings(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Take the hyper-parameters of the outer param groups."""
+        for mine, theirs in zip(self.inner.param_groups, groups, strict=True):
+            own = ("params", "param_names")
+            mine.update({key: value for key, value in theirs.items() if key not in own})
+        self._initial_states.clear()
 
     def allocate_state(self) -> None:
         """Allocate what the next update is certain to need, before the ranks agree to apply it.
@@ -208,7 +216,7 @@ class ShardedUpdate:
         """
         probe = torch.zeros(2, dtype=torch.float32, device=self.runs[0].flat.device)
         probe.grad = torch.zeros_like(probe)
-        group = {key: value for key, value in settings.items() if key != "params"}
+        group = {k: v for k, v in settings.items() if k not in ("params", "param_names")}
         optimizer = self._factory([{**group, "params": [probe]}], **self._options)
         optimizer.step()
         state = dict(optimizer.state.get(probe, {}))
@@ -216,19 +224,22 @@ class ShardedUpdate:
             state["step"].zero_()
         return state, {key for key, value in state.items() if is_elementwise(value, probe)}
 
+    def initial_state_of(self, group: int) -> tuple[dict[str, Any], set[str]]:
+        """As `initial_state`, for the current settings of a param group. Do not change it."""
+        if group not in self._initial_states:
+            self._initial_states[group] = self.initial_state(self.inner.param_groups[group])
+        return self._initial_states[group]
+
     def create_state(self) -> None:
         """Create the state that is missing because there was no update, to load into it.
 
         The first update creates it again if nothing was loaded, because for some classes it is not
         what a new optimizer has.
         """
-        initial = {}
         for run in self.runs:
             if run.tensor is None or self._has_state(run.tensor):
                 continue
-            if run.group not in initial:
-                initial[run.group] = self.initial_state(self.inner.param_groups[run.group])
-            values, elementwise = initial[run.group]
+            values, elementwise = self.initial_state_of(run.group)
             self.inner.state[run.tensor] = {
                 key: torch.full_like(run.tensor, value[0].item(), dtype=value.dtype)
                 if key in elementwise
