@@ -69,6 +69,7 @@ class ShardedUpdate:
             groups: hyper-parameters of each param group, without its parameters.
             options: keyword arguments of the class.
         """
+        self._factory, self._options = factory, dict(options)
         self.runs = [run for flat in flats for run in _first_runs(flat)]
         inner_groups = [
             {**group, "params": [run.tensor for run in self.runs if _in_group(run, index)]}
@@ -204,6 +205,22 @@ class ShardedUpdate:
     def state_of(self, run: ParameterRun) -> dict[str, Any]:
         """State tensors of the owned part and scalars of a run; empty if there are none."""
         return dict(self.inner.state.get(run.tensor, {})) if run.tensor is not None else {}
+
+    def state_layout(self, group: int) -> dict[str, tuple[bool, Any]]:
+        """What the state of a run in param group `group` consists of, found by a step of a probe.
+
+        Returns:
+            By name, whether it has one value per element, and an example.
+        """
+        settings = self.inner.param_groups[group]
+        like = next((run.tensor for run in self.runs if run.tensor is not None), None)
+        device = like.device if like is not None else torch.device("cpu")
+        probe = torch.zeros(8, device=device)
+        probe.grad = torch.zeros_like(probe)
+        inner = self._factory([{**settings, "params": [probe]}], **self._options)
+        inner.step()
+        state = inner.state.get(probe, {})
+        return {key: (is_elementwise(value, probe), value) for key, value in state.items()}
 
     def _split_partly_used_runs(self, unused: Mapping[FlatParameter, set[int]]) -> None:
         if not any(unused.values()):
