@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from poplar.checkpoint.load import load_checkpoint
+    from poplar.checkpoint.manager import CheckpointManager
     from poplar.checkpoint.save import save_checkpoint
     from poplar.data.sampler import HeteroBatchSampler
     from poplar.data.stream import split_stream
@@ -48,6 +49,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "BatchPoint": "poplar.profile",
+    "CheckpointManager": "poplar.checkpoint.manager",
     "ClusterProfile": "poplar.profile",
     "CollectiveTimeout": "poplar.errors",
     "DamagedCheckpoint": "poplar.errors",
@@ -87,6 +89,7 @@ _HOME = {
 
 __all__ = [
     "BatchPoint",
+    "CheckpointManager",
     "ClusterProfile",
     "CollectiveTimeout",
     "DamagedCheckpoint",

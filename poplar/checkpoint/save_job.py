@@ -192,6 +192,7 @@ def publish(job: SaveJob, is_stopped: Callable[[], bool]) -> None:
     manifest_file.read_manifest(job.aside)  # every rank's file is here, whole
     sync_folder(job.aside)
     if job.replaces and job.folder.exists():
+        shutil.rmtree(replaced_name(job.folder), ignore_errors=True)
         job.folder.rename(replaced_name(job.folder))
     job.aside.rename(job.folder)
     sync_folder(job.folder.parent)

@@ -170,9 +170,7 @@ def in_torch(folder: str, *, sharded: bool) -> dict[str, Any]:
     own = {}
     own["model"], own["optim"] = get_state_dict(model, optimizer)
     dcp.load(own, checkpoint_id=f"{folder}/four", process_group=group)
-    set_state_dict(
-        model, optimizer, model_state_dict=own["model"], optim_state_dict=own["optim"]
-    )
+    set_state_dict(model, optimizer, model_state_dict=own["model"], optim_state_dict=own["optim"])
     own["model"], own["optim"] = get_state_dict(model, optimizer)
     dcp.save(own, checkpoint_id=f"{folder}/torch-{sharded}", process_group=group)
     size = BATCH // harness.size()
