@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -49,6 +49,9 @@ from poplar.zero.step_result import StepResult, Stopwatch
 from poplar.zero.unit import Unit
 from poplar.zero.unit_plans import check_plan_change, persistent_units, shares_by_unit
 from poplar.zero.update import OptimizerFactory
+
+if TYPE_CHECKING:
+    from poplar.checkpoint.training_state import TrainingParts
 
 
 class HeteroZeroOptimizer(torch.optim.Optimizer):
@@ -636,6 +639,21 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         if state is not None and self._default_scaler is not None:
             state["poplar"] = {"scaler": self._default_scaler.state_dict()}
         return state
+
+    def training_parts(self) -> TrainingParts:
+        """What the state of this optimizer consists of; `poplar.save_checkpoint` calls it."""
+        from poplar.checkpoint.training_state import TrainingParts
+
+        return TrainingParts(
+            engine=self._engine,
+            update=self._update,
+            control=self._control,
+            model=self._model,
+            param_groups=self.param_groups,
+            stage=self._stage,
+            plan=self._plan,
+            scaler=self._default_scaler,
+        )
 
     def save_model(self, path: str | Path, *, sharded: bool = False) -> None:
         """Write the full weights as safetensors. Collective.

@@ -106,9 +106,8 @@ class LoadedState:
         self._settings = [_settings_of(group) for group in state_dict["param_groups"]]
         for index, settings in enumerate(self._settings):
             _check_settings(index, settings, optimizer.defaults)
-        self._kinds = [
-            update.initial_state({**group, **settings})
-            for group, settings in zip(groups, self._settings, strict=True)
+        self._layouts = [
+            update.state_layout(index, settings) for index, settings in enumerate(self._settings)
         ]
         self._states = {
             (flat, position): self._read(flat, position, state.get(keys[id(parameter)], {}))
@@ -122,15 +121,15 @@ class LoadedState:
     ) -> ParameterState:
         """Check the state of one parameter."""
         name = flat.names[position]
-        expected, elementwise = self._kinds[flat.groups[position]]
+        layout = self._layouts[flat.groups[position]]
         values = {key: value for key, value in values.items() if value is not None}
         if _is_absent(values.values()):
             return ParameterState({}, {})
         master = values.pop(MASTER, None)
-        if values and values.keys() != expected.keys():
+        if values and values.keys() != layout.keys():
             raise ValueError(
                 f"the state of {name!r} has {sorted(values)}, but this optimizer has "
-                f"{sorted(expected)}; it was saved by another optimizer class or with other options"
+                f"{sorted(layout)}; it was saved by another optimizer class or with other options"
             )
         if master is not None and flat.dtype is not torch.float32:  # else the model has its values
             values[MASTER] = master
@@ -138,7 +137,7 @@ class LoadedState:
         shape, elements, others = flat.parameters[position].shape, {}, {}
         for key, value in values.items():
             what = f"{key!r} of {name!r}"
-            if key in elementwise or key == MASTER:
+            if key == MASTER or layout[key][0]:
                 found = Elements.of(value, shape, what)
                 found.part(start, stop, what)
                 elements[key] = found
@@ -209,10 +208,9 @@ class LoadedState:
         if run.tensor is None or others is None:
             return {}
         old = self._old_state_of(run)
-        initial, elementwise = self._kinds[run.group]
         state: dict[str, Any] = {}
-        for key, value in initial.items():
-            if key in elementwise:
+        for key, (elementwise, value) in self._layouts[run.group].items():
+            if elementwise:
                 state[key] = old.get(key, None)
                 if state[key] is None:
                     state[key] = torch.zeros_like(run.tensor, dtype=value.dtype)

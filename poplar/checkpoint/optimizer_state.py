@@ -95,11 +95,11 @@ class OptimizerState(Mapping[Tensor, dict[str, Any]]):
         """The state of a parameter of which this rank owns nothing: no elements."""
         from poplar.checkpoint.shard_tensor import ShardTensor
 
-        state, elementwise = self._update.initial_state_of(flat.groups[position])
+        layout = self._update.state_layout(flat.groups[position])
         shape = flat.parameters[position].shape
         absent = {
-            key: ShardTensor(value.new_empty(0), shape if key in elementwise else value.shape, 0)
-            for key, value in state.items()
+            key: ShardTensor(value.new_empty(0), shape if elementwise else value.shape, 0)
+            for key, (elementwise, value) in layout.items()
             if isinstance(value, Tensor)
         }
         if flat.master is not flat.shard:

@@ -22,6 +22,8 @@ from poplar.zero.flat_adamw import FlatAdamW, can_round_to
 from poplar.zero.flat_parameter import FlatParameter
 
 OptimizerFactory = Callable[..., torch.optim.Optimizer]
+StateLayout = Mapping[str, tuple[bool, Any]]
+"""By name of a state value, whether it has one value per element, and what it is at first."""
 _FUSED = (FlatAdamW, torch.optim.Adagrad, torch.optim.Adam, torch.optim.SGD)
 _FUSED_STEPS = {inspect.unwrap(cls.step) for cls in _FUSED}  # torch wraps `step` at its first use
 
@@ -70,7 +72,7 @@ class ShardedUpdate:
             options: keyword arguments of the class.
         """
         self._factory, self._options = factory, dict(options)
-        self._initial_states: dict[int, tuple[dict[str, Any], set[str]]] = {}
+        self._state_layouts: dict[int, StateLayout] = {}
         """By param group, until its settings may have changed."""
         self._unstarted: set[Tensor] = set()
         """Tensors whose state `create_state` made, which their first update makes again."""
@@ -121,7 +123,7 @@ class ShardedUpdate:
         for mine, theirs in zip(self.inner.param_groups, groups, strict=True):
             own = ("params", "param_names")
             mine.update({key: value for key, value in theirs.items() if key not in own})
-        self._initial_states.clear()
+        self._state_layouts.clear()
 
     def allocate_state(self) -> None:
         """Allocate what the next update is certain to need, before the ranks agree to apply it.
@@ -205,30 +207,27 @@ class ShardedUpdate:
             master, values = flat.master[part], flat.shard[part]
             master.copy_(torch.where(master.to(flat.dtype) == values, master, values.float()))
 
-    def initial_state(self, settings: Mapping[str, Any]) -> tuple[dict[str, Any], set[str]]:
-        """What the optimizer class stores for a tensor that has not been updated.
+    def state_layout(self, group: int, settings: Mapping[str, Any] | None = None) -> StateLayout:
+        """What the state of a run in a param group consists of, found by a step of a probe.
 
         Args:
-            settings: hyper-parameters of the param group.
-
-        Returns:
-            The state of a tensor of two elements, and the names of what has one value per element.
+            group: index of the param group.
+            settings: hyper-parameters that replace those of the group.
         """
+        if settings is None and group in self._state_layouts:
+            return self._state_layouts[group]
         probe = torch.zeros(2, dtype=torch.float32, device=self.runs[0].flat.device)
         probe.grad = torch.zeros_like(probe)
-        group = {k: v for k, v in settings.items() if k not in ("params", "param_names")}
-        optimizer = self._factory([{**group, "params": [probe]}], **self._options)
+        merged = {**self.inner.param_groups[group], **(settings or {}), "params": [probe]}
+        optimizer = self._factory([merged], **self._options)
         optimizer.step()
         state = dict(optimizer.state.get(probe, {}))
         if isinstance(state.get("step"), Tensor):
             state["step"].zero_()
-        return state, {key for key, value in state.items() if is_elementwise(value, probe)}
-
-    def initial_state_of(self, group: int) -> tuple[dict[str, Any], set[str]]:
-        """As `initial_state`, for the current settings of a param group. Do not change it."""
-        if group not in self._initial_states:
-            self._initial_states[group] = self.initial_state(self.inner.param_groups[group])
-        return self._initial_states[group]
+        layout = {key: (is_elementwise(value, probe), value) for key, value in state.items()}
+        if settings is None:
+            self._state_layouts[group] = layout
+        return layout
 
     def create_state(self) -> None:
         """Create the state that is missing because there was no update, to load into it.
@@ -239,12 +238,11 @@ class ShardedUpdate:
         for run in self.runs:
             if run.tensor is None or self._has_state(run.tensor):
                 continue
-            values, elementwise = self.initial_state_of(run.group)
             self.inner.state[run.tensor] = {
                 key: torch.full_like(run.tensor, value[0].item(), dtype=value.dtype)
-                if key in elementwise
+                if elementwise
                 else copy_value(value)
-                for key, value in values.items()
+                for key, (elementwise, value) in self.state_layout(run.group).items()
             }
             self._unstarted.add(run.tensor)
 

@@ -31,6 +31,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from training import Run, assert_close
 
+import poplar
 from poplar import Plan
 
 RECIPE = Recipe(batches=(12,) * 5, spec=ModelSpec(two_groups=True))
@@ -205,3 +206,39 @@ def test_masters_and_unused_parameters_move_between_plans(
     loaded = ranks.run(train, second, *arguments, range(2), one, two, ranks=second.ranks)[0][0]
     assert_same_bits(loaded, saved)
     assert any(name.endswith(".master") for name in saved) == (spec.dtype is torch.bfloat16)
+
+
+def save_through_torch(way: Way, recipe: Recipe, folder: str) -> dict[str, Tensor]:
+    job = Job(way, recipe, StateDictOptions())
+    job.take_step(0)
+    dcp.save(job.state_dict(), checkpoint_id=folder, process_group=harness.group())
+    return job.values()
+
+
+def load_with_poplar(way: Way, recipe: Recipe, before: str, after: str) -> dict[str, Tensor]:
+    job = Job(way, recipe, StateDictOptions())
+    poplar.load_checkpoint(before, job.optimizer)
+    poplar.save_checkpoint(after, job.optimizer)
+    return job.values()
+
+
+def load_through_torch(way: Way, recipe: Recipe, folder: str) -> dict[str, Tensor]:
+    job = Job(way, recipe, StateDictOptions())
+    state = job.state_dict()
+    dcp.load(state, checkpoint_id=folder, process_group=harness.group())
+    job.load_state_dict(state)
+    return job.values()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_both_kinds_of_checkpoints_are_read(
+    ranks: Pool, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    recipe = replace(RECIPE, spec=replace(RECIPE.spec, dtype=dtype))
+    one, two, three = str(tmp_path / "one"), str(tmp_path / "two"), with_poplar(3, (0.2, 0.8))
+    saved = ranks.run(save_through_torch, with_poplar(2, THREE), recipe, one, ranks=3)[0]
+    loaded = ranks.run(load_with_poplar, three, recipe, one, two, ranks=2)[0]
+    assert_same_bits(loaded, saved)
+    if dtype is torch.float32:  # `save_checkpoint` stores masters as the model's values
+        again = ranks.run(load_through_torch, with_poplar(1, (0.9, 0.1)), recipe, two, ranks=2)[0]
+        assert_same_bits(again, saved)
