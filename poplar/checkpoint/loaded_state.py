@@ -53,7 +53,8 @@ def load_state_dict(
 
     loaded = run_on_all_ranks(control, check, doing=doing)
     loaded.agree(control)
-    run_on_all_ranks(control, loaded.apply, doing=doing)
+    changing = f"{doing} after values had changed; load again before training"
+    run_on_all_ranks(control, loaded.apply, doing=changing)
     for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
         hook(optimizer)
     return loaded.scaler

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -159,7 +159,17 @@ class ParameterShard(ShardTensor):
     `torch.save(model.state_dict())` is meant to save whole parameters, often on one rank alone.
     """
 
-    def __reduce_ex__(self, _protocol: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    def __reduce_ex__(self, _protocol: Any) -> NoReturn:
+        self._refuse()
+
+    def untyped_storage(self) -> NoReturn:
+        """Has none; libraries that save tensors ask for it."""
+        self._refuse()
+
+    storage = untyped_storage
+
+    @staticmethod
+    def _refuse() -> NoReturn:
         raise RuntimeError(
             "the model's parameters are sharded (stage 3), so model.state_dict() has only this "
             "rank's part of them; save it with torch.distributed.checkpoint on all ranks, use "

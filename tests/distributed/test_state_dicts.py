@@ -288,11 +288,11 @@ def use_sharded_model_state(run: Run, folder: str) -> None:
     assert not torch.equal(everything(model, optimizer)["head.weight"], before["head.weight"])
     model.load_state_dict(state)
     assert_same(training.whole_parameters(model, optimizer), _parameters_in(before, model))
-    for save in (pickle.dumps, lambda s: torch.save(s, Path(folder) / f"{harness.rank()}.pt")):
+    path = Path(folder) / f"{harness.rank()}"
+    savers = (lambda s: torch.save(s, path), lambda s: save_file(s, path), pickle.dumps)
+    for save in savers:
         with pytest.raises(RuntimeError, match="only this rank's part"):
             save(model.state_dict())
-    with pytest.raises(Exception, match=r"storage|ShardTensor|data pointer"):
-        save_file(model.state_dict(), Path(folder) / f"{harness.rank()}.safetensors")
     plain = models.build(run.recipe.spec)
     with pytest.raises(RuntimeError, match="ShardTensor"):
         plain.load_state_dict(model.state_dict())
@@ -300,7 +300,7 @@ def use_sharded_model_state(run: Run, folder: str) -> None:
     wrong["norm.bias"] = ShardTensor(torch.zeros(1), model.norm.bias.shape, 0)
     with pytest.raises(RuntimeError, match=r"size mismatch for head\.weight") as failure:
         model.load_state_dict(wrong)
-    owns_some = any(n > 1 for n in [state["norm.bias"].local.numel()])
+    owns_some = state["norm.bias"].local.numel() > 0
     assert ("norm.bias holds elements [0, 1)" in str(failure.value)) == owns_some
     with pytest.raises(RuntimeError, match="Missing key"):
         model.load_state_dict({k: v for k, v in state.items() if k != "norm.bias"})
