@@ -27,6 +27,8 @@ class Part(NamedTuple):
     offset: int
     length: int
     crc32: int
+    values: int | None = None
+    """Of a tensor: where its elements start, contiguous and in row-major order."""
 
 
 @dataclass(frozen=True, kw_only=True)
