@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -75,15 +76,18 @@ def load_checkpoint(
         check_idle(parts, "load_checkpoint()")
         opened = OpenedCheckpoint(path)
         try:
-            opened.verify(group.rank, group.size)
-            return Load(parts, opened, wanted)
+            load = Load(parts, opened, wanted)
+            with ThreadPoolExecutor(1) as thread:
+                verified = thread.submit(opened.verify, group.rank, group.size)
+                load.read_optimizer_state()  # into new memory, so it need not be verified yet
+                verified.result()
+            return load
         except BaseException:
             opened.close()
             raise
 
     load = run_on_all_ranks(control, prepare, doing=doing)
     try:
-        run_on_all_ranks(control, load.read_optimizer_state, doing=doing)
         load.set_objects(doing)
         changing = f"{doing} after values had changed; load a checkpoint again before training"
         run_on_all_ranks(control, load.read_values, doing=changing)

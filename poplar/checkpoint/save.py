@@ -36,6 +36,7 @@ from poplar.checkpoint.training_state import (
     Checkpointed,
     Entries,
     TrainingParts,
+    canonical,
     check_idle,
     optimizer_name,
     saved_entries,
@@ -198,6 +199,12 @@ def _manifest(parts: TrainingParts, state: Mapping[str, Any], step: int | None) 
             "poplar": poplar.__version__,
             "torch": str(torch.__version__),
             "python": platform.python_version(),
+        },
+        computes_in={
+            canonical(name): str(flat.dtype).removeprefix("torch.")
+            for flat in parts.engine.trained
+            if flat.dtype is not torch.float32
+            for name in flat.names
         },
         state=sorted(state),
     )

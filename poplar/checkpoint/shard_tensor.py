@@ -28,6 +28,7 @@ _ELEMENTWISE = {
     _aten.copy_.default,
     _aten.detach.default,
     _aten.empty_like.default,
+    _aten.new_empty.default,
     _aten.zero_.default,
     _aten.zeros_like.default,
     _aten._to_copy.default,
@@ -124,6 +125,10 @@ class ShardTensor(Tensor):
                 f"{function} does not work on a ShardTensor, which has only a part of its "
                 "elements; use its `local`, or optimizer.full_parameters() for whole parameters"
             )
+        if function is _aten.new_empty.default:  # as asynchronous saving makes its copies
+            if tuple(args[1]) != tuple(own.shape):
+                raise TypeError("new_empty takes the shape of the ShardTensor itself")
+            args = (own, own.local.shape)
         for other in args:
             if isinstance(other, Tensor) and not own._has_range_of(other):
                 raise TypeError(f"{function} takes ShardTensors of the same range and shape")

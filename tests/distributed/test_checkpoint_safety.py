@@ -20,6 +20,7 @@ from unittest import mock
 import pytest
 import ranks as harness
 import torch
+import torch.distributed as dist
 from ranks import Pool
 from subset import choose
 from test_checkpoints import build, content, train
@@ -244,7 +245,9 @@ def save_and_prune(folder: str, asynchronous: bool) -> list[Any]:
     manager.wait()
     train(optimizer, 9, 1)
     names = sorted(path.name for path in Path(folder).iterdir())
-    shutil.rmtree(f"{folder}/step-00000004", ignore_errors=True)
+    dist.barrier(harness.group())
+    if harness.rank() == 0:
+        shutil.rmtree(f"{folder}/step-00000004")
     seen.append(poplar.CheckpointManager(folder, optimizer, state=state).load_latest())
     seen.append(names)
     return seen
