@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from poplar.checkpoint.optimizer_state import MASTER, names_of
+from poplar.checkpoint.names import names_of
+from poplar.checkpoint.optimizer_state import MASTER
 from poplar.checkpoint.sharded_state import gather_schemas, reshard_state
 from poplar.comm.shard_layout import Layout
 from poplar.zero.engine import Engine

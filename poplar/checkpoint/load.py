@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from poplar.checkpoint.names import canonical
 from poplar.checkpoint.opened import OpenedCheckpoint
 from poplar.checkpoint.optimizer_state import MASTER
 from poplar.checkpoint.random_state import set_random_state
@@ -24,7 +25,6 @@ from poplar.checkpoint.saved_names import check_model, saved_groups_of, saved_op
 from poplar.checkpoint.training_state import (
     Checkpointed,
     TrainingParts,
-    canonical,
     check_idle,
     loaded_runs,
     model_values,

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from poplar.checkpoint.elements import Elements
-from poplar.checkpoint.optimizer_state import MASTER, names_of
+from poplar.checkpoint.names import canonical, names_of
+from poplar.checkpoint.optimizer_state import MASTER
 from poplar.comm import Control
 from poplar.zero.agreement import run_on_all_ranks
 from poplar.zero.engine import Engine
@@ -265,8 +266,9 @@ def _match(groups: Groups, names: Sequence[Sequence[str]], saved: Groups) -> dic
                 f"has {len(own)}"
             )
         if "param_names" in other:
-            by_name = dict(zip(other["param_names"], params, strict=True))
-            params = _in_order(index, group.get("param_names", own), by_name)
+            by_name = dict(zip(map(canonical, other["param_names"]), params, strict=True))
+            given = list(map(canonical, group.get("param_names", own)))
+            params = _in_order(index, given, by_name)
         elif all(isinstance(key, str) for key in params):
             params = _in_order(index, own, {name: name for name in params})
         keys |= {id(p): key for p, key in zip(group["params"], params, strict=True)}

@@ -5,10 +5,10 @@ It is the `state` of the optimizer, which torch's `get_state_dict` and `Optimize
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from poplar.zero.engine import Engine
 from poplar.zero.flat_parameter import FlatParameter
@@ -129,12 +129,6 @@ def _summary(values: Mapping[str, Any]) -> dict[str, Any]:
         key: tuple(value.shape) if isinstance(value, Tensor) and value.dim() else value
         for key, value in values.items()
     }
-
-
-def names_of(model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """The name of every parameter, by param group."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    return [[names[id(parameter)] for parameter in group["params"]] for group in groups]
 
 
 def identity_of(engine: Engine, stage: int) -> dict[str, Any]:

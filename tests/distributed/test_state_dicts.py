@@ -25,11 +25,14 @@ from ranks import Failure, Pool
 from reference import Recipe
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
+    get_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
+    set_state_dict,
 )
 from training import STAGES, Run, assert_close, assert_raised, assert_same
 
@@ -425,3 +428,31 @@ def test_wrong_state_on_one_rank_raises_on_all_and_changes_nothing(ranks: Pool, 
 def test_states_of_different_steps_raise(ranks: Pool, local: bool) -> None:
     by_rank = ranks.run(load_bad_state, Run(RECIPE, plan_of(1)), [other_step], local)
     assert_raised([found[0][0] for found in by_rank], "different states of", kind=ValueError)
+
+
+def move_wrapped_model(stage: int) -> None:
+    """Wrappers change the names in the model; torch's helpers and Poplar leave them out."""
+
+    def build() -> tuple[nn.Module, HeteroZeroOptimizer]:
+        layers = [checkpoint_wrapper(nn.Linear(9, 13)), nn.Linear(13, 5), nn.Linear(5, 3)]
+        model = nn.Sequential(*layers).to(harness.device())
+        model[1] = torch.compile(model[1], backend="eager")
+        params = list(model.named_parameters())
+        plan = Plan(stage=stage, global_batch=2, micro_batches=((1,), (1,)), shares=(0.6, 0.4))
+        group = harness.group()
+        return model, HeteroZeroOptimizer(
+            model, torch.optim.AdamW, plan=plan, params=params, process_group=group, lr=1e-2
+        )
+
+    model, optimizer = build()
+    optimizer.train_step(lambda m, b: m(b).sum(), torch.randn(1, 9, device=harness.device()))
+    states = get_state_dict(model, optimizer)
+    assert states[0].keys() == {f"{i}.{kind}" for i in range(3) for kind in ("weight", "bias")}
+    other, loaded = build()
+    set_state_dict(other, loaded, model_state_dict=states[0], optim_state_dict=states[1])
+    assert_same(everything(other, loaded), everything(model, optimizer))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_wrapped_modules_keep_their_names(ranks: Pool, stage: int) -> None:
+    ranks.run(move_wrapped_model, stage, ranks=2)
