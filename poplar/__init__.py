@@ -10,9 +10,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from poplar.checkpoint.load import load_checkpoint
+    from poplar.checkpoint.manager import CheckpointManager
+    from poplar.checkpoint.save import save_checkpoint
     from poplar.data.sampler import HeteroBatchSampler
     from poplar.data.stream import split_stream
-    from poplar.errors import CollectiveTimeout, OutOfOrder, PoplarError, RankFailed
+    from poplar.errors import (
+        CollectiveTimeout,
+        DamagedCheckpoint,
+        OutOfOrder,
+        PoplarError,
+        RankFailed,
+    )
     from poplar.optimizer import HeteroZeroOptimizer
     from poplar.plan import Plan, UnitPlan
     from poplar.planner.explain import Explanation, explain
@@ -40,8 +49,10 @@ __version__ = "0.1.0"
 
 _HOME = {
     "BatchPoint": "poplar.profile",
+    "CheckpointManager": "poplar.checkpoint.manager",
     "ClusterProfile": "poplar.profile",
     "CollectiveTimeout": "poplar.errors",
+    "DamagedCheckpoint": "poplar.errors",
     "DeviceProfile": "poplar.profile",
     "DoesNotFit": "poplar.planner.memory_shortfall",
     "Explanation": "poplar.planner.explain",
@@ -64,9 +75,11 @@ _HOME = {
     "Workload": "poplar.workload",
     "autotune": "poplar.tuning.autotune",
     "explain": "poplar.planner.explain",
+    "load_checkpoint": "poplar.checkpoint.load",
     "parameters_on_meta": "poplar.zero.materialization",
     "predict": "poplar.planner.prediction",
     "profile_cluster": "poplar.tuning.profile_cluster",
+    "save_checkpoint": "poplar.checkpoint.save",
     "search": "poplar.planner.search",
     "simulate": "poplar.simulator.step_simulation",
     "split_stream": "poplar.data.stream",
@@ -76,8 +89,10 @@ _HOME = {
 
 __all__ = [
     "BatchPoint",
+    "CheckpointManager",
     "ClusterProfile",
     "CollectiveTimeout",
+    "DamagedCheckpoint",
     "DeviceProfile",
     "DoesNotFit",
     "Explanation",
@@ -100,9 +115,11 @@ __all__ = [
     "Workload",
     "autotune",
     "explain",
+    "load_checkpoint",
     "parameters_on_meta",
     "predict",
     "profile_cluster",
+    "save_checkpoint",
     "search",
     "simulate",
     "split_stream",

@@ -7,6 +7,8 @@ to find the cause.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 
 class PoplarError(RuntimeError):
     """Base class of Poplar's own errors."""
@@ -26,3 +28,14 @@ class ReplicasDiffer(PoplarError):
 
 class CollectiveTimeout(PoplarError):
     """A rank did not join a collective before the deadline, or its process ended."""
+
+
+class DamagedCheckpoint(PoplarError):
+    """A file of a checkpoint is missing, incomplete or changed. Nothing was loaded."""
+
+    def __init__(self, path: Path, reason: str) -> None:
+        super().__init__(
+            f"{path}: {reason}; nothing was loaded from this checkpoint. Restore the file, or load "
+            "an earlier checkpoint"
+        )
+        self.path = path

@@ -1,0 +1,254 @@
+"""The data files of a checkpoint: each is a sequence of items, each item what `torch.save` writes.
+
+`torch.distributed.checkpoint.FileSystemReader` reads them. Tensors are written from where they are:
+on the CPU without a copy, on other devices one at a time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import os
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.utils import _create_file_view
+from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
+
+from poplar.checkpoint.manifest import Part
+from poplar.errors import DamagedCheckpoint
+
+_CHUNK = 8 << 20
+"""Bytes that are written or checked at a time."""
+
+_DESCRIPTION_BYTES = 1 << 16
+"""More than `torch.save` writes at a time to describe a tensor."""
+
+
+class Cancelled(Exception):
+    """Another rank has failed, so the file will not be used."""
+
+
+class Pickled(NamedTuple):
+    """A value as `torch.save` writes it."""
+
+    data: memoryview
+
+    @classmethod
+    def of(cls, value: Any) -> Pickled:
+        """Pickle a value."""
+        buffer = io.BytesIO()
+        torch.save(value, buffer)
+        return cls(buffer.getbuffer())
+
+
+class DataFile:
+    """Writes one file, item by item, with their checksums. Nothing else may write to it.
+
+    Raises:
+        OSError: from all methods; names the file.
+        Cancelled: `is_stopped()` is true, from `write_item`.
+    """
+
+    def __init__(self, path: Path, is_stopped: Callable[[], bool]) -> None:
+        self._path = path
+        self._is_stopped = is_stopped
+        self._file: BinaryIO = path.open("xb", buffering=0)
+        self._crc = 0
+        self._values: int | None = None
+        self._elements: Tensor | None = None
+        self._started = 0
+        self.bytes_written = 0
+
+    def write_item(self, value: Any) -> Part:
+        """Write a tensor, or any other picklable value."""
+        start, self._crc, self._values = self.bytes_written, 0, None
+        if isinstance(value, Pickled):
+            self.write(value.data)
+            return Part(start, self.bytes_written - start, self._crc)
+        self._elements = None
+        if isinstance(value, Tensor):
+            value = self._elements = _own_storage(value)
+        with _without_checksum_of_torch():
+            torch.save(value, self)  # type: ignore[arg-type]
+        return Part(start, self.bytes_written - start, self._crc, self._values)
+
+    def write(self, data: Any) -> int:
+        """Write bytes; `torch.save` calls it."""
+        view = memoryview(data).cast("B")
+        if self._is_elements(view):
+            self._values = self.bytes_written
+        for start in range(0, len(view), _CHUNK):
+            self._write_chunk(view[start : start + _CHUNK])
+        return len(view)
+
+    def _is_elements(self, view: memoryview) -> bool:
+        """Whether `torch.save` now writes the elements of the tensor, not what describes it."""
+        elements = self._elements
+        if elements is None or len(view) != elements.nbytes:
+            return False
+        return len(view) > _DESCRIPTION_BYTES or view == memoryview(_memory(elements)).cast("B")
+
+    def flush(self) -> None:
+        """Nothing is buffered; `torch.save` calls it."""
+
+    def close(self) -> None:
+        """Close the file once its content is on the disk."""
+        try:
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise _with_path(error, self._path) from error
+        finally:
+            self._file.close()
+
+    def abandon(self) -> None:
+        """Close the file without waiting for the disk."""
+        self._file.close()
+
+    def _write_chunk(self, chunk: memoryview) -> None:
+        if self._is_stopped():
+            raise Cancelled
+        self._crc = zlib.crc32(chunk, self._crc)
+        try:
+            while chunk:
+                written = self._file.write(chunk)
+                self.bytes_written += written
+                chunk = chunk[written:]
+        except OSError as error:
+            raise _with_path(error, self._path) from error
+        self._start_disk()
+
+    def _start_disk(self) -> None:
+        """Make the disk work beside the checksums of the next chunks, not only in `fsync`."""
+        ready = self.bytes_written - self._started
+        if ready >= _CHUNK and hasattr(os, "posix_fadvise"):
+            advice = os.POSIX_FADV_DONTNEED
+            os.posix_fadvise(self._file.fileno(), self._started, ready, advice)
+            self._started = self.bytes_written
+
+
+def write_whole(path: Path, data: bytes) -> Part:
+    """Write a small file to the disk."""
+    with path.open("xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    return Part(0, len(data), zlib.crc32(data))
+
+
+def sync_folder(folder: Path) -> None:
+    """Bring the names of the files in a folder to the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def check_parts(path: Path, parts: Sequence[Part]) -> None:
+    """Check that parts of a file have their checksums.
+
+    Raises:
+        DamagedCheckpoint: one does not.
+    """
+    buffer = bytearray(_CHUNK)
+    with path.open("rb", buffering=0) as file:
+        for part in parts:
+            file.seek(part.offset)
+            crc, left = 0, part.length
+            while left:
+                count = file.readinto(memoryview(buffer)[: min(left, _CHUNK)])
+                if not count:
+                    break
+                crc = zlib.crc32(memoryview(buffer)[:count], crc)
+                left -= count
+            if left or crc != part.crc32:
+                raise DamagedCheckpoint(
+                    path,
+                    f"the checksum of {part.length} bytes from byte {part.offset} on differs",
+                )
+
+
+class ItemReader:
+    """Reads items of the data files of one checkpoint; each file is opened once."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._files: dict[str, Any] = {}
+
+    def tensor(self, file: str, offset: int, length: int) -> Tensor:
+        """A tensor, on the CPU."""
+        value = self._load(file, offset, length, weights_only=True)
+        if not isinstance(value, Tensor):
+            raise DamagedCheckpoint(self._folder / file, f"no tensor at byte {offset}")
+        return value
+
+    def value(self, file: str, offset: int, length: int) -> Any:
+        """Any value. It is unpickled, so the file must be from a trusted source."""
+        return self._load(file, offset, length, weights_only=False)
+
+    def elements(self, file: str, start: int, target: Tensor) -> None:
+        """Read the elements of a contiguous CPU tensor from byte `start` on, in place."""
+        buffer = memoryview(_memory(target))
+        handle = self._open(file).fileno()
+        while buffer:
+            count = os.preadv(handle, [buffer], start)
+            if not count:
+                raise DamagedCheckpoint(self._folder / file, f"it ends at byte {start}")
+            buffer, start = buffer[count:], start + count
+
+    def close(self) -> None:
+        """Close all files."""
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+
+    def _load(self, name: str, offset: int, length: int, *, weights_only: bool) -> Any:
+        path = self._folder / name
+        view: Any = _create_file_view(self._open(name), offset, length)
+        try:
+            return torch.load(view, map_location="cpu", weights_only=weights_only)
+        except OSError:
+            raise
+        except Exception as error:  # torch raises many types for content that it cannot read
+            raise DamagedCheckpoint(path, f"the item at byte {offset}: {error}") from error
+
+    def _open(self, name: str) -> Any:
+        if name not in self._files:
+            self._files[name] = (self._folder / name).open("rb")
+        return self._files[name]
+
+
+@contextmanager
+def _without_checksum_of_torch() -> Iterator[None]:
+    """Torch's own checksum would take as long as ours, and `torch.load` does not check it."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)
+
+
+def _own_storage(tensor: Tensor) -> Tensor:
+    """A CPU tensor whose storage has no other elements, because `torch.save` writes all of it."""
+    tensor = tensor.detach().cpu().contiguous()
+    if tensor.untyped_storage().nbytes() == tensor.nbytes:
+        return tensor
+    # A round trip through DLPack makes a storage of the same memory.
+    exact: Tensor = from_dlpack(to_dlpack(tensor))
+    return exact
+
+
+def _memory(tensor: Tensor) -> Any:
+    """The memory of a contiguous CPU tensor as a buffer, without NumPy."""
+    return (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+
+
+def _with_path(error: OSError, path: Path) -> OSError:
+    return OSError(error.errno, error.strerror, str(path))

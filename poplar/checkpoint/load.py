@@ -1,0 +1,276 @@
+"""`load_checkpoint`: reads what this rank needs of a checkpoint with any other layout.
+
+[Note: a load]
+All that can fail comes first: files are verified, names, shapes and groups compared, new optimizer
+state is allocated and read. The ranks agree after each part. Only then do values change.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from poplar.checkpoint.names import canonical
+from poplar.checkpoint.opened import OpenedCheckpoint
+from poplar.checkpoint.optimizer_state import MASTER
+from poplar.checkpoint.random_state import set_random_state
+from poplar.checkpoint.save import RANK, SCALER, STATE
+from poplar.checkpoint.saved_names import check_model, saved_groups_of, saved_optimizer_keys
+from poplar.checkpoint.training_state import (
+    Checkpointed,
+    TrainingParts,
+    check_idle,
+    loaded_runs,
+    model_values,
+    new_run_state,
+    optimizer_name,
+    shard_of,
+    stored_values,
+)
+from poplar.zero.agreement import run_on_all_ranks
+from poplar.zero.flat_parameter import FlatParameter
+from poplar.zero.update import ParameterRun, StateLayout
+
+_OF_THIS_PROCESS = {"params", "capturable", "differentiable", "foreach", "fused"}
+"""Settings of param groups that choose an implementation, which a checkpoint does not."""
+
+
+@torch.no_grad()
+def load_checkpoint(
+    folder: str | Path, optimizer: Checkpointed, *, state: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Load the training state in place. Collective, between steps.
+
+    The number of ranks, stage, shares and units may differ from those of the save. With the same
+    plan training goes on with the same bits; the random states of the ranks are restored if there
+    are as many ranks. Checkpoints that `torch.distributed.checkpoint` wrote of `{"model": ...,
+    "optim": ...}`, as its `get_state_dict` returns them, can be loaded too; they have no checksums.
+
+    Args:
+        folder: a checkpoint, in a folder that all ranks see, from a trusted source: it contains
+            pickled values.
+        state: by name, the objects with `load_state_dict` that get their saved state.
+
+    Returns:
+        By name, all other values that were saved with `state=`.
+
+    Raises:
+        DamagedCheckpoint: a file is missing, truncated or changed; names it.
+        FileNotFoundError: there is no checkpoint.
+        ValueError: it is of another model or optimizer class, has other param groups, lacks
+            something, or has a newer format.
+        RankFailed: another rank failed. Unless the message says so, nothing has changed.
+    """
+    path, wanted = Path(os.path.abspath(folder)), dict(state or {})
+    parts = optimizer.training_parts()
+    control, group = parts.control, parts.control.group
+    doing = f"load_checkpoint({str(folder)!r})"
+
+    def prepare() -> Load:
+        check_idle(parts, "load_checkpoint()")
+        opened = OpenedCheckpoint(path)
+        try:
+            load = Load(parts, opened, wanted)
+            with ThreadPoolExecutor(1) as thread:
+                verified = thread.submit(opened.verify, group.rank, group.size)
+                load.read_optimizer_state()  # into new memory, so it need not be verified yet
+                verified.result()
+            return load
+        except BaseException:
+            opened.close()
+            raise
+
+    load = run_on_all_ranks(control, prepare, doing=doing)
+    try:
+        load.set_objects(doing)
+        changing = f"{doing} after values had changed; load a checkpoint again before training"
+        run_on_all_ranks(control, load.read_values, doing=changing)
+        load.finish()
+    finally:
+        load.opened.close()
+    return load.values
+
+
+class Load:
+    """A checkpoint that fits the model and optimizer of this rank."""
+
+    def __init__(
+        self, parts: TrainingParts, opened: OpenedCheckpoint, wanted: Mapping[str, Any]
+    ) -> None:
+        """Check that it fits, and allocate; nothing changes."""
+        self.parts, self.opened = parts, opened
+        rank = parts.control.group.rank
+        self._check_class()
+        self._model = model_values(parts)
+        self._stored_names = check_model(opened, self._model)
+        self._groups = saved_groups_of(opened, parts)
+        keys = saved_optimizer_keys(opened, parts)
+        layouts = [parts.update.state_layout(group) for group in range(len(parts.param_groups))]
+        # torch's `get_state_dict` stores the masters with the optimizer state.
+        self._masters = {n: found.pop(MASTER) for n, found in keys.items() if MASTER in found}
+        self._shared = self._read_shared(keys, layouts)
+        self._runs = loaded_runs(parts, self._shared)
+        self._states: dict[ParameterRun, dict[str, Any]] = {}
+        for run in self._runs:
+            shared = self._shared.get(canonical(run.flat.names[run.first]))
+            if shared is not None:
+                self._states[run] = new_run_state(run, layouts[run.group], shared)
+        self._objects = {name: obj for name, obj in wanted.items() if _is_object(obj)}
+        saved = {n.removeprefix(STATE): n for n in opened.described if n.startswith(STATE)}
+        if absent := sorted(self._objects.keys() - saved.keys()):
+            raise ValueError(
+                f"{opened.folder} has no state of {absent}; it has that of {sorted(saved)}. Pass "
+                "what it has as state="
+            )
+        self.values = {name: opened.value(stored) for name, stored in saved.items()}
+        self._object_states = {name: self.values.pop(name) for name in self._objects}
+        own = f"{RANK}{rank}"
+        manifest = opened.manifest
+        as_many = manifest is not None and manifest.world_size == parts.control.group.size
+        self._own = opened.value(own) if as_many else None
+        has_scaler = parts.scaler is not None and SCALER in opened.described
+        self._scaler = opened.value(SCALER) if has_scaler else None
+
+    def read_optimizer_state(self) -> None:
+        """Read this rank's part of the optimizer state into new memory. Local."""
+        self.opened.read_into(self._optimizer_targets())
+
+    def set_objects(self, doing: str) -> None:
+        """Give the user's objects their state; if one raises, all keep theirs. Collective."""
+        before = {name: obj.state_dict() for name, obj in self._objects.items()}
+
+        def load_all() -> None:
+            for name, obj in self._objects.items():
+                obj.load_state_dict(self._object_states[name])
+
+        try:
+            run_on_all_ranks(self.parts.control, load_all, doing=doing)
+        except BaseException:
+            for name, obj in self._objects.items():
+                obj.load_state_dict(before[name])
+            raise
+
+    def read_values(self) -> None:
+        """Read the values that this rank stores in place. Local."""
+        strategy = self.parts.engine.strategy
+        for flat in self.parts.engine.flats:
+            strategy.wait_for_readers(flat)
+        self.opened.read_into(self._value_targets())
+        for flat in self.parts.engine.flats:
+            if flat.trained and flat.shard is not flat.master:
+                flat.shard.copy_(flat.master)
+
+    def finish(self) -> None:
+        """Use what was read, and send values to the ranks that store all. Collective."""
+        parts, update = self.parts, self.parts.update
+        for flat in parts.engine.trained:
+            runs = [run for run in self._runs if run.flat is flat]
+            update.replace_runs(flat, runs, self._states)
+        for group, saved in zip(parts.param_groups, self._groups, strict=True):
+            group.update({k: v for k, v in saved.items() if k not in _OF_THIS_PROCESS})
+        strategy, comm = parts.engine.strategy, parts.engine.comm
+        if not strategy.shards_parameters and not strategy.replicates_state:
+            for flat in parts.engine.flats:
+                comm.all_gather(flat.values, flat.layout, what=f"loading {flat.name}").wait()
+        for name, value in self._model.items():
+            if not isinstance(value, Tensor):
+                module, _, key = name.rpartition(".")
+                assert key == "_extra_state", name
+                extra = self.opened.value(self._stored_names[name])
+                parts.model.get_submodule(module).set_extra_state(extra)
+        if parts.scaler is not None and self._scaler is not None:
+            parts.scaler.load_state_dict(self._scaler)
+        if self._own is not None:
+            set_random_state(self._own["random"], parts.engine.flats[0].device)
+
+    def _check_class(self) -> None:
+        manifest = self.opened.manifest
+        own = optimizer_name(self.parts)
+        if manifest is not None and manifest.optimizer != own:
+            raise ValueError(
+                f"{self.opened.folder} has the state of {manifest.optimizer}, but this optimizer "
+                f"is {own}; build it with optimizer_class={manifest.optimizer}"
+            )
+
+    def _read_shared(
+        self,
+        keys: Mapping[str, Mapping[str, str]],
+        layouts: Sequence[StateLayout],
+    ) -> dict[str, dict[str, Any]]:
+        """By parameter with state, its state that is not per element."""
+        shared: dict[str, dict[str, Any]] = {}
+        for flat in self.parts.engine.trained:
+            for name, parameter, group in zip(
+                map(canonical, flat.names), flat.parameters, flat.groups, strict=True
+            ):
+                if not (found := keys.get(name)):
+                    continue
+                layout = layouts[group]
+                self._check_state(name, parameter, found, layout)
+                shared[name] = {
+                    key: self.opened.value(found[key])
+                    for key, (elementwise, _) in layout.items()
+                    if not elementwise
+                }
+        return shared
+
+    def _check_state(
+        self,
+        name: str,
+        parameter: Tensor,
+        found: Mapping[str, str],
+        layout: StateLayout,
+    ) -> None:
+        if found.keys() != layout.keys():
+            raise ValueError(
+                f"{self.opened.folder} has the state {sorted(found)} of {name!r}, but this "
+                f"optimizer, {optimizer_name(self.parts)}, has {sorted(layout)}; use the optimizer "
+                "class and options with which it was saved"
+            )
+        for key, (elementwise, _) in layout.items():
+            described = self.opened.tensor(found[key])
+            if elementwise and (described is None or described.size != parameter.shape):
+                raise ValueError(
+                    f"{self.opened.folder}: {found[key]} has no shape {tuple(parameter.shape)}"
+                )
+
+    def _optimizer_targets(self) -> Iterator[tuple[str, Tensor]]:
+        for run, state in self._states.items():
+            if run.owned is None or run.tensor is None:
+                continue
+            base = run.flat.owned[0] + run.owned.start
+            for key, values in state.items():
+                if not isinstance(values, Tensor) or values.shape != run.tensor.shape:
+                    continue
+                for position in range(run.first, run.last):
+                    name = canonical(run.flat.names[position])
+                    shard = shard_of(run.flat, position, values, base, *run.flat.owned)
+                    yield f"optim.state.{name}.{key}", shard
+
+    def _value_targets(self) -> Iterator[tuple[str, Tensor]]:
+        placed: dict[int, tuple[FlatParameter, int]] = {
+            id(parameter): (flat, position)
+            for flat in self.parts.engine.flats
+            for position, parameter in enumerate(flat.parameters)
+        }
+        done: set[int] = set()
+        for name, value in self._model.items():
+            if not isinstance(value, Tensor) or id(value) in done:
+                continue
+            done.add(id(value))
+            target = value.detach()
+            if id(value) in placed:
+                flat, position = placed[id(value)]
+                stored, owned = stored_values(flat), flat.owned
+                target = shard_of(flat, position, stored, owned[0], *owned)
+            yield self._masters.get(name, self._stored_names[name]), target
+
+
+def _is_object(value: Any) -> bool:
+    return hasattr(value, "load_state_dict")

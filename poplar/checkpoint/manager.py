@@ -1,0 +1,152 @@
+"""`CheckpointManager`: the checkpoints of one training, a folder per step."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from poplar.checkpoint.load import load_checkpoint
+from poplar.checkpoint.save import start_save
+from poplar.checkpoint.save_job import PendingSave, aside_name, replaced_name
+from poplar.checkpoint.staging import Staging
+from poplar.checkpoint.training_state import Checkpointed
+from poplar.zero.agreement import run_on_all_ranks
+
+_NAME = "step-{step:08d}"
+_FINISHED = re.compile(r"step-(\d{8,})(\.replaced)?")
+
+
+class CheckpointManager:
+    """Saves checkpoints as `folder/step-00001000`, loads the last one, and removes old ones.
+
+        checkpoints = poplar.CheckpointManager("checkpoints", optimizer, keep=3)
+        step = checkpoints.load_latest() or 0
+
+    A process may end at any moment: the last complete checkpoint stays, and what is incomplete is
+    never loaded. All methods are collective.
+
+    Args:
+        folder: a folder that all ranks see; it is made.
+        optimizer: whose training state is saved.
+        state: as for `save_checkpoint` and `load_checkpoint`; read at every call.
+        keep: the number of checkpoints that are kept: the one that was saved last and those with
+            the highest steps. None: all.
+        asynchronous: `save` returns when the state has been copied to host memory, of the size of
+            what this rank writes, and a thread writes the copy.
+
+    Raises:
+        ValueError: `keep` is less than 1.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        optimizer: Checkpointed,
+        *,
+        state: Mapping[str, Any] | None = None,
+        keep: int | None = None,
+        asynchronous: bool = False,
+    ) -> None:
+        if keep is not None and keep < 1:
+            raise ValueError(f"keep must be at least 1, got {keep}; None keeps all checkpoints")
+        self.folder = Path(os.path.abspath(folder))
+        self.values: dict[str, Any] = {}
+        """By name, what `load_latest` found that has no `load_state_dict`."""
+        self._optimizer = optimizer
+        self._state = state if state is not None else {}
+        self._keep = keep
+        self._staging = Staging() if asynchronous else None
+        self._pending: PendingSave | None = None
+
+    def save(self, step: int) -> None:
+        """Save the training state after `step` steps. Collective, between steps.
+
+        It first waits for an earlier asynchronous save. A checkpoint of the same step is replaced.
+
+        Raises:
+            OSError, ValueError, RuntimeError, RankFailed: as `save_checkpoint`; also for an earlier
+                asynchronous save.
+        """
+        self.wait()
+        path = self.folder / _NAME.format(step=step)
+        parts = self._optimizer.training_parts()
+
+        def clean() -> None:
+            if parts.control.group.rank == 0:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                for leftover in self.folder.glob("step-*.incomplete"):
+                    shutil.rmtree(leftover)
+
+        run_on_all_ranks(parts.control, clean, doing=f"saving the checkpoint {str(path)!r}")
+        self._pending = start_save(
+            path,
+            self._optimizer,
+            state=self._state,
+            step=step,
+            replaces=True,
+            copy=None if self._staging is None else self._staging.copy,
+            after=lambda: self._prune(step),
+        )
+        if self._staging is None:
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait until the last save is complete. Collective.
+
+        Raises:
+            OSError, RankFailed: it failed; the earlier checkpoints are still there.
+        """
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.wait()
+
+    def load_latest(self) -> int | None:
+        """Load the checkpoint with the highest step. Collective, between steps.
+
+        Returns:
+            Its step; None if there is no checkpoint.
+
+        Raises:
+            DamagedCheckpoint: it is damaged. To go on from an earlier one, move its folder away.
+            ValueError, RankFailed: as `load_checkpoint`.
+        """
+        self.wait()
+        control = self._optimizer.training_parts().control
+        found = run_on_all_ranks(control, self._finished, doing="load_latest()")
+        latest = control.exchange_objects(max(found, default=None), what="load_latest()")[0]
+        if latest is None:
+            return None
+        path = found.get(latest, self.folder / _NAME.format(step=latest))
+        self.values = load_checkpoint(path, self._optimizer, state=_objects(self._state))
+        return latest
+
+    def _finished(self) -> dict[int, Path]:
+        """The complete checkpoints by step."""
+        if not self.folder.exists():
+            return {}
+        found: dict[int, Path] = {}
+        for path in sorted(self.folder.iterdir(), reverse=True):  # `.replaced` comes first
+            if match := _FINISHED.fullmatch(path.name):
+                found[int(match[1])] = path
+        return found
+
+    def _prune(self, saved: int) -> None:
+        """Remove all but `keep` checkpoints, never the one that was just saved."""
+        if self._keep is None:
+            return
+        others = sorted(self._finished().keys() - {saved}, reverse=True)
+        for step in others[self._keep - 1 :]:
+            path = self.folder / _NAME.format(step=step)
+            aside = aside_name(path)  # no longer loaded, even if its removal is interrupted
+            if path.exists():
+                path.rename(aside)
+            shutil.rmtree(aside, ignore_errors=True)
+            shutil.rmtree(replaced_name(path), ignore_errors=True)
+
+
+def _objects(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in state.items() if hasattr(value, "load_state_dict")}

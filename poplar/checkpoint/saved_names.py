@@ -1,0 +1,104 @@
+"""Compares the names, shapes and param groups of a checkpoint with those of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from poplar.checkpoint.opened import OpenedCheckpoint
+from poplar.checkpoint.training_state import TrainingParts, parameter_names
+
+_SHOWN = 5
+
+
+def check_model(opened: OpenedCheckpoint, model: Mapping[str, Any]) -> dict[str, str]:
+    """Check that a checkpoint has exactly the names and shapes of a model.
+
+    Args:
+        opened: the checkpoint.
+        model: as `model_values` gives it. Of tied parameters, one name is enough.
+
+    Returns:
+        By name in the model, the name in the checkpoint.
+
+    Raises:
+        ValueError: names are missing or left over, or a shape differs.
+    """
+    saved = {name for name in opened.described if name.startswith("model.")}
+    if not saved:
+        found = sorted({name.partition(".")[0] for name in opened.described})
+        raise ValueError(f"{opened.folder} has no names 'model.…'; its names start with {found}")
+    by_value: dict[int, list[str]] = {}
+    for name, value in model.items():
+        by_value.setdefault(id(value) if isinstance(value, Tensor) else hash(name), []).append(name)
+    stored: dict[str, str] = {}
+    for names in by_value.values():
+        present = [f"model.{name}" for name in names if f"model.{name}" in saved]
+        stored.update(dict.fromkeys(names, present[0]) if present else {})
+    missing = sorted(model.keys() - stored.keys())
+    unexpected = sorted(saved - {f"model.{name}" for name in model})
+    if missing or unexpected:
+        raise ValueError(
+            f"{opened.folder} is of another model: it lacks {_listed(missing)} and has "
+            f"{_listed(unexpected)}"
+        )
+    for name, value in model.items():
+        described = opened.tensor(stored[name])
+        if isinstance(value, Tensor) and (described is None or described.size != value.shape):
+            shape = None if described is None else tuple(described.size)
+            raise ValueError(
+                f"{opened.folder} is of another model: {name!r} has shape {shape} there, but "
+                f"{tuple(value.shape)} here"
+            )
+    return stored
+
+
+def saved_optimizer_keys(
+    opened: OpenedCheckpoint, parts: TrainingParts
+) -> dict[str, dict[str, str]]:
+    """By parameter and name of its state, the name in the checkpoint.
+
+    Raises:
+        ValueError: there is state of parameters that the optimizer does not have.
+    """
+    keys: dict[str, dict[str, str]] = {}
+    for name, path in opened.paths.items():
+        if len(path) == 4 and path[:2] == ("optim", "state"):
+            keys.setdefault(str(path[2]), {})[str(path[3])] = name
+    if unknown := sorted(keys.keys() - set(parameter_names(parts).values())):
+        raise ValueError(f"{opened.folder} has optimizer state of {_listed(unknown)}")
+    return keys
+
+
+def saved_groups_of(opened: OpenedCheckpoint, parts: TrainingParts) -> list[dict[str, Any]]:
+    """The saved hyper-parameters of each param group.
+
+    Raises:
+        ValueError: the groups have other parameters.
+    """
+    groups: dict[int, dict[str, Any]] = {}
+    for name, path in opened.paths.items():
+        if len(path) == 4 and path[:2] == ("optim", "param_groups"):
+            groups.setdefault(int(path[2]), {})[str(path[3])] = opened.value(name)
+    names = parameter_names(parts)
+    own = [{names[id(p)] for p in group["params"]} for group in parts.param_groups]
+    saved = [set(groups[index].get("params", ())) for index in sorted(groups)]
+    if own != saved:
+        differing = [
+            index
+            for index in range(max(len(own), len(saved)))
+            if own[index : index + 1] != saved[index : index + 1]
+        ]
+        raise ValueError(
+            f"{opened.folder} has {len(saved)} param group(s), this optimizer {len(own)}, and the "
+            f"parameters of group(s) {differing} differ; build the optimizer with the same groups"
+        )
+    return [groups[index] for index in sorted(groups)]
+
+
+def _listed(names: Iterable[str]) -> str:
+    names = list(names)
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return (", ".join(map(repr, names[:_SHOWN])) + more) if names else "nothing"

@@ -1,0 +1,185 @@
+"""`ShardTensor`: a flat range of a parameter, as `torch.distributed.checkpoint` saves and loads it.
+
+Poplar cuts parameters anywhere, which `DTensor` cannot express. A checkpoint stores the range as
+boxes, so any model reads it: with plain tensors, `DTensor` or other ranges.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from poplar.checkpoint.boxes import Box, boxes_of_range
+
+_aten = torch.ops.aten
+_ELEMENTWISE = {
+    _aten.alias.default,
+    _aten.clone.default,
+    _aten.copy_.default,
+    _aten.detach.default,
+    _aten.empty_like.default,
+    _aten.new_empty.default,
+    _aten.zero_.default,
+    _aten.zeros_like.default,
+    _aten._to_copy.default,
+}
+"""Operators that need nothing but the local elements."""
+
+
+class ShardTensor(Tensor):
+    """Elements `[start, start + len(local))` of a tensor of a given shape, in row-major order.
+
+    Its shape, dtype and device are those of the whole tensor; only `local` has memory, which
+    loading writes in place. Few operators accept it: compute with `local`.
+
+    Args:
+        local: 1-D and contiguous; may be empty.
+        shape: of the whole tensor.
+        start: the first element of `local` in the whole tensor.
+
+    Raises:
+        ValueError: `local` is not 1-D and contiguous, or not inside the tensor.
+    """
+
+    local: Tensor
+    start: int
+    boxes: list[Box]
+
+    @staticmethod
+    def __new__(cls, local: Tensor, shape: Sequence[int], start: int) -> ShardTensor:
+        if local.dim() != 1 or not local.is_contiguous():
+            raise ValueError(
+                f"ShardTensor takes a 1-D contiguous tensor, got shape {tuple(local.shape)}"
+            )
+        local = local.detach()
+        made: ShardTensor = Tensor._make_wrapper_subclass(
+            cls, tuple(shape), dtype=local.dtype, device=local.device
+        )
+        made.boxes = boxes_of_range(shape, start, start + local.numel())
+        made.local, made.start = local, start
+        return made
+
+    @property
+    def stop(self) -> int:
+        """The element after the last of `local`."""
+        return self.start + self.local.numel()
+
+    # The protocol of torch.distributed.checkpoint.
+
+    def __create_write_items__(self, fqn: str, _object: Any) -> list[WriteItem]:
+        """What this rank saves. Of a tensor without elements, every rank names the whole."""
+        properties = TensorProperties.create_from_tensor(self.local)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.shape),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        if math.prod(self.shape) == 0:
+            return [ChunkStorageMetadata(torch.Size([0] * len(self.shape)), self.shape)]
+        return [
+            ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+            for box in self.boxes
+        ]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        """The elements of one box: a view of `local` in the shape of the box."""
+        if math.prod(self.shape) == 0:
+            return self.local.view(self.shape)
+        for box in self.boxes:
+            if index.offset is not None and tuple(index.offset) == box.offsets:
+                first = box.start - self.start
+                return self.local[first : first + box.numel].view(box.sizes)
+        raise ValueError(
+            f"{index.fqn}: no box at offset {index.offset} in elements [{self.start}, {self.stop}) "
+            f"of shape {tuple(self.shape)}"
+        )
+
+    # What makes it a tensor.
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        function: Any,
+        _types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        own = args[0] if args else None
+        if function not in _ELEMENTWISE or not isinstance(own, ShardTensor):
+            raise TypeError(
+                f"{function} does not work on a ShardTensor, which has only a part of its "
+                "elements; use its `local`, or optimizer.full_parameters() for whole parameters"
+            )
+        if function is _aten.new_empty.default:  # as asynchronous saving makes its copies
+            if tuple(args[1]) != tuple(own.shape):
+                raise TypeError("new_empty takes the shape of the ShardTensor itself")
+            args = (own, own.local.shape)
+        for other in args:
+            if isinstance(other, Tensor) and not own._has_range_of(other):
+                raise TypeError(f"{function} takes ShardTensors of the same range and shape")
+        local = [arg.local if isinstance(arg, ShardTensor) else arg for arg in args]
+        options = dict(kwargs or {})
+        options.pop("memory_format", None)  # always contiguous
+        result = function(*local, **options)
+        if function in (_aten.copy_.default, _aten.zero_.default):
+            return own
+        return type(own)(result, own.shape, own.start)
+
+    def _has_range_of(self, other: Tensor) -> bool:
+        own = (self.shape, self.start, self.stop)
+        return isinstance(other, ShardTensor) and own == (other.shape, other.start, other.stop)
+
+    def __reduce_ex__(self, _protocol: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        # A clone, because a pickled view would contain the whole flat parameter.
+        return ShardTensor, (self.local.clone(), tuple(self.shape), self.start)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardTensor:
+        copied = type(self)(self.local.clone(), self.shape, self.start)
+        memo[id(self)] = copied
+        return copied
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        elements = f"elements [{self.start}, {self.stop}) of shape {tuple(self.shape)}"
+        return f"{type(self).__name__}({elements}, {self.dtype}, local={self.local})"
+
+
+class ParameterShard(ShardTensor):
+    """This rank's part of a parameter in `model.state_dict()`. It cannot be pickled.
+
+    `torch.save(model.state_dict())` is meant to save whole parameters, often on one rank alone.
+    """
+
+    def __reduce_ex__(self, _protocol: Any) -> NoReturn:
+        self._refuse()
+
+    def untyped_storage(self) -> NoReturn:
+        """Has none; libraries that save tensors ask for it."""
+        self._refuse()
+
+    storage = untyped_storage
+
+    @staticmethod
+    def _refuse() -> NoReturn:
+        raise RuntimeError(
+            "the model's parameters are sharded (stage 3), so model.state_dict() has only this "
+            "rank's part of them; save it with torch.distributed.checkpoint on all ranks, use "
+            "optimizer.save_model(path), or `with optimizer.full_parameters(): model.state_dict()`"
+        )
+
+
+torch.serialization.add_safe_globals([ShardTensor])

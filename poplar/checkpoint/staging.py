@@ -1,0 +1,49 @@
+"""A copy of what a rank writes, in host memory, so that training goes on while it is written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+from poplar.checkpoint.data_file import Pickled
+
+_ALIGNMENT = 64
+
+
+class Staging:
+    """One buffer, pinned if the tensors are on CUDA devices, that is used for every copy."""
+
+    def __init__(self) -> None:
+        self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+    @torch.no_grad()
+    def copy(self, values: Mapping[MetadataIndex, Any]) -> dict[MetadataIndex, Any]:
+        """Copy tensors into the buffer, and pickle other values."""
+        tensors = [value for value in values.values() if isinstance(value, Tensor)]
+        self._reserve(sum(_padded(t.nbytes) for t in tensors), any(t.is_cuda for t in tensors))
+        copies: dict[MetadataIndex, Any] = {}
+        start = 0
+        for index, value in values.items():
+            if not isinstance(value, Tensor):
+                copies[index] = Pickled.of(value)
+                continue
+            place = self._buffer[start : start + value.nbytes].view(value.dtype).view(value.shape)
+            place.copy_(value, non_blocking=True)
+            copies[index] = place
+            start += _padded(value.nbytes)
+        for device in {t.device for t in tensors if t.is_cuda}:
+            torch.cuda.current_stream(device).synchronize()
+        return copies
+
+    def _reserve(self, size: int, pinned: bool) -> None:
+        if self._buffer.numel() < size:
+            self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")  # free it first
+            self._buffer = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+
+
+def _padded(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT

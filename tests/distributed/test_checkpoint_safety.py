@@ -1,0 +1,316 @@
+"""Damaged and unfitting checkpoints are never loaded; a crash while saving loses none."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import pickle
+import random
+import shutil
+import signal
+import time
+import zlib
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import ranks as harness
+import torch
+import torch.distributed as dist
+from ranks import Pool
+from subset import choose
+from test_checkpoints import build, content, train
+from test_materialization import values_of
+from torch import nn
+from training import assert_raised
+
+import poplar
+from poplar import Plan
+from poplar.checkpoint import manifest
+from poplar.checkpoint.data_file import DataFile
+from poplar.checkpoint.opened import OpenedCheckpoint
+
+TWO = Plan(stage=3, global_batch=8, micro_batches=((2, 2), (2, 2)), shares=(0.7, 0.3))
+
+
+def save_two(folder: str) -> None:
+    for seed, name in enumerate(("saved", "other")):
+        _, optimizer = build(TWO, seed=seed)
+        train(optimizer, seed, 1)
+        poplar.save_checkpoint(f"{folder}/{name}", optimizer, state={"note": name})
+
+
+@pytest.fixture(scope="module")
+def saved(ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint, `saved`, beside one of another training, `other`."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    ranks.run(save_two, str(folder), ranks=2)
+    return folder
+
+
+def truncate(path: Path, draw: random.Random) -> None:
+    os.truncate(path, draw.randrange(path.stat().st_size))
+
+
+def flip_bits(path: Path, draw: random.Random) -> None:
+    data = bytearray(path.read_bytes())
+    for _ in range(draw.choice((1, 1, 8))):
+        data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+    path.write_bytes(data)
+
+
+def remove(path: Path, _draw: random.Random) -> None:
+    path.unlink()
+
+
+def replace_by_other(path: Path, draw: random.Random) -> None:
+    """By the file of another checkpoint with the same name, or by random bytes."""
+    other = (path.parent.parent / "other" / path.name).read_bytes()
+    if draw.random() < 0.5 or other == path.read_bytes():
+        other = draw.randbytes(len(other))
+    path.write_bytes(other)
+
+
+def make_newer(path: Path, _draw: random.Random) -> None:
+    path = path.parent / manifest.NAME
+    data = json.loads(path.read_text())
+    path.write_text(json.dumps({**data, "version": manifest.VERSION + 1}))
+
+
+DAMAGES = (truncate, flip_bits, remove, replace_by_other, make_newer)
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_random_damage_is_found_and_names_the_file(
+    saved: Path, tmp_path: Path, damage: Callable[[Path, random.Random], None]
+) -> None:
+    draw = random.Random(damage.__name__)
+    shutil.copytree(saved / "other", tmp_path / "other")
+    names = sorted(path.name for path in (saved / "saved").iterdir())
+    assert len(names) == 5  # two data files, metadata, plan, manifest
+    for number in range(choose(quick=40, full=400)):
+        folder = tmp_path / f"damaged-{number}"
+        shutil.copytree(saved / "saved", folder)
+        name = draw.choice(names)
+        damage(folder / name, draw)
+        with pytest.raises((poplar.PoplarError, ValueError)) as caught:
+            OpenedCheckpoint(folder).verify()
+        # The manifest of another checkpoint does not fit the first file that is checked.
+        expected = {name} if name != manifest.NAME else set(names)
+        expected = {manifest.NAME} if damage is make_newer else expected
+        assert any(str(folder / other) in str(caught.value) for other in expected), caught.value
+        shutil.rmtree(folder)
+
+
+def load_damaged(folders: list[str]) -> list[harness.Failure]:
+    model, optimizer = build(TWO, seed=3)
+    train(optimizer, 5, 1)
+    before = values_of(model, optimizer)
+    state = {n: v.clone() for n, v in flat_state(optimizer).items()}
+    failures = []
+    for folder in folders:
+        with harness.catching() as caught:
+            poplar.load_checkpoint(folder, optimizer)
+        failures += caught
+    for name, value in values_of(model, optimizer).items():
+        assert torch.equal(value, before[name])
+    for name, value in flat_state(optimizer).items():
+        assert torch.equal(value, state[name])
+    train(optimizer, 6, 1)
+    return failures
+
+
+def flat_state(optimizer: poplar.HeteroZeroOptimizer) -> dict[str, torch.Tensor]:
+    runs = enumerate(optimizer._update.runs)
+    return {
+        f"{number}.{key}": value
+        for number, run in runs
+        for key, value in optimizer._update.state_of(run).items()
+    }
+
+
+def test_damage_raises_on_all_ranks_and_changes_nothing(
+    ranks: Pool, saved: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(saved / "other", tmp_path / "other")
+    draw, folders = random.Random(0), []
+    for damage in DAMAGES:
+        folders.append(str(tmp_path / damage.__name__))
+        shutil.copytree(saved / "saved", folders[-1])
+        damage(Path(folders[-1]) / "__1_0.distcp", draw)
+    by_rank = ranks.run(load_damaged, [*folders, str(tmp_path / "absent")], ranks=2)
+    for number, damage in enumerate(DAMAGES):
+        name = manifest.NAME if damage is make_newer else "__1_0.distcp"
+        assert_raised([failures[number] for failures in by_rank], name)
+    assert_raised([failures[-1] for failures in by_rank], "there is no checkpoint")
+
+
+class Other(nn.Module):
+    def __init__(self, *, width: int = 3) -> None:
+        super().__init__()
+        self.one = nn.Linear(width, 2)
+
+
+def load_elsewhere(folder: str) -> list[harness.Failure]:
+    failures = []
+
+    def expect_error(optimizer: Any, **options: Any) -> None:
+        with harness.catching() as caught:
+            poplar.load_checkpoint(folder, optimizer, **options)
+        failures.extend(caught)
+
+    group = {"process_group": harness.group(), "compute_dtype": torch.float32}
+    other = Other().to(harness.device())
+    expect_error(poplar.HeteroZeroOptimizer(other, torch.optim.AdamW, plan=TWO, **group))
+    expect_error(build(TWO, cls=torch.optim.SGD)[1])
+    expect_error(build(TWO, amsgrad=True)[1])
+    model, optimizer = build(TWO)
+    expect_error(optimizer, state={"sampler": poplar.GradScaler("cpu")})
+    with mock.patch.object(poplar.GradScaler, "load_state_dict", side_effect=KeyError("scale")):
+        expect_error(optimizer, state={"note": poplar.GradScaler("cpu")})
+    optimizer.release()
+    whole = poplar.HeteroZeroOptimizer(model, torch.optim.AdamW, plan=TWO, **group)
+    expect_error(whole)
+    return failures
+
+
+def test_checkpoint_of_another_model_or_optimizer_is_refused(ranks: Pool, saved: Path) -> None:
+    by_rank = ranks.run(load_elsewhere, str(saved / "saved"), ranks=2)
+    expected = (
+        ("another model", "lacks 'one.bias', 'one.weight'"),
+        ("the state of AdamW, but this optimizer is SGD",),
+        ("has the state ['exp_avg', 'exp_avg_sq', 'step']", "max_exp_avg_sq"),
+        ("no state of ['sampler']; it has that of ['note']",),
+        ("scale",),
+        ("2 param group(s), this optimizer 1",),
+    )
+    for number, patterns in enumerate(expected):
+        assert_raised([failures[number] for failures in by_rank], *patterns)
+
+
+def fail_to_save(folder: str) -> list[harness.Failure]:
+    model, optimizer = build(TWO)
+    failures = []
+
+    def expect_error(name: str, **options: Any) -> None:
+        with harness.catching() as caught:
+            poplar.save_checkpoint(f"{folder}/{name}", optimizer, **options)
+        failures.extend(caught)
+
+    full = OSError(errno.ENOSPC, "No space left on device", "the file")
+    with mock.patch.object(DataFile, "_start_disk", side_effect=full if harness.rank() else None):
+        expect_error("full")
+    expect_error("file/below")
+    expect_error("used")
+    expect_error("pickle", state={"function": lambda: 0})
+    for batch in optimizer.micro_batches(batch_of_two()):
+        (model(batch["tokens"]).sum() / 8).backward()
+    expect_error("step")
+    optimizer.step()
+    poplar.save_checkpoint(f"{folder}/fine", optimizer)
+    return failures
+
+
+def batch_of_two() -> dict[str, torch.Tensor]:
+    from test_checkpoints import batch_of
+
+    return batch_of(0, 4 * harness.rank(), 4 * harness.rank() + 4)
+
+
+def test_failed_save_raises_on_all_ranks_and_leaves_nothing(ranks: Pool, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "used").mkdir()
+    by_rank = ranks.run(fail_to_save, str(tmp_path), ranks=2)
+    expected = ("No space left on device", "Not a directory", "exists", "pickle", "after step()")
+    for number, pattern in enumerate(expected):
+        assert_raised([failures[number] for failures in by_rank], pattern)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "fine", "used"]
+
+
+def save_and_prune(folder: str, asynchronous: bool) -> list[Any]:
+    _, optimizer = build(TWO)
+    sampler = poplar.HeteroBatchSampler(80, TWO, rank=harness.rank())
+    state = {"sampler": sampler, "best": 0.5}
+    options = {"state": state, "keep": 2, "asynchronous": asynchronous}
+    manager = poplar.CheckpointManager(folder, optimizer, **options)
+    seen: list[Any] = [manager.load_latest()]
+    for step in range(1, 5):
+        train(optimizer, step, 1)
+        manager.save(step)
+    manager.save(3)  # back to an earlier step; it is replaced and kept
+    manager.wait()
+    train(optimizer, 9, 1)
+    names = sorted(path.name for path in Path(folder).iterdir())
+    dist.barrier(harness.group())
+    if harness.rank() == 0:
+        shutil.rmtree(f"{folder}/step-00000004")
+    seen.append(poplar.CheckpointManager(folder, optimizer, state=state).load_latest())
+    seen.append(names)
+    return seen
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_manager_keeps_the_last_checkpoints(
+    ranks: Pool, tmp_path: Path, asynchronous: bool
+) -> None:
+    for seen in ranks.run(save_and_prune, str(tmp_path), asynchronous, ranks=2):
+        assert seen == [None, 3, ["step-00000003", "step-00000004"]]
+
+
+def save_until_killed(folder: str, asynchronous: bool) -> None:
+    """Before each save, note which values belong to the step; afterwards, that it is complete."""
+    model, optimizer = build(TWO, timeout=timedelta(seconds=5))
+    manager = poplar.CheckpointManager(folder, optimizer, keep=2, asynchronous=asynchronous)
+    with open(f"{folder}.log-{harness.rank()}", "a") as log:
+        for step in range(1, 1000):
+            train(optimizer, step, 1)
+            print("begins", step, digest(values_of(model, optimizer)), file=log, flush=True)
+            manager.save(step)
+            print("ended", step - asynchronous, file=log, flush=True)
+
+
+def digest(values: dict[str, torch.Tensor]) -> int:
+    crc = 0
+    for name in sorted(values):
+        crc = zlib.crc32(pickle.dumps(values[name].tolist()), crc)
+    return crc
+
+
+def killed_while_saving(folder: Path, victims: list[int], draw: random.Random) -> None:
+    world = harness._World(2, "gloo", forked=True)
+    try:
+        asynchronous = draw.random() < 0.5
+        call = harness._Call(save_until_killed, (str(folder), asynchronous), {}, 2, 0)
+        for channel in world.channels:
+            channel.send_bytes(pickle.dumps(call))
+        deadline = time.monotonic() + 60
+        while not list(folder.glob("step-*[0-9]")):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        time.sleep(draw.uniform(0, 0.3))
+        for rank in victims:
+            os.kill(world.processes[rank].pid, signal.SIGKILL)
+        time.sleep(draw.uniform(0, 0.1))
+    finally:
+        world.kill()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_kill_at_any_moment_of_saving_leaves_a_complete_checkpoint(tmp_path: Path) -> None:
+    draw = random.Random(0)
+    for number in range(choose(quick=10, full=100)):
+        folder = tmp_path / str(number)
+        victims = draw.choice(([0], [1], [0, 1]))
+        killed_while_saving(folder, victims, draw)
+        lines = [line.split() for line in Path(f"{folder}.log-0").read_text().splitlines()]
+        begun = {int(line[1]): int(line[2]) for line in lines if line[0] == "begins"}
+        ended = max((int(line[1]) for line in lines if line[0] == "ended"), default=1)
+        steps = [int(path.name[5:13]) for path in folder.glob("step-*[0-9]")]
+        latest = folder / f"step-{max(steps):08d}"
+        OpenedCheckpoint(latest).verify()
+        assert max(steps) >= ended
+        assert digest(content(latest)["model"]) == begun[max(steps)]
