@@ -69,9 +69,7 @@ def build_scheduler(optimizer: torch.optim.Optimizer) -> torch.optim.lr_schedule
 
 def loss_fn(model: nn.Module, batch: Batch) -> Tensor:
     device = next(model.parameters()).device
-    return nn.functional.mse_loss(
-        model(batch["input"].to(device)), batch["target"].to(device)
-    )
+    return nn.functional.mse_loss(model(batch["input"].to(device)), batch["target"].to(device))
 
 
 def main() -> None:
