@@ -33,18 +33,25 @@ EXAMPLE = Path(elastic.__file__)
 GLOBAL_BATCH = 8
 SAVE_EVERY = 3
 """So that many random moments are in a save."""
-START_SECONDS = 240.0
+START_SECONDS = 400.0
 """Deadline of a start of all ranks: much longer than it takes on an idle machine."""
-RENDEZVOUS = "join_timeout=120,last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=6"
-"""An agent is lost after 6 s, not 15, and a start does not wait 30 s for the maximum of hosts."""
+RENDEZVOUS = "join_timeout=240,keep_alive_interval=1,keep_alive_max_attempt=6"
+"""A host is lost after 6 s without a sign of life, instead of 15 s."""
 Line = dict[str, Any]
 
 
 class Job:
     """Agents of torchrun on this machine, one rank each; all are killed when the job is closed."""
 
-    def __init__(self, folder: Path, *, least: int, hosts: int, steps: int) -> None:
+    def __init__(
+        self, folder: Path, *, least: int, hosts: int, steps: int, last_call: int = 2
+    ) -> None:
+        """Start `hosts` hosts; `last_call` is how many seconds `least` hosts wait for the others.
+
+        Where hosts join it must be longer than the time in which all agents stop their ranks.
+        """
         self.folder, self.least, self.most, self.steps = folder, least, hosts, steps
+        self.last_call = last_call
         self.agents: list[Any] = []
         with socket.socket() as free:
             free.bind(("localhost", 0))
@@ -63,7 +70,8 @@ class Job:
             f"--rdzv-endpoint=localhost:{self.port}",
             "--local-addr=localhost",
             "--rdzv-id=test",
-            f"--rdzv-conf={RENDEZVOUS},is_host={int(not self.agents)}",
+            f"--rdzv-conf={RENDEZVOUS},last_call_timeout={self.last_call},"
+            f"is_host={int(not self.agents)}",
             str(EXAMPLE),
             f"--folder={self.folder}",
             f"--steps={self.steps}",
@@ -163,8 +171,8 @@ def children(pid: int) -> list[int]:
 
 
 @contextlib.contextmanager
-def running(folder: Path, *, least: int, hosts: int, steps: int) -> Iterator[Job]:
-    job = Job(folder, least=least, hosts=hosts, steps=steps)
+def running(folder: Path, **options: int) -> Iterator[Job]:
+    job = Job(folder, **options)
     try:
         yield job
     finally:
@@ -217,7 +225,7 @@ def test_job_goes_on_without_a_host_that_was_killed(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_hosts_are_killed_and_join_at_random_moments(tmp_path: Path) -> None:
     moments = random.Random(1)
-    with running(tmp_path, least=3, hosts=4, steps=10**6) as job:
+    with running(tmp_path, least=3, hosts=4, steps=10**6, last_call=10) as job:
         for kill in range(10):
             job.wait_for_steps(world_size=4)
             time.sleep(moments.uniform(0.0, 1.0))
