@@ -6,6 +6,7 @@ on the CPU without a copy, on other devices one at a time.
 
 from __future__ import annotations
 
+import ctypes
 import io
 import os
 import zlib
@@ -24,6 +25,9 @@ from poplar.errors import DamagedCheckpoint
 
 _CHUNK = 8 << 20
 """Bytes that are written or checked at a time."""
+
+_DESCRIPTION_BYTES = 1 << 16
+"""More than `torch.save` writes at a time to describe a tensor."""
 
 
 class Cancelled(Exception):
@@ -56,27 +60,39 @@ class DataFile:
         self._is_stopped = is_stopped
         self._file: BinaryIO = path.open("xb", buffering=0)
         self._crc = 0
+        self._values: int | None = None
+        self._elements: Tensor | None = None
         self._started = 0
         self.bytes_written = 0
 
     def write_item(self, value: Any) -> Part:
         """Write a tensor, or any other picklable value."""
-        start, self._crc = self.bytes_written, 0
+        start, self._crc, self._values = self.bytes_written, 0, None
         if isinstance(value, Pickled):
             self.write(value.data)
             return Part(start, self.bytes_written - start, self._crc)
+        self._elements = None
         if isinstance(value, Tensor):
-            value = _own_storage(value)
+            value = self._elements = _own_storage(value)
         with _without_checksum_of_torch():
             torch.save(value, self)  # type: ignore[arg-type]
-        return Part(start, self.bytes_written - start, self._crc)
+        return Part(start, self.bytes_written - start, self._crc, self._values)
 
     def write(self, data: Any) -> int:
         """Write bytes; `torch.save` calls it."""
         view = memoryview(data).cast("B")
+        if self._is_elements(view):
+            self._values = self.bytes_written
         for start in range(0, len(view), _CHUNK):
             self._write_chunk(view[start : start + _CHUNK])
         return len(view)
+
+    def _is_elements(self, view: memoryview) -> bool:
+        """Whether `torch.save` now writes the elements of the tensor, not what describes it."""
+        elements = self._elements
+        if elements is None or len(view) != elements.nbytes:
+            return False
+        return len(view) > _DESCRIPTION_BYTES or view == memoryview(_memory(elements)).cast("B")
 
     def flush(self) -> None:
         """Nothing is buffered; `torch.save` calls it."""
@@ -176,6 +192,16 @@ class ItemReader:
         """Any value. It is unpickled, so the file must be from a trusted source."""
         return self._load(file, offset, length, weights_only=False)
 
+    def elements(self, file: str, start: int, target: Tensor) -> None:
+        """Read the elements of a contiguous CPU tensor from byte `start` on, in place."""
+        buffer = memoryview(_memory(target))
+        handle = self._open(file).fileno()
+        while buffer:
+            count = os.preadv(handle, [buffer], start)
+            if not count:
+                raise DamagedCheckpoint(self._folder / file, f"it ends at byte {start}")
+            buffer, start = buffer[count:], start + count
+
     def close(self) -> None:
         """Close all files."""
         for file in self._files.values():
@@ -184,15 +210,18 @@ class ItemReader:
 
     def _load(self, name: str, offset: int, length: int, *, weights_only: bool) -> Any:
         path = self._folder / name
-        if name not in self._files:
-            self._files[name] = path.open("rb")
-        view: Any = _create_file_view(self._files[name], offset, length)
+        view: Any = _create_file_view(self._open(name), offset, length)
         try:
             return torch.load(view, map_location="cpu", weights_only=weights_only)
         except OSError:
             raise
         except Exception as error:  # torch raises many types for content that it cannot read
             raise DamagedCheckpoint(path, f"the item at byte {offset}: {error}") from error
+
+    def _open(self, name: str) -> Any:
+        if name not in self._files:
+            self._files[name] = (self._folder / name).open("rb")
+        return self._files[name]
 
 
 @contextmanager
@@ -214,6 +243,11 @@ def _own_storage(tensor: Tensor) -> Tensor:
     # A round trip through DLPack makes a storage of the same memory.
     exact: Tensor = from_dlpack(to_dlpack(tensor))
     return exact
+
+
+def _memory(tensor: Tensor) -> Any:
+    """The memory of a contiguous CPU tensor as a buffer, without NumPy."""
+    return (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
 
 
 def _with_path(error: OSError, path: Path) -> OSError:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -74,15 +75,18 @@ def load_checkpoint(
         check_idle(parts, "load_checkpoint()")
         opened = OpenedCheckpoint(path)
         try:
-            opened.verify(group.rank, group.size)
-            return Load(parts, opened, wanted)
+            load = Load(parts, opened, wanted)
+            with ThreadPoolExecutor(1) as thread:
+                verified = thread.submit(opened.verify, group.rank, group.size)
+                load.read_optimizer_state()  # into new memory, so it need not be verified yet
+                verified.result()
+            return load
         except BaseException:
             opened.close()
             raise
 
     load = run_on_all_ranks(control, prepare, doing=doing)
     try:
-        run_on_all_ranks(control, load.read_optimizer_state, doing=doing)
         load.set_objects(doing)
         changing = f"{doing} after values had changed; load a checkpoint again before training"
         run_on_all_ranks(control, load.read_values, doing=changing)
@@ -180,6 +184,9 @@ class Load:
         if parts.scaler is not None and self._scaler is not None:
             parts.scaler.load_state_dict(self._scaler)
         if self._own is not None:
+            buffers = {canonical(name): buffer for name, buffer in parts.model.named_buffers()}
+            for name, value in self._own["buffers"].items():
+                buffers[name].copy_(value)
             set_random_state(self._own["random"], parts.engine.flats[0].device)
 
     def _check_class(self) -> None:

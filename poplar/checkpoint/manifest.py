@@ -27,6 +27,8 @@ class Part(NamedTuple):
     offset: int
     length: int
     crc32: int
+    values: int | None = None
+    """Of a tensor: where its elements start, contiguous and in row-major order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +44,8 @@ class Manifest:
     """Class name of the optimizer."""
     versions: Mapping[str, str]
     """Of the software that wrote it."""
+    computes_in: Mapping[str, str]
+    """By parameter that is not stored in the dtype in which the model computes, that dtype."""
     state: Sequence[str]
     """Names of what the caller added to the training state."""
     files: Mapping[str, Sequence[Part]] = field(default_factory=dict)

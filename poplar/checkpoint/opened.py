@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint.metadata import (
@@ -57,6 +58,8 @@ class OpenedCheckpoint:
         self.paths: Mapping[str, tuple[str | int, ...]] = self.metadata.planner_data or {}
         """By name, its place in the nested form."""
         self._reader = ItemReader(folder)
+        files = self.manifest.files if self.manifest is not None else {}
+        self._parts = {(n, part.offset): part for n, parts in files.items() for part in parts}
 
     @property
     def described(self) -> Mapping[str, Any]:
@@ -78,10 +81,17 @@ class OpenedCheckpoint:
             check_parts(self.folder / name, parts)
 
     def value(self, name: str) -> Any:
-        """A value that is not a sharded tensor. It is unpickled: the source must be trusted."""
+        """A value that is not a sharded tensor. It is unpickled: the source must be trusted.
+
+        Raises:
+            DamagedCheckpoint: its checksum differs.
+        """
         described = self.tensor(name)
         offset = None if described is None else [0] * len(described.size)
         place = self._place(MetadataIndex(name, offset))
+        if self.manifest is not None:
+            part = self._parts[place.relative_path, place.offset]
+            check_parts(self.folder / place.relative_path, [part])
         return self._reader.value(place.relative_path, place.offset, place.length)
 
     def read_into(self, targets: Iterable[tuple[str, Tensor]]) -> None:
@@ -97,13 +107,35 @@ class OpenedCheckpoint:
         reads.sort(key=lambda item: (item[0].relative_path, item[0].offset))
         last: tuple[Any, Tensor] | None = None
         for place, read, target in reads:
+            part = find_state_dict_object({read.dest_index.fqn: target}, read.dest_index)
+            wanted = narrow_tensor_by_index(part.detach(), read.dest_offsets, read.lengths)
+            if self._read_directly(place, read, wanted):
+                continue
             if last is None or last[0] != place:
                 last = None  # free it before the next one is allocated
                 stored = self._reader.tensor(place.relative_path, place.offset, place.length)
                 last = place, stored
-            source = narrow_tensor_by_index(last[1], read.storage_offsets, read.lengths)
-            part = find_state_dict_object({read.dest_index.fqn: target}, read.dest_index)
-            narrow_tensor_by_index(part.detach(), read.dest_offsets, read.lengths).copy_(source)
+            wanted.copy_(narrow_tensor_by_index(last[1], read.storage_offsets, read.lengths))
+
+    def _read_directly(self, place: Any, read: ReadItem, wanted: Tensor) -> bool:
+        """Read into the memory of `wanted` if the elements follow each other in the file."""
+        item = self._parts.get((place.relative_path, place.offset))
+        described = self.tensor(read.storage_index.fqn)
+        assert described is not None
+        if item is None or item.values is None or not wanted.is_contiguous() or wanted.numel() == 0:
+            return False
+        chunk = next(c for c in described.chunks if c.offsets == read.storage_index.offset)
+        first = _first_of_contiguous(chunk.sizes, read.storage_offsets, read.lengths)
+        if first is None:
+            return False
+        dtype = described.properties.dtype
+        direct = wanted.device.type == "cpu" and wanted.dtype is dtype
+        buffer = wanted if direct else torch.empty(wanted.shape, dtype=dtype, device="cpu")
+        start = item.values + first * dtype.itemsize
+        self._reader.elements(place.relative_path, start, buffer)
+        if not direct:
+            wanted.copy_(buffer)
+        return True
 
     def close(self) -> None:
         """Close the data files."""
@@ -114,6 +146,20 @@ class OpenedCheckpoint:
         if place is None:
             raise DamagedCheckpoint(self.folder / METADATA, f"it has no place for {index.fqn!r}")
         return place
+
+
+def _first_of_contiguous(
+    sizes: Sequence[int], offsets: Sequence[int], lengths: Sequence[int]
+) -> int | None:
+    """The first element of a box in a tensor of these sizes; None if it is not contiguous there."""
+    first, row, whole = 0, 1, True
+    for size, offset, length in reversed(list(zip(sizes, offsets, lengths, strict=True))):
+        if length > 1 and not whole:
+            return None
+        first += offset * row
+        row *= size
+        whole = whole and length == size
+    return first
 
 
 def _read_metadata(path: Path) -> Metadata:

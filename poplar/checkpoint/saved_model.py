@@ -91,7 +91,7 @@ def save_model(
         if writer is not None:
             writer.discard()
     if sharded:
-        on_all_ranks(lambda: _write_index(path, files) if rank == 0 else None)
+        on_all_ranks(lambda: write_index(path, files) if rank == 0 else None)
 
 
 def _prepare(engine: Engine, model: nn.Module, path: Path, sharded: bool) -> Catalog:
@@ -199,7 +199,8 @@ def _write(engine: Engine, catalog: Catalog, owners: Owners, writer: Writer | No
             writer.write(name, catalog.tensors[name].detach())
 
 
-def _write_index(folder: Path, files: Files) -> None:
+def write_index(folder: Path, files: Files) -> None:
+    """Write the index of files, as Hugging Face writes it."""
     tensors = [(name, tensor, path) for path, inside in files.values() for name, tensor in inside]
     index = {
         "metadata": {"total_size": sum(t.numel() * t.element_size() for _, t, _ in tensors)},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from poplar.cli import doctor, plan, profile, report, simulate, verify
+from poplar.cli import checkpoint, doctor, plan, profile, report, simulate, verify
 
 app = typer.Typer(
     name="poplar",
@@ -20,3 +20,4 @@ app.command()(plan.plan)
 app.command()(simulate.simulate)
 app.command()(verify.verify)
 app.command()(report.report)
+app.add_typer(checkpoint.commands, name="checkpoint")

@@ -1,0 +1,283 @@
+"""Saving and loading a checkpoint against the disk's own bandwidth, in turns, on ranks of one host.
+
+The yardstick writes (and syncs) or reads as many bytes as the checkpoint has, on all ranks at once.
+Nothing that is read is in the page cache. Peak memory is what saving needs above what is held.
+
+    python benchmarks/checkpoint.py --parameters 128 --folder /data/scratch
+    python benchmarks/checkpoint.py --quick
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+import provenance
+import torch
+import torch.distributed as dist
+from launch import LaunchError, run_ranks
+from memory_limits.process_memory import (
+    peak_resident_bytes,
+    prepare_rank_processes,
+    release_freed_memory,
+    reset_peak,
+    resident_bytes,
+)
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rows import write_rows
+from torch import nn
+
+import poplar
+
+BLOCK = 1024
+CHUNK = 8 << 20
+TARGET = 0.8
+STALL = 0.05
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One stage; seconds are medians over rounds, of the slowest rank."""
+
+    benchmark: str
+    stage: int
+    ranks: int
+    bytes: int
+    write_seconds: float
+    """The yardstick: the same bytes, written and synced."""
+    save_seconds: float
+    read_seconds: float
+    """The yardstick: the same bytes, read."""
+    load_seconds: float
+    copy_seconds: float
+    """Copying what a rank saves, as an asynchronous save does first."""
+    stall_seconds: float
+    """Until `CheckpointManager.save` returns, if it is asynchronous."""
+    save_peak_bytes: int
+    """Of the worst rank, above what it holds."""
+    unit_bytes: int
+    """The largest unit, unsharded."""
+    device: str
+    versions: str
+    commit: str
+
+
+def main() -> None:
+    """Measure all stages, print a table, append rows."""
+    options = parse_options()
+    prepare_rank_processes()
+    rows = []
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        for stage in options.stages:
+            output = Path(folder, "rows")
+            try:
+                run_ranks(work, options.ranks, options, stage, folder, output)
+            except LaunchError as failure:
+                raise SystemExit(str(failure)) from None
+            rows.append(torch.load(output, weights_only=False))
+            output.unlink()
+    if options.output:
+        write_rows(options.output, rows)
+    console = Console(width=None if sys.stdout.isatty() else 150, highlight=False)
+    console.print(table(rows))
+    for row in rows:
+        console.print(verdict(row))
+
+
+def work(options: argparse.Namespace, stage: int, folder: str, output: Path) -> None:
+    """Measure one stage on this rank."""
+    torch.set_num_threads(1)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    _, optimizer = trained(options.parameters * 10**6, stage, ranks)
+    units = optimizer._engine.units
+    path = Path(folder, f"stage-{stage}")
+    poplar.save_checkpoint(path, optimizer)
+    own = path / f"__{rank}_0.distcp"
+    size, total = own.stat().st_size, sum(file.stat().st_size for file in path.iterdir())
+    block = memoryview(bytearray(os.urandom(CHUNK)))
+    seconds: dict[str, list[float]] = {}
+    peaks = []
+    record = recorder(seconds)
+    for number in range(options.rounds):
+        plain, again = Path(folder, f"plain-{rank}"), Path(folder, f"again-{number}")
+        record("write", partial(write_plain, plain, size, block))
+        release_freed_memory()
+        reset_peak()
+        held = resident_bytes()
+        record("save", partial(poplar.save_checkpoint, again, optimizer))
+        peaks.append(peak_resident_bytes() - held)
+        drop_cache(plain)
+        record("read", partial(read_plain, plain))
+        drop_cache(again / own.name)
+        record("load", partial(poplar.load_checkpoint, again, optimizer))
+        plain.unlink()
+        dist.barrier()
+        if rank == 0:
+            shutil.rmtree(again)
+    measure_asynchronous(Path(folder, "manager"), optimizer, options.rounds, record)
+    everything: list[dict[str, list[float]]] = [{}] * ranks
+    dist.all_gather_object(everything, seconds)
+    all_peaks: list[list[int]] = [[]] * ranks
+    dist.all_gather_object(all_peaks, peaks)
+    slowest = {
+        key: statistics.median(
+            max(times) for times in zip(*(e[key] for e in everything), strict=True)
+        )
+        for key in seconds
+    }
+    if rank == 0:
+        row = Row(
+            benchmark="checkpoint",
+            stage=stage,
+            ranks=ranks,
+            bytes=total,
+            **{f"{key}_seconds": value for key, value in slowest.items()},
+            save_peak_bytes=max(map(max, all_peaks)),
+            unit_bytes=max(unit.unsharded_bytes for unit in units),
+            device=provenance.device(),
+            versions=provenance.versions("torch"),
+            commit=provenance.commit(),
+        )
+        torch.save(row, output)
+
+
+def measure_asynchronous(
+    folder: Path, optimizer: poplar.HeteroZeroOptimizer, rounds: int, record: Recorder
+) -> None:
+    """How long an asynchronous save stalls training, beside a copy of the same bytes."""
+    manager = poplar.CheckpointManager(folder, optimizer, keep=1, asynchronous=True)
+    manager.save(0)
+    manager.wait()
+    staged = manager._staging
+    assert staged is not None
+    target = torch.empty_like(staged._buffer)
+    for step in range(1, rounds + 1):
+        record("stall", partial(manager.save, step))
+        manager.wait()
+        record("copy", partial(target.copy_, staged._buffer))
+    dist.barrier()
+
+
+Recorder = Callable[[str, Callable[[], object]], None]
+
+
+def recorder(seconds: dict[str, list[float]]) -> Recorder:
+    """A function that times another one, which all ranks start together."""
+
+    def record(name: str, action: Callable[[], object]) -> None:
+        dist.barrier()
+        began = time.perf_counter()
+        action()
+        seconds.setdefault(name, []).append(time.perf_counter() - began)
+
+    return record
+
+
+def trained(
+    parameters: int, stage: int, ranks: int
+) -> tuple[nn.Module, poplar.HeteroZeroOptimizer]:
+    """A model after one step, so that there is optimizer state."""
+    blocks = max(1, parameters // BLOCK**2)
+    model = nn.Sequential(*(nn.Linear(BLOCK, BLOCK, bias=False) for _ in range(blocks)))
+    optimizer = poplar.HeteroZeroOptimizer(model, torch.optim.AdamW, stage=stage, lr=1e-3)
+    optimizer.train_step(lambda net, x: net(x).square().mean(), torch.ones(1, BLOCK))
+    return model, optimizer
+
+
+def write_plain(path: Path, size: int, block: memoryview) -> None:
+    """Write and sync as many bytes."""
+    with path.open("wb", buffering=0) as file:
+        for start in range(0, size, CHUNK):
+            file.write(block[: min(CHUNK, size - start)])
+        os.fsync(file.fileno())
+
+
+def read_plain(path: Path) -> None:
+    """Read all bytes."""
+    block = bytearray(CHUNK)
+    with path.open("rb", buffering=0) as file:
+        while file.readinto(block):
+            pass
+
+
+def drop_cache(path: Path) -> None:
+    """Remove a file from the page cache, on all ranks."""
+    with path.open("rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    dist.barrier()
+
+
+def table(rows: list[Row]) -> Table:
+    """One line per stage."""
+    made = Table(box=SIMPLE_HEAD)
+    columns = ("stage", "MiB", "write s", "save s", "of disk", "read s", "load s", "of disk")
+    for name in (*columns, "copy s", "stall s", "peak MiB", "unit MiB"):
+        made.add_column(name, justify="right")
+    for row in rows:
+        made.add_row(
+            str(row.stage),
+            f"{row.bytes / 2**20:.0f}",
+            f"{row.write_seconds:.2f}",
+            f"{row.save_seconds:.2f}",
+            f"{row.write_seconds / row.save_seconds:.0%}",
+            f"{row.read_seconds:.2f}",
+            f"{row.load_seconds:.2f}",
+            f"{row.read_seconds / row.load_seconds:.0%}",
+            f"{row.copy_seconds:.3f}",
+            f"{row.stall_seconds:.3f}",
+            f"{row.save_peak_bytes / 2**20:.1f}",
+            f"{row.unit_bytes / 2**20:.1f}",
+        )
+    return made
+
+
+def verdict(row: Row) -> str:
+    """What of the targets is met."""
+    beyond = (row.stall_seconds - row.copy_seconds) / row.save_seconds
+    checks = {
+        f"saves at {TARGET:.0%} of the disk": row.write_seconds >= TARGET * row.save_seconds,
+        f"loads at {TARGET:.0%} of the disk": row.read_seconds >= TARGET * row.load_seconds,
+        "saving needs at most a unit": row.save_peak_bytes <= row.unit_bytes,
+        f"stalls {beyond:.1%} of a save beyond the copy, at most {STALL:.0%}": beyond <= STALL,
+    }
+    return f"stage {row.stage}: " + "; ".join(list(marked(checks)))
+
+
+def marked(checks: dict[str, bool]) -> Iterator[str]:
+    """The checks with yes or no."""
+    for text, met in checks.items():
+        yield f"{text}: {'yes' if met else 'no'}"
+
+
+def parse_options() -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--parameters", type=int, default=64, help="millions (default: 64)")
+    parser.add_argument("--ranks", type=int, default=2, help="default: 2")
+    parser.add_argument(
+        "--stages", nargs="+", type=int, choices=range(4), default=[1, 3], help="default: 1 3"
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="default: 5")
+    parser.add_argument("--folder", type=Path, help="on the disk to measure (default: temporary)")
+    parser.add_argument("--quick", action="store_true", help="8 million parameters, 2 rounds")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="append the rows as JSON lines")
+    options = parser.parse_args()
+    if options.quick:
+        options.parameters, options.rounds, options.stages = 8, 2, [3]
+    return options
+
+
+if __name__ == "__main__":
+    main()

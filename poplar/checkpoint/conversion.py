@@ -1,0 +1,190 @@
+"""Writes the content of a checkpoint for programs that read no distributed checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from poplar.checkpoint.opened import OpenedCheckpoint
+from poplar.checkpoint.save import SCALER, STATE
+from poplar.checkpoint.saved_model import Files, Writer, write_index
+from poplar.zero.weight_files import SINGLE
+
+Format = Literal["torch", "safetensors", "huggingface"]
+Dtype = Literal["model", "stored"]
+SHARD_BYTES = 5_000_000_000
+"""Size of a file of the Hugging Face layout, unless one tensor is larger."""
+
+
+def convert(
+    folder: Path,
+    output: Path,
+    to: Format,
+    *,
+    dtype: Dtype = "model",
+    shard_bytes: int = SHARD_BYTES,
+) -> list[Path]:
+    """Convert a checkpoint, in one process.
+
+    Args:
+        folder: the checkpoint; its checksums are verified first.
+        output: "torch": a file for `torch.load`, with "model", "optimizer", "step", "scaler" and
+            "state"; "safetensors": a file with the weights; "huggingface": a folder with the
+            weights in files of limited size and an index.
+        to: the format. Only "torch" needs memory for all tensors; the others for one.
+        dtype: of the weights: as the "model" computes, or as "stored", that is in fp32.
+        shard_bytes: for "huggingface", the size of a file.
+
+    Returns:
+        The files that were written.
+
+    Raises:
+        FileExistsError: the output exists.
+        DamagedCheckpoint, FileNotFoundError, ValueError: as `load_checkpoint`.
+    """
+    if output.exists():
+        raise FileExistsError(f"{output} exists; choose another name, or remove it first")
+    opened = OpenedCheckpoint(folder)
+    try:
+        opened.verify()
+        if to == "torch":
+            return _to_torch(opened, output, dtype)
+        return _to_safetensors(opened, output, dtype, shard_bytes if to == "huggingface" else None)
+    finally:
+        opened.close()
+
+
+def _to_torch(opened: OpenedCheckpoint, output: Path, dtype: Dtype) -> list[Path]:
+    values: dict[str, Any] = {
+        "model": {
+            name.removeprefix("model."): _value(opened, name, dtype) for name in _names(opened)
+        },
+        "optimizer": plain_optimizer_state(opened),
+        "step": None if opened.manifest is None else opened.manifest.step,
+        "scaler": opened.value(SCALER) if SCALER in opened.described else None,
+        "state": {
+            name.removeprefix(STATE): opened.value(name)
+            for name in opened.described
+            if name.startswith(STATE)
+        },
+    }
+    aside = output.with_name(f"{output.name}.incomplete")
+    torch.save(values, aside)
+    aside.replace(output)
+    return [output]
+
+
+def plain_optimizer_state(opened: OpenedCheckpoint) -> dict[str, Any]:
+    """The state dict of a plain torch optimizer with the same param groups."""
+    groups: dict[int, dict[str, Any]] = {}
+    state: dict[str, dict[str, Any]] = {}
+    for name, path in opened.paths.items():
+        if path[:2] == ("optim", "param_groups"):
+            groups.setdefault(int(path[2]), {})[str(path[3])] = opened.value(name)
+        elif path[:2] == ("optim", "state"):
+            state.setdefault(str(path[2]), {})[str(path[3])] = _value(opened, name, "stored")
+    numbers: dict[str, int] = {}
+    packed = []
+    for index in sorted(groups):
+        names = groups[index]["params"]
+        numbers.update({name: len(numbers) + place for place, name in enumerate(names)})
+        packed.append({**groups[index], "params": [numbers[name] for name in names]})
+    return {"state": {numbers[name]: s for name, s in state.items()}, "param_groups": packed}
+
+
+def _to_safetensors(
+    opened: OpenedCheckpoint, output: Path, dtype: Dtype, shard_bytes: int | None
+) -> list[Path]:
+    tied = _tied(opened)
+    tensors = [(name, _described(opened, name, dtype)) for name in _names(opened)]
+    unstored = [name for name, like in tensors if like is None]
+    if unstored:
+        raise TypeError(f"{opened.folder}: {unstored[0]!r} is not a tensor; convert to torch")
+    kept = [(n.removeprefix("model."), t) for n, t in tensors if t is not None and n not in tied]
+    short = {a.removeprefix("model."): b.removeprefix("model.") for a, b in tied.items()}
+    files: Files = {0: (output, kept)}
+    if shard_bytes is not None:
+        output.mkdir(parents=True)
+        shards = list(_shards(kept, shard_bytes))
+        names = [
+            f"model-{n:05d}-of-{len(shards):05d}.safetensors" for n in range(1, len(shards) + 1)
+        ]
+        names = [SINGLE] if len(shards) == 1 else names
+        files = {n: (output / names[n], shard) for n, shard in enumerate(shards)}
+    for path, inside in files.values():
+        writer = Writer(path, inside, short)
+        try:
+            for name, _ in inside:
+                writer.write(name, _value(opened, f"model.{name}", dtype))
+            writer.finish()
+            writer.publish()
+        finally:
+            writer.discard()
+    if len(files) > 1:
+        write_index(output, files)
+    return [path for path, _ in files.values()]
+
+
+def _shards(
+    tensors: list[tuple[str, Tensor]], shard_bytes: int
+) -> Iterator[list[tuple[str, Tensor]]]:
+    shard: list[tuple[str, Tensor]] = []
+    size = 0
+    for name, tensor in tensors:
+        if shard and size + tensor.nbytes > shard_bytes:
+            yield shard
+            shard, size = [], 0
+        shard.append((name, tensor))
+        size += tensor.nbytes
+    yield shard
+
+
+def _names(opened: OpenedCheckpoint) -> list[str]:
+    return sorted(name for name in opened.described if name.startswith("model."))
+
+
+def _tied(opened: OpenedCheckpoint) -> Mapping[str, str]:
+    """Names with the same place in the files as an earlier one."""
+    places: dict[str, list[Any]] = {}
+    for index, place in opened.metadata.storage_data.items():
+        entry = (place.relative_path, place.offset)
+        places.setdefault(index.fqn, []).append(entry)
+    first: dict[Any, str] = {}
+    tied = {}
+    for name in _names(opened):
+        stored = first.setdefault(tuple(sorted(places.get(name, []))) or name, name)
+        if stored != name:
+            tied[name] = stored
+    return tied
+
+
+def _described(opened: OpenedCheckpoint, name: str, dtype: Dtype) -> Tensor | None:
+    """A tensor without memory of the shape and dtype that is written."""
+    found = opened.tensor(name)
+    if found is None:
+        return None
+    return torch.empty(found.size, dtype=_dtype(opened, name, dtype), device="meta")
+
+
+def _dtype(opened: OpenedCheckpoint, name: str, dtype: Dtype) -> torch.dtype:
+    found = opened.tensor(name)
+    assert found is not None
+    stored: torch.dtype = found.properties.dtype
+    if dtype == "stored" or opened.manifest is None:
+        return stored
+    computing = opened.manifest.computes_in.get(name.removeprefix("model."))
+    found_dtype: torch.dtype = stored if computing is None else getattr(torch, computing)
+    return found_dtype
+
+
+def _value(opened: OpenedCheckpoint, name: str, dtype: Dtype) -> Any:
+    found = opened.tensor(name)
+    if found is None:
+        return opened.value(name)
+    value = torch.empty(found.size, dtype=_dtype(opened, name, dtype))
+    opened.read_into([(name, value)])
+    return value

@@ -1,0 +1,44 @@
+"""The program of the guide on checkpoints goes on where it ended, on other numbers of ranks."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def launch(script: Path, ranks: int, *arguments: str) -> str:
+    launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}")
+    ran = subprocess.run(
+        [sys.executable, *launcher, script, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "PYTHONPATH": str(ROOT),
+            "CUDA_VISIBLE_DEVICES": "",
+        },
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout
+
+
+def test_program_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
+    page = (ROOT / "docs/guides/checkpoints.md").read_text("utf-8")
+    script = tmp_path / "train.py"
+    script.write_text(re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.M)[0])
+    assert "step 6: loss" in launch(script, 2, str(tmp_path / "moved"), "6")
+    resumed = launch(script, 1, str(tmp_path / "moved"), "12")
+    names = sorted(path.name for path in (tmp_path / "moved").iterdir())
+    assert names == ["step-00000009", "step-00000012"]
+    undisturbed = launch(script, 1, str(tmp_path / "undisturbed"), "12")
+    losses = [float(text.rpartition(" ")[2]) for text in (resumed, undisturbed)]
+    assert abs(losses[0] - losses[1]) <= 1e-5 * losses[1]
