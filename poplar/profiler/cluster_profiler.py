@@ -44,6 +44,7 @@ from poplar.plan import Plan
 from poplar.profile import BatchPoint, ClusterProfile, DeviceProfile
 from poplar.profiler import batch_curves, trial_runs
 from poplar.profiler.collectives import measure_network
+from poplar.profiler.known_devices import no_network
 from poplar.profiler.memory_budget import MEMORY_RESERVE, MemoryBudget, memory_budget
 from poplar.profiler.model_profile import model_profile, pass_memory
 from poplar.profiler.noise import noise_notes
@@ -70,8 +71,8 @@ class Profiler:
         self.session.memory = pass_memory(self.session, self._budgets)
         self._noise = 1.0
 
-    def measure(self, report: Report) -> ClusterProfile:
-        """The profile of all ranks, without residuals of any stage."""
+    def measure_devices(self, report: Report) -> ClusterProfile:
+        """The profile of all ranks, without a network and without residuals of any stage."""
         session, rank = self.session, self.session.group.rank
         budget = self._budgets[rank]
         curves, self._noise = batch_curves.measure_curves(session, report)
@@ -79,8 +80,6 @@ class Profiler:
         updates = session.on_all_ranks(
             lambda: measure_update(session), "measuring the optimizer step"
         )
-        report("the collectives")
-        network = measure_network(session, session.request.seconds * NETWORK)
 
         def own_profile() -> DeviceProfile:
             info = devices.describe(session.device)
@@ -100,15 +99,20 @@ class Profiler:
         profile = ClusterProfile(
             devices=tuple(profiles),
             model=model_profile(session, updates[0].state_bytes),
-            network=network,
+            network=no_network(session.group.size),
             backward_fraction=fmean(curve.backward_fraction for curve in curves),
             memory_reserve=MEMORY_RESERVE,
             identity=session.identity,
             notes=tuple(noise_notes(profiles, [curve.cpu_use for curve in curves])),
         )
         session.largest_unsharded = [curve.largest_unsharded for curve in curves]
-        profile = with_recomputed_curves(session, profile, report)
-        return self.with_later_memory(profile)
+        return with_recomputed_curves(session, profile, report)
+
+    def with_network(self, profile: ClusterProfile, report: Report) -> ClusterProfile:
+        """The profile with the times of the collectives, measured now."""
+        report("the collectives")
+        network = measure_network(self.session, self.session.request.seconds * NETWORK)
+        return self.with_later_memory(replace(profile, network=network))
 
     def use(self, profile: ClusterProfile) -> None:
         """Measure further batches of a profile of an earlier session.
