@@ -184,7 +184,9 @@ class LoneRank:
         engine.begin_step()
         own = self._plan.micro_batches[self._rank]
         for number, samples in enumerate(own):
-            columns = [passes[number] for passes in self._plan.micro_batches if number < len(passes)]
+            columns = [
+                passes[number] for passes in self._plan.micro_batches if number < len(passes)
+            ]
             leader = next((rank for rank, size in enumerate(columns) if size), None)
             last = number == len(own) - 1
             if engine.begin_pass(weight=0.1, leader=leader, last=last):

@@ -16,17 +16,19 @@ from poplar.planner.memory_moments import (
     Bytes,
     Moment,
     Pass,
+    Unsharded,
     elements_of,
     highest,
     reduced_in_every_pass,
     reduced_once,
-    unsharded_bytes,
 )
 from poplar.profile import ClusterProfile, DeviceProfile, ModelProfile
 
 SLACK_BYTES = 1.0
 """Tolerance for the rounding of shares."""
-_PASSES = [Pass(later=later, samples=samples) for later in (False, True) for samples in (False, True)]
+_PASSES = [
+    Pass(later=later, samples=samples) for later in (False, True) for samples in (False, True)
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,10 +134,10 @@ def _moments(
     def of(own: Pass) -> tuple[Moment, ...]:
         if stage < 2:
             return tuple(reduced_once(backward, each, own, keeps))
-        unsharded = [0.0] * len(backward.turns)
+        values = Unsharded()
         if stage == 3:
-            unsharded = unsharded_bytes(model, backward, persistent, samples=own.samples)
-        return tuple(reduced_in_every_pass(backward, each, own, keeps, unsharded))
+            values = Unsharded.of(model, persistent, samples=own.samples)
+        return tuple(reduced_in_every_pass(backward, each, own, keeps, values))
 
     return {own: of(own) for own in _PASSES}
 

@@ -90,8 +90,8 @@ class Backward:
 
     turns: tuple[int, ...]
     """Units in the order of the backward; the last one is resident, if any is."""
-    numels: tuple[int, ...]
-    """Elements of the unit of each turn; of all resident units for the last one."""
+    resident_turn: int | None
+    """The turn of all resident units, if there are any."""
     flats: tuple[Flat, ...]
     """In the order in which they are complete."""
     pending: tuple[float, ...]
@@ -127,11 +127,10 @@ class Backward:
                     for later in range(turn, last + 1):
                         held[later] += part
         staying = sum(model.unit_numels[unit] for unit in resident)
-        numels = [model.unit_numels[unit] for unit in reversed(others)]
         counts = Counter(turn for _, turn in flats)
         return cls(
             turns=tuple(turns),
-            numels=(*numels, staying) if resident else tuple(numels),
+            resident_turn=len(others) if resident else None,
             flats=tuple(sorted(reversed(flats), key=lambda flat: flat.turn)),
             pending=tuple(part + staying for part in held),
             limit=max(_IN_FLIGHT, 1 + max(counts.values())) if stage >= 2 else _IN_FLIGHT,
@@ -235,31 +234,31 @@ def reduced_once(backward: Backward, each: PerElement, own: Pass, keeps: str) ->
 
 
 def reduced_in_every_pass(
-    backward: Backward, each: PerElement, own: Pass, keeps: str, unsharded: Sequence[float]
+    backward: Backward, each: PerElement, own: Pass, keeps: str, unsharded: Unsharded
 ) -> Iterator[Moment]:
     """Moments where every pass reduces the gradients of each unit (stages 2 and 3).
 
     A bucket is packed beside the gradients, which are freed then. This rank's slice of the sums is
     allocated for the first of them. Buckets of the previous pass may still be in flight.
-
-    Args:
-        unsharded: by turn, bytes of unsharded parameters.
     """
     flight = _new_flight(backward, each, keeps, later=own.later)
     done = sum(flat.numel for flat in backward.flats) if own.later else 0
+    yield Moment(each.sums.times(done).plus(flight.bytes, Bytes(unsharded.before)))
     for turn, unit in enumerate(backward.turns):
-        values = Bytes(unsharded[turn])
+        is_end = turn == backward.resident_turn
+        during = Bytes(unsharded.at_end if is_end else unsharded.during)
+        packing = Bytes(unsharded.at_end if is_end else unsharded.packed)
         gradients = each.gradient * backward.pending[turn] if own.samples else 0.0
-        alive = values.plus(each.sums.times(done), flight.bytes)
+        alive = during.plus(each.sums.times(done), flight.bytes)
         yield Moment(alive.plus(Bytes(gradients)), unit)
         for flat in (flat for flat in backward.flats if flat.turn == turn):
             flight.make_room()
-            alive = values.plus(each.sums.times(done), flight.bytes, each.bucket.times(flat.numel))
+            alive = packing.plus(each.sums.times(done), flight.bytes, each.bucket.times(flat.numel))
             yield Moment(alive.plus(Bytes(gradients)), unit, packed=True)
             gradients = max(0.0, gradients - each.gradient * flat.numel)
             done += 0 if own.later else flat.numel
             flight.start(flat.numel)
-            alive = values.plus(each.sums.times(done), flight.bytes)
+            alive = packing.plus(each.sums.times(done), flight.bytes)
             yield Moment(alive.plus(Bytes(gradients)), unit, packed=True)
     yield _end_of_step(backward, each, flight)
 
@@ -282,22 +281,46 @@ def _end_of_step(backward: Backward, each: PerElement, flight: _InFlight) -> Mom
     return Moment(sums.plus(flight.received) if flight.keeps else sums)
 
 
-def unsharded_bytes(
-    model: ModelProfile, backward: Backward, persistent: Collection[int], *, samples: bool
-) -> list[float]:
-    """By turn of a backward, unsharded parameters where they are sharded (stage 3).
+@dataclass(frozen=True)
+class Unsharded:
+    """Bytes of unsharded parameters where they are sharded (stage 3); 0 elsewhere."""
 
-    Resident and persistent units stay. Beside them the unit in use and the next one, never more
-    than the two largest; after the last backward, and without samples, one.
-    """
-    frozen = model.unit_frozen_numels or (0,) * len(model.unit_numels)
-    sizes = [sum(both) for both in zip(model.unit_numels, frozen, strict=True)]
-    staying = {*model.resident_units, *persistent}
-    others = sorted(size for unit, size in enumerate(sizes) if unit not in staying)
-    held = sum(sizes[unit] for unit in staying)
-    both, one = (model.param_bytes * (held + sum(others[-count:])) for count in (2, 1))
-    resident = set(model.resident_units)
-    return [one if unit in resident or not samples else both for unit in backward.turns]
+    before: float = 0.0
+    """Before any gradient of the pass is reduced."""
+    during: float = 0.0
+    """While units other than the resident ones have their backward."""
+    packed: float = 0.0
+    """While a bucket of theirs is packed."""
+    at_end: float = 0.0
+    """Afterwards, until the pass is over."""
+
+    @classmethod
+    def of(cls, model: ModelProfile, persistent: Collection[int], *, samples: bool) -> Unsharded:
+        """Resident and persistent units stay; beside them the unit in use and those ahead of it,
+        never more than the two largest. Of the others, the first is in use last.
+
+        Without samples a rank only takes part in collectives: each unit is freed at once.
+        """
+        frozen = model.unit_frozen_numels or (0,) * len(model.unit_numels)
+        sizes = [
+            model.param_bytes * sum(both) for both in zip(model.unit_numels, frozen, strict=True)
+        ]
+        if not samples:
+            held = sum(sizes[unit] for unit in persistent)
+            passing = [size for unit, size in enumerate(sizes) if unit not in persistent]
+            alone = [
+                s
+                for unit, s in enumerate(sizes)
+                if unit not in {*persistent, *model.resident_units}
+            ]
+            return cls(held + max(passing, default=0.0), held + max(alone, default=0.0), held, held)
+        staying = {*model.resident_units, *persistent}
+        held = sum(sizes[unit] for unit in staying)
+        others = [size for unit, size in enumerate(sizes) if unit not in staying]
+        both = held + sum(sorted(others)[-2:])
+        first = next((u for u in range(len(sizes)) if u not in model.resident_units), None)
+        last_used = 0.0 if first is None or first in staying else sizes[first]
+        return cls(both, both, both, held + last_used)
 
 
 def received_parts(ranks: int, keeps: str) -> int:
