@@ -374,6 +374,14 @@ class ClusterProfile(Document):
             raise ValueError(
                 f"the network profile is for {links} ranks, but there are {self.world_size} devices"
             )
+        units = len(self.model.unit_numels)
+        for device in self.devices:
+            for point in (*device.points, *device.recomputed_points):
+                if len(point.unit_bytes) not in (0, units):
+                    raise ValueError(
+                        f"unit_bytes must have {units} entries or none, as the model has units, "
+                        f"got {len(point.unit_bytes)}"
+                    )
 
     @property
     def world_size(self) -> int:

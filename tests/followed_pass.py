@@ -1,7 +1,7 @@
 """A naive reference for predicted peaks: one pass and the update, allocation by allocation.
 
-Values only. `tests/unit/test_peak_memory.py` holds the engine's own allocations against the planner;
-this holds the planner's moments against a plain list of what is alive.
+Values only: a plain list of what is alive. `test_peak_memory.py` compares the planner with what the
+engine itself allocates.
 """
 
 from __future__ import annotations

@@ -168,7 +168,7 @@ class LoneRank:
             control = LoneControl(group, self._codes)
             control._read = 0
             dtype = request.compute_dtype
-            with mock.patch.object(ProcessGroupCommunicator, "broadcast", lambda *a, **k: None):
+            with mock.patch.object(ProcessGroupCommunicator, "broadcast"):
                 self.engine, self.update = setup.build_engine(
                     request, lone_communicator(group), control, dtype
                 )

@@ -17,7 +17,7 @@ from poplar import HeteroZeroOptimizer, Plan
 from poplar.comm import Group
 from poplar.planner.prediction import memory_needed
 from poplar.profile import ClusterProfile, DeviceProfile, NetworkProfile
-from poplar.profiler.model_profile import model_profile
+from poplar.profiler.model_profile import model_profile, trained_units
 from poplar.profiler.request import Request
 from poplar.profiler.session import Session
 
@@ -92,7 +92,7 @@ def _profile(context: WorkerContext, name: str, batches: Sequence[int]) -> Clust
     if context.rank:
         return None
     with session.as_in_training():
-        points = tuple(map(session.passes().first, batches))
+        points = tuple(map(session.passes(trained_units(session)).first, batches))
     device = DeviceProfile(
         name="CPU", memory_bytes=MEMORY_LIMIT, points=points, optimizer_seconds=1.0
     )
@@ -104,6 +104,7 @@ def _profile(context: WorkerContext, name: str, batches: Sequence[int]) -> Clust
             all_gather_seconds=1.0,
             send_seconds_per_byte=(1e-9,) * RANKS,
             receive_seconds_per_byte=(1e-9,) * RANKS,
+            receive_buffers="step",  # see `process_memory.MALLOC`
         ),
     )
 

@@ -126,12 +126,13 @@ class Backward:
                 if turn < len(others):
                     for later in range(turn, last + 1):
                         held[later] += part
+        flats.reverse()  # of those that are complete together, the last one comes first
         staying = sum(model.unit_numels[unit] for unit in resident)
         counts = Counter(turn for _, turn in flats)
         return cls(
             turns=tuple(turns),
             resident_turn=len(others) if resident else None,
-            flats=tuple(sorted(reversed(flats), key=lambda flat: flat.turn)),
+            flats=tuple(sorted(flats, key=lambda flat: flat.turn)),
             pending=tuple(part + staying for part in held),
             limit=max(_IN_FLIGHT, 1 + max(counts.values())) if stage >= 2 else _IN_FLIGHT,
         )
