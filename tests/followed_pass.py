@@ -62,18 +62,26 @@ class FollowedPass:
         self.begin(later)
         for turn, units in enumerate(self.turns):
             at_end = self.is_last_turn_resident and turn == len(self.turns) - 1
-            self.live["unsharded"] = self.unsharded("at end" if at_end else "during")
+            self.live["unsharded"] = self.unsharded("at end" if at_end else "during", turn)
             self.allocate_gradients(turn)
             self.note(self.during[units[0]])
-            self.live["unsharded"] = self.unsharded("at end" if at_end else "packed")
+            self.live["unsharded"] = self.unsharded("at end" if at_end else "packed", turn)
             for flat in self.order:
                 if self.complete[flat] == turn:
-                    self.reduce(flat, self.after[units[0]])
+                    inner = self.is_inner(flat)
+                    self.reduce(flat, (self.during if inner else self.after)[units[0]])
         self.live["unsharded"] = 0.0
         while self.in_flight:
             self.wait_for_oldest()
         self.note()
         return self.peak
+
+    def is_inner(self, flat: int) -> bool:
+        """Whether a unit that ends together with this flat begins in another one before it."""
+        last = [unit for unit in self.flats[flat] if unit in self.turns[self.complete[flat]]]
+        begun = {unit for before in self.flats[:flat] for unit in before}
+        turn = self.turns[self.complete[flat]]
+        return any(unit in begun for unit in (turn if len(turn) > 1 else last))
 
     def begin(self, later: bool) -> None:
         """What earlier passes of the step, or earlier steps, have left."""
@@ -147,7 +155,7 @@ class FollowedPass:
         if self.cluster.network.receive_buffers != "freed":
             self.live["idle", numel, number] = received
 
-    def unsharded(self, when: str) -> float:
+    def unsharded(self, when: str, turn: int = 0) -> float:
         """Parameters that are unsharded, at stage 3."""
         if self.stage < 3:
             return 0.0
@@ -159,10 +167,12 @@ class FollowedPass:
         held = sum(sizes[unit] for unit in persistent)
         if not self.samples:
             passing = {"before": set(sizes), "during": set(sizes) - resident}.get(when, set())
+            if when == "during" and turn == len(set(sizes) - resident) - 1:
+                passing = set()  # the first unit was unsharded before the reduction of the second
             return held + max((sizes[unit] for unit in passing - persistent), default=0.0)
         held += sum(sizes[unit] for unit in resident - persistent)
         others = [unit for unit in sizes if unit not in resident]
-        if when != "at end":
+        if when == "before" or turn < len(others) - 1:
             passing = [sizes[unit] for unit in others if unit not in persistent]
             return held + sum(sorted(passing)[-2:])
         return held + sum(sizes[unit] for unit in others[:1] if unit not in persistent)

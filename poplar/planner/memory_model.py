@@ -16,11 +16,11 @@ from poplar.planner.memory_moments import (
     Bytes,
     Moment,
     Pass,
-    Unsharded,
     elements_of,
     highest,
     reduced_in_every_pass,
     reduced_once,
+    unsharded_in,
 )
 from poplar.profile import ClusterProfile, DeviceProfile, ModelProfile
 
@@ -134,10 +134,10 @@ def _moments(
     def of(own: Pass) -> tuple[Moment, ...]:
         if stage < 2:
             return tuple(reduced_once(backward, each, own, keeps))
-        values = Unsharded()
+        unsharded = None
         if stage == 3:
-            values = Unsharded.of(model, persistent, samples=own.samples)
-        return tuple(reduced_in_every_pass(backward, each, own, keeps, values))
+            unsharded = unsharded_in(model, backward, persistent, samples=own.samples)
+        return tuple(reduced_in_every_pass(backward, each, own, keeps, unsharded))
 
     return {own: of(own) for own in _PASSES}
 

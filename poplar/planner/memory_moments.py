@@ -68,6 +68,8 @@ class Flat(NamedTuple):
     numel: int
     turn: int
     """Place in the order of the backward at which its gradients are complete."""
+    inner: bool
+    """That is before the last gradient of the unit of this turn, so it is packed during it."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,7 @@ class Backward:
         turn_of.update(dict.fromkeys(resident, len(others)))
         in_order = [*resident, *others]
         ends = [0, *accumulate(model.unit_numels[unit] for unit in in_order)]
+        begins = dict(zip(in_order, ends, strict=False))
         flats: list[Flat] = []
         held = [0.0] * len(turns)
         end = 0
@@ -121,14 +124,15 @@ class Backward:
                 if low < end and begin < high
             ]
             last = max(turn for turn, _ in inside)
-            flats.append(Flat(numel, last))
+            unit_begins = min(low for unit, low in begins.items() if turn_of[unit] == last)
+            flats.append(Flat(numel, last, begin > unit_begins))
             for turn, part in inside:
                 if turn < len(others):
                     for later in range(turn, last + 1):
                         held[later] += part
         flats.reverse()  # of those that are complete together, the last one comes first
         staying = sum(model.unit_numels[unit] for unit in resident)
-        counts = Counter(turn for _, turn in flats)
+        counts = Counter(flat.turn for flat in flats)
         return cls(
             turns=tuple(turns),
             resident_turn=len(others) if resident else None,
@@ -225,17 +229,17 @@ def reduced_once(backward: Backward, each: PerElement, own: Pass, keeps: str) ->
         for flat in (flat for flat in backward.flats if flat.turn == turn):
             done += 0 if own.later else flat.numel
             alive = each.sums.times(done).plus(flight.bytes)
-            yield Moment(alive.plus(Bytes(gradients)), unit, packed=True)
+            yield Moment(alive.plus(Bytes(gradients)), unit, packed=not flat.inner)
             gradients = max(0.0, gradients - each.gradient * flat.numel)
             flight.make_room()
             flight.start(flat.numel)
             alive = each.sums.times(done).plus(flight.bytes)
-            yield Moment(alive.plus(Bytes(gradients)), unit, packed=True)
+            yield Moment(alive.plus(Bytes(gradients)), unit, packed=not flat.inner)
     yield _end_of_step(backward, each, flight)
 
 
 def reduced_in_every_pass(
-    backward: Backward, each: PerElement, own: Pass, keeps: str, unsharded: Unsharded
+    backward: Backward, each: PerElement, own: Pass, keeps: str, unsharded: Unsharded | None
 ) -> Iterator[Moment]:
     """Moments where every pass reduces the gradients of each unit (stages 2 and 3).
 
@@ -244,23 +248,23 @@ def reduced_in_every_pass(
     """
     flight = _new_flight(backward, each, keeps, later=own.later)
     done = sum(flat.numel for flat in backward.flats) if own.later else 0
-    yield Moment(each.sums.times(done).plus(flight.bytes, Bytes(unsharded.before)))
+    before = unsharded.before if unsharded else 0.0
+    yield Moment(each.sums.times(done).plus(flight.bytes, Bytes(before)))
     for turn, unit in enumerate(backward.turns):
-        is_end = turn == backward.resident_turn
-        during = Bytes(unsharded.at_end if is_end else unsharded.during)
-        packing = Bytes(unsharded.at_end if is_end else unsharded.packed)
+        during = Bytes(unsharded.during[turn] if unsharded else 0.0)
+        packing = Bytes(unsharded.packed[turn] if unsharded else 0.0)
         gradients = each.gradient * backward.pending[turn] if own.samples else 0.0
         alive = during.plus(each.sums.times(done), flight.bytes)
         yield Moment(alive.plus(Bytes(gradients)), unit)
         for flat in (flat for flat in backward.flats if flat.turn == turn):
             flight.make_room()
             alive = packing.plus(each.sums.times(done), flight.bytes, each.bucket.times(flat.numel))
-            yield Moment(alive.plus(Bytes(gradients)), unit, packed=True)
+            yield Moment(alive.plus(Bytes(gradients)), unit, packed=not flat.inner)
             gradients = max(0.0, gradients - each.gradient * flat.numel)
             done += 0 if own.later else flat.numel
             flight.start(flat.numel)
             alive = packing.plus(each.sums.times(done), flight.bytes)
-            yield Moment(alive.plus(Bytes(gradients)), unit, packed=True)
+            yield Moment(alive.plus(Bytes(gradients)), unit, packed=not flat.inner)
     yield _end_of_step(backward, each, flight)
 
 
@@ -282,46 +286,48 @@ def _end_of_step(backward: Backward, each: PerElement, flight: _InFlight) -> Mom
     return Moment(sums.plus(flight.received) if flight.keeps else sums)
 
 
-@dataclass(frozen=True)
-class Unsharded:
-    """Bytes of unsharded parameters where they are sharded (stage 3); 0 elsewhere."""
+class Unsharded(NamedTuple):
+    """Bytes of unsharded parameters where they are sharded (stage 3)."""
 
-    before: float = 0.0
+    before: float
     """Before any gradient of the pass is reduced."""
-    during: float = 0.0
-    """While units other than the resident ones have their backward."""
-    packed: float = 0.0
-    """While a bucket of theirs is packed."""
-    at_end: float = 0.0
-    """Afterwards, until the pass is over."""
+    during: Sequence[float]
+    """By turn, while the unit has its backward."""
+    packed: Sequence[float]
+    """By turn, while a bucket is packed."""
 
-    @classmethod
-    def of(cls, model: ModelProfile, persistent: Collection[int], *, samples: bool) -> Unsharded:
-        """Resident and persistent units stay; beside them the unit in use and those ahead of it,
-        never more than the two largest. Of the others, the first is in use last.
 
-        Without samples a rank only takes part in collectives: each unit is freed at once.
-        """
-        frozen = model.unit_frozen_numels or (0,) * len(model.unit_numels)
-        sizes = [
-            model.param_bytes * sum(both) for both in zip(model.unit_numels, frozen, strict=True)
-        ]
-        if not samples:
-            held = sum(sizes[unit] for unit in persistent)
-            passing = [size for unit, size in enumerate(sizes) if unit not in persistent]
-            alone = [
-                s
-                for unit, s in enumerate(sizes)
-                if unit not in {*persistent, *model.resident_units}
-            ]
-            return cls(held + max(passing, default=0.0), held + max(alone, default=0.0), held, held)
-        staying = {*model.resident_units, *persistent}
-        held = sum(sizes[unit] for unit in staying)
-        others = [size for unit, size in enumerate(sizes) if unit not in staying]
-        both = held + sum(sorted(others)[-2:])
-        first = next((u for u in range(len(sizes)) if u not in model.resident_units), None)
-        last_used = 0.0 if first is None or first in staying else sizes[first]
-        return cls(both, both, both, held + last_used)
+def unsharded_in(
+    model: ModelProfile, backward: Backward, persistent: Collection[int], *, samples: bool
+) -> Unsharded:
+    """Unsharded parameters at stage 3.
+
+    Resident and persistent units stay. Beside them the unit in use and the next ones are unsharded,
+    never more than the two largest; of the others, the first is used last, and alone. A rank
+    without samples only takes part in collectives: it frees each unit at once, and unshards the
+    next one before it reduces this one.
+    """
+    frozen = model.unit_frozen_numels or (0,) * len(model.unit_numels)
+    sizes = [model.param_bytes * sum(both) for both in zip(model.unit_numels, frozen, strict=True)]
+    resident = set(model.resident_units)
+    turns = len(backward.turns)
+    inner = turns - (backward.resident_turn is not None)
+    if not samples:
+        held = sum(sizes[unit] for unit in persistent)
+        passing = [size for unit, size in enumerate(sizes) if unit not in persistent]
+        others = [sizes[unit] for unit in range(len(sizes)) if unit not in resident | {*persistent}]
+        most = held + max(others, default=0.0)
+        by_turn = [most if turn + 1 < inner else held for turn in range(turns)]
+        return Unsharded(held + max(passing, default=0.0), by_turn, [held] * turns)
+    staying = resident | {*persistent}
+    held = sum(sizes[unit] for unit in staying)
+    passing = sorted(size for unit, size in enumerate(sizes) if unit not in staying)
+    both = held + sum(passing[-2:])
+    first = next((unit for unit in range(len(sizes)) if unit not in resident), None)
+    alone = held + (sizes[first] if first is not None and first not in staying else 0.0)
+    # The forward of the only unit has no other one before it, either.
+    by_turn = [both if turn + 1 < inner else alone for turn in range(turns)]
+    return Unsharded(both, by_turn, by_turn)
 
 
 def received_parts(ranks: int, keeps: str) -> int:
