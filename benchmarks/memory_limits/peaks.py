@@ -114,7 +114,8 @@ def _warm_up(context: WorkerContext, name: str, stage: int, batch: int) -> None:
 
     oneDNN and MKL keep up to 14 MiB for the shapes of these models.
     """
-    _train(SUBJECTS[name], Plan.manual([batch] * RANKS, stage=stage), context.rank)
+    for case in cases_of(stage, batch):
+        _train(SUBJECTS[name], case.plan, context.rank)
 
 
 def _peak(context: WorkerContext, name: str, plan: Plan) -> int:
