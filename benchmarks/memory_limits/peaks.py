@@ -12,12 +12,12 @@ from head_to_head.workers import WorkerContext, Workers
 from memory_limits import process_memory
 from memory_limits.clusters import open_cluster
 from memory_limits.row import PeakRow
-from memory_limits.subjects import SUBJECTS, TINY, Subject
+from memory_limits.subjects import SUBJECTS, Subject
 from poplar import HeteroZeroOptimizer, Plan
 from poplar.comm import Group
 from poplar.planner.prediction import memory_needed
 from poplar.profile import ClusterProfile, DeviceProfile, NetworkProfile
-from poplar.profiler.model_profile import model_profile
+from poplar.profiler.model_profile import model_profile, trained_units
 from poplar.profiler.request import Request
 from poplar.profiler.session import Session
 
@@ -56,7 +56,7 @@ def measure_model(name: str, stages: Sequence[int], batches: Sequence[int]) -> I
     for stage in stages:
         cases = [(batch, case) for batch in batches for case in cases_of(stage, batch)]
         with Workers(open_cluster("peaks", RANKS), f"{name}, stage {stage}") as workers:
-            workers.call(_warm_up, stage)
+            workers.call(_warm_up, name, stage, max(batches))
             for batch, case in cases:
                 needed = memory_needed(profile, case.plan)
                 peaks = workers.call(_peak, name, case.plan)
@@ -92,7 +92,7 @@ def _profile(context: WorkerContext, name: str, batches: Sequence[int]) -> Clust
     if context.rank:
         return None
     with session.as_in_training():
-        points = tuple(map(session.passes().first, batches))
+        points = tuple(map(session.passes(trained_units(session)).first, batches))
     device = DeviceProfile(
         name="CPU", memory_bytes=MEMORY_LIMIT, points=points, optimizer_seconds=1.0
     )
@@ -104,13 +104,18 @@ def _profile(context: WorkerContext, name: str, batches: Sequence[int]) -> Clust
             all_gather_seconds=1.0,
             send_seconds_per_byte=(1e-9,) * RANKS,
             receive_seconds_per_byte=(1e-9,) * RANKS,
+            receive_buffers="step",  # see `process_memory.MALLOC`
         ),
     )
 
 
-def _warm_up(context: WorkerContext, stage: int) -> None:
-    """Import modules, start threads and connect the ranks."""
-    _train(TINY, Plan.even(RANKS, RANKS, 1, stage), context.rank)
+def _warm_up(context: WorkerContext, name: str, stage: int, batch: int) -> None:
+    """Import modules, start threads, connect the ranks, and let libraries allocate their buffers.
+
+    oneDNN and MKL keep up to 14 MiB for the shapes of these models.
+    """
+    for case in cases_of(stage, batch):
+        _train(SUBJECTS[name], case.plan, context.rank)
 
 
 def _peak(context: WorkerContext, name: str, plan: Plan) -> int:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from poplar.comm import ALL_GATHERS, REDUCE_SCATTERS, Communicator, Work, connect
 from poplar.comm.host_topology import Hosts
+from poplar.comm.segment_pool import caches_memory
 from poplar.comm.shard_layout import ALIGNMENT, Layout
 from poplar.comm.transport_selection import candidates
 from poplar.formatting import format_bytes
@@ -164,10 +165,18 @@ def measure_network(session: Session, budget: float) -> NetworkProfile:
         all_gather_seconds=gathering * scale,
         receive_seconds_per_byte=tuple(receive for receive, _ in rates),
         send_seconds_per_byte=tuple(send for _, send in rates),
+        receive_buffers=_receive_buffers(session),
         hosts=collectives.comm.hosts,
         transports=transports,
         links=links,
     )
+
+
+def _receive_buffers(session: Session) -> str:
+    """`NetworkProfile.receive_buffers`: devices reuse freed memory, and the host keeps buffers."""
+    if session.asynchronous:
+        return "freed"
+    return "kept" if caches_memory() else "step"
 
 
 def _largest_buffer(session: Session, wanted: int) -> int:

@@ -27,6 +27,7 @@ from poplar.profiler.preserved_state import (
 )
 from poplar.profiler.request import Request
 from poplar.system.out_of_memory import is_out_of_memory
+from poplar.profiler.unit_memory import TrainedUnit
 from poplar.zero import setup
 from poplar.zero.agreement import run_on_all_ranks
 from poplar.zero.materialization import is_on_meta
@@ -101,10 +102,10 @@ class Session:
         self.largest_unsharded: Sequence[int] | None = None
         """By rank, the largest batch that fits beside all parameters; None: not known, any may."""
 
-    def passes(self) -> Passes:
-        """Plain passes of the model."""
+    def passes(self, units: Sequence[TrainedUnit] = ()) -> Passes:
+        """Plain passes of the model; memory is measured for these units, too."""
         request = self.request
-        return Passes(request.model, request.loss_fn, request.example, self.device)
+        return Passes(request.model, request.loss_fn, request.example, self.device, units)
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
