@@ -26,8 +26,8 @@ from poplar.profiler.preserved_state import (
     parameters_restored,
 )
 from poplar.profiler.request import Request
-from poplar.system.out_of_memory import is_out_of_memory
 from poplar.profiler.unit_memory import TrainedUnit
+from poplar.system.out_of_memory import is_out_of_memory
 from poplar.zero import setup
 from poplar.zero.agreement import run_on_all_ranks
 from poplar.zero.materialization import is_on_meta
