@@ -187,6 +187,9 @@ class Load:
         if parts.scaler is not None and self._scaler is not None:
             parts.scaler.load_state_dict(self._scaler)
         if self._own is not None:
+            buffers = {canonical(name): buffer for name, buffer in parts.model.named_buffers()}
+            for name, value in self._own["buffers"].items():
+                buffers[name].copy_(value)
             set_random_state(self._own["random"], parts.engine.flats[0].device)
 
     def _check_class(self) -> None:

@@ -7,8 +7,8 @@ import math
 import os
 import platform
 import shutil
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.utils import find_state_dict_object
 
+from poplar.checkpoint.digests import digest
 from poplar.checkpoint.manifest import Manifest
 from poplar.checkpoint.names import canonical
 from poplar.checkpoint.random_state import random_state
@@ -41,6 +42,8 @@ from poplar.checkpoint.training_state import (
     optimizer_name,
     saved_entries,
 )
+from poplar.comm import Control
+from poplar.plan import Plan
 from poplar.zero.agreement import run_on_all_ranks
 
 STATE = "poplar.state."
@@ -60,7 +63,7 @@ def save_checkpoint(
     Args:
         folder: a folder that all ranks see. It appears when the checkpoint is complete.
         state: by name, further objects with `state_dict` and `load_state_dict` (a scheduler, a
-            sampler, a scaler), or values that can be pickled. The first rank's are saved.
+            sampler, a scaler), or values that can be pickled. Equal on all ranks.
 
     Raises:
         FileExistsError: the folder exists.
@@ -93,65 +96,120 @@ def start_save(
     """
     path = Path(os.path.abspath(folder))
     parts = optimizer.training_parts()
-    group = parts.control.group
-    doing = f"save_checkpoint({str(folder)!r})"
+    control, doing = parts.control, f"save_checkpoint({str(folder)!r})"
+    values: dict[str, Any] = {}
 
-    def prepare() -> tuple[Entries, SavePlan]:
+    def prepare() -> Entries:
         check_idle(parts, "save_checkpoint()")
-        entries = _all_entries(parts, state or {})
-        if group.rank == 0:
+        values.update({name: state_of(value) for name, value in (state or {}).items()})
+        if control.group.rank == 0:
             _make_folder(path, replaces)
-        return entries, create_default_local_save_plan(dict(entries.values), group.rank == 0)
-
-    entries, mine = run_on_all_ranks(parts.control, prepare, doing=doing)
-    by_rank = parts.control.exchange_objects((mine.items, entries.paths), what=doing)
-
-    def make_job() -> SaveJob:
-        plans, metadata = create_default_global_save_plan(
-            dedup_save_plans([SavePlan(items) for items, _ in by_rank], True)
-        )
-        paths = {name: where for _, paths in reversed(by_rank) for name, where in paths.items()}
-        _check_complete(metadata)
-        items, own = plans[group.rank].items, dict(entries.values)
-        values = {item.index: _resolve(own, item) for item in items}
-        return SaveJob(
-            folder=path,
-            rank=group.rank,
-            world_size=group.size,
-            items=items,
-            values=values if copy is None else copy(values),
-            metadata=replace(
-                metadata,
-                planner_data=paths,
-                version=CURRENT_DCP_VERSION,
-                storage_meta=StorageMeta(),
-            ),
-            aliases=entries.aliases,
-            manifest=_manifest(parts, state or {}, step),
-            plan=None if parts.plan is None else json.dumps(parts.plan.to_dict(), indent=2) + "\n",
-            replaces=replaces,
-            timeout_seconds=group.timeout.total_seconds(),
-        )
+        return saved_entries(parts)
 
     try:
-        job = run_on_all_ranks(parts.control, make_job, doing=doing)
+        entries = run_on_all_ranks(control, prepare, doing=doing)
+        buffers = _own_buffers(parts, values, doing)
+        agreed = _agree(control, _with_further_values(parts, entries, values, buffers), doing)
+
+        def make_job() -> SaveJob:
+            _check_complete(agreed.metadata)
+            if (device := parts.engine.flats[0].device).type == "cuda":
+                torch.cuda.synchronize(device)  # the thread that writes has another stream
+            return SaveJob(
+                folder=path,
+                rank=control.group.rank,
+                world_size=control.group.size,
+                items=agreed.items,
+                values=agreed.values if copy is None else copy(agreed.values),
+                metadata=agreed.metadata,
+                aliases=entries.aliases,
+                manifest=_manifest(parts, values, step),
+                plan=None if parts.plan is None else _plan_text(parts.plan),
+                replaces=replaces,
+                timeout_seconds=control.group.timeout.total_seconds(),
+            )
+
+        job = run_on_all_ranks(control, make_job, doing=doing)
     except BaseException:
-        if group.rank == 0:
+        if control.group.rank == 0:
             shutil.rmtree(aside_name(path), ignore_errors=True)
         raise
-    return PendingSave(job, parts.control, after=after)
+    return PendingSave(job, control, after=after)
 
 
-def _all_entries(parts: TrainingParts, state: Mapping[str, Any]) -> Entries:
-    entries = saved_entries(parts)
+def _own_buffers(parts: TrainingParts, values: Mapping[str, Any], doing: str) -> dict[str, Tensor]:
+    """The buffers of this rank that differ from the first rank's. Collective.
+
+    Raises:
+        ValueError: the ranks have different values in `state`.
+    """
+    buffers = {canonical(name): buffer for name, buffer in parts.model.named_buffers()}
+    mine = (
+        {name: digest(value) for name, value in values.items()},
+        {name: digest(buffer) for name, buffer in buffers.items()},
+    )
+    by_rank = parts.control.exchange_objects(mine, what=doing)
+    first_values, first_buffers = by_rank[0]
+    for rank, (of_values, _) in enumerate(by_rank):
+        differing = [
+            name
+            for name in sorted(first_values.keys() | of_values.keys())
+            if first_values.get(name) != of_values.get(name)
+        ]
+        if differing:
+            raise ValueError(
+                f"state {differing} of rank {rank} is not that of rank 0, but one is saved for all "
+                "ranks. (DataLoader workers move a sampler ahead of training: save "
+                "sampler.state_dict(steps_done=...).) To save what differs by rank, collect it "
+                "with torch.distributed.all_gather_object and save the list"
+            )
+    return {name: b for name, b in buffers.items() if mine[1][name] != first_buffers.get(name)}
+
+
+def _with_further_values(
+    parts: TrainingParts,
+    entries: Entries,
+    values: Mapping[str, Any],
+    buffers: Mapping[str, Tensor],
+) -> Entries:
+    """Add the random state of this rank and, on the first one, scaler and `state`."""
     rank, device = parts.control.group.rank, parts.engine.flats[0].device
-    extra: dict[str, Any] = {f"{RANK}{rank}": {"random": random_state(device)}}
+    own = {"random": random_state(device), "buffers": {n: b.cpu() for n, b in buffers.items()}}
+    extra: dict[str, Any] = {f"{RANK}{rank}": own}
     if rank == 0:
-        extra.update({STATE + name: state_of(value) for name, value in state.items()})
+        extra.update({STATE + name: value for name, value in values.items()})
         if parts.scaler is not None:
             extra[SCALER] = parts.scaler.state_dict()
     paths = {**entries.paths, **{name: tuple(name.split(".", 2)) for name in extra}}
     return replace(entries, values={**entries.values, **extra}, paths=paths)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Agreed:
+    """What this rank writes, and what all ranks write together."""
+
+    items: Sequence[WriteItem]
+    values: dict[MetadataIndex, Any]
+    metadata: Metadata
+
+
+def _agree(control: Control, entries: Entries, doing: str) -> Agreed:
+    """Decide which rank writes what. Collective."""
+    group = control.group
+    mine = create_default_local_save_plan(dict(entries.values), group.rank == 0)
+    by_rank = control.exchange_objects((mine.items, entries.paths), what=doing)
+    plans, metadata = create_default_global_save_plan(
+        dedup_save_plans([SavePlan(items) for items, _ in by_rank], True)
+    )
+    paths = {name: where for _, paths in reversed(by_rank) for name, where in paths.items()}
+    items, own = plans[group.rank].items, dict(entries.values)
+    return Agreed(
+        items=items,
+        values={item.index: _resolve(own, item) for item in items},
+        metadata=replace(
+            metadata, planner_data=paths, version=CURRENT_DCP_VERSION, storage_meta=StorageMeta()
+        ),
+    )
 
 
 def state_of(value: Any) -> Any:
@@ -185,6 +243,10 @@ def _check_complete(metadata: Metadata) -> None:
         if isinstance(tensor, TensorStorageMetadata):
             stored = sum(math.prod(chunk.sizes) for chunk in tensor.chunks)
             assert stored == math.prod(tensor.size), f"{name}: {stored} of {tensor.size}"
+
+
+def _plan_text(plan: Plan) -> str:
+    return json.dumps(plan.to_dict(), indent=2) + "\n"
 
 
 def _manifest(parts: TrainingParts, state: Mapping[str, Any], step: int | None) -> Manifest:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import errno
+import contextlib
 import json
 import os
 import pickle
 import random
+import resource
 import shutil
 import signal
+import threading
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -30,7 +32,7 @@ from training import assert_raised
 
 import poplar
 from poplar import Plan
-from poplar.checkpoint import manifest
+from poplar.checkpoint import manifest, save_job
 from poplar.checkpoint.data_file import DataFile
 from poplar.checkpoint.opened import OpenedCheckpoint
 
@@ -201,18 +203,29 @@ def fail_to_save(folder: str) -> list[harness.Failure]:
             poplar.save_checkpoint(f"{folder}/{name}", optimizer, **options)
         failures.extend(caught)
 
-    full = OSError(errno.ENOSPC, "No space left on device", "the file")
-    with mock.patch.object(DataFile, "_start_disk", side_effect=full if harness.rank() else None):
+    with files_limited_to(20_000 if harness.rank() == 1 else resource.RLIM_INFINITY):
         expect_error("full")
     expect_error("file/below")
     expect_error("used")
     expect_error("pickle", state={"function": lambda: 0})
+    expect_error("differing", state={"position": harness.rank(), "epoch": 1})
     for batch in optimizer.micro_batches(batch_of_two()):
         (model(batch["tokens"]).sum() / 8).backward()
     expect_error("step")
     optimizer.step()
     poplar.save_checkpoint(f"{folder}/fine", optimizer)
     return failures
+
+
+@contextlib.contextmanager
+def files_limited_to(size: int) -> Iterator[None]:
+    """Writing beyond this size fails, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def batch_of_two() -> dict[str, torch.Tensor]:
@@ -225,7 +238,14 @@ def test_failed_save_raises_on_all_ranks_and_leaves_nothing(ranks: Pool, tmp_pat
     (tmp_path / "file").write_text("")
     (tmp_path / "used").mkdir()
     by_rank = ranks.run(fail_to_save, str(tmp_path), ranks=2)
-    expected = ("No space left on device", "Not a directory", "exists", "pickle", "after step()")
+    expected = (
+        "No space left on device",
+        "Not a directory",
+        "exists",
+        "pickle",
+        "['position']",
+        "step()",
+    )
     for number, pattern in enumerate(expected):
         assert_raised([failures[number] for failures in by_rank], pattern)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "fine", "used"]
@@ -259,6 +279,144 @@ def test_manager_keeps_the_last_checkpoints(
 ) -> None:
     for seen in ranks.run(save_and_prune, str(tmp_path), asynchronous, ranks=2):
         assert seen == [None, 3, ["step-00000003", "step-00000004"]]
+
+
+def fail_in_background(folder: str) -> list[harness.Failure]:
+    _, optimizer = build(TWO)
+    manager = poplar.CheckpointManager(folder, optimizer, asynchronous=True)
+    manager.save(1)
+    manager.wait()
+    failures = []
+    with files_limited_to(20_000 if harness.rank() == 1 else resource.RLIM_INFINITY):
+        manager.save(2)
+        train(optimizer, 1, 1)
+        with harness.catching() as caught:
+            manager.save(3)
+    failures += caught
+    dist.barrier(harness.group())  # the first rank removes what was written
+    assert [path.name for path in Path(folder).iterdir()] == ["step-00000001"]
+    dist.barrier(harness.group())
+    manager.save(4)
+    train(optimizer, 2, 1)
+    assert manager.load_latest() == 4
+    return failures
+
+
+def test_error_of_an_asynchronous_save_is_raised_by_the_next_call(
+    ranks: Pool, tmp_path: Path
+) -> None:
+    by_rank = ranks.run(fail_in_background, str(tmp_path), ranks=2)
+    assert_raised([failures[0] for failures in by_rank], "step-00000002.incomplete/__1_0.distcp")
+
+
+def snapshot(folder: str) -> None:
+    model, optimizer = build(TWO)
+    train(optimizer, 0, 1)
+    manager = poplar.CheckpointManager(folder, optimizer, asynchronous=True)
+    values = values_of(model, optimizer)
+    started, go_on = threading.Event(), threading.Event()
+
+    def slow(self: DataFile, value: Any) -> Any:
+        started.set()
+        go_on.wait()
+        return write_item(self, value)
+
+    write_item = DataFile.write_item
+    with mock.patch.object(DataFile, "write_item", slow):
+        manager.save(1)
+        started.wait()
+        train(optimizer, 1, 2)  # changes what the thread has not written yet
+        go_on.set()
+        manager.wait()
+    assert manager.load_latest() == 1
+    for name, value in values_of(model, optimizer).items():
+        assert torch.equal(value, values[name])
+
+
+def test_asynchronous_save_holds_the_values_of_its_step(ranks: Pool, tmp_path: Path) -> None:
+    ranks.run(snapshot, str(tmp_path), ranks=2)
+
+
+def save_while_a_rank_is_stopped(folder: str) -> tuple[float, harness.Failure]:
+    _, optimizer = build(TWO, timeout=timedelta(seconds=2))
+    train(optimizer, 0, 1)
+    if harness.rank() == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    began = time.monotonic()
+    with harness.catching() as caught:
+        poplar.save_checkpoint(folder, optimizer)
+    return time.monotonic() - began, caught[0]
+
+
+def test_survivors_of_a_stopped_rank_raise_in_time(tmp_path: Path) -> None:
+    folder = str(tmp_path / "saved")
+    seconds, failure = harness.one_off(2, save_while_a_rank_is_stopped, folder, lost=[1])[0]
+    assert failure.is_a(poplar.CollectiveTimeout), failure
+    assert "rank(s) 1" in failure.message
+    assert seconds < 8
+    assert not (tmp_path / "saved").exists()
+
+
+class Crash(BaseException):
+    """Ends a save as the end of the process does: nothing is cleaned up."""
+
+
+def crash_while_publishing(folder: str, calls: int) -> bool:
+    """Save step 1 again, and crash at the n-th call that changes the folders."""
+    _, optimizer = build(plan_of_one())
+    train(optimizer, calls, 1)
+    manager = poplar.CheckpointManager(folder, optimizer)
+    left = [calls]
+
+    def counted(function: Any) -> Any:
+        def call(*arguments: Any, **options: Any) -> Any:
+            if left[0] == 0:
+                raise Crash
+            left[0] -= 1
+            return function(*arguments, **options)
+
+        return call
+
+    names = ("rename", "unlink")
+    with contextlib.ExitStack() as stack:
+        for name in names:
+            stack.enter_context(mock.patch.object(Path, name, counted(getattr(Path, name))))
+        for name in ("write_whole", "sync_folder"):
+            function = counted(getattr(save_job, name))
+            stack.enter_context(mock.patch.object(save_job, name, function))
+        remove = counted(shutil.rmtree)
+        stack.enter_context(mock.patch.object(save_job.shutil, "rmtree", remove))
+        stack.enter_context(
+            mock.patch.object(save_job.PendingSave, "_give_up", side_effect=Crash, autospec=True)
+        )
+        try:
+            manager.save(1)
+        except Crash:
+            return False
+    return True
+
+
+def plan_of_one() -> Plan:
+    return Plan(stage=1, global_batch=8, micro_batches=((8,),), shares=(1.0,))
+
+
+def crash_everywhere(folder: str) -> int:
+    _, optimizer = build(plan_of_one())
+    poplar.CheckpointManager(folder, optimizer).save(1)
+    calls = 0
+    while not crash_while_publishing(folder, calls):
+        manager = poplar.CheckpointManager(folder, optimizer)
+        assert manager.load_latest() == 1
+        calls += 1
+    assert poplar.CheckpointManager(folder, optimizer).load_latest() == 1
+    return calls
+
+
+def test_crash_at_every_change_of_the_folders_leaves_a_complete_checkpoint(
+    ranks: Pool, tmp_path: Path
+) -> None:
+    crashes = ranks.run(crash_everywhere, str(tmp_path / "saved"), ranks=1)[0]
+    assert crashes >= 10
 
 
 def save_until_killed(folder: str, asynchronous: bool) -> None:

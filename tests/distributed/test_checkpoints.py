@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import models
 import pytest
@@ -22,6 +23,7 @@ from training import STAGES, assert_close
 
 import poplar
 from poplar import HeteroZeroOptimizer, Plan
+from poplar.checkpoint.data_file import ItemReader
 from poplar.data.global_batch import rank_slice
 
 BATCH = 8
@@ -106,6 +108,7 @@ def resume(stage: int, options: dict[str, Any], folder: str) -> None:
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
     train(optimizer, 0, 2, noisy_loss)
     scheduler.step()
+    model.steps.add_(harness.rank())  # a buffer that differs between ranks
     poplar.save_checkpoint(folder, optimizer, state={"scheduler": scheduler, "note": [1, "a"]})
     train(optimizer, 2, 2, noisy_loss)
     expected, drawn = values_of(model, optimizer), torch.rand(3)
@@ -115,6 +118,7 @@ def resume(stage: int, options: dict[str, Any], folder: str) -> None:
     values = poplar.load_checkpoint(folder, optimizer, state={"scheduler": scheduler})
     assert values == {"note": [1, "a"]}
     assert scheduler.last_epoch == 1
+    assert model.steps.tolist() == [harness.rank() + number for number in range(3)]
     assert [group["lr"] for group in optimizer.param_groups] == [5e-3, 1e-2]
     train(optimizer, 2, 2, noisy_loss)
     found = values_of(model, optimizer)
@@ -145,7 +149,9 @@ def start(folder: str) -> dict[str, Tensor]:
     """Two steps, a checkpoint, and five steps that nothing interrupts."""
     model, optimizer = build(FOUR)
     train(optimizer, 0, 2)
-    poplar.save_checkpoint(f"{folder}/four", optimizer)
+    unshard = mock.patch.object(optimizer._engine.strategy, "unshard", side_effect=AssertionError)
+    with unshard:
+        poplar.save_checkpoint(f"{folder}/four", optimizer)
     values = values_of(model, optimizer)
     train(optimizer, 2, 5)
     return {"values": values, "after": values_of(model, optimizer)}
@@ -153,7 +159,11 @@ def start(folder: str) -> dict[str, Tensor]:
 
 def reshard(folder: str, source: str, target: str) -> dict[str, Tensor]:
     model, optimizer = build(THREE, seed=1)
-    poplar.load_checkpoint(f"{folder}/{source}", optimizer)
+    with mock.patch.object(
+        ItemReader, "tensor", side_effect=ItemReader.tensor, autospec=True
+    ) as calls:
+        poplar.load_checkpoint(f"{folder}/{source}", optimizer)
+    assert (calls.call_count == 0) == (source == "four"), "its values are read straight into place"
     poplar.save_checkpoint(f"{folder}/{target}", optimizer)
     train(optimizer, 2, 5)
     return values_of(model, optimizer)
