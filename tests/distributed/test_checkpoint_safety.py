@@ -239,7 +239,7 @@ def test_failed_save_raises_on_all_ranks_and_leaves_nothing(ranks: Pool, tmp_pat
     (tmp_path / "used").mkdir()
     by_rank = ranks.run(fail_to_save, str(tmp_path), ranks=2)
     expected = (
-        "No space left on device",
+        "full.incomplete/__1_0.distcp",
         "Not a directory",
         "exists",
         "pickle",

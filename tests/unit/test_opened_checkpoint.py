@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 
+from poplar.checkpoint.data_file import DataFile, ItemReader, _own_storage, check_parts
 from poplar.checkpoint.digests import digest
 from poplar.checkpoint.opened import _first_of_contiguous
 
@@ -24,6 +25,28 @@ def test_boxes_that_are_contiguous_in_a_file_are_recognized(sizes):
         contiguous = elements == list(range(elements[0], elements[0] + len(elements)))
         first = _first_of_contiguous(sizes, [a for a, _ in box], [n for _, n in box])
         assert first == (elements[0] if contiguous else None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool])
+def test_parts_of_a_buffer_are_written_without_a_copy(tmp_path, dtype):
+    buffer = torch.arange(100_000).to(dtype)
+    part = buffer[5_000:50_000].view(9, 5_000)
+    exact = _own_storage(part)
+    assert exact.data_ptr() == part.data_ptr()
+    assert exact.untyped_storage().nbytes() == part.nbytes
+    file = DataFile(tmp_path / "file", lambda: False)
+    written = [file.write_item(part), file.write_item({"a": 1}), file.write_item(part[:0])]
+    file.close()
+    check_parts(tmp_path / "file", written)
+    assert (tmp_path / "file").stat().st_size == sum(item.length for item in written)
+    target = torch.zeros_like(part)
+    reader = ItemReader(tmp_path)
+    reader.elements("file", written[0].values, target)
+    assert torch.equal(target, part)
+    assert torch.equal(reader.tensor("file", *written[0][:2]), part)
+    assert reader.value("file", *written[1][:2]) == {"a": 1}
+    assert reader.tensor("file", *written[2][:2]).shape == (0, 5_000)
+    reader.close()
 
 
 def test_digests_are_equal_for_equal_values_only():
