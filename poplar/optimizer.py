@@ -88,8 +88,12 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
     Collective methods, which every rank must call: the constructor, `train_step`, `micro_batches`,
     `clip_grad_norm_`, `step`, `evaluate`, `full_parameters`, `load_state_dict`,
     `consolidate_state_dict`, `full_state_dict`, `save_model`, `apply_plan`, `full_gradients`,
-    `verify_replicas`, `release`. If a rank fails in a
-    step, all ranks raise, no rank applies the step, and training may continue.
+    `verify_replicas`, `release`. If a rank fails in a step, all ranks raise, no rank applies the
+    step, and training may continue.
+
+    At stage 3, outside `full_parameters()`, `model.state_dict()` has a `ShardTensor` with this
+    rank's part of each parameter, for `torch.distributed.checkpoint`; `torch.save` refuses it.
+    `model.load_state_dict` takes such parts and whole tensors, on every rank, without unsharding.
 
     Args:
         model: on this rank's device, with the same architecture on every rank, not wrapped in DDP
@@ -207,7 +211,6 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         self._replicas = ReplicaCheck(self._engine.trained if replicated else [], self._control)
         super().__init__(request.groups, self._update.inner.defaults)
         self._settings_are_final = True
-        self._full_state: dict[str, Any] | None = None
         self.state = OptimizerState(self._engine, self._update)  # type: ignore[assignment]
         self._step = Step(self._engine, self._update, self._replicas)
         ModelState(self._engine, self._update).register()
@@ -323,7 +326,6 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             raise RuntimeError(_PLAIN_SCALER)
         if self._is_zero_step():
             return result
-        self._full_state = None
         self._step.apply(self.param_groups)
         return result
 
@@ -430,7 +432,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         """Drop the model and the engine without changing the parameters."""
         self._unregister()
         self.state = defaultdict(dict)
-        self._full_state = None
+        self._update.collected = None
         self._engine = cast(Engine, _ReleasedEngine())
 
     # Without a step.
@@ -585,8 +587,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         After `consolidate_state_dict(to)`, on rank `to` and until the next step or load, it is the
         whole state.
         """
-        if self._full_state is not None:
-            return copy_of(self._full_state)
+        if self._update.collected is not None:
+            return copy_of(self._update.collected)
         state = super().state_dict()
         state["poplar"] = {"identity": identity_of(self._engine, self._stage)}
         if self._default_scaler is not None:
@@ -611,7 +613,6 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
 
         identity = identity_of(self._engine, self._stage)
         scaler = load_state_dict(self, self._engine, self._update, identity, state_dict)
-        self._full_state = None
         if self._default_scaler is not None and scaler is not None:
             self._default_scaler.load_state_dict(scaler)
 
@@ -621,7 +622,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         It stays there, in CPU memory, until the next step or load; as that of torch's
         `ZeroRedundancyOptimizer`.
         """
-        self._full_state = self.full_state_dict(to)
+        self._update.collected = self.full_state_dict(to)
 
     def full_state_dict(self, to: int = 0) -> dict[str, Any] | None:
         """The whole state, for a plain `optimizer_class` with the same param groups. Collective.
@@ -632,6 +633,9 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
 
         Returns:
             On rank `to` a state dict on the CPU; None on other ranks.
+
+        Raises:
+            ValueError: there is no rank `to`.
         """
         from poplar.checkpoint.full_state import full_state_dict
 

@@ -21,6 +21,9 @@ def full_state_dict(
     optimizer: torch.optim.Optimizer, engine: Engine, update: ShardedUpdate, to: int
 ) -> dict[str, Any] | None:
     """The state dict of a plain optimizer on rank `to`, None on other ranks. Collective."""
+    size = engine.comm.group.size
+    if to not in range(size):
+        raise ValueError(f"to={to!r} is not one of the {size} ranks; they count from 0")
     names = names_of(engine.model, optimizer.param_groups)
     indices: dict[int, int] = {}
     groups = []

@@ -72,6 +72,8 @@ class ShardedUpdate:
             options: keyword arguments of the class.
         """
         self._factory, self._options = factory, dict(options)
+        self.collected: dict[str, Any] | None = None
+        """The whole state as a state dict, if it was collected here since it last changed."""
         self._state_layouts: dict[int, StateLayout] = {}
         """By param group, until its settings may have changed."""
         self._unstarted: set[Tensor] = set()
@@ -99,6 +101,7 @@ class ShardedUpdate:
             found_inf: one element on the device. If it is not 0, nothing changes; call
                 `undo_if_skipped` afterwards.
         """
+        self.collected = None
         self.use_settings(groups)
         self._drop_unstarted_state()
         self._split_partly_used_runs(unused)
@@ -261,6 +264,7 @@ class ShardedUpdate:
         states: Mapping[ParameterRun, dict[str, Any]],
     ) -> None:
         """Replace the runs of `flat`, which are bound, and their state."""
+        self.collected = None
         for run in self.runs:
             if run.flat is flat and run.tensor is not None:
                 self.inner.state.pop(run.tensor, None)

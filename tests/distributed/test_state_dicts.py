@@ -143,6 +143,8 @@ def consolidate_as_lightning_does(run: Run, to: int) -> dict[str, Any]:
         assert_same(_flat(state), _flat(whole))
         state["state"].popitem()  # a caller may change it
         assert len(optimizer.state_dict()["state"]) == len(whole["state"])
+    with pytest.raises(ValueError, match="to=4 is not one of the 4 ranks"):
+        optimizer.full_state_dict(4)
     training.take_step(run, model, optimizer, 1)
     assert "identity" in optimizer.state_dict()["poplar"], "until the next step"
     return {} if whole is None else whole
