@@ -143,6 +143,9 @@ def digest(indices: list[int]) -> str:
 
 def start_process_group() -> torch.device:
     """Initialize the process group of `torchrun` and select this rank's device."""
+    if os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "True":
+        # torch's issue 135712: a new start may read the addresses of the last one.
+        raise SystemExit("set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before torchrun")
     if not torch.cuda.is_available():
         dist.init_process_group("gloo", timeout=DEADLINE)
         return torch.device("cpu")
