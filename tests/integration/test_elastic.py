@@ -53,6 +53,7 @@ class Job:
         """
         self.folder, self.least, self.most, self.steps = folder, least, hosts, steps
         self.last_call = last_call
+        self.checkpoints = folder / "checkpoints"
         self.agents: list[Any] = []
         with socket.socket() as free:
             free.bind(("localhost", 0))
@@ -74,7 +75,7 @@ class Job:
             f"--rdzv-conf={RENDEZVOUS},last_call_timeout={self.last_call},"
             f"is_host={int(not self.agents)}",
             str(EXAMPLE),
-            f"--folder={self.folder}",
+            f"--folder={self.checkpoints}",
             f"--steps={self.steps}",
             f"--save-every={SAVE_EVERY}",
             f"--global-batch={GLOBAL_BATCH}",
@@ -105,7 +106,7 @@ class Job:
     @property
     def lines(self) -> list[Line]:
         """What was logged so far."""
-        path = self.folder / "log.jsonl"
+        path = self.checkpoints / "log.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
     def wait_for(self, condition: Callable[[], bool], what: str) -> None:
@@ -132,7 +133,7 @@ class Job:
 
     def is_saving(self) -> bool:
         """Whether a checkpoint is being written."""
-        return any(self.folder.glob("step-*.incomplete"))
+        return any(self.checkpoints.glob("step-*.incomplete"))
 
     def output(self) -> str:
         """The last lines that each host has printed."""
