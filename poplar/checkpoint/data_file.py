@@ -62,20 +62,27 @@ class DataFile:
         self._crc = 0
         self._values: int | None = None
         self._elements: Tensor | None = None
+        self._failure: Exception | None = None
         self._started = 0
         self.bytes_written = 0
 
     def write_item(self, value: Any) -> Part:
         """Write a tensor, or any other picklable value."""
         start, self._crc, self._values = self.bytes_written, 0, None
-        if isinstance(value, Pickled):
-            self.write(value.data)
-            return Part(start, self.bytes_written - start, self._crc)
-        self._elements = None
-        if isinstance(value, Tensor):
-            value = self._elements = _own_storage(value)
-        with _without_checksum_of_torch():
-            torch.save(value, self)  # type: ignore[arg-type]
+        self._elements = _own_storage(value) if isinstance(value, Tensor) else None
+        try:
+            if isinstance(value, Pickled):
+                self.write(value.data)
+            else:
+                with _without_checksum_of_torch():
+                    item = value if self._elements is None else self._elements
+                    torch.save(item, self)  # type: ignore[arg-type]
+        except RuntimeError:
+            if self._failure is not None:  # torch.save raises another error while it unwinds
+                raise self._failure from None
+            raise
+        finally:
+            self._elements = None  # it may be a copy
         return Part(start, self.bytes_written - start, self._crc, self._values)
 
     def write(self, data: Any) -> int:
@@ -112,7 +119,8 @@ class DataFile:
 
     def _write_chunk(self, chunk: memoryview) -> None:
         if self._is_stopped():
-            raise Cancelled
+            self._failure = Cancelled()
+            raise self._failure
         self._crc = zlib.crc32(chunk, self._crc)
         try:
             while chunk:
@@ -120,7 +128,8 @@ class DataFile:
                 self.bytes_written += written
                 chunk = chunk[written:]
         except OSError as error:
-            raise _with_path(error, self._path) from error
+            self._failure = _with_path(error, self._path)
+            raise self._failure from error
         self._start_disk()
 
     def _start_disk(self) -> None:

@@ -113,6 +113,8 @@ def start_save(
 
         def make_job() -> SaveJob:
             _check_complete(agreed.metadata)
+            if (device := parts.engine.flats[0].device).type == "cuda":
+                torch.cuda.synchronize(device)  # the thread that writes has another stream
             return SaveJob(
                 folder=path,
                 rank=control.group.rank,

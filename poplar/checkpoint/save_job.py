@@ -114,11 +114,6 @@ class PendingSave:
                 self._give_up(TimeoutError(message) if self.job.rank in late else None)
 
     @property
-    def is_written(self) -> bool:
-        """Whether this rank has nothing more to do."""
-        return not self._thread.is_alive()
-
-    @property
     def _bytes_written(self) -> int:
         return 0 if self._file is None else self._file.bytes_written
 
@@ -235,12 +230,7 @@ def _with_aliases(metadata: Metadata, aliases: Mapping[str, str]) -> Metadata:
     for index, info in metadata.storage_data.items():
         for alias, stored in aliases.items():
             if index.fqn == stored:
-                storage[replace_name(index, alias)] = info
+                storage[MetadataIndex(alias, index.offset, index.index)] = info
     for alias, stored in aliases.items():
         described[alias] = described[stored]
     return replace(metadata, state_dict_metadata=described, storage_data=storage)
-
-
-def replace_name(index: MetadataIndex, name: str) -> MetadataIndex:
-    """The same part of another tensor."""
-    return MetadataIndex(name, index.offset, index.index)

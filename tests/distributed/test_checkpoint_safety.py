@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import pickle
 import random
+import resource
 import shutil
 import signal
 import threading
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -203,8 +203,7 @@ def fail_to_save(folder: str) -> list[harness.Failure]:
             poplar.save_checkpoint(f"{folder}/{name}", optimizer, **options)
         failures.extend(caught)
 
-    full = OSError(errno.ENOSPC, "No space left on device", "the file")
-    with mock.patch.object(DataFile, "_start_disk", side_effect=full if harness.rank() else None):
+    with files_limited_to(20_000 if harness.rank() == 1 else resource.RLIM_INFINITY):
         expect_error("full")
     expect_error("file/below")
     expect_error("used")
@@ -218,6 +217,17 @@ def fail_to_save(folder: str) -> list[harness.Failure]:
     return failures
 
 
+@contextlib.contextmanager
+def files_limited_to(size: int) -> Iterator[None]:
+    """Writing beyond this size fails, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
 def batch_of_two() -> dict[str, torch.Tensor]:
     from test_checkpoints import batch_of
 
@@ -229,7 +239,7 @@ def test_failed_save_raises_on_all_ranks_and_leaves_nothing(ranks: Pool, tmp_pat
     (tmp_path / "used").mkdir()
     by_rank = ranks.run(fail_to_save, str(tmp_path), ranks=2)
     expected = (
-        "No space left on device",
+        "full.incomplete/__1_0.distcp",
         "Not a directory",
         "exists",
         "pickle",
@@ -277,8 +287,7 @@ def fail_in_background(folder: str) -> list[harness.Failure]:
     manager.save(1)
     manager.wait()
     failures = []
-    full = OSError(errno.ENOSPC, "No space left on device", "the file")
-    with mock.patch.object(DataFile, "_start_disk", side_effect=full if harness.rank() else None):
+    with files_limited_to(20_000 if harness.rank() == 1 else resource.RLIM_INFINITY):
         manager.save(2)
         train(optimizer, 1, 1)
         with harness.catching() as caught:
@@ -297,7 +306,7 @@ def test_error_of_an_asynchronous_save_is_raised_by_the_next_call(
     ranks: Pool, tmp_path: Path
 ) -> None:
     by_rank = ranks.run(fail_in_background, str(tmp_path), ranks=2)
-    assert_raised([failures[0] for failures in by_rank], "No space left on device")
+    assert_raised([failures[0] for failures in by_rank], "step-00000002.incomplete/__1_0.distcp")
 
 
 def snapshot(folder: str) -> None:
