@@ -74,6 +74,7 @@ def loss_fn(model: nn.Module, batch: Batch) -> Tensor:
 
 def main() -> None:
     options = parse_options()
+    options.folder.mkdir(parents=True, exist_ok=True)
     device = start_process_group()
     train(options, device)
     dist.destroy_process_group()
@@ -143,6 +144,9 @@ def digest(indices: list[int]) -> str:
 
 def start_process_group() -> torch.device:
     """Initialize the process group of `torchrun` and select this rank's device."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        # torch's issue 135712: a new start may read the addresses of the last one.
+        raise SystemExit("set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before torchrun")
     if not torch.cuda.is_available():
         dist.init_process_group("gloo", timeout=DEADLINE)
         return torch.device("cpu")

@@ -80,7 +80,8 @@ def profile_cluster(
         process_group, units, compute_dtype, reduce_dtype, timeout, allow_batch_norm, weights,
             device: as for `HeteroZeroOptimizer`.
         cache: True to use and store profiles in the default folder, a folder, or False. A cached
-            profile is used if model, dtype, devices and versions are the same.
+            profile is used if model, dtype, devices and versions are the same. If only other hosts
+            were lost or have joined, the curves of the devices are used.
         progress: show on stderr of rank 0 what is being measured.
         optimizer_kwargs: for `optimizer_class`.
 
