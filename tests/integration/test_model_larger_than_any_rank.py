@@ -179,7 +179,9 @@ def test_a_model_larger_than_any_limit_trains_like_one_process(source: str, tmp_
     if source == "safetensors":
         weights = str(tmp_path / "before.safetensors")
         save_file(model.state_dict(), weights)
-    answers = one_off(RANKS, train, limit, weights, str(tmp_path), timeout=500)
+    answers = one_off(
+        RANKS, train, limit, weights, str(tmp_path), timeout=choose(quick=500, full=1500)
+    )
     failures = [str(answer) for answer in answers if isinstance(answer, harness.Failure)]
     assert not failures, "\n".join(failures)
     losses = train_in_one_process(model)
