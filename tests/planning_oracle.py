@@ -570,7 +570,31 @@ def random_cluster(draw: random.Random, ranks: int, stage: int) -> ClusterProfil
         backward_fraction=draw.choice((2 / 3, draw.random())),
         memory_reserve=draw.choice((0.0, 0.05)),
     )
-    return _with_memory(draw, cluster, stage)
+    return _with_memory(draw, _with_memory_by_unit(draw, cluster), stage)
+
+
+def _with_memory_by_unit(draw: random.Random, cluster: ClusterProfile) -> ClusterProfile:
+    """Activations that shrink during the backward, or unknown ones; any use of receive buffers."""
+    keeps = draw.choice(("freed", "step", "kept"))
+    network = dataclasses.replace(cluster.network, receive_buffers=keeps)
+    if draw.random() < 0.5:
+        return dataclasses.replace(cluster, network=network)
+    units = len(cluster.model.unit_numels)
+    parts = sorted(draw.random() for _ in range(2 * units))
+
+    def by_unit(device: DeviceProfile) -> DeviceProfile:
+        points = tuple(
+            dataclasses.replace(
+                point,
+                unit_bytes=tuple(int(part * point.activation_bytes) for part in parts[1::2]),
+                bytes_after_unit=tuple(int(part * point.activation_bytes) for part in parts[::2]),
+            )
+            for point in device.points
+        )
+        return dataclasses.replace(device, points=points)
+
+    devices = tuple(map(by_unit, cluster.devices))
+    return dataclasses.replace(cluster, devices=devices, network=network)
 
 
 def residuals(draw: random.Random, size: float) -> tuple[float, ...]:
@@ -607,7 +631,7 @@ def _with_memory(draw: random.Random, cluster: ClusterProfile, stage: int) -> Cl
     """Memory between the least that a plan needs and the most, or far outside."""
     oracle = Oracle(cluster, stage)
     kinds: dict[DeviceProfile, int] = {}
-    tight = draw.random() < 0.7
+    tight = draw.random() < 0.5
     for rank, device in enumerate(cluster.devices):
         least = oracle.needed(rank, 0, 0.0)
         batch = draw.randint(0, device.max_batch)

@@ -56,7 +56,6 @@ def measure_model(name: str, stages: Sequence[int], batches: Sequence[int]) -> I
     for stage in stages:
         cases = [(batch, case) for batch in batches for case in cases_of(stage, batch)]
         with Workers(open_cluster("peaks", RANKS), f"{name}, stage {stage}") as workers:
-            workers.call(_warm_up, name, stage, max(batches))
             for batch, case in cases:
                 needed = memory_needed(profile, case.plan)
                 peaks = workers.call(_peak, name, case.plan)
@@ -109,23 +108,19 @@ def _profile(context: WorkerContext, name: str, batches: Sequence[int]) -> Clust
     )
 
 
-def _warm_up(context: WorkerContext, name: str, stage: int, batch: int) -> None:
-    """Import modules, start threads, connect the ranks, and let libraries allocate their buffers.
-
-    oneDNN and MKL keep up to 14 MiB for the shapes of these models.
-    """
-    for case in cases_of(stage, batch):
-        _train(SUBJECTS[name], case.plan, context.rank)
-
-
 def _peak(context: WorkerContext, name: str, plan: Plan) -> int:
-    """Peak resident bytes of steps after the first one, above those before the model was built."""
+    """Peak resident bytes of steps after the first one, above those before the model was built.
+
+    The plan has run before: modules are imported, ranks connected, threads started, and libraries
+    have allocated their buffers (up to 14 MiB in oneDNN and MKL for the shapes of a model).
+    """
+    _train(SUBJECTS[name], plan, context.rank, steps=0)
     process_memory.release_freed_memory()
     before = process_memory.resident_bytes()
-    return _train(SUBJECTS[name], plan, context.rank) - before
+    return _train(SUBJECTS[name], plan, context.rank, steps=STEPS) - before
 
 
-def _train(subject: Subject, plan: Plan, rank: int) -> int:
+def _train(subject: Subject, plan: Plan, rank: int, *, steps: int) -> int:
     """The resident peak. The first step, which allocates the optimizer's state, does not count."""
     optimizer = HeteroZeroOptimizer(
         subject.model(),
@@ -141,7 +136,7 @@ def _train(subject: Subject, plan: Plan, rank: int) -> int:
     process_memory.release_freed_memory()
     process_memory.reset_peak()
     dist.barrier()
-    for _ in range(STEPS):
+    for _ in range(steps):
         optimizer.train_step(subject.loss, batch, max_norm=1.0)
     peak = process_memory.peak_resident_bytes()
     optimizer.release()

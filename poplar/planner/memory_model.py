@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from poplar.planner.memory_moments import (
     Backward,
     Bytes,
     Moment,
     Pass,
+    Unsharded,
     elements_of,
     highest,
     reduced_in_every_pass,
@@ -26,9 +27,6 @@ from poplar.profile import ClusterProfile, DeviceProfile, ModelProfile
 
 SLACK_BYTES = 1.0
 """Tolerance for the rounding of shares."""
-_PASSES = [
-    Pass(later=later, samples=samples) for later in (False, True) for samples in (False, True)
-]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +42,11 @@ class RankMemory:
     device: DeviceProfile
     state: Bytes
     """What is always held."""
-    moments: Mapping[Pass, tuple[Moment, ...]] = field(repr=False)
+    backward: Backward = field(repr=False)
+    moments: Callable[[Pass], tuple[Moment, ...]] = field(repr=False)
+    """Of a kind of pass."""
+    unsharded: Callable[[bool], Unsharded] | None = field(repr=False)
+    """Unsharded parameters of a pass with or without samples; None where they are never sharded."""
     limit: float
     """Bytes that a plan may use: the device's memory without the reserve."""
     _lines: dict[tuple[bool, int], tuple[Bytes, ...]] = field(
@@ -88,19 +90,33 @@ class RankMemory:
         """The moments of a pass with this many samples that are the highest for some share."""
         key = later, micro_batch
         if key not in self._lines:
-            own = self.moments[Pass(later=later, samples=micro_batch > 0)]
-            during, packed = self.device.unit_bytes(micro_batch)
-            every = self.device.activation_bytes(micro_batch)
-
-            def activations(moment: Moment) -> Bytes:
-                if moment.unit is None:
-                    return Bytes()
-                by_unit = packed if moment.packed else during
-                return Bytes(by_unit[moment.unit] if by_unit else every)
-
-            lines = [self.state.plus(moment.needed, activations(moment)) for moment in own]
-            self._lines[key] = highest(lines)
+            own = Pass(later=later, samples=micro_batch > 0)
+            self._lines[key] = highest(self._lines_at(own, micro_batch))
         return self._lines[key]
+
+    def _lines_at(self, own: Pass, micro_batch: int) -> Iterator[Bytes]:
+        """All moments of a pass."""
+        unsharded = None if self.unsharded is None else self.unsharded(own.samples)
+        during, ended = self._activations(micro_batch)
+        state, per_share = self.state
+        for moment in self.moments(own):
+            fixed = state + moment.needed.fixed
+            if moment.turn is not None and moment.turn >= 0:
+                fixed += (ended if moment.ended else during)[moment.turn]
+            if unsharded is not None:
+                fixed += unsharded.at(moment)
+            yield Bytes(fixed, per_share + moment.needed.per_share)
+
+    def _activations(self, micro_batch: int) -> tuple[Sequence[float], Sequence[float]]:
+        """By turn, activation bytes during a backward and when it has ended; the peak of the pass
+        if they were not measured.
+        """
+        turns = self.backward.turns
+        during, after = self.device.unit_bytes(micro_batch)
+        if not during:
+            whole = [self.device.activation_bytes(micro_batch)] * len(turns)
+            return whole, whole
+        return [during[unit] for unit in turns], [after[unit] for unit in turns]
 
 
 def rank_memory(
@@ -108,38 +124,36 @@ def rank_memory(
 ) -> RankMemory:
     """The memory of `rank` at `stage`; `persistent` units stay unsharded between passes."""
     device, model = cluster.devices[rank], cluster.model
+    ranks, keeps = cluster.world_size, cluster.network.receive_buffers
     always = Bytes(_relayed(cluster, stage) + model.frozen_bytes + device.held_bytes)
     return RankMemory(
         device=device,
         state=_state(model, stage).plus(always),
-        moments=_moments(
-            model,
-            stage,
-            frozenset(persistent),
-            cluster.world_size,
-            cluster.network.receive_buffers,
-        ),
+        backward=_backward(model, stage),
+        moments=partial(_moments, model, stage, ranks, keeps),
+        unsharded=partial(_unsharded, model, frozenset(persistent)) if stage == 3 else None,
         limit=device.memory_bytes * (1.0 - cluster.memory_reserve),
     )
 
 
 @lru_cache(64)
+def _backward(model: ModelProfile, stage: int) -> Backward:
+    return Backward.of(model, stage)
+
+
+@lru_cache(256)
 def _moments(
-    model: ModelProfile, stage: int, persistent: frozenset[int], ranks: int, keeps: str
-) -> dict[Pass, tuple[Moment, ...]]:
-    """The moments of each kind of pass."""
-    backward = Backward.of(model, stage)
-    each = elements_of(model, stage, ranks, keeps)
+    model: ModelProfile, stage: int, ranks: int, keeps: str, own: Pass
+) -> tuple[Moment, ...]:
+    """The moments of a kind of pass."""
+    backward, each = _backward(model, stage), elements_of(model, stage, ranks, keeps)
+    kind = reduced_once if stage < 2 else reduced_in_every_pass
+    return tuple(kind(backward, each, own, keeps))
 
-    def of(own: Pass) -> tuple[Moment, ...]:
-        if stage < 2:
-            return tuple(reduced_once(backward, each, own, keeps))
-        unsharded = None
-        if stage == 3:
-            unsharded = unsharded_in(model, backward, persistent, samples=own.samples)
-        return tuple(reduced_in_every_pass(backward, each, own, keeps, unsharded))
 
-    return {own: of(own) for own in _PASSES}
+@lru_cache(256)
+def _unsharded(model: ModelProfile, persistent: frozenset[int], samples: bool) -> Unsharded:
+    return unsharded_in(model, _backward(model, 3), persistent, samples=samples)
 
 
 def _state(model: ModelProfile, stage: int) -> Bytes:
@@ -161,5 +175,5 @@ def _relayed(cluster: ClusterProfile, stage: int) -> float:
     model = cluster.model
     if not cluster.network.hosts:
         return 0.0
-    largest = max(flat.numel for flat in Backward.of(model, stage).flats)
+    largest = max(flat.numel for flat in _backward(model, stage).flats)
     return (2.0 * model.wire_bytes + model.param_bytes) * largest

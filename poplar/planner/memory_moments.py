@@ -21,7 +21,8 @@ import math
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
 from poplar.profile import ModelProfile
@@ -44,8 +45,11 @@ class Bytes(NamedTuple):
 
     def plus(self, *others: Bytes) -> Bytes:
         """The sum."""
-        every = (self, *others)
-        return Bytes(sum(one.fixed for one in every), sum(one.per_share for one in every))
+        fixed, per_share = self
+        for other in others:
+            fixed += other.fixed
+            per_share += other.per_share
+        return Bytes(fixed, per_share)
 
     def times(self, factor: float) -> Bytes:
         """As much for each of several elements."""
@@ -53,13 +57,18 @@ class Bytes(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """What is alive at one time, besides the state that always is."""
+    """What is alive at one time, besides the state, unsharded parameters and activations."""
 
     needed: Bytes
-    unit: int | None = None
-    """The activations are those of this unit's backward; None: there are none."""
+    turn: int | None = None
+    """In the backward of which unit; None: in the update. `BEFORE`: before any gradient."""
     packed: bool = False
-    """Its backward is over. Otherwise the most activations during it count."""
+    """A bucket of the unit is packed, or was just sent."""
+    ended: bool = False
+    """The unit's backward is over; otherwise the most activations during it count."""
+
+
+BEFORE = -1
 
 
 class Flat(NamedTuple):
@@ -102,6 +111,14 @@ class Backward:
     limit: int
     """Buckets in flight at the same time."""
 
+    @cached_property
+    def flats_of(self) -> list[list[Flat]]:
+        """The flats that are complete in each turn."""
+        found: list[list[Flat]] = [[] for _ in self.turns]
+        for flat in self.flats:
+            found[flat.turn].append(flat)
+        return found
+
     @classmethod
     def of(cls, model: ModelProfile, stage: int) -> Backward:
         """The backward of a model whose flats are those of a stage."""
@@ -112,20 +129,23 @@ class Backward:
         turn_of.update(dict.fromkeys(resident, len(others)))
         in_order = [*resident, *others]
         ends = [0, *accumulate(model.unit_numels[unit] for unit in in_order)]
-        begins = dict(zip(in_order, ends, strict=False))
+        begins: dict[int, int] = {}
+        for unit, low in zip(in_order, ends, strict=False):
+            begins.setdefault(turn_of[unit], low)
         flats: list[Flat] = []
         held = [0.0] * len(turns)
-        end = 0
+        place = end = 0
         for numel in _flat_numels(model, stage, in_order):
             begin, end = end, end + numel
-            inside = [
-                (turn_of[unit], min(high, end) - max(low, begin))
-                for unit, (low, high) in zip(in_order, pairwise(ends), strict=True)
-                if low < end and begin < high
-            ]
+            inside = []
+            while begin < end and place < len(in_order):
+                part = min(ends[place + 1], end) - max(ends[place], begin)
+                inside.append((turn_of[in_order[place]], part))
+                if ends[place + 1] > end:
+                    break
+                place += 1
             last = max(turn for turn, _ in inside)
-            unit_begins = min(low for unit, low in begins.items() if turn_of[unit] == last)
-            flats.append(Flat(numel, last, begin > unit_begins))
+            flats.append(Flat(numel, last, begin > begins[last]))
             for turn, part in inside:
                 if turn < len(others):
                     for later in range(turn, last + 1):
@@ -189,8 +209,7 @@ class _InFlight:
     def start(self, numel: int) -> None:
         """Begin a reduction."""
         self.flats.append(numel)
-        for size, count in Counter(self.flats).items():
-            self.most[size] = max(self.most[size], count)
+        self.most[numel] = max(self.most[numel], self.flats.count(numel))
 
     @property
     def received(self) -> Bytes:
@@ -222,24 +241,24 @@ def reduced_once(backward: Backward, each: PerElement, own: Pass, keeps: str) ->
     """
     flight = _new_flight(backward, each, keeps, later=False)
     done = sum(flat.numel for flat in backward.flats) if own.later else 0
-    for turn, unit in enumerate(backward.turns):
-        gradients = each.gradient * backward.pending[turn] if own.samples else 0.0
+    for turn, pending in enumerate(backward.pending):
+        gradients = each.gradient * pending if own.samples else 0.0
         alive = each.sums.times(done).plus(flight.bytes)
-        yield Moment(alive.plus(Bytes(gradients)), unit)
-        for flat in (flat for flat in backward.flats if flat.turn == turn):
+        yield Moment(alive.plus(Bytes(gradients)), turn)
+        for flat in backward.flats_of[turn]:
             done += 0 if own.later else flat.numel
             alive = each.sums.times(done).plus(flight.bytes)
-            yield Moment(alive.plus(Bytes(gradients)), unit, packed=not flat.inner)
+            yield Moment(alive.plus(Bytes(gradients)), turn, True, not flat.inner)
             gradients = max(0.0, gradients - each.gradient * flat.numel)
             flight.make_room()
             flight.start(flat.numel)
             alive = each.sums.times(done).plus(flight.bytes)
-            yield Moment(alive.plus(Bytes(gradients)), unit, packed=not flat.inner)
+            yield Moment(alive.plus(Bytes(gradients)), turn, True, not flat.inner)
     yield _end_of_step(backward, each, flight)
 
 
 def reduced_in_every_pass(
-    backward: Backward, each: PerElement, own: Pass, keeps: str, unsharded: Unsharded | None
+    backward: Backward, each: PerElement, own: Pass, keeps: str
 ) -> Iterator[Moment]:
     """Moments where every pass reduces the gradients of each unit (stages 2 and 3).
 
@@ -248,23 +267,20 @@ def reduced_in_every_pass(
     """
     flight = _new_flight(backward, each, keeps, later=own.later)
     done = sum(flat.numel for flat in backward.flats) if own.later else 0
-    before = unsharded.before if unsharded else 0.0
-    yield Moment(each.sums.times(done).plus(flight.bytes, Bytes(before)))
-    for turn, unit in enumerate(backward.turns):
-        during = Bytes(unsharded.during[turn] if unsharded else 0.0)
-        packing = Bytes(unsharded.packed[turn] if unsharded else 0.0)
-        gradients = each.gradient * backward.pending[turn] if own.samples else 0.0
-        alive = during.plus(each.sums.times(done), flight.bytes)
-        yield Moment(alive.plus(Bytes(gradients)), unit)
-        for flat in (flat for flat in backward.flats if flat.turn == turn):
+    yield Moment(each.sums.times(done).plus(flight.bytes), BEFORE)
+    for turn, pending in enumerate(backward.pending):
+        gradients = each.gradient * pending if own.samples else 0.0
+        alive = each.sums.times(done).plus(flight.bytes)
+        yield Moment(alive.plus(Bytes(gradients)), turn)
+        for flat in backward.flats_of[turn]:
             flight.make_room()
-            alive = packing.plus(each.sums.times(done), flight.bytes, each.bucket.times(flat.numel))
-            yield Moment(alive.plus(Bytes(gradients)), unit, packed=not flat.inner)
+            alive = each.sums.times(done).plus(flight.bytes, each.bucket.times(flat.numel))
+            yield Moment(alive.plus(Bytes(gradients)), turn, True, not flat.inner)
             gradients = max(0.0, gradients - each.gradient * flat.numel)
             done += 0 if own.later else flat.numel
             flight.start(flat.numel)
-            alive = packing.plus(each.sums.times(done), flight.bytes)
-            yield Moment(alive.plus(Bytes(gradients)), unit, packed=not flat.inner)
+            alive = each.sums.times(done).plus(flight.bytes)
+            yield Moment(alive.plus(Bytes(gradients)), turn, True, not flat.inner)
     yield _end_of_step(backward, each, flight)
 
 
@@ -295,6 +311,14 @@ class Unsharded(NamedTuple):
     """By turn, while the unit has its backward."""
     packed: Sequence[float]
     """By turn, while a bucket is packed."""
+
+    def at(self, moment: Moment) -> float:
+        """The bytes at a moment."""
+        if moment.turn is None:
+            return 0.0
+        if moment.turn == BEFORE:
+            return self.before
+        return (self.packed if moment.packed else self.during)[moment.turn]
 
 
 def unsharded_in(
@@ -351,11 +375,11 @@ def elements_of(model: ModelProfile, stage: int, ranks: int, keeps: str) -> PerE
     return PerElement(model.grad_bytes, sums, packed, Bytes(parts / ranks))
 
 
-def highest(lines: Sequence[Bytes]) -> tuple[Bytes, ...]:
+def highest(lines: Iterable[Bytes]) -> tuple[Bytes, ...]:
     """The lines that are the maximum for some share from 0 to 1, and maybe a few others."""
     best = -math.inf
     kept = []
-    for line in sorted(lines, key=lambda line: (-line.fixed, -line.per_share)):
+    for line in sorted(lines, reverse=True):
         if line.fixed + line.per_share > best:
             best = line.fixed + line.per_share
             kept.append(line)

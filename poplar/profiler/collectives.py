@@ -174,7 +174,7 @@ def measure_network(session: Session, budget: float) -> NetworkProfile:
 
 def _receive_buffers(session: Session) -> str:
     """`NetworkProfile.receive_buffers`: devices reuse freed memory, and the host keeps buffers."""
-    if session.asynchronous:
+    if session.device.type != "cpu":
         return "freed"
     return "kept" if caches_memory() else "step"
 

@@ -247,6 +247,9 @@ def test_random_plans_cost_the_same_as_in_the_oracle(seed):
     assume(max(max(own, default=0) for own in plan.micro_batches) <= 20)
     cluster = planning_oracle.random_cluster(draw, plan.world_size, plan.stage)
     last = BatchPoint(batch=20, seconds=9.0, activation_bytes=10**7)
+    if cluster.devices[0].points[0].unit_bytes:
+        by_unit = (10**7,) * len(cluster.model.unit_numels)
+        last = dataclasses.replace(last, unit_bytes=by_unit, bytes_after_unit=by_unit)
     for rank in range(plan.world_size):
         points = (*cluster.devices[rank].points, last)
         cluster = changed(cluster, rank, points=points, memory_bytes=10**12)

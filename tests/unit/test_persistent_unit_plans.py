@@ -102,7 +102,7 @@ def test_no_number_of_persistent_units_is_faster(first_seed):
             oracle = Oracle(cluster, 3, frozenset(order[:count]))
             shares = some_shares(oracle, global_batch, draw)[:12]
             assert oracle.best(global_batch, shares) >= least * (1 - 1e-9), (seed, count)
-    assert found > CASES / 2
+    assert found >= CASES / 3
 
 
 @pytest.mark.parametrize("global_batch", [16, 24, 32])
