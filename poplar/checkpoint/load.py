@@ -36,8 +36,8 @@ from poplar.zero.agreement import run_on_all_ranks
 from poplar.zero.flat_parameter import FlatParameter
 from poplar.zero.update import ParameterRun
 
-_OF_THIS_PROCESS = {"params", "capturable", "differentiable", "foreach", "fused"}
-"""Settings of param groups that choose an implementation, which a checkpoint does not."""
+_OF_THIS_PROCESS = {"params", "param_names", "capturable", "differentiable", "foreach", "fused"}
+"""Entries of param groups that name parameters or choose an implementation; not loaded."""
 
 
 @torch.no_grad()

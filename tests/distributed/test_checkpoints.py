@@ -110,6 +110,7 @@ def resume(stage: int, options: dict[str, Any], folder: str) -> None:
     scheduler.step()
     model.steps.add_(harness.rank())  # a buffer that differs between ranks
     poplar.save_checkpoint(folder, optimizer, state={"scheduler": scheduler, "note": [1, "a"]})
+    assert Plan.from_json(f"{folder}/plan.json") == plan
     train(optimizer, 2, 2, noisy_loss)
     expected, drawn = values_of(model, optimizer), torch.rand(3)
 
