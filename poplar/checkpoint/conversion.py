@@ -60,9 +60,7 @@ def convert(
 
 def _to_torch(opened: OpenedCheckpoint, output: Path, dtype: Dtype) -> list[Path]:
     values: dict[str, Any] = {
-        "model": {
-            name.removeprefix("model."): _value(opened, name, dtype) for name in _names(opened)
-        },
+        "model": _model(opened, dtype),
         "optimizer": plain_optimizer_state(opened),
         "step": None if opened.manifest is None else opened.manifest.step,
         "scaler": opened.value(SCALER) if SCALER in opened.described else None,
@@ -76,6 +74,17 @@ def _to_torch(opened: OpenedCheckpoint, output: Path, dtype: Dtype) -> list[Path
     torch.save(values, aside)
     aside.replace(output)
     return [output]
+
+
+def _model(opened: OpenedCheckpoint, dtype: Dtype) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for name in _names(opened):
+        if opened.tensor(name) is not None:
+            values[name.removeprefix("model.")] = _value(opened, name, dtype)
+        else:
+            own = str(opened.paths[name][1]) if name in opened.paths else name[len("model.") :]
+            values[own] = opened.model_value(own)
+    return values
 
 
 def plain_optimizer_state(opened: OpenedCheckpoint) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from poplar.checkpoint.training_state import (
     TrainingParts,
     canonical,
     check_idle,
+    is_extra_state,
     loaded_runs,
     model_values,
     new_run_state,
@@ -36,8 +37,8 @@ from poplar.zero.agreement import run_on_all_ranks
 from poplar.zero.flat_parameter import FlatParameter
 from poplar.zero.update import ParameterRun
 
-_OF_THIS_PROCESS = {"params", "capturable", "differentiable", "foreach", "fused"}
-"""Settings of param groups that choose an implementation, which a checkpoint does not."""
+_OF_THIS_PROCESS = {"params", "param_names", "capturable", "differentiable", "foreach", "fused"}
+"""Entries of param groups that name parameters or choose an implementation; not loaded."""
 
 
 @torch.no_grad()
@@ -91,6 +92,7 @@ def load_checkpoint(
         changing = f"{doing} after values had changed; load a checkpoint again before training"
         run_on_all_ranks(control, load.read_values, doing=changing)
         load.finish()
+        run_on_all_ranks(control, load.set_rest, doing=changing)
     finally:
         load.opened.close()
     return load.values
@@ -106,7 +108,9 @@ class Load:
         self.parts, self.opened = parts, opened
         rank = parts.control.group.rank
         self._check_class()
-        self._model = model_values(parts)
+        values = model_values(parts)
+        self._model = {n: v for n, v in values.items() if not is_extra_state(n)}
+        self._check_values()
         self._stored_names = check_model(opened, self._model)
         self._groups = saved_groups_of(opened, parts)
         keys = saved_optimizer_keys(opened, parts)
@@ -127,6 +131,9 @@ class Load:
             )
         self.values = {name: opened.value(stored) for name, stored in saved.items()}
         self._object_states = {name: self.values.pop(name) for name in self._objects}
+        self._extra_states = {
+            name: self._extra_state(name) for name in values.keys() - self._model.keys()
+        }
         own = f"{RANK}{rank}"
         manifest = opened.manifest
         as_many = manifest is not None and manifest.world_size == parts.control.group.size
@@ -175,12 +182,12 @@ class Load:
         if not strategy.shards_parameters and not strategy.replicates_state:
             for flat in parts.engine.flats:
                 comm.all_gather(flat.values, flat.layout, what=f"loading {flat.name}").wait()
-        for name, value in self._model.items():
-            if not isinstance(value, Tensor):
-                module, _, key = name.rpartition(".")
-                assert key == "_extra_state", name
-                extra = self.opened.value(self._stored_names[name])
-                parts.model.get_submodule(module).set_extra_state(extra)
+
+    def set_rest(self) -> None:
+        """Set extra states of modules, the scaler, own buffers and random states. Local."""
+        parts = self.parts
+        for name, value in self._extra_states.items():
+            parts.model.get_submodule(name.rpartition(".")[0]).set_extra_state(value)
         if parts.scaler is not None and self._scaler is not None:
             parts.scaler.load_state_dict(self._scaler)
         if self._own is not None:
@@ -188,6 +195,24 @@ class Load:
             for name, value in self._own["buffers"].items():
                 buffers[name].copy_(value)
             set_random_state(self._own["random"], parts.engine.flats[0].device)
+
+    def _check_values(self) -> None:
+        model = self.parts.model
+        known = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+        for name, value in self._model.items():
+            if id(value) not in known:
+                raise TypeError(
+                    f"the model's state_dict() computes {name!r}, so it cannot be loaded in place; "
+                    "load with torch.distributed.checkpoint and model.load_state_dict()"
+                )
+
+    def _extra_state(self, name: str) -> Any:
+        try:
+            return self.opened.model_value(name)
+        except KeyError:
+            raise ValueError(
+                f"{self.opened.folder} is of another model: it lacks {name!r}"
+            ) from None
 
     def _check_class(self) -> None:
         manifest = self.opened.manifest
@@ -261,7 +286,7 @@ class Load:
         }
         done: set[int] = set()
         for name, value in self._model.items():
-            if not isinstance(value, Tensor) or id(value) in done:
+            if id(value) in done:
                 continue
             done.add(id(value))
             target = value.detach()

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed._shard._utils import narrow_tensor_by_index
+from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.metadata import (
     Metadata,
     MetadataIndex,
@@ -93,6 +94,23 @@ class OpenedCheckpoint:
             part = self._parts[place.relative_path, place.offset]
             check_parts(self.folder / place.relative_path, [part])
         return self._reader.value(place.relative_path, place.offset, place.length)
+
+    def model_value(self, name: str) -> Any:
+        """A value of the model that may be stored in parts: entries of mappings have own names.
+
+        Raises:
+            KeyError: nothing is stored under this name.
+        """
+        name = f"model.{name}"
+        if name in self.described:
+            return self.value(name)
+        parts = [other for other in self.described if other.startswith(f"{name}.")]
+        if not parts:
+            raise KeyError(name)
+        root: dict[str, Any] = {}
+        for part in parts:
+            set_element(root, self.paths[part][2:], self.value(part))
+        return root
 
     def read_into(self, targets: Iterable[tuple[str, Tensor]]) -> None:
         """Read tensors into the memory of these, which may be `ShardTensor`s.

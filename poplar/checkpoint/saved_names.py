@@ -13,12 +13,13 @@ from poplar.checkpoint.training_state import TrainingParts, parameter_names
 _SHOWN = 5
 
 
-def check_model(opened: OpenedCheckpoint, model: Mapping[str, Any]) -> dict[str, str]:
+def check_model(opened: OpenedCheckpoint, model: Mapping[str, Tensor]) -> dict[str, str]:
     """Check that a checkpoint has exactly the names and shapes of a model.
 
     Args:
         opened: the checkpoint.
-        model: as `model_values` gives it. Of tied parameters, one name is enough.
+        model: parameters and buffers, as `model_values` gives them. Of tied parameters, one name
+            is enough.
 
     Returns:
         By name in the model, the name in the checkpoint.
@@ -26,13 +27,17 @@ def check_model(opened: OpenedCheckpoint, model: Mapping[str, Any]) -> dict[str,
     Raises:
         ValueError: names are missing or left over, or a shape differs.
     """
-    saved = {name for name in opened.described if name.startswith("model.")}
+    saved = {
+        name
+        for name in opened.described
+        if name.startswith("model.") and "_extra_state" not in name.split(".")
+    }
     if not saved:
         found = sorted({name.partition(".")[0] for name in opened.described})
         raise ValueError(f"{opened.folder} has no names 'model.…'; its names start with {found}")
     by_value: dict[int, list[str]] = {}
     for name, value in model.items():
-        by_value.setdefault(id(value) if isinstance(value, Tensor) else hash(name), []).append(name)
+        by_value.setdefault(id(value), []).append(name)
     stored: dict[str, str] = {}
     for names in by_value.values():
         present = [f"model.{name}" for name in names if f"model.{name}" in saved]
@@ -46,7 +51,7 @@ def check_model(opened: OpenedCheckpoint, model: Mapping[str, Any]) -> dict[str,
         )
     for name, value in model.items():
         described = opened.tensor(stored[name])
-        if isinstance(value, Tensor) and (described is None or described.size != value.shape):
+        if described is None or described.size != value.shape:
             shape = None if described is None else tuple(described.size)
             raise ValueError(
                 f"{opened.folder} is of another model: {name!r} has shape {shape} there, but "

@@ -78,6 +78,11 @@ def parameter_names(parts: TrainingParts) -> dict[int, str]:
     return {id(p): canonical(name) for name, p in parts.model.named_parameters()}
 
 
+def is_extra_state(name: str) -> bool:
+    """Whether a name in a model's state dict is a module's extra state: any value, of any shape."""
+    return name.rpartition(".")[2] == "_extra_state"
+
+
 def model_values(parts: TrainingParts) -> dict[str, Any]:
     """What `model.state_dict()` has, without values of sharded parameters; tied names are equal."""
     with parts.engine.naming_parameters():

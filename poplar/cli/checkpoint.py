@@ -118,7 +118,9 @@ def _show(output: Output, opened: OpenedCheckpoint, every_tensor: bool) -> None:
         versions = ", ".join(f"{name} {v}" for name, v in opened.manifest.versions.items())
         facts.add_row("written by", f"{versions}; format {document['version']}")
         facts.add_row("step", "not given" if document["step"] is None else str(document["step"]))
-        facts.add_row("plan", f"stage {document['stage']} on {document['world_size']} ranks")
+        ranks = document["world_size"]
+        noun = "rank" if ranks == 1 else "ranks"
+        facts.add_row("plan", f"stage {document['stage']} on {ranks} {noun}")
         facts.add_row("optimizer", document["optimizer"])
         facts.add_row("further state", ", ".join(document["state"]) or "none")
         total = format_bytes(sum(document["files"].values()))

@@ -209,6 +209,8 @@ def fail_to_save(folder: str) -> list[harness.Failure]:
     expect_error("used")
     expect_error("pickle", state={"function": lambda: 0})
     expect_error("differing", state={"position": harness.rank(), "epoch": 1})
+    with optimizer.full_parameters():
+        expect_error("unsharded")
     for batch in optimizer.micro_batches(batch_of_two()):
         (model(batch["tokens"]).sum() / 8).backward()
     expect_error("step")
@@ -244,6 +246,7 @@ def test_failed_save_raises_on_all_ranks_and_leaves_nothing(ranks: Pool, tmp_pat
         "exists",
         "pickle",
         "['position']",
+        "inside full_parameters()",
         "step()",
     )
     for number, pattern in enumerate(expected):

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from training import STAGES, assert_close
+from training import STAGES, assert_close, whole_parameters
 
 import poplar
 from poplar import HeteroZeroOptimizer, Plan
@@ -54,6 +54,13 @@ class OddModel(LanguageModel):
         super().__init__()
         self.empty = nn.Parameter(torch.empty(0, 3))
         self.unused = nn.Parameter(torch.ones(5))
+        self.extra: Any = None
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
 
     def forward(self, tokens: Tensor) -> Tensor:
         return super().forward(tokens) + self.empty.sum()
@@ -108,20 +115,23 @@ def resume(stage: int, options: dict[str, Any], folder: str) -> None:
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
     train(optimizer, 0, 2, noisy_loss)
     scheduler.step()
+    model.extra = {"seen": 5}
     model.steps.add_(harness.rank())  # a buffer that differs between ranks
     poplar.save_checkpoint(folder, optimizer, state={"scheduler": scheduler, "note": [1, "a"]})
+    assert Plan.from_json(f"{folder}/plan.json") == plan
     train(optimizer, 2, 2, noisy_loss)
-    expected, drawn = values_of(model, optimizer), torch.rand(3)
+    expected, drawn = whole_parameters(model, optimizer), torch.rand(3)
 
     model, optimizer = build(plan, seed=1, model_class=OddModel, **options)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
     values = poplar.load_checkpoint(folder, optimizer, state={"scheduler": scheduler})
     assert values == {"note": [1, "a"]}
     assert scheduler.last_epoch == 1
+    assert model.extra == {"seen": 5}
     assert model.steps.tolist() == [harness.rank() + number for number in range(3)]
     assert [group["lr"] for group in optimizer.param_groups] == [5e-3, 1e-2]
     train(optimizer, 2, 2, noisy_loss)
-    found = values_of(model, optimizer)
+    found = whole_parameters(model, optimizer)
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=0, atol=0)
     assert torch.equal(torch.rand(3), drawn)
