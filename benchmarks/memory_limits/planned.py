@@ -35,6 +35,9 @@ from poplar.profile import (
 from poplar.profiler.memory import peak_bytes
 from poplar.profiler.preserved_state import gradients_dropped
 
+OBJECTS_BYTES = 10 << 20
+"""Of a limit, for what plans do not count: objects of Python and of autograd, and the freed blocks
+that glibc keeps from one measured plan to the next."""
 SECONDS_PER_BLOCK = 1e-3
 """Times do not matter here: all ranks are equally fast."""
 RESERVE = 0.05
@@ -83,7 +86,7 @@ def _tune(
             task.batch(1),
             global_batch=context.size,
             stage=STAGE,
-            memory_limit=limit,
+            memory_limit=max(1, limit - OBJECTS_BYTES),
             seconds=seconds,
             max_norm=None,
             compute_dtype=torch.float32,

@@ -26,6 +26,7 @@ from poplar.formatting import format_bytes
 from poplar.profile import LinkProfile, NetworkProfile
 from poplar.profiler.links import find_hosts, measure_links, tournament
 from poplar.profiler.model_profile import flat_numels
+from poplar.profiler.pass_memory import PassMemory
 from poplar.profiler.session import Session
 from poplar.profiler.timing import seconds_of
 
@@ -49,6 +50,9 @@ OTHER_ORDER_ADVANTAGE = 1.1
 have other bits, so timing noise must not select it."""
 MOST_NUMEL = 1 << 22
 """Largest buffer that is timed for this choice, in elements."""
+ROOM_FOR_STATE = 6
+"""Ranks with so many times the memory of the parameters, beside the parameters, do not lack any:
+gradients, optimizer state and buckets take less."""
 _IN_FLIGHT = 2
 
 
@@ -292,11 +296,11 @@ def time_transports(usual: Collectives) -> tuple[tuple[str, float], ...]:
         return ()
     names = dict.fromkeys((usual.comm.name, *candidates(group, session.device)))
     whole = [name for name in names if not name.startswith("process_group")]
-    sums = [name for name, way in REDUCE_SCATTERS.items() if way.reduction_order == "rank"]
+    sums, gathers = compared_algorithms(session.memory)
     sample = replace(usual, numels=sample_numels(usual.numels))
     even = (1.0 / group.size,) * group.size
     skewed = (0.5, *(0.5 / (group.size - 1),) * (group.size - 1))
-    each = TRANSPORT_SECONDS / (len(sums) + len(ALL_GATHERS) + 2 * len(whole)) / 2
+    each = TRANSPORT_SECONDS / (len(sums) + len(gathers) + 2 * len(whole)) / 2
     reduce_scatter, all_gather = Collectives.reduce_scatter, Collectives.all_gather
     for name in (*whole, "process_group"):  # NCCL connects ranks in their first collective
         sample.over(name).seconds(reduce_scatter, even, budget=0.0)
@@ -311,11 +315,23 @@ def time_transports(usual: Collectives) -> tuple[tuple[str, float], ...]:
 
     found = {name: seconds(name, reduce_scatter) + seconds(name, all_gather) for name in whole}
     reducing = [(seconds(f"process_group:{n}+direct", reduce_scatter), n) for n in sums]
-    gathering = [(seconds(f"process_group:direct+{n}", all_gather), n) for n in ALL_GATHERS]
+    gathering = [(seconds(f"process_group:direct+{n}", all_gather), n) for n in gathers]
     (reduce_seconds, reduce), (gather_seconds, gather) = min(reducing), min(gathering)
     found[f"process_group:{reduce}+{gather}"] = reduce_seconds + gather_seconds
     orders = {name: sample.over(name).comm.reduction_order for name in found}
     return ranked(found, orders, order)
+
+
+def compared_algorithms(memory: PassMemory) -> tuple[list[str], list[str]]:
+    """Names of the reductions in rank order and of the gathers of the process group.
+
+    Without those that pad where a rank may lack memory: they hold `n` parts as large as the largest
+    one, twice for a reduction, which plans do not count.
+    """
+    sums = [name for name, way in REDUCE_SCATTERS.items() if way.reduction_order == "rank"]
+    if min(memory.unsharded) > ROOM_FOR_STATE * memory.parameters:
+        return sums, list(ALL_GATHERS)
+    return [n for n in sums if n != "padded"], [n for n in ALL_GATHERS if n != "padded"]
 
 
 def ranked(
