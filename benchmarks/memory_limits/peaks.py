@@ -114,6 +114,7 @@ def _peak(context: WorkerContext, name: str, plan: Plan) -> int:
     The plan has run before: modules are imported, ranks connected, threads started, and libraries
     have allocated their buffers (up to 14 MiB in oneDNN and MKL for the shapes of a model).
     """
+    process_memory.write_to_allocated_memory()
     _train(SUBJECTS[name], plan, context.rank, steps=0)
     process_memory.release_freed_memory()
     before = process_memory.resident_bytes()

@@ -166,6 +166,7 @@ class Planner:
                 all_gather_seconds=SECONDS_PER_BLOCK * blocks,
                 send_seconds_per_byte=(1e-10,) * size,
                 receive_seconds_per_byte=(1e-10,) * size,
+                receive_buffers="step",
             ),
             memory_reserve=RESERVE,
         )

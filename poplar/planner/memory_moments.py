@@ -61,7 +61,7 @@ class Moment(NamedTuple):
 
     needed: Bytes
     turn: int | None = None
-    """In the backward of which unit; None: in the update. `BEFORE`: before any gradient."""
+    """In which turn of the backward; `BEFORE` the first gradient, or in the update (None)."""
     packed: bool = False
     """A bucket of the unit is packed, or was just sent."""
     ended: bool = False
@@ -349,7 +349,6 @@ def unsharded_in(
     both = held + sum(passing[-2:])
     first = next((unit for unit in range(len(sizes)) if unit not in resident), None)
     alone = held + (sizes[first] if first is not None and first not in staying else 0.0)
-    # The forward of the only unit has no other one before it, either.
     by_turn = [both if turn + 1 < inner else alone for turn in range(turns)]
     return Unsharded(both, by_turn, by_turn)
 

@@ -75,10 +75,7 @@ def memory_shortfall(costs: StageCosts) -> Shortfall | None:
     if suffice(largest_shares(costs, batches)):
         return None
     nothing = [0] * len(shares)
-    needed = costs.by_rank(
-        lambda rank, *needs: costs.memories[rank].needed(*needs), batches, shares
-    )
-    found = _shortfall(costs, batches, shares, needed)
+    found = _shortfall(costs, batches, shares, _needed(costs, batches, shares))
     too_small = shortfall_at(costs, nothing, nothing)
     return too_small._replace(total_bytes=found.total_bytes) if too_small else found
 
@@ -92,9 +89,7 @@ def shortfall_at(
     )
     if all(fits):
         return None
-    needed = costs.by_rank(
-        lambda rank, *needs: costs.memories[rank].needed(*needs), largest_batches, shares
-    )
+    needed = _needed(costs, largest_batches, shares)
     return _shortfall(costs, largest_batches, shares, needed)
 
 
@@ -107,8 +102,7 @@ def shortfall_of(
     )
     largest = [max(passes, default=0) for passes in micro_batches]
     over = (
-        bytes_ > memory.limit + SLACK_BYTES
-        for bytes_, memory in zip(needed, costs.memories, strict=True)
+        own > memory.limit + SLACK_BYTES for own, memory in zip(needed, costs.memories, strict=True)
     )
     return _shortfall(costs, largest, shares, needed) if any(over) else None
 
@@ -117,6 +111,11 @@ def missing_bytes(costs: StageCosts, rank: int, micro_batch: int, share: float) 
     """What the rank lacks for passes of so many samples beside this share."""
     memory = costs.memories[rank]
     return max(0.0, memory.needed(micro_batch, share) - memory.limit)
+
+
+def _needed(costs: StageCosts, batches: Sequence[int], shares: Sequence[float]) -> list[float]:
+    """By rank, bytes for any number of passes of so many samples."""
+    return costs.by_rank(lambda rank, *needs: costs.memories[rank].needed(*needs), batches, shares)
 
 
 def _shortfall(

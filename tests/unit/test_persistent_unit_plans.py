@@ -80,7 +80,7 @@ def test_the_plan_prints_the_number_of_persistent_units():
 CASES = choose(quick=12, full=40)
 
 
-@pytest.mark.parametrize("first_seed", [0, 40])
+@pytest.mark.parametrize("first_seed", [80, 120])
 def test_no_number_of_persistent_units_is_faster(first_seed):
     found = 0
     for seed in range(first_seed, first_seed + CASES):
@@ -102,7 +102,7 @@ def test_no_number_of_persistent_units_is_faster(first_seed):
             oracle = Oracle(cluster, 3, frozenset(order[:count]))
             shares = some_shares(oracle, global_batch, draw)[:12]
             assert oracle.best(global_batch, shares) >= least * (1 - 1e-9), (seed, count)
-    assert found >= CASES / 3
+    assert found > CASES / 2
 
 
 @pytest.mark.parametrize("global_batch", [16, 24, 32])
