@@ -1,8 +1,10 @@
-"""Types of the compiled core (csrc/core): partitions, allocation, shared-memory rendezvous."""
+"""Types of the compiled core (csrc/core): partitions, allocation, rendezvous, checksums."""
 
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from mmap import mmap
+
+from typing_extensions import Buffer
 
 RENDEZVOUS_BYTES: int
 WORK_COUNTERS_BYTES: int
@@ -40,3 +42,4 @@ def parameter_slices(
     offsets: Sequence[int], numels: Sequence[int], boundaries: Sequence[int]
 ) -> list[tuple[int, int, int, int]]: ...
 def transfers(old: Sequence[int], new: Sequence[int]) -> list[tuple[int, int, int, int]]: ...
+def crc32c(data: Buffer, crc: int = 0, portable: bool = False) -> int: ...

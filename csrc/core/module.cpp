@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "crc32c.h"
 #include "partition.h"
 #include "passes.h"
 #include "rendezvous.h"
@@ -272,4 +273,26 @@ Returns:
 
 Raises:
     ValueError: boundaries of buffers of different size, or that don't start at 0 and ascend.)");
+
+  module.def(
+      "crc32c",
+      [](const py::buffer& data, std::uint32_t crc, bool portable) {
+        const py::buffer_info info = data.request();
+        if (!PyBuffer_IsContiguous(info.view(), 'C')) {
+          throw std::invalid_argument("crc32c takes a contiguous buffer");
+        }
+        const auto bytes = static_cast<std::size_t>(info.size * info.itemsize);
+        const py::gil_scoped_release others_may_run;
+        return portable ? poplar::crc32c_portable(info.ptr, bytes, crc)
+                        : poplar::crc32c(info.ptr, bytes, crc);
+      },
+      py::arg("data"), py::arg("crc") = 0, py::arg("portable") = false,
+      R"(CRC-32C (Castagnoli, RFC 3720) of the bytes of a contiguous buffer.
+
+Args:
+    data: any object with the buffer protocol.
+    crc: the checksum of the bytes before.
+    portable: compute it with tables, not by the processor's instruction. The result is the same.
+
+Releases the GIL.)");
 }

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import io
 import os
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +19,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.utils import _create_file_view
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
+from poplar._core import crc32c
 from poplar.checkpoint.manifest import Part
 from poplar.errors import DamagedCheckpoint
 
@@ -121,7 +121,7 @@ class DataFile:
         if self._is_stopped():
             self._failure = Cancelled()
             raise self._failure
-        self._crc = zlib.crc32(chunk, self._crc)
+        self._crc = crc32c(chunk, self._crc)
         try:
             while chunk:
                 written = self._file.write(chunk)
@@ -147,7 +147,7 @@ def write_whole(path: Path, data: bytes) -> Part:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-    return Part(0, len(data), zlib.crc32(data))
+    return Part(0, len(data), crc32c(data))
 
 
 def sync_folder(folder: Path) -> None:
@@ -174,9 +174,9 @@ def check_parts(path: Path, parts: Sequence[Part]) -> None:
                 count = file.readinto(memoryview(buffer)[: min(left, _CHUNK)])
                 if not count:
                     break
-                crc = zlib.crc32(memoryview(buffer)[:count], crc)
+                crc = crc32c(memoryview(buffer)[:count], crc)
                 left -= count
-            if left or crc != part.crc32:
+            if left or crc != part.crc32c:
                 raise DamagedCheckpoint(
                     path,
                     f"the checksum of {part.length} bytes from byte {part.offset} on differs",

@@ -8,12 +8,12 @@ Files of version 1 are those of `torch.distributed.checkpoint`, which needs no `
 from __future__ import annotations
 
 import json
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from poplar._core import crc32c
 from poplar.errors import DamagedCheckpoint
 
 NAME = "poplar.json"
@@ -22,11 +22,11 @@ VERSION = 1
 
 
 class Part(NamedTuple):
-    """A range of bytes of a file, with its checksum (CRC-32)."""
+    """A range of bytes of a file, with its checksum (CRC-32C)."""
 
     offset: int
     length: int
-    crc32: int
+    crc32c: int
     values: int | None = None
     """Of a tensor: where its elements start, contiguous and in row-major order."""
 
@@ -55,7 +55,7 @@ class Manifest:
         """The content of the file."""
         content = asdict(self)
         content["files"] = {name: [list(p) for p in parts] for name, parts in self.files.items()}
-        return json.dumps({"crc32": _crc_of(content), **content}) + "\n"
+        return json.dumps({"crc32c": _crc_of(content), **content}) + "\n"
 
     @property
     def size(self) -> int:
@@ -73,7 +73,7 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / NAME
     try:
         content = json.loads(path.read_bytes())
-        version, crc = int(content["version"]), content.pop("crc32")
+        version, crc = int(content["version"]), content.pop("crc32c")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedCheckpoint(
             path, f"it is not a manifest of a checkpoint ({error!r})"
@@ -109,4 +109,4 @@ def _check_sizes(folder: Path, manifest: Manifest) -> None:
 
 
 def _crc_of(content: Mapping[str, Any]) -> int:
-    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
+    return crc32c(json.dumps(content, sort_keys=True).encode())
