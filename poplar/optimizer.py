@@ -7,6 +7,7 @@ updates. The ZeRO stages are in `poplar.zero`, the transports in `poplar.comm`.
 from __future__ import annotations
 
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -19,6 +20,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
+from poplar.checkpoint.model_state import ModelState
+from poplar.checkpoint.optimizer_state import OptimizerState, copy_of, identity_of
 from poplar.comm import Communicator, Group, connect, connect_control
 from poplar.plan import Plan
 from poplar.system.out_of_memory import free_cached_memory, free_frames
@@ -41,7 +44,6 @@ from poplar.zero.micro_batches import BatchSplitter, Loss, OpenedStep, Weight
 from poplar.zero.out_of_memory import OnOutOfMemory, check_choice, smaller_batches_message
 from poplar.zero.replica_check import ReplicaCheck
 from poplar.zero.setup import STRATEGY_CLASSES, agree_on_request, build_engine, check_request
-from poplar.zero.state_dict_guard import guard_model_state
 from poplar.zero.step import Step
 from poplar.zero.step_result import StepResult, Stopwatch
 from poplar.zero.unit import Unit
@@ -84,9 +86,14 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
     gradient of every parameter on every rank between the last pass and `step()`.
 
     Collective methods, which every rank must call: the constructor, `train_step`, `micro_batches`,
-    `clip_grad_norm_`, `step`, `evaluate`, `full_parameters`, `consolidate_state_dict`,
-    `save_model`, `apply_plan`, `full_gradients`, `verify_replicas`, `release`. If a rank fails in a
-    step, all ranks raise, no rank applies the step, and training may continue.
+    `clip_grad_norm_`, `step`, `evaluate`, `full_parameters`, `load_state_dict`,
+    `consolidate_state_dict`, `full_state_dict`, `save_model`, `apply_plan`, `full_gradients`,
+    `verify_replicas`, `release`. If a rank fails in a step, all ranks raise, no rank applies the
+    step, and training may continue.
+
+    At stage 3, outside `full_parameters()`, `model.state_dict()` has a `ShardTensor` with this
+    rank's part of each parameter, for `torch.distributed.checkpoint`; `torch.save` refuses it.
+    `model.load_state_dict` takes such parts and whole tensors, on every rank, without unsharding.
 
     Args:
         model: on this rank's device, with the same architecture on every rank, not wrapped in DDP
@@ -204,8 +211,9 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         self._replicas = ReplicaCheck(self._engine.trained if replicated else [], self._control)
         super().__init__(request.groups, self._update.inner.defaults)
         self._settings_are_final = True
+        self.state = OptimizerState(self._engine, self._update)  # type: ignore[assignment]
         self._step = Step(self._engine, self._update, self._replicas)
-        guard_model_state(self._engine, self._update)
+        ModelState(self._engine, self._update).register()
         self._unregister = model_checks.register_owner(
             list(model.named_parameters()), self, self._engine.hooks
         )
@@ -423,6 +431,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
     def _detach(self) -> None:
         """Drop the model and the engine without changing the parameters."""
         self._unregister()
+        self.state = defaultdict(dict)
+        self._update.collected = None
         self._engine = cast(Engine, _ReleasedEngine())
 
     # Without a step.
@@ -567,52 +577,72 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
     # Saving.
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's part of the state, without communication.
+        """This rank's part of the state, as views and without communication.
 
-        It can be loaded on the same rank with the same world size and plan. For a state that a
-        plain optimizer can load, use `consolidate_state_dict`.
+        State with one value per element is a `ShardTensor` of the elements that this rank owns; at
+        stage 0 it is a plain tensor. `torch.save` stores these parts, for the same rank, world size
+        and plan. `torch.distributed.checkpoint` also loads them under another plan, and torch's
+        `get_state_dict` gives the names: see `OptimizerState` for what is in them.
+
+        After `consolidate_state_dict(to)`, on rank `to` and until the next step or load, it is the
+        whole state.
         """
-        from poplar.checkpoint.sharded_state import local_state
-
+        if self._update.collected is not None:
+            return copy_of(self._update.collected)
         state = super().state_dict()
-        state["poplar"] = local_state(self._engine, self._update, self._identity())
+        state["poplar"] = {"identity": identity_of(self._engine, self._stage)}
         if self._default_scaler is not None:
             state["poplar"]["scaler"] = self._default_scaler.state_dict()
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the `state_dict` of this rank.
+        """Load the optimizer state. Collective; nothing changes if it fails on a rank.
+
+        Args:
+            state_dict: this rank's `state_dict()`; the same after `torch.distributed.checkpoint`
+                has loaded it; or a whole state, on all ranks: a `full_state_dict()`, or the
+                `state_dict()` of a plain `optimizer_class` with the same param groups. Options such
+                as `fused` keep their values.
 
         Raises:
-            ValueError: it is from another rank, world size, stage or shares.
+            ValueError, TypeError: it is of another model, optimizer class, rank, world size, stage
+                or plan, or the ranks loaded the state of different steps.
+            RankFailed: it does not fit another rank.
         """
-        from poplar.checkpoint.sharded_state import check_identity, load_local_state
+        from poplar.checkpoint.loaded_state import load_state_dict
 
-        state_dict = dict(state_dict)
-        own = state_dict.pop("poplar", None)
-        if own is None:
-            raise ValueError(
-                "this state_dict is not from a HeteroZeroOptimizer; load the result of its "
-                "state_dict() on the same rank"
-            )
-        check_identity(own, self._identity())
-        super().load_state_dict(state_dict)  # may raise, so it comes before any change
-        load_local_state(self._engine, self._update, own)
-        if self._default_scaler is not None and "scaler" in own:
-            self._default_scaler.load_state_dict(own["scaler"])
+        identity = identity_of(self._engine, self._stage)
+        scaler = load_state_dict(self, self._engine, self._update, identity, state_dict)
+        if self._default_scaler is not None and scaler is not None:
+            self._default_scaler.load_state_dict(scaler)
 
-    def consolidate_state_dict(self, to: int = 0) -> dict[str, Any] | None:
-        """Collect the full optimizer state on rank `to`. Collective.
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Collect the whole state on rank `to`, for `state_dict()` there. Collective.
+
+        It stays there, in CPU memory, until the next step or load; as that of torch's
+        `ZeroRedundancyOptimizer`.
+        """
+        self._update.collected = self.full_state_dict(to)
+
+    def full_state_dict(self, to: int = 0) -> dict[str, Any] | None:
+        """The whole state, for a plain `optimizer_class` with the same param groups. Collective.
+
+        It has the state of one flat parameter at a time on the device. The param groups have the
+        names of the parameters (`param_names`). If parameters are not fp32, `master` is their fp32
+        value.
 
         Returns:
-            On rank `to` a state dict for a plain `optimizer_class` with the same param groups; None
-            on other ranks.
-        """
-        from poplar.checkpoint.sharded_state import consolidated_state
+            On rank `to` a state dict on the CPU; None on other ranks.
 
-        return consolidated_state(
-            self._engine, self._update, super().state_dict()["param_groups"], self, to
-        )
+        Raises:
+            ValueError: there is no rank `to`.
+        """
+        from poplar.checkpoint.full_state import full_state_dict
+
+        state = full_state_dict(self, self._engine, self._update, to)
+        if state is not None and self._default_scaler is not None:
+            state["poplar"] = {"scaler": self._default_scaler.state_dict()}
+        return state
 
     def training_parts(self) -> TrainingParts:
         """What the state of this optimizer consists of; `poplar.save_checkpoint` calls it."""
@@ -756,14 +786,6 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             nothing, else 0.
         """
         return self._step.multiply_gradient(factor)
-
-    def _identity(self) -> dict[str, Any]:
-        return {
-            "rank": self._group.rank,
-            "world_size": self._group.size,
-            "stage": self._stage,
-            "layouts": [flat.layout.offsets for flat in self._engine.flats],
-        }
 
 
 class _ReleasedEngine:

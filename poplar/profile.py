@@ -35,6 +35,7 @@ _ByStage = Annotated[
     tuple[Finite, ...],
     Rule("one finite number per stage", lambda values: len(values) == len(STRATEGIES)),
 ]
+_RECEIVE_BUFFERS = Rule("freed, step or kept", lambda kept: kept in ("freed", "step", "kept"))
 _DIFFERENT = Rule("all different", lambda values: len(set(values)) == len(values))
 
 
@@ -50,9 +51,17 @@ class BatchPoint:
     """Peak memory above the model state."""
     spread_seconds: NonNegative = 0.0
     """Standard error of `seconds`; 0 if unknown."""
+    unit_bytes: tuple[Count, ...] = ()
+    """By unit, the most activation bytes from the end of the backward before to the end of its own.
+    Resident units share the end of the pass. A gradient that is not complete counts as far as it
+    is more than the unit's and the resident units' gradients together. Empty: not measured."""
+    bytes_after_unit: tuple[Count, ...] = ()
+    """By unit, activation bytes when its gradients are complete, of which none counts."""
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if len(self.unit_bytes) != len(self.bytes_after_unit):
+            raise ValueError("unit_bytes and bytes_after_unit must have the same number of entries")
 
     def times(self, factor: float) -> BatchPoint:
         """The same point on a device that takes `factor` times as long."""
@@ -106,7 +115,16 @@ class DeviceProfile:
         return (
             self.memory_bytes,
             *(
-                tuple((point.batch, point.seconds, point.activation_bytes) for point in points)
+                tuple(
+                    (
+                        point.batch,
+                        point.seconds,
+                        point.activation_bytes,
+                        point.unit_bytes,
+                        point.bytes_after_unit,
+                    )
+                    for point in points
+                )
                 for points in (self.points, self.recomputed_points)
             ),
             self.optimizer_seconds,
@@ -137,10 +155,13 @@ class DeviceProfile:
             return self.points
         points = [point for point in self.points if point.batch <= batch]
         if not points or points[-1].batch < batch:
+            during, after = self.unit_bytes(batch)
             interpolated = BatchPoint(
                 batch=batch,
                 seconds=self.seconds(batch),
                 activation_bytes=round(self.activation_bytes(batch)),
+                unit_bytes=tuple(map(round, during)),
+                bytes_after_unit=tuple(map(round, after)),
             )
             points.append(interpolated)
         return tuple(points)
@@ -160,6 +181,11 @@ class DeviceProfile:
         """
         return self._bytes.at(batch)
 
+    def unit_bytes(self, batch: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """By unit, activation bytes during and after its backward; empty if not measured."""
+        during, after = self._unit_curves
+        return tuple(one.at(batch) for one in during), tuple(one.at(batch) for one in after)
+
     def optimizer_step_seconds(self, share: float) -> float:
         """`o(share)`: an optimizer step over this share of the state; a latency without any."""
         latency = min(self.optimizer_latency_seconds, self.optimizer_seconds)
@@ -175,8 +201,19 @@ class DeviceProfile:
 
     @cached_property
     def _bytes(self) -> MonotoneCurve:
-        peaks = (float(point.activation_bytes) for point in self.points)
-        return MonotoneCurve(self._batches, tuple(accumulate(peaks, max)))
+        return self._bytes_curve(point.activation_bytes for point in self.points)
+
+    @cached_property
+    def _unit_curves(self) -> tuple[list[MonotoneCurve], list[MonotoneCurve]]:
+        """Curves of `unit_bytes` and `bytes_after_unit`; none unless all points have them."""
+        if not all(point.unit_bytes for point in self.points):
+            return [], []
+        during = zip(*(point.unit_bytes for point in self.points), strict=True)
+        after = zip(*(point.bytes_after_unit for point in self.points), strict=True)
+        return list(map(self._bytes_curve, during)), list(map(self._bytes_curve, after))
+
+    def _bytes_curve(self, values: Iterable[int]) -> MonotoneCurve:
+        return MonotoneCurve(self._batches, tuple(map(float, accumulate(values, max))))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,6 +242,9 @@ class ModelProfile:
     """By stage, elements of the largest buffer that is reduced at once. At stages 0 to 2
     small units share a buffer of up to 32 MiB; a larger parameter has its own. Empty: units are
     reduced in buffers of 32 MiB."""
+    flat_numels: tuple[PositiveCount, ...] = ()
+    """Elements of each buffer that is reduced at once at stages 0 to 2, in the order of the units,
+    resident ones first. Empty: small units share buffers as described above."""
     saved_without_last_unit: Fraction | None = None
     """Of the activation bytes that are saved by recomputing all units but resident ones: the part
     that is saved if the last one is not recomputed. None: in proportion to its elements."""
@@ -269,6 +309,9 @@ class NetworkProfile:
     """By rank. Only ratios matter: they determine times under uneven shares."""
     receive_seconds_per_byte: tuple[NonNegative, ...]
     """By rank."""
+    receive_buffers: Annotated[str, _RECEIVE_BUFFERS] = "freed"
+    """What becomes of the memory that reductions receive into. "freed" when they are over, as on
+    devices; "step": kept until the end of the step, as on the host; "kept" for later steps too."""
     synchronization_seconds: _ByStage = _NO_RESIDUALS
     """By stage: time of a synchronization beyond its collectives. May be negative."""
     step_seconds: _ByStage = _NO_RESIDUALS
@@ -331,6 +374,14 @@ class ClusterProfile(Document):
             raise ValueError(
                 f"the network profile is for {links} ranks, but there are {self.world_size} devices"
             )
+        units = len(self.model.unit_numels)
+        for device in self.devices:
+            for point in (*device.points, *device.recomputed_points):
+                if len(point.unit_bytes) not in (0, units):
+                    raise ValueError(
+                        f"unit_bytes must have {units} entries or none, as the model has units, "
+                        f"got {len(point.unit_bytes)}"
+                    )
 
     @property
     def world_size(self) -> int:

@@ -12,11 +12,11 @@ import math
 import random
 from collections.abc import Iterator
 
+from followed_pass import BUFFER, FollowedPass
+
 from poplar.profile import BatchPoint, ClusterProfile, DeviceProfile, ModelProfile, NetworkProfile
 
 STAGES = (0, 1, 2, 3)
-BUFFER = 32 * 2**20 // 4
-"""Elements that are reduced at once."""
 SCALE = 512
 """Factor on the sizes of random models, so that units have up to two buffers."""
 Batches = tuple[tuple[int, ...], ...]
@@ -248,38 +248,43 @@ class Oracle:
     # Bytes
 
     def needed(self, rank: int, largest: int, share: float) -> float:
-        model, stage, n = self.cluster.model, self.stage, self.n
-        param, accumulator, state = model.param_bytes, 4.0, model.optimizer_bytes
-        per_element = (
-            param + accumulator + state,
-            param + accumulator + state * share,
-            param + (accumulator + state) * share,
-            (param + accumulator + state) * share,
-        )[stage]
-        unit = max(model.unit_numels)
-        buffer = min(unit, BUFFER)
-        if model.largest_flat_numels:
-            buffer = model.largest_flat_numels[stage]
-        in_flight = 2 * buffer if stage < 2 else max(2 * buffer, unit + buffer)
-        bucket = model.wire_bytes * min(in_flight, -(-model.numel // buffer) * buffer)
-        packed = bucket if stage >= 2 or model.wire_bytes < 4 else 0.0
-        flying = packed + bucket * (1 if stage == 0 else n * share)
-        frozen = model.unit_frozen_numels or (0,) * len(model.unit_numels)
-        sizes = [trained + other for trained, other in zip(model.unit_numels, frozen, strict=True)]
-        staying = set(model.resident_units) | self.persistent
-        unsharded = [sizes[unit] for unit in staying]
-        moves = [size for unit, size in enumerate(sizes) if unit not in staying]
-        gathered = param * (sum(unsharded) + sum(sorted(moves)[-2:])) if stage == 3 else 0.0
-        gathered += param * sum(frozen) * (share if stage == 3 else 1.0)
-        device = self.cluster.devices[rank]
+        """The peak of a step whose passes all have `largest` samples, two of them if possible."""
+        return self._peak(rank, largest, share, later=True)
+
+    def needed_by(self, rank: int, passes: tuple[int, ...], share: float) -> float:
+        """The peak of a step with these passes."""
+        peaks = [
+            self._peak(rank, samples, share, later=number > 0)
+            for number, samples in enumerate(passes or (0,))
+        ]
+        return max(peaks)
+
+    def _peak(self, rank: int, samples: int, share: float, *, later: bool) -> float:
+        during, after = self._activations(rank, samples)
+        state = self._state_bytes(rank, share)
+        followed = FollowedPass(
+            self.cluster, self.stage, share, samples, self.persistent, during, after, state
+        )
+        return followed.run(later=later)
+
+    def _activations(self, rank: int, samples: int) -> tuple[list[float], list[float]]:
+        """By unit, activation bytes during and after its backward."""
+        whole = self.activation_bytes(rank, samples)
+        units = len(self.cluster.model.unit_numels)
+        found = self.cluster.devices[rank].unit_bytes(samples)
+        if self.recomputed[rank] or not found[0]:
+            return [whole] * units, [whole] * units
+        return list(found[0]), list(found[1])
+
+    def _state_bytes(self, rank: int, share: float) -> float:
+        model = self.cluster.model
+        shares = [share if self.stage >= 1 else 1.0, share if self.stage == 3 else 1.0]
+        frozen = sum(model.unit_frozen_numels)
         return (
-            per_element * model.numel
-            + gathered
-            + model.grad_bytes * unit
-            + flying
+            model.optimizer_bytes * model.numel * shares[0]
+            + model.param_bytes * (model.numel + frozen) * shares[1]
             + model.frozen_bytes
-            + device.held_bytes
-            + self.activation_bytes(rank, largest)
+            + self.cluster.devices[rank].held_bytes
         )
 
     def limit(self, rank: int) -> float:
@@ -565,7 +570,31 @@ def random_cluster(draw: random.Random, ranks: int, stage: int) -> ClusterProfil
         backward_fraction=draw.choice((2 / 3, draw.random())),
         memory_reserve=draw.choice((0.0, 0.05)),
     )
-    return _with_memory(draw, cluster, stage)
+    return _with_memory(draw, _with_memory_by_unit(draw, cluster), stage)
+
+
+def _with_memory_by_unit(draw: random.Random, cluster: ClusterProfile) -> ClusterProfile:
+    """Activations that shrink during the backward, or unknown ones; any use of receive buffers."""
+    keeps = draw.choice(("freed", "step", "kept"))
+    network = dataclasses.replace(cluster.network, receive_buffers=keeps)
+    if draw.random() < 0.5:
+        return dataclasses.replace(cluster, network=network)
+    units = len(cluster.model.unit_numels)
+    parts = sorted(draw.random() for _ in range(2 * units))
+
+    def by_unit(device: DeviceProfile) -> DeviceProfile:
+        points = tuple(
+            dataclasses.replace(
+                point,
+                unit_bytes=tuple(int(part * point.activation_bytes) for part in parts[1::2]),
+                bytes_after_unit=tuple(int(part * point.activation_bytes) for part in parts[::2]),
+            )
+            for point in device.points
+        )
+        return dataclasses.replace(device, points=points)
+
+    devices = tuple(map(by_unit, cluster.devices))
+    return dataclasses.replace(cluster, devices=devices, network=network)
 
 
 def residuals(draw: random.Random, size: float) -> tuple[float, ...]:
@@ -602,7 +631,7 @@ def _with_memory(draw: random.Random, cluster: ClusterProfile, stage: int) -> Cl
     """Memory between the least that a plan needs and the most, or far outside."""
     oracle = Oracle(cluster, stage)
     kinds: dict[DeviceProfile, int] = {}
-    tight = draw.random() < 0.7
+    tight = draw.random() < 0.5
     for rank, device in enumerate(cluster.devices):
         least = oracle.needed(rank, 0, 0.0)
         batch = draw.randint(0, device.max_batch)

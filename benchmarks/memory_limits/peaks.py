@@ -12,12 +12,12 @@ from head_to_head.workers import WorkerContext, Workers
 from memory_limits import process_memory
 from memory_limits.clusters import open_cluster
 from memory_limits.row import PeakRow
-from memory_limits.subjects import SUBJECTS, TINY, Subject
+from memory_limits.subjects import SUBJECTS, Subject
 from poplar import HeteroZeroOptimizer, Plan
 from poplar.comm import Group
 from poplar.planner.prediction import memory_needed
 from poplar.profile import ClusterProfile, DeviceProfile, NetworkProfile
-from poplar.profiler.model_profile import model_profile
+from poplar.profiler.model_profile import model_profile, trained_units
 from poplar.profiler.request import Request
 from poplar.profiler.session import Session
 
@@ -56,7 +56,6 @@ def measure_model(name: str, stages: Sequence[int], batches: Sequence[int]) -> I
     for stage in stages:
         cases = [(batch, case) for batch in batches for case in cases_of(stage, batch)]
         with Workers(open_cluster("peaks", RANKS), f"{name}, stage {stage}") as workers:
-            workers.call(_warm_up, stage)
             for batch, case in cases:
                 needed = memory_needed(profile, case.plan)
                 peaks = workers.call(_peak, name, case.plan)
@@ -92,7 +91,7 @@ def _profile(context: WorkerContext, name: str, batches: Sequence[int]) -> Clust
     if context.rank:
         return None
     with session.as_in_training():
-        points = tuple(map(session.passes().first, batches))
+        points = tuple(map(session.passes(trained_units(session)).first, batches))
     device = DeviceProfile(
         name="CPU", memory_bytes=MEMORY_LIMIT, points=points, optimizer_seconds=1.0
     )
@@ -104,23 +103,25 @@ def _profile(context: WorkerContext, name: str, batches: Sequence[int]) -> Clust
             all_gather_seconds=1.0,
             send_seconds_per_byte=(1e-9,) * RANKS,
             receive_seconds_per_byte=(1e-9,) * RANKS,
+            receive_buffers="step",  # see `process_memory.MALLOC`
         ),
     )
 
 
-def _warm_up(context: WorkerContext, stage: int) -> None:
-    """Import modules, start threads and connect the ranks."""
-    _train(TINY, Plan.even(RANKS, RANKS, 1, stage), context.rank)
-
-
 def _peak(context: WorkerContext, name: str, plan: Plan) -> int:
-    """Peak resident bytes of steps after the first one, above those before the model was built."""
+    """Peak resident bytes of steps after the first one, above those before the model was built.
+
+    The plan has run before: modules are imported, ranks connected, threads started, and libraries
+    have allocated their buffers (up to 14 MiB in oneDNN and MKL for the shapes of a model).
+    """
+    process_memory.write_to_allocated_memory()
+    _train(SUBJECTS[name], plan, context.rank, steps=0)
     process_memory.release_freed_memory()
     before = process_memory.resident_bytes()
-    return _train(SUBJECTS[name], plan, context.rank) - before
+    return _train(SUBJECTS[name], plan, context.rank, steps=STEPS) - before
 
 
-def _train(subject: Subject, plan: Plan, rank: int) -> int:
+def _train(subject: Subject, plan: Plan, rank: int, *, steps: int) -> int:
     """The resident peak. The first step, which allocates the optimizer's state, does not count."""
     optimizer = HeteroZeroOptimizer(
         subject.model(),
@@ -136,7 +137,7 @@ def _train(subject: Subject, plan: Plan, rank: int) -> int:
     process_memory.release_freed_memory()
     process_memory.reset_peak()
     dist.barrier()
-    for _ in range(STEPS):
+    for _ in range(steps):
         optimizer.train_step(subject.loss, batch, max_norm=1.0)
     peak = process_memory.peak_resident_bytes()
     optimizer.release()

@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from head_to_head.workers import WorkerContext, Workers, WorkersFailed, last_lines
+from head_to_head.workers import WorkerContext, Workers, WorkersFailed
 from torch import nn
 
 from memory_limits import process_memory
@@ -21,7 +21,7 @@ from memory_limits.bisection import largest_that_fits
 from memory_limits.clusters import MemoryCluster
 from memory_limits.configurations import EVEN, STAGE, configuration_of, even_plan
 from memory_limits.task import GrowingLlama
-from memory_limits.trial import warm_up
+from memory_limits.trial import first_cause, warm_up
 from poplar import NoPlanFits, Plan, autotune, search
 from poplar.planner.prediction import memory_needed
 from poplar.planner.search import plan_or_error
@@ -35,6 +35,9 @@ from poplar.profile import (
 from poplar.profiler.memory import peak_bytes
 from poplar.profiler.preserved_state import gradients_dropped
 
+OBJECTS_BYTES = 10 << 20
+"""Of a limit, for what plans do not count: objects of Python and of autograd, and the freed blocks
+that glibc keeps from one measured plan to the next."""
 SECONDS_PER_BLOCK = 1e-3
 """Times do not matter here: all ranks are equally fast."""
 RESERVE = 0.05
@@ -66,7 +69,7 @@ def tuned_plan(cluster: MemoryCluster, task: GrowingLlama, seconds: float) -> Pl
             workers.call(warm_up, task, even, timeout=DEADLINE)
             plans = workers.call(_tune, cluster.limits, task, seconds, timeout=DEADLINE)
         except WorkersFailed as failure:
-            raise NoPlan(last_lines(str(failure)), time.perf_counter() - began) from None
+            raise NoPlan(first_cause(str(failure)), time.perf_counter() - began) from None
     plan: Plan = plans[0]
     return plan
 
@@ -83,7 +86,7 @@ def _tune(
             task.batch(1),
             global_batch=context.size,
             stage=STAGE,
-            memory_limit=limit,
+            memory_limit=max(1, limit - OBJECTS_BYTES),
             seconds=seconds,
             max_norm=None,
             compute_dtype=torch.float32,
@@ -163,6 +166,7 @@ class Planner:
                 all_gather_seconds=SECONDS_PER_BLOCK * blocks,
                 send_seconds_per_byte=(1e-10,) * size,
                 receive_seconds_per_byte=(1e-10,) * size,
+                receive_buffers="step",
             ),
             memory_reserve=RESERVE,
         )

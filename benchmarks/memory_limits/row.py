@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -173,3 +173,69 @@ class LargestRow:
         if self.absent:
             return f"{self.engine}: absent ({self.reason})"
         return f"{self.engine}: {self.blocks} blocks, {self.parameters / 1e6:.1f} M parameters"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecomputationRow:
+    """A plan that may recompute units on some ranks, against the best plan that does not."""
+
+    benchmark: str
+    cluster: str
+    limits_mib: list[int]
+    parameters: int
+    context: int
+    """Bytes per sample."""
+    global_batch: int
+    stages: dict[str, int]
+    """By `recompute`; absent if no plan fits, as below."""
+    micro_batches: dict[str, list[list[int]]]
+    recomputed: list[int]
+    """By rank, the units that the plan with `recompute="auto"` recomputes."""
+    step_seconds: dict[str, float]
+    """Median over turns."""
+    speed_up: float | None
+    """Median over rounds of the seconds without recomputation over those with it; None: no plan
+    without it fits."""
+    predicted_speed_up: float | None
+    peaks_mib: dict[str, list[float]]
+    device: str
+    versions: str
+    commit: str
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        cluster: MemoryCluster,
+        task: GrowingLlama,
+        global_batch: int,
+        plans: Mapping[str, Plan | ValueError],
+        seconds: dict[str, float],
+        speed_up: float | None,
+        predicted_speed_up: float | None,
+        peaks: Mapping[str, Sequence[int]],
+    ) -> RecomputationRow:
+        """A row with its provenance."""
+        found = {name: plan for name, plan in plans.items() if isinstance(plan, Plan)}
+        auto = found.get("auto")
+        ranks = range(cluster.size)
+        return cls(
+            benchmark="memory recomputation",
+            cluster=cluster.name,
+            limits_mib=[limit // MIB for limit in cluster.limits],
+            parameters=task.parameters,
+            context=task.context,
+            global_batch=global_batch,
+            stages={name: plan.stage for name, plan in found.items()},
+            micro_batches={
+                name: list(map(list, plan.micro_batches)) for name, plan in found.items()
+            },
+            recomputed=[len(auto.recomputed_units(rank)) for rank in ranks] if auto else [],
+            step_seconds=seconds,
+            speed_up=speed_up,
+            predicted_speed_up=predicted_speed_up,
+            peaks_mib={name: [round(peak / MIB, 1) for peak in peaks[name]] for name in found},
+            device=provenance.device(),
+            versions=provenance.versions("torch"),
+            commit=provenance.commit(),
+        )

@@ -19,16 +19,10 @@ def _encoder() -> nn.Module:
     return encoder.Encoder(encoder.EncoderConfig(width=384, layers=4, heads=6, context=CONTEXT))
 
 
-def _tiny() -> nn.Module:
-    return llama.Llama(llama.LlamaConfig(width=32, layers=2, heads=2, context=CONTEXT))
-
-
 SUBJECTS: dict[str, Subject] = {
     "llama": Subject(new=_llama, loss=llama.next_byte_loss, draw=draw_text),
     "encoder": Subject(new=_encoder, loss=encoder.masked_byte_loss, draw=draw_masked_text),
     "convolutional": prediction_models.SUBJECTS["convolutional"],
 }
-TINY = Subject(new=_tiny, loss=llama.next_byte_loss, draw=draw_text)
-"""Trained once before a measurement, so that one-time allocations do not count."""
 
-__all__ = ["SUBJECTS", "TINY", "Batch", "Subject"]
+__all__ = ["SUBJECTS", "Batch", "Subject"]

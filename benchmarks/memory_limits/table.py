@@ -9,8 +9,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from memory_limits.clusters import MIB
-from memory_limits.row import LargestRow, PeakRow
+from memory_limits.row import LargestRow, PeakRow, RecomputationRow
 from memory_limits.targets import Verdict
+
+RECOMPUTE = ("never", "auto")
 
 
 def peaks_table(rows: Sequence[PeakRow]) -> Table:
@@ -63,6 +65,41 @@ def largest_table(rows: Sequence[LargestRow]) -> Table:
             " ".join(f"{peak:.0f}" for peak in row.peaks_mib),
         )
     return table
+
+
+def recomputation_table(rows: Sequence[RecomputationRow]) -> Table:
+    """Plans without and with recomputation: one line per cluster."""
+    title = "recomputation per rank: seconds per step without and with it"
+    table = Table("cluster", "limits, MiB", title=title, box=SIMPLE_HEAD)
+    for heading in ("without", "with", "speed-up", "predicted", "units recomputed by rank"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for heading in ("batches without", "batches with"):
+        table.add_column(heading)
+    for row in rows:
+        seconds = row.step_seconds
+        table.add_row(
+            row.cluster,
+            " ".join(map(str, row.limits_mib)),
+            *(f"{seconds[name]:.3f}" if name in seconds else "no plan" for name in RECOMPUTE),
+            *(
+                "" if one is None else f"{one:.2f}"
+                for one in (row.speed_up, row.predicted_speed_up)
+            ),
+            " ".join(map(str, row.recomputed)),
+            *(_batches(row, name) for name in RECOMPUTE),
+        )
+    return table
+
+
+def _ratio(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
+def _batches(row: RecomputationRow, name: str) -> str:
+    if name not in row.stages:
+        return ""
+    passes = " ".join("+".join(map(str, own)) or "0" for own in row.micro_batches[name])
+    return f"{passes} (stage {row.stages[name]})"
 
 
 def verdicts_table(verdicts: Sequence[Verdict]) -> Table:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from memory_limits.row import LargestRow, PeakRow
+from memory_limits.row import LargestRow, PeakRow, RecomputationRow
 
 OVER_EVEN = {"8:4:2:2": 1.8, "8:1:1:1": 2.4}
 """Least parameters of the largest model over that of the best even engine, by cluster."""
@@ -13,6 +13,11 @@ ERROR = 0.05
 """Most by which a predicted peak differs from the measured one."""
 UNDER = 0.02
 """Most by which a predicted peak is below the measured one."""
+
+RECOMPUTATION_GAIN = 1.15
+"""Least speed-up by recomputation on at least one cluster."""
+NOISE = 0.03
+"""A plan with recomputation may seem slower by this part."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,7 +44,7 @@ class Verdict:
         return f"{'<=' if self.at_most else '>='} {self.wanted:g}"
 
 
-def verdicts(rows: Sequence[LargestRow | PeakRow]) -> Iterator[Verdict]:
+def verdicts(rows: Sequence[LargestRow | PeakRow | RecomputationRow]) -> Iterator[Verdict]:
     """All targets that apply to the rows."""
     peaks = [row for row in rows if isinstance(row, PeakRow)]
     for model in dict.fromkeys(row.model for row in peaks):
@@ -59,3 +64,14 @@ def verdicts(rows: Sequence[LargestRow | PeakRow]) -> Iterator[Verdict]:
             what = "planned over the largest model of the even engines"
             value = planned[0] / max(others)
             yield Verdict(case=cluster, what=what, value=value, wanted=OVER_EVEN[cluster])
+    gains = {
+        row.cluster: row.speed_up
+        for row in rows
+        if isinstance(row, RecomputationRow) and row.speed_up is not None
+    }
+    for cluster, gain in gains.items():
+        what = "with recomputation over without it"
+        yield Verdict(case=cluster, what=what, value=gain, wanted=1 - NOISE)
+    if gains:
+        what = "largest gain by recomputation"
+        yield Verdict(case="all", what=what, value=max(gains.values()), wanted=RECOMPUTATION_GAIN)

@@ -60,7 +60,7 @@ def attempt(cluster: MemoryCluster, task: GrowingLlama, configuration: Configura
             )
         except WorkersFailed as failure:
             seconds = time.perf_counter() - began
-            return Outcome(fits=False, seconds=seconds, reason=_first_cause(str(failure)))
+            return Outcome(fits=False, seconds=seconds, reason=first_cause(str(failure)))
     return Outcome(fits=True, seconds=time.perf_counter() - began, peaks=peaks)
 
 
@@ -102,7 +102,7 @@ def _trained(context: WorkerContext, task: GrowingLlama, configuration: Configur
     return engine
 
 
-def _first_cause(failures: str) -> str:
+def first_cause(failures: str) -> str:
     """The line that reports a failed allocation, else the last line of all tracebacks."""
     rank, found = "", ""
     for line in failures.splitlines():

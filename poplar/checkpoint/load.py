@@ -8,7 +8,7 @@ state is allocated and read. The ranks agree after each part. Only then do value
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,14 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from poplar.checkpoint.names import canonical
 from poplar.checkpoint.opened import OpenedCheckpoint
+from poplar.checkpoint.optimizer_state import MASTER
 from poplar.checkpoint.random_state import set_random_state
 from poplar.checkpoint.save import RANK, SCALER, STATE
 from poplar.checkpoint.saved_names import check_model, saved_groups_of, saved_optimizer_keys
 from poplar.checkpoint.training_state import (
     Checkpointed,
     TrainingParts,
-    canonical,
     check_idle,
     is_extra_state,
     loaded_runs,
@@ -35,7 +36,7 @@ from poplar.checkpoint.training_state import (
 )
 from poplar.zero.agreement import run_on_all_ranks
 from poplar.zero.flat_parameter import FlatParameter
-from poplar.zero.update import ParameterRun
+from poplar.zero.update import ParameterRun, StateLayout
 
 _OF_THIS_PROCESS = {"params", "param_names", "capturable", "differentiable", "foreach", "fused"}
 """Entries of param groups that name parameters or choose an implementation; not loaded."""
@@ -114,6 +115,8 @@ class Load:
         self._groups = saved_groups_of(opened, parts)
         keys = saved_optimizer_keys(opened, parts)
         layouts = [parts.update.state_layout(group) for group in range(len(parts.param_groups))]
+        # torch's `get_state_dict` stores the masters with the optimizer state.
+        self._masters = {n: found.pop(MASTER) for n, found in keys.items() if MASTER in found}
         self._shared = self._read_shared(keys, layouts)
         self._runs = loaded_runs(parts, self._shared)
         self._states: dict[ParameterRun, dict[str, Any]] = {}
@@ -176,9 +179,9 @@ class Load:
     def finish(self) -> None:
         """Use what was read, and send values to the ranks that store all. Collective."""
         parts, update = self.parts, self.parts.update
-        update.replace_runs(self._runs)
         for flat in parts.engine.trained:
-            update.rebind(flat, self._states)
+            runs = [run for run in self._runs if run.flat is flat]
+            update.replace_runs(flat, runs, self._states)
         for group, saved in zip(parts.param_groups, self._groups, strict=True):
             group.update({k: v for k, v in saved.items() if k not in _OF_THIS_PROCESS})
         strategy, comm = parts.engine.strategy, parts.engine.comm
@@ -229,7 +232,7 @@ class Load:
     def _read_shared(
         self,
         keys: Mapping[str, Mapping[str, str]],
-        layouts: list[dict[str, tuple[bool, Any]]],
+        layouts: Sequence[StateLayout],
     ) -> dict[str, dict[str, Any]]:
         """By parameter with state, its state that is not per element."""
         shared: dict[str, dict[str, Any]] = {}
@@ -253,7 +256,7 @@ class Load:
         name: str,
         parameter: Tensor,
         found: Mapping[str, str],
-        layout: Mapping[str, tuple[bool, Any]],
+        layout: StateLayout,
     ) -> None:
         if found.keys() != layout.keys():
             raise ValueError(
@@ -297,7 +300,7 @@ class Load:
                 flat, position = placed[id(value)]
                 stored, owned = stored_values(flat), flat.owned
                 target = shard_of(flat, position, stored, owned[0], *owned)
-            yield self._stored_names[name], target
+            yield self._masters.get(name, self._stored_names[name]), target
 
 
 def _is_object(value: Any) -> bool:

@@ -31,13 +31,13 @@ from torch.distributed.checkpoint.utils import find_state_dict_object
 
 from poplar.checkpoint.digests import digest
 from poplar.checkpoint.manifest import Manifest
+from poplar.checkpoint.names import canonical
 from poplar.checkpoint.random_state import random_state
 from poplar.checkpoint.save_job import PendingSave, SaveJob, aside_name
 from poplar.checkpoint.training_state import (
     Checkpointed,
     Entries,
     TrainingParts,
-    canonical,
     check_idle,
     optimizer_name,
     saved_entries,

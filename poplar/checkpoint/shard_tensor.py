@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ _ELEMENTWISE = {
     _aten.copy_.default,
     _aten.detach.default,
     _aten.empty_like.default,
+    _aten.new_empty.default,
     _aten.zero_.default,
     _aten.zeros_like.default,
     _aten._to_copy.default,
@@ -124,6 +125,10 @@ class ShardTensor(Tensor):
                 f"{function} does not work on a ShardTensor, which has only a part of its "
                 "elements; use its `local`, or optimizer.full_parameters() for whole parameters"
             )
+        if function is _aten.new_empty.default:  # as asynchronous saving makes its copies
+            if tuple(args[1]) != tuple(own.shape):
+                raise TypeError("new_empty takes the shape of the ShardTensor itself")
+            args = (own, own.local.shape)
         for other in args:
             if isinstance(other, Tensor) and not own._has_range_of(other):
                 raise TypeError(f"{function} takes ShardTensors of the same range and shape")
@@ -133,7 +138,7 @@ class ShardTensor(Tensor):
         result = function(*local, **options)
         if function in (_aten.copy_.default, _aten.zero_.default):
             return own
-        return ShardTensor(result, own.shape, own.start)
+        return type(own)(result, own.shape, own.start)
 
     def _has_range_of(self, other: Tensor) -> bool:
         own = (self.shape, self.start, self.stop)
@@ -144,14 +149,36 @@ class ShardTensor(Tensor):
         return ShardTensor, (self.local.clone(), tuple(self.shape), self.start)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardTensor:
-        copied = ShardTensor(self.local.clone(), self.shape, self.start)
+        copied = type(self)(self.local.clone(), self.shape, self.start)
         memo[id(self)] = copied
         return copied
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return (
-            f"ShardTensor(elements [{self.start}, {self.stop}) of shape {tuple(self.shape)}, "
-            f"{self.dtype}, local={self.local})"
+        elements = f"elements [{self.start}, {self.stop}) of shape {tuple(self.shape)}"
+        return f"{type(self).__name__}({elements}, {self.dtype}, local={self.local})"
+
+
+class ParameterShard(ShardTensor):
+    """This rank's part of a parameter in `model.state_dict()`. It cannot be pickled.
+
+    `torch.save(model.state_dict())` is meant to save whole parameters, often on one rank alone.
+    """
+
+    def __reduce_ex__(self, _protocol: Any) -> NoReturn:
+        self._refuse()
+
+    def untyped_storage(self) -> NoReturn:
+        """Has none; libraries that save tensors ask for it."""
+        self._refuse()
+
+    storage = untyped_storage
+
+    @staticmethod
+    def _refuse() -> NoReturn:
+        raise RuntimeError(
+            "the model's parameters are sharded (stage 3), so model.state_dict() has only this "
+            "rank's part of them; save it with torch.distributed.checkpoint on all ranks, use "
+            "optimizer.save_model(path), or `with optimizer.full_parameters(): model.state_dict()`"
         )
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
+from poplar.checkpoint.names import canonical
 from poplar.checkpoint.shard_tensor import ShardTensor
 from poplar.comm import Control
 from poplar.plan import Plan
@@ -22,9 +23,6 @@ from poplar.zero.engine import Engine
 from poplar.zero.flat_parameter import FlatParameter
 from poplar.zero.grad_scaler import GradScaler
 from poplar.zero.update import ParameterRun, ShardedUpdate, is_elementwise
-
-_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
-"""Parts of names that torch.compile and activation checkpointing add, and that torch removes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,13 +62,6 @@ def optimizer_name(parts: TrainingParts) -> str:
     """The name of the user's optimizer class."""
     kinds = type(parts.update.inner).__mro__
     return next(kind.__name__ for kind in kinds if not kind.__module__.startswith("poplar."))
-
-
-def canonical(name: str) -> str:
-    """A parameter's name without what wrappers add to it."""
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
 
 
 def parameter_names(parts: TrainingParts) -> dict[int, str]:

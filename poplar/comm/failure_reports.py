@@ -7,6 +7,7 @@ error names the others. The store may not answer, so every access runs in a thre
 
 from __future__ import annotations
 
+import _thread
 import atexit
 import contextlib
 import pickle
@@ -122,9 +123,10 @@ class FailureReports:
         The thread ends with this object, and keeps neither it nor the methods' objects alive.
         """
         if not self._is_watching:
-            self._is_watching = True
             weak = [call and weakref.WeakMethod(call) for call in (notify, look)]
-            _Watch(weakref.ref(self), self._store, self._any_key, *weak).start()
+            with contextlib.suppress(RuntimeError):  # out of memory: there are deadlines only
+                _Watch(weakref.ref(self), self._store, self._any_key, *weak).start()
+                self._is_watching = True
 
     def _key(self, rank: int) -> str:
         return f"{self._prefix}/{rank}"
@@ -142,7 +144,11 @@ class FailureReports:
             except Exception as error:
                 answers.put((None, error))
 
-        threading.Thread(target=run, daemon=True).start()
+        try:
+            # `Thread.start` would wait for ever for a thread that has no memory to begin.
+            _thread.start_new_thread(run, ())
+        except RuntimeError:  # this rank is out of memory, which it has to report
+            run()
         try:
             value, error = answers.get(timeout=seconds)
         except queue.Empty:
@@ -153,7 +159,7 @@ class FailureReports:
         return answer
 
 
-class _Watch(threading.Thread):
+class _Watch:
     """Polls the store until a rank has reported a failure or the reports are no longer needed."""
 
     def __init__(
@@ -164,13 +170,26 @@ class _Watch(threading.Thread):
         notify: weakref.WeakMethod[Callable[[], None]] | None,
         look: weakref.WeakMethod[Callable[[], None]] | None,
     ) -> None:
-        super().__init__(daemon=True)
         self._reports, self._store, self._key = reports, store, key
         self._notify, self._look = notify, look
-        self._stopped = threading.Event()
+        self._stopped, self._ended = threading.Event(), threading.Event()
+
+    def start(self) -> None:
+        """Begin to poll, in a thread that does not keep the process alive."""
+        _thread.start_new_thread(self._run, ())
         _WATCHES.add(self)
 
-    def run(self) -> None:
+    def is_alive(self) -> bool:
+        """Whether the thread has not ended."""
+        return not self._ended.is_set()
+
+    def _run(self) -> None:
+        try:
+            self._poll()
+        finally:
+            self._ended.set()
+
+    def _poll(self) -> None:
         while self._reports() is not None:
             found = False
             with contextlib.suppress(Exception):  # without a store there are deadlines only
@@ -190,7 +209,7 @@ class _Watch(threading.Thread):
 
     def stop(self) -> None:
         self._stopped.set()
-        self.join(1.0)
+        self._ended.wait(1.0)
 
 
 def _call(method: weakref.WeakMethod[Callable[[], None]] | None) -> None:

@@ -1,58 +1,122 @@
-"""What a plan needs of each rank's memory, term by term, in bytes.
+"""What a plan needs of each rank's memory, in bytes: the most at any moment of a step.
 
-For one rank at one stage everything but the activations is linear in its share.
+At each moment (`memory_moments`) everything but the activations is linear in the rank's share.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
 
+from poplar.planner.memory_moments import (
+    Backward,
+    Bytes,
+    Moment,
+    Pass,
+    Unsharded,
+    elements_of,
+    highest,
+    reduced_in_every_pass,
+    reduced_once,
+    unsharded_in,
+)
 from poplar.profile import ClusterProfile, DeviceProfile, ModelProfile
 
-ACCUMULATOR_BYTES = 4.0
-"""Per element: gradients are accumulated in fp32."""
-BUCKET_ELEMENTS = 32 * 2**20 // 4
-"""Larger units are reduced in several buckets of this many elements."""
-_MIN_IN_FLIGHT = 2
-_SLACK_BYTES = 1.0
+SLACK_BYTES = 1.0
 """Tolerance for the rounding of shares."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """One rank at one stage: `needed = fixed + per_share * share + activations(micro_batch)`."""
+    """One rank at one stage: the most over moments of `fixed + per_share * share + activations`.
+
+    [Note: passes and the search]
+    `needed_by` is exact in the passes. The search chooses the largest micro-batch before the number
+    of passes, so it uses `needed`, the memory of a pass that is not the first of its step: that has
+    the sums of earlier ones beside it. Never less than `needed_by`; the same with several passes.
+    """
 
     device: DeviceProfile
-    fixed: float
-    """Bytes without samples and without a share."""
-    per_share: float
-    """Bytes that owning the whole state adds."""
+    state: Bytes
+    """What is always held."""
+    backward: Backward = field(repr=False)
+    moments: Callable[[Pass], tuple[Moment, ...]] = field(repr=False)
+    """Of a kind of pass."""
+    unsharded: Callable[[bool], Unsharded] | None = field(repr=False)
+    """Unsharded parameters of a pass with or without samples; None where they are never sharded."""
     limit: float
     """Bytes that a plan may use: the device's memory without the reserve."""
+    _lines: dict[tuple[bool, int], tuple[Bytes, ...]] = field(
+        init=False, repr=False, compare=False, default_factory=dict
+    )
 
     def needed(self, micro_batch: int, share: float) -> float:
-        """Bytes with this share and passes of at most this many samples."""
-        activations = self.device.activation_bytes(micro_batch)
-        return self.fixed + self.per_share * share + activations
+        """Bytes with this share and any number of passes of at most this many samples."""
+        return self._needed(self._lines_of(True, micro_batch), share)
+
+    def needed_by(self, passes: Sequence[int], share: float) -> float:
+        """Bytes with this share and these passes of a step, by their samples."""
+        first, *rest = passes or (0,)
+        needed = self._needed(self._lines_of(False, first), share)
+        return max(needed, self.needed(max(rest), share)) if rest else needed
 
     def fits(self, micro_batch: int, share: float) -> bool:
         """Whether `needed` is within the limit, up to one byte."""
-        return self.needed(micro_batch, share) <= self.limit + _SLACK_BYTES
+        return self.needed(micro_batch, share) <= self.limit + SLACK_BYTES
 
     def largest_share(self, micro_batch: int) -> float:
         """The largest share, up to 1, that fits beside this micro-batch; `-inf`: none fits."""
-        room = self.limit + 0.5 * _SLACK_BYTES - self.needed(micro_batch, 0.0)
-        if room < 0.0:
-            return -math.inf
-        return min(1.0, room / self.per_share) if self.per_share else 1.0
+        largest = 1.0
+        for line in self._lines_of(True, micro_batch):
+            room = self.limit + 0.5 * SLACK_BYTES - line.fixed
+            if room < 0.0:
+                return -math.inf
+            if line.per_share:
+                largest = min(largest, room / line.per_share)
+        return largest
 
     def largest_batch(self, share: float, at_most: int) -> int:
         """The largest micro-batch, up to `at_most`, that fits; -1: not even 0 samples fit."""
         sizes = range(min(at_most, self.device.max_batch) + 1)
         return bisect_left(sizes, True, key=lambda size: not self.fits(size, share)) - 1
+
+    def _needed(self, lines: Sequence[Bytes], share: float) -> float:
+        return max(line.fixed + line.per_share * share for line in lines)
+
+    def _lines_of(self, later: bool, micro_batch: int) -> tuple[Bytes, ...]:
+        """The moments of a pass with this many samples that are the highest for some share."""
+        key = later, micro_batch
+        if key not in self._lines:
+            own = Pass(later=later, samples=micro_batch > 0)
+            self._lines[key] = highest(self._lines_at(own, micro_batch))
+        return self._lines[key]
+
+    def _lines_at(self, own: Pass, micro_batch: int) -> Iterator[Bytes]:
+        """All moments of a pass."""
+        unsharded = None if self.unsharded is None else self.unsharded(own.samples)
+        during, ended = self._activations(micro_batch)
+        state, per_share = self.state
+        for moment in self.moments(own):
+            fixed = state + moment.needed.fixed
+            if moment.turn is not None and moment.turn >= 0:
+                fixed += (ended if moment.ended else during)[moment.turn]
+            if unsharded is not None:
+                fixed += unsharded.at(moment)
+            yield Bytes(fixed, per_share + moment.needed.per_share)
+
+    def _activations(self, micro_batch: int) -> tuple[Sequence[float], Sequence[float]]:
+        """By turn, activation bytes during a backward and when it has ended; the peak of the pass
+        if they were not measured.
+        """
+        turns = self.backward.turns
+        during, after = self.device.unit_bytes(micro_batch)
+        if not during:
+            whole = [self.device.activation_bytes(micro_batch)] * len(turns)
+            return whole, whole
+        return [during[unit] for unit in turns], [after[unit] for unit in turns]
 
 
 def rank_memory(
@@ -60,46 +124,47 @@ def rank_memory(
 ) -> RankMemory:
     """The memory of `rank` at `stage`; `persistent` units stay unsharded between passes."""
     device, model = cluster.devices[rank], cluster.model
-    ranks = cluster.world_size
-    state, state_per_share = _state(model, stage)
-    buckets, buckets_per_share = _buckets(model, stage, ranks)
+    ranks, keeps = cluster.world_size, cluster.network.receive_buffers
+    always = Bytes(_relayed(cluster, stage) + model.frozen_bytes + device.held_bytes)
     return RankMemory(
         device=device,
-        fixed=(
-            state
-            + buckets
-            + _relayed(cluster, stage)
-            + _unsharded(model, stage, persistent)
-            + model.grad_bytes * max(model.unit_numels)  # of one unit, before they are packed
-            + model.frozen_bytes
-            + device.held_bytes
-        ),
-        per_share=state_per_share + buckets_per_share,
+        state=_state(model, stage).plus(always),
+        backward=_backward(model, stage),
+        moments=partial(_moments, model, stage, ranks, keeps),
+        unsharded=partial(_unsharded, model, frozenset(persistent)) if stage == 3 else None,
         limit=device.memory_bytes * (1.0 - cluster.memory_reserve),
     )
 
 
-def _state(model: ModelProfile, stage: int) -> tuple[float, float]:
-    """Parameters, accumulator and optimizer state: bytes on every rank, and bytes per share."""
-    by_sharding = (model.optimizer_bytes, ACCUMULATOR_BYTES, model.param_bytes)
-    whole, sharded = sum(by_sharding[stage:]), sum(by_sharding[:stage])
-    frozen = model.param_bytes * model.frozen_numel
-    if stage < 3:
-        return whole * model.numel + frozen, sharded * model.numel
-    return whole * model.numel, sharded * model.numel + frozen
+@lru_cache(64)
+def _backward(model: ModelProfile, stage: int) -> Backward:
+    return Backward.of(model, stage)
 
 
-def _unsharded(model: ModelProfile, stage: int, persistent: Collection[int]) -> float:
-    """Unsharded parameters at stage 3: resident and persistent units, and the two largest others
-    (the current unit and the next).
-    """
+@lru_cache(256)
+def _moments(
+    model: ModelProfile, stage: int, ranks: int, keeps: str, own: Pass
+) -> tuple[Moment, ...]:
+    """The moments of a kind of pass."""
+    backward, each = _backward(model, stage), elements_of(model, stage, ranks, keeps)
+    kind = reduced_once if stage < 2 else reduced_in_every_pass
+    return tuple(kind(backward, each, own, keeps))
+
+
+@lru_cache(256)
+def _unsharded(model: ModelProfile, persistent: frozenset[int], samples: bool) -> Unsharded:
+    return unsharded_in(model, _backward(model, 3), persistent, samples=samples)
+
+
+def _state(model: ModelProfile, stage: int) -> Bytes:
+    """Parameters and optimizer state."""
+    trained, frozen = model.param_bytes * model.numel, model.param_bytes * model.frozen_numel
+    optimizer = model.optimizer_bytes * model.numel
+    if stage == 0:
+        return Bytes(trained + frozen + optimizer)
     if stage < 3:
-        return 0.0
-    frozen = model.unit_frozen_numels or (0,) * len(model.unit_numels)
-    sizes = [sum(both) for both in zip(model.unit_numels, frozen, strict=True)]
-    staying = {*model.resident_units, *persistent}
-    others = sorted(size for unit, size in enumerate(sizes) if unit not in staying)
-    return model.param_bytes * (sum(sizes[unit] for unit in staying) + sum(others[-2:]))
+        return Bytes(trained + frozen, optimizer)
+    return Bytes(0.0, trained + frozen + optimizer)
 
 
 def _relayed(cluster: ClusterProfile, stage: int) -> float:
@@ -110,25 +175,5 @@ def _relayed(cluster: ClusterProfile, stage: int) -> float:
     model = cluster.model
     if not cluster.network.hosts:
         return 0.0
-    return (2.0 * model.wire_bytes + model.param_bytes) * _flat_numel(model, stage)
-
-
-def _flat_numel(model: ModelProfile, stage: int) -> int:
-    """Elements of the largest buffer that is reduced at once."""
-    if model.largest_flat_numels:
-        return model.largest_flat_numels[stage]
-    return min(max(model.unit_numels), BUCKET_ELEMENTS)
-
-
-def _buckets(model: ModelProfile, stage: int, ranks: int) -> tuple[float, float]:
-    """Packed and received buckets in flight: bytes on every rank, and bytes per share."""
-    numel = _flat_numel(model, stage)
-    in_flight = _MIN_IN_FLIGHT * numel
-    if stage >= 2:
-        in_flight = max(in_flight, max(model.unit_numels) + numel)
-    bucket = model.wire_bytes * min(in_flight, math.ceil(model.numel / numel) * numel)
-    if stage >= 2:
-        return bucket, bucket * ranks  # some transports also receive the rank's own part
-    # A wire dtype as wide as the accumulator needs no packed copy.
-    packed = bucket if model.wire_bytes < ACCUMULATOR_BYTES else 0.0
-    return (packed, bucket * ranks) if stage == 1 else (packed + bucket, 0.0)
+    largest = max(flat.numel for flat in _backward(model, stage).flats)
+    return (2.0 * model.wire_bytes + model.param_bytes) * largest

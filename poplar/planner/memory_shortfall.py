@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from poplar.errors import PoplarError
 from poplar.formatting import format_bytes
 from poplar.planner.cost_model import StageCosts
+from poplar.planner.memory_model import SLACK_BYTES
 
 _GENERAL_ADVICE = (
     "free memory on that rank (or raise its memory_limit), use shorter sequences or activation "
@@ -74,7 +75,8 @@ def memory_shortfall(costs: StageCosts) -> Shortfall | None:
     if suffice(largest_shares(costs, batches)):
         return None
     nothing = [0] * len(shares)
-    found, too_small = _shortfall(costs, batches, shares), shortfall_at(costs, nothing, nothing)
+    found = _shortfall(costs, batches, shares, _needed(costs, batches, shares))
+    too_small = shortfall_at(costs, nothing, nothing)
     return too_small._replace(total_bytes=found.total_bytes) if too_small else found
 
 
@@ -85,7 +87,24 @@ def shortfall_at(
     fits = costs.by_rank(
         lambda rank, *needs: costs.memories[rank].fits(*needs), largest_batches, shares
     )
-    return None if all(fits) else _shortfall(costs, largest_batches, shares)
+    if all(fits):
+        return None
+    needed = _needed(costs, largest_batches, shares)
+    return _shortfall(costs, largest_batches, shares, needed)
+
+
+def shortfall_of(
+    costs: StageCosts, micro_batches: Sequence[Sequence[int]], shares: Sequence[float]
+) -> Shortfall | None:
+    """What ranks lack for exactly these passes beside these shares; None: nothing."""
+    needed = costs.by_rank(
+        lambda rank, *needs: costs.memories[rank].needed_by(*needs), micro_batches, shares
+    )
+    largest = [max(passes, default=0) for passes in micro_batches]
+    over = (
+        own > memory.limit + SLACK_BYTES for own, memory in zip(needed, costs.memories, strict=True)
+    )
+    return _shortfall(costs, largest, shares, needed) if any(over) else None
 
 
 def missing_bytes(costs: StageCosts, rank: int, micro_batch: int, share: float) -> float:
@@ -94,10 +113,20 @@ def missing_bytes(costs: StageCosts, rank: int, micro_batch: int, share: float) 
     return max(0.0, memory.needed(micro_batch, share) - memory.limit)
 
 
+def _needed(costs: StageCosts, batches: Sequence[int], shares: Sequence[float]) -> list[float]:
+    """By rank, bytes for any number of passes of so many samples."""
+    return costs.by_rank(lambda rank, *needs: costs.memories[rank].needed(*needs), batches, shares)
+
+
 def _shortfall(
-    costs: StageCosts, largest_batches: Sequence[int], shares: Sequence[float]
+    costs: StageCosts,
+    largest_batches: Sequence[int],
+    shares: Sequence[float],
+    needed: Sequence[float],
 ) -> Shortfall:
-    missing = costs.by_rank(partial(missing_bytes, costs), largest_batches, shares)
+    missing = [
+        max(0.0, own - memory.limit) for own, memory in zip(needed, costs.memories, strict=True)
+    ]
     rank = missing.index(max(missing))
     batch, share = largest_batches[rank], shares[rank]
     memory, device = costs.memories[rank], costs.cluster.devices[rank]
@@ -105,7 +134,7 @@ def _shortfall(
     has_state = share and costs.shares_matter
     state = f" and {100 * share:.1f} % of the sharded state" if has_state else ""
     sentence = (
-        f"rank {rank} ({device.name}) needs at least {format_bytes(memory.needed(batch, share))} "
+        f"rank {rank} ({device.name}) needs at least {format_bytes(needed[rank])} "
         f"for {samples}{state}, but may use {format_bytes(memory.limit)} of "
         f"{format_bytes(device.memory_bytes)}: {format_bytes(missing[rank])} too little"
     )

@@ -14,7 +14,7 @@ from typing import Any
 from poplar.formatting import format_percent
 from poplar.plan import Plan
 from poplar.planner.cost_model import StageCosts, costs_of
-from poplar.planner.memory_shortfall import DoesNotFit, shortfall_at
+from poplar.planner.memory_shortfall import DoesNotFit, shortfall_of
 from poplar.profile import ClusterProfile, NetworkProfile
 from poplar.schema import to_json_types
 
@@ -83,7 +83,7 @@ def _memory_needed(costs: StageCosts, plan: Plan) -> tuple[int, ...]:
                 f"that was measured is {device.max_batch}; use smaller micro-batches, or profile "
                 "with a larger max_batch"
             )
-        return math.ceil(costs.memories[rank].needed(largest, share))
+        return math.ceil(costs.memories[rank].needed_by(passes, share))
 
     return tuple(costs.by_rank(needed, plan.micro_batches, plan.shares))
 
@@ -107,8 +107,7 @@ def predict(cluster: ClusterProfile, plan: Plan) -> Prediction:
     """
     costs = costs_of(cluster, plan)
     memory = _memory_needed(costs, plan)
-    largest_batches = [max(passes, default=0) for passes in plan.micro_batches]
-    missing = shortfall_at(costs, largest_batches, plan.shares)
+    missing = shortfall_of(costs, plan.micro_batches, plan.shares)
     if missing is not None:
         raise DoesNotFit(
             f"the plan does not fit at stage {plan.stage}: {missing.sentence}; use smaller "

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-from poplar.planner.memory_model import BUCKET_ELEMENTS
+from poplar.planner.memory_moments import BUCKET_ELEMENTS, merged_units
 from poplar.profile import ModelProfile
 
 
@@ -66,13 +66,7 @@ class UnitLayout:
         """
         if stage == 3:
             return cls(model.unit_numels, frozenset(model.resident_units), persistent)
-        merged: list[int] = []
-        for numel in model.unit_numels:
-            if merged and merged[-1] + numel <= BUCKET_ELEMENTS:
-                merged[-1] += numel
-            else:
-                merged.append(numel)
-        return cls(tuple(merged))
+        return cls(tuple(merged_units(model.unit_numels)))
 
     @property
     def numel(self) -> int:

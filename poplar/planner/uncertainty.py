@@ -48,11 +48,14 @@ def _stepped(device: DeviceProfile) -> list[BatchPoint]:
     points = []
     for previous, batch in pairwise([0, *(point.batch for point in device.points)]):
         for size in sorted({previous + 1, batch}):
+            during, after = device.unit_bytes(size)
             points.append(
                 BatchPoint(
                     batch=size,
                     seconds=device.seconds(batch),
                     activation_bytes=round(device.activation_bytes(size)),
+                    unit_bytes=tuple(map(round, during)),
+                    bytes_after_unit=tuple(map(round, after)),
                 )
             )
     return points

@@ -208,9 +208,17 @@ def _extended(device: DeviceProfile) -> DeviceProfile:
         low, near, end = map(curve, batches)
         return end + last * max((end - near) / (last - before), (end - low) / (last - first))
 
+    by_batch = {batch: device.unit_bytes(batch) for batch in batches}
+
+    def of_unit(unit: int, *, ended: bool) -> int:
+        return round(extrapolated(lambda batch: by_batch[batch][ended][unit]))
+
+    units = range(len(by_batch[last][0]))
     point = BatchPoint(
         batch=2 * last,
         seconds=extrapolated(device.seconds),
         activation_bytes=round(extrapolated(device.activation_bytes)),
+        unit_bytes=tuple(of_unit(unit, ended=False) for unit in units),
+        bytes_after_unit=tuple(of_unit(unit, ended=True) for unit in units),
     )
     return replace(device, points=(*device.points, point))

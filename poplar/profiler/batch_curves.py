@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from poplar.curve import straightened
 from poplar.profile import BatchPoint, ClusterProfile
 from poplar.profiler.engine_passes import EnginePasses, sharded_passes
+from poplar.profiler.model_profile import trained_units
 from poplar.profiler.noise import CpuUse
 from poplar.profiler.passes import (
     NEAR_ENOUGH,
@@ -80,7 +81,7 @@ def measure_curves(session: Session, report: Report) -> tuple[list[BatchCurve], 
 
 def _plain_curves(session: Session, report: Report) -> tuple[list[BatchCurve], float]:
     """Curves of plain passes; empty if one sample does not fit beside the whole model."""
-    passes = session.passes()
+    passes = session.passes(trained_units(session))
     with session.as_in_training():
         report("a first pass")
         if not session.fits_on_all_ranks(passes.check, "the profiler's first pass"):
@@ -251,7 +252,7 @@ def _passes_for(session: Session, batches: Sequence[Sequence[int]]) -> Iterator[
     largest = session.largest_unsharded
     if largest is None or all(max(own) <= most for own, most in zip(batches, largest, strict=True)):
         with session.as_in_training():
-            yield session.passes()
+            yield session.passes(trained_units(session))
     else:
         with sharded_passes(session) as passes:
             yield passes

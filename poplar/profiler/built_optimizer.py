@@ -58,5 +58,4 @@ def built_optimizer(
         else:
             optimizer._detach()
         del optimizer
-        if session.asynchronous:
-            gc.collect()  # Python does not see how much device memory a reference cycle holds
+        gc.collect()  # Python does not see how much memory a reference cycle holds

@@ -10,15 +10,19 @@ With `n` ranks on `h` hosts and `P` parameters, one rank
     plain passes  holds the model in the compute dtype beside its parameters, one batch per size,
                   and the gradient of one parameter; runs about 2 log2(batch) sizes
     passes on     holds its share of the parameters, two unsharded units and the root, one batch per
-    the engine    size, and the gradient of one parameter; runs 5 sizes at most. Only where larger
-                  batches fit beside a shard than beside the whole model
+    the engine    size, and the gradient of one parameter; runs 5 sizes at most. Only where the
+                  model, or larger batches, fit beside a shard and not beside the whole model
+    recomputing   as above, plain or on the engine; times 3 sizes at most, then runs one size with
+    passes        the last repeated unit not recomputed. Only where memory may limit a plan
     optimizer     steps and allocates at most 2^26 elements of parameters, gradients and state, and
                   less where less memory is free
     collectives   reduces and gathers at most 2^26 elements, 2^24 at once (fewer where less memory
-                  is free), a bounded number of times: once for all, and up to 8 ranks once for each
+                  is free), a bounded number of times: once for all, and up to 8 ranks once for
+                  each. Allocates up to 4 (7 + 4 n) bytes per element at once, and tries that first
     links         takes part in at most `h` exchanges at a time, of 2^28 bytes at most
-    engine steps  trains as the engine does, from one host copy of the parameters on CUDA. A model
-                  on `meta` is initialized again for each plan that runs
+    engine steps  trains as the engine does, from one host copy of the parameters on CUDA
+    a model on    is initialized again for each engine: two or three for passes, and one for each
+    `meta`        plan that runs
 
 and results of `O(n)` values are exchanged a number of times that depends on `h` and the stages, but
 neither on `n` nor on `P`. Only the model itself, its passes and the engine's own steps grow with
@@ -40,6 +44,7 @@ from poplar.plan import Plan
 from poplar.profile import BatchPoint, ClusterProfile, DeviceProfile
 from poplar.profiler import batch_curves, trial_runs
 from poplar.profiler.collectives import measure_network
+from poplar.profiler.known_devices import no_network
 from poplar.profiler.memory_budget import MEMORY_RESERVE, MemoryBudget, memory_budget
 from poplar.profiler.model_profile import model_profile, pass_memory
 from poplar.profiler.noise import noise_notes
@@ -66,8 +71,8 @@ class Profiler:
         self.session.memory = pass_memory(self.session, self._budgets)
         self._noise = 1.0
 
-    def measure(self, report: Report) -> ClusterProfile:
-        """The profile of all ranks, without residuals of any stage."""
+    def measure_devices(self, report: Report) -> ClusterProfile:
+        """The profile of all ranks, without a network and without residuals of any stage."""
         session, rank = self.session, self.session.group.rank
         budget = self._budgets[rank]
         curves, self._noise = batch_curves.measure_curves(session, report)
@@ -75,8 +80,6 @@ class Profiler:
         updates = session.on_all_ranks(
             lambda: measure_update(session), "measuring the optimizer step"
         )
-        report("the collectives")
-        network = measure_network(session, session.request.seconds * NETWORK)
 
         def own_profile() -> DeviceProfile:
             info = devices.describe(session.device)
@@ -96,15 +99,20 @@ class Profiler:
         profile = ClusterProfile(
             devices=tuple(profiles),
             model=model_profile(session, updates[0].state_bytes),
-            network=network,
+            network=no_network(session.group.size),
             backward_fraction=fmean(curve.backward_fraction for curve in curves),
             memory_reserve=MEMORY_RESERVE,
             identity=session.identity,
             notes=tuple(noise_notes(profiles, [curve.cpu_use for curve in curves])),
         )
         session.largest_unsharded = [curve.largest_unsharded for curve in curves]
-        profile = with_recomputed_curves(session, profile, report)
-        return self.with_later_memory(profile)
+        return with_recomputed_curves(session, profile, report)
+
+    def with_network(self, profile: ClusterProfile, report: Report) -> ClusterProfile:
+        """The profile with the times of the collectives, measured now."""
+        report("the collectives")
+        network = measure_network(self.session, self.session.request.seconds * NETWORK)
+        return self.with_later_memory(replace(profile, network=network))
 
     def use(self, profile: ClusterProfile) -> None:
         """Measure further batches of a profile of an earlier session.

@@ -19,11 +19,14 @@ from torch import Tensor
 
 from poplar.comm import ALL_GATHERS, REDUCE_SCATTERS, Communicator, Work, connect
 from poplar.comm.host_topology import Hosts
+from poplar.comm.segment_pool import caches_memory
 from poplar.comm.shard_layout import ALIGNMENT, Layout
 from poplar.comm.transport_selection import candidates
+from poplar.formatting import format_bytes
 from poplar.profile import LinkProfile, NetworkProfile
 from poplar.profiler.links import find_hosts, measure_links, tournament
 from poplar.profiler.model_profile import flat_numels
+from poplar.profiler.pass_memory import PassMemory
 from poplar.profiler.session import Session
 from poplar.profiler.timing import seconds_of
 
@@ -47,6 +50,9 @@ OTHER_ORDER_ADVANTAGE = 1.1
 have other bits, so timing noise must not select it."""
 MOST_NUMEL = 1 << 22
 """Largest buffer that is timed for this choice, in elements."""
+ROOM_FOR_STATE = 6
+"""Ranks with so many times the memory of the parameters, beside the parameters, do not lack any:
+gradients, optimizer state and buckets take less."""
 _IN_FLIGHT = 2
 
 
@@ -113,6 +119,8 @@ class Collectives:
         first, taken = once(), [once()]
         while len(taken) < REPETITIONS and first + sum(taken) + taken[-1] < budget:
             taken.append(once())
+        for _ in range(2):  # `trim` keeps what was used since the last call
+            self.comm.trim()
         return median(taken)
 
     def exchange(self, value: float) -> list[float]:
@@ -133,7 +141,8 @@ def measure_network(session: Session, budget: float) -> NetworkProfile:
     gather, so these times give its rates. If that would take too long, the links of its host do.
     """
     comm = connect(session.group, "auto", session.device)
-    numels, scale = sample_buffers(flat_numels(session), _largest_buffer(session))
+    numels = flat_numels(session)
+    numels, scale = sample_buffers(numels, _largest_buffer(session, max(numels)))
     collectives = Collectives(session, comm, numels)
     transports = time_transports(collectives)
     if transports:
@@ -160,23 +169,59 @@ def measure_network(session: Session, budget: float) -> NetworkProfile:
         all_gather_seconds=gathering * scale,
         receive_seconds_per_byte=tuple(receive for receive, _ in rates),
         send_seconds_per_byte=tuple(send for _, send in rates),
+        receive_buffers=_receive_buffers(session),
         hosts=collectives.comm.hosts,
         transports=transports,
         links=links,
     )
 
 
-def _largest_buffer(session: Session) -> int:
+def _receive_buffers(session: Session) -> str:
+    """`NetworkProfile.receive_buffers`: devices reuse freed memory, and the host keeps buffers."""
+    if session.device.type != "cpu":
+        return "freed"
+    return "kept" if caches_memory() else "step"
+
+
+def _largest_buffer(session: Session, wanted: int) -> int:
     """Elements of the largest buffer for which all ranks have memory, at most the constant.
 
-    A rank that owns everything holds the gradient, its values and, for each collective in flight, a
-    packed bucket and one from every rank.
+    A rank without memory in the middle of a collective would leave the others waiting, so the ranks
+    allocate as many bytes first.
+
+    Args:
+        session: of this rank.
+        wanted: elements of the largest flat buffer; if fewer are returned, it is timed in parts.
+
+    Raises:
+        torch.OutOfMemoryError: not even `FEWEST_ELEMENTS_AT_ONCE` fit; the same on all ranks.
     """
-    size = session.group.size
-    at_once = 4 * (3 + _IN_FLIGHT * (1 + size))
-    fitting = min(map(session.memory.spare, range(size))) / at_once
+    bytes_each = _bytes_at_once(session.group.size)
+    fitting = min(map(session.memory.spare, range(session.group.size))) / bytes_each
     largest = int(min(MOST_ELEMENTS_AT_ONCE, max(FEWEST_ELEMENTS_AT_ONCE, fitting)))
+    largest = max(FEWEST_ELEMENTS_AT_ONCE, min(largest, wanted + -wanted % ALIGNMENT))
+
+    def allocate() -> None:
+        torch.empty(largest * bytes_each, dtype=torch.uint8, device=session.device)
+
+    while not session.fits_on_all_ranks(allocate, "allocating buffers for the collectives"):
+        if largest <= FEWEST_ELEMENTS_AT_ONCE:
+            raise torch.OutOfMemoryError(
+                f"a rank has no {format_bytes(largest * bytes_each)} for timing the collectives; "
+                "free memory on it, or give it more"
+            )
+        largest = max(FEWEST_ELEMENTS_AT_ONCE, largest // 2)
     return largest - largest % ALIGNMENT
+
+
+def _bytes_at_once(ranks: int) -> int:
+    """Bytes that the largest collective needs on a rank, per element of its buffer.
+
+    Gradients of three sets of collectives; and, for each collective in flight, a bucket, its
+    result, and a part as large as the bucket to and from every rank: one rank owns everything, and
+    the algorithm pads every part to the largest.
+    """
+    return 4 * (3 + _IN_FLIGHT * (2 + 2 * ranks))
 
 
 def sample_buffers(
@@ -251,11 +296,11 @@ def time_transports(usual: Collectives) -> tuple[tuple[str, float], ...]:
         return ()
     names = dict.fromkeys((usual.comm.name, *candidates(group, session.device)))
     whole = [name for name in names if not name.startswith("process_group")]
-    sums = [name for name, way in REDUCE_SCATTERS.items() if way.reduction_order == "rank"]
+    sums, gathers = compared_algorithms(session.memory)
     sample = replace(usual, numels=sample_numels(usual.numels))
     even = (1.0 / group.size,) * group.size
     skewed = (0.5, *(0.5 / (group.size - 1),) * (group.size - 1))
-    each = TRANSPORT_SECONDS / (len(sums) + len(ALL_GATHERS) + 2 * len(whole)) / 2
+    each = TRANSPORT_SECONDS / (len(sums) + len(gathers) + 2 * len(whole)) / 2
     reduce_scatter, all_gather = Collectives.reduce_scatter, Collectives.all_gather
     for name in (*whole, "process_group"):  # NCCL connects ranks in their first collective
         sample.over(name).seconds(reduce_scatter, even, budget=0.0)
@@ -270,11 +315,23 @@ def time_transports(usual: Collectives) -> tuple[tuple[str, float], ...]:
 
     found = {name: seconds(name, reduce_scatter) + seconds(name, all_gather) for name in whole}
     reducing = [(seconds(f"process_group:{n}+direct", reduce_scatter), n) for n in sums]
-    gathering = [(seconds(f"process_group:direct+{n}", all_gather), n) for n in ALL_GATHERS]
+    gathering = [(seconds(f"process_group:direct+{n}", all_gather), n) for n in gathers]
     (reduce_seconds, reduce), (gather_seconds, gather) = min(reducing), min(gathering)
     found[f"process_group:{reduce}+{gather}"] = reduce_seconds + gather_seconds
     orders = {name: sample.over(name).comm.reduction_order for name in found}
     return ranked(found, orders, order)
+
+
+def compared_algorithms(memory: PassMemory) -> tuple[list[str], list[str]]:
+    """Names of the reductions in rank order and of the gathers of the process group.
+
+    Without those that pad where a rank may lack memory: they hold `n` parts as large as the largest
+    one, twice for a reduction, which plans do not count.
+    """
+    sums = [name for name, way in REDUCE_SCATTERS.items() if way.reduction_order == "rank"]
+    if min(memory.unsharded) > ROOM_FOR_STATE * memory.parameters:
+        return sums, list(ALL_GATHERS)
+    return [n for n in sums if n != "padded"], [n for n in ALL_GATHERS if n != "padded"]
 
 
 def ranked(

@@ -19,7 +19,8 @@ from poplar.comm import Control
 from poplar.errors import CollectiveTimeout
 from poplar.plan import FIRST_STAGE_SHARDING_PARAMETERS, Plan
 from poplar.profiler.built_optimizer import built_optimizer
-from poplar.profiler.memory import peak_bytes
+from poplar.profiler.memory import PassBytes
+from poplar.profiler.model_profile import trained_units
 from poplar.profiler.passes import Passes
 from poplar.profiler.session import Session
 from poplar.profiler.timing import SHORTEST_SAMPLE_SECONDS, SHORTEST_SECONDS
@@ -56,6 +57,7 @@ def sharded_passes(session: Session) -> Iterator[EnginePasses]:
             request.loss_fn,
             request.example,
             session.device,
+            trained_units(session),
             engine=optimizer._engine,
             control=session.control,
             unsharded_bytes=memory.unsharded_units,
@@ -152,7 +154,10 @@ class EnginePasses(Passes):
             taken.append(max(self._seconds, SHORTEST_SECONDS))
         return fmean(taken)
 
-    def peak_bytes(self, size: int) -> int:
+    def pass_bytes(self, size: int) -> PassBytes:
         """Without the unsharded units, which the CPU's counter does not see."""
-        peak = peak_bytes(lambda: self.run(size), self.device)
-        return peak if self.device.type == "cpu" else max(0, peak - self.unsharded_bytes)
+        held = super().pass_bytes(size)
+        if self.device.type == "cpu":
+            return held
+        unsharded = self.unsharded_bytes
+        return PassBytes(max(0, held.peak - unsharded), held.units.plus(-unsharded))

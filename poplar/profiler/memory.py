@@ -8,8 +8,8 @@ So every storage that an operator allocates is counted until it is freed.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,26 +18,44 @@ from torch.utils._pytree import tree_leaves
 
 from poplar.data import pytree
 from poplar.profiler.compilation import eagerly
+from poplar.profiler.unit_memory import TrainedUnit, UnitBytes, UnitWindows
+
+
+class PassBytes(NamedTuple):
+    """What a pass needs above the tensors before it."""
+
+    peak: int
+    units: UnitBytes = UnitBytes()
 
 
 def peak_bytes(run: Callable[[], None], device: torch.device) -> int:
-    """Peak bytes that `run` needs above the tensors before it.
+    """Peak bytes that `run` needs above the tensors before it."""
+    return pass_bytes(run, device).peak
+
+
+def pass_bytes(
+    run: Callable[[], None], device: torch.device, units: Sequence[TrainedUnit] = ()
+) -> PassBytes:
+    """Bytes that `run` needs above the tensors before it, in all and by unit.
 
     On CUDA memory that other passes left in the allocator's cache is returned first, and does not
-    count. On the CPU compiled functions are counted as they run eagerly, usually with more memory.
+    count. What fragmentation adds to the peak counts for every unit in proportion. On the CPU
+    compiled functions are counted as they run eagerly, usually with more memory.
     """
+    windows = UnitWindows(units)
     if device.type != "cuda":
-        with eagerly(), _LiveStorages() as storages:
+        with eagerly(), _LiveStorages() as storages, windows.measuring(storages):
             run()
-        peak: int = storages.peak
-        return peak
+        return PassBytes(storages.highest, windows.result())
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    run()
+    allocated = _Allocated(device)
+    with windows.measuring(allocated):
+        run()
     torch.cuda.synchronize(device)
-    return max(0, torch.cuda.max_memory_reserved(device) - before)
+    allocated.begin_window()
+    fragmented = allocated.reserved / allocated.highest if allocated.highest else 1.0
+    return PassBytes(allocated.reserved, windows.result().times(max(1.0, fragmented)))
 
 
 def batch_bytes(batch: Any, device: torch.device) -> int:
@@ -60,12 +78,38 @@ def model_bytes(model: nn.Module) -> int:
     return sum(storage.nbytes() for storage in _storages(real).values())
 
 
+class _Allocated:
+    """What torch's CUDA allocator has allocated since this was made."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        torch.cuda.reset_peak_memory_stats(device)
+        self._before = torch.cuda.memory_allocated(device)
+        self.highest = self.reserved = 0
+        """Most allocated and most reserved bytes before the present window."""
+
+    @property
+    def live(self) -> int:
+        return torch.cuda.memory_allocated(self._device) - self._before
+
+    @property
+    def peak(self) -> int:
+        return torch.cuda.max_memory_allocated(self._device) - self._before
+
+    def begin_window(self) -> None:
+        self.highest = max(self.highest, self.peak)
+        reserved = torch.cuda.max_memory_reserved(self._device) - self._before
+        self.reserved = max(self.reserved, reserved)
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+
 class _LiveStorages(TorchDispatchMode):
     """Counts bytes of storages that operators return and that were not among their arguments."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.live = self.peak = 0
+        self.live = self.peak = self.highest = 0
+        """Bytes now, at most since `begin_window`, and at most at all."""
         self._known: set[int] = set()
 
     def __torch_dispatch__(
@@ -82,8 +126,12 @@ class _LiveStorages(TorchDispatchMode):
                 self._known.add(key)
                 self.live += storage.nbytes()
                 self.peak = max(self.peak, self.live)
+                self.highest = max(self.highest, self.live)
                 weakref.finalize(storage, self._remove, key, storage.nbytes())
         return result
+
+    def begin_window(self) -> None:
+        self.peak = self.live
 
     def _remove(self, key: int, size: int) -> None:
         self._known.discard(key)

@@ -9,6 +9,7 @@ from poplar.profile import ModelProfile
 from poplar.profiler.memory_budget import MemoryBudget
 from poplar.profiler.pass_memory import PassMemory
 from poplar.profiler.session import Session
+from poplar.profiler.unit_memory import TrainedUnit
 from poplar.zero import setup
 from poplar.zero.unit import Member, Unit, build_units
 
@@ -17,7 +18,8 @@ def model_profile(session: Session, state_bytes: float) -> ModelProfile:
     """The model; `state_bytes` is the optimizer state per element, without an fp32 master."""
     units = _trained_units(session, shards_parameters=True)
     bytes_each = session.compute_dtype.itemsize
-    largest = max(flat_numels(session))
+    whole = flat_numels(session)
+    largest = max(whole)
     largest_sharded = max(flat.numel for unit in units for flat in unit.trained)
     buffers = session.request.model.buffers()
     return ModelProfile(
@@ -28,6 +30,7 @@ def model_profile(session: Session, state_bytes: float) -> ModelProfile:
         ),
         resident_units=tuple(number for number, unit in enumerate(units) if unit.resident),
         largest_flat_numels=(largest, largest, largest, largest_sharded),
+        flat_numels=tuple(whole),
         param_bytes=float(bytes_each),
         grad_bytes=float(bytes_each),
         optimizer_bytes=state_bytes + (0.0 if bytes_each == 4 else 4.0),
@@ -40,6 +43,14 @@ def flat_numels(session: Session) -> list[int]:
     """Elements of each flat buffer that is reduced at stages that replicate parameters."""
     units = _trained_units(session, shards_parameters=False)
     return [flat.numel for unit in units for flat in unit.trained]
+
+
+def trained_units(session: Session) -> list[TrainedUnit]:
+    """The parameters of the units of `model_profile`."""
+    return [
+        TrainedUnit([p for flat in unit.trained for p in flat.parameters], unit.resident)
+        for unit in _trained_units(session, shards_parameters=True)
+    ]
 
 
 def all_units(session: Session, *, shards_parameters: bool = True) -> list[Unit]:
@@ -83,7 +94,7 @@ def pass_memory(session: Session, budgets: Sequence[MemoryBudget]) -> PassMemory
     return PassMemory(
         parameters=values + masters,
         unsharded_units=staying,
-        capacities=tuple(max(0.0, budget.activation_bytes - staying) for budget in budgets),
+        budgets=tuple(budget.activation_bytes for budget in budgets),
         unsharded=tuple(
             -math.inf if session.is_on_meta else budget.activation_bytes - whole
             for budget in budgets

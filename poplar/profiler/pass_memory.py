@@ -16,8 +16,8 @@ class PassMemory:
     """Bytes of all parameters where they are sharded, fp32 masters included."""
     unsharded_units: int
     """Bytes of the units that are unsharded at once at stage 3, and of the buffers."""
-    capacities: tuple[float, ...]
-    """By rank, bytes for its shard and activations at stage 3."""
+    budgets: tuple[float, ...]
+    """By rank, bytes for everything that a pass at stage 3 holds."""
     unsharded: tuple[float, ...]
     """By rank, bytes for activations beside all parameters, as in plain passes; below 0 if they
     do not fit, and if the model is on `meta`."""
@@ -26,7 +26,12 @@ class PassMemory:
     def unlimited(cls, ranks: int) -> PassMemory:
         """No limits but those of the devices."""
         plenty = (math.inf,) * ranks
-        return cls(parameters=0, unsharded_units=0, capacities=plenty, unsharded=plenty)
+        return cls(parameters=0, unsharded_units=0, budgets=plenty, unsharded=plenty)
+
+    @property
+    def capacities(self) -> tuple[float, ...]:
+        """By rank, bytes for its shard and activations at stage 3."""
+        return tuple(max(0.0, budget - self.unsharded_units) for budget in self.budgets)
 
     @property
     def shares(self) -> tuple[float, ...]:
@@ -60,11 +65,25 @@ class PassMemory:
         if min(self.sharded) >= 0.0 and sum(self.capacities) > 0.0:
             return
         by_rank = ", ".join(
-            f"rank {rank} {format_bytes(int(capacity))}"
-            for rank, capacity in enumerate(self.capacities)
+            f"rank {rank} may use {format_bytes(max(0.0, budget))}{self._lacking(budget)}"
+            for rank, budget in enumerate(self.budgets)
         )
         raise ValueError(
             f"the parameters, {format_bytes(self.parameters)}, do not fit even if they are sharded "
-            f"over all ranks: beside {format_bytes(self.unsharded_units)} of unsharded units, the "
-            f"ranks have memory for {by_rank}; raise memory_limit, add ranks, or name smaller units"
+            f"over all ranks, beside {format_bytes(self.unsharded_units)} of unsharded units on "
+            f"each: {by_rank}. What would fit: {format_bytes(self.missing, round_up=True)} more on "
+            "each rank (raise memory_limit; a plan also needs memory for gradients and the "
+            "optimizer), more ranks, or smaller units (units=[...])"
         )
+
+    def _lacking(self, budget: float) -> str:
+        lacks = self.unsharded_units - budget
+        return f" ({format_bytes(lacks)} too little for the units)" if lacks > 0.0 else ""
+
+    @property
+    def missing(self) -> float:
+        """Bytes with which, on every rank, the ranks could hold the parameters; at least 0."""
+        size = len(self.budgets)
+        needed = self.parameters + size * self.unsharded_units
+        one_rank = self.unsharded_units - min(self.budgets)
+        return max(0.0, one_rank, (needed - sum(self.budgets)) / size)

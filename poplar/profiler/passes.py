@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from poplar.curve import error_of_median
 from poplar.data import pytree
 from poplar.profile import BatchPoint
-from poplar.profiler.memory import batch_bytes, peak_bytes
+from poplar.profiler.memory import PassBytes, batch_bytes, pass_bytes
 from poplar.profiler.preserved_state import gradients_dropped
 from poplar.profiler.timing import repeats_in_a_sample, seconds_of
+from poplar.profiler.unit_memory import TrainedUnit
 from poplar.system.out_of_memory import free_cached_memory, free_frames, is_out_of_memory
 from poplar.zero.micro_batch_loss import LossFunction, check_scalar
 
@@ -52,6 +53,8 @@ class Passes:
     example: Any
     """A batch; its samples are repeated for larger ones."""
     device: torch.device
+    units: Sequence[TrainedUnit] = ()
+    """Whose memory is measured; none: only the peak of a pass is."""
     _batches: dict[int, Any] = field(default_factory=dict)
 
     def batch(self, size: int) -> Any:
@@ -146,12 +149,19 @@ class Passes:
         """
         with self._memory_freed_after_failure(size), gradients_dropped(self.model):
             seconds = self.settled_seconds(size)
-            held = self.peak_bytes(size) + batch_bytes(self.batch(size), self.device)
-            return BatchPoint(batch=size, activation_bytes=held, seconds=seconds)
+            held, given = self.pass_bytes(size), batch_bytes(self.batch(size), self.device)
+            units = held.units.plus(given)
+            return BatchPoint(
+                batch=size,
+                activation_bytes=held.peak + given,
+                seconds=seconds,
+                unit_bytes=units.during,
+                bytes_after_unit=units.after,
+            )
 
-    def peak_bytes(self, size: int) -> int:
-        """Peak memory of a pass above the model."""
-        return peak_bytes(lambda: self.run(size), self.device)
+    def pass_bytes(self, size: int) -> PassBytes:
+        """Memory of a pass above the model."""
+        return pass_bytes(lambda: self.run(size), self.device, self.units)
 
     @contextmanager
     def _memory_freed_after_failure(self, size: int) -> Iterator[None]:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar, cast
 
-import torch
 from torch import Tensor
 
 from poplar.comm import Group, connect_control
@@ -27,6 +26,8 @@ from poplar.profiler.preserved_state import (
     parameters_restored,
 )
 from poplar.profiler.request import Request
+from poplar.profiler.unit_memory import TrainedUnit
+from poplar.system.out_of_memory import is_out_of_memory
 from poplar.zero import setup
 from poplar.zero.agreement import run_on_all_ranks
 from poplar.zero.materialization import is_on_meta
@@ -88,17 +89,23 @@ class Session:
         """Bytes that this rank may use; None: what is free."""
         for entries, limit in zip(by_rank, limits, strict=True):
             entries["memory_limit"] = limit
-        self.ranks_on_this_host = [other["host"] for other in by_rank].count(own["host"])
+        here = [rank for rank, other in enumerate(by_rank) if other["host"] == own["host"]]
+        self.ranks_on_this_host = len(here)
+        self.rank_on_this_host = here.index(group.rank)
         self.identity = request.identity(self.setup, self.cast_to, by_rank)
+        place = {"place": f"{self.rank_on_this_host} of {self.ranks_on_this_host}"}
+        mine = [by_rank[group.rank] | place]
+        self.device_identity = request.identity(self.setup, self.cast_to, mine)
+        """What the curves of this rank's device are valid for, whatever runs on other hosts."""
         self.memory = PassMemory.unlimited(group.size)
         """What passes may allocate."""
         self.largest_unsharded: Sequence[int] | None = None
         """By rank, the largest batch that fits beside all parameters; None: not known, any may."""
 
-    def passes(self) -> Passes:
-        """Plain passes of the model."""
+    def passes(self, units: Sequence[TrainedUnit] = ()) -> Passes:
+        """Plain passes of the model; memory is measured for these units, too."""
         request = self.request
-        return Passes(request.model, request.loss_fn, request.example, self.device)
+        return Passes(request.model, request.loss_fn, request.example, self.device, units)
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
@@ -154,7 +161,9 @@ class Session:
         def fits() -> bool:
             try:
                 work()
-            except torch.OutOfMemoryError:
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
                 return False
             return True
 

@@ -1,7 +1,8 @@
 """`profile_cluster`: measure every rank, run calibration steps, fit the cost model to them.
 
 Every rank gets the same profile or an error. A profile of the same job that is in the cache is
-used instead, with the memory that is available now.
+used instead, with the memory that is available now. If the ranks are others, but all their devices
+were measured in this job before, only the network and the calibration steps are measured.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from poplar.plan import Plan
 from poplar.planner import calibration
 from poplar.planner.memory_shortfall import NoPlanFits
 from poplar.profile import ClusterProfile
+from poplar.profiler import known_devices
 from poplar.profiler.cache import Cache, default_folder
 from poplar.profiler.cluster_profiler import Profiler
 from poplar.profiler.memory_limit import MemoryLimit
@@ -78,7 +80,8 @@ def profile_cluster(
         process_group, units, compute_dtype, reduce_dtype, timeout, allow_batch_norm, weights,
             device: as for `HeteroZeroOptimizer`.
         cache: True to use and store profiles in the default folder, a folder, or False. A cached
-            profile is used if model, dtype, devices and versions are the same.
+            profile is used if model, dtype, devices and versions are the same. If only other hosts
+            were lost or have joined, the curves of the devices are used.
         progress: show on stderr of rank 0 what is being measured.
         optimizer_kwargs: for `optimizer_class`.
 
@@ -124,9 +127,10 @@ class CachedProfile:
         """Verified plans that are cached with the profile."""
         folder = default_folder() if isinstance(cache, bool) else Path(cache)
         self._cache = None if cache is False else Cache(folder)
+        self._device_cache = None if cache is False else Cache(folder, "devices")
 
     def profile(self) -> ClusterProfile:
-        """Look into the cache, else measure, calibrate and save."""
+        """Look into the cache, else measure what is not known, calibrate and save."""
         session = self.profiler.session
 
         def load() -> tuple[ClusterProfile, dict[str, Plan]] | None:
@@ -139,7 +143,12 @@ class CachedProfile:
             self.profiler.use(profile)
             return profile
         with show_progress(self.show) as report, session.measuring():
-            profile = _calibrated(self.profiler, self.profiler.measure(report), report)
+            devices = self._known_devices()
+            if devices is None:
+                devices = self.profiler.measure_devices(report)
+                self._save_own_device(known_devices.own_device(session, devices))
+            profile = self.profiler.with_network(devices, report)
+            profile = _calibrated(self.profiler, profile, report)
         self.save(profile)
         return profile
 
@@ -150,8 +159,37 @@ class CachedProfile:
         try:
             self._cache.save(profile, self.plans)
         except OSError as error:
-            text = f"the profile could not be saved in the cache: {error}"
-            warnings.warn(text, stacklevel=2)
+            _warn_not_saved(error)
+
+    def _known_devices(self) -> ClusterProfile | None:
+        """The profile without a network, if every rank finds its device in the cache of its host.
+
+        Else None: all ranks are measured, because ranks of one host share cores and memory.
+        """
+        session, cache = self.profiler.session, self._device_cache
+        found = None if cache is None else cache.load(session.device_identity)
+        by_rank = session.exchange(None if found is None else found[0])
+        known = [device for device in by_rank if device is not None]
+        if len(known) < len(by_rank):
+            return None
+        profile = known_devices.all_devices(session, known)
+        profile = self.profiler.with_present_memory(profile)
+        self.profiler.use(profile)
+        return profile
+
+    def _save_own_device(self, profile: ClusterProfile) -> None:
+        """Write the profile of this rank's device; if that fails, one rank of each host warns."""
+        if self._device_cache is None:
+            return
+        try:
+            self._device_cache.save(profile, {})
+        except OSError as error:
+            if self.profiler.session.rank_on_this_host == 0:
+                _warn_not_saved(error)
+
+
+def _warn_not_saved(error: OSError) -> None:
+    warnings.warn(f"the profile could not be saved in the cache: {error}", stacklevel=3)
 
 
 def _calibrated(profiler: Profiler, profile: ClusterProfile, report: Report) -> ClusterProfile:

@@ -188,6 +188,12 @@ class FlatParameter:
         end = self.offsets[position + 1] if position + 1 < len(self.offsets) else self.numel
         return self.offsets[position], end
 
+    def owned_range(self, position: int) -> tuple[int, int]:
+        """Start and end of the owned elements of one parameter, counted from its first element."""
+        offset, numel = self.offsets[position], self.parameters[position].numel()
+        low, high = (min(max(bound - offset, 0), numel) for bound in self.owned)
+        return low, high
+
     def intersect_owned(self, start: int, stop: int) -> slice | None:
         """The part of `[start, stop)` that is owned, relative to the owned part; None if empty."""
         low, high = max(start, self.owned[0]), min(stop, self.owned[1])

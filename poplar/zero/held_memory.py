@@ -71,7 +71,7 @@ def held_memory(
     stored = [flat.shard for flat in flats]
     parameters = storages.add([*stored, *others, *engine.model.buffers()])
     cached = engine.comm.cached_bytes()
-    states = [value for run in update.runs for value in update.state_of(run).values()]
+    states = [value for state in update.inner.state.values() for value in state.values()]
     gradients = [tensor for flat in trained for tensor in (flat.gradient, flat.squares)]
     own = [p.grad for flat in trained for p in flat.parameters if p.grad is not None]
     in_flight = [bucket.data for bucket in engine.strategy.reductions.buckets()]

@@ -70,8 +70,9 @@ class InitialValues:
                 check_initializers(model, unit_names, function)
         else:
             raise TypeError(
-                f"weights={weights!r} is not supported; pass a path of safetensors, or a function "
-                "that initializes the parameters of one module"
+                "weights must be a path of safetensors, or a function that initializes the "
+                f"parameters of one module, got {type(weights).__name__}; write a state dict with "
+                "safetensors.torch.save_file, or load it into a model that is not on meta"
             )
         if function is not None and not on_meta:
             raise ValueError(

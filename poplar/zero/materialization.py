@@ -433,3 +433,7 @@ def _swap(tensor: Tensor, data: Tensor) -> None:
     """
     data.requires_grad_(tensor.requires_grad)
     torch._C._swap_tensor_impl(tensor, data)
+    # The dictionaries of hooks stay, but only this makes autograd call those of the new data:
+    # otherwise hooks that are registered later would be ignored, too.
+    tensor._backward_hooks = tensor._backward_hooks
+    tensor._post_accumulate_grad_hooks = tensor._post_accumulate_grad_hooks

@@ -283,7 +283,8 @@ def build_engine(
     engine.recomputation.follow(request.plan, comm.group.rank)
     engine.hooks += cast_inputs(request.model, compute_dtype, request.unit_names)
     hyper = [
-        {key: value for key, value in group.items() if key != "params"} for group in request.groups
+        {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        for group in request.groups
     ]
     update = ShardedUpdate(request.shard_optimizer_class, engine.trained, hyper, request.options)
     kernels = control.exchange_objects(_kernels(request.device), what="building the optimizer")
@@ -400,8 +401,10 @@ def _param_groups(model: nn.Module, params: Iterable[Any] | None) -> Groups:
     for group in given:
         members = group["params"]
         members = [members] if isinstance(members, torch.Tensor) else list(members)
-        members = [p[1] if isinstance(p, tuple) else p for p in members]  # named parameters
-        groups.append({**group, "params": members})
+        names = [p[0] for p in members if isinstance(p, tuple)]  # as `torch.optim` takes them
+        members = [p[1] if isinstance(p, tuple) else p for p in members]
+        named = {"param_names": names} if names else {}
+        groups.append({**group, "params": members, **named})
     return groups
 
 

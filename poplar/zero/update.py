@@ -22,6 +22,8 @@ from poplar.zero.flat_adamw import FlatAdamW, can_round_to
 from poplar.zero.flat_parameter import FlatParameter
 
 OptimizerFactory = Callable[..., torch.optim.Optimizer]
+StateLayout = Mapping[str, tuple[bool, Any]]
+"""By name of a state value, whether it has one value per element, and what it is at first."""
 _FUSED = (FlatAdamW, torch.optim.Adagrad, torch.optim.Adam, torch.optim.SGD)
 _FUSED_STEPS = {inspect.unwrap(cls.step) for cls in _FUSED}  # torch wraps `step` at its first use
 
@@ -70,6 +72,12 @@ class ShardedUpdate:
             options: keyword arguments of the class.
         """
         self._factory, self._options = factory, dict(options)
+        self.collected: dict[str, Any] | None = None
+        """The whole state as a state dict, if it was collected here since it last changed."""
+        self._state_layouts: dict[int, StateLayout] = {}
+        """By param group, until its settings may have changed."""
+        self._unstarted: set[Tensor] = set()
+        """Tensors whose state `create_state` made, which their first update makes again."""
         self.runs = [run for flat in flats for run in _first_runs(flat)]
         inner_groups = [
             {**group, "params": [run.tensor for run in self.runs if _in_group(run, index)]}
@@ -93,8 +101,9 @@ class ShardedUpdate:
             found_inf: one element on the device. If it is not 0, nothing changes; call
                 `undo_if_skipped` afterwards.
         """
-        for mine, theirs in zip(self.inner.param_groups, groups, strict=True):
-            mine.update({key: value for key, value in theirs.items() if key != "params"})
+        self.collected = None
+        self.use_settings(groups)
+        self._drop_unstarted_state()
         self._split_partly_used_runs(unused)
         stepped = {}
         for run in self.runs:
@@ -112,12 +121,20 @@ class ShardedUpdate:
             if low is not None and tensor not in written:
                 low.copy_(tensor)
 
+    def use_settings(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Take the hyper-parameters of the outer param groups."""
+        for mine, theirs in zip(self.inner.param_groups, groups, strict=True):
+            own = ("params", "param_names")
+            mine.update({key: value for key, value in theirs.items() if key not in own})
+        self._state_layouts.clear()
+
     def allocate_state(self) -> None:
         """Allocate what the next update is certain to need, before the ranks agree to apply it.
 
         A rank that is out of memory then fails together with the others. Runs that this rank has
         used in part may be split or skipped, so their state is allocated in the update.
         """
+        self._drop_unstarted_state()
         if not isinstance(self.inner, FlatAdamW) or not self.inner.uses_operator():
             return
         for run in self.runs:
@@ -178,17 +195,87 @@ class ShardedUpdate:
             inner.step()
         return {}
 
-    def refresh(self, flat: FlatParameter) -> None:
-        """Copy changed values of `flat.shard` to the masters; unchanged masters stay exact."""
+    def refresh(self, flat: FlatParameter, start: int = 0, stop: int | None = None) -> None:
+        """Copy changed values of `flat.shard` to the masters; unchanged masters stay exact.
+
+        Args:
+            flat: the flat parameter.
+            start: first element of the buffer that may have changed.
+            stop: the element after the last one; default: the end.
+        """
         if flat.master is flat.shard:
             return
-        changed = flat.master.to(flat.dtype) != flat.shard
-        flat.master[changed] = flat.shard[changed].float()
+        part = flat.intersect_owned(start, flat.numel if stop is None else stop)
+        if part is not None:
+            master, values = flat.master[part], flat.shard[part]
+            master.copy_(torch.where(master.to(flat.dtype) == values, master, values.float()))
 
-    def replace_runs(self, runs: Sequence[ParameterRun]) -> None:
-        """Replace all runs and drop their state; `rebind` adds the state of the new ones."""
-        self.inner.state.clear()
-        self.runs = list(runs)
+    def state_layout(self, group: int, settings: Mapping[str, Any] | None = None) -> StateLayout:
+        """What the state of a run in a param group consists of, found by a step of a probe.
+
+        Args:
+            group: index of the param group.
+            settings: hyper-parameters that replace those of the group.
+        """
+        if settings is None and group in self._state_layouts:
+            return self._state_layouts[group]
+        probe = torch.zeros(2, dtype=torch.float32, device=self.runs[0].flat.device)
+        probe.grad = torch.zeros_like(probe)
+        merged = {**self.inner.param_groups[group], **(settings or {}), "params": [probe]}
+        optimizer = self._factory([merged], **self._options)
+        optimizer.step()
+        state = dict(optimizer.state.get(probe, {}))
+        if isinstance(state.get("step"), Tensor):
+            state["step"].zero_()
+        layout = {key: (is_elementwise(value, probe), value) for key, value in state.items()}
+        if settings is None:
+            self._state_layouts[group] = layout
+        return layout
+
+    def create_state(self) -> None:
+        """Create the state that is missing because there was no update, to load into it.
+
+        The first update creates it again if nothing was loaded, because for some classes it is not
+        what a new optimizer has.
+        """
+        for run in self.runs:
+            if run.tensor is None or self._has_state(run.tensor):
+                continue
+            self.inner.state[run.tensor] = {
+                key: torch.full_like(run.tensor, value[0].item(), dtype=value.dtype)
+                if elementwise
+                else copy_value(value)
+                for key, (elementwise, value) in self.state_layout(run.group).items()
+            }
+            self._unstarted.add(run.tensor)
+
+    def _has_state(self, tensor: Tensor) -> bool:
+        return tensor in self._unstarted or bool(self.inner.state.get(tensor))
+
+    def _drop_unstarted_state(self) -> None:
+        for tensor in self._unstarted:
+            self.inner.state.pop(tensor, None)
+        self._unstarted.clear()
+
+    def replace_runs(
+        self,
+        flat: FlatParameter,
+        runs: Sequence[ParameterRun],
+        states: Mapping[ParameterRun, dict[str, Any]],
+    ) -> None:
+        """Replace the runs of `flat`, which are bound, and their state."""
+        self.collected = None
+        for run in self.runs:
+            if run.flat is flat and run.tensor is not None:
+                self.inner.state.pop(run.tensor, None)
+                self._unstarted.discard(run.tensor)
+        first = next(place for place, run in enumerate(self.runs) if run.flat is flat)
+        others = [run for run in self.runs if run.flat is not flat]
+        self.runs = [*others[:first], *runs, *others[first:]]
+        for run in runs:
+            if run.tensor is not None and states.get(run):
+                self.inner.state[run.tensor] = states[run]
+        self._update_param_groups()
 
     def rebind(self, flat: FlatParameter, states: Mapping[ParameterRun, dict[str, Any]]) -> None:
         """After a layout change: create new views for the runs of `flat`, with the given state."""
@@ -197,30 +284,25 @@ class ShardedUpdate:
                 continue
             if run.tensor is not None:
                 self.inner.state.pop(run.tensor, None)
+                self._unstarted.discard(run.tensor)
             run.bind()
             if run.tensor is not None and states.get(run):
                 self.inner.state[run.tensor] = states[run]
         self._update_param_groups()
 
     def state_of(self, run: ParameterRun) -> dict[str, Any]:
-        """State tensors of the owned part and scalars of a run; empty if there are none."""
-        return dict(self.inner.state.get(run.tensor, {})) if run.tensor is not None else {}
+        """State tensors of the owned part and scalars of a run; empty before its first update."""
+        if run.tensor is None or run.tensor in self._unstarted:
+            return {}
+        return dict(self.inner.state.get(run.tensor, {}))
 
-    def state_layout(self, group: int) -> dict[str, tuple[bool, Any]]:
-        """What the state of a run in param group `group` consists of, found by a step of a probe.
-
-        Returns:
-            By name, whether it has one value per element, and an example.
-        """
-        settings = self.inner.param_groups[group]
-        like = next((run.tensor for run in self.runs if run.tensor is not None), None)
-        device = like.device if like is not None else torch.device("cpu")
-        probe = torch.zeros(8, device=device)
-        probe.grad = torch.zeros_like(probe)
-        inner = self._factory([{**settings, "params": [probe]}], **self._options)
-        inner.step()
-        state = inner.state.get(probe, {})
-        return {key: (is_elementwise(value, probe), value) for key, value in state.items()}
+    def created_state_of(self, run: ParameterRun) -> dict[str, Any]:
+        """As `state_of`, but also before the first update, if this rank owns a part of the run."""
+        if run.tensor is None:
+            return {}
+        if not self._has_state(run.tensor):
+            self.create_state()
+        return dict(self.inner.state[run.tensor])
 
     def _split_partly_used_runs(self, unused: Mapping[FlatParameter, set[int]]) -> None:
         if not any(unused.values()):
@@ -265,6 +347,11 @@ class ShardedUpdate:
         """Set the tensors of the inner optimizer's param groups."""
         for index, group in enumerate(self.inner.param_groups):
             group["params"] = [run.tensor for run in self.runs if _in_group(run, index)]
+
+
+def copy_value(value: Any) -> Any:
+    """A copy of a tensor, or any other value itself."""
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 def is_elementwise(value: Any, like: Tensor | None) -> bool:
@@ -381,4 +468,4 @@ def _in_group(run: ParameterRun, group: int) -> bool:
 def _slice_state(value: Any, like: Tensor, part: slice) -> Any:
     if is_elementwise(value, like):
         return value[part].clone()
-    return value.clone() if isinstance(value, Tensor) else value
+    return copy_value(value)

@@ -90,7 +90,7 @@ def use(
     found.append(optimizer.evaluate(loss, [own_part(plan, 2)] * (1 + at.rank())))
     optimizer.verify_replicas()
     optimizer.load_state_dict(optimizer.state_dict())
-    state = optimizer.consolidate_state_dict()
+    state = optimizer.full_state_dict()
     found += [] if state is None else [len(state["state"])]
     optimizer.save_model(Path(folder) / f"{stage}-{communicator}.safetensors")
     passes = tuple(reversed(PASSES[stage])) if stage < 2 else ((2, 0), (2, 2))

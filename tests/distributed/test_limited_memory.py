@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
-import resource
 import sys
 import warnings
 from dataclasses import dataclass
-from pathlib import Path
 
+import limited_memory
 import pytest
 import ranks as harness
 import torch
@@ -29,8 +27,6 @@ LIMITED = 1
 ROOM = 96 << 20
 """Bytes that it may still allocate: for one or two samples, not for five."""
 STEPS = 3
-M_MMAP_THRESHOLD = -3
-"""glibc: from this size on, memory is returned to the system when it is freed."""
 
 
 @dataclass(frozen=True)
@@ -55,17 +51,10 @@ def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
     return model(batch).square().mean()
 
 
-def limit_memory(room: int) -> None:
-    """Allow this process so many more bytes of private memory."""
-    status = Path("/proc/self/status").read_text()
-    held = int(status.split("VmData:")[1].split()[0]) * 1024
-    resource.setrlimit(resource.RLIMIT_DATA, (held + room,) * 2)
-
-
 def train(plan: Plan, communicator: str, limited: bool) -> Trained:
     """Train; after the first step, one rank has little memory left."""
     # Otherwise the passes of the first step leave memory to those of the second.
-    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 16)
+    limited_memory.return_freed_memory()
     rank = harness.rank()
     model = build()
     optimizer = HeteroZeroOptimizer(
@@ -79,7 +68,7 @@ def train(plan: Plan, communicator: str, limited: bool) -> Trained:
     for step in range(STEPS):
         batch = samples(step, plan.samples(rank), plan.offset(rank))
         if step == 1 and limited and rank == LIMITED:
-            limit_memory(ROOM)
+            limited_memory.limit_to(ROOM)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             losses.append(float(optimizer.train_step(loss_of, batch, max_norm=1.0).loss))

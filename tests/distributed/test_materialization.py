@@ -264,7 +264,7 @@ def build_fails(make: Callable[[], nn.Module], weights: Any, own_paths: bool) ->
         (buffers_on_meta, None, "module '' .*'positions' on meta.*parameters_on_meta"),
         (buffers_on_meta, small_normal, "buffer 'positions' is on meta.*parameters_on_meta"),
         (LanguageModel, fails_on_rank_1, "the second rank fails"),
-        (LanguageModel, 3, "weights=3 is not supported"),
+        (LanguageModel, 3, "weights must be a path of safetensors, or a function.*got int"),
     ],
 )
 def test_incomplete_initialization_raises_on_all_ranks_and_changes_nothing(

@@ -26,8 +26,6 @@ from training import STAGES, Run
 
 import poplar
 from poplar import Plan
-from poplar.planner import memory_model
-from poplar.planner.memory_model import rank_memory
 from poplar.zero import unit as units
 from poplar.zero.held_memory import HeldMemory
 
@@ -221,7 +219,7 @@ def test_stage_3_never_unshards_the_whole_model(ranks: Pool) -> None:
 
 @dataclass(frozen=True)
 class Planned:
-    """Bytes on one rank, without activations."""
+    """Bytes on one rank."""
 
     needed: float
     """Predicted by the planner from a profile."""
@@ -236,29 +234,24 @@ def compare_with_the_plan(recipe: Recipe, engine: dict[str, object]) -> list[Pla
     passes and the parameters.
     """
     torch.manual_seed(0)
-    rank = harness.rank()
-    profile = poplar.profile_cluster(
-        models.build(recipe.spec),
-        training.loss_of(recipe),
-        training.on_device(recipe.part(0, 0, 1)),
-        process_group=harness.group(),
-        max_batch=1,
-        memory_limit=1 << 34,
-        stages=(0,),
-        seconds=0.1,
-        cache=False,
-        **engine,
-    )
-    found = []
-    with (
-        mock.patch.object(units, "MAX_FLAT_BYTES", units.MAX_FLAT_BYTES // SCALE),
-        mock.patch.object(memory_model, "BUCKET_ELEMENTS", memory_model.BUCKET_ELEMENTS // SCALE),
-    ):
+    rank, found = harness.rank(), []
+    with mock.patch.object(units, "MAX_FLAT_BYTES", units.MAX_FLAT_BYTES // SCALE):
+        profile = poplar.profile_cluster(
+            models.build(recipe.spec),
+            training.loss_of(recipe),
+            training.on_device(recipe.part(0, 0, 1)),
+            process_group=harness.group(),
+            max_batch=1,
+            memory_limit=1 << 34,
+            stages=(0,),
+            seconds=0.1,
+            cache=False,
+            **engine,
+        )
         for stage in STAGES:
             plan = Plan(stage=stage, global_batch=4, micro_batches=BATCHES, shares=SHARES)
-            needed = rank_memory(profile, stage, rank).needed(0, SHARES[rank])
             run = Run(recipe, plan, engine={**engine, "communicator": "process_group"})
-            found.append(Planned(needed, peak_bytes(run)))
+            found.append(Planned(poplar.predict(profile, plan).memory_bytes[rank], peak_bytes(run)))
     return found
 
 
@@ -301,7 +294,7 @@ MODELS = {
         {},
     ),
 }
-SMALL = 3 << 20
+SMALL = 1 << 20
 """Counters, scalars and the activations of one sample."""
 
 
@@ -318,4 +311,4 @@ def test_peak_memory_is_close_below_the_prediction(ranks: Pool, name: str) -> No
                 f"planned {planned.needed / 2**20:.1f}"
             )
             assert planned.most <= planned.needed + SMALL, message
-            assert planned.most >= 0.5 * planned.needed - SMALL, message
+            assert planned.most >= 0.7 * planned.needed - SMALL, message

@@ -176,7 +176,7 @@ def train_on_unlike_devices(
         model, optimizer = build(0, optimizer_class, compute_dtype=dtype)
     take_steps(optimizer, 6)
     optimizer.verify_replicas()
-    state = optimizer.consolidate_state_dict()
+    state = optimizer.full_state_dict()
     parameters = {name: p.detach().cpu().clone() for name, p in model.named_parameters()}
     return parameters, None if state is None else state["state"]
 

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import re
-import resource
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -14,11 +10,10 @@ import pytest
 import ranks as harness
 import torch
 from models import ModelSpec
-from ranks import Pool, one_off
+from ranks import Pool
 from subset import choose
 from torch import Tensor, nn
 
-import poplar
 from poplar.comm import Group
 from poplar.profiler import batch_curves
 from poplar.profiler.batch_curves import measure_curves
@@ -154,84 +149,3 @@ def test_out_of_memory_in_a_probe_is_caught_on_all_ranks(ranks: Pool, held: floa
     for batches, _, _ in ranks.run(curves_with, held, [1.0, 20.0, 20.0], failing=failing, ranks=3):
         assert 1 < batches[1][-1] < failing[1]
         assert batches[2][-1] > failing[1]
-
-
-def data_bytes() -> int:
-    """Private writable memory of this process, which RLIMIT_DATA limits."""
-    text = Path("/proc/self/status").read_text()
-    return 1024 * int(re.search(r"^VmData:\s*(\d+) kB$", text, re.MULTILINE)[1])  # type: ignore[index]
-
-
-class Blocks(nn.Module):
-    def __init__(self, width: int, count: int) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(width, 4 * width), nn.Tanh(), nn.Linear(4 * width, width))
-            for _ in range(count)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = x + block(x)
-        return x
-
-
-def mean_square(model: nn.Module, batch: Tensor) -> Tensor:
-    return model(batch).square().mean()
-
-
-SLACK = 112 << 20
-"""Threads, caches of torch and code that is loaded later."""
-
-
-def tune_and_train(limit: int) -> tuple[int, list[list[int]], list[float], bool]:
-    """Stage, batches by rank, losses, and whether profiling left the model on meta."""
-    # Otherwise glibc keeps what is freed, and the process needs more than its tensors.
-    ctypes.CDLL(None).mallopt(-3, 1 << 17)
-    import torch._dynamo
-
-    with poplar.parameters_on_meta():
-        model = Blocks(192, 44)
-    enforced = data_bytes() + limit + SLACK
-    resource.setrlimit(resource.RLIMIT_DATA, (enforced, enforced))
-    with mock.patch.object(batch_curves, "LONGEST_PASS", 10.0):
-        plan = poplar.autotune(
-            model,
-            mean_square,
-            torch.randn(2, 4, 192),
-            global_batch=12,
-            memory_limit=limit,
-            max_batch=2,
-            seconds=1.0,
-            cache=False,
-            progress=False,
-            process_group=harness.group(),
-            lr=1e-5,
-        )
-    on_meta = all(parameter.is_meta for parameter in model.parameters())
-    optimizer = poplar.HeteroZeroOptimizer(
-        model,
-        torch.optim.AdamW,
-        plan=plan,
-        process_group=harness.group(),
-        lr=1e-5,
-    )
-    samples = plan.samples(harness.rank())
-    batch = torch.ones(samples, 4, 192) if samples else None
-    losses = [float(optimizer.train_step(mean_square, batch).loss) for _ in range(2)]
-    return plan.stage, [list(sizes) for sizes in plan.micro_batches], losses, on_meta
-
-
-@pytest.mark.skipif(choose(quick=True, full=False), reason="takes long: run with --full")
-def test_a_model_larger_than_any_limit_is_profiled_planned_and_trained() -> None:
-    """State of three times the limit of a rank, on four ranks whose memory is limited."""
-    parameters = sum(p.numel() for p in Blocks(192, 44).parameters())
-    limit = 16 * parameters // 3
-    answers = one_off(4, tune_and_train, limit, timeout=400)
-    assert not [str(answer) for answer in answers if isinstance(answer, harness.Failure)]
-    for stage, batches, losses, on_meta in answers:
-        assert stage == 3
-        assert sum(map(sum, batches)) == 12
-        assert on_meta
-        assert losses == answers[0][2]
-        assert losses[1] < losses[0]

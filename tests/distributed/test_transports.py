@@ -22,6 +22,7 @@ from poplar.profiler.collectives import (
     sample_numels,
     time_transports,
 )
+from poplar.profiler.pass_memory import PassMemory
 
 WORLD = 4
 CPU = torch.device("cpu")
@@ -44,7 +45,12 @@ def session(group: Any, control: Any, device: torch.device = CPU) -> Any:
     """What collectives read from the session of a profiler."""
     request = SimpleNamespace(reduce_dtype=torch.float32)
     return SimpleNamespace(
-        group=group, control=control, device=device, compute_dtype=torch.float32, request=request
+        group=group,
+        control=control,
+        device=device,
+        compute_dtype=torch.float32,
+        request=request,
+        memory=PassMemory.unlimited(group.size),
     )
 
 
@@ -119,7 +125,7 @@ def test_default_device_does_not_affect_timing() -> None:
     """`torch.set_default_device("cuda")` must not move tensors of the control channel."""
     group = SimpleNamespace(rank=0, size=2)
     control = SimpleNamespace(exchange=lambda own, what: lambda: [own, own])
-    comm: Any = SimpleNamespace(group=group)
+    comm: Any = SimpleNamespace(group=group, trim=lambda: None)
     work: Any = SimpleNamespace(wait=lambda: 0.0)
     collectives = Collectives(session(group, control), comm, [64])
     torch.set_default_device("meta")  # reading a tensor on this device raises

@@ -490,7 +490,7 @@ def consolidate_half_way(run: Run, to: int) -> tuple[dict | None, dict[str, Tens
     model, optimizer = training.prepare(run)
     for step in range(2):
         training.take_step(run, model, optimizer, step)
-    state = optimizer.consolidate_state_dict(to=to)
+    state = optimizer.full_state_dict(to=to)
     return copy.deepcopy(state), training.whole_parameters(model, optimizer)
 
 

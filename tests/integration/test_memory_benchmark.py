@@ -17,7 +17,7 @@ from memory_limits import process_memory
 from memory_limits.bisection import largest_that_fits
 from memory_limits.clusters import MIB, MemoryCluster
 from memory_limits.configurations import EVEN, configuration_of, even_plan
-from memory_limits.row import PLANNED, LargestRow, PeakRow
+from memory_limits.row import PLANNED, LargestRow, PeakRow, RecomputationRow
 from memory_limits.targets import verdicts
 from memory_limits.task import GrowingLlama
 from memory_limits.trial import Outcome, attempt
@@ -60,9 +60,10 @@ def test_command_rejects_a_name_that_is_no_cluster(name, capsys):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit is one of Linux")
 def test_allocation_beyond_the_limit_raises():
+    large = 1024 * MIB  # more than freed memory of other tests that malloc may have kept
     with process_memory.limited_to(16 * MIB), pytest.raises(RuntimeError, match="allocate memory"):
-        torch.zeros(64 * MIB, dtype=torch.uint8)
-    torch.zeros(64 * MIB, dtype=torch.uint8)
+        torch.empty(large, dtype=torch.uint8)
+    torch.empty(large, dtype=torch.uint8)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit is one of Linux")
@@ -105,3 +106,28 @@ def test_targets_of_predicted_peaks():
     error, under = verdicts(rows)
     assert (error.value, error.met) == (pytest.approx(0.04), True)
     assert (under.value, under.met) == (pytest.approx(0.03), False)
+
+
+def compared(speed_up: float | None) -> RecomputationRow:
+    plan = Plan.even(2, 2, 1, 3)
+    return RecomputationRow.of(
+        cluster=MemoryCluster.of("8:1", 8 * MIB),
+        task=TASK,
+        global_batch=2,
+        plans={"never": ValueError("no plan fits") if speed_up is None else plan, "auto": plan},
+        seconds={"auto": 1.0},
+        speed_up=speed_up,
+        predicted_speed_up=None,
+        peaks={"never": (0, 0), "auto": (MIB, MIB)},
+    )
+
+
+@pytest.mark.parametrize(
+    ("speed_up", "met"), [(1.2, [True, True]), (1.0, [True, False]), (0.9, [False, False])]
+)
+def test_targets_of_recomputation(speed_up, met):
+    assert [verdict.met for verdict in verdicts([compared(speed_up)])] == met
+
+
+def test_recomputation_without_which_no_plan_fits_has_no_speed_up():
+    assert not list(verdicts([compared(None)]))

@@ -737,7 +737,7 @@ def create_state_like_checkpointing(run: Run) -> tuple[dict | None, dict | None,
     """Zero gradients and a step at learning rate 0 during training."""
     model, optimizer = training.prepare(run)
     training.take_step(run, model, optimizer, 0)
-    before = copy.deepcopy(optimizer.consolidate_state_dict())
+    before = copy.deepcopy(optimizer.full_state_dict())
     rates = [group["lr"] for group in optimizer.param_groups]
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -747,7 +747,7 @@ def create_state_like_checkpointing(run: Run) -> tuple[dict | None, dict | None,
     optimizer.zero_grad()
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
-    after = optimizer.consolidate_state_dict()
+    after = optimizer.full_state_dict()
     training.take_step(run, model, optimizer, 1)
     return before, after, training.whole_parameters(model, optimizer)
 

@@ -72,7 +72,7 @@ def smallest_plans(policy, ranks, global_batch, stages):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_even_uses_the_largest_micro_batch_that_the_smallest_rank_can_hold(stage):
-    small = device(memory=96 * MB, sample_bytes=MB)
+    small = device(memory=116 * MB, sample_bytes=MB)
     plan = search(cluster_of(device(), small), global_batch=64, stages=(stage,), policy="even")
     largest = max(map(max, plan.micro_batches))
     assert plan == Plan.even(2, 64, largest, stage)

@@ -170,11 +170,15 @@ def test_estimated_profiles_name_hosts_only_if_the_transport_is_hierarchical() -
 def test_a_hierarchical_transport_needs_memory_for_one_collective_on_its_host() -> None:
     draw = random.Random(3)
     flat = planning_oracle.random_cluster(draw, 4, 2)
-    model = dataclasses.replace(flat.model, largest_flat_numels=(10**6,) * 4)
+    model = dataclasses.replace(
+        flat.model,
+        unit_numels=(10**7,) * len(flat.model.unit_numels),
+        largest_flat_numels=(10**6,) * 4,
+    )
     flat = dataclasses.replace(flat, model=model)
     network = dataclasses.replace(flat.network, hosts=(0, 0, 1, 1))
     over_hosts = dataclasses.replace(flat, network=network)
-    more = rank_memory(over_hosts, 2, 0).fixed - rank_memory(flat, 2, 0).fixed
+    more = rank_memory(over_hosts, 2, 0).needed(0, 0.0) - rank_memory(flat, 2, 0).needed(0, 0.0)
     assert more == pytest.approx((2 * model.wire_bytes + model.param_bytes) * 10**6)
 
 

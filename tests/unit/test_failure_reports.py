@@ -156,3 +156,18 @@ def test_a_watch_ends_with_its_reports() -> None:
     (watch,) = set(failure_reports._WATCHES) - others
     del reports
     assert wait_until(lambda: not watch.is_alive())
+
+
+def test_a_rank_without_memory_for_a_thread_reports_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reports = reports_of(dist.HashStore(), 2)
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(failure_reports._thread, "start_new_thread", fail)
+        reports[0].watch()
+        reports[0].publish("rank 0 is out of memory", is_cause=True)
+    assert reports[1].diagnose([0], "no answer") == ([0], "rank 0 is out of memory")

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import poplar
+from poplar.zero import materialization
 from poplar.zero.materialization import (
     Initialization,
     check_buffers,
@@ -121,3 +122,30 @@ def test_parameters_that_a_graph_uses_cannot_move_to_meta() -> None:
     del loss
     move_to_meta(list(model.parameters()))
     assert all(p.is_meta for p in model.parameters())
+
+
+@pytest.mark.parametrize("registered_before", [False, True])
+def test_hooks_of_parameters_are_called_after_each_way_from_meta(registered_before: bool) -> None:
+    """Engines that are built one after the other, as the profiler does, register theirs each time.
+
+    Without them, gradients are complete, but are freed only at the end of a backward.
+    """
+    layer = nn.Linear(3, 2)
+    called: list[str] = []
+    weight = layer.weight
+    if registered_before:
+        weight.register_hook(lambda _: called.append("gradient, before"))
+        weight.register_post_accumulate_grad_hook(lambda _: called.append("grad, before"))
+    for _ in range(3):
+        move_to_meta([weight])
+        materialization._swap(weight, torch.ones(2, 3))
+        handles = [
+            weight.register_hook(lambda _: called.append("gradient")),
+            weight.register_post_accumulate_grad_hook(lambda _: called.append("grad")),
+        ]
+        called.clear()
+        layer(torch.ones(1, 3)).sum().backward()
+        before = {"gradient, before", "grad, before"} if registered_before else set()
+        assert sorted(called) == sorted({"gradient", "grad"} | before)
+        for handle in handles:
+            handle.remove()

@@ -80,7 +80,7 @@ def test_the_plan_prints_the_number_of_persistent_units():
 CASES = choose(quick=12, full=40)
 
 
-@pytest.mark.parametrize("first_seed", [0, 40])
+@pytest.mark.parametrize("first_seed", [80, 120])
 def test_no_number_of_persistent_units_is_faster(first_seed):
     found = 0
     for seed in range(first_seed, first_seed + CASES):

@@ -308,3 +308,53 @@ def test_invalid_values_in_a_file_raise(where, value, complaint):
     place[where[-1]] = value
     with pytest.raises(ValueError, match=complaint):
         ClusterProfile.from_dict(content)
+
+
+def test_memory_by_unit_follows_the_curve_between_points():
+    def point(batch, *by_unit):
+        return BatchPoint(
+            batch=batch,
+            seconds=1.0,
+            activation_bytes=1000 * batch,
+            unit_bytes=by_unit,
+            bytes_after_unit=tuple(value // 2 for value in by_unit),
+        )
+
+    device = DeviceProfile(
+        name="",
+        memory_bytes=0,
+        optimizer_seconds=0.0,
+        points=(point(2, 200, 800), point(4, 400, 1000)),
+    )
+    assert device.unit_bytes(3) == ((300, 900), (150, 450))
+    assert device.unit_bytes(0) == ((0, 0), (0, 0))
+    assert device.with_largest_batch(3).points[-1] == dataclasses.replace(
+        point(3, 300, 900), activation_bytes=3000
+    )
+
+
+def test_memory_by_unit_is_unknown_unless_all_points_have_it():
+    known = BatchPoint(
+        batch=1, seconds=1.0, activation_bytes=9, unit_bytes=(5,), bytes_after_unit=(1,)
+    )
+    unknown = BatchPoint(batch=2, seconds=1.0, activation_bytes=9)
+    device = DeviceProfile(name="", memory_bytes=0, optimizer_seconds=0.0, points=(known, unknown))
+    assert device.unit_bytes(1) == ((), ())
+
+
+def test_memory_by_unit_has_an_entry_for_each_unit():
+    with pytest.raises(ValueError, match="same number of entries"):
+        BatchPoint(batch=1, seconds=1.0, activation_bytes=9, unit_bytes=(5,))
+    point = BatchPoint(
+        batch=1, seconds=1.0, activation_bytes=9, unit_bytes=(5,), bytes_after_unit=(1,)
+    )
+    device = DeviceProfile(name="", memory_bytes=0, optimizer_seconds=0.0, points=(point,))
+    network = NetworkProfile(
+        reduce_scatter_seconds=0.0,
+        all_gather_seconds=0.0,
+        send_seconds_per_byte=(0.0,),
+        receive_seconds_per_byte=(0.0,),
+    )
+    ClusterProfile(devices=(device,), model=ModelProfile(unit_numels=(7,)), network=network)
+    with pytest.raises(ValueError, match="unit_bytes must have 2 entries or none"):
+        ClusterProfile(devices=(device,), model=ModelProfile(unit_numels=(7, 8)), network=network)

@@ -13,9 +13,10 @@ from torch import nn
 
 from poplar.profiler import memory_budget as budgets
 from poplar.profiler.cluster_profiler import Profiler
-from poplar.profiler.memory import batch_bytes, model_bytes, peak_bytes
+from poplar.profiler.memory import batch_bytes, model_bytes, pass_bytes, peak_bytes
 from poplar.profiler.memory_budget import MemoryBudget, memory_budget
 from poplar.profiler.passes import Passes
+from poplar.profiler.unit_memory import TrainedUnit
 from poplar.system import devices
 
 CUDA = torch.device("cuda", 0)
@@ -34,6 +35,8 @@ class FakeCuda:
     """Held by this process outside of torch's allocator."""
     others: int = 0
     peak: int = 0
+    highest: int = 0
+    """Most allocated bytes since the peak was reset."""
     empties: int = 0
 
     @property
@@ -45,6 +48,7 @@ class FakeCuda:
         self.allocated += size
         self.cached += wasted
         self.peak = max(self.peak, self.reserved)
+        self.highest = max(self.highest, self.allocated)
 
     def free(self, size: int) -> None:
         """Freed memory stays in the cache."""
@@ -56,7 +60,7 @@ class FakeCuda:
         self.empties += 1
 
     def reset_peak(self, device: torch.device) -> None:
-        self.peak = self.reserved
+        self.peak, self.highest = self.reserved, self.allocated
 
     def mem_get_info(self, device: torch.device) -> tuple[int, int]:
         return TOTAL - self.reserved - self.driver - self.others, TOTAL
@@ -72,6 +76,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
         "memory_allocated": lambda device: fake.allocated,
         "memory_reserved": lambda device: fake.reserved,
         "max_memory_reserved": lambda device: fake.peak,
+        "max_memory_allocated": lambda device: fake.highest,
         "mem_get_info": fake.mem_get_info,
     }.items():
         monkeypatch.setattr(torch.cuda, name, function)
@@ -92,6 +97,26 @@ def test_fragmented_pass_needs_what_is_reserved(cuda: FakeCuda):
         cuda.free(40 * MIB)
 
     assert peak_bytes(run, CUDA) == 50 * MIB
+
+
+def test_fragmentation_counts_for_every_unit_in_proportion(cuda: FakeCuda):
+    cuda.allocate(100 * MIB)
+    first, second = (nn.Parameter(torch.ones(1)) for _ in range(2))
+    first.register_post_accumulate_grad_hook(lambda _: cuda.free(30 * MIB))
+
+    def run() -> None:
+        cuda.allocate(40 * MIB, wasted=10 * MIB)
+        (first * 1.0).sum().backward()  # its unit ends with 10 MiB alive
+        (second * 1.0).sum().backward()
+        cuda.free(10 * MIB)
+
+    found = pass_bytes(run, CUDA, [TrainedUnit([p], resident=False) for p in (second, first)])
+    assert found.peak == 50 * MIB
+    gradient = 4  # bytes, of the one element; they are taken out
+    for value, size in zip(
+        (*found.units.during, *found.units.after), (10, 40, 10, 10), strict=True
+    ):
+        assert 1.25 * size * MIB - 2 * gradient <= value <= 1.25 * size * MIB
 
 
 def test_cache_of_earlier_passes_does_not_count(cuda: FakeCuda):

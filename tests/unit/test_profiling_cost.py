@@ -60,6 +60,7 @@ class Counters:
     elements: int = 0
     largest: int = 0
     exchanges: int = 0
+    allocations: int = 0
     link_rounds: list[int] = field(default_factory=list)
 
 
@@ -84,6 +85,9 @@ class CountedCommunicator:
     def all_gather(self, data: Tensor, layout: Layout, **_: Any) -> Any:
         return self._count(layout)
 
+    def trim(self) -> None:
+        pass
+
     def _count(self, layout: Layout) -> Any:
         self._counters.collectives += 1
         self._counters.elements += layout.numel
@@ -91,15 +95,25 @@ class CountedCommunicator:
 
 
 def network_cost(
-    monkeypatch: pytest.MonkeyPatch, numels: Sequence[int], hosts: Sequence[int]
+    monkeypatch: pytest.MonkeyPatch,
+    numels: Sequence[int],
+    hosts: Sequence[int],
+    failing: int = 0,
 ) -> Counters:
-    """Measure the network of `sum(hosts)` ranks on these hosts, on one rank that counts."""
+    """Measure the network of `sum(hosts)` ranks on these hosts, on one rank that counts.
+
+    The first `failing` allocations of the buffers do not fit on some rank.
+    """
     counters = Counters()
     size = sum(hosts)
 
     def exchange(value: Any) -> list[Any]:
         counters.exchanges += 1
         return [value] * size
+
+    def fits_on_all_ranks(work: Any, doing: str) -> bool:
+        counters.allocations += 1
+        return counters.allocations > failing
 
     def measure_pairs(swap: Any, exchange: Any, pairs: Sequence[Any], budget: float) -> Any:
         counters.link_rounds.append(len(pairs))
@@ -114,6 +128,7 @@ def network_cost(
         request=SimpleNamespace(reduce_dtype=torch.float32),
         control=SimpleNamespace(exchange=lambda own, what: lambda: exchange(own)),
         exchange=exchange,
+        fits_on_all_ranks=fits_on_all_ranks,
     )
     members, first = [], 0
     for ranks in hosts:
@@ -144,6 +159,18 @@ def test_network_is_measured_with_a_bounded_number_of_elements(monkeypatch, nume
     assert counted.exchanges <= 2 * 2 * RUNS * (1 + owners) + 2
     assert len(counted.link_rounds) <= len(hosts)
     assert max(counted.link_rounds, default=0) <= len(hosts) // 2
+
+
+@pytest.mark.parametrize("failing", [1, 3])
+def test_buffers_of_the_network_are_halved_until_all_ranks_can_allocate_them(monkeypatch, failing):
+    counted = network_cost(monkeypatch, LLAMA_1B, [2], failing)
+    assert counted.largest == MOST_ELEMENTS_AT_ONCE >> failing
+    assert counted.allocations == failing + 1
+
+
+def test_ranks_that_can_allocate_no_buffer_raise_before_any_collective(monkeypatch):
+    with pytest.raises(torch.OutOfMemoryError, match=r"960\.0 KiB for timing the collectives"):
+        network_cost(monkeypatch, LLAMA_1B, [2], failing=99)
 
 
 @pytest.mark.parametrize("stages", [(0,), (0, 1, 2, 3)])

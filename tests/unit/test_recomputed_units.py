@@ -141,7 +141,7 @@ def test_a_plan_that_fits_only_with_recomputation_is_found():
 
 def test_what_is_missing_is_missing_with_recomputation_too():
     small = with_recomputation(device(memory=2 * MB, sample_bytes=30 * MB))
-    with pytest.raises(NoPlanFits, match=r"no plan fits at stage 2: rank 0 .* too little"):
+    with pytest.raises(NoPlanFits, match=r"no plan fits at stage 3: rank 0 .* too little"):
         search(cluster_of(small, small, model=MODEL), global_batch=4)
 
 

@@ -169,7 +169,7 @@ def test_a_rank_without_memory_for_a_sample_still_owns_state():
 
 
 def test_a_rank_with_memory_for_little_state_still_gets_samples():
-    roomy, full = device(memory=200 * 10**6), device(memory=50 * 10**6)
+    roomy, full = device(memory=200 * 10**6), device(memory=86 * 10**6)
     plan = search(cluster_of(roomy, full), global_batch=16, stages=(2,))
     assert plan.samples(1) > 0
     assert plan.shares[1] < 0.25
@@ -210,10 +210,10 @@ def test_the_fastest_stage_is_chosen_and_ties_go_to_less_memory():
 
 
 def test_stages_that_do_not_fit_are_skipped():
-    small = device(memory=70 * 10**6)
+    small = device(memory=78 * 10**6)
     plans = alternatives(cluster_of(small, small), global_batch=8)
     assert 0 not in {plan.stage for plan in plans}
-    assert {2, 3} <= {plan.stage for plan in plans}
+    assert {1, 3} <= {plan.stage for plan in plans}
 
 
 def test_max_micro_batch_limits_every_rank():
@@ -260,7 +260,7 @@ def test_the_error_names_the_rank_and_the_missing_memory():
 
 
 def test_the_error_says_that_all_ranks_together_cannot_hold_the_state():
-    full = device(memory=48 * 10**6)
+    full = device(memory=64 * 10**6)
     with pytest.raises(
         NoPlanFits, match=r"needs at least .* for one sample and .* % of the sharded"
     ):

@@ -53,7 +53,7 @@ def test_a_lower_stage_is_suggested_if_no_higher_one_fits():
 
 
 def test_policy_exact_is_suggested_if_only_uneven_shares_fit():
-    cluster = cluster_of(device(memory=200 * MB), device(memory=50 * MB))
+    cluster = cluster_of(device(memory=200 * MB), device(memory=86 * MB))
     found = suggestions(cluster, stages=(2,), policy="even")
     assert "policy exact at stage 2" in found
     assert search(cluster, global_batch=4, stages=(2,)).shares[0] > 0.5

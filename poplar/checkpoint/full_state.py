@@ -1,0 +1,100 @@
+"""Collects the whole optimizer state on one rank, as a plain optimizer saves it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from poplar.checkpoint.names import names_of
+from poplar.checkpoint.optimizer_state import MASTER
+from poplar.checkpoint.sharded_state import gather_schemas, reshard_state
+from poplar.comm.shard_layout import Layout
+from poplar.zero.engine import Engine
+from poplar.zero.flat_parameter import FlatParameter, layout_on_rank
+from poplar.zero.update import ShardedUpdate, copy_value
+
+
+def full_state_dict(
+    optimizer: torch.optim.Optimizer, engine: Engine, update: ShardedUpdate, to: int
+) -> dict[str, Any] | None:
+    """The state dict of a plain optimizer on rank `to`, None on other ranks. Collective."""
+    size = engine.comm.group.size
+    if to not in range(size):
+        raise ValueError(f"to={to!r} is not one of the {size} ranks; they count from 0")
+    names = names_of(engine.model, optimizer.param_groups)
+    indices: dict[int, int] = {}
+    groups = []
+    for group, inside in zip(optimizer.param_groups, names, strict=True):
+        first = len(indices)
+        indices |= {id(p): first + place for place, p in enumerate(group["params"])}
+        settings = {key: value for key, value in group.items() if key != "params"}
+        params = list(range(first, len(indices)))
+        groups.append({"param_names": inside, **settings, "params": params})
+    state = _collect(engine, update, indices, to)
+    here = engine.comm.group.rank == to
+    return {"state": state, "param_groups": groups} if here else None
+
+
+def _collect(
+    engine: Engine, update: ShardedUpdate, indices: Mapping[int, int], to: int
+) -> dict[int, dict[str, Any]]:
+    """The whole state by index of the parameter, on the CPU of rank `to`. Collective.
+
+    The state of one flat parameter at a time is on the device of `to`.
+
+    Args:
+        indices: index of each parameter in the param groups, by `id(parameter)`.
+        to: the rank that gets it; others get an empty dict.
+    """
+    schemas = gather_schemas(engine, update)
+    state: dict[int, dict[str, Any]] = {}
+    for flat in engine.trained:
+        old = engine.strategy.state_layout(flat, to)
+        new = layout_on_rank(flat, to, engine.comm.group.size)
+        state_of = reshard_state(engine, update, flat, schemas, old, new)
+        master = _collect_master(engine, flat, old, new)
+        if engine.comm.group.rank != to:
+            continue
+        for run in update.runs:
+            values = state_of(run) if run.flat is flat else {}
+            for position in range(run.first, run.last) if values else ():
+                index = indices[id(flat.parameters[position])]
+                start = flat.offsets[position] - run.start
+                state[index] = {
+                    key: _of_parameter(value, flat, position, start, run.stop - run.start)
+                    for key, value in values.items()
+                }
+        if master is not None:
+            for position, parameter in enumerate(flat.parameters):
+                value = _of_parameter(master, flat, position, flat.offsets[position], flat.numel)
+                state.setdefault(indices[id(parameter)], {})[MASTER] = value
+    return dict(sorted(state.items()))
+
+
+def _collect_master(engine: Engine, flat: FlatParameter, old: Layout, new: Layout) -> Tensor | None:
+    """The fp32 values of a flat parameter, if there are other ones, in layout `new`. Collective."""
+    if flat.master is flat.shard:
+        return None
+    part = flat.intersect_owned(*old.bounds(engine.comm.group.rank))
+    own = flat.master[part] if part is not None else flat.master[:0]
+    return engine.comm.reshard(own, old, new, what=f"collecting the masters of {flat.name}")
+
+
+def _of_parameter(value: Any, flat: FlatParameter, position: int, start: int, numel: int) -> Any:
+    """The part of a state value that belongs to one parameter, in its shape, on the CPU.
+
+    Args:
+        start: the parameter's first element in a state tensor.
+        numel: elements of a state tensor; a tensor of another size belongs to all parameters.
+    """
+    if not isinstance(value, Tensor):
+        return value
+    if value.dim() != 1 or value.numel() != numel:
+        return copy_value(value).cpu()
+    parameter = flat.parameters[position]
+    part = value[start : start + parameter.numel()].view(parameter.shape)
+    whole = torch.empty(parameter.shape, dtype=value.dtype, device="cpu")
+    return whole.copy_(part)

@@ -1,0 +1,327 @@
+"""`LoadedState`: an optimizer's state dict, checked against this optimizer before it is applied.
+
+It takes this rank's `state_dict()`, the same from `torch.distributed.checkpoint`, and the state
+dict of a plain optimizer, of which each rank takes the elements that it owns.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from poplar.checkpoint.elements import Elements
+from poplar.checkpoint.names import canonical, names_of
+from poplar.checkpoint.optimizer_state import MASTER
+from poplar.comm import Control
+from poplar.zero.agreement import run_on_all_ranks
+from poplar.zero.engine import Engine
+from poplar.zero.flat_parameter import FlatParameter
+from poplar.zero.update import ParameterRun, ShardedUpdate
+
+Groups = Sequence[Mapping[str, Any]]
+
+_IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}
+"""Options that choose how the update is computed: those of this optimizer are kept."""
+_OPTIONAL = {*_IMPLEMENTATION, "maximize", "decoupled_weight_decay"}
+"""Options that state dicts of older versions of torch may lack."""
+_NO_SETTINGS = {"params", "param_names"}
+
+
+def load_state_dict(
+    optimizer: torch.optim.Optimizer,
+    engine: Engine,
+    update: ShardedUpdate,
+    identity: Mapping[str, Any],
+    state_dict: Mapping[str, Any],
+) -> dict[str, Any] | None:
+    """Load a state dict on all ranks, or on none. Collective. Arguments as for `LoadedState`.
+
+    Returns:
+        The state of the loss scaler, if the state dict has it.
+    """
+    control, doing = engine.control, "load_state_dict()"
+
+    def check() -> LoadedState:
+        given = dict(state_dict)
+        for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
+            given = hook(optimizer, given) or given
+        return LoadedState(optimizer, engine, update, identity, given)
+
+    loaded = run_on_all_ranks(control, check, doing=doing)
+    loaded.agree(control)
+    changing = f"{doing} after values had changed; load again before training"
+    run_on_all_ranks(control, loaded.apply, doing=changing)
+    for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
+        hook(optimizer)
+    return loaded.scaler
+
+
+@dataclass(frozen=True)
+class ParameterState:
+    """What a state dict holds of one parameter's state, on this rank."""
+
+    elements: Mapping[str, Elements]
+    """State with one value per element, and `master`."""
+    others: Mapping[str, Any]
+    """All other state, such as a step counter: numbers, or lists of them for tensors."""
+
+
+class LoadedState:
+    """A state dict that fits this optimizer on this rank.
+
+    Args:
+        optimizer: the optimizer, whose param groups are those of the user.
+        engine: its engine.
+        update: its update.
+        identity: the rank, world size, stage and layouts for which a local state was saved.
+        state_dict: as `Optimizer.load_state_dict` takes it. Parameters are identified by name if
+            it has names, else by position.
+
+    Raises:
+        ValueError, TypeError: it is of another model, optimizer class, rank or plan.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        engine: Engine,
+        update: ShardedUpdate,
+        identity: Mapping[str, Any],
+        state_dict: Mapping[str, Any],
+    ) -> None:
+        if not {"state", "param_groups"} <= state_dict.keys():
+            raise ValueError(
+                f"an optimizer's state dict has 'state' and 'param_groups', got {list(state_dict)}"
+            )
+        own = state_dict.get("poplar", {})
+        _check_identity(own.get("identity", {}), identity)
+        self.scaler: dict[str, Any] | None = own.get("scaler")
+        self._optimizer, self._engine, self._update = optimizer, engine, update
+        groups, state = optimizer.param_groups, state_dict["state"]
+        names = names_of(engine.model, groups)
+        keys = _match(groups, names, state_dict["param_groups"])
+        self._settings = [_settings_of(group) for group in state_dict["param_groups"]]
+        for index, settings in enumerate(self._settings):
+            _check_settings(index, settings, optimizer.defaults)
+        self._layouts = [
+            update.state_layout(index, settings) for index, settings in enumerate(self._settings)
+        ]
+        self._states = {
+            (flat, position): self._read(flat, position, state.get(keys[id(parameter)], {}))
+            for flat in engine.trained
+            for position, parameter in enumerate(flat.parameters)
+        }
+        self._others: dict[tuple[FlatParameter, int], dict[str, Any] | None] = {}
+
+    def _read(
+        self, flat: FlatParameter, position: int, values: Mapping[str, Any]
+    ) -> ParameterState:
+        """Check the state of one parameter."""
+        name = flat.names[position]
+        layout = self._layouts[flat.groups[position]]
+        values = {key: value for key, value in values.items() if value is not None}
+        if _is_absent(values.values()):
+            return ParameterState({}, {})
+        master = values.pop(MASTER, None)
+        if values and values.keys() != layout.keys():
+            raise ValueError(
+                f"the state of {name!r} has {sorted(values)}, but this optimizer has "
+                f"{sorted(layout)}; it was saved by another optimizer class or with other options"
+            )
+        if master is not None and flat.dtype is not torch.float32:  # else the model has its values
+            values[MASTER] = master
+        start, stop = flat.owned_range(position)
+        shape, elements, others = flat.parameters[position].shape, {}, {}
+        for key, value in values.items():
+            what = f"{key!r} of {name!r}"
+            if key == MASTER or layout[key][0]:
+                found = Elements.of(value, shape, what)
+                found.part(start, stop, what)
+                elements[key] = found
+            else:
+                others[key] = value.tolist() if isinstance(value, Tensor) else value
+        if others.get("step") == 0:  # as if there was none; see `ShardedUpdate.create_state`
+            others = {}
+            elements = {MASTER: elements[MASTER]} if MASTER in elements else {}
+        return ParameterState(elements, others)
+
+    def agree(self, control: Control) -> None:
+        """Exchange what a rank does not know of parameters of which it owns nothing. Collective.
+
+        Raises:
+            ValueError: on all ranks, if they loaded the state of different steps.
+        """
+        mine = []
+        for (flat, position), state in self._states.items():
+            start, stop = flat.owned_range(position)
+            known = dict(state.others) if state.elements.keys() - {MASTER} or state.others else None
+            mine.append((start < stop, known))
+        by_rank = control.exchange_objects(mine, what="load_state_dict()")
+        for place, found in zip(self._states, zip(*by_rank, strict=True), strict=True):
+            wanted = next((others for _, others in found if others is not None), None)
+            self._others[place] = wanted
+            wrong = [
+                rank
+                for rank, (owns, others) in enumerate(found)
+                if (owns or others is not None) and others != wanted
+            ]
+            if wrong:
+                flat, position = place
+                raise ValueError(
+                    f"the ranks loaded different states of {flat.names[position]!r}: "
+                    f"{[others for _, others in found]} by rank; load the same checkpoint on all "
+                    "ranks"
+                )
+
+    def apply(self) -> None:
+        """Replace the state and the hyper-parameters of the optimizer. Local, after `agree`."""
+        for flat in self._engine.trained:
+            runs = self._runs_of(flat)
+            states = {run: state for run in runs if (state := self._state_of(run))}
+            self._update.replace_runs(flat, runs, states)
+            if flat.master is not flat.shard:
+                self._copy(flat, range(len(flat.parameters)), MASTER, flat.master, flat.owned[0])
+        for group, settings in zip(self._optimizer.param_groups, self._settings, strict=True):
+            group.update(settings)
+        self._update.use_settings(self._optimizer.param_groups)
+
+    def _runs_of(self, flat: FlatParameter) -> list[ParameterRun]:
+        """Adjacent parameters with the same group and step are one run. Equal on all ranks."""
+        runs: list[ParameterRun] = []
+        for position, group in enumerate(flat.groups):
+            others = self._others[flat, position]
+            last = runs[-1] if runs else None
+            if last and last.group == group and self._others[flat, last.first] == others:
+                last.last = position + 1
+            else:
+                runs.append(ParameterRun(flat, group, position, position + 1))
+        for run in runs:
+            run.bind()
+        return runs
+
+    def _state_of(self, run: ParameterRun) -> dict[str, Any]:
+        """The state of the owned part of a run, in the memory that it has now if that fits."""
+        others = self._others[run.flat, run.first]
+        if run.tensor is None or others is None:
+            return {}
+        old = self._old_state_of(run)
+        state: dict[str, Any] = {}
+        for key, (elementwise, value) in self._layouts[run.group].items():
+            if elementwise:
+                state[key] = old.get(key, None)
+                if state[key] is None:
+                    state[key] = torch.zeros_like(run.tensor, dtype=value.dtype)
+                start = max(run.start, run.flat.owned[0])
+                self._copy(run.flat, range(run.first, run.last), key, state[key], start)
+            elif isinstance(value, Tensor):
+                state[key] = torch.tensor(others[key], dtype=value.dtype, device=value.device)
+            else:
+                state[key] = copy.deepcopy(others[key])
+        return state
+
+    def _old_state_of(self, run: ParameterRun) -> dict[str, Any]:
+        for old in self._update.runs:
+            if old.flat is run.flat and (old.first, old.last) == (run.first, run.last):
+                assert old.tensor is not None
+                return dict(self._update.inner.state.get(old.tensor, {}))
+        return {}
+
+    def _copy(
+        self, flat: FlatParameter, positions: Sequence[int], key: str, to: Tensor, first: int
+    ) -> None:
+        """Copy the owned elements of parameters to a tensor that begins at element `first`."""
+        for position in positions:
+            elements = self._states[flat, position].elements.get(key)
+            start, stop = flat.owned_range(position)
+            if elements is not None and start < stop:
+                base = flat.offsets[position] - first
+                to[base + start : base + stop].copy_(elements.part(start, stop, key))
+
+
+def _is_absent(values: Iterable[Any]) -> bool:
+    """Whether no value has elements: it is of a rank that owns nothing of the parameter."""
+    from poplar.checkpoint.shard_tensor import ShardTensor
+
+    parts = [value for value in values if isinstance(value, ShardTensor)]
+    return bool(parts) and all(part.numel() and not part.local.numel() for part in parts)
+
+
+def _match(groups: Groups, names: Sequence[Sequence[str]], saved: Groups) -> dict[int, Any]:
+    """The key of every parameter in the saved state, by `id(parameter)`."""
+    if len(groups) != len(saved):
+        raise ValueError(
+            f"the state dict has {len(saved)} param groups, but this optimizer has {len(groups)}"
+        )
+    keys: dict[int, Any] = {}
+    for index, (group, own, other) in enumerate(zip(groups, names, saved, strict=True)):
+        params = other["params"]
+        if len(params) != len(own):
+            raise ValueError(
+                f"param group {index} of the state dict has {len(params)} parameters, but here it "
+                f"has {len(own)}"
+            )
+        if "param_names" in other:
+            by_name = dict(zip(map(canonical, other["param_names"]), params, strict=True))
+            given = list(map(canonical, group.get("param_names", own)))
+            params = _in_order(index, given, by_name)
+        elif all(isinstance(key, str) for key in params):
+            params = _in_order(index, own, {name: name for name in params})
+        keys |= {id(p): key for p, key in zip(group["params"], params, strict=True)}
+    return keys
+
+
+def _in_order(index: int, own: Sequence[str], by_name: Mapping[str, Any]) -> list[Any]:
+    """The values of `by_name` in the order of this optimizer's parameters."""
+    if by_name.keys() != set(own):
+        missing, unknown = sorted(set(own) - by_name.keys()), sorted(by_name.keys() - set(own))
+        raise ValueError(
+            f"param group {index} of the state dict is of other parameters: it lacks "
+            f"{_few(missing)} and has {_few(unknown)}; use the same model and param groups"
+        )
+    return [by_name[name] for name in own]
+
+
+def _few(names: Sequence[str]) -> str:
+    shown = ", ".join(map(repr, names[:3])) or "none"
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
+
+
+def _check_identity(saved: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
+    """Check that a local state is from this rank, world size, stage and layout."""
+    for key, found in saved.items():
+        if _as_lists(found) != _as_lists(identity.get(key)):
+            raise ValueError(
+                f"this optimizer state was saved with {key} {found}, but here it is "
+                f"{identity.get(key)}; load each rank's own file under the plan with which it was "
+                "saved, save with torch.distributed.checkpoint, or use full_state_dict()"
+            )
+
+
+def _as_lists(value: Any) -> Any:
+    return [_as_lists(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def _settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    ignored = _NO_SETTINGS | _IMPLEMENTATION
+    return {key: copy.deepcopy(value) for key, value in group.items() if key not in ignored}
+
+
+def _check_settings(index: int, settings: Mapping[str, Any], required: Mapping[str, Any]) -> None:
+    missing = sorted(required.keys() - settings.keys() - _OPTIONAL)
+    if missing:
+        raise ValueError(
+            f"param group {index} of the state dict has no {_few(missing)}; it was saved by "
+            "another optimizer class"
+        )
+    decoupled = settings.get("decoupled_weight_decay", required.get("decoupled_weight_decay"))
+    if decoupled != required.get("decoupled_weight_decay"):
+        raise ValueError(
+            f"param group {index} of the state dict was saved with decoupled_weight_decay="
+            f"{decoupled}, but this optimizer has {required.get('decoupled_weight_decay')}: Adam "
+            "and AdamW differ in it"
+        )

@@ -1,0 +1,148 @@
+"""`model.state_dict()` and `load_state_dict()` of a model whose parameters an engine manages.
+
+Where parameters are sharded (stage 3), a state dict has a `ParameterShard` for each one, which
+`torch.distributed.checkpoint` saves and loads. No rank ever holds a whole parameter for it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from poplar.checkpoint.elements import Elements
+from poplar.zero.engine import Engine
+from poplar.zero.flat_parameter import FlatParameter
+from poplar.zero.model_hook import ModelHook
+from poplar.zero.unit import Unit
+from poplar.zero.update import ShardedUpdate
+
+
+class Place(NamedTuple):
+    """Where a parameter is stored."""
+
+    unit: Unit
+    flat: FlatParameter
+    position: int
+
+
+class ModelState:
+    """The hooks that read and write the parameters' values in state dicts.
+
+    Loading copies every value once. It also updates the fp32 masters of parameters in lower
+    precision: to the loaded values if these have more precision than the parameters.
+    """
+
+    def __init__(self, engine: Engine, update: ShardedUpdate) -> None:
+        self._engine, self._update = engine, update
+        self._places = {
+            id(parameter): Place(unit, flat, position)
+            for unit in engine.units
+            for flat in unit.flats
+            for position, parameter in enumerate(flat.parameters)
+        }
+
+    def register(self) -> None:
+        """Register the hooks on all modules; the engine removes them."""
+        before_saving, after_saving = ModelHook(self._before_saving), ModelHook(self._after_saving)
+        before_loading = ModelHook(self._before_loading)
+        after_loading = ModelHook(self._after_loading)
+        for module in self._engine.model.modules():
+            self._engine.hooks += [
+                module.register_state_dict_pre_hook(before_saving),
+                module.register_state_dict_post_hook(after_saving),
+                module.register_load_state_dict_pre_hook(before_loading),
+                module.register_load_state_dict_post_hook(after_loading),
+            ]
+
+    def _before_saving(self, *_: Any) -> None:
+        self._engine.strategy.updated.finish()
+
+    def _after_saving(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        """Replace the sharded parameters by what this rank stores of them."""
+        if self._engine.may_read(module):
+            return
+        for name, parameter in module._parameters.items():
+            place = self._places.get(id(parameter))
+            if place is not None and self._engine.is_sharded(place.unit) and prefix + name in state:
+                state[prefix + name] = self._shard(place)
+
+    def _shard(self, place: Place) -> Tensor:
+        """A view of what this rank stores of a sharded parameter."""
+        from poplar.checkpoint.shard_tensor import ParameterShard
+
+        flat = place.flat
+        # The checkpoint may be loaded in place.
+        self._engine.strategy.wait_for_readers(flat)
+        start, stop = flat.owned_range(place.position)
+        base = flat.offsets[place.position] - flat.owned[0]
+        shape = flat.parameters[place.position].shape
+        return ParameterShard(flat.shard[base + start : base + stop], shape, start)
+
+    def _before_loading(
+        self,
+        module: nn.Module,
+        state: dict[str, Any],
+        prefix: str,
+        _metadata: Any,
+        _strict: bool,
+        _missing: list[str],
+        _unexpected: list[str],
+        errors: list[str],
+    ) -> None:
+        """Load sharded parameters, and the masters of all."""
+        self._engine.strategy.updated.finish()
+        for name, parameter in module._parameters.items():
+            place, value = self._places.get(id(parameter)), state.get(prefix + name)
+            if place is None or parameter is None or not isinstance(value, Tensor):
+                continue
+            if value.shape != parameter.shape:
+                continue  # `load_state_dict` reports it
+            if self._engine.is_sharded(place.unit):
+                try:
+                    self._load_shard(place, Elements.of(value, value.shape, prefix + name))
+                except (TypeError, ValueError) as error:
+                    errors.append(str(error))
+                state[prefix + name] = parameter  # which `load_state_dict` copies to itself
+                continue
+            if not self._engine.may_write(module):
+                raise RuntimeError(
+                    "the model was loaded inside full_parameters(), which drops changes at stage "
+                    "3; use full_parameters(writeback=True), or load outside"
+                )
+            if _is_wider(value, place.flat):
+                self._load_master(place, Elements.of(value, value.shape, prefix + name))
+
+    def _load_shard(self, place: Place, elements: Elements) -> None:
+        flat = place.flat
+        start, stop = flat.owned_range(place.position)
+        part = elements.part(start, stop, flat.names[place.position])
+        base = flat.offsets[place.position] - flat.owned[0]
+        self._engine.strategy.wait_for_readers(flat)
+        flat.shard[base + start : base + stop].copy_(part)
+        if _is_wider(part, flat):
+            self._load_master(place, elements)
+
+    def _load_master(self, place: Place, elements: Elements) -> None:
+        flat = place.flat
+        start, stop = flat.owned_range(place.position)
+        base = flat.offsets[place.position] - flat.owned[0]
+        part = elements.part(start, stop, flat.names[place.position])
+        flat.master[base + start : base + stop].copy_(part)
+
+    def _after_loading(self, module: nn.Module, *_: Any) -> None:
+        """Update the masters of the module's own parameters, each once."""
+        for parameter in module._parameters.values():
+            place = self._places.get(id(parameter))
+            if place is None or not place.flat.trained:
+                continue
+            if self._engine.strategy.shards_parameters and not self._engine.is_sharded(place.unit):
+                continue  # full_parameters() does it at its end
+            start, stop = place.flat.span(place.position)
+            self._update.refresh(place.flat, start, stop)
+
+
+def _is_wider(value: Tensor, flat: FlatParameter) -> bool:
+    """Whether the values have more precision than the parameters, which have masters."""
+    has_master = flat.trained and flat.master is not flat.shard
+    return has_master and value.dtype.itemsize > flat.dtype.itemsize

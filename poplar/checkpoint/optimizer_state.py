@@ -1,0 +1,150 @@
+"""`OptimizerState`: this rank's part of the optimizer state by parameter, as views.
+
+It is the `state` of the optimizer, which torch's `get_state_dict` and `Optimizer.state_dict` read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from poplar.zero.engine import Engine
+from poplar.zero.flat_parameter import FlatParameter
+from poplar.zero.update import ParameterRun, ShardedUpdate, copy_value, is_elementwise
+
+MASTER = "master"
+"""State of parameters that are not fp32: their fp32 values."""
+
+
+class OptimizerState(Mapping[Tensor, dict[str, Any]]):
+    """By trained parameter, the state of the elements that this rank owns.
+
+    State with one value per element is a `ShardTensor`, or a tensor in the parameter's shape where
+    every rank has the whole state (stage 0). These are views: updates change them, and what is
+    written into them is in effect. All other values, such as step counters, are copies, because
+    parameters share them. Of a parameter of which this rank owns nothing, all of them are empty
+    `ShardTensor`s, so that state dicts have the same keys on all ranks. State that no update has
+    created yet is created when it is read.
+    """
+
+    def __init__(self, engine: Engine, update: ShardedUpdate) -> None:
+        self._engine, self._update = engine, update
+        self._places = {
+            id(parameter): (flat, position)
+            for flat in engine.trained
+            for position, parameter in enumerate(flat.parameters)
+        }
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (parameter for flat in self._engine.trained for parameter in flat.parameters)
+
+    def __getitem__(self, parameter: Tensor) -> dict[str, Any]:
+        if id(parameter) not in self._places:
+            raise KeyError(parameter)
+        flat, position = self._places[id(parameter)]
+        run = self._run_of(flat, position)
+        if run.tensor is None or not self._is_owned(parameter):
+            return self._absent(flat, position)
+        state = self._update.created_state_of(run)
+        if flat.master is not flat.shard:
+            state[MASTER] = run.tensor
+        return {
+            key: self._view(run, position, value)
+            if is_elementwise(value, run.tensor)
+            else copy_value(value)
+            for key, value in state.items()
+        }
+
+    def __setitem__(self, parameter: Tensor, values: Mapping[str, Any]) -> None:
+        """Write values into the state; for trainers that move it to the parameters' device.
+
+        Raises:
+            ValueError: other keys, or another step, which parameters share.
+        """
+        if not self._is_owned(parameter):
+            return
+        state = self[parameter]
+        shared = {key for key, value in state.items() if _is_shared(value, parameter)}
+        if state.keys() != values.keys() or any(state[key] != values[key] for key in shared):
+            raise ValueError(
+                f"the state of this parameter has {_summary(state)}, got {_summary(values)}; use "
+                "load_state_dict() to change it"
+            )
+        for key in state.keys() - shared:
+            state[key].copy_(values[key])
+
+    def _run_of(self, flat: FlatParameter, position: int) -> ParameterRun:
+        return next(
+            run
+            for run in self._update.runs
+            if run.flat is flat and run.first <= position < run.last
+        )
+
+    def _is_owned(self, parameter: Tensor) -> bool:
+        """Whether this rank owns elements of a parameter, or it has none."""
+        flat, position = self._places[id(parameter)]
+        start, stop = flat.owned_range(position)
+        return start < stop or parameter.numel() == 0
+
+    def _absent(self, flat: FlatParameter, position: int) -> dict[str, Any]:
+        """The state of a parameter of which this rank owns nothing: no elements."""
+        from poplar.checkpoint.shard_tensor import ShardTensor
+
+        layout = self._update.state_layout(flat.groups[position])
+        shape = flat.parameters[position].shape
+        absent = {
+            key: ShardTensor(value.new_empty(0), shape if elementwise else value.shape, 0)
+            for key, (elementwise, value) in layout.items()
+            if isinstance(value, Tensor)
+        }
+        if flat.master is not flat.shard:
+            absent[MASTER] = ShardTensor(flat.master[:0], shape, 0)
+        return absent
+
+    def _view(self, run: ParameterRun, position: int, value: Tensor) -> Tensor:
+        """The owned elements of one parameter in a state tensor of its run."""
+        from poplar.checkpoint.shard_tensor import ShardTensor
+
+        flat, parameter = run.flat, run.flat.parameters[position]
+        start, stop = flat.owned_range(position)
+        # State tensors begin at the first element of the run that this rank owns.
+        base = flat.offsets[position] - max(run.start, flat.owned[0])
+        part = value[base + start : base + stop]
+        if self._engine.strategy.replicates_state:
+            return part.view(parameter.shape)
+        return ShardTensor(part, parameter.shape, start)
+
+
+def _is_shared(value: Any, parameter: Tensor) -> bool:
+    return not isinstance(value, Tensor) or value.shape != parameter.shape
+
+
+def _summary(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: tuple(value.shape) if isinstance(value, Tensor) and value.dim() else value
+        for key, value in values.items()
+    }
+
+
+def identity_of(engine: Engine, stage: int) -> dict[str, Any]:
+    """Where this rank's part of the state can be loaded."""
+    return {
+        "rank": engine.comm.group.rank,
+        "world_size": engine.comm.group.size,
+        "stage": stage,
+        "layouts": [flat.layout.offsets for flat in engine.flats],
+    }
+
+
+def copy_of(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """A state dict with the same tensors, whose keys may be changed, as torch's helpers do."""
+    return {
+        **state_dict,
+        "state": {key: dict(values) for key, values in state_dict["state"].items()},
+        "param_groups": [dict(group) for group in state_dict["param_groups"]],
+    }

@@ -1,0 +1,385 @@
+"""The moments of a step at which a rank may need the most memory, and what is alive at each.
+
+The engine allocates as the backward proceeds: a unit's gradients, a bucket when they are complete,
+the reduced slices, what is received. Activations shrink meanwhile. So a peak is a maximum over
+moments, not a sum of maxima.
+
+[Note: moments of a backward]
+The backward runs the units in reverse order; the resident ones end with the pass. For each unit
+
+    during   its gradients grow; earlier buckets are in flight
+    packed   its gradients are complete and are copied into a bucket (into the sums, at stages that
+             reduce once a step)
+
+and at the end of a step all sums, and on the host the receive buffers, are alive without
+activations. The forward needs less than `during` of the last unit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
+from typing import NamedTuple
+
+from poplar.profile import ModelProfile
+
+ACCUMULATOR_BYTES = 4.0
+"""Per element: gradients are accumulated in fp32."""
+SQUARES_BYTES = 4.0 / 64
+"""Per element: the reduction leaves an fp32 sum of squares for every 64 elements."""
+BUCKET_ELEMENTS = 32 * 2**20 // 4
+"""Larger units are reduced in several buckets of this many elements."""
+_IN_FLIGHT = 2
+"""Reductions at the same time, at least."""
+
+
+class Bytes(NamedTuple):
+    """Memory that is linear in the share of a rank."""
+
+    fixed: float = 0.0
+    per_share: float = 0.0
+
+    def plus(self, *others: Bytes) -> Bytes:
+        """The sum."""
+        fixed, per_share = self
+        for other in others:
+            fixed += other.fixed
+            per_share += other.per_share
+        return Bytes(fixed, per_share)
+
+    def times(self, factor: float) -> Bytes:
+        """As much for each of several elements."""
+        return Bytes(self.fixed * factor, self.per_share * factor)
+
+
+class Moment(NamedTuple):
+    """What is alive at one time, besides the state, unsharded parameters and activations."""
+
+    needed: Bytes
+    turn: int | None = None
+    """In which turn of the backward; `BEFORE` the first gradient, or in the update (None)."""
+    packed: bool = False
+    """A bucket of the unit is packed, or was just sent."""
+    ended: bool = False
+    """The unit's backward is over; otherwise the most activations during it count."""
+
+
+BEFORE = -1
+
+
+class Flat(NamedTuple):
+    """A buffer that is reduced at once."""
+
+    numel: int
+    turn: int
+    """Place in the order of the backward at which its gradients are complete."""
+    inner: bool
+    """That is before the last gradient of the unit of this turn, so it is packed during it."""
+
+
+@dataclass(frozen=True)
+class PerElement:
+    """What an element takes when it is allocated, in bytes."""
+
+    gradient: float
+    """As the backward returns it."""
+    sums: Bytes
+    """Accumulated or reduced gradients."""
+    bucket: Bytes
+    """A packed copy that is sent; nothing where the sums are sent themselves."""
+    received: Bytes
+    """Parts of other ranks that are added."""
+
+
+@dataclass(frozen=True)
+class Backward:
+    """The order in which the gradients of a model are complete."""
+
+    turns: tuple[int, ...]
+    """Units in the order of the backward; the last one is resident, if any is."""
+    resident_turn: int | None
+    """The turn of all resident units, if there are any."""
+    flats: tuple[Flat, ...]
+    """In the order in which they are complete."""
+    pending: tuple[float, ...]
+    """By turn, elements whose gradients are not packed yet when its unit's are complete. Those of
+    resident units are always among them: the backward of a head comes first."""
+    limit: int
+    """Buckets in flight at the same time."""
+
+    @cached_property
+    def flats_of(self) -> list[list[Flat]]:
+        """The flats that are complete in each turn."""
+        found: list[list[Flat]] = [[] for _ in self.turns]
+        for flat in self.flats:
+            found[flat.turn].append(flat)
+        return found
+
+    @classmethod
+    def of(cls, model: ModelProfile, stage: int) -> Backward:
+        """The backward of a model whose flats are those of a stage."""
+        resident = sorted(set(model.resident_units))
+        others = [unit for unit in range(len(model.unit_numels)) if unit not in resident]
+        turns = [*reversed(others), *resident[:1]]
+        turn_of = {unit: turn for turn, unit in enumerate(reversed(others))}
+        turn_of.update(dict.fromkeys(resident, len(others)))
+        in_order = [*resident, *others]
+        ends = [0, *accumulate(model.unit_numels[unit] for unit in in_order)]
+        begins: dict[int, int] = {}
+        for unit, low in zip(in_order, ends, strict=False):
+            begins.setdefault(turn_of[unit], low)
+        flats: list[Flat] = []
+        held = [0.0] * len(turns)
+        place = end = 0
+        for numel in _flat_numels(model, stage, in_order):
+            begin, end = end, end + numel
+            inside = []
+            while begin < end and place < len(in_order):
+                part = min(ends[place + 1], end) - max(ends[place], begin)
+                inside.append((turn_of[in_order[place]], part))
+                if ends[place + 1] > end:
+                    break
+                place += 1
+            last = max(turn for turn, _ in inside)
+            flats.append(Flat(numel, last, begin > begins[last]))
+            for turn, part in inside:
+                if turn < len(others):
+                    for later in range(turn, last + 1):
+                        held[later] += part
+        flats.reverse()  # of those that are complete together, the last one comes first
+        staying = sum(model.unit_numels[unit] for unit in resident)
+        counts = Counter(flat.turn for flat in flats)
+        return cls(
+            turns=tuple(turns),
+            resident_turn=len(others) if resident else None,
+            flats=tuple(sorted(flats, key=lambda flat: flat.turn)),
+            pending=tuple(part + staying for part in held),
+            limit=max(_IN_FLIGHT, 1 + max(counts.values())) if stage >= 2 else _IN_FLIGHT,
+        )
+
+
+def _flat_numels(model: ModelProfile, stage: int, units: Sequence[int]) -> Iterator[int]:
+    """Elements of the flats of a stage, in the order of these units."""
+    if stage < 3 and model.flat_numels:
+        yield from model.flat_numels
+        return
+    largest, merged = BUCKET_ELEMENTS, [model.unit_numels[unit] for unit in units]
+    if model.largest_flat_numels:
+        largest = model.largest_flat_numels[stage]
+    if stage < 3:
+        merged = merged_units(merged)
+    for numel in merged:
+        yield from [largest] * (numel // largest)
+        if numel % largest:
+            yield numel % largest
+
+
+def merged_units(numels: Iterable[int]) -> list[int]:
+    """Elements after consecutive small units have been merged, where parameters are whole."""
+    merged: list[int] = []
+    for numel in numels:
+        if merged and merged[-1] + numel <= BUCKET_ELEMENTS:
+            merged[-1] += numel
+        else:
+            merged.append(numel)
+    return merged
+
+
+@dataclass
+class _InFlight:
+    """Reductions that have been issued and not waited for."""
+
+    each: PerElement
+    limit: int
+    keeps: bool
+    """Receive buffers are kept, at most as many of a size as were in use at once."""
+    flats: deque[int] = field(default_factory=deque)
+    most: Counter[int] = field(default_factory=Counter)
+    """By size, how many receive buffers of it were in use at once."""
+
+    def make_room(self) -> None:
+        """Wait until another reduction may begin."""
+        while len(self.flats) >= self.limit:
+            self.flats.popleft()
+
+    def start(self, numel: int) -> None:
+        """Begin a reduction."""
+        self.flats.append(numel)
+        self.most[numel] = max(self.most[numel], self.flats.count(numel))
+
+    @property
+    def received(self) -> Bytes:
+        """Receive buffers: kept ones, or those in use."""
+        numel = sum(size * count for size, count in self.most.items())
+        return self.each.received.times(numel if self.keeps else sum(self.flats))
+
+    @property
+    def bytes(self) -> Bytes:
+        """Buckets and receive buffers."""
+        return self.each.bucket.times(sum(self.flats)).plus(self.received)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pass:
+    """What differs between the passes of a step."""
+
+    later: bool
+    """There were passes before in the step, so the sums are alive from its beginning."""
+    samples: bool
+    """This rank has samples; otherwise it has no gradients, and sends zeros."""
+
+
+def reduced_once(backward: Backward, each: PerElement, own: Pass, keeps: str) -> Iterator[Moment]:
+    """Moments where a step reduces the sums of its passes, in its last pass (stages 0 and 1).
+
+    A flat's sums are allocated when its gradients are complete for the first time, and sent from
+    where they are, unless the wire is narrower.
+    """
+    flight = _new_flight(backward, each, keeps, later=False)
+    done = sum(flat.numel for flat in backward.flats) if own.later else 0
+    for turn, pending in enumerate(backward.pending):
+        gradients = each.gradient * pending if own.samples else 0.0
+        alive = each.sums.times(done).plus(flight.bytes)
+        yield Moment(alive.plus(Bytes(gradients)), turn)
+        for flat in backward.flats_of[turn]:
+            done += 0 if own.later else flat.numel
+            alive = each.sums.times(done).plus(flight.bytes)
+            yield Moment(alive.plus(Bytes(gradients)), turn, True, not flat.inner)
+            gradients = max(0.0, gradients - each.gradient * flat.numel)
+            flight.make_room()
+            flight.start(flat.numel)
+            alive = each.sums.times(done).plus(flight.bytes)
+            yield Moment(alive.plus(Bytes(gradients)), turn, True, not flat.inner)
+    yield _end_of_step(backward, each, flight)
+
+
+def reduced_in_every_pass(
+    backward: Backward, each: PerElement, own: Pass, keeps: str
+) -> Iterator[Moment]:
+    """Moments where every pass reduces the gradients of each unit (stages 2 and 3).
+
+    A bucket is packed beside the gradients, which are freed then. This rank's slice of the sums is
+    allocated for the first of them. Buckets of the previous pass may still be in flight.
+    """
+    flight = _new_flight(backward, each, keeps, later=own.later)
+    done = sum(flat.numel for flat in backward.flats) if own.later else 0
+    yield Moment(each.sums.times(done).plus(flight.bytes), BEFORE)
+    for turn, pending in enumerate(backward.pending):
+        gradients = each.gradient * pending if own.samples else 0.0
+        alive = each.sums.times(done).plus(flight.bytes)
+        yield Moment(alive.plus(Bytes(gradients)), turn)
+        for flat in backward.flats_of[turn]:
+            flight.make_room()
+            alive = each.sums.times(done).plus(flight.bytes, each.bucket.times(flat.numel))
+            yield Moment(alive.plus(Bytes(gradients)), turn, True, not flat.inner)
+            gradients = max(0.0, gradients - each.gradient * flat.numel)
+            done += 0 if own.later else flat.numel
+            flight.start(flat.numel)
+            alive = each.sums.times(done).plus(flight.bytes)
+            yield Moment(alive.plus(Bytes(gradients)), turn, True, not flat.inner)
+    yield _end_of_step(backward, each, flight)
+
+
+def _new_flight(backward: Backward, each: PerElement, keeps: str, *, later: bool) -> _InFlight:
+    """What is in flight, or kept, when a pass begins."""
+    flight = _InFlight(each, backward.limit, keeps != "freed")
+    if later or keeps == "kept":
+        for flat in backward.flats:
+            flight.make_room()
+            flight.start(flat.numel)
+        if not later:
+            flight.flats.clear()
+    return flight
+
+
+def _end_of_step(backward: Backward, each: PerElement, flight: _InFlight) -> Moment:
+    """The update: all sums, and kept receive buffers."""
+    sums = each.sums.times(sum(flat.numel for flat in backward.flats))
+    return Moment(sums.plus(flight.received) if flight.keeps else sums)
+
+
+class Unsharded(NamedTuple):
+    """Bytes of unsharded parameters where they are sharded (stage 3)."""
+
+    before: float
+    """Before any gradient of the pass is reduced."""
+    during: Sequence[float]
+    """By turn, while the unit has its backward."""
+    packed: Sequence[float]
+    """By turn, while a bucket is packed."""
+
+    def at(self, moment: Moment) -> float:
+        """The bytes at a moment."""
+        if moment.turn is None:
+            return 0.0
+        if moment.turn == BEFORE:
+            return self.before
+        return (self.packed if moment.packed else self.during)[moment.turn]
+
+
+def unsharded_in(
+    model: ModelProfile, backward: Backward, persistent: Collection[int], *, samples: bool
+) -> Unsharded:
+    """Unsharded parameters at stage 3.
+
+    Resident and persistent units stay. Beside them the unit in use and the next ones are unsharded,
+    never more than the two largest; of the others, the first is used last, and alone. A rank
+    without samples only takes part in collectives: it frees each unit at once, and unshards the
+    next one before it reduces this one.
+    """
+    frozen = model.unit_frozen_numels or (0,) * len(model.unit_numels)
+    sizes = [model.param_bytes * sum(both) for both in zip(model.unit_numels, frozen, strict=True)]
+    resident = set(model.resident_units)
+    turns = len(backward.turns)
+    inner = turns - (backward.resident_turn is not None)
+    if not samples:
+        held = sum(sizes[unit] for unit in persistent)
+        passing = [size for unit, size in enumerate(sizes) if unit not in persistent]
+        others = [sizes[unit] for unit in range(len(sizes)) if unit not in resident | {*persistent}]
+        most = held + max(others, default=0.0)
+        by_turn = [most if turn + 1 < inner else held for turn in range(turns)]
+        return Unsharded(held + max(passing, default=0.0), by_turn, [held] * turns)
+    staying = resident | {*persistent}
+    held = sum(sizes[unit] for unit in staying)
+    passing = sorted(size for unit, size in enumerate(sizes) if unit not in staying)
+    both = held + sum(passing[-2:])
+    first = next((unit for unit in range(len(sizes)) if unit not in resident), None)
+    alone = held + (sizes[first] if first is not None and first not in staying else 0.0)
+    by_turn = [both if turn + 1 < inner else alone for turn in range(turns)]
+    return Unsharded(both, by_turn, by_turn)
+
+
+def received_parts(ranks: int, keeps: str) -> int:
+    """How many slices a rank receives in a reduction: devices also receive their own."""
+    return ranks if keeps == "freed" else ranks - 1
+
+
+def elements_of(model: ModelProfile, stage: int, ranks: int, keeps: str) -> PerElement:
+    """What an element of the gradients takes at a stage."""
+    parts = received_parts(ranks, keeps) * model.wire_bytes
+    shared = Bytes(0.0, parts)
+    if stage >= 2:
+        sums = Bytes(0.0, ACCUMULATOR_BYTES + SQUARES_BYTES)
+        return PerElement(model.grad_bytes, sums, Bytes(model.wire_bytes), shared)
+    # A wire dtype as wide as the accumulator needs no packed copy.
+    packed = Bytes(model.wire_bytes if model.wire_bytes < ACCUMULATOR_BYTES else 0.0)
+    if stage == 1:
+        sums = Bytes(ACCUMULATOR_BYTES, SQUARES_BYTES)
+        return PerElement(model.grad_bytes, sums, packed, shared)
+    sums = Bytes(ACCUMULATOR_BYTES + SQUARES_BYTES / ranks)
+    return PerElement(model.grad_bytes, sums, packed, Bytes(parts / ranks))
+
+
+def highest(lines: Iterable[Bytes]) -> tuple[Bytes, ...]:
+    """The lines that are the maximum for some share from 0 to 1, and maybe a few others."""
+    best = -math.inf
+    kept = []
+    for line in sorted(lines, reverse=True):
+        if line.fixed + line.per_share > best:
+            best = line.fixed + line.per_share
+            kept.append(line)
+    return tuple(kept)
