@@ -8,7 +8,7 @@ state is allocated and read. The ranks agree after each part. Only then do value
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -107,7 +107,6 @@ class Load:
     ) -> None:
         """Check that it fits, and allocate; nothing changes."""
         self.parts, self.opened = parts, opened
-        rank = parts.control.group.rank
         self._check_class()
         values = model_values(parts)
         self._model = {n: v for n, v in values.items() if not is_extra_state(n)}
@@ -125,6 +124,11 @@ class Load:
             shared = self._shared.get(canonical(run.flat.names[run.first]))
             if shared is not None:
                 self._states[run] = new_run_state(run, layouts[run.group], shared)
+        self._read_further_values(wanted, values.keys() - self._model.keys())
+
+    def _read_further_values(self, wanted: Mapping[str, Any], extra_states: Iterable[str]) -> None:
+        """Read what is neither a parameter nor optimizer state; nothing changes."""
+        parts, opened = self.parts, self.opened
         self._objects = {name: obj for name, obj in wanted.items() if _is_object(obj)}
         saved = {n.removeprefix(STATE): n for n in opened.described if n.startswith(STATE)}
         if absent := sorted(self._objects.keys() - saved.keys()):
@@ -134,10 +138,8 @@ class Load:
             )
         self.values = {name: opened.value(stored) for name, stored in saved.items()}
         self._object_states = {name: self.values.pop(name) for name in self._objects}
-        self._extra_states = {
-            name: self._extra_state(name) for name in values.keys() - self._model.keys()
-        }
-        own = f"{RANK}{rank}"
+        self._extra_states = {name: self._extra_state(name) for name in extra_states}
+        own = f"{RANK}{parts.control.group.rank}"
         manifest = opened.manifest
         as_many = manifest is not None and manifest.world_size == parts.control.group.size
         self._own = opened.value(own) if as_many else None
@@ -150,17 +152,18 @@ class Load:
 
     def set_objects(self, doing: str) -> None:
         """Give the user's objects their state; if one raises, all keep theirs. Collective."""
-        before = {name: obj.state_dict() for name, obj in self._objects.items()}
+        before: dict[str, Any] = {}
 
         def load_all() -> None:
+            before.update({name: obj.state_dict() for name, obj in self._objects.items()})
             for name, obj in self._objects.items():
                 obj.load_state_dict(self._object_states[name])
 
         try:
             run_on_all_ranks(self.parts.control, load_all, doing=doing)
         except BaseException:
-            for name, obj in self._objects.items():
-                obj.load_state_dict(before[name])
+            for name, state in before.items():
+                self._objects[name].load_state_dict(state)
             raise
 
     def read_values(self) -> None:
