@@ -21,7 +21,7 @@ from memory_limits.bisection import largest_that_fits
 from memory_limits.clusters import MemoryCluster
 from memory_limits.configurations import EVEN, STAGE, configuration_of, even_plan
 from memory_limits.task import GrowingLlama
-from memory_limits.trial import first_cause, warm_up
+from memory_limits.trial import BLOCKS_BEFORE, first_cause, warm_up
 from poplar import NoPlanFits, Plan, autotune, search
 from poplar.planner.prediction import memory_needed
 from poplar.planner.search import plan_or_error
@@ -38,6 +38,9 @@ from poplar.profiler.preserved_state import gradients_dropped
 OBJECTS_BYTES = 10 << 20
 """Of a limit, for what plans do not count: objects of Python and of autograd, and the freed blocks
 that glibc keeps from one measured plan to the next."""
+BYTES_BEFORE = 20
+"""Limit per parameter of the model that is tuned before the limits are set: memory is scarce, so
+all kinds of passes run."""
 SECONDS_PER_BLOCK = 1e-3
 """Times do not matter here: all ranks are equally fast."""
 RESERVE = 0.05
@@ -67,11 +70,18 @@ def tuned_plan(cluster: MemoryCluster, task: GrowingLlama, seconds: float) -> Pl
     with Workers(cluster.open(), "autotune", grace_seconds=GRACE_SECONDS) as workers:
         try:
             workers.call(warm_up, task, even, timeout=DEADLINE)
+            workers.call(_warm_up_tuning, task, timeout=DEADLINE)
             plans = workers.call(_tune, cluster.limits, task, seconds, timeout=DEADLINE)
         except WorkersFailed as failure:
             raise NoPlan(first_cause(str(failure)), time.perf_counter() - began) from None
     plan: Plan = plans[0]
     return plan
+
+
+def _warm_up_tuning(context: WorkerContext, task: GrowingLlama) -> None:
+    """Tune a small model, with a limit at which no rank could train it alone."""
+    small = task.with_blocks(BLOCKS_BEFORE)
+    _autotune(context, small, BYTES_BEFORE * small.parameters, seconds=0.5)
 
 
 def _tune(
@@ -80,21 +90,25 @@ def _tune(
     limit = limits[context.rank]
     process_memory.release_freed_memory()
     with process_memory.limited_to(limit):
-        return autotune(
-            task.new_model(),
-            task.loss_fn,
-            task.batch(1),
-            global_batch=context.size,
-            stage=STAGE,
-            memory_limit=max(1, limit - OBJECTS_BYTES),
-            seconds=seconds,
-            max_norm=None,
-            compute_dtype=torch.float32,
-            device="cpu",
-            cache=False,
-            progress=False,
-            lr=task.learning_rate,
-        )
+        return _autotune(context, task, max(1, limit - OBJECTS_BYTES), seconds)
+
+
+def _autotune(context: WorkerContext, task: GrowingLlama, limit: int, seconds: float) -> Plan:
+    return autotune(
+        task.new_model(),
+        task.loss_fn,
+        task.batch(1),
+        global_batch=context.size,
+        stage=STAGE,
+        memory_limit=limit,
+        seconds=seconds,
+        max_norm=None,
+        compute_dtype=torch.float32,
+        device="cpu",
+        cache=False,
+        progress=False,
+        lr=task.learning_rate,
+    )
 
 
 class Planner:

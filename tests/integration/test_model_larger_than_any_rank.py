@@ -159,7 +159,7 @@ def train_in_one_process(model: nn.Module) -> list[float]:
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
         optimizer.step()
-        losses.append(float(loss))
+        losses.append(loss.item())
     return losses
 
 
