@@ -194,6 +194,6 @@ def _value(opened: OpenedCheckpoint, name: str, dtype: Dtype) -> Any:
     found = opened.tensor(name)
     if found is None:
         return opened.value(name)
-    value = torch.empty(found.size, dtype=_dtype(opened, name, dtype))
+    value = torch.empty(found.size, dtype=_dtype(opened, name, dtype), device="cpu")
     opened.read_into([(name, value)])
     return value

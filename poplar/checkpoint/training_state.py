@@ -223,7 +223,7 @@ def new_run_state(
                 run.tensor.shape, dtype=example.dtype, device=run.tensor.device
             )
         elif isinstance(example, Tensor):
-            state[key] = torch.as_tensor(shared[key]).to(example.device, example.dtype).clone()
+            state[key] = torch.empty_like(example).copy_(torch.as_tensor(shared[key], device="cpu"))
         else:
             state[key] = shared[key]
     return state

@@ -18,7 +18,6 @@ import ranks as harness
 import torch
 from ranks import one_off
 from safetensors.torch import load_file, save_file
-from subset import choose
 from torch import Tensor, nn
 
 import poplar
@@ -28,13 +27,11 @@ from poplar.comm import rendezvous
 RANKS = 4
 STATE_BYTES = 16
 """Per parameter: value, gradient and the state of AdamW."""
-TIMES_THE_LIMIT = choose(quick=2, full=3)
-STEPS = choose(quick=5, full=20)
-VERIFY = choose(quick=False, full=True)
-"""Whether `autotune` also runs the best plans."""
+TIMES_THE_LIMIT = 3
+STEPS = 20
 GLOBAL_BATCH = 12
-WIDTH, BLOCKS = choose(quick=(192, 32), full=(256, 100))
-OBJECTS_BYTES = choose(quick=12, full=16) << 20
+WIDTH, BLOCKS = 256, 100
+OBJECTS_BYTES = 16 << 20
 """Of the limit, for what plans do not count: objects of Python and of autograd, code that is loaded
 at its first use, and freed blocks of a few KiB that glibc keeps."""
 OPTIONS = {"lr": 1e-3, "eps": 1e-5}
@@ -122,7 +119,6 @@ def profile_and_train(
         global_batch=GLOBAL_BATCH,
         memory_limit=limit,
         max_batch=3,
-        verify=VERIFY,
         seconds=seconds,
         max_norm=MAX_NORM,
         compute_dtype=torch.float32,
@@ -170,7 +166,8 @@ def weights_in(folder: Path) -> dict[str, Tensor]:
     return {name: parts[file][name] for name, file in files.items()}
 
 
-@pytest.mark.parametrize("source", choose(quick=["meta"], full=["meta", "safetensors"]))
+@pytest.mark.full
+@pytest.mark.parametrize("source", ["meta", "safetensors"])
 def test_a_model_larger_than_any_limit_trains_like_one_process(source: str, tmp_path: Path) -> None:
     torch.manual_seed({"meta": 0, "safetensors": 1}[source])
     model = Blocks(BLOCKS)
@@ -179,9 +176,7 @@ def test_a_model_larger_than_any_limit_trains_like_one_process(source: str, tmp_
     if source == "safetensors":
         weights = str(tmp_path / "before.safetensors")
         save_file(model.state_dict(), weights)
-    answers = one_off(
-        RANKS, train, limit, weights, str(tmp_path), timeout=choose(quick=500, full=1500)
-    )
+    answers = one_off(RANKS, train, limit, weights, str(tmp_path), timeout=1500.0)
     failures = [str(answer) for answer in answers if isinstance(answer, harness.Failure)]
     assert not failures, "\n".join(failures)
     losses = train_in_one_process(model)

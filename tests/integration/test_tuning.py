@@ -601,7 +601,7 @@ def test_clearly_slower_plan_is_dropped_after_one_turn():
 
 
 def test_first_two_plans_run_once_without_time():
-    bench = Bench(known(), known(), STAGES)
+    bench = Bench(thorough(known()), known(), STAGES)
     bench.request.seconds = 0.0
     bench.tune()
     turns = [plan.stage for plan in bench.seen]
