@@ -260,8 +260,13 @@ class CollectiveScheduler:
         return not resident or self._all_unsharded
 
     def finish(self, *, failed: bool = False) -> None:
-        """Issue the remaining slots, with zeros for missing gradients, and reshard all units."""
+        """Issue the remaining slots, with zeros for missing gradients, and reshard all units.
+
+        After a failure the units are resharded first: the remaining slots may need their memory.
+        """
         self._finishing = True
+        if failed:
+            self._reshard_all()
         if not self.reduces and not self._strategy.shards_parameters:
             self._accumulate_rest(failed)
         elif self._recording:
@@ -270,8 +275,7 @@ class CollectiveScheduler:
             while self._cursor < len(self._slots):
                 self._issue(self._slots[self._cursor])
                 self._cursor += 1
-        for unit in list(self._unsharded):
-            self._reshard(unit)
+        self._reshard_all()
         self._outputs.clear()
         self.active = False
 
@@ -423,6 +427,10 @@ class CollectiveScheduler:
         if self._current is not None:
             self._reshard(self._current)
             self._current = None
+
+    def _reshard_all(self) -> None:
+        for unit in list(self._unsharded):
+            self._reshard(unit)
 
     def _reshard(self, unit: Unit) -> None:
         if unit in self._unsharded:

@@ -26,7 +26,10 @@ from torch import Tensor, nn
 from training import STAGES, Run
 
 from poplar import HeteroZeroOptimizer, Plan, RankFailed
+from poplar.zero.collective_scheduler import CollectiveScheduler
+from poplar.zero.sharded_parameters import ShardedParameters
 from poplar.zero.strategy import Strategy
+from poplar.zero.unit import Unit
 
 RECIPE = Recipe(batches=(12, 12, 7), max_norm=0.5)
 PLAN = Plan(
@@ -198,6 +201,47 @@ def test_step_runs_again_in_smaller_micro_batches(
         assert outcome.largest.keys() == largest.keys()
         warned = rank == 0 or rank in largest
         assert any("out of memory" in text for text in outcome.warnings) == warned
+
+
+def test_failed_pass_holds_one_unit_at_a_time(ranks: Pool) -> None:
+    """It is finished where memory is so short that another unit fits only after the last one."""
+    run = Run(RECIPE, replace(PLAN, stage=3))
+    for place in ("forward", "backward"):
+        outcomes = ranks.run(train_with_memory_for_one_unit, run, Shortage(place, {1: 2}), ranks=3)
+        assert_undisturbed(outcomes)
+        assert all(outcome.failure is None for outcome in outcomes)
+        assert outcomes[1].raised == 1
+
+
+def train_with_memory_for_one_unit(run: Run, shortage: Shortage) -> Outcome:
+    """As `train`; while a failed pass is finished, a second unit has no memory."""
+    held: set[Unit] = set()
+    finishing = False
+    finish, unshard = CollectiveScheduler.finish, ShardedParameters.unshard
+    reshard = ShardedParameters.reshard
+
+    def finish_short(scheduler: CollectiveScheduler, *, failed: bool = False) -> None:
+        nonlocal finishing
+        finishing = failed
+        finish(scheduler, failed=failed)
+        finishing = False
+
+    def unshard_if_alone(strategy: ShardedParameters, unit: Unit, *, in_step: bool) -> None:
+        if finishing and held - {unit}:
+            raise ERRORS[1]
+        unshard(strategy, unit, in_step=in_step)
+        held.add(unit)
+
+    def reshard_and_note(strategy: ShardedParameters, unit: Unit) -> None:
+        reshard(strategy, unit)
+        held.discard(unit)
+
+    with (
+        mock.patch.object(CollectiveScheduler, "finish", finish_short),
+        mock.patch.object(ShardedParameters, "unshard", unshard_if_alone),
+        mock.patch.object(ShardedParameters, "reshard", reshard_and_note),
+    ):
+        return train(run, shortage)
 
 
 def test_step_without_a_plan_runs_again_in_smaller_micro_batches(ranks: Pool) -> None:
