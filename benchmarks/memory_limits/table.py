@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
+from verdict import CaseVerdict
 
 from memory_limits.clusters import MIB
 from memory_limits.row import LargestRow, PeakRow, RecomputationRow
-from memory_limits.targets import Verdict
 
 RECOMPUTE = ("never", "auto")
 
@@ -102,7 +102,7 @@ def _batches(row: RecomputationRow, name: str) -> str:
     return f"{passes} (stage {row.stages[name]})"
 
 
-def verdicts_table(verdicts: Sequence[Verdict]) -> Table:
+def verdicts_table(verdicts: Sequence[CaseVerdict]) -> Table:
     """Targets and measured values."""
     table = Table("case", "what", "value", "wanted", "", title="targets", box=SIMPLE_HEAD)
     for one in verdicts:
