@@ -202,11 +202,7 @@ def climb(
     sizes: list[BatchPoint] = []
     size, too_large = 1, 2 * max_batch  # so far no size is known to be too large
     while True:
-        tried: BatchPoint | None = None
-        with suppress(torch.OutOfMemoryError):
-            tried = passes.first(size)
-        if tried is None and not sizes:
-            raise torch.OutOfMemoryError(_NOT_EVEN_ONE)
+        tried = _first_pass(passes, size, must_fit=not sizes)
         if tried is None or (tried.activation_bytes > activation_bytes and sizes):
             too_large = size
         else:
@@ -220,6 +216,19 @@ def climb(
         yield sizes
         if size <= last.batch or takes_too_long or is_near:
             return
+
+
+def _first_pass(passes: Passes, size: int, *, must_fit: bool) -> BatchPoint | None:
+    """The first pass of a size; None if it does not fit.
+
+    Raises:
+        torch.OutOfMemoryError: it does not, and must.
+    """
+    with suppress(torch.OutOfMemoryError):
+        return passes.first(size)
+    if must_fit:
+        raise torch.OutOfMemoryError(_NOT_EVEN_ONE)
+    return None
 
 
 def probe(
@@ -251,11 +260,7 @@ def probe(
     small = [known[-1].batch] if known else [size for size in SMALL_SIZES if size <= max_batch]
     size = small.pop(0)
     while True:
-        tried: BatchPoint | None = None
-        with suppress(torch.OutOfMemoryError):
-            tried = passes.first(size)
-        if tried is None and not sizes:
-            raise torch.OutOfMemoryError(_NOT_EVEN_ONE)
+        tried = _first_pass(passes, size, must_fit=not sizes)
         if tried is not None and (tried.activation_bytes <= activation_bytes or not sizes):
             sizes.append(tried)
         else:
