@@ -1,4 +1,5 @@
-// CRC-32C (Castagnoli), the checksum of checkpoints: x86 and ARM compute it in one instruction.
+// CRC-32C (Castagnoli), the checksum of checkpoints. x86 computes it in one instruction, and so
+// does ARM if the compiler targets its CRC extension.
 #pragma once
 
 #include <cstddef>

@@ -36,7 +36,7 @@ def convert(
             "state"; "safetensors": a file with the weights; "huggingface": a folder with the
             weights in files of limited size and an index.
         to: the format. Only "torch" needs memory for all tensors; the others for one.
-        dtype: of the weights: as the "model" computes, or as "stored", that is in fp32.
+        dtype: of the weights: as the "model" computes, or as "stored", trained ones in fp32.
         shard_bytes: for "huggingface", the size of a file.
 
     Returns:

@@ -98,7 +98,8 @@ class CheckpointManager:
         """Wait until the last save is complete. Collective.
 
         Raises:
-            OSError, RankFailed: it failed; the earlier checkpoints are still there.
+            OSError, RankFailed: it failed, and the earlier checkpoints are still there; or it is
+                complete, and older ones could not be removed.
         """
         pending, self._pending = self._pending, None
         if pending is not None:
@@ -121,7 +122,7 @@ class CheckpointManager:
         if latest is None:
             return None
         path = found.get(latest, self.folder / _NAME.format(step=latest))
-        self.values = load_checkpoint(path, self._optimizer, state=_objects(self._state))
+        self.values = load_checkpoint(path, self._optimizer, state=self._state)
         return latest
 
     def _finished(self) -> dict[int, Path]:
@@ -146,7 +147,3 @@ class CheckpointManager:
                 path.rename(aside)
             shutil.rmtree(aside, ignore_errors=True)
             shutil.rmtree(replaced_name(path), ignore_errors=True)
-
-
-def _objects(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in state.items() if hasattr(value, "load_state_dict")}

@@ -1,8 +1,8 @@
 """The training state as named tensors, as `torch.distributed.checkpoint` stores them.
 
 Names are those of torch's `get_state_dict`: `model.<parameter>`, `optim.state.<parameter>.exp_avg`,
-`optim.param_groups`. Parameters are stored in fp32 (the masters), of which the values in which the
-model computes are a rounding, so that readers of any dtype get the same values.
+`optim.param_groups`. Trained parameters are stored in fp32 (the masters), of which the values in
+which the model computes are a rounding, so that readers of any dtype get the same values.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ def convert(
         typer.Option(
             metavar="DTYPE",
             parser=one_of(("model", "stored")),
-            help="Of the weights: as the model computes, or as stored (fp32).",
+            help="Of the weights: as the model computes, or as stored (trained ones: fp32).",
         ),
     ] = "model",
     as_json: AsJson = False,

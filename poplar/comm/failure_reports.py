@@ -2,7 +2,8 @@
 
 A rank whose wait fails only knows that some rank is missing. It reports this, and the other ranks
 then do the same: their waits fail too, or they see the report. Ranks that report are alive, so the
-error names the others. The store may not answer, so every access runs in a thread of its own.
+error names the others. The store may not answer, so every access runs in a thread of its own,
+if there is memory for one.
 """
 
 from __future__ import annotations
@@ -147,7 +148,7 @@ class FailureReports:
         try:
             # `Thread.start` would wait for ever for a thread that has no memory to begin.
             _thread.start_new_thread(run, ())
-        except RuntimeError:  # this rank is out of memory, which it has to report
+        except RuntimeError:  # out of memory, which has to be reported, if need be late
             run()
         try:
             value, error = answers.get(timeout=seconds)

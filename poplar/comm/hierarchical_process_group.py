@@ -80,7 +80,7 @@ class HierarchicalProcessGroupCommunicator(Communicator):
         return self._all_hosts.reshard(shard, old, new, what=what)
 
     def cached_bytes(self) -> CachedBytes:
-        return self._own_host.cached_bytes().plus(self._all_hosts.cached_bytes())
+        return self._own_host.cached_bytes()
 
     def trim(self) -> None:
         self._own_host.trim()

@@ -178,7 +178,7 @@ class _Issued:
 
     what: str
     works: Sequence[dist.Work | None]
-    """None once they have been waited for."""
+    """Empty once they have been waited for."""
     passed: Event | None = None
     """After the wait of a stream."""
 

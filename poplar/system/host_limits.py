@@ -66,8 +66,9 @@ def process_limit() -> int | None:
 
 
 def unused_process_memory() -> int | None:
-    """Bytes that this process may still allocate under these limits; None without a limit."""
-    return min((max(0, limit - used) for limit, used in _process_limits()), default=None)
+    """Bytes that this process may still allocate under these limits; None if that is unknown."""
+    known = ((limit, used) for limit, used in _process_limits() if used is not None)
+    return min((max(0, limit - used) for limit, used in known), default=None)
 
 
 def processor_quota() -> float | None:
@@ -114,13 +115,13 @@ def _status(field: str) -> int | None:
     return int(found[1]) * 1024 if found else None
 
 
-def _process_limits() -> Iterator[tuple[int, int]]:
+def _process_limits() -> Iterator[tuple[int, int | None]]:
     """Limit and use, in bytes, of data and addresses of this process, where there is a limit."""
     text = _read(_PROC / "self/limits") or ""
     for name, field in (("Max data size", "VmData"), ("Max address space", "VmSize")):
         found = re.search(rf"^{name} +(\d+) ", text, re.MULTILINE)
         if found:
-            yield int(found[1]), _status(field) or 0
+            yield int(found[1]), _status(field)
 
 
 def _memory_groups() -> Iterator[tuple[int, int]]:

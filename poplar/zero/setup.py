@@ -65,8 +65,8 @@ class Request:
     device: torch.device
     values: InitialValues
     group_of: dict[int, int] = field(default_factory=dict)
-    overlap_param_gather: bool = False
     """Index of the param group of each trained parameter, by `id(parameter)`."""
+    overlap_param_gather: bool = False
 
     @property
     def shard_optimizer_class(self) -> OptimizerFactory:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _SAMPLE = 8
-"""Elements of each tensor, from three places, by which files of different ranks are compared."""
+"""Elements at each of three places of a tensor, by which files of different ranks are compared."""
 _LISTED = 5
 """Names in an error message."""
 
