@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -33,7 +33,6 @@ from poplar.zero.agreement import (
     raise_on_any_error,
     run_on_all_ranks,
 )
-from poplar.zero.engine import Engine
 from poplar.zero.evaluation import Evaluation
 from poplar.zero.grad_scaler import GradScaler
 from poplar.zero.held_memory import HeldMemory, held_memory
@@ -432,8 +431,9 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         """Drop the model and the engine without changing the parameters."""
         self._unregister()
         self.state = defaultdict(dict)
-        self._update.collected = None
-        self._engine = cast(Engine, _ReleasedEngine())
+        # All of them lead to the state, which must not live as long as this object.
+        released: Any = _ReleasedEngine()
+        self._engine = self._update = self._step = self._replicas = released
 
     # Without a step.
 

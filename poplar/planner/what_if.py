@@ -101,7 +101,12 @@ def smaller_activations(cluster: ClusterProfile, percent_less: int) -> Changed:
     def smaller(device: DeviceProfile) -> DeviceProfile:
         def each(points: Iterable[BatchPoint]) -> tuple[BatchPoint, ...]:
             return tuple(
-                replace(point, activation_bytes=point.activation_bytes * left // 100)
+                replace(
+                    point,
+                    activation_bytes=point.activation_bytes * left // 100,
+                    unit_bytes=tuple(held * left // 100 for held in point.unit_bytes),
+                    bytes_after_unit=tuple(held * left // 100 for held in point.bytes_after_unit),
+                )
                 for point in points
             )
 

@@ -52,7 +52,7 @@ def sharded_passes(session: Session) -> Iterator[EnginePasses]:
     )
     with built_optimizer(session, plan, torch.optim.SGD, {"lr": 0.0}) as optimizer:
         request = session.request
-        yield EnginePasses(
+        passes = EnginePasses(
             request.model,
             request.loss_fn,
             request.example,
@@ -62,6 +62,10 @@ def sharded_passes(session: Session) -> Iterator[EnginePasses]:
             control=session.control,
             unsharded_bytes=memory.unsharded_units,
         )
+        try:
+            yield passes
+        finally:
+            del passes.engine  # callers may keep `passes`, but not the memory of the engine
 
 
 @dataclass(kw_only=True)

@@ -6,6 +6,7 @@ with it, `autotune` compares the best plans with it.
 
 from __future__ import annotations
 
+import gc
 import math
 import time
 from collections.abc import Sequence
@@ -78,6 +79,7 @@ def run_plan(session: Session, plan: Plan, *, steps: int, report: Report) -> Obs
     if any(short):
         if error is not None:
             free_frames(error)
+        gc.collect()  # the engine is a reference cycle
         free_cached_memory(session.device)
         raise OutOfMemoryInTrial(plan, [rank for rank, lacks in enumerate(short) if lacks])
     if error is not None:
