@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import models
@@ -64,6 +66,20 @@ def release_during_step(run: Run) -> None:
     for micro_batch in optimizer.micro_batches(batch):
         training.loss_of(run.recipe)(model, micro_batch).backward()
     optimizer.release()
+
+
+def engine_is_freed_beside(run: Run) -> bool:
+    model, optimizer = training.prepare(run)
+    training.take_step(run, model, optimizer, 0)
+    engine, update = weakref.ref(optimizer._engine), weakref.ref(optimizer._update)
+    optimizer.release()
+    gc.collect()
+    return engine() is None and update() is None
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_released_optimizer_holds_no_state(ranks: Pool, stage):
+    assert all(ranks.run(engine_is_freed_beside, run_at(stage)))
 
 
 def test_release_during_step_raises_on_all_ranks(ranks: Pool):
