@@ -33,7 +33,7 @@ LAYERS = (
     {"optimizer"},
     {"profiler"},
     {"tuning", "verification", "report", "doctor", "workload"},
-    {"cli", "__main__"},
+    {"cli", "integrations", "__main__"},
 )
 """Packages and top-level modules, from the bottom up. Imports point down or stay within a layer.
 
