@@ -1,3 +1,1 @@
-"""Poplar inside other trainers. Each module needs the library it is named after; nothing is imported
-before it is used.
-"""
+"""Poplar inside other trainers. Each module needs the library that it is named after."""
