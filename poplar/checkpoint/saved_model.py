@@ -23,28 +23,13 @@ from poplar.comm.shard_layout import Layout
 from poplar.zero.agreement import run_on_all_ranks
 from poplar.zero.engine import Engine
 from poplar.zero.flat_parameter import FlatParameter
+from poplar.zero.safetensors_file import DTYPES
 from poplar.zero.weight_files import INDEX, SINGLE
 
 T = TypeVar("T")
 
 _CHUNK = 1 << 18
 """Elements that are copied to the host at a time."""
-
-_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-
 
 Owners = Mapping[FlatParameter, Sequence[int]]
 """The rank that writes each parameter of a flat parameter."""
@@ -113,7 +98,7 @@ def _prepare(engine: Engine, model: nn.Module, path: Path, sharded: bool) -> Cat
     with engine.naming_parameters():
         state = model.state_dict(keep_vars=True)
     for name, value in state.items():
-        if not isinstance(value, Tensor) or value.dtype not in _DTYPES:
+        if not isinstance(value, Tensor) or value.dtype not in DTYPES:
             kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
             raise TypeError(
                 f"state_dict() has {name!r}, which is {kind}; safetensors cannot store it"
@@ -287,7 +272,7 @@ def _header(
         start, end = end, end + tensor.numel() * tensor.element_size()
         places[name] = start
         described[name] = {
-            "dtype": _DTYPES[tensor.dtype],
+            "dtype": DTYPES[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [start, end],
         }

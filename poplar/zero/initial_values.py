@@ -150,16 +150,15 @@ class InitialValues:
             self._initialization().run(store, random_state)
             check_buffers(self.model, self.unset_buffers)
             return []
-        with files:
-            for parameter in self.model.parameters():
-                name = self.names[id(parameter)]
-                start, stop = store.part(parameter)
-                store.write(parameter, start, files.read(name, start, stop))
-            if self.unset_buffers:
-                self._initialization().run_for_buffers(self.unset_buffers, random_state)
-                check_buffers(self.model, self.unset_buffers)
-            saved = [b for b in self.model.buffers() if id(b) in self.names]
-            return [(buffer, files.read_whole(self.names[id(buffer)])) for buffer in saved]
+        for parameter in self.model.parameters():
+            name = self.names[id(parameter)]
+            start, stop = store.part(parameter)
+            store.write(parameter, start, files.read(name, start, stop))
+        if self.unset_buffers:
+            self._initialization().run_for_buffers(self.unset_buffers, random_state)
+            check_buffers(self.model, self.unset_buffers)
+        saved = [b for b in self.model.buffers() if id(b) in self.names]
+        return [(buffer, files.read_whole(self.names[id(buffer)])) for buffer in saved]
 
     def _initialization(self) -> Initialization:
         return Initialization(self.model, self.unit_names, self.function)

@@ -1,6 +1,6 @@
 """Reads the weights of a model from safetensors: one file, or several with an index.
 
-Only the rows that a rank keeps are read. Names, shapes and files are checked before anything is
+Only the elements that a rank keeps are read. Names, shapes and files are checked before anything is
 read, so that a wrong file changes nothing.
 """
 
@@ -12,11 +12,11 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
+
+from poplar.zero.safetensors_file import SafetensorsFile
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -38,38 +38,18 @@ class WeightFiles:
             ValueError: there is no such file, or it is truncated or not in this format.
         """
         self.path = Path(path)
-        self._files: dict[Path, Any] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, str] = {}
-        self._file_of: dict[str, Path] = {}
-        for file, names in _contents(_file_in(self.path)).items():
-            opened = self._open(file)
-            found = set(opened.keys())
-            for name in sorted(found) if names is None else names:
-                if name not in found:
-                    raise ValueError(f"{file} has no tensor {name!r}, which its index places there")
-                part = opened.get_slice(name)
-                self.shapes[name] = tuple(part.get_shape())
-                self.dtypes[name] = part.get_dtype()
+        self._file_of: dict[str, SafetensorsFile] = {}
+        for path, names in _contents(_file_in(self.path)).items():
+            file = SafetensorsFile(path)
+            for name in sorted(file.tensors) if names is None else names:
+                if name not in file.tensors:
+                    raise ValueError(f"{path} has no tensor {name!r}, which its index places there")
+                stored = file.tensors[name]
+                self.shapes[name] = stored.shape
+                self.dtypes[name] = stored.dtype
                 self._file_of[name] = file
-
-    def _open(self, file: Path) -> Any:
-        if file not in self._files:
-            try:
-                self._files[file] = safe_open(file, framework="pt", device="cpu")
-            except (OSError, SafetensorError) as error:
-                raise ValueError(
-                    f"cannot read {file} as safetensors ({error}); it is missing, truncated or of "
-                    "another format"
-                ) from error
-        return self._files[file]
-
-    def __enter__(self) -> WeightFiles:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Close the files. Reading opens them again."""
-        self._files.clear()
 
     def names_of(self, model: nn.Module) -> dict[int, str]:
         """The stored name of each parameter and persistent buffer of the model, by its `id`.
@@ -97,8 +77,8 @@ class WeightFiles:
                 f"{_listed(missing)}, unexpected {_listed(sorted(unexpected))}"
             )
         wrong = [
-            f"{name!r} is {self.dtypes[name]} {self.shapes[name]} in {self._file_of[name].name} "
-            f"and {tensor.dtype} {tuple(tensor.shape)} in the model"
+            f"{name!r} is {self.dtypes[name]} {self.shapes[name]} in "
+            f"{self._file_of[name].path.name} and {tensor.dtype} {tuple(tensor.shape)} in the model"
             for name, tensor in expected.items()
             if name in self.shapes and not self._fits(name, tensor)
         ]
@@ -116,18 +96,8 @@ class WeightFiles:
         )
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        """Elements `[start, stop)` of a flattened tensor. Whole rows are read."""
-        shape = self.shapes[name]
-        if start >= stop:
-            return torch.empty(0, device="cpu")
-        opened = self._open(self._file_of[name])
-        if not shape:
-            scalar: Tensor = opened.get_tensor(name)
-            return scalar.reshape(1)
-        columns = math.prod(shape[1:])
-        first = start // columns
-        rows: Tensor = opened.get_slice(name)[first : -(-stop // columns)]
-        return rows.reshape(-1)[start - first * columns : stop - first * columns]
+        """Elements `[start, stop)` of a flattened tensor."""
+        return self._file_of[name].read(name, start, stop)
 
     def read_whole(self, name: str) -> Tensor:
         """One tensor."""

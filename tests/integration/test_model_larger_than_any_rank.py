@@ -34,7 +34,9 @@ WIDTH, BLOCKS = 256, 100
 OBJECTS_BYTES = 16 << 20
 """Of the limit, for what plans do not count: objects of Python and of autograd, code that is loaded
 at its first use, and freed blocks of a few KiB that glibc keeps."""
-OPTIONS = {"lr": 1e-3, "eps": 1e-5}
+OPTIONS = {"lr": 1e-3, "eps": 1e-3}
+"""With this `eps`, cutting the batch differently in one process changes losses by less than 1e-6.
+With 1e-5, AdamW divides gradients that are close to 0 by themselves, and it is 2e-3."""
 MAX_NORM = 1.0
 
 
@@ -183,7 +185,7 @@ def test_a_model_larger_than_any_limit_trains_like_one_process(source: str, tmp_
     for rank, trained in enumerate(answers):
         assert trained.plan.stage == 3
         assert trained.on_meta
-        assert trained.losses == pytest.approx(losses, rel=1e-4)
+        assert trained.losses == pytest.approx(losses, rel=1e-5)
         assert trained.peak <= limit, f"rank {rank}: {trained.peak >> 10} KiB of {limit >> 10}"
     for saved in (load_file(tmp_path / "one.safetensors"), weights_in(tmp_path / "parts")):
         assert saved.keys() == model.state_dict().keys()
