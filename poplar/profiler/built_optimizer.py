@@ -51,9 +51,7 @@ def built_optimizer(
                 optimizer.release(values=False)
         except BaseException:
             optimizer._detach()
-            with suppress(
-                RuntimeError
-            ):  # the error may hold a graph; a caller that goes on retries
+            with suppress(RuntimeError):  # the error may hold a graph: the caller retries
                 put_back_on_meta(session)
             raise
         else:
