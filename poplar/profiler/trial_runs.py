@@ -97,6 +97,8 @@ def _timed_steps(session: Session, plan: Plan, steps: int) -> list[_Step]:
     batch = run_on_all_ranks(session.control, take_batch, doing="allocating a batch")
     options = request.optimizer_options
     with built_optimizer(session, plan, request.optimizer_class, options) as optimizer:
+        # The optimizer is dropped anyway; the ranks can go on together if this one is too small.
+        optimizer._engine.free_state = optimizer._update.inner.state.clear
         _warm_up(session, optimizer, batch)
         return [_run_step(session, optimizer, batch) for _ in range(steps)]
 
