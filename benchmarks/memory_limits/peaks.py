@@ -109,7 +109,8 @@ def _profile(context: WorkerContext, name: str, batches: Sequence[int]) -> Clust
 
 
 def _peak(context: WorkerContext, name: str, plan: Plan) -> int:
-    """Peak resident bytes of steps after the first one, above those before the model was built.
+    """Peak resident bytes of steps after the first one, above those before the model was built,
+    without mapped files.
 
     The plan has run before: modules are imported, ranks connected, threads started, and libraries
     have allocated their buffers (up to 14 MiB in oneDNN and MKL for the shapes of a model).

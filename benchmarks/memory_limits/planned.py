@@ -32,7 +32,7 @@ from poplar.profile import (
     ModelProfile,
     NetworkProfile,
 )
-from poplar.profiler.memory import peak_bytes
+from poplar.profiler.memory import pass_bytes
 from poplar.profiler.preserved_state import gradients_dropped
 
 OBJECTS_BYTES = 10 << 20
@@ -209,7 +209,7 @@ class Planner:
 
         with gradients_dropped(model):
             one_pass()
-            return peak_bytes(one_pass, torch.device("cpu"))
+            return pass_bytes(one_pass, torch.device("cpu")).peak
 
 
 _FEW, _MORE = 2, 4

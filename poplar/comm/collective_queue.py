@@ -11,7 +11,7 @@ import torch.distributed as dist
 from poplar.comm.buffer_pool import BufferPool
 from poplar.comm.communicator import Work
 from poplar.comm.group import Group
-from poplar.comm.point_to_point import Channel, Exchange, Message, message_tag
+from poplar.comm.point_to_point import Channel, Exchange, Message, close_connections, message_tag
 from poplar.comm.work import ProcessGroupWork, StreamWork
 
 
@@ -28,6 +28,12 @@ class CollectiveQueue:
         """The other ranks, next rank first, so that not all ranks send to the same one first."""
         rank, size = self.group.rank, self.group.size
         return [(rank + step) % size for step in range(1, size)]
+
+    def abort(self, reason: str) -> None:
+        """As `Communicator.abort`."""
+        self.group.abort(reason)
+        if self.group.is_on_host(torch.device("cpu")):
+            close_connections(self.group, self.group.process_group)
 
     def calls_natively(self, device: torch.device) -> bool:
         """Whether each collective is one native call; otherwise it is made of messages.

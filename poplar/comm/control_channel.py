@@ -17,7 +17,13 @@ from torch._C._distributed_c10d import AllgatherOptions
 
 from poplar.comm.copies import to_bytes
 from poplar.comm.group import Group
-from poplar.comm.point_to_point import Channel, Exchange, Message, message_tag
+from poplar.comm.point_to_point import (
+    Channel,
+    Exchange,
+    Message,
+    close_connections,
+    message_tag,
+)
 from poplar.comm.rendezvous import Rendezvous
 from poplar.comm.shared_memory_work import SharedMemoryWork
 from poplar.comm.work import wait_for_all_ranks
@@ -91,6 +97,7 @@ class Control:
     def abort(self, reason: str) -> None:
         """As `Communicator.abort`."""
         self.group.abort(reason)
+        close_connections(self.group, self.group.control_group)
         if self._rendezvous is not None:
             self._rendezvous.abort(reason)
 

@@ -99,7 +99,7 @@ class HierarchicalCommunicator(Communicator):
         self._intra_host.wait_for_readers(data)
 
     def abort(self, reason: str) -> None:
-        self._queue.group.abort(reason)
+        self._queue.abort(reason)
         self._intra_host.abort(reason)
 
     def cached_bytes(self) -> CachedBytes:

@@ -59,7 +59,7 @@ class HierarchicalMessageCommunicator(Communicator):
         return self._intra_host.cached_bytes()
 
     def abort(self, reason: str) -> None:
-        self._inter_queue.group.abort(reason)
+        self._inter_queue.abort(reason)
 
     def broadcast(self, data: Tensor, source: int, *, what: str) -> None:
         flat, source_host = data.view(-1), self._hosts.host_of(source)

@@ -8,9 +8,12 @@ belongs to one peer, so an error names the peer that did not answer. On gloo, ga
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from enum import IntEnum
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -27,6 +30,7 @@ class Channel(IntEnum):
 
     BROADCASTS = 1
     TENSORS = 2
+    CLOSING = 3
 
 
 def message_tag(group: Group, channel: Channel, sequence: int) -> int:
@@ -72,6 +76,24 @@ class Exchange(ProcessGroupWork):
             before_wait=before_wait,
             finish=finish,
         )
+
+
+def close_connections(group: Group, process_group: dist.ProcessGroup) -> None:
+    """Let all messages on gloo that other ranks expect from this one fail at once, and later ones.
+
+    A rank that waits for a message cannot look for failures that others report. gloo closes the
+    connections of a process group if a receive misses its deadline.
+    """
+    if group.size == 1:
+        return
+    peer, value = (group.rank + 1) % group.size, torch.zeros(1, device="cpu")
+    with suppress(RuntimeError):  # which is the aim
+        works = _start(
+            process_group,
+            [Message(peer, value, incoming=True)],
+            message_tag(group, Channel.CLOSING, 0),
+        )
+        works[0][0].wait(timedelta(milliseconds=1))
 
 
 def _start(

@@ -55,7 +55,7 @@ class ProcessGroupCommunicator(Communicator):
         return self._gather(self._queue, data, layout, what)
 
     def abort(self, reason: str) -> None:
-        self._queue.group.abort(reason)
+        self._queue.abort(reason)
 
     def cached_bytes(self) -> CachedBytes:
         return CachedBytes(private=self._queue.buffers.idle_bytes())

@@ -22,7 +22,7 @@ from poplar.planner.branch_and_bound import Decision
 from poplar.planner.cost_model import StageCosts, costs_of
 from poplar.planner.heuristic import Request, largest_batches_of
 from poplar.planner.memory_model import rank_memory
-from poplar.planner.memory_shortfall import memory_shortfall
+from poplar.planner.memory_shortfall import Shortfall, memory_shortfall
 from poplar.planner.persistent_units import fastest_plan_with_persistent_units, unit_plans
 from poplar.planner.recomputed_curves import (
     recomputed_part,
@@ -40,11 +40,22 @@ _Counts = tuple[int, ...]
 """By rank, how many units it recomputes."""
 
 
-def with_least_memory(cluster: ClusterProfile) -> ClusterProfile:
-    """The cluster with as much recomputation as saves memory, at no cost of time."""
-    if not cluster.model.recomputable_units:
-        return cluster
-    return with_recomputed_parts(cluster, [(0.0, 1.0)] * cluster.world_size)
+def shortfall_with_recomputation(costs: StageCosts) -> Shortfall | None:
+    """What is missing at this stage if no rank recomputes units, or if all ranks recompute all
+    units, whichever is less; None: a plan fits.
+
+    Recomputation may need more memory than none, because its memory is not known by unit.
+
+    Args:
+        costs: without recomputation.
+    """
+    plain = memory_shortfall(costs)
+    cluster = costs.cluster
+    if plain is None or not cluster.model.recomputable_units:
+        return plain
+    all_units = with_recomputed_parts(cluster, [(0.0, 1.0)] * cluster.world_size)
+    recomputed = memory_shortfall(StageCosts(all_units, costs.stage))
+    return recomputed and min(recomputed, plain, key=lambda one: one.total_bytes)
 
 
 def fastest_plan_with_recomputation(
@@ -52,7 +63,7 @@ def fastest_plan_with_recomputation(
 ) -> Decision:
     """The fastest plan of one stage, with recomputed units where they make it faster.
 
-    There must be no `memory_shortfall` on `with_least_memory`.
+    There must be one: no `shortfall_with_recomputation`.
 
     Args:
         costs: without recomputation.

@@ -13,16 +13,16 @@ from functools import partial
 from typing import Any, Literal, get_args
 
 from poplar.plan import STRATEGIES, Plan
-from poplar.planner.baselines import BASELINES, Policy, policy_shortfall
+from poplar.planner.baselines import BASELINES, Policy
 from poplar.planner.branch_and_bound import TOLERANCE, Decision
 from poplar.planner.cost_model import StageCosts, costs_of
 from poplar.planner.heuristic import Request
 from poplar.planner.memory_shortfall import NoPlanFits, Shortfall, memory_shortfall
 from poplar.planner.persistent_units import fastest_plan_with_persistent_units
 from poplar.planner.prediction import describe
-from poplar.planner.recomputed_units import fastest_plan_with_recomputation, with_least_memory
+from poplar.planner.recomputed_units import fastest_plan_with_recomputation
 from poplar.planner.simple_plans import PREFERENCE, simplified
-from poplar.planner.suggested_changes import suggested_changes
+from poplar.planner.suggested_changes import request_shortfall, suggested_changes
 from poplar.profile import ClusterProfile
 
 __all__ = ["ALL_STAGES", "POLICIES", "NoPlanFits", "alternatives", "search"]
@@ -108,13 +108,12 @@ def alternatives(
     found: list[Plan] = []
     shortfalls: list[Shortfall] = []
     may_recompute = policy == "exact" and recompute == "auto"
-    smallest = with_least_memory(cluster) if may_recompute else cluster
     for stage in _checked_stages(stages):
-        missing = policy_shortfall(StageCosts(smallest, stage), policy, global_batch)
+        costs = StageCosts(cluster, stage)
+        missing = request_shortfall(costs, policy, global_batch, may_recompute=may_recompute)
         if missing is not None:
             shortfalls.append(missing)
             continue
-        costs = StageCosts(cluster, stage)
         if may_recompute:
             plan, bound = _with_recomputation(costs, request, preference)
         else:
@@ -127,7 +126,7 @@ def alternatives(
     if not found:
         suggest = partial(
             suggested_changes,
-            smallest,
+            cluster,
             global_batch,
             stages,
             policy,

@@ -15,11 +15,28 @@ from poplar.planner.baselines import policy_shortfall
 from poplar.planner.cost_model import StageCosts
 from poplar.planner.device_groups import DeviceGroup, device_groups, with_equal_devices
 from poplar.planner.memory_shortfall import Shortfall
+from poplar.planner.recomputed_units import shortfall_with_recomputation
 from poplar.planner.what_if import Changed
 from poplar.profile import ClusterProfile
 
 _MAX_MEBIBYTES = 2**24
 _MAX_DEVICES = 256
+
+
+def request_shortfall(
+    costs: StageCosts, policy: str, global_batch: int, *, may_recompute: bool
+) -> Shortfall | None:
+    """What is missing for every plan of a policy at this stage; None: one fits.
+
+    Args:
+        costs: without recomputation.
+        policy: see `search`.
+        global_batch: see `search`.
+        may_recompute: plans may recompute units.
+    """
+    if may_recompute:
+        return shortfall_with_recomputation(costs)
+    return policy_shortfall(costs, policy, global_batch)
 
 
 def suggested_changes(
@@ -39,7 +56,7 @@ def suggested_changes(
         stages: see `search`.
         policy: see `search`.
         shortfalls: what is missing at each stage.
-        may_recompute: ranks may recompute units already; `cluster` has their least memory then.
+        may_recompute: ranks may recompute units already.
     """
     groups = device_groups(cluster)
     cluster = with_equal_devices(cluster, groups)
@@ -48,7 +65,8 @@ def suggested_changes(
     def fitting_stage(changed: ClusterProfile, stages: Iterable[int], policy: str) -> int | None:
         """The highest of the stages at which a plan fits."""
         for stage in sorted(stages, reverse=True):
-            if policy_shortfall(StageCosts(changed, stage), policy, global_batch) is None:
+            costs = StageCosts(changed, stage)
+            if request_shortfall(costs, policy, global_batch, may_recompute=may_recompute) is None:
                 return stage
         return None
 

@@ -119,14 +119,7 @@ def _measured(
     """Memory of the sizes that are tried, then their times."""
     budget, own = session.request.seconds, session.group.rank
     report("memory against batch")
-    by_rank: list[list[BatchPoint]] = [[]] * session.group.size
-
-    def try_next() -> list[BatchPoint]:
-        return passes.together(lambda: next(trying, []))
-
-    # One size at a time, so that no rank waits for several compilations of another one at once.
-    while any(tried := session.on_all_ranks(try_next, "measuring memory")):
-        by_rank = [now or before for now, before in zip(tried, by_rank, strict=True)]
+    by_rank = tried_sizes(session, passes, trying, "measuring memory")
     samples: Samples = defaultdict(list)
 
     def time_passes(seconds: float) -> BatchCurve:
@@ -158,6 +151,28 @@ def _measured(
         report(f"time against batch, {more:.0f} s more: repeated passes differ")
         curves = timed(more)
     return curves, noise
+
+
+def tried_sizes(
+    session: Session, passes: Passes, trying: Iterator[list[BatchPoint]], doing: str
+) -> list[list[BatchPoint]]:
+    """First passes of the sizes that `climb` or `probe` tries, by rank. Collective.
+
+    Args:
+        session: of this rank.
+        passes: that `trying` runs.
+        trying: yields the sizes so far.
+        doing: as for `Session.on_all_ranks`.
+    """
+    by_rank: list[list[BatchPoint]] = [[]] * session.group.size
+
+    def try_next() -> list[BatchPoint]:
+        return passes.together(lambda: next(trying, []))
+
+    # One size at a time, so that no rank waits for several compilations of another one at once.
+    while any(tried := session.on_all_ranks(try_next, doing)):
+        by_rank = [now or before for now, before in zip(tried, by_rank, strict=True)]
+    return by_rank
 
 
 def _may_grow(session: Session, curves: Sequence[BatchCurve]) -> bool:

@@ -26,7 +26,7 @@ def built_optimizer(
     No rank gathers the parameters for that: the values were kept, on CUDA in host memory. A model
     that was on `meta` is put back there.
     """
-    request, on_meta = session.request, session.is_on_meta
+    request = session.request
     hooked = plan.stage >= FIRST_STAGE_SHARDING_PARAMETERS
     with session.graphs.run(hooked=hooked), session.parameters_preserved():
         optimizer = HeteroZeroOptimizer(
@@ -47,15 +47,24 @@ def built_optimizer(
         try:
             yield optimizer
             session.exchange(None)  # no rank reads the shards of another one any more
-            if on_meta:
+            if session.is_on_meta:
                 optimizer.release(values=False)
         except BaseException:
-            with suppress(RuntimeError):  # the frames of the error may hold a graph
-                optimizer._detach()
-                if on_meta:
-                    move_to_meta(list(request.model.parameters()))
+            optimizer._detach()
+            with suppress(RuntimeError):  # the error may hold a graph: the caller retries
+                put_back_on_meta(session)
             raise
         else:
             optimizer._detach()
         del optimizer
         gc.collect()  # Python does not see how much memory a reference cycle holds
+
+
+def put_back_on_meta(session: Session) -> None:
+    """Put the parameters on `meta` if the model was there before; an optimizer must not own them.
+
+    Raises:
+        RuntimeError: a graph of autograd still holds one of them.
+    """
+    if session.is_on_meta:
+        move_to_meta([p for p in session.request.model.parameters() if not p.is_meta])

@@ -139,7 +139,9 @@ class Profiler:
     def observe(
         self, profile: ClusterProfile, plans: Sequence[Plan], report: Report
     ) -> list[list[Observation]]:
-        """Run plans in turns: more turns if `measure` met noise. See `run_in_turns`."""
+        """Run plans in turns: more turns if `measure_devices` met noise, one if it did not run
+        because the devices were known. See `run_in_turns`.
+        """
         seconds = self.session.request.seconds * STEPS
         return trial_runs.run_in_turns(
             self.session, profile, plans, seconds=seconds, noise=self._noise, report=report

@@ -28,11 +28,6 @@ class PassBytes(NamedTuple):
     units: UnitBytes = UnitBytes()
 
 
-def peak_bytes(run: Callable[[], None], device: torch.device) -> int:
-    """Peak bytes that `run` needs above the tensors before it."""
-    return pass_bytes(run, device).peak
-
-
 def pass_bytes(
     run: Callable[[], None], device: torch.device, units: Sequence[TrainedUnit] = ()
 ) -> PassBytes:

@@ -16,6 +16,7 @@ from poplar.profiler.batch_curves import (
     LONGEST_PASS,
     TIMES_EACH,
     on_a_line,
+    tried_sizes,
 )
 from poplar.profiler.engine_passes import sharded_passes
 from poplar.profiler.memory_budget import MemoryBudget
@@ -92,15 +93,8 @@ def _measured(session: Session, passes: Passes, device: DeviceProfile) -> list[l
     if memory and time allow.
     """
     budget, own = session.request.seconds, session.group.rank
-    trying = _tried_sizes(session, passes)
-    by_rank: list[list[BatchPoint]] = [[]] * session.group.size
-
-    def try_next() -> list[BatchPoint]:
-        return passes.together(lambda: next(trying, []))
-
-    what = "measuring memory with recomputation"
-    while any(tried := session.on_all_ranks(try_next, what)):
-        by_rank = [now or before for now, before in zip(tried, by_rank, strict=True)]
+    trying, doing = _trying(session, passes), "measuring memory with recomputation"
+    by_rank = tried_sizes(session, passes, trying, doing)
     chosen = session.exchange(_few(by_rank[own], device.max_batch))
     longest = max(sum(size.seconds for size in sizes) for sizes in chosen)
     seconds = min(TIMES_EACH * longest, budget * TIMING)
@@ -113,7 +107,7 @@ def _measured(session: Session, passes: Passes, device: DeviceProfile) -> list[l
     )
 
 
-def _tried_sizes(session: Session, passes: Passes) -> Iterator[list[BatchPoint]]:
+def _trying(session: Session, passes: Passes) -> Iterator[list[BatchPoint]]:
     """First passes of larger and larger sizes, as for the curve without recomputation."""
     max_batch = session.request.max_batch or DEFAULT_MAX_BATCH
     longest_seconds = session.request.seconds * LONGEST_PASS

@@ -21,7 +21,7 @@ from poplar.optimizer import HeteroZeroOptimizer
 from poplar.plan import Plan
 from poplar.profile import ClusterProfile
 from poplar.profiler.batch_curves import time_batches
-from poplar.profiler.built_optimizer import built_optimizer
+from poplar.profiler.built_optimizer import built_optimizer, put_back_on_meta
 from poplar.profiler.compilation import frames_compiled
 from poplar.profiler.progress import Report
 from poplar.profiler.session import Session
@@ -81,6 +81,7 @@ def run_plan(session: Session, plan: Plan, *, steps: int, report: Report) -> Obs
             free_frames(error)
         gc.collect()  # the engine is a reference cycle
         free_cached_memory(session.device)
+        session.on_all_ranks(lambda: put_back_on_meta(session), "a trial out of memory")
         raise OutOfMemoryInTrial(plan, [rank for rank, lacks in enumerate(short) if lacks])
     if error is not None:
         raise error
@@ -96,6 +97,8 @@ def _timed_steps(session: Session, plan: Plan, steps: int) -> list[_Step]:
     batch = run_on_all_ranks(session.control, take_batch, doing="allocating a batch")
     options = request.optimizer_options
     with built_optimizer(session, plan, request.optimizer_class, options) as optimizer:
+        # The optimizer is dropped anyway; the ranks can go on together if this one is too small.
+        optimizer._engine.free_state = optimizer._update.inner.state.clear
         _warm_up(session, optimizer, batch)
         return [_run_step(session, optimizer, batch) for _ in range(steps)]
 

@@ -53,6 +53,9 @@ class Engine:
         """An implicit backward is the last of its step. False inside `no_sync`."""
         self.has_early_pass = False
         """A pass is open whose weight is not known yet."""
+        self.free_state: Callable[[], object] | None = None
+        """Frees optimizer state that may be lost, before a pass that cannot be completed otherwise
+        stops all ranks. None: no state may be lost."""
         self._explicit_pass = False
         self._callback_queued = False
         self._unsharded: set[Unit] = set()
@@ -185,6 +188,11 @@ class Engine:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
+            if self.free_state is not None:
+                self.free_state()
+                self.free_state = None
+                self._finish_out_of_memory()
+                return
             reason = (
                 f"rank {self.comm.group.rank} is out of memory and cannot complete a pass even "
                 f"without gradients; give it fewer samples or a smaller share: {error}"

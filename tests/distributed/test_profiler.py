@@ -29,7 +29,7 @@ from poplar.observation import Observation
 from poplar.profiler import batch_curves, links, trial_runs
 from poplar.profiler import session as sessions
 from poplar.profiler.batch_curves import TIMES_EACH, measure_curves, measure_points
-from poplar.profiler.memory import model_bytes, peak_bytes
+from poplar.profiler.memory import model_bytes, pass_bytes
 from poplar.profiler.request import Request
 from poplar.profiler.session import Session
 from poplar.profiler.timing import SHORTEST_SAMPLE_SECONDS
@@ -388,7 +388,7 @@ def test_peak_memory_counts_live_tensors():
         torch.ones(500)
 
     run()
-    assert peak_bytes(run, torch.device("cpu")) == 2 * 4000
+    assert pass_bytes(run, torch.device("cpu")).peak == 2 * 4000
 
 
 def raising(case: str) -> None:

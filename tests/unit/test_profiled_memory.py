@@ -13,7 +13,7 @@ from torch import nn
 
 from poplar.profiler import memory_budget as budgets
 from poplar.profiler.cluster_profiler import Profiler
-from poplar.profiler.memory import batch_bytes, model_bytes, pass_bytes, peak_bytes
+from poplar.profiler.memory import batch_bytes, model_bytes, pass_bytes
 from poplar.profiler.memory_budget import MemoryBudget, memory_budget
 from poplar.profiler.passes import Passes
 from poplar.profiler.unit_memory import TrainedUnit
@@ -96,7 +96,7 @@ def test_fragmented_pass_needs_what_is_reserved(cuda: FakeCuda):
         cuda.allocate(40 * MIB, wasted=10 * MIB)
         cuda.free(40 * MIB)
 
-    assert peak_bytes(run, CUDA) == 50 * MIB
+    assert pass_bytes(run, CUDA).peak == 50 * MIB
 
 
 def test_fragmentation_counts_for_every_unit_in_proportion(cuda: FakeCuda):
@@ -122,7 +122,7 @@ def test_fragmentation_counts_for_every_unit_in_proportion(cuda: FakeCuda):
 def test_cache_of_earlier_passes_does_not_count(cuda: FakeCuda):
     cuda.allocate(300 * MIB)
     cuda.free(200 * MIB)
-    assert peak_bytes(lambda: cuda.allocate(5 * MIB), CUDA) == 5 * MIB
+    assert pass_bytes(lambda: cuda.allocate(5 * MIB), CUDA).peak == 5 * MIB
     assert cuda.cached == 0
 
 
@@ -130,7 +130,7 @@ def test_memory_between_tensors_that_stay_counts_as_activations(cuda: FakeCuda, 
     """The allocator cannot return it, and a plan can use it only for small tensors."""
     cuda.allocate(100 * MIB, wasted=3 * MIB)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    assert peak_bytes(lambda: None, CUDA) == 3 * MIB
+    assert pass_bytes(lambda: None, CUDA).peak == 3 * MIB
 
 
 def test_batch_on_the_device_is_linear_in_its_samples():

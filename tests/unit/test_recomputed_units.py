@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import random
+import re
 
 import planning_oracle
 import pytest
@@ -20,7 +21,7 @@ from poplar.planner import recomputed_units
 from poplar.planner.calibration import refine
 from poplar.planner.explain import explain
 from poplar.planner.memory_shortfall import NoPlanFits
-from poplar.planner.prediction import fits, predict
+from poplar.planner.prediction import fits, memory_needed, predict
 from poplar.planner.recomputed_curves import saved_part
 from poplar.planner.search import search
 from poplar.profile import BatchPoint, ClusterProfile, DeviceProfile, ModelProfile
@@ -137,6 +138,66 @@ def test_a_plan_that_fits_only_with_recomputation_is_found():
     plan = search(cluster, global_batch=4)
     assert max(counts(plan)) > 0
     assert fits(cluster, plan)
+
+
+def activations_shrink(plain: DeviceProfile) -> DeviceProfile:
+    """The device with activations by unit: in the backward of each, those of units before it."""
+    points = tuple(
+        dataclasses.replace(
+            point,
+            unit_bytes=(0, *(point.activation_bytes * unit // UNITS for unit in range(1, 5))),
+            bytes_after_unit=(0, *(point.activation_bytes * unit // UNITS for unit in range(4))),
+        )
+        for point in plain.points
+    )
+    return dataclasses.replace(plain, points=points)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_plan_that_fits_only_without_recomputation_is_found(stage):
+    """Memory by unit is known without recomputation only, so its plans may need less beside
+    gradients that accumulate.
+    """
+    known = with_recomputation(
+        activations_shrink(device(memory=100 * MB, sample_bytes=4 * MB)), part=1.0
+    )
+    plain = dataclasses.replace(known, recomputed_points=())
+    needed = needed_for_one_sample(plain, stage)
+    assert needed < needed_for_one_sample(fully_recomputing(known), stage)
+    tight = dataclasses.replace(known, memory_bytes=math.ceil(needed / 0.95) + 1)
+    request = {"global_batch": 2, "stages": (stage,)}
+    never = search(cluster_of(tight, tight, model=MODEL), **request, recompute="never")
+    plan = search(cluster_of(tight, tight, model=MODEL), **request)
+    assert plan == never
+    assert counts(plan) == [0, 0]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_suggested_memory_is_the_least_with_or_without_recomputation(stage):
+    known = with_recomputation(activations_shrink(device(memory=MB, sample_bytes=4 * MB)), part=1.0)
+    cluster = cluster_of(known, known, model=MODEL)
+    with pytest.raises(NoPlanFits) as caught:
+        search(cluster, global_batch=2, stages=(stage,))
+    suggestion = next(one for one in caught.value.suggestions if one.startswith("memory"))
+    mebibytes = round(float(re.search(r"\+([\d.]+) MiB", suggestion)[1]))
+
+    def with_added(added: int) -> ClusterProfile:
+        larger = dataclasses.replace(known, memory_bytes=known.memory_bytes + added * 2**20)
+        return cluster_of(larger, larger, model=MODEL)
+
+    assert search(with_added(mebibytes), global_batch=2, stages=(stage,))
+    with pytest.raises(NoPlanFits):
+        search(with_added(mebibytes - 1), global_batch=2, stages=(stage,))
+
+
+def fully_recomputing(one: DeviceProfile) -> DeviceProfile:
+    return dataclasses.replace(one, points=one.recomputed_points, recomputed_points=())
+
+
+def needed_for_one_sample(one: DeviceProfile, stage: int) -> int:
+    """The most of two equal ranks, each with passes of one sample."""
+    plan = Plan.manual("1,1", stage=stage, passes=2)
+    return max(memory_needed(cluster_of(one, one, model=MODEL), plan))
 
 
 def test_what_is_missing_is_missing_with_recomputation_too():
