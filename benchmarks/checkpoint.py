@@ -1,7 +1,9 @@
 """Saving and loading a checkpoint against the disk's own bandwidth, in turns, on ranks of one host.
 
 The yardstick writes (and syncs) or reads as many bytes as the checkpoint has, on all ranks at once.
-Nothing that is read is in the page cache. Peak memory is what saving needs above what is held.
+Nothing that is read, by the yardstick or by loading, is in the page cache. Peak memory is what
+saving needs above what is held. Other processes measure it: in them glibc returns freed memory to
+the system at once, which takes a third of the time.
 
     python benchmarks/checkpoint.py --parameters 128 --folder /data/scratch
     python benchmarks/checkpoint.py --quick
@@ -10,6 +12,7 @@ Nothing that is read is in the page cache. Peak memory is what saving needs abov
 from __future__ import annotations
 
 import argparse
+import ctypes
 import os
 import shutil
 import statistics
@@ -17,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,7 +32,6 @@ import torch.distributed as dist
 from launch import LaunchError, run_ranks
 from memory_limits.process_memory import (
     peak_resident_bytes,
-    prepare_rank_processes,
     release_freed_memory,
     reset_peak,
     resident_bytes,
@@ -45,6 +48,9 @@ BLOCK = 1024
 CHUNK = 8 << 20
 TARGET = 0.8
 STALL = 0.05
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+KEPT_BYTES = 64 * 1024
+"""glibc returns larger blocks to the system while memory is measured."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,17 +83,16 @@ class Row:
 def main() -> None:
     """Measure all stages, print a table, append rows."""
     options = parse_options()
-    prepare_rank_processes()
     rows = []
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         for stage in options.stages:
-            output = Path(folder, "rows")
+            times, memory = Path(folder, "times"), Path(folder, "memory")
             try:
-                run_ranks(work, options.ranks, options, stage, folder, output)
+                run_ranks(measure_times, options.ranks, options, stage, folder, times)
+                run_ranks(measure_memory, options.ranks, options, stage, folder, memory)
             except LaunchError as failure:
                 raise SystemExit(str(failure)) from None
-            rows.append(torch.load(output, weights_only=False))
-            output.unlink()
+            rows.append(row_of(options, stage, times, memory))
     if options.output:
         write_rows(options.output, rows)
     console = Console(width=None if sys.stdout.isatty() else 150, highlight=False)
@@ -96,28 +101,36 @@ def main() -> None:
         console.print(verdict(row))
 
 
-def work(options: argparse.Namespace, stage: int, folder: str, output: Path) -> None:
-    """Measure one stage on this rank."""
+def row_of(options: argparse.Namespace, stage: int, times: Path, memory: Path) -> Row:
+    """What the ranks have measured."""
+    measured = {**torch.load(times), **torch.load(memory)}
+    return Row(
+        benchmark="checkpoint",
+        stage=stage,
+        ranks=options.ranks,
+        **measured,
+        device=provenance.device(),
+        versions=provenance.versions("torch"),
+        commit=provenance.commit(),
+    )
+
+
+def measure_times(options: argparse.Namespace, stage: int, folder: str, output: Path) -> None:
+    """Measure how long saving and loading take on this rank; write medians of the slowest rank."""
     torch.set_num_threads(1)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     _, optimizer = trained(options.parameters * 10**6, stage, ranks)
-    units = optimizer._engine.units
     path = Path(folder, f"stage-{stage}")
     poplar.save_checkpoint(path, optimizer)
     own = path / f"__{rank}_0.distcp"
     size, total = own.stat().st_size, sum(file.stat().st_size for file in path.iterdir())
     block = memoryview(bytearray(os.urandom(CHUNK)))
     seconds: dict[str, list[float]] = {}
-    peaks = []
     record = recorder(seconds)
     for number in range(options.rounds):
         plain, again = Path(folder, f"plain-{rank}"), Path(folder, f"again-{number}")
         record("write", partial(write_plain, plain, size, block))
-        release_freed_memory()
-        reset_peak()
-        held = resident_bytes()
         record("save", partial(poplar.save_checkpoint, again, optimizer))
-        peaks.append(peak_resident_bytes() - held)
         drop_cache(plain)
         record("read", partial(read_plain, plain))
         drop_cache(again / own.name)
@@ -127,30 +140,51 @@ def work(options: argparse.Namespace, stage: int, folder: str, output: Path) -> 
         if rank == 0:
             shutil.rmtree(again)
     measure_asynchronous(Path(folder, "manager"), optimizer, options.rounds, record)
+    dist.barrier()
+    if rank == 0:
+        shutil.rmtree(path)
+        shutil.rmtree(Path(folder, "manager"))
     everything: list[dict[str, list[float]]] = [{}] * ranks
     dist.all_gather_object(everything, seconds)
-    all_peaks: list[list[int]] = [[]] * ranks
-    dist.all_gather_object(all_peaks, peaks)
     slowest = {
-        key: statistics.median(
+        f"{key}_seconds": statistics.median(
             max(times) for times in zip(*(e[key] for e in everything), strict=True)
         )
         for key in seconds
     }
     if rank == 0:
-        row = Row(
-            benchmark="checkpoint",
-            stage=stage,
-            ranks=ranks,
-            bytes=total,
-            **{f"{key}_seconds": value for key, value in slowest.items()},
-            save_peak_bytes=max(map(max, all_peaks)),
-            unit_bytes=max(unit.unsharded_bytes for unit in units),
-            device=provenance.device(),
-            versions=provenance.versions("torch"),
-            commit=provenance.commit(),
-        )
-        torch.save(row, output)
+        torch.save({"bytes": total, **slowest}, output)
+
+
+def measure_memory(options: argparse.Namespace, stage: int, folder: str, output: Path) -> None:
+    """Measure the peak of saving on this rank; write that of the worst rank."""
+    torch.set_num_threads(1)
+    return_freed_memory()
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    _, optimizer = trained(options.parameters * 10**6, stage, ranks)
+    path, peaks = Path(folder, f"memory-{stage}"), []
+    for number in range(options.rounds + 1):
+        release_freed_memory()
+        reset_peak()
+        held = resident_bytes()
+        poplar.save_checkpoint(path, optimizer)
+        if number:  # the first save imports modules
+            peaks.append(peak_resident_bytes() - held)
+        dist.barrier()
+        if rank == 0:
+            shutil.rmtree(path)
+    by_rank: list[int] = [0] * ranks
+    dist.all_gather_object(by_rank, max(peaks))
+    if rank == 0:
+        unit = max(unit.unsharded_bytes for unit in optimizer._engine.units)
+        torch.save({"save_peak_bytes": max(by_rank), "unit_bytes": unit}, output)
+
+
+def return_freed_memory() -> None:
+    """Let glibc return what is freed to the system at once, in this process."""
+    with suppress(OSError, AttributeError):  # not glibc
+        for setting in (M_TRIM_THRESHOLD, M_MMAP_THRESHOLD):
+            ctypes.CDLL(None).mallopt(setting, KEPT_BYTES)
 
 
 def measure_asynchronous(

@@ -1,4 +1,4 @@
-"""The data files of a checkpoint: each is a sequence of items, each item what `torch.save` writes.
+"""Writes the data files of a checkpoint: sequences of items, each item what `torch.save` writes.
 
 `torch.distributed.checkpoint.FileSystemReader` reads them. Tensors are written from where they are:
 on the CPU without a copy, on other devices one at a time.
@@ -9,22 +9,20 @@ from __future__ import annotations
 import ctypes
 import io
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.utils import _create_file_view
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
 from poplar._core import crc32c
 from poplar.checkpoint.manifest import Part
-from poplar.errors import DamagedCheckpoint
 
 _CHUNK = 8 << 20
-"""Bytes that are written or checked at a time."""
+"""Bytes that are written at a time."""
 
 _DESCRIPTION_BYTES = 1 << 16
 """More than `torch.save` writes at a time to describe a tensor."""
@@ -99,7 +97,7 @@ class DataFile:
         elements = self._elements
         if elements is None or len(view) != elements.nbytes:
             return False
-        return len(view) > _DESCRIPTION_BYTES or view == memoryview(_memory(elements)).cast("B")
+        return len(view) > _DESCRIPTION_BYTES or view == memoryview(memory_of(elements)).cast("B")
 
     def flush(self) -> None:
         """Nothing is buffered; `torch.save` calls it."""
@@ -159,80 +157,6 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def check_parts(path: Path, parts: Sequence[Part]) -> None:
-    """Check that parts of a file have their checksums.
-
-    Raises:
-        DamagedCheckpoint: one does not.
-    """
-    buffer = bytearray(_CHUNK)
-    with path.open("rb", buffering=0) as file:
-        for part in parts:
-            file.seek(part.offset)
-            crc, left = 0, part.length
-            while left:
-                count = file.readinto(memoryview(buffer)[: min(left, _CHUNK)])
-                if not count:
-                    break
-                crc = crc32c(memoryview(buffer)[:count], crc)
-                left -= count
-            if left or crc != part.crc32c:
-                raise DamagedCheckpoint(
-                    path,
-                    f"the checksum of {part.length} bytes from byte {part.offset} on differs",
-                )
-
-
-class ItemReader:
-    """Reads items of the data files of one checkpoint; each file is opened once."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._files: dict[str, Any] = {}
-
-    def tensor(self, file: str, offset: int, length: int) -> Tensor:
-        """A tensor, on the CPU."""
-        value = self._load(file, offset, length, weights_only=True)
-        if not isinstance(value, Tensor):
-            raise DamagedCheckpoint(self._folder / file, f"no tensor at byte {offset}")
-        return value
-
-    def value(self, file: str, offset: int, length: int) -> Any:
-        """Any value. It is unpickled, so the file must be from a trusted source."""
-        return self._load(file, offset, length, weights_only=False)
-
-    def elements(self, file: str, start: int, target: Tensor) -> None:
-        """Read the elements of a contiguous CPU tensor from byte `start` on, in place."""
-        buffer = memoryview(_memory(target))
-        handle = self._open(file).fileno()
-        while buffer:
-            count = os.preadv(handle, [buffer], start)
-            if not count:
-                raise DamagedCheckpoint(self._folder / file, f"it ends at byte {start}")
-            buffer, start = buffer[count:], start + count
-
-    def close(self) -> None:
-        """Close all files."""
-        for file in self._files.values():
-            file.close()
-        self._files.clear()
-
-    def _load(self, name: str, offset: int, length: int, *, weights_only: bool) -> Any:
-        path = self._folder / name
-        view: Any = _create_file_view(self._open(name), offset, length)
-        try:
-            return torch.load(view, map_location="cpu", weights_only=weights_only)
-        except OSError:
-            raise
-        except Exception as error:  # torch raises many types for content that it cannot read
-            raise DamagedCheckpoint(path, f"the item at byte {offset}: {error}") from error
-
-    def _open(self, name: str) -> Any:
-        if name not in self._files:
-            self._files[name] = (self._folder / name).open("rb")
-        return self._files[name]
-
-
 @contextmanager
 def _without_checksum_of_torch() -> Iterator[None]:
     """Torch's own checksum would take as long as ours, and `torch.load` does not check it."""
@@ -254,7 +178,7 @@ def _own_storage(tensor: Tensor) -> Tensor:
     return exact
 
 
-def _memory(tensor: Tensor) -> Any:
+def memory_of(tensor: Tensor) -> Any:
     """The memory of a contiguous CPU tensor as a buffer, without NumPy."""
     return (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
 

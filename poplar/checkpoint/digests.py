@@ -10,7 +10,8 @@ from torch import Tensor
 
 from poplar.comm.copies import to_bytes
 
-_PLAIN = (bool, bytes, complex, float, int, str, type(None))
+PLAIN = (bool, bytes, complex, float, int, str, type(None))
+"""Types of values that never change and that `repr` tells apart."""
 
 
 def digest(value: Any) -> int:
@@ -23,7 +24,7 @@ def digest(value: Any) -> int:
         return _of_text(f"mapping {entries}")
     if isinstance(value, (list, tuple)):
         return _of_text(f"sequence {[digest(entry) for entry in value]}")
-    return _of_text(repr(value) if isinstance(value, _PLAIN) else type(value).__qualname__)
+    return _of_text(repr(value) if isinstance(value, PLAIN) else type(value).__qualname__)
 
 
 def _of_text(text: str) -> int:

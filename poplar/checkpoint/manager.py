@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from poplar.checkpoint.load import load_checkpoint
-from poplar.checkpoint.save import start_save
+from poplar.checkpoint.save import Agreement, start_save
 from poplar.checkpoint.save_job import PendingSave, aside_name, replaced_name
 from poplar.checkpoint.staging import Staging
 from poplar.checkpoint.training_state import Checkpointed
@@ -60,6 +60,7 @@ class CheckpointManager:
         self._state = state if state is not None else {}
         self._keep = keep
         self._staging = Staging() if asynchronous else None
+        self._agreement = Agreement()
         self._pending: PendingSave | None = None
 
     def save(self, step: int) -> None:
@@ -72,23 +73,15 @@ class CheckpointManager:
                 asynchronous save.
         """
         self.wait()
-        path = self.folder / _NAME.format(step=step)
-        parts = self._optimizer.training_parts()
-
-        def clean() -> None:
-            if parts.control.group.rank == 0:
-                self.folder.mkdir(parents=True, exist_ok=True)
-                for leftover in self.folder.glob("step-*.incomplete"):
-                    shutil.rmtree(leftover)
-
-        run_on_all_ranks(parts.control, clean, doing=f"saving the checkpoint {str(path)!r}")
         self._pending = start_save(
-            path,
+            self.folder / _NAME.format(step=step),
             self._optimizer,
             state=self._state,
             step=step,
             replaces=True,
+            agreement=self._agreement,
             copy=None if self._staging is None else self._staging.copy,
+            before=self._clean,
             after=lambda: self._prune(step),
         )
         if self._staging is None:
@@ -124,6 +117,12 @@ class CheckpointManager:
         path = found.get(latest, self.folder / _NAME.format(step=latest))
         self.values = load_checkpoint(path, self._optimizer, state=self._state)
         return latest
+
+    def _clean(self) -> None:
+        """Make the folder, and remove what is incomplete."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for leftover in self.folder.glob("step-*.incomplete"):
+            shutil.rmtree(leftover)
 
     def _finished(self) -> dict[int, Path]:
         """The complete checkpoints by step."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,13 +22,30 @@ from torch.distributed.checkpoint.planner_helpers import _create_read_items
 from torch.distributed.checkpoint.utils import find_state_dict_object
 
 from poplar.checkpoint import manifest as manifest_file
-from poplar.checkpoint.data_file import ItemReader, check_parts
-from poplar.checkpoint.manifest import Manifest, Part, read_manifest
+from poplar.checkpoint.item_reader import ItemReader
+from poplar.checkpoint.manifest import Manifest, read_manifest
 from poplar.checkpoint.save_job import METADATA, aside_name
+from poplar.checkpoint.shard_tensor import ShardTensor
 from poplar.errors import DamagedCheckpoint
+
+T = TypeVar("T")
 
 PRIVATE = "poplar."
 """Names that only Poplar writes start with this."""
+_THREADS = 2
+"""That read: one waits for the disk while the other one computes a checksum."""
+
+
+class _Read(NamedTuple):
+    """Elements of a stored part that belong into a tensor."""
+
+    place: Any
+    item: ReadItem
+    wanted: Tensor
+    first: int | None
+    """The first of the elements in the part, if they follow each other there and in `wanted`."""
+    is_whole: bool
+    """They follow each other and are all elements of the part."""
 
 
 class OpenedCheckpoint:
@@ -52,15 +70,18 @@ class OpenedCheckpoint:
         self.manifest = None
         if (folder / manifest_file.NAME).exists():
             self.manifest = read_manifest(folder)
-            check_parts(folder / METADATA, self.manifest.files.get(METADATA, []))
+        self._reader = ItemReader(folder)
+        files = self.manifest.files if self.manifest is not None else {}
+        self._parts = {(n, p.offset): p for n, parts in sorted(files.items()) for p in parts}
+        self._numbers = {key: number for number, key in enumerate(self._parts)}
+        self.verified: set[int] = set()
+        """Numbers of the parts, in the manifest's order, whose checksums were compared here."""
+        self._verify((METADATA, 0))
         self.metadata = _read_metadata(folder / METADATA)
         if self.manifest is None and any(n.startswith(PRIVATE) for n in self.described):
             raise DamagedCheckpoint(folder / manifest_file.NAME, "the file is missing")
         self.paths: Mapping[str, tuple[str | int, ...]] = self.metadata.planner_data or {}
         """By name, its place in the nested form."""
-        self._reader = ItemReader(folder)
-        files = self.manifest.files if self.manifest is not None else {}
-        self._parts = {(n, part.offset): part for n, parts in files.items() for part in parts}
 
     @property
     def described(self) -> Mapping[str, Any]:
@@ -72,14 +93,25 @@ class OpenedCheckpoint:
         found = self.described.get(name)
         return found if isinstance(found, TensorStorageMetadata) else None
 
-    def verify(self, rank: int = 0, world_size: int = 1) -> None:
-        """Read the data files and compare their checksums, each rank its part of them.
+    def verify(self, verified: Collection[int] = (), rank: int = 0, world_size: int = 1) -> None:
+        """Compare the checksums of this rank's share of the parts, about the same bytes each.
+
+        Args:
+            verified: the parts that were verified already, equal on all ranks.
+            rank: this rank.
+            world_size: ranks that share the work.
 
         Raises:
             DamagedCheckpoint: they differ; names the file.
         """
-        for name, parts in _share_of(self.manifest, rank, world_size).items():
-            check_parts(self.folder / name, parts)
+        left = {key: self._parts[key] for key, n in self._numbers.items() if n not in verified}
+        before, total = 0, max(1, sum(part.length for part in left.values()))
+        mine = []
+        for key, part in left.items():
+            if before * world_size // total == rank:
+                mine.append(key)
+            before += part.length
+        _in_threads(self._verify, mine)
 
     def value(self, name: str) -> Any:
         """A value that is not a sharded tensor. It is unpickled: the source must be trusted.
@@ -90,9 +122,13 @@ class OpenedCheckpoint:
         described = self.tensor(name)
         offset = None if described is None else [0] * len(described.size)
         place = self._place(MetadataIndex(name, offset))
-        if self.manifest is not None:
-            part = self._parts[place.relative_path, place.offset]
-            check_parts(self.folder / place.relative_path, [part])
+        key = place.relative_path, place.offset
+        if described is not None and key in self._parts and self._parts[key].values is not None:
+            # Unpickling would take much longer than reading the elements of a small tensor.
+            value = torch.empty(described.size, dtype=described.properties.dtype, device="cpu")
+            self._verify(key, value)
+            return value
+        self._verify(key)
         return self._reader.value(place.relative_path, place.offset, place.length)
 
     def model_value(self, name: str) -> Any:
@@ -115,45 +151,87 @@ class OpenedCheckpoint:
     def read_into(self, targets: Iterable[tuple[str, Tensor]]) -> None:
         """Read tensors into the memory of these, which may be `ShardTensor`s.
 
+        A part of which all elements are read is verified. Other parts have to be verified too.
+
         Raises:
             DamagedCheckpoint: a file does not contain what its metadata says.
         """
-        reads: list[tuple[Any, ReadItem, Tensor]] = []
-        for name, target in targets:
-            for read in _create_read_items(name, self.described[name], target):
-                reads.append((self._place(read.storage_index), read, target))
-        reads.sort(key=lambda item: (item[0].relative_path, item[0].offset))
+        reads = list(self._reads(targets))
+        _in_threads(self._read_directly, [read for read in reads if read.first is not None])
         last: tuple[Any, Tensor] | None = None
-        for place, read, target in reads:
-            part = find_state_dict_object({read.dest_index.fqn: target}, read.dest_index)
-            wanted = narrow_tensor_by_index(part.detach(), read.dest_offsets, read.lengths)
-            if self._read_directly(place, read, wanted):
+        for read in reads:
+            if read.first is not None:
                 continue
+            place, item = read.place, read.item
             if last is None or last[0] != place:
                 last = None  # free it before the next one is allocated
                 stored = self._reader.tensor(place.relative_path, place.offset, place.length)
                 last = place, stored
-            wanted.copy_(narrow_tensor_by_index(last[1], read.storage_offsets, read.lengths))
+            part = narrow_tensor_by_index(last[1], item.storage_offsets, item.lengths)
+            read.wanted.copy_(part)
 
-    def _read_directly(self, place: Any, read: ReadItem, wanted: Tensor) -> bool:
-        """Read into the memory of `wanted` if the elements follow each other in the file."""
-        item = self._parts.get((place.relative_path, place.offset))
-        described = self.tensor(read.storage_index.fqn)
+    def verify_whole(self, targets: Iterable[tuple[str, Tensor]]) -> None:
+        """Verify the parts of which `read_into` would read all elements; nothing is changed.
+
+        Raises:
+            DamagedCheckpoint: they differ; names the file.
+        """
+        whole = [read.place for read in self._reads(targets) if read.is_whole]
+        _in_threads(self._verify, [(place.relative_path, place.offset) for place in whole])
+
+    def _reads(self, targets: Iterable[tuple[str, Tensor]]) -> Iterator[_Read]:
+        """What is read for these tensors, in the order of the files."""
+        reads = []
+        for name, target in targets:
+            items = _create_read_items(name, self.described[name], target)
+            found = [self._read_of(item, target) for item in items]
+            count = sum(read.wanted.numel() for read in found)
+            local = target.local if isinstance(target, ShardTensor) else target
+            if count != local.numel():
+                raise DamagedCheckpoint(
+                    self.folder / METADATA,
+                    f"it has {count} of the {local.numel()} elements of {name!r} that were read",
+                )
+            reads += found
+        return iter(sorted(reads, key=lambda read: (read.place.relative_path, read.place.offset)))
+
+    def _read_of(self, item: ReadItem, target: Tensor) -> _Read:
+        place = self._place(item.storage_index)
+        box = find_state_dict_object({item.dest_index.fqn: target}, item.dest_index)
+        wanted = narrow_tensor_by_index(box.detach(), item.dest_offsets, item.lengths)
+        part = self._parts.get((place.relative_path, place.offset))
+        if part is None or part.values is None or not wanted.is_contiguous():
+            return _Read(place, item, wanted, None, False)
+        described = self.tensor(item.storage_index.fqn)
         assert described is not None
-        if item is None or item.values is None or not wanted.is_contiguous() or wanted.numel() == 0:
-            return False
-        chunk = next(c for c in described.chunks if c.offsets == read.storage_index.offset)
-        first = _first_of_contiguous(chunk.sizes, read.storage_offsets, read.lengths)
-        if first is None:
-            return False
-        dtype = described.properties.dtype
+        sizes = next(c.sizes for c in described.chunks if c.offsets == item.storage_index.offset)
+        first = _first_of_contiguous(sizes, item.storage_offsets, item.lengths)
+        is_whole = first is not None and tuple(item.lengths) == tuple(sizes)
+        return _Read(place, item, wanted, first, is_whole)
+
+    def _read_directly(self, read: _Read) -> None:
+        """Read into the memory of the target, or into a CPU tensor if it has another dtype."""
+        described = self.tensor(read.item.storage_index.fqn)
+        key = read.place.relative_path, read.place.offset
+        start = self._parts[key].values
+        assert described is not None
+        assert start is not None
+        assert read.first is not None
+        dtype, wanted = described.properties.dtype, read.wanted
         direct = wanted.device.type == "cpu" and wanted.dtype is dtype
         buffer = wanted if direct else torch.empty(wanted.shape, dtype=dtype, device="cpu")
-        start = item.values + first * dtype.itemsize
-        self._reader.elements(place.relative_path, start, buffer)
+        if read.is_whole:
+            self._verify(key, buffer)
+        else:
+            self._reader.elements(key[0], start + read.first * dtype.itemsize, buffer)
         if not direct:
             wanted.copy_(buffer)
-        return True
+
+    def _verify(self, key: tuple[str, int], target: Tensor | None = None) -> None:
+        """Compare the checksum of a part, if it has one; see `ItemReader.verify`."""
+        if key in self._parts:
+            self._reader.verify(key[0], self._parts[key], target)
+            self.verified.add(self._numbers[key])
 
     def close(self) -> None:
         """Close the data files."""
@@ -164,6 +242,25 @@ class OpenedCheckpoint:
         if place is None:
             raise DamagedCheckpoint(self.folder / METADATA, f"it has no place for {index.fqn!r}")
         return place
+
+
+def _in_threads(work: Callable[[T], None], items: Sequence[T]) -> None:
+    """Call `work` for all items; after an error no further ones are begun."""
+    left = iter(items)  # every item goes to one thread
+
+    def run() -> None:
+        try:
+            for item in left:
+                work(item)
+        except BaseException:
+            list(left)
+            raise
+
+    with ThreadPoolExecutor(_THREADS - 1) as threads:
+        others = [threads.submit(run) for _ in range(_THREADS - 1)]
+        run()
+        for other in others:
+            other.result()
 
 
 def _first_of_contiguous(
@@ -201,17 +298,3 @@ def _not_a_checkpoint(folder: Path) -> str:
             text += f": saving it was interrupted, and {aside_name(folder).name} is incomplete"
         return text
     return f"{folder} is not a checkpoint: it has neither {manifest_file.NAME} nor {METADATA}"
-
-
-def _share_of(manifest: Manifest | None, rank: int, world_size: int) -> dict[str, list[Part]]:
-    """The parts of the files that one rank verifies: about the same bytes on every rank."""
-    share: dict[str, list[Part]] = {}
-    if manifest is None:
-        return share
-    before, total = 0, max(1, manifest.size)
-    for name, parts in sorted(manifest.files.items()):
-        for part in parts:
-            if before * world_size // total == rank:
-                share.setdefault(name, []).append(part)
-            before += part.length
-    return share

@@ -80,7 +80,9 @@ def start_save(
     state: Mapping[str, Any] | None = None,
     step: int | None = None,
     replaces: bool = False,
+    agreement: Agreement | None = None,
     copy: Callable[[dict[MetadataIndex, Any]], dict[MetadataIndex, Any]] | None = None,
+    before: Callable[[], None] | None = None,
     after: Callable[[], None] | None = None,
 ) -> PendingSave:
     """Start to save; `wait` on the result. Collective.
@@ -91,39 +93,44 @@ def start_save(
         state: as for `save_checkpoint`.
         step: stored in the manifest.
         replaces: an existing checkpoint is replaced once the new one is complete.
+        agreement: of the last save of this optimizer, which is updated; None: of no other save.
         copy: copies what this rank writes, so that training may go on before it is written.
+        before: called on the first rank before the folder is made.
         after: called on the first rank, in the writing thread, when the checkpoint is complete.
     """
     path = Path(os.path.abspath(folder))
     parts = optimizer.training_parts()
     control, doing = parts.control, f"save_checkpoint({str(folder)!r})"
-    values: dict[str, Any] = {}
+    agreement = Agreement() if agreement is None else agreement
 
-    def prepare() -> Entries:
+    def prepare() -> Content:
         check_idle(parts, "save_checkpoint()")
-        values.update({name: state_of(value) for name, value in (state or {}).items()})
+        values = {name: state_of(value) for name, value in (state or {}).items()}
         if control.group.rank == 0:
+            if before is not None:
+                before()
             _make_folder(path, replaces)
-        return saved_entries(parts)
+        return _content(parts, values)
 
     try:
-        entries = run_on_all_ranks(control, prepare, doing=doing)
-        buffers = _own_buffers(parts, values, doing)
-        agreed = _agree(control, _with_further_values(parts, entries, values, buffers), doing)
+        content = run_on_all_ranks(control, prepare, doing=doing)
+        agreement.agree(control, content, doing)
+        entries = content.entries
 
         def make_job() -> SaveJob:
-            _check_complete(agreed.metadata)
             if (device := parts.engine.flats[0].device).type == "cuda":
                 torch.cuda.synchronize(device)  # the thread that writes has another stream
+            items, own = agreement.items(control.group.rank), dict(entries.values)
+            written = {item.index: _resolve(own, item) for item in items}
             return SaveJob(
                 folder=path,
                 rank=control.group.rank,
                 world_size=control.group.size,
-                items=agreed.items,
-                values=agreed.values if copy is None else copy(agreed.values),
-                metadata=agreed.metadata,
+                items=items,
+                values=written if copy is None else copy(written),
+                metadata=agreement.metadata,
                 aliases=entries.aliases,
-                manifest=_manifest(parts, values, step),
+                manifest=_manifest(parts, content.state, step),
                 plan=None if parts.plan is None else _plan_text(parts.plan),
                 replaces=replaces,
                 timeout_seconds=control.group.timeout.total_seconds(),
@@ -137,24 +144,96 @@ def start_save(
     return PendingSave(job, control, after=after)
 
 
-def _own_buffers(parts: TrainingParts, values: Mapping[str, Any], doing: str) -> dict[str, Tensor]:
-    """The buffers of this rank that differ from the first rank's. Collective.
+@dataclass(frozen=True, kw_only=True)
+class Content:
+    """What this rank adds to a checkpoint."""
 
-    Raises:
-        ValueError: the ranks have different values in `state`.
+    entries: Entries
+    state: Mapping[str, int]
+    """By name in `state`, a digest of the value, which is equal on all ranks."""
+    buffers: Mapping[str, Tensor]
+    own_buffers: dict[str, Tensor]
+    """Part of `entries`: the buffers that differ from the first rank's, once that is known."""
+
+
+def _content(parts: TrainingParts, values: Mapping[str, Any]) -> Content:
+    """The training state, the random state of this rank and, on the first one, scaler and `state`.
+
+    Local.
     """
-    buffers = {canonical(name): buffer for name, buffer in parts.model.named_buffers()}
-    mine = (
-        {name: digest(value) for name, value in values.items()},
-        {name: digest(buffer) for name, buffer in buffers.items()},
+    entries = saved_entries(parts)
+    rank, device = parts.control.group.rank, parts.engine.flats[0].device
+    own_buffers: dict[str, Tensor] = {}
+    own = {"random": random_state(device), "buffers": own_buffers}
+    extra: dict[str, Any] = {f"{RANK}{rank}": own}
+    if rank == 0:
+        extra.update({STATE + name: value for name, value in values.items()})
+        if parts.scaler is not None:
+            extra[SCALER] = parts.scaler.state_dict()
+    paths = {**entries.paths, **{name: tuple(name.split(".", 2)) for name in extra}}
+    return Content(
+        entries=replace(entries, values={**entries.values, **extra}, paths=paths),
+        state={name: digest(value) for name, value in values.items()},
+        buffers={canonical(name): buffer for name, buffer in parts.model.named_buffers()},
+        own_buffers=own_buffers,
     )
-    by_rank = parts.control.exchange_objects(mine, what=doing)
-    first_values, first_buffers = by_rank[0]
-    for rank, (of_values, _) in enumerate(by_rank):
+
+
+class Agreement:
+    """Which rank writes what. Kept between saves: a rank sends its part only if it has changed."""
+
+    metadata: Metadata
+
+    def __init__(self) -> None:
+        self._by_rank: list[tuple[Sequence[WriteItem], Mapping[str, Any]]] = []
+        self._plans: list[SavePlan] = []
+
+    def items(self, rank: int) -> Sequence[WriteItem]:
+        """What a rank writes."""
+        items: Sequence[WriteItem] = self._plans[rank].items
+        return items
+
+    def agree(self, control: Control, content: Content, doing: str) -> None:
+        """Exchange what has changed, and set `content.own_buffers`. Collective.
+
+        Raises:
+            ValueError: the ranks have different values in `state`.
+        """
+        rank, entries = control.group.rank, content.entries
+        part = create_default_local_save_plan(dict(entries.values), rank == 0).items, entries.paths
+        is_known = bool(self._by_rank) and self._by_rank[rank] == part
+        buffers = {name: digest(buffer) for name, buffer in content.buffers.items()}
+        received = control.exchange_objects(
+            (content.state, buffers, None if is_known else part), what=doing
+        )
+        if any(changed is not None for *_, changed in received):
+            self._set([changed or self._by_rank[r] for r, (*_, changed) in enumerate(received)])
+        _check_equal_state([of_state for of_state, *_ in received])
+        first = received[0][1]
+        differing = {n: b.cpu() for n, b in content.buffers.items() if buffers[n] != first.get(n)}
+        content.own_buffers.update(differing)
+
+    def _set(self, by_rank: list[tuple[Sequence[WriteItem], Mapping[str, Any]]]) -> None:
+        """Divide what all ranks have among them."""
+        plans, metadata = create_default_global_save_plan(
+            dedup_save_plans([SavePlan(items) for items, _ in by_rank], True)
+        )
+        _check_complete(metadata)
+        paths = {name: where for _, paths in reversed(by_rank) for name, where in paths.items()}
+        self._by_rank, self._plans = by_rank, plans
+        self.metadata = replace(
+            metadata, planner_data=paths, version=CURRENT_DCP_VERSION, storage_meta=StorageMeta()
+        )
+
+
+def _check_equal_state(by_rank: Sequence[Mapping[str, int]]) -> None:
+    """Check that all ranks save the same `state`, given its digests."""
+    first = by_rank[0]
+    for rank, digests in enumerate(by_rank):
         differing = [
             name
-            for name in sorted(first_values.keys() | of_values.keys())
-            if first_values.get(name) != of_values.get(name)
+            for name in sorted(first.keys() | digests.keys())
+            if first.get(name) != digests.get(name)
         ]
         if differing:
             raise ValueError(
@@ -163,53 +242,6 @@ def _own_buffers(parts: TrainingParts, values: Mapping[str, Any], doing: str) ->
                 "sampler.state_dict(steps_done=...).) To save what differs by rank, collect it "
                 "with torch.distributed.all_gather_object and save the list"
             )
-    return {name: b for name, b in buffers.items() if mine[1][name] != first_buffers.get(name)}
-
-
-def _with_further_values(
-    parts: TrainingParts,
-    entries: Entries,
-    values: Mapping[str, Any],
-    buffers: Mapping[str, Tensor],
-) -> Entries:
-    """Add the random state of this rank and, on the first one, scaler and `state`."""
-    rank, device = parts.control.group.rank, parts.engine.flats[0].device
-    own = {"random": random_state(device), "buffers": {n: b.cpu() for n, b in buffers.items()}}
-    extra: dict[str, Any] = {f"{RANK}{rank}": own}
-    if rank == 0:
-        extra.update({STATE + name: value for name, value in values.items()})
-        if parts.scaler is not None:
-            extra[SCALER] = parts.scaler.state_dict()
-    paths = {**entries.paths, **{name: tuple(name.split(".", 2)) for name in extra}}
-    return replace(entries, values={**entries.values, **extra}, paths=paths)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Agreed:
-    """What this rank writes, and what all ranks write together."""
-
-    items: Sequence[WriteItem]
-    values: dict[MetadataIndex, Any]
-    metadata: Metadata
-
-
-def _agree(control: Control, entries: Entries, doing: str) -> Agreed:
-    """Decide which rank writes what. Collective."""
-    group = control.group
-    mine = create_default_local_save_plan(dict(entries.values), group.rank == 0)
-    by_rank = control.exchange_objects((mine.items, entries.paths), what=doing)
-    plans, metadata = create_default_global_save_plan(
-        dedup_save_plans([SavePlan(items) for items, _ in by_rank], True)
-    )
-    paths = {name: where for _, paths in reversed(by_rank) for name, where in paths.items()}
-    items, own = plans[group.rank].items, dict(entries.values)
-    return Agreed(
-        items=items,
-        values={item.index: _resolve(own, item) for item in items},
-        metadata=replace(
-            metadata, planner_data=paths, version=CURRENT_DCP_VERSION, storage_meta=StorageMeta()
-        ),
-    )
 
 
 def state_of(value: Any) -> Any:

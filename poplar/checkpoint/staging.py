@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from poplar.checkpoint.data_file import Pickled
+from poplar.checkpoint.digests import PLAIN
 
 _ALIGNMENT = 64
 
@@ -22,14 +23,14 @@ class Staging:
 
     @torch.no_grad()
     def copy(self, values: Mapping[MetadataIndex, Any]) -> dict[MetadataIndex, Any]:
-        """Copy tensors into the buffer, and pickle other values."""
+        """Copy tensors into the buffer, and pickle other values that may change."""
         tensors = [value for value in values.values() if isinstance(value, Tensor)]
         self._reserve(sum(_padded(t.nbytes) for t in tensors), any(t.is_cuda for t in tensors))
         copies: dict[MetadataIndex, Any] = {}
         start = 0
         for index, value in values.items():
             if not isinstance(value, Tensor):
-                copies[index] = Pickled.of(value)
+                copies[index] = value if isinstance(value, PLAIN) else Pickled.of(value)
                 continue
             place = self._buffer[start : start + value.nbytes].view(value.dtype).view(value.shape)
             place.copy_(value, non_blocking=True)

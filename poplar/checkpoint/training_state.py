@@ -218,15 +218,25 @@ def new_run_state(
     state: dict[str, Any] = {}
     for key, (elementwise, example) in layout.items():
         if elementwise:
-            # 0 in the padding between parameters, which is updated too
-            state[key] = torch.zeros(
-                run.tensor.shape, dtype=example.dtype, device=run.tensor.device
-            )
+            state[key] = torch.empty_like(run.tensor, dtype=example.dtype)
+            for gap in _padding(run):
+                state[key][gap] = 0  # it is updated too
         elif isinstance(example, Tensor):
             state[key] = torch.empty_like(example).copy_(torch.as_tensor(shared[key], device="cpu"))
         else:
             state[key] = shared[key]
     return state
+
+
+def _padding(run: ParameterRun) -> Iterator[slice]:
+    """What belongs to no parameter in the tensor of a run."""
+    flat = run.flat
+    assert run.owned is not None
+    for position in range(run.first, run.last):
+        start, stop = flat.span(position)
+        gap = flat.intersect_owned(start + flat.parameters[position].numel(), stop)
+        if gap is not None:
+            yield slice(gap.start - run.owned.start, gap.stop - run.owned.start)
 
 
 def check_idle(parts: TrainingParts, doing: str) -> None:

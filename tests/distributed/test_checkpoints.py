@@ -23,7 +23,7 @@ from training import STAGES, assert_close, whole_parameters
 
 import poplar
 from poplar import HeteroZeroOptimizer, Plan
-from poplar.checkpoint.data_file import ItemReader
+from poplar.checkpoint.item_reader import ItemReader
 from poplar.data.global_batch import rank_slice
 
 BATCH = 8

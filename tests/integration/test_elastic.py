@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import random
-import runpy
 import signal
 import socket
 import sys
@@ -20,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ranks as harness
 import torch
+import torchrun
 from torch.utils.data import default_collate
 
 from poplar import HeteroBatchSampler, Plan
@@ -31,13 +30,13 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 import elastic
 
 EXAMPLE = Path(elastic.__file__)
-GLOBAL_BATCH = 8
+GLOBAL_BATCH = 16
 SAVE_EVERY = 3
 """So that many random moments are in a save."""
 START_SECONDS = 400.0
 """Deadline of a start of all ranks: much longer than it takes on an idle machine."""
-RENDEZVOUS = "join_timeout=240,keep_alive_interval=1,keep_alive_max_attempt=10"
-"""A host is lost after 10 s without a sign of life, instead of 15 s."""
+RENDEZVOUS = "join_timeout=240,keep_alive_interval=1,keep_alive_max_attempt=5"
+"""A host is lost after 5 s without a sign of life, instead of 15 s."""
 Line = dict[str, Any]
 
 
@@ -67,10 +66,8 @@ class Job:
             f"--nnodes={self.least}:{self.most}",
             "--nproc-per-node=1",
             "--max-restarts=100",
-            "--start-method=fork",
             "--rdzv-backend=c10d",
             f"--rdzv-endpoint=localhost:{self.port}",
-            "--local-addr=localhost",
             "--rdzv-id=test",
             f"--rdzv-conf={RENDEZVOUS},last_call_timeout={self.last_call},"
             f"is_host={int(not self.agents)}",
@@ -79,14 +76,14 @@ class Job:
             f"--steps={self.steps}",
             f"--save-every={SAVE_EVERY}",
             f"--global-batch={GLOBAL_BATCH}",
-            "--tuning-seconds=0.5",
+            "--tuning-seconds=0.2",
         ]
         output = self.folder / f"host-{len(self.agents)}.txt"
-        agent = harness.forkserver().Process(
-            target=run_agent, args=(arguments, output, self.folder / "cache")
-        )
-        agent.start()
-        self.agents.append(agent)
+        environment = {
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+            "POPLAR_CACHE": str(self.folder / "cache"),
+        }
+        self.agents.append(torchrun.start(arguments, output, environment))
 
     def kill_host(self, number: int) -> None:
         """SIGKILL an agent and its rank, as if the host lost power."""
@@ -146,31 +143,6 @@ class Job:
                 self.kill_host(number)
 
 
-def run_agent(arguments: list[str], output: Path, cache: Path) -> None:
-    """What `torchrun` does with these arguments, but the ranks are forks: they start quickly."""
-    with output.open("w") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    os.environ |= {
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-        "POPLAR_CACHE": str(cache),
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
-    from torch.distributed import run
-    from torch.distributed.launcher.api import elastic_launch
-
-    config, _, (_, script, *options) = run.config_from_args(run.parse_args(arguments))
-    elastic_launch(config, run_script)(script, *options)
-
-
-def run_script(script: str, *options: str) -> None:
-    """One rank."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the fork has the agent's handler
-    torch.set_num_threads(1)
-    sys.argv = [script, *options]
-    runpy.run_path(script, run_name="__main__")
-
-
 def children(pid: int) -> list[int]:
     """The processes whose parent is `pid`."""
     found = []
@@ -222,9 +194,9 @@ def check(lines: list[Line]) -> None:
 
 
 def test_job_goes_on_without_a_host_that_was_killed(tmp_path: Path) -> None:
-    steps = 200  # more than an epoch
+    steps = 80  # more than an epoch
     with running(tmp_path, least=2, hosts=3, steps=steps) as job:
-        job.wait_for_steps(world_size=3, count=random.Random(0).randrange(20, 40))
+        job.wait_for_steps(world_size=3, count=random.Random(0).randrange(10, 30))
         job.kill_host(2)
         job.wait_for(lambda: not any(agent.is_alive() for agent in job.agents), "end of the job")
         assert [agent.exitcode for agent in job.agents] == [0, 0, -signal.SIGKILL], job.output()

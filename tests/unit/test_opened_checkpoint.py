@@ -8,8 +8,9 @@ import math
 import pytest
 import torch
 
-from poplar.checkpoint.data_file import DataFile, ItemReader, _own_storage, check_parts
+from poplar.checkpoint.data_file import DataFile, _own_storage
 from poplar.checkpoint.digests import digest
+from poplar.checkpoint.item_reader import ItemReader
 from poplar.checkpoint.opened import _first_of_contiguous
 
 
@@ -37,7 +38,7 @@ def test_parts_of_a_buffer_are_written_without_a_copy(tmp_path, dtype):
     file = DataFile(tmp_path / "file", lambda: False)
     written = [file.write_item(part), file.write_item({"a": 1}), file.write_item(part[:0])]
     file.close()
-    check_parts(tmp_path / "file", written)
+
     assert (tmp_path / "file").stat().st_size == sum(item.length for item in written)
     target = torch.zeros_like(part)
     reader = ItemReader(tmp_path)
