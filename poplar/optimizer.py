@@ -38,8 +38,9 @@ from poplar.zero.grad_scaler import GradScaler
 from poplar.zero.held_memory import HeldMemory, held_memory
 from poplar.zero.initial_values import Weights
 from poplar.zero.materialization import check_unused, move_to_meta
+from poplar.zero.micro_batch_loop import MicroBatchLoop
 from poplar.zero.micro_batch_loss import LossFunction, MicroBatchLoss
-from poplar.zero.micro_batches import BatchSplitter, Loss, OpenedStep, Weight
+from poplar.zero.micro_batches import BatchSplitter, Loss, MicroBatch, OpenedStep, Weight
 from poplar.zero.out_of_memory import OnOutOfMemory, check_choice, smaller_batches_message
 from poplar.zero.replica_check import ReplicaCheck
 from poplar.zero.setup import STRATEGY_CLASSES, agree_on_request, build_engine, check_request
@@ -212,6 +213,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         self._settings_are_final = True
         self.state = OptimizerState(self._engine, self._update)  # type: ignore[assignment]
         self._step = Step(self._engine, self._update, self._replicas)
+        self._follow_plan()
         ModelState(self._engine, self._update).register()
         self._unregister = model_checks.register_owner(
             list(model.named_parameters()), self, self._engine.hooks
@@ -268,8 +270,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             except MicroBatchesTooLarge as found:
                 self._use_smaller_batches(found.batches)
         state, waiting = engine.step, engine.strategy.waiting.step
-        engine.finish_gradients()
         state.in_train_step = not (self._optimizer_step_pre_hooks or _global_optimizer_pre_hooks)
+        engine.finish_gradients()
         if scaler is not None:
             scaler.unscale_(self)
         norm = self.clip_grad_norm_(max_norm) if max_norm is not None else None
@@ -291,18 +293,28 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
 
     def micro_batches(
         self, batch: Any, weight: Weight | None = None, loss: Loss = "mean"
-    ) -> Iterator[Any]:
+    ) -> MicroBatchLoop:
         """Iterate over this rank's micro-batches of a global batch. Collective.
 
         Yields the micro-batches that have samples; run one backward for each. Passes without
         samples are run in between. Leaving the loop before its end abandons the step on all ranks.
+        If the iterator is kept in a variable, an exception in the body of the loop does not end it.
+        Then use it as a context manager, whose exit does, and tells all ranks the exception:
+
+            with optimizer.micro_batches(batch) as micro_batches:
+                for micro_batch in micro_batches:
+                    loss_fn(model, micro_batch).backward()
 
         Args:
             batch: as for `train_step`.
             weight: as for `train_step`.
             loss: as for `train_step`.
         """
-        yield from self._step.user_passes(self._step.start(self._open_step(batch, weight, loss)))
+
+        def start() -> list[MicroBatch]:
+            return self._step.start(self._open_step(batch, weight, loss))
+
+        return MicroBatchLoop(self._step, start)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -339,7 +351,14 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         return self._step.clip(float(max_norm), float(norm_type))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of this step. `.grad` is always set to None."""
+        """Drop the gradients of this step. `.grad` is always set to None.
+
+        Raises:
+            RuntimeError: called inside of a `micro_batches` loop, before its last backward was
+                applied. The step is abandoned on all ranks.
+        """
+        if self._step.leave_user_loop(_ZERO_GRAD_INSIDE_LOOP):
+            raise RuntimeError(_ZERO_GRAD_INSIDE_LOOP)
         self._engine.drop_parameter_gradients()
         if self._engine.step.open_micro_batch is None:
             self._engine.drop_implicit_pass()
@@ -562,6 +581,13 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         self._engine.recomputation.follow(plan, self._group.rank)
         self._plan = plan
         self._splitter = replace(self._splitter, plan=plan)
+        self._follow_plan()
+
+    def _follow_plan(self) -> None:
+        """Tell the engine whether a backward outside of `micro_batches` has the right weight."""
+        plan = self._plan
+        samples = () if plan is None else tuple(map(plan.samples, range(plan.world_size)))
+        self._engine.uneven_samples = samples if len(set(samples)) > 1 else None
 
     def _check_new_plan(self, plan: Plan) -> None:
         if plan.stage != self._stage or plan.world_size != self._group.size:
@@ -724,10 +750,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
                 "a step was started inside full_parameters(); leave that context first"
             )
         self._engine.drop_implicit_pass()
-        if self._engine.scheduler.active:
-            raise RuntimeError(
-                "a step was started inside the micro_batches loop of another step; end it first"
-            )
+        if self._step.leave_user_loop(_STEP_INSIDE_LOOP) or self._engine.scheduler.active:
+            raise RuntimeError(_STEP_INSIDE_LOOP)
         model_checks.reject_batch_norm(self._batch_norms)
         for flat in self._engine.flats:
             if flat.adopt_replaced_data() and flat.trained:
@@ -794,6 +818,17 @@ class _ReleasedEngine:
     def __getattr__(self, name: str) -> Any:
         raise RuntimeError("this optimizer has released its model; build a new one")
 
+
+_STEP_INSIDE_LOOP = (
+    "a step was started inside of the micro_batches loop of another step, which is now abandoned "
+    "on all ranks; end the loop first. After an exception in its body that you handle, use `with "
+    "optimizer.micro_batches(batch) as micro_batches:`, which ends it"
+)
+
+_ZERO_GRAD_INSIDE_LOOP = (
+    "zero_grad() inside of the micro_batches loop, whose step is now abandoned on all ranks; the "
+    "passes of the loop add up to one step, so call it after step()"
+)
 
 _PLAIN_SCALER = (
     "torch.amp.GradScaler reads .grad on each rank alone, but the gradients are sharded and all "

@@ -109,6 +109,16 @@ class CollectiveScheduler:
         """On the leader: its backward unshards no more units."""
         self._finishing = False
 
+    @property
+    def reduced(self) -> set[FlatParameter]:
+        """The flat parameters whose reduction has been issued in this pass."""
+        return self._reduced
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether a gradient has arrived in this pass."""
+        return bool(self._ready_gradients)
+
     def set_weight(self, weight: float) -> None:
         """Set the weight of a pass that began before it was known; before its backward."""
         self._weight = weight

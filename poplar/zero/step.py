@@ -12,7 +12,8 @@ the error in `close`, so that all ranks raise and none applies the step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from poplar import ops
-from poplar.errors import CollectiveTimeout, PoplarError
+from poplar.errors import CollectiveTimeout
 from poplar.system.out_of_memory import free_frames, is_out_of_memory
 from poplar.zero.agreement import (
     StepSummary,
@@ -33,6 +34,7 @@ from poplar.zero.agreement import (
 from poplar.zero.engine import Engine
 from poplar.zero.grad_scaler import GradScaler
 from poplar.zero.held_memory import held_memory
+from poplar.zero.micro_batch_loop import MicroBatchLoop
 from poplar.zero.micro_batch_loss import MicroBatchLoss
 from poplar.zero.micro_batches import MicroBatch, OpenedStep
 from poplar.zero.out_of_memory import out_of_memory_error
@@ -50,6 +52,7 @@ class Step:
         self._replicas = replicas
         self._rank = engine.comm.group.rank
         self._trace = engine.comm.group.trace
+        self._loop: weakref.ref[MicroBatchLoop] | None = None
 
     def reset(self) -> None:
         """Drop the current step."""
@@ -163,26 +166,36 @@ class Step:
         held = held_memory(self._engine, self._update)
         return out_of_memory_error(error, self._rank, samples, held)
 
-    def user_passes(self, micro_batches: Sequence[MicroBatch]) -> Iterator[Any]:
-        """Yield the micro-batches that have samples; the user runs a backward for each. Collective.
+    # The user's own loop.
 
-        Leaving the loop before its end abandons the step on all ranks.
+    def enter_user_loop(self, loop: MicroBatchLoop) -> None:
+        """Note that the passes of this step are those of `loop`."""
+        self._engine.step.in_user_loop = True
+        self._loop = weakref.ref(loop)
+
+    def leave_user_loop(self, why: str) -> bool:
+        """Abandon the step of a loop that is still open. Collective then.
+
+        Args:
+            why: what the loop raises if it goes on.
+
+        Returns:
+            Whether there was one.
         """
-        finished = 0
-        try:
-            for micro_batch in micro_batches:
-                if self.begin_pass(micro_batch):
-                    if micro_batch.samples:
-                        yield micro_batch.batch
-                    self._end_user_pass(micro_batches[finished + 1 :])
-                finished += 1
-            if self._engine.has_gradients:  # not if step() came inside the loop
-                self._engine.finish_gradients()
-        except GeneratorExit:
-            is_open = self._engine.step.open_micro_batch is not None
-            if is_open or finished < len(micro_batches) - 1:
-                self._abandon(micro_batches[finished + 1 :], PoplarError(_LOOP_LEFT_EARLY))
-            raise
+        loop = self._loop() if self._loop is not None else None
+        if loop is None or not loop.is_open:
+            return False
+        loop.close(why, why=why)
+        return True
+
+    def finish_user_passes(self) -> None:
+        """Called at the end of the user's loop. Collective."""
+        if self._engine.has_gradients:  # not if step() came inside the loop
+            self._engine.finish_gradients()
+
+    @property
+    def has_open_pass(self) -> bool:
+        return self._engine.step.open_micro_batch is not None
 
     def begin_pass(self, micro_batch: MicroBatch) -> bool:
         """Open a pass; False if it has nothing to issue. Collective."""
@@ -221,36 +234,51 @@ class Step:
                     f"rank {self._rank}: step() or clip_grad_norm_() inside the micro_batches "
                     "loop, before its last micro-batch; call it after the loop"
                 )
-            self._end_user_pass(())
+            self.end_user_pass(())
         elif state.phase is Phase.EMPTY:
             if not any(p.grad is not None for flat in engine.trained for p in flat.parameters):
                 raise RuntimeError(
                     f"rank {self._rank}: step() without a backward since the last step, so there "
                     "is no gradient to apply"
                 )
+            engine.reject_uneven_backward()
             engine.begin_step(keep_gradients=True)
             engine.reduce_without_backward()
         elif state.phase is Phase.ACCUMULATED:
             engine.reduce_without_backward()  # all passes were inside no_sync()
         engine.finish_gradients()
 
-    def _end_user_pass(self, rest: Sequence[MicroBatch]) -> None:
-        """End a pass of the user's loop; if memory runs out, abandon the step on all ranks.
+    def end_user_pass(self, rest: Sequence[MicroBatch]) -> None:
+        """End the open pass of the user's loop; on an error, abandon the step on all ranks.
 
         Args:
             rest: this rank's later passes in the step.
+
+        Raises:
+            RuntimeError: there was no backward in it.
         """
         micro_batch = self._engine.step.open_micro_batch
+        if micro_batch is None:
+            return
+        reason: Exception
+        if micro_batch.samples and micro_batch.weight and not self._engine.scheduler.has_gradients:
+            reason = RuntimeError(
+                f"rank {self._rank}: the body of the micro_batches loop ran no backward for a "
+                f"micro-batch of {micro_batch.samples} samples, which count in the mean; call "
+                "loss.backward() once for every micro-batch, or give it the weight 0 (weight=)"
+            )
+            self.abandon(rest, reason)
+            raise reason
         try:
             self.end_pass()
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            explained = self._out_of_memory(error, micro_batch.samples if micro_batch else None)
-            self._abandon(rest, explained)
-            raise explained from error
+            reason = self._out_of_memory(error, micro_batch.samples)
+            self.abandon(rest, reason)
+            raise reason from error
 
-    def _abandon(self, rest: Sequence[MicroBatch], reason: Exception) -> None:
+    def abandon(self, rest: Iterable[MicroBatch], reason: Exception) -> None:
         """Abandon the step: complete its passes with zeros and report `reason` to all ranks."""
 
         def end() -> None:
@@ -397,6 +425,3 @@ class Step:
                 f"{type(error).__name__}: {error}"
             )
             raise
-
-
-_LOOP_LEFT_EARLY = "the micro_batches loop was left early (an exception in its body, or break)"

@@ -60,3 +60,5 @@ class StepState:
     skipped: bool = False
     in_train_step: bool = False
     """In `train_step` no user code reads `.grad` before the update."""
+    in_user_loop: bool = False
+    """The passes are those of a `micro_batches` loop, whose body may read `.grad`."""
