@@ -7,6 +7,7 @@ updates. The ZeRO stages are in `poplar.zero`, the transports in `poplar.comm`.
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -26,7 +27,7 @@ from poplar.comm import Communicator, Group, connect, connect_control
 from poplar.plan import Plan
 from poplar.system.out_of_memory import free_cached_memory, free_frames
 from poplar.system.trace import Span
-from poplar.zero import model_checks
+from poplar.zero import model_checks, nonfinite
 from poplar.zero.agreement import (
     MicroBatchesTooLarge,
     StepSummary,
@@ -34,6 +35,7 @@ from poplar.zero.agreement import (
     run_on_all_ranks,
 )
 from poplar.zero.evaluation import Evaluation
+from poplar.zero.first_batch import compare_first_batches
 from poplar.zero.grad_scaler import GradScaler
 from poplar.zero.held_memory import HeldMemory, held_memory
 from poplar.zero.initial_values import Weights
@@ -41,11 +43,15 @@ from poplar.zero.materialization import check_unused, move_to_meta
 from poplar.zero.micro_batch_loop import MicroBatchLoop
 from poplar.zero.micro_batch_loss import LossFunction, MicroBatchLoss
 from poplar.zero.micro_batches import BatchSplitter, Loss, MicroBatch, OpenedStep, Weight
+from poplar.zero.model_hook import ModelHook
+from poplar.zero.model_structure import ModelStructure
+from poplar.zero.nonfinite import OnNonFinite
 from poplar.zero.out_of_memory import OnOutOfMemory, check_choice, smaller_batches_message
 from poplar.zero.replica_check import ReplicaCheck
 from poplar.zero.setup import STRATEGY_CLASSES, agree_on_request, build_engine, check_request
 from poplar.zero.step import Step
 from poplar.zero.step_result import StepResult, Stopwatch
+from poplar.zero.step_state import Phase
 from poplar.zero.unit import Unit
 from poplar.zero.unit_plans import check_plan_change, persistent_units, shares_by_unit
 from poplar.zero.update import OptimizerFactory
@@ -137,6 +143,12 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         on_out_of_memory: if a rank runs out of memory in `train_step`: "retry" runs the same global
             batch again on all ranks, in smaller micro-batches on that rank, and keeps the changed
             plan; "raise" raises on all ranks.
+        on_nonfinite: if a loss of `train_step`, or a gradient norm that was asked for (`max_norm`,
+            `clip_grad_norm_`), is NaN or infinite: no rank applies the step, and "raise" raises on
+            all ranks, naming rank and pass; "skip" continues, with a warning and
+            `result.skipped`. On CUDA the device decides and the host does not wait for it, so
+            "raise" raises in the next step. (An optimizer class that cannot skip on the device has
+            applied the step by then.) With a loss scaler, the scaler decides.
         **optimizer_kwargs: for `optimizer_class`; `fused=True` is added if the class supports it.
 
     Raises:
@@ -166,6 +178,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         weights: Weights = None,
         device: torch.device | str | None = None,
         on_out_of_memory: OnOutOfMemory = "retry",
+        on_nonfinite: OnNonFinite = "raise",
         **optimizer_kwargs: Any,
     ) -> None:
         self._group = Group.of(process_group, timeout)
@@ -173,6 +186,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         error: Exception | None = None
         try:
             check_choice(on_out_of_memory)
+            nonfinite.check_choice(on_nonfinite)
             request = check_request(
                 model,
                 optimizer_class,
@@ -193,7 +207,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         except Exception as caught:
             error = caught
         raise_on_any_error(self._control, error, doing="building the optimizer")
-        also = {"on_out_of_memory": on_out_of_memory}
+        also = {"on_out_of_memory": on_out_of_memory, "on_nonfinite": on_nonfinite}
         dtype = agree_on_request(self._control, request, also=also)
         planned = plan.transport if plan is not None else None
         comm = connect(self._group, communicator, request.device, planned=planned)
@@ -212,8 +226,15 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         super().__init__(request.groups, self._update.inner.defaults)
         self._settings_are_final = True
         self.state = OptimizerState(self._engine, self._update)  # type: ignore[assignment]
-        self._step = Step(self._engine, self._update, self._replicas)
+        self._step = Step(self._engine, self._update, self._replicas, on_nonfinite)
         self._follow_plan()
+        self._has_stepped = self._has_compared_batches = False
+        self._members = [list(map(id, group["params"])) for group in self.param_groups]
+        given = model.parameters() if params is None else _all_parameters(self.param_groups)
+        self._structure = ModelStructure(model, set(map(id, given)))
+        self._engine.before_implicit_step = _weak_method(self._check_model)
+        hook = ModelHook(model_checks.reject_forward_in_ddp)
+        self._engine.hooks.append(model.register_forward_pre_hook(hook))
         ModelState(self._engine, self._update).register()
         self._unregister = model_checks.register_owner(
             list(model.named_parameters()), self, self._engine.hooks
@@ -284,7 +305,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         return StepResult(
             samples=state.samples,
             waiting_on=summary.waiting_on,
-            skipped=state.skipped,
+            skipped=state.skipped if isinstance(state.skipped, bool) else state.skipped.read,
             losses=summary.losses,
             norm=norm,
             stopwatch=stopwatch,
@@ -742,6 +763,10 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
 
     def _open_step(self, batch: Any, weight: Weight | None, loss: Loss) -> OpenedStep:
         """Check and split the batch and start to exchange its weight. Collective."""
+        if not self._has_compared_batches:
+            self._has_compared_batches = True
+            has_samples = self._plan is None or self._plan.samples(self._group.rank) > 0
+            compare_first_batches(self._control, batch if has_samples else None)
         return self._splitter.open(self._control, batch, weight, loss, self._check_before_step)
 
     def _check_before_step(self) -> None:
@@ -753,18 +778,35 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         if self._step.leave_user_loop(_STEP_INSIDE_LOOP) or self._engine.scheduler.active:
             raise RuntimeError(_STEP_INSIDE_LOOP)
         model_checks.reject_batch_norm(self._batch_norms)
+        if Phase.ACCUMULATED <= self._engine.step.phase <= Phase.FINAL and self._group.rank == 0:
+            warnings.warn(
+                "a step begins, and the gradients of the last one are dropped, because they were "
+                "not applied; call optimizer.step() after the micro_batches loop, or "
+                "optimizer.zero_grad() to drop them without this warning",
+                stacklevel=4,
+            )
+        self._check_model()
+
+    def _check_model(self) -> None:
+        """Check, before a step, that the optimizer still trains what it was built for."""
+        self._structure.check()
+        members = [list(map(id, group["params"])) for group in self.param_groups]
+        if members != self._members:
+            raise RuntimeError(
+                "the parameters in optimizer.param_groups were changed, but they are fixed when "
+                "the optimizer is built; pass all param groups to the constructor, and freeze "
+                "parameters with requires_grad_(False)"
+            )
+        if not self._has_stepped and not self._model.training and self._group.rank == 0:
+            warnings.warn(
+                "the model is in evaluation mode, so dropout is off: call model.train() before "
+                "training (from_pretrained() returns models in evaluation mode)",
+                stacklevel=4,
+            )
+        self._has_stepped = True
         for flat in self._engine.flats:
             if flat.adopt_replaced_data() and flat.trained:
                 self._update.refresh(flat)
-        mine = {id(p) for flat in self._engine.trained for p in flat.parameters}
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.requires_grad and id(parameter) not in mine:
-                    raise RuntimeError(
-                        f"a parameter of shape {tuple(parameter.shape)} was frozen when the "
-                        "optimizer was built and requires a gradient now; build a new optimizer "
-                        "after unfreezing"
-                    )
 
     def _use_smaller_batches(self, too_large: Mapping[int, int]) -> None:
         """Halve micro-batches that did not fit, for this step and later ones. Equal on all ranks.
@@ -810,6 +852,22 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             nothing, else 0.
         """
         return self._step.multiply_gradient(factor)
+
+
+def _weak_method(method: Callable[[], None]) -> Callable[[], None]:
+    """A function that calls a method while its object exists, and does not keep it alive."""
+    reference = weakref.WeakMethod(method)
+
+    def call() -> None:
+        bound = reference()
+        if bound is not None:
+            bound()
+
+    return call
+
+
+def _all_parameters(groups: Iterable[Mapping[str, Any]]) -> Iterator[Tensor]:
+    return (parameter for group in groups for parameter in group["params"])
 
 
 class _ReleasedEngine:

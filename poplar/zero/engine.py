@@ -374,6 +374,22 @@ class Engine:
         """Whether values written into a module's own parameters now take effect."""
         return self._are_in(module, self._writable)
 
+    def check_copy(self, module: nn.Module) -> None:
+        """Called when a module is copied or pickled.
+
+        Raises:
+            RuntimeError: its own parameters are not here, so the copy would have NaN.
+        """
+        own = (self._unit_of.get(id(parameter)) for parameter in module._parameters.values())
+        flats = (flat for unit in own if unit is not None for flat in unit.flats)
+        if any(flat.is_detached for flat in flats):
+            raise RuntimeError(
+                f"rank {self.comm.group.rank}: the model is copied or pickled while its parameters "
+                "are sharded, so the copy would have NaN for every value. Enter `with "
+                "optimizer.full_parameters():` on every rank for copy.deepcopy(model), and save "
+                "weights with optimizer.save_model(path)"
+            )
+
     def _are_in(self, module: nn.Module, units: set[Unit]) -> bool:
         if not self.strategy.shards_parameters:
             return True

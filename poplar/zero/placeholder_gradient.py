@@ -17,7 +17,7 @@ class PlaceholderGradient(Tensor):
 
     @staticmethod
     def __new__(cls, parameter: Tensor) -> PlaceholderGradient:
-        made: PlaceholderGradient = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: PlaceholderGradient = Tensor._make_wrapper_subclass(
             cls, parameter.shape, dtype=parameter.dtype, device=parameter.device
         )
         return made
@@ -25,7 +25,7 @@ class PlaceholderGradient(Tensor):
     def __init__(self, parameter: Tensor) -> None:
         """`parameter`: whose shape, dtype and device it takes, as torch requires of `.grad`."""
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *_: Any, **__: Any) -> str:  # type: ignore[override]
         return "<the gradient is not in .grad; see optimizer.full_gradients()>"
 
     @classmethod
@@ -33,7 +33,9 @@ class PlaceholderGradient(Tensor):
         raise RuntimeError(_NOT_HERE)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func is torch.ops.aten.add_.Tensor:  # autograd accumulates
             raise RuntimeError(_SECOND_BACKWARD)
         raise RuntimeError(_NOT_HERE)

@@ -37,6 +37,7 @@ from poplar.zero.held_memory import held_memory
 from poplar.zero.micro_batch_loop import MicroBatchLoop
 from poplar.zero.micro_batch_loss import MicroBatchLoss
 from poplar.zero.micro_batches import MicroBatch, OpenedStep
+from poplar.zero.nonfinite import NonFiniteSteps, OnNonFinite
 from poplar.zero.out_of_memory import out_of_memory_error
 from poplar.zero.replica_check import ReplicaCheck
 from poplar.zero.step_state import Phase
@@ -46,10 +47,19 @@ from poplar.zero.update import ShardedUpdate
 class Step:
     """Moves the steps of one engine through their phases. One object serves all steps."""
 
-    def __init__(self, engine: Engine, update: ShardedUpdate, replicas: ReplicaCheck) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        update: ShardedUpdate,
+        replicas: ReplicaCheck,
+        on_nonfinite: OnNonFinite,
+    ) -> None:
         self._engine = engine
         self._update = update
         self._replicas = replicas
+        streams = engine.strategy.streams
+        self._nonfinite = NonFiniteSteps(on_nonfinite, update, streams, engine.control)
+        update.before_reading_state = self._nonfinite.settle
         self._rank = engine.comm.group.rank
         self._trace = engine.comm.group.trace
         self._loop: weakref.ref[MicroBatchLoop] | None = None
@@ -119,13 +129,13 @@ class Step:
             The first error of this rank.
         """
         error: Exception | None = None
-        own_loss: Tensor | float = 0.0
+        losses: list[Tensor] = []
         for micro_batch in micro_batches:
             if not self.begin_pass(micro_batch):
                 continue
             try:
                 if micro_batch.samples and error is None:
-                    own_loss = own_loss + self._run_pass(micro_batch, forward, scaler)
+                    losses += self._run_pass(micro_batch, forward, scaler)
             except CollectiveTimeout:
                 self._engine.abort()
                 raise
@@ -137,21 +147,22 @@ class Step:
                 if not is_out_of_memory(caught):
                     raise
                 error = error or self._failed_pass(caught, micro_batch)
-        self._engine.step.loss = own_loss
+        state = self._engine.step
+        state.loss, state.pass_losses, state.has_losses = sum(losses), losses, True
         return error
 
     def _run_pass(
         self, micro_batch: MicroBatch, forward: MicroBatchLoss, scaler: GradScaler | None
-    ) -> Tensor | float:
-        """Forward and backward; returns the weighted loss.
+    ) -> list[Tensor]:
+        """Forward and backward; returns the weighted loss, if it counts.
 
         Its own function, so that an error leaves no other reference to the autograd graph.
         """
         value = forward(micro_batch.batch)
         (value if scaler is None else scaler.scale(value)).backward()
         if not micro_batch.weight:  # the mean over an empty set is NaN
-            return 0.0
-        return value.detach().double() * micro_batch.weight
+            return []
+        return [value.detach().double() * micro_batch.weight]
 
     def _failed_pass(self, error: Exception, micro_batch: MicroBatch) -> Exception:
         """The error to report; if memory ran out, free what the pass held and note its size."""
@@ -321,6 +332,11 @@ class Step:
             Exception: `error`; `RankFailed` on other ranks.
         """
         engine, state = self._engine, self._engine.step
+        try:
+            self._nonfinite.raise_if_found()  # in the last step, if the device had not decided yet
+        except Exception:
+            self.reset()
+            raise
         if error is None:
             try:
                 self._update.allocate_state()
@@ -394,19 +410,29 @@ class Step:
         """
         self.finish_passes()
         engine, state, strategy = self._engine, self._engine.step, self._engine.strategy
-        unused = (state.summary or self.close(None)).unused
+        summary = state.summary or self.close(None)
+        unused, found_inf = summary.unused, state.found_inf
+        flag = None
+        if found_inf is None:  # else a loss scaler decides
+            flag = self._nonfinite.flag(summary, has_losses=state.has_losses)
+            found_inf = flag if self._nonfinite.skips() else None
         with self._stops_all_ranks():
             strategy.updated.finish()  # of units that have had no forward since the last update
             for flat in engine.trained:
                 unused[flat] = unused[flat].union(strategy.read_back_gradients(flat))
                 strategy.wait_for_readers(flat)
             with self._trace.span("optimizer", "the update"):
-                self._update.step(groups, unused, state.factor, state.found_inf)
+                self._update.step(groups, unused, state.factor, found_inf)
             strategy.all_gather_updated_parameters(engine.units)
         self._replicas.record_update()
         if state.found_inf is not None:  # synchronize only after all work has been issued
             state.skipped = self._update.undo_if_skipped(state.found_inf)
+        elif flag is not None:
+            losses, passes, applied = summary.losses, state.pass_losses, found_inf is None
+            state.skipped = self._nonfinite.record(flag, losses, passes, applied=applied)
         self.reset()
+        if not strategy.streams.asynchronous:
+            self._nonfinite.raise_if_found()
 
     @contextmanager
     def _stops_all_ranks(self) -> Iterator[None]:
