@@ -37,12 +37,9 @@ class DeviceFlag:
     """A flag that the device computes. The host reads it without waiting for later work."""
 
     def __init__(self, flag: Tensor, streams: Streams, control: Control) -> None:
-        self._control, self._event = control, None
-        self._value = flag
-        if streams.asynchronous:
-            self._value = torch.empty_like(flag, device="cpu", pin_memory=True)
-            self._value.copy_(flag, non_blocking=True)
-            self._event = streams.timestamp()
+        self._control = control
+        self._value = streams.copy_to_host(flag)
+        self._event = streams.timestamp() if streams.asynchronous else None
 
     def read(self) -> bool:
         """Wait until the device has computed it."""

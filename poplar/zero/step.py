@@ -425,6 +425,7 @@ class Step:
                 self._update.step(groups, unused, state.factor, found_inf)
             strategy.all_gather_updated_parameters(engine.units)
         self._replicas.record_update()
+        torch.clear_autocast_cache()  # an autocast around several steps keeps casts of old values
         if state.found_inf is not None:  # synchronize only after all work has been issued
             state.skipped = self._update.undo_if_skipped(state.found_inf)
         elif flag is not None:
