@@ -556,13 +556,14 @@ class Engine:
         self.scheduler.begin(mode, reduces=reduces, weight=weight, leader=0)
 
     def reject_uneven_backward(self) -> None:
-        """Raise, on every rank, if a backward outside of `micro_batches` has the wrong weight.
+        """Raise if a backward outside of `micro_batches` has the wrong weight. Collective then.
 
         Raises:
             RuntimeError: the plan gives the ranks different numbers of samples.
         """
         if self.uneven_samples is None:
             return
+        self.drop_implicit_pass()
         self.drop_parameter_gradients()
         raise RuntimeError(
             f"rank {self.comm.group.rank}: gradients from outside of micro_batches have the weight "

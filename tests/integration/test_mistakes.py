@@ -7,6 +7,7 @@ one process; so no mistake trains on a wrong gradient.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import warnings
@@ -28,6 +29,7 @@ from subset import choose
 from torch import Tensor, nn
 from training import STAGES, Run
 
+import poplar
 from poplar import HeteroBatchSampler, HeteroZeroOptimizer, Plan
 
 RECIPE = Recipe(spec=ModelSpec(blocks=2, kind="mlp"), batches=(8, 8))
@@ -581,3 +583,153 @@ def test_mistake_names_its_fix(ranks: Pool, number: int, stage: int) -> None:
     for outcome in outcomes:
         assert outcome.changed == []
         training.assert_close(outcome.left, reference.train(RECIPE).parameters, str(mistake))
+
+
+# An exception in the body of a loop
+
+
+class BodyError(Exception):
+    """An error in the user's own code."""
+
+
+def fail_in_the_body(made: Made, form: str) -> None:
+    """One rank fails in its second pass, where no code of Poplar runs."""
+
+    def body(number: int, micro_batch: Any) -> None:
+        loss_fn(made.model, micro_batch).backward()
+        if harness.rank() == LAST and number == 1:
+            raise BodyError("cannot write the log")
+
+    if form == "with":
+        with made.optimizer.micro_batches(made.batch) as micro_batches:
+            for number, micro_batch in enumerate(micro_batches):
+                body(number, micro_batch)
+    elif form == "for":
+        for number, micro_batch in enumerate(made.optimizer.micro_batches(made.batch)):
+            body(number, micro_batch)
+    else:
+        kept = made.optimizer.micro_batches(made.batch)
+        for number, micro_batch in enumerate(kept):
+            body(number, micro_batch)
+    made.optimizer.step()
+
+
+def fail_and_keep_the_traceback(form: str, stage: int) -> tuple[Failure | None, dict[str, Tensor]]:
+    """Both ranks keep their exception, as a notebook does, until the next step has ended."""
+    run = Run(RECIPE, plan_of(stage))
+    model, optimizer = training.prepare(run)
+    training.take_step(run, model, optimizer, 0)
+    made = Made(run, model, optimizer, training.batch_of(run, 1))
+    kept: Exception | None = None
+    try:
+        fail_in_the_body(made, form)
+    except (BodyError, poplar.PoplarError) as error:
+        kept = error
+    failure = None if kept is None else Failure.of(kept)
+    if form == "kept iterator":  # the step that is still open ends when the next one begins
+        with harness.catching():
+            training.take_step(run, model, optimizer, 1)
+    training.take_step(run, model, optimizer, 1)
+    return failure, training.whole_parameters(model, optimizer)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("form", ["for", "with", "kept iterator"])
+def test_exception_in_the_body_reaches_all_ranks(ranks: Pool, form: str, stage: int) -> None:
+    answers = ranks.run(fail_and_keep_the_traceback, form, stage, ranks=2)
+    (other, _), (own, _) = answers
+    assert own.is_a(BodyError)
+    assert other.is_a(poplar.RankFailed)
+    assert "rank 1" in other.message
+    assert ("cannot write the log" in other.message) == (form == "with")
+    for _, left in answers:
+        training.assert_close(left, reference.train(RECIPE).parameters)
+
+
+# Steps that are not finite
+
+
+def skip_nonfinite_steps(
+    stage: int, optimizer_class: Any
+) -> tuple[list[bool], list[str], dict[str, Tensor]]:
+    """Three steps; the second has no finite loss on one rank. Returns what was skipped and said."""
+    run = Run(RECIPE, plan_of(stage))
+    model = models.build(RECIPE.spec)
+    options = dict(RECIPE.options) if optimizer_class is torch.optim.AdamW else {"lr": 0.1}
+    optimizer = Made(run, model, None, {}).new_optimizer(
+        model, optimizer_class=optimizer_class, on_nonfinite="skip", **options
+    )
+    skipped = []
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        for step, factor in ((0, 1.0), (1, float("inf")), (1, 1.0)):
+            scale = factor if harness.rank() == LAST else 1.0
+            result = optimizer.train_step(
+                lambda model, batch, scale=scale: loss_fn(model, batch) * scale,
+                training.batch_of(run, step),
+            )
+            skipped.append(result.skipped)
+    messages = [str(warning.message) for warning in warned]
+    return skipped, messages, training.whole_parameters(model, optimizer)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_nonfinite_step_may_be_skipped(ranks: Pool, stage: int) -> None:
+    answers = ranks.run(skip_nonfinite_steps, stage, torch.optim.AdamW, ranks=2)
+    assert any("rank(s) [1] was not finite" in text for text in answers[0][1])
+    for skipped, _, parameters in answers:
+        assert skipped == [False, True, False]
+        training.assert_close(parameters, reference.train(RECIPE).parameters)
+
+
+@pytest.mark.parametrize("name", ["SGD", "RMSprop"])
+def test_other_optimizers_skip_too(ranks: Pool, name: str) -> None:
+    recipe = replace(RECIPE, optimizer=name, options=(("lr", 0.1),))
+    for skipped, _, parameters in ranks.run(
+        skip_nonfinite_steps, 2, getattr(torch.optim, name), ranks=2
+    ):
+        assert skipped == [False, True, False]
+        training.assert_close(parameters, reference.train(recipe).parameters)
+
+
+# Autocast
+
+
+def train_in_autocast(stage: int, where: str) -> dict[str, Tensor]:
+    """Autocast in the loss function, or around the whole loop, whose casts outlive a step."""
+    recipe = replace(RECIPE, spec=ModelSpec(blocks=2), batches=(8,) * 3, optimizer="SGD")
+    recipe = replace(recipe, options=(("lr", 0.1),))
+    run = Run(recipe, plan_of(stage))
+    model, optimizer = training.prepare(run)
+
+    def autocast(place: str) -> Any:
+        same = place == where
+        return torch.autocast("cpu", torch.bfloat16) if same else contextlib.nullcontext()
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        with autocast("in the loss"):
+            return loss_fn(model, batch)
+
+    with autocast("around the loop"):
+        for step in range(3):
+            optimizer.train_step(loss, training.batch_of(run, step))
+    return training.whole_parameters(model, optimizer)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("where", ["in the loss", "around the loop"])
+def test_autocast_over_fp32_parameters(ranks: Pool, where: str, stage: int) -> None:
+    """The same passes in one process, each in an autocast of its own."""
+    model = models.build(ModelSpec(blocks=2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        batch = replace(RECIPE, batches=(8,) * 3).batch(step)
+        for start, stop in ((0, 3), (3, 5), (5, 7), (7, 8)):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = loss_fn(model, models.part(batch, start, stop))
+            (loss * ((stop - start) / 8)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for parameters in ranks.run(train_in_autocast, stage, where, ranks=2):
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(parameters[name], parameter.data, rtol=2e-3, atol=2e-3)
