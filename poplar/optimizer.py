@@ -7,6 +7,7 @@ updates. The ZeRO stages are in `poplar.zero`, the transports in `poplar.comm`.
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -26,7 +27,7 @@ from poplar.comm import Communicator, Group, connect, connect_control
 from poplar.plan import Plan
 from poplar.system.out_of_memory import free_cached_memory, free_frames
 from poplar.system.trace import Span
-from poplar.zero import model_checks
+from poplar.zero import model_checks, nonfinite
 from poplar.zero.agreement import (
     MicroBatchesTooLarge,
     StepSummary,
@@ -34,17 +35,23 @@ from poplar.zero.agreement import (
     run_on_all_ranks,
 )
 from poplar.zero.evaluation import Evaluation
+from poplar.zero.first_batch import compare_first_batches
 from poplar.zero.grad_scaler import GradScaler
 from poplar.zero.held_memory import HeldMemory, held_memory
 from poplar.zero.initial_values import Weights
 from poplar.zero.materialization import check_unused, move_to_meta
+from poplar.zero.micro_batch_loop import MicroBatchLoop
 from poplar.zero.micro_batch_loss import LossFunction, MicroBatchLoss
-from poplar.zero.micro_batches import BatchSplitter, Loss, OpenedStep, Weight
+from poplar.zero.micro_batches import BatchSplitter, Loss, MicroBatch, OpenedStep, Weight
+from poplar.zero.model_hook import ModelHook
+from poplar.zero.model_structure import ModelStructure
+from poplar.zero.nonfinite import OnNonFinite
 from poplar.zero.out_of_memory import OnOutOfMemory, check_choice, smaller_batches_message
 from poplar.zero.replica_check import ReplicaCheck
 from poplar.zero.setup import STRATEGY_CLASSES, agree_on_request, build_engine, check_request
 from poplar.zero.step import Step
 from poplar.zero.step_result import StepResult, Stopwatch
+from poplar.zero.step_state import Phase
 from poplar.zero.unit import Unit
 from poplar.zero.unit_plans import check_plan_change, persistent_units, shares_by_unit
 from poplar.zero.update import OptimizerFactory
@@ -136,6 +143,12 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         on_out_of_memory: if a rank runs out of memory in `train_step`: "retry" runs the same global
             batch again on all ranks, in smaller micro-batches on that rank, and keeps the changed
             plan; "raise" raises on all ranks.
+        on_nonfinite: if a loss of `train_step`, or a gradient norm that was asked for (`max_norm`,
+            `clip_grad_norm_`), is NaN or infinite: no rank applies the step, and "raise" raises on
+            all ranks, naming rank and pass; "skip" continues, with a warning and
+            `result.skipped`. On CUDA the device decides and the host does not wait for it, so
+            "raise" raises in the next step. (An optimizer class that cannot skip on the device has
+            applied the step by then.) With a loss scaler, the scaler decides.
         **optimizer_kwargs: for `optimizer_class`; `fused=True` is added if the class supports it.
 
     Raises:
@@ -165,6 +178,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         weights: Weights = None,
         device: torch.device | str | None = None,
         on_out_of_memory: OnOutOfMemory = "retry",
+        on_nonfinite: OnNonFinite = "raise",
         **optimizer_kwargs: Any,
     ) -> None:
         self._group = Group.of(process_group, timeout)
@@ -172,6 +186,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         error: Exception | None = None
         try:
             check_choice(on_out_of_memory)
+            nonfinite.check_choice(on_nonfinite)
             request = check_request(
                 model,
                 optimizer_class,
@@ -192,7 +207,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         except Exception as caught:
             error = caught
         raise_on_any_error(self._control, error, doing="building the optimizer")
-        also = {"on_out_of_memory": on_out_of_memory}
+        also = {"on_out_of_memory": on_out_of_memory, "on_nonfinite": on_nonfinite}
         dtype = agree_on_request(self._control, request, also=also)
         planned = plan.transport if plan is not None else None
         comm = connect(self._group, communicator, request.device, planned=planned)
@@ -211,7 +226,15 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         super().__init__(request.groups, self._update.inner.defaults)
         self._settings_are_final = True
         self.state = OptimizerState(self._engine, self._update)  # type: ignore[assignment]
-        self._step = Step(self._engine, self._update, self._replicas)
+        self._step = Step(self._engine, self._update, self._replicas, on_nonfinite)
+        self._follow_plan()
+        self._has_stepped = self._has_compared_batches = False
+        self._members = [list(map(id, group["params"])) for group in self.param_groups]
+        given = model.parameters() if params is None else _all_parameters(self.param_groups)
+        self._structure = ModelStructure(model, set(map(id, given)))
+        self._engine.before_implicit_step = _weak_method(self._check_model)
+        hook = ModelHook(model_checks.reject_forward_in_ddp)
+        self._engine.hooks.append(model.register_forward_pre_hook(hook))
         ModelState(self._engine, self._update).register()
         self._unregister = model_checks.register_owner(
             list(model.named_parameters()), self, self._engine.hooks
@@ -268,8 +291,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             except MicroBatchesTooLarge as found:
                 self._use_smaller_batches(found.batches)
         state, waiting = engine.step, engine.strategy.waiting.step
-        engine.finish_gradients()
         state.in_train_step = not (self._optimizer_step_pre_hooks or _global_optimizer_pre_hooks)
+        engine.finish_gradients()
         if scaler is not None:
             scaler.unscale_(self)
         norm = self.clip_grad_norm_(max_norm) if max_norm is not None else None
@@ -282,7 +305,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         return StepResult(
             samples=state.samples,
             waiting_on=summary.waiting_on,
-            skipped=state.skipped,
+            skipped=state.skipped if isinstance(state.skipped, bool) else state.skipped.read,
             losses=summary.losses,
             norm=norm,
             stopwatch=stopwatch,
@@ -291,18 +314,28 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
 
     def micro_batches(
         self, batch: Any, weight: Weight | None = None, loss: Loss = "mean"
-    ) -> Iterator[Any]:
+    ) -> MicroBatchLoop:
         """Iterate over this rank's micro-batches of a global batch. Collective.
 
         Yields the micro-batches that have samples; run one backward for each. Passes without
         samples are run in between. Leaving the loop before its end abandons the step on all ranks.
+        If the iterator is kept in a variable, an exception in the body of the loop does not end it.
+        Then use it as a context manager, whose exit does, and tells all ranks the exception:
+
+            with optimizer.micro_batches(batch) as micro_batches:
+                for micro_batch in micro_batches:
+                    loss_fn(model, micro_batch).backward()
 
         Args:
             batch: as for `train_step`.
             weight: as for `train_step`.
             loss: as for `train_step`.
         """
-        yield from self._step.user_passes(self._step.start(self._open_step(batch, weight, loss)))
+
+        def start() -> list[MicroBatch]:
+            return self._step.start(self._open_step(batch, weight, loss))
+
+        return MicroBatchLoop(self._step, start)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -339,7 +372,14 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         return self._step.clip(float(max_norm), float(norm_type))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of this step. `.grad` is always set to None."""
+        """Drop the gradients of this step. `.grad` is always set to None.
+
+        Raises:
+            RuntimeError: called inside of a `micro_batches` loop, before its last backward was
+                applied. The step is abandoned on all ranks.
+        """
+        if self._step.leave_user_loop(_ZERO_GRAD_INSIDE_LOOP):
+            raise RuntimeError(_ZERO_GRAD_INSIDE_LOOP)
         self._engine.drop_parameter_gradients()
         if self._engine.step.open_micro_batch is None:
             self._engine.drop_implicit_pass()
@@ -562,6 +602,13 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         self._engine.recomputation.follow(plan, self._group.rank)
         self._plan = plan
         self._splitter = replace(self._splitter, plan=plan)
+        self._follow_plan()
+
+    def _follow_plan(self) -> None:
+        """Tell the engine whether a backward outside of `micro_batches` has the right weight."""
+        plan = self._plan
+        samples = () if plan is None else tuple(map(plan.samples, range(plan.world_size)))
+        self._engine.uneven_samples = samples if len(set(samples)) > 1 else None
 
     def _check_new_plan(self, plan: Plan) -> None:
         if plan.stage != self._stage or plan.world_size != self._group.size:
@@ -716,6 +763,10 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
 
     def _open_step(self, batch: Any, weight: Weight | None, loss: Loss) -> OpenedStep:
         """Check and split the batch and start to exchange its weight. Collective."""
+        if not self._has_compared_batches:
+            self._has_compared_batches = True
+            has_samples = self._plan is None or self._plan.samples(self._group.rank) > 0
+            compare_first_batches(self._control, batch if has_samples else None)
         return self._splitter.open(self._control, batch, weight, loss, self._check_before_step)
 
     def _check_before_step(self) -> None:
@@ -724,23 +775,38 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
                 "a step was started inside full_parameters(); leave that context first"
             )
         self._engine.drop_implicit_pass()
-        if self._engine.scheduler.active:
-            raise RuntimeError(
-                "a step was started inside the micro_batches loop of another step; end it first"
-            )
+        if self._step.leave_user_loop(_STEP_INSIDE_LOOP) or self._engine.scheduler.active:
+            raise RuntimeError(_STEP_INSIDE_LOOP)
         model_checks.reject_batch_norm(self._batch_norms)
+        if Phase.ACCUMULATED <= self._engine.step.phase <= Phase.FINAL and self._group.rank == 0:
+            warnings.warn(
+                "a step begins, and the gradients of the last one are dropped, because they were "
+                "not applied; call optimizer.step() after the micro_batches loop, or "
+                "optimizer.zero_grad() to drop them without this warning",
+                stacklevel=4,
+            )
+        self._check_model()
+
+    def _check_model(self) -> None:
+        """Check, before a step, that the optimizer still trains what it was built for."""
+        self._structure.check()
+        members = [list(map(id, group["params"])) for group in self.param_groups]
+        if members != self._members:
+            raise RuntimeError(
+                "the parameters in optimizer.param_groups were changed, but they are fixed when "
+                "the optimizer is built; pass all param groups to the constructor, and freeze "
+                "parameters with requires_grad_(False)"
+            )
+        if not self._has_stepped and not self._model.training and self._group.rank == 0:
+            warnings.warn(
+                "the model is in evaluation mode, so dropout is off: call model.train() before "
+                "training (from_pretrained() returns models in evaluation mode)",
+                stacklevel=4,
+            )
+        self._has_stepped = True
         for flat in self._engine.flats:
             if flat.adopt_replaced_data() and flat.trained:
                 self._update.refresh(flat)
-        mine = {id(p) for flat in self._engine.trained for p in flat.parameters}
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.requires_grad and id(parameter) not in mine:
-                    raise RuntimeError(
-                        f"a parameter of shape {tuple(parameter.shape)} was frozen when the "
-                        "optimizer was built and requires a gradient now; build a new optimizer "
-                        "after unfreezing"
-                    )
 
     def _use_smaller_batches(self, too_large: Mapping[int, int]) -> None:
         """Halve micro-batches that did not fit, for this step and later ones. Equal on all ranks.
@@ -788,12 +854,39 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         return self._step.multiply_gradient(factor)
 
 
+def _weak_method(method: Callable[[], None]) -> Callable[[], None]:
+    """A function that calls a method while its object exists, and does not keep it alive."""
+    reference = weakref.WeakMethod(method)
+
+    def call() -> None:
+        bound = reference()
+        if bound is not None:
+            bound()
+
+    return call
+
+
+def _all_parameters(groups: Iterable[Mapping[str, Any]]) -> Iterator[Tensor]:
+    return (parameter for group in groups for parameter in group["params"])
+
+
 class _ReleasedEngine:
     """Replaces the engine after `release`."""
 
     def __getattr__(self, name: str) -> Any:
         raise RuntimeError("this optimizer has released its model; build a new one")
 
+
+_STEP_INSIDE_LOOP = (
+    "a step was started inside of the micro_batches loop of another step, which is now abandoned "
+    "on all ranks; end the loop first. After an exception in its body that you handle, use `with "
+    "optimizer.micro_batches(batch) as micro_batches:`, which ends it"
+)
+
+_ZERO_GRAD_INSIDE_LOOP = (
+    "zero_grad() inside of the micro_batches loop, whose step is now abandoned on all ranks; the "
+    "passes of the loop add up to one step, so call it after step()"
+)
 
 _PLAIN_SCALER = (
     "torch.amp.GradScaler reads .grad on each rank alone, but the gradients are sharded and all "

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch.utils.data import Sampler
@@ -25,6 +26,9 @@ from poplar.data.global_batch import (
     resolve_rank,
 )
 from poplar.plan import Plan
+
+_SAMPLERS: WeakSet[HeteroBatchSampler] = WeakSet()
+"""The samplers of this process; the optimizer compares their orders with those of other ranks."""
 
 
 class HeteroBatchSampler(Sampler[list[int]]):
@@ -80,11 +84,25 @@ class HeteroBatchSampler(Sampler[list[int]]):
         self._epoch = 0
         self._start = 0  # first step of an iteration of this epoch; not 0 after load_state_dict
         self._drawn = 0  # steps of this epoch that were drawn, including those before `_start`
+        _SAMPLERS.add(self)
 
     @property
     def epoch(self) -> int:
         """The current or last epoch."""
         return self._epoch
+
+    @property
+    def batch_size(self) -> int:
+        """Not one number. Accelerate reads it before it divides the batches among ranks again.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(
+            "HeteroBatchSampler gives each rank its part of the global batch already, so its "
+            "batches have no common size and must not be divided among ranks again; do not pass "
+            "its DataLoader to accelerate.prepare() or Trainer, use poplar.integrations"
+        )
 
     def __len__(self) -> int:
         """Steps in a full epoch, even if this one was resumed."""
@@ -163,3 +181,8 @@ class HeteroBatchSampler(Sampler[list[int]]):
         mixed = hashlib.sha256(f"{self._seed}:{self._epoch}".encode()).digest()[:4]
         generator = torch.Generator(device="cpu").manual_seed(int.from_bytes(mixed, "little"))
         return torch.randperm(self._length, generator=generator, device="cpu")
+
+
+def orders_of_samplers() -> frozenset[tuple[Any, ...]]:
+    """What decides the order of each sampler of this process; equal on all ranks."""
+    return frozenset(tuple(sampler._state_identity().values()) for sampler in _SAMPLERS)

@@ -7,11 +7,11 @@ state of the model are restored afterwards.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -170,9 +170,8 @@ class _Comparison:
         sizes = [self.plan.samples(other) for other in range(self.plan.world_size)]
         part = pytree.split(batch, sizes)[rank] if sizes[rank] else None
         loss, count = 0.0, 0.0
-        loop = optimizer.micro_batches(part, process.weight, process.loss)
-        with closing(cast(Generator[Any, None, None], loop)):  # an exception abandons the step
-            for micro_batch in loop:
+        with optimizer.micro_batches(part, process.weight, process.loss) as micro_batches:
+            for micro_batch in micro_batches:
                 value = process.run(micro_batch)
                 (value * process.scale).backward()
                 counted = process.count(micro_batch)

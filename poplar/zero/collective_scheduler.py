@@ -109,6 +109,16 @@ class CollectiveScheduler:
         """On the leader: its backward unshards no more units."""
         self._finishing = False
 
+    @property
+    def reduced(self) -> set[FlatParameter]:
+        """The flat parameters whose reduction has been issued in this pass."""
+        return self._reduced
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether a gradient has arrived in this pass."""
+        return bool(self._ready_gradients)
+
     def set_weight(self, weight: float) -> None:
         """Set the weight of a pass that began before it was known; before its backward."""
         self._weight = weight
@@ -129,7 +139,16 @@ class CollectiveScheduler:
     def enter_forward(self, unit: Unit) -> int:
         """Unshard `unit` for its forward. Returns the number of this forward call."""
         self._broadcast_skipped(unit.index)
-        self.require(unit)
+        try:
+            self.require(unit)
+        except OutOfOrder as error:
+            if self._backward_visit is None:
+                raise
+            raise OutOfOrder(
+                f"rank {self._control.group.rank}: a forward of unit {unit.name!r} after the "
+                "backward of this micro-batch. Run one forward and one backward per micro-batch: "
+                "add the losses first, or evaluate after step()"
+            ) from error
         self._visited.add(unit)
         self._forward_order.append(unit)
         return len(self._forward_order) - 1

@@ -6,7 +6,7 @@ other backward is an implicit pass: it begins at its first unit or gradient and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,6 +22,7 @@ from poplar.system.out_of_memory import free_frames, is_out_of_memory
 from poplar.zero.collective_scheduler import CollectiveScheduler, Mode
 from poplar.zero.flat_parameter import FlatParameter
 from poplar.zero.model_hook import ModelHook
+from poplar.zero.placeholder_gradient import PlaceholderGradient
 from poplar.zero.recomputation import Recomputation
 from poplar.zero.step_state import Phase, StepState
 from poplar.zero.strategy import Strategy
@@ -66,6 +67,13 @@ class Engine:
             id(p): unit for unit in self.units for f in unit.flats for p in f.parameters
         }
         self._in_early_forward = False
+        self.before_implicit_step: Callable[[], None] = _do_nothing
+        """Called before the first backward of a step in the user's own loop; it may raise."""
+        self.uneven_samples: tuple[int, ...] | None = None
+        """Samples of the ranks under an uneven plan, which a backward of weight 1 / n violates."""
+        self._placeholders: dict[FlatParameter, list[Tensor]] | None = None
+        self._has_placeholders = False
+        """`.grad` of some parameters is a placeholder, which the next pass must not add to."""
         self._modules = {id(module) for module in model.modules()}
         self._forward_depth = 0
         self._visits: dict[Unit, int] = {}
@@ -125,6 +133,8 @@ class Engine:
             False if there is nothing to issue: no rank has samples and no order has been agreed
             yet, or all parameters are unsharded anyway.
         """
+        if self._has_placeholders:
+            self.drop_parameter_gradients()
         if self.has_early_pass:
             self.has_early_pass = False
             self.scheduler.set_weight(weight)
@@ -202,9 +212,25 @@ class Engine:
 
     def drop_parameter_gradients(self) -> None:
         """Set `.grad` of all parameters to None, as at the start of a step."""
+        self._has_placeholders = False
         for flat in self.trained:
             for parameter in flat.parameters:
                 parameter.grad = None
+
+    def set_placeholder_gradients(self, flats: Collection[FlatParameter]) -> None:
+        """Set `.grad` of these flat parameters to tensors that raise if they are used."""
+        if self._placeholders is None:
+            self._placeholders = {
+                flat: [PlaceholderGradient(parameter) for parameter in flat.parameters]
+                for flat in self.trained
+            }
+        self._has_placeholders = True
+        for flat in flats:
+            for parameter, placeholder in zip(
+                flat.parameters, self._placeholders[flat], strict=True
+            ):
+                if parameter.grad is None:
+                    parameter.grad = placeholder
 
     def stop_all_ranks(self, reason: str) -> None:
         """Make the later collectives of all ranks raise: this rank cannot go on with them."""
@@ -223,6 +249,8 @@ class Engine:
         if self.step.phase < Phase.FINAL:
             self.strategy.finish_gradients(self.units)
             self.step.phase = Phase.FINAL
+            if not self.strategy.shows_gradients and not self.step.in_train_step:
+                self.set_placeholder_gradients(self.trained)
 
     def full_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Each trained parameter's name and its full mean gradient. Collective."""
@@ -354,6 +382,22 @@ class Engine:
         """Whether values written into a module's own parameters now take effect."""
         return self._are_in(module, self._writable)
 
+    def check_copy(self, module: nn.Module) -> None:
+        """Called when a module is copied or pickled.
+
+        Raises:
+            RuntimeError: its own parameters are not here, so the copy would have NaN.
+        """
+        own = (self._unit_of.get(id(parameter)) for parameter in module._parameters.values())
+        flats = (flat for unit in own if unit is not None for flat in unit.flats)
+        if any(flat.is_detached for flat in flats):
+            raise RuntimeError(
+                f"rank {self.comm.group.rank}: the model is copied or pickled while its parameters "
+                "are sharded, so the copy would have NaN for every value. Enter `with "
+                "optimizer.full_parameters():` on every rank for copy.deepcopy(model), and save "
+                "weights with optimizer.save_model(path)"
+            )
+
     def _are_in(self, module: nn.Module, units: set[Unit]) -> bool:
         if not self.strategy.shards_parameters:
             return True
@@ -406,9 +450,12 @@ class Engine:
                     f"rank {self.comm.group.rank}: loss_fn ran a backward, but it must only return "
                     "the loss; train_step runs the one backward of each micro-batch"
                 )
+            if not self._explicit_pass:
+                self.reject_uneven_backward()
             if not self.scheduler.active:
                 self._begin_implicit_pass(Mode.TRAIN)
-            if not self._explicit_pass and not self._callback_queued:
+            calls_back = not self._explicit_pass or self.step.in_user_loop
+            if calls_back and not self._callback_queued:
                 self._callback_queued = True
                 Variable._execution_engine.queue_callback(self._on_backward_end)
             self.scheduler.gradient_ready(flat, parameter)  # type: ignore[arg-type]
@@ -456,6 +503,8 @@ class Engine:
             ]
 
             def enter_backward(_gradient: Tensor) -> None:
+                if not self._explicit_pass:
+                    self.reject_uneven_backward()
                 self.scheduler.enter_backward(unit, visit)
 
             if outputs:
@@ -506,6 +555,7 @@ class Engine:
                 "step in no_sync()"
             )
         if mode is Mode.TRAIN and not self.has_gradients:
+            self.before_implicit_step()
             self.begin_step(keep_gradients=True)  # the first gradient is already in `.grad`
         reduces = mode is Mode.TRAIN and (
             self.requires_gradient_sync or self.strategy.reduces_every_pass
@@ -513,9 +563,29 @@ class Engine:
         weight = 1.0 / self.comm.group.size
         self.scheduler.begin(mode, reduces=reduces, weight=weight, leader=0)
 
+    def reject_uneven_backward(self) -> None:
+        """Raise if a backward outside of `micro_batches` has the wrong weight. Collective then.
+
+        Raises:
+            RuntimeError: the plan gives the ranks different numbers of samples.
+        """
+        if self.uneven_samples is None:
+            return
+        self.drop_implicit_pass()
+        self.drop_parameter_gradients()
+        raise RuntimeError(
+            f"rank {self.comm.group.rank}: gradients from outside of micro_batches have the weight "
+            f"1 / {self.comm.group.size}, but the plan gives the ranks {self.uneven_samples} "
+            "samples, so the gradient would be wrong. Use optimizer.train_step(loss_fn, batch), or "
+            "run the backward in `for micro_batch in optimizer.micro_batches(batch):`"
+        )
+
     def _on_backward_end(self) -> None:
         self._callback_queued = False
-        if self._explicit_pass or not self.scheduler.active:
+        if not self.scheduler.active:
+            return
+        if self._explicit_pass:
+            self.set_placeholder_gradients(self.scheduler.reduced)
             return
         self.end_pass()
         if self.requires_gradient_sync:
@@ -525,6 +595,10 @@ class Engine:
 def _disable_compile(hook: Callable[..., None]) -> Callable[..., None]:
     """Exclude a hook from `torch.compile`: it communicates, so it runs between graphs."""
     return ModelHook(torch.compiler.disable(hook))
+
+
+def _do_nothing() -> None:
+    """Checks nothing."""
 
 
 def _in_backward() -> bool:

@@ -41,6 +41,24 @@ def reject_wrapped(model: nn.Module) -> None:
             )
 
 
+def reject_forward_in_ddp(model: nn.Module, _inputs: Any) -> None:
+    """Forward pre-hook: reject DDP that was wrapped around the model afterwards.
+
+    Raises:
+        TypeError: the forward is one of a DDP module that contains the model.
+    """
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return
+    wrapper = getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
+    if wrapper is not None and any(module is model for module in wrapper.module.modules()):
+        raise TypeError(
+            "the model was wrapped in DistributedDataParallel after its HeteroZeroOptimizer was "
+            "built; DDP averages gradients with equal weights a second time. Do not wrap or "
+            "prepare the model (Accelerate, Lightning's strategy='ddp'): the optimizer replaces "
+            "the wrapper"
+        )
+
+
 def batch_norms(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """BatchNorm modules with their names."""
     return [(name, m) for name, m in model.named_modules() if isinstance(m, _BatchNorm)]

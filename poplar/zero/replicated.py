@@ -27,6 +27,7 @@ class Replicated(LocalAccumulation):
     """
 
     replicates_state = True
+    shows_gradients = True
 
     def __init__(self, comm: Communicator, reduce_dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(comm, reduce_dtype, device)

@@ -215,7 +215,7 @@ def _check_optimizer(
         name = getattr(factory, "__name__", repr(factory))
         raise ValueError(
             f"{name} cannot update flat shards, which split parameters anywhere: {problem}. Use "
-            "an elementwise optimizer: AdamW, Adam, SGD, RMSprop, Adagrad, ..."
+            "an elementwise optimizer with state per element: AdamW, Adam, SGD, RMSprop, Adagrad"
         )
     # It raises what the class itself rejects.
     factory([dict(group) for group in groups], **options)

@@ -12,7 +12,8 @@ the error in `close`, so that all ranks raise and none applies the step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from poplar import ops
-from poplar.errors import CollectiveTimeout, PoplarError
+from poplar.errors import CollectiveTimeout
 from poplar.system.out_of_memory import free_frames, is_out_of_memory
 from poplar.zero.agreement import (
     StepSummary,
@@ -33,8 +34,10 @@ from poplar.zero.agreement import (
 from poplar.zero.engine import Engine
 from poplar.zero.grad_scaler import GradScaler
 from poplar.zero.held_memory import held_memory
+from poplar.zero.micro_batch_loop import MicroBatchLoop
 from poplar.zero.micro_batch_loss import MicroBatchLoss
 from poplar.zero.micro_batches import MicroBatch, OpenedStep
+from poplar.zero.nonfinite import NonFiniteSteps, OnNonFinite
 from poplar.zero.out_of_memory import out_of_memory_error
 from poplar.zero.replica_check import ReplicaCheck
 from poplar.zero.step_state import Phase
@@ -44,12 +47,22 @@ from poplar.zero.update import ShardedUpdate
 class Step:
     """Moves the steps of one engine through their phases. One object serves all steps."""
 
-    def __init__(self, engine: Engine, update: ShardedUpdate, replicas: ReplicaCheck) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        update: ShardedUpdate,
+        replicas: ReplicaCheck,
+        on_nonfinite: OnNonFinite,
+    ) -> None:
         self._engine = engine
         self._update = update
         self._replicas = replicas
+        streams = engine.strategy.streams
+        self._nonfinite = NonFiniteSteps(on_nonfinite, update, streams, engine.control)
+        update.before_reading_state = self._nonfinite.settle
         self._rank = engine.comm.group.rank
         self._trace = engine.comm.group.trace
+        self._loop: weakref.ref[MicroBatchLoop] | None = None
 
     def reset(self) -> None:
         """Drop the current step."""
@@ -116,13 +129,13 @@ class Step:
             The first error of this rank.
         """
         error: Exception | None = None
-        own_loss: Tensor | float = 0.0
+        losses: list[Tensor] = []
         for micro_batch in micro_batches:
             if not self.begin_pass(micro_batch):
                 continue
             try:
                 if micro_batch.samples and error is None:
-                    own_loss = own_loss + self._run_pass(micro_batch, forward, scaler)
+                    losses += self._run_pass(micro_batch, forward, scaler)
             except CollectiveTimeout:
                 self._engine.abort()
                 raise
@@ -134,21 +147,22 @@ class Step:
                 if not is_out_of_memory(caught):
                     raise
                 error = error or self._failed_pass(caught, micro_batch)
-        self._engine.step.loss = own_loss
+        state = self._engine.step
+        state.loss, state.pass_losses, state.has_losses = sum(losses), losses, True
         return error
 
     def _run_pass(
         self, micro_batch: MicroBatch, forward: MicroBatchLoss, scaler: GradScaler | None
-    ) -> Tensor | float:
-        """Forward and backward; returns the weighted loss.
+    ) -> list[Tensor]:
+        """Forward and backward; returns the weighted loss, if it counts.
 
         Its own function, so that an error leaves no other reference to the autograd graph.
         """
         value = forward(micro_batch.batch)
         (value if scaler is None else scaler.scale(value)).backward()
         if not micro_batch.weight:  # the mean over an empty set is NaN
-            return 0.0
-        return value.detach().double() * micro_batch.weight
+            return []
+        return [value.detach().double() * micro_batch.weight]
 
     def _failed_pass(self, error: Exception, micro_batch: MicroBatch) -> Exception:
         """The error to report; if memory ran out, free what the pass held and note its size."""
@@ -163,26 +177,36 @@ class Step:
         held = held_memory(self._engine, self._update)
         return out_of_memory_error(error, self._rank, samples, held)
 
-    def user_passes(self, micro_batches: Sequence[MicroBatch]) -> Iterator[Any]:
-        """Yield the micro-batches that have samples; the user runs a backward for each. Collective.
+    # The user's own loop.
 
-        Leaving the loop before its end abandons the step on all ranks.
+    def enter_user_loop(self, loop: MicroBatchLoop) -> None:
+        """Note that the passes of this step are those of `loop`."""
+        self._engine.step.in_user_loop = True
+        self._loop = weakref.ref(loop)
+
+    def leave_user_loop(self, why: str) -> bool:
+        """Abandon the step of a loop that is still open. Collective then.
+
+        Args:
+            why: what the loop raises if it goes on.
+
+        Returns:
+            Whether there was one.
         """
-        finished = 0
-        try:
-            for micro_batch in micro_batches:
-                if self.begin_pass(micro_batch):
-                    if micro_batch.samples:
-                        yield micro_batch.batch
-                    self._end_user_pass(micro_batches[finished + 1 :])
-                finished += 1
-            if self._engine.has_gradients:  # not if step() came inside the loop
-                self._engine.finish_gradients()
-        except GeneratorExit:
-            is_open = self._engine.step.open_micro_batch is not None
-            if is_open or finished < len(micro_batches) - 1:
-                self._abandon(micro_batches[finished + 1 :], PoplarError(_LOOP_LEFT_EARLY))
-            raise
+        loop = self._loop() if self._loop is not None else None
+        if loop is None or not loop.is_open:
+            return False
+        loop.close(why, why=why)
+        return True
+
+    def finish_user_passes(self) -> None:
+        """Called at the end of the user's loop. Collective."""
+        if self._engine.has_gradients:  # not if step() came inside the loop
+            self._engine.finish_gradients()
+
+    @property
+    def has_open_pass(self) -> bool:
+        return self._engine.step.open_micro_batch is not None
 
     def begin_pass(self, micro_batch: MicroBatch) -> bool:
         """Open a pass; False if it has nothing to issue. Collective."""
@@ -221,36 +245,51 @@ class Step:
                     f"rank {self._rank}: step() or clip_grad_norm_() inside the micro_batches "
                     "loop, before its last micro-batch; call it after the loop"
                 )
-            self._end_user_pass(())
+            self.end_user_pass(())
         elif state.phase is Phase.EMPTY:
             if not any(p.grad is not None for flat in engine.trained for p in flat.parameters):
                 raise RuntimeError(
                     f"rank {self._rank}: step() without a backward since the last step, so there "
                     "is no gradient to apply"
                 )
+            engine.reject_uneven_backward()
             engine.begin_step(keep_gradients=True)
             engine.reduce_without_backward()
         elif state.phase is Phase.ACCUMULATED:
             engine.reduce_without_backward()  # all passes were inside no_sync()
         engine.finish_gradients()
 
-    def _end_user_pass(self, rest: Sequence[MicroBatch]) -> None:
-        """End a pass of the user's loop; if memory runs out, abandon the step on all ranks.
+    def end_user_pass(self, rest: Sequence[MicroBatch]) -> None:
+        """End the open pass of the user's loop; on an error, abandon the step on all ranks.
 
         Args:
             rest: this rank's later passes in the step.
+
+        Raises:
+            RuntimeError: there was no backward in it.
         """
         micro_batch = self._engine.step.open_micro_batch
+        if micro_batch is None:
+            return
+        reason: Exception
+        if micro_batch.samples and micro_batch.weight and not self._engine.scheduler.has_gradients:
+            reason = RuntimeError(
+                f"rank {self._rank}: the body of the micro_batches loop ran no backward for a "
+                f"micro-batch of {micro_batch.samples} samples, which count in the mean; call "
+                "loss.backward() once for every micro-batch, or give it the weight 0 (weight=)"
+            )
+            self.abandon(rest, reason)
+            raise reason
         try:
             self.end_pass()
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            explained = self._out_of_memory(error, micro_batch.samples if micro_batch else None)
-            self._abandon(rest, explained)
-            raise explained from error
+            reason = self._out_of_memory(error, micro_batch.samples)
+            self.abandon(rest, reason)
+            raise reason from error
 
-    def _abandon(self, rest: Sequence[MicroBatch], reason: Exception) -> None:
+    def abandon(self, rest: Iterable[MicroBatch], reason: Exception) -> None:
         """Abandon the step: complete its passes with zeros and report `reason` to all ranks."""
 
         def end() -> None:
@@ -293,6 +332,11 @@ class Step:
             Exception: `error`; `RankFailed` on other ranks.
         """
         engine, state = self._engine, self._engine.step
+        try:
+            self._nonfinite.raise_if_found()  # in the last step, if the device had not decided yet
+        except Exception:
+            self.reset()
+            raise
         if error is None:
             try:
                 self._update.allocate_state()
@@ -366,19 +410,30 @@ class Step:
         """
         self.finish_passes()
         engine, state, strategy = self._engine, self._engine.step, self._engine.strategy
-        unused = (state.summary or self.close(None)).unused
+        summary = state.summary or self.close(None)
+        unused, found_inf = summary.unused, state.found_inf
+        flag = None
+        if found_inf is None:  # else a loss scaler decides
+            flag = self._nonfinite.flag(summary, has_losses=state.has_losses)
+            found_inf = flag if self._nonfinite.skips() else None
         with self._stops_all_ranks():
             strategy.updated.finish()  # of units that have had no forward since the last update
             for flat in engine.trained:
                 unused[flat] = unused[flat].union(strategy.read_back_gradients(flat))
                 strategy.wait_for_readers(flat)
             with self._trace.span("optimizer", "the update"):
-                self._update.step(groups, unused, state.factor, state.found_inf)
+                self._update.step(groups, unused, state.factor, found_inf)
             strategy.all_gather_updated_parameters(engine.units)
         self._replicas.record_update()
+        torch.clear_autocast_cache()  # an autocast around several steps keeps casts of old values
         if state.found_inf is not None:  # synchronize only after all work has been issued
             state.skipped = self._update.undo_if_skipped(state.found_inf)
+        elif flag is not None:
+            losses, passes, applied = summary.losses, state.pass_losses, found_inf is None
+            state.skipped = self._nonfinite.record(flag, losses, passes, applied=applied)
         self.reset()
+        if not strategy.streams.asynchronous:
+            self._nonfinite.raise_if_found()
 
     @contextmanager
     def _stops_all_ranks(self) -> Iterator[None]:
@@ -397,6 +452,3 @@ class Step:
                 f"{type(error).__name__}: {error}"
             )
             raise
-
-
-_LOOP_LEFT_EARLY = "the micro_batches loop was left early (an exception in its body, or break)"

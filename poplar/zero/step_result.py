@@ -48,9 +48,9 @@ class Stopwatch:
 class StepResult:
     """The outcome of one `train_step`; equal on all ranks, except for the times.
 
-    `loss`, `grad_norm`, `seconds` and `waiting_seconds` wait for the device when they are first
-    read, and raise `CollectiveTimeout` if it is not done at the deadline. A loop that reads them
-    only now and then keeps the device busy in between. Copying and pickling read them.
+    `loss`, `grad_norm`, `skipped`, `seconds` and `waiting_seconds` wait for the device when they
+    are first read, and raise `CollectiveTimeout` if it is not done at the deadline. A loop that
+    reads them only now and then keeps the device busy in between. Copying and pickling read them.
     """
 
     samples: int
@@ -58,15 +58,13 @@ class StepResult:
     waiting_on: int | None
     """The rank that waited least: the slowest one, for which the others waited. On GPUs, in the
     latest step that all devices had finished; None if there is none."""
-    skipped: bool
-    """The scaled gradient was not finite, so no rank has stepped."""
 
     def __init__(
         self,
         *,
         samples: int,
         waiting_on: int | None,
-        skipped: bool,
+        skipped: bool | Callable[[], bool],
         losses: Tensor,
         norm: Tensor | None,
         stopwatch: Stopwatch,
@@ -76,13 +74,13 @@ class StepResult:
         Args:
             samples: samples in the global batch.
             waiting_on: the slowest rank.
-            skipped: no rank has stepped.
+            skipped: whether no rank has stepped; a function if the device decides it.
             losses: by rank, its part of the weighted loss.
             norm: norm of the full gradient; None if it was not computed.
             stopwatch: the time of the step.
             waiting_seconds: returns the part of it that this rank has waited.
         """
-        self.samples, self.waiting_on, self.skipped = samples, waiting_on, skipped
+        self.samples, self.waiting_on, self._skipped = samples, waiting_on, skipped
         self._losses, self._norm = losses, norm
         self._stopwatch, self._waiting_seconds = stopwatch, waiting_seconds
 
@@ -97,6 +95,11 @@ class StepResult:
         """Norm of the full gradient before clipping; None without `max_norm`."""
         self._stopwatch.wait()
         return None if self._norm is None else float(self._norm)
+
+    @cached_property
+    def skipped(self) -> bool:
+        """The loss or the gradient was not finite, so no rank has stepped."""
+        return self._skipped() if callable(self._skipped) else self._skipped
 
     @cached_property
     def seconds(self) -> float:

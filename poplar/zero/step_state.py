@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from poplar.zero.agreement import StepSummary
 from poplar.zero.micro_batches import MicroBatch
+
+if TYPE_CHECKING:
+    from poplar.zero.nonfinite import DeviceFlag
 
 
 class Phase(IntEnum):
@@ -40,6 +43,10 @@ class StepState:
     """Seconds spent waiting for other ranks to open the step."""
     loss: Tensor | float = 0.0
     """This rank's part of the weighted loss."""
+    has_losses: bool = False
+    """`loss` is known on all ranks: the passes are those of `train_step`."""
+    pass_losses: list[Tensor] = field(default_factory=list)
+    """Its summands, one per pass that counts."""
     open_micro_batch: MicroBatch | None = None
     """The input of the pass that is open now."""
     pass_began: Any = None
@@ -57,6 +64,8 @@ class StepState:
     """The part of `scale` that the update still has to apply; None if there is none."""
     found_inf: Tensor | None = None
     """As in `torch.amp`: not 0 if the step is to be skipped."""
-    skipped: bool = False
+    skipped: bool | DeviceFlag = False
     in_train_step: bool = False
     """In `train_step` no user code reads `.grad` before the update."""
+    in_user_loop: bool = False
+    """The passes are those of a `micro_batches` loop, whose body may read `.grad`."""

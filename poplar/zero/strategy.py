@@ -37,6 +37,9 @@ class Strategy(ABC):
     replicates_state: ClassVar[bool] = False
     """Every rank has the whole optimizer state and updates all parameters."""
 
+    shows_gradients: ClassVar[bool] = False
+    """`.grad` is the mean gradient between the last pass and the update."""
+
     def __init__(self, comm: Communicator, reduce_dtype: torch.dtype, device: torch.device) -> None:
         self.comm = comm
         self.codec = Codec(reduce_dtype)

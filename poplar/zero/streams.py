@@ -54,6 +54,10 @@ class Streams:
         """An event on the compute stream that keeps the time of the device."""
         return None
 
+    def copy_to_host(self, value: torch.Tensor) -> torch.Tensor:
+        """A copy that the host may read once a later `timestamp` has passed."""
+        return value
+
     def allocate_unsharded(self, allocate: Callable[[], None]) -> None:
         """Call `allocate`, which allocates values of units, once or, if memory is short, twice."""
         allocate()
@@ -92,6 +96,10 @@ class DeviceStreams(Streams):
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
+
+    def copy_to_host(self, value: torch.Tensor) -> torch.Tensor:
+        host = torch.empty_like(value, device="cpu", pin_memory=True)
+        return host.copy_(value, non_blocking=True)
 
     def allocate_unsharded(self, allocate: Callable[[], None]) -> None:
         pool = self._pool

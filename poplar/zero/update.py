@@ -74,6 +74,8 @@ class ShardedUpdate:
         self._factory, self._options = factory, dict(options)
         self.collected: dict[str, Any] | None = None
         """The whole state as a state dict, if it was collected here since it last changed."""
+        self.before_reading_state: Callable[[], None] | None = None
+        """Completes the state of the last step, if the device decided whether it was applied."""
         self._state_layouts: dict[int, StateLayout] = {}
         """By param group, until its settings may have changed."""
         self._unstarted: set[Tensor] = set()
@@ -148,12 +150,22 @@ class ShardedUpdate:
         """Whether the update is Poplar's own, which rounds alike on all devices."""
         return isinstance(self.inner, FlatAdamW) and self.inner.uses_operator()
 
+    @property
+    def skips_on_device(self) -> bool:
+        """Whether `step` leaves out a step without the host reading `found_inf`."""
+        return self.has_exact_kernel or _takes_scalars(self.inner)
+
     def undo_if_skipped(self, found_inf: Tensor) -> bool:
         """Whether the last step changed nothing. Synchronizes with the device."""
         skipped = bool(found_inf)
-        if skipped and isinstance(self.inner, FlatAdamW) and self.inner.uses_operator():
-            self.inner.undo_step_count()
+        if skipped:
+            self.undo_step_count()
         return skipped
+
+    def undo_step_count(self) -> None:
+        """The last step changed nothing, so it does not count."""
+        if isinstance(self.inner, FlatAdamW) and self.inner.uses_operator():
+            self.inner.undo_step_count()
 
     def _step_inner(
         self,
@@ -292,6 +304,8 @@ class ShardedUpdate:
 
     def state_of(self, run: ParameterRun) -> dict[str, Any]:
         """State tensors of the owned part and scalars of a run; empty before its first update."""
+        if self.before_reading_state is not None:
+            self.before_reading_state()
         if run.tensor is None or run.tensor in self._unstarted:
             return {}
         return dict(self.inner.state.get(run.tensor, {}))
@@ -300,6 +314,8 @@ class ShardedUpdate:
         """As `state_of`, but also before the first update, if this rank owns a part of the run."""
         if run.tensor is None:
             return {}
+        if self.before_reading_state is not None:
+            self.before_reading_state()
         if not self._has_state(run.tensor):
             self.create_state()
         return dict(self.inner.state[run.tensor])
@@ -374,36 +390,71 @@ def fastest_options(factory: OptimizerFactory, options: Mapping[str, Any]) -> di
 def check_elementwise(
     factory: OptimizerFactory, options: Mapping[str, Any], device: torch.device
 ) -> str | None:
-    """Test whether splitting a parameter anywhere changes its update.
+    """Test whether ranks can update parts of a parameter, each with an optimizer of its own.
 
-    It compares three steps on one matrix with three steps on its elements in two flat parts.
+    It compares three steps on one matrix with three steps on two flat parts of it, which have
+    nothing in common. The parts are large enough for classes that quantize the state of large
+    tensors only.
 
     Returns:
         Why the class cannot update flat shards, or None if it can.
     """
     generator = torch.Generator(device="cpu").manual_seed(0)
-    start = torch.randn(8, 32, generator=generator, device="cpu")
-    gradients = [torch.randn(8, 32, generator=generator, device="cpu") for _ in range(3)]
+    start = torch.randn(128, 96, generator=generator, device="cpu")
+    gradients = [torch.randn(128, 96, generator=generator, device="cpu") for _ in range(3)]
+    problems: list[str] = []
 
-    def after(shapes: Callable[[Tensor], list[Tensor]]) -> Tensor:
-        parts = [part.clone().to(device) for part in shapes(start)]
-        optimizer = factory([{"params": parts}], **options)
+    def after(shape: Callable[[Tensor], Tensor]) -> Tensor:
+        values = shape(start).clone().to(device)
+        optimizer = factory([{"params": [values]}], **options)
+        settings = [_settings(optimizer)]
         for gradient in gradients:
-            for part, piece in zip(parts, shapes(gradient), strict=True):
-                part.grad = piece.clone().to(device)
+            values.grad = shape(gradient).clone().to(device)
             optimizer.step()
-        return torch.cat([part.flatten() for part in parts]).cpu()
+            settings.append(_settings(optimizer))
+        problems.extend(_changed_settings(settings))
+        problems.extend(_unsupported_state(optimizer.state.get(values, {}), values))
+        return values.flatten().cpu()
 
     # Wrong options raise here, with the message of the class itself.
     factory([{"params": [start.clone().to(device)]}], **options)
     try:
-        whole = after(lambda values: [values])
-        cut = after(lambda values: [values.flatten()[:64], values.flatten()[64:]])
+        whole = after(lambda values: values)
+        cut = [after(lambda v: v.flatten()[:6000]), after(lambda v: v.flatten()[6000:])]
     except Exception as error:
         return f"it does not step a flat slice of a parameter ({type(error).__name__}: {error})"
-    if torch.allclose(whole, cut, rtol=1e-5, atol=1e-7, equal_nan=True):
-        return None
-    return "its update of an element depends on the other elements of the parameter"
+    if not torch.allclose(whole, torch.cat(cut), rtol=1e-5, atol=1e-6, equal_nan=True):
+        problems.append("its update of an element depends on other elements")
+    return problems[0] if problems else None
+
+
+def _settings(optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """The settings of the first param group, as text."""
+    group = optimizer.param_groups[0]
+    return {key: repr(value) for key, value in group.items() if key != "params"}
+
+
+def _changed_settings(by_step: Sequence[Mapping[str, str]]) -> list[str]:
+    """What is wrong if `step` changes the settings, which are the same on all ranks."""
+    before, first, last = by_step[0], by_step[1], by_step[-1]
+    changed = sorted(key for key in last if last[key] != before.get(key, first.get(key)))
+    if not changed:
+        return []
+    return [f"its step() keeps state in the param group ({', '.join(changed)})"]
+
+
+def _unsupported_state(state: Mapping[str, Any], values: Tensor) -> list[str]:
+    """What is wrong with state that cannot be cut and moved with the elements."""
+    for key, value in state.items():
+        if not isinstance(value, Tensor) or (value.numel() == 1 and type(value) is Tensor):
+            continue
+        plain = type(value) is Tensor and value.is_floating_point()
+        if not plain or value.shape != values.shape:
+            return [
+                f"its state {key!r} is a {type(value).__name__} of {value.dtype} and shape "
+                f"{tuple(value.shape)}, not one floating-point number per element"
+            ]
+    return []
 
 
 def _first_runs(flat: FlatParameter) -> list[ParameterRun]:

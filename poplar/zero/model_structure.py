@@ -1,0 +1,74 @@
+"""Notices that a model was changed after its optimizer was built.
+
+Parameters that were added, replaced or unfrozen since then would not be trained. The check compares
+identities only: about 0.1 microseconds per module and parameter, before every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from operator import attrgetter, is_
+from typing import Any
+
+from torch import nn
+
+from poplar.zero.model_checks import reject_wrapped
+
+
+class ModelStructure:
+    """The modules and parameters of a model when the optimizer was built."""
+
+    def __init__(self, model: nn.Module, may_be_trained: Collection[int]) -> None:
+        """`may_be_trained`: by `id`, parameters that the user gave to the optimizer."""
+        self._model = model
+        self._known = list(model.parameters())
+        self._frozen = [p for p in self._known if id(p) in may_be_trained and not p.requires_grad]
+        self._record()
+
+    def _record(self) -> None:
+        modules = list(self._model.modules())
+        self._tables: list[dict[str, Any]] = [m._parameters for m in modules]
+        self._tables += [m._modules for m in modules]
+        self._sizes = [len(table) for table in self._tables]
+        entries = [(table, name) for table in self._tables for name in table]
+        self._holders = [table for table, _ in entries]
+        self._names = [name for _, name in entries]
+        self._values = [table[name] for table, name in entries]
+
+    def _is_recorded(self) -> bool:
+        found = map(dict.get, self._holders, self._names)
+        return list(map(len, self._tables)) == self._sizes and all(map(is_, found, self._values))
+
+    def check(self) -> None:
+        """Raise if the optimizer does not train the model as it is now.
+
+        Raises:
+            RuntimeError: a parameter was added, replaced or unfrozen.
+            TypeError: the model, or a module in it, was wrapped in FSDP.
+        """
+        if any(map(_requires_grad, self._frozen)):
+            names = [name for name, p in self._model.named_parameters() if _is_in(p, self._frozen)]
+            changed = [n for n in names if self._model.get_parameter(n).requires_grad]
+            raise RuntimeError(
+                f"parameter {changed[0]!r} was frozen when the optimizer was built and requires a "
+                "gradient now; build a new optimizer after unfreezing"
+            )
+        if self._is_recorded():
+            return
+        reject_wrapped(self._model)
+        known = set(map(id, self._known))
+        for name, parameter in self._model.named_parameters():
+            if parameter.requires_grad and id(parameter) not in known:
+                raise RuntimeError(
+                    f"parameter {name!r} was added to the model, or replaced in it, after the "
+                    "optimizer was built, so it would not be trained; change the model first, or "
+                    "call optimizer.release() and build a new optimizer"
+                )
+        self._record()  # the same parameters, for example in modules that torch.compile wraps
+
+
+_requires_grad = attrgetter("requires_grad")
+
+
+def _is_in(parameter: nn.Parameter, parameters: Collection[nn.Parameter]) -> bool:
+    return any(parameter is other for other in parameters)

@@ -1,0 +1,147 @@
+"""What happens to a step whose loss or gradient norm is not finite: all ranks leave it out.
+
+The device decides, from values that all ranks have with the same bits, so that the host does not
+wait between backward and update. On a CUDA device the host reads the decision when the next step is
+closed, by when the device has long passed it; elsewhere it reads it at once.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from poplar.comm import Control
+from poplar.errors import PoplarError
+from poplar.zero.agreement import StepSummary, raise_on_all_ranks
+from poplar.zero.streams import Streams
+from poplar.zero.update import ShardedUpdate
+
+OnNonFinite = Literal["raise", "skip"]
+
+_CHOICES = ("raise", "skip")
+
+
+def check_choice(choice: str) -> None:
+    """Raise ValueError for an unknown choice."""
+    if choice not in _CHOICES:
+        raise ValueError(f"on_nonfinite={choice!r}; use 'raise' or 'skip'")
+
+
+class DeviceFlag:
+    """A flag that the device computes. The host reads it without waiting for later work."""
+
+    def __init__(self, flag: Tensor, streams: Streams, control: Control) -> None:
+        self._control = control
+        self._value = streams.copy_to_host(flag)
+        self._event = streams.timestamp() if streams.asynchronous else None
+
+    def read(self) -> bool:
+        """Wait until the device has computed it."""
+        if self._event is not None:
+            self._control.group.wait_for_event(self._event, "the end of a step")
+        return bool(self._value)
+
+
+@dataclass(frozen=True, eq=False)
+class _UnreadStep:
+    """A step whose update has been issued, but whose flag has not been read."""
+
+    flag: DeviceFlag
+    losses: Tensor
+    """By rank, its part of the weighted loss."""
+    passes: Sequence[Tensor]
+    """The losses of this rank's passes."""
+    applied: bool
+    """The update did not depend on the flag."""
+
+
+class NonFiniteSteps:
+    """Finds the steps of one optimizer that are not finite."""
+
+    def __init__(
+        self, choice: OnNonFinite, update: ShardedUpdate, streams: Streams, control: Control
+    ) -> None:
+        self._choice = choice
+        self._update, self._streams, self._control = update, streams, control
+        self._unread: _UnreadStep | None = None
+        self._found: _UnreadStep | None = None
+
+    def flag(self, summary: StepSummary, *, has_losses: bool) -> Tensor | None:
+        """One fp32 on the device: 1 if the step is not finite; None if nothing tells."""
+        checked = [summary.losses] if has_losses else []
+        if summary.norm_type is not None:
+            checked.append(summary.norm.view(1))
+        if not checked:
+            return None
+        return (~torch.isfinite(torch.cat(checked))).any().float()
+
+    def skips(self) -> bool:
+        """Whether the update gets the flag: not if its class would make the host wait for it."""
+        waits = self._streams.asynchronous and not self._update.skips_on_device
+        return self._choice == "skip" or not waits
+
+    def record(
+        self, flag: Tensor, losses: Tensor, passes: Sequence[Tensor], *, applied: bool
+    ) -> DeviceFlag:
+        """The update of a step has been issued. The caller may read the flag later."""
+        found = DeviceFlag(flag, self._streams, self._control)
+        self._unread = _UnreadStep(found, losses, passes, applied)
+        if not self._streams.asynchronous:
+            self.settle()
+        return found
+
+    def settle(self) -> None:
+        """Read the flag of the last step, before its state is read. Local."""
+        step, self._unread = self._unread, None
+        if step is not None and step.flag.read():
+            self._found = step
+            if not step.applied:
+                self._update.undo_step_count()
+
+    def raise_if_found(self) -> None:
+        """Raise on all ranks, or warn, if the last step was not finite. Collective then.
+
+        Raises:
+            PoplarError: on the ranks whose loss was not finite, or on all, if only the norm was.
+            RankFailed: on the other ranks.
+        """
+        self.settle()
+        step, self._found = self._found, None
+        if step is None:
+            return
+        losses = step.losses.tolist()
+        at_fault = [rank for rank, loss in enumerate(losses) if not math.isfinite(loss)]
+        rank = self._control.group.rank
+        if self._choice == "skip":
+            if rank == 0:
+                who = f"the loss of rank(s) {at_fault}" if at_fault else "the gradient norm"
+                warnings.warn(f"a step was skipped: {who} was not finite", stacklevel=5)
+            return
+        error = None
+        if rank in at_fault or not at_fault:
+            error = PoplarError(self._message(step, losses[rank], bool(at_fault)))
+        raise_on_all_ranks(self._control, error, doing="a step")
+
+    def _message(self, step: _UnreadStep, loss: float, is_loss: bool) -> str:
+        what = "the gradient norm is not finite, although all losses are"
+        if is_loss:
+            values = [float(value) for value in step.passes]
+            bad = [place for place, value in enumerate(values) if not math.isfinite(value)]
+            where = f" in pass {bad[0] + 1} of {len(values)}" if bad else ""
+            what = f"the loss is {values[bad[0]] if bad else loss}{where}"
+        outcome = (
+            "the parameters were updated with it, so load a checkpoint"
+            if step.applied
+            else "no rank applied the step"
+        )
+        return (
+            f"rank {self._control.group.rank}: {what}; {outcome}. Look for bad samples, a too "
+            "large learning rate or an overflow in low precision. on_nonfinite='skip' leaves such "
+            "steps out and continues"
+        )

@@ -1,0 +1,54 @@
+"""What `.grad` is while the gradient is not there: a tensor that raises when it is used.
+
+Code that clips or scales `.grad`, such as `torch.nn.utils.clip_grad_norm_`, would otherwise find no
+gradients, change nothing, and train without clipping.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class PlaceholderGradient(Tensor):
+    """The `.grad` of a parameter whose gradient is sharded, or not final yet. It has no memory."""
+
+    @staticmethod
+    def __new__(cls, parameter: Tensor) -> PlaceholderGradient:
+        made: PlaceholderGradient = Tensor._make_wrapper_subclass(
+            cls, parameter.shape, dtype=parameter.dtype, device=parameter.device
+        )
+        return made
+
+    def __init__(self, parameter: Tensor) -> None:
+        """`parameter`: whose shape, dtype and device it takes, as torch requires of `.grad`."""
+
+    def __repr__(self, *_: Any, **__: Any) -> str:  # type: ignore[override]
+        return "<the gradient is not in .grad; see optimizer.full_gradients()>"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise RuntimeError(_NOT_HERE)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten.add_.Tensor:  # autograd accumulates
+            raise RuntimeError(_SECOND_BACKWARD)
+        raise RuntimeError(_NOT_HERE)
+
+
+_NOT_HERE = (
+    "the gradient is not in .grad: at stages 1 to 3 it is sharded over the ranks, and inside of a "
+    "micro_batches loop it is not final. Clip with optimizer.clip_grad_norm_(max_norm) after the "
+    "loop or train_step(..., max_norm=...), scale the loss with poplar.GradScaler, and read "
+    "gradients with optimizer.full_gradients()"
+)
+
+_SECOND_BACKWARD = (
+    "a backward after the gradients of this step were reduced. Run one backward per micro-batch "
+    "(add the losses first), and call step() and zero_grad() before the next step"
+)

@@ -1,0 +1,735 @@
+"""Everyday mistakes: each ends in an error or a warning that names the fix.
+
+`MISTAKES` is the list. Every one is made between two correct steps on two ranks with an uneven
+plan. After an error on all ranks nothing has changed, and the next correct step gives the result of
+one process; so no mistake trains on a wrong gradient.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest import mock
+
+import models
+import pytest
+import ranks as harness
+import reference
+import torch
+import training
+from models import ModelSpec
+from ranks import Failure, Pool
+from reference import Recipe
+from subset import choose
+from torch import Tensor, nn
+from training import STAGES, Run
+
+import poplar
+from poplar import HeteroBatchSampler, HeteroZeroOptimizer, Plan
+
+RECIPE = Recipe(spec=ModelSpec(blocks=2, kind="mlp"), batches=(8, 8))
+LAST = 1
+"""The rank that makes a mistake of one rank."""
+
+loss_fn = models.mean_over_samples
+
+
+@dataclass
+class Made:
+    """What a mistake works with, on one rank."""
+
+    run: Run
+    model: nn.Module
+    optimizer: HeteroZeroOptimizer
+    batch: dict[str, Any]
+
+    def new_optimizer(self, model: nn.Module | None = None, **changed: Any) -> HeteroZeroOptimizer:
+        arguments: dict[str, Any] = {
+            "optimizer_class": torch.optim.SGD,
+            "plan": self.run.plan,
+            "process_group": harness.group(),
+            "lr": 0.1,
+            **changed,
+        }
+        other = models.build(RECIPE.spec) if model is None else model
+        return HeteroZeroOptimizer(other, **arguments)
+
+
+def plan_of(stage: int) -> Plan:
+    return Plan(stage=stage, global_batch=8, micro_batches=((3, 2), (2, 1)), shares=(0.7, 0.3))
+
+
+# In the loop
+
+
+def backward_outside_of_micro_batches(made: Made) -> None:
+    loss_fn(made.model, made.batch).backward()
+    made.optimizer.step()
+
+
+def accumulation_with_no_sync(made: Made) -> None:
+    with made.optimizer.no_sync():
+        loss_fn(made.model, made.batch).backward()
+    made.optimizer.step()
+
+
+def gradients_set_by_hand(made: Made) -> None:
+    with made.optimizer.full_parameters():
+        parameters = list(made.model.parameters())
+        shapes = [torch.full_like(p, 0.1) for p in parameters]
+    for parameter, gradient in zip(parameters, shapes, strict=True):
+        parameter.grad = gradient
+    made.optimizer.step()
+
+
+def body_without_backward(made: Made) -> None:
+    for micro_batch in made.optimizer.micro_batches(made.batch):
+        loss_fn(made.model, micro_batch)
+    made.optimizer.step()
+
+
+def body_that_skips_a_micro_batch(made: Made) -> None:
+    for number, micro_batch in enumerate(made.optimizer.micro_batches(made.batch)):
+        if harness.rank() == LAST and number == 0:
+            continue
+        loss_fn(made.model, micro_batch).backward()
+    made.optimizer.step()
+
+
+def zero_grad_in_the_loop(made: Made) -> None:
+    for micro_batch in made.optimizer.micro_batches(made.batch):
+        made.optimizer.zero_grad()
+        loss_fn(made.model, micro_batch).backward()
+    made.optimizer.step()
+
+
+def step_in_the_loop(made: Made) -> None:
+    for micro_batch in made.optimizer.micro_batches(made.batch):
+        loss_fn(made.model, micro_batch).backward()
+        made.optimizer.step()
+
+
+def two_backwards_in_the_loop(made: Made) -> None:
+    for micro_batch in made.optimizer.micro_batches(made.batch):
+        loss_fn(made.model, micro_batch).backward()
+        loss_fn(made.model, micro_batch).backward()
+    made.optimizer.step()
+
+
+def loop_left_early(made: Made) -> None:
+    for micro_batch in made.optimizer.micro_batches(made.batch):
+        loss_fn(made.model, micro_batch).backward()
+        break
+    made.optimizer.step()
+
+
+def step_without_backward(made: Made) -> None:
+    made.optimizer.step()
+
+
+def zero_grad_before_step(made: Made) -> None:
+    for micro_batch in made.optimizer.micro_batches(made.batch):
+        loss_fn(made.model, micro_batch).backward()
+    made.optimizer.zero_grad()
+    made.optimizer.step()
+
+
+def no_step_after_the_loop(made: Made) -> None:
+    for _ in range(2):
+        for micro_batch in made.optimizer.micro_batches(made.batch):
+            loss_fn(made.model, micro_batch).backward()
+    made.optimizer.zero_grad()
+
+
+def train_step_in_the_loop(made: Made) -> None:
+    for micro_batch in made.optimizer.micro_batches(made.batch):
+        made.optimizer.train_step(loss_fn, micro_batch)
+
+
+def backward_in_the_loss_function(made: Made) -> None:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        value = loss_fn(model, batch)
+        value.backward()
+        return value
+
+    made.optimizer.train_step(loss, made.batch)
+
+
+def loss_per_sample(made: Made) -> None:
+    made.optimizer.train_step(lambda model, batch: model(batch["tokens"]).sum((1, 2)), made.batch)
+
+
+# Gradients
+
+
+def passes(made: Made) -> None:
+    for micro_batch in made.optimizer.micro_batches(made.batch):
+        loss_fn(made.model, micro_batch).backward()
+
+
+def clip_with_torch(made: Made) -> None:
+    passes(made)
+    torch.nn.utils.clip_grad_norm_(made.model.parameters(), 0.1)
+    made.optimizer.step()
+
+
+def clip_with_torch_in_the_loop(made: Made) -> None:
+    for micro_batch in made.optimizer.micro_batches(made.batch):
+        loss_fn(made.model, micro_batch).backward()
+        torch.nn.utils.clip_grad_norm_(made.model.parameters(), 0.1)
+    made.optimizer.step()
+
+
+def clip_values_with_torch(made: Made) -> None:
+    passes(made)
+    torch.nn.utils.clip_grad_value_(made.model.parameters(), 0.1)
+    made.optimizer.step()
+
+
+def read_gradients(made: Made) -> None:
+    passes(made)
+    sum(float(p.grad.norm()) for p in made.model.parameters() if p.grad is not None)
+    made.optimizer.step()
+
+
+def scale_with_torch(made: Made) -> None:
+    scaler = torch.amp.GradScaler(harness.device().type, init_scale=256.0)
+    for micro_batch in made.optimizer.micro_batches(made.batch):
+        scaler.scale(loss_fn(made.model, micro_batch)).backward()
+    scaler.step(made.optimizer)
+
+
+def step_of_a_second_optimizer(made: Made) -> None:
+    second = torch.optim.SGD(made.model.parameters(), lr=0.1)
+    passes(made)
+    second.step()
+    made.optimizer.step()
+
+
+def nonfinite_loss(made: Made) -> None:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        value = loss_fn(model, batch)
+        return (
+            value * float("nan") if harness.rank() == LAST and len(batch["tokens"]) == 1 else value
+        )
+
+    made.optimizer.train_step(loss, made.batch)
+
+
+def nonfinite_gradient(made: Made) -> None:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        value = loss_fn(model, batch)
+        return value + (value - value.detach()).clamp(min=0).sqrt()  # its slope at 0 is infinite
+
+    made.optimizer.train_step(loss, made.batch, max_norm=1.0)
+
+
+# The model
+
+
+def wrapped_in_ddp(made: Made) -> None:
+    wrapped = nn.parallel.DistributedDataParallel(made.model, process_group=harness.group())
+    for micro_batch in made.optimizer.micro_batches(made.batch):
+        loss_fn(wrapped, micro_batch).backward()
+    made.optimizer.step()
+
+
+def given_in_ddp(made: Made) -> None:
+    model = models.build(RECIPE.spec)
+    made.new_optimizer(nn.parallel.DistributedDataParallel(model, process_group=harness.group()))
+
+
+def parameter_added(made: Made) -> None:
+    made.model.extra = nn.Linear(3, 3)
+    try:
+        made.optimizer.train_step(loss_fn, made.batch)
+    finally:
+        del made.model.extra
+
+
+def parameter_replaced(made: Made) -> None:
+    head = made.model.head
+    made.model.head = copy.copy(head)
+    made.model.head._parameters = {"weight": nn.Parameter(torch.ones(37, 26)), "bias": head.bias}
+    try:
+        made.optimizer.train_step(loss_fn, made.batch)
+    finally:
+        made.model.head = head
+
+
+def model_converted(made: Made) -> None:
+    kept = [p.data for p in made.model.parameters()]
+    made.model.half()
+    try:
+        made.optimizer.train_step(loss_fn, made.batch)
+    finally:
+        for parameter, data in zip(made.model.parameters(), kept, strict=True):
+            parameter.data = data
+
+
+def model_converted_before_a_plain_backward(made: Made) -> None:
+    kept = [p.data for p in made.model.parameters()]
+    made.model.double()
+    try:
+        with mock.patch.object(made.optimizer._engine, "uneven_samples", None):
+            loss_fn(made.model, made.batch).backward()
+    finally:
+        for parameter, data in zip(made.model.parameters(), kept, strict=True):
+            parameter.data = data
+            parameter.grad = None
+
+
+def parameter_unfrozen(made: Made) -> None:
+    model = models.build(replace(RECIPE.spec, kind="transformer", frozen=True))
+    optimizer = made.new_optimizer(model)
+    model.requires_grad_(True)
+    optimizer.train_step(loss_fn, made.batch)
+
+
+def param_groups_changed(made: Made) -> None:
+    removed = made.optimizer.param_groups[0]["params"].pop()
+    try:
+        made.optimizer.train_step(loss_fn, made.batch)
+    finally:
+        made.optimizer.param_groups[0]["params"].append(removed)
+
+
+def param_group_added(made: Made) -> None:
+    made.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+
+
+def model_in_evaluation_mode(made: Made) -> None:
+    model = models.build(RECIPE.spec).eval()
+    made.new_optimizer(model).train_step(loss_fn, made.batch)
+
+
+def batch_norm_in_training_mode(made: Made) -> None:
+    made.new_optimizer(models.build(replace(RECIPE.spec, kind="batch_norm")))
+
+
+def two_optimizers_on_one_model(made: Made) -> None:
+    made.new_optimizer(made.model)
+
+
+def model_copied(made: Made) -> None:
+    copy.deepcopy(made.model)
+
+
+def model_pickled(made: Made) -> None:
+    torch.save(made.model, io.BytesIO())
+
+
+def state_dict_pickled(made: Made) -> None:
+    torch.save(made.model.state_dict(), io.BytesIO())
+
+
+# Optimizer classes
+
+
+class Lamb(torch.optim.Optimizer):
+    """The ratio of two norms of a tensor scales its update."""
+
+    def __init__(self, params: Any, lr: float = 1e-3) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    ratio = p.detach().norm() / p.grad.norm().clamp(min=1e-6)
+                    p.data.add_(p.grad * ratio, alpha=-group["lr"])
+
+
+class Prodigy(torch.optim.Optimizer):
+    """Estimates its step size over the whole group, and keeps the estimate there."""
+
+    def __init__(self, params: Any, lr: float = 1.0, d: float = 1e-6) -> None:
+        super().__init__(params, {"lr": lr, "d": d})
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            gradients = [p.grad for p in group["params"] if p.grad is not None]
+            group["d"] = max([group["d"], *(1e-6 * float(g.norm()) for g in gradients)])
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.data.add_(p.grad.sign(), alpha=-group["lr"] * group["d"])
+
+
+class ScheduleFree(torch.optim.SGD):
+    """Counts its steps in the param group."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+        super().step(closure)
+
+
+class EightBit(torch.optim.Optimizer):
+    """Quantizes the momentum of large tensors in blocks."""
+
+    def __init__(self, params: Any, lr: float = 1e-3) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                state = self.state[p]
+                if p.numel() >= 4096:
+                    state["scale"] = p.grad.abs().amax() / 127
+                    state["momentum"] = (p.grad / state["scale"]).round().to(torch.int8)
+                p.data.add_(p.grad, alpha=-group["lr"])
+
+
+class RowWise(torch.optim.Optimizer):
+    """Has one state value for 64 elements, and updates element by element."""
+
+    def __init__(self, params: Any, lr: float = 1e-3) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                self.state[p]["second"] = torch.zeros(p.numel() // 64)
+                p.data.add_(p.grad, alpha=-group["lr"])
+
+
+def with_class(kind: Any, **options: Any) -> Callable[[Made], None]:
+    def build(made: Made) -> None:
+        made.new_optimizer(optimizer_class=kind, **options)
+
+    return build
+
+
+def with_an_instance(made: Made) -> None:
+    model = models.build(RECIPE.spec)
+    made.new_optimizer(model, optimizer_class=torch.optim.AdamW(model.parameters()))
+
+
+# Plans and data
+
+
+def plan_for_another_world_size(made: Made) -> None:
+    made.new_optimizer(plan=Plan.even(3, global_batch=6, micro_batch=2, stage=made.run.plan.stage))
+
+
+def plan_of_another_stage(made: Made) -> None:
+    made.new_optimizer(stage=(made.run.plan.stage + 1) % 4)
+
+
+def neither_plan_nor_stage(made: Made) -> None:
+    made.new_optimizer(plan=None)
+
+
+def batch_of_another_size(made: Made) -> None:
+    whole = {key: torch.cat([value, value]) for key, value in made.batch.items()}
+    made.optimizer.train_step(loss_fn, whole)
+
+
+def samplers_with_different_seeds(made: Made) -> None:
+    sampler = HeteroBatchSampler(64, made.run.plan, seed=harness.rank(), rank=harness.rank())
+    fresh = made.new_optimizer()
+    try:
+        fresh.train_step(loss_fn, made.batch)
+    finally:
+        assert len(sampler) == 8
+
+
+def same_batch_on_all_ranks(made: Made) -> None:
+    plan = Plan.even(2, global_batch=8, micro_batch=4, stage=made.run.plan.stage)
+    made.new_optimizer(plan=plan).train_step(loss_fn, models.data(4, seed=0))
+
+
+def sampler_divided_again(made: Made) -> None:
+    from accelerate.data_loader import BatchSamplerShard
+
+    BatchSamplerShard(HeteroBatchSampler(64, made.run.plan, rank=0), 2, harness.rank())
+
+
+SHARDED = (1, 2, 3)
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """One mistake and what says so."""
+
+    make: Callable[[Made], None]
+    says: str
+    """A part of the message, on at least one rank; it names the fix."""
+    stages: tuple[int, ...] = STAGES
+    warns: bool = False
+    """A warning, and training goes on; otherwise an error on all ranks, and nothing is applied."""
+    local: bool = False
+    """An error of a call without communication: on the ranks that make it."""
+    name: str = ""
+
+    def __str__(self) -> str:
+        return self.name or self.make.__name__.replace("_", " ")
+
+
+MISTAKES = [
+    Mistake(backward_outside_of_micro_batches, "optimizer.micro_batches(batch)"),
+    Mistake(accumulation_with_no_sync, "optimizer.micro_batches(batch)"),
+    Mistake(gradients_set_by_hand, "optimizer.micro_batches(batch)"),
+    Mistake(body_without_backward, "call loss.backward() once for every micro-batch"),
+    Mistake(body_that_skips_a_micro_batch, "give it the weight 0"),
+    Mistake(zero_grad_in_the_loop, "call it after step()"),
+    Mistake(step_in_the_loop, "call it after the loop"),
+    Mistake(two_backwards_in_the_loop, "add the losses first"),
+    Mistake(loop_left_early, "start the next step with a new micro_batches()"),
+    Mistake(step_without_backward, "step() without a backward"),
+    Mistake(zero_grad_before_step, "step() without a backward"),
+    Mistake(no_step_after_the_loop, "call optimizer.step() after the micro_batches", warns=True),
+    Mistake(train_step_in_the_loop, "end the loop first"),
+    Mistake(backward_in_the_loss_function, "must only return the loss", stages=(0, 1, 2)),
+    Mistake(loss_per_sample, "return the mean over the micro-batch"),
+    Mistake(clip_with_torch, "optimizer.clip_grad_norm_(max_norm)", stages=SHARDED),
+    Mistake(clip_with_torch_in_the_loop, "optimizer.clip_grad_norm_(max_norm)"),
+    Mistake(clip_values_with_torch, "train_step(..., max_norm=...)", stages=SHARDED),
+    Mistake(read_gradients, "optimizer.full_gradients()", stages=SHARDED),
+    Mistake(scale_with_torch, "poplar.GradScaler"),
+    Mistake(step_of_a_second_optimizer, "the gradient is not in .grad", stages=SHARDED),
+    Mistake(nonfinite_loss, "rank 1: the loss is nan in pass 2 of 2"),
+    Mistake(nonfinite_gradient, "the gradient norm is not finite"),
+    Mistake(wrapped_in_ddp, "Do not wrap", stages=(0, 1, 2)),  # at stage 3 DDP itself raises
+    Mistake(given_in_ddp, "pass the unwrapped model", stages=(0, 3)),
+    Mistake(parameter_added, "build a new optimizer"),
+    Mistake(parameter_replaced, "build a new optimizer"),
+    Mistake(model_converted, "convert the model before the optimizer"),
+    Mistake(model_converted_before_a_plain_backward, "convert the model before", stages=(0, 3)),
+    Mistake(parameter_unfrozen, "build a new optimizer after unfreezing"),
+    Mistake(param_groups_changed, "freeze parameters with requires_grad_(False)", stages=(0, 3)),
+    Mistake(param_group_added, "pass all param groups to the constructor", stages=(0, 3)),
+    Mistake(model_in_evaluation_mode, "call model.train()", warns=True),
+    Mistake(batch_norm_in_training_mode, "freeze it with .eval()", stages=(0, 3)),
+    Mistake(two_optimizers_on_one_model, "call release() on that optimizer", stages=(0, 3)),
+    Mistake(model_copied, "optimizer.full_parameters()", stages=(3,), local=True),
+    Mistake(model_pickled, "optimizer.save_model(path)", stages=(3,), local=True),
+    Mistake(state_dict_pickled, "full_parameters()", stages=(3,), local=True),
+    Mistake(with_class(Lamb), "depends on other elements", stages=(2,), name="LAMB"),
+    Mistake(with_class(Prodigy), "state in the param group (d)", stages=(2,), name="Prodigy"),
+    Mistake(with_class(ScheduleFree), "state in the param group (k)", (2,), name="schedule-free"),
+    Mistake(with_class(EightBit), "not one floating-point number per", (2,), name="8-bit state"),
+    Mistake(with_class(RowWise), "not one floating-point number per", (2,), name="state per row"),
+    Mistake(with_class(torch.optim.Adafactor), "an elementwise", stages=(2,), name="Adafactor"),
+    Mistake(with_an_instance, "pass the class AdamW", stages=(2,)),
+    Mistake(plan_for_another_world_size, "make a plan for this group", stages=(1,)),
+    Mistake(plan_of_another_stage, "leave stage out", stages=(1,)),
+    Mistake(neither_plan_nor_stage, "pass a plan, or stage=0, 1, 2 or 3", stages=(1,)),
+    Mistake(batch_of_another_size, "HeteroBatchSampler(len(dataset), plan)", stages=(0, 3)),
+    Mistake(samplers_with_different_seeds, "give all ranks the same", stages=(0, 3)),
+    Mistake(same_batch_on_all_ranks, "HeteroBatchSampler(len(dataset), plan)", (0, 3), warns=True),
+    Mistake(sampler_divided_again, "accelerate.prepare()", stages=(1,), local=True),
+]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One mistake on one rank."""
+
+    failure: Failure | None
+    warned: list[str]
+    changed: list[str]
+    """Parameters that differ after the mistake."""
+    left: dict[str, Tensor]
+    """The parameters after a further correct step."""
+
+
+def make_mistake(number: int, stage: int) -> Outcome:
+    """Run a correct step, a mistake and a correct step."""
+    run = Run(RECIPE, plan_of(stage))
+    model, optimizer = training.prepare(run)
+    training.take_step(run, model, optimizer, 0)
+    before = training.whole_parameters(model, optimizer)
+    made = Made(run, model, optimizer, training.batch_of(run, 1))
+    mistake = MISTAKES[number]
+    harness.note(f"making the mistake {mistake}")
+    with warnings.catch_warnings(record=True) as warned, harness.catching() as caught:
+        warnings.simplefilter("always")
+        mistake.make(made)
+    del made
+    after = training.whole_parameters(model, optimizer)
+    changed = [name for name, value in before.items() if not torch.equal(after[name], value)]
+    training.take_step(run, model, optimizer, 1)
+    left = training.whole_parameters(model, optimizer)
+    messages = [str(warning.message) for warning in warned]
+    return Outcome(caught[0] if caught else None, messages, changed, left)
+
+
+def cases() -> Iterator[Any]:
+    """Every mistake at each of its stages; in the quick suite, at one of them."""
+    for number, mistake in enumerate(MISTAKES):
+        quick = mistake.stages[number % len(mistake.stages) :][:1]
+        for stage in choose(quick=quick, full=mistake.stages):
+            yield pytest.param(number, stage, id=f"{mistake}, stage {stage}")
+
+
+@pytest.mark.every_combination
+@pytest.mark.parametrize(("number", "stage"), list(cases()))
+def test_mistake_names_its_fix(ranks: Pool, number: int, stage: int) -> None:
+    mistake = MISTAKES[number]
+    outcomes = ranks.run(make_mistake, number, stage, ranks=2)
+    failures = [outcome.failure for outcome in outcomes]
+    if mistake.warns:
+        assert failures == [None, None]
+        assert any(mistake.says in text for outcome in outcomes for text in outcome.warned)
+    else:
+        training.assert_raised(failures)
+        assert any(mistake.says in failure.message for failure in failures), failures
+    for outcome in outcomes:
+        assert outcome.changed == []
+        training.assert_close(outcome.left, reference.train(RECIPE).parameters, str(mistake))
+
+
+# An exception in the body of a loop
+
+
+class BodyError(Exception):
+    """An error in the user's own code."""
+
+
+def fail_in_the_body(made: Made, form: str) -> None:
+    """One rank fails in its second pass, where no code of Poplar runs."""
+
+    def body(number: int, micro_batch: Any) -> None:
+        loss_fn(made.model, micro_batch).backward()
+        if harness.rank() == LAST and number == 1:
+            raise BodyError("cannot write the log")
+
+    if form == "with":
+        with made.optimizer.micro_batches(made.batch) as micro_batches:
+            for number, micro_batch in enumerate(micro_batches):
+                body(number, micro_batch)
+    elif form == "for":
+        for number, micro_batch in enumerate(made.optimizer.micro_batches(made.batch)):
+            body(number, micro_batch)
+    else:
+        kept = made.optimizer.micro_batches(made.batch)
+        for number, micro_batch in enumerate(kept):
+            body(number, micro_batch)
+    made.optimizer.step()
+
+
+def fail_and_keep_the_traceback(form: str, stage: int) -> tuple[Failure | None, dict[str, Tensor]]:
+    """Both ranks keep their exception, as a notebook does, until the next step has ended."""
+    run = Run(RECIPE, plan_of(stage))
+    model, optimizer = training.prepare(run)
+    training.take_step(run, model, optimizer, 0)
+    made = Made(run, model, optimizer, training.batch_of(run, 1))
+    kept: Exception | None = None
+    try:
+        fail_in_the_body(made, form)
+    except (BodyError, poplar.PoplarError) as error:
+        kept = error
+    failure = None if kept is None else Failure.of(kept)
+    if form == "kept iterator":  # the step that is still open ends when the next one begins
+        with harness.catching():
+            training.take_step(run, model, optimizer, 1)
+    training.take_step(run, model, optimizer, 1)
+    return failure, training.whole_parameters(model, optimizer)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("form", ["for", "with", "kept iterator"])
+def test_exception_in_the_body_reaches_all_ranks(ranks: Pool, form: str, stage: int) -> None:
+    answers = ranks.run(fail_and_keep_the_traceback, form, stage, ranks=2)
+    (other, _), (own, _) = answers
+    assert own.is_a(BodyError)
+    assert other.is_a(poplar.RankFailed)
+    assert "rank 1" in other.message
+    assert ("cannot write the log" in other.message) == (form == "with")
+    for _, left in answers:
+        training.assert_close(left, reference.train(RECIPE).parameters)
+
+
+# Steps that are not finite
+
+
+def skip_nonfinite_steps(
+    stage: int, optimizer_class: Any
+) -> tuple[list[bool], list[str], dict[str, Tensor]]:
+    """Three steps; the second has no finite loss on one rank. Returns what was skipped and said."""
+    run = Run(RECIPE, plan_of(stage))
+    model = models.build(RECIPE.spec)
+    options = dict(RECIPE.options) if optimizer_class is torch.optim.AdamW else {"lr": 0.1}
+    optimizer = Made(run, model, None, {}).new_optimizer(
+        model, optimizer_class=optimizer_class, on_nonfinite="skip", **options
+    )
+    skipped = []
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        for step, factor in ((0, 1.0), (1, float("inf")), (1, 1.0)):
+            scale = factor if harness.rank() == LAST else 1.0
+            result = optimizer.train_step(
+                lambda model, batch, scale=scale: loss_fn(model, batch) * scale,
+                training.batch_of(run, step),
+            )
+            skipped.append(result.skipped)
+    messages = [str(warning.message) for warning in warned]
+    return skipped, messages, training.whole_parameters(model, optimizer)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_nonfinite_step_may_be_skipped(ranks: Pool, stage: int) -> None:
+    answers = ranks.run(skip_nonfinite_steps, stage, torch.optim.AdamW, ranks=2)
+    assert any("rank(s) [1] was not finite" in text for text in answers[0][1])
+    for skipped, _, parameters in answers:
+        assert skipped == [False, True, False]
+        training.assert_close(parameters, reference.train(RECIPE).parameters)
+
+
+@pytest.mark.parametrize("name", ["SGD", "RMSprop"])
+def test_other_optimizers_skip_too(ranks: Pool, name: str) -> None:
+    recipe = replace(RECIPE, optimizer=name, options=(("lr", 0.1),))
+    for skipped, _, parameters in ranks.run(
+        skip_nonfinite_steps, 2, getattr(torch.optim, name), ranks=2
+    ):
+        assert skipped == [False, True, False]
+        training.assert_close(parameters, reference.train(recipe).parameters)
+
+
+# Autocast
+
+
+def train_in_autocast(stage: int, where: str) -> dict[str, Tensor]:
+    """Autocast in the loss function, or around the whole loop, whose casts outlive a step."""
+    recipe = replace(RECIPE, spec=ModelSpec(blocks=2), batches=(8,) * 3, optimizer="SGD")
+    recipe = replace(recipe, options=(("lr", 0.1),))
+    run = Run(recipe, plan_of(stage))
+    model, optimizer = training.prepare(run)
+
+    def autocast(place: str) -> Any:
+        same = place == where
+        return torch.autocast("cpu", torch.bfloat16) if same else contextlib.nullcontext()
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        with autocast("in the loss"):
+            return loss_fn(model, batch)
+
+    with autocast("around the loop"):
+        for step in range(3):
+            optimizer.train_step(loss, training.batch_of(run, step))
+    return training.whole_parameters(model, optimizer)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("where", ["in the loss", "around the loop"])
+def test_autocast_over_fp32_parameters(ranks: Pool, where: str, stage: int) -> None:
+    """The same passes in one process, each in an autocast of its own."""
+    model = models.build(ModelSpec(blocks=2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        batch = replace(RECIPE, batches=(8,) * 3).batch(step)
+        for start, stop in ((0, 3), (3, 5), (5, 7), (7, 8)):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = loss_fn(model, models.part(batch, start, stop))
+            (loss * ((stop - start) / 8)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for parameters in ranks.run(train_in_autocast, stage, where, ranks=2):
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(parameters[name], parameter.data, rtol=2e-3, atol=2e-3)
