@@ -121,7 +121,8 @@ def tune(
             will use them.
         global_batch: samples behind one optimizer step, over all ranks. No plan changes it.
         stage: a ZeRO stage, or "auto" for the fastest stage that fits.
-        policy: `"exact"`, or a published policy to compare with: `"even"`, `"flops"`, `"paper"`.
+        policy: `"exact"`, `"even_shares"` for engines without uneven shares (DDP, FSDP2), or a
+            published policy to compare with: `"even"`, `"flops"`, `"paper"`.
         recompute: "auto": with policy "exact", small devices may recompute units in the backward
             (activation checkpointing) where that makes the step faster; "never": no rank does.
         profile: use this profile of the same job instead of measuring.
