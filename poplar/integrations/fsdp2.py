@@ -75,9 +75,10 @@ class UnequalPasses(_UnequalPasses):
     At stages 1 and 2, `set_reshard_after_forward(False)` is called. Between steps everything is
     sharded. In a pass in which a rank has no samples it runs one sample, which does not count.
 
-    If the loop body raises on a rank, that rank raises its error. The others raise `RankFailed` if
-    they are before their last backward and wait in no collective of FSDP2, and otherwise find out by
-    the deadline of the process group. Load a checkpoint in a new process then.
+    If the loop body raises on a rank, that rank raises its error. The others raise `RankFailed`
+    before their last backward, unless they wait in a collective of FSDP2: then they find out by the
+    deadline of the process group. FSDP2 is then in the middle of a pass, so start again from a
+    checkpoint.
 
     Compute losses in fp32: the weight is a factor of the loss, and 16 bits would round it.
 
@@ -106,7 +107,7 @@ class UnequalPasses(_UnequalPasses):
         return _MODES[self._plan.stage]
 
     def _check_model(self) -> None:
-        model = self._model
+        model: Any = self._model
         if not isinstance(model, FSDPModule):
             inner = any(isinstance(module, FSDPModule) for module in model.modules())
             what = "only modules of it are" if inner else "it is not"
@@ -124,7 +125,8 @@ class UnequalPasses(_UnequalPasses):
 
     def _process_group(self) -> dist.ProcessGroup:
         sharded = next(p for p in self._model.parameters() if isinstance(p, DTensor))
-        return sharded.device_mesh.get_group()
+        group: dist.ProcessGroup = sharded.device_mesh.get_group()
+        return group
 
     def _may_differ_in_passes(self) -> bool:
         return not self._mode.communicates_every_pass

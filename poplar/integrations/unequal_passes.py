@@ -46,6 +46,7 @@ class UnequalPasses:
         allow_batch_norm: bool = False,
         timeout: timedelta | None = None,
     ) -> None:
+        self._called = model
         self._model: Any = getattr(model, "_orig_mod", model)  # as torch.compile returns it
         self._check_model()
         self._group = Group.of(self._process_group(), timeout)
@@ -91,11 +92,11 @@ class UnequalPasses:
         """Iterate over this rank's micro-batches of a global batch. Collective.
 
         Call `backward` once for each. A rank without samples in a pass gets one sample, whose
-        gradient does not count: the engine's collectives need a forward and a backward on all ranks.
+        gradient does not count: the engine needs a forward and a backward of every rank.
 
         Args:
-            batch: this rank's part of the global batch, as `HeteroBatchSampler` gives it: any pytree
-                of tensors, split along dim 0. A rank without samples passes one sample.
+            batch: this rank's part of the global batch, as `HeteroBatchSampler` gives it: any
+                pytree of tensors, split along dim 0. A rank without samples passes one sample.
             weight: `weight(micro_batch)` -> its weight, such as `poplar.tokens()`; default: its
                 number of samples.
             loss: what is given to `backward`: the "mean" over what `weight` counts, the "sum", or
@@ -113,6 +114,7 @@ class UnequalPasses:
         )
         micro_batches, _, _ = opened.wait(lambda: None)
         self._in_step, self._has_agreed, self._loss = True, False, 0.0
+        watch = self._called.register_forward_hook(self._watch_outputs)
         try:
             for micro_batch in micro_batches:
                 self._open = micro_batch
@@ -122,14 +124,13 @@ class UnequalPasses:
                         raise RuntimeError(self._without_backward())
         except GeneratorExit:  # a break, or an exception in the loop body
             if self._open is not None or not micro_batch.last:
-                left = f"rank {self._group.rank} left the loop over its passes early"
-                self._fail(PoplarError(left))
-                warnings.warn(f"{left}, so the gradients of this step were dropped", stacklevel=2)
+                self._fail(PoplarError(_left_early(self._group.rank)))
             raise
         except Exception as error:
             self._fail(error)
             raise
         finally:
+            watch.remove()
             self._open, self._in_step = None, False
 
     def backward(self, loss: Tensor) -> None:
@@ -186,12 +187,25 @@ class UnequalPasses:
         self._has_agreed = True
         with suppress(Exception):  # this rank raises the error itself
             raise_on_any_error(self._control, error, doing=_DOING)
+        if isinstance(error, PoplarError):  # nothing is raised after a break
+            warnings.warn(f"{error}, so the gradients of this step were dropped", stacklevel=3)
+
+    def _watch_outputs(self, module: nn.Module, args: Any, output: Any) -> None:
+        """A forward hook: a backward that has no weight fails before the engine communicates."""
+
+        def check(gradient: Tensor) -> None:
+            if self._open is not None:
+                raise RuntimeError(self._without_backward())
+
+        for tensor in pytree.tensors(output):
+            if tensor.requires_grad:
+                tensor.register_hook(check)
 
     def _without_backward(self) -> str:
         return (
-            f"rank {self._group.rank}: the loop body did not call passes.backward(loss), so this "
-            "pass has no weighted gradient; call it instead of loss.backward(), once for each "
-            "micro-batch"
+            f"rank {self._group.rank}: the loop body did not call passes.backward(loss), which "
+            "gives the gradient of this pass its weight; call it instead of loss.backward(), once "
+            "for each micro-batch"
         )
 
     # Checks.
@@ -241,6 +255,10 @@ class UnequalPasses:
                 "cannot run this plan; plan with "
                 f"poplar.integrations.{self.engine.lower()}.autotune"
             )
+
+
+def _left_early(rank: int) -> str:
+    return f"rank {rank} left the loop over its passes before its end"
 
 
 def one_sample(batch: Any) -> Any:
