@@ -96,6 +96,7 @@ class UnequalPasses(_UnequalPasses):
 
     stages = tuple(_MODES)
     engine = "FSDP2"
+    continues_after_failure = False
 
     def __init__(self, model: nn.Module, plan: Plan, **options: Any) -> None:
         super().__init__(model, plan, **options)
@@ -115,7 +116,11 @@ class UnequalPasses(_UnequalPasses):
                 f"the model is a {type(model).__name__}, and {what} sharded by FSDP2; call "
                 "torch.distributed.fsdp.fully_shard(model) first"
             )
-        meshes = {p.device_mesh for p in model.parameters() if isinstance(p, DTensor)}
+        for module in self._model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # a forward in evaluation leaves plain tensors
+        sharded = [p for p in self._model.parameters() if isinstance(p, DTensor)]
+        meshes = {parameter.device_mesh for parameter in sharded}
         if len(meshes) != 1 or next(iter(meshes)).ndim != 1:
             raise ValueError(
                 "the parameters of the model are on "

@@ -37,6 +37,8 @@ class UnequalPasses:
     """Stages of the plans that the engine can run."""
     engine: str
     """The engine's name in messages."""
+    continues_after_failure = True
+    """Whether the engine can run another step after one that was left in a pass."""
 
     def __init__(
         self,
@@ -59,6 +61,7 @@ class UnequalPasses:
         self._open: MicroBatch | None = None
         self._in_step = False
         self._has_agreed = False
+        self._has_failed = False
         self._loss: Tensor | float = math.nan
 
     @property
@@ -180,6 +183,7 @@ class UnequalPasses:
 
     def _fail(self, error: Exception) -> None:
         """Report an error of this rank to the ranks that wait in `_agree`, and drop gradients."""
+        self._has_failed = True
         for parameter in self._model.parameters():
             parameter.grad = None
         if self._has_agreed:
@@ -211,6 +215,11 @@ class UnequalPasses:
     # Checks.
 
     def _check(self, batch: Any) -> None:
+        if self._has_failed and not self.continues_after_failure:
+            raise RuntimeError(
+                f"an earlier step was left in the middle of a pass, and {self.engine} holds parts "
+                "of its gradient; build the model again and load a checkpoint"
+            )
         model_checks.reject_batch_norm(self._batch_norms)
         if batch is None:
             raise ValueError(
