@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from poplar.checkpoint.save import save_checkpoint
     from poplar.data.sampler import HeteroBatchSampler
     from poplar.data.stream import split_stream
+    from poplar.data.token_weights import tokens
     from poplar.errors import (
         CollectiveTimeout,
         DamagedCheckpoint,
@@ -83,6 +84,7 @@ _HOME = {
     "search": "poplar.planner.search",
     "simulate": "poplar.simulator.step_simulation",
     "split_stream": "poplar.data.stream",
+    "tokens": "poplar.data.token_weights",
     "tune": "poplar.tuning.autotune",
     "verify": "poplar.verification",
 }
@@ -123,6 +125,7 @@ __all__ = [
     "search",
     "simulate",
     "split_stream",
+    "tokens",
     "tune",
     "verify",
 ]

@@ -1,8 +1,9 @@
 """Policies to compare the exact search with: one function each, from a stage's costs to a plan.
 
 `even` is what DDP, FSDP and DeepSpeed do, `flops` follows Whale, and `paper` is our reconstruction
-of Poplar as published (arXiv 2408.12596). All use even shares. Their plans fit in memory, if there
-is no `policy_shortfall`.
+of Poplar as published (arXiv 2408.12596). `even_shares` is the exact search for batches only, for
+engines that cannot shard unevenly. All use even shares. Their plans fit in memory, if there is no
+`policy_shortfall`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from poplar import _core
 from poplar.plan import Plan
 from poplar.planner.branch_and_bound import Decision
 from poplar.planner.cost_model import StageCosts
-from poplar.planner.heuristic import Request
+from poplar.planner.heuristic import Alternation, Request
 from poplar.planner.memory_shortfall import (
     Shortfall,
     memory_shortfall,
@@ -73,7 +74,25 @@ def paper(costs: StageCosts, request: Request) -> Decision:
     return Decision(Plan.proportional(speeds, request.global_batch, costs.stage, best))
 
 
-BASELINES: Mapping[str, Policy] = {"even": even, "flops": flops, "paper": paper}
+def even_shares(costs: StageCosts, request: Request) -> Decision:
+    """The fastest batches and passes beside even shares, as DDP and FSDP2 can run them."""
+    found = Alternation(costs, request).best_batches(_even_shares(costs))
+    return Decision(
+        Plan(
+            stage=costs.stage,
+            global_batch=request.global_batch,
+            micro_batches=found.micro_batches,
+            shares=found.shares,
+        )
+    )
+
+
+BASELINES: Mapping[str, Policy] = {
+    "even": even,
+    "flops": flops,
+    "paper": paper,
+    "even_shares": even_shares,
+}
 
 _SHORTEST_PASS = 1e-9
 """Seconds. Measured residuals can reduce a pass to 0, and speeds must stay finite."""

@@ -23,6 +23,7 @@ POLICY_DESCRIPTIONS = {
     "even": "the same for every rank, as DDP, FSDP and DeepSpeed do",
     "flops": "samples in proportion to peak FLOP/s, as Whale does",
     "paper": "our reconstruction of Poplar as published",
+    "even_shares": "the fastest batches beside even shares, as DDP and FSDP2 can run them",
 }
 
 

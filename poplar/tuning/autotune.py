@@ -11,6 +11,7 @@ import inspect
 import json
 import math
 import time
+import warnings
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -38,7 +39,9 @@ from poplar.profiler.request import Request, digest, is_count
 from poplar.profiler.trial_runs import OutOfMemoryInTrial
 from poplar.tuning.profile_cluster import CachedProfile
 from poplar.zero.initial_values import Weights
+from poplar.zero.loss_mean import wrong_weight
 from poplar.zero.micro_batch_loss import LossFunction
+from poplar.zero.micro_batches import Loss, Weight
 from poplar.zero.update import OptimizerFactory
 
 _P = ParamSpec("_P")
@@ -96,6 +99,8 @@ def tune(
     recompute: Recompute = "auto",
     profile: ClusterProfile | None = None,
     verify: bool = True,
+    weight: Weight | None = None,
+    loss: Loss = "mean",
     max_batch: int | None = None,
     memory_limit: MemoryLimit = None,
     seconds: float = 60.0,
@@ -121,13 +126,16 @@ def tune(
             will use them.
         global_batch: samples behind one optimizer step, over all ranks. No plan changes it.
         stage: a ZeRO stage, or "auto" for the fastest stage that fits.
-        policy: `"exact"`, or a published policy to compare with: `"even"`, `"flops"`, `"paper"`.
+        policy: `"exact"`, `"even_shares"` for engines without uneven shares (DDP, FSDP2), or a
+            published policy to compare with: `"even"`, `"flops"`, `"paper"`.
         recompute: "auto": with policy "exact", small devices may recompute units in the backward
             (activation checkpointing) where that makes the step faster; "never": no rank does.
         profile: use this profile of the same job instead of measuring.
         verify: measure the batch sizes of the chosen plan that were not profiled, then time the
             best plans of the best two stages in turns. A better plan that the search finds with
             these times joins.
+        weight, loss: as for `train_step`. They change no plan: without them, a warning says if the
+            loss of the example is not the mean of its samples' losses.
         seconds: time budget for profile and trials together, without compilation and tuning of
             kernels.
 
@@ -163,9 +171,20 @@ def tune(
         given=profile,
     )
     profiler = Profiler(request, Group.of(process_group, timeout))
+    if weight is None and loss == "mean":
+        _warn_of_wrong_weight(profiler)
     cached = CachedProfile(profiler, cache, show=progress)
     tuner = Tuner(cached, global_batch=global_batch, policy=policy, recompute=recompute)
     return tuner.tune(profile, verify=verify)
+
+
+def _warn_of_wrong_weight(profiler: Profiler) -> None:
+    """On the first rank, warn if samples are the wrong weight for the loss."""
+    request, session = profiler.session.request, profiler.session
+    if session.group.rank == 0 and not session.is_on_meta:
+        found = wrong_weight(request.loss_fn, request.model, request.example)
+        if found is not None:
+            warnings.warn(found, stacklevel=4)
 
 
 def _plan_of(tune: Callable[_P, Tuned]) -> Callable[_P, Plan]:

@@ -17,6 +17,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from poplar.data import pytree
 from poplar.system.out_of_memory import is_out_of_memory
 from poplar.verification.outcome import Tolerance, relative_error
+from poplar.zero.loss_mean import wrong_weight
 from poplar.zero.micro_batch_loss import LossFunction, check_scalar
 from poplar.zero.micro_batches import Loss, Weight
 
@@ -154,6 +155,11 @@ def find_batch_dependence(process: OneProcess, sample: Any, tolerance: Tolerance
         Notes for the user: modules with this property, and observations on the loss.
     """
     notes = _known_modules(process.model)
+    weight_is_unstated = process.weight is None and process.loss == "mean"
+    suggestion = None
+    if weight_is_unstated:
+        suggestion = wrong_weight(process.loss_fn, process.model, sample)
+        notes += [suggestion] if suggestion else []
     first, second = process.loss_of([sample]), process.loss_of([sample])
     if not relative_error(second, first) <= tolerance.relative:
         return [
@@ -163,12 +169,12 @@ def find_batch_dependence(process: OneProcess, sample: Any, tolerance: Tolerance
             "with model.eval(), or derive the random seed from the sample",
         ]
     samples = pytree.samples_in(sample)
-    if samples > 1:
+    if samples > 1 and suggestion is None:
         halves = split_into(sample, (samples + 1) // 2)
         split_loss = process.loss_of(halves)
         if not relative_error(split_loss, first) <= tolerance.relative:
             hint = ""
-            if process.weight is None and process.loss == "mean":
+            if weight_is_unstated:
                 hint = (
                     " If it is a mean over tokens, pass weight=, a function that returns the "
                     "number of tokens that count in a micro-batch, here and to train_step or "

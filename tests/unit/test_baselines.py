@@ -144,3 +144,15 @@ def test_alternatives_come_from_the_requested_policy():
     plans = alternatives(unequal(), global_batch=24, policy="even")
     assert {plan.stage for plan in plans} == set(STAGES)
     assert {plan.prediction["policy"] for plan in plans} == {"even"}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_even_shares_gives_the_fastest_batches_beside_even_shares(stage):
+    cluster = unequal()
+    request = {"global_batch": 42, "stages": (stage,)}
+    plan = search(cluster, policy="even_shares", **request)
+    assert plan.shares == (1 / 3,) * 3
+    assert not plan.units
+    even = seconds_of(search(cluster, policy="even", **request))
+    fastest = seconds_of(search(cluster, preference=0.0, **request))
+    assert fastest * (1 - 1e-9) <= seconds_of(plan) < even

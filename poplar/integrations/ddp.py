@@ -1,0 +1,129 @@
+"""Poplar's plan, sampler and exact weights for torch's `DistributedDataParallel`.
+
+DDP keeps parameters, gradients and optimizer. Every rank runs its own number of passes, and
+gradients are all-reduced in the last one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from poplar.integrations.unequal_passes import UnequalPasses as _UnequalPasses
+from poplar.plan import Plan
+from poplar.tuning import autotune as tuning
+from poplar.zero.micro_batch_loss import LossFunction
+
+__all__ = ["UnequalPasses", "autotune"]
+
+
+class UnequalPasses(_UnequalPasses):
+    """The passes of a plan in a training loop with `DistributedDataParallel`.
+
+        from poplar.integrations.ddp import UnequalPasses, autotune
+
+        plan = autotune(model, loss_fn, example, global_batch=64)
+        model = DistributedDataParallel(model)
+        passes = UnequalPasses(model, plan)
+        for batch in loader:                                    # with a HeteroBatchSampler
+            for micro_batch in passes(batch, weight=poplar.tokens()):
+                passes.backward(loss_fn(model, micro_batch))
+            optimizer.step()
+            optimizer.zero_grad()
+
+    After the loop, `.grad` is the gradient of the mean loss over the global batch on every rank, so
+    clipping, loss scalers, schedulers and checkpoints work as without Poplar. Backwards outside the
+    loop are averaged over ranks, as DDP does.
+
+    If the loop body raises on a rank, that rank raises its error, and the others raise `RankFailed`
+    before anything is reduced; training may continue. An error inside the last backward of a step
+    is found by the deadline of the process group.
+
+    Compute losses in fp32: the weight is a factor of the loss, and 16 bits would round it.
+
+    Args:
+        model: a `DistributedDataParallel`, possibly compiled. `find_unused_parameters`,
+            `gradient_as_bucket_view` and communication hooks work; `static_graph` does not.
+        plan: of stage 0, for as many ranks as DDP has.
+        allow_batch_norm: accept BatchNorm in training mode, whose statistics are per micro-batch.
+        timeout: how long a rank waits for other ranks before a backward; default: 5 minutes.
+
+    Raises:
+        ValueError, TypeError: the model or the plan is wrong, or ranks have different plans.
+        RankFailed: an argument of another rank is wrong.
+    """
+
+    stages = (0,)
+    engine = "DDP"
+
+    def _check_model(self) -> None:
+        model = self._model
+        if not isinstance(model, DistributedDataParallel):
+            raise TypeError(
+                f"the model is a {type(model).__name__}; wrap it first: model = "
+                "torch.nn.parallel.DistributedDataParallel(model)"
+            )
+        inner = [name for name, m in model.module.named_modules() if _is_wrapped(m)]
+        if inner:
+            raise TypeError(
+                f"module {inner[0] or 'module'!r} of the DDP model is wrapped a second time; wrap "
+                "the model once"
+            )
+        if model.static_graph:
+            raise ValueError(
+                "static_graph=True fails if ranks run different numbers of passes; build "
+                "DistributedDataParallel without it"
+            )
+
+    def _process_group(self) -> dist.ProcessGroup:
+        group: dist.ProcessGroup = self._model.process_group
+        return group
+
+    def _may_differ_in_passes(self) -> bool:
+        return True
+
+    @contextmanager
+    def _pass(self, *, last: bool) -> Iterator[None]:
+        if last:
+            yield
+        else:
+            with self._model.no_sync():
+                yield
+
+
+def autotune(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    example_batch: Any,
+    *,
+    global_batch: int,
+    **options: Any,
+) -> Plan:
+    """The fastest micro-batches and passes for DDP on these ranks. Collective.
+
+    The predicted step is one of Poplar's stage 0, whose reduce-scatter and all-gather stand for
+    DDP's all-reduce.
+
+    Args:
+        model: on this rank's device, before it is wrapped.
+        loss_fn, example_batch, global_batch: as for `poplar.autotune`.
+        options: further arguments of `poplar.autotune`, such as `optimizer_class`.
+    """
+    return tuning.autotune(
+        model,
+        loss_fn,
+        example_batch,
+        global_batch=global_batch,
+        stage=0,
+        policy="even_shares",
+        **options,
+    )
+
+
+def _is_wrapped(module: nn.Module) -> bool:
+    return isinstance(module, DistributedDataParallel)

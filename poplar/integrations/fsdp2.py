@@ -1,0 +1,183 @@
+"""Poplar's plan, sampler and exact weights for torch's FSDP2 (`fully_shard`).
+
+FSDP2 keeps parameters, gradients and optimizer, in even shares. The stage of the plan decides what
+is sharded between the passes of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from poplar.integrations.unequal_passes import UnequalPasses as _UnequalPasses
+from poplar.plan import Plan
+from poplar.tuning import autotune as tuning
+from poplar.zero.micro_batch_loss import LossFunction
+
+__all__ = ["UnequalPasses", "autotune"]
+
+
+@dataclass(frozen=True)
+class _Mode:
+    """What FSDP2 does in the passes of a step."""
+
+    keeps_parameters: bool
+    """Parameters stay unsharded from the first forward to the last backward of a step."""
+    reduces_every_pass: bool
+    """Gradients are reduced in every pass, and not only in the last one."""
+
+    @property
+    def communicates_every_pass(self) -> bool:
+        return self.reduces_every_pass or not self.keeps_parameters
+
+
+_MODES = {
+    1: _Mode(keeps_parameters=True, reduces_every_pass=False),
+    2: _Mode(keeps_parameters=True, reduces_every_pass=True),
+    3: _Mode(keeps_parameters=False, reduces_every_pass=True),
+}
+"""By the stage of the plan."""
+
+
+class UnequalPasses(_UnequalPasses):
+    """The passes of a plan in a training loop with FSDP2.
+
+        from poplar.integrations.fsdp2 import UnequalPasses, autotune
+
+        plan = autotune(model, loss_fn, example, global_batch=64)
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard(model)
+        passes = UnequalPasses(model, plan)
+        for batch in loader:                                    # with a HeteroBatchSampler
+            for micro_batch in passes(batch, weight=poplar.tokens()):
+                passes.backward(loss_fn(model, micro_batch))
+            optimizer.step()
+            optimizer.zero_grad()
+
+    After the loop, `.grad` holds the shards of the gradient of the mean loss over the global batch,
+    so clipping, loss scalers, schedulers and DTensor checkpoints work as without Poplar. Backwards
+    outside the loop are averaged over ranks, as FSDP2 does.
+
+    | stage | between the passes of a step | collectives | passes |
+    | --- | --- | --- | --- |
+    | 1 | parameters and gradients are whole | once per step | differ by rank |
+    | 2 | parameters are whole, gradients sharded | gradients in every pass | the same number |
+    | 3 | everything is sharded, as with FSDP2's defaults | all in every pass | the same number |
+
+    At stages 1 and 2, `set_reshard_after_forward(False)` is called. Between steps everything is
+    sharded. In a pass in which a rank has no samples it runs one sample, which does not count.
+
+    If the loop body raises on a rank, that rank raises its error. The others raise `RankFailed`
+    before their last backward, unless they wait in a collective of FSDP2: then they find out by the
+    deadline of the process group. FSDP2 is then in the middle of a pass, so start again from a
+    checkpoint.
+
+    Compute losses in fp32: the weight is a factor of the loss, and 16 bits would round it.
+
+    Args:
+        model: to which, and to whose blocks, `fully_shard` was applied, over a mesh of one
+            dimension; possibly compiled.
+        plan: of stage 1, 2 or 3, with even shares, for as many ranks as the mesh has.
+        allow_batch_norm: accept BatchNorm in training mode, whose statistics are per micro-batch.
+        timeout: how long a rank waits for other ranks before a backward; default: 5 minutes.
+
+    Raises:
+        ValueError, TypeError: the model or the plan is wrong, or ranks have different plans.
+        RankFailed: an argument of another rank is wrong.
+    """
+
+    stages = tuple(_MODES)
+    engine = "FSDP2"
+    continues_after_failure = False
+
+    def __init__(self, model: nn.Module, plan: Plan, **options: Any) -> None:
+        super().__init__(model, plan, **options)
+        if self._mode.keeps_parameters:
+            self._model.set_reshard_after_forward(False)
+
+    @property
+    def _mode(self) -> _Mode:
+        return _MODES[self._plan.stage]
+
+    def _check_model(self) -> None:
+        model: Any = self._model
+        if not isinstance(model, FSDPModule):
+            inner = any(isinstance(module, FSDPModule) for module in model.modules())
+            what = "only modules of it are" if inner else "it is not"
+            raise TypeError(
+                f"the model is a {type(model).__name__}, and {what} sharded by FSDP2; call "
+                "torch.distributed.fsdp.fully_shard(model) first"
+            )
+        for module in self._model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # a forward in evaluation leaves plain tensors
+        sharded = [p for p in self._model.parameters() if isinstance(p, DTensor)]
+        meshes = {parameter.device_mesh for parameter in sharded}
+        if len(meshes) != 1 or next(iter(meshes)).ndim != 1:
+            raise ValueError(
+                "the parameters of the model are on "
+                f"{sorted(str(tuple(mesh.shape)) for mesh in meshes)}; FSDP2 with a plan needs one "
+                "mesh of one dimension, without HSDP or tensor parallelism"
+            )
+
+    def _process_group(self) -> dist.ProcessGroup:
+        sharded = next(p for p in self._model.parameters() if isinstance(p, DTensor))
+        group: dist.ProcessGroup = sharded.device_mesh.get_group()
+        return group
+
+    def _may_differ_in_passes(self) -> bool:
+        return not self._mode.communicates_every_pass
+
+    @contextmanager
+    def _pass(self, *, last: bool) -> Iterator[None]:
+        model, mode = self._model, self._mode
+        model.set_requires_gradient_sync(last or mode.reduces_every_pass)
+        model.set_reshard_after_backward(last or not mode.keeps_parameters)
+        try:
+            yield
+        finally:
+            model.set_requires_gradient_sync(True)
+            model.set_reshard_after_backward(True)
+
+
+def autotune(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    example_batch: Any,
+    *,
+    global_batch: int,
+    stage: int = 3,
+    **options: Any,
+) -> Plan:
+    """The fastest micro-batches and passes for FSDP2 on these ranks, in even shares. Collective.
+
+    The predicted step is one of Poplar's own engine at this stage, which communicates as much.
+
+    Args:
+        model: before `fully_shard`: on this rank's device, or on `meta` if it fits on no device.
+        loss_fn, example_batch, global_batch: as for `poplar.autotune`.
+        stage: 1, 2 or 3: what stays sharded between passes; see `UnequalPasses`.
+        options: further arguments of `poplar.autotune`, such as `optimizer_class`.
+
+    Raises:
+        ValueError: the stage is another one.
+    """
+    if stage not in _MODES:
+        raise ValueError(f"stage must be one of {sorted(_MODES)} for FSDP2, got {stage!r}")
+    return tuning.autotune(
+        model,
+        loss_fn,
+        example_batch,
+        global_batch=global_batch,
+        stage=stage,
+        policy="even_shares",
+        **options,
+    )

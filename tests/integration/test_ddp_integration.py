@@ -1,0 +1,218 @@
+"""`poplar.integrations.ddp`: stock DDP with unequal passes trains as one process does."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import ranks as harness
+import torch
+import unequal_passes as training
+from ranks import Failure, Pool
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from unequal_passes import Job, assert_equal_losses
+
+from poplar import Plan
+from poplar.integrations import ddp
+
+UNEQUAL = Plan(
+    stage=0,
+    global_batch=12,
+    micro_batches=((3, 3, 2), (2,), (1, 1)),
+    shares=(1 / 3,) * 3,
+)
+ONE_WITHOUT_SAMPLES = Plan(
+    stage=0, global_batch=7, micro_batches=((1, 1, 1), (), (4,)), shares=(1 / 3,) * 3
+)
+"""Rank 0 has micro-batches without a label."""
+
+
+def test_losses_are_those_of_one_process(ranks: Pool) -> None:
+    jobs = [Job(name, UNEQUAL, steps=20) for name in ("llama", "bert", "gpt2")]
+    jobs += [
+        Job("tagger", ONE_WITHOUT_SAMPLES, steps=5, max_norm=0.1),
+        Job("tagger", ONE_WITHOUT_SAMPLES, ddp={"gradient_as_bucket_view": True}),
+        Job("tagger", ONE_WITHOUT_SAMPLES, ddp={"find_unused_parameters": True}, optimizer="SGD"),
+    ]
+    by_rank = ranks.run(training.train_many, jobs, ranks=3, timeout=200)
+    for number, job in enumerate(jobs):
+        assert_equal_losses([losses[number] for losses in by_rank], job)
+
+
+def test_what_scripts_use_with_ddp_still_works(ranks: Pool) -> None:
+    plain = Job("tagger", ONE_WITHOUT_SAMPLES)
+    jobs = [replace(plain, variant=variant) for variant in ("checkpointing", "compiled", "scaler")]
+    jobs.append(replace(plain, optimizer="Muon"))
+    by_rank = ranks.run(training.train_many, jobs, ranks=3, timeout=200)
+    for number, job in enumerate(jobs):
+        assert_equal_losses([losses[number] for losses in by_rank], job)
+
+
+def test_autocast_differs_by_its_rounding_only(ranks: Pool) -> None:
+    job = Job("tagger", ONE_WITHOUT_SAMPLES, variant="autocast")
+    assert_equal_losses(ranks.run(training.train, job, ranks=3), job, tolerance=2e-2)
+
+
+def fail_then_train(job: Job, mistake: str) -> tuple[list[Failure], list[float]]:
+    """A step that one rank fails, by a mistake in the loop, and then a training."""
+    model = training.wrap(job)
+    optimizer = training.optimizer_of(job, model)
+    passes = ddp.UnequalPasses(model, job.plan)
+    with harness.catching() as caught:
+        LOOPS[mistake](job, model, passes)
+    assert all(p.grad is None for p in model.parameters())
+    steps = range(job.steps)
+    return caught, [training.step_with(job, model, optimizer, passes, step) for step in steps]
+
+
+def raises_on_one_rank(job: Job, model: Any, passes: Any) -> None:
+    for number, micro_batch in enumerate(passes(training.part_of(job, 0), weight=job.weight)):
+        loss = training.loss_fn(model, micro_batch)
+        if harness.rank() == 0 and number == 1:
+            raise KeyError("lost on rank 0")
+        passes.backward(loss)
+
+
+def calls_backward_of_the_loss(job: Job, model: Any, passes: Any) -> None:
+    for micro_batch in passes(training.part_of(job, 0), weight=job.weight):
+        training.loss_fn(model, micro_batch).backward()
+
+
+def calls_no_backward(job: Job, model: Any, passes: Any) -> None:
+    for _ in passes(training.part_of(job, 0), weight=job.weight):
+        pass
+
+
+def calls_backward_twice(job: Job, model: Any, passes: Any) -> None:
+    for micro_batch in passes(training.part_of(job, 0), weight=job.weight):
+        loss = training.loss_fn(model, micro_batch)
+        passes.backward(loss)
+        if harness.rank() == 0:
+            passes.backward(loss)
+
+
+def has_a_batch_of_another_size(job: Job, model: Any, passes: Any) -> None:
+    batch = training.batch_of(job, 0) if harness.rank() == 0 else training.part_of(job, 0)
+    list(passes(batch, weight=job.weight))
+
+
+def has_a_loss_that_is_no_scalar(job: Job, model: Any, passes: Any) -> None:
+    for micro_batch in passes(training.part_of(job, 0), weight=job.weight):
+        loss = training.loss_fn(model, micro_batch)
+        passes.backward(loss.expand(3) if harness.rank() == 0 else loss)
+
+
+LOOPS = {
+    function.__name__: function
+    for function in (
+        raises_on_one_rank,
+        calls_backward_of_the_loss,
+        calls_no_backward,
+        calls_backward_twice,
+        has_a_batch_of_another_size,
+        has_a_loss_that_is_no_scalar,
+    )
+}
+MESSAGES = {
+    "raises_on_one_rank": "rank 0 left the loop over its passes",
+    "calls_backward_of_the_loss": "did not call passes.backward(loss)",
+    "calls_no_backward": "did not call passes.backward(loss)",
+    "calls_backward_twice": "rank 0 left the loop over its passes",
+    "has_a_batch_of_another_size": "but the plan gives this rank 3",
+    "has_a_loss_that_is_no_scalar": "rank 0 left the loop over its passes",
+}
+
+
+@pytest.mark.filterwarnings("ignore:rank 0 left the loop")
+@pytest.mark.every_combination
+@pytest.mark.parametrize("mistake", LOOPS)
+def test_all_ranks_raise_and_training_may_continue(ranks: Pool, mistake: str) -> None:
+    job = Job("tagger", ONE_WITHOUT_SAMPLES, steps=2)
+    answers = ranks.run(fail_then_train, job, mistake, ranks=3)
+    for caught, _ in answers:
+        assert len(caught) == 1
+    assert MESSAGES[mistake] in answers[1][0][0].message
+    assert_equal_losses([losses for _, losses in answers], job)
+
+
+def leave_early(job: Job) -> list[bool]:
+    """Leave the loop by a break, and step."""
+    model = training.wrap(job)
+    optimizer = training.optimizer_of(job, model)
+    before = [p.detach().clone() for p in model.parameters()]
+    passes = ddp.UnequalPasses(model, job.plan)
+    with warnings.catch_warnings(record=True) as caught:
+        for micro_batch in passes(training.part_of(job, 0), weight=job.weight):
+            training.loss_fn(model, micro_batch)
+            break
+    assert "gradients of this step were dropped" in str(caught[0].message)
+    optimizer.step()
+    return [torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)]
+
+
+def test_break_drops_the_step(ranks: Pool) -> None:
+    job = Job("tagger", ONE_WITHOUT_SAMPLES)
+    assert all(all(same) for same in ranks.run(leave_early, job, ranks=3))
+
+
+def plain_backward_after_a_step(job: Job) -> list[Tensor]:
+    """Gradients of a backward outside the loop."""
+    model = training.wrap(job)
+    passes = ddp.UnequalPasses(model, job.plan)
+    for micro_batch in passes(training.part_of(job, 0), weight=job.weight):
+        passes.backward(training.loss_fn(model, micro_batch))
+    model.zero_grad()
+    batch = training.batch_of(job, harness.rank())
+    training.loss_fn(model, batch).backward()
+    return [p.grad for p in model.parameters()]
+
+
+def test_backward_outside_the_loop_is_averaged_as_ddp_does(ranks: Pool) -> None:
+    job = Job("tagger", ONE_WITHOUT_SAMPLES)
+    model = training.build("tagger")
+    (sum(training.loss_fn(model, training.batch_of(job, rank)) for rank in range(3)) / 3).backward()
+    expected = [p.grad for p in model.parameters()]
+    for gradients in ranks.run(plain_backward_after_a_step, job, ranks=3):
+        torch.testing.assert_close(gradients, expected)
+
+
+def wrong_constructions() -> list[str]:
+    """The messages of wrong models and plans."""
+    wrapped = training.wrap(Job("tagger", UNEQUAL))
+    plain = training.build("tagger")
+    group = harness.group()
+    other = replace(UNEQUAL, micro_batches=((8,), (2,), (2,)))
+    by_rank = other if harness.rank() else UNEQUAL
+    cases: list[tuple[Any, Any]] = [
+        (plain, UNEQUAL),
+        (DistributedDataParallel(wrapped, process_group=group), UNEQUAL),
+        (DistributedDataParallel(plain, process_group=group, static_graph=True), UNEQUAL),
+        (wrapped, Plan.manual("3,3", stage=0)),
+        (wrapped, Plan.manual("3,3,3", stage=2)),
+        (wrapped, "plan.json"),
+        (wrapped, by_rank),
+    ]
+    messages = []
+    for model, plan in cases:
+        with harness.catching() as caught:
+            ddp.UnequalPasses(model, plan)
+        messages.append(caught[0].message)
+    return messages
+
+
+def test_wrong_models_and_plans_raise_with_the_fix(ranks: Pool) -> None:
+    expected = [
+        "wrap it first",
+        "wrapped a second time",
+        "static_graph=True fails",
+        "the plan is for 2 ranks, but DDP has 3",
+        "the plan is of stage 2, but DDP is of stage 0 (replicated)",
+        "plan must be a poplar.Plan, got str",
+        "rank(s) [1, 2] have another plan than rank 0",
+    ]
+    for messages in ranks.run(wrong_constructions, ranks=3):
+        for message, part in zip(messages, expected, strict=True):
+            assert part in message

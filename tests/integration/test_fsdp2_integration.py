@@ -1,0 +1,142 @@
+"""`poplar.integrations.fsdp2`: stock FSDP2 with unequal passes trains as one process does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks as harness
+import torch.distributed.checkpoint as dcp
+import unequal_passes as training
+from ranks import Pool
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from unequal_passes import Job, assert_equal_losses
+
+from poplar import Plan
+from poplar.integrations import fsdp2
+
+SHARES = (1 / 3,) * 3
+PLANS = {
+    1: ((3, 3, 2), (2,), (1, 1)),
+    2: ((3, 3), (2, 1), (0, 3)),
+    3: ((3, 3), (2, 1), (0, 3)),
+}
+WITHOUT_SAMPLES = {
+    1: ((1, 1, 1), (), (4,)),
+    2: ((1, 2), (0, 0), (2, 2)),
+    3: ((1, 2), (0, 0), (2, 2)),
+}
+"""Rank 0 has micro-batches without a label, rank 1 has no samples."""
+
+
+def plan_of(micro_batches: tuple[tuple[int, ...], ...], stage: int) -> Plan:
+    samples = sum(map(sum, micro_batches))
+    return Plan(stage=stage, global_batch=samples, micro_batches=micro_batches, shares=SHARES)
+
+
+@pytest.mark.every_combination
+@pytest.mark.parametrize(("stage", "model"), [(1, "llama"), (2, "bert"), (3, "gpt2")])
+def test_losses_are_those_of_one_process(ranks: Pool, stage: int, model: str) -> None:
+    jobs = [Job("tagger", plan_of(WITHOUT_SAMPLES[stage], stage), max_norm=0.1)]
+    job = Job("tagger", plan_of(PLANS[stage], stage))
+    jobs += [replace(job, model=model, steps=20), replace(job, optimizer="SGD")]
+    by_rank = ranks.run(training.train_many, jobs, ranks=3, timeout=200)
+    for number, job in enumerate(jobs):
+        assert_equal_losses([losses[number] for losses in by_rank], job)
+
+
+def test_what_scripts_use_with_fsdp2_still_works(ranks: Pool) -> None:
+    plain = Job("tagger", plan_of(WITHOUT_SAMPLES[3], 3))
+    jobs = [replace(plain, variant=variant) for variant in ("checkpointing", "scaler")]
+    jobs.append(replace(plain, optimizer="Muon"))
+    jobs.append(Job("tagger", plan_of(WITHOUT_SAMPLES[1], 1), variant="checkpointing"))
+    by_rank = ranks.run(training.train_many, jobs, ranks=3, timeout=200)
+    for number, job in enumerate(jobs):
+        assert_equal_losses([losses[number] for losses in by_rank], job)
+
+
+def resume_from_a_checkpoint(job: Job, folder: str) -> tuple[list[float], list[float]]:
+    """Losses of a training, and of another one from a checkpoint in its middle."""
+    losses = []
+    for resumes in (False, True):
+        model = training.wrap(job)
+        optimizer = training.optimizer_of(job, model)
+        passes = fsdp2.UnequalPasses(model, job.plan)
+        steps = range(job.steps)
+        if resumes:
+            model_state, optim_state = get_state_dict(model, optimizer)
+            state = {"model": model_state, "optim": optim_state}
+            dcp.load(state, checkpoint_id=folder, process_group=harness.group())
+            set_state_dict(
+                model,
+                optimizer,
+                model_state_dict=state["model"],
+                optim_state_dict=state["optim"],
+            )
+            steps = range(job.steps // 2, job.steps)
+        own = []
+        for step in steps:
+            own.append(training.step_with(job, model, optimizer, passes, step))
+            if not resumes and step == job.steps // 2 - 1:
+                model_state, optim_state = get_state_dict(model, optimizer)
+                state = {"model": model_state, "optim": optim_state}
+                dcp.save(state, checkpoint_id=folder, process_group=harness.group())
+        losses.append(own)
+    return losses[0], losses[1]
+
+
+def test_dtensor_checkpoints_resume(ranks: Pool, tmp_path: Path) -> None:
+    job = Job("tagger", plan_of(PLANS[1], 1), steps=4)
+    for whole, resumed in ranks.run(resume_from_a_checkpoint, job, str(tmp_path), ranks=3):
+        assert resumed == pytest.approx(whole[2:], abs=1e-6)
+
+
+def mistakes(job: Job) -> list[str]:
+    """The messages of a direct backward, and of wrong models and plans."""
+    model = training.wrap(job)
+    passes = fsdp2.UnequalPasses(model, job.plan)
+    messages = []
+    with harness.catching() as caught:
+        for micro_batch in passes(training.part_of(job, 0), weight=job.weight):
+            training.loss_fn(model, micro_batch).backward()
+    messages.append(caught[0].message)
+    with harness.catching() as caught:
+        list(passes(training.part_of(job, 0), weight=job.weight))
+    messages.append(caught[0].message)
+    plain = training.build("tagger")
+    mesh = DeviceMesh.from_group(harness.group(), "cpu")
+    inner = training.build("tagger")
+    fully_shard(inner.head, mesh=mesh)
+    uneven = replace(job.plan, shares=(0.5, 0.25, 0.25))
+    cases: list[tuple[Any, Plan]] = [
+        (plain, job.plan),
+        (inner, job.plan),
+        (model, Plan.manual("3,3,3", stage=0)),
+        (model, Plan.manual("3,3", stage=3)),
+        (model, uneven),
+    ]
+    for wrong, plan in cases:
+        with harness.catching() as caught:
+            fsdp2.UnequalPasses(wrong, plan)
+        messages.append(caught[0].message)
+    return messages
+
+
+@pytest.mark.filterwarnings("ignore:rank .* left the loop")
+def test_mistakes_raise_with_the_fix(ranks: Pool) -> None:
+    expected = [
+        "call it instead of loss.backward()",
+        "build the model again and load a checkpoint",
+        "and it is not sharded by FSDP2",
+        "only modules of it are sharded by FSDP2",
+        "the plan is of stage 0, but FSDP2 is of stage 1",
+        "the plan is for 2 ranks, but FSDP2 has 3",
+        "FSDP2 has even shares",
+    ]
+    for messages in ranks.run(mistakes, Job("tagger", plan_of(PLANS[1], 1)), ranks=3):
+        for message, part in zip(messages, expected, strict=True):
+            assert part in message
