@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import ranks as pool
 import torch
@@ -189,3 +190,107 @@ def test_losses_equal_those_of_one_process(three, tmp_path, name, stage):
     assert len(alone) == 20
     for each in here:
         torch.testing.assert_close(torch.tensor(each), torch.tensor(alone), rtol=1e-4, atol=1e-5)
+
+
+def metrics_of(outcome: Any) -> dict[str, float]:
+    """A metric that depends on every prediction and on its label."""
+    own = np.take_along_axis(outcome.predictions, outcome.label_ids[..., None], -1)
+    return {"margin": float((own[..., 0] - outcome.predictions.mean(-1)).mean())}
+
+
+class Fixed(Dataset[dict[str, list[int]]]):
+    """Sequences of one length, all of whose tokens are labels; their number is no multiple of 3."""
+
+    def __len__(self) -> int:
+        return 14
+
+    def __getitem__(self, at: int) -> dict[str, list[int]]:
+        words = [3 + (at * 7 + position * 5) % (WORDS - 3) for position in range(8)]
+        return {"input_ids": words, "labels": words}
+
+
+SAVING = {
+    "max_steps": 6,
+    "save_strategy": "steps",
+    "save_steps": 2,
+    "save_total_limit": 2,
+    "eval_strategy": "steps",
+    "eval_steps": 2,
+    "per_device_eval_batch_size": 2,
+    "load_best_model_at_end": True,
+    "metric_for_best_model": "margin",
+    "lr_scheduler_type": "cosine",
+}
+
+
+def evaluated(trainer: Trainer) -> list[tuple[float, float]]:
+    history = trainer.state.log_history
+    return [(entry["eval_loss"], entry["eval_margin"]) for entry in history if "eval_loss" in entry]
+
+
+def save_and_resume(plan: poplar.Plan, folder: str) -> Any:
+    """Train six steps; again from the second, in mid-epoch. Returns what was logged, predicted and saved."""
+    as_launched()
+
+    def trainer() -> PoplarTrainer:
+        return PoplarTrainer(
+            model_of("llama"),
+            arguments(folder, **(SAVING | SHARES)),
+            data_collator=padded,
+            train_dataset=Sentences(30),
+            eval_dataset=Fixed(),
+            compute_metrics=metrics_of,
+            poplar=PoplarArguments(plan=plan),
+        )
+
+    first = trainer()
+    first.train()
+    kept = sorted(path.name for path in Path(folder).glob("checkpoint-*"))
+    again = trainer()
+    again.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
+    predictions = again.predict(Fixed())
+    again.save_model(f"{folder}/saved")
+    return {
+        "first": logged(first),
+        "again": logged(again),
+        "evaluated": (evaluated(first), evaluated(again)),
+        "kept": kept,
+        "best": first.state.best_model_checkpoint,
+        "predictions": predictions.predictions,
+        "epochs": (first.state.epoch, again.state.epoch),
+        "step": again.state.global_step,
+    }
+
+
+@pytest.mark.parametrize("stage", PLANS)
+def test_stop_resume_evaluate_predict_save_load(three, tmp_path, stage):
+    fresh_state()
+    alone = Trainer(
+        model_of("llama"),
+        arguments(tmp_path / "alone", **SAVING),
+        data_collator=padded,
+        train_dataset=Sentences(30),
+        eval_dataset=Fixed(),
+        compute_metrics=metrics_of,
+    )
+    alone.train()
+    expected = alone.predict(Fixed()).predictions
+
+    here = three.run(save_and_resume, PLANS[stage], str(tmp_path / "here"), timeout=180)[0]
+
+    close = {"rtol": 1e-4, "atol": 1e-5}
+    torch.testing.assert_close(torch.tensor(here["first"]), torch.tensor(logged(alone)), **close)
+    assert here["again"] == here["first"], "the log before the resume, then the same bits"
+    for each in here["evaluated"]:
+        count = len(each)
+        torch.testing.assert_close(
+            torch.tensor(each), torch.tensor(evaluated(alone)[-count:]), **close
+        )
+    assert here["kept"] == sorted(p.name for p in (tmp_path / "alone").glob("checkpoint-*"))
+    assert Path(here["best"]).name == Path(alone.state.best_model_checkpoint).name
+    assert here["epochs"] == (alone.state.epoch, alone.state.epoch)
+    assert here["step"] == 6
+    torch.testing.assert_close(torch.tensor(here["predictions"]), torch.tensor(expected), **close)
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path / "here" / "saved")
+    for name, value in alone.model.state_dict().items():
+        torch.testing.assert_close(loaded.state_dict()[name], value, **close)

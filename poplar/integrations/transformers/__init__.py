@@ -8,6 +8,8 @@
 SFTTrainer)`. The private methods of `Trainer` that it overrides or calls are listed in `trainer`.
 """
 
+# ruff: noqa: E402 (what is missing is said before it is imported)
+
 from poplar.integrations.versions import check_version
 
 check_version("transformers")

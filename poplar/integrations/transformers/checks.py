@@ -54,9 +54,9 @@ def _of_arguments(args: Any) -> Iterator[str]:
     if args.n_gpu > 1:
         yield "several GPUs in one process: launch one process per GPU with torchrun"
     for name in sorted(vars(args)):
-        if name.startswith("ddp_") and name not in ("ddp_backend", "ddp_timeout"):
-            if getattr(args, name) is not None:
-                yield f"{name}=...: there is no DistributedDataParallel; leave it out"
+        of_process_group = name in ("ddp_backend", "ddp_timeout")
+        if name.startswith("ddp_") and not of_process_group and getattr(args, name) is not None:
+            yield f"{name}=...: there is no DistributedDataParallel; leave it out"
     if str(getattr(args.optim, "value", args.optim)) not in OPTIMIZERS:
         yield (
             f"optim={str(getattr(args.optim, 'value', args.optim))!r}: use one of "

@@ -72,7 +72,7 @@ class TrainerLoss:
 
 
 class PassMetrics:
-    """Metrics that TRL's trainers collect in `compute_loss`, merged over ranks when they are logged.
+    """Metrics that TRL's trainers collect in `compute_loss`; merged over ranks to be logged.
 
     These trainers gather values over all ranks in every pass. Ranks may run different numbers of
     passes, so here every rank collects its own, with the weights of its passes.

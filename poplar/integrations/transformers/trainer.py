@@ -1,10 +1,11 @@
 """`PoplarTrainerMixin`: replaces how `Trainer` feeds ranks, runs a step, and saves its state.
 
-Private methods of `Trainer` that it overrides: `_clip_grad_norm`, `_get_grad_norm`, `_track_num_input_tokens`, `_maybe_log_save_evaluate`,
-`_save_optimizer_and_scheduler`, `_load_optimizer_and_scheduler`. That it calls:
-`_get_num_items_in_batch`, `_prepare_inputs`, `_remove_unused_columns`,
-`_get_collator_with_removed_columns`, `_get_train_sampler`. Tested with transformers 5.23,
-accelerate 1.15 and trl 1.16.
+Private methods of `Trainer` that it overrides: `_clip_grad_norm`, `_get_grad_norm`,
+`_track_num_input_tokens`, `_maybe_log_save_evaluate`, `_save_optimizer_and_scheduler`,
+`_load_optimizer_and_scheduler`. That it calls: `_get_num_items_in_batch`, `_prepare_inputs`,
+`_remove_unused_columns`, `_get_collator_with_removed_columns`, `_get_train_sampler`. Attributes:
+`_train_batch_size`, `_globalstep_last_logged`, `_loss_shifts_labels`, `_metrics` (TRL). Tested with
+transformers 5.23, accelerate 1.15 and trl 1.16.
 """
 
 from __future__ import annotations
