@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ import ranks as pool
 import torch
 from ranks import Pool
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 import poplar
 
@@ -157,6 +158,81 @@ def logged(trainer: Trainer) -> list[tuple[float, float, float]]:
     ]
 
 
+class Stream(IterableDataset[dict[str, list[int]]]):
+    """The same sentences without a length."""
+
+    def __iter__(self) -> Iterator[dict[str, list[int]]]:
+        return iter(Sentences(60).samples)
+
+
+class MeanOfWeights(transformers.TrainerCallback):
+    """An average of the weights over the steps, as of an EMA; reads whole parameters."""
+
+    def __init__(self) -> None:
+        self.mean: dict[str, torch.Tensor] = {}
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        model, optimizer = kwargs["model"], kwargs["optimizer"]
+        whole = getattr(optimizer, "full_parameters", contextlib.nullcontext)
+        with whole(), torch.no_grad():
+            for name, value in model.state_dict().items():
+                self.mean[name] = 0.5 * self.mean.get(name, 0.0) + 0.5 * value.clone()
+
+
+def square_loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+    """A loss function of the user: squared logits of the labels."""
+    counted = labels != -100
+    logits = outputs.logits.gather(-1, labels.clamp(min=0).unsqueeze(-1))[..., 0]
+    return ((logits - 1.0).square() * counted).sum() / num_items_in_batch
+
+
+def with_adapters(model: nn.Module) -> nn.Module:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(1)
+    options = {"r": 4, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": "gaussian"}
+    return peft.get_peft_model(model, peft.LoraConfig(**options))
+
+
+FEATURES: dict[str, dict[str, Any]] = {
+    "label smoothing": {"args": {"label_smoothing_factor": 0.1}},
+    "loss function": {"trainer": {"compute_loss_func": square_loss}},
+    "adapters": {"model": with_adapters},
+    "recomputed activations": {"args": {"gradient_checkpointing": True}},
+    "autocast": {"args": {"bf16": True}, "rtol": 2e-2},
+    "compiled": {"args": {"torch_compile": True, "torch_compile_backend": "aot_eager"}},
+    "mean of weights": {"trainer": {"callbacks": [MeanOfWeights]}},
+    "stream": {"trainer": {"train_dataset": Stream()}},
+    "in the order of the dataset": {"args": {"train_sampling_strategy": "sequential"}},
+    "token counts": {"args": {"include_num_input_tokens_seen": "non_padding"}},
+    "plain SGD": {"args": {"optim": "sgd", "max_grad_norm": 0.0}},
+    "wide tail": {"args": {"num_train_epochs": 2, "max_steps": -1}, "samples": 55},
+}
+
+
+def trained(trainer_class: Any, feature: str, folder: str, sizes: dict[str, int], **options: Any):
+    """What was logged, and what is special of the feature."""
+    wanted = FEATURES[feature]
+    own = {"train_dataset": Sentences(wanted.get("samples", 60))} | wanted.get("trainer", {})
+    callbacks = [callback() for callback in own.pop("callbacks", ())]
+    trainer = trainer_class(
+        wanted.get("model", lambda model: model)(model_of("llama")),
+        arguments(folder, **({"max_steps": 6} | wanted.get("args", {}) | sizes)),
+        data_collator=padded,
+        callbacks=callbacks,
+        **own,
+        **options,
+    )
+    trainer.train()
+    counts = (trainer.state.num_input_tokens_seen, trainer.state.total_flos)
+    return logged(trainer), [callback.mean for callback in callbacks], counts
+
+
+def train_with_feature(feature: str, plan: poplar.Plan, folder: str) -> Any:
+    as_launched()
+    torch._dynamo.reset()
+    return trained(PoplarTrainer, feature, folder, SHARES, poplar=PoplarArguments(plan=plan))
+
+
 def train_on_ranks(name: str, plan: poplar.Plan, folder: str, changes: dict[str, Any]) -> Any:
     as_launched()
     trainer = PoplarTrainer(
@@ -229,7 +305,7 @@ def evaluated(trainer: Trainer) -> list[tuple[float, float]]:
 
 
 def save_and_resume(plan: poplar.Plan, folder: str) -> Any:
-    """Train six steps; again from the second, in mid-epoch. Returns what was logged, predicted and saved."""
+    """Train six steps; again from the second, in mid-epoch. Returns what came of it."""
     as_launched()
 
     def trainer() -> PoplarTrainer:
@@ -294,3 +370,18 @@ def test_stop_resume_evaluate_predict_save_load(three, tmp_path, stage):
     loaded = LlamaForCausalLM.from_pretrained(tmp_path / "here" / "saved")
     for name, value in alone.model.state_dict().items():
         torch.testing.assert_close(loaded.state_dict()[name], value, **close)
+
+
+@pytest.mark.parametrize("stage", PLANS)
+@pytest.mark.parametrize("feature", FEATURES)
+def test_features_train_with_equal_losses(three, tmp_path, feature, stage):
+    here = three.run(train_with_feature, feature, PLANS[stage], str(tmp_path), timeout=120)
+    fresh_state()
+    torch._dynamo.reset()
+    alone = trained(Trainer, feature, str(tmp_path), {})
+    close = {"rtol": FEATURES[feature].get("rtol", 1e-4), "atol": 1e-5}
+    assert alone[0]
+    for losses, means, counts in here:
+        torch.testing.assert_close(torch.tensor(losses), torch.tensor(alone[0]), **close)
+        torch.testing.assert_close(means, alone[1], **close)
+        assert counts[0] == alone[2][0]

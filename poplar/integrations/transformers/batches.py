@@ -6,7 +6,7 @@ and collators may pack several samples into one row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
@@ -111,9 +111,7 @@ class EpochLoader(DataLoader[Any]):
 
     def set_epoch(self, epoch: int) -> None:
         """As of samplers."""
-        for part in (self.batch_sampler, getattr(self.dataset, "iterable", self.dataset)):
+        part: Any
+        for part in (self.batch_sampler, self.dataset):
             if hasattr(part, "set_epoch"):
                 part.set_epoch(epoch)
-
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        return super().__iter__()

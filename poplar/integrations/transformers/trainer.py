@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from accelerate.utils.memory import clear_device_cache
@@ -47,10 +47,6 @@ from poplar.zero.agreement import run_on_all_ranks
 from poplar.zero.grad_scaler import GradScaler
 from poplar.zero.step_result import StepResult
 
-if TYPE_CHECKING:
-    _Base: Any = Trainer
-else:
-    _Base = object
 
 FOLDER = "poplar"
 """In a checkpoint of the trainer: the state of training, as `poplar.save_checkpoint` writes it."""
@@ -60,7 +56,10 @@ EXAMPLE_SAMPLES = 8
 logger = logging.get_logger(__name__)
 
 
-class PoplarTrainerMixin(_Base):
+_Base: Any = object  # a trainer class follows it in the list of base classes
+
+
+class PoplarTrainerMixin(_Base):  # type: ignore[misc]
     """Trains with `HeteroZeroOptimizer`; goes before a trainer class in the list of base classes.
 
     `TrainingArguments` keep their meaning. The global batch is `per_device_train_batch_size x
@@ -75,6 +74,10 @@ class PoplarTrainerMixin(_Base):
     Raises:
         ValueError: arguments ask for something that Poplar does not support.
     """
+
+    args: Any
+    optimizer_cls_and_kwargs: Any
+    _train_batch_size: Any
 
     def __init__(self, *args: Any, poplar: PoplarArguments | None = None, **kwargs: Any) -> None:
         self.poplar = PoplarArguments() if poplar is None else poplar
@@ -204,7 +207,9 @@ class PoplarTrainerMixin(_Base):
         own = self.poplar.engine_options(_dtype(self.model))
         own |= {"optimizer_class": optimizer_class, **self.poplar.tuning_options()}
         # Blocks that the model recomputes itself need not be recomputed by the plan.
-        checkpointed = getattr(self.model, "is_gradient_checkpointing", False)
+        checkpointed = any(
+            getattr(m, "gradient_checkpointing", False) for m in self.model.modules()
+        )
         self.model.train()
         with self.pass_metrics.collecting():
             tuned = tune(
@@ -377,7 +382,7 @@ class PoplarTrainerMixin(_Base):
         )
 
 
-class PoplarTrainer(PoplarTrainerMixin, Trainer):
+class PoplarTrainer(PoplarTrainerMixin, Trainer):  # type: ignore[misc]
     """`Trainer` on unequal devices; see `PoplarTrainerMixin`."""
 
 
