@@ -3,56 +3,50 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
+import peft
 import pytest
-import ranks as pool
 import torch
+import trl
 from ranks import Pool
+from tokenizers import Tokenizer, models
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset
-
-import poplar
-
-transformers = pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
-
-from accelerate.state import AcceleratorState, GradientState  # noqa: E402
-from transformers import (  # noqa: E402
-    BertConfig,
-    BertForMaskedLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
+from trainers import (
+    BATCH,
+    PLANS,
+    RANKS,
+    SHARES,
+    WORDS,
+    Sentences,
+    arguments,
+    as_launched,
+    fresh_state,
+    logged,
+    model_of,
+    padded,
+)
+from transformers import (
+    HfArgumentParser,
     LlamaForCausalLM,
+    PreTrainedTokenizerFast,
     Trainer,
+    TrainerCallback,
     TrainingArguments,
 )
 
-from poplar.integrations.transformers import PoplarArguments, PoplarTrainer  # noqa: E402
-
-RANKS, BATCH, WORDS = 3, 12, 50
-SHARES = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
-"""The batch of one process, for three ranks."""
-PLANS = {
-    # The ranks differ in samples, passes and shares; the last one has fewest.
-    0: poplar.Plan(
-        stage=0, global_batch=BATCH, micro_batches=((6,), (2, 3), (1,)), shares=(1 / 3,) * 3
-    ),
-    1: poplar.Plan(
-        stage=1, global_batch=BATCH, micro_batches=((4, 4), (4,), ()), shares=(0.5, 0.3, 0.2)
-    ),
-    2: poplar.Plan(
-        stage=2, global_batch=BATCH, micro_batches=((3, 4), (1, 3), (0, 1)), shares=(0.5, 0.3, 0.2)
-    ),
-    3: poplar.Plan(
-        stage=3, global_batch=BATCH, micro_batches=((3, 4), (1, 3), (0, 1)), shares=(0.6, 0.4, 0.0)
-    ),
-}
+import poplar
+from poplar.integrations.transformers import (
+    PoplarArguments,
+    PoplarTrainer,
+    PoplarTrainerMixin,
+)
 
 
 @pytest.fixture(scope="module")
@@ -63,101 +57,6 @@ def three() -> Iterator[Pool]:
     workers.close()
 
 
-def model_of(name: str) -> nn.Module:
-    torch.manual_seed(0)
-    small = {"vocab_size": WORDS, "max_position_embeddings": 32}
-    if name == "llama":
-        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-        return LlamaForCausalLM(LlamaConfig(num_attention_heads=2, **sizes, **small))
-    if name == "bert":
-        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-        options = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-        return BertForMaskedLM(BertConfig(num_attention_heads=2, **options, **sizes, **small))
-    dropouts = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    return GPT2LMHeadModel(
-        GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=WORDS, n_positions=32, **dropouts)
-    )
-
-
-class Sentences(Dataset[dict[str, list[int]]]):
-    """Sequences of unequal lengths; some samples have few labels, and one has none."""
-
-    def __init__(self, count: int) -> None:
-        generator = torch.Generator().manual_seed(1)
-        self.samples = []
-        for number in range(count):
-            length = int(torch.randint(4, 17, (1,), generator=generator))
-            words = torch.randint(3, WORDS, (length,), generator=generator).tolist()
-            hidden = torch.rand(length, generator=generator).tolist()
-            labels = [w if h < 0.4 and number else -100 for w, h in zip(words, hidden, strict=True)]
-            self.samples.append({"input_ids": words, "labels": labels})
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def __getitem__(self, at: int) -> dict[str, list[int]]:
-        return self.samples[at]
-
-
-def padded(samples: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
-    longest = max(len(sample["input_ids"]) for sample in samples)
-
-    def rows(name: str, fill: int) -> torch.Tensor:
-        return torch.tensor([s[name] + [fill] * (longest - len(s[name])) for s in samples])
-
-    ones = [{"mask": [1] * len(s["input_ids"])} for s in samples]
-    mask = torch.tensor([o["mask"] + [0] * (longest - len(o["mask"])) for o in ones])
-    return {
-        "input_ids": rows("input_ids", 0),
-        "labels": rows("labels", -100),
-        "attention_mask": mask,
-    }
-
-
-def arguments(folder: Path | str, **changes: Any) -> TrainingArguments:
-    options = {
-        "output_dir": str(folder),
-        "per_device_train_batch_size": BATCH,
-        "max_steps": 20,
-        "learning_rate": 1e-2,
-        "weight_decay": 0.1,
-        "warmup_steps": 3,
-        "max_grad_norm": 0.5,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": [],
-        "use_cpu": True,
-        "disable_tqdm": True,
-    }
-    return TrainingArguments(**(options | changes))
-
-
-def as_launched() -> None:
-    """What a launcher sets, and a state of Accelerate without the settings of earlier calls."""
-    os.environ |= {
-        "RANK": str(pool.rank()),
-        "LOCAL_RANK": str(pool.rank()),
-        "WORLD_SIZE": str(RANKS),
-        "LOCAL_WORLD_SIZE": str(RANKS),
-        "ACCELERATE_USE_CPU": "true",
-    }
-    fresh_state()
-
-
-def fresh_state() -> None:
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    os.environ.pop("ACCELERATE_MIXED_PRECISION", None)
-
-
-def logged(trainer: Trainer) -> list[tuple[float, float, float]]:
-    return [
-        (entry["loss"], entry["grad_norm"], entry["learning_rate"])
-        for entry in trainer.state.log_history
-        if "grad_norm" in entry
-    ]
-
-
 class Stream(IterableDataset[dict[str, list[int]]]):
     """The same sentences without a length."""
 
@@ -165,7 +64,7 @@ class Stream(IterableDataset[dict[str, list[int]]]):
         return iter(Sentences(60).samples)
 
 
-class MeanOfWeights(transformers.TrainerCallback):
+class MeanOfWeights(TrainerCallback):
     """An average of the weights over the steps, as of an EMA; reads whole parameters."""
 
     def __init__(self) -> None:
@@ -186,8 +85,16 @@ def square_loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> to
     return ((logits - 1.0).square() * counted).sum() / num_items_in_batch
 
 
+class MeanOverLabels(LlamaForCausalLM):
+    """Computes the mean of its own labels, as models do that take no `num_items_in_batch`."""
+
+    accepts_loss_kwargs = False
+
+    def forward(self, input_ids, attention_mask=None, labels=None):
+        return super().forward(input_ids, attention_mask, labels=labels)
+
+
 def with_adapters(model: nn.Module) -> nn.Module:
-    peft = pytest.importorskip("peft")
     torch.manual_seed(1)
     options = {"r": 4, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": "gaussian"}
     return peft.get_peft_model(model, peft.LoraConfig(**options))
@@ -205,6 +112,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "in the order of the dataset": {"args": {"train_sampling_strategy": "sequential"}},
     "token counts": {"args": {"include_num_input_tokens_seen": "non_padding"}},
     "plain SGD": {"args": {"optim": "sgd", "max_grad_norm": 0.0}},
+    "a mean over labels": {"model": lambda model: MeanOverLabels(model.config)},
     "wide tail": {"args": {"num_train_epochs": 2, "max_steps": -1}, "samples": 55},
 }
 
@@ -385,3 +293,219 @@ def test_features_train_with_equal_losses(three, tmp_path, feature, stage):
         torch.testing.assert_close(torch.tensor(losses), torch.tensor(alone[0]), **close)
         torch.testing.assert_close(means, alone[1], **close)
         assert counts[0] == alone[2][0]
+
+
+class PlannedSFTTrainer(PoplarTrainerMixin, trl.SFTTrainer):
+    """TRL's trainer with the mixin."""
+
+
+def fine_tuned(trainer_class: Any, folder: str, changes: dict[str, Any], **options: Any) -> Any:
+    """What TRL's trainer logs on packed sequences (rows without padding, several samples each)."""
+    words = Tokenizer(models.WordLevel({str(word): word for word in range(WORDS)}, unk_token="0"))
+    data = [sample["input_ids"] for sample in Sentences(60).samples]
+    settings = arguments(folder).to_dict() | {"max_steps": 4, "max_length": None, **changes}
+    own = {key: settings[key] for key in ("output_dir", "max_steps", "max_length", *changes)}
+    same = ("learning_rate", "warmup_steps", "logging_steps", "save_strategy", "use_cpu")
+    own |= {key: settings[key] for key in (*same, "report_to", "disable_tqdm")}
+    trainer = trainer_class(
+        model_of("llama"),
+        trl.SFTConfig(**own, bf16=False),
+        train_dataset=datasets.Dataset.from_dict({"input_ids": data, "labels": data}),
+        processing_class=PreTrainedTokenizerFast(
+            tokenizer_object=words, pad_token="0", eos_token="1", unk_token="0"
+        ),
+        **options,
+    )
+    trainer.train()
+    names = ("loss", "grad_norm", "entropy", "mean_token_accuracy", "num_tokens")
+    return [[e[name] for name in names] for e in trainer.state.log_history if "entropy" in e]
+
+
+def fine_tune_on_ranks(plan: poplar.Plan, folder: str, packed: bool) -> Any:
+    as_launched()
+    options = {"poplar": PoplarArguments(plan=plan)}
+    return fine_tuned(PlannedSFTTrainer, folder, {"padding_free": packed, **SHARES}, **options)
+
+
+@pytest.mark.parametrize("stage", PLANS)
+@pytest.mark.parametrize("packed", [False, True])
+def test_supervised_fine_tuning_of_trl(three, tmp_path, stage, packed):
+    here = three.run(fine_tune_on_ranks, PLANS[stage], str(tmp_path), packed, timeout=120)
+    fresh_state()
+    changes = {"padding_free": packed, "per_device_train_batch_size": BATCH}
+    alone = fine_tuned(trl.SFTTrainer, str(tmp_path), changes)
+    assert len(alone) == 4
+    for each in here:
+        torch.testing.assert_close(torch.tensor(each), torch.tensor(alone), rtol=1e-4, atol=1e-4)
+
+
+def plan_and_train(folder: str) -> Any:
+    """Two steps under a plan that was measured."""
+    as_launched()
+    trainer = PoplarTrainer(
+        model_of("llama"),
+        arguments(folder, max_steps=2, **SHARES),
+        data_collator=padded,
+        train_dataset=Sentences(40),
+        poplar=PoplarArguments(seconds=2.0, cache=False, verify=False, profile_samples=16),
+    )
+    trainer.train()
+    return trainer.plan, trainer.tuned is not None, logged(trainer)
+
+
+def test_without_a_plan_the_ranks_are_measured(three, tmp_path):
+    fresh_state()
+    alone = Trainer(
+        model_of("llama"),
+        arguments(tmp_path, max_steps=2),
+        data_collator=padded,
+        train_dataset=Sentences(40),
+    )
+    alone.train()
+    for plan, measured, losses in three.run(plan_and_train, str(tmp_path), timeout=120):
+        assert plan.global_batch == BATCH
+        assert measured
+        torch.testing.assert_close(
+            torch.tensor(losses), torch.tensor(logged(alone)), rtol=1e-4, atol=1e-5
+        )
+
+
+def resume_from_trainer(plan: poplar.Plan, folder: str) -> Any:
+    as_launched()
+    trainer = PoplarTrainer(
+        model_of("llama"),
+        arguments(folder, max_steps=6, **SHARES),
+        data_collator=padded,
+        train_dataset=Sentences(60),
+        poplar=PoplarArguments(plan=plan),
+    )
+    trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-3")
+    return logged(trainer)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_goes_on_from_a_checkpoint_of_trainer(three, tmp_path, stage):
+    fresh_state()
+    alone = Trainer(
+        model_of("llama"),
+        arguments(tmp_path, max_steps=6, save_strategy="steps", save_steps=3),
+        data_collator=padded,
+        train_dataset=Sentences(60),
+    )
+    alone.train()
+    for each in three.run(resume_from_trainer, PLANS[stage], str(tmp_path), timeout=120):
+        torch.testing.assert_close(
+            torch.tensor(each), torch.tensor(logged(alone)), rtol=1e-4, atol=1e-5
+        )
+
+
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "auto_find_batch_size=True: leave it out": ({"auto_find_batch_size": True}, {}),
+    "optim='adafactor': use one of adagrad, adamw_torch": ({"optim": "adafactor"}, {}),
+    "ddp_find_unused_parameters=": ({"ddp_find_unused_parameters": True}, {}),
+    "average_tokens_across_devices=False": ({"average_tokens_across_devices": False}, {}),
+    "bf16_full_eval": ({"bf16_full_eval": True}, {}),
+    "dispatch_batches=True": ({"accelerator_config": {"dispatch_batches": True}}, {}),
+    "train_sampling_strategy='batch_rebalance'": (
+        {"train_sampling_strategy": "batch_rebalance"},
+        {},
+    ),
+    "optimizers=": (
+        {},
+        {"optimizers": (torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]), None)},
+    ),
+    "a global batch of 12, but TrainingArguments ask for 6": (
+        {"per_device_train_batch_size": 2},
+        {"poplar": PoplarArguments(plan=PLANS[0])},
+    ),
+    "dataloader_drop_last": ({**SHARES, "num_train_epochs": 1, "max_steps": -1}, {}),
+    "compute_loss communicates": (dict(SHARES), {"compute_loss_func": lambda *a, **k: GATHER()}),
+}
+
+
+def GATHER() -> Any:
+    from accelerate import Accelerator
+
+    return Accelerator().gather(torch.ones(1))
+
+
+def refused(number: int, folder: str) -> None:
+    as_launched()
+    settings, options = list(REFUSED.values())[number]
+    options = {"poplar": PoplarArguments(plan=PLANS[1])} | options
+    trainer = PoplarTrainer(
+        model_of("llama"),
+        arguments(folder, **settings),
+        data_collator=padded,
+        train_dataset=Sentences(13),
+        **options,
+    )
+    trainer.train()
+
+
+@pytest.mark.parametrize("message", list(REFUSED)[:-1])
+def test_what_is_not_supported_says_what_to_change(three, tmp_path, message):
+    errors = three.run_expecting_errors(refused, list(REFUSED).index(message), str(tmp_path))
+    for error in errors:
+        assert message in error.message
+
+
+def orders(strategy: str) -> list[list[int]]:
+    """The samples of this rank's batches in the second epoch."""
+    as_launched()
+    trainer = PoplarTrainer(
+        model_of("llama"),
+        arguments("unused", train_sampling_strategy=strategy, seed=3, **SHARES),
+        data_collator=padded,
+        train_dataset=Sentences(240),
+        poplar=PoplarArguments(plan=PLANS[0]),
+    )
+    loader = trainer.get_train_dataloader()
+    loader.set_epoch(1)
+    return list(loader.batch_sampler)
+
+
+def test_batches_grouped_by_length_have_samples_of_similar_lengths(three):
+    lengths = [len(sample["input_ids"]) for sample in Sentences(240).samples]
+
+    def spread(by_rank: list[list[list[int]]]) -> int:
+        batches = [list(chain(*parts)) for parts in zip(*by_rank, strict=True)]
+        assert sorted(chain(*batches)) == list(range(len(lengths)))
+        return sum(max(lengths[i] for i in b) - min(lengths[i] for i in b) for b in batches)
+
+    grouped, shuffled = (three.run(orders, name) for name in ("group_by_length", "random"))
+    assert spread(grouped) < spread(shuffled)
+
+
+def test_options_can_be_parsed_beside_training_arguments():
+    parser = HfArgumentParser((TrainingArguments, PoplarArguments))
+    words = ["--output_dir", "x", "--stage", "2", "--plan", "4,2,1", "--memory_limit", "2GiB"]
+    _, options = parser.parse_args_into_dataclasses([*words, "--seconds", "5", "--no_cache"])
+    assert options == PoplarArguments(
+        stage="2", plan="4,2,1", memory_limit="2GiB", seconds=5.0, cache=False
+    )
+    assert options.given_plan(14) == poplar.Plan.manual("4,2,1", stage=2, passes=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"stage": 4}, "stage must be 'auto' or one of 0, 1, 2, 3, got '4'"),
+        ({"compute_dtype": "int8"}, "compute_dtype must be"),
+        ({"reduce_dtype": "int8"}, "reduce_dtype must be"),
+        ({"memory_limit": "lots"}, "memory_limit"),
+        ({"profile_samples": 0}, "profile_samples must be at least 1"),
+    ],
+)
+def test_wrong_options_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        PoplarArguments(**options)
+
+
+def test_a_plan_as_text_needs_a_stage_and_a_multiple():
+    with pytest.raises(ValueError, match="names no stage"):
+        PoplarArguments(plan="4,2,1").given_plan(14)
+    with pytest.raises(ValueError, match="is not a multiple"):
+        PoplarArguments(plan="4,2,1", stage="1").given_plan(12)
+    with pytest.raises(ValueError, match="leave out stage="):
+        PoplarArguments(plan=PLANS[0], stage="1").given_plan(12)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
+from transformers.trainer_pt_utils import get_length_grouped_indices
 
 from poplar.data import pytree
 from poplar.data.sampler import HeteroBatchSampler
@@ -115,3 +116,15 @@ class EpochLoader(DataLoader[Any]):
         for part in (self.batch_sampler, self.dataset):
             if hasattr(part, "set_epoch"):
                 part.set_epoch(epoch)
+
+
+def grouped_by_length(lengths: Sequence[int], batch: int, generator: torch.Generator) -> list[int]:
+    """An order in which the samples of a global batch have similar lengths.
+
+    `Trainer` sorts them within a batch, too. Here they are shuffled, so that no rank always has the
+    longest ones.
+    """
+    order = get_length_grouped_indices(lengths, batch, generator=generator)
+    batches = [order[start : start + batch] for start in range(0, len(order), batch)]
+    shuffled = (torch.randperm(len(own), generator=generator).tolist() for own in batches)
+    return [own[at] for own, places in zip(batches, shuffled, strict=True) for at in places]

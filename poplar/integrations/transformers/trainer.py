@@ -36,6 +36,7 @@ from poplar.integrations.transformers.batches import (
     EpochLoader,
     EpochSampler,
     TrainerBatch,
+    grouped_by_length,
 )
 from poplar.integrations.transformers.checks import check_arguments, check_trainer
 from poplar.integrations.transformers.compilation import compile_blocks
@@ -46,7 +47,6 @@ from poplar.tuning.autotune import Tuned, tune
 from poplar.zero.agreement import run_on_all_ranks
 from poplar.zero.grad_scaler import GradScaler
 from poplar.zero.step_result import StepResult
-
 
 FOLDER = "poplar"
 """In a checkpoint of the trainer: the state of training, as `poplar.save_checkpoint` writes it."""
@@ -156,10 +156,8 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
         if isinstance(sampler, RandomSampler):
             return lambda epoch: torch.randperm(len(dataset), generator=generator(epoch)).tolist()
         if isinstance(sampler, LengthGroupedSampler):
-            size, lengths = self.args.train_batch_size * self.args.world_size, sampler.lengths
-            return lambda epoch: list(
-                LengthGroupedSampler(size, lengths=lengths, generator=generator(epoch))
-            )
+            size = self.args.train_batch_size * self.args.world_size
+            return lambda epoch: grouped_by_length(sampler.lengths, size, generator(epoch))
         raise ValueError(
             f"PoplarTrainer does not support the sampler {type(sampler).__name__}: the order must "
             "be the same on all ranks; use train_sampling_strategy 'random', 'sequential' or "
